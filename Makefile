@@ -1,0 +1,54 @@
+# `make` lists the targets. The first one that needs the virtual environment makes it from the locks.
+PYTHON ?= python3
+DEVICE ?= cpu
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+ENVIRONMENT := $(VENV)/.stamp-$(DEVICE)
+PROJECT := $(VENV)/.stamp-project
+LOCKS_cpu := bootstrap torch cuda cpu
+LOCKS_gpu := bootstrap gpu
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test drills bench-nightly lint lock clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
+	@echo "  variables: PYTHON=python3 (3.11 to 3.14), DEVICE=cpu or gpu, ARGS passed to demo, test and lock"
+
+setup: $(PROJECT) ## make .venv from the locks, with nightjar in it
+
+demo: setup ## a whole nightly run on generated data
+	$(BIN)/nightjar demo $(ARGS)
+
+test: setup ## all tests
+	$(BIN)/pytest $(ARGS)
+
+drills: setup ## slow failure drills: kill a night in every stage and resume it
+	$(BIN)/pytest -m drill tests/drills $(ARGS)
+
+bench-nightly: setup ## whole nights on the demo and on public data; writes benchmarks/nightly.md
+	$(BIN)/python -m benchmarks.nightly
+
+lint: setup ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+lock: ## resolve pyproject.toml into infra/locks
+	@test -x $(BIN)/uv || infra/install.sh $(VENV) tools $(PYTHON)
+	$(BIN)/python infra/lock.py $(BIN)/uv $(ARGS)
+
+clean: ## remove the environment and all caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An environment belongs to one device and one state of its locks: it is made anew, so nothing stale stays in it.
+$(ENVIRONMENT): infra/install.sh $(foreach lock,$(LOCKS_$(DEVICE)),infra/locks/$(lock).txt)
+	@echo "making $(VENV) for DEVICE=$(DEVICE)"
+	@infra/install.sh $(VENV) $(DEVICE) $(PYTHON)
+	@touch $@
+
+$(PROJECT): $(ENVIRONMENT) pyproject.toml
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
+	@touch $@

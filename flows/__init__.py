@@ -1,0 +1,3 @@
+"""What happens, in order."""
+
+import tasks as _tasks  # noqa: F401  sets the environment that prefect reads when it is imported

@@ -1,0 +1,216 @@
+"""The `nightjar` command. Exit codes: 0 done, 2 the config or the input is wrong, 1 anything else."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows import terminal
+from flows.environment import prepare, quieten
+from recsys_core.errors import NightjarError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Retrains a two-tower retrieval model every night: parquet in, a gated, registered, servable retriever out.",
+)
+File = Annotated[Path, typer.Argument(help="the config, see `nightjar init`")]
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a setting, e.g. training.epochs=3")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="one JSON object as the last line on stdout")]
+Until = Annotated[str | None, typer.Option(help="stop after this stage, e.g. evaluate")]
+Verbose = Annotated[bool, typer.Option(help="show Prefect's own log too")]
+
+
+@app.command(epilog="Example: nightjar demo --workspace demo")
+def demo(
+    workspace: Annotated[Path, typer.Option(help="folder for data, config, runs and models")] = Path("demo"),
+    overrides: Sets = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """A whole night on a generated catalogue: topics, skewed popularity, drift, items that arrive on the last days."""
+    from flows.demo import write_demo
+
+    run(write_demo(workspace), overrides=overrides, as_json=as_json, verbose=verbose)
+
+
+@app.command(epilog="Example: nightjar init nightly.yaml")
+def init(file: Annotated[Path, typer.Argument(help="file to write")] = Path("nightly.yaml")) -> None:
+    """Writes a config with every setting and what it means."""
+    from flows.template import starter_config, to_commented_yaml
+    from recsys_core.errors import InputError
+
+    if file.exists():
+        raise InputError(f"{file}: exists already; remove it, or name another file")
+    if not file.parent.is_dir():
+        raise InputError(f"{file}: there is no folder {file.parent}; make it first")
+    file.write_text(to_commented_yaml(starter_config()), encoding="utf-8")
+    terminal.out.print(
+        f"wrote {file}; put your paths and columns in, then: nightjar validate {file}", markup=False, soft_wrap=True
+    )
+
+
+@app.command(epilog="Example: nightjar validate nightly.yaml --set model.embedding_dim=128")
+def validate(file: File, overrides: Sets = None) -> None:
+    """Checks the config, and the files, columns and types of the input, without running."""
+    from flows.inputs import check_inputs
+    from flows.load import load_config
+
+    facts = check_inputs(load_config(file, overrides or ()))
+    terminal.print_facts(facts, console=terminal.out)
+    terminal.out.print(f"{file}: good; run it with: nightjar run {file}", markup=False, soft_wrap=True)
+
+
+@app.command(epilog="Example: nightjar doctor")
+def doctor(folder: Annotated[Path, typer.Option(help="where the workspace will be")] = Path()) -> None:
+    """Says whether versions fit together, and what this machine has."""
+    from recsys_core.preflight import inspect
+
+    found = inspect(folder)
+    terminal.print_facts(dict(found.rows), console=terminal.out)
+    for problem in found.problems:
+        terminal.out.print(f"problem: {problem}", style="red", markup=False, soft_wrap=True)
+    if found.problems:
+        raise typer.Exit(1)
+    terminal.out.print("all well")
+
+
+@app.command(epilog="Example: nightjar plan nightly.yaml --nodes 2 --gpus-per-node 8 --hbm-gb 80")
+def plan(
+    file: File,
+    overrides: Sets = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="hosts")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs per host; implies device cuda")] = None,
+    hbm_gb: Annotated[float | None, typer.Option(min=0.1, help="memory per GPU")] = None,
+    ddr_gb: Annotated[float | None, typer.Option(min=0.1, help="main memory per host")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plans the sharding for a cluster that need not exist: reads the data, starts no training."""
+    from flows.inputs import plan_for
+    from flows.load import load_config
+
+    asked = {"nodes": nodes, "processes_per_node": gpus_per_node, "hbm_gb": hbm_gb, "ddr_gb": ddr_gb}
+    cluster: dict[str, int | float | str] = {name: value for name, value in asked.items() if value is not None}
+    if gpus_per_node is not None:
+        cluster["device"] = "cuda"
+    made = plan_for(load_config(file, overrides or ()), cluster=cluster)
+    if as_json:
+        sys.stdout.write(made.model_dump_json() + "\n")
+    else:
+        from rich.markdown import Markdown
+
+        terminal.out.print(Markdown(made.to_markdown()))
+
+
+@app.command(epilog="Example: nightjar run nightly.yaml --set training.batch_size=8192 --resume 20261121-070312-ab12")
+def run(
+    file: File,
+    overrides: Sets = None,
+    until: Until = None,
+    resume: Annotated[str | None, typer.Option(metavar="RUN_ID", help="go on with this run at its first missing stage")] = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """One night: ingest, plan, train, export, evaluate, index, package, register."""
+    from flows.inputs import check_inputs
+    from flows.load import load_config
+    from recsys_core.errors import InputError
+    from tasks.run import STAGES
+
+    last = next((stage for stage in STAGES if stage == until), None)
+    if until is not None and last is None:
+        raise InputError(f"--until {until}: no such stage; there are {', '.join(STAGES)}")
+    config = load_config(file, overrides or ())
+    check_inputs(config)
+    prepare(config.workspace, verbose=verbose)
+    from flows.night import print_outcome, run_night
+
+    outcome = run_night(config, resume=resume, until=last)
+    if as_json:
+        sys.stdout.write(outcome.as_json() + "\n")
+    else:
+        print_outcome(outcome, file=file, overrides=overrides or ())
+
+
+@app.command(epilog="Example: nightjar query nightly.yaml --user 42 -k 10")
+def query(
+    file: File,
+    user: Annotated[str, typer.Option(help="user id as in the log; unknown users get what is popular")],
+    k: Annotated[int, typer.Option("-k", min=1, help="items wanted")] = 10,
+    model: Annotated[str | None, typer.Option(metavar="URI", help="another version, e.g. models:/nightjar/3")] = None,
+    overrides: Sets = None,
+    as_json: AsJson = False,
+) -> None:
+    """Asks the champion (or --model) what to recommend to a user."""
+    from flows.load import load_config
+
+    config = load_config(file, overrides or ())
+    prepare(config.workspace)
+    from flows.release import recommend
+
+    answer = recommend(config, user=user, k=k, model_uri=model)
+    if as_json:
+        sys.stdout.write(answer.model_dump_json() + "\n")
+        return
+    terminal.out.print(f"{answer.model} version {answer.version}, user {user}", markup=False, soft_wrap=True)
+    rows = [[str(item.item_id), f"{item.score:.4f}"] for item in answer.items]
+    terminal.print_table(["item", "score"], rows, console=terminal.out)
+
+
+@app.command(epilog="Example: nightjar releases nightly.yaml")
+def releases(file: File, overrides: Sets = None, as_json: AsJson = False) -> None:
+    """The registered versions: alias, served metrics, run."""
+    import json
+
+    from flows.load import load_config
+
+    config = load_config(file, overrides or ())
+    prepare(config.workspace)
+    from tasks.registry import list_releases
+    from tasks.tracking import connect
+
+    rows = list_releases(connect(config.workspace), config.registry.model_name)
+    if as_json:
+        sys.stdout.write(json.dumps(rows) + "\n")
+    elif rows:
+        terminal.print_releases(rows, console=terminal.out)
+    else:
+        terminal.out.print(
+            f"no version of {config.registry.model_name} yet; make one with: nightjar run {file}", soft_wrap=True
+        )
+
+
+@app.command(epilog="Example: nightjar ui nightly.yaml --mlflow-port 5001")
+def ui(
+    file: File,
+    overrides: Sets = None,
+    prefect_port: Annotated[int, typer.Option(help="port of the Prefect UI")] = 4200,
+    mlflow_port: Annotated[int, typer.Option(help="port of the MLflow UI")] = 5000,
+) -> None:
+    """Prefect and MLflow in the browser, on this machine only, until Ctrl-C."""
+    from flows.load import load_config
+
+    config = load_config(file, overrides or ())
+    prepare(config.workspace)
+    from flows.ui import serve
+
+    serve(config, prefect_port=prefect_port, mlflow_port=mlflow_port)
+
+
+def main() -> None:
+    """Entry of the `nightjar` command: one clear message and an exit code for what is foreseen."""
+    quieten()
+    try:
+        app()
+    except NightjarError as error:
+        terminal.log.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

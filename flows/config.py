@@ -1,0 +1,80 @@
+"""The whole config of a nightly run: the stages' own configs composed, and what must hold between them."""
+
+import os
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from recsys_core.config import Frozen, Paths
+from recsys_core.data.config import EmbeddingsConfig, GivenSplit, InteractionsConfig
+from recsys_core.evaluation.config import EvaluationConfig
+from recsys_core.models.config import LossConfig, PretrainedConfig, TwoTowerConfig
+from recsys_core.retrieval.config import IndexConfig
+from recsys_core.serving.config import PackageConfig
+from recsys_core.sharding.config import ShardingConfig
+from recsys_core.training.config import TrainingConfig
+from tasks.config import RegistryConfig
+
+
+class PipelineConfig(Frozen):
+    """One file describes a night. Relative paths are relative to the folder of that file."""
+
+    name: str = Field("nightly", min_length=1, description="name of the pipeline, shown in the Prefect UI")
+    workspace: Path = Field(Path("workspace"), description="folder for runs, the embedded MLflow database and Prefect's files")
+    interactions: InteractionsConfig = Field(description="the interaction log and its split")
+    embeddings: EmbeddingsConfig | None = Field(None, description="pretrained item vectors; empty: train from scratch")
+    pretrained: PretrainedConfig = Field(
+        default_factory=PretrainedConfig, description="how pretrained vectors enter the item table"
+    )
+    model: TwoTowerConfig = Field(default_factory=TwoTowerConfig, description="the two towers")
+    loss: LossConfig = Field(default_factory=LossConfig, description="what is minimised")
+    sharding: ShardingConfig = Field(
+        default_factory=ShardingConfig, description="the cluster, and constraints for TorchRec's planner"
+    )
+    training: TrainingConfig = Field(default_factory=TrainingConfig, description="loop, optimizers, checkpoints, restarts")
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="metrics over the full catalogue")
+    index: IndexConfig = Field(default_factory=IndexConfig, description="FAISS indexes")
+    package: PackageConfig = Field(default_factory=PackageConfig, description="the servable retriever")
+    registry: RegistryConfig = Field(default_factory=RegistryConfig, description="MLflow, and when a version becomes champion")
+
+    @model_validator(mode="after")
+    def _stages_agree(self) -> Self:
+        if self.model.last_item and not self.interactions.ordered:
+            raise ValueError(
+                "model.last_item is true, but interactions has neither timestamp_column nor order_column, so no item is the "
+                "last; set one of the columns, or model.last_item to false"
+            )
+        if self.model.output_dim % self.index.subquantizers:
+            raise ValueError(
+                f"index.subquantizers is {self.index.subquantizers}, but the towers end in {self.model.output_dim} numbers, "
+                "which it does not divide; set index.subquantizers to a divisor, or the last query layer to a multiple"
+            )
+        tables = {"item", "user"} if self.model.user_id else {"item"}
+        for table in self.sharding.tables:
+            if table not in tables:
+                raise ValueError(
+                    f"sharding.tables.{table}: the model has the tables {sorted(tables)}; "
+                    + ("set model.user_id to true" if table == "user" else "name one of them")
+                )
+        return self
+
+    def anchored(self, folder: Path) -> Self:
+        """The same config with every relative path taken from `folder`.."""
+
+        def anchor(paths: Paths) -> Paths:
+            return tuple(str(_absolute(folder, path)) for path in paths)
+
+        split = self.interactions.split
+        if isinstance(split, GivenSplit):
+            validation = None if split.validation is None else anchor(split.validation)
+            split = split.model_copy(update={"test": anchor(split.test), "validation": validation})
+        interactions = self.interactions.model_copy(update={"paths": anchor(self.interactions.paths), "split": split})
+        embeddings = self.embeddings and self.embeddings.model_copy(update={"paths": anchor(self.embeddings.paths)})
+        workspace = _absolute(folder, self.workspace)
+        return self.model_copy(update={"workspace": workspace, "interactions": interactions, "embeddings": embeddings})
+
+
+def _absolute(folder: Path, path: str | Path) -> Path:
+    # Made absolute without resolving symbolic links: a link to the newest export must stay one.
+    return Path(os.path.normpath(Path.cwd() / folder / Path(path).expanduser()))

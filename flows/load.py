@@ -1,0 +1,147 @@
+"""From a YAML file and `--set a.b=c` to a PipelineConfig; whatever is wrong becomes one readable InputError."""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from flows.config import PipelineConfig
+from recsys_core.data.config import Split
+from recsys_core.errors import InputError
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
+    """The config in `path` with `overrides` ("training.batch_size=8192", value in YAML) put over it.
+
+    Relative paths, in the file and in overrides alike, are taken from the folder of the file. Raises InputError.
+    """
+    raw = _read(path)
+    for override in overrides:
+        _put(raw, override)
+    try:
+        config = PipelineConfig.model_validate(raw)
+    except ValidationError as error:
+        # A key that is not known is also one that is missing elsewhere: unknown keys come first and alone.
+        details = error.errors(include_url=False)
+        unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
+        raise InputError("\n".join([f"{path}:", *(f"  {_sentence(detail, raw)}" for detail in unknown or details)])) from None
+    return config.anchored(path.parent)
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML would silently take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; `nightjar init {path}` writes one") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{path}: is not valid YAML: {error}") from None
+    if not isinstance(raw, dict):
+        raise InputError(f"{path}: holds {type(raw).__name__}, expected a mapping with keys like interactions: and workspace:")
+    return raw
+
+
+def _put(raw: dict[str, Any], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    if not equals or not dotted:
+        raise InputError(f"--set {override}: expected a.b=value, e.g. --set training.batch_size=8192")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"--set {override}: the value is not valid YAML: {error}") from None
+    *parents, last = dotted.strip().split(".")
+    level = raw
+    for position, key in enumerate(parents):
+        level[key] = {} if level.get(key) is None else level[key]
+        level = level[key]
+        if not isinstance(level, dict):
+            raise InputError(
+                f"--set {override}: {'.'.join(parents[: position + 1])} is the value {level!r}, not a group of settings"
+            )
+    level[last] = value
+
+
+def _sentence(detail: ErrorDetails, raw: Mapping[str, Any]) -> str:
+    place = _dotted(detail["loc"], raw)
+    match detail["type"]:
+        case "extra_forbidden":
+            return f"{place}: unknown key; {_nearest(place)}"
+        case "missing":
+            return f"{place}: is missing and has no default; set it"
+        case "union_tag_not_found" | "union_tag_invalid":
+            kinds = ", ".join(member.model_fields["kind"].default for member in nested_models(Split))
+            return f"{place}: set kind to one of {kinds}"
+        case "value_error":
+            message = detail["msg"].removeprefix("Value error, ")
+            return f"{place}: {message}" if place else message
+        case _:
+            return f"{place}: {detail['msg']}, but it is {detail['input']!r}"
+
+
+def _dotted(loc: tuple[int | str, ...], raw: Any) -> str:
+    # pydantic puts the chosen member of a union into the location; what the user wrote has no such level.
+    names: list[str] = []
+    for position, step in enumerate(loc):
+        is_last = position == len(loc) - 1
+        if step in raw if isinstance(raw, dict) else isinstance(raw, list) and isinstance(step, int) and step < len(raw):
+            raw = raw[step]
+        elif not is_last or isinstance(step, int) or not isinstance(raw, dict):
+            continue
+        names.append(str(step))
+    return ".".join(names)
+
+
+def _nearest(dotted: str) -> str:
+    known = sorted(set(setting_names(PipelineConfig)))
+    parent, _, name = dotted.rpartition(".")
+    siblings = {path.rpartition(".")[2] for path in known if fnmatchcase(parent, path.rpartition(".")[0])}
+    close = difflib.get_close_matches(name, siblings, n=1)
+    if close:
+        return f"did you mean {parent}{'.' if parent else ''}{close[0]}?"
+    elsewhere = [path for path in known if path.rpartition(".")[2] == name]
+    if not elsewhere and siblings:
+        return f"known here: {', '.join(sorted(siblings))}"
+    elsewhere = elsewhere or difflib.get_close_matches(dotted, known, n=1)
+    return f"did you mean {' or '.join(elsewhere)}?" if elsewhere else f"{parent} is not a group of settings"
+
+
+def setting_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Dotted names of all settings of `model`, groups included, over all members of unions; `*` is a key of the user's own."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        inner = f"{prefix}{name}.*." if get_origin(field.annotation) is dict else f"{prefix}{name}."
+        for member in nested_models(field.annotation):
+            yield from setting_names(member, inner)
+
+
+def nested_models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The pydantic models that a field with this annotation may hold."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from nested_models(argument)
+
+
+def dump_config(config: PipelineConfig, path: Path) -> None:
+    """Writes `config` so that load_config reads it back; replaced atomically, since a resumed run writes it again."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_suffix(".tmp")
+    staging.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    staging.replace(path)

@@ -1,0 +1,79 @@
+"""The nightly run: parquet goes in, a registered, gated retriever comes out."""
+
+from collections.abc import Iterator
+
+from prefect import flow, runtime
+from prefect.client.schemas.objects import State
+from prefect.states import Completed
+
+from flows.config import PipelineConfig
+from flows.load import dump_config
+from recsys_core.manifests import Manifest, RegistrationManifest
+from recsys_core.models.config import ModelSpec
+from tasks.evaluate import evaluate
+from tasks.export import export_vectors
+from tasks.index import build_index
+from tasks.ingest import ingest_embeddings, ingest_interactions
+from tasks.package import build_package
+from tasks.plan import plan_sharding
+from tasks.register import register
+from tasks.run import Run, StageName
+from tasks.train import train
+
+
+def _run_id() -> str:
+    parameters = runtime.flow_run.parameters
+    # Made from the flow run, so that Prefect's own retry of it goes on in the same folder.
+    return parameters.get("run_id") or f"{runtime.flow_run.scheduled_start_time:%Y%m%d-%H%M%S}-{runtime.flow_run.id[:4]}"
+
+
+@flow(name="nightly-retrain", flow_run_name=_run_id, validate_parameters=True)
+def nightly_retrain(config: PipelineConfig, run_id: str | None = None, until: StageName | None = None) -> State:
+    """Retrains the retriever from the newest data and registers the result.
+
+    Args:
+        config: what to read, how to train, when to promote.
+        run_id: a run to go on with; empty: a new one. Stages that are still valid are kept.
+        until: the last stage to do; empty: all.
+    """
+    run = Run(run_id or _run_id(), workspace=config.workspace.absolute(), experiment=config.registry.experiment)
+    with run.lock():
+        dump_config(config, run.config_file)
+        manifest: Manifest | None = None
+        for stage, manifest in night(config, run):  # noqa: B007  the last one is the outcome
+            if stage == until:
+                return Completed(name="StoppedEarly", message=f"stopped after {stage}, as asked")
+    assert isinstance(manifest, RegistrationManifest)
+    outcome = f"{manifest.model_name} version {manifest.version} is {manifest.alias}: {'; '.join(manifest.reasons)}"
+    return Completed(message=outcome) if manifest.promoted else Completed(name="NotPromoted", message=outcome)
+
+
+def night(config: PipelineConfig, run: Run) -> Iterator[tuple[StageName, Manifest | None]]:
+    """The chain, in order; after each stage its name and manifest."""
+    embeddings = ingest_embeddings(config.embeddings, run=run) if config.embeddings else None
+    yield "ingest_embeddings", embeddings
+    interactions = ingest_interactions(config.interactions, embeddings=embeddings, run=run)
+    yield "ingest_interactions", interactions
+    model = ModelSpec.of(config.model, interactions=interactions, embeddings=embeddings)
+    plan = plan_sharding(config.sharding, model=model, batch_size=config.training.batch_size, run=run)
+    yield "plan_sharding", plan
+    trained = train(
+        config.training, model=model, loss=config.loss, pretrained=config.pretrained,
+        interactions=interactions, embeddings=embeddings, plan=plan, run=run,
+    )  # fmt: skip
+    yield "train", trained
+    export = export_vectors(config.training, model=model, interactions=interactions, plan=plan, train=trained, run=run)
+    yield "export", export
+    evaluation = evaluate(config.evaluation, export=export, interactions=interactions, embeddings=embeddings, run=run)
+    yield "evaluate", evaluation
+    index = build_index(config.index, export=export, run=run)
+    yield "build_index", index
+    package = build_package(
+        config.package, export=export, index=index, interactions=interactions, evaluation=evaluation, run=run
+    )
+    yield "package", package
+    registration = register(
+        config.registry, embeddings=embeddings, interactions=interactions, plan=plan, train=trained,
+        evaluation=evaluation, index=index, package=package, run=run,
+    )  # fmt: skip
+    yield "register", registration

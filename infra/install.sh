@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Makes the virtual environment from the locks: infra/install.sh FOLDER DEVICE PYTHON, DEVICE being cpu, gpu or tools (uv alone).
+set -euo pipefail
+venv=$1 device=$2 python=$3
+locks=infra/locks
+
+case $device in
+    cpu | gpu | tools) ;;
+    *)
+        echo "DEVICE is $device; it must be cpu or gpu" >&2
+        exit 2
+        ;;
+esac
+"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || {
+    echo "nightjar needs Python 3.11 to 3.14, but $python is $("$python" -V 2>&1 || true); name another one: make PYTHON=python3.12" >&2
+    exit 2
+}
+[ "$(uname -s)" = Linux ] || {
+    echo "nightjar runs on Linux: fbgemm has no wheels for $(uname -s)" >&2
+    exit 2
+}
+
+rm -rf "$venv"
+"$python" -m venv "$venv"
+"$venv/bin/python" -m pip install --quiet --no-compile --require-hashes -r "$locks/bootstrap.txt"
+
+install() {
+    # Bytecode is compiled here, by all cores: each of the many processes of a run would else compile what it imports.
+    "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps --require-hashes --compile-bytecode -r "$locks/$1.txt"
+}
+
+case $device in
+    tools) ;;
+    gpu) install gpu ;;
+    cpu)
+        # pip picks the build, so that its settings (a CPU index, a folder of wheels) decide; the lock's hashes judge the file.
+        # Not in one step: among hashed candidates pip puts a wheel in a folder, whose hash it does not know yet, last.
+        wheels=$(mktemp -d)
+        trap 'rm -rf "$wheels"' EXIT
+        "$venv/bin/python" -m pip download --quiet --no-deps --dest "$wheels" "$(grep -o '^torch==[0-9.]*' "$locks/torch.txt")"
+        "$venv/bin/python" -m pip install --quiet --no-compile --no-deps --no-index --find-links "$wheels" \
+            --require-hashes -r "$locks/torch.txt"
+        if grep --quiet '^Requires-Dist: nvidia-' "$venv"/lib/python3*/site-packages/torch-*.dist-info/METADATA; then
+            install cuda
+        fi
+        install cpu
+        ;;
+esac

@@ -1,0 +1,1 @@
+"""From parquet to KeyedJaggedTensor."""

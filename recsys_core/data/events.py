@@ -1,0 +1,88 @@
+"""The event log as CSR by user, in memory maps: a training example is a position, a history is a slice before it."""
+
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recsys_core.data.lists import Lists, ragged_ranges
+from recsys_core.manifests import InteractionsManifest
+
+Rows = NDArray[np.int64]
+EvaluationSplit = Literal["validation", "test"]
+
+
+@dataclass(frozen=True)
+class EventStore:
+    """Maps of the files that InteractionsManifest describes; opening costs nothing, pages are shared by all ranks of a host."""
+
+    ordered: bool
+    user_offset: Rows
+    train_end: Rows
+    validation_end: Rows
+    event_item: NDArray[np.int32]
+    train_user: NDArray[np.int32]
+    item_count: Rows
+    vector_row: Rows
+
+    @classmethod
+    def open(cls, manifest: InteractionsManifest) -> Self:
+        """Maps the arrays of a committed ingest."""
+        names = ("user_offset", "train_end", "validation_end", "event_item", "train_user", "item_count", "vector_row")
+        return cls(ordered=manifest.ordered, **{name: np.load(manifest.path(f"{name}.npy"), mmap_mode="r") for name in names})
+
+    @property
+    def train_events(self) -> int:
+        """Number of training examples."""
+        return len(self.train_user)
+
+    @property
+    def first_example(self) -> Rows:
+        """[users]: index of each user's first training example."""
+        lengths = self.train_end - self.user_offset[:-1]
+        first: Rows = np.cumsum(lengths) - lengths
+        return first
+
+    def histories(self, position: Rows, user: Rows, *, max_history: int) -> Lists:
+        """Up to max_history items for each training event at `position` of `user`.
+
+        Ordered logs: the events right before it, oldest first. Others: the user's training events that follow it, around the
+        end to the start (they are stored in random order), never the event itself.
+        """
+        start, end = self.user_offset[user], self.train_end[user]
+        if self.ordered:
+            length = np.minimum(position - start, max_history)
+            return Lists.of_slices(self.event_item, start_N=position - length, end_N=position)
+        length = np.minimum(end - start - 1, max_history)
+        step = ragged_ranges(np.ones_like(length), length)
+        size, first = np.repeat(end - start, length), np.repeat(start, length)
+        place = first + (np.repeat(position - start, length) + step) % size
+        return Lists.of_lengths(length, self.event_item[place])
+
+    def users_with_targets(self, split: EvaluationSplit) -> Rows:
+        """Rows of the users that have events in `split`."""
+        start, end = self._segment(split)
+        return np.flatnonzero(end > start)
+
+    def targets(self, user: Rows, split: EvaluationSplit) -> Lists:
+        """Items of each user's events in `split`."""
+        start, end = self._segment(split)
+        return Lists.of_slices(self.event_item, start_N=start[user], end_N=end[user])
+
+    def before(self, user: Rows, split: EvaluationSplit, *, last: int | None = None) -> Lists:
+        """Items of each user's events before `split`, oldest first; only the last `last` of them where given."""
+        end = self._segment(split)[0][user]
+        start = self.user_offset[user]
+        first = start if last is None else np.maximum(start, end - last)
+        return Lists.of_slices(self.event_item, start_N=first, end_N=end)
+
+    def counts_before(self, split: EvaluationSplit) -> Rows:
+        """[items]: events of each item before `split`."""
+        everyone = np.arange(len(self.train_end))
+        return np.bincount(self.before(everyone, split).row_T, minlength=len(self.item_count))
+
+    def _segment(self, split: EvaluationSplit) -> tuple[Rows, Rows]:
+        if split == "test":
+            return self.validation_end, self.user_offset[1:]
+        return self.train_end, self.validation_end

@@ -1,0 +1,178 @@
+"""Batches for the towers: vectorised from the memory maps, a function of (seed, epoch, rank, batch), read ahead of the trainer.
+
+Shapes: B queries, N extra candidates, K = B + N samples of the KeyedJaggedTensor.
+"""
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+from recsys_core.data.events import EvaluationSplit, EventStore, Rows
+from recsys_core.data.lists import Lists
+from recsys_core.data.shuffle import shuffled
+
+READ_AHEAD = 4
+
+
+@dataclass
+class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
+    """B queries with their positives, and N candidates more.
+
+    All K samples ride in one KeyedJaggedTensor: the extra ones have empty query features, so one lookup serves both towers.
+    """
+
+    sparse: KeyedJaggedTensor
+    batch_size: int
+    item_rows: Tensor
+    """int64 [K]: the B positives, then the N extra candidates."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        """A copy on `device`."""
+        return type(self)(
+            sparse=self.sparse.to(device, non_blocking=non_blocking),
+            batch_size=self.batch_size,
+            item_rows=self.item_rows.to(device, non_blocking=non_blocking),
+        )
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keeps the memory until `stream` has read it."""
+        self.sparse.record_stream(stream)
+        self.item_rows.record_stream(stream)
+
+    def pin_memory(self) -> Self:
+        """A copy in page-locked memory."""
+        return type(self)(sparse=self.sparse.pin_memory(), batch_size=self.batch_size, item_rows=self.item_rows.pin_memory())
+
+
+class TrainLoader:
+    """Training batches of one rank.
+
+    Every epoch is a new global shuffle of which rank r takes every world_size-th example. The few examples (fewer than
+    world_size) that would make the ranks uneven are left out of that epoch: every rank has as many batches of the same sizes.
+
+    Args:
+        batch_size: queries per rank and step; the last batch of an epoch may be smaller.
+        features: query features in order (see models.two_tower.query_features).
+        uniform_negatives: extra candidates per batch, drawn uniformly from the catalogue.
+    """
+
+    def __init__(
+        self,
+        store: EventStore,
+        *,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        max_history: int,
+        features: Sequence[str],
+        uniform_negatives: int,
+    ) -> None:
+        self._store, self._batch_size, self._features = store, batch_size, tuple(features)
+        self._rank, self._world_size, self._seed = rank, world_size, seed
+        self._max_history, self._negatives = max_history, uniform_negatives
+        self._first_example = store.first_example
+        self.epoch_samples = store.train_events // world_size
+
+    def __len__(self) -> int:
+        """Batches per epoch, the same on every rank."""
+        return -(-self.epoch_samples // self._batch_size)
+
+    def batch_samples(self, batch: int) -> int:
+        """Queries in batch number `batch` of an epoch."""
+        return min(self._batch_size, self.epoch_samples - batch * self._batch_size)
+
+    def epoch(self, epoch: int, *, start_batch: int = 0) -> Iterator[Batch]:
+        """The batches of `epoch` from `start_batch` on, made by a thread of its own while the caller trains."""
+        ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=READ_AHEAD)
+        closed = threading.Event()
+
+        def put(item: Batch | BaseException | None) -> bool:
+            while not closed.is_set():
+                try:
+                    ready.put(item, timeout=0.1)
+                    return True
+                except queue.Full:
+                    continue
+            return False
+
+        def read_ahead() -> None:
+            try:
+                for batch in range(start_batch, len(self)):
+                    if not put(self.make(epoch, batch)):
+                        return
+                put(None)
+            except BaseException as error:  # handed to the trainer, which raises it
+                put(error)
+
+        threading.Thread(target=read_ahead, name="loader", daemon=True).start()
+        try:
+            while (item := ready.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            closed.set()
+
+    def make(self, epoch: int, batch: int) -> Batch:
+        """Batch number `batch` of `epoch`: a function of its arguments and the seed."""
+        store = self._store
+        index = np.arange(batch * self._batch_size, batch * self._batch_size + self.batch_samples(batch), dtype=np.int64)
+        example = shuffled(index * self._world_size + self._rank, n=store.train_events, key=(self._seed, epoch))
+        user = store.train_user[example].astype(np.int64)
+        position = store.user_offset[user] + example - self._first_example[user]
+        rng = np.random.default_rng([self._seed, epoch, batch, self._rank])
+        negative = rng.integers(0, len(store.item_count), self._negatives)
+        item = np.concatenate([store.event_item[position].astype(np.int64), negative])
+        features = query_values(self._features, user=user, history=self._history(position, user))
+        return Batch(sparse=keyed_jagged(features, item=item), batch_size=len(user), item_rows=torch.from_numpy(item))
+
+    def _history(self, position: Rows, user: Rows) -> Lists:
+        return self._store.histories(position, user, max_history=self._max_history)
+
+
+def query_values(features: Sequence[str], *, user: Rows, history: Lists) -> dict[str, Lists]:
+    """The query features of B users: their rows, their histories, and the last item of each history that has one."""
+    present = history.length_N > 0
+    values = {
+        "user": Lists.of_lengths(np.ones_like(user), user),
+        "history": history,
+        "last_item": Lists.of_lengths(present, history.row_T[history.offset[1:][present] - 1]),
+    }
+    return {name: values[name] for name in features}
+
+
+def keyed_jagged(features: dict[str, Lists], *, item: Rows) -> KeyedJaggedTensor:
+    """Query features of B samples and `item` of K >= B samples (or none), the missing query features empty."""
+    samples = max([len(item), *(len(feature) for feature in features.values())])
+    everything = features | {"item": Lists.of_lengths(np.ones_like(item), item)}
+    lengths: NDArray[np.int32] = np.zeros((len(everything), samples), np.int32)
+    for row, feature in zip(lengths, everything.values(), strict=True):
+        row[: len(feature)] = feature.length_N
+    return KeyedJaggedTensor(
+        keys=list(everything),
+        values=torch.from_numpy(np.concatenate([feature.row_T for feature in everything.values()])),
+        lengths=torch.from_numpy(lengths.reshape(-1)),
+    )
+
+
+def query_batch(
+    store: EventStore, user: Rows, split: EvaluationSplit, *, features: Sequence[str], max_history: int
+) -> KeyedJaggedTensor:
+    """Query features of `user` as they stood before `split`; `item` is empty."""
+    history = store.before(user, split, last=max_history)
+    return keyed_jagged(query_values(features, user=user, history=history), item=np.empty(0, np.int64))
+
+
+def item_batch(item: Rows, *, features: Sequence[str]) -> KeyedJaggedTensor:
+    """`item` alone; all query features are empty."""
+    return keyed_jagged(dict.fromkeys(features, Lists.empty(0)), item=item)

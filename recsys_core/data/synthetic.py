@@ -1,0 +1,109 @@
+"""A made-up catalogue whose log can be learned from: latent topics, skewed popularity, drift, items that arrive late.
+
+Shapes: U users, I items, T topics, E events, D vector width.
+"""
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+TOPICS = 60
+TOPIC_CONCENTRATION = 0.02
+DAY_US = 86_400_000_000
+FIRST_DAY = np.datetime64("2026-01-01T00:00:00", "us")
+POPULARITY_EXPONENT = 0.7
+TOPICS_PER_USER = 2
+TOPIC_SHIFTS = 1
+
+
+def generate(
+    folder: Path,
+    *,
+    users: int = 5_000,
+    items: int = 3_000,
+    events: int = 200_000,
+    days: int = 30,
+    dim: int = 64,
+    seed: int = 7,
+    cold_items: int = 150,
+) -> None:
+    """Writes interactions/day-NN.parquet (user_id string, item_id int64, timestamp) and item_embeddings.parquet.
+
+    A user has a few topics, which shift by and by; an event picks an item of one of them, popular ones first. The vectors are
+    the items' topics under noise. The last `cold_items` items appear on the last two days only.
+    """
+    rng = np.random.default_rng(seed)
+    topic_IT = rng.dirichlet(np.full(TOPICS, TOPIC_CONCENTRATION), items)
+    first_day_I = np.where(np.arange(items) < items - cold_items, 0, days - 2)
+    order_I = rng.permutation(items)
+    popularity_I = 1.0 / (1.0 + order_I) ** POPULARITY_EXPONENT
+    day_E = np.sort(rng.integers(0, days, events))
+    user_E = _active_users(rng, users=users, events=events)
+    topic_E = _topics_of_events(rng, user_E, day_E, users=users, days=days)
+    item_E = _items_of_events(rng, topic_E, day_E, topic_IT, popularity_I, first_day_I)
+    time_E = FIRST_DAY + (day_E * DAY_US + rng.integers(0, DAY_US, events)).astype("timedelta64[us]")
+    _write_log(folder / "interactions", user_E, item_E, time_E, day_E)
+    _write_vectors(rng, folder / "item_embeddings.parquet", topic_IT, dim=dim)
+
+
+def _active_users(rng: np.random.Generator, *, users: int, events: int) -> NDArray[np.int64]:
+    activity_U = rng.gamma(1.5, size=users) + 0.1
+    return rng.choice(users, events, p=activity_U / activity_U.sum())
+
+
+def _topics_of_events(
+    rng: np.random.Generator, user_E: NDArray[np.int64], day_E: NDArray[np.int64], *, users: int, days: int
+) -> NDArray[np.int64]:
+    """A user moves from the first topics of its list to the later ones over the month."""
+    topics_UT = np.argsort(rng.random((users, TOPICS)), axis=1)
+    shift_E = ((TOPIC_SHIFTS + 0.999) * day_E / days).astype(np.int64)
+    topic_E: NDArray[np.int64] = topics_UT[user_E, shift_E + rng.integers(0, TOPICS_PER_USER, len(user_E))]
+    return topic_E
+
+
+def _items_of_events(
+    rng: np.random.Generator,
+    topic_E: NDArray[np.int64],
+    day_E: NDArray[np.int64],
+    topic_IT: NDArray[np.float64],
+    popularity_I: NDArray[np.floating],
+    first_day_I: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Draws each event's item from its topic, among the items that are out on that day."""
+    item_E = np.empty(len(topic_E), np.int64)
+    for new_items in (False, True):
+        events_of_phase = np.flatnonzero((day_E >= first_day_I.max()) == new_items)
+        out_I = (first_day_I == 0) | new_items
+        for topic in range(TOPICS):
+            chosen = events_of_phase[topic_E[events_of_phase] == topic]
+            weight_I = topic_IT[:, topic] * popularity_I * out_I
+            item_E[chosen] = rng.choice(len(weight_I), len(chosen), p=weight_I / weight_I.sum())
+    return item_E
+
+
+def _write_log(
+    folder: Path,
+    user_E: NDArray[np.int64],
+    item_E: NDArray[np.int64],
+    time_E: NDArray[np.datetime64],
+    day_E: NDArray[np.int64],
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    table = pa.table({"user_id": np.char.add("u", user_E.astype(str)), "item_id": item_E + 1000, "timestamp": time_E})
+    bounds = np.searchsorted(day_E, np.arange(day_E.max() + 2))
+    for day, (start, stop) in enumerate(pairwise(bounds)):
+        pq.write_table(table.slice(start, stop - start), folder / f"day-{day:02d}.parquet")
+
+
+def _write_vectors(rng: np.random.Generator, path: Path, topic_IT: NDArray[np.float64], *, dim: int) -> None:
+    directions_TD = rng.normal(size=(TOPICS, dim))
+    vectors_ID = topic_IT @ directions_TD + rng.normal(scale=0.35, size=(len(topic_IT), dim))
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(vectors_ID.astype(np.float32).ravel()), dim)
+    shuffled = rng.permutation(len(topic_IT))
+    staging = path.with_suffix(".tmp")
+    pq.write_table(pa.table({"item_id": np.arange(len(topic_IT)) + 1000, "embedding": vectors}).take(shuffled), staging)
+    staging.replace(path)  # written last and at once: where it is, the catalogue is complete

@@ -1,0 +1,88 @@
+"""Metrics and training as tables and pictures, for the terminal, Prefect and MLflow."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from recsys_core.config import Frozen
+
+COLOURS = {"model": "#22577a", "popularity": "#c7c7c7", "zero_shot": "#57a773"}
+COLUMNS = ("recall@20", "ndcg@10", "hit_rate@10", "mrr", "auc", "coverage@20")
+
+
+class MetricTable(Frozen):
+    """One row per contender, one value per column; None where it was not measured."""
+
+    columns: tuple[str, ...]
+    rows: dict[str, tuple[float | None, ...]]
+
+
+def metric_table(metrics: Mapping[str, float], *, columns: Sequence[str] = COLUMNS) -> MetricTable:
+    """The model's test metrics beside its baselines.
+
+    >>> metric_table({"test/mrr": 0.5, "baseline/popularity/mrr": 0.25}, columns=["mrr"]).rows
+    {'model': (0.5,), 'popularity': (0.25,)}
+    """
+    contenders = _contenders(metrics)
+    shown = tuple(column for column in columns if column in contenders["model"])
+    return MetricTable(columns=shown, rows={name: tuple(v.get(c) for c in shown) for name, v in contenders.items()})
+
+
+def to_markdown(table: MetricTable) -> str:
+    """The table in GitHub's markdown.
+
+    >>> print(to_markdown(MetricTable(columns=("mrr", "auc"), rows={"model": (0.5, None)})))
+    | | mrr | auc |
+    |:---|---:|---:|
+    | model | 0.5000 | - |
+    """
+    lines = ["| | " + " | ".join(table.columns) + " |", "|:---|" + "---:|" * len(table.columns)]
+    for name, values in table.rows.items():
+        lines.append(f"| {name} | " + " | ".join("-" if value is None else f"{value:.4f}" for value in values) + " |")
+    return "\n".join(lines)
+
+
+def plot_recall(metrics: Mapping[str, float], *, path: Path) -> Path:
+    """Writes a png with recall@K by K, model and baselines side by side. Returns `path`."""
+    contenders = _contenders(metrics)
+    ks = sorted(int(found[1]) for name in contenders["model"] if (found := re.fullmatch(r"recall@(\d+)", name)))
+    figure = Figure(figsize=(6.4, 3.6), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    width = 0.8 / len(contenders)
+    for number, (name, values) in enumerate(contenders.items()):
+        left = [place + (number - (len(contenders) - 1) / 2) * width for place in range(len(ks))]
+        bars = axes.bar(left, [values[f"recall@{k}"] for k in ks], width * 0.94, label=name, color=COLOURS[name])
+        axes.bar_label(bars, fmt="%.3f", fontsize=7, padding=2)
+    axes.set_xticks(range(len(ks)), [f"@{k}" for k in ks])
+    axes.set_ylabel("recall on the test split")
+    axes.legend(frameon=False, loc="upper left")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+    return path
+
+
+def plot_loss(metrics_jsonl: Path, *, path: Path) -> Path:
+    """Writes a png of the lines {"step", "loss", ...} in `metrics_jsonl`; others are passed over. Returns `path`."""
+    lines = [json.loads(line) for line in metrics_jsonl.read_text().splitlines() if line.strip()]
+    points = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    figure = Figure(figsize=(6.4, 3.2), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot([step for step, _ in points], [loss for _, loss in points], color=COLOURS["model"], linewidth=1.6)
+    axes.set_xlabel("step")
+    axes.set_ylabel("training loss")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+    return path
+
+
+def _contenders(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    baselines = sorted({name.split("/")[1] for name in metrics if name.startswith("baseline/")})
+    return {"model": _under("test/", metrics)} | {name: _under(f"baseline/{name}/", metrics) for name in baselines}
+
+
+def _under(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}

@@ -1,0 +1,307 @@
+"""Contracts between stages: a stage is a folder whose manifest.json was written last.
+
+A stage builds its files in `<folder>.tmp`, everything is hashed and fsynced, manifest.json is written, and the folder is
+renamed into place. A folder without a valid manifest is rubbish: it is removed and redone. The fingerprint says
+which inputs and which settings a stage came from, so a resumed run keeps exactly what is still true.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, Field
+
+from recsys_core import __version__
+from recsys_core.config import Frozen
+from recsys_core.errors import StageError
+
+MANIFEST_NAME = "manifest.json"
+_NO_MANIFEST = (ValueError, KeyError, TypeError, AttributeError)  # what reading damaged JSON can end in
+
+
+class FileRecord(Frozen):
+    """Size and sha256 of one file of a stage."""
+
+    bytes: int
+    sha256: str
+
+
+class Manifest(Frozen):
+    """What every stage leaves behind. `folder` is where it was found and is not written."""
+
+    kind: ClassVar[str]
+
+    format_version: Literal[1] = 1
+    fingerprint: str
+    seconds: float
+    files: dict[str, FileRecord]
+    folder: Path = Field(exclude=True)
+
+    def path(self, name: str) -> Path:
+        """The file `name` of this stage; raises StageError if the manifest does not list it."""
+        if name not in self.files:
+            raise StageError(f"{self.folder}: the {self.kind} manifest lists no file {name!r}; it has {sorted(self.files)}")
+        return self.folder / name
+
+
+ManifestT = TypeVar("ManifestT", bound=Manifest)
+
+
+def fingerprint_of(*parts: object) -> str:
+    """sha256 over nightjar's version, configs, manifests (by their own fingerprint) and plain values, in order."""
+    return hashlib.sha256(json.dumps([__version__, *(_canonical(part) for part in parts)], sort_keys=True).encode()).hexdigest()
+
+
+def _canonical(part: object) -> Any:
+    if isinstance(part, Manifest):
+        return [part.kind, part.fingerprint]
+    if isinstance(part, BaseModel):
+        return part.model_dump(mode="json")
+    if isinstance(part, Mapping):
+        return {str(key): _canonical(value) for key, value in part.items()}
+    if isinstance(part, list | tuple):
+        return [_canonical(value) for value in part]
+    return part if isinstance(part, str | int | float | bool | None) else str(part)
+
+
+def produce(
+    folder: Path,
+    manifest_type: type[ManifestT],
+    *,
+    fingerprint: str,
+    build: Callable[[Path], Mapping[str, Any]],
+) -> ManifestT:
+    """The stage in `folder`: reused if it is complete and came from `fingerprint`, else built anew and committed atomically.
+
+    `build` writes files into the folder it is given and returns the manifest's own fields.
+    """
+    found = load_manifest(folder, manifest_type)
+    if found is not None and found.fingerprint == fingerprint:
+        return found
+    staging = folder.with_name(folder.name + ".tmp")
+    for rubbish in (folder, staging):
+        shutil.rmtree(rubbish, ignore_errors=True)
+    staging.mkdir(parents=True)
+    started = time.perf_counter()
+    try:
+        facts = build(staging)
+        return seal(staging, folder, manifest_type, fingerprint=fingerprint, seconds=time.perf_counter() - started, **facts)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def seal(staging: Path, folder: Path, manifest_type: type[ManifestT], **fields: Any) -> ManifestT:
+    """Commits the files in `staging` as the stage in `folder`: hash, fsync, manifest last, rename."""
+    manifest = manifest_type(**fields, files=_record_files(staging), folder=folder)
+    content = manifest.model_dump(mode="json")
+    _write_durably(staging / MANIFEST_NAME, json.dumps(content | {"sha256": _digest(content)}, indent=2).encode())
+    for directory in (staging, *(path for path in staging.rglob("*") if path.is_dir())):
+        _fsync(directory)
+    staging.rename(folder)
+    _fsync(folder.parent)
+    return manifest
+
+
+def load_manifest(folder: Path, manifest_type: type[ManifestT], *, verify: bool = True) -> ManifestT | None:
+    """The manifest of `folder`, or None where there is no complete, unchanged stage.
+
+    verify: compare the sha256 of every file, not only its size; the ranks of a run that has just been verified need not.
+    """
+    try:
+        content: dict[str, Any] = json.loads((folder / MANIFEST_NAME).read_bytes())
+        if content.pop("sha256") != _digest(content):
+            return None
+        manifest = manifest_type.model_validate(content | {"folder": folder})
+        intact = all(
+            (folder / name).stat().st_size == record.bytes and (not verify or record_file(folder / name) == record)
+            for name, record in manifest.files.items()
+        )
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, *_NO_MANIFEST):
+        return None
+    return manifest if intact else None
+
+
+def require_manifest(folder: Path, manifest_type: type[ManifestT], *, verify: bool = True) -> ManifestT:
+    """load_manifest for a stage that must be there; raises StageError otherwise."""
+    manifest = load_manifest(folder, manifest_type, verify=verify)
+    if manifest is None:
+        raise StageError(f"{folder}: no complete {manifest_type.kind} stage, or a file of it changed; run it again")
+    return manifest
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    """The manifest's checksum of itself: a flipped bit in a metric would else go unnoticed."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _record_files(folder: Path) -> dict[str, FileRecord]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in paths:
+        _fsync(path)
+    return {str(path.relative_to(folder)): record_file(path) for path in paths}
+
+
+def record_file(path: Path) -> FileRecord:
+    """Size and sha256 of `path` as it is now."""
+    with path.open("rb") as file:
+        return FileRecord(bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    _fsync(path)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class SourceFile(Frozen):
+    """One input file as it was when it was read."""
+
+    path: str
+    bytes: int
+    rows: int
+    modified_ns: int = Field(description="time of the last modification: a footer does not change with every value")
+    footer_sha256: str = Field(description="sha256 of the parquet footer: layout, sizes and statistics")
+
+
+IdType = Literal["int64", "string"]
+
+
+class EmbeddingsManifest(Manifest):
+    """vectors.npy: float32 [rows, dim] in file order; ids.parquet: column `id`, one per row of the matrix."""
+
+    kind: ClassVar[str] = "embeddings"
+    rows: int
+    dim: int
+    id_type: IdType
+    sources: tuple[SourceFile, ...]
+
+
+class InteractionsManifest(Manifest):
+    """The vocabulary and the event log as CSR by user.
+
+    users.parquet / items.parquet: column `id` (its position is the row) and `train_count`; items by falling train_count,
+    ties by ascending id; items never seen in training (test only, vector only) come last with train_count 0.
+    user_offset.npy int64 [users + 1]: user u's events are event_item[user_offset[u]:user_offset[u + 1]], ordered by
+    (split, time): train, then validation, then test. train_end.npy / validation_end.npy int64 [users]: absolute positions
+    where the user's train / validation events end. event_item.npy int32 [events]. event_time.npy int64 [events]
+    (microseconds; only where the log has timestamps). train_user.npy int32 [train_events]: user of the k-th training
+    event, counted in CSR order. item_count.npy int64 [items]: train_count. vector_row.npy int64 [items]: row in the
+    embeddings' vectors.npy, -1 without a vector.
+    """
+
+    kind: ClassVar[str] = "interactions"
+    users: int
+    items: int
+    train_events: int
+    validation_events: int
+    test_events: int
+    dropped_events: int = Field(description="events below the label threshold")
+    ordered: bool
+    items_with_vector: int
+    items_vector_only: int = Field(description="in the catalogue through their vector alone (cold)")
+    user_id_type: IdType
+    item_id_type: IdType
+    first_time: str | None = None
+    last_time: str | None = None
+    sources: tuple[SourceFile, ...]
+
+
+class PlanManifest(Manifest):
+    """plan.json (recsys_core.sharding.plan_file.PlanFile): what training executes."""
+
+    kind: ClassVar[str] = "plan"
+    world_size: int
+    device: Literal["cpu", "cuda"]
+
+
+class TrainManifest(Manifest):
+    """checkpoint/ (torch.distributed.checkpoint), metrics.jsonl, model.json (ModelSpec)."""
+
+    kind: ClassVar[str] = "train"
+    world_size: int
+    steps: int
+    epochs: int
+    examples: int
+    final_loss: float
+    samples_per_s: float
+    attempts: int
+
+
+class ExportManifest(Manifest):
+    """What serving and evaluation need, each rank having written its own rows.
+
+    item_vectors.npy float32 [items, dim]; for split in (validation, test): query_vectors_<split>.npy float32 [n, dim] and
+    query_users_<split>.npy int64 [n] (user rows; users with at least one target in that split; history before the split).
+    Vectors are scored by inner product: with cosine similarity they are already normalised.
+    table_<name>.npy float32 [rows, dim]: the embedding tables; dense.safetensors: both towers' dense weights;
+    model.json: recsys_core.models.config.ModelSpec.
+    """
+
+    kind: ClassVar[str] = "export"
+    items: int
+    dim: int
+    similarity: Literal["cosine", "dot"]
+    queries: dict[str, int]
+
+
+class EvaluationManifest(Manifest):
+    """metrics.json (flat) and popularity.npy int32 [items]: item rows by falling popularity over train and validation."""
+
+    kind: ClassVar[str] = "evaluation"
+    metrics: dict[str, float] = Field(description="flat, e.g. test/recall@20, baseline/popularity/recall@20")
+
+
+class IndexReport(Frozen):
+    """One index beside exact search, on the evaluation queries."""
+
+    recall: float = Field(description="share of the exact top `k` that the index returns")
+    k: int
+    ms_per_query: float
+    bytes: int
+    parameters: dict[str, int]
+
+
+class IndexManifest(Manifest):
+    """<kind>.faiss for each built kind; `served` is the one that goes into the package."""
+
+    kind: ClassVar[str] = "index"
+    served: str
+    similarity: Literal["cosine", "dot"]
+    dim: int
+    items: int
+    reports: dict[str, IndexReport]
+
+
+class PackageManifest(Manifest):
+    """package/: everything a recsys_core.serving.retriever.Retriever loads, with checksums of its own."""
+
+    kind: ClassVar[str] = "package"
+    bytes: int
+    served_index: str
+    quantization: Literal["int8", "none"]
+
+
+class RegistrationManifest(Manifest):
+    """registration.json: the model version that MLflow gave."""
+
+    kind: ClassVar[str] = "registration"
+    model_name: str
+    version: str
+    alias: Literal["champion", "challenger"]
+    promoted: bool
+    reasons: tuple[str, ...]
+    mlflow_run_id: str
+    metrics: dict[str, float]

@@ -1,0 +1,78 @@
+"""First values of the embedding tables: random rows, and pretrained vectors copied into each rank's own shards.
+
+Both depend on the row alone, never on the sharding, so every plan starts from the same model.
+Shapes: R rows and C columns of a shard, D width of the table.
+"""
+
+import hashlib
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recsys_core.models.shards import LocalShard
+
+INIT_STD = 0.02
+CHUNK_ROWS = 8_192
+
+
+def fill_random(shard: LocalShard, *, table: str, dim: int, seed: int) -> None:
+    """Fills `shard` with N(0, INIT_STD) values that are a function of (seed, table, row, column)."""
+    rows, columns = shard.weight_RC.shape
+    for chunk in range(shard.row // CHUNK_ROWS, math.ceil((shard.row + rows) / CHUNK_ROWS)):
+        start, stop = max(chunk * CHUNK_ROWS, shard.row), min((chunk + 1) * CHUNK_ROWS, shard.row + rows)
+        generator = torch.Generator().manual_seed(_chunk_seed(seed, table, chunk))
+        # Always a whole chunk: torch draws a tensor's values in an order that depends on its size.
+        values_RD = torch.empty(CHUNK_ROWS, dim).normal_(0.0, INIT_STD, generator=generator)
+        first = chunk * CHUNK_ROWS
+        shard.weight_RC[start - shard.row : stop - shard.row].copy_(
+            values_RD[start - first : stop - first, shard.column : shard.column + columns]
+        )
+
+
+def blank_rows(shard: LocalShard, *, blank: NDArray[np.bool_]) -> None:
+    """Sets the marked rows to zero, which is what an id that is not there looks up.
+
+    Args:
+        blank: [rows of the table]; a row that no training example holds would else stay random and speak all the same.
+    """
+    rows = len(shard.weight_RC)
+    mine = torch.from_numpy(np.flatnonzero(blank[shard.row : shard.row + rows])).to(shard.weight_RC.device)
+    shard.weight_RC[mine] = 0.0
+
+
+def copy_pretrained(shard: LocalShard, *, vectors: NDArray[np.float32], vector_row: NDArray[np.int64], rescale: bool) -> None:
+    """Overwrites the rows of `shard` that have a pretrained vector.
+
+    Args:
+        vectors: memory-mapped [n, D]; only the pages of this shard's rows are read.
+        vector_row: [items], the row in `vectors` of each item, -1 for none.
+        rescale: give each vector the norm a random row is expected to have. Row-wise Adagrad moves a row by about the
+            learning rate whatever its scale, so vectors of a larger scale would hardly be trained.
+    """
+    rows, columns = shard.weight_RC.shape
+    for start in range(0, rows, CHUNK_ROWS):
+        source_R = vector_row[shard.row + start : shard.row + min(start + CHUNK_ROWS, rows)]
+        found_R = np.flatnonzero(source_R >= 0)
+        values_RD = torch.from_numpy(vectors[source_R[found_R]])
+        if rescale:
+            values_RD = rescaled(values_RD)
+        target_R = torch.from_numpy(found_R + start).to(shard.weight_RC.device)
+        shard.weight_RC[target_R] = values_RD[:, shard.column : shard.column + columns].to(shard.weight_RC.device)
+
+
+def rescaled(values_RD: Tensor) -> Tensor:
+    """Vectors scaled to the expected norm of a random row.
+
+    >>> rescaled(torch.tensor([[3.0, 4.0, 0.0, 0.0]])).tolist()  # 0.02 * sqrt(4) = 0.04
+    [[0.024000000208616257, 0.03200000151991844, 0.0, 0.0]]
+    """
+    norm_R1 = values_RD.norm(dim=1, keepdim=True).clamp(min=torch.finfo(values_RD.dtype).tiny)
+    target = INIT_STD * math.sqrt(values_RD.shape[1])
+    return values_RD.mul(target / norm_R1)
+
+
+def _chunk_seed(seed: int, table: str, chunk: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{table}/{chunk}".encode()).digest()[:8], "little") >> 1

@@ -1,0 +1,229 @@
+"""What this machine and this environment offer, and what in them cannot work; nothing is imported to find out about versions.
+
+A wrong pair of torch and fbgemm fails at import with an undefined symbol, so versions are read from the packages' metadata
+and judged first; only an environment that can work is asked, in a process of its own, for its GPUs.
+"""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+PACKAGES = (
+    "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "faiss-cpu", "faiss-gpu", "numpy", "pyarrow", "duckdb",
+    "prefect", "mlflow", "fastapi",
+)  # fmt: skip
+GIB = 2**30
+_LEAST_DISK_BYTES = GIB
+_PROBE = """
+import json, torch, torchrec, faiss
+devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+print(json.dumps([{"name": device.name, "memory_bytes": device.total_memory} for device in devices]))
+"""
+_PROBE_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as torch sees it."""
+
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class CgroupLimits:
+    """What the container or the service may use; None where there is no limit."""
+
+    cores: float | None = None
+    memory_bytes: int | None = None
+    memory_used_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """The findings. `problems` are sentences with the way out; empty: a run can start."""
+
+    versions: Mapping[str, str]
+    machine_cores: int
+    usable_cores: float
+    machine_memory_bytes: int
+    memory_bytes: int
+    available_memory_bytes: int
+    gpus: tuple[Gpu, ...]
+    folder: Path
+    free_disk_bytes: int
+    problems: list[str]
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """Name and value of each finding, to be shown as a table."""
+        memory = f"{_gib(self.available_memory_bytes)} available of {_gib(self.memory_bytes)}"
+        if self.memory_bytes < self.machine_memory_bytes:
+            memory += f" (limit; the machine has {_gib(self.machine_memory_bytes)})"
+        return [
+            ("python", f"{platform.python_version()} ({sys.executable})"),
+            *((name, self.versions[name]) for name in PACKAGES if name in self.versions),
+            ("cores", f"{self.usable_cores:g} usable of {self.machine_cores}"),
+            ("memory", memory),
+            ("gpus", "; ".join(f"{gpu.name}, {_gib(gpu.memory_bytes)}" for gpu in self.gpus) or "none that torch can use"),
+            ("free disk", f"{_gib(self.free_disk_bytes)} in {self.folder}"),
+        ]
+
+
+def inspect(folder: Path) -> Preflight:
+    """Looks at the environment, the machine, and the disk that `folder` is on or would be made on."""
+    versions = installed_versions()
+    problems = check_versions(versions)
+    gpus: tuple[Gpu, ...] = ()
+    if not problems:
+        gpus, problems = _probe_gpus()
+    free = shutil.disk_usage(_nearest_existing(folder)).free
+    if free < _LEAST_DISK_BYTES:
+        problems.append(
+            f"{folder}: only {_gib(free)} of disk free, a run needs at least {_gib(_LEAST_DISK_BYTES)}; free some space"
+        )
+    limits = cgroup_limits()
+    memory = psutil.virtual_memory()
+    cores = len(os.sched_getaffinity(0))
+    memory_bytes = min(memory.total, limits.memory_bytes or memory.total)
+    return Preflight(
+        versions=versions,
+        machine_cores=os.cpu_count() or cores,
+        usable_cores=min(cores, limits.cores or cores),
+        machine_memory_bytes=memory.total,
+        memory_bytes=memory_bytes,
+        available_memory_bytes=max(0, min(memory.available, memory_bytes - limits.memory_used_bytes)),
+        gpus=gpus,
+        folder=folder,
+        free_disk_bytes=free,
+        problems=problems,
+    )
+
+
+def installed_versions() -> dict[str, str]:
+    """The versions of PACKAGES, as far as they are installed, without importing any."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def check_versions(versions: Mapping[str, str]) -> list[str]:
+    """What cannot work together among `versions` (package name -> version), in plain words, each with the way out.
+
+    >>> check_versions({"torch": "2.12.0", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0", "faiss-cpu": "1.15.1"})
+    ['torch 2.12.0 with fbgemm-gpu-cpu 1.8.0: fbgemm 1.8 needs torch 2.13; run make clean setup']
+    """
+    problems = [f"{name} is not installed; run make setup" for name in ("torch", "torchrec") if name not in versions]
+    for first, second in (("fbgemm-gpu", "fbgemm-gpu-cpu"), ("faiss-gpu", "faiss-cpu")):
+        if first in versions and second in versions:
+            both = f"{first} {versions[first]} and {second} {versions[second]}"
+            problems.append(f"{both} are installed together and overwrite each other's files; run make clean setup")
+        if first not in versions and second not in versions:
+            problems.append(f"neither {first} nor {second} is installed; run make setup")
+    for fbgemm in ("fbgemm-gpu", "fbgemm-gpu-cpu"):
+        if fbgemm in versions:
+            problems += _check_fbgemm(fbgemm, versions)
+    if "fastapi" in versions and _release(versions["fastapi"]) >= (0, 151):
+        problems.append(
+            f"fastapi {versions['fastapi']}: prefect's server is known to work below 0.151 and dies at start "
+            "from 0.155 on; run make clean setup"
+        )
+    return problems
+
+
+def _check_fbgemm(name: str, versions: Mapping[str, str]) -> list[str]:
+    version, torch, torchrec = versions[name], versions.get("torch"), versions.get("torchrec")
+    major, minor = _release(version)
+    if major != 1:
+        return [f"{name} {version}: nightjar needs fbgemm 1.x; run make clean setup"]
+    problems = []
+    # fbgemm 1.X is compiled against torch 2.(X + 5), torchrec 1.X is written for fbgemm 1.X
+    if torch is not None and _release(torch) != (2, minor + 5):
+        problems.append(
+            f"torch {torch} with {name} {version}: fbgemm 1.{minor} needs torch 2.{minor + 5}; run make clean setup"
+        )
+    if torch is not None and torch.endswith("+cpu") and name == "fbgemm-gpu":
+        problems.append(
+            f"torch {torch} is a CPU build, {name} {version} needs CUDA; run make clean setup, with DEVICE=gpu on a GPU machine"
+        )
+    if torchrec is not None and _release(torchrec) != (1, minor):
+        problems.append(f"torchrec {torchrec} with {name} {version}: both need the same 1.{minor}; run make clean setup")
+    return problems
+
+
+def cgroup_limits(*, mounts: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> CgroupLimits:
+    """The tightest limits of this process's cgroups (v1 or v2) and of the groups above them.
+
+    mounts: where the hierarchies are mounted; membership: lines of `number:controllers:path`.
+    """
+    cores: list[float] = []
+    memory: list[tuple[int, int]] = []  # limit, used
+    for line in membership.read_text().splitlines() if membership.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        mount = mounts / controllers
+        group = mount / path.lstrip("/")
+        for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(mount))):
+            quota = _numbers(folder / "cpu.max") or _numbers(folder / "cpu.cfs_quota_us") + _numbers(
+                folder / "cpu.cfs_period_us"
+            )
+            if len(quota) == 2 and quota[0] > 0:
+                cores.append(quota[0] / quota[1])
+            limit = _numbers(folder / "memory.max") or _numbers(folder / "memory.limit_in_bytes")
+            if limit:
+                memory.append((limit[0], _anonymous_bytes(folder / "memory.stat")))
+    tightest = min(memory, default=(None, 0))
+    return CgroupLimits(cores=min(cores, default=None), memory_bytes=tightest[0], memory_used_bytes=tightest[1])
+
+
+def _numbers(path: Path) -> list[int]:
+    """The whole numbers in a control file; none if it is absent or says `max`."""
+    words = path.read_text().split() if path.is_file() else []
+    return [] if "max" in words else [int(word) for word in words]
+
+
+def _anonymous_bytes(path: Path) -> int:
+    """Memory that cannot be dropped; the page cache, which also counts as used, can."""
+    pairs = (line.split() for line in path.read_text().splitlines()) if path.is_file() else ()
+    return sum(int(value) for name, value in pairs if name in ("anon", "total_rss"))
+
+
+def _probe_gpus() -> tuple[tuple[Gpu, ...], list[str]]:
+    """The GPUs, seen from a fresh process that imports what training imports; what went wrong if it cannot."""
+    try:
+        probe = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return (), [
+            f"torch, torchrec and faiss did not import within {_PROBE_TIMEOUT_S:g} s; is the disk very slow, or a GPU hung?"
+        ]
+    if probe.returncode != 0:
+        reason = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+        return (), [f"torch, torchrec and faiss do not import together: {reason}; run make clean setup"]
+    return tuple(Gpu(**found) for found in json.loads(probe.stdout.splitlines()[-1])), []
+
+
+def _nearest_existing(folder: Path) -> Path:
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def _release(version: str) -> tuple[int, int]:
+    """Major and minor: 2.13.0+cpu -> (2, 13)."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.1f} GiB"

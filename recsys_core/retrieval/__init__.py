@@ -1,0 +1,1 @@
+"""FAISS indexes, measured against exact search."""

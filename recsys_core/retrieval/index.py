@@ -1,0 +1,162 @@
+"""Stage `build_index`: every kind of FAISS index over the exported item vectors, each measured against exact search.
+
+Shapes: I items, D width, B queries, K recall_k.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+import faiss
+import numpy as np
+from numpy.typing import NDArray
+
+from recsys_core.errors import InputError
+from recsys_core.manifests import ExportManifest, IndexManifest, IndexReport, fingerprint_of, produce
+from recsys_core.retrieval.config import IndexConfig, IndexKind
+from recsys_core.retrieval.search import search
+
+POINTS_PER_CENTROID = 39
+"""Below it FAISS calls a k-means undertrained."""
+SAMPLE_PER_CENTROID = 256
+"""Above it FAISS would subsample anyway."""
+ADD_ROWS = 65_536
+MEASURED_QUERIES = 2_000
+SERIAL_ITEMS = 100_000
+"""Up to here HNSW is built on one thread: links then don't depend on timing, and a rerun gives the same index."""
+
+
+def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) -> IndexManifest:
+    """Builds flat, ivf_flat, ivf_pq and hnsw by inner product; under cosine similarity the exported vectors are normalised.
+
+    Raises InputError if the vectors cannot be cut into `subquantizers` parts, or if there are fewer than two items.
+    """
+    if export.dim % config.subquantizers:
+        raise InputError(
+            f"index.subquantizers is {config.subquantizers}, which does not divide the vectors' size {export.dim}; "
+            f"set it to a divisor of {export.dim}, or change the last size of model.query_layers and model.candidate_layers"
+        )
+    if export.items < 2:
+        raise InputError(f"the catalogue has {export.items} item(s), and an index needs at least 2; give more items")
+
+    def build(out: Path) -> dict[str, Any]:
+        item_ID = np.load(export.path("item_vectors.npy"), mmap_mode="r")
+        query_BD = _queries(export)
+        reports: dict[str, IndexReport] = {}
+        exact_BK = np.zeros((0, 0), np.int64)
+        for kind in get_args(IndexKind):
+            index, parameters = _build(kind, item_ID, config=config)
+            faiss.write_index(index, str(out / f"{kind}.faiss"))
+            with _threads(1):
+                started = time.perf_counter()
+                _, row_BK = search(index, query_BD, kind=kind, depth=min(config.recall_k, export.items), parameters=parameters)
+                seconds = time.perf_counter() - started
+            if kind == "flat":
+                exact_BK = row_BK
+            reports[kind] = IndexReport(
+                recall=share_found(row_BK, exact_BK=exact_BK, items=export.items),
+                k=config.recall_k,
+                ms_per_query=1000 * seconds / len(query_BD),
+                bytes=(out / f"{kind}.faiss").stat().st_size,
+                parameters=parameters,
+            )
+        return {
+            "served": config.served,
+            "similarity": export.similarity,
+            "dim": export.dim,
+            "items": export.items,
+            "reports": reports,
+        }
+
+    return produce(folder, IndexManifest, fingerprint=fingerprint_of("index", config, export), build=build)
+
+
+def centroids_for(items: int, *, wanted: int) -> int:
+    """`wanted`, or as many as the items can train.
+
+    >>> centroids_for(12_101, wanted=100), centroids_for(390, wanted=100), centroids_for(20, wanted=100)
+    (100, 10, 1)
+    """
+    return max(1, min(wanted, items // POINTS_PER_CENTROID))
+
+
+def bits_for(items: int, *, wanted: int) -> int:
+    """`wanted`, or the most bits whose centroids are no more than the items, which is all that FAISS insists on.
+
+    The rule of 39 points guards centroids trained on a sample against what they have not seen; here a small catalogue is
+    its own sample, so fewer bits would only lose precision.
+
+    >>> bits_for(12_101, wanted=8), bits_for(256, wanted=8), bits_for(255, wanted=8), bits_for(2, wanted=8)
+    (8, 8, 7, 1)
+    """
+    return min(wanted, items.bit_length() - 1)
+
+
+def share_found(row_BK: NDArray[np.int64], *, exact_BK: NDArray[np.int64], items: int) -> float:
+    """Share of the exact rows that are among the rows found, over all queries; -1 is no row.
+
+    >>> share_found(np.array([[1, 2], [3, -1]]), exact_BK=np.array([[2, 0], [3, 1]]), items=4)
+    0.5
+    """
+    query_B1 = np.arange(len(row_BK))[:, None] * items
+    return float(np.isin(query_B1 + exact_BK, (query_B1 + row_BK)[row_BK >= 0]).mean())
+
+
+def _build(kind: IndexKind, item_ID: NDArray[np.float32], *, config: IndexConfig) -> tuple[Any, dict[str, int]]:
+    items, dim = item_ID.shape
+    lists, bits = centroids_for(items, wanted=config.centroids), bits_for(items, wanted=config.bits_per_code)
+    parameters: dict[str, int] = {}
+    index: Any
+    if kind == "flat":
+        index = faiss.IndexFlatIP(dim)
+    elif kind == "hnsw":
+        index = faiss.IndexHNSWFlat(dim, config.hnsw_links, faiss.METRIC_INNER_PRODUCT)
+        index.hnsw.efConstruction = config.hnsw_build_depth
+        parameters = {
+            "M": config.hnsw_links,
+            "efConstruction": config.hnsw_build_depth,
+            "efSearch": config.hnsw_search_depth,
+        }
+    else:
+        parameters = {"nlist": lists, "nprobe": min(config.probes, lists)}
+        cells = faiss.IndexFlatIP(dim)
+        if kind == "ivf_flat":
+            index = faiss.IndexIVFFlat(cells, dim, lists, faiss.METRIC_INNER_PRODUCT)
+        else:
+            index = faiss.IndexIVFPQ(cells, dim, lists, config.subquantizers, bits, faiss.METRIC_INNER_PRODUCT)
+            index.pq.cp.min_points_per_centroid = 1
+            parameters |= {"subquantizers": config.subquantizers, "bits_per_code": bits}
+        index.cp.min_points_per_centroid = 1
+        index.train(_sample(item_ID, rows=SAMPLE_PER_CENTROID * max(lists, 1 << bits)))
+
+    with _threads(1 if kind == "hnsw" and items <= SERIAL_ITEMS else faiss.omp_get_max_threads()):
+        for start in range(0, items, ADD_ROWS):
+            index.add(np.ascontiguousarray(item_ID[start : start + ADD_ROWS]))
+    return index, parameters
+
+
+def _sample(item_ID: NDArray[np.float32], *, rows: int) -> NDArray[np.float32]:
+    """Rows to train on, in ascending order so that the memory map is read once from front to back."""
+    if rows >= len(item_ID):
+        return np.ascontiguousarray(item_ID)
+    chosen = np.sort(np.random.default_rng(0).choice(len(item_ID), rows, replace=False))
+    return item_ID[chosen]
+
+
+def _queries(export: ExportManifest) -> NDArray[np.float32]:
+    vectors_ED: NDArray[np.float32] = np.load(export.path("query_vectors_test.npy"))
+    if len(vectors_ED) == 0:
+        raise InputError("no event is in the test split, so the indexes cannot be measured; change interactions.split")
+    return _sample(vectors_ED, rows=MEASURED_QUERIES)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(count)
+    try:
+        yield
+    finally:
+        faiss.omp_set_num_threads(before)

@@ -1,0 +1,1 @@
+"""The packaged retriever: INT8 query tower and index."""

@@ -1,0 +1,15 @@
+"""What the user says about the package."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from recsys_core.config import Frozen
+
+
+class PackageConfig(Frozen):
+    """The servable retriever."""
+
+    quantization: Literal["int8", "none"] = Field(
+        "int8", description="embedding tables of the query tower in INT8 (row-wise scale) or fp32"
+    )

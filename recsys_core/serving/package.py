@@ -1,0 +1,107 @@
+"""Stage `package`: everything that serving needs, in one folder that can be moved anywhere.
+
+Shapes: I items.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+
+from recsys_core.config import Frozen
+from recsys_core.data.events import EventStore
+from recsys_core.manifests import (
+    EvaluationManifest,
+    ExportManifest,
+    FileRecord,
+    IndexManifest,
+    InteractionsManifest,
+    PackageManifest,
+    fingerprint_of,
+    produce,
+    record_file,
+)
+from recsys_core.models.config import ModelSpec
+from recsys_core.retrieval.config import IndexKind
+from recsys_core.serving.config import PackageConfig
+from recsys_core.serving.quantise import Quantization, build_tower, save_tower
+
+DESCRIPTION = "package.json"
+
+
+class Package(Frozen):
+    """package.json: how to read the other files, and the checksum of each."""
+
+    format_version: Literal[1] = 1
+    model: ModelSpec
+    similarity: Literal["cosine", "dot"]
+    quantization: Quantization
+    index_kind: IndexKind
+    index_parameters: dict[str, int]
+    files: dict[str, FileRecord]
+
+
+def build_package(
+    config: PackageConfig,
+    *,
+    export: ExportManifest,
+    index: IndexManifest,
+    interactions: InteractionsManifest,
+    evaluation: EvaluationManifest,
+    folder: Path,
+) -> PackageManifest:
+    """Writes folder/package/.
+
+    tower.safetensors: query tower. index.faiss: the served index. item_ids.parquet, user_ids.parquet: column `id` by row.
+    user_offset.npy, event_item.npy: all events by user (train, validation and test, since serving sees the whole log).
+    popularity.npy int32 [I]: item rows by falling popularity; popularity_share.npy float32 [I]: their share of the events
+    before the test, in the same order. package.json: see Package.
+    """
+
+    def build(out: Path) -> dict[str, Any]:
+        package = out / "package"
+        package.mkdir()
+        spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
+        tower = build_tower(
+            spec,
+            tables={name: np.load(export.path(f"table_{name}.npy"), mmap_mode="c") for name in spec.tables},
+            dense=load_file(export.path("dense.safetensors")),
+            quantization=config.quantization,
+        )
+        save_tower(tower, package / "tower.safetensors")
+        shutil.copyfile(index.path(f"{index.served}.faiss"), package / "index.faiss")
+        for name in ("user_offset.npy", "event_item.npy"):
+            shutil.copyfile(interactions.path(name), package / name)
+        for source, target in (("items.parquet", "item_ids.parquet"), ("users.parquet", "user_ids.parquet")):
+            pq.write_table(pq.read_table(interactions.path(source), columns=["id"]), package / target)
+        shutil.copyfile(evaluation.path("popularity.npy"), package / "popularity.npy")
+        np.save(package / "popularity_share.npy", _popularity_share(interactions, np.load(package / "popularity.npy")))
+
+        files = {path.name: record_file(path) for path in sorted(package.iterdir())}
+        described = Package(
+            model=spec,
+            similarity=export.similarity,
+            quantization=config.quantization,
+            index_kind=index.served,
+            index_parameters=index.reports[index.served].parameters,
+            files=files,
+        )
+        (package / DESCRIPTION).write_text(described.model_dump_json(indent=2))
+        return {
+            "bytes": sum(path.stat().st_size for path in package.iterdir()),
+            "served_index": index.served,
+            "quantization": config.quantization,
+        }
+
+    parts = ("package", config, export, index, interactions, evaluation)
+    return produce(folder, PackageManifest, fingerprint=fingerprint_of(*parts), build=build)
+
+
+def _popularity_share(interactions: InteractionsManifest, order_I: NDArray[np.int32]) -> NDArray[np.float32]:
+    count_I = EventStore.open(interactions).counts_before("test")
+    share: NDArray[np.float32] = (count_I[order_I] / max(1, count_I.sum())).astype(np.float32)
+    return share

@@ -1,0 +1,1 @@
+"""The torchrun side: loop, optimizers, checkpoints, export."""

@@ -1,0 +1,65 @@
+"""Stage `export`: item vectors, query vectors, tables and dense weights of the trained model."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recsys_core.manifests import (
+    ExportManifest,
+    InteractionsManifest,
+    PlanManifest,
+    TrainManifest,
+    fingerprint_of,
+    produce,
+)
+from recsys_core.models.config import ModelSpec
+from recsys_core.sharding.plan_file import PlanFile
+from recsys_core.training.config import TrainingConfig
+from recsys_core.training.export_job import SPLITS
+from recsys_core.training.job import ExportJob
+from recsys_core.training.launch import launch
+
+
+def export_vectors(
+    config: TrainingConfig,
+    *,
+    model: ModelSpec,
+    interactions: InteractionsManifest,
+    plan: PlanManifest,
+    train: TrainManifest,
+    folder: Path,
+) -> ExportManifest:
+    """Launches the plan's ranks once more; each writes its own rows into shared memory maps, no rank gathers a table."""
+    work = folder.with_name(folder.name + ".work")
+
+    def build(out: Path) -> dict[str, Any]:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        job = ExportJob(
+            work=work,
+            out=out,
+            spec=model,
+            interactions=interactions.folder,
+            plan=plan.path("plan.json"),
+            checkpoint=train.folder / "checkpoint",
+        )
+        (work / "job.json").write_text(job.model_dump_json(indent=2))
+        launch(
+            work / "job.json",
+            plan=PlanFile.read(job.plan),
+            logs=work / "logs",
+            start_timeout_s=config.start_timeout_s,
+            silence_timeout_s=config.silence_timeout_s,
+            alive=work / "alive",
+        )
+        (out / "model.json").write_text(model.model_dump_json(indent=2))
+        queries = {split: len(np.load(out / f"query_users_{split}.npy")) for split in SPLITS}
+        return {"items": model.items, "dim": model.config.output_dim, "similarity": model.config.similarity, "queries": queries}
+
+    manifest = produce(
+        folder, ExportManifest, fingerprint=fingerprint_of("export", model, interactions, plan, train), build=build
+    )
+    shutil.rmtree(work, ignore_errors=True)
+    return manifest

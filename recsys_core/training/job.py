@@ -1,0 +1,64 @@
+"""What a launched process group is asked to do: one JSON file, read by every rank."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from recsys_core.config import Frozen
+from recsys_core.models.config import LossConfig, ModelSpec, PretrainedConfig
+from recsys_core.training.config import TrainingConfig
+
+
+class TrainJob(Frozen):
+    """Train `spec` from the stages in the named folders; checkpoints and metrics.jsonl go to `work`."""
+
+    kind: Literal["train"] = "train"
+    work: Path
+    fingerprint: str
+    spec: ModelSpec
+    loss: LossConfig
+    pretrained: PretrainedConfig
+    training: TrainingConfig
+    interactions: Path
+    embeddings: Path | None
+    plan: Path
+
+
+class ExportJob(Frozen):
+    """Write vectors and tables of the model in `checkpoint` to `out`."""
+
+    kind: Literal["export"] = "export"
+    work: Path
+    out: Path
+    spec: ModelSpec
+    interactions: Path
+    plan: Path
+    checkpoint: Path
+
+
+Job = Annotated[TrainJob | ExportJob, Field(discriminator="kind")]
+JOB: TypeAdapter[TrainJob | ExportJob] = TypeAdapter(Job)
+
+
+class Progress(Frozen):
+    """One line of metrics.jsonl. loss is the mean over all ranks since the line before."""
+
+    step: int
+    total_steps: int
+    epoch: int
+    loss: float
+    learning_rate: float
+    samples_per_s: float
+
+
+class TrainResult(Frozen):
+    """What rank 0 says when training is over."""
+
+    steps: int
+    epochs: int
+    examples: int
+    final_loss: float
+    samples_per_s: float
+    world_size: int
+    checkpoint: str

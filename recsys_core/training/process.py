@@ -1,0 +1,40 @@
+"""One rank: who it is and how it meets the others. Read once, passed down."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import distributed as dist
+
+GROUP_TIMEOUT_S = 3600.0
+"""Of one collective. A hang is the launcher's to notice: it watches for silence."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """This rank of the group."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes what is written once."""
+        return self.rank == 0
+
+
+@contextmanager
+def join_process_group(*, device: str) -> Iterator[Process]:
+    """Joins the group that torchrun described in the environment: NCCL on GPUs, gloo on CPU."""
+    local = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device("cpu")
+    if device == "cuda":
+        torch.cuda.set_device(local)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+    try:
+        yield Process(rank=dist.get_rank(), world_size=dist.get_world_size(), device=local)
+    finally:
+        dist.destroy_process_group()

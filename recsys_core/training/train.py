@@ -1,0 +1,137 @@
+"""Stage `train`: launches torchrun, relays its metrics, relaunches from the last checkpoint when an attempt fails."""
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from recsys_core.manifests import (
+    EmbeddingsManifest,
+    InteractionsManifest,
+    PlanManifest,
+    TrainManifest,
+    fingerprint_of,
+    produce,
+)
+from recsys_core.models.config import LossConfig, ModelSpec, PretrainedConfig
+from recsys_core.sharding.plan_file import PlanFile
+from recsys_core.training.config import TrainingConfig
+from recsys_core.training.job import Progress, TrainJob, TrainResult
+from recsys_core.training.launch import LaunchError, launch
+from recsys_core.training.loop import CHECKPOINTS_NAME, METRICS_NAME, RESULT_NAME
+
+logger = logging.getLogger(__name__)
+JOB_NAME = "job.json"
+OPERATIONAL = {"attempts", "start_timeout_s", "silence_timeout_s", "keep_checkpoints"}
+"""Settings that do not change what is trained: a resumed run may change them and keep its checkpoints."""
+
+
+def train(
+    config: TrainingConfig,
+    *,
+    model: ModelSpec,
+    loss: LossConfig,
+    pretrained: PretrainedConfig,
+    interactions: InteractionsManifest,
+    embeddings: EmbeddingsManifest | None,
+    plan: PlanManifest,
+    folder: Path,
+    on_progress: Callable[[Progress], None],
+) -> TrainManifest:
+    """Trains in `<folder>.work`, where an interrupted run finds its checkpoints again, and commits the last one.
+
+    Calls on_progress with each line of metrics.jsonl as it appears. Raises InputError or LaunchError as `launch` does.
+    """
+    lasting = config.model_dump(exclude=OPERATIONAL)
+    fingerprint = fingerprint_of("train", lasting, model, loss, pretrained, interactions, embeddings, plan)
+    work = folder.with_name(folder.name + ".work")
+
+    def build(out: Path) -> dict[str, Any]:
+        job = TrainJob(
+            work=work,
+            fingerprint=fingerprint,
+            spec=model,
+            loss=loss,
+            pretrained=pretrained,
+            training=config,
+            interactions=interactions.folder,
+            embeddings=embeddings.folder if embeddings else None,
+            plan=plan.path("plan.json"),
+        )
+        if _job_fingerprint(work) != fingerprint:
+            shutil.rmtree(work, ignore_errors=True)  # checkpoints and metrics of other settings
+        attempts = _launch_until_done(job, on_progress=on_progress)
+        result = TrainResult.model_validate_json((work / RESULT_NAME).read_bytes())
+        shutil.copytree(work / CHECKPOINTS_NAME / result.checkpoint, out / "checkpoint", copy_function=_link)
+        shutil.copy(work / METRICS_NAME, out / METRICS_NAME)
+        (out / "model.json").write_text(model.model_dump_json(indent=2))
+        return result.model_dump(exclude={"checkpoint"}) | {"attempts": attempts}
+
+    manifest = produce(folder, TrainManifest, fingerprint=fingerprint, build=build)
+    shutil.rmtree(work, ignore_errors=True)
+    return manifest
+
+
+def _job_fingerprint(work: Path) -> str | None:
+    """Which training the files in `work` belong to."""
+    job_file = work / JOB_NAME
+    return TrainJob.model_validate_json(job_file.read_bytes()).fingerprint if job_file.is_file() else None
+
+
+def _link(source: str, target: str) -> None:
+    """A checkpoint is never written again, so its files are shared rather than copied."""
+    Path(target).hardlink_to(source)
+
+
+def _launch_until_done(job: TrainJob, *, on_progress: Callable[[Progress], None]) -> int:
+    """Launches until an attempt succeeds; returns the number of attempts."""
+    work, config = job.work, job.training
+    work.mkdir(parents=True, exist_ok=True)
+    job_file = work / JOB_NAME
+    job_file.write_text(job.model_dump_json(indent=2))
+    shutil.rmtree(work / "logs", ignore_errors=True)
+    (work / RESULT_NAME).unlink(missing_ok=True)
+    tail = _MetricsTail(work / METRICS_NAME, on_progress)
+    for attempt in range(1, config.attempts + 1):
+        try:
+            launch(
+                job_file,
+                plan=PlanFile.read(job.plan),
+                logs=work / "logs" / f"attempt-{attempt}",
+                start_timeout_s=config.start_timeout_s,
+                silence_timeout_s=config.silence_timeout_s,
+                alive=work / METRICS_NAME,
+                poll=tail.relay,
+            )
+            return attempt
+        except LaunchError as error:
+            if attempt == config.attempts:
+                raise
+            logger.warning("training attempt %d of %d failed: %s", attempt, config.attempts, error)
+    raise AssertionError("unreachable: attempts is at least 1")
+
+
+class _MetricsTail:
+    """Follows metrics.jsonl; a step that a later attempt repeats is relayed once."""
+
+    def __init__(self, path: Path, on_progress: Callable[[Progress], None]) -> None:
+        self._path, self._on_progress = path, on_progress
+        self._offset = self._last_step = 0
+
+    def relay(self) -> None:
+        """Passes on the complete lines not passed on yet."""
+        if not self._path.is_file():
+            return
+        with self._path.open("rb") as file:
+            if file.seek(0, 2) < self._offset:  # a new attempt cut it back to its checkpoint
+                self._offset = 0
+            file.seek(self._offset)
+            new = file.read()
+        complete = new[: new.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        for line in complete.splitlines():
+            progress = Progress.model_validate_json(line)
+            if progress.step > self._last_step:
+                self._last_step = progress.step
+                self._on_progress(progress)

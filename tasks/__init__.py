@@ -1,0 +1,11 @@
+"""One adapter per stage: manifests in, one core call, manifest out."""
+
+import os
+
+# Before prefect or mlflow is imported anywhere: neither reports usage, and no model of ours is ever a pickle.
+os.environ.setdefault("DO_NOT_TRACK", "true")
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+os.environ.setdefault("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
+os.environ.setdefault("PREFECT_LOGGING_EXTRA_LOGGERS", "nightjar,recsys_core")
+os.environ.setdefault("PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW", "ignore")

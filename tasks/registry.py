@@ -1,0 +1,137 @@
+"""Versions in MLflow's model registry: made once per package, looked at, and given their alias."""
+
+import json
+import re
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import mlflow
+import pandas as pd
+import pyarrow.parquet as pq
+from filelock import FileLock
+from mlflow import MlflowClient
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+from mlflow.models import ModelSignature
+from mlflow.models.model import ModelInfo
+from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
+from mlflow.types.schema import Array
+
+import recsys_core
+from recsys_core.errors import InputError
+from recsys_core.manifests import InteractionsManifest, PackageManifest
+from tasks.config import RegistryConfig
+from tasks.run import Run
+from tasks.tracking import RUN_ID_TAG, tracking_uri
+
+PACKAGE_TAG = "nightjar.package"
+SMOKE_TAG = "nightjar.smoke"
+REASONS_TAG = "nightjar.reasons"
+METRICS_TAG = "nightjar.metrics"
+_MODEL_CODE = Path(__file__).with_name("pyfunc_model.py")
+_NEEDED_TO_SERVE = ("mlflow", "numpy", "pandas", "pyarrow", "pydantic", "safetensors", "torch", "torchrec")
+_ONE_OF = (("faiss-cpu", "faiss-gpu"), ("fbgemm-gpu-cpu", "fbgemm-gpu"))
+
+
+def version_for(
+    package: PackageManifest,
+    *,
+    config: RegistryConfig,
+    client: MlflowClient,
+    mlflow_run_id: str,
+    interactions: InteractionsManifest,
+    run: Run,
+) -> ModelVersion:
+    """The registered version of `package` that this run made, now or before it was interrupted."""
+    model_name = config.model_name
+    tags = {RUN_ID_TAG: run.run_id, PACKAGE_TAG: package.fingerprint}
+    # Two runs in one workspace may register the same model at the same time.
+    with FileLock(run.workspace / ".mlflow.lock"):
+        try:
+            client.create_registered_model(model_name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+    for version in client.search_model_versions(f"name = '{model_name}'"):
+        if tags.items() <= version.tags.items():
+            return version
+    mlflow.set_tracking_uri(tracking_uri(run.workspace))
+    logged = _log_model(package, mlflow_run_id=mlflow_run_id, interactions=interactions)
+    return client.create_model_version(model_name, logged.model_uri, run_id=mlflow_run_id, tags=tags, model_id=logged.model_id)
+
+
+def _log_model(package: PackageManifest, *, mlflow_run_id: str, interactions: InteractionsManifest) -> ModelInfo:
+    with mlflow.start_run(run_id=mlflow_run_id):
+        return mlflow.pyfunc.log_model(
+            name="retriever",
+            python_model=str(_MODEL_CODE),
+            code_paths=[str(Path(recsys_core.__file__).parent)],
+            artifacts={"package": str(package.folder / "package")},
+            pip_requirements=pinned_requirements(),
+            signature=signature_for(interactions),
+            input_example=_example(interactions),
+        )
+
+
+def signature_for(interactions: InteractionsManifest) -> ModelSignature:
+    """user_id, and a history if the caller knows better, to item ids and scores; ids of the type they have in the log."""
+    user, item = (
+        DataType.long if kind == "int64" else DataType.string for kind in (interactions.user_id_type, interactions.item_id_type)
+    )
+    return ModelSignature(
+        inputs=Schema([ColSpec(user, "user_id"), ColSpec(Array(item), "history", required=False)]),
+        outputs=Schema([ColSpec(Array(item), "item_ids"), ColSpec(Array(DataType.double), "scores")]),
+        params=ParamSchema([ParamSpec("k", DataType.long, 10), ParamSpec("exclude_log", DataType.boolean, True)]),
+    )
+
+
+def _example(interactions: InteractionsManifest) -> pd.DataFrame:
+    users = pq.read_table(interactions.path("users.parquet"), columns=["id"])["id"]
+    return pd.DataFrame({"user_id": users.slice(0, 2).to_pylist()})
+
+
+def pinned_requirements() -> list[str]:
+    """What serving imports, in the versions that this environment has."""
+    installed = {re.sub(r"[-_.]+", "-", distribution.name).lower() for distribution in metadata.distributions()}
+    names = [*_NEEDED_TO_SERVE, *(next(name for name in names if name in installed) for names in _ONE_OF)]
+    return [f"{name}=={metadata.version(name)}" for name in names]
+
+
+def champion_of(client: MlflowClient, model_name: str) -> ModelVersion | None:
+    """The version with the alias champion, if there is one."""
+    aliases = client.get_registered_model(model_name).aliases
+    return client.get_model_version(model_name, aliases["champion"]) if "champion" in aliases else None
+
+
+def champion_uri(client: MlflowClient, model_name: str) -> str:
+    """models:/<name>/<version> of the champion; InputError if there is none yet."""
+    try:
+        champion = champion_of(client, model_name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        champion = None
+    if champion is None:
+        raise InputError(
+            f"the registered model {model_name!r} has no champion in {client.tracking_uri}; `nightjar run` makes one"
+        )
+    return f"models:/{model_name}/{champion.version}"
+
+
+def list_releases(client: MlflowClient, model_name: str) -> list[dict[str, object]]:
+    """All versions, newest first: version, alias, promoted-or-not reasons, served metrics, run_id, and when (UTC)."""
+    versions = client.search_model_versions(f"name = '{model_name}'")
+    aliases = client.get_registered_model(model_name).aliases if versions else {}
+    return [
+        {
+            "version": str(version.version),
+            "alias": ", ".join(sorted(alias for alias, number in aliases.items() if str(number) == str(version.version))),
+            "smoke": version.tags.get(SMOKE_TAG, "not done"),
+            "metrics": json.loads(version.tags.get(METRICS_TAG, "{}")),
+            "reasons": version.tags.get(REASONS_TAG, ""),
+            "run_id": version.tags.get(RUN_ID_TAG, ""),
+            "created": f"{datetime.fromtimestamp(version.creation_timestamp / 1000, UTC):%Y-%m-%d %H:%M}",
+        }
+        for version in sorted(versions, key=lambda version: -int(version.version))
+    ]

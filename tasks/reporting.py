@@ -1,0 +1,79 @@
+"""What a person sees of a run: a line per stage in the log, and artifacts in the Prefect UI."""
+
+import base64
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+from uuid import UUID
+
+from prefect.artifacts import (
+    create_image_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    update_progress_artifact,
+)
+
+from recsys_core.manifests import MANIFEST_NAME, Manifest
+from recsys_core.training.job import Progress
+
+LOG = logging.getLogger("nightjar")
+LOG.setLevel(logging.INFO)
+STEPS = logging.getLogger("nightjar.steps")
+"""Where a run is, for a terminal that draws it: DEBUG records with `stage` and, in training, `progress`."""
+
+_PROGRESS_EVERY_S = 5.0
+
+
+def begin(stage: str) -> Callable[[Manifest, str], None]:
+    """Announces `stage`; the returned function logs its one line: name, facts, seconds or "(kept)"."""
+    STEPS.debug("%s begins", stage, extra={"stage": stage})
+    started, started_at = time.perf_counter(), time.time()
+
+    def finish(manifest: Manifest, facts: str) -> None:
+        # A stage that was reused carries the manifest of an earlier process.
+        kept = (manifest.folder / MANIFEST_NAME).stat().st_mtime < started_at
+        took = "(kept)" if kept else f"{time.perf_counter() - started:,.1f} s"
+        LOG.info("%-20s %-70s %s", stage, facts, took)
+
+    return finish
+
+
+class TrainingProgress:
+    """Training's progress, to the terminal at once and to a Prefect artifact every few seconds: each update is a request.
+
+    An update that the Prefect server does not take ends the updates, not the training.
+    """
+
+    def __init__(self) -> None:
+        self._artifact_id: UUID | None = None  # none for a training that is kept
+        self._sent_at, self._reachable = 0.0, True
+
+    def send(self, progress: Progress) -> None:
+        """Takes one line of metrics.jsonl."""
+        STEPS.debug("training", extra={"stage": "train", "progress": progress})
+        done = progress.step >= progress.total_steps
+        if not self._reachable or (not done and time.monotonic() - self._sent_at < _PROGRESS_EVERY_S):
+            return
+        self._sent_at = time.monotonic()
+        percent = 100 * progress.step / progress.total_steps
+        words = f"epoch {progress.epoch}, loss {progress.loss:.4f}, {progress.samples_per_s:,.0f} samples/s"
+        try:
+            if self._artifact_id is None:
+                self._artifact_id = cast(UUID, create_progress_artifact(percent, key="training-progress", description=words))
+            else:
+                update_progress_artifact(self._artifact_id, percent, description=words)
+        except Exception as error:  # whatever the server or the network throws
+            self._reachable = False
+            LOG.warning("Prefect takes no progress (%s: %s); training goes on", type(error).__name__, error)
+
+
+def show_markdown(key: str, markdown: str) -> None:
+    """A markdown artifact; `key` in lower case and dashes, so that the UI keeps its history over nights."""
+    create_markdown_artifact(markdown, key=key)
+
+
+def show_image(key: str, png: Path) -> None:
+    """A picture artifact. Prefect stores an address only, so the picture travels inside it."""
+    create_image_artifact("data:image/png;base64," + base64.b64encode(png.read_bytes()).decode(), key=key)

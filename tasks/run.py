@@ -1,0 +1,81 @@
+"""One night's run: its id, and where its stages lie."""
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from filelock import FileLock, Timeout
+
+from recsys_core.errors import InputError
+
+StageName = Literal[
+    "ingest_embeddings",
+    "ingest_interactions",
+    "plan_sharding",
+    "train",
+    "export",
+    "evaluate",
+    "build_index",
+    "package",
+    "register",
+]
+STAGES: dict[StageName, str] = {
+    "ingest_embeddings": "embeddings",
+    "ingest_interactions": "interactions",
+    "plan_sharding": "plan",
+    "train": "train",
+    "export": "export",
+    "evaluate": "evaluation",
+    "build_index": "index",
+    "package": "package",
+    "register": "registration",
+}
+"""Stage -> its folder in the run, in the order of the chain."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """`workspace` holds all runs and the embedded MLflow; `experiment` is the MLflow experiment this run is tracked in."""
+
+    run_id: str
+    workspace: Path
+    experiment: str
+
+    @property
+    def folder(self) -> Path:
+        """`<workspace>/runs/<run_id>`."""
+        return self.workspace / "runs" / self.run_id
+
+    @property
+    def config_file(self) -> Path:
+        """The config this run was last started with."""
+        return self.folder / "config.yaml"
+
+    def stage_folder(self, stage: StageName) -> Path:
+        """Where `stage` (a key of STAGES) leaves its files and manifest."""
+        return self.folder / STAGES[stage]
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keeps a second process out of this run; InputError if one is already in it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.folder / ".lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise InputError(
+                f"{self.folder}: another process is working on run {self.run_id}; wait for it, or start a new run"
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+def new_run_id() -> str:
+    """UTC time and four random hex digits, so that names sort by time: 20261121-070312-ab12."""
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"

@@ -1,0 +1,33 @@
+"""`python -m tasks.smoke MODEL_URI CASES ANSWERS`: asks a model version in a process that has loaded nothing else.
+
+It imports no recsys_core of its own, so that what answers is the code that was logged with the version.
+"""
+
+import argparse
+from pathlib import Path
+
+import mlflow.pyfunc
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+def main() -> None:
+    """CASES: parquet with user_id and history (list of item ids); ANSWERS gets item_ids and scores (lists), row by row."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model_uri")
+    parser.add_argument("cases", type=Path)
+    parser.add_argument("answers", type=Path)
+    parser.add_argument("--k", type=int, required=True)
+    arguments = parser.parse_args()
+    cases = pq.read_table(arguments.cases)
+    questions = pd.DataFrame({"user_id": cases["user_id"].to_pylist(), "history": cases["history"].to_pylist()})
+    answers = mlflow.pyfunc.load_model(arguments.model_uri).predict(questions, params={"k": arguments.k, "exclude_log": False})
+    item_type = cases.schema.field("history").type
+    item_ids = pa.array([answer["item_ids"] for answer in answers], type=item_type)
+    scores = pa.array([answer["scores"] for answer in answers], type=pa.list_(pa.float64()))
+    pq.write_table(pa.table({"item_ids": item_ids, "scores": scores}), arguments.answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Stage `train`."""
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from recsys_core.evaluation.report import plot_loss
+from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest, PlanManifest, TrainManifest
+from recsys_core.models.config import LossConfig, ModelSpec, PretrainedConfig
+from recsys_core.training import train as train_core
+from recsys_core.training.config import TrainingConfig
+from recsys_core.training.job import Progress
+from tasks.reporting import TrainingProgress, begin, show_image
+from tasks.run import Run
+from tasks.tracking import MetricRelay
+
+
+@task(name="train", cache_policy=NO_CACHE)
+def train(
+    config: TrainingConfig,
+    *,
+    model: ModelSpec,
+    loss: LossConfig,
+    pretrained: PretrainedConfig,
+    interactions: InteractionsManifest,
+    embeddings: EmbeddingsManifest | None,
+    plan: PlanManifest,
+    run: Run,
+) -> TrainManifest:
+    """torchrun -> checkpoint; its metrics go to MLflow, to the terminal and to a Prefect artifact while they come."""
+    finish = begin("train")
+    shown = TrainingProgress()
+    with MetricRelay(run) as relay:
+
+        def on_progress(progress: Progress) -> None:
+            relay.send(progress)
+            shown.send(progress)
+
+        manifest = train_core.train(
+            config, model=model, loss=loss, pretrained=pretrained, interactions=interactions, embeddings=embeddings, plan=plan,
+            folder=run.stage_folder("train"), on_progress=on_progress,
+        )  # fmt: skip
+    show_image("training-loss", plot_loss(manifest.path("metrics.jsonl"), path=run.folder / "loss.png"))
+    finish(manifest, f"{manifest.steps:,} steps, loss {manifest.final_loss:.4f}, {manifest.samples_per_s:,.0f} samples/s")
+    return manifest

@@ -1,0 +1,80 @@
+"""A night is killed in each stage in turn and resumed each time: `make drills`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from recsys_core.data.synthetic import generate
+from tasks.run import STAGES
+
+pytestmark = pytest.mark.drill
+NIGHTJAR = [sys.executable, "-m", "flows.cli"]
+RUN_ID = "20260101-000000-d41d"
+PATIENCE_S = 120.0
+
+
+def write_config(folder: Path) -> Path:
+    generate(folder / "data", users=300, items=200, events=6_000, days=10, dim=16, cold_items=10)
+    config = {
+        "interactions": {"paths": "data/interactions/*.parquet", "timestamp_column": "timestamp", "split": {"kind": "time"}},
+        "embeddings": {"paths": "data/item_embeddings.parquet", "vector_column": "embedding"},
+        "model": {"embedding_dim": 16, "query_layers": [16], "user_id": True},
+        "training": {"epochs": 3, "batch_size": 64, "log_every_steps": 5, "checkpoint_every_steps": 10},
+        "index": {"centroids": 8},
+    }
+    file = folder / "nightly.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def run_night(file: Path) -> dict:
+    done = subprocess.run([*NIGHTJAR, "run", str(file), "--json"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def is_in(stage: str, run: Path) -> bool:
+    """Whether `stage` has begun; training only once it has left a checkpoint to resume from."""
+    if stage == "train":
+        return any((run / "train.work" / "checkpoints").glob("step-*[0-9]"))
+    return (run / f"{STAGES[stage]}.tmp").is_dir()
+
+
+def kill_in(stage: str, file: Path, run: Path) -> list[psutil.Process]:
+    """Starts or resumes the night and kills it with SIGKILL in `stage`; returns the processes it had started."""
+    command = [*NIGHTJAR, "run", str(file), "--resume", RUN_ID]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as night:
+        deadline = time.monotonic() + PATIENCE_S
+        while not is_in(stage, run):
+            assert night.poll() is None, night.stderr and night.stderr.read()
+            assert time.monotonic() < deadline, f"{stage} did not begin"
+            time.sleep(0.001)
+        children = psutil.Process(night.pid).children(recursive=True)
+        os.kill(night.pid, signal.SIGKILL)
+    return children
+
+
+def test_a_night_killed_in_every_stage_ends_with_the_metrics_of_an_undisturbed_one(tmp_path):
+    undisturbed = run_night(write_config(tmp_path / "undisturbed"))
+    file = write_config(tmp_path / "killed")
+    run = tmp_path / "killed" / "workspace" / "runs" / RUN_ID
+    run.mkdir(parents=True)
+    (run / "config.yaml").touch()  # --resume wants a run that was begun
+    for stage in STAGES:
+        children = kill_in(stage, file, run)
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert not alive, f"{stage}: left running: {[p.cmdline() for p in alive]}"
+        assert not (run / STAGES[stage]).exists(), f"{stage} looks complete although it was killed"
+    resumed = subprocess.run([*NIGHTJAR, "run", str(file), "--resume", RUN_ID, "--json"], capture_output=True, text=True)
+    assert resumed.returncode == 0, resumed.stderr
+    answer = json.loads(resumed.stdout.splitlines()[-1])
+    assert answer["metrics"] == undisturbed["metrics"]
+    assert answer["model"] == {"name": "nightjar", "version": "1", "alias": "champion"}

@@ -1,0 +1,177 @@
+"""One readable message for whatever is wrong with a config."""
+
+from pathlib import Path
+
+import pytest
+
+from flows.config import PipelineConfig
+from flows.load import load_config
+from flows.template import starter_config, to_commented_yaml
+from recsys_core.data.config import EmbeddingsConfig, GivenSplit, InteractionsConfig
+from recsys_core.errors import InputError
+
+GOOD = "interactions: {paths: log/*.parquet, timestamp_column: ts}\n"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "nightly.yaml"
+    path.write_text(GOOD)
+    return path
+
+
+def message(file: Path, *overrides: str, text: str | None = None) -> str:
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(InputError) as caught:
+        load_config(file, overrides)
+    return str(caught.value)
+
+
+def test_what_is_left_out_takes_its_default(file: Path) -> None:
+    config = load_config(file)
+    assert config == PipelineConfig(
+        workspace=file.parent / "workspace",
+        interactions=InteractionsConfig(paths=(str(file.parent / "log/*.parquet"),), timestamp_column="ts"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("training: {batchsize: 3}", "training.batchsize: unknown key; did you mean training.batch_size?"),
+        ("batch_size: 3", "batch_size: unknown key; did you mean training.batch_size?"),
+        ("trainin: {epochs: 3}", "trainin: unknown key; did you mean training?"),
+        (
+            "sharding: {tables: {item: {sharding_type: [row_wise]}}}",
+            "sharding.tables.item.sharding_type: unknown key; did you mean sharding.tables.item.sharding_types?",
+        ),
+        ("package: {zzz: 1}", "package.zzz: unknown key; known here: quantization"),
+        ("training: {epochs: 0}", "training.epochs: Input should be greater than or equal to 1, but it is 0"),
+        ("model: {similarity: l2}", "model.similarity: Input should be 'cosine' or 'dot', but it is 'l2'"),
+        ("model: {query_layers: [64, x]}", "model.query_layers.1: Input should be a valid integer"),
+        ("loss: {kind: bce, uniform_negatives: 0}", "loss: loss.kind is bce, which needs negatives"),
+        ("registry: {model_name: a/b}", "registry.model_name: String should match pattern"),
+    ],
+)
+def test_each_mistake_is_named_with_its_place(file: Path, text: str, said: str) -> None:
+    assert said in message(file, text=GOOD + text)
+
+
+def test_a_key_inside_the_split_is_named_without_the_name_of_the_union(file: Path) -> None:
+    text = "interactions: {paths: x, timestamp_column: ts, split: {kind: time, test_day: 1}}"
+    assert "interactions.split.test_day: unknown key; did you mean interactions.split.test_days?" in message(file, text=text)
+
+
+def test_a_split_without_a_known_kind_lists_the_kinds(file: Path) -> None:
+    said = "interactions.split: set kind to one of time, leave_last_out, files"
+    assert said in message(file, "interactions.split={test_days: 1}")
+    assert said in message(file, "interactions.split.kind=weekly")
+
+
+def test_unknown_keys_are_told_all_at_once(file: Path) -> None:
+    said = message(file, text=GOOD + "training: {batchsize: 3, epoch: 2}\nevaluation: {k: [10]}\n")
+    assert [line.split(":")[0].strip() for line in said.splitlines()[1:]] == [
+        "training.batchsize", "training.epoch", "evaluation.k",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("interactions: [", "is not valid YAML"),
+        ("- a list", "holds list, expected a mapping"),
+        ("", "holds NoneType, expected a mapping"),
+        ("name: a\nname: b\n" + GOOD, "the key 'name' is given twice"),
+        ("name: nightly", "interactions: is missing and has no default"),
+        ("!!python/object/apply:os.system [ls]", "is not valid YAML"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(file: Path, text: str, said: str) -> None:
+    assert said in message(file, text=text)
+
+
+def test_a_missing_file_says_how_to_get_one(tmp_path: Path) -> None:
+    path = tmp_path / "absent.yaml"
+    assert message(path) == f"{path}: no such file; `nightjar init {path}` writes one"
+
+
+def test_overrides_are_yaml_and_reach_any_depth(file: Path) -> None:
+    config = load_config(
+        file,
+        [
+            "training.batch_size=8192",
+            "training.dense_learning_rate=1e-3",
+            "model.query_layers=[128, 64]",
+            "sharding.tables.item.sharding_types=[row_wise]",
+            "interactions.split={kind: time, test_days: 2}",
+            "evaluation.max_users=null",
+            "name=a=b",
+        ],
+    )
+    assert config.training.batch_size == 8192
+    assert config.training.dense_learning_rate == 0.001
+    assert config.model.query_layers == (128, 64)
+    assert config.sharding.tables["item"].sharding_types == ("row_wise",)
+    assert config.interactions.split.test_days == 2  # type: ignore[union-attr]
+    assert config.name == "a=b"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("training.batchsize=3", "training.batchsize: unknown key; did you mean training.batch_size?"),
+        ("training", "expected a.b=value"),
+        ("training.epochs=[", "the value is not valid YAML"),
+        ("name.x=1", "name is the value 'demo', not a group of settings"),
+    ],
+)
+def test_a_wrong_override_is_refused_like_a_wrong_file(file: Path, override: str, said: str) -> None:
+    assert said in message(file, override, text=GOOD + "name: demo\n")
+
+
+def test_relative_paths_are_taken_from_the_folder_of_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    config = load_config(
+        file,
+        [
+            "workspace=../elsewhere",
+            "interactions.paths=[log/a.parquet, /data/b.parquet]",
+            "interactions.split={kind: files, test: test.parquet}",
+            "embeddings={paths: vectors.parquet, vector_column: v}",
+        ],
+    )
+    here = file.parent
+    assert config.workspace == here.parent / "elsewhere"
+    assert config.interactions.paths == (str(here / "log/a.parquet"), "/data/b.parquet")
+    assert config.interactions.split == GivenSplit(test=(str(here / "test.parquet"),))
+    assert isinstance(config.embeddings, EmbeddingsConfig)
+    assert config.embeddings.paths == (str(here / "vectors.parquet"),)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("index.subquantizers=7", "index.subquantizers is 7, but the towers end in 64 numbers"),
+        ("sharding.tables.user.sharding_types=[row_wise]", "sharding.tables.user: the model has the tables ['item']"),
+        ("interactions={paths: x, split: {kind: files, test: y}}", "model.last_item is true, but interactions has neither"),
+    ],
+)
+def test_stages_that_contradict_each_other_are_refused_with_the_way_out(file: Path, override: str, said: str) -> None:
+    found = message(file, override)
+    assert said in found
+    assert "set " in found
+
+
+def test_the_starter_config_loads_back_to_itself(tmp_path: Path) -> None:
+    file = tmp_path / "nightly.yaml"
+    file.write_text(to_commented_yaml(starter_config()))
+    assert load_config(file) == starter_config().anchored(tmp_path)
+
+
+def test_the_starter_config_explains_every_setting_in_lines_that_fit(tmp_path: Path) -> None:
+    lines = to_commented_yaml(starter_config()).splitlines()
+    assert max(map(len, lines)) <= 128
+    uncommented = [line for line in lines if line.strip() and "#" not in line]
+    assert uncommented == ["    kind: time"]
+    assert any("(cosine | dot)" in line for line in lines)

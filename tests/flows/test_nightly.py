@@ -1,0 +1,176 @@
+"""The whole night as a user starts it: two gloo processes, real parquet, ephemeral Prefect, sqlite MLflow."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+from fastapi.testclient import TestClient
+from mlflow.pyfunc import scoring_server
+
+from flows import nightly
+from flows.config import PipelineConfig
+from flows.template import starter_config
+from recsys_core.data.synthetic import generate
+from recsys_core.manifests import RegistrationManifest
+from tasks.run import STAGES, Run
+from tasks.tracking import connect, tracking_uri
+
+ROOT = Path(nightly.__file__).parents[1]
+CONFIG = """
+workspace: .
+interactions: {paths: data/interactions/*.parquet, timestamp_column: timestamp, split: {kind: time, test_days: 2}}
+embeddings: {paths: data/item_embeddings.parquet, vector_column: embedding}
+model: {embedding_dim: 16, query_layers: [16], user_id: true}
+training: {epochs: 3, batch_size: 64, log_every_steps: 5, checkpoint_every_steps: 20}
+index: {centroids: 8}
+registry: {model_name: small, smoke_users: 100}
+"""
+
+
+class Workspace:
+    """A folder with data and config, and `nightjar` started in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.file = folder, folder / "nightly.yaml"
+        generate(folder / "data", users=300, items=200, events=8_000, days=10, dim=16, cold_items=10)
+        self.file.write_text(CONFIG)
+
+    def start(self, command: str, *arguments: str) -> "subprocess.Popen[str]":
+        """`nightjar COMMAND FILE ARGUMENTS` on servers of its own, whatever the machine's environment says."""
+        ours = ("PREFECT_", "MLFLOW_")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        return subprocess.Popen(
+            [sys.executable, "-m", "flows.cli", command, str(self.file), *arguments],
+            env=environment | {"OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def nightjar(self, command: str, *arguments: str) -> Any:
+        """The JSON object on the last line of stdout."""
+        process = self.start(command, *arguments, "--json")
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, err
+        return json.loads(out.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return Workspace(tmp_path_factory.mktemp("workspace"))
+
+
+@pytest.fixture(scope="module")
+def outcome(workspace: Workspace) -> Any:
+    """An undisturbed night."""
+    return workspace.nightjar("run")
+
+
+def test_a_night_ends_with_a_registered_champion(workspace: Workspace, outcome: Any) -> None:
+    assert outcome["model"] == {"name": "small", "version": "1", "alias": "champion"}
+    run = Run(outcome["run_id"], workspace=workspace.folder, experiment="nightjar")
+    assert outcome["run_dir"] == str(run.folder)
+    assert set(outcome["stages"]) == set(STAGES)
+    assert all(stage["seconds"] >= 0 for stage in outcome["stages"].values())
+    assert all((run.stage_folder(stage) / "manifest.json").is_file() for stage in STAGES)
+    names = ("recall@20", "ndcg@20", "hit_rate@10")
+    assert all(0 <= outcome["metrics"][f"{who}/{name}"] <= 1 for who in ("test", "baseline/popularity") for name in names)
+    assert outcome["metrics"]["served/recall@20"] == pytest.approx(outcome["metrics"]["test/recall@20"], abs=0.05)
+
+
+def test_mlflow_has_the_curves_that_the_trainer_wrote(workspace: Workspace, outcome: Any) -> None:
+    client = connect(workspace.folder)
+    (run,) = client.search_runs(["1"])
+    lines = (Path(outcome["run_dir"]) / "train" / "metrics.jsonl").read_text().splitlines()
+    logged = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "train/loss")}
+    assert logged == {line["step"]: line["loss"] for line in map(json.loads, lines)}
+
+
+def test_command_line_python_and_server_answer_the_same_unseen_items(workspace: Workspace, outcome: Any) -> None:
+    log = pd.concat(pq.read_table(path).to_pandas() for path in sorted(workspace.folder.glob("data/interactions/*")))
+    user = log["user_id"].iloc[0]
+    asked = workspace.nightjar("query", "--user", user, "-k", "7")
+    assert (asked["model"], asked["version"]) == ("small", "1")
+    items = [item["item_id"] for item in asked["items"]]
+    assert len(set(items)) == 7
+    assert set(items) <= set(pq.read_table(workspace.folder / "data/item_embeddings.parquet")["item_id"].to_pylist())
+    assert not set(items) & set(log.loc[log["user_id"] == user, "item_id"])
+
+    mlflow.set_tracking_uri(tracking_uri(workspace.folder))
+    model = mlflow.pyfunc.load_model("models:/small@champion")
+    assert model.predict(pd.DataFrame({"user_id": [user]}), params={"k": 7})[0]["item_ids"] == items
+    server = TestClient(scoring_server.init(model))
+    answer = server.post("/invocations", json={"dataframe_records": [{"user_id": user}], "params": {"k": 7}})
+    assert answer.json()["predictions"][0]["item_ids"] == items
+    assert server.post("/invocations", json={"dataframe_records": [{"usr": user}]}).status_code == 400
+
+
+def test_a_night_killed_in_training_resumes_to_the_same_metrics(workspace: Workspace, outcome: Any) -> None:
+    before = set((workspace.folder / "runs").iterdir())
+    process = workspace.start("run")
+    while not any(lines_written(folder) for folder in set((workspace.folder / "runs").iterdir()) - before):
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    (killed,) = set((workspace.folder / "runs").iterdir()) - before
+    assert not (killed / "train" / "manifest.json").exists()
+
+    resumed = workspace.nightjar("run", "--resume", killed.name)
+    assert resumed["run_id"] == killed.name
+    exact = {name: value for name, value in outcome["metrics"].items() if not name.startswith(("served/", "champion/"))}
+    assert {name: resumed["metrics"][name] for name in exact} == exact
+    assert resumed["model"] == {"name": "small", "version": "2", "alias": "champion"}
+    client = connect(workspace.folder)
+    (run,) = client.search_runs(["1"], f"tags.`nightjar.run_id` = '{killed.name}'")
+    steps = [metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")]
+    assert len(steps) == len(set(steps)) == len((killed / "train" / "metrics.jsonl").read_text().splitlines())
+
+
+def lines_written(run: Path) -> int:
+    metrics = run / "train.work" / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.is_file() else 0
+
+
+@pytest.mark.parametrize(("promoted", "name"), [(True, "Completed"), (False, "NotPromoted")])
+def test_a_version_that_waits_as_challenger_ends_the_flow_in_a_state_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, promoted: bool, name: str
+) -> None:
+    registration = RegistrationManifest(
+        model_name="m", version="3", alias="champion" if promoted else "challenger", promoted=promoted, reasons=("because",),
+        mlflow_run_id="r", metrics={}, fingerprint="f", seconds=1.0, files={}, folder=tmp_path,
+    )  # fmt: skip
+
+    def night(config: PipelineConfig, run: Run) -> Iterator[tuple[str, RegistrationManifest]]:
+        yield "register", registration
+
+    monkeypatch.setattr(nightly, "night", night)
+    config = starter_config().anchored(tmp_path)
+    state = nightly.nightly_retrain.fn(config, run_id="r")
+    assert (state.name, state.is_completed()) == (name, True)
+    assert state.message == f"m version 3 is {registration.alias}: because"
+    assert Run("r", workspace=tmp_path / "workspace", experiment="e").config_file.is_file()
+
+
+def test_until_ends_the_flow_after_that_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def night(config: PipelineConfig, run: Run) -> Iterator[tuple[str, None]]:
+        for stage in STAGES:
+            done.append(stage)
+            yield stage, None
+
+    monkeypatch.setattr(nightly, "night", night)
+    state = nightly.nightly_retrain.fn(starter_config().anchored(tmp_path), run_id="r", until="train")
+    assert (state.name, state.is_completed()) == ("StoppedEarly", True)
+    assert done == ["ingest_embeddings", "ingest_interactions", "plan_sharding", "train"]

@@ -1,0 +1,95 @@
+"""The committed locks: complete, hashed, free of addresses, and of the versions that pyproject.toml asks for."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCKS = ROOT / "infra" / "locks"
+NAMES = ("bootstrap", "cpu", "torch", "cuda", "gpu")
+
+
+def locked(*names: str) -> dict[str, Requirement]:
+    lines = (line for name in names for line in (LOCKS / f"{name}.txt").read_text().splitlines())
+    requirements = [Requirement(line.rstrip(" \\")) for line in lines if re.match("[a-z0-9]", line)]
+    assert len({requirement.name for requirement in requirements}) == len(requirements)
+    return {requirement.name: requirement for requirement in requirements}
+
+
+def version(requirement: Requirement) -> str:
+    (pin,) = requirement.specifier
+    assert pin.operator == "=="
+    return pin.version
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_lock_holds_pins_and_hashes_and_nothing_else(name: str) -> None:
+    blocks = re.split(r"\n(?! )", (LOCKS / f"{name}.txt").read_text().strip())
+    blocks = [block for block in blocks if not block.startswith("#")]
+    assert blocks
+    for block in blocks:
+        assert re.fullmatch(r"[a-z0-9-]+==[^\s:/]+( ; [^:/]+?)?( \\\n    --hash=sha256:[0-9a-f]{64})+", block), block[:200]
+
+
+def test_the_cpu_environment_never_gets_a_cuda_package() -> None:
+    names = set(locked("cpu"))
+    assert {"fbgemm-gpu-cpu", "faiss-cpu", "torchrec"} <= names
+    assert not {
+        name for name in names if name.startswith(("nvidia-", "cuda-")) or name in ("fbgemm-gpu", "faiss-gpu", "triton")
+    }
+
+
+def test_the_gpu_environment_has_the_gpu_builds_alone() -> None:
+    names = set(locked("gpu"))
+    assert {"fbgemm-gpu", "faiss-gpu", "torch", "triton", *locked("cuda")} <= names
+    assert not {"fbgemm-gpu-cpu", "faiss-cpu"} & names
+
+
+def test_both_devices_get_the_same_versions_of_what_they_share() -> None:
+    cpu, gpu = locked("cpu", "torch", "cuda"), locked("gpu")
+    shared = cpu.keys() & gpu.keys()
+    assert len(shared) > 100
+    assert {name: str(cpu[name]) for name in shared} == {name: str(gpu[name]) for name in shared}
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_every_requirement_of_the_project_is_met_by_the_lock(device: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = [
+        *project["project"]["dependencies"],
+        *project["project"]["optional-dependencies"][device],
+        *project["dependency-groups"]["dev"],
+        *project["build-system"]["requires"],
+    ]
+    lock = locked("gpu") if device == "gpu" else locked("cpu", "torch")
+    for requirement in map(Requirement, wanted):
+        assert requirement.specifier.contains(version(lock[requirement.name.lower()])), f"{requirement}: run make lock"
+
+
+def install(venv: Path, *, device: str, python: str) -> subprocess.CompletedProcess[str]:
+    bash = shutil.which("bash")
+    assert bash is not None
+    command = [bash, str(ROOT / "infra" / "install.sh"), str(venv), device, python]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+def test_an_unknown_device_is_refused_and_the_environment_stays(tmp_path: Path) -> None:
+    answer = install(tmp_path, device="tpu", python=sys.executable)
+    assert (answer.returncode, answer.stderr) == (2, "DEVICE is tpu; it must be cpu or gpu\n")
+    assert tmp_path.is_dir()
+
+
+def test_too_old_a_python_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    old = tmp_path / "python3.9"
+    old.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.18\nexit 1\n')
+    old.chmod(0o755)
+    answer = install(tmp_path / "venv", device="cpu", python=str(old))
+    assert answer.returncode == 2
+    assert f"nightjar needs Python 3.11 to 3.14, but {old} is Python 3.9.18" in answer.stderr
+    assert not (tmp_path / "venv").exists()

@@ -1,0 +1,45 @@
+"""Real parquet for the tests of the ingest."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recsys_core.errors import InputError
+
+
+def write(path: Path, *, row_group: int | None = None, **columns: Any) -> str:
+    """A parquet file with `columns`; returns its path as a config holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path, row_group_size=row_group)
+    return str(path)
+
+
+def damage_data(path: str) -> None:
+    """Overwrites the first half of the file; the footer stays as it was."""
+    content = bytearray(Path(path).read_bytes())
+    start, stop = 4, len(content) // 2
+    content[start:stop] = b"\xff" * (stop - start)
+    Path(path).write_bytes(content)
+
+
+@contextmanager
+def refusal(*parts: str) -> Iterator[None]:
+    """Expects an InputError of one line whose message holds all `parts` in this order."""
+    with pytest.raises(InputError) as caught:
+        yield
+    message = str(caught.value)
+    assert re.search(".*".join(re.escape(part) for part in parts), message), message
+    assert "\n" not in message
+
+
+def refuses(stage: Callable[[Path], object], folder: Path, *parts: str) -> None:
+    """`stage` refuses its input and leaves neither its folder nor a half-written one behind."""
+    with refusal(*parts):
+        stage(folder / "stage")
+    assert [path for path in folder.iterdir() if path.name.startswith("stage")] == []

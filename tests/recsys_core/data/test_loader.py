@@ -1,0 +1,209 @@
+"""Every example once per epoch over all ranks, with its own history; a batch is a function of where it stands."""
+
+import threading
+import time
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recsys_core.data.events import EventStore
+from recsys_core.data.loader import READ_AHEAD, Batch, TrainLoader, item_batch, query_batch
+from tests.recsys_core.data.test_events import Users, store_of, users
+
+FEATURES = ("user", "history", "last_item")
+MAX_HISTORY = 3
+
+
+def loader_of(store: EventStore, **settings: int) -> TrainLoader:
+    base = {"batch_size": 4, "rank": 0, "world_size": 1, "seed": 5, "max_history": MAX_HISTORY, "uniform_negatives": 0}
+    return TrainLoader(store, features=FEATURES, **(base | settings))
+
+
+def numbered(sizes: list[int]) -> Users:
+    """Users with these many training events, all of different items, so that an item tells its event."""
+    counter = iter(range(1_000_000))
+    return [([next(counter) for _ in range(size)], [], []) for size in sizes]
+
+
+def samples(batch: Batch) -> list[dict[str, list[int]]]:
+    """For each of the K samples, the values of every key."""
+    jagged = {key: value.to_dense() for key, value in batch.sparse.to_dict().items()}
+    return [{key: value[row].tolist() for key, value in jagged.items()} for row in range(len(batch.item_rows))]
+
+
+def same(one: Batch, other: Batch) -> bool:
+    pairs = (
+        (one.item_rows, other.item_rows),
+        (one.sparse.values(), other.sparse.values()),
+        (one.sparse.lengths(), other.sparse.lengths()),
+    )
+    return one.batch_size == other.batch_size and all(torch.equal(left, right) for left, right in pairs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    world_size=st.integers(1, 4),
+    batch_size=st.integers(1, 7),
+    epoch=st.integers(0, 3),
+)
+def test_over_all_ranks_an_epoch_covers_every_example_at_most_once(
+    sizes: list[int], world_size: int, batch_size: int, epoch: int
+) -> None:
+    store = store_of(numbered(sizes))
+    seen, shapes = [], []
+    for rank in range(world_size):
+        loader = loader_of(store, rank=rank, world_size=world_size, batch_size=batch_size)
+        batches = [loader.make(epoch, batch) for batch in range(len(loader))]
+        seen += [item for batch in batches for item in batch.item_rows[: batch.batch_size].tolist()]
+        shapes.append([batch.batch_size for batch in batches])
+        assert shapes[-1] == [loader.batch_samples(batch) for batch in range(len(loader))]
+    assert all(shape == shapes[0] for shape in shapes)
+    assert sum(shapes[0]) == loader.epoch_samples
+    assert all(0 < size <= batch_size for size in shapes[0])
+    assert len(set(seen)) == len(seen)
+    assert sum(sizes) - world_size < len(seen) <= sum(sizes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(log=users, batch_size=st.integers(1, 9), negatives=st.integers(0, 5), ordered=st.booleans())
+def test_positives_users_and_histories_are_those_of_one_example(
+    log: Users, batch_size: int, negatives: int, ordered: bool
+) -> None:
+    counter = iter(range(10_000))
+    log = [([next(counter) for _ in train], validation, test) for train, validation, test in log]  # an item tells its event
+    owner = {item: (row, at) for row, (train, _, _) in enumerate(log) for at, item in enumerate(train)}
+    loader = loader_of(store_of(log, ordered=ordered), batch_size=batch_size, uniform_negatives=negatives)
+    for batch in (loader.make(0, number) for number in range(len(loader))):
+        assert len(batch.item_rows) == batch.batch_size + negatives
+        assert batch.sparse.keys() == [*FEATURES, "item"]
+        for index, (item, sample) in enumerate(zip(batch.item_rows.tolist(), samples(batch), strict=True)):
+            assert sample["item"] == [item]
+            if index >= batch.batch_size:
+                assert [sample[key] for key in FEATURES] == [[], [], []]
+                continue
+            row, at = owner[item]
+            train = log[row][0]
+            window = train[max(0, at - MAX_HISTORY) : at] if ordered else (train[at + 1 :] + train[:at])[:MAX_HISTORY]
+            assert sample["user"] == [row]
+            assert sample["history"] == window
+            assert sample["last_item"] == window[-1:]
+
+
+def test_uniform_negatives_come_from_the_whole_catalogue_and_differ_by_rank_and_batch() -> None:
+    store = store_of(numbered([50]))
+    made = [
+        loader_of(store, rank=rank, world_size=2, batch_size=5, uniform_negatives=400).make(0, batch)
+        for rank in range(2)
+        for batch in range(2)
+    ]
+    drawn = [tuple(batch.item_rows[5:].tolist()) for batch in made]
+    assert len(set(drawn)) == 4
+    assert set(drawn[0]) == set(range(len(store.item_count)))
+
+
+@pytest.mark.parametrize("start", [0, 1, 5, 12, 13])
+def test_resuming_at_a_batch_gives_exactly_the_later_batches(start: int) -> None:
+    loader = loader_of(store_of(numbered([13] * 4)), uniform_negatives=3)
+    assert len(loader) == 13
+    whole, resumed = list(loader.epoch(2)), list(loader.epoch(2, start_batch=start))
+    assert len(whole) == 13 and len(resumed) == 13 - start
+    assert all(same(one, other) for one, other in zip(whole[start:], resumed, strict=True))
+
+
+def test_epochs_and_seeds_differ_and_the_same_ones_are_equal() -> None:
+    store = store_of(numbered([40] * 3))
+
+    def positives(seed: int, epoch: int) -> list[int]:
+        batches = loader_of(store, seed=seed, batch_size=50).epoch(epoch)
+        return [item for batch in batches for item in batch.item_rows.tolist()]
+
+    orders = [positives(seed, epoch) for seed in (1, 2) for epoch in (0, 1)]
+    assert all(sorted(order) == list(range(120)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 4
+    assert positives(2, 1) == orders[3]
+
+
+def loader_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "loader"]
+
+
+def wait_until_no_thread_is_left() -> None:
+    deadline = time.monotonic() + 10
+    while loader_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert loader_threads() == []
+
+
+@pytest.mark.parametrize("error", [ValueError("page 7 is gone"), SystemExit(3)])
+def test_an_exception_while_reading_ahead_reaches_the_trainer_after_the_batches_before_it(error: BaseException) -> None:
+    loader = loader_of(store_of(numbered([40])))
+    make = loader.make
+
+    def fails_at_three(epoch: int, batch: int) -> Batch:
+        if batch == 3:
+            raise error
+        return make(epoch, batch)
+
+    read = []
+    with mock.patch.object(loader, "make", fails_at_three), pytest.raises(type(error)) as caught:
+        for batch in loader.epoch(0):
+            read.append(batch)
+    assert caught.value is error and len(read) == 3
+    wait_until_no_thread_is_left()
+
+
+def test_leaving_an_epoch_early_ends_its_thread() -> None:
+    loader = loader_of(store_of(numbered([400])))
+    batches = loader.epoch(0)
+    next(batches)
+    assert len(loader_threads()) == 1
+    batches.close()
+    wait_until_no_thread_is_left()
+
+
+def test_no_more_than_the_read_ahead_is_made_in_advance() -> None:
+    loader = loader_of(store_of(numbered([400])))
+    made = []
+    make, full = loader.make, threading.Event()
+
+    def counted(epoch: int, batch: int) -> Batch:
+        made.append(batch)
+        if len(made) == READ_AHEAD + 2:
+            full.set()
+        return make(epoch, batch)
+
+    with mock.patch.object(loader, "make", counted):
+        batches = loader.epoch(0)
+        next(batches)
+        assert full.wait(10)  # one taken, READ_AHEAD in the queue, one in hand
+        time.sleep(0.05)
+        assert len(made) == READ_AHEAD + 2
+        batches.close()
+    wait_until_no_thread_is_left()
+
+
+def test_the_batch_moves_as_a_whole() -> None:
+    batch = loader_of(store_of(numbered([9])), uniform_negatives=2).make(0, 0)
+    assert same(batch, batch.to(torch.device("cpu")))
+    meta = batch.to(torch.device("meta"))
+    assert {meta.item_rows.device.type, meta.sparse.values().device.type, meta.sparse.lengths().device.type} == {"meta"}
+
+
+def test_a_query_batch_holds_each_user_as_it_stood_before_the_split() -> None:
+    store = store_of([([1, 2, 3], [4], [5]), ([6], [], [7]), ([8, 9], [10], [])])
+    for split, wanted in (("test", [[3, 4], [6]]), ("validation", [[2, 3], [6]])):
+        sparse = query_batch(store, np.array([0, 1]), split, features=FEATURES, max_history=2)
+        values = {key: [part.tolist() for part in jagged.to_dense()] for key, jagged in sparse.to_dict().items()}
+        last = [history[-1:] for history in wanted]
+        assert values == {"user": [[0], [1]], "history": wanted, "last_item": last, "item": [[], []]}
+
+
+def test_an_item_batch_has_no_query_features() -> None:
+    sparse = item_batch(np.array([4, 0, 4]), features=FEATURES)
+    values = {key: [part.tolist() for part in jagged.to_dense()] for key, jagged in sparse.to_dict().items()}
+    assert values == {key: [[], [], []] for key in FEATURES} | {"item": [[4], [0], [4]]}

@@ -1,0 +1,57 @@
+"""The made-up catalogue is one that the ingests accept, with items that nobody has seen before the last days."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from recsys_core.data.config import EmbeddingsConfig, InteractionsConfig
+from recsys_core.data.embeddings import ingest_embeddings
+from recsys_core.data.interactions import ingest_interactions
+from recsys_core.data.synthetic import FIRST_DAY, generate
+
+SIZE = {"users": 200, "items": 400, "events": 6000, "days": 10, "dim": 8, "cold_items": 40}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("synthetic")
+    generate(made, **SIZE)
+    return made
+
+
+def test_both_ingests_take_what_is_generated(folder: Path, tmp_path: Path) -> None:
+    vectors = EmbeddingsConfig(paths=str(folder / "item_embeddings.parquet"), vector_column="embedding")
+    embeddings = ingest_embeddings(vectors, folder=tmp_path / "embeddings")
+    log = InteractionsConfig(paths=str(folder / "interactions" / "*.parquet"), timestamp_column="timestamp", threads=1)
+    made = ingest_interactions(log, embeddings=embeddings, folder=tmp_path / "interactions")
+    assert (embeddings.rows, embeddings.dim, made.items, made.items_with_vector) == (400, 8, 400, 400)
+    assert made.train_events + made.validation_events + made.test_events == 6000
+    assert min(made.validation_events, made.test_events) > 300
+    assert (made.user_id_type, made.item_id_type, made.users <= 200) == ("string", "int64", True)
+
+
+def test_cold_items_have_vectors_and_no_event_before_the_last_two_days(folder: Path) -> None:
+    log = pq.read_table(folder / "interactions")
+    day = (log.column("timestamp").to_numpy() - FIRST_DAY) // np.timedelta64(1, "D")
+    cold = log.column("item_id").to_numpy() >= 1000 + 400 - 40
+    assert set(day[cold].tolist()) == {8, 9}
+    vector_ids = pq.read_table(folder / "item_embeddings.parquet").column("item_id").to_pylist()
+    assert sorted(vector_ids) == list(range(1000, 1400))
+
+
+def test_every_day_has_a_file_of_its_own(folder: Path) -> None:
+    paths = sorted((folder / "interactions").iterdir())
+    assert [path.name for path in paths] == [f"day-{day:02d}.parquet" for day in range(10)]
+    for number, path in enumerate(paths):
+        day = (pq.read_table(path).column("timestamp").to_numpy() - FIRST_DAY) // np.timedelta64(1, "D")
+        assert set(day.tolist()) == {number}
+
+
+def test_the_catalogue_is_a_function_of_the_seed(folder: Path, tmp_path: Path) -> None:
+    generate(tmp_path / "same", **SIZE)
+    generate(tmp_path / "other", **SIZE, seed=8)
+    for name in ("interactions", "item_embeddings.parquet"):
+        assert pq.read_table(folder / name).equals(pq.read_table(tmp_path / "same" / name))
+        assert not pq.read_table(folder / name).equals(pq.read_table(tmp_path / "other" / name))

@@ -1,0 +1,103 @@
+"""Small stages, written as the real ones are: arrays in a folder, the manifest last."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from safetensors.torch import save_file
+
+from recsys_core.manifests import EmbeddingsManifest, ExportManifest, InteractionsManifest, produce
+from recsys_core.models.config import ModelSpec
+
+Events = Sequence[Sequence[int]]
+"""Item rows per user."""
+
+
+def interactions_stage(
+    folder: Path,
+    *,
+    train: Events,
+    validation: Events,
+    test: Events,
+    items: int,
+    item_ids: Sequence[int] | Sequence[str] | None = None,
+    user_ids: Sequence[int] | Sequence[str] | None = None,
+    vector_row: Sequence[int] | None = None,
+) -> InteractionsManifest:
+    parts = [[len(rows) for rows in split] for split in (train, validation, test)]
+    offset = np.concatenate([[0], np.cumsum(np.sum(parts, axis=0))]).astype(np.int64)
+    events = np.array([row for user in zip(train, validation, test, strict=True) for part in user for row in part], np.int32)
+    count = np.bincount([row for rows in train for row in rows], minlength=items)
+    item_column = pa.array(range(items) if item_ids is None else item_ids)
+    user_column = pa.array(range(len(train)) if user_ids is None else user_ids)
+
+    def build(out: Path) -> dict[str, Any]:
+        np.save(out / "user_offset.npy", offset)
+        np.save(out / "train_end.npy", offset[:-1] + parts[0])
+        np.save(out / "validation_end.npy", offset[:-1] + parts[0] + parts[1])
+        np.save(out / "event_item.npy", events)
+        np.save(out / "train_user.npy", np.repeat(np.arange(len(train), dtype=np.int32), parts[0]))
+        np.save(out / "item_count.npy", count.astype(np.int64))
+        np.save(out / "vector_row.npy", np.array([-1] * items if vector_row is None else vector_row, np.int64))
+        pq.write_table(pa.table({"id": item_column, "train_count": count}), out / "items.parquet")
+        pq.write_table(pa.table({"id": user_column, "train_count": parts[0]}), out / "users.parquet")
+        return {
+            "users": len(train),
+            "items": items,
+            "train_events": sum(parts[0]),
+            "validation_events": sum(parts[1]),
+            "test_events": sum(parts[2]),
+            "dropped_events": 0,
+            "ordered": True,
+            "items_with_vector": 0,
+            "items_vector_only": 0,
+            "user_id_type": "string" if pa.types.is_string(user_column.type) else "int64",
+            "item_id_type": "string" if pa.types.is_string(item_column.type) else "int64",
+            "sources": (),
+        }
+
+    return produce(folder, InteractionsManifest, fingerprint="interactions", build=build)
+
+
+def embeddings_stage(folder: Path, vectors: np.ndarray) -> EmbeddingsManifest:
+    def build(out: Path) -> dict[str, Any]:
+        np.save(out / "vectors.npy", vectors.astype(np.float32))
+        pq.write_table(pa.table({"id": np.arange(len(vectors))}), out / "ids.parquet")
+        return {"rows": len(vectors), "dim": vectors.shape[1], "id_type": "int64", "sources": ()}
+
+    return produce(folder, EmbeddingsManifest, fingerprint="embeddings", build=build)
+
+
+def export_stage(
+    folder: Path,
+    *,
+    item_vectors: np.ndarray,
+    queries: Mapping[str, tuple[Sequence[int], np.ndarray]],
+    spec: ModelSpec | None = None,
+    tables: Mapping[str, np.ndarray] | None = None,
+    dense: Mapping[str, torch.Tensor] | None = None,
+) -> ExportManifest:
+    """queries: split -> (user rows, vectors)."""
+
+    def build(out: Path) -> dict[str, Any]:
+        np.save(out / "item_vectors.npy", item_vectors.astype(np.float32))
+        for split, (users, vectors) in queries.items():
+            np.save(out / f"query_users_{split}.npy", np.array(users, np.int64))
+            np.save(out / f"query_vectors_{split}.npy", np.asarray(vectors, np.float32))
+        for name, table in (tables or {}).items():
+            np.save(out / f"table_{name}.npy", table)
+        if spec is not None:
+            (out / "model.json").write_text(spec.model_dump_json())
+            save_file(dict(dense or {}), out / "dense.safetensors")
+        return {
+            "items": len(item_vectors),
+            "dim": item_vectors.shape[1],
+            "similarity": "dot" if spec is None else spec.config.similarity,
+            "queries": {split: len(users) for split, (users, _) in queries.items()},
+        }
+
+    return produce(folder, ExportManifest, fingerprint="export", build=build)

@@ -1,0 +1,39 @@
+import numpy as np
+import pyarrow as pa
+import torch
+
+from recsys_core.data.lists import Lists
+from recsys_core.evaluation import baselines
+from recsys_core.evaluation.exact import rank_catalogue
+
+
+def _lists(*rows: list[int]) -> Lists:
+    return Lists(np.cumsum([0, *map(len, rows)]), np.array([row for part in rows for row in part], np.int64))
+
+
+def test_equal_counts_go_by_the_value_of_integers_and_the_letters_of_strings() -> None:
+    count = np.array([3, 3, 3])
+    assert baselines.popularity_order(count, item_ids=pa.array([10, 9, 2])).tolist() == [2, 1, 0]
+    assert baselines.popularity_order(count, item_ids=pa.array(["10", "9", "2"])).tolist() == [0, 2, 1]
+
+
+def test_popularity_is_ranked_in_its_own_order() -> None:
+    order = np.array([2, 0, 3, 1], np.int32)
+    query, item = baselines.popularity_vectors(order, queries=2)
+    ranking = rank_catalogue(query, item_ID=item, seen=_lists([], [0]), targets=_lists([1], []), k=3)
+    assert ranking.top_EK.tolist() == [[2, 0, 3], [2, 3, 1]]
+    assert ranking.rank_P.tolist() == [3]
+
+
+def test_zero_shot_ranks_by_cosine_with_the_mean_of_the_normalised_history() -> None:
+    vectors = np.array([[10, 0], [0, 1], [1, 1], [-1, 0]], np.float32)
+    row_of_item = np.array([2, 0, -1, 1, 3])
+    history = _lists([1, 3, 2], [1, 1, 3], [2], [])
+    query, item = baselines.zero_shot_vectors(vectors, vector_row_I=row_of_item, histories=history)
+    score = query @ item.T
+    half = 2**-0.5
+    # The long vector [10, 0] counts no more than [0, 1], and the item without a vector counts nothing.
+    torch.testing.assert_close(score[0, [0, 1, 3, 4]], torch.tensor([1.0, half, half, -half]))
+    torch.testing.assert_close(score[1, 1] / score[1, 3], torch.tensor(2.0))
+    assert (score[:, 2] < score[:, [0, 1, 3, 4]].min(dim=1).values).all()
+    assert (score[2:][:, [0, 1, 3, 4]] == 0).all()

@@ -1,0 +1,114 @@
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from recsys_core.errors import InputError
+from recsys_core.evaluation.config import EvaluationConfig
+from recsys_core.evaluation.evaluate import evaluate
+from tests.recsys_core.evaluation.stages import embeddings_stage, export_stage, interactions_stage
+
+BEAUTY = Path(__file__).resolve().parents[4] / "shared" / "data" / "beauty"
+
+# Four users, six items; user 3 is new, items 3, 4 and 5 are cold. User 2's second test event repeats what it had before.
+TRAIN = [[0, 1], [0, 2], [0], []]
+VALIDATION = [[2], [1], [], [0]]
+TEST = [[3], [3, 5], [4, 0], [1]]
+ITEM = np.eye(6)
+QUERY = np.array([[0, 0, 0, 9, 1, 0], [0, 0, 0, 1, 2, 3], [0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1]], float)
+
+
+def _run(folder: Path, config: EvaluationConfig, *, embeddings: bool = False, test: list[list[int]] | None = None):
+    test = TEST if test is None else test
+    users = [user for user, rows in enumerate(test) if rows]
+    return evaluate(
+        config,
+        export=export_stage(
+            folder / "export",
+            item_vectors=ITEM,
+            queries={"test": (users, QUERY[users]), "validation": ([0, 1, 3], QUERY[[0, 1, 3]])},
+        ),
+        interactions=interactions_stage(
+            folder / "interactions", train=TRAIN, validation=VALIDATION, test=test, items=6, vector_row=[0, 1, 2, 3, -1, -1]
+        ),
+        embeddings=embeddings_stage(folder / "embeddings", np.eye(4)) if embeddings else None,
+        folder=folder / "evaluation",
+    )
+
+
+def test_hand_counted_metrics_of_a_small_log(tmp_path: Path) -> None:
+    found = _run(tmp_path, EvaluationConfig(ks=(1, 2))).metrics
+    # Unseen ranks: user 0: item 3 first. User 1: 5, 4, 3: ranks 0 and 2. User 2: 4 comes after 1, 2, 3. User 3: 5, then 1.
+    assert found["test/users"] == 4
+    assert found["test/targets"] == 5
+    assert found["test/seen_targets"] == 1
+    assert found["test/recall@1"] == pytest.approx((1 + 1 / 2 + 0 + 0) / 4)
+    assert found["test/hit_rate@2"] == pytest.approx(3 / 4)
+    assert found["test/mrr"] == pytest.approx((1 + 1 + 1 / 4 + 1 / 2) / 4)
+    assert found["test/coverage@1"] == pytest.approx(3 / 6)  # items 3, 5 and 1
+    assert found["test/slice/cold_items/targets"] == 4  # items 3, 4 and 5 are in no training event
+    assert found["test/slice/cold_items/recall@1"] == pytest.approx((1 + 1 / 2 + 0) / 3)
+    assert found["test/slice/warm_items/targets"] == 1
+    assert found["test/slice/new_users/recall@2"] == 1
+    assert found["test/slice/known_users/targets"] == 4
+
+
+def test_popularity_counts_what_was_before_the_test_and_is_kept(tmp_path: Path) -> None:
+    manifest = _run(tmp_path, EvaluationConfig(ks=(2,)))
+    # Before the test: item 0 four times, 1 and 2 twice each, the rest never.
+    assert np.load(manifest.path("popularity.npy")).tolist() == [0, 1, 2, 3, 4, 5]
+    # User 3 had item 0, so item 1 comes first; the others' targets lie behind.
+    assert manifest.metrics["baseline/popularity/recall@2"] == pytest.approx((1 + 1 / 2 + 0 + 1) / 4)
+    assert "baseline/zero_shot/recall@2" not in manifest.metrics
+
+
+def test_zero_shot_is_measured_where_vectors_are_given(tmp_path: Path) -> None:
+    assert 0 <= _run(tmp_path, EvaluationConfig(ks=(2,)), embeddings=True).metrics["baseline/zero_shot/ndcg@2"] <= 1
+
+
+def test_seen_items_are_ranked_and_counted_when_they_are_not_excluded(tmp_path: Path) -> None:
+    found = _run(tmp_path, EvaluationConfig(ks=(1,), exclude_seen=False)).metrics
+    assert found["test/targets"] == 6
+    assert found["test/seen_targets"] == 0
+
+
+def test_a_sample_of_users_is_the_same_every_time(tmp_path: Path) -> None:
+    first, again = (_run(tmp_path / name, EvaluationConfig(ks=(1,), max_users=2)).metrics for name in "ab")
+    assert first == again
+    assert first["test/users"] == 2
+
+
+def test_a_log_without_test_events_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no event is in the test split"):
+        _run(tmp_path, EvaluationConfig(), test=[[], [], [], []])
+    assert not (tmp_path / "evaluation").exists()
+
+
+@pytest.mark.skipif(not BEAUTY.is_dir(), reason="the public Beauty data is not on this machine")
+def test_popularity_on_beauty_is_what_others_count(tmp_path: Path) -> None:
+    log = pq.read_table(BEAUTY / "interactions.parquet").sort_by([("user_id", "ascending"), ("position", "ascending")])
+    ids, item = np.unique(log["item_id"].to_numpy(), return_inverse=True)
+    per_user = np.split(item, np.flatnonzero(np.diff(log["user_id"].to_numpy())) + 1)
+    interactions = interactions_stage(
+        tmp_path / "interactions",
+        train=[rows[:-2] for rows in per_user],
+        validation=[rows[-2:-1] for rows in per_user],
+        test=[rows[-1:] for rows in per_user],
+        items=len(ids),
+        item_ids=ids.tolist(),
+    )
+    users = np.arange(len(per_user))
+    vectors = normalize(torch.randn((len(ids), 4), generator=torch.Generator().manual_seed(0)), dim=1).numpy()
+    export = export_stage(
+        tmp_path / "export",
+        item_vectors=vectors,
+        queries={"test": (users, vectors[users % len(ids)])},
+    )
+    found = evaluate(
+        EvaluationConfig(ks=(10,)), export=export, interactions=interactions, embeddings=None, folder=tmp_path / "evaluation"
+    ).metrics
+    assert round(found["baseline/popularity/hit_rate@10"], 4) == 0.0135
+    assert round(found["baseline/popularity/ndcg@10"], 4) == 0.0061

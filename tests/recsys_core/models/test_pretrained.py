@@ -1,0 +1,71 @@
+import math
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recsys_core.models import pretrained
+from recsys_core.models.pretrained import INIT_STD, blank_rows, copy_pretrained, fill_random
+from recsys_core.models.shards import LocalShard
+
+ROWS, DIM = 23, 8
+
+
+def whole_table() -> torch.Tensor:
+    table = torch.empty(ROWS, DIM)
+    fill_random(LocalShard(0, 0, table), table="item", dim=DIM, seed=3)
+    return table
+
+
+@given(
+    row=st.integers(0, ROWS - 1),
+    column=st.integers(0, DIM - 1),
+    height=st.integers(1, ROWS),
+    width=st.integers(1, DIM),
+    chunk=st.integers(1, ROWS),
+)
+def test_first_values_depend_on_the_row_and_never_on_the_sharding(row, column, height, width, chunk):
+    pretrained.CHUNK_ROWS, before = chunk, pretrained.CHUNK_ROWS
+    try:
+        shard = torch.full((min(height, ROWS - row), min(width, DIM - column)), torch.nan)
+        fill_random(LocalShard(row, column, shard), table="item", dim=DIM, seed=3)
+        expected = whole_table()[row : row + shard.shape[0], column : column + shard.shape[1]]
+        torch.testing.assert_close(shard, expected, rtol=0, atol=0)
+    finally:
+        pretrained.CHUNK_ROWS = before
+
+
+def test_seed_and_table_give_different_values():
+    tables = [torch.empty(ROWS, DIM) for _ in range(3)]
+    fill_random(LocalShard(0, 0, tables[0]), table="item", dim=DIM, seed=3)
+    fill_random(LocalShard(0, 0, tables[1]), table="item", dim=DIM, seed=4)
+    fill_random(LocalShard(0, 0, tables[2]), table="user", dim=DIM, seed=3)
+    assert not torch.equal(tables[0], tables[1]) and not torch.equal(tables[0], tables[2])
+
+
+def test_a_shard_gets_the_vectors_of_its_own_rows_and_columns_and_keeps_rows_without_one():
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(9, DIM)).astype(np.float32)
+    vector_row = np.full(ROWS, -1)
+    vector_row[[4, 10, 11]] = [8, 0, 3]
+    shard = torch.full((12, 4), 7.0)
+    copy_pretrained(LocalShard(2, 4, shard), vectors=vectors, vector_row=vector_row, rescale=False)
+    torch.testing.assert_close(shard[[2, 8, 9]], torch.from_numpy(vectors[[8, 0, 3], 4:]))
+    untouched = [i for i in range(12) if i not in (2, 8, 9)]
+    assert (shard[untouched] == 7.0).all()
+
+
+def test_blank_rows_are_zero_in_whatever_shard_they_lie_and_others_are_kept():
+    blank = np.zeros(ROWS, bool)
+    blank[[3, 9]] = True
+    shard = torch.full((6, 4), 7.0)
+    blank_rows(LocalShard(4, 4, shard), blank=blank)
+    assert (shard[5] == 0).all() and (shard[:5] == 7).all()
+
+
+def test_rescaled_vectors_have_the_norm_of_a_random_row():
+    vectors = (np.random.default_rng(0).normal(size=(3, DIM)) * 50).astype(np.float32)
+    shard = torch.zeros(3, DIM)
+    copy_pretrained(LocalShard(0, 0, shard), vectors=vectors, vector_row=np.arange(3), rescale=True)
+    torch.testing.assert_close(shard.norm(dim=1), torch.full((3,), INIT_STD * math.sqrt(DIM)))

@@ -1,0 +1,162 @@
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recsys_core.errors import InputError, StageError
+from recsys_core.manifests import PackageManifest
+from recsys_core.serving.retriever import Retriever
+from tests.recsys_core.serving.conftest import ITEM_IDS, ITEMS, USER_IDS, USERS, Build, World
+
+KINDS = ("flat", "ivf_flat", "ivf_pq", "hnsw")
+
+
+@pytest.fixture(scope="module")
+def flat(build: Build) -> tuple[World, PackageManifest]:
+    return build(index="flat")
+
+
+@pytest.fixture(scope="module")
+def retriever(flat: tuple[World, PackageManifest]) -> Retriever:
+    return Retriever.load(flat[1].folder / "package")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def any_retriever(request: pytest.FixtureRequest, build: Build) -> tuple[World, Retriever]:
+    world, package = build(index=request.param, quantization="int8")
+    return world, Retriever.load(package.folder / "package")
+
+
+def _seen(world: World, user: int) -> set[str]:
+    return {ITEM_IDS[row] for row in world.log[user]}
+
+
+def test_known_users_get_the_exact_best_of_what_they_have_not_seen(flat, retriever: Retriever) -> None:
+    world, _ = flat
+    ids, scores = retriever.recommend(USER_IDS, k=10)
+    for user in range(USERS):
+        query = world.query(user, world.log[user])
+        assert ids[user].tolist() == world.best(query, seen=world.log[user], k=10)
+        rows = [ITEM_IDS.index(item) for item in ids[user]]
+        np.testing.assert_allclose(scores[user], world.item_vectors[rows] @ query, rtol=1e-4, atol=1e-5)
+
+
+def test_int8_agrees_with_float_on_most_of_the_top(build: Build, flat, retriever: Retriever) -> None:
+    small = Retriever.load(build(index="flat", quantization="int8")[1].folder / "package")
+    pairs = zip(retriever.recommend(USER_IDS, k=20)[0], small.recommend(USER_IDS, k=20)[0], strict=True)
+    assert np.mean([len({*a} & {*b}) / len(a) for a, b in pairs]) > 0.9
+
+
+def test_every_index_answers_in_full_without_seen_items_or_repetitions(any_retriever: tuple[World, Retriever]) -> None:
+    world, retriever = any_retriever
+    for k in (1, 20, ITEMS, ITEMS + 50):
+        ids, scores = retriever.recommend(USER_IDS, k=k)
+        for user, (answered, score) in enumerate(zip(ids, scores, strict=True)):
+            seen = _seen(world, user)
+            assert len(answered) == len(score) == len({*answered}) == min(k, ITEMS - len(seen))
+            assert not seen & {*answered} and {*answered} <= {*ITEM_IDS}
+            assert (np.diff(score) <= 0).all()
+
+
+def test_a_user_who_has_seen_nearly_everything_gets_the_rest(any_retriever: tuple[World, Retriever]) -> None:
+    world, retriever = any_retriever
+    assert {*retriever.recommend([USER_IDS[3]], k=5)[0][0]} == {*ITEM_IDS} - _seen(world, 3)
+
+
+def test_a_given_history_takes_the_place_of_the_stored_one(flat, retriever: Retriever) -> None:
+    world, _ = flat
+    rows = [11, 250, 31, 7, 99, 120, 130, 44]  # longer than max_history
+    given = [ITEM_IDS[row] for row in rows]
+    ids, _ = retriever.recommend([USER_IDS[5], 1], k=8, histories=[["unheard of", *given], given])
+    query = world.query(None, rows)
+    assert ids[0].tolist() == world.best(query, seen=[*rows, *world.log[5]], k=8)
+    assert ids[1].tolist() == world.best(query, seen=rows, k=8)
+
+
+def test_the_log_can_be_told_to_end_with_the_given_history(flat, retriever: Retriever) -> None:
+    world, _ = flat
+    rows = world.train[5]
+    given = [[ITEM_IDS[row] for row in rows]]
+    (ids,), _ = retriever.recommend([USER_IDS[5]], k=ITEMS, histories=given, exclude_log=False)
+    assert {*ids} == {*ITEM_IDS} - {*given[0]}  # the user's test item may come back
+    (best,), _ = retriever.recommend([USER_IDS[5]], k=8, histories=given, exclude_log=False)
+    assert best.tolist() == world.best(world.query(None, rows), seen=rows, k=8)
+
+
+def test_without_a_history_of_its_own_a_user_keeps_the_stored_one(retriever: Retriever) -> None:
+    mixed, _ = retriever.recommend(USER_IDS[:2], k=5, histories=[None, [ITEM_IDS[0]]])
+    alone, _ = retriever.recommend(USER_IDS[:1], k=5)
+    assert mixed[0].tolist() == alone[0].tolist()
+
+
+def test_an_unknown_user_without_a_usable_history_gets_what_is_popular(flat, retriever: Retriever) -> None:
+    world, _ = flat
+    count = np.bincount(np.concatenate(world.train), minlength=ITEMS)
+    popular = sorted(range(ITEMS), key=lambda row: (-count[row], ITEM_IDS[row]))
+    ids, scores = retriever.recommend([1, 2, USER_IDS[0]], k=15, histories=[[], ["unheard of"], None])
+    for answer, score in zip(ids[:2], scores[:2], strict=True):
+        assert answer.tolist() == [ITEM_IDS[row] for row in popular[:15]]
+        np.testing.assert_allclose(score, count[popular[:15]] / count.sum(), rtol=1e-6)
+    assert not _seen(world, 0) & {*ids[2]}
+    everything, _ = retriever.recommend([1], k=10**9)
+    assert sorted(everything[0]) == sorted(ITEM_IDS)
+
+
+def test_a_model_of_user_ids_alone_serves_known_users_and_excludes_given_items(build: Build) -> None:
+    world, package = build(user_id=True, max_history=0, last_item=False)
+    retriever = Retriever.load(package.folder / "package")
+    ids, _ = retriever.recommend([USER_IDS[2], 1], k=6, histories=[[ITEM_IDS[8]], [ITEM_IDS[8]]])
+    assert ids[0].tolist() == world.best(world.query(2, []), seen=[8, *world.log[2]], k=6)
+    assert ITEM_IDS[8] not in ids[1] and len(ids[1]) == 6
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.integers(-3, USERS - 1), max_size=9), st.integers(1, 40), st.data())
+def test_the_batch_around_a_user_does_not_change_the_answer(
+    retriever: Retriever, users: list[int], k: int, data: st.DataObject
+) -> None:
+    choice = st.one_of(st.none(), st.lists(st.sampled_from([*ITEM_IDS[:40], "unheard of"]), max_size=5))
+    histories = data.draw(st.lists(choice, min_size=len(users), max_size=len(users)))
+    asked = [USER_IDS[user] if user >= 0 else user for user in users]
+    together, _ = retriever.recommend(asked, k=k, histories=histories)
+    for user, history, answer in zip(asked, histories, together, strict=True):
+        alone, _ = retriever.recommend([user], k=k, histories=[history])
+        assert answer.tolist() == alone[0].tolist()
+
+
+def test_a_large_batch_is_worked_off_in_parts(retriever: Retriever, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = retriever.recommend(USER_IDS, k=7)
+    monkeypatch.setattr("recsys_core.serving.retriever.ANSWER_BUDGET", 21)
+    parts, _ = retriever.recommend(USER_IDS, k=7)
+    assert [answer.tolist() for answer in whole] == [answer.tolist() for answer in parts]
+
+
+def test_bad_questions_are_refused(retriever: Retriever) -> None:
+    assert retriever.recommend([], k=3) == ([], [])
+    with pytest.raises(InputError, match="k is 0"):
+        retriever.recommend([1], k=0)
+    with pytest.raises(InputError, match="1 histories for 2 users"):
+        retriever.recommend([1, 2], k=1, histories=[[]])
+
+
+def test_a_package_can_be_moved_and_needs_nothing_else(flat, retriever: Retriever, tmp_path: Path) -> None:
+    shutil.copytree(flat[1].folder / "package", tmp_path / "elsewhere")
+    moved = Retriever.load(tmp_path / "elsewhere")
+    assert moved.recommend(USER_IDS[:1], k=5)[0][0].tolist() == retriever.recommend(USER_IDS[:1], k=5)[0][0].tolist()
+
+
+def test_a_changed_or_missing_file_is_refused_by_name(flat, tmp_path: Path) -> None:
+    source = flat[1].folder / "package"
+    for name in sorted(path.name for path in source.iterdir()):
+        copy = tmp_path / name
+        shutil.copytree(source, copy)
+        content = (copy / name).read_bytes()
+        (copy / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(StageError, match=name):
+            Retriever.load(copy)
+        (copy / name).unlink()
+        with pytest.raises(StageError, match=name):
+            Retriever.load(copy)

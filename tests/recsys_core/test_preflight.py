@@ -1,0 +1,153 @@
+"""Versions that don't belong together, limits of containers, and this environment itself."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recsys_core import preflight
+from recsys_core.preflight import CgroupLimits, Gpu, Preflight, cgroup_limits, check_versions, inspect, installed_versions
+
+GOOD_CPU = {
+    "torch": "2.13.0+cpu",
+    "torchrec": "1.8.0",
+    "fbgemm-gpu-cpu": "1.8.0",
+    "faiss-cpu": "1.15.1",
+    "prefect": "3.8.8",
+    "fastapi": "0.150.0",
+}
+GOOD_GPU = {"torch": "2.13.0", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0", "faiss-gpu": "1.15.1"}
+
+
+@pytest.mark.parametrize(
+    "versions", [GOOD_CPU, GOOD_GPU, GOOD_CPU | {"torch": "2.14.1", "torchrec": "1.9.0", "fbgemm-gpu-cpu": "1.9.0"}]
+)
+def test_versions_that_belong_together_are_no_problem(versions: dict[str, str]) -> None:
+    assert check_versions(versions) == []
+
+
+@pytest.mark.parametrize(
+    ("versions", "sentence"),
+    [
+        (GOOD_CPU | {"torch": "2.12.0"}, "torch 2.12.0 with fbgemm-gpu-cpu 1.8.0: fbgemm 1.8 needs torch 2.13"),
+        (GOOD_GPU | {"torch": "2.15.0"}, "torch 2.15.0 with fbgemm-gpu 1.8.0: fbgemm 1.8 needs torch 2.13"),
+        (GOOD_CPU | {"torchrec": "1.7.0"}, "torchrec 1.7.0 with fbgemm-gpu-cpu 1.8.0: both need the same 1.8"),
+        (GOOD_GPU | {"torch": "2.13.0+cpu"}, "torch 2.13.0+cpu is a CPU build, fbgemm-gpu 1.8.0 needs CUDA"),
+        (
+            GOOD_CPU | {"fbgemm-gpu": "1.8.0", "torch": "2.13.0"},
+            "fbgemm-gpu 1.8.0 and fbgemm-gpu-cpu 1.8.0 are installed together",
+        ),
+        (GOOD_CPU | {"faiss-gpu": "1.15.1"}, "faiss-gpu 1.15.1 and faiss-cpu 1.15.1 are installed together"),
+        (GOOD_CPU | {"fbgemm-gpu-cpu": "0.8.0"}, "fbgemm-gpu-cpu 0.8.0: nightjar needs fbgemm 1.x"),
+        (GOOD_CPU | {"fastapi": "0.155.1"}, "fastapi 0.155.1: prefect's server is known to work below 0.151"),
+    ],
+)
+def test_a_mismatch_is_one_sentence_with_both_versions_and_the_way_out(versions: dict[str, str], sentence: str) -> None:
+    (problem,) = check_versions(versions)
+    assert problem.startswith(sentence)
+    assert "; run make clean setup" in problem
+
+
+def test_each_missing_package_is_named() -> None:
+    assert check_versions({}) == [
+        "torch is not installed; run make setup",
+        "torchrec is not installed; run make setup",
+        "neither fbgemm-gpu nor fbgemm-gpu-cpu is installed; run make setup",
+        "neither faiss-gpu nor faiss-cpu is installed; run make setup",
+    ]
+
+
+def test_this_environment_passes_and_every_package_has_a_row(tmp_path: Path) -> None:
+    found = inspect(tmp_path / "not" / "there")
+    assert found.problems == []
+    rows = dict(found.rows)
+    assert rows.items() >= installed_versions().items()
+    assert 0 < found.usable_cores <= found.machine_cores
+    assert 0 < found.available_memory_bytes <= found.memory_bytes <= found.machine_memory_bytes
+    assert {"python", "cores", "memory", "gpus", "free disk"} <= set(rows)
+
+
+def test_reading_versions_imports_none_of_them() -> None:
+    script = "import sys; from recsys_core.preflight import installed_versions as found; found(); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert "recsys_core.preflight" in loaded
+    assert not {"torch", "torchrec", "fbgemm_gpu", "faiss", "prefect", "mlflow"} & set(loaded)
+
+
+def test_an_environment_that_cannot_import_is_a_problem_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(preflight, "_PROBE", "raise ImportError('undefined symbol: _ZN5torch')")
+    (problem,) = inspect(tmp_path).problems
+    assert "do not import together: ImportError: undefined symbol: _ZN5torch" in problem
+
+
+def test_a_wrong_environment_is_not_imported_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(preflight, "installed_versions", lambda: GOOD_CPU | {"torch": "2.12.0"})
+    monkeypatch.setattr(preflight, "_PROBE", f"open({str(tmp_path / 'ran')!r}, 'w')")
+    assert len(inspect(tmp_path).problems) == 1
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(preflight, "_LEAST_DISK_BYTES", 2**62)
+    monkeypatch.setattr(preflight, "_PROBE", "print([])")
+    (problem,) = inspect(tmp_path).problems
+    assert problem.startswith(f"{tmp_path}: only ")
+    assert problem.endswith("; free some space")
+
+
+def test_limits_of_a_v2_group_and_its_parents_are_found(tmp_path: Path) -> None:
+    inner = tmp_path / "sys" / "service" / "job"
+    inner.mkdir(parents=True)
+    (tmp_path / "self").write_text("0::/service/job\n")
+    (inner / "cpu.max").write_text("max 100000\n")
+    (inner / "memory.max").write_text("max\n")
+    (inner.parent / "cpu.max").write_text("150000 100000\n")
+    (inner.parent / "memory.max").write_text("1073741824\n")
+    (inner.parent / "memory.stat").write_text("anon 1000\nfile 5000\n")
+    limits = cgroup_limits(mounts=tmp_path / "sys", membership=tmp_path / "self")
+    assert limits == CgroupLimits(cores=1.5, memory_bytes=2**30, memory_used_bytes=1000)
+
+
+def test_limits_of_a_v1_container_are_found_at_the_mount(tmp_path: Path) -> None:
+    (tmp_path / "self").write_text("4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n")
+    cpu, memory = tmp_path / "sys" / "cpu,cpuacct", tmp_path / "sys" / "memory"
+    cpu.mkdir(parents=True)
+    memory.mkdir()
+    (cpu / "cpu.cfs_quota_us").write_text("200000\n")
+    (cpu / "cpu.cfs_period_us").write_text("100000\n")
+    (memory / "memory.limit_in_bytes").write_text("2147483648\n")
+    (memory / "memory.stat").write_text("cache 7\ntotal_rss 11\n")
+    limits = cgroup_limits(mounts=tmp_path / "sys", membership=tmp_path / "self")
+    assert limits == CgroupLimits(cores=2.0, memory_bytes=2**31, memory_used_bytes=11)
+
+
+def test_no_quota_and_no_cgroups_mean_no_limit(tmp_path: Path) -> None:
+    (tmp_path / "self").write_text("3:cpu:/\n")
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert cgroup_limits(mounts=tmp_path, membership=tmp_path / "self") == CgroupLimits()
+    assert cgroup_limits(mounts=tmp_path, membership=tmp_path / "absent") == CgroupLimits()
+
+
+def test_a_limit_below_the_machine_is_told_apart_in_the_table() -> None:
+    found = Preflight(
+        versions=GOOD_CPU,
+        machine_cores=64,
+        usable_cores=1.5,
+        machine_memory_bytes=64 * 2**30,
+        memory_bytes=8 * 2**30,
+        available_memory_bytes=6 * 2**30,
+        gpus=(Gpu(name="H200", memory_bytes=140 * 2**30), Gpu(name="H200", memory_bytes=140 * 2**30)),
+        folder=Path("workspace"),
+        free_disk_bytes=5 * 2**30,
+        problems=[],
+    )
+    rows = dict(found.rows)
+    assert rows["cores"] == "1.5 usable of 64"
+    assert rows["memory"] == "6.0 GiB available of 8.0 GiB (limit; the machine has 64.0 GiB)"
+    assert rows["gpus"] == "H200, 140.0 GiB; H200, 140.0 GiB"
+    assert rows["free disk"] == "5.0 GiB in workspace"

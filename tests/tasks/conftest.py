@@ -1,0 +1,117 @@
+"""A real package whose quality a test can choose: items in clusters, users who stay in theirs."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from recsys_core.evaluation.config import EvaluationConfig
+from recsys_core.evaluation.evaluate import evaluate
+from recsys_core.manifests import (
+    EvaluationManifest,
+    IndexManifest,
+    InteractionsManifest,
+    PackageManifest,
+    PlanManifest,
+    TrainManifest,
+    produce,
+)
+from recsys_core.models.config import ModelSpec, TwoTowerConfig
+from recsys_core.models.two_tower import TwoTower
+from recsys_core.retrieval.config import IndexConfig
+from recsys_core.retrieval.index import build_indexes
+from recsys_core.serving.config import PackageConfig
+from recsys_core.serving.package import build_package
+from recsys_core.training.job import Progress
+from tests.recsys_core.evaluation.stages import export_stage, interactions_stage
+
+ITEMS, USERS, DIM, CLUSTERS = 120, 30, 8, 4
+STEPS = (20, 40, 60)
+
+
+class Stages(NamedTuple):
+    """What `register` takes."""
+
+    interactions: InteractionsManifest
+    plan: PlanManifest
+    train: TrainManifest
+    evaluation: EvaluationManifest
+    index: IndexManifest
+    package: PackageManifest
+
+
+@pytest.fixture(scope="session")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Stages]:
+    """stages(confused=True): the same log, but vectors that belong to other items."""
+    made: dict[bool, Stages] = {}
+
+    def build(*, confused: bool = False) -> Stages:
+        if confused not in made:
+            made[confused] = _build(tmp_path_factory.mktemp("stages"), confused=confused)
+        return made[confused]
+
+    return build
+
+
+def _build(folder: Path, *, confused: bool) -> Stages:
+    random = np.random.default_rng(5)
+    cluster = np.arange(ITEMS) % CLUSTERS
+    table = (np.eye(DIM)[cluster] + random.normal(0, 0.1, (ITEMS, DIM))).astype(np.float32)
+    own = [random.permutation(np.flatnonzero(cluster == user % CLUSTERS)).tolist() for user in range(USERS)]
+    interactions = interactions_stage(
+        folder / "interactions",
+        train=[rows[:6] for rows in own],
+        validation=[[] for _ in own],
+        test=[rows[6:9] for rows in own],
+        items=ITEMS,
+        item_ids=[5000 + 3 * row for row in range(ITEMS)],
+        user_ids=[f"user-{user}" for user in range(USERS)],
+    )
+    if confused:
+        table = table[random.permutation(ITEMS)]
+    spec = ModelSpec(config=TwoTowerConfig(embedding_dim=DIM, query_layers=(), max_history=5), users=USERS, items=ITEMS)
+    vectors = table / np.linalg.norm(table, axis=1, keepdims=True)
+    queries = np.stack([vectors[rows[1:6]].mean(axis=0) for rows in own])
+    export = export_stage(
+        folder / "export",
+        item_vectors=vectors,
+        queries={"test": (range(USERS), queries)},
+        spec=spec,
+        tables={"item": table},
+        dense=TwoTower(spec).state_dict(),
+    )
+    index = build_indexes(IndexConfig(served="flat", centroids=2, subquantizers=4), export=export, folder=folder / "index")
+    evaluation = evaluate(
+        EvaluationConfig(), export=export, interactions=interactions, embeddings=None, folder=folder / "evaluation"
+    )
+    package = build_package(
+        PackageConfig(), export=export, index=index, interactions=interactions, evaluation=evaluation, folder=folder / "package"
+    )
+    return Stages(interactions, _plan(folder / "plan"), _train(folder / "train"), evaluation, index, package)
+
+
+def _plan(folder: Path) -> PlanManifest:
+    def build(out: Path) -> dict[str, object]:
+        (out / "plan.json").write_text("{}")
+        return {"world_size": 2, "device": "cpu"}
+
+    return produce(folder, PlanManifest, fingerprint="plan", build=build)
+
+
+def progress(step: int) -> Progress:
+    """A line of metrics.jsonl."""
+    return Progress(step=step, total_steps=STEPS[-1], epoch=0, loss=1 / step, learning_rate=0.1, samples_per_s=10.0)
+
+
+def _train(folder: Path) -> TrainManifest:
+    def build(out: Path) -> dict[str, object]:
+        (out / "metrics.jsonl").write_text("".join(json.dumps(progress(step).model_dump()) + "\n" for step in STEPS))
+        return {
+            "world_size": 2, "steps": STEPS[-1], "epochs": 1, "examples": 600, "final_loss": 0.5,
+            "samples_per_s": 10.0, "attempts": 1,
+        }  # fmt: skip
+
+    return produce(folder, TrainManifest, fingerprint="train", build=build)

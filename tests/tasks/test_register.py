@@ -1,0 +1,202 @@
+"""Registration on a real sqlite MLflow, with real packages; a fresh process where the process is the point."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from mlflow import MlflowClient
+
+from recsys_core.errors import InputError, StageError
+from recsys_core.manifests import RegistrationManifest
+from tasks import gate
+from tasks.config import RegistryConfig
+from tasks.register import register
+from tasks.registry import champion_uri, list_releases
+from tasks.run import Run
+from tasks.tracking import connect
+from tasks.trial import K, Trial
+from tests.tasks.conftest import ITEMS, STEPS, Stages
+
+BuildStages = Callable[..., Stages]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def asked_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Versions answer in this process, which is quicker; the list says which were asked."""
+    asked: list[str] = []
+
+    def ask(trial: Trial, *, model_uri: str, tracking_uri: str, answers: Path) -> pa.ListArray:
+        asked.append(model_uri)
+        mlflow.set_tracking_uri(tracking_uri)
+        cases = pq.read_table(trial.file).to_pydict()
+        answered = mlflow.pyfunc.load_model(model_uri).predict(pd.DataFrame(cases), params={"k": K, "exclude_log": False})
+        return pa.array([answer["item_ids"] for answer in answered])
+
+    monkeypatch.setattr(gate, "ask", ask)
+    return asked
+
+
+def run_of(workspace: Path, run_id: str) -> Run:
+    run = Run(run_id, workspace=workspace, experiment="tests")
+    run.folder.mkdir(parents=True, exist_ok=True)
+    run.config_file.write_text("name: tests\n")
+    return run
+
+
+def do_register(stages: Stages, run: Run, **config: Any) -> RegistrationManifest:
+    return register.fn(RegistryConfig(model_name="m", **config), embeddings=None, run=run, **stages._asdict())
+
+
+def aliases(client: MlflowClient) -> dict[str, str]:
+    # A number from the sqlite store, a string over REST.
+    return {alias: str(version) for alias, version in client.get_registered_model("m").aliases.items()}
+
+
+def version_tags(client: MlflowClient, version: str) -> dict[str, str]:
+    return client.get_model_version("m", version).tags
+
+
+def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(workspace: Path, stages: BuildStages) -> None:
+    made = do_register(stages(), run_of(workspace, "one"))
+    assert (made.version, made.alias, made.promoted, made.reasons) == ("1", "champion", True, ("there was no champion",))
+    exact = stages().evaluation.metrics
+    for name in ("recall@20", "hit_rate@10", "ndcg@20"):  # INT8 moves a score, not a cluster
+        assert made.metrics[f"served/{name}"] == pytest.approx(exact[f"test/{name}"], abs=0.15)
+    assert made.metrics["served/recall@20"] > 0.5
+
+    client = connect(workspace)
+    assert champion_uri(client, "m") == "models:/m/1"
+    found = client.get_run(made.mlflow_run_id)
+    names = {file.path for file in client.list_artifacts(made.mlflow_run_id)}
+    assert names == {"config.yaml", "plan.json", "data_fingerprints.json", "loss.png", "recall.png", "indexes.png"}
+    assert found.data.metrics["test/recall_at_20"] == exact["test/recall@20"]
+    assert {metric.step for metric in client.get_metric_history(made.mlflow_run_id, "train/loss")} == set(STEPS)
+    assert [entry.dataset.name for entry in found.inputs.dataset_inputs] == ["interactions"]
+    (release,) = list_releases(client, "m")
+    assert (release["version"], release["alias"], release["smoke"], release["run_id"]) == ("1", "champion", "passed", "one")
+    assert release["metrics"] == made.metrics
+
+
+def test_what_was_logged_holds_no_pickle_and_its_own_code(workspace: Path, stages: BuildStages, asked_here: list[str]) -> None:
+    do_register(stages(), run_of(workspace, "one"))
+    (model,) = (workspace / "mlartifacts" / "models").iterdir()
+    files = {str(path.relative_to(model / "artifacts")) for path in model.rglob("*") if path.is_file()}
+    assert not [name for name in files if name.endswith((".pkl", ".pickle", ".pt", ".pyc"))]
+    assert {"pyfunc_model.py", "code/recsys_core/serving/retriever.py"} <= files
+    required = (model / "artifacts" / "requirements.txt").read_text().split()
+    assert all("==" in line for line in required)
+    assert any(line.startswith("faiss-") for line in required)
+
+
+def test_a_worse_version_is_challenger_and_the_same_again_is_champion(
+    workspace: Path, stages: BuildStages, asked_here: list[str]
+) -> None:
+    do_register(stages(), run_of(workspace, "one"))
+    worse = do_register(stages(confused=True), run_of(workspace, "two"))
+    assert (worse.version, worse.alias, worse.promoted) == ("2", "challenger", False)
+    assert worse.metrics["served/recall@20"] < worse.metrics["champion/recall@20"]
+    assert "less than 0.98 of the" in worse.reasons[0]
+    client = connect(workspace)
+    assert aliases(client) == {"champion": "1", "challenger": "2"}
+    assert version_tags(client, "2")["nightjar.reasons"] == worse.reasons[0]
+
+    same = do_register(stages(), run_of(workspace, "three"))
+    assert (same.version, same.alias) == ("3", "champion")
+    assert aliases(client) == {"champion": "3", "challenger": "2"}
+    assert asked_here == [f"models:/m/{version}" for version in (1, 2, 1, 3, 1)]
+
+
+@pytest.mark.parametrize("killed_after", ["the alias", "the version"])
+def test_a_run_killed_while_it_registers_finds_its_version_again(
+    workspace: Path, stages: BuildStages, asked_here: list[str], killed_after: str
+) -> None:
+    do_register(stages(confused=True), run_of(workspace, "zero"))
+    undisturbed = do_register(stages(), run_of(workspace, "one"))
+    run, client = run_of(workspace, "one"), connect(workspace)
+    shutil.rmtree(run.stage_folder("register"))
+    if killed_after == "the version":
+        client.set_registered_model_alias("m", "champion", "1")
+        for tag in version_tags(client, "2"):
+            if tag not in ("nightjar.run_id", "nightjar.package"):
+                client.delete_model_version_tag("m", "2", tag)
+    again = do_register(stages(), run)
+    assert again.model_dump(exclude={"seconds", "files"}) == undisturbed.model_dump(exclude={"seconds", "files"})
+    assert len(client.search_model_versions("name = 'm'")) == 2
+    assert aliases(client)["champion"] == "2"
+
+
+def test_a_finished_registration_is_kept(workspace: Path, stages: BuildStages, asked_here: list[str]) -> None:
+    first = do_register(stages(), run_of(workspace, "one"))
+    assert do_register(stages(), run_of(workspace, "one")) == first
+    assert len(asked_here) == 1
+
+
+def test_a_version_that_fails_the_smoke_test_gets_no_alias_and_says_why(
+    workspace: Path, stages: BuildStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer_nonsense(trial: Trial, **_: object) -> pa.ListArray:
+        return pa.array([[-1] * K] * trial.users)
+
+    monkeypatch.setattr(gate, "ask", answer_nonsense)
+    run = run_of(workspace, "one")
+    with pytest.raises(StageError, match="600 items that are not in the catalogue"):
+        do_register(stages(), run)
+    client = connect(workspace)
+    assert version_tags(client, "1")["nightjar.smoke"].startswith("failed: models:/m/1: the smoke test found")
+    assert aliases(client) == {}
+    assert not run.stage_folder("register").exists()
+    with pytest.raises(InputError, match="has no champion"):
+        champion_uri(client, "m")
+
+
+def test_a_version_that_cannot_be_loaded_fails_with_its_last_words(workspace: Path, stages: BuildStages) -> None:
+    trial = gate.prepare_trial(stages().interactions, users=3, folder=workspace / "trial")
+    with pytest.raises(StageError, match=r"models:/nobody/1: does not answer in a fresh process \(exit 1\): .*nobody"):
+        gate.ask(
+            trial, model_uri="models:/nobody/1", tracking_uri=connect(workspace).tracking_uri, answers=workspace / "answers"
+        )
+
+
+def test_a_champion_that_gives_no_answer_stays_and_the_new_version_waits(
+    workspace: Path, stages: BuildStages, asked_here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    do_register(stages(), run_of(workspace, "one"))
+    answer_here = gate.ask
+
+    def ask(trial: Trial, *, model_uri: str, **rest: Any) -> pa.ListArray:
+        if model_uri.endswith("/1"):
+            raise StageError(f"{model_uri}: does not answer")
+        return answer_here(trial, model_uri=model_uri, **rest)
+
+    monkeypatch.setattr(gate, "ask", ask)
+    made = do_register(stages(), run_of(workspace, "two"))
+    assert (made.alias, made.reasons) == ("challenger", ("the champion cannot be compared with: models:/m/1: does not answer",))
+
+
+def test_the_logged_model_takes_and_gives_raw_ids(workspace: Path, stages: BuildStages, asked_here: list[str]) -> None:
+    do_register(stages(), run_of(workspace, "one"))
+    model = mlflow.pyfunc.load_model("models:/m@champion")
+    users = pd.DataFrame({"user_id": ["user-0", "user-1"]})
+    first = model.predict(users, params={"k": 3})
+    assert [len(answer["item_ids"]) for answer in first] == [3, 3]
+    assert all(type(item) is int and 5000 <= item < 5000 + 3 * ITEMS for answer in first for item in answer["item_ids"])
+    json.dumps(first)  # plain numbers, so that a server can send them
+    assert [len(answer["item_ids"]) for answer in model.predict(users)] == [10, 10]
+    histories = users.assign(history=[first[1]["item_ids"], None])
+    given = model.predict(histories, params={"k": 3})
+    assert given[1] == first[1]
+    assert given[0] != first[0]
+    assert not set(given[0]["item_ids"]) & set(histories["history"][0])

@@ -1,0 +1,185 @@
+"""Who may import whom, and how large things may grow. Read from the source, so that imports inside functions count too."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = ("recsys_core", "tasks", "flows")
+"""Each may import itself and what stands left of it."""
+
+CORE_MAY_IMPORT = {
+    "": {""},
+    "data": {"", "data"},
+    "models": {"", "data", "models"},
+    "sharding": {"", "data", "models", "sharding"},
+    "training": {"", "data", "models", "sharding", "training"},
+    "evaluation": {"", "data", "models", "evaluation"},
+    "retrieval": {"", "data", "models", "evaluation", "retrieval"},
+    "serving": {"", "data", "models", "retrieval", "serving"},
+}
+"""Folders of recsys_core; "" is the modules beside the folders: manifests, errors, config, preflight."""
+
+SHARED_BY_TASKS = {"run", "config", "reporting", "tracking", "registry", "gate", "trial"}
+MOST_LINES = 400
+MOST_FUNCTION_LINES = {"tasks": 30, "flows": 40}
+NAMELESS = {"utils", "helpers", "common", "misc", "util"}
+
+
+def sources(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    """The dotted name of a module, of the package itself for an __init__.py."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_by(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every import, wherever it stands; `from a import b` gives a.b, which may be a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import hides where it goes; write the full name"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def imports_of(*folders: str) -> Iterator[tuple[str, str, str]]:
+    """Place (file:line), importing module, imported name."""
+    for path in sources(*folders):
+        for line, name in imported_by(ast.parse(path.read_text())):
+            yield f"{path.relative_to(ROOT)}:{line}", name_of(path), name
+
+
+def core_folder(name: str) -> str:
+    """recsys_core.data.events -> data; recsys_core.manifests and recsys_core -> the empty string."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 and (ROOT / "recsys_core" / parts[1]).is_dir() else ""
+
+
+def test_every_import_of_ours_is_seen_even_inside_a_function() -> None:
+    tree = ast.parse("import flows\ndef f():\n    if True:\n        from tasks import run\n")
+    assert list(imported_by(tree)) == [(1, "flows"), (4, "tasks.run")]
+
+
+def test_imports_go_from_flows_to_tasks_to_the_core_and_never_back() -> None:
+    wrong = [
+        f"{place}: {module} imports {name}"
+        for place, module, name in imports_of(*LAYERS)
+        if name.split(".")[0] in LAYERS and LAYERS.index(name.split(".")[0]) > LAYERS.index(module.split(".")[0])
+    ]
+    assert wrong == []
+
+
+def test_the_core_mentions_neither_orchestrator_nor_tracker() -> None:
+    wrong = [
+        f"{place} imports {name}" for place, _, name in imports_of("recsys_core") if name.split(".")[0] in ("prefect", "mlflow")
+    ]
+    assert wrong == []
+
+
+def test_a_task_imports_no_other_stage() -> None:
+    wrong = []
+    for place, module, name in imports_of("tasks"):
+        own, other = module.split(".")[1:2], name.split(".")[1:2]
+        if name.startswith("tasks.") and other != own and not set(other) <= SHARED_BY_TASKS:
+            wrong.append(f"{place}: {module} imports {name}")
+    assert wrong == []
+
+
+def test_inside_the_core_each_folder_imports_only_what_lies_below_it() -> None:
+    wrong = [
+        f"{place}: {module} imports {name}"
+        for place, module, name in imports_of("recsys_core")
+        if name.startswith("recsys_core.") and core_folder(name) not in CORE_MAY_IMPORT[core_folder(module)]
+    ]
+    assert wrong == []
+
+
+IMPORT_ALL = """
+import importlib, sys
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("prefect", "mlflow"):
+            frame, chain = sys._getframe(1), []
+            while frame:
+                importer = frame.f_globals.get("__name__", "")
+                if not importer.startswith(("importlib", "_frozen")) and importer not in chain:
+                    chain.append(importer)
+                frame = frame.f_back
+            print(name, "<-", " <- ".join(chain))
+
+sys.meta_path.insert(0, Watch())
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+print("loaded:", *(name for name in ("prefect", "mlflow") if name in sys.modules))
+"""
+
+
+def import_all(modules: list[str], *, folder: Path) -> list[str]:
+    """Lines that a fresh interpreter prints when it imports `modules`: who imported prefect or mlflow, and what is loaded."""
+    command = [sys.executable, "-c", IMPORT_ALL, *modules]
+    answer = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert answer.returncode == 0, answer.stderr
+    return [line.strip() for line in answer.stdout.splitlines()]
+
+
+def test_importing_the_whole_core_loads_neither_prefect_nor_mlflow_even_through_others() -> None:
+    modules = [name_of(path) for path in sources("recsys_core")]
+    assert {"recsys_core.manifests", "recsys_core.training.train", "recsys_core.training.__main__"} <= set(modules)
+    assert import_all(modules, folder=ROOT) == ["loaded:"]
+
+
+def test_the_module_that_pulls_in_a_tracker_would_be_named(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.py").write_text("")
+    (tmp_path / "between.py").write_text("import mlflow")
+    (tmp_path / "outer.py").write_text("import between")
+    assert import_all(["outer"], folder=tmp_path) == ["mlflow <- between <- outer <- __main__", "loaded: mlflow"]
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "reason"),
+    [
+        ("recsys_core/x.py", "import prefect", "imports no orchestrator"),
+        (
+            "recsys_core/data/x.py",
+            "def f():\n    from mlflow import log_metric\n    return log_metric",
+            "imports no experiment tracker",
+        ),
+        ("recsys_core/training/x.py", "from tasks.run import Run", "never back"),
+        ("tasks/x.py", "from flows.config import PipelineConfig", "never back"),
+        ("tasks/x.py", "from tasks.train import train", "a task imports no other stage"),
+        ("tasks/x.py", "from tasks import evaluate", "a task imports no other stage"),
+    ],
+)
+def test_the_linter_says_so_while_one_types(file: str, line: str, reason: str) -> None:
+    command = [sys.executable, "-m", "ruff", "check", "--select", "TID251", "--no-cache", "--stdin-filename", file, "-"]
+    answer = subprocess.run(command, input=line + "\n", capture_output=True, text=True, cwd=ROOT)
+    assert answer.returncode == 1, answer.stderr
+    assert reason in answer.stdout
+
+
+def test_no_file_outgrows_its_subject_and_none_is_a_drawer_for_leftovers() -> None:
+    paths = sources(*LAYERS, "tests", "infra")
+    assert {path.stem for path in paths} & NAMELESS == set()
+    sizes = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in paths}
+    assert {name: lines for name, lines in sizes.items() if lines > MOST_LINES} == {}
+
+
+@pytest.mark.parametrize("folder", MOST_FUNCTION_LINES)
+def test_functions_of_tasks_and_flows_stay_short(folder: str) -> None:
+    long = {}
+    for path in sources(folder):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MOST_FUNCTION_LINES[folder]:
+                    long[f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"] = lines
+    assert long == {}

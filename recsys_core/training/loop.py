@@ -132,7 +132,9 @@ class _Meter:
         if process.leads:  # lines after the checkpoint are written again
             lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
             kept = [line for line in lines if line.endswith("\n") and Progress.model_validate_json(line).step <= first_step]
-            path.write_text("".join(kept))
+            replacement = path.with_name(path.name + ".new")
+            replacement.write_text("".join(kept))
+            replacement.replace(path)  # whoever follows the file sees another inode, never a line that changes under it
             if kept:
                 self.last_loss = Progress.model_validate_json(kept[-1]).loss
 

@@ -1,6 +1,7 @@
 """Stage `train`: launches torchrun, relays its metrics, relaunches from the last checkpoint when an attempt fails."""
 
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -117,15 +118,16 @@ class _MetricsTail:
 
     def __init__(self, path: Path, on_progress: Callable[[Progress], None]) -> None:
         self._path, self._on_progress = path, on_progress
-        self._offset = self._last_step = 0
+        self._inode = self._offset = self._last_step = 0
 
     def relay(self) -> None:
         """Passes on the complete lines not passed on yet."""
         if not self._path.is_file():
             return
         with self._path.open("rb") as file:
-            if file.seek(0, 2) < self._offset:  # a new attempt cut it back to its checkpoint
-                self._offset = 0
+            inode = os.fstat(file.fileno()).st_ino
+            if inode != self._inode:  # a new attempt put a file in its place that ends at its checkpoint
+                self._inode, self._offset = inode, 0
             file.seek(self._offset)
             new = file.read()
         complete = new[: new.rfind(b"\n") + 1]

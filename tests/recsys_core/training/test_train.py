@@ -25,7 +25,7 @@ from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export import export_vectors
 from recsys_core.training.job import Progress
 from recsys_core.training.launch import LaunchError
-from recsys_core.training.train import train
+from recsys_core.training.train import _MetricsTail, train
 
 CONFIG = TrainingConfig(epochs=2, batch_size=64, log_every_steps=5, checkpoint_every_steps=15, warmup_steps=5, seed=3)
 MODEL = TwoTowerConfig(embedding_dim=16, query_layers=(16,), user_id=True, max_history=8, dropout=0.2)
@@ -175,3 +175,21 @@ def test_a_plan_for_more_gpus_than_there_are_is_refused_before_anything_starts(s
     with pytest.raises(InputError, match=r"wants 64 GPUs on this host, but there are \d+"):
         run_train(stages | {"plan": plan}, tmp_path / "train")
     assert not (tmp_path / "train").exists() and not (tmp_path / "train.work" / "logs").exists()
+
+
+def test_a_file_that_a_new_attempt_puts_in_place_is_followed_from_its_start_even_when_it_is_longer(tmp_path):
+    def write(path: Path, *, losses: list[float]) -> None:
+        lines = [
+            Progress(step=step, total_steps=9, epoch=0, loss=loss, learning_rate=0.1, samples_per_s=1.0).model_dump_json() + "\n"
+            for step, loss in enumerate(losses, 1)
+        ]
+        path.write_text("".join(lines))
+
+    seen: list[tuple[int, float]] = []
+    tail = _MetricsTail(tmp_path / "metrics.jsonl", lambda line: seen.append((line.step, line.loss)))
+    write(tmp_path / "metrics.jsonl", losses=[0.25])
+    tail.relay()
+    write(tmp_path / "new", losses=[0.5, 0.125])  # its first line is shorter than what was read
+    (tmp_path / "new").replace(tmp_path / "metrics.jsonl")
+    tail.relay()
+    assert seen == [(1, 0.25), (2, 0.125)]

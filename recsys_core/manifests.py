@@ -189,6 +189,17 @@ class EmbeddingsManifest(Manifest):
     sources: tuple[SourceFile, ...]
 
 
+class ColumnFacts(Frozen):
+    """What was found in one column of the log."""
+
+    nulls: int = 0
+    out_of_range: int = 0
+    distinct: int | None = Field(None, description="for ids: how many there are")
+    odd: int = Field(0, description="for ids: how many have control characters or more than 1,000 characters")
+    first: str | None = Field(None, description="smallest value, for times, labels and weights")
+    last: str | None = None
+
+
 class InteractionsManifest(Manifest):
     """The vocabulary and the event log as CSR by user.
 
@@ -208,7 +219,6 @@ class InteractionsManifest(Manifest):
     train_events: int
     validation_events: int
     test_events: int
-    dropped_events: int = Field(description="events below the label threshold")
     ordered: bool
     items_with_vector: int
     items_vector_only: int = Field(description="in the catalogue through their vector alone (cold)")
@@ -216,6 +226,18 @@ class InteractionsManifest(Manifest):
     item_id_type: IdType
     first_time: str | None = None
     last_time: str | None = None
+    lineage: str = Field(description="rows of two nights with the same lineage mean the same ids")
+    night: int = Field(description="1 for the night that built the vocabulary, one more for each that continued it")
+    rebuilt: str | None = Field(description="why the vocabulary was built anew; none where last night's was continued")
+    new_users: int = Field(description="users that last night's vocabulary had not")
+    new_items: int
+    vanished_users: int = Field(description="users with events last night and none tonight")
+    vanished_items: int
+    rows_read: int = Field(description="rows of the files read tonight; the others were kept from last night")
+    files_read: int
+    columns: dict[str, ColumnFacts] = Field(description="per column of the log, over all files")
+    set_aside: dict[str, int] = Field(description="events left out on purpose, by reason, e.g. window, duplicate, bot_user")
+    bad_rows: dict[str, int] = Field(description="rows dropped under on_bad_rows: drop, by what is wrong with them")
     sources: tuple[SourceFile, ...]
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 from filelock import FileLock, Timeout
 
 from recsys_core.errors import InputError
+from recsys_core.manifests import ManifestT, load_manifest
 
 StageName = Literal[
     "ingest_embeddings",
@@ -58,6 +59,14 @@ class Run:
     def stage_folder(self, stage: StageName) -> Path:
         """Where `stage` (a key of STAGES) leaves its files and manifest."""
         return self.folder / STAGES[stage]
+
+    def last_night(self, stage: StageName, manifest_type: type[ManifestT]) -> ManifestT | None:
+        """The manifest of `stage` in the newest run before this one that has it whole."""
+        earlier = sorted(
+            (path for path in self.folder.parent.glob("*") if path.is_dir() and path.name < self.run_id), reverse=True
+        )
+        found = (load_manifest(path / STAGES[stage], manifest_type, verify=False) for path in earlier)
+        return next((manifest for manifest in found if manifest is not None), None)
 
     @contextmanager
     def lock(self) -> Iterator[None]:

@@ -4,8 +4,9 @@ import difflib
 import glob
 import hashlib
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,6 +23,13 @@ class Source:
     path: Path
     schema: pa.Schema
     record: SourceFile
+    partition: Mapping[str, str] = field(default_factory=dict)
+    """Hive keys of the path, e.g. {"dt": "2026-11-19"}."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return str(self.path)
 
 
 def open_sources(patterns: Sequence[str], *, setting: str) -> tuple[Source, ...]:
@@ -96,6 +104,12 @@ def _id_kind(source: Source, column: str, *, setting: str) -> IdType:
     if pa.types.is_string(value) or pa.types.is_large_string(value) or pa.types.is_string_view(value):
         return "string"
     raise InputError(f"{source.path}: column {column!r} is {kind}, but ids are integers or strings; cast it")
+
+
+@contextmanager
+def local_files(sources: Sequence[Source], *, columns: Sequence[str], scratch: Path) -> Iterator[list[Path]]:
+    """A local parquet file for each source that holds at least `columns`, rows in the same order, for as long as the context."""
+    yield [source.path for source in sources]
 
 
 def literal(path: Path) -> str:

@@ -200,16 +200,42 @@ class ColumnFacts(Frozen):
     last: str | None = None
 
 
+class ReadFile(Frozen):
+    """One file of the log as it was read into a part: what was found in it, and what was left out."""
+
+    source: SourceFile
+    bad_rows: dict[str, int] = Field(description="by `<column>: <reason>`")
+    below_threshold: int
+    spans: dict[str, tuple[float, float]] = Field(
+        description="smallest and largest value of the columns that are numbers or times"
+    )
+
+
+class LogPart(Frozen):
+    """The events of the files that one night read, as codes, in one parquet file; later nights take it over as it is.
+
+    Columns: source (index into `files`), user and item (codes: rows of user_ids.parquet and item_ids.parquet), position.
+    """
+
+    file: str
+    reading: str = Field(description="fingerprint of the settings that decide what is read and how")
+    files: tuple[ReadFile, ...]
+
+
 class InteractionsManifest(Manifest):
     """The vocabulary and the event log as CSR by user.
 
-    users.parquet / items.parquet: column `id` (its position is the row) and `train_count`; items by falling train_count,
-    ties by ascending id; items never seen in training (test only, vector only) come last with train_count 0.
+    users.parquet / items.parquet: column `id` (its position is the row), `train_count` and `events`. A night that builds the
+    vocabulary numbers by falling number of events in the files, ties by ascending id, ids that have only a vector last; a
+    later night keeps every row and appends new ids in that order. item_rank.npy int64 [items]: 0 for the item with the most training events, ties by row.
+    user_ids.parquet / item_ids.parquet: `id` and `row` (null: not in the vocabulary) of every id ever read; its position is
+    the code that the parts use.
     user_offset.npy int64 [users + 1]: user u's events are event_item[user_offset[u]:user_offset[u + 1]], ordered by
     (split, time): train, then validation, then test. train_end.npy / validation_end.npy int64 [users]: absolute positions
     where the user's train / validation events end. event_item.npy int32 [events]. event_time.npy int64 [events]
-    (microseconds; only where the log has timestamps). train_user.npy int32 [train_events]: user of the k-th training
-    event, counted in CSR order. item_count.npy int64 [items]: train_count. vector_row.npy int64 [items]: row in the
+    (microseconds; only where the log has timestamps). event_weight.npy float32 [events] (only with a weight column).
+    context.parquet: the context columns as they came, row k for event_item[k].
+    train_user.npy int32 [train_events]: user of the k-th training event, counted in CSR order. item_count.npy int64 [items]: train_count. vector_row.npy int64 [items]: row in the
     embeddings' vectors.npy, -1 without a vector.
     """
 
@@ -233,11 +259,15 @@ class InteractionsManifest(Manifest):
     new_items: int
     vanished_users: int = Field(description="users with events last night and none tonight")
     vanished_items: int
+    idle_users: int = Field(description="users in the vocabulary without an event tonight")
+    idle_items: int = Field(description="items in the vocabulary with neither event nor vector tonight")
+    duplicate_events: int = Field(description="events that repeat another exactly (user, item, time) and were kept")
     rows_read: int = Field(description="rows of the files read tonight; the others were kept from last night")
     files_read: int
     columns: dict[str, ColumnFacts] = Field(description="per column of the log, over all files")
     set_aside: dict[str, int] = Field(description="events left out on purpose, by reason, e.g. window, duplicate, bot_user")
-    bad_rows: dict[str, int] = Field(description="rows dropped under on_bad_rows: drop, by what is wrong with them")
+    bad_rows: dict[str, int] = Field(description="rows dropped under on_bad_rows: drop, by `<column>: <reason>`")
+    parts: tuple[LogPart, ...]
     sources: tuple[SourceFile, ...]
 
 

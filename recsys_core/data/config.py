@@ -60,24 +60,71 @@ class GivenSplit(Frozen):
 Split = Annotated[TimeSplit | LeaveLastOut | GivenSplit, Field(discriminator="kind")]
 
 
+class LogFilter(Frozen):
+    """Which events of the log count. Applied in the order of the fields; all counts are of events inside the window."""
+
+    window_days: float | None = Field(None, gt=0, description="rolling window: only the newest N days of the log; empty: all")
+    duplicates: Literal["keep", "exact", "first", "last"] = Field(
+        "keep",
+        description="keep every event; exact: drop repeats of user, item and time; or keep a user's first or last event with an item",
+    )
+    bot_events: int | None = Field(
+        None, ge=1, description="users with more events than this are no people: set aside and counted"
+    )
+    min_user_events: int = Field(1, ge=1, description="users with fewer events are left out")
+    min_item_events: int = Field(
+        1, ge=1, description="items with fewer events are left out; both minimums hold at the end (k-core)"
+    )
+    max_user_events: int | None = Field(None, ge=1, description="a user's newest N events; older ones are left out")
+
+
+class VocabularyConfig(Frozen):
+    """Whether last night's numbering of users and items is continued: an id keeps its row, new ids are appended."""
+
+    rebuild: Literal["when_due", "always"] = Field(
+        "when_due", description="number anew, by falling frequency, only when due; or every night"
+    )
+    rebuild_after_nights: int = Field(30, ge=1, description="due after this many nights with the same numbering")
+    max_idle: float = Field(
+        0.5, gt=0, le=1, description="due when this share of the users or items had no event (nor vector) last night"
+    )
+
+
 class InteractionsConfig(Frozen):
     """The interaction log in parquet, and how it is split."""
 
-    paths: Paths = Field(min_length=1, description="parquet file or glob, or a list of them")
+    paths: Paths = Field(min_length=1, description="parquet file, folder or glob, or a list of them; local, s3:// or gs://")
     user_column: str = Field("user_id", description="column with the user id (integer or string)")
     item_column: str = Field("item_id", description="column with the item id (integer or string)")
     timestamp_column: str | None = Field(
         None, description="column with the event time (timestamp, date, or integer with timestamp_unit)"
     )
     timestamp_unit: Literal["s", "ms", "us", "ns"] = Field("s", description="unit of an integer timestamp column")
+    max_future_days: float = Field(1.0, ge=0, description="an event later than now by more than this is a bad row")
     order_column: str | None = Field(None, description="column that orders a user's events where there is no time")
     label_column: str | None = Field(
         None, description="column with a rating or label; events below label_threshold are left out"
     )
     label_threshold: float | None = Field(None, description="events with label >= this are positives")
+    label_range: tuple[float, float] | None = Field(None, description="smallest and largest label; one outside is a bad row")
+    weight_column: str | None = Field(None, description="column with how much an event counts in the loss, 0 or more")
+    context_columns: tuple[str, ...] = Field((), description="further columns that are kept per event, for context features")
     split: Split = Field(default_factory=TimeSplit, description="how training, validation and test events are told apart")
+    filter: LogFilter = Field(default_factory=LogFilter, description="which events count")
+    vocabulary: VocabularyConfig = Field(
+        default_factory=VocabularyConfig, description="continue last night's numbering, or not"
+    )
+    on_bad_rows: Literal["fail", "drop"] = Field(
+        "fail", description="a null id, a time out of range, a label that is no number: stop, or drop and count the row"
+    )
+    max_bad_share: float = Field(
+        0.01, ge=0, lt=1, description="on_bad_rows: drop stops all the same above this share of bad rows"
+    )
+    max_expansion: int = Field(
+        1_000, ge=1, description="a file that unpacks to more than 1 GiB and this many times its size is refused unread"
+    )
     memory_limit: str = Field(
-        "2GB", pattern=r"^\d+(\.\d+)?\s*[KMGT]i?B$", description="memory DuckDB may use; beyond it spills to disk"
+        "1GB", pattern=r"^\d+(\.\d+)?\s*[KMGT]i?B$", description="memory DuckDB may use; beyond it spills to disk"
     )
     threads: int | None = Field(None, ge=1, description="threads of DuckDB; all cores when empty")
 
@@ -85,19 +132,38 @@ class InteractionsConfig(Frozen):
     def _consistent(self) -> Self:
         if (self.label_column is None) != (self.label_threshold is None):
             raise ValueError("label_column and label_threshold go together: set both or neither")
+        if self.label_range is not None and self.label_column is None:
+            raise ValueError("label_range is set, but label_column is not; set both or neither")
+        if self.label_range is not None and self.label_range[0] >= self.label_range[1]:
+            raise ValueError(f"label_range is {list(self.label_range)}: the first number has to be below the second")
         if self.timestamp_column is not None and self.order_column is not None:
             raise ValueError("set timestamp_column or order_column, not both")
         if self.split.kind == "time" and self.timestamp_column is None:
             raise ValueError("split.kind is time, which needs timestamp_column; set it, or use leave_last_out or files")
-        if self.split.kind == "leave_last_out" and self.timestamp_column is None and self.order_column is None:
+        if self.split.kind == "leave_last_out" and not self.ordered:
             raise ValueError("split.kind is leave_last_out, which needs timestamp_column or order_column")
+        if self.filter.window_days is not None and self.timestamp_column is None:
+            raise ValueError("filter.window_days needs timestamp_column; set it, or leave window_days out")
+        if not self.ordered and (self.filter.max_user_events is not None or self.filter.duplicates in ("first", "last")):
+            raise ValueError(
+                "filter.max_user_events and filter.duplicates first or last need timestamp_column or order_column, to tell "
+                "which event is the older one"
+            )
         return self
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that are read."""
-        named = (self.user_column, self.item_column, self.timestamp_column, self.order_column, self.label_column)
-        return tuple(column for column in named if column is not None)
+        """The columns that are read, each once."""
+        named = (
+            self.user_column,
+            self.item_column,
+            self.timestamp_column,
+            self.order_column,
+            self.label_column,
+            self.weight_column,
+            *self.context_columns,
+        )
+        return tuple(dict.fromkeys(column for column in named if column is not None))
 
     @property
     def ordered(self) -> bool:

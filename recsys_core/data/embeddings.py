@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from recsys_core.data.config import EmbeddingsConfig
-from recsys_core.data.log_table import quoted
 from recsys_core.data.sources import Source, id_type, literal, open_sources, require_column
+from recsys_core.data.sql import quoted
 from recsys_core.errors import InputError
 from recsys_core.manifests import EmbeddingsManifest, IdType, fingerprint_of, produce
 

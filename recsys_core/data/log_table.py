@@ -1,184 +1,170 @@
-"""The interaction log as DuckDB's table `log`: user, item, position (what orders a user's events), split."""
+"""Parts of the log -> table or view `log`: user and item (codes), position, split, and what else rides along."""
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from pathlib import Path
 
 import duckdb
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from recsys_core.data.config import InteractionsConfig, LeaveLastOut, TimeSplit
-from recsys_core.data.sources import Source, literal
+from recsys_core.data.config import GivenSplit, InteractionsConfig, LeaveLastOut, LogFilter, TimeSplit
+from recsys_core.data.log_checks import DAY_US
+from recsys_core.data.sql import SPLITS, scan
 from recsys_core.errors import InputError
-from recsys_core.manifests import IdType
-
-SPLITS = ("train", "validation", "test")
-"""A split's code is its position here; a user's events are stored in this order."""
-SQL_TYPE = {"int64": "BIGINT", "string": "VARCHAR"}
-MICROSECONDS = {"s": "* 1000000", "ms": "* 1000", "us": "", "ns": "// 1000"}
-DAY_US = 86_400_000_000
-YEAR_1_US, YEAR_10000_US = -62_135_596_800_000_000, 253_402_300_800_000_000
-
-
-def quoted(name: str, *, mark: str = '"') -> str:
-    """`name` as an SQL identifier, or with mark "'" as a string.
-
-    >>> quoted('a "b"')
-    '"a ""b\"""'
-    """
-    return mark + name.replace(mark, 2 * mark) + mark
+from recsys_core.manifests import LogPart, SourceFile
 
 
 def load_log(
     connection: duckdb.DuckDBPyConnection,
     config: InteractionsConfig,
     *,
-    given: Mapping[str, Sequence[Source]],
-    types: tuple[IdType, IdType],
-) -> int:
-    """Creates table `log` from all files, split; returns how many events fell below the label threshold."""
-    for name, group in given.items():
-        _refuse_nulls(connection, config, group)
-        connection.execute(f"CREATE VIEW raw_{name} AS {_selection(config, group, types=types)}")
-    kept = "WHERE label::DOUBLE >= ?" if config.label_column else ""
-    threshold = [config.label_threshold] if config.label_column else []
-    union = " UNION ALL ".join(f"SELECT *, {SPLITS.index(name)} AS split FROM raw_{name} {kept}" for name in given)
-    try:
-        connection.execute(f"CREATE TABLE unsplit AS {union}", threshold * len(given))
-    except duckdb.ConversionException as error:
-        raise InputError(f"{_files(given)}: {str(error).splitlines()[0]}; ids and times fit into int64") from error
-    except duckdb.OutOfRangeException as error:
-        raise InputError(_wrong_unit(config, _files(given), str(error).splitlines()[0])) from error
-    if config.label_column and _count(connection, "SELECT count(*) FROM unsplit") == 0:
-        raise InputError(
-            f"{_files(given)}: column {config.label_column!r}: no event reaches interactions.label_threshold, "
-            f"{config.label_threshold}; lower it"
-        )
-    connection.execute(f"CREATE TABLE log AS {_split_query(connection, config)}")
-    connection.execute("DROP TABLE unsplit")
-    total = sum(source.record.rows for group in given.values() for source in group)
-    return total - _count(connection, "SELECT count(*) FROM log")
+    parts: Sequence[LogPart],
+    folder: Path,
+    live: Mapping[SourceFile, int],
+) -> dict[str, int]:
+    """Creates `log` from the parts in `folder`; returns how many events were set aside, by reason.
+
+    Args:
+        live: tonight's files with the code of the split each is given for; events of other files are not taken.
+    """
+    given = isinstance(config.split, GivenSplit)
+    events = " UNION ALL ".join(_part(part, folder=folder, live=live, given=given) for part in parts)
+    connection.execute(f"CREATE VIEW events AS {events}").fetchall()
+    before = _count(connection, "SELECT count(*) FROM events")
+    if before == 0:
+        raise InputError(_nothing(config, parts))
+    aside: dict[str, int] = {
+        "below_threshold": sum(read.below_threshold for part in parts for read in part.files if read.source in live)
+    }
+    newest = _newest(parts, config, live) if config.timestamp_column else 0
+    kept = "events"
+    if config.filter.window_days is not None:
+        kept = f"(SELECT * FROM events WHERE position > {newest - int(config.filter.window_days * DAY_US)})"
+    if config.filter != LogFilter(window_days=config.filter.window_days):
+        connection.execute(f"CREATE TABLE kept AS SELECT * FROM {kept}").fetchall()
+        left = _count(connection, "SELECT count(*) FROM kept")
+        aside |= {"outside_window": before - left} | _filter(connection, config.filter)
+        kept = "kept"
+    elif config.filter.window_days is not None:
+        aside["outside_window"] = before - _count(connection, f"SELECT count(*) FROM {kept}")
+    split = _split(config, newest=newest)
+    # A view costs nothing but is worked out at each use; windows over users are worked out once.
+    kind = "TABLE" if isinstance(config.split, LeaveLastOut) else "VIEW"
+    connection.execute(f"CREATE {kind} log AS SELECT * EXCLUDE (split), ({split})::TINYINT AS split FROM {kept}").fetchall()
+    return {reason: count for reason, count in aside.items() if count}
 
 
-def check_log(connection: duckdb.DuckDBPyConnection, config: InteractionsConfig, *, first_file: str) -> dict[str, Any]:
-    """The log's time span; InputError when a split is empty."""
-    counts = [_count(connection, f"SELECT count(*) FROM log WHERE split = {code}") for code in range(len(SPLITS))]
-    for name, count in zip(SPLITS, counts, strict=True):
-        if count == 0 and name != "validation":
+def rider_columns(connection: duckdb.DuckDBPyConnection, table: str) -> list[str]:
+    """What an event of `table` carries beyond user, item, position and split; it settles ties: no order is left to chance."""
+    return [name for name in connection.table(table).columns if name == "weight" or name.startswith("context_")]
+
+
+def check_log(connection: duckdb.DuckDBPyConnection, config: InteractionsConfig, *, first_file: str) -> dict[str, str]:
+    """The log's time span; InputError when a split is empty, or where there is nothing to choose between."""
+    counts = dict(connection.sql("SELECT split, count(*) FROM log GROUP BY split").fetchall())
+    told = ", ".join(f"{counts.get(code, 0):,} {name}" for code, name in enumerate(SPLITS))
+    if not counts:
+        raise InputError(f"{first_file}: interactions.filter leaves no events; loosen it")
+    for code, name in enumerate(SPLITS):
+        if not counts.get(code) and name != "validation":
             raise InputError(
-                f"{first_file}: the split {config.split.kind!r} leaves no {name} events ({_told(counts)}); "
-                "change interactions.split"
+                f"{first_file}: the split {config.split.kind!r} leaves no {name} events ({told}); change interactions.split"
             )
+    for side, column in (("user", config.user_column), ("item", config.item_column)):
+        if _count(connection, f'SELECT count(*) FROM (SELECT DISTINCT "{side}" FROM log LIMIT 2)') < 2:
+            raise InputError(f"{first_file}: column {column!r}: the log has a single {side}; there is nothing to learn from it")
     if config.timestamp_column is None:
         return {}
-    span = connection.execute("SELECT min(position), max(position) FROM log").fetchone()
-    assert span is not None
-    if span[0] < YEAR_1_US or span[1] >= YEAR_10000_US:
-        raise InputError(_wrong_unit(config, first_file, f"times from {span[0]:,} to {span[1]:,} microseconds since 1970"))
-    return {name: _iso(value) for name, value in zip(("first_time", "last_time"), span, strict=True)}
+    ((first, last),) = connection.sql("SELECT min(position), max(position) FROM log").fetchall()
+    return {"first_time": as_time(first), "last_time": as_time(last)}
 
 
-def _selection(config: InteractionsConfig, group: Sequence[Source], *, types: tuple[IdType, IdType]) -> str:
-    user, item = (
-        f"CAST({quoted(column)} AS {SQL_TYPE[kind]})"
-        for column, kind in zip((config.user_column, config.item_column), types, strict=True)
-    )
-    columns = [f"{user} AS user", f"{item} AS item", f"{_position(config, group[0])} AS position"]
-    if config.label_column:
-        columns.append(f"{quoted(config.label_column)} AS label")
-    return f"SELECT {', '.join(columns)} FROM {_read(group)}"
+def _part(part: LogPart, *, folder: Path, live: Mapping[SourceFile, int], given: bool) -> str:
+    read = scan(folder / part.file)
+    alive = [(at, live[file.source]) for at, file in enumerate(part.files) if file.source in live]
+    if len(alive) == len(part.files) and not given:
+        return f"SELECT * EXCLUDE (source), 0 AS split FROM {read}"
+    values = ", ".join(f"({at}, {split})" for at, split in alive)
+    return f"SELECT * EXCLUDE (source) FROM {read} JOIN (VALUES {values}) AS alive(source, split) USING (source)"
 
 
-def _position(config: InteractionsConfig, source: Source) -> str:
-    """What orders a user's events: the time in microseconds, the order column, or (unordered) a hash, for a random order."""
-    if config.order_column is not None:
-        return quoted(config.order_column)
-    if config.timestamp_column is None:
-        return f"hash({quoted(config.user_column)}, {quoted(config.item_column)})"
-    column = quoted(config.timestamp_column)
-    kind = source.schema.field(config.timestamp_column).type
-    if pa.types.is_integer(kind):
-        return f"CAST({column} AS BIGINT) {MICROSECONDS[config.timestamp_unit]}"
-    zoned = pa.types.is_timestamp(kind) and kind.tz is not None
-    return f"epoch_us({column}::{'TIMESTAMPTZ' if zoned else 'TIMESTAMP'})"  # it takes no nanoseconds with zone
+def _filter(connection: duckdb.DuckDBPyConnection, wanted: LogFilter) -> dict[str, int]:
+    """Leaves out what `wanted` says from table kept; returns the events per reason, and the users set aside as bots."""
+    aside: dict[str, int] = {}
+    if wanted.duplicates != "keep":
+        same = '"user", item, position' if wanted.duplicates == "exact" else '"user", item'
+        order = ", ".join(["position DESC" if wanted.duplicates == "last" else "position", *rider_columns(connection, "kept")])
+        aside["duplicates"] = _keep(
+            connection, f"SELECT * FROM kept QUALIFY row_number() OVER (PARTITION BY {same} ORDER BY {order}) = 1"
+        )
+    if wanted.bot_events is not None:
+        busy = f'SELECT "user" FROM kept GROUP BY "user" HAVING count(*) > {wanted.bot_events}'
+        aside["bot_users"] = _count(connection, f"SELECT count(*) FROM ({busy})")
+        aside["bot_events"] = _keep(connection, f'SELECT * FROM kept ANTI JOIN ({busy}) USING ("user")')
+    aside["rare"] = 0
+    minimums = {
+        side: least for side, least in (("item", wanted.min_item_events), ("user", wanted.min_user_events)) if least > 1
+    }
+    dropped = 1
+    while dropped and minimums:  # leaving out a user takes events from items, and the other way round
+        dropped = 0
+        for side, least in minimums.items():
+            rare = f'SELECT "{side}" FROM kept GROUP BY "{side}" HAVING count(*) < {least}'
+            dropped += _keep(connection, f'SELECT * FROM kept ANTI JOIN ({rare}) USING ("{side}")')
+        aside["rare"] += dropped
+    if wanted.max_user_events is not None:
+        newest = f'row_number() OVER (PARTITION BY "user" ORDER BY position DESC, item DESC) <= {wanted.max_user_events}'
+        aside["over_cap"] = _keep(connection, f"SELECT * FROM kept QUALIFY {newest}")
+    return aside
 
 
-def _split_query(connection: duckdb.DuckDBPyConnection, config: InteractionsConfig) -> str:
+def _keep(connection: duckdb.DuckDBPyConnection, query: str) -> int:
+    """Replaces table kept by `query`'s rows; returns how many are gone."""
+    before = _count(connection, "SELECT count(*) FROM kept")
+    connection.execute(f"CREATE TABLE next AS {query}").fetchall()
+    connection.execute("DROP TABLE kept").fetchall()
+    connection.execute("ALTER TABLE next RENAME TO kept").fetchall()
+    return before - _count(connection, "SELECT count(*) FROM kept")
+
+
+def _split(config: InteractionsConfig, *, newest: int) -> str:
+    """SQL for the code of an event's split."""
     split = config.split
     if isinstance(split, TimeSplit):
-        last = _count(connection, "SELECT max(position) FROM unsplit")
-        test = last - int(split.test_days * DAY_US)
+        test = newest - int(split.test_days * DAY_US)
         validation = test - int(split.validation_days * DAY_US)
-        code = f"CASE WHEN position > {test} THEN 2 WHEN position > {validation} THEN 1 ELSE 0 END"
-    elif isinstance(split, LeaveLastOut):
-        window = "PARTITION BY user ORDER BY position DESC, item DESC"
-        code = (
-            f"CASE WHEN count(*) OVER (PARTITION BY user) < {split.min_events} THEN 0 "
-            f"ELSE greatest(0, 3 - row_number() OVER ({window})) END"
-        )
-    elif split.validation_share > 0:
-        held_out = f"hash(user, item, 'validation') % 1000000 < {int(split.validation_share * 1_000_000)}"
-        code = f"CASE WHEN split = 0 AND {held_out} THEN 1 ELSE split END"
-    else:
-        code = "split"
-    return f"SELECT user, item, position, ({code})::TINYINT AS split FROM unsplit"
+        return f"CASE WHEN position > {test} THEN 2 WHEN position > {validation} THEN 1 ELSE 0 END"
+    if isinstance(split, LeaveLastOut):
+        window = 'PARTITION BY "user" ORDER BY position DESC, item DESC'
+        few = f'count(*) OVER (PARTITION BY "user") < {split.min_events}'
+        return f"CASE WHEN {few} THEN 0 ELSE greatest(0, 3 - row_number() OVER ({window})) END"
+    if split.validation_share > 0:
+        return f"CASE WHEN split = 0 AND draw < {int(split.validation_share * 1_000_000)} THEN 1 ELSE split END"
+    return "split"
 
 
-def _refuse_nulls(connection: duckdb.DuckDBPyConnection, config: InteractionsConfig, group: Sequence[Source]) -> None:
-    """Refuses NaN too, which DuckDB holds for the largest number."""
-    absent = {}
-    for column in config.columns:
-        floating = any(pa.types.is_floating(source.schema.field(column).type) for source in group)
-        nan = f" OR isnan({quoted(column)}::DOUBLE)" if floating else ""
-        absent[column] = f"count(*) FILTER ({quoted(column)} IS NULL{nan})"
-    counts = connection.execute(f"SELECT {', '.join(absent.values())} FROM {_read(group)}").fetchone()
-    assert counts is not None
-    for column, count in zip(absent, counts, strict=True):
-        if count:
-            raise InputError(
-                f"{_first_null(group, column)}: null or NaN, as in {count:,} rows in all; "
-                "drop these rows, or mend what writes them"
-            )
-
-
-def _first_null(group: Sequence[Source], column: str) -> str:
-    for source in group:
-        row = 0
-        with pq.ParquetFile(source.path) as file:
-            for batch in file.iter_batches(columns=[column]):
-                found = pc.index(batch.column(column).is_null(nan_is_null=True), True).as_py()
-                if found >= 0:
-                    return f"{source.path}: column {column!r}, row {row + found}"
-                row += batch.num_rows
-    raise AssertionError(f"DuckDB sees nulls in {column!r} where pyarrow sees none")
-
-
-def _read(group: Sequence[Source]) -> str:
-    paths = ", ".join(quoted(literal(source.path), mark="'") for source in group)
-    return f"read_parquet([{paths}], union_by_name = true, hive_partitioning = false)"
-
-
-def _wrong_unit(config: InteractionsConfig, file: str, why: str) -> str:
-    return (
-        f"{file}: column {config.timestamp_column!r}: {why}, beyond the years 1 to 9999; "
-        f"interactions.timestamp_unit is {config.timestamp_unit!r}, is that its unit?"
+def _newest(parts: Sequence[LogPart], config: InteractionsConfig, live: Mapping[SourceFile, int]) -> int:
+    """The newest time of tonight's files, in microseconds (spans are floats: exact to the microsecond until the year 2255)."""
+    column = config.timestamp_column or ""
+    return int(
+        max(file.spans[column][1] for part in parts for file in part.files if file.source in live and column in file.spans)
     )
+
+
+def _nothing(config: InteractionsConfig, parts: Sequence[LogPart]) -> str:
+    file = parts[0].files[0].source.path
+    if config.label_column:
+        return (
+            f"{file}: column {config.label_column!r}: no event reaches interactions.label_threshold, {config.label_threshold}; "
+            "lower it"
+        )
+    return f"{file}: no good row is left in the log; see interactions.on_bad_rows"
 
 
 def _count(connection: duckdb.DuckDBPyConnection, query: str) -> int:
-    row = connection.execute(query).fetchone()
-    return int(row[0]) if row and row[0] is not None else 0
+    ((count,),) = connection.sql(query).fetchall()
+    return int(count)
 
 
-def _told(counts: Sequence[int]) -> str:
-    return ", ".join(f"{count:,} {name}" for name, count in zip(SPLITS, counts, strict=True))
-
-
-def _files(given: Mapping[str, Sequence[Source]]) -> str:
-    return str(next(iter(given.values()))[0].path)
-
-
-def _iso(microseconds: int) -> str:
+def as_time(microseconds: int) -> str:
+    """ISO 8601 in UTC, to the second."""
     return datetime.fromtimestamp(microseconds / 1e6, UTC).isoformat(timespec="seconds")

@@ -23,7 +23,7 @@ class Source:
     path: Path
     schema: pa.Schema
     record: SourceFile
-    partition: Mapping[str, str] = field(default_factory=dict)
+    partition: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Hive keys of the path, e.g. {"dt": "2026-11-19"}."""
 
     @property
@@ -108,7 +108,7 @@ def _id_kind(source: Source, column: str, *, setting: str) -> IdType:
 
 @contextmanager
 def local_files(sources: Sequence[Source], *, columns: Sequence[str], scratch: Path) -> Iterator[list[Path]]:
-    """A local parquet file for each source that holds at least `columns`, rows in the same order, for as long as the context."""
+    """A local file for each source that holds at least `columns`, rows in the same order, for as long as the context."""
     yield [source.path for source in sources]
 
 

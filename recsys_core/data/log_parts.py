@@ -123,7 +123,9 @@ def _raw(
         f'{"keys" if column in in_path else "file"}.{quoted(column)} AS "{alias}"' for alias, column in names.items() if column
     ]
     files = ", ".join(quoted(literal(path), mark="'") for path in paths)
-    read = f"read_parquet([{files}], union_by_name = true, hive_partitioning = false) AS file"
+    # Without can_have_nan DuckDB 2.0 takes pyarrow's statistics for proof that there is none (duckdb/duckdb#25521).
+    options = "union_by_name = true, hive_partitioning = false, can_have_nan = true"
+    read = f"read_parquet([{files}], {options}) AS file"
     if in_path:
         read += f" JOIN ({_keys(sources, sorted(in_path), schema=schema)}) AS keys ON file.file_index = keys.source"
     raw = f"SELECT {', '.join(columns)}, file.file_index AS source, file.file_row_number AS row FROM {read}"

@@ -26,13 +26,18 @@ def write_log(path: Path, events: Sequence[Event], **columns: Any) -> str:
 
 
 def ingest(
-    folder: Path, *paths: str, split: dict[str, Any], embeddings: EmbeddingsManifest | None = None, **settings: Any
+    folder: Path,
+    *paths: str,
+    split: dict[str, Any],
+    embeddings: EmbeddingsManifest | None = None,
+    last_night: InteractionsManifest | None = None,
+    **settings: Any,
 ) -> InteractionsManifest:
     """With the times in column t, in microseconds, unless `settings` say otherwise."""
     if "order_column" not in settings:
         settings = {"timestamp_column": "t", "timestamp_unit": "us"} | settings
     config = InteractionsConfig(paths=paths, split=split, **({"threads": 2} | settings))
-    return ingest_interactions(config, embeddings=embeddings, folder=folder)
+    return ingest_interactions(config, embeddings=embeddings, folder=folder, last_night=last_night)
 
 
 def split_by_time(events: Sequence[Event], *, test_days: float, validation_days: float) -> Parts:
@@ -46,8 +51,10 @@ def split_by_time(events: Sequence[Event], *, test_days: float, validation_days:
 
 def leave_last_out(events: Sequence[Event], *, min_events: int) -> Parts:
     parts: Parts = ([], [], [])
+    items = [item for _, item, _ in events]
+    row = {item: row for row, item in enumerate(sorted(set(items), key=lambda one: (-items.count(one), one)))}
     for user in {user for user, _, _ in events}:
-        own = sorted((event for event in events if event[0] == user), key=lambda event: (event[2], event[1]))
+        own = sorted((event for event in events if event[0] == user), key=lambda event: (event[2], row[event[1]]))
         held_out = 0 if len(own) < min_events else 2
         parts[0].extend(own[: len(own) - held_out])
         for part, event in zip((1, 2), own[len(own) - held_out :], strict=False):
@@ -86,7 +93,7 @@ def read(made: InteractionsManifest) -> Store:
 
 
 def check(made: InteractionsManifest, parts: Parts) -> None:
-    """The stage holds exactly `parts`: each event once, a user's in order of time, both vocabularies by training count."""
+    """The stage holds exactly `parts`: each event once, a user's in order of time, both vocabularies by falling count."""
     store = read(made)
     for stored, wanted in zip(store.parts, parts, strict=True):
         assert sorted(stored) == sorted(wanted)
@@ -94,7 +101,6 @@ def check(made: InteractionsManifest, parts: Parts) -> None:
             times = [time for owner, _, time in stored if owner == user]
             assert times == sorted(times)
     for side, ids, counts in ((0, store.users, store.user_counts), (1, store.items, store.item_counts)):
-        trained = [event[side] for event in parts[0]]
-        every = {event[side] for part in parts for event in part}
-        assert ids == sorted(every, key=lambda one: (-trained.count(one), one))
+        trained, every = ([event[side] for part in chosen for event in part] for chosen in (parts[:1], parts))
+        assert ids == sorted(set(every), key=lambda one: (-every.count(one), one))
         assert counts == [trained.count(one) for one in ids]

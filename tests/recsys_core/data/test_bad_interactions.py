@@ -28,18 +28,23 @@ def test_a_null_is_named_with_file_and_row(tmp_path: Path, column: str) -> None:
     write(tmp_path / "a.parquet", **GOOD)
     write(tmp_path / "b.parquet", **(GOOD | {column: [*GOOD[column][:2], None, None]}))
     stage = into(str(tmp_path / "*.parquet"), label_column="stars", label_threshold=1)
-    refuses(stage, tmp_path, f"b.parquet: column {column!r}, row 2: null", "2 rows in all")
+    refuses(stage, tmp_path, f"b.parquet: column {column!r}, row 2: null", "as in 2 of 8 rows in all")
 
 
 @pytest.mark.parametrize("settings", [{"label_column": "x", "label_threshold": 0.0}, {"order_column": "x"}])
 def test_a_number_that_is_nan_is_no_number(tmp_path: Path, settings: dict[str, Any]) -> None:
     path = write(tmp_path / "a.parquet", **GOOD, x=[1.0, float("nan"), 2.0, 3.0])
-    refuses(into(path, **settings), tmp_path, "a.parquet: column 'x', row 1: null or NaN, as in 1 rows")
+    refuses(into(path, **settings), tmp_path, "a.parquet: column 'x', row 1: nan is null or not a number, as in 1 of 4 rows")
 
 
 def test_the_row_of_a_null_is_found_beside_columns_of_any_name(tmp_path: Path) -> None:
-    columns = GOOD | {"filename": ["x"] * 4, "file_row_number": [9] * 4, "item_id": [1, 2, 3, None]}
+    columns = GOOD | {"filename": ["x"] * 4, "source": [9] * 4, "row": [9] * 4, "item_id": [1, 2, 3, None]}
     refuses(into(write(tmp_path / "a.parquet", **columns)), tmp_path, "a.parquet: column 'item_id', row 3: null")
+
+
+@pytest.mark.parametrize("name", ["file_row_number", "File_Index"])
+def test_a_column_with_a_name_that_counts_rows_is_refused(tmp_path: Path, name: str) -> None:
+    refuses(into(write(tmp_path / "a.parquet", **GOOD, **{name: [1] * 4})), tmp_path, f"cannot be called {name!r}", "rename it")
 
 
 BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
@@ -60,17 +65,17 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "uint64 over int64": (
         {"item_id": pa.array([1, 2, 3, 2**63], pa.uint64())},
         {},
-        ("a.parquet: ", "9223372036854775808", "item_id", "fit into int64"),
+        ("a.parquet: column 'item_id', row 3: 9223372036854775808 is over int64, as in 1 of 4", "fit into int64"),
     ),
     "milliseconds read as seconds": (
         {"t": [1_700_000_000_000] * 4},
         {"timestamp_unit": "s"},
-        ("a.parquet: column 't': times from 1,700,000,000,000,000,000", "interactions.timestamp_unit is 's'"),
+        ("a.parquet: column 't', row 0: 1700000000000 is in the future, as in 4 of 4", "is interactions.timestamp_unit right?"),
     ),
     "nanoseconds read as seconds": (
         {"t": [1_700_000_000_000_000_000] * 4},
         {"timestamp_unit": "s"},
-        ("a.parquet: column 't': ", "1700000000000000000", "interactions.timestamp_unit is 's'"),
+        ("a.parquet: column 't', row 0: 1700000000000000000 is in the future", "is interactions.timestamp_unit right?"),
     ),
     "nothing liked": (
         {},

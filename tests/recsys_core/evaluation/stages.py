@@ -51,7 +51,6 @@ def interactions_stage(
             "train_events": sum(parts[0]),
             "validation_events": sum(parts[1]),
             "test_events": sum(parts[2]),
-            "dropped_events": 0,
             "ordered": True,
             "items_with_vector": 0,
             "items_vector_only": 0,

@@ -25,8 +25,12 @@ def ingest_interactions(config: InteractionsConfig, *, embeddings: EmbeddingsMan
     """Parquet -> vocabularies, splits and the event store."""
     finish = begin("ingest_interactions")
     manifest = interactions_core.ingest_interactions(
-        config, embeddings=embeddings, folder=run.stage_folder("ingest_interactions")
+        config,
+        embeddings=embeddings,
+        folder=run.stage_folder("ingest_interactions"),
+        last_night=run.last_night("ingest_interactions", InteractionsManifest),
     )
     events = manifest.train_events + manifest.validation_events + manifest.test_events
-    finish(manifest, f"{events:,} events, {manifest.users:,} users, {manifest.items:,} items, {manifest.test_events:,} to test")
+    read = f"{manifest.files_read} of {len(manifest.sources)} files read"
+    finish(manifest, f"{events:,} events, {manifest.users:,} users, {manifest.items:,} items, {read}")
     return manifest

@@ -65,7 +65,7 @@ class Run:
         earlier = sorted(
             (path for path in self.folder.parent.glob("*") if path.is_dir() and path.name < self.run_id), reverse=True
         )
-        found = (load_manifest(path / STAGES[stage], manifest_type, verify=False) for path in earlier)
+        found = (load_manifest(path / STAGES[stage], manifest_type) for path in earlier)
         return next((manifest for manifest in found if manifest is not None), None)
 
     @contextmanager

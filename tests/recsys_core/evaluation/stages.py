@@ -57,6 +57,13 @@ def interactions_stage(
             "user_id_type": "string" if pa.types.is_string(user_column.type) else "int64",
             "item_id_type": "string" if pa.types.is_string(item_column.type) else "int64",
             "sources": (),
+            "lineage": "interactions",
+            "night": 1,
+            "rebuilt": "there is no earlier night",
+            **dict.fromkeys(("new_users", "new_items", "vanished_users", "vanished_items", "idle_users", "idle_items"), 0),
+            **dict.fromkeys(("duplicate_events", "rows_read", "files_read"), 0),
+            **{name: {} for name in ("columns", "set_aside", "bad_rows")},
+            "parts": (),
         }
 
     return produce(folder, InteractionsManifest, fingerprint="interactions", build=build)

@@ -180,7 +180,8 @@ def test_a_plan_for_more_gpus_than_there_are_is_refused_before_anything_starts(s
 def test_a_file_that_a_new_attempt_puts_in_place_is_followed_from_its_start_even_when_it_is_longer(tmp_path):
     def write(path: Path, *, losses: list[float]) -> None:
         lines = [
-            Progress(step=step, total_steps=9, epoch=0, loss=loss, learning_rate=0.1, samples_per_s=1.0).model_dump_json() + "\n"
+            Progress(step=step, total_steps=9, epoch=0, loss=loss, learning_rate=0.1, samples_per_s=1.0).model_dump_json()
+            + "\n"
             for step, loss in enumerate(losses, 1)
         ]
         path.write_text("".join(lines))

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from recsys_core.data.footers import leaves_of
 from recsys_core.data.locations import Location
 from recsys_core.data.network import is_passing, retrying
 from recsys_core.data.patterns import printable
@@ -58,7 +59,8 @@ class _Copy:
         self._writer: pq.ParquetWriter | None = None
         self._group, self._rows_in_group = 0, 0
         self.rows = 0
-        groups = [_compressed(metadata, group, self._columns) for group in range(metadata.num_row_groups)]
+        leaves = leaves_of(metadata, self._columns)
+        groups = [_compressed(metadata, group, leaves) for group in range(metadata.num_row_groups)]
         self.compressed_bytes = sum(groups)
         # Whole row groups are fetched at once where they are small; larger ones stream through a buffer per column.
         self._fetch: dict[str, Any] = {"pre_buffer": True}
@@ -94,13 +96,6 @@ class _Copy:
         self._writer.close()
 
 
-def _compressed(metadata: pq.FileMetaData, group: int, columns: Sequence[str]) -> int:
+def _compressed(metadata: pq.FileMetaData, group: int, leaves: Sequence[int]) -> int:
     found = metadata.row_group(group)
-    chunks = [found.column(index) for index in range(found.num_columns)]
-    wanted = set(columns)
-    return sum(chunk.total_compressed_size for chunk in chunks if top_level(chunk.path_in_schema, wanted))
-
-
-def top_level(path: str, columns: set[str]) -> bool:
-    """Whether a leaf of the schema belongs to one of the columns; a name may itself hold dots."""
-    return path in columns or any(path[:end] in columns for end, char in enumerate(path) if char == ".")
+    return sum(found.column(leaf).total_compressed_size for leaf in leaves)

@@ -1,6 +1,7 @@
 """The footer of a parquet file, and whether it can be true: looked at before any of the data is."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -40,6 +41,18 @@ def read_footer(location: Location) -> Footer:
         why = printable(str(error).splitlines()[0]) if str(error) else type(error).__name__
         raise InputError(f"{location.name}: not a readable parquet file ({location.bytes:,} bytes): {why}") from error
     return footer
+
+
+def leaves_of(metadata: pq.FileMetaData, columns: Sequence[str]) -> list[int]:
+    """Positions of the leaves that `columns` are made of: one for a plain column, more for a nested one."""
+    wanted = set(columns)
+    paths = [metadata.schema.column(index).path for index in range(metadata.num_columns)]
+    return [index for index, path in enumerate(paths) if _belongs(path, wanted)]
+
+
+def _belongs(path: str, columns: set[str]) -> bool:
+    """The column's name ends at a dot of the leaf's path, but may hold dots itself."""
+    return path in columns or any(path[:end] in columns for end, char in enumerate(path) if char == ".")
 
 
 class _UntrueError(Exception):

@@ -50,8 +50,8 @@ def _refuse(name: str, decoded: float, size: int, columns: Sequence[str], *, max
     if decoded > HARMLESS_BYTES and decoded > max_expansion * size:
         shown = [column if len(column) <= 80 else column[:77] + "..." for column in columns[:10]]
         raise InputError(
-            f"{name}: {size:,} bytes that decode to {decoded:,.0f} or more in the columns {shown}, "
-            f"{decoded / size:,.0f} times as much: is this a decompression bomb? {setting} is {max_expansion:g}; raise it if the file is sound"
+            f"{name}: {size:,} bytes that decode to {decoded:,.0f} or more in the columns {shown}, {decoded / size:,.0f} times "
+            f"as much: is this a decompression bomb? {setting} is {max_expansion:g}; raise it if the file is sound"
         )
 
 

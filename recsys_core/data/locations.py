@@ -60,7 +60,7 @@ def find(pattern: str, *, setting: str, data_root: Path | None = None) -> Iterat
     if not is_uri(pattern):
         paths = _local(pattern, shown=printable(pattern), setting=setting)
     else:
-        filesystem, path, prefix = _connect(pattern, setting=setting)
+        filesystem, path, prefix = connect(pattern, setting=setting)
         if not isinstance(filesystem, pafs.LocalFileSystem):
             if data_root is not None:
                 raise InputError(
@@ -139,7 +139,7 @@ def _walk(folder: str, above: tuple[str, ...]) -> Iterator[str]:
             yield path
 
 
-def _connect(uri: str, *, setting: str) -> tuple[pafs.FileSystem, str, str]:
+def connect(uri: str, *, setting: str) -> tuple[pafs.FileSystem, str, str]:
     """The filesystem of `uri`, the path in it, and the scheme with what stands before that path."""
     match = _URI.fullmatch(uri)
     assert match is not None  # is_uri
@@ -193,11 +193,13 @@ def _remote(filesystem: pafs.FileSystem, path: str, *, prefix: str, setting: str
         files = [info for info in files if info.type == pafs.FileType.File]
         if not files:
             raise InputError(f"{setting}: no *.parquet file in or below the folder {shown}")
+    elif listing(bucket := path.partition("/")[0])[0].type == pafs.FileType.NotFound:
+        raise InputError(f"{setting}: no such bucket: {printable(f'{prefix}/{bucket}')}")
     elif not glob.has_magic(path):
         raise InputError(f"{setting}: no such file: {shown}")
     else:
         base, tail = split_glob(path)
-        below = listing(pafs.FileSelector(base, recursive=len(tail) > 1, allow_not_found=True))
+        below = listing(pafs.FileSelector(base, recursive=len(tail) > 1 or tail == ["**"], allow_not_found=True))
         named = any(part[0] in "_." for part in tail if part)
         matched = [info for info in below if matches(parts_of(info.path, base), tail)]
         files = [

@@ -6,7 +6,8 @@ from typing import TypeVar
 
 import tenacity
 
-_ATTEMPTS = 4
+_ATTEMPTS = 3
+"""Each of which the SDKs of the stores repeat some times themselves."""
 # pyarrow tells a lost connection, a damaged page and a refused key by the text of one and the same OSError.
 _PASSING = re.compile(
     r"NETWORK_CONNECTION|curlCode|REQUEST_TIMEOUT|SLOW_DOWN|THROTTLING|INTERNAL_FAILURE|SERVICE_UNAVAILABLE|HTTP status 5\d\d"
@@ -24,7 +25,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 def retrying(call: Callable[[], T]) -> T:
-    """The result of `call`, tried up to four times where the network fails; its last error otherwise."""
+    """The result of `call`, tried up to three times where the network fails; its last error otherwise."""
     attempts = tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_passing),
         stop=tenacity.stop_after_attempt(_ATTEMPTS),

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recsys_core.data.copies import copy_columns
-from recsys_core.data.footers import read_footer
+from recsys_core.data.footers import leaves_of, read_footer
 from recsys_core.data.locations import Location, find
 from recsys_core.data.network import retrying
 from recsys_core.data.partitions import NULL, partition_of, partition_type
@@ -154,8 +154,8 @@ def require_column(source: Source, column: str, *, setting: str) -> pa.DataType:
 def _refuse_conflict(source: Source, column: str, *, setting: str) -> None:
     """The path and the file both give `column`: they have to say the same, and the statistics have to show it."""
     kind, told = source.schema.field(column).type, source.partition[column]
-    chunk_index = [source.metadata.schema.column(index).path for index in range(source.metadata.num_columns)].index(column)
-    chunks = [source.metadata.row_group(group).column(chunk_index) for group in range(source.metadata.num_row_groups)]
+    (leaf, *nested) = leaves_of(source.metadata, [column])
+    chunks = [source.metadata.row_group(group).column(leaf) for group in range(source.metadata.num_row_groups)]
     extremes = {
         (chunk.statistics.min, chunk.statistics.max) if chunk.is_stats_set and chunk.statistics.has_min_max else None
         for chunk in chunks
@@ -166,7 +166,7 @@ def _refuse_conflict(source: Source, column: str, *, setting: str) -> None:
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         value = None
     nulls = any(chunk.is_stats_set and chunk.statistics.null_count for chunk in chunks)
-    if value is None or nulls or not extremes <= {(value, value)}:
+    if value is None or nulls or nested or not extremes <= {(value, value)}:
         raise InputError(
             f"{source.name}: column {column!r} ({setting}) is {told!r} in the path, but the file has a column of that name "
             f"({kind}) that may say otherwise; rename one of them"

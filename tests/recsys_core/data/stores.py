@@ -45,6 +45,7 @@ def running() -> Iterator[Store]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = 1 << 16  # an answer in two packets waits 40 ms for the first one's receipt
 
     def do_HEAD(self) -> None:
         self._answer(body=False)

@@ -141,9 +141,12 @@ def test_a_store_that_stays_away_is_named_with_the_row_it_left_off_at(
         raise OSError("AWS Error NETWORK_CONNECTION during GetObject operation: curlCode: 52")
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", broken)
-    with refusal("s3://bucket/log/dt=2026-11-19/part-0.parquet: the store stopped answering, at row 0: ", "curlCode: 52"):
-        with local_files([source], columns=["user_id"], scratch=tmp_path / "scratch"):
-            raise AssertionError
+    copying = local_files([source], columns=["user_id"], scratch=tmp_path / "scratch")
+    with (
+        refusal("s3://bucket/log/dt=2026-11-19/part-0.parquet: the store stopped answering, at row 0: ", "curlCode: 52"),
+        copying,
+    ):
+        raise AssertionError
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
@@ -163,10 +166,8 @@ def test_a_damaged_page_in_a_store_is_found_while_it_is_copied(tmp_path: Path, s
     content[content.find(ids[500].tobytes())] ^= 1
     store.objects["a.parquet"] = bytes(content)
     sources = open_sources([store.uri("a.parquet")], setting="s")
-    with (
-        refusal("s3://bucket/a.parquet: damaged, or not readable, at row 0: "),
-        local_files(sources, columns=["id"], scratch=tmp_path),
-    ):
+    copying = local_files(sources, columns=["id"], scratch=tmp_path)
+    with refusal("s3://bucket/a.parquet: damaged, or not readable, at row 0: "), copying:
         raise AssertionError
 
 
@@ -174,9 +175,9 @@ def test_a_full_disk_is_said_before_anything_is_copied(tmp_path: Path, store: St
     days(tmp_path, store)
     sources = open_sources([store.uri("log")], setting="s")
     monkeypatch.setattr("recsys_core.data.copies.shutil.disk_usage", lambda _: SimpleNamespace(free=7))
-    with refusal("part-0.parquet: its copy needs about ", "where 7 are free; make room"):
-        with local_files(sources, columns=["user_id"], scratch=tmp_path):
-            raise AssertionError
+    copying = local_files(sources, columns=["user_id"], scratch=tmp_path)
+    with refusal("part-0.parquet: its copy needs about ", "where 7 are free; make room"), copying:
+        raise AssertionError
 
 
 def test_what_is_not_in_the_store_is_named(store: Store) -> None:

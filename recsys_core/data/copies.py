@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recsys_core.data.footers import leaves_of
+from recsys_core.data.footers import Footer
 from recsys_core.data.locations import Location
 from recsys_core.data.network import is_passing, retrying
 from recsys_core.data.patterns import printable
@@ -19,7 +19,7 @@ _BATCH_ROWS = 65_536
 _BUFFER_BYTES = 256 * 1024 * 1024
 
 
-def copy_columns(location: Location, metadata: pq.FileMetaData, *, columns: Sequence[str], target: Path) -> None:
+def copy_columns(location: Location, footer: Footer, *, columns: Sequence[str], target: Path) -> None:
     """Writes `columns` of the file, rows in order, pages verified by their checksums where they have any.
 
     Memory is bounded by the larger of a batch of 65,536 rows and a quarter of a gigabyte of compressed pages.
@@ -27,7 +27,7 @@ def copy_columns(location: Location, metadata: pq.FileMetaData, *, columns: Sequ
     Raises:
         InputError: the disk is full, the network stays away, or the file is damaged.
     """
-    copy = _Copy(location, metadata, columns=columns, target=target)
+    copy = _Copy(location, footer, columns=columns, target=target)
     needed = copy.compressed_bytes
     free = shutil.disk_usage(target.parent).free
     if needed > free:
@@ -54,17 +54,16 @@ def _full(location: Location, target: Path, *, needed: int, free: int) -> str:
 class _Copy:
     """A copy under way. It knows how far it is, so that another attempt goes on from there."""
 
-    def __init__(self, location: Location, metadata: pq.FileMetaData, *, columns: Sequence[str], target: Path) -> None:
-        self._location, self._metadata, self._columns, self._target = location, metadata, list(columns), target
+    def __init__(self, location: Location, footer: Footer, *, columns: Sequence[str], target: Path) -> None:
+        self._location, self._footer, self._columns, self._target = location, footer, list(columns), target
         self._writer: pq.ParquetWriter | None = None
         self._group, self._rows_in_group = 0, 0
         self.rows = 0
-        leaves = leaves_of(metadata, self._columns)
-        groups = [_compressed(metadata, group, leaves) for group in range(metadata.num_row_groups)]
-        self.compressed_bytes = sum(groups)
+        groups_G = footer.compressed_GL[:, footer.leaves_of(self._columns)].sum(axis=1)
+        self.compressed_bytes = int(groups_G.sum())
         # Whole row groups are fetched at once where they are small; larger ones stream through a buffer per column.
         self._fetch: dict[str, Any] = {"pre_buffer": True}
-        if max(groups, default=0) > _BUFFER_BYTES:
+        if groups_G.max(initial=0) > _BUFFER_BYTES:
             size = max(64 * 1024, min(8 * 1024 * 1024, _BUFFER_BYTES // max(1, len(self._columns))))
             self._fetch = {"pre_buffer": False, "buffer_size": size}
 
@@ -73,7 +72,7 @@ class _Copy:
         with pq.ParquetFile(
             self._location.path,
             filesystem=self._location.filesystem,
-            metadata=self._metadata,
+            metadata=self._footer.metadata,
             page_checksum_verification=True,
             **self._fetch,
         ) as file:
@@ -94,8 +93,3 @@ class _Copy:
     def close(self) -> None:
         assert self._writer is not None  # go_on
         self._writer.close()
-
-
-def _compressed(metadata: pq.FileMetaData, group: int, leaves: Sequence[int]) -> int:
-    found = metadata.row_group(group)
-    return sum(found.column(leaf).total_compressed_size for leaf in leaves)

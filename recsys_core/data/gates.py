@@ -1,13 +1,12 @@
 """Two looks at a new file before its rows are used: does it blow up, and are its pages whole?"""
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recsys_core.data.footers import leaves_of
 from recsys_core.data.patterns import printable
 from recsys_core.data.sources import Source
 from recsys_core.errors import InputError
@@ -55,26 +54,19 @@ def _refuse(name: str, decoded: float, size: int, columns: Sequence[str], *, max
         )
 
 
-def _fixed_bytes(source: Source, columns: Sequence[str]) -> int:
+def _fixed_bytes(source: Source, columns: Sequence[str]) -> float:
     """Bytes of the decoded columns, without the characters of strings in dictionaries."""
-    metadata, decoded = source.metadata, 0
-    leaves = leaves_of(metadata, columns)
-    widths = [_width(metadata.schema.column(leaf)) for leaf in leaves]
-    for group in range(metadata.num_row_groups):
-        found = metadata.row_group(group)
-        for leaf, width in zip(leaves, widths, strict=True):
-            chunk = found.column(leaf)
-            decoded += max(chunk.num_values * width, chunk.total_uncompressed_size)
+    footer = source.footer
+    leaves = footer.leaves_of(columns)
+    width_L = np.array([footer.leaves[leaf].width or _WIDTHS.get(footer.leaves[leaf].physical_type, 8) for leaf in leaves])
+    # As float: a count that lies may well be near the end of int64.
+    decoded = float(np.maximum(footer.values_GL[:, leaves] * width_L.astype(float), footer.uncompressed_GL[:, leaves]).sum())
     # A null among lists of a fixed size is one value in the file, and a whole list in memory.
     for column in set(columns) & set(source.schema.names):
         kind = source.schema.field(source.schema.names.index(column)).type
         if pa.types.is_fixed_size_list(kind):
-            decoded = max(decoded, metadata.num_rows * kind.list_size * max(1, _bits(kind.value_type) // 8))
-    return int(decoded)
-
-
-def _width(column: pq.ColumnSchema) -> int:
-    return int(column.length) if column.physical_type == "FIXED_LEN_BYTE_ARRAY" else _WIDTHS[column.physical_type]
+            decoded = max(decoded, source.record.rows * float(kind.list_size) * max(1, _bits(kind.value_type) // 8))
+    return decoded
 
 
 def _bits(kind: pa.DataType) -> int:
@@ -86,23 +78,18 @@ def _bits(kind: pa.DataType) -> int:
 
 def _text_bytes(source: Source, columns: Sequence[str], *, enough: float) -> int:
     """Bytes of the characters of all strings that stand in dictionaries; stops counting beyond `enough`."""
-    metadata, decoded = source.metadata, 0
-    texts = [leaf for leaf in leaves_of(metadata, columns) if metadata.schema.column(leaf).physical_type == "BYTE_ARRAY"]
-    chunks = [(leaf, group) for leaf in texts for group in range(metadata.num_row_groups)]
-    bounds = {
-        (leaf, group): chunk.num_values * chunk.total_uncompressed_size
-        for leaf, group in chunks
-        for chunk in [metadata.row_group(group).column(leaf)]
-    }
-    if sum(bounds.values()) <= enough:  # no string is longer than its chunk
+    footer, decoded = source.footer, 0
+    texts = [leaf for leaf in footer.leaves_of(columns) if footer.leaves[leaf].physical_type == "BYTE_ARRAY"]
+    # No string is longer than its chunk.
+    if (footer.values_GL[:, texts].astype(float) * footer.uncompressed_GL[:, texts]).sum() <= enough:
         return 0
-    for leaf, keys in groupby(chunks, key=lambda key: key[0]):
-        path = metadata.schema.column(leaf).path
+    for leaf in texts:
+        path = footer.leaves[leaf].path
         try:
             with source.open(read_dictionary=[path]) as file:
-                for _, group in keys:
+                for group in range(len(footer.group_rows_G)):
                     longest = _longest(next(file.iter_batches(1, row_groups=[group], columns=[path]), None))
-                    values = metadata.row_group(group).column(leaf).num_values
+                    values = int(footer.values_GL[group, leaf])
                     if decoded + values * longest <= enough:
                         decoded += values * longest
                         continue
@@ -156,7 +143,7 @@ def verify_pages(source: Source, columns: Sequence[str]) -> None:
 def _rows(file: pq.ParquetFile, source: Source, columns: Sequence[str], groups: Sequence[int] | None = None) -> Iterator[int]:
     if not columns:
         return
-    row_bytes = _fixed_bytes(source, columns) // max(1, source.record.rows) + 1
+    row_bytes = int(_fixed_bytes(source, columns)) // max(1, source.record.rows) + 1
     size = max(1, min(_BATCH_ROWS, _BATCH_BYTES // row_bytes))
     for batch in file.iter_batches(size, row_groups=groups, columns=list(columns)):
         yield batch.num_rows
@@ -165,8 +152,8 @@ def _rows(file: pq.ParquetFile, source: Source, columns: Sequence[str], groups: 
 def _located(source: Source, columns: Sequence[str], found: BaseException | None) -> str:
     """The message for the first row group of the first column that does not read."""
     start = 0
-    for group in range(source.metadata.num_row_groups):
-        wanted = source.metadata.row_group(group).num_rows
+    for group in range(len(source.footer.group_rows_G)):
+        wanted = int(source.footer.group_rows_G[group])
         for column in columns:
             why: BaseException | None = None
             try:

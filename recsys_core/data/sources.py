@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recsys_core.data.copies import copy_columns
-from recsys_core.data.footers import leaves_of, read_footer
+from recsys_core.data.footers import Footer, read_footers
 from recsys_core.data.locations import Location, find
 from recsys_core.data.network import retrying
 from recsys_core.data.partitions import NULL, partition_of, partition_type
@@ -29,8 +30,7 @@ class Source:
     """A parquet file, local or remote, with what its footer says and its record for a manifest."""
 
     location: Location
-    schema: pa.Schema
-    metadata: pq.FileMetaData
+    footer: Footer = field(repr=False)
     record: SourceFile
     partition: Mapping[str, str] = field(default_factory=dict)
     """Hive keys of the path, e.g. {"dt": "2026-11-19"}."""
@@ -41,6 +41,11 @@ class Source:
     def name(self) -> str:
         """What messages call it: a local path, or a URI without options."""
         return self.location.name
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Columns and types of the file."""
+        return self.footer.schema
 
     @property
     def local(self) -> bool:
@@ -72,7 +77,7 @@ class Source:
             if (now.size, now.mtime_ns or 0) != (self.location.bytes, self.location.modified_ns):
                 raise InputError(f"{self.name}: changed while it was being read; run again when what writes it is done")
             # With the footer that was checked: no other one is trusted.
-            return pq.ParquetFile(path, filesystem=filesystem, metadata=self.metadata, **options)
+            return pq.ParquetFile(path, filesystem=filesystem, metadata=self.footer.metadata, **options)
         except (pa.ArrowException, OSError) as error:
             raise InputError(f"{self.name}: cannot be read: {printable(str(error).splitlines()[0])}") from error
 
@@ -94,7 +99,8 @@ def open_sources(patterns: Sequence[str], *, setting: str, data_root: Path | Non
     for pattern in patterns:
         for location in find(pattern, setting=setting, data_root=data_root):
             found[location.name] = location
-    sources = tuple(_open(found[name]) for name in sorted(found))
+    locations = [found[name] for name in sorted(found)]
+    sources = tuple(_source(*pair) for pair in zip(locations, read_footers(locations), strict=True))
     if not sources:
         raise InputError(f"{setting}: names no file; give a path, a glob or a folder")
     if sum(source.record.rows for source in sources) == 0:
@@ -102,8 +108,7 @@ def open_sources(patterns: Sequence[str], *, setting: str, data_root: Path | Non
     return _with_partition_types(sources)
 
 
-def _open(location: Location) -> Source:
-    footer = read_footer(location)
+def _source(location: Location, footer: Footer) -> Source:
     record = SourceFile(
         path=location.name,
         bytes=location.bytes,
@@ -111,7 +116,7 @@ def _open(location: Location) -> Source:
         modified_ns=location.modified_ns,
         footer_sha256=footer.sha256,
     )
-    return Source(location, footer.schema, footer.metadata, record, partition_of(location.path))
+    return Source(location, footer, record, partition_of(location.path))
 
 
 def _with_partition_types(sources: tuple[Source, ...]) -> tuple[Source, ...]:
@@ -152,24 +157,19 @@ def require_column(source: Source, column: str, *, setting: str) -> pa.DataType:
 
 
 def _refuse_conflict(source: Source, column: str, *, setting: str) -> None:
-    """The path and the file both give `column`: they have to say the same, and the statistics have to show it."""
+    """The path and the file both give `column`: they have to say the same in every row."""
     kind, told = source.schema.field(column).type, source.partition[column]
-    (leaf, *nested) = leaves_of(source.metadata, [column])
-    chunks = [source.metadata.row_group(group).column(leaf) for group in range(source.metadata.num_row_groups)]
-    extremes = {
-        (chunk.statistics.min, chunk.statistics.max) if chunk.is_stats_set and chunk.statistics.has_min_max else None
-        for chunk in chunks
-        if chunk.num_values
-    }
     try:
-        value = pa.scalar(told).cast(value_type(kind)).as_py()
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-        value = None
-    nulls = any(chunk.is_stats_set and chunk.statistics.null_count for chunk in chunks)
-    if value is None or nulls or nested or not extremes <= {(value, value)}:
+        value = pa.scalar(told).cast(value_type(kind))
+        with source.open(page_checksum_verification=True) as file:
+            batches = file.iter_batches(columns=[column])
+            same = all(pc.all(pc.equal(batch.column(column), value), skip_nulls=False).as_py() for batch in batches)
+    except (pa.ArrowException, OSError):
+        same = False
+    if not same:
         raise InputError(
             f"{source.name}: column {column!r} ({setting}) is {told!r} in the path, but the file has a column of that name "
-            f"({kind}) that may say otherwise; rename one of them"
+            f"({kind}) that does not say so in every row; rename one of them"
         )
 
 
@@ -267,7 +267,7 @@ def local_files(sources: Sequence[Source], *, columns: Sequence[str], scratch: P
 def _copied(source: Source, columns: Sequence[str], target: Path) -> Path:
     names = [name for name in dict.fromkeys(columns) if name in source.schema.names]
     # Where all that is asked for stands in the path, some column has to carry the number of rows.
-    copy_columns(source.location, source.metadata, columns=names or source.schema.names[:1], target=target)
+    copy_columns(source.location, source.footer, columns=names or source.schema.names[:1], target=target)
     return target
 
 

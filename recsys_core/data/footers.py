@@ -93,7 +93,7 @@ class _UntrueError(Exception):
 def _told(location: Location, step: Any) -> Any:
     try:
         return step()
-    except (_UntrueError, pa.ArrowException, duckdb.Error, OSError, UnicodeError, MemoryError) as error:
+    except (_UntrueError, pa.ArrowException, OSError, UnicodeError, MemoryError) as error:
         why = printable(str(error).splitlines()[0])[:300] if str(error) else type(error).__name__
         raise InputError(f"{location.name}: not a readable parquet file ({location.bytes:,} bytes): {why}") from error
 
@@ -131,7 +131,10 @@ def _read(location: Location) -> bytes:
 
 def _parse(content: bytes, path: Path, sha256: str, connection: duckdb.DuckDBPyConnection, *, data_end: int) -> Footer:
     query = f"SELECT {_FACTS} FROM parquet_metadata(?) ORDER BY row_group_id, column_id"
-    facts: dict[str, Any] = connection.execute(query, [str(path)]).fetchnumpy()
+    try:
+        facts: dict[str, Any] = connection.execute(query, [str(path)]).fetchnumpy()
+    except duckdb.Error as error:  # names a file that the user never saw
+        raise _UntrueError(str(error).splitlines()[0].rpartition(f'"{path}": ')[2] + "; copy or write it anew") from error
     with pq.ParquetFile(pa.BufferReader(content)) as file:
         metadata, schema, columns = file.metadata, file.schema_arrow, file.schema
         leaves = tuple(

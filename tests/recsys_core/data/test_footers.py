@@ -16,7 +16,8 @@ ROWS = 3000
 
 
 def sound(tmp_path: Path) -> str:
-    """Two columns, two row groups of 3,000 rows. In its footer 6,000 stands once, 3,000 as values, values, rows twice over."""
+    """Two columns, two row groups of 3,000 rows. In its footer 6,000 stands once, then twice over 3,000 as values and
+    level counts of a, values and level counts of b, rows."""
     random = np.random.default_rng(0)
     columns = {name: random.integers(0, 2**60, 2 * ROWS) for name in ("a", "b")}
     path = tmp_path / "x.parquet"
@@ -72,12 +73,12 @@ def test_a_length_of_the_footer_that_lies_is_refused(tmp_path: Path, length: int
     ("old", "new", "nth", "told"),
     [
         (2 * ROWS, 5999, 0, ("its footer claims 5,999 rows, its row groups 6,000",)),
-        (2 * ROWS, -2 * ROWS, 0, ("its footer claims -6000 rows",)),
+        (2 * ROWS, -2 * ROWS, 0, ("negative number of rows",)),
         (ROWS, 2999, 0, ("row group 0, column 'a' claims 2,999 values for 3,000 rows",)),
-        (ROWS, 3001, 1, ("row group 0, column 'b' claims 3,001 values for 3,000 rows",)),
-        (ROWS, -ROWS, 3, ("row group 1, column 'a' claims -3,000 values",)),
-        (ROWS, 3001, 2, ("row group 0, column 'a' claims 3,000 values for 3,001 rows",)),
-        (ROWS, -ROWS, 2, ("row group 0 claims -3000 rows",)),
+        (ROWS, 3001, 2, ("row group 0, column 'b' claims 3,001 values for 3,000 rows",)),
+        (ROWS, -ROWS, 5, ("row group 1, column 'a' claims -3,000 values",)),
+        (ROWS, 3001, 4, ("row group 0, column 'a' claims 3,000 values for 3,001 rows",)),
+        (ROWS, -ROWS, 4, ("row group 0, column 'a' claims -3,000 rows",)),
     ],
 )
 def test_counts_that_do_not_agree_are_refused(tmp_path: Path, old: int, new: int, nth: int, told: tuple[str, ...]) -> None:
@@ -101,16 +102,16 @@ def test_bytes_beyond_the_end_of_the_data_are_refused(tmp_path: Path) -> None:
 def test_a_size_that_cannot_be_is_refused(tmp_path: Path, sign: int) -> None:
     path = sound(tmp_path)
     size = pq.read_metadata(path).row_group(0).column(0).total_compressed_size
-    for nth in (0, 1):
-        patch_footer(path, old=size, new=sign * 1_000_000, nth=nth)
+    for _ in ("decompressed", "compressed"):
+        patch_footer(path, old=size, new=sign * 1_000_000, nth=0)
     refused(path, "row group 0, column 'a' claims ")
 
 
-def test_a_chunk_whose_data_lies_in_another_file_is_refused(tmp_path: Path) -> None:
+def test_a_footer_without_the_data_is_refused(tmp_path: Path) -> None:
     metadata = pq.read_metadata(sound(tmp_path))
     metadata.set_file_path("../../etc/passwd")
     metadata.write_metadata_file(tmp_path / "x.parquet")
-    refused(str(tmp_path / "x.parquet"), "row group 0, column 'a': its data lies in another file; name the files that hold")
+    refused(str(tmp_path / "x.parquet"), "row group 0, column 'a' claims bytes 4 to ", "but the data ends at 4")
 
 
 def test_every_single_flipped_byte_of_a_footer_is_refused_or_harmless(tmp_path: Path) -> None:
@@ -118,7 +119,7 @@ def test_every_single_flipped_byte_of_a_footer_is_refused_or_harmless(tmp_path: 
     content = path.read_bytes()
     footer = int.from_bytes(content[-8:-4], "little")
     random = np.random.default_rng(1)
-    for place in random.choice(np.arange(len(content) - footer - 8, len(content)), 150, replace=False):
+    for place in random.choice(np.arange(len(content) - footer - 8, len(content)), 100, replace=False):
         damaged = bytearray(content)
         damaged[place] ^= 1 << int(random.integers(8))
         path.write_bytes(damaged)
@@ -131,10 +132,12 @@ def test_every_single_flipped_byte_of_a_footer_is_refused_or_harmless(tmp_path: 
 
 
 @pytest.mark.parametrize("rows", [0, 1])
-def test_footers_larger_than_the_first_read_and_tiny_ones_are_read_whole(tmp_path: Path, rows: int) -> None:
-    wide = write(tmp_path / "wide.parquet", **{f"dim_{index}": [0.5] * rows for index in range(2000)}, id=[7])
-    assert pq.read_metadata(wide).serialized_size > 64 * 1024 if rows else True
-    assert len(open_sources([wide], setting="s")[0].schema) == 2001
+def test_a_footer_larger_than_the_first_read_is_read_whole(tmp_path: Path, rows: int) -> None:
+    write(tmp_path / "some.parquet", **{f"dim_{index}": [0.5] for index in range(2000)})
+    wide = write(tmp_path / "wide.parquet", **{f"dim_{index}": pa.array([0.5] * rows, pa.float64()) for index in range(2000)})
+    found = open_sources([str(tmp_path)], setting="s")
+    assert pq.read_metadata(wide).serialized_size > 64 * 1024
+    assert [(len(source.schema), source.record.rows) for source in found] == [(2000, 1), (2000, rows)]
 
 
 def test_columns_of_any_name_are_found(tmp_path: Path) -> None:

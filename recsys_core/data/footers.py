@@ -1,7 +1,7 @@
 """The footer of a parquet file, and whether it can be true: looked at before any of the data is.
 
 Footers are parsed twice. pyarrow gives the schema and later reads the data; the counts and offsets come from DuckDB, since
-pyarrow's FileMetaData.row_group(i).column(j) ends the process where a level histogram contradicts the schema (seen with 25.0.1:
+pyarrow's FileMetaData.row_group(i).column(j) ends the process where a level histogram contradicts the schema (seen with 25.0.1, cf. apache/arrow#45283:
 the C++ exception is not caught). So nothing here or elsewhere calls it on a file that is not our own.
 """
 

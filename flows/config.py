@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from recsys_core.config import Frozen, Paths
 from recsys_core.data.config import EmbeddingsConfig, GivenSplit, InteractionsConfig
+from recsys_core.data.locations import is_uri
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.models.config import LossConfig, PretrainedConfig, TwoTowerConfig
 from recsys_core.retrieval.config import IndexConfig
@@ -22,6 +23,9 @@ class PipelineConfig(Frozen):
 
     name: str = Field("nightly", min_length=1, description="name of the pipeline, shown in the Prefect UI")
     workspace: Path = Field(Path("workspace"), description="folder for runs, the embedded MLflow database and Prefect's files")
+    data_root: Path | None = Field(
+        None, description="folder that every input file has to lie below, links resolved; empty: files may lie anywhere"
+    )
     interactions: InteractionsConfig = Field(description="the interaction log and its split")
     embeddings: EmbeddingsConfig | None = Field(None, description="pretrained item vectors; empty: train from scratch")
     pretrained: PretrainedConfig = Field(
@@ -63,7 +67,7 @@ class PipelineConfig(Frozen):
         """The same config with every relative path taken from `folder`.."""
 
         def anchor(paths: Paths) -> Paths:
-            return tuple(str(_absolute(folder, path)) for path in paths)
+            return tuple(path if is_uri(path) else str(_absolute(folder, path)) for path in paths)
 
         split = self.interactions.split
         if isinstance(split, GivenSplit):
@@ -71,8 +75,10 @@ class PipelineConfig(Frozen):
             split = split.model_copy(update={"test": anchor(split.test), "validation": validation})
         interactions = self.interactions.model_copy(update={"paths": anchor(self.interactions.paths), "split": split})
         embeddings = self.embeddings and self.embeddings.model_copy(update={"paths": anchor(self.embeddings.paths)})
-        workspace = _absolute(folder, self.workspace)
-        return self.model_copy(update={"workspace": workspace, "interactions": interactions, "embeddings": embeddings})
+        update = {"interactions": interactions, "embeddings": embeddings, "workspace": _absolute(folder, self.workspace)}
+        if self.data_root is not None:
+            update["data_root"] = _absolute(folder, self.data_root)
+        return self.model_copy(update=update)
 
 
 def _absolute(folder: Path, path: str | Path) -> Path:

@@ -1,5 +1,6 @@
 """One readable message for whatever is wrong with a config."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,14 @@ def test_stages_that_contradict_each_other_are_refused_with_the_way_out(file: Pa
     found = message(file, override)
     assert said in found
     assert "set " in found
+
+
+def test_uris_stay_what_they_are_and_data_root_is_relative_to_the_file(file: Path) -> None:
+    uris = ["s3://bucket/log/dt=*/*.parquet?region=eu-west-1", "gs://bucket/log", "file:///data/log"]
+    config = load_config(file, [f"interactions.paths={json.dumps([*uris, 'log'])}", "data_root=../data"])
+    assert config.interactions.paths == (*uris, str(file.parent / "log"))
+    assert config.data_root == file.parent.parent / "data"
+    assert load_config(file).data_root is None
 
 
 def test_the_starter_config_loads_back_to_itself(tmp_path: Path) -> None:

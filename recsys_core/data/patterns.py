@@ -1,0 +1,43 @@
+"""Names of files: globs, read alike on a disk and in a store, and how messages show a name."""
+
+import glob
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+
+def printable(name: str) -> str:
+    r"""`name` on one line of a message.
+
+    >>> print(printable("a\nb\x1b[31m.parquet"))
+    a\nb\x1b[31m.parquet
+    """
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode("ascii") for char in name
+    )
+
+
+def split_glob(pattern: str) -> tuple[str, list[str]]:
+    """The folder that a glob starts in, and the components after it."""
+    parts = pattern.split("/")
+    first = next(index for index, part in enumerate(parts) if glob.has_magic(part))
+    base = "/".join(parts[:first])
+    return base or ("/" if pattern.startswith("/") else ""), [part for part in parts[first:] if part]
+
+
+def parts_of(path: str, base: str) -> list[str]:
+    return [part for part in path.removeprefix(base).split("/") if part]
+
+
+def matches(parts: Sequence[str], tail: Sequence[str]) -> bool:
+    """Whether the components fit the pattern's, as glob reads it: ** stands for any number of folders."""
+    if not tail:
+        return not parts
+    if tail[0] == "**":
+        if len(tail) == 1:
+            return bool(parts)
+        return any(matches(parts[start:], tail[1:]) for start in range(len(parts)))
+    return bool(parts) and fnmatchcase(parts[0], tail[0]) and matches(parts[1:], tail[1:])
+
+
+def set_aside(path: str, *, below: str) -> bool:
+    return any(part[0] in "_." and part not in (".", "..") for part in parts_of(path, below))

@@ -1,0 +1,52 @@
+"""Parquet files that lie about themselves."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+def patch_footer(path: str, *, old: int, new: int, nth: int) -> None:
+    """Replaces the nth number in the footer that is `old`; both have to be of one length as thrift writes them."""
+    content = Path(path).read_bytes()
+    start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    before, after = _varint(old), _varint(new)
+    assert len(before) == len(after), (before, after)
+    for _ in range(nth + 1):
+        place = content.index(before, start)
+        start = place + 1
+    Path(path).write_bytes(content[:place] + after + content[place + len(after) :])
+
+
+def _varint(number: int) -> bytes:
+    rest, out = (number << 1) ^ (number >> 63), bytearray()
+    while rest > 127:
+        out.append(rest & 127 | 128)
+        rest >>= 7
+    return bytes([*out, rest])
+
+
+def list_bomb(path: Path) -> str:
+    """9 GB of vectors: 125 row groups, all of which are the same few bytes."""
+    rows, dim = 20_000, 900
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(rows * dim, np.float32)), dim).cast(pa.list_(pa.float32()))
+    table = pa.table({"item_id": pa.array(np.zeros(rows, np.int64)), "vector": vectors})
+    pq.write_table(table, path, compression="zstd", write_statistics=False, data_page_size=1 << 26, row_group_size=rows)
+    content = path.read_bytes()
+    data = content[: len(content) - 8 - int.from_bytes(content[-8:-4], "little")]
+    footer, once = pq.read_metadata(path), pq.read_metadata(path)
+    for _ in range(124):
+        footer.append_row_groups(once)
+    footer.write_metadata_file(path)
+    path.write_bytes(data + path.read_bytes()[4:])
+    return str(path)
+
+
+def text_bomb(path: Path) -> str:
+    """9.8 GB of strings: one of 4,096 characters, 2,400,000 times."""
+    column = pa.DictionaryArray.from_arrays(pa.array(np.zeros(600_000, np.int32)), pa.array(["x" * 4096]))
+    with pq.ParquetWriter(path, pa.schema([("user_id", column.type)]), compression="zstd", write_statistics=False) as writer:
+        for _ in range(4):
+            writer.write_table(pa.table({"user_id": column}), row_group_size=len(column))
+    return str(path)

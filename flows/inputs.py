@@ -4,7 +4,8 @@ from typing import Any
 
 from flows.config import PipelineConfig
 from recsys_core.data.embeddings import check_embeddings, ingest_embeddings
-from recsys_core.data.interactions import check_interactions, ingest_interactions
+from recsys_core.data.interaction_input import check_interactions
+from recsys_core.data.interactions import ingest_interactions
 from recsys_core.errors import InputError
 from recsys_core.models.config import ModelSpec, require_width
 from recsys_core.sharding.config import ClusterConfig

@@ -227,16 +227,16 @@ class InteractionsManifest(Manifest):
 
     users.parquet / items.parquet: column `id` (its position is the row), `train_count` and `events`. A night that builds the
     vocabulary numbers by falling number of events in the files, ties by ascending id, ids that have only a vector last; a
-    later night keeps every row and appends new ids in that order. item_rank.npy int64 [items]: 0 for the item with the most training events, ties by row.
-    user_ids.parquet / item_ids.parquet: `id` and `row` (null: not in the vocabulary) of every id ever read; its position is
-    the code that the parts use.
+    later night keeps every row and appends new ids in that order. item_rank.npy int64 [items]: 0 for the item with the most
+    training events, ties by row. user_ids.parquet / item_ids.parquet: `id` and `row` (null: not in the vocabulary) of every
+    id ever read; its position is the code that the parts use.
     user_offset.npy int64 [users + 1]: user u's events are event_item[user_offset[u]:user_offset[u + 1]], ordered by
     (split, time): train, then validation, then test. train_end.npy / validation_end.npy int64 [users]: absolute positions
     where the user's train / validation events end. event_item.npy int32 [events]. event_time.npy int64 [events]
     (microseconds; only where the log has timestamps). event_weight.npy float32 [events] (only with a weight column).
-    context.parquet: the context columns as they came, row k for event_item[k].
-    train_user.npy int32 [train_events]: user of the k-th training event, counted in CSR order. item_count.npy int64 [items]: train_count. vector_row.npy int64 [items]: row in the
-    embeddings' vectors.npy, -1 without a vector.
+    context.parquet: the context columns as they came, row k for event_item[k]. train_user.npy int32 [train_events]: user of
+    the k-th training event, counted in CSR order. item_count.npy int64 [items]: train_count. vector_row.npy int64 [items]:
+    row in the embeddings' vectors.npy, -1 without a vector.
     """
 
     kind: ClassVar[str] = "interactions"

@@ -66,7 +66,7 @@ class LogFilter(Frozen):
     window_days: float | None = Field(None, gt=0, description="rolling window: only the newest N days of the log; empty: all")
     duplicates: Literal["keep", "exact", "first", "last"] = Field(
         "keep",
-        description="keep every event; exact: drop repeats of user, item and time; or keep a user's first or last event with an item",
+        description="keep all; exact: drop repeats of user, item and time; first or last: one event per user and item",
     )
     bot_events: int | None = Field(
         None, ge=1, description="users with more events than this are no people: set aside and counted"

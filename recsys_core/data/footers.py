@@ -1,8 +1,8 @@
 """The footer of a parquet file, and whether it can be true: looked at before any of the data is.
 
 Footers are parsed twice. pyarrow gives the schema and later reads the data; the counts and offsets come from DuckDB, since
-pyarrow's FileMetaData.row_group(i).column(j) ends the process where a level histogram contradicts the schema (seen with 25.0.1, cf. apache/arrow#45283:
-the C++ exception is not caught). So nothing here or elsewhere calls it on a file that is not our own.
+pyarrow's FileMetaData.row_group(i).column(j) ends the process where a level histogram contradicts the schema (seen with 25.0.1,
+cf. apache/arrow#45283: the C++ exception is not caught). So nothing here or elsewhere calls it on a file that is not our own.
 """
 
 import hashlib
@@ -58,6 +58,8 @@ class Footer:
     """Bytes."""
     uncompressed_GL: NDArray[np.int64]
     """Bytes of the pages before the values are decoded."""
+    start_GL: NDArray[np.int64]
+    """Where the first page lies."""
 
     def leaves_of(self, columns: Sequence[str]) -> list[int]:
         """Positions of the leaves that `columns` are made of: one for a plain column, more for a nested one."""
@@ -152,24 +154,33 @@ def _parse(content: bytes, path: Path, sha256: str, connection: duckdb.DuckDBPyC
     if any(np.ma.getmaskarray(column).any() for column in facts.values()):
         raise _UntrueError("its footer leaves out counts or offsets; write it anew")
     facts_GL = {name: np.asarray(column, np.int64).reshape(shape) for name, column in facts.items()}
+    first_GL, dictionary_GL = facts_GL["data_page_offset"], facts_GL.pop("dictionary_page_offset")
+    # Some writers put 0 where there is no dictionary.
+    facts_GL["start"] = np.where(dictionary_GL != 0, np.minimum(first_GL, dictionary_GL), first_GL)
     _check(facts_GL, metadata.num_rows, leaves, data_end=data_end)
     rows_G = facts_GL["row_group_num_rows"][:, 0] if leaves else np.zeros(shape[0], np.int64)
-    named = {"values_GL": "num_values", "compressed_GL": "total_compressed_size", "uncompressed_GL": "total_uncompressed_size"}
-    return Footer(metadata, schema, sha256, leaves, rows_G, **{ours: facts_GL[theirs] for ours, theirs in named.items()})
+    return Footer(
+        metadata,
+        schema,
+        sha256,
+        leaves,
+        rows_G,
+        values_GL=facts_GL["num_values"],
+        compressed_GL=facts_GL["total_compressed_size"],
+        uncompressed_GL=facts_GL["total_uncompressed_size"],
+        start_GL=facts_GL["start"],
+    )
 
 
 def _check(facts_GL: dict[str, NDArray[np.int64]], rows: int, leaves: Sequence[Leaf], *, data_end: int) -> None:
     """Counts agree, and all that is pointed to lies in the file."""
     group_rows_GL, values_GL = facts_GL["row_group_num_rows"], facts_GL["num_values"]
-    size_GL, start_GL = facts_GL["total_compressed_size"], facts_GL["data_page_offset"]
-    dictionary_GL = facts_GL["dictionary_page_offset"]
-    # Some writers put 0 where there is no dictionary.
-    start_GL = np.where(dictionary_GL != 0, np.minimum(start_GL, dictionary_GL), start_GL)
+    size_GL, start_GL = facts_GL["total_compressed_size"], facts_GL["start"]
 
     def refuse(wrong_GL: NDArray[np.bool_], told: str) -> None:
         if wrong_GL.any():
             group, leaf = (int(index) for index in np.argwhere(wrong_GL)[0])
-            numbers = {name: int(array[group, leaf]) for name, array in (facts_GL | {"start": start_GL}).items()}
+            numbers = {name: int(array[group, leaf]) for name, array in facts_GL.items()}
             numbers["end"] = numbers["start"] + numbers["total_compressed_size"]
             place = f"row group {group}, column {printable(leaves[leaf].path)[:80]!r} claims "
             raise _UntrueError(place + told.format(**numbers, data_end=data_end))

@@ -15,12 +15,17 @@ HARMLESS_BYTES = 1 << 30
 """What decodes to no more than this is never taken for a bomb."""
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
 """Bytes of a decoded value; of a string, those of its offset."""
+_HEADER_BYTES = 64
+_NEXT_NUMBER = b"\x15"
+"""Thrift's compact protocol: the next field is a 32-bit number."""
 _BATCH_BYTES = 64 * 1024 * 1024
 _BATCH_ROWS = 262_144
 _BROKEN = (pa.ArrowException, OSError, UnicodeError)
 
 
-def refuse_bombs(sources: Sequence[Source], *, columns: Sequence[str], max_expansion: float, setting: str) -> None:
+def refuse_bombs(
+    sources: Sequence[Source], *, columns: Sequence[str], max_expansion: float, setting: str, texts: bool = True
+) -> None:
     """Refuses files whose `columns` decode to more than 1 GiB and more than `max_expansion` times the bytes of the file.
 
     Numbers and lists are counted from the footers, so in no time and no memory. The length of strings is not in a footer: the
@@ -28,6 +33,7 @@ def refuse_bombs(sources: Sequence[Source], *, columns: Sequence[str], max_expan
 
     Args:
         setting: the config key of max_expansion, for messages.
+        texts: whether strings are counted; a reader that keeps them in dictionaries need not.
 
     Raises:
         InputError: a file, or all together, would decode to more; or a dictionary cannot be read.
@@ -37,7 +43,7 @@ def refuse_bombs(sources: Sequence[Source], *, columns: Sequence[str], max_expan
         decoded = _fixed_bytes(source, columns)
         _refuse(source.name, decoded, source.record.bytes, columns, max_expansion=max_expansion, setting=setting)
         limit = max(HARMLESS_BYTES, max_expansion * source.record.bytes)
-        decoded += _text_bytes(source, columns, enough=limit - decoded)
+        decoded += _text_bytes(source, columns, enough=limit - decoded) if texts else 0
         _refuse(source.name, decoded, source.record.bytes, columns, max_expansion=max_expansion, setting=setting)
         sizes.append(decoded)
     total = sum(source.record.bytes for source in sources)
@@ -119,6 +125,29 @@ def _used(batch: pa.RecordBatch) -> int:
     return (
         0 if array is None else int(pc.sum(pc.binary_length(array.dictionary).take(array.indices).cast("int64")).as_py() or 0)
     )
+
+
+def has_checksums(source: Source, columns: Sequence[str]) -> bool:
+    """Whether the first page of one of `columns` has a checksum, or a header that does not read as it should."""
+    starts = {int(start) for start in source.footer.start_GL[:1, source.footer.leaves_of(columns)].flat}
+    try:
+        with source.location.filesystem.open_input_file(source.location.path) as file:
+            return any(_checksum_stored(file.read_at(_HEADER_BYTES, start)) for start in starts)
+    except _BROKEN as error:
+        raise InputError(f"{source.name}: cannot be read: {printable(str(error).splitlines()[0])}") from error
+
+
+def _checksum_stored(header: bytes) -> bool:
+    """A page header in Thrift's compact protocol begins with three numbers (kind, two sizes); a fourth is the CRC-32."""
+    at = 0
+    for _ in range(3):
+        if header[at : at + 1] != _NEXT_NUMBER:
+            return True
+        at += 1
+        while at < len(header) and header[at] & 0x80:  # all bytes of a number but its last
+            at += 1
+        at += 1
+    return header[at : at + 1] == _NEXT_NUMBER
 
 
 def verify_pages(source: Source, columns: Sequence[str]) -> None:

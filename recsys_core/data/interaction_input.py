@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pyarrow as pa
 
 from recsys_core.data.config import GivenSplit, InteractionsConfig
-from recsys_core.data.sources import Source, id_type, open_sources, require_column
+from recsys_core.data.gates import refuse_bombs
+from recsys_core.data.sources import Source, id_type, open_sources, require_column, same_types
 from recsys_core.data.sql import SPLITS
 from recsys_core.errors import InputError
 from recsys_core.manifests import IdType, SourceFile
@@ -31,13 +33,15 @@ class InteractionsInput:
         return {source.record: SPLITS.index(name) for name, group in self.given.items() for source in group}
 
 
-def check_interactions(config: InteractionsConfig) -> InteractionsInput:
+def check_interactions(config: InteractionsConfig, *, data_root: Path | None = None) -> InteractionsInput:
     """Checks files, columns and types without reading a row; raises InputError."""
-    given = {"train": open_sources(config.paths, setting="interactions.paths")}
+    given = {"train": open_sources(config.paths, setting="interactions.paths", data_root=data_root)}
     if isinstance(config.split, GivenSplit):
         if config.split.validation is not None:
-            given["validation"] = open_sources(config.split.validation, setting="interactions.split.validation")
-        given["test"] = open_sources(config.split.test, setting="interactions.split.test")
+            given["validation"] = open_sources(
+                config.split.validation, setting="interactions.split.validation", data_root=data_root
+            )
+        given["test"] = open_sources(config.split.test, setting="interactions.split.test", data_root=data_root)
     found = tuple(source for group in given.values() for source in group)
     _refuse_twice(given)
     users = id_type(found, config.user_column, setting="interactions.user_column")
@@ -52,8 +56,10 @@ def check_interactions(config: InteractionsConfig) -> InteractionsInput:
                 kind = require_column(source, column, setting=f"interactions.{setting}")
                 number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
                 _require(number or pa.types.is_boolean(kind), source, column, kind, "a number")
-        for column in config.context_columns:
-            require_column(source, column, setting="interactions.context_columns")
+    same_types(found, config.context_columns)
+    refuse_bombs(
+        found, columns=config.columns, max_expansion=config.max_expansion, setting="interactions.max_expansion", texts=False
+    )
     return InteractionsInput(given, users, items)
 
 

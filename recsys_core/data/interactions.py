@@ -30,6 +30,7 @@ def ingest_interactions(
     embeddings: EmbeddingsManifest | None,
     folder: Path,
     last_night: InteractionsManifest | None = None,
+    data_root: Path | None = None,
 ) -> InteractionsManifest:
     """The vocabularies and the event store that InteractionsManifest describes.
 
@@ -37,13 +38,14 @@ def ingest_interactions(
     streams into memory maps. The result does not depend on the number of threads.
 
     Args:
+        data_root: where every input file has to lie.
         last_night: continued where it may be: an id keeps its row, and only files that it has not read are read.
 
     Raises:
         InputError: bad rows (see config.on_bad_rows), ids of another type than the vectors', vectors of none of the items, a
             split that leaves nothing to train on or to test with, too little memory or disk.
     """
-    found = check_interactions(config)
+    found = check_interactions(config, data_root=data_root)
     if embeddings is not None and embeddings.id_type != found.item_id_type:
         raise InputError(
             f"{found.sources[0].name}: column {config.item_column!r} is {found.item_id_type}, but the ids of the vectors are "

@@ -7,7 +7,6 @@ from typing import Any
 
 import duckdb
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from recsys_core.data.config import InteractionsConfig
 from recsys_core.data.sources import Source
@@ -125,10 +124,9 @@ def refuse_bad_rows(
 def value_at(source: Source, column: str, row: int) -> Any:
     """The value as pyarrow reads it: a wild time ends DuckDB's connection when it is printed."""
     if column in source.partition:
-        return source.partition[column]
-    with pq.ParquetFile(source.path) as file:
-        for group in range(file.num_row_groups):
-            rows = file.metadata.row_group(group).num_rows
+        return source.constant(column)
+    with source.open() as file:
+        for group, rows in enumerate(source.footer.group_rows_G):
             if row < rows:
                 scalar = file.read_row_group(group, columns=[column]).column(0)[row]
                 try:

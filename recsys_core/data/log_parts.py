@@ -5,6 +5,7 @@ nights: only what is new has to be read again.
 """
 
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import duckdb
 import pyarrow as pa
 
 from recsys_core.data.config import GivenSplit, InteractionsConfig
+from recsys_core.data.gates import has_checksums, verify_pages
 from recsys_core.data.interaction_input import InteractionsInput
 from recsys_core.data.log_checks import count_bad, good_rows, refuse_bad_rows, row_checks
 from recsys_core.data.sources import Source, literal, local_files, require_column
@@ -81,6 +83,9 @@ def read_part(
     schema = {
         column: _widest([require_column(each, column, setting="interactions") for each in sources]) for column in config.columns
     }
+    for source in sources:
+        if source.local and has_checksums(source, config.columns):  # of remote ones they are compared while copying
+            verify_pages(source, config.columns)
     with local_files(sources, columns=config.columns, scratch=file.with_suffix(".remote")) as paths:
         connection.execute(f"CREATE OR REPLACE TEMP VIEW raw AS {_raw(config, sources, paths, schema=schema)}").fetchall()
         checks = row_checks(config, schema=schema)
@@ -118,7 +123,7 @@ def _raw(
     names = {"user": config.user_column, "item": config.item_column, "time": config.timestamp_column}
     names |= {"sequence": config.order_column, "label": config.label_column, "weight": config.weight_column}
     names |= {f"context_{at}": column for at, column in enumerate(config.context_columns)}
-    in_path = {name for source in sources for name in source.partition} & set(config.columns)
+    in_path = {name for source in sources for name in source.partition if name not in source.schema.names} & set(config.columns)
     columns = [
         f'{"keys" if column in in_path else "file"}.{quoted(column)} AS "{alias}"' for alias, column in names.items() if column
     ]
@@ -127,7 +132,7 @@ def _raw(
     options = "union_by_name = true, hive_partitioning = false, can_have_nan = true"
     read = f"read_parquet([{files}], {options}) AS file"
     if in_path:
-        read += f" JOIN ({_keys(sources, sorted(in_path), schema=schema)}) AS keys ON file.file_index = keys.source"
+        read += f" JOIN ({_keys(sources, sorted(in_path))}) AS keys ON file.file_index = keys.source"
     raw = f"SELECT {', '.join(columns)}, file.file_index AS source, file.file_row_number AS row FROM {read}"
     return f"SELECT *, {_position(config, schema)} AS position FROM ({raw})"
 
@@ -138,17 +143,16 @@ def _widest(kinds: Sequence[pa.DataType]) -> pa.DataType:
     return (wide or list(kinds))[0]
 
 
-def _keys(sources: Sequence[Source], names: Sequence[str], *, schema: Mapping[str, pa.DataType]) -> str:
+def _keys(sources: Sequence[Source], names: Sequence[str]) -> str:
     """The hive keys of the paths as a table; a day is a day, a number a number."""
-    kinds = {
-        name: "DATE" if pa.types.is_date(schema[name]) else "BIGINT" if pa.types.is_integer(schema[name]) else "VARCHAR"
-        for name in names
-    }
-    rows = [
-        f"({at}, {', '.join(f'CAST({quoted(source.partition[name], mark=chr(39))} AS {kinds[name]})' for name in names)})"
-        for at, source in enumerate(sources)
-    ]
+    rows = [f"({at}, {', '.join(_constant(source.constant(name)) for name in names)})" for at, source in enumerate(sources)]
     return f"SELECT * FROM (VALUES {', '.join(rows)}) AS t(source, {', '.join(quoted(name) for name in names)})"
+
+
+def _constant(value: int | date | str) -> str:
+    if isinstance(value, int):
+        return f"{value}::BIGINT"
+    return f"DATE '{value.isoformat()}'" if isinstance(value, date) else quoted(value, mark="'")
 
 
 def _position(config: InteractionsConfig, schema: Mapping[str, pa.DataType]) -> str:

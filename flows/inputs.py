@@ -3,8 +3,9 @@
 from typing import Any
 
 from flows.config import PipelineConfig
-from recsys_core.data.embeddings import check_embeddings, ingest_embeddings
+from recsys_core.data.embeddings import ingest_embeddings
 from recsys_core.data.interactions import check_interactions, ingest_interactions
+from recsys_core.data.vector_files import check_embeddings
 from recsys_core.errors import InputError
 from recsys_core.models.config import ModelSpec, require_width
 from recsys_core.sharding.config import ClusterConfig
@@ -17,17 +18,18 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
     log = check_interactions(config.interactions)
     events = sum(source.record.rows for source in log.sources)
     facts = {"interactions": f"{events:,} rows in {len(log.sources)} files, users {log.user_id_type}, items {log.item_id_type}"}
-    if config.embeddings is not None:
-        vectors = check_embeddings(config.embeddings)
-        if vectors.id_type != log.item_id_type:
+    for vectors in check_embeddings(config.embeddings):
+        table = vectors.config.table
+        wanted = {"item": log.item_id_type, "user": log.user_id_type}.get(table, vectors.id_type)
+        if vectors.id_type != wanted:
             raise InputError(
-                f"embeddings: column {config.embeddings.id_column!r} is {vectors.id_type}, but the items of the log are "
-                f"{log.item_id_type}; write both as one type"
+                f"{vectors.setting}: the ids of the vectors are {vectors.id_type}, but those of the log's {table}s are "
+                f"{wanted}; write both as one type"
             )
         if vectors.dim is not None:
-            require_width(config.model, vectors.dim)
+            require_width(config.model, vectors.dim, table=table)
         width = f"{vectors.dim} numbers each" if vectors.dim else "of a length that the schema does not tell"
-        facts["embeddings"] = f"{vectors.rows:,} vectors in {len(vectors.sources)} files, {width}"
+        facts[vectors.setting] = f"{vectors.rows:,} vectors of {table} in {len(vectors.sources)} files, {width}"
     return facts
 
 

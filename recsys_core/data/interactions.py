@@ -97,10 +97,11 @@ def ingest_interactions(
     that leaves nothing to train on or to test with.
     """
     found = check_interactions(config)
-    if embeddings is not None and embeddings.id_type != found.item_id_type:
+    vectors = embeddings.tables.get("item") if embeddings is not None else None
+    if vectors is not None and vectors.id_type != found.item_id_type:
         raise InputError(
             f"{found.sources[0].path}: column {config.item_column!r} is {found.item_id_type}, but the ids of the vectors are "
-            f"{embeddings.id_type}; write both as one type"
+            f"{vectors.id_type}; write both as one type"
         )
     records = tuple(source.record for source in found.sources)
 
@@ -138,10 +139,12 @@ def _ingest(
     dropped = load_log(connection, config, given=found.given, types=(found.user_id_type, found.item_id_type))
     facts = check_log(connection, config, first_file=str(found.sources[0].path))
     users = _vocabulary(connection, "user", vectors=None)
-    items = _vocabulary(connection, "item", vectors=embeddings)
-    if embeddings is not None and not items.with_vector_and_event:
+    has_vectors = embeddings is not None and "item" in embeddings.tables
+    items = _vocabulary(connection, "item", vectors=embeddings if has_vectors else None)
+    if embeddings is not None and has_vectors and not items.with_vector_and_event:
         raise InputError(
-            f"embeddings: none of the {embeddings.rows:,} vectors belongs to an item of the log; do both use the same ids?"
+            f"embeddings: none of the {embeddings.tables['item'].rows:,} vectors belongs to an item of the log; "
+            "do both use the same ids?"
         )
     pq.write_table(users.table.select(["id", "train_count"]), out / "users.parquet")
     pq.write_table(items.table.select(["id", "train_count"]), out / "items.parquet")
@@ -190,7 +193,7 @@ def _vocabulary(connection: duckdb.DuckDBPyConnection, side: str, *, vectors: Em
     if vectors is None:
         joined = "SELECT *, -1 AS vector_row FROM counted"
     else:
-        path = quoted(literal(vectors.path("ids.parquet")), mark="'")
+        path = quoted(literal(vectors.ids("item")), mark="'")
         zeros = ", ".join(f"coalesce({name}, 0) AS {name}" for name in ("events", *(f"{split}_count" for split in SPLITS)))
         joined = (
             f"SELECT id, {zeros}, coalesce(vector_row, -1) AS vector_row FROM counted FULL JOIN "

@@ -23,7 +23,7 @@ class Source:
     path: Path
     schema: pa.Schema
     record: SourceFile
-    partition: Mapping[str, str] = field(default_factory=dict)
+    partition: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Hive keys of the path, e.g. {"dt": "2026-11-19"}."""
 
     @property

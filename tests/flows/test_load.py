@@ -7,7 +7,8 @@ import pytest
 from flows.config import PipelineConfig
 from flows.load import load_config
 from flows.template import starter_config, to_commented_yaml
-from recsys_core.data.config import EmbeddingsConfig, GivenSplit, InteractionsConfig
+from recsys_core.data.config import GivenSplit, InteractionsConfig
+from recsys_core.data.embeddings_config import EmbeddingsConfig
 from recsys_core.errors import InputError
 
 GOOD = "interactions: {paths: log/*.parquet, timestamp_column: ts}\n"
@@ -145,8 +146,7 @@ def test_relative_paths_are_taken_from_the_folder_of_the_file(file: Path, monkey
     assert config.workspace == here.parent / "elsewhere"
     assert config.interactions.paths == (str(here / "log/a.parquet"), "/data/b.parquet")
     assert config.interactions.split == GivenSplit(test=(str(here / "test.parquet"),))
-    assert isinstance(config.embeddings, EmbeddingsConfig)
-    assert config.embeddings.paths == (str(here / "vectors.parquet"),)
+    assert config.embeddings == (EmbeddingsConfig(paths=(str(here / "vectors.parquet"),), vector_column="v"),)
 
 
 @pytest.mark.parametrize(

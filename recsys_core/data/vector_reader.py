@@ -130,6 +130,15 @@ def batches_of(
         raise InputError(f"{source.name}: damaged: {str(error).splitlines()[0]}; write it anew") from error
 
 
+def _one_ahead(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same batches, each decoded while the one before is in use: a file of one row group else keeps one core busy."""
+    with ThreadPoolExecutor(1, thread_name_prefix="decoder") as decoder:
+        coming = decoder.submit(next, batches, None)
+        while (batch := coming.result()) is not None:
+            coming = decoder.submit(next, batches, None)
+            yield batch
+
+
 def _refuse_null_of_fixed_size(source: Source, path: Path, column: str) -> None:
     """A null among fixed-size lists is what pyarrow cannot read (it counts as a list of size 0); DuckDB finds its row."""
     if not pa.types.is_fixed_size_list(source.schema.field(column).type):
@@ -171,9 +180,9 @@ class _ListReader:
         """Reads the vectors of `unit` into the matrix."""
         start = unit.position
         batches = batches_of(unit.source, unit.path, columns=[self._column], rows=self._batch_rows, row_groups=unit.row_groups)
-        for batch in batches:
+        for batch in _one_ahead(batches):
             column = batch.column(self._column)
-            lengths_N = np.asarray(pc.fill_null(pc.list_value_length(column), -1))
+            lengths_N = np.from_dlpack(pc.fill_null(pc.list_value_length(column), -1))
             good_N = lengths_N == self._dim
             if not good_N.all():
                 self._tell_lengths(lengths_N, start)
@@ -216,7 +225,7 @@ class _ListReader:
             self._findings.add(Flaw.NULL_ELEMENT, position_N[null_ND.any(axis=1)], column=self._column, what=what)
             values = values.fill_null(0.0)
         with np.errstate(over="ignore"):  # too large for float32: found as inf
-            flat: NDArray[np.float32] = values.to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
+            flat: NDArray[np.float32] = np.from_dlpack(values).astype(np.float32, copy=False)
         return flat.reshape(-1, self._dim)
 
 

@@ -136,7 +136,7 @@ class TableIds:
         """Positions of an entry's kept rows, ascending, about `rows` at a time."""
         query = f"SELECT position FROM kept WHERE entry = {entry} ORDER BY position"
         for batch in self._connection.sql(query).to_arrow_reader(rows):
-            yield np.from_dlpack(batch.column("position"))
+            yield np.from_dlpack(batch.column("position")).astype(np.int64, copy=False)
 
     def _refuse_double(self, side: str, *, column: str, findings: Findings) -> None:
         double = self._connection.sql(

@@ -182,7 +182,7 @@ class _ListReader:
         batches = batches_of(unit.source, unit.path, columns=[self._column], rows=self._batch_rows, row_groups=unit.row_groups)
         for batch in _one_ahead(batches):
             column = batch.column(self._column)
-            lengths_N = np.from_dlpack(pc.fill_null(pc.list_value_length(column), -1))
+            lengths_N = np.from_dlpack(pc.fill_null(pc.list_value_length(column), -1)).astype(np.int64)
             good_N = lengths_N == self._dim
             if not good_N.all():
                 self._tell_lengths(lengths_N, start)

@@ -5,7 +5,9 @@ Shapes: N rows of a block, R rows of an entry's files, D numbers of a vector.
 
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,19 +95,30 @@ def _build_table(entries: Sequence[VectorFiles], *, table: str, out: Path) -> Ve
 
 
 def _read_entry(files: VectorFiles, *, ids: TableIds, scratch: Path, entry: int) -> _Entry:
-    """Ids first: they cost little, and where they are wrong no vector need be read."""
+    """Ids beside the vectors; where they are wrong, no more vectors are read."""
     config = files.config
     scratch.mkdir()
-    findings = Findings(files.sources, setting=files.setting)
+    findings, of_vectors = (Findings(files.sources, setting=files.setting) for _ in range(2))
+    wrong = threading.Event()
     columns = [config.id_column, *files.columns]
-    with ExitStack() as stack:
-        paths = stack.enter_context(local_files(files.sources, columns=columns, scratch=scratch))
+    matrix = scratch / "vectors.npy"
+
+    def read_ids(paths: Sequence[Path]) -> None:
         ids.read(files, paths=paths, findings=findings)
         if config.on_bad_rows == "fail":
             ids.tell_duplicates(files, findings)
+            if findings.counts():
+                wrong.set()
+
+    with ExitStack() as stack:
+        paths = stack.enter_context(local_files(files.sources, columns=columns, scratch=scratch))
+        with ThreadPoolExecutor(1, thread_name_prefix="ids") as beside:
+            reading = beside.submit(read_ids, paths)
+            read_vectors(files, paths=paths, findings=of_vectors, out=matrix, stop=wrong)
+            reading.result()
+        if config.on_bad_rows == "fail":
             findings.judge(config)
-        matrix = scratch / "vectors.npy"
-        read_vectors(files, paths=paths, findings=findings, out=matrix)
+        findings.take(of_vectors)
         if config.on_bad_rows == "drop":
             ids.leave_out(findings)
             ids.tell_duplicates(files, findings)  # of two rows with one id the first that has a vector is kept

@@ -50,6 +50,12 @@ class Findings:
         with self._lock:
             self._first[flaw] = min(found, self._first.get(flaw, found))
 
+    def take(self, other: "Findings") -> None:
+        """Adds the flaws of `other` to rows that have none yet."""
+        for flaw, first in other._first.items():
+            self.flaw_R[(other.flaw_R == flaw) & (self.flaw_R == 0)] = flaw
+            self._first[flaw] = min(first, self._first.get(flaw, first))
+
     def counts(self) -> dict[Flaw, int]:
         """How many rows have each flaw."""
         return {flaw: int(np.count_nonzero(self.flaw_R == flaw)) for flaw in sorted(self._first)}

@@ -5,6 +5,7 @@ Shapes: N rows of a batch, D numbers of a vector, R rows of all files.
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -47,12 +48,15 @@ class _Unit:
     columns: slice
 
 
-def read_vectors(files: VectorFiles, *, paths: Sequence[Path], findings: Findings, out: Path) -> NDArray[np.float32]:
+def read_vectors(
+    files: VectorFiles, *, paths: Sequence[Path], findings: Findings, out: Path, stop: threading.Event
+) -> NDArray[np.float32]:
     """The vectors of all rows, float32 [R, D], as a map of `out`; what flawed rows hold there means nothing.
 
     Args:
         paths: a local file for each of files.sources.
-        findings: takes what is wrong with vectors; rows that are marked already are not looked at.
+        findings: takes what is wrong with vectors.
+        stop: once it is set no more is read, and what comes back means nothing.
 
     Raises InputError for damaged files, and where the matrix does not fit the disk.
     """
@@ -68,24 +72,29 @@ def read_vectors(files: VectorFiles, *, paths: Sequence[Path], findings: Finding
     rows = min(config.batch_rows, max(64, BATCH_BYTES // (4 * min(dim, COLUMNS_AT_A_TIME * 8))))
     if config.vector_column is not None:
         reader = _ListReader(files, findings, matrix_RD, min(rows, max(64, BATCH_BYTES // (4 * dim))), normalise)
-        _in_threads(threads, reader.read, _units(files, paths, columns=[slice(0, 1)]))
+        _in_threads(threads, reader.read, _units(files, paths, columns=[slice(0, 1)]), stop=stop)
         return matrix_RD
     groups = [slice(start, min(start + COLUMNS_AT_A_TIME, dim)) for start in range(0, dim, COLUMNS_AT_A_TIME)]
     wide = _WideReader(files, findings, matrix_RD, rows)
-    _in_threads(threads, wide.read, _units(files, paths, columns=groups))
+    _in_threads(threads, wide.read, _units(files, paths, columns=groups), stop=stop)
 
     def check(start: int) -> None:
         _check_rows(matrix_RD[start : start + rows], start, files=files, findings=findings, normalise=normalise)
 
-    _in_threads(threads, check, range(0, files.rows, rows))
+    _in_threads(threads, check, range(0, files.rows, rows), stop=stop)
     return matrix_RD
 
 
-def _in_threads(threads: int, work: Callable[[Part], None], parts: Iterable[Part]) -> None:
-    """Does all `parts`; the first error ends it, and what has not begun is left."""
+def _in_threads(threads: int, work: Callable[[Part], None], parts: Iterable[Part], *, stop: threading.Event) -> None:
+    """Does all `parts`; the first error ends it, and so does `stop`: what has not begun is left."""
+
+    def do(part: Part) -> None:
+        if not stop.is_set():
+            work(part)
+
     with ThreadPoolExecutor(threads, thread_name_prefix="vectors") as pool:
         try:
-            for done in [pool.submit(work, part) for part in parts]:
+            for done in [pool.submit(do, part) for part in parts]:
                 done.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)

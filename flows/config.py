@@ -1,13 +1,15 @@
 """The whole config of a nightly run: the stages' own configs composed, and what must hold between them."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
 from pydantic import Field, model_validator
 
 from recsys_core.config import Frozen, Paths
-from recsys_core.data.config import EmbeddingsConfig, GivenSplit, InteractionsConfig
+from recsys_core.data.config import GivenSplit, InteractionsConfig
+from recsys_core.data.embeddings_config import EmbeddingsConfig, EmbeddingsConfigs
 from recsys_core.data.locations import is_uri
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.models.config import LossConfig, PretrainedConfig, TwoTowerConfig
@@ -27,9 +29,11 @@ class PipelineConfig(Frozen):
         None, description="folder that every input file has to lie below, links resolved; empty: files may lie anywhere"
     )
     interactions: InteractionsConfig = Field(description="the interaction log and its split")
-    embeddings: EmbeddingsConfig | None = Field(None, description="pretrained item vectors; empty: train from scratch")
+    embeddings: EmbeddingsConfigs = Field(
+        (), description="pretrained vectors, one group of settings or a list of them; empty: train from scratch"
+    )
     pretrained: PretrainedConfig = Field(
-        default_factory=PretrainedConfig, description="how pretrained vectors enter the item table"
+        default_factory=PretrainedConfig, description="how pretrained vectors enter their tables"
     )
     model: TwoTowerConfig = Field(default_factory=TwoTowerConfig, description="the two towers")
     loss: LossConfig = Field(default_factory=LossConfig, description="what is minimised")
@@ -61,6 +65,8 @@ class PipelineConfig(Frozen):
                     f"sharding.tables.{table}: the model has the tables {sorted(tables)}; "
                     + ("set model.user_id to true" if table == "user" else "name one of them")
                 )
+        if not self.model.user_id and any(entry.table == "user" for entry in self.embeddings):
+            raise ValueError("embeddings has vectors of users, but the model has no table for them; set model.user_id to true")
         return self
 
     def anchored(self, folder: Path) -> Self:
@@ -74,11 +80,16 @@ class PipelineConfig(Frozen):
             validation = None if split.validation is None else anchor(split.validation)
             split = split.model_copy(update={"test": anchor(split.test), "validation": validation})
         interactions = self.interactions.model_copy(update={"paths": anchor(self.interactions.paths), "split": split})
-        embeddings = self.embeddings and self.embeddings.model_copy(update={"paths": anchor(self.embeddings.paths)})
+        embeddings = tuple(_anchored_entry(entry, anchor) for entry in self.embeddings)
         update = {"interactions": interactions, "embeddings": embeddings, "workspace": _absolute(folder, self.workspace)}
         if self.data_root is not None:
             update["data_root"] = _absolute(folder, self.data_root)
         return self.model_copy(update=update)
+
+
+def _anchored_entry(entry: EmbeddingsConfig, anchor: Callable[[Paths], Paths]) -> EmbeddingsConfig:
+    id_map = entry.id_map and entry.id_map.model_copy(update={"paths": anchor(entry.id_map.paths)})
+    return entry.model_copy(update={"paths": anchor(entry.paths), "id_map": id_map})
 
 
 def _absolute(folder: Path, path: str | Path) -> Path:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from flows.config import PipelineConfig
 from flows.template import to_commented_yaml
-from recsys_core.data.config import EmbeddingsConfig, InteractionsConfig, TimeSplit
+from recsys_core.data.config import InteractionsConfig, TimeSplit
+from recsys_core.data.embeddings_config import EmbeddingsConfig
 from recsys_core.data.synthetic import generate
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.training.config import TrainingConfig
@@ -30,7 +31,7 @@ def demo_config() -> PipelineConfig:
             timestamp_column="timestamp",
             split=TimeSplit(test_days=2, validation_days=1),
         ),
-        embeddings=EmbeddingsConfig(paths=("data/item_embeddings.parquet",), vector_column="embedding"),
+        embeddings=(EmbeddingsConfig(paths=("data/item_embeddings.parquet",), vector_column="embedding"),),
         model=TwoTowerConfig(),
         training=TrainingConfig(epochs=4, batch_size=512),
     )

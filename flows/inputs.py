@@ -3,9 +3,10 @@
 from typing import Any
 
 from flows.config import PipelineConfig
-from recsys_core.data.embeddings import check_embeddings, ingest_embeddings
+from recsys_core.data.embeddings import ingest_embeddings
 from recsys_core.data.interaction_input import check_interactions
 from recsys_core.data.interactions import ingest_interactions
+from recsys_core.data.vector_files import check_embeddings
 from recsys_core.errors import InputError
 from recsys_core.models.config import ModelSpec, require_width
 from recsys_core.sharding.config import ClusterConfig
@@ -15,28 +16,34 @@ from recsys_core.sharding.planner import make_plan
 
 def check_inputs(config: PipelineConfig) -> dict[str, str]:
     """Files, rows, columns and types of all inputs, from the footers; raises InputError."""
-    log = check_interactions(config.interactions)
+    log = check_interactions(config.interactions, data_root=config.data_root)
     events = sum(source.record.rows for source in log.sources)
     facts = {"interactions": f"{events:,} rows in {len(log.sources)} files, users {log.user_id_type}, items {log.item_id_type}"}
-    if config.embeddings is not None:
-        vectors = check_embeddings(config.embeddings)
-        if vectors.id_type != log.item_id_type:
+    for vectors in check_embeddings(config.embeddings, data_root=config.data_root):
+        table = vectors.config.table
+        wanted = {"item": log.item_id_type, "user": log.user_id_type}.get(table, vectors.id_type)
+        if vectors.id_type != wanted:
             raise InputError(
-                f"embeddings: column {config.embeddings.id_column!r} is {vectors.id_type}, but the items of the log are "
-                f"{log.item_id_type}; write both as one type"
+                f"{vectors.setting}: the ids of the vectors are {vectors.id_type}, but those of the log's {table}s are "
+                f"{wanted}; write both as one type"
             )
         if vectors.dim is not None:
-            require_width(config.model, vectors.dim)
+            require_width(config.model, vectors.dim, table=table)
         width = f"{vectors.dim} numbers each" if vectors.dim else "of a length that the schema does not tell"
-        facts["embeddings"] = f"{vectors.rows:,} vectors in {len(vectors.sources)} files, {width}"
+        facts[vectors.setting] = f"{vectors.rows:,} vectors of {table} in {len(vectors.sources)} files, {width}"
     return facts
 
 
 def plan_for(config: PipelineConfig, *, cluster: dict[str, Any]) -> PlanFile:
     """The plan for `config`'s data on its cluster with `cluster` put over it; the ingests are kept in <workspace>/plan."""
     folder = config.workspace / "plan"
-    embeddings = ingest_embeddings(config.embeddings, folder=folder / "embeddings") if config.embeddings else None
-    interactions = ingest_interactions(config.interactions, embeddings=embeddings, folder=folder / "interactions")
+    root = config.data_root
+    embeddings = (
+        ingest_embeddings(config.embeddings, folder=folder / "embeddings", data_root=root) if config.embeddings else None
+    )
+    interactions = ingest_interactions(
+        config.interactions, embeddings=embeddings, folder=folder / "interactions", data_root=root
+    )
     model = ModelSpec.of(config.model, interactions=interactions, embeddings=embeddings)
     wanted = ClusterConfig(**(config.sharding.cluster.model_dump() | cluster))
     sharding = config.sharding.model_copy(update={"cluster": wanted})

@@ -1,6 +1,7 @@
 """From a YAML file and `--set a.b=c` to a PipelineConfig; whatever is wrong becomes one readable InputError."""
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -110,6 +111,7 @@ def _dotted(loc: tuple[int | str, ...], raw: Any) -> str:
 
 def _nearest(dotted: str) -> str:
     known = sorted(set(setting_names(PipelineConfig)))
+    dotted = re.sub(r"\.\d+(?=\.)", "", dotted)  # the place in a list of groups
     parent, _, name = dotted.rpartition(".")
     siblings = {path.rpartition(".")[2] for path in known if fnmatchcase(parent, path.rpartition(".")[0])}
     close = difflib.get_close_matches(name, siblings, n=1)

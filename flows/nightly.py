@@ -50,9 +50,9 @@ def nightly_retrain(config: PipelineConfig, run_id: str | None = None, until: St
 
 def night(config: PipelineConfig, run: Run) -> Iterator[tuple[StageName, Manifest | None]]:
     """The chain, in order; after each stage its name and manifest."""
-    embeddings = ingest_embeddings(config.embeddings, run=run) if config.embeddings else None
+    embeddings = ingest_embeddings(config.embeddings, data_root=config.data_root, run=run) if config.embeddings else None
     yield "ingest_embeddings", embeddings
-    interactions = ingest_interactions(config.interactions, embeddings=embeddings, run=run)
+    interactions = ingest_interactions(config.interactions, embeddings=embeddings, data_root=config.data_root, run=run)
     yield "ingest_interactions", interactions
     model = ModelSpec.of(config.model, interactions=interactions, embeddings=embeddings)
     plan = plan_sharding(config.sharding, model=model, batch_size=config.training.batch_size, run=run)

@@ -11,7 +11,8 @@ from pydantic.fields import FieldInfo
 
 from flows.config import PipelineConfig
 from flows.load import nested_models
-from recsys_core.data.config import EmbeddingsConfig, InteractionsConfig
+from recsys_core.data.config import InteractionsConfig
+from recsys_core.data.embeddings_config import EmbeddingsConfig
 
 HEADER = """\
 # A night of nightjar: every setting, with its default where it has one. What you leave out takes the default.
@@ -25,7 +26,7 @@ def starter_config() -> PipelineConfig:
     """The smallest config that shows every group of settings: a log with timestamps, and pretrained vectors."""
     return PipelineConfig(
         interactions=InteractionsConfig(paths=("data/interactions/*.parquet",), timestamp_column="timestamp"),
-        embeddings=EmbeddingsConfig(paths=("data/item_embeddings.parquet",), vector_column="embedding"),
+        embeddings=(EmbeddingsConfig(paths=("data/item_embeddings.parquet",), vector_column="embedding"),),
     )
 
 
@@ -42,8 +43,20 @@ def _lines(model: BaseModel, *, depth: int) -> Iterator[str]:
         if isinstance(value, BaseModel):
             yield from _with_comment(f"{'  ' * depth}{name}:", _comment(field))
             yield from _lines(value, depth=depth + 1)
+        elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+            yield from _with_comment(f"{'  ' * depth}{name}:", _comment(field))
+            for entry in value:
+                lines = _lines(entry, depth=depth + 1)
+                # One entry needs no list around it, and can then be reached by --set.
+                yield from lines if len(value) == 1 else _as_item(lines, depth=depth)
         else:
             yield from _with_comment(f"{'  ' * depth}{name}: {_scalar(value)}", _comment(field))
+
+
+def _as_item(lines: Iterator[str], *, depth: int) -> Iterator[str]:
+    indent = "  " * depth
+    for index, line in enumerate(lines):
+        yield f"{indent}{'- ' if index == 0 else '  '}{line[len(indent) + 2 :]}"
 
 
 def _comment(field: FieldInfo) -> str:

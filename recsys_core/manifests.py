@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -21,6 +22,7 @@ from recsys_core.config import Frozen
 from recsys_core.errors import StageError
 
 MANIFEST_NAME = "manifest.json"
+_HASHED_AT_ONCE = 4
 _NO_MANIFEST = (ValueError, KeyError, TypeError, AttributeError)  # what reading damaged JSON can end in
 
 
@@ -141,10 +143,14 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def _record_files(folder: Path) -> dict[str, FileRecord]:
+    """Hashes all files while the disk takes them in: both wait for no one but themselves, and neither holds the GIL."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in paths:
-        _fsync(path)
-    return {str(path.relative_to(folder)): record_file(path) for path in paths}
+    with ThreadPoolExecutor(2 * _HASHED_AT_ONCE) as pool:
+        synced = [pool.submit(_fsync, path) for path in paths]
+        records = dict(zip((str(path.relative_to(folder)) for path in paths), pool.map(record_file, paths), strict=True))
+        for done in synced:
+            done.result()
+    return records
 
 
 def record_file(path: Path) -> FileRecord:
@@ -179,14 +185,36 @@ class SourceFile(Frozen):
 IdType = Literal["int64", "string"]
 
 
-class EmbeddingsManifest(Manifest):
-    """vectors.npy: float32 [rows, dim] in file order; ids.parquet: column `id`, one per row of the matrix."""
+class VectorTable(Frozen):
+    """Pretrained vectors of one embedding table."""
 
-    kind: ClassVar[str] = "embeddings"
     rows: int
     dim: int
     id_type: IdType
+    explained_variance: float | None = Field(
+        None, description="share of the variance that a projection kept, where there is one"
+    )
+    dropped: dict[str, int] = Field(default_factory=dict, description="rows dropped under on_bad_rows: drop, by flaw")
+    unmapped: int = Field(0, description="vectors left out because the id map has no id of ours for them")
+    overridden: int = Field(0, description="vectors left out because an earlier entry has one for the id")
+
+
+class EmbeddingsManifest(Manifest):
+    """For each table <table>.vectors.npy, float32 [rows, dim] in the order of entries, files and rows in them, and
+    <table>.ids.parquet: column `id`, one per row of the matrix.
+    """
+
+    kind: ClassVar[str] = "embeddings"
+    tables: dict[str, VectorTable]
     sources: tuple[SourceFile, ...]
+
+    def vectors(self, table: str) -> Path:
+        """The matrix of `table`."""
+        return self.path(f"{table}.vectors.npy")
+
+    def ids(self, table: str) -> Path:
+        """The ids of the rows of the matrix."""
+        return self.path(f"{table}.ids.parquet")
 
 
 class ColumnFacts(Frozen):
@@ -236,7 +264,8 @@ class InteractionsManifest(Manifest):
     (microseconds; only where the log has timestamps). event_weight.npy float32 [events] (only with a weight column).
     context.parquet: the context columns as they came, row k for event_item[k]. train_user.npy int32 [train_events]: user of
     the k-th training event, counted in CSR order. item_count.npy int64 [items]: train_count. vector_row.npy int64 [items]:
-    row in the embeddings' vectors.npy, -1 without a vector.
+    row in the embeddings' item.vectors.npy, -1 without a vector. user_vector_row.npy int64 [users]: the same for
+    user.vectors.npy; only where there are vectors of users.
     """
 
     kind: ClassVar[str] = "interactions"

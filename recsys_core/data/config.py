@@ -1,28 +1,10 @@
-"""What the user says about the input."""
+"""What the user says about the log."""
 
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from recsys_core.config import Frozen, Paths
-
-
-class EmbeddingsConfig(Frozen):
-    """Pretrained item vectors in parquet."""
-
-    paths: Paths = Field(min_length=1, description="parquet file or glob, or a list of them")
-    id_column: str = Field("item_id", description="column with the item id")
-    vector_column: str | None = Field(None, description="list or fixed-size-list column that holds the whole vector")
-    dimension_prefix: str | None = Field(
-        None, description="with one column per dimension: their common prefix, e.g. dim_ for dim_0, dim_1"
-    )
-    batch_rows: int = Field(65_536, ge=1, description="rows read at a time; bounds the memory of the ingest")
-
-    @model_validator(mode="after")
-    def _one_layout(self) -> Self:
-        if (self.vector_column is None) == (self.dimension_prefix is None):
-            raise ValueError("set exactly one of vector_column (list column) and dimension_prefix (one column per dimension)")
-        return self
 
 
 class TimeSplit(Frozen):

@@ -8,8 +8,8 @@ from typing import Any
 
 import duckdb
 
-from recsys_core.data.arrays import full_disk, full_disk_named
 from recsys_core.data.config import InteractionsConfig, LogFilter
+from recsys_core.data.disk import full_disk_is_told, too_small
 from recsys_core.data.event_files import EventWriter
 from recsys_core.data.interaction_input import InteractionsInput, check_interactions
 from recsys_core.data.log_facts import bad_rows, column_facts
@@ -46,17 +46,22 @@ def ingest_interactions(
             split that leaves nothing to train on or to test with, too little memory or disk.
     """
     found = check_interactions(config, data_root=data_root)
-    if embeddings is not None and embeddings.id_type != found.item_id_type:
-        raise InputError(
-            f"{found.sources[0].name}: column {config.item_column!r} is {found.item_id_type}, but the ids of the vectors are "
-            f"{embeddings.id_type}; write both as one type"
-        )
+    vectors = embeddings.tables if embeddings is not None else {}
+    for table, column, kind in (
+        ("item", config.item_column, found.item_id_type),
+        ("user", config.user_column, found.user_id_type),
+    ):
+        if table in vectors and vectors[table].id_type != kind:
+            raise InputError(
+                f"{found.sources[0].name}: column {column!r} is {kind}, but the ids of the {table} vectors are "
+                f"{vectors[table].id_type}; write both as one type"
+            )
     records = tuple(source.record for source in found.sources)
     fingerprint = fingerprint_of("interactions", config, embeddings, records, last_night)
 
     def build(out: Path) -> dict[str, Any]:
         spill = out / "spill"
-        with _connection(config, spill) as connection, full_disk_named(out, wanted="the event store"):
+        with _connection(config, spill) as connection, full_disk_is_told(out):
             facts = _ingest(connection, config, found, embeddings, out, last_night=last_night, fingerprint=fingerprint)
         shutil.rmtree(spill, ignore_errors=True)
         return facts | {"sources": records, "user_id_type": found.user_id_type, "item_id_type": found.item_id_type}
@@ -75,12 +80,12 @@ def _connection(config: InteractionsConfig, spill: Path) -> Iterator[duckdb.Duck
     except duckdb.OutOfMemoryException as error:
         told = str(error).splitlines()[0]
         if "temp" in told.lower() and "director" in told.lower():  # nowhere left to spill to
-            raise full_disk(spill, wanted="what does not fit into interactions.memory_limit") from error
+            raise too_small(spill, needed="what does not fit into interactions.memory_limit has to be spilled") from error
         raise InputError(f"interactions.memory_limit is {config.memory_limit}, which is too little: {told}") from error
     except duckdb.Error as error:
         told = str(error).splitlines()[0]
         if "no space left" in told.lower():
-            raise full_disk(spill.parent, wanted="the event log") from error
+            raise too_small(spill.parent, needed="the stage does not fit") from error
         if type(error) not in DAMAGED:
             raise
         raise InputError(f"interactions: {told}") from error
@@ -105,18 +110,20 @@ def _ingest(
     aside = load_log(connection, config, parts=parts, folder=out, live=found.splits)
     facts: dict[str, Any] = dict(check_log(connection, config, first_file=found.sources[0].name))
     filtered = bool(aside) or config.filter != LogFilter()
-    users = number(connection, "user", filtered=filtered)
-    items = number(
-        connection, "item", filtered=filtered, vector_ids=embeddings.path("ids.parquet") if embeddings else None, catalogue=True
-    )
+    vector_ids = {table: embeddings.path(f"{table}.ids.parquet") for table in embeddings.tables} if embeddings else {}
+    users = number(connection, "user", filtered=filtered, vector_ids=vector_ids.get("user"))
+    items = number(connection, "item", filtered=filtered, vector_ids=vector_ids.get("item"), catalogue=True)
     writer = EventWriter(out, users=users, items=items, config=config)
     writer.write_events(connection)
     writer.write_offsets()
     present, with_vector = writer.item_count_IS.any(axis=1), items.vector_row >= 0
-    if embeddings is not None and not (with_vector & present).any():
-        raise InputError(
-            f"embeddings: none of the {embeddings.rows:,} vectors belongs to an item of the log; do both use the same ids?"
-        )
+    for vocabulary, found_both in ((users, users.vector_row >= 0), (items, with_vector & present)):
+        side = vocabulary.side
+        if embeddings is not None and side in vector_ids and not found_both.any():
+            raise InputError(
+                f"embeddings: none of the {embeddings.tables[side].rows:,} {side} vectors belongs to one of the log's {side}s; "
+                "do both use the same ids?"
+            )
     for vocabulary, counts in ((users, writer.user_count_US), (items, writer.item_count_IS)):
         side = vocabulary.side
         write_ids(connection, vocabulary, train_count=counts[:, 0], events=counts.sum(axis=1), out=out)

@@ -93,11 +93,13 @@ def read_part(
         threshold = f" AND label::DOUBLE >= {config.label_threshold!r}" if config.label_column else ""
         try:
             found = count_bad(connection, checks, numbers=list(numbers), threshold=threshold)
-        except (
-            duckdb.ConversionException
-        ) as error:  # a time in milliseconds that has no microseconds, before any check can see it
+        except duckdb.ConversionException as error:  # a time in milliseconds that has no microseconds: no check sees it
             message = f"{sources[0].name}: column {config.timestamp_column!r}: {str(error).splitlines()[0]}; mend these times"
             raise InputError(message) from error
+        except duckdb.Error:
+            for source in sources:  # says which file and column is damaged, if that is what it is
+                verify_pages(source, config.columns)
+            raise
         _refuse_lies(found, sources)
         refuse_bad_rows(connection, config, checks, found, sources=sources)
         good = good_rows(checks) + threshold

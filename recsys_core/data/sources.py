@@ -32,7 +32,7 @@ class Source:
     location: Location
     footer: Footer = field(repr=False)
     record: SourceFile
-    partition: Mapping[str, str] = field(default_factory=dict)
+    partition: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Hive keys of the path, e.g. {"dt": "2026-11-19"}."""
     partition_types: Mapping[str, pa.DataType] = field(default_factory=dict)
     """int64, date32 or string: what fits the key's values in all files of the setting."""

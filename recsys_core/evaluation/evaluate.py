@@ -126,9 +126,9 @@ def _baseline_vectors(
     embeddings: EmbeddingsManifest | None,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     vectors = {"popularity": baselines.popularity_vectors(order_I, queries=len(questions.query_ED))}
-    if embeddings is not None:
+    if embeddings is not None and "item" in embeddings.tables:
         vectors["zero_shot"] = baselines.zero_shot_vectors(
-            np.load(embeddings.path("vectors.npy"), mmap_mode="r"),
+            np.load(embeddings.vectors("item"), mmap_mode="r"),
             vector_row_I=np.load(interactions.path("vector_row.npy")),
             histories=questions.history,
         )

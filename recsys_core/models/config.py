@@ -58,11 +58,14 @@ class TwoTowerConfig(Frozen):
 
 
 class PretrainedConfig(Frozen):
-    """How pretrained vectors enter the item table."""
+    """How pretrained vectors enter their tables."""
 
     rescale: bool = Field(
         True,
         description="scale each vector to the norm of a random row; another scale changes the effective learning rate",
+    )
+    missing: Literal["random", "zero", "mean"] = Field(
+        "random", description="first values of a row without a vector; mean: the mean of the rows that have one"
     )
 
 
@@ -95,8 +98,8 @@ class ModelSpec(Frozen):
     @classmethod
     def of(cls, config: TwoTowerConfig, *, interactions: InteractionsManifest, embeddings: EmbeddingsManifest | None) -> Self:
         """The spec for these data; InputError when the vectors do not fit the table."""
-        if embeddings is not None:
-            require_width(config, embeddings.dim)
+        for table, vectors in (embeddings.tables if embeddings is not None else {}).items():
+            require_width(config, vectors.dim, table=table)
         return cls(config=config, users=interactions.users, items=interactions.items)
 
     @property
@@ -108,10 +111,11 @@ class ModelSpec(Frozen):
         return tables
 
 
-def require_width(config: TwoTowerConfig, dim: int) -> None:
-    """InputError unless pretrained vectors of `dim` numbers fit the item table."""
+def require_width(config: TwoTowerConfig, dim: int, *, table: str) -> None:
+    """InputError unless pretrained vectors of `dim` numbers fit `table`."""
     if dim != config.embedding_dim:
+        shorter = f", or embeddings.pca_dim to {config.embedding_dim}" if dim > config.embedding_dim else ""
         raise InputError(
-            f"embeddings: the vectors have {dim} numbers, but model.embedding_dim is {config.embedding_dim}; "
-            f"set model.embedding_dim to {dim}"
+            f"embeddings: the vectors of table {table!r} have {dim} numbers, but model.embedding_dim is "
+            f"{config.embedding_dim}; set model.embedding_dim to {dim}{shorter}"
         )

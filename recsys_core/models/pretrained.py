@@ -48,7 +48,7 @@ def copy_pretrained(shard: LocalShard, *, vectors: NDArray[np.float32], vector_r
 
     Args:
         vectors: memory-mapped [n, D]; only the pages of this shard's rows are read.
-        vector_row: [items], the row in `vectors` of each item, -1 for none.
+        vector_row: the row in `vectors` of each row of the table, -1 for none.
         rescale: give each vector the norm a random row is expected to have. Row-wise Adagrad moves a row by about the
             learning rate whatever its scale, so vectors of a larger scale would hardly be trained.
     """
@@ -61,6 +61,25 @@ def copy_pretrained(shard: LocalShard, *, vectors: NDArray[np.float32], vector_r
             values_RD = rescaled(values_RD)
         target_R = torch.from_numpy(found_R + start).to(shard.weight_RC.device)
         shard.weight_RC[target_R] = values_RD[:, shard.column : shard.column + columns].to(shard.weight_RC.device)
+
+
+def mean_vector(vectors: NDArray[np.float32], *, vector_row: NDArray[np.int64], rescale: bool) -> Tensor:
+    """Mean [D] of what copy_pretrained writes into a whole table, the same on every rank; zeros where no row has a vector."""
+    sum_D = torch.zeros(vectors.shape[1], dtype=torch.float64)
+    found_R = vector_row[vector_row >= 0]
+    for start in range(0, len(found_R), CHUNK_ROWS):
+        values_RD = torch.from_numpy(vectors[found_R[start : start + CHUNK_ROWS]])
+        sum_D += (rescaled(values_RD) if rescale else values_RD).sum(dim=0, dtype=torch.float64)
+    return (sum_D / max(len(found_R), 1)).float()
+
+
+def fill_missing(shard: LocalShard, *, vector_row: NDArray[np.int64], value_D: Tensor | None) -> None:
+    """Sets the rows of `shard` without a pretrained vector to `value_D`, to zero where there is none."""
+    rows, columns = shard.weight_RC.shape
+    missing = np.flatnonzero(vector_row[shard.row : shard.row + rows] < 0)
+    target_R = torch.from_numpy(missing).to(shard.weight_RC.device)
+    value_C = torch.zeros(columns) if value_D is None else value_D[shard.column : shard.column + columns]
+    shard.weight_RC[target_R] = value_C.to(shard.weight_RC.device)
 
 
 def rescaled(values_RD: Tensor) -> Tensor:

@@ -2,10 +2,12 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch import distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -18,7 +20,7 @@ from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest, requ
 from recsys_core.models.two_tower import query_features
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.checkpoint import checkpoint_name, latest_checkpoint, restore, save_checkpoint
-from recsys_core.training.distributed import blank_untrained_users, build_model, load_pretrained
+from recsys_core.training.distributed import blank_users, build_model, load_pretrained
 from recsys_core.training.job import Progress, TrainJob, TrainResult
 from recsys_core.training.optimizers import Warmup, make_optimizer
 from recsys_core.training.process import Process
@@ -48,7 +50,7 @@ def run_training(job: TrainJob, *, process: Process) -> None:
             f"{interactions.train_events} training events for {process.world_size} ranks: fewer than one each; "
             "use fewer processes or more data"
         )
-    model = _first_model(job, store=store, process=process)
+    model = _first_model(job, store=store, interactions=interactions, process=process)
     optimizer = make_optimizer(model, config=config)
     warmup = Warmup(optimizer, steps=config.warmup_steps)
     checkpoints = job.work / CHECKPOINTS_NAME
@@ -94,8 +96,10 @@ def run_training(job: TrainJob, *, process: Process) -> None:
         (job.work / RESULT_NAME).write_text(result.model_dump_json())
 
 
-def _first_model(job: TrainJob, *, store: EventStore, process: Process) -> DistributedModelParallel:
-    """The sharded model before its first step: random rows, pretrained rows over them, nothing for untrained users."""
+def _first_model(
+    job: TrainJob, *, store: EventStore, interactions: InteractionsManifest, process: Process
+) -> DistributedModelParallel:
+    """The sharded model before its first step: random rows, pretrained ones over them, zeros for users we know nothing of."""
     model = build_model(
         job.spec,
         loss=job.loss,
@@ -105,12 +109,27 @@ def _first_model(job: TrainJob, *, store: EventStore, process: Process) -> Distr
         table_learning_rate=job.training.table_learning_rate,
         seed=job.training.seed,
     )
+    vector_rows: dict[str, NDArray[np.int64]] = {}
     if job.embeddings is not None:
         embeddings = require_manifest(job.embeddings, EmbeddingsManifest, verify=False)
-        load_pretrained(model, embeddings=embeddings, vector_row=store.vector_row, config=job.pretrained)
+        vector_rows = _vector_rows(embeddings, interactions=interactions, tables=job.spec.tables)
+        load_pretrained(model, embeddings=embeddings, vector_rows=vector_rows, config=job.pretrained)
     if job.spec.config.user_id:
-        blank_untrained_users(model, trained=store.train_end > store.user_offset[:-1])
+        known = store.train_end > store.user_offset[:-1]
+        blank_users(model, known=known | (vector_rows["user"] >= 0) if "user" in vector_rows else known)
     return model
+
+
+def _vector_rows(
+    embeddings: EmbeddingsManifest, *, interactions: InteractionsManifest, tables: Collection[str]
+) -> dict[str, NDArray[np.int64]]:
+    """For each table of the model that has vectors: where in them each of its rows finds its own, -1 for nowhere."""
+    files = {"item": "vector_row.npy", "user": "user_vector_row.npy"}
+    return {
+        table: np.load(interactions.path(file))
+        for table, file in files.items()
+        if table in embeddings.tables and table in tables and file in interactions.files
+    }
 
 
 def _batches(loader: TrainLoader, *, first_step: int, epochs: int) -> Iterator[Batch]:

@@ -8,7 +8,8 @@ import pytest
 from flows.config import PipelineConfig
 from flows.load import load_config
 from flows.template import starter_config, to_commented_yaml
-from recsys_core.data.config import EmbeddingsConfig, GivenSplit, InteractionsConfig
+from recsys_core.data.config import GivenSplit, InteractionsConfig
+from recsys_core.data.embeddings_config import EmbeddingsConfig
 from recsys_core.errors import InputError
 
 GOOD = "interactions: {paths: log/*.parquet, timestamp_column: ts}\n"
@@ -146,8 +147,40 @@ def test_relative_paths_are_taken_from_the_folder_of_the_file(file: Path, monkey
     assert config.workspace == here.parent / "elsewhere"
     assert config.interactions.paths == (str(here / "log/a.parquet"), "/data/b.parquet")
     assert config.interactions.split == GivenSplit(test=(str(here / "test.parquet"),))
-    assert isinstance(config.embeddings, EmbeddingsConfig)
-    assert config.embeddings.paths == (str(here / "vectors.parquet"),)
+    assert config.embeddings == (EmbeddingsConfig(paths=(str(here / "vectors.parquet"),), vector_column="v"),)
+
+
+def test_embeddings_are_one_group_of_settings_or_a_list_of_them(file: Path) -> None:
+    one = GOOD + "embeddings: {paths: a.parquet, vector_column: v}\n"
+    file.write_text(one)
+    config = load_config(file, ["embeddings.paths=b.parquet", "embeddings.pca_dim=8"])
+    assert [(entry.paths, entry.pca_dim) for entry in config.embeddings] == [((str(file.parent / "b.parquet"),), 8)]
+    ids = "{paths: map.parquet, from_column: a, to_column: b}"
+    file.write_text(
+        f"{GOOD}embeddings: [{{paths: a.parquet, vector_column: v}}, {{paths: c, dimension_prefix: d, id_map: {ids}}}]"
+    )
+    first, second = load_config(file).embeddings
+    assert first.table == second.table == "item"
+    assert second.id_map is not None and second.id_map.paths == (str(file.parent / "map.parquet"),)
+    assert load_config(file, ["embeddings=null"]).embeddings == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{paths: a, vector_colum: v}", "embeddings.vector_colum: unknown key; did you mean embeddings.vector_column?"),
+        ("[{paths: a, vector_colum: v}]", "embeddings.0.vector_colum: unknown key; did you mean embeddings.vector_column?"),
+        ("{paths: a}", "embeddings: set exactly one of vector_column (list column) and dimension_prefix"),
+        ("[{paths: a, vector_column: v}, {paths: a}]", "embeddings.1: set exactly one of vector_column"),
+        ("{paths: a, vector_column: v, table: ../x}", "embeddings.table: String should match pattern"),
+        (
+            "{paths: a, vector_column: v, table: user}",
+            "embeddings has vectors of users, but the model has no table for them; set",
+        ),
+    ],
+)
+def test_a_mistake_in_an_entry_of_the_embeddings_is_named_with_its_place(file: Path, text: str, said: str) -> None:
+    assert said in message(file, text=f"{GOOD}embeddings: {text}")
 
 
 @pytest.mark.parametrize(
@@ -176,6 +209,11 @@ def test_the_starter_config_loads_back_to_itself(tmp_path: Path) -> None:
     file = tmp_path / "nightly.yaml"
     file.write_text(to_commented_yaml(starter_config()))
     assert load_config(file) == starter_config().anchored(tmp_path)
+    assert load_config(file, ["embeddings.pca_dim=8"]).embeddings[0].pca_dim == 8
+    second = EmbeddingsConfig(paths=("b.parquet",), table="item.brand", dimension_prefix="d")
+    both = starter_config().model_copy(update={"embeddings": (*starter_config().embeddings, second)})
+    file.write_text(to_commented_yaml(both))
+    assert load_config(file) == both.anchored(tmp_path)
 
 
 def test_the_starter_config_explains_every_setting_in_lines_that_fit(tmp_path: Path) -> None:

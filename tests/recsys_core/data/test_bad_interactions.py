@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recsys_core.data.config import EmbeddingsConfig
 from recsys_core.data.embeddings import ingest_embeddings
+from recsys_core.data.embeddings_config import EmbeddingsConfig
 from recsys_core.manifests import InteractionsManifest
 from tests.recsys_core.data.logs import ingest
 from tests.recsys_core.data.tables import damage_data, refusal, refuses, write
@@ -150,13 +150,13 @@ def test_given_files_that_are_missing_are_named_with_their_setting(tmp_path: Pat
     ("ids", "parts"),
     [
         (["5", "6"], ("column 'item_id' is int64, but the ids of the vectors are string",)),
-        ([50, 60, 70], ("embeddings: none of the 3 vectors belongs to an item of the log",)),
+        ([50, 60, 70], ("embeddings: none of the 3 item vectors belongs to one of the log's items",)),
     ],
 )
 def test_vectors_of_other_items_are_refused(tmp_path: Path, ids: list[Any], parts: tuple[str, ...]) -> None:
     vectors = write(tmp_path / "v.parquet", item_id=ids, v=[[1.0]] * len(ids))
     config = EmbeddingsConfig(paths=vectors, vector_column="v")
-    embeddings = ingest_embeddings(config, folder=tmp_path / "embeddings")
+    embeddings = ingest_embeddings((config,), folder=tmp_path / "embeddings")
     refuses(into(write(tmp_path / "a.parquet", **GOOD), embeddings=embeddings), tmp_path, *parts)
 
 

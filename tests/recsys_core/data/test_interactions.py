@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from recsys_core.data.config import EmbeddingsConfig
 from recsys_core.data.embeddings import ingest_embeddings
+from recsys_core.data.embeddings_config import EmbeddingsConfig
 from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest
 from tests.recsys_core.data.logs import DAY, Event, check, ingest, leave_last_out, read, split_by_time, write_log
 from tests.recsys_core.data.tables import write
@@ -199,8 +199,8 @@ def test_a_log_without_order_keeps_each_users_events_together(tmp_path: Path) ->
 
 
 def vectors(folder: Path, ids: Sequence[Any]) -> EmbeddingsManifest:
-    path = write(folder / "vectors.parquet", item_id=pa.array(ids), v=[[float(row)] for row in range(len(ids))])
-    return ingest_embeddings(EmbeddingsConfig(paths=path, vector_column="v"), folder=folder / "embeddings")
+    path = write(folder / "vectors.parquet", item_id=pa.array(ids), v=[[1.0 + row] for row in range(len(ids))])
+    return ingest_embeddings((EmbeddingsConfig(paths=path, vector_column="v"),), folder=folder / "embeddings")
 
 
 @pytest.mark.parametrize("name", [str, int])
@@ -237,7 +237,8 @@ def test_the_spill_folder_does_not_stay(tmp_path: Path) -> None:
 @pytest.mark.skipif(not BEAUTY.exists(), reason="the Beauty log is not on this machine")
 def test_data_real_beauty_gives_the_numbers_of_the_literature(tmp_path: Path) -> None:
     embeddings = ingest_embeddings(
-        EmbeddingsConfig(paths=str(BEAUTY / "item_embeddings.parquet"), vector_column="embedding"), folder=tmp_path / "vectors"
+        (EmbeddingsConfig(paths=str(BEAUTY / "item_embeddings.parquet"), vector_column="embedding"),),
+        folder=tmp_path / "vectors",
     )
     path = str(BEAUTY / "interactions.parquet")
     made = ingest(tmp_path / "stage", path, split=LAST_OUT, order_column="position", embeddings=embeddings)

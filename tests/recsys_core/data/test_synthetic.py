@@ -6,8 +6,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from recsys_core.data.config import EmbeddingsConfig, InteractionsConfig
+from recsys_core.data.config import InteractionsConfig
 from recsys_core.data.embeddings import ingest_embeddings
+from recsys_core.data.embeddings_config import EmbeddingsConfig
 from recsys_core.data.interactions import ingest_interactions
 from recsys_core.data.synthetic import FIRST_DAY, generate
 
@@ -23,10 +24,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_both_ingests_take_what_is_generated(folder: Path, tmp_path: Path) -> None:
     vectors = EmbeddingsConfig(paths=str(folder / "item_embeddings.parquet"), vector_column="embedding")
-    embeddings = ingest_embeddings(vectors, folder=tmp_path / "embeddings")
+    embeddings = ingest_embeddings((vectors,), folder=tmp_path / "embeddings")
     log = InteractionsConfig(paths=str(folder / "interactions" / "*.parquet"), timestamp_column="timestamp", threads=1)
     made = ingest_interactions(log, embeddings=embeddings, folder=tmp_path / "interactions")
-    assert (embeddings.rows, embeddings.dim, made.items, made.items_with_vector) == (400, 8, 400, 400)
+    table = embeddings.tables["item"]
+    assert (table.rows, table.dim, made.items, made.items_with_vector) == (400, 8, 400, 400)
     assert made.train_events + made.validation_events + made.test_events == 6000
     assert min(made.validation_events, made.test_events) > 300
     assert (made.user_id_type, made.item_id_type, made.users <= 200) == ("string", "int64", True)

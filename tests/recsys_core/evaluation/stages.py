@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import save_file
 
-from recsys_core.manifests import EmbeddingsManifest, ExportManifest, InteractionsManifest, produce
+from recsys_core.manifests import EmbeddingsManifest, ExportManifest, InteractionsManifest, VectorTable, produce
 from recsys_core.models.config import ModelSpec
 
 Events = Sequence[Sequence[int]]
@@ -71,9 +71,10 @@ def interactions_stage(
 
 def embeddings_stage(folder: Path, vectors: np.ndarray) -> EmbeddingsManifest:
     def build(out: Path) -> dict[str, Any]:
-        np.save(out / "vectors.npy", vectors.astype(np.float32))
-        pq.write_table(pa.table({"id": np.arange(len(vectors))}), out / "ids.parquet")
-        return {"rows": len(vectors), "dim": vectors.shape[1], "id_type": "int64", "sources": ()}
+        np.save(out / "item.vectors.npy", vectors.astype(np.float32))
+        pq.write_table(pa.table({"id": np.arange(len(vectors))}), out / "item.ids.parquet")
+        item = VectorTable(rows=len(vectors), dim=vectors.shape[1], id_type="int64")
+        return {"tables": {"item": item}, "sources": ()}
 
     return produce(folder, EmbeddingsManifest, fingerprint="embeddings", build=build)
 

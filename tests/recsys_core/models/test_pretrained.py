@@ -6,7 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys_core.models import pretrained
-from recsys_core.models.pretrained import INIT_STD, blank_rows, copy_pretrained, fill_random
+from recsys_core.models.pretrained import (
+    INIT_STD,
+    blank_rows,
+    copy_pretrained,
+    fill_missing,
+    fill_random,
+    mean_vector,
+    rescaled,
+)
 from recsys_core.models.shards import LocalShard
 
 ROWS, DIM = 23, 8
@@ -54,6 +62,21 @@ def test_a_shard_gets_the_vectors_of_its_own_rows_and_columns_and_keeps_rows_wit
     torch.testing.assert_close(shard[[2, 8, 9]], torch.from_numpy(vectors[[8, 0, 3], 4:]))
     untouched = [i for i in range(12) if i not in (2, 8, 9)]
     assert (shard[untouched] == 7.0).all()
+
+
+def test_rows_without_a_vector_take_the_mean_or_zero_and_the_others_are_kept():
+    vectors = np.random.default_rng(0).normal(size=(9, DIM)).astype(np.float32)
+    vector_row = np.full(ROWS, -1)
+    vector_row[[4, 10, 11]] = [8, 0, 3]
+    mean = mean_vector(vectors, vector_row=vector_row, rescale=False)
+    torch.testing.assert_close(mean, torch.from_numpy(vectors[[8, 0, 3]].mean(axis=0)))
+    scaled = mean_vector(vectors * 7, vector_row=vector_row, rescale=True)
+    torch.testing.assert_close(scaled, rescaled(torch.from_numpy(vectors[[8, 0, 3]])).mean(dim=0))
+    for value, expected in ((mean, mean[4:]), (None, torch.zeros(4))):
+        shard = torch.full((12, 4), 7.0)
+        fill_missing(LocalShard(2, 4, shard), vector_row=vector_row, value_D=value)
+        assert (shard[[2, 8, 9]] == 7).all()
+        torch.testing.assert_close(shard[[0, 5, 11]], expected.expand(3, 4))
 
 
 def test_blank_rows_are_zero_in_whatever_shard_they_lie_and_others_are_kept():

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recsys_core.data.config import EmbeddingsConfig, InteractionsConfig, TimeSplit
+from recsys_core.data.config import InteractionsConfig, TimeSplit
 from recsys_core.data.embeddings import ingest_embeddings
+from recsys_core.data.embeddings_config import EmbeddingsConfig
 from recsys_core.data.events import EventStore
 from recsys_core.data.interactions import ingest_interactions
 from recsys_core.data.synthetic import generate
@@ -40,7 +41,7 @@ def stages(tmp_path_factory):
     log = InteractionsConfig(
         paths=(str(root / "data/interactions/*.parquet"),), timestamp_column="timestamp", split=TimeSplit()
     )
-    embeddings = ingest_embeddings(vectors, folder=root / "embeddings")
+    embeddings = ingest_embeddings((vectors,), folder=root / "embeddings")
     interactions = ingest_interactions(log, embeddings=embeddings, folder=root / "interactions")
     model = ModelSpec(config=MODEL, users=interactions.users, items=interactions.items)
     cluster = ClusterConfig(device="cpu", processes_per_node=2)

@@ -1,0 +1,66 @@
+"""Principal components: a large teacher's vectors for a small student.
+
+Shapes: N rows of a block, S rows of the sample, D numbers of a vector as it comes, P of a projected one.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+SAMPLE_ROWS = 131_072
+"""Enough for the directions of a few thousand dimensions; more rows change the third digit of the explained variance."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """x -> (x - mean) @ components: the directions in which the sample varies most, first the one it varies most in."""
+
+    mean_D: NDArray[np.float64]
+    component_DP: NDArray[np.float32]
+    explained_variance: float
+    """Share of the sample's variance that the projection keeps."""
+
+    @classmethod
+    def fit(cls, blocks_ND: Iterable[NDArray[np.float32]], *, dim: int) -> Self:
+        """Fits `dim` components to the rows of all blocks, which are looked at once; memory is O(D * D).
+
+        >>> line = np.outer(np.arange(5, dtype=np.float32), [3, 4])
+        >>> found = Projection.fit([line[:2], line[2:]], dim=1)
+        >>> found.explained_variance, found.component_DP.round(3).tolist()
+        (1.0, [[0.6000000238418579], [0.800000011920929]])
+        """
+        rows = 0
+        sum_D = moment_DD = np.zeros(())
+        for block_ND in blocks_ND:
+            exact_ND = block_ND.astype(np.float64)
+            rows += len(exact_ND)
+            sum_D = sum_D + exact_ND.sum(axis=0)
+            moment_DD = moment_DD + exact_ND.T @ exact_ND
+        mean_D = sum_D / rows
+        covariance_DD = moment_DD / rows - np.outer(mean_D, mean_D)
+        value_D, vector_DD = np.linalg.eigh(covariance_DD)  # ascending
+        component_DP = vector_DD[:, ::-1][:, :dim]
+        # A direction and its opposite serve as well; one is chosen, so that a night can be repeated.
+        component_DP = component_DP * np.sign(component_DP[np.abs(component_DP).argmax(axis=0), np.arange(dim)])
+        total = value_D.clip(min=0).sum()
+        kept = value_D[::-1][:dim].clip(min=0).sum()
+        share = float(kept / total) if total > 0 else 1.0
+        return cls(mean_D, np.ascontiguousarray(component_DP, np.float32), min(round(share, 12), 1.0))
+
+    def apply(self, block_ND: NDArray[np.float32]) -> NDArray[np.float32]:
+        """[N, P]."""
+        projected_NP: NDArray[np.float32] = (block_ND - self.mean_D).astype(np.float32) @ self.component_DP
+        return projected_NP
+
+
+def unit_length(block_NP: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Rows scaled to length 1; a row of zeros stays one.
+
+    >>> unit_length(np.array([[3, 4], [0, 0]], np.float32)).tolist()
+    [[0.6000000238418579, 0.800000011920929], [0.0, 0.0]]
+    """
+    length_N1 = np.linalg.norm(block_NP.astype(np.float64), axis=1, keepdims=True)
+    return (block_NP / np.where(length_N1 > 0, length_N1, 1.0)).astype(np.float32)

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from recsys_core.config import Frozen, Paths
 from recsys_core.data.config import EmbeddingsConfig, GivenSplit, InteractionsConfig
 from recsys_core.data.locations import is_uri
+from recsys_core.data.report_config import DataReportConfig
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.models.config import LossConfig, PretrainedConfig, TwoTowerConfig
 from recsys_core.retrieval.config import IndexConfig
@@ -27,6 +28,9 @@ class PipelineConfig(Frozen):
         None, description="folder that every input file has to lie below, links resolved; empty: files may lie anywhere"
     )
     interactions: InteractionsConfig = Field(description="the interaction log and its split")
+    data_report: DataReportConfig = Field(
+        default_factory=DataReportConfig, description="limits on the night's data: beyond one the run stops before training"
+    )
     embeddings: EmbeddingsConfig | None = Field(None, description="pretrained item vectors; empty: train from scratch")
     pretrained: PretrainedConfig = Field(
         default_factory=PretrainedConfig, description="how pretrained vectors enter the item table"

@@ -21,11 +21,11 @@ class _Limit(NamedTuple):
 
 LIMITS = (
     _Limit("min_events", "train_events", "training events", "count"),
-    _Limit("max_event_drop", "event_drop", "fewer training events than last night"),
+    _Limit("max_event_drop", "event_drop", "drop of training events against last night"),
     _Limit("max_new_users", "new_users_share", "users that last night had not"),
     _Limit("max_new_items", "new_items_share", "items that last night had not"),
-    _Limit("max_vanished_users", "vanished_users_share", "of last night's users are gone"),
-    _Limit("max_vanished_items", "vanished_items_share", "of last night's items are gone"),
+    _Limit("max_vanished_users", "vanished_users_share", "users of last night that are gone"),
+    _Limit("max_vanished_items", "vanished_items_share", "items of last night that are gone"),
     _Limit("max_popularity_shift", "popularity_shift", "popularity shift (PSI) against last night", "index"),
     _Limit("min_items_with_vector", "items_with_vector_share", "items with a pretrained vector"),
     _Limit("max_nulls", "nulls_share", "nulls in the column with most of them"),
@@ -79,7 +79,7 @@ def _check(limit: _Limit, value: float, bound: float | None) -> Check:
 def breaches_of(checks: tuple[Check, ...]) -> tuple[str, ...]:
     """The broken ones as sentences."""
     return tuple(
-        f"{check.shown_value} {check.words}, but data_report.{check.setting} is {check.shown_limit.split(maxsplit=2)[2]}"
+        f"{check.words}: {check.shown_value}, but data_report.{check.setting} is {check.shown_limit.split(maxsplit=2)[2]}"
         for check in checks
         if not check.kept
     )

@@ -204,7 +204,8 @@ def _share(part: int, whole: int) -> float:
 
 
 def _events_of_users(interactions: InteractionsManifest) -> Ints:
-    return np.diff(np.load(interactions.path("user_offset.npy"), mmap_mode="r"))
+    events_U: Ints = np.diff(np.load(interactions.path("user_offset.npy"), mmap_mode="r"))
+    return events_U
 
 
 def _events_of_items(interactions: InteractionsManifest, *, chunk: int = 16_000_000) -> Ints:

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from recsys_core.data.report_content import DataReport, Day
 from recsys_core.data.report_nights import shown
+from recsys_core.manifests import DataReportManifest
 
 _TEMPLATE = Path(__file__).with_suffix(".html")
 # Colours that nothing else in a picture has: on the page they become variables, so that pictures follow light and dark.
@@ -55,7 +56,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
 def to_html(report: DataReport, *, run: str) -> str:
     """The whole page, for the run named `run`."""
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page.filters |= {"number": number, "shown": shown, "change": change}
+    page.filters |= {"number": number, "change": change, "plain": lambda text: shown(text)[1:-1]}
     plots = {
         "Events per day": plot_days(report.days),
         "Popularity of items": plot_popularity(report),
@@ -64,6 +65,21 @@ def to_html(report: DataReport, *, run: str) -> str:
     return page.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         report=report, run=run, plots={title: picture for title, picture in plots.items() if picture}, table=_TABLE
     )
+
+
+def to_markdown(report: DataReportManifest, *, page: Path) -> str:
+    """The verdict and the sizes in GitHub's markdown, and where the whole page lies."""
+    broken = [
+        f"**{len(report.breaches)} limit{'s' if len(report.breaches) > 1 else ''} broken**",
+        *(f"- {words}" for words in report.breaches),
+    ]
+    lines = broken if report.breaches else ["**OK: every limit is kept**"]
+    if report.warnings:
+        lines += ["", "Worth a look", *(f"- {words}" for words in report.warnings)]
+    compared = f"compared with {report.compared_with}" if report.compared_with else "no earlier night to compare with"
+    lines += ["", "| | |", "|:---|---:|"]
+    lines += [f"| {words} | {number(report.metrics[name], unit)} |" for name, words, unit in _TABLE if name in report.metrics]
+    return "\n".join([*lines, "", f"{compared}; the whole report: `{page}`"])
 
 
 def number(value: float | None, unit: str) -> str:

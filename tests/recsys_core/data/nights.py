@@ -56,7 +56,7 @@ def interactions_of(
             "user_id_type": types["users"], "item_id_type": types["items"], "lineage": str(folder), "night": 1,
             "rebuilt": "the first night", "new_users": 0, "new_items": 0, "vanished_users": 0, "vanished_items": 0,
             "rows_read": len(events), "files_read": 1, "columns": {}, "set_aside": {}, "bad_rows": {}, "sources": (source,),
-        } | {name: 0 for name in LATER_FIELDS} | facts  # fmt: skip
+        } | dict.fromkeys(LATER_FIELDS, 0) | facts  # fmt: skip
 
     fingerprint = fingerprint_of("by hand", str(users), item_ids, facts)
     return produce(folder, InteractionsManifest, fingerprint=fingerprint, build=build)

@@ -37,7 +37,7 @@ LOG = logging.getLogger("nightjar")
 RUN_ID_TAG = "nightjar.run_id"
 TRAINING_METRICS = ("loss", "learning_rate", "samples_per_s", "epoch")
 _FLUSH_EVERY_S = 1.0
-_PATIENCE_S = 60.0
+PATIENCE_S = 60.0
 _METRICS_PER_CALL = 900
 _PARAMS_PER_CALL = 100
 _PATHS_SHOWN = 100
@@ -190,7 +190,7 @@ def log_data_report(client: MlflowClient, mlflow_run_id: str, report: DataReport
 
 
 def deliver_data_report(run: Run, report: DataReportManifest) -> None:
-    """The report on its way to MLflow; an outage there costs a warning and _PATIENCE_S, and is made up for at registration."""
+    """The report on its way to MLflow; an outage there costs a warning and PATIENCE_S, and is made up for at registration."""
 
     def deliver() -> None:
         try:
@@ -206,9 +206,9 @@ def deliver_data_report(run: Run, report: DataReportManifest) -> None:
 
     thread = threading.Thread(target=deliver, name="mlflow-data-report", daemon=True)
     thread.start()
-    thread.join(_PATIENCE_S)
+    thread.join(PATIENCE_S)
     if thread.is_alive():
-        LOG.warning("MLflow has not taken the data report within %.0f s; the night goes on", _PATIENCE_S)
+        LOG.warning("MLflow has not taken the data report within %.0f s; the night goes on", PATIENCE_S)
 
 
 class MetricRelay:

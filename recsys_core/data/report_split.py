@@ -14,8 +14,8 @@ from recsys_core.data.config import Split
 from recsys_core.data.events import EventStore
 from recsys_core.manifests import InteractionsManifest
 
-CHUNK_EVENTS = 4_000_000
-"""Events looked at together; bounds the memory to about 400 MB however long the log is."""
+CHUNK_EVENTS = 2_000_000
+"""Events looked at together; bounds the memory to about 250 MB however long the log is."""
 DAY_US = 86_400_000_000
 _NEVER = np.iinfo(np.int64).max
 

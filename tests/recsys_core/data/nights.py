@@ -55,13 +55,9 @@ def interactions_of(
             "test_events": test, "ordered": ordered, "items_with_vector": 0, "items_vector_only": 0,
             "user_id_type": types["users"], "item_id_type": types["items"], "lineage": str(folder), "night": 1,
             "rebuilt": "the first night", "new_users": 0, "new_items": 0, "vanished_users": 0, "vanished_items": 0,
-            "rows_read": len(events), "files_read": 1, "columns": {}, "set_aside": {}, "bad_rows": {}, "sources": (source,),
-        } | dict.fromkeys(LATER_FIELDS, 0) | facts  # fmt: skip
+            "idle_users": 0, "idle_items": 0, "duplicate_events": 0, "parts": (), "rows_read": len(events), "files_read": 1,
+            "columns": {}, "set_aside": {}, "bad_rows": {}, "sources": (source,),
+        } | facts  # fmt: skip
 
     fingerprint = fingerprint_of("by hand", str(users), item_ids, facts)
     return produce(folder, InteractionsManifest, fingerprint=fingerprint, build=build)
-
-
-LATER_FIELDS = sorted(
-    name for name in ("idle_users", "idle_items", "duplicate_events") if name in InteractionsManifest.model_fields
-)

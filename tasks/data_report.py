@@ -42,5 +42,5 @@ def _last_good_night(run: Run) -> report_core.LastNight | None:
     if report is None:
         return None
     night = report.folder.parent
-    interactions = load_manifest(night / STAGES["ingest_interactions"], InteractionsManifest, verify=False)
+    interactions = load_manifest(night / STAGES["ingest_interactions"], InteractionsManifest)
     return None if interactions is None else report_core.LastNight(night.name, interactions, report.metrics)

@@ -32,7 +32,7 @@ embeddings: {paths: data/item_embeddings.parquet, vector_column: embedding}
 model: {embedding_dim: 16, query_layers: [16], user_id: true}
 training: {epochs: 3, batch_size: 64, log_every_steps: 5, checkpoint_every_steps: 20}
 index: {centroids: 8}
-registry: {model_name: small, smoke_users: 100}
+registry: {model_name: small, smoke_users: 300}
 """
 
 

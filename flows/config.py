@@ -11,6 +11,7 @@ from recsys_core.config import Frozen, Paths
 from recsys_core.data.config import GivenSplit, InteractionsConfig
 from recsys_core.data.embeddings_config import EmbeddingsConfig, EmbeddingsConfigs
 from recsys_core.data.locations import is_uri
+from recsys_core.data.report_config import DataReportConfig
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.models.config import LossConfig, PretrainedConfig, TwoTowerConfig
 from recsys_core.retrieval.config import IndexConfig
@@ -29,6 +30,9 @@ class PipelineConfig(Frozen):
         None, description="folder that every input file has to lie below, links resolved; empty: files may lie anywhere"
     )
     interactions: InteractionsConfig = Field(description="the interaction log and its split")
+    data_report: DataReportConfig = Field(
+        default_factory=DataReportConfig, description="limits on the night's data: beyond one the run stops before training"
+    )
     embeddings: EmbeddingsConfigs = Field(
         (), description="pretrained vectors, one group of settings or a list of them; empty: train from scratch"
     )

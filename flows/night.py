@@ -14,6 +14,7 @@ from flows.prefect_server import embedded_server
 from recsys_core.errors import InputError, NightjarError, StageError
 from recsys_core.evaluation.report import metric_table
 from recsys_core.manifests import (
+    DataReportManifest,
     EmbeddingsManifest,
     EvaluationManifest,
     ExportManifest,
@@ -34,6 +35,7 @@ MANIFESTS: dict[StageName, type[Manifest]] = dict(
         (
             EmbeddingsManifest,
             InteractionsManifest,
+            DataReportManifest,
             PlanManifest,
             TrainManifest,
             ExportManifest,
@@ -132,6 +134,9 @@ def print_outcome(outcome: Outcome, *, file: Path, overrides: Sequence[str]) -> 
         terminal.print_table(["test", *names], rows, console=console)
     console.print()
     facts = {"run": str(outcome.run.folder)}
+    report = outcome.stages.get("check_data")
+    if report is not None:
+        facts["data"] = str(report.path("report.html"))
     if made is not None:
         facts["model"] = f"{made.model_name} version {made.version}, {made.alias}: {made.reasons[0]}"
         facts["ask it"] = f"nightjar query {file} --user ID -k 10"

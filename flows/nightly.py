@@ -10,6 +10,7 @@ from flows.config import PipelineConfig
 from flows.load import dump_config
 from recsys_core.manifests import Manifest, RegistrationManifest
 from recsys_core.models.config import ModelSpec
+from tasks.data_report import check_data
 from tasks.evaluate import evaluate
 from tasks.export import export_vectors
 from tasks.index import build_index
@@ -54,6 +55,8 @@ def night(config: PipelineConfig, run: Run) -> Iterator[tuple[StageName, Manifes
     yield "ingest_embeddings", embeddings
     interactions = ingest_interactions(config.interactions, embeddings=embeddings, data_root=config.data_root, run=run)
     yield "ingest_interactions", interactions
+    checked = check_data(config.data_report, split=config.interactions.split, interactions=interactions, run=run)
+    yield "check_data", checked
     model = ModelSpec.of(config.model, interactions=interactions, embeddings=embeddings)
     plan = plan_sharding(config.sharding, model=model, batch_size=config.training.batch_size, run=run)
     yield "plan_sharding", plan
@@ -73,7 +76,7 @@ def night(config: PipelineConfig, run: Run) -> Iterator[tuple[StageName, Manifes
     )
     yield "package", package
     registration = register(
-        config.registry, embeddings=embeddings, interactions=interactions, plan=plan, train=trained,
+        config.registry, embeddings=embeddings, interactions=interactions, data_report=checked, plan=plan, train=trained,
         evaluation=evaluation, index=index, package=package, run=run,
     )  # fmt: skip
     yield "register", registration

@@ -300,6 +300,16 @@ class InteractionsManifest(Manifest):
     sources: tuple[SourceFile, ...]
 
 
+class DataReportManifest(Manifest):
+    """report.json (recsys_core.data.report.DataReport) and report.html, one page for a browser."""
+
+    kind: ClassVar[str] = "data_report"
+    metrics: dict[str, float] = Field(description="flat; only what could be measured")
+    breaches: tuple[str, ...] = Field(description="limits that the data breaks, each with value, limit and setting")
+    warnings: tuple[str, ...]
+    compared_with: str | None = Field(description="the run whose data this was compared with")
+
+
 class PlanManifest(Manifest):
     """plan.json (recsys_core.sharding.plan_file.PlanFile): what training executes."""
 

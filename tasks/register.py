@@ -7,6 +7,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from recsys_core.manifests import (
+    DataReportManifest,
     EmbeddingsManifest,
     EvaluationManifest,
     IndexManifest,
@@ -32,6 +33,7 @@ def register(
     *,
     embeddings: EmbeddingsManifest | None,
     interactions: InteractionsManifest,
+    data_report: DataReportManifest,
     plan: PlanManifest,
     train: TrainManifest,
     evaluation: EvaluationManifest,
@@ -46,7 +48,7 @@ def register(
         client = tracking.connect(run.workspace)
         mlflow_run_id = tracking.open_run(client, run)
         tracking.log_results(client, mlflow_run_id, run=run, plan=plan, train=train, evaluation=evaluation, index=index)
-        tracking.log_data(client, mlflow_run_id, stages=(embeddings, interactions))
+        tracking.log_data(client, mlflow_run_id, stages=(embeddings, interactions), report=data_report)
         version = version_for(
             package, config=config, client=client, mlflow_run_id=mlflow_run_id, interactions=interactions, run=run
         )

@@ -1,7 +1,7 @@
 """One night's run: its id, and where its stages lie."""
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,6 +16,7 @@ from recsys_core.manifests import ManifestT, load_manifest
 StageName = Literal[
     "ingest_embeddings",
     "ingest_interactions",
+    "check_data",
     "plan_sharding",
     "train",
     "export",
@@ -27,6 +28,7 @@ StageName = Literal[
 STAGES: dict[StageName, str] = {
     "ingest_embeddings": "embeddings",
     "ingest_interactions": "interactions",
+    "check_data": "data_report",
     "plan_sharding": "plan",
     "train": "train",
     "export": "export",
@@ -60,13 +62,15 @@ class Run:
         """Where `stage` (a key of STAGES) leaves its files and manifest."""
         return self.folder / STAGES[stage]
 
-    def last_night(self, stage: StageName, manifest_type: type[ManifestT]) -> ManifestT | None:
-        """The manifest of `stage` in the newest run before this one that has it whole."""
+    def last_night(
+        self, stage: StageName, manifest_type: type[ManifestT], *, where: Callable[[ManifestT], bool] = lambda _: True
+    ) -> ManifestT | None:
+        """The manifest of `stage` in the newest run before this one that has it whole, and `where` holds."""
         earlier = sorted(
             (path for path in self.folder.parent.glob("*") if path.is_dir() and path.name < self.run_id), reverse=True
         )
         found = (load_manifest(path / STAGES[stage], manifest_type) for path in earlier)
-        return next((manifest for manifest in found if manifest is not None), None)
+        return next((manifest for manifest in found if manifest is not None and where(manifest)), None)
 
     @contextmanager
     def lock(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_RUN_NAME
 
 from recsys_core.evaluation.report import plot_loss, plot_recall
 from recsys_core.manifests import (
+    DataReportManifest,
     EmbeddingsManifest,
     EvaluationManifest,
     IndexManifest,
@@ -36,6 +37,7 @@ LOG = logging.getLogger("nightjar")
 RUN_ID_TAG = "nightjar.run_id"
 TRAINING_METRICS = ("loss", "learning_rate", "samples_per_s", "epoch")
 _FLUSH_EVERY_S = 1.0
+PATIENCE_S = 60.0
 _METRICS_PER_CALL = 900
 _PARAMS_PER_CALL = 100
 _PATHS_SHOWN = 100
@@ -160,9 +162,15 @@ def log_results(
 
 
 def log_data(
-    client: MlflowClient, mlflow_run_id: str, *, stages: Sequence[EmbeddingsManifest | InteractionsManifest | None]
+    client: MlflowClient,
+    mlflow_run_id: str,
+    *,
+    stages: Sequence[EmbeddingsManifest | InteractionsManifest | None],
+    report: DataReportManifest,
 ) -> None:
-    """The input files as they were read: as datasets of the run, and whole in data_fingerprints.json."""
+    """The input files as they were read: as datasets of the run, and whole in data_fingerprints.json; and the data report."""
+    if "data/breaches" not in client.get_run(mlflow_run_id).data.metrics:  # it could not be delivered when it was made
+        log_data_report(client, mlflow_run_id, report)
     sources = {stage.kind: stage.sources for stage in stages if stage is not None}
     content = {kind: [source.model_dump() for source in files] for kind, files in sources.items()}
     client.log_dict(mlflow_run_id, content, "data_fingerprints.json")
@@ -172,6 +180,35 @@ def log_data(
         for kind, files in sources.items()
     ]
     client.log_inputs(mlflow_run_id, [DatasetInput(dataset) for dataset in datasets])
+
+
+def log_data_report(client: MlflowClient, mlflow_run_id: str, report: DataReportManifest) -> None:
+    """report.html, and its metrics as data/<name>."""
+    values = {f"data/{name}": value for name, value in report.metrics.items()}
+    log_metrics(client, mlflow_run_id, as_metrics({**values, "data/breaches": float(len(report.breaches))}))
+    client.log_artifact(mlflow_run_id, str(report.path("report.html")), "data_report")
+
+
+def deliver_data_report(run: Run, report: DataReportManifest) -> None:
+    """The report on its way to MLflow; an outage there costs a warning and PATIENCE_S, and is made up for at registration."""
+
+    def deliver() -> None:
+        try:
+            client = connect(run.workspace)
+            mlflow_run_id = open_run(client, run)
+            log_params(client, mlflow_run_id, config_file=run.config_file)
+            log_data_report(client, mlflow_run_id, report)
+            client.set_terminated(
+                mlflow_run_id, RunStatus.to_string(RunStatus.FAILED if report.breaches else RunStatus.FINISHED)
+            )
+        except Exception as error:  # whatever MLflow, its database or the network throws: the night goes on
+            LOG.warning("MLflow takes no data report (%s: %s); the night goes on", type(error).__name__, error)
+
+    thread = threading.Thread(target=deliver, name="mlflow-data-report", daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    if thread.is_alive():
+        LOG.warning("MLflow has not taken the data report within %.0f s; the night goes on", PATIENCE_S)
 
 
 class MetricRelay:

@@ -32,7 +32,7 @@ embeddings: {paths: data/item_embeddings.parquet, vector_column: embedding}
 model: {embedding_dim: 16, query_layers: [16], user_id: true}
 training: {epochs: 3, batch_size: 64, log_every_steps: 5, checkpoint_every_steps: 20}
 index: {centroids: 8}
-registry: {model_name: small, smoke_users: 100}
+registry: {model_name: small, smoke_users: 300}
 """
 
 
@@ -173,4 +173,4 @@ def test_until_ends_the_flow_after_that_stage(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(nightly, "night", night)
     state = nightly.nightly_retrain.fn(starter_config().anchored(tmp_path), run_id="r", until="train")
     assert (state.name, state.is_completed()) == ("StoppedEarly", True)
-    assert done == ["ingest_embeddings", "ingest_interactions", "plan_sharding", "train"]
+    assert done == ["ingest_embeddings", "ingest_interactions", "check_data", "plan_sharding", "train"]

@@ -8,9 +8,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from recsys_core.data.config import GivenSplit
+from recsys_core.data.report import report_data
+from recsys_core.data.report_config import DataReportConfig
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.manifests import (
+    DataReportManifest,
     EvaluationManifest,
     IndexManifest,
     InteractionsManifest,
@@ -36,6 +40,7 @@ class Stages(NamedTuple):
     """What `register` takes."""
 
     interactions: InteractionsManifest
+    data_report: DataReportManifest
     plan: PlanManifest
     train: TrainManifest
     evaluation: EvaluationManifest
@@ -90,7 +95,11 @@ def _build(folder: Path, *, confused: bool) -> Stages:
     package = build_package(
         PackageConfig(), export=export, index=index, interactions=interactions, evaluation=evaluation, folder=folder / "package"
     )
-    return Stages(interactions, _plan(folder / "plan"), _train(folder / "train"), evaluation, index, package)
+    data_report = report_data(
+        DataReportConfig(), split=GivenSplit(test=("test.parquet",)), interactions=interactions, last_night=None,
+        folder=folder / "data_report",
+    )  # fmt: skip
+    return Stages(interactions, data_report, _plan(folder / "plan"), _train(folder / "train"), evaluation, index, package)
 
 
 def _plan(folder: Path) -> PlanManifest:

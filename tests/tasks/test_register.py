@@ -81,7 +81,15 @@ def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(works
     assert champion_uri(client, "m") == "models:/m/1"
     found = client.get_run(made.mlflow_run_id)
     names = {file.path for file in client.list_artifacts(made.mlflow_run_id)}
-    assert names == {"config.yaml", "plan.json", "data_fingerprints.json", "loss.png", "recall.png", "indexes.png"}
+    assert names == {
+        "config.yaml",
+        "plan.json",
+        "data_fingerprints.json",
+        "data_report",
+        "loss.png",
+        "recall.png",
+        "indexes.png",
+    }
     assert found.data.metrics["test/recall_at_20"] == exact["test/recall@20"]
     assert {metric.step for metric in client.get_metric_history(made.mlflow_run_id, "train/loss")} == set(STEPS)
     assert [entry.dataset.name for entry in found.inputs.dataset_inputs] == ["interactions"]

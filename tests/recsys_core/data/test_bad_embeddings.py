@@ -298,7 +298,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize(
     ("rows", "dim", "said"),
-    [(4_000, 128, "4,000 vectors of 128 numbers take 0.002 GiB"), (40_000, 1, "the stage does not fit")],
+    [(4_000, 128, "4,000 x 128 numbers, takes 0.002 GiB"), (40_000, 1, "the stage does not fit")],
 )
 def test_a_disk_that_is_full_is_an_error_and_no_crash(tmp_path: Path, small_disk: Path, rows: int, dim: int, said: str) -> None:
     """The second case fits the matrix, but not the ids beside it."""

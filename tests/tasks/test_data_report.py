@@ -1,0 +1,103 @@
+"""The data report as a night meets it: what it is compared with, what it tells MLflow, and how it stops a run."""
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recsys_core.data.config import GivenSplit
+from recsys_core.data.report_config import DataReportConfig
+from recsys_core.errors import InputError
+from recsys_core.manifests import DataReportManifest
+from tasks import data_report, tracking
+from tasks.run import Run
+from tasks.tracking import connect, open_run
+from tests.recsys_core.data.nights import DAY, interactions_of
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(data_report, "show_markdown", lambda key, words: (tmp_path / f"{key}.md").write_text(words))
+    return tmp_path
+
+
+@pytest.fixture
+def untracked(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_report, "deliver_data_report", lambda run, report: None)
+
+
+def night(workspace: Path, day: int, *, events: int, **limits: Any) -> DataReportManifest:
+    """The stage for a log of so many training events."""
+    run = Run(f"202611{day}-020000-aaaa", workspace=workspace, experiment="tests")
+    log = [([(0, at * DAY) for at in range(events)], [], [(0, 99 * DAY)])]
+    interactions = interactions_of(run.stage_folder("ingest_interactions"), log, item_ids=[7])
+    run.config_file.write_text("name: tests\n")
+    split = GivenSplit(test=("test.parquet",))
+    return data_report.check_data.fn(DataReportConfig(**limits), split=split, interactions=interactions, run=run)
+
+
+def test_a_broken_limit_stops_the_run_and_says_where_to_look(workspace: Path, untracked: None) -> None:
+    with pytest.raises(InputError) as caught:
+        night(workspace, 20, events=4, min_events=5, min_items_with_vector=0.5)
+    said = str(caught.value)
+    page = workspace / "runs" / "20261120-020000-aaaa" / "data_report" / "report.html"
+    assert "- training events: 4, but data_report.min_events is 5\n" in said
+    assert "- items with a pretrained vector: 0 %, but data_report.min_items_with_vector is 50 %\n" in said
+    assert f"look at {page}" in said and "--resume 20261120-020000-aaaa" in said
+    assert page.is_file() and "**2 limits broken**" in (workspace / "data-report.md").read_text()
+
+
+def test_a_resume_with_the_limit_lifted_goes_on(workspace: Path, untracked: None) -> None:
+    with pytest.raises(InputError):
+        night(workspace, 20, events=4, min_events=5)
+    with pytest.raises(InputError):
+        night(workspace, 20, events=4, min_events=5)
+    assert night(workspace, 20, events=4).breaches == ()
+
+
+def test_a_bad_night_is_no_measure_for_the_next_one(workspace: Path, untracked: None) -> None:
+    assert night(workspace, 20, events=40).compared_with is None
+    for day in (21, 22):  # the second would pass beside the first
+        with pytest.raises(InputError, match="drop of training events against last night: 90 %"):
+            night(workspace, day, events=4)
+    assert night(workspace, 23, events=30).compared_with == "20261120-020000-aaaa"
+
+
+def test_mlflow_gets_page_and_metrics_also_of_a_night_that_is_stopped(workspace: Path) -> None:
+    night(workspace, 20, events=10)
+    with pytest.raises(InputError):
+        night(workspace, 21, events=10, min_events=11)
+    client = connect(workspace)
+    for run_id, breaches, status in (("20261120-020000-aaaa", 0, "FINISHED"), ("20261121-020000-aaaa", 1, "FAILED")):
+        found = client.get_run(open_run(client, Run(run_id, workspace=workspace, experiment="tests")))
+        assert (found.data.metrics["data/breaches"], found.info.status) == (breaches, status)
+        assert found.data.metrics["data/train_events"] == 10
+        assert [file.path for file in client.list_artifacts(found.info.run_id, "data_report")] == ["data_report/report.html"]
+
+
+def test_an_outage_of_mlflow_is_a_warning_and_the_night_goes_on(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
+    assert night(workspace, 20, events=10).breaches == ()
+    assert "MLflow takes no data report" in caplog.text
+
+
+def test_a_tracking_server_that_never_answers_holds_the_night_up_for_a_while_only(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answered = threading.Event()
+    monkeypatch.setattr(tracking, "connect", lambda workspace: answered.wait())
+    monkeypatch.setattr(tracking, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
+    assert night(workspace, 20, events=10).breaches == ()
+    assert "MLflow has not taken the data report" in caplog.text
+    answered.set()
+    for thread in threading.enumerate():
+        if thread.name == "mlflow-data-report":
+            thread.join()

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -148,7 +149,7 @@ class Encoding:
         for batch in reader:
             yield tuple(column.to_numpy(zero_copy_only=False) for column in batch.columns)
 
-    def _array(self, name: str, *, dtype: type[np.generic], rows: int) -> NDArray[np.generic]:
+    def _array(self, name: str, *, dtype: type[np.generic], rows: int) -> NDArray[Any]:
         return new_array(self.out / f"{self.key}.{name}.npy", dtype=dtype, shape=(rows,))
 
     def _write_single(self) -> FeatureFacts:

@@ -99,15 +99,16 @@ def _load(
             stream = _events(paths[0], columns=table.columns, interactions=interactions)
             connection.register("events", stream)
             connection.execute(
-                f'CREATE TABLE joined AS SELECT "nightjar row" AS row, "nightjar trained" AS trained, {", ".join(values)} FROM events'
+                'CREATE TABLE joined AS SELECT "nightjar row" AS row, "nightjar trained" AS trained, '
+                f"{', '.join(values)} FROM events"
             )
             return None
         catalogue = quoted(literal(interactions.path(f"{table.side}s.parquet")), mark="'")
         kind = "BIGINT" if table.id_type == "int64" else "VARCHAR"
         connection.execute(
             "CREATE TABLE joined AS SELECT catalogue.row, catalogue.trained, described.* EXCLUDE (described_id) FROM "
-            f"(SELECT id, file_row_number AS row, train_count > 0 AS trained FROM read_parquet({catalogue}, file_row_number = true))"
-            f" catalogue JOIN (SELECT CAST({quoted(table.id_column)} AS {kind}) AS described_id, {', '.join(values)} "
+            f"(SELECT id, file_row_number AS row, train_count > 0 AS trained FROM read_parquet({catalogue}, "
+            f"file_row_number = true)) catalogue JOIN (SELECT CAST({quoted(table.id_column)} AS {kind}) AS described_id, {', '.join(values)} "
             f"FROM {read_parquet(paths)}) described ON catalogue.id = described.described_id"
         )
     matched = int(connection.sql("SELECT count(*) FROM joined").fetchall()[0][0])

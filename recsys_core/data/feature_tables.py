@@ -210,8 +210,9 @@ def _first(
     for source, path in zip(table.sources, paths, strict=True):
         # The window comes before the condition, so that it numbers the rows of the file.
         found = connection.sql(
-            f'SELECT "nightjar row", CAST({quoted(column)} AS VARCHAR) FROM (SELECT row_number() OVER () - 1 AS "nightjar row", '
-            f'* FROM {read_parquet([path])}) WHERE {condition} ORDER BY "nightjar row" LIMIT 1'
+            f'SELECT "nightjar row", CAST({quoted(column)} AS VARCHAR) FROM '
+            f'(SELECT row_number() OVER () - 1 AS "nightjar row", * FROM '
+            f'{read_parquet([path])}) WHERE {condition} ORDER BY "nightjar row" LIMIT 1'
         ).fetchall()
         if found:
             row, value = found[0]

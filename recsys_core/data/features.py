@@ -108,8 +108,8 @@ def _load(
         connection.execute(
             "CREATE TABLE joined AS SELECT catalogue.row, catalogue.trained, described.* EXCLUDE (described_id) FROM "
             f"(SELECT id, file_row_number AS row, train_count > 0 AS trained FROM read_parquet({catalogue}, "
-            f"file_row_number = true)) catalogue JOIN (SELECT CAST({quoted(table.id_column)} AS {kind}) AS described_id, {', '.join(values)} "
-            f"FROM {read_parquet(paths)}) described ON catalogue.id = described.described_id"
+            f"file_row_number = true)) catalogue JOIN (SELECT CAST({quoted(table.id_column)} AS {kind}) AS described_id, "
+            f"{', '.join(values)} FROM {read_parquet(paths)}) described ON catalogue.id = described.described_id"
         )
     matched = int(connection.sql("SELECT count(*) FROM joined").fetchall()[0][0])
     rows = sum(source.record.rows for source in table.sources)

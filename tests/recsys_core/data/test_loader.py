@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recsys_core.data.batch import Batch
 from recsys_core.data.events import EventStore
-from recsys_core.data.loader import READ_AHEAD, Batch, TrainLoader, item_batch, query_batch
+from recsys_core.data.loader import READ_AHEAD, TrainLoader, item_batch, query_batch
 from tests.recsys_core.data.test_events import Users, store_of, users
 
 FEATURES = ("user", "history", "last_item")

@@ -38,16 +38,6 @@ def sampled_softmax(
 
     log_q_K: log expected counts of the candidates, or None for no correction. weight_B: how much each query counts in the
     mean; None: all the same. Returns a scalar.
-
-    >>> query, candidate = torch.tensor([[1.0], [-1.0]]), torch.tensor([[0.0], [1.0]])
-    >>> rows = torch.tensor([0, 1])
-    >>> def loss(*weight: float) -> float:
-    ...     return sampled_softmax(
-    ...         query, candidate, item_row_K=rows, log_q_K=None, temperature=1.0, mask_accidental_hits=False,
-    ...         weight_B=torch.tensor(weight),
-    ...     ).item()
-    >>> round(loss(1, 0), 4), round(loss(0, 2), 4), round(loss(1, 3), 4)  # both: log(1 + e)
-    (1.3133, 1.3133, 1.3133)
     """
     logits_BK = query_BO @ candidate_KO.T / temperature
     if log_q_K is not None:

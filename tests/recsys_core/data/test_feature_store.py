@@ -46,9 +46,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[EventStore, FeatureS
         weight=[event / 4 for event in range(events)],
     )
     text = pa.list_(pa.string())
-    weights = {
-        side: pa.array(WEIGHT[key], pa.list_(pa.float64())) for side, key in (("user", "user.likes"), ("item", "item.tags"))
-    }
+    weights = {key: pa.array(value, pa.list_(pa.float64())) for key, value in WEIGHT.items()}
     users = write(
         folder / "users.parquet", id=list(range(USERS)), age=DESCRIBED["user.age"],
         likes=pa.array(DESCRIBED["user.likes"], text), much=weights["user.likes"],

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from recsys_core.config import Frozen, Paths
 from recsys_core.data.config import EmbeddingsConfig, GivenSplit, InteractionsConfig
+from recsys_core.data.features_config import FeaturesConfig, FeatureTableConfig
 from recsys_core.data.locations import is_uri
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.models.config import LossConfig, PretrainedConfig, TwoTowerConfig
@@ -28,6 +29,9 @@ class PipelineConfig(Frozen):
     )
     interactions: InteractionsConfig = Field(description="the interaction log and its split")
     embeddings: EmbeddingsConfig | None = Field(None, description="pretrained item vectors; empty: train from scratch")
+    features: FeaturesConfig | None = Field(
+        None, description="features of users, items and events beyond their ids; empty: none"
+    )
     pretrained: PretrainedConfig = Field(
         default_factory=PretrainedConfig, description="how pretrained vectors enter the item table"
     )
@@ -63,6 +67,14 @@ class PipelineConfig(Frozen):
                 )
         return self
 
+    @property
+    def log(self) -> InteractionsConfig:
+        """`interactions` with the columns that context features need kept per event."""
+        if self.features is None:
+            return self.interactions
+        columns = dict.fromkeys([*self.interactions.context_columns, *self.features.context_columns])
+        return self.interactions.model_copy(update={"context_columns": tuple(columns)})
+
     def anchored(self, folder: Path) -> Self:
         """The same config with every relative path taken from `folder`.."""
 
@@ -75,7 +87,15 @@ class PipelineConfig(Frozen):
             split = split.model_copy(update={"test": anchor(split.test), "validation": validation})
         interactions = self.interactions.model_copy(update={"paths": anchor(self.interactions.paths), "split": split})
         embeddings = self.embeddings and self.embeddings.model_copy(update={"paths": anchor(self.embeddings.paths)})
-        update = {"interactions": interactions, "embeddings": embeddings, "workspace": _absolute(folder, self.workspace)}
+
+        def table(side: FeatureTableConfig | None) -> FeatureTableConfig | None:
+            return side and side.model_copy(update={"paths": anchor(side.paths)})
+
+        features = self.features and self.features.model_copy(
+            update={"users": table(self.features.users), "items": table(self.features.items)}
+        )
+        update = {"interactions": interactions, "embeddings": embeddings, "features": features}
+        update["workspace"] = _absolute(folder, self.workspace)
         if self.data_root is not None:
             update["data_root"] = _absolute(folder, self.data_root)
         return self.model_copy(update=update)

@@ -17,6 +17,7 @@ from recsys_core.manifests import (
     EmbeddingsManifest,
     EvaluationManifest,
     ExportManifest,
+    FeaturesManifest,
     IndexManifest,
     InteractionsManifest,
     Manifest,
@@ -34,6 +35,7 @@ MANIFESTS: dict[StageName, type[Manifest]] = dict(
         (
             EmbeddingsManifest,
             InteractionsManifest,
+            FeaturesManifest,
             PlanManifest,
             TrainManifest,
             ExportManifest,

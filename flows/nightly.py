@@ -13,7 +13,7 @@ from recsys_core.models.config import ModelSpec
 from tasks.evaluate import evaluate
 from tasks.export import export_vectors
 from tasks.index import build_index
-from tasks.ingest import ingest_embeddings, ingest_interactions
+from tasks.ingest import ingest_embeddings, ingest_features, ingest_interactions
 from tasks.package import build_package
 from tasks.plan import plan_sharding
 from tasks.register import register
@@ -52,8 +52,10 @@ def night(config: PipelineConfig, run: Run) -> Iterator[tuple[StageName, Manifes
     """The chain, in order; after each stage its name and manifest."""
     embeddings = ingest_embeddings(config.embeddings, run=run) if config.embeddings else None
     yield "ingest_embeddings", embeddings
-    interactions = ingest_interactions(config.interactions, embeddings=embeddings, run=run)
+    interactions = ingest_interactions(config.log, embeddings=embeddings, run=run)
     yield "ingest_interactions", interactions
+    features = ingest_features(config.features, log=config.log, interactions=interactions, run=run) if config.features else None
+    yield "ingest_features", features
     model = ModelSpec.of(config.model, interactions=interactions, embeddings=embeddings)
     plan = plan_sharding(config.sharding, model=model, batch_size=config.training.batch_size, run=run)
     yield "plan_sharding", plan

@@ -16,6 +16,7 @@ from recsys_core.manifests import ManifestT, load_manifest
 StageName = Literal[
     "ingest_embeddings",
     "ingest_interactions",
+    "ingest_features",
     "plan_sharding",
     "train",
     "export",
@@ -27,6 +28,7 @@ StageName = Literal[
 STAGES: dict[StageName, str] = {
     "ingest_embeddings": "embeddings",
     "ingest_interactions": "interactions",
+    "ingest_features": "features",
     "plan_sharding": "plan",
     "train": "train",
     "export": "export",

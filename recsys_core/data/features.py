@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recsys_core.data.arrays import full_disk_named
+from recsys_core.data.database import database
 from recsys_core.data.feature_encoding import Encoding, LastNight
 from recsys_core.data.feature_tables import FeatureTable, check_features, read_parquet, refuse_bad_rows, value_sql
 from recsys_core.data.features_config import FeaturesConfig
-from recsys_core.data.interactions import DAMAGED
 from recsys_core.data.sources import literal, local_files, open_sources
 from recsys_core.data.sql import quoted
 from recsys_core.errors import InputError
@@ -30,6 +30,7 @@ from recsys_core.manifests import (
 
 BATCH_ROWS = 1_000_000
 CONTEXT_NAME = "context.parquet"
+WANTED = "the features"
 
 
 def ingest_features(
@@ -57,26 +58,16 @@ def ingest_features(
     def build(out: Path) -> dict[str, Any]:
         scratch = out / "scratch"
         scratch.mkdir()
-        settings: dict[str, Any] = {"memory_limit": memory_limit, "temp_directory": str(scratch / "spill")}
-        if threads is not None:
-            settings["threads"] = threads
         features: dict[str, FeatureFacts] = {}
         facts: dict[str, FeatureTableFacts] = {}
-        try:
+        with full_disk_named(out, wanted=WANTED):
             for table in tables:
-                with full_disk_named(out, wanted="the features"), duckdb.connect(config=settings) as connection:
+                # A database of its own for each side: what it holds is let go of before the next.
+                with database(memory_limit=memory_limit, threads=threads, spill=scratch / "spill", wanted=WANTED) as connection:
                     found = _load(connection, table, interactions=interactions, scratch=scratch)
                     if found is not None:
                         facts[table.side] = found
                     features |= _encode(connection, table, interactions=interactions, previous=previous, out=out)
-        except duckdb.OutOfMemoryException as error:
-            raise InputError(
-                f"interactions.memory_limit is {memory_limit}, which is too little: {str(error).splitlines()[0]}"
-            ) from error
-        except duckdb.Error as error:
-            if type(error) not in DAMAGED:
-                raise
-            raise InputError(f"features: {str(error).splitlines()[0]}") from error
         shutil.rmtree(scratch)
         return {"lineage": interactions.lineage, "features": features, "tables": facts, "sources": records}
 

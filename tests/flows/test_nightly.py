@@ -173,4 +173,4 @@ def test_until_ends_the_flow_after_that_stage(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(nightly, "night", night)
     state = nightly.nightly_retrain.fn(starter_config().anchored(tmp_path), run_id="r", until="train")
     assert (state.name, state.is_completed()) == ("StoppedEarly", True)
-    assert done == ["ingest_embeddings", "ingest_interactions", "plan_sharding", "train"]
+    assert done == ["ingest_embeddings", "ingest_interactions", "ingest_features", "plan_sharding", "train"]

@@ -59,5 +59,5 @@ def write_interactions(
         item_id_type="string" if isinstance(items[0], str) else "int64",
         lineage=lineage, night=1, rebuilt="by hand", new_users=len(users), new_items=len(items),
         vanished_users=0, vanished_items=0, rows_read=len(item), files_read=1,
-        columns={}, set_aside={}, bad_rows={}, sources=(),
+        columns={}, set_aside={}, bad_rows={}, sources=(), parts=(), idle_users=0, idle_items=0, duplicate_events=0,
     )  # fmt: skip

@@ -106,7 +106,7 @@ def _load(
     rows = sum(source.record.rows for source in table.sources)
     if matched == 0:
         raise InputError(
-            f"{table.sources[0].name}: column {table.id_column!r}: none of the {rows:,} ids is a {table.side} of the log; "
+            f"{table.sources[0].name}: column {table.id_column!r}: none of the {rows:,} ids is in the {table.side}s of the log; "
             "do both use the same ids?"
         )
     return FeatureTableFacts(rows=rows, not_in_catalogue=rows - matched, without_row=_rows(table, interactions) - matched)

@@ -100,7 +100,10 @@ def test_bad_config_and_bad_input_exit_with_2_and_one_message_before_anything_is
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["run", "--until", "trian"], "no such stage; there are ingest_embeddings, ingest_interactions, ingest_features, plan_sharding, train"),
+        (
+            ["run", "--until", "trian"],
+            "no such stage; there are ingest_embeddings, ingest_interactions, ingest_features, plan_sharding, train",
+        ),
         (["run", "--resume", "20200101-000000-0000"], "no such run"),
         (["query", "--user", "1", "--json"], "has no champion"),
     ],

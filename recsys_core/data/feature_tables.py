@@ -237,7 +237,8 @@ def shown(value: str | None) -> str:
 def read_parquet(paths: Sequence[Path]) -> str:
     """All `paths` as one table of DuckDB's."""
     names = ", ".join(quoted(literal(path), mark="'") for path in paths)
-    return f"read_parquet([{names}], union_by_name = true, hive_partitioning = false)"
+    # Without can_have_nan DuckDB 2.0 takes pyarrow's statistics for proof that there is none (duckdb/duckdb#25521).
+    return f"read_parquet([{names}], union_by_name = true, hive_partitioning = false, can_have_nan = true)"
 
 
 def value_sql(feature: FeatureConfig, value_type: IdType | None) -> str:

@@ -116,6 +116,32 @@ def test_resuming_at_a_batch_gives_exactly_the_later_batches(start: int) -> None
     assert all(same(one, other) for one, other in zip(whole[start:], resumed, strict=True))
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    log=users,
+    ordered=st.booleans(),
+    batch_size=st.integers(1, 9),
+    world_size=st.integers(1, 3),
+    seed=st.integers(0, 2**31),
+    epoch=st.integers(0, 5),
+    data=st.data(),
+)
+def test_a_batch_is_a_function_of_seed_epoch_rank_and_number(
+    log: Users, ordered: bool, batch_size: int, world_size: int, seed: int, epoch: int, data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, world_size - 1))
+    settings_of = {"batch_size": batch_size, "world_size": world_size, "rank": rank, "seed": seed, "uniform_negatives": 3}
+    store = store_of(log, ordered=ordered)
+    one, other = loader_of(store, **settings_of), loader_of(store, **settings_of)
+    in_order = list(one.epoch(epoch))
+    assert len(in_order) == len(one)
+    for number in data.draw(st.permutations(range(len(one)))):
+        assert same(other.make(epoch, number), in_order[number])
+    start = data.draw(st.integers(0, len(one)))
+    resumed = other.epoch(epoch, start_batch=start)
+    assert all(same(here, there) for here, there in zip(in_order[start:], resumed, strict=True))
+
+
 def test_epochs_and_seeds_differ_and_the_same_ones_are_equal() -> None:
     store = store_of(numbered([40] * 3))
 

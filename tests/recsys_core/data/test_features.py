@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from recsys_core.data.features import ingest_features
 from recsys_core.data.features_config import FeaturesConfig
 from recsys_core.manifests import FeaturesManifest, InteractionsManifest
+from tests.recsys_core.data.logs import ingest as ingest_log
+from tests.recsys_core.data.logs import write_log
 from tests.recsys_core.data.stages import write_interactions
 from tests.recsys_core.data.tables import write
 
@@ -250,3 +252,18 @@ def test_what_goes_in_comes_out(tmp_path_factory: pytest.TempPathFactory, data: 
         value = price[described.index(item)] if item in described else None
         missing = value is None or math.isnan(value)
         assert row == (0 if missing else 1 + sum(value >= bound for bound in boundaries))
+
+
+def test_the_context_follows_the_events_of_a_real_log(tmp_path: Path) -> None:
+    events = [(f"u{at % 5}", 100 + at % 7, 1_000 * (at * 7 % 40)) for at in range(40)]
+    path = write_log(tmp_path / "a.parquet", events, device=[f"at {time}" for _, _, time in events])
+    log = ingest_log(tmp_path / "log", path, split={"kind": "leave_last_out"}, context_columns=("device",))
+    made = ingest(tmp_path / "features", log, context=[{"name": "device"}])
+    words = [value for value, _ in vocabulary(made, "context.device")]
+    time = np.load(log.path("event_time.npy"))
+    expected = []
+    user_offset, train_end = (np.load(log.path(f"{name}.npy")) for name in ("user_offset", "train_end"))
+    for start, stop, end in zip(user_offset[:-1], user_offset[1:], train_end, strict=True):
+        expected += [f"at {time[at]}" if at < end else None for at in range(start, stop)]
+    assert [words[row] for row in rows_of(made, "context.device")] == expected
+    assert len(words) == 1 + log.train_events

@@ -85,7 +85,8 @@ class TrainLoader:
             except BaseException as error:  # handed to the trainer, which raises it
                 put(error)
 
-        threading.Thread(target=read_ahead, name="loader", daemon=True).start()
+        thread = threading.Thread(target=read_ahead, name="loader", daemon=True)
+        thread.start()
         try:
             while (item := ready.get()) is not None:
                 if isinstance(item, BaseException):
@@ -93,6 +94,7 @@ class TrainLoader:
                 yield item
         finally:
             closed.set()
+            thread.join()  # a thread that is inside numpy or torch while the interpreter ends takes the process down with it
 
     def make(self, epoch: int, batch: int) -> Batch:
         """Batch number `batch` of `epoch`: a function of its arguments and the seed."""

@@ -190,7 +190,7 @@ def test_leaving_an_epoch_early_ends_its_thread() -> None:
     next(batches)
     assert len(loader_threads()) == 1
     batches.close()
-    wait_until_no_thread_is_left()
+    assert loader_threads() == []
 
 
 def test_no_more_than_the_read_ahead_is_made_in_advance() -> None:

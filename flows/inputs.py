@@ -32,7 +32,11 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
         facts["embeddings"] = f"{vectors.rows:,} vectors in {len(vectors.sources)} files, {width}"
     if config.features is not None:
         tables = check_features(
-            config.features, user_id_type=log.user_id_type, item_id_type=log.item_id_type, log=log.sources
+            config.features,
+            user_id_type=log.user_id_type,
+            item_id_type=log.item_id_type,
+            log=log.sources,
+            data_root=config.data_root,
         )
         facts["features"] = ", ".join(
             f"{len(table.features)} of {table.side}s" if table.side != "context" else f"{len(table.features)} of the context"

@@ -54,7 +54,11 @@ def night(config: PipelineConfig, run: Run) -> Iterator[tuple[StageName, Manifes
     yield "ingest_embeddings", embeddings
     interactions = ingest_interactions(config.log, embeddings=embeddings, run=run)
     yield "ingest_interactions", interactions
-    features = ingest_features(config.features, log=config.log, interactions=interactions, run=run) if config.features else None
+    features = None
+    if config.features is not None:
+        features = ingest_features(
+            config.features, log=config.log, interactions=interactions, data_root=config.data_root, run=run
+        )
     yield "ingest_features", features
     model = ModelSpec.of(config.model, interactions=interactions, embeddings=embeddings)
     plan = plan_sharding(config.sharding, model=model, batch_size=config.training.batch_size, run=run)

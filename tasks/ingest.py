@@ -1,5 +1,7 @@
 """Stages `ingest_embeddings`, `ingest_interactions` and `ingest_features`."""
 
+from pathlib import Path
+
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
@@ -40,7 +42,12 @@ def ingest_interactions(config: InteractionsConfig, *, embeddings: EmbeddingsMan
 
 @task(name="ingest_features", cache_policy=NO_CACHE)
 def ingest_features(
-    config: FeaturesConfig, *, log: InteractionsConfig, interactions: InteractionsManifest, run: Run
+    config: FeaturesConfig,
+    *,
+    log: InteractionsConfig,
+    interactions: InteractionsManifest,
+    data_root: Path | None,
+    run: Run,
 ) -> FeaturesManifest:
     """Parquet, and the log's own columns -> rows of the features' tables; last night's vocabularies go on."""
     finish = begin("ingest_features")
@@ -51,6 +58,7 @@ def ingest_features(
         memory_limit=log.memory_limit,
         threads=log.threads,
         folder=run.stage_folder("ingest_features"),
+        data_root=data_root,
     )
     rows = sum(feature.rows for feature in manifest.features.values())
     finish(manifest, f"{len(manifest.features)} features, {rows:,} rows in their tables")

@@ -41,11 +41,16 @@ class FeatureTable:
 
 
 def check_features(
-    config: FeaturesConfig, *, user_id_type: IdType, item_id_type: IdType, log: Sequence[Source]
+    config: FeaturesConfig,
+    *,
+    user_id_type: IdType,
+    item_id_type: IdType,
+    log: Sequence[Source],
+    data_root: Path | None = None,
 ) -> tuple[FeatureTable, ...]:
     """Checks files, columns and types without reading a row; raises InputError.
 
-    log: the files that hold the columns of the context.
+    log: the files that hold the columns of the context. data_root: where every file of a table has to lie.
     """
     tables = []
     sides: tuple[tuple[Side, IdType], ...] = (("user", user_id_type), ("item", item_id_type))
@@ -54,7 +59,7 @@ def check_features(
         if declared is None:
             continue
         setting = f"features.{side}s"
-        sources = open_sources(declared.paths, setting=f"{setting}.paths")
+        sources = open_sources(declared.paths, setting=f"{setting}.paths", data_root=data_root)
         ids = id_type(sources, declared.id_column, setting=f"{setting}.id_column")
         if ids != of_log:
             raise InputError(
@@ -74,6 +79,11 @@ def _unambiguous(table: FeatureTable) -> FeatureTable:
     """DuckDB's names know no case: of Genre and genre it would read the first, whichever is meant."""
     for source in table.sources:
         for column in table.columns:
+            if table.side != "context" and column in source.partition:
+                raise InputError(
+                    f"{source.name}: column {column!r} is a key of the folder names, but {table.setting} reads what is in the "
+                    "file; write it as a column too"
+                )
             same = [name for name in source.schema.names if name.lower() == column.lower()]
             if len(same) > 1:
                 raise InputError(f"{source.name}: columns {same} differ by case alone; rename all but {column!r}")

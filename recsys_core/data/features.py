@@ -41,10 +41,11 @@ def ingest_features(
     memory_limit: str,
     threads: int | None,
     folder: Path,
+    data_root: Path | None = None,
 ) -> FeaturesManifest:
     """The arrays that FeaturesManifest describes, out of core in DuckDB.
 
-    previous: last night's features, whose vocabularies and boundaries go on where the rows of users and items do.
+    data_root: where every file of a table has to lie. previous: last night's features, whose vocabularies and boundaries go on where the rows of users and items do.
 
     Raises InputError for missing files and columns, other types than the config says, null and duplicate ids, ids of another
     type than the log's, and weights that are not finite, negative or not one per value.
@@ -52,7 +53,9 @@ def ingest_features(
     if previous is not None and previous.lineage != interactions.lineage:
         previous = None
     log = open_sources([str(interactions.path(CONTEXT_NAME))], setting="features.context") if config.context else ()
-    tables = check_features(config, user_id_type=interactions.user_id_type, item_id_type=interactions.item_id_type, log=log)
+    tables = check_features(
+        config, user_id_type=interactions.user_id_type, item_id_type=interactions.item_id_type, log=log, data_root=data_root
+    )
     records = tuple(source.record for table in tables if table.side != "context" for source in table.sources)
 
     def build(out: Path) -> dict[str, Any]:

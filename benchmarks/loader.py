@@ -169,7 +169,7 @@ def _answers(ranks: list[Any], answers: Any) -> list[Any]:
 
 
 def _train(folder: Path, case: str, batch_size: int, rank: int, world_size: int, answers: Any) -> None:
-    """Seconds of each segment with the loader and with its batches made beforehand."""
+    """Wall and CPU seconds of each segment with the loader and with its batches made beforehand."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world_size, timeout=timedelta(minutes=10)
@@ -194,13 +194,14 @@ def _train(folder: Path, case: str, batch_size: int, rank: int, world_size: int,
     steps = max(8, SEGMENT_SAMPLES // batch_size)
     made = [loader.make(0, step) for step in range(steps)]
 
-    def segment(batches: Iterator[Batch]) -> float:
+    def segment(batches: Iterator[Batch], kind: str) -> None:
         dist.barrier()
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         for _ in range(steps):
             pipeline.progress(batches)
         dist.barrier()
-        return time.perf_counter() - began
+        seconds[kind].append(time.perf_counter() - began)
+        cpu[kind].append(time.process_time() - worked)
 
     def all_of(whole: Iterator[Batch]) -> Iterator[Batch]:
         # The pipeline takes three batches ahead: after the segment's own they come from the list, whoever gave the others.
@@ -208,29 +209,32 @@ def _train(folder: Path, case: str, batch_size: int, rank: int, world_size: int,
             yield next(whole)
         yield from made[:4]
 
-    segment(iter(made + made[:4]))
-    seconds: dict[str, list[float]] = {"loader": [], "made": []}
+    seconds: dict[str, list[float]] = {"loader": [], "made": [], "warm-up": []}
+    cpu: dict[str, list[float]] = {"loader": [], "made": [], "warm-up": []}
+    segment(iter(made + made[:4]), "warm-up")
     for _ in range(SEGMENTS):
         batches = loader.epoch(0)
-        seconds["loader"].append(segment(all_of(batches)))
+        segment(all_of(batches), "loader")
         batches.close()  # type: ignore[attr-defined]
-        seconds["made"].append(segment(iter(made + made[:4])))
-    answers.put(seconds | {"samples": steps * batch_size})
+        segment(iter(made + made[:4]), "made")
+    answers.put({"samples": steps * batch_size, "seconds": seconds, "cpu": cpu})
     dist.barrier()
     dist.destroy_process_group()
 
 
 def measure_training(folder: Path, case: str, *, batch_size: int) -> dict[str, float]:
-    """Samples per second and rank with the loader and without, two gloo ranks; the loader's share of the step."""
+    """Samples per second and rank with the loader and without, two gloo ranks; the loader's share of the time."""
     answers = _CONTEXT.Queue()
     ranks = [_CONTEXT.Process(target=_train, args=(folder, case, batch_size, rank, 2, answers)) for rank in range(2)]
     found = _answers(ranks, answers)[0]
     (folder / "group").unlink(missing_ok=True)
-    loader, made = (statistics.median(found[name]) for name in ("loader", "made"))
+    loader, made = (statistics.median(found["seconds"][name]) for name in ("loader", "made"))
+    cpu_loader, cpu_made = (statistics.median(found["cpu"][name]) for name in ("loader", "made"))
     return {
         "with_loader": found["samples"] / loader,
         "made_beforehand": found["samples"] / made,
-        "share": 1 - sum(found["made"]) / sum(found["loader"]),
+        "share": 1 - made / loader,
+        "cpu_share": 1 - cpu_made / cpu_loader,
     }
 
 
@@ -274,13 +278,13 @@ def to_markdown(results: dict[str, Any]) -> str:
         "",
         "Two gloo ranks that train, samples/s and rank, with the loader and on the same batches made beforehand:",
         "",
-        "| | batch | with the loader | made beforehand | the loader's share of the step |",
-        "|:---|---:|---:|---:|---:|",
+        "| | batch | with the loader | made beforehand | the loader's share of the time | of the CPU time |",
+        "|:---|---:|---:|---:|---:|---:|",
     ]
     for row in results["training"]:
         lines.append(
             f"| {row['case']} | {row['batch_size']:,} | {row['with_loader']:,.0f} | {row['made_beforehand']:,.0f} "
-            f"| {row['share']:.1%} |"
+            f"| {row['share']:.1%} | {row['cpu_share']:.1%} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -94,7 +94,7 @@ class PipelineConfig(Frozen):
         features = self.features and self.features.model_copy(
             update={"users": table(self.features.users), "items": table(self.features.items)}
         )
-        update = {"interactions": interactions, "embeddings": embeddings, "features": features}
+        update: dict[str, object] = {"interactions": interactions, "embeddings": embeddings, "features": features}
         update["workspace"] = _absolute(folder, self.workspace)
         if self.data_root is not None:
             update["data_root"] = _absolute(folder, self.data_root)

@@ -45,7 +45,8 @@ def ingest_features(
 ) -> FeaturesManifest:
     """The arrays that FeaturesManifest describes, out of core in DuckDB.
 
-    data_root: where every file of a table has to lie. previous: last night's features, whose vocabularies and boundaries go on where the rows of users and items do.
+    previous: last night's features, whose vocabularies and boundaries go on where the rows of users and items do.
+    data_root: where every file of a table has to lie.
 
     Raises InputError for missing files and columns, other types than the config says, null and duplicate ids, ids of another
     type than the log's, and weights that are not finite, negative or not one per value.
@@ -109,8 +110,8 @@ def _load(
     rows = sum(source.record.rows for source in table.sources)
     if matched == 0:
         raise InputError(
-            f"{table.sources[0].name}: column {table.id_column!r}: none of the {rows:,} ids is in the {table.side}s of the log; "
-            "do both use the same ids?"
+            f"{table.sources[0].name}: column {table.id_column!r}: none of the {rows:,} ids is in the {table.side}s of the "
+            "log; do both use the same ids?"
         )
     return FeatureTableFacts(rows=rows, not_in_catalogue=rows - matched, without_row=_rows(table, interactions) - matched)
 

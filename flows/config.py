@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from recsys_core.config import Frozen, Paths
 from recsys_core.data.config import GivenSplit, InteractionsConfig
 from recsys_core.data.embeddings_config import EmbeddingsConfig, EmbeddingsConfigs
+from recsys_core.data.features_config import FeaturesConfig, FeatureTableConfig
 from recsys_core.data.locations import is_uri
 from recsys_core.data.report_config import DataReportConfig
 from recsys_core.evaluation.config import EvaluationConfig
@@ -35,6 +36,9 @@ class PipelineConfig(Frozen):
     )
     embeddings: EmbeddingsConfigs = Field(
         (), description="pretrained vectors, one group of settings or a list of them; empty: train from scratch"
+    )
+    features: FeaturesConfig | None = Field(
+        None, description="features of users, items and events beyond their ids; empty: none"
     )
     pretrained: PretrainedConfig = Field(
         default_factory=PretrainedConfig, description="how pretrained vectors enter their tables"
@@ -73,6 +77,14 @@ class PipelineConfig(Frozen):
             raise ValueError("embeddings has vectors of users, but the model has no table for them; set model.user_id to true")
         return self
 
+    @property
+    def log(self) -> InteractionsConfig:
+        """`interactions` with the columns that context features need kept per event."""
+        if self.features is None:
+            return self.interactions
+        columns = dict.fromkeys([*self.interactions.context_columns, *self.features.context_columns])
+        return self.interactions.model_copy(update={"context_columns": tuple(columns)})
+
     def anchored(self, folder: Path) -> Self:
         """The same config with every relative path taken from `folder`.."""
 
@@ -85,7 +97,15 @@ class PipelineConfig(Frozen):
             split = split.model_copy(update={"test": anchor(split.test), "validation": validation})
         interactions = self.interactions.model_copy(update={"paths": anchor(self.interactions.paths), "split": split})
         embeddings = tuple(_anchored_entry(entry, anchor) for entry in self.embeddings)
-        update = {"interactions": interactions, "embeddings": embeddings, "workspace": _absolute(folder, self.workspace)}
+
+        def table(side: FeatureTableConfig | None) -> FeatureTableConfig | None:
+            return side and side.model_copy(update={"paths": anchor(side.paths)})
+
+        features = self.features and self.features.model_copy(
+            update={"users": table(self.features.users), "items": table(self.features.items)}
+        )
+        update: dict[str, object] = {"interactions": interactions, "embeddings": embeddings, "features": features}
+        update["workspace"] = _absolute(folder, self.workspace)
         if self.data_root is not None:
             update["data_root"] = _absolute(folder, self.data_root)
         return self.model_copy(update=update)

@@ -4,6 +4,7 @@ from typing import Any
 
 from flows.config import PipelineConfig
 from recsys_core.data.embeddings import ingest_embeddings
+from recsys_core.data.feature_tables import check_features
 from recsys_core.data.interaction_input import check_interactions
 from recsys_core.data.interactions import ingest_interactions
 from recsys_core.data.vector_files import check_embeddings
@@ -31,6 +32,18 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
             require_width(config.model, vectors.dim, table=table)
         width = f"{vectors.dim} numbers each" if vectors.dim else "of a length that the schema does not tell"
         facts[vectors.setting] = f"{vectors.rows:,} vectors of {table} in {len(vectors.sources)} files, {width}"
+    if config.features is not None:
+        tables = check_features(
+            config.features,
+            user_id_type=log.user_id_type,
+            item_id_type=log.item_id_type,
+            log=log.sources,
+            data_root=config.data_root,
+        )
+        facts["features"] = ", ".join(
+            f"{len(table.features)} of {table.side}s" if table.side != "context" else f"{len(table.features)} of the context"
+            for table in tables
+        )
     return facts
 
 

@@ -18,6 +18,7 @@ from recsys_core.manifests import (
     EmbeddingsManifest,
     EvaluationManifest,
     ExportManifest,
+    FeaturesManifest,
     IndexManifest,
     InteractionsManifest,
     Manifest,
@@ -35,6 +36,7 @@ MANIFESTS: dict[StageName, type[Manifest]] = dict(
         (
             EmbeddingsManifest,
             InteractionsManifest,
+            FeaturesManifest,
             DataReportManifest,
             PlanManifest,
             TrainManifest,

@@ -14,7 +14,7 @@ from tasks.data_report import check_data
 from tasks.evaluate import evaluate
 from tasks.export import export_vectors
 from tasks.index import build_index
-from tasks.ingest import ingest_embeddings, ingest_interactions
+from tasks.ingest import ingest_embeddings, ingest_features, ingest_interactions
 from tasks.package import build_package
 from tasks.plan import plan_sharding
 from tasks.register import register
@@ -53,8 +53,14 @@ def night(config: PipelineConfig, run: Run) -> Iterator[tuple[StageName, Manifes
     """The chain, in order; after each stage its name and manifest."""
     embeddings = ingest_embeddings(config.embeddings, data_root=config.data_root, run=run) if config.embeddings else None
     yield "ingest_embeddings", embeddings
-    interactions = ingest_interactions(config.interactions, embeddings=embeddings, data_root=config.data_root, run=run)
+    interactions = ingest_interactions(config.log, embeddings=embeddings, data_root=config.data_root, run=run)
     yield "ingest_interactions", interactions
+    features = None
+    if config.features is not None:
+        features = ingest_features(
+            config.features, log=config.log, interactions=interactions, data_root=config.data_root, run=run
+        )
+    yield "ingest_features", features
     checked = check_data(config.data_report, split=config.interactions.split, interactions=interactions, run=run)
     yield "check_data", checked
     model = ModelSpec.of(config.model, interactions=interactions, embeddings=embeddings)

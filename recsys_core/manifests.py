@@ -300,6 +300,46 @@ class InteractionsManifest(Manifest):
     sources: tuple[SourceFile, ...]
 
 
+class FeatureFacts(Frozen):
+    """One feature as it was ingested."""
+
+    kind: Literal["categorical", "list", "weighted_list", "numeric"]
+    rows: int = Field(description="rows of its embedding table, row 0 (out of vocabulary) included")
+    values: int = Field(description="values stored, over all users, items or events")
+    out_of_vocabulary: int = Field(description="values stored as row 0: unseen, below min_count, null or NaN")
+    missing: int = Field(description="users, items or events without it: not in the table, null, NaN, or an empty list")
+    truncated: int = Field(0, description="lists longer than max_values, of which the first values were kept")
+    boundaries: tuple[float, ...] | None = Field(None, description="numeric: row 1 + n holds values from boundary n on")
+    definition: str = Field(description="a later night continues the vocabulary of an equal definition")
+    continued: bool = Field(description="whether last night's vocabulary or boundaries were kept")
+    new_values: int = Field(0, description="values that got a row tonight")
+
+
+class FeatureTableFacts(Frozen):
+    """A feature table beside the catalogue."""
+
+    rows: int
+    not_in_catalogue: int = Field(description="rows whose id the catalogue has not; ignored")
+    without_row: int = Field(description="ids of the catalogue that the table has not")
+
+
+class FeaturesManifest(Manifest):
+    """Features in the order of the rows that they belong to: <side>.<name> with side user, item or context.
+
+    One value each (categorical, numeric): <side>.<name>.row.npy int32 [rows]. Lists: <side>.<name>.offset.npy int64 [rows + 1]
+    and .row.npy int32 [values] as CSR, .weight.npy float32 [values] where weighted. Rows are those of users.parquet,
+    items.parquet and, for the context, of event_item.npy. <side>.<name>.vocabulary.parquet (not for numeric and hashed
+    features): column `value`, whose position is the row, and `count`; line 0 has value null and stands for all that is out of
+    vocabulary.
+    """
+
+    kind: ClassVar[str] = "features"
+    lineage: str = Field(description="that of the interactions: whose rows the arrays follow")
+    features: dict[str, FeatureFacts]
+    tables: dict[str, FeatureTableFacts] = Field(description="per side that has a table: user, item")
+    sources: tuple[SourceFile, ...]
+
+
 class DataReportManifest(Manifest):
     """report.json (recsys_core.data.report.DataReport) and report.html, one page for a browser."""
 

@@ -1,4 +1,4 @@
-"""Stages `ingest_embeddings` and `ingest_interactions`."""
+"""Stages `ingest_embeddings`, `ingest_interactions` and `ingest_features`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,10 +7,12 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from recsys_core.data import embeddings as embeddings_core
+from recsys_core.data import features as features_core
 from recsys_core.data import interactions as interactions_core
 from recsys_core.data.config import InteractionsConfig
 from recsys_core.data.embeddings_config import EmbeddingsConfig
-from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest
+from recsys_core.data.features_config import FeaturesConfig
+from recsys_core.manifests import EmbeddingsManifest, FeaturesManifest, InteractionsManifest
 from tasks.reporting import begin
 from tasks.run import Run
 
@@ -40,4 +42,29 @@ def ingest_interactions(
     events = manifest.train_events + manifest.validation_events + manifest.test_events
     read = f"{manifest.files_read} of {len(manifest.sources)} files read"
     finish(manifest, f"{events:,} events, {manifest.users:,} users, {manifest.items:,} items, {read}")
+    return manifest
+
+
+@task(name="ingest_features", cache_policy=NO_CACHE)
+def ingest_features(
+    config: FeaturesConfig,
+    *,
+    log: InteractionsConfig,
+    interactions: InteractionsManifest,
+    data_root: Path | None,
+    run: Run,
+) -> FeaturesManifest:
+    """Parquet, and the log's own columns -> rows of the features' tables; last night's vocabularies go on."""
+    finish = begin("ingest_features")
+    manifest = features_core.ingest_features(
+        config,
+        interactions=interactions,
+        previous=run.last_night("ingest_features", FeaturesManifest),
+        memory_limit=log.memory_limit,
+        threads=log.threads,
+        folder=run.stage_folder("ingest_features"),
+        data_root=data_root,
+    )
+    rows = sum(feature.rows for feature in manifest.features.values())
+    finish(manifest, f"{len(manifest.features)} features, {rows:,} rows in their tables")
     return manifest

@@ -16,6 +16,7 @@ from recsys_core.manifests import ManifestT, load_manifest
 StageName = Literal[
     "ingest_embeddings",
     "ingest_interactions",
+    "ingest_features",
     "check_data",
     "plan_sharding",
     "train",
@@ -28,6 +29,7 @@ StageName = Literal[
 STAGES: dict[StageName, str] = {
     "ingest_embeddings": "embeddings",
     "ingest_interactions": "interactions",
+    "ingest_features": "features",
     "check_data": "data_report",
     "plan_sharding": "plan",
     "train": "train",

@@ -1,15 +1,14 @@
 """Stage `interactions`: the log from parquet into vocabularies and a CSR event store, out of core in DuckDB."""
 
-import contextlib
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import duckdb
 
 from recsys_core.data.config import InteractionsConfig, LogFilter
-from recsys_core.data.disk import full_disk_is_told, too_small
+from recsys_core.data.database import database
+from recsys_core.data.disk import full_disk_is_told
 from recsys_core.data.event_files import EventWriter
 from recsys_core.data.interaction_input import InteractionsInput, check_interactions
 from recsys_core.data.log_facts import bad_rows, column_facts
@@ -19,9 +18,6 @@ from recsys_core.data.sql import SPLITS
 from recsys_core.data.vocabulary import compare, number, open_ids, write_ids
 from recsys_core.errors import InputError
 from recsys_core.manifests import EmbeddingsManifest, IdType, InteractionsManifest, fingerprint_of, produce
-
-DAMAGED = (duckdb.Error, duckdb.IOException, duckdb.InvalidInputException)
-"""What a damaged file ends in (the base class itself: a broken page header); their other subclasses are our mistakes."""
 
 
 def ingest_interactions(
@@ -61,34 +57,17 @@ def ingest_interactions(
 
     def build(out: Path) -> dict[str, Any]:
         spill = out / "spill"
-        with _connection(config, spill) as connection, full_disk_is_told(out):
+        with (
+            full_disk_is_told(out),
+            database(
+                memory_limit=config.memory_limit, threads=config.threads, spill=spill, wanted="interactions"
+            ) as connection,
+        ):
             facts = _ingest(connection, config, found, embeddings, out, last_night=last_night, fingerprint=fingerprint)
         shutil.rmtree(spill, ignore_errors=True)
         return facts | {"sources": records, "user_id_type": found.user_id_type, "item_id_type": found.item_id_type}
 
     return produce(folder, InteractionsManifest, fingerprint=fingerprint, build=build)
-
-
-@contextlib.contextmanager
-def _connection(config: InteractionsConfig, spill: Path) -> Iterator[duckdb.DuckDBPyConnection]:
-    settings: dict[str, Any] = {"memory_limit": config.memory_limit, "temp_directory": str(spill)}
-    if config.threads is not None:
-        settings["threads"] = config.threads
-    try:
-        with duckdb.connect(config=settings) as connection:
-            yield connection
-    except duckdb.OutOfMemoryException as error:
-        told = str(error).splitlines()[0]
-        if "temp" in told.lower() and "director" in told.lower():  # nowhere left to spill to
-            raise too_small(spill, needed="what does not fit into interactions.memory_limit has to be spilled") from error
-        raise InputError(f"interactions.memory_limit is {config.memory_limit}, which is too little: {told}") from error
-    except duckdb.Error as error:
-        told = str(error).splitlines()[0]
-        if "no space left" in told.lower():
-            raise too_small(spill.parent, needed="the stage does not fit") from error
-        if type(error) not in DAMAGED:
-            raise
-        raise InputError(f"interactions: {told}") from error
 
 
 def _ingest(

@@ -6,51 +6,18 @@ Shapes: B queries, N extra candidates, K = B + N samples of the KeyedJaggedTenso
 import queue
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from torchrec.streamable import Pipelineable
 
+from recsys_core.data.batch import Batch, keyed_jagged
 from recsys_core.data.events import EvaluationSplit, EventStore, Rows
+from recsys_core.data.feature_store import FeatureStore
 from recsys_core.data.lists import Lists
 from recsys_core.data.shuffle import shuffled
 
 READ_AHEAD = 4
-
-
-@dataclass
-class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
-    """B queries with their positives, and N candidates more.
-
-    All K samples ride in one KeyedJaggedTensor: the extra ones have empty query features, so one lookup serves both towers.
-    """
-
-    sparse: KeyedJaggedTensor
-    batch_size: int
-    item_rows: Tensor
-    """int64 [K]: the B positives, then the N extra candidates."""
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
-        """A copy on `device`."""
-        return type(self)(
-            sparse=self.sparse.to(device, non_blocking=non_blocking),
-            batch_size=self.batch_size,
-            item_rows=self.item_rows.to(device, non_blocking=non_blocking),
-        )
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps the memory until `stream` has read it."""
-        self.sparse.record_stream(stream)
-        self.item_rows.record_stream(stream)
-
-    def pin_memory(self) -> Self:
-        """A copy in page-locked memory."""
-        return type(self)(sparse=self.sparse.pin_memory(), batch_size=self.batch_size, item_rows=self.item_rows.pin_memory())
 
 
 class TrainLoader:
@@ -63,6 +30,8 @@ class TrainLoader:
         batch_size: queries per rank and step; the last batch of an epoch may be smaller.
         features: query features in order (see models.two_tower.query_features).
         uniform_negatives: extra candidates per batch, drawn uniformly from the catalogue.
+        feature_store: features that ride along: those of users and events with the B queries, those of items with all K
+            candidates, as `user.<name>`, `context.<name>` and `item.<name>`.
     """
 
     def __init__(
@@ -76,7 +45,9 @@ class TrainLoader:
         max_history: int,
         features: Sequence[str],
         uniform_negatives: int,
+        feature_store: FeatureStore | None = None,
     ) -> None:
+        self._feature_store = feature_store
         self._store, self._batch_size, self._features = store, batch_size, tuple(features)
         self._rank, self._world_size, self._seed = rank, world_size, seed
         self._max_history, self._negatives = max_history, uniform_negatives
@@ -114,7 +85,8 @@ class TrainLoader:
             except BaseException as error:  # handed to the trainer, which raises it
                 put(error)
 
-        threading.Thread(target=read_ahead, name="loader", daemon=True).start()
+        thread = threading.Thread(target=read_ahead, name="loader", daemon=True)
+        thread.start()
         try:
             while (item := ready.get()) is not None:
                 if isinstance(item, BaseException):
@@ -122,6 +94,7 @@ class TrainLoader:
                 yield item
         finally:
             closed.set()
+            thread.join()  # a thread that is inside numpy or torch while the interpreter ends takes the process down with it
 
     def make(self, epoch: int, batch: int) -> Batch:
         """Batch number `batch` of `epoch`: a function of its arguments and the seed."""
@@ -133,8 +106,19 @@ class TrainLoader:
         rng = np.random.default_rng([self._seed, epoch, batch, self._rank])
         negative = rng.integers(0, len(store.item_count), self._negatives)
         item = np.concatenate([store.event_item[position].astype(np.int64), negative])
-        features = query_values(self._features, user=user, history=self._history(position, user))
-        return Batch(sparse=keyed_jagged(features, item=item), batch_size=len(user), item_rows=torch.from_numpy(item))
+        features = query_values(self._features, user=user, history=self._history(position, user)) | {"item": single(item)}
+        weighted = None
+        if self._feature_store is not None:
+            plain, lists, weight_T = self._feature_store.of_batch(user=user, position=position, item=item)
+            features |= plain
+            weighted = keyed_jagged(lists, samples=len(item), weight_T=weight_T) if lists else None
+        return Batch(
+            sparse=keyed_jagged(features, samples=len(item)),
+            batch_size=len(user),
+            item_rows=torch.from_numpy(item),
+            weighted=weighted,
+            weight=None if store.event_weight is None else torch.from_numpy(store.event_weight[position]),
+        )
 
     def _history(self, position: Rows, user: Rows) -> Lists:
         return self._store.histories(position, user, max_history=self._max_history)
@@ -144,25 +128,16 @@ def query_values(features: Sequence[str], *, user: Rows, history: Lists) -> dict
     """The query features of B users: their rows, their histories, and the last item of each history that has one."""
     present = history.length_N > 0
     values = {
-        "user": Lists.of_lengths(np.ones_like(user), user),
+        "user": single(user),
         "history": history,
         "last_item": Lists.of_lengths(present, history.row_T[history.offset[1:][present] - 1]),
     }
     return {name: values[name] for name in features}
 
 
-def keyed_jagged(features: dict[str, Lists], *, item: Rows) -> KeyedJaggedTensor:
-    """Query features of B samples and `item` of K >= B samples (or none), the missing query features empty."""
-    samples = max([len(item), *(len(feature) for feature in features.values())])
-    everything = features | {"item": Lists.of_lengths(np.ones_like(item), item)}
-    lengths: NDArray[np.int32] = np.zeros((len(everything), samples), np.int32)
-    for row, feature in zip(lengths, everything.values(), strict=True):
-        row[: len(feature)] = feature.length_N
-    return KeyedJaggedTensor(
-        keys=list(everything),
-        values=torch.from_numpy(np.concatenate([feature.row_T for feature in everything.values()])),
-        lengths=torch.from_numpy(lengths.reshape(-1)),
-    )
+def single(row: Rows) -> Lists:
+    """One row per sample."""
+    return Lists(np.arange(len(row) + 1), row)
 
 
 def query_batch(
@@ -170,9 +145,10 @@ def query_batch(
 ) -> KeyedJaggedTensor:
     """Query features of `user` as they stood before `split`; `item` is empty."""
     history = store.before(user, split, last=max_history)
-    return keyed_jagged(query_values(features, user=user, history=history), item=np.empty(0, np.int64))
+    values = query_values(features, user=user, history=history)
+    return keyed_jagged(values | {"item": Lists.empty(0)}, samples=len(user))
 
 
 def item_batch(item: Rows, *, features: Sequence[str]) -> KeyedJaggedTensor:
     """`item` alone; all query features are empty."""
-    return keyed_jagged(dict.fromkeys(features, Lists.empty(0)), item=item)
+    return keyed_jagged(dict.fromkeys(features, Lists.empty(0)) | {"item": single(item)}, samples=len(item))

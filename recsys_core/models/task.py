@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from recsys_core.data.loader import Batch
+from recsys_core.data.batch import Batch
 from recsys_core.models.config import LossConfig, ModelSpec
 from recsys_core.models.losses import log_expected_count, sampled_bce, sampled_softmax
 from recsys_core.models.two_tower import TwoTower, embedding_configs, pooled_features
@@ -35,7 +35,9 @@ class RetrievalHead(nn.Module):
         candidate_KO = self.towers.candidate(features["item"])
         temperature = self.spec.config.temperature
         if self.loss.kind == "bce":
-            return sampled_bce(query_BO, candidate_KO, item_row_K=batch.item_rows, temperature=temperature)
+            return sampled_bce(
+                query_BO, candidate_KO, item_row_K=batch.item_rows, temperature=temperature, weight_B=batch.weight
+            )
         return sampled_softmax(
             query_BO,
             candidate_KO,
@@ -43,6 +45,7 @@ class RetrievalHead(nn.Module):
             log_q_K=self._log_q(batch) if self.loss.logq else None,
             temperature=temperature,
             mask_accidental_hits=self.loss.mask_accidental_hits,
+            weight_B=batch.weight,
         )
 
     def _log_q(self, batch: Batch) -> Tensor:

@@ -13,8 +13,9 @@ from torch import distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
+from recsys_core.data.batch import Batch
 from recsys_core.data.events import EventStore
-from recsys_core.data.loader import Batch, TrainLoader
+from recsys_core.data.loader import TrainLoader
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest, require_manifest
 from recsys_core.models.two_tower import query_features

@@ -26,6 +26,13 @@ def write_config(folder: Path) -> Path:
     config = {
         "interactions": {"paths": "data/interactions/*.parquet", "timestamp_column": "timestamp", "split": {"kind": "time"}},
         "embeddings": {"paths": "data/item_embeddings.parquet", "vector_column": "embedding"},
+        "features": {
+            "items": {
+                "paths": "data/item_embeddings.parquet",
+                "id_column": "item_id",
+                "features": [{"name": "half", "column": "item_id", "kind": "numeric", "buckets": 2}],
+            }
+        },
         "model": {"embedding_dim": 16, "query_layers": [16], "user_id": True},
         "training": {"epochs": 3, "batch_size": 64, "log_every_steps": 5, "checkpoint_every_steps": 10},
         "index": {"centroids": 8},

@@ -102,7 +102,7 @@ def test_bad_config_and_bad_input_exit_with_2_and_one_message_before_anything_is
     [
         (
             ["run", "--until", "trian"],
-            "no such stage; there are ingest_embeddings, ingest_interactions, check_data, plan_sharding, train",
+            "no such stage; there are ingest_embeddings, ingest_interactions, ingest_features, check_data, plan_sharding",
         ),
         (["run", "--resume", "20200101-000000-0000"], "no such run"),
         (["query", "--user", "1", "--json"], "has no champion"),

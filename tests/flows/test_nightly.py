@@ -11,6 +11,8 @@ from typing import Any
 
 import mlflow
 import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from fastapi.testclient import TestClient
@@ -29,6 +31,7 @@ CONFIG = """
 workspace: .
 interactions: {paths: data/interactions/*.parquet, timestamp_column: timestamp, split: {kind: time, test_days: 2}}
 embeddings: {paths: data/item_embeddings.parquet, vector_column: embedding}
+features: {items: {paths: data/item_features.parquet, id_column: item_id, features: [{name: brand}]}}
 model: {embedding_dim: 16, query_layers: [16], user_id: true}
 training: {epochs: 3, batch_size: 64, log_every_steps: 5, checkpoint_every_steps: 20}
 index: {centroids: 8}
@@ -42,6 +45,9 @@ class Workspace:
     def __init__(self, folder: Path) -> None:
         self.folder, self.file = folder, folder / "nightly.yaml"
         generate(folder / "data", users=300, items=200, events=8_000, days=10, dim=16, cold_items=10)
+        item = pq.read_table(folder / "data" / "item_embeddings.parquet").column("item_id")
+        brand = pc.binary_join_element_wise("brand", pc.cast(pc.bit_wise_and(item, 7), pa.string()), "-")
+        pq.write_table(pa.table({"item_id": item, "brand": brand}), folder / "data" / "item_features.parquet")
         self.file.write_text(CONFIG)
 
     def start(self, command: str, *arguments: str) -> "subprocess.Popen[str]":
@@ -173,4 +179,4 @@ def test_until_ends_the_flow_after_that_stage(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(nightly, "night", night)
     state = nightly.nightly_retrain.fn(starter_config().anchored(tmp_path), run_id="r", until="train")
     assert (state.name, state.is_completed()) == ("StoppedEarly", True)
-    assert done == ["ingest_embeddings", "ingest_interactions", "check_data", "plan_sharding", "train"]
+    assert done == ["ingest_embeddings", "ingest_interactions", "ingest_features", "check_data", "plan_sharding", "train"]

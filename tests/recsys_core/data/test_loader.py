@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recsys_core.data.batch import Batch
 from recsys_core.data.events import EventStore
-from recsys_core.data.loader import READ_AHEAD, Batch, TrainLoader, item_batch, query_batch
+from recsys_core.data.loader import READ_AHEAD, TrainLoader, item_batch, query_batch
 from tests.recsys_core.data.test_events import Users, store_of, users
 
 FEATURES = ("user", "history", "last_item")
@@ -115,6 +116,32 @@ def test_resuming_at_a_batch_gives_exactly_the_later_batches(start: int) -> None
     assert all(same(one, other) for one, other in zip(whole[start:], resumed, strict=True))
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    log=users,
+    ordered=st.booleans(),
+    batch_size=st.integers(1, 9),
+    world_size=st.integers(1, 3),
+    seed=st.integers(0, 2**31),
+    epoch=st.integers(0, 5),
+    data=st.data(),
+)
+def test_a_batch_is_a_function_of_seed_epoch_rank_and_number(
+    log: Users, ordered: bool, batch_size: int, world_size: int, seed: int, epoch: int, data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, world_size - 1))
+    settings_of = {"batch_size": batch_size, "world_size": world_size, "rank": rank, "seed": seed, "uniform_negatives": 3}
+    store = store_of(log, ordered=ordered)
+    one, other = loader_of(store, **settings_of), loader_of(store, **settings_of)
+    in_order = list(one.epoch(epoch))
+    assert len(in_order) == len(one)
+    for number in data.draw(st.permutations(range(len(one)))):
+        assert same(other.make(epoch, number), in_order[number])
+    start = data.draw(st.integers(0, len(one)))
+    resumed = other.epoch(epoch, start_batch=start)
+    assert all(same(here, there) for here, there in zip(in_order[start:], resumed, strict=True))
+
+
 def test_epochs_and_seeds_differ_and_the_same_ones_are_equal() -> None:
     store = store_of(numbered([40] * 3))
 
@@ -163,7 +190,7 @@ def test_leaving_an_epoch_early_ends_its_thread() -> None:
     next(batches)
     assert len(loader_threads()) == 1
     batches.close()
-    wait_until_no_thread_is_left()
+    assert loader_threads() == []
 
 
 def test_no_more_than_the_read_ahead_is_made_in_advance() -> None:

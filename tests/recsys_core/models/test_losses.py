@@ -1,5 +1,7 @@
 import math
+from functools import partial
 
+import pytest
 import torch
 
 from recsys_core.models.losses import log_expected_count, sampled_bce, sampled_softmax
@@ -77,3 +79,29 @@ def test_bce_leaves_out_a_negative_equal_to_the_positive():
     query, candidates = torch.tensor([[1.0]]), torch.tensor([[2.0], [2.0]])
     masked = sampled_bce(query, candidates, item_row_K=torch.tensor([4, 4]), temperature=1.0).item()
     assert math.isclose(masked, math.log1p(math.exp(-2.0)), rel_tol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "bce"])
+def test_the_loss_is_the_mean_over_queries_weighted_as_told(kind):
+    torch.manual_seed(1)
+    query_BO, candidate_KO, rows = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 2, 7, 1])
+    if kind == "bce":
+        loss = partial(sampled_bce, query_BO, candidate_KO, item_row_K=rows, temperature=0.5)
+    else:
+        softmax = partial(sampled_softmax, log_q_K=None, temperature=0.5, mask_accidental_hits=True)
+        loss = partial(softmax, query_BO, candidate_KO, item_row_K=rows)
+    alone = torch.stack([loss(weight_B=one) for one in torch.eye(3)])
+    assert torch.isfinite(alone).all() and len(set(alone.tolist())) == 3
+    assert torch.allclose(loss(weight_B=torch.full((3,), 0.7)), loss(), rtol=1e-6)
+    assert loss(weight_B=torch.zeros(3)).item() == 0
+    if kind == "softmax":  # the negatives of bce are averaged over all pairs at once: query 1 has one pair less
+        assert torch.allclose(loss(weight_B=torch.tensor([1.0, 0.0, 3.0])), (alone[0] + 3 * alone[2]) / 4, rtol=1e-6)
+
+
+def test_bce_weighs_both_halves():
+    # Query 0 scores 0 against everything, query 1 scores 100 against its positive and the negative alike.
+    query, candidate, rows = torch.tensor([[0.0], [1.0]]), torch.full((3, 1), 100.0), torch.tensor([0, 1, 2])
+    weigh = partial(sampled_bce, query, candidate, item_row_K=rows, temperature=1.0)
+    assert math.isclose(weigh(weight_B=torch.tensor([1.0, 0.0])).item(), 2 * math.log(2), rel_tol=1e-6)
+    assert math.isclose(weigh(weight_B=torch.tensor([0.0, 1.0])).item(), 100, rel_tol=1e-6)
+    assert math.isclose(weigh(weight_B=torch.tensor([3.0, 1.0])).item(), (6 * math.log(2) + 100) / 4, rel_tol=1e-6)

@@ -9,7 +9,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recsys_core.data.loader import Batch
+from recsys_core.data.batch import Batch
 from recsys_core.models.config import LossConfig, ModelSpec, TwoTowerConfig
 from recsys_core.models.pretrained import fill_random
 from recsys_core.models.shards import LocalShard, table_shards

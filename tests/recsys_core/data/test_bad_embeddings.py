@@ -293,7 +293,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip("only root may mount a file system")
     yield folder
-    subprocess.run(["umount", folder], check=True)
+    subprocess.run(["umount", "--lazy", folder], check=True)  # a map of it may live on in a traceback
 
 
 @pytest.mark.parametrize(

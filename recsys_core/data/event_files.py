@@ -3,6 +3,7 @@
 Shapes: U users, I items, S splits, E events of one batch.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -56,7 +57,7 @@ class EventWriter:
             arrays["weight"] = allocate(self._out / "event_weight.npy", dtype=np.float32, shape=(events,))
         start = 0
         with _ContextFile(self._out / "context.parquet", self._config.context_columns) as context:
-            for batch in reader:
+            for batch in _larger(reader):
                 for name, array in arrays.items():
                     array[start : start + batch.num_rows] = batch.column(name).to_numpy()
                 self._count(batch)
@@ -99,11 +100,23 @@ class EventWriter:
         first, stop = int(user_E[0]), int(user_E[-1]) + 1  # sorted by user
         key_E = (user_E - first) * len(SPLITS) + split_E
         self.user_count_US[first:stop] += np.bincount(key_E, minlength=(stop - first) * len(SPLITS)).reshape(-1, len(SPLITS))
-        for code in range(len(SPLITS)):
-            self.item_count_IS[:, code] += np.bincount(item_E[split_E == code], minlength=len(self.item_count_IS))
+        key_E = item_E.astype(np.int64) * len(SPLITS) + split_E
+        self.item_count_IS += np.bincount(key_E, minlength=self.item_count_IS.size).reshape(-1, len(SPLITS))
         same_E = (item_E[1:] == item_E[:-1]) & (position_E[1:] == position_E[:-1]) & (user_E[1:] == user_E[:-1])
         self.duplicates += int(same_E.sum()) + (self._last == (user_E[0], item_E[0], position_E[0]))
         self._last = (user_E[-1], item_E[-1], position_E[-1])
+
+
+def _larger(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
+    """Batches of about BATCH_ROWS, whatever DuckDB gives: counting costs as much as the catalogue is long, each time."""
+    waiting: list[pa.RecordBatch] = []
+    for batch in reader:
+        waiting.append(batch)
+        if sum(one.num_rows for one in waiting) >= BATCH_ROWS:
+            yield pa.concat_batches(waiting)
+            waiting = []
+    if waiting:
+        yield pa.concat_batches(waiting)
 
 
 class _ContextFile:

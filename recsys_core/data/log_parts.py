@@ -102,7 +102,8 @@ def read_part(
             raise
         _refuse_lies(found, sources)
         refuse_bad_rows(connection, config, checks, found, sources=sources)
-        good = good_rows(checks) + threshold
+        # Nine conditions on each row, three times over, are a second per 20 million rows: not where no row is bad.
+        good = (good_rows(checks) if any(each["bad"] for each in found) else "true") + threshold
         for side, kind in zip(("user", "item"), types, strict=True):
             _add_ids(connection, side, kind=kind, good=good)
         below = _write(connection, config, file=file, good=good, types=types)

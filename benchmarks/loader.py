@@ -24,7 +24,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from recsys_core.data.batch import Batch
 from recsys_core.data.events import EventStore, mapped
-from recsys_core.data.feature_store import Feature, FeatureStore
+from recsys_core.data.features.store import Feature, FeatureStore
 from recsys_core.data.loader import TrainLoader
 from recsys_core.models.config import LossConfig, ModelSpec, TwoTowerConfig
 from recsys_core.models.two_tower import query_features

@@ -8,11 +8,11 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from recsys_core.config import Frozen, Paths
-from recsys_core.data.config import GivenSplit, InteractionsConfig
-from recsys_core.data.embeddings_config import EmbeddingsConfig, EmbeddingsConfigs
-from recsys_core.data.features_config import FeaturesConfig, FeatureTableConfig
-from recsys_core.data.locations import is_uri
-from recsys_core.data.report_config import DataReportConfig
+from recsys_core.data.features.config import FeaturesConfig, FeatureTableConfig
+from recsys_core.data.files.locations import is_uri
+from recsys_core.data.log.config import GivenSplit, InteractionsConfig
+from recsys_core.data.report.config import DataReportConfig
+from recsys_core.data.vectors.config import EmbeddingsConfig, EmbeddingsConfigs
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.models.config import LossConfig, PretrainedConfig, TwoTowerConfig
 from recsys_core.retrieval.config import IndexConfig

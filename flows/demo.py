@@ -4,9 +4,9 @@ from pathlib import Path
 
 from flows.config import PipelineConfig
 from flows.template import to_commented_yaml
-from recsys_core.data.config import InteractionsConfig, TimeSplit
-from recsys_core.data.embeddings_config import EmbeddingsConfig
+from recsys_core.data.log.config import InteractionsConfig, TimeSplit
 from recsys_core.data.synthetic import generate
+from recsys_core.data.vectors.config import EmbeddingsConfig
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.training.config import TrainingConfig
 

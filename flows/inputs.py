@@ -3,11 +3,11 @@
 from typing import Any
 
 from flows.config import PipelineConfig
-from recsys_core.data.embeddings import ingest_embeddings
-from recsys_core.data.feature_tables import check_features
-from recsys_core.data.interaction_input import check_interactions
-from recsys_core.data.interactions import ingest_interactions
-from recsys_core.data.vector_files import check_embeddings
+from recsys_core.data.features.tables import check_features
+from recsys_core.data.log.ingest import ingest_interactions
+from recsys_core.data.log.input import check_interactions
+from recsys_core.data.vectors.files import check_embeddings
+from recsys_core.data.vectors.ingest import ingest_embeddings
 from recsys_core.errors import InputError
 from recsys_core.models.config import ModelSpec, require_width
 from recsys_core.sharding.config import ClusterConfig

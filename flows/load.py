@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from flows.config import PipelineConfig
-from recsys_core.data.config import Split
+from recsys_core.data.log.config import Split
 from recsys_core.errors import InputError
 
 

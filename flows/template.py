@@ -11,8 +11,8 @@ from pydantic.fields import FieldInfo
 
 from flows.config import PipelineConfig
 from flows.load import nested_models
-from recsys_core.data.config import InteractionsConfig
-from recsys_core.data.embeddings_config import EmbeddingsConfig
+from recsys_core.data.log.config import InteractionsConfig
+from recsys_core.data.vectors.config import EmbeddingsConfig
 
 HEADER = """\
 # A night of nightjar: every setting, with its default where it has one. What you leave out takes the default.

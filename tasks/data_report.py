@@ -3,10 +3,10 @@
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from recsys_core.data import report as report_core
-from recsys_core.data.config import Split
-from recsys_core.data.report_config import DataReportConfig
-from recsys_core.data.report_page import to_markdown
+from recsys_core.data.log.config import Split
+from recsys_core.data.report import report as report_core
+from recsys_core.data.report.config import DataReportConfig
+from recsys_core.data.report.page import to_markdown
 from recsys_core.errors import InputError
 from recsys_core.manifests import DataReportManifest, InteractionsManifest, load_manifest
 from tasks.reporting import LOG, begin, show_markdown

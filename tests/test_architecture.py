@@ -14,15 +14,16 @@ LAYERS = ("recsys_core", "tasks", "flows")
 
 CORE_MAY_IMPORT = {
     "": {""},
-    "data": {"", "data"},
-    "models": {"", "data", "models"},
-    "sharding": {"", "data", "models", "sharding"},
-    "training": {"", "data", "models", "sharding", "training"},
-    "evaluation": {"", "data", "models", "evaluation"},
-    "retrieval": {"", "data", "models", "evaluation", "retrieval"},
-    "serving": {"", "data", "models", "retrieval", "serving"},
+    "manifests": {"", "manifests"},
+    "data": {"", "manifests", "data"},
+    "models": {"", "manifests", "data", "models"},
+    "sharding": {"", "manifests", "data", "models", "sharding"},
+    "training": {"", "manifests", "data", "models", "sharding", "training"},
+    "evaluation": {"", "manifests", "data", "models", "evaluation"},
+    "retrieval": {"", "manifests", "data", "models", "evaluation", "retrieval"},
+    "serving": {"", "manifests", "data", "models", "retrieval", "serving"},
 }
-"""Folders of recsys_core; "" is the modules beside the folders: manifests, errors, config, preflight."""
+"""Folders of recsys_core; "" is the modules beside the folders: errors, config, preflight."""
 
 SHARED_BY_TASKS = {"run", "config", "reporting", "tracking", "registry", "gate", "trial"}
 MOST_LINES = 400
@@ -58,7 +59,7 @@ def imports_of(*folders: str) -> Iterator[tuple[str, str, str]]:
 
 
 def core_folder(name: str) -> str:
-    """recsys_core.data.events -> data; recsys_core.manifests and recsys_core -> the empty string."""
+    """recsys_core.data.events -> data; recsys_core.errors and recsys_core -> the empty string."""
     parts = name.split(".")
     return parts[1] if len(parts) > 1 and (ROOT / "recsys_core" / parts[1]).is_dir() else ""
 

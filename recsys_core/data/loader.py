@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_core.data.batch import Batch, keyed_jagged
 from recsys_core.data.events import EvaluationSplit, EventStore, Rows
-from recsys_core.data.feature_store import FeatureStore
+from recsys_core.data.features.store import FeatureStore
 from recsys_core.data.lists import Lists
 from recsys_core.data.shuffle import shuffled
 

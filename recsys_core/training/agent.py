@@ -39,7 +39,9 @@ def main(logs: str, processes: str, job: str) -> int:
     try:
         run(arguments)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        rank, first = error.get_first_failure()
+        # torchrun ends the other ranks by SIGTERM; one that is quick to write that down would count as the first to fail.
+        culprits = {rank: one for rank, one in error.failures.items() if one.exitcode != -signal.SIGTERM} or error.failures
+        rank, first = min(culprits.items(), key=lambda pair: pair[1].timestamp)
         failure = Failure(
             rank=rank,
             exit_code=first.exitcode,

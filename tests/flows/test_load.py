@@ -8,8 +8,8 @@ import pytest
 from flows.config import PipelineConfig
 from flows.load import load_config
 from flows.template import starter_config, to_commented_yaml
-from recsys_core.data.config import GivenSplit, InteractionsConfig
-from recsys_core.data.embeddings_config import EmbeddingsConfig
+from recsys_core.data.log.config import GivenSplit, InteractionsConfig
+from recsys_core.data.vectors.config import EmbeddingsConfig
 from recsys_core.errors import InputError
 
 GOOD = "interactions: {paths: log/*.parquet, timestamp_column: ts}\n"

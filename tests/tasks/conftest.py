@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from recsys_core.data.config import GivenSplit
-from recsys_core.data.report import report_data
-from recsys_core.data.report_config import DataReportConfig
+from recsys_core.data.log.config import GivenSplit
+from recsys_core.data.report.config import DataReportConfig
+from recsys_core.data.report.report import report_data
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.manifests import (

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from recsys_core.data.config import GivenSplit
-from recsys_core.data.report_config import DataReportConfig
+from recsys_core.data.log.config import GivenSplit
+from recsys_core.data.report.config import DataReportConfig
 from recsys_core.errors import InputError
 from recsys_core.manifests import DataReportManifest
 from tasks import data_report, tracking

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recsys_core.data.config import InteractionsConfig, TimeSplit
-from recsys_core.data.embeddings import ingest_embeddings
-from recsys_core.data.embeddings_config import EmbeddingsConfig
 from recsys_core.data.events import EventStore
-from recsys_core.data.interactions import ingest_interactions
+from recsys_core.data.log.config import InteractionsConfig, TimeSplit
+from recsys_core.data.log.ingest import ingest_interactions
 from recsys_core.data.synthetic import generate
+from recsys_core.data.vectors.config import EmbeddingsConfig
+from recsys_core.data.vectors.ingest import ingest_embeddings
 from recsys_core.errors import InputError
 from recsys_core.manifests import PlanManifest, TrainManifest
 from recsys_core.models.config import LossConfig, ModelSpec, PretrainedConfig, TwoTowerConfig

@@ -1,0 +1,1 @@
+"""Features beyond ids: from parquet to arrays beside users, items and events."""

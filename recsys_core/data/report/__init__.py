@@ -1,0 +1,1 @@
+"""The data report: what tonight's data is like, and whether it may be trained on."""

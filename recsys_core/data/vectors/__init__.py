@@ -1,0 +1,1 @@
+"""Pretrained vectors: from parquet to one matrix per table."""

@@ -1,0 +1,96 @@
+"""What the stages from the plan to the registration leave behind."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from recsys_core.config import Frozen
+from recsys_core.manifests.stage_folder import Manifest
+
+
+class PlanManifest(Manifest):
+    """plan.json (recsys_core.sharding.plan_file.PlanFile): what training executes."""
+
+    kind: ClassVar[str] = "plan"
+    world_size: int
+    device: Literal["cpu", "cuda"]
+
+
+class TrainManifest(Manifest):
+    """checkpoint/ (torch.distributed.checkpoint), metrics.jsonl, model.json (ModelSpec)."""
+
+    kind: ClassVar[str] = "train"
+    world_size: int
+    steps: int
+    epochs: int
+    examples: int
+    final_loss: float
+    samples_per_s: float
+    attempts: int
+
+
+class ExportManifest(Manifest):
+    """What serving and evaluation need, each rank having written its own rows.
+
+    item_vectors.npy float32 [items, dim]; for split in (validation, test): query_vectors_<split>.npy float32 [n, dim] and
+    query_users_<split>.npy int64 [n] (user rows; users with at least one target in that split; history before the split).
+    Vectors are scored by inner product: with cosine similarity they are already normalised.
+    table_<name>.npy float32 [rows, dim]: the embedding tables; dense.safetensors: both towers' dense weights;
+    model.json: recsys_core.models.config.ModelSpec.
+    """
+
+    kind: ClassVar[str] = "export"
+    items: int
+    dim: int
+    similarity: Literal["cosine", "dot"]
+    queries: dict[str, int]
+
+
+class EvaluationManifest(Manifest):
+    """metrics.json (flat) and popularity.npy int32 [items]: item rows by falling popularity over train and validation."""
+
+    kind: ClassVar[str] = "evaluation"
+    metrics: dict[str, float] = Field(description="flat, e.g. test/recall@20, baseline/popularity/recall@20")
+
+
+class IndexReport(Frozen):
+    """One index beside exact search, on the evaluation queries."""
+
+    recall: float = Field(description="share of the exact top `k` that the index returns")
+    k: int
+    ms_per_query: float
+    bytes: int
+    parameters: dict[str, int]
+
+
+class IndexManifest(Manifest):
+    """<kind>.faiss for each built kind; `served` is the one that goes into the package."""
+
+    kind: ClassVar[str] = "index"
+    served: str
+    similarity: Literal["cosine", "dot"]
+    dim: int
+    items: int
+    reports: dict[str, IndexReport]
+
+
+class PackageManifest(Manifest):
+    """package/: everything a recsys_core.serving.retriever.Retriever loads, with checksums of its own."""
+
+    kind: ClassVar[str] = "package"
+    bytes: int
+    served_index: str
+    quantization: Literal["int8", "none"]
+
+
+class RegistrationManifest(Manifest):
+    """registration.json: the model version that MLflow gave."""
+
+    kind: ClassVar[str] = "registration"
+    model_name: str
+    version: str
+    alias: Literal["champion", "challenger"]
+    promoted: bool
+    reasons: tuple[str, ...]
+    mlflow_run_id: str
+    metrics: dict[str, float]

@@ -1,0 +1,239 @@
+"""What a feature table must not hold: refused with file, column, row and value, and nothing is left behind."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pydantic import ValidationError
+
+from recsys_core.data.features.config import FeatureConfig, FeaturesConfig
+from recsys_core.data.features.ingest import ingest_features
+from tests.recsys_core.data.stages import write_interactions
+from tests.recsys_core.data.tables import damage_data, refuses, write
+
+LOG = [([0, 1, 2], [], [1]), ([1], [], [0])]
+LIST, WEIGHTS = pa.list_(pa.string()), pa.list_(pa.float64())
+
+
+def refused(folder: Path, *words: str, features: list[dict[str, Any]], path: str | None = None, **columns: Any) -> None:
+    """The item table with `columns` (ids 10 to 12 unless given) is refused in `words`."""
+    interactions = write_interactions(folder / "log", users=["ann", "bob"], items=[10, 11, 12], log=LOG)
+    path = path or write(folder / "items.parquet", **({"id": [10, 11, 12]} | columns))
+    config = FeaturesConfig.model_validate({"items": {"paths": path, "id_column": "id", "features": features}})
+    refuses(
+        lambda out: ingest_features(
+            config, interactions=interactions, previous=None, memory_limit="200MB", threads=1, folder=out
+        ),
+        folder,
+        *words,
+    )
+
+
+BRAND = [{"name": "brand"}]
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    refused(tmp_path, "features.items.paths", "no such file", features=BRAND, path=str(tmp_path / "none.parquet"))
+
+
+def test_a_missing_column_names_the_feature_and_the_nearest_column(tmp_path: Path) -> None:
+    refused(
+        tmp_path,
+        "items.parquet",
+        "'brand'",
+        "features.items, feature 'brand'",
+        "did you mean 'brandt'",
+        features=BRAND,
+        brandt=["a"] * 3,
+    )
+
+
+def test_a_missing_id_column_is_named(tmp_path: Path) -> None:
+    refused(tmp_path, "'id'", "features.items.id_column", features=BRAND, path=write(tmp_path / "items.parquet", brand=["a"]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "words"),
+    [
+        ("categorical", [1.5, 2.0, 3.0], ("'brand' is double", "categorical needs")),
+        ("categorical", [["a"], ["b"], []], ("'brand' is list", "categorical needs")),
+        ("list", ["a", "b", "c"], ("'brand' is string", "list needs a list", "categorical")),
+        ("list", [[1.5], [], []], ("'brand' is list", "list needs")),
+        ("numeric", ["1", "2", "3"], ("'brand' is string", "numeric needs a number")),
+    ],
+)
+def test_a_type_that_does_not_fit_the_kind(tmp_path: Path, kind: str, values: list[Any], words: tuple[str, ...]) -> None:
+    feature = {"name": "brand", "kind": kind} | ({"buckets": 4} if kind == "numeric" else {})
+    refused(tmp_path, "items.parquet", *words, features=[feature], brand=values)
+
+
+def test_files_with_different_types(tmp_path: Path) -> None:
+    write(tmp_path / "data" / "a.parquet", id=[10], brand=[1])
+    write(tmp_path / "data" / "b.parquet", id=[11], brand=["x"])
+    path = str(tmp_path / "data" / "*.parquet")
+    refused(
+        tmp_path, "b.parquet", "'brand' holds string, but int64 in", "a.parquet", "write one type", features=BRAND, path=path
+    )
+
+
+def test_ids_of_another_type_than_the_logs(tmp_path: Path) -> None:
+    refused(
+        tmp_path,
+        "items.parquet",
+        "'id' is string, but the items of the log are int64",
+        features=BRAND,
+        id=["10", "11", "12"],
+        brand=["a"] * 3,
+    )
+
+
+def test_a_null_id(tmp_path: Path) -> None:
+    refused(
+        tmp_path,
+        "items.parquet: column 'id', row 1, null: the id is null, as in 2 rows in all",
+        features=BRAND,
+        id=[10, None, None],
+        brand=["a"] * 3,
+    )
+
+
+def test_an_id_that_stands_there_twice_also_over_files(tmp_path: Path) -> None:
+    refused(
+        tmp_path,
+        "items.parquet: column 'id', row 0, '11'",
+        "1 ids in all; keep one row per id",
+        features=BRAND,
+        id=[11, 10, 11],
+        brand=["a"] * 3,
+    )
+    write(tmp_path / "data" / "a.parquet", id=["10", "it's"], brand=[1, 2])
+    write(tmp_path / "data" / "b.parquet", id=["it's"], brand=[3])
+    interactions = write_interactions(tmp_path / "log2", users=[1], items=["10", "it's"], log=[([0, 1], [], [1])])
+    config = {"items": {"paths": str(tmp_path / "data" / "*.parquet"), "id_column": "id", "features": BRAND}}
+    refuses(
+        lambda out: ingest_features(
+            FeaturesConfig.model_validate(config),
+            interactions=interactions, previous=None, memory_limit="200MB", threads=1, folder=out,
+        ),
+        tmp_path, "a.parquet: column 'id', row 1", "it's",
+    )  # fmt: skip
+
+
+def test_ids_of_which_none_is_in_the_log(tmp_path: Path) -> None:
+    refused(
+        tmp_path,
+        "items.parquet",
+        "'id'",
+        "none of the 3 ids is in the items of the log",
+        features=BRAND,
+        id=[1, 2, 3],
+        brand=["a"] * 3,
+    )
+
+
+def test_numbers_over_int64(tmp_path: Path) -> None:
+    huge = pa.array([1, 2**64 - 1, 3], pa.uint64())
+    refused(
+        tmp_path,
+        "column 'brand', row 1, '18446744073709551615': the value is over int64, in this row alone",
+        features=BRAND,
+        brand=huge,
+    )
+
+
+def test_ids_over_int64(tmp_path: Path) -> None:
+    huge = pa.array([1, 2**64 - 1, 3], pa.uint64())
+    refused(tmp_path, "column 'id', row 1", "over int64", "write it as a string", features=BRAND, id=huge, brand=["a"] * 3)
+
+
+LIKES = [{"name": "likes", "kind": "weighted_list", "weight_column": "much"}]
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0, None, 1e300])
+def test_a_weight_that_is_no_finite_number_from_zero_on(tmp_path: Path, weight: float | None) -> None:
+    refused(
+        tmp_path, "items.parquet: column 'much', row 2", "a weight is null, negative or not finite", "2 rows in all",
+        features=LIKES, id=[10, 11, 12, 13], likes=pa.array([["a"], [], ["a", "b"], ["c"]], LIST),
+        much=pa.array([[1.0], [], [2.0, weight], [weight]], WEIGHTS),
+    )  # fmt: skip
+
+
+def test_more_weights_than_values(tmp_path: Path) -> None:
+    refused(
+        tmp_path, "items.parquet: column 'much', row 1, '[1.0, 2.0]'", "not as long as the list in 'likes'", features=LIKES,
+        likes=pa.array([["a"], ["b"], None], LIST), much=pa.array([[1.0], [1.0, 2.0], None], WEIGHTS),
+    )  # fmt: skip
+
+
+def test_weights_that_are_no_list_of_numbers(tmp_path: Path) -> None:
+    refused(
+        tmp_path,
+        "'much' is string",
+        "weights are a list of numbers",
+        features=LIKES,
+        likes=pa.array([["a"]] * 3, LIST),
+        much=["1"] * 3,
+    )
+
+
+def test_a_damaged_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "items.parquet", id=list(range(1000)), brand=[f"b{row}" for row in range(1000)])
+    damage_data(path)
+    refused(tmp_path, "the features: ", features=BRAND, path=path)
+
+
+def test_columns_that_differ_by_case_alone(tmp_path: Path) -> None:
+    refused(tmp_path, "columns ['brand', 'Brand'] differ by case alone", features=BRAND, brand=["a"] * 3, Brand=["b"] * 3)
+
+
+def test_names_with_quotes_and_long_hostile_values_do_no_harm(tmp_path: Path) -> None:
+    column = 'much" FROM x; DROP TABLE joined; --'
+    feature = [{"name": "likes", "kind": "weighted_list", "weight_column": column}]
+    likes, much = pa.array([["\u202e" + "x" * 10_000], ["b"] * 5_000, None], LIST), [[1.0], [-1.0] * 5_000, None]
+    refused(
+        tmp_path,
+        "DROP TABLE",
+        "row 1, '[-1.0, -1.0",
+        "...: a weight",
+        features=feature,
+        likes=likes,
+        **{column: pa.array(much, WEIGHTS)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kind": "numeric"}, "set exactly one of buckets (a number) and boundaries"),
+        ({"kind": "numeric", "buckets": 3, "boundaries": [1.0]}, "set exactly one of buckets"),
+        ({"kind": "numeric", "boundaries": [1.0, 5.0, 5.0]}, "boundaries have to increase, but 5 comes after 5"),
+        ({"kind": "numeric", "boundaries": [1.0, float("inf")]}, "leave out what is not finite"),
+        ({"kind": "numeric", "buckets": 3, "min_count": 2}, "only a vocabulary counts"),
+        ({"hash_rows": 10, "min_count": 2}, "leave hash_rows out"),
+        ({"weight_column": "w"}, "weight_column is 'w', but goes only with kind weighted_list, not categorical"),
+        ({"kind": "list", "buckets": 2}, "buckets is 2, but goes only with kind numeric, not list"),
+        ({"max_values": 3}, "max_values is 3, but goes only with kind list or weighted_list"),
+        ({"kind": "weighted_list"}, "has no weight_column"),
+        ({"kind": "weighted_list", "weight_column": "x"}, "of the values and of the weights"),
+        ({"name": "../x"}, "should match pattern"),
+    ],
+)
+def test_a_feature_whose_settings_do_not_go_together(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        FeatureConfig.model_validate({"name": "x"} | settings)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, "no feature is declared"),
+        ({"context": [{"name": "a"}, {"name": "a"}]}, "2 features are named 'a'; rename all but one"),
+        ({"users": {"paths": "u", "id_column": "id", "features": [{"name": "a"}] * 3}}, "3 features are named 'a'"),
+    ],
+)
+def test_declared_features_have_names_of_their_own(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        FeaturesConfig.model_validate(config)
+    assert words in str(caught.value)

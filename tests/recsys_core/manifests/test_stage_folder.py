@@ -1,0 +1,229 @@
+"""A stage is there completely or not at all, and is kept exactly as long as it is still true."""
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recsys_core.config import Frozen
+from recsys_core.errors import StageError
+from recsys_core.manifests import (
+    MANIFEST_NAME,
+    Manifest,
+    fingerprint_of,
+    load_manifest,
+    produce,
+    require_manifest,
+    stage_folder,
+)
+
+
+class SquaresManifest(Manifest):
+    """squares.txt and deep/cubes.txt."""
+
+    kind: ClassVar[str] = "squares"
+    count: int
+    mean: float = 0.0
+
+
+def write_squares(folder: Path) -> dict[str, object]:
+    (folder / "squares.txt").write_text("0 1 4 9")
+    (folder / "deep").mkdir()
+    (folder / "deep" / "cubes.txt").write_text("0 1 8 27")
+    return {"count": 4, "mean": 3.5}
+
+
+def never(folder: Path) -> dict[str, object]:
+    raise AssertionError(f"{folder} was built again")
+
+
+def make(
+    folder: Path, *, build: Callable[[Path], dict[str, object]] = write_squares, fingerprint: str = "a"
+) -> SquaresManifest:
+    return produce(folder, SquaresManifest, fingerprint=fingerprint, build=build)
+
+
+def test_the_manifest_lists_every_file_with_size_and_hash(tmp_path: Path) -> None:
+    made = make(tmp_path / "stage")
+    assert set(made.files) == {"squares.txt", "deep/cubes.txt"}
+    assert made.files["squares.txt"].bytes == 7
+    assert made.path("deep/cubes.txt").read_text() == "0 1 8 27"
+    assert load_manifest(tmp_path / "stage", SquaresManifest) == made
+    assert [path.name for path in tmp_path.iterdir()] == ["stage"]
+
+
+def test_a_file_that_is_not_listed_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(StageError, match=r"squares manifest lists no file 'roots\.txt'; it has \['deep/cubes\.txt'"):
+        make(tmp_path / "stage").path("roots.txt")
+
+
+def test_the_same_fingerprint_is_reused_and_nothing_is_built(tmp_path: Path) -> None:
+    assert make(tmp_path / "stage") == make(tmp_path / "stage", build=never)
+
+
+def test_a_stage_can_be_moved(tmp_path: Path) -> None:
+    make(tmp_path / "stage")
+    (tmp_path / "stage").rename(tmp_path / "moved")
+    assert make(tmp_path / "moved", build=never).path("squares.txt") == tmp_path / "moved" / "squares.txt"
+
+
+def test_another_fingerprint_is_built_anew_and_no_old_file_stays(tmp_path: Path) -> None:
+    def only_roots(folder: Path) -> dict[str, object]:
+        (folder / "roots.txt").write_text("0 1")
+        return {"count": 2}
+
+    make(tmp_path / "stage")
+    made = make(tmp_path / "stage", build=only_roots, fingerprint="b")
+    assert (made.fingerprint, set(made.files)) == ("b", {"roots.txt"})
+    assert {path.name for path in (tmp_path / "stage").iterdir()} == {"roots.txt", MANIFEST_NAME}
+
+
+@pytest.mark.parametrize("error", [ValueError("bad row"), KeyboardInterrupt()])
+def test_an_exception_in_build_leaves_nothing_behind(tmp_path: Path, error: BaseException) -> None:
+    def fail(folder: Path) -> dict[str, object]:
+        write_squares(folder)
+        raise error
+
+    with pytest.raises(type(error)):
+        make(tmp_path / "stage", build=fail)
+    assert list(tmp_path.iterdir()) == []
+    assert make(tmp_path / "stage").count == 4
+
+
+def test_facts_the_manifest_does_not_know_leave_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cuont"):
+        make(tmp_path / "stage", build=lambda folder: {"cuont": 4})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["squares.txt", "deep/cubes.txt", MANIFEST_NAME])
+def test_every_flipped_bit_in_any_file_is_noticed(tmp_path: Path, name: str) -> None:
+    made = make(tmp_path / "stage")
+    path = tmp_path / "stage" / name
+    intact = path.read_bytes()
+    for position in range(len(intact)):
+        damaged = bytearray(intact)
+        damaged[position] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        # A flip in the manifest may leave what it says as it was, 1e-05 and 1E-05; one in a file may not.
+        found = load_manifest(tmp_path / "stage", SquaresManifest)
+        assert found is None or (name == MANIFEST_NAME and found == made), (
+            f"byte {position}: {bytes(damaged[max(0, position - 20) : position + 20])!r}"
+        )
+    assert make(tmp_path / "stage").path("squares.txt").read_text() == "0 1 4 9"
+    assert path.read_bytes() == intact or name == MANIFEST_NAME  # which holds the seconds
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"7", b"null", b"{}", b"\xff\xfe\x00", b'{"sha256": "x"}'])
+def test_a_damaged_manifest_counts_as_none(tmp_path: Path, damage: bytes) -> None:
+    make(tmp_path / "stage")
+    (tmp_path / "stage" / MANIFEST_NAME).write_bytes(damage)
+    assert load_manifest(tmp_path / "stage", SquaresManifest) is None
+    assert make(tmp_path / "stage").count == 4
+
+
+def test_a_missing_or_longer_file_is_noticed_even_without_hashing(tmp_path: Path) -> None:
+    for damage in (Path.unlink, lambda path: path.write_text("0 1 4 9 16")):
+        made = make(tmp_path / "stage")
+        damage(made.path("squares.txt"))
+        assert load_manifest(tmp_path / "stage", SquaresManifest, verify=False) is None
+        with pytest.raises(StageError, match="no complete squares stage"):
+            require_manifest(tmp_path / "stage", SquaresManifest)
+
+
+def test_a_manifest_of_another_kind_or_format_counts_as_none(tmp_path: Path) -> None:
+    class CubesManifest(Manifest):
+        kind: ClassVar[str] = "cubes"
+        sides: int
+
+    make(tmp_path / "stage")
+    assert load_manifest(tmp_path / "stage", CubesManifest) is None
+    content = json.loads((tmp_path / "stage" / MANIFEST_NAME).read_text())
+    del content["sha256"]
+    content["format_version"] = 2
+    content["sha256"] = stage_folder._digest(content)
+    (tmp_path / "stage" / MANIFEST_NAME).write_text(json.dumps(content))
+    assert load_manifest(tmp_path / "stage", SquaresManifest) is None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.1 + 0.2, 1e-320])
+def test_every_number_is_read_back_as_it_was(tmp_path: Path, value: float) -> None:
+    make(tmp_path / "stage", build=lambda folder: {"count": 1, "mean": value})
+    assert make(tmp_path / "stage", build=never).mean == pytest.approx(value, rel=0, abs=0, nan_ok=True)
+
+
+def _killed_at(point: str, folder: Path) -> None:
+    """Child process: builds the stage and dies by SIGKILL just before `point` happens."""
+
+    def die(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def build(staging: Path) -> dict[str, object]:
+        if point == "first file":
+            die()
+        (staging / "squares.txt").write_text("0 1 4")
+        if point == "last file":
+            die()
+        return write_squares(staging)
+
+    targets = {"hashing": "_record_files", "manifest": "_write_durably"}
+    if point in targets:
+        mock.patch.object(stage_folder, targets[point], die).start()
+    if point == "rename":
+        mock.patch.object(Path, "rename", die).start()
+    make(folder, build=build, fingerprint="b")
+
+
+@pytest.mark.parametrize("before", [None, "a"], ids=["nothing before", "an older stage before"])
+@pytest.mark.parametrize("point", ["first file", "last file", "hashing", "manifest", "rename"])
+def test_a_build_killed_at_any_point_is_redone(tmp_path: Path, point: str, before: str | None) -> None:
+    folder = tmp_path / "stage"
+    if before is not None:
+        make(folder, fingerprint=before)
+    child = multiprocessing.get_context("fork").Process(target=_killed_at, args=(point, folder))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    assert load_manifest(folder, SquaresManifest) is None
+    made = make(folder, fingerprint="b")
+    assert made.path("squares.txt").read_text() == "0 1 4 9"
+    assert [path.name for path in tmp_path.iterdir()] == ["stage"]
+
+
+class Settings(Frozen):
+    """Two settings, in the order of declaration."""
+
+    layers: tuple[int, ...] = (64,)
+    rate: float = 0.1
+
+
+def test_the_fingerprint_follows_values_and_upstream_stages(tmp_path: Path) -> None:
+    upstream = make(tmp_path / "one", fingerprint="a")
+    same, other = make(tmp_path / "two", fingerprint="a"), make(tmp_path / "three", fingerprint="b")
+    base = fingerprint_of("train", Settings(), upstream, {"x": Path("data")})
+    assert base == fingerprint_of("train", Settings(layers=(64,)), same, {"x": "data"})
+    assert base != fingerprint_of("train", Settings(rate=0.2), upstream, {"x": Path("data")})
+    assert base != fingerprint_of("train", Settings(), other, {"x": Path("data")})
+    assert base != fingerprint_of("index", Settings(), upstream, {"x": Path("data")})
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+
+
+@given(st.dictionaries(st.text(), scalars | st.lists(scalars)))
+def test_the_fingerprint_does_not_depend_on_the_order_of_keys(parts: dict[str, object]) -> None:
+    assert fingerprint_of(parts) == fingerprint_of(dict(reversed(parts.items())))
+
+
+@given(st.lists(scalars), st.lists(scalars))
+def test_different_parts_have_different_fingerprints(first: list[object], second: list[object]) -> None:
+    assert (fingerprint_of(*first) == fingerprint_of(*second)) == (json.dumps(first) == json.dumps(second))

@@ -10,7 +10,7 @@ LOCKS_cpu := bootstrap torch cuda cpu
 LOCKS_gpu := bootstrap gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test drills bench-nightly lint lock clean
+.PHONY: help setup demo test drills bench-nightly bench-ingest lint lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -29,6 +29,9 @@ drills: setup ## slow failure drills: kill a night in every stage and resume it
 
 bench-nightly: setup ## whole nights on the demo and on public data; writes benchmarks/nightly.md
 	$(BIN)/python -m benchmarks.nightly
+
+bench-ingest: setup ## the ingest beside pandas, the loader beside training; writes benchmarks/ingest.md
+	$(BIN)/python -m benchmarks.ingest
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .

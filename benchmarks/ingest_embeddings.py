@@ -12,21 +12,18 @@ matrix and of shared memory are not in it.
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.measuring import cells, in_fresh_process, measured, summary
+
 LAYOUTS = {"list": ("pandas", "nightjar"), "wide": ("pandas", "pandas_block", "nightjar")}
 """The ways for each layout, the one that the others are held against first."""
 PREFIX = "dim_"
@@ -54,66 +51,25 @@ def measure(*, rows: int = 1_000_000, dim: int = 128, repeats: int = 3) -> dict[
             runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
             for _ in range(repeats):
                 for way in ways:
-                    runs[way].append(_in_fresh_process(way, folder / f"{layout}.parquet"))
-            found[layout] = {
-                way: {
-                    "seconds": [round(run["seconds"], 2) for run in made],
-                    "peak_anon_bytes": max(int(run["peak_anon_bytes"]) for run in made),
-                    "start_anon_bytes": max(int(run["start_anon_bytes"]) for run in made),
-                }
-                for way, made in runs.items()
-            }
+                    runs[way].append(in_fresh_process("benchmarks.ingest_embeddings", way, str(folder / f"{layout}.parquet")))
+            found[layout] = {way: summary(made) for way, made in runs.items()}
     return found
 
 
 def to_markdown(found: dict[str, Any]) -> str:
     """One line per layout and way."""
     lines = [
-        f"{found['rows']:,} x {found['dim']} float32, {found['cores']} cores; median, and all runs in brackets.",
+        f"{found['rows']:,} x {found['dim']} float32 in one file; median, and all runs in brackets.",
         "",
-        "| layout | way | seconds | times faster | peak anonymous MB | of these before the start |",
+        "| layout | way | seconds | times faster than pandas | peak anonymous MB | of these before the start |",
         "|:---|:---|---:|---:|---:|---:|",
     ]
     for layout, ways in LAYOUTS.items():
-        slowest = median(found[layout][ways[0]]["seconds"])
         for way in ways:
             made = found[layout][way]
-            seconds = median(made["seconds"])
-            runs = ", ".join(f"{value:.2f}" for value in sorted(made["seconds"]))
-            memory = " | ".join(f"{made[key] / 1e6:,.0f}" for key in ("peak_anon_bytes", "start_anon_bytes"))
-            lines.append(f"| {layout} | {way} | {seconds:.2f} ({runs}) | {slowest / seconds:.1f} | {memory} |")
+            row = [layout, way, *cells(made, against=[found[layout][ways[0]]]), f"{made['start_anon_bytes'] / 1e6:,.0f}"]
+            lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines) + "\n"
-
-
-def _in_fresh_process(way: str, file: Path) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.ingest_embeddings", way, str(file)]
-    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    answer: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return answer
-
-
-def _anon_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
-
-
-def _measured(work: Callable[[], object]) -> dict[str, float]:
-    start_bytes = _anon_bytes()
-    peak, over = [start_bytes], threading.Event()
-
-    def sample() -> None:
-        while not over.wait(0.005):
-            peak.append(_anon_bytes())
-
-    sampler = threading.Thread(target=sample)
-    sampler.start()
-    started = time.perf_counter()
-    kept = work()
-    seconds = time.perf_counter() - started
-    over.set()
-    sampler.join()
-    del kept
-    return {"seconds": seconds, "peak_anon_bytes": max(peak), "start_anon_bytes": start_bytes}
 
 
 def _pandas_way(file: Path, *, block: bool) -> Callable[[], object]:
@@ -147,7 +103,7 @@ def main() -> None:
         way, file = sys.argv[1], Path(sys.argv[2])
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             work = _nightjar_way(file, Path(folder)) if way == "nightjar" else _pandas_way(file, block=way == "pandas_block")
-            sys.stdout.write(json.dumps(_measured(work)) + "\n")
+            sys.stdout.write(json.dumps(measured(work)) + "\n")
         return
     found = measure()
     sys.stdout.write(to_markdown(found) + "\n" + json.dumps(found) + "\n")

@@ -118,7 +118,8 @@ class InteractionsManifest(Manifest):
     item_id_type: IdType
     first_time: str | None = None
     last_time: str | None = None
-    lineage: str = Field(description="rows of two nights with the same lineage mean the same ids")
+    lineage: str = Field(description="the night that built the vocabulary which this one continues")
+    continues: str | None = Field(None, description="fingerprint of the night whose rows all mean the same ids here")
     night: int = Field(description="1 for the night that built the vocabulary, one more for each that continued it")
     rebuilt: str | None = Field(description="why the vocabulary was built anew; none where last night's was continued")
     new_users: int = Field(description="users that last night's vocabulary had not")

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import duckdb
@@ -66,46 +66,60 @@ def good_rows(checks: Sequence[Check]) -> str:
     return " AND ".join(f"NOT coalesce({check.condition}, false)" for check in checks)
 
 
-def count_bad(
-    connection: duckdb.DuckDBPyConnection, checks: Sequence[Check], *, numbers: Sequence[str], threshold: str
-) -> list[dict[str, Any]]:
-    """Per file: rows, rows with any fault, one count per check, and min and max of the aliases `numbers` over good rows.
+@dataclass(frozen=True)
+class FileFacts:
+    """What one scan found in a file: rows, rows with any fault, rows per check, smallest and largest good values."""
 
-    threshold: SQL for the good rows that stay events; the span of times is theirs.
+    rows: int = 0
+    bad: int = 0
+    counts: Mapping[str, int] = field(default_factory=dict)
+    spans: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+
+def scan_rows(
+    connection: duckdb.DuckDBPyConnection, checks: Sequence[Check], *, files: int, numbers: Sequence[str], threshold: str
+) -> list[FileFacts]:
+    """The facts of all `files`, in one scan.
+
+    Args:
+        numbers: aliases in `raw` whose span is wanted.
+        threshold: SQL for the good rows that stay events; the span of `position` is theirs.
     """
     good = good_rows(checks)
     counts = [f"count(*) FILTER ({check.condition})" for check in checks]
     stays = {"position": f"{good}{threshold}"}
     spans = [f"{end}({alias}::DOUBLE) FILTER ({stays.get(alias, good)})" for alias in numbers for end in ("min", "max")]
     values = ", ".join(["source", "count(*)", f"count(*) FILTER (NOT ({good}))", *counts, *spans])
-    found = connection.sql(f"SELECT {values} FROM raw GROUP BY source ORDER BY source").fetchall()
-    width = 3 + len(checks)
-    return [
-        {
-            "source": row[0],
-            "rows": row[1],
-            "bad": row[2],
-            "counts": dict(zip((check.name for check in checks), row[3:width], strict=True)),
-            "spans": {alias: row[width + 2 * at : width + 2 * at + 2] for at, alias in enumerate(numbers)},
-        }
-        for row in found
-    ]
+    facts = [FileFacts()] * files  # a file without rows is not among the groups
+    for source, rows, bad, *rest in connection.sql(f"SELECT {values} FROM raw GROUP BY source").fetchall():
+        ends = rest[len(checks) :]
+        facts[source] = FileFacts(
+            rows,
+            bad,
+            {check.name: count for check, count in zip(checks, rest, strict=False) if count},
+            {
+                alias: pair
+                for alias, pair in zip(numbers, zip(ends[::2], ends[1::2], strict=True), strict=True)
+                if pair[0] is not None
+            },
+        )
+    return facts
 
 
 def refuse_bad_rows(
     connection: duckdb.DuckDBPyConnection,
     config: InteractionsConfig,
     checks: Sequence[Check],
-    found: Sequence[Mapping[str, Any]],
+    found: Sequence[FileFacts],
     *,
     sources: Sequence[Source],
 ) -> None:
     """InputError for the first bad row under on_bad_rows: fail, and above max_bad_share under drop."""
-    rows, bad = sum(each["rows"] for each in found), sum(each["bad"] for each in found)
+    rows, bad = sum(each.rows for each in found), sum(each.bad for each in found)
     if not bad or (config.on_bad_rows == "drop" and bad <= config.max_bad_share * rows):
         return
-    check = next(check for check in checks if any(each["counts"][check.name] for each in found))
-    count = sum(each["counts"][check.name] for each in found)
+    check = next(check for check in checks if any(check.name in each.counts for each in found))
+    count = sum(each.counts.get(check.name, 0) for each in found)
     query = f"SELECT source, row FROM raw WHERE {check.condition} ORDER BY source, row LIMIT 1"
     ((source, row),) = connection.sql(query).fetchall()
     way_out = f"{check.hint}; or set interactions.on_bad_rows to drop"

@@ -19,6 +19,9 @@ from recsys_core.data.log.vocabulary import compare, number, open_ids, write_ids
 from recsys_core.errors import InputError
 from recsys_core.manifests import EmbeddingsManifest, IdType, InteractionsManifest, fingerprint_of, produce
 
+HOW_ONLY = {"memory_limit", "threads", "max_expansion"}
+"""Settings that do not change what comes out."""
+
 
 def ingest_interactions(
     config: InteractionsConfig,
@@ -53,7 +56,8 @@ def ingest_interactions(
                 f"{vectors[table].id_type}; write both as one type"
             )
     records = tuple(source.record for source in found.sources)
-    fingerprint = fingerprint_of("interactions", config, embeddings, records, last_night)
+    settings = config.model_dump(mode="json", exclude=HOW_ONLY)
+    fingerprint = fingerprint_of("interactions", settings, embeddings, records, last_night)
 
     def build(out: Path) -> dict[str, Any]:
         spill = out / "spill"
@@ -114,6 +118,7 @@ def _ingest(
         "ordered": config.ordered,
         "items_with_vector": int(with_vector.sum()),
         "items_vector_only": int((with_vector & ~present).sum()),
+        "continues": continued.fingerprint if continued else None,
         "lineage": continued.lineage if continued else fingerprint,
         "night": continued.night + 1 if continued else 1,
         "rebuilt": rebuilt,

@@ -7,7 +7,6 @@ nights: only what is new has to be read again.
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import duckdb
 import pyarrow as pa
@@ -15,7 +14,7 @@ import pyarrow as pa
 from recsys_core.data.files.gates import has_checksums, verify_pages
 from recsys_core.data.files.sources import Source, literal, local_files, require_column
 from recsys_core.data.files.sql import SQL_TYPE, quoted, scan
-from recsys_core.data.log.checks import count_bad, good_rows, refuse_bad_rows, row_checks
+from recsys_core.data.log.checks import FileFacts, good_rows, refuse_bad_rows, row_checks, scan_rows
 from recsys_core.data.log.config import GivenSplit, InteractionsConfig
 from recsys_core.data.log.input import InteractionsInput
 from recsys_core.errors import InputError
@@ -92,7 +91,7 @@ def read_part(
         numbers = _numbers(config)
         threshold = f" AND label::DOUBLE >= {config.label_threshold!r}" if config.label_column else ""
         try:
-            found = count_bad(connection, checks, numbers=list(numbers), threshold=threshold)
+            found = scan_rows(connection, checks, files=len(sources), numbers=list(numbers), threshold=threshold)
         except duckdb.ConversionException as error:  # a time in milliseconds that has no microseconds: no check sees it
             message = f"{sources[0].name}: column {config.timestamp_column!r}: {str(error).splitlines()[0]}; mend these times"
             raise InputError(message) from error
@@ -103,16 +102,16 @@ def read_part(
         _refuse_lies(found, sources)
         refuse_bad_rows(connection, config, checks, found, sources=sources)
         # Nine conditions on each row, three times over, are a second per 20 million rows: not where no row is bad.
-        good = (good_rows(checks) if any(each["bad"] for each in found) else "true") + threshold
+        good = (good_rows(checks) if any(each.bad for each in found) else "true") + threshold
         for side, kind in zip(("user", "item"), types, strict=True):
             _add_ids(connection, side, kind=kind, good=good)
-        below = _write(connection, config, file=file, good=good, types=types)
+        kept = _write(connection, config, file=file, good=good, types=types)
     files = tuple(
         ReadFile(
             source=source.record,
-            bad_rows={name: count for name, count in each["counts"].items() if count},
-            below_threshold=each["rows"] - each["bad"] - below.get(at, 0) if config.label_column else 0,
-            spans={numbers[alias]: span for alias, span in each["spans"].items() if span[0] is not None},
+            bad_rows=dict(each.counts),
+            below_threshold=each.rows - each.bad - kept.get(at, 0) if config.label_column else 0,
+            spans={numbers[alias]: span for alias, span in each.spans.items()},
         )
         for at, (source, each) in enumerate(zip(sources, found, strict=True))
     )
@@ -181,13 +180,12 @@ def _numbers(config: InteractionsConfig) -> dict[str, str]:
     return {alias: column for alias, column in named.items() if column is not None}
 
 
-def _refuse_lies(found: Sequence[Mapping[str, Any]], sources: Sequence[Source]) -> None:
-    rows = {each["source"]: each["rows"] for each in found}
-    for at, source in enumerate(sources):
-        if rows.get(at, 0) != source.record.rows:
+def _refuse_lies(found: Sequence[FileFacts], sources: Sequence[Source]) -> None:
+    for source, facts in zip(sources, found, strict=True):
+        if facts.rows != source.record.rows:
             raise InputError(
-                f"{source.name}: its footer says {source.record.rows:,} rows, but {rows.get(at, 0):,} came; the file is "
-                "damaged, write it anew"
+                f"{source.name}: its footer says {source.record.rows:,} rows, but {facts.rows:,} came; the file is damaged, "
+                "write it anew"
             )
 
 

@@ -62,7 +62,7 @@ class Change:
 def match_rows(before: InteractionsManifest, after: InteractionsManifest, *, side: str, spill: Path) -> Ints:
     """Last night's row of each of tonight's `side` ("users" or "items"), -1 where it had none; by id unless rows agree."""
     rows, last_rows = (_rows(manifest, side) for manifest in (after, before))
-    if before.lineage == after.lineage:
+    if after.continues == before.fingerprint:  # of two nights that continued one and the same, new rows may differ
         same: Ints = np.arange(rows)
         same[last_rows:] = -1
         return same

@@ -80,6 +80,16 @@ def test_several_files_make_one_log(tmp_path: Path) -> None:
     assert [Path(source.path).name for source in made.sources] == [f"{index}.parquet" for index in range(5)]
 
 
+def test_a_file_without_rows_between_others_is_read_as_such(tmp_path: Path) -> None:
+    log = [("ann", 5, 3), ("bob", 6, 1), ("ann", 7, 2), ("ann", 8, 1), ("ann", 5, 9)]
+    write_log(tmp_path / "in" / "0.parquet", log[:2])
+    pq.write_table(pq.read_table(tmp_path / "in" / "0.parquet").slice(0, 0), tmp_path / "in" / "1.parquet")
+    write_log(tmp_path / "in" / "2.parquet", log[2:])
+    made = ingest(tmp_path / "stage", str(tmp_path / "in"), split=LAST_OUT)
+    check(made, leave_last_out(log, min_events=3))
+    assert (made.files_read, [file.source.rows for file in made.parts[0].files]) == (3, [2, 0, 3])
+
+
 @pytest.mark.parametrize("name", ["day[1].parquet", "day?.parquet", "day*.parquet", "day{1,2}.parquet", "d'ay\".parquet"])
 def test_a_file_name_is_no_pattern(tmp_path: Path, name: str) -> None:
     log = [("ann", 5, 3), ("ann", 6, 4), ("ann", 7, 5)]
@@ -158,7 +168,7 @@ LABELS = [
 ]
 
 
-@pytest.mark.parametrize(("label", "threshold"), zip(LABELS, [3.0, 3.0, 1.0], strict=True))
+@pytest.mark.parametrize(("label", "threshold"), list(zip(LABELS, [3.0, 3.0, 1.0], strict=True)))
 def test_events_below_the_label_threshold_are_counted_and_left_out(tmp_path: Path, label: pa.Array, threshold: float) -> None:
     log = [*((1, item, item) for item in range(5)), (2, 0, 0)]
     path = write_log(tmp_path / "log.parquet", log, stars=label)

@@ -60,15 +60,14 @@ def test_a_first_night_passes_and_is_compared_with_nothing(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("same_rows", [True, False])
 def test_nights_are_compared_by_id_whether_rows_agree_or_not(tmp_path: Path, same_rows: bool) -> None:
-    before = interactions_of(
-        tmp_path / "one", [user(0, 0), user(1), user(2, 2)], item_ids=["a", "b", "c"], user_ids=[1, 2, 3], lineage="x"
-    )
+    before = interactions_of(tmp_path / "one", [user(0, 0), user(1), user(2, 2)], item_ids=["a", "b", "c"], user_ids=[1, 2, 3])
     if same_rows:  # user 2 and item b have no event tonight, and keep their rows
         log: list[Parts] = [user(0, 0), ([], [], []), user(3, 3, test=2), user(2)]
-        after = interactions_of(tmp_path / "two", log, item_ids=["a", "b", "c", "d"], user_ids=[1, 2, 3, 4], lineage="x")
+        ids = {"item_ids": ["a", "b", "c", "d"], "user_ids": [1, 2, 3, 4]}
+        after = interactions_of(tmp_path / "two", log, **ids, continues=before.fingerprint)
     else:
         log = [user(0, 0, test=1), user(2), user(1, 1, test=2)]
-        after = interactions_of(tmp_path / "two", log, item_ids=["d", "c", "a"], user_ids=[3, 4, 1], lineage="y")
+        after = interactions_of(tmp_path / "two", log, item_ids=["d", "c", "a"], user_ids=[3, 4, 1])
         assert match_rows(before, after, side="items", spill=tmp_path / "spill").tolist() == [-1, 2, 0]
     manifest, report = report_of(tmp_path, after, before=before)
     wanted = {"new_users": 1, "vanished_users": 1, "new_items": 1, "vanished_items": 1, "event_drop": 0.0}

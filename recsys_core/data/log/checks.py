@@ -50,11 +50,12 @@ def row_checks(config: InteractionsConfig, *, schema: Mapping[str, pa.DataType],
         checks.append(Check(config.order_column, "over int64", "sequence > 9223372036854775807", MEND))
     if config.label_range is not None and config.label_column is not None:
         low, high = config.label_range
-        outside = f"label::DOUBLE < {low!r} OR label::DOUBLE > {high!r}"
+        outside = f"isfinite(label::DOUBLE) AND (label::DOUBLE < {low!r} OR label::DOUBLE > {high!r})"  # NaN is above all
         checks.append(Check(config.label_column, f"outside of {low:g} to {high:g}", outside, "see interactions.label_range"))
     if config.weight_column is not None:
-        checks.append(Check(config.weight_column, "negative", "weight < 0", "a weight is 0 or more"))
-        checks.append(Check(config.weight_column, "too large for float32", f"weight::DOUBLE > {FLOAT32_MAX!r}", MEND))
+        checks.append(Check(config.weight_column, "negative", "weight < 0 AND isfinite(weight::DOUBLE)", "a weight is 0 or more"))
+        large = f"weight::DOUBLE > {FLOAT32_MAX!r} AND isfinite(weight::DOUBLE)"
+        checks.append(Check(config.weight_column, "too large for float32", large, MEND))
     return checks
 
 

@@ -18,7 +18,7 @@ from recsys_core.data.files.sql import SQL_TYPE, quoted, scan
 from recsys_core.data.log.checks import count_bad, good_rows, refuse_bad_rows, row_checks
 from recsys_core.data.log.config import GivenSplit, InteractionsConfig
 from recsys_core.data.log.input import InteractionsInput
-from recsys_core.data.log.wild_times import refuse_wild_times
+from recsys_core.data.log.unread import damage_is_told
 from recsys_core.errors import InputError
 from recsys_core.manifests import IdType, InteractionsManifest, LogPart, ReadFile, SourceFile, fingerprint_of
 
@@ -87,20 +87,15 @@ def read_part(
     for source in sources:
         if source.local and has_checksums(source, config.columns):  # of remote ones they are compared while copying
             verify_pages(source, config.columns)
-    with local_files(sources, columns=config.columns, scratch=file.with_suffix(".remote")) as paths:
+    with (
+        local_files(sources, columns=config.columns, scratch=file.with_suffix(".remote")) as paths,
+        damage_is_told(config, sources, paths),
+    ):
         connection.execute(f"CREATE OR REPLACE TEMP VIEW raw AS {_raw(config, sources, paths, schema=schema)}").fetchall()
         checks = row_checks(config, schema=schema)
         numbers = _numbers(config)
         threshold = f" AND label::DOUBLE >= {config.label_threshold!r}" if config.label_column else ""
-        try:
-            found = count_bad(connection, checks, numbers=list(numbers), threshold=threshold)
-        except duckdb.ConversionException:  # a time in milliseconds that has no microseconds: no check sees it
-            refuse_wild_times(config, list(sources))
-            raise
-        except duckdb.Error:
-            for source in sources:  # says which file and column is damaged, if that is what it is
-                verify_pages(source, config.columns)
-            raise
+        found = count_bad(connection, checks, numbers=list(numbers), threshold=threshold)
         _refuse_lies(found, sources)
         refuse_bad_rows(connection, config, checks, found, sources=sources)
         # Nine conditions on each row, three times over, are a second per 20 million rows: not where no row is bad.

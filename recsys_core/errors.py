@@ -1,5 +1,10 @@
 """What can go wrong, by whose fault it is. The class decides the exit code of the command line."""
 
+from datetime import date
+from decimal import Decimal
+
+SHOWN_CHARACTERS = 80
+
 
 class NightjarError(Exception):
     """Base of every error raised on purpose; `nightjar` exits with `exit_code`."""
@@ -15,3 +20,18 @@ class InputError(NightjarError, ValueError):
 
 class StageError(NightjarError, RuntimeError):
     """A stage failed for a reason that is not in its input: a worker died, a disk is full, a file changed."""
+
+
+def shown(value: object) -> str:
+    """A value of the input for a message: on one line, no control characters or direction marks, not endless.
+
+    >>> print(shown("a\\nb"), shown(None), shown(date(2026, 11, 19)), shown("a\\u202eb"))
+    'a\\nb' null 2026-11-19 'a\\u202eb'
+    >>> len(shown("x" * 10_000))
+    80
+    """
+    plain = value is None or isinstance(value, date | Decimal)
+    text = "null" if value is None else str(value) if plain else repr(value)
+    if not text.isprintable():
+        text = ascii(value)
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."

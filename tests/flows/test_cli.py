@@ -120,3 +120,32 @@ def test_what_is_not_there_is_said_in_one_message_without_a_traceback(file: Path
     assert words in answer.stderr
     assert "Traceback" not in answer.stderr
     assert answer.stdout == ""
+
+
+@pytest.mark.parametrize("command", ["validate", "run"])
+def test_a_footer_that_lies_ends_the_command_with_2_and_one_line(
+    file: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "prepare", lambda *_, **__: None)
+    log = file.parent / "log.parquet"
+    log.write_bytes(log.read_bytes()[:-100] + b"PAR1")
+    assert nightjar(command, file, monkeypatch=monkeypatch) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"error: {log}: not a readable parquet file (") and said.err.count("\n") == 1
+
+
+def test_a_bad_row_ends_a_run_with_2_and_one_message_that_no_id_can_break(file: Path) -> None:
+    log = {"user_id": ["a", "b\x1b[31m\u202e"] * 50, "item_id": np.arange(100) % 20, "timestamp": np.arange(100) * 3600}
+    log["timestamp"][1] = -7
+    pq.write_table(pa.table(log), file.parent / "log.parquet")
+    answer = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "run", str(file)], capture_output=True, text=True, cwd=Path(cli.__file__).parents[1]
+    )
+    assert answer.returncode == 2, answer.stderr
+    said = f"error: {file.parent / 'log.parquet'}: column 'timestamp', row 1: -7 is before 1970, as in 1 of 100 rows in all; "
+    assert sum(line.startswith("error: ") for line in answer.stderr.splitlines()) == 1
+    assert said in answer.stderr
+    assert "Traceback" not in answer.stderr and "Traceback" not in answer.stdout
+    (run,) = (file.parent / "workspace" / "runs").iterdir()
+    assert not list(run.glob("ingest_interactions*")) and not list(run.glob("**/*.tmp"))

@@ -11,13 +11,12 @@ import pyarrow as pa
 from recsys_core.data.features.config import FeatureConfig, FeaturesConfig
 from recsys_core.data.files.sources import Source, id_type, literal, open_sources, require_column
 from recsys_core.data.files.sql import SQL_TYPE, quoted
-from recsys_core.errors import InputError
+from recsys_core.errors import SHOWN_CHARACTERS, InputError, shown
 from recsys_core.manifests import IdType
 
 Side = Literal["user", "item", "context"]
 MOST_FLOAT32 = "3.4028234663852886e38"
 MOST_INT64 = 2**63 - 1
-SHOWN = 80
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def _value_type(source: Source, feature: FeatureConfig, *, where: str) -> IdType
 
 
 def _wrong(source: Source, column: str, kind: pa.DataType, where: str, way_out: str) -> InputError:
-    return InputError(f"{source.name}: column {column!r} is {str(kind)[:SHOWN]} ({where}); {way_out}")
+    return InputError(f"{source.name}: column {column!r} is {str(kind)[:SHOWN_CHARACTERS]} ({where}); {way_out}")
 
 
 def _is_number(kind: pa.DataType) -> bool:
@@ -232,16 +231,6 @@ def _first(
 
 def _rows(count: int) -> str:
     return "in this row alone" if count == 1 else f"as in {count:,} rows in all"
-
-
-def shown(value: str | None) -> str:
-    """A value from a file as a message may hold it: escaped, and short.
-
-    >>> shown("a" * 100)[-3:], shown(None)
-    ('...', 'null')
-    """
-    text = "null" if value is None else ascii(value)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
 def read_parquet(paths: Sequence[Path]) -> str:

@@ -28,7 +28,8 @@ def database(*, memory_limit: str, threads: int | None, spill: Path, wanted: str
             yield connection
     except duckdb.OutOfMemoryException as error:
         told = str(error).splitlines()[0]
-        if "temp" in told.lower() and "director" in told.lower():  # nowhere left to spill to
+        full = "failed to offload" in told or ("temp" in told.lower() and "director" in told.lower())
+        if full:  # nowhere left to spill to
             raise too_small(spill, needed=f"what {wanted} needs beyond interactions.memory_limit is spilled here") from error
         raise InputError(f"interactions.memory_limit is {memory_limit}, which is too little: {told}") from error
     except duckdb.Error as error:

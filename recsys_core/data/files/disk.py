@@ -38,6 +38,11 @@ def allocate(path: Path, *, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray
     return mapped
 
 
+def save(path: Path, array: NDArray[Any]) -> None:
+    """numpy.save that tells a full disk: numpy's own error does not say what it is."""
+    allocate(path, dtype=array.dtype, shape=array.shape)[...] = array
+
+
 @contextmanager
 def full_disk_is_told(folder: Path) -> Iterator[None]:
     """Turns "no space left" of any write below `folder` into an InputError that says how much is free."""

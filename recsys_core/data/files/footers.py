@@ -135,6 +135,8 @@ def _parse(content: bytes, path: Path, sha256: str, connection: duckdb.DuckDBPyC
     query = f"SELECT {_FACTS} FROM parquet_metadata(?) ORDER BY row_group_id, column_id"
     try:
         facts: dict[str, Any] = connection.execute(query, [str(path)]).fetchnumpy()
+    except duckdb.ConversionException as error:  # a time in the statistics
+        raise _UntrueError(_wild_time(content)) from error
     except duckdb.Error as error:  # names a file that the user never saw
         raise _UntrueError(str(error).splitlines()[0].rpartition(f'"{path}": ')[2] + "; copy or write it anew") from error
     with pq.ParquetFile(pa.BufferReader(content)) as file:
@@ -170,6 +172,13 @@ def _parse(content: bytes, path: Path, sha256: str, connection: duckdb.DuckDBPyC
         uncompressed_GL=facts_GL["total_uncompressed_size"],
         start_GL=facts_GL["start"],
     )
+
+
+def _wild_time(content: bytes) -> str:
+    with pq.ParquetFile(pa.BufferReader(content)) as file:
+        times = [field.name for field in file.schema_arrow if pa.types.is_timestamp(field.type)]
+    names = " or ".join(f"{name[:80]!r}" for name in times[:5]) or "one"
+    return f"the times of column {names} reach beyond the year 290,000, which no clock says; mend what writes them"
 
 
 def _check(facts_GL: dict[str, NDArray[np.int64]], rows: int, leaves: Sequence[Leaf], *, data_end: int) -> None:

@@ -10,10 +10,12 @@ import pyarrow as pa
 
 from recsys_core.data.files.sources import Source
 from recsys_core.data.log.config import InteractionsConfig
-from recsys_core.errors import InputError
+from recsys_core.errors import InputError, shown
 
 DAY_US = 86_400_000_000
-SHOWN_CHARACTERS = 80
+FLOAT32_MAX = 3.4028234663852886e38
+MEND = "drop these rows, or mend what writes them"
+CLOCK = "is interactions.timestamp_unit right? else mend the clock that writes them, or raise interactions.max_future_days"
 
 
 @dataclass(frozen=True)
@@ -34,31 +36,32 @@ class Check:
 def row_checks(config: InteractionsConfig, *, schema: Mapping[str, pa.DataType], now_us: int | None = None) -> list[Check]:
     """All checks of this log. `schema` has the type of each column; `now_us` is the current time in microseconds."""
     checks: list[Check] = []
-    for alias, column in (("user", config.user_column), ("item", config.item_column)):
-        checks += _id_checks(alias, column, schema[column])
+    for alias, id_column in (("user", config.user_column), ("item", config.item_column)):
+        checks += _id_checks(alias, id_column, schema[id_column])
     if config.timestamp_column is not None:
-        now = time.time_ns() // 1_000 if now_us is None else now_us
-        checks += _time_checks(config, config.timestamp_column, latest=now + int(config.max_future_days * DAY_US))
-    mend = "drop these rows, or mend what writes them"
-    if config.order_column is not None:
-        checks.append(
-            Check(config.order_column, "null or not a number", _no_number("sequence", schema[config.order_column]), mend)
-        )
-    if config.label_column is not None:
-        checks.append(
-            Check(config.label_column, "null or not a number", _no_number("label", schema[config.label_column]), mend)
-        )
+        checks += _time_checks(config.timestamp_column, latest=latest_time(config, now_us=now_us))
+    for alias, column in (("sequence", config.order_column), ("label", config.label_column), ("weight", config.weight_column)):
+        if column is not None:
+            checks += _number_checks(alias, column, schema[column])
+    if config.order_column is not None and pa.types.is_uint64(schema[config.order_column]):
+        checks.append(Check(config.order_column, "over int64", "sequence > 9223372036854775807", MEND))
     if config.label_range is not None and config.label_column is not None:
         low, high = config.label_range
-        outside = f"label::DOUBLE < {low!r} OR label::DOUBLE > {high!r}"
+        outside = f"isfinite(label::DOUBLE) AND (label::DOUBLE < {low!r} OR label::DOUBLE > {high!r})"  # NaN is above all
         checks.append(Check(config.label_column, f"outside of {low:g} to {high:g}", outside, "see interactions.label_range"))
     if config.weight_column is not None:
         checks.append(
-            Check(config.weight_column, "null or not a number", _no_number("weight", schema[config.weight_column]), mend)
+            Check(config.weight_column, "negative", "weight < 0 AND isfinite(weight::DOUBLE)", "a weight is 0 or more")
         )
-        checks.append(Check(config.weight_column, "negative", "weight < 0", "a weight is 0 or more"))
-        checks.append(Check(config.weight_column, "infinite", "isinf(weight::DOUBLE)", mend))
+        large = f"weight::DOUBLE > {FLOAT32_MAX!r} AND isfinite(weight::DOUBLE)"
+        checks.append(Check(config.weight_column, "too large for float32", large, MEND))
     return checks
+
+
+def latest_time(config: InteractionsConfig, *, now_us: int | None = None) -> int:
+    """The latest time that is no bad row, in microseconds."""
+    now = time.time_ns() // 1_000 if now_us is None else now_us
+    return now + int(config.max_future_days * DAY_US)
 
 
 def good_rows(checks: Sequence[Check]) -> str:
@@ -118,21 +121,31 @@ def refuse_bad_rows(
     rows, bad = sum(each.rows for each in found), sum(each.bad for each in found)
     if not bad or (config.on_bad_rows == "drop" and bad <= config.max_bad_share * rows):
         return
-    check = next(check for check in checks if any(check.name in each.counts for each in found))
+    check, source, row = _first_bad(connection, checks, found)
     count = sum(each.counts.get(check.name, 0) for each in found)
-    query = f"SELECT source, row FROM raw WHERE {check.condition} ORDER BY source, row LIMIT 1"
-    ((source, row),) = connection.sql(query).fetchall()
     way_out = f"{check.hint}; or set interactions.on_bad_rows to drop"
     if config.on_bad_rows == "drop":
         way_out = (
             f"{bad:,} of {rows:,} rows are bad, a share of {bad / rows:.4f}, above interactions.max_bad_share, "
-            f"{config.max_bad_share:g}"
+            f"{config.max_bad_share:g}; mend them, or raise it"
         )
-    value = shown(value_at(sources[source], check.column, row))
+    value = value_at(sources[source], check.column, row)
+    what = "null" if value is None else f"{shown(value)} is {check.reason}"
     raise InputError(
-        f"{sources[source].name}: column {check.column!r}, row {row}: {value} is {check.reason}, as in {count:,} of {rows:,} "
-        f"rows in all; {way_out}"
+        f"{sources[source].name}: column {check.column!r}, row {row}: {what}, as in {count:,} of {rows:,} rows in all; "
+        f"{way_out}"
     )
+
+
+def _first_bad(
+    connection: duckdb.DuckDBPyConnection, checks: Sequence[Check], found: Sequence[FileFacts]
+) -> tuple[Check, int, int]:
+    """The first bad row in the order of the files: the first check that it fails, its file and its row there."""
+    first = next(source for source, facts in enumerate(found) if facts.bad)
+    faults = ", ".join(f"coalesce({check.condition}, false)" for check in checks)
+    query = f"SELECT row, {faults} FROM raw WHERE source = {first} AND NOT ({good_rows(checks)}) ORDER BY row LIMIT 1"
+    ((row, *fails),) = connection.sql(query).fetchall()
+    return checks[fails.index(True)], first, row
 
 
 def value_at(source: Source, column: str, row: int) -> Any:
@@ -143,46 +156,42 @@ def value_at(source: Source, column: str, row: int) -> Any:
         for group, rows in enumerate(source.footer.group_rows_G):
             if row < rows:
                 scalar = file.read_row_group(group, columns=[column]).column(0)[row]
+                if pa.types.is_timestamp(scalar.type) and scalar.type.unit == "ns":  # Python has no nanoseconds
+                    scalar = scalar.cast(pa.timestamp("us", scalar.type.tz), safe=False)
                 try:
                     return scalar.as_py()
                 except (ValueError, OverflowError):  # a time that Python has no word for
-                    return scalar.cast(pa.int64()).as_py()
+                    return scalar.value
             row -= rows
     raise AssertionError(f"{source.name} has no such row")
 
 
-def shown(value: Any) -> str:
-    """A value of the input for a message: on one line, no control characters, not endless.
-
-    >>> shown("a\\nb"), shown(None)
-    ("'a\\\\nb'", 'null')
-    """
-    text = "null" if value is None else ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}\N{HORIZONTAL ELLIPSIS}"
-
-
 def _id_checks(alias: str, column: str, kind: pa.DataType) -> list[Check]:
-    checks = [Check(column, "null", f'"{alias}" IS NULL', "drop these rows, or mend what writes them")]
+    checks = [Check(column, "null", f'"{alias}" IS NULL', MEND)]
     value = kind.value_type if pa.types.is_dictionary(kind) else kind
     if pa.types.is_uint64(value):
         checks.append(
             Check(column, "over int64", f'"{alias}" > 9223372036854775807', "ids fit into int64; write them as strings")
         )
     if not pa.types.is_integer(value):
-        checks.append(Check(column, "an empty string", f"\"{alias}\" = ''", "drop these rows, or mend what writes them"))
+        checks.append(Check(column, "an empty string", f"\"{alias}\" = ''", MEND))
     return checks
 
 
-def _time_checks(config: InteractionsConfig, column: str, *, latest: int) -> list[Check]:
-    unit = "is interactions.timestamp_unit right? else mend the clock that writes them, or raise interactions.max_future_days"
+def _time_checks(column: str, *, latest: int) -> list[Check]:
+    # What does not fit into 64 bits of microseconds becomes null in `position`; `early` still tells which end it is.
+    lost = "position IS NULL AND time IS NOT NULL"
     return [
-        Check(column, "null", "time IS NULL", "drop these rows, or mend what writes them"),
-        # What does not fit into 64 bits of microseconds becomes null in `position`.
-        Check(column, "in the future", f"position > {latest} OR (position IS NULL AND time IS NOT NULL)", unit),
-        Check(column, "before 1970", "position < 0", unit),
+        Check(column, "null", "time IS NULL", MEND),
+        Check(column, "in the future", f"position > {latest} OR ({lost} AND NOT early)", CLOCK),
+        Check(column, "before 1970", f"position < 0 OR ({lost} AND early)", CLOCK),
     ]
 
 
-def _no_number(alias: str, kind: pa.DataType) -> str:
-    nan = f" OR isnan({alias}::DOUBLE)" if pa.types.is_floating(kind) else ""
-    return f"{alias} IS NULL{nan}"
+def _number_checks(alias: str, column: str, kind: pa.DataType) -> list[Check]:
+    if not pa.types.is_floating(kind):
+        return [Check(column, "null or not a number", f"{alias} IS NULL", MEND)]
+    return [
+        Check(column, "null or not a number", f"{alias} IS NULL OR isnan({alias}::DOUBLE)", MEND),
+        Check(column, "infinite", f"isinf({alias}::DOUBLE)", MEND),
+    ]

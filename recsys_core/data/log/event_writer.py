@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from recsys_core.data.files.disk import allocate
+from recsys_core.data.files.disk import allocate, save
 from recsys_core.data.files.sql import SPLITS
 from recsys_core.data.log.config import InteractionsConfig
 from recsys_core.data.log.table import rider_columns
@@ -81,9 +81,9 @@ class EventWriter:
             "item_rank": rank,
             "vector_row": self._items.vector_row,
         }.items():
-            np.save(self._out / f"{name}.npy", array)
+            save(self._out / f"{name}.npy", array)
         if (self._users.vector_row >= 0).any():
-            np.save(self._out / "user_vector_row.npy", self._users.vector_row)
+            save(self._out / "user_vector_row.npy", self._users.vector_row)
         self._write_train_user(by_split["train"])
 
     def _write_train_user(self, train_count: Counts) -> None:

@@ -17,6 +17,7 @@ from recsys_core.data.files.sql import SQL_TYPE, quoted, scan
 from recsys_core.data.log.checks import FileFacts, good_rows, refuse_bad_rows, row_checks, scan_rows
 from recsys_core.data.log.config import GivenSplit, InteractionsConfig
 from recsys_core.data.log.input import InteractionsInput
+from recsys_core.data.log.unread import damage_is_told
 from recsys_core.errors import InputError
 from recsys_core.manifests import IdType, InteractionsManifest, LogPart, ReadFile, SourceFile, fingerprint_of
 
@@ -85,20 +86,15 @@ def read_part(
     for source in sources:
         if source.local and has_checksums(source, config.columns):  # of remote ones they are compared while copying
             verify_pages(source, config.columns)
-    with local_files(sources, columns=config.columns, scratch=file.with_suffix(".remote")) as paths:
+    with (
+        local_files(sources, columns=config.columns, scratch=file.with_suffix(".remote")) as paths,
+        damage_is_told(config, sources, paths),
+    ):
         connection.execute(f"CREATE OR REPLACE TEMP VIEW raw AS {_raw(config, sources, paths, schema=schema)}").fetchall()
         checks = row_checks(config, schema=schema)
         numbers = _numbers(config)
         threshold = f" AND label::DOUBLE >= {config.label_threshold!r}" if config.label_column else ""
-        try:
-            found = scan_rows(connection, checks, files=len(sources), numbers=list(numbers), threshold=threshold)
-        except duckdb.ConversionException as error:  # a time in milliseconds that has no microseconds: no check sees it
-            message = f"{sources[0].name}: column {config.timestamp_column!r}: {str(error).splitlines()[0]}; mend these times"
-            raise InputError(message) from error
-        except duckdb.Error:
-            for source in sources:  # says which file and column is damaged, if that is what it is
-                verify_pages(source, config.columns)
-            raise
+        found = scan_rows(connection, checks, files=len(sources), numbers=list(numbers), threshold=threshold)
         _refuse_lies(found, sources)
         refuse_bad_rows(connection, config, checks, found, sources=sources)
         # Nine conditions on each row, three times over, are a second per 20 million rows: not where no row is bad.
@@ -136,7 +132,8 @@ def _raw(
     if in_path:
         read += f" JOIN ({_keys(sources, sorted(in_path))}) AS keys ON file.file_index = keys.source"
     raw = f"SELECT {', '.join(columns)}, file.file_index AS source, file.file_row_number AS row FROM {read}"
-    return f"SELECT *, {_position(config, schema)} AS position FROM ({raw})"
+    early = f", {_early(schema[config.timestamp_column])} AS early" if config.timestamp_column else ""
+    return f"SELECT *, {_position(config, schema)} AS position{early} FROM ({raw})"
 
 
 def _widest(kinds: Sequence[pa.DataType]) -> pa.DataType:
@@ -160,7 +157,7 @@ def _constant(value: int | date | str) -> str:
 def _position(config: InteractionsConfig, schema: Mapping[str, pa.DataType]) -> str:
     """What orders a user's events: the time in microseconds, the order column, or (unordered) a hash, for a random order."""
     if config.order_column is not None:
-        return "sequence::DOUBLE" if not pa.types.is_integer(schema[config.order_column]) else "sequence::BIGINT"
+        return "TRY(sequence::BIGINT)" if pa.types.is_integer(schema[config.order_column]) else "sequence::DOUBLE"
     if config.timestamp_column is None:
         return '(hash("user", item) >> 1)::BIGINT'
     kind = schema[config.timestamp_column]
@@ -168,6 +165,14 @@ def _position(config: InteractionsConfig, schema: Mapping[str, pa.DataType]) -> 
         return f"TRY(CAST(time AS BIGINT) {MICROSECONDS[config.timestamp_unit]})"
     zoned = pa.types.is_timestamp(kind) and kind.tz is not None
     return f"TRY(epoch_us(time::{'TIMESTAMPTZ' if zoned else 'TIMESTAMP'}))"  # it takes no nanoseconds with zone
+
+
+def _early(kind: pa.DataType) -> str:
+    """Whether a time is before 1970, also one whose `position` is lost."""
+    if pa.types.is_integer(kind):
+        return "time < 0"
+    zoned = pa.types.is_timestamp(kind) and kind.tz is not None
+    return "time::TIMESTAMPTZ < TIMESTAMPTZ '1970-01-01 00:00:00+00'" if zoned else "time < DATE '1970-01-01'"
 
 
 def _numbers(config: InteractionsConfig) -> dict[str, str]:

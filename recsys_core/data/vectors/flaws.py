@@ -11,8 +11,6 @@ from recsys_core.data.files.sources import Source
 from recsys_core.data.vectors.config import EmbeddingsConfig
 from recsys_core.errors import InputError
 
-_SHOWN_CHARACTERS = 80
-
 
 class Flaw(IntEnum):
     """Why a row gives no vector. A row has one: the first that is found, ids before vectors."""
@@ -98,15 +96,3 @@ class Findings:
         position, column, what = self._first[flaw]
         file, row = self.place(position)
         return f"{file}: column {column!r}, row {row}: {what}"
-
-
-def shown(value: object) -> str:
-    """`value` for a message: escaped, and shortened where it is long.
-
-    >>> shown("a\\u202eb")
-    "'a\\\\u202eb'"
-    >>> len(shown("x" * 10_000))
-    80
-    """
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from recsys_core.data.files.sources import Source
 from recsys_core.data.vectors.files import VectorFiles
-from recsys_core.data.vectors.flaws import Findings, Flaw, shown
+from recsys_core.data.vectors.flaws import Findings, Flaw
 from recsys_core.data.vectors.reader import batches_of
-from recsys_core.errors import InputError
+from recsys_core.errors import InputError, shown
 from recsys_core.manifests import IdType
 
 MEMORY_LIMIT = "128MB"

@@ -2,8 +2,6 @@
 
 import errno
 import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -282,18 +280,6 @@ def test_a_matrix_larger_than_the_free_disk_is_refused_before_a_vector_is_writte
         lambda folder: ingest(folder, path), tmp_path,
         "stage.tmp", ": vectors.npy, 2 x 2 numbers, takes ", " GiB, but the disk has ", " GiB free; free some, or set",
     )  # fmt: skip
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip("only root may mount a file system")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)  # a map of it may live on in a traceback
 
 
 @pytest.mark.parametrize(

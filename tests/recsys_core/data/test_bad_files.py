@@ -1,0 +1,181 @@
+"""What is wrong with a file as a whole is said by both ingest stages alike, before a row is used, and nothing stays."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recsys_core.data.vectors.config import EmbeddingsConfig
+from recsys_core.data.vectors.ingest import ingest_embeddings
+from recsys_core.errors import InputError
+from tests.recsys_core.data import logs
+from tests.recsys_core.data.hostile import list_bomb, patch_footer
+from tests.recsys_core.data.tables import refuses, write
+
+LAST_OUT: dict[str, Any] = {"kind": "leave_last_out"}
+ROWS = 300
+GOOD: dict[str, Any] = {
+    "user_id": [1, 1, 1, 2] * (ROWS // 4),
+    "item_id": list(range(ROWS)),
+    "t": list(range(ROWS)),
+    "v": [[float(row + 1)] for row in range(ROWS)],
+}
+Stage = Callable[..., Callable[[Path], object]]
+
+
+def interactions(path: str | Path, *, root: Path | None = None, **settings: Any) -> Callable[[Path], object]:
+    if root is not None:
+        config = logs.InteractionsConfig(paths=str(path), split=LAST_OUT, timestamp_column="t", timestamp_unit="us")
+        return lambda folder: logs.ingest_interactions(config, embeddings=None, folder=folder, data_root=root)
+    return lambda folder: logs.ingest(folder, str(path), split=LAST_OUT, **settings)
+
+
+def embeddings(path: str | Path, *, root: Path | None = None, **settings: Any) -> Callable[[Path], object]:
+    config = EmbeddingsConfig(paths=str(path), **({"vector_column": "v"} | settings))
+    return lambda folder: ingest_embeddings((config,), folder=folder, data_root=root)
+
+
+BOTH = pytest.mark.parametrize("stage", [interactions, embeddings])
+
+
+def damaged(path: Path, cut: Callable[[bytes], bytes]) -> Path:
+    write(path, **GOOD)
+    path.write_bytes(cut(path.read_bytes()))
+    return path
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (lambda whole: b"", "not a readable parquet file (0 bytes): it is empty; write it anew"),
+        (
+            lambda whole: whole[: len(whole) // 2],
+            "it begins as parquet, but its end is missing: truncated; copy or write it anew",
+        ),
+        (lambda whole: whole[:-1], "its end is missing: truncated"),
+        (lambda whole: b"id,item\n1,2\n", "(12 bytes): it has no parquet footer; name parquet files only"),
+    ],
+)
+def test_a_file_that_is_not_whole(tmp_path: Path, stage: Stage, content: Callable[[bytes], bytes], said: str) -> None:
+    path = damaged(tmp_path / "a.parquet", content)
+    refuses(stage(path), tmp_path, f"{path}: not a readable parquet file (", said.split("): ")[-1])
+
+
+@BOTH
+def test_files_that_are_not_there(tmp_path: Path, stage: Stage) -> None:
+    refuses(stage(tmp_path / "gone.parquet"), tmp_path, f"{stage.__name__}", f"paths: no such file: {tmp_path}/gone.parquet")
+    refuses(stage(tmp_path / "*.parquet"), tmp_path, f"{stage.__name__}", f"paths: no file matches: {tmp_path}/*.parquet")
+
+
+@BOTH
+def test_tables_without_rows(tmp_path: Path, stage: Stage) -> None:
+    pq.write_table(pa.table(GOOD).slice(0, 0), tmp_path / "a.parquet")
+    refuses(stage(tmp_path / "a.parquet"), tmp_path, f"{tmp_path}/a.parquet: no rows; check what writes this table")
+
+
+@BOTH
+def test_a_footer_that_lies(tmp_path: Path, stage: Stage) -> None:
+    path = str(tmp_path / "a.parquet")
+    pq.write_table(pa.table(GOOD), path, compression="none", use_dictionary=False, write_statistics=False)
+    patch_footer(path, old=ROWS, new=ROWS - 1, nth=0)
+    refuses(stage(path), tmp_path, f"{path}: not a readable parquet file (", "its footer claims 299 rows, its row groups 300")
+
+
+@BOTH
+def test_columns_that_are_missing_double_or_of_another_type(tmp_path: Path, stage: Stage) -> None:
+    path, table = tmp_path / "a.parquet", pa.table(GOOD)
+    pq.write_table(table.rename_columns(["user_id", "itemid", "t", "v"]), path)
+    refuses(stage(path), tmp_path, f"{path}: no column 'item_id' ({stage.__name__}", "_column); did you mean 'itemid'?")
+    pq.write_table(table.append_column("item_id", table["t"]), path)
+    refuses(stage(path), tmp_path, f"{path}: 2 columns are named 'item_id'; rename all but one")
+    pq.write_table(table.set_column(1, "item_id", pa.array([0.5] * ROWS)), path)
+    refuses(stage(path), tmp_path, f"{path}: column 'item_id' is double, but ids are integers or strings; cast it")
+
+
+@BOTH
+def test_ids_of_mixed_type(tmp_path: Path, stage: Stage) -> None:
+    write(tmp_path / "log" / "a.parquet", **GOOD)
+    write(tmp_path / "log" / "b.parquet", **(GOOD | {"item_id": [str(row) for row in range(ROWS)]}))
+    refuses(
+        stage(tmp_path / "log"), tmp_path, "b.parquet: column 'item_id' is string, but int64 in ", "a.parquet; write one type"
+    )
+
+
+def test_bombs(tmp_path: Path) -> None:
+    said = ("is this a decompression bomb?", "max_expansion is 1000; raise it if the file is sound")
+    lists = list_bomb(tmp_path / "lists.parquet")
+    refuses(embeddings(lists, vector_column="vector"), tmp_path, f"{lists}: ", "that decode to 9,0", *said)
+    refuses(
+        interactions(lists, context_columns=("vector",), user_column="item_id", timestamp_column="item_id"), tmp_path,
+        f"{lists}: ", *said,
+    )  # fmt: skip
+
+
+@BOTH
+@pytest.mark.parametrize("way", ["root/../secret.parquet", "root/link.parquet", "root"])
+def test_what_leads_out_of_data_root(tmp_path: Path, stage: Stage, way: str) -> None:
+    secret = write(tmp_path / "secret.parquet", **GOOD)
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "link.parquet").symlink_to(secret)
+    said = f"leads to {secret}, which is not below data_root ({tmp_path / 'root'}); move"
+    refuses(stage(tmp_path / way, root=tmp_path / "root"), tmp_path, f"{stage.__name__}", said)
+
+
+def noise(path: Path, *, checksums: bool, compression: str) -> bytes:
+    random = np.random.default_rng(0)
+    table = pa.table(
+        {
+            "user_id": [f"user-{number}" for number in random.integers(0, 50, 2000)],
+            "item_id": [f"item-{number}" for number in range(2000)],
+            "t": pa.array(random.integers(0, 10**9, 2000), pa.timestamp("us")),
+            "v": list(random.normal(size=(2000, 4)).astype(np.float32)),
+        }
+    )
+    pq.write_table(table, path, write_page_checksum=checksums, compression=compression, data_page_size=2048, row_group_size=900)
+    return path.read_bytes()
+
+
+def stored(folder: Path) -> list[bytes]:
+    """What a stage made, without the parts, whose rows lie as the threads came to them, and its manifest."""
+    return [path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file() and path.name != "manifest.json"]
+
+
+@BOTH
+@pytest.mark.parametrize(("checksums", "compression"), [(True, "snappy"), (False, "zstd"), (False, "none")])
+def test_flipped_bytes_end_in_a_refusal_or_in_a_whole_stage(
+    tmp_path: Path, stage: Stage, checksums: bool, compression: str
+) -> None:
+    """With checksums what comes through is what went in; without, a number may have become another."""
+    path = tmp_path / "a.parquet"
+    content = noise(path, checksums=checksums, compression=compression)
+    stage(path)(tmp_path / "whole")
+    wanted, refused = stored(tmp_path / "whole"), 0
+    random = np.random.default_rng(4)
+    for index, place in enumerate(random.integers(4, len(content), 8)):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << int(random.integers(8))
+        path.write_bytes(damaged)
+        folder = tmp_path / "stage" / str(index)
+        try:
+            stage(path)(folder)
+        except InputError as error:
+            refused += 1
+            assert str(error).startswith(f"{path}: ") and "\n" not in str(error), error
+            assert not folder.exists() and not list(folder.parent.glob(f"{folder.name}*"))
+        else:
+            assert not checksums or stored(folder) == wanted
+    assert not checksums or refused >= 4
+
+
+def test_text_that_is_none_is_named(tmp_path: Path) -> None:
+    letters = pa.py_buffer(b"\xff\xfe" + b"ab" * (ROWS - 1))
+    broken = pa.StringArray.from_buffers(ROWS, pa.py_buffer(np.arange(0, 2 * ROWS + 2, 2, dtype=np.int32)), letters)
+    for column, settings in (("item_id", {}), ("place", {"context_columns": ("place",)})):
+        path = write(tmp_path / "a.parquet", **(GOOD | {column: broken}))
+        said = f"{path}: column {column!r}: damaged, or not what its type says ("
+        refuses(interactions(path, **settings), tmp_path, said, "is not valid UTF8!); copy or write the file anew")

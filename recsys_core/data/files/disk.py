@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from recsys_core.errors import InputError
+
+
+_CUT_OFF = re.compile(r"^\d+ requested and \d+ written$")
+"""What numpy says of a full disk."""
 
 
 def allocate(path: Path, *, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[Any]:
@@ -44,7 +49,7 @@ def full_disk_is_told(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno != errno.ENOSPC and not _CUT_OFF.search(str(error)):
             raise
         raise too_small(folder, needed="the stage does not fit") from error
 

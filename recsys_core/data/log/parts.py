@@ -199,7 +199,7 @@ def _refuse_lies(found: Sequence[Mapping[str, Any]], sources: Sequence[Source]) 
 def _add_ids(connection: duckdb.DuckDBPyConnection, side: str, *, kind: IdType, good: str) -> None:
     """New ids of `raw` get the next codes, the most frequent first."""
     ((known,),) = connection.sql(f"SELECT count(*) FROM {side}_ids").fetchall()
-    new = f'SELECT "{side}"::{SQL_TYPE[kind]} AS id, count(*) AS events FROM raw WHERE {good} GROUP BY 1'
+    new = f'SELECT TRY_CAST("{side}" AS {SQL_TYPE[kind]}) AS id, count(*) AS events FROM raw WHERE {good} GROUP BY 1'
     anti = f"ANTI JOIN {side}_ids USING (id)" if known else ""
     connection.execute(
         f"INSERT INTO {side}_ids SELECT id, ({known} + row_number() OVER (ORDER BY events DESC, id) - 1)::INTEGER, NULL "
@@ -211,8 +211,9 @@ def _write(
     connection: duckdb.DuckDBPyConnection, config: InteractionsConfig, *, file: Path, good: str, types: tuple[IdType, IdType]
 ) -> dict[int, int]:
     """The good rows as codes; returns how many each source kept, where a threshold drops some."""
-    user, item = (f'raw."{side}"::{SQL_TYPE[kind]}' for side, kind in zip(("user", "item"), types, strict=True))
-    extra = [*(["weight::FLOAT AS weight"] if config.weight_column else [])]
+    # TRY_CAST: DuckDB casts before it has left the bad rows out, and one of those may not fit.
+    user, item = (f'TRY_CAST(raw."{side}" AS {SQL_TYPE[kind]})' for side, kind in zip(("user", "item"), types, strict=True))
+    extra = [*(["TRY_CAST(weight AS FLOAT) AS weight"] if config.weight_column else [])]
     extra += [f"context_{at}" for at in range(len(config.context_columns))]
     if isinstance(config.split, GivenSplit) and config.split.validation_share > 0:
         extra.append("(hash(\"user\", item, 'validation') % 1000000)::INTEGER AS draw")

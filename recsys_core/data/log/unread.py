@@ -33,26 +33,28 @@ def damage_is_told(config: InteractionsConfig, sources: Sequence[Source], paths:
     """
     try:
         yield
-    except duckdb.ConversionException:
-        _refuse_wild_times(config, sources)
-        raise
-    except duckdb.Error as error:
-        if type(error) in DAMAGED and "no space left" not in str(error).lower():
+    except (duckdb.Error, pa.ArrowException, OSError) as error:
+        read = isinstance(error, (duckdb.ConversionException, pa.ArrowException, OSError)) or type(error) in DAMAGED
+        if read and "no space left" not in str(error).lower():
             for source in sources:
                 verify_pages(source, config.columns)
             for source, path in zip(sources, paths, strict=True):
-                _refuse_unread(source, path, config.columns)
+                _refuse_unread(source, path, config)
+        if isinstance(error, duckdb.ConversionException):
+            _refuse_wild_times(config, sources)
         raise
 
 
-def _refuse_unread(source: Source, path: Path, columns: Sequence[str]) -> None:
+def _refuse_unread(source: Source, path: Path, config: InteractionsConfig) -> None:
     """Damage that pyarrow reads over: InputError for the first column that DuckDB cannot read."""
     with duckdb.connect(config={"threads": 1}) as connection:
-        for column in columns:
+        for column in config.columns:
             if column not in source.schema.names:  # a hive key
                 continue
             try:
                 connection.sql(f"SELECT max(hash({quoted(column)})) FROM {scan(path)}").fetchall()
+            except duckdb.ConversionException:  # a time: see _refuse_wild_times
+                continue
             except duckdb.Error as error:
                 told = printable(str(error).splitlines()[0]).replace(str(path), source.name)
                 raise InputError(

@@ -174,3 +174,16 @@ def test_text_that_is_none_is_named(tmp_path: Path) -> None:
         path = write(tmp_path / "a.parquet", **(GOOD | {column: broken}))
         said = f"{path}: column {column!r}: damaged, or not what its type says ("
         refuses(interactions(path, **settings), tmp_path, said, "is not valid UTF8!); copy or write the file anew")
+    path = write(tmp_path / "a.parquet", **(GOOD | {"item_id": broken}))
+    refuses(embeddings(path), tmp_path, f"{path}: column 'item_id': damaged, or no UTF-8 (", "write it anew")
+
+
+def test_a_checksum_inside_a_compressed_page_is_not_read_over(tmp_path: Path) -> None:
+    """DuckDB does not look at it: the bad row that comes of the damage is not what is wrong."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table(GOOD | {"t": list(range(-1, ROWS - 1))}), path, compression="gzip", use_dictionary=False)
+    chunk = pq.read_metadata(path).row_group(0).column(2)
+    content = bytearray(path.read_bytes())
+    content[chunk.data_page_offset + chunk.total_compressed_size - 6] ^= 1  # gzip ends in a CRC-32 and a length
+    path.write_bytes(content)
+    refuses(interactions(path), tmp_path, f"{path}: column 't', rows 0 to 299: a page is damaged (GZipCodec failed")

@@ -149,6 +149,16 @@ def test_dropped_rows_are_counted_by_reason_and_all_others_are_kept(tmp_path: Pa
     )  # fmt: skip
 
 
+def test_bad_values_that_fit_no_column_of_ours_are_dropped_too(tmp_path: Path) -> None:
+    log: list[Event] = [(user, item, item) for user in (1, 2) for item in (5, 6, 7)]
+    users = pa.array([*(user for user, _, _ in log), 2**64 - 1, 1], pa.uint64())
+    columns = {"user_id": users, "item_id": [5, 6, 7] * 2 + [5, 6], "t": [5, 6, 7] * 2 + [1, 1], "x": [1.0] * 7 + [-1e300]}
+    path = write(tmp_path / "a.parquet", **columns)
+    made = ingest(tmp_path / "stage", path, split=LAST_OUT, on_bad_rows="drop", max_bad_share=0.5, **WEIGHT)
+    check(made, leave_last_out(log, min_events=3))
+    assert made.bad_rows == {"user_id: over int64": 1, "x: negative": 1}
+
+
 def test_a_log_of_nothing_but_bad_rows_is_refused_whatever_the_share(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", **(GOOD | {"user_id": pa.nulls(4, pa.int64())}))
     refuses(

@@ -15,7 +15,6 @@ from numpy.typing import DTypeLike, NDArray
 
 from recsys_core.errors import InputError
 
-
 _CUT_OFF = re.compile(r"^\d+ requested and \d+ written$")
 """What numpy says of a full disk."""
 

@@ -43,9 +43,10 @@ def row_checks(config: InteractionsConfig, *, schema: Mapping[str, pa.DataType],
         checks += _id_checks(alias, column, schema[column])
     if config.timestamp_column is not None:
         checks += _time_checks(config.timestamp_column, latest=latest_time(config, now_us=now_us))
-    for alias, column in (("sequence", config.order_column), ("label", config.label_column), ("weight", config.weight_column)):
-        if column is not None:
-            checks += _number_checks(alias, column, schema[column])
+    numbers = {"sequence": config.order_column, "label": config.label_column, "weight": config.weight_column}
+    for alias, name in numbers.items():
+        if name is not None:
+            checks += _number_checks(alias, name, schema[name])
     if config.order_column is not None and pa.types.is_uint64(schema[config.order_column]):
         checks.append(Check(config.order_column, "over int64", "sequence > 9223372036854775807", MEND))
     if config.label_range is not None and config.label_column is not None:
@@ -53,7 +54,9 @@ def row_checks(config: InteractionsConfig, *, schema: Mapping[str, pa.DataType],
         outside = f"isfinite(label::DOUBLE) AND (label::DOUBLE < {low!r} OR label::DOUBLE > {high!r})"  # NaN is above all
         checks.append(Check(config.label_column, f"outside of {low:g} to {high:g}", outside, "see interactions.label_range"))
     if config.weight_column is not None:
-        checks.append(Check(config.weight_column, "negative", "weight < 0 AND isfinite(weight::DOUBLE)", "a weight is 0 or more"))
+        checks.append(
+            Check(config.weight_column, "negative", "weight < 0 AND isfinite(weight::DOUBLE)", "a weight is 0 or more")
+        )
         large = f"weight::DOUBLE > {FLOAT32_MAX!r} AND isfinite(weight::DOUBLE)"
         checks.append(Check(config.weight_column, "too large for float32", large, MEND))
     return checks
@@ -119,7 +122,8 @@ def refuse_bad_rows(
     value = value_at(sources[source], check.column, row)
     what = "null" if value is None else f"{shown(value)} is {check.reason}"
     raise InputError(
-        f"{sources[source].name}: column {check.column!r}, row {row}: {what}, as in {count:,} of {rows:,} rows in all; {way_out}"
+        f"{sources[source].name}: column {check.column!r}, row {row}: {what}, as in {count:,} of {rows:,} rows in all; "
+        f"{way_out}"
     )
 
 

@@ -1,14 +1,14 @@
 """What DuckDB stopped at without a word on where: damaged pages, and times so far off that it has no number for them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-
 from numpy.typing import NDArray
 
 from recsys_core.data.files.database import DAMAGED
@@ -45,6 +45,25 @@ def damage_is_told(config: InteractionsConfig, sources: Sequence[Source], paths:
         raise
 
 
+def refuse_untrue_nulls(
+    kept: Mapping[int, tuple[int, int]], found: Sequence[Mapping[str, Any]], sources: Sequence[Source], *, labelled: bool
+) -> None:
+    """Where statistics say that a column has no null, DuckDB looks for none: damage may have made some all the same.
+
+    Args:
+        kept: rows written, and rows of these without a value, by position in `sources`.
+        found: see count_bad.
+        labelled: a threshold leaves out rows too.
+    """
+    for each in found:
+        rows, lost = kept.get(each["source"], (0, 0))
+        if lost or (not labelled and rows != each["rows"] - each["bad"]):
+            raise InputError(
+                f"{sources[each['source']].name}: damaged: its statistics say that no value is null, but some are; copy or "
+                "write the file anew"
+            )
+
+
 def _refuse_unread(source: Source, path: Path, config: InteractionsConfig) -> None:
     """Damage that pyarrow reads over: InputError for the first column that DuckDB cannot read."""
     with duckdb.connect(config={"threads": 1}) as connection:
@@ -58,7 +77,7 @@ def _refuse_unread(source: Source, path: Path, config: InteractionsConfig) -> No
             except duckdb.Error as error:
                 told = printable(str(error).splitlines()[0]).replace(str(path), source.name)
                 raise InputError(
-                    f"{source.name}: column {column!r}: damaged, or not what its type says ({told}); copy or write the file anew"
+                    f"{source.name}: column {column!r}: damaged, or not what its type says ({told}); copy or write it anew"
                 ) from error
 
 
@@ -95,7 +114,9 @@ def _wild_rows(source: Source, column: str, *, latest_us: int) -> NDArray[np.int
     with source.open() as file:
         for batch in file.iter_batches(_BATCH_ROWS, columns=[column]):
             time = batch.column(0).view(stored)
-            wild = pc.fill_null(pc.or_(pc.less(time, 0), pc.greater(time, pa.scalar(min(latest, 2**63 - 1), pa.int64()))), False)
+            wild = pc.fill_null(
+                pc.or_(pc.less(time, 0), pc.greater(time, pa.scalar(min(latest, 2**63 - 1), pa.int64()))), False
+            )
             found.append(start + np.flatnonzero(wild.to_numpy(zero_copy_only=False)))
             start += batch.num_rows
     return np.concatenate(found) if found else np.empty(0, np.int64)

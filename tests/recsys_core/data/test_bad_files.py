@@ -53,7 +53,7 @@ def damaged(path: Path, cut: Callable[[bytes], bytes]) -> Path:
     ("content", "said"),
     [
         (lambda whole: b"", "not a readable parquet file (0 bytes): it is empty; write it anew"),
-        (lambda whole: whole[: len(whole) // 2], "it begins as parquet, but its end is missing: truncated; copy or write it anew"),
+        (lambda whole: whole[: len(whole) // 2], "it begins as parquet, but its end is missing: truncated; copy"),
         (lambda whole: whole[:-1], "its end is missing: truncated"),
         (lambda whole: b"id,item\n1,2\n", "(12 bytes): it has no parquet footer; name parquet files only"),
     ],
@@ -98,7 +98,7 @@ def test_columns_that_are_missing_double_or_of_another_type(tmp_path: Path, stag
 def test_ids_of_mixed_type(tmp_path: Path, stage: Stage) -> None:
     write(tmp_path / "log" / "a.parquet", **GOOD)
     write(tmp_path / "log" / "b.parquet", **(GOOD | {"item_id": [str(row) for row in range(ROWS)]}))
-    refuses(stage(tmp_path / "log"), tmp_path, "b.parquet: column 'item_id' is string, but int64 in ", "a.parquet; write one type")
+    refuses(stage(tmp_path / "log"), tmp_path, "b.parquet: column 'item_id' is string, but int64 in ", "a.parquet; write")
 
 
 def test_bombs(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_text_that_is_none_is_named(tmp_path: Path) -> None:
     for column, settings in (("item_id", {}), ("place", {"context_columns": ("place",)})):
         path = write(tmp_path / "a.parquet", **(GOOD | {column: broken}))
         said = f"{path}: column {column!r}: damaged, or not what its type says ("
-        refuses(interactions(path, **settings), tmp_path, said, "is not valid UTF8!); copy or write the file anew")
+        refuses(interactions(path, **settings), tmp_path, said, "is not valid UTF8!); copy or write it anew")
     path = write(tmp_path / "a.parquet", **(GOOD | {"item_id": broken}))
     refuses(embeddings(path), tmp_path, f"{path}: column 'item_id': damaged, or no UTF-8 (", "write it anew")
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from recsys_core.errors import InputError
 from tests.recsys_core.data.logs import Event, check, ingest, leave_last_out, write_log
 from tests.recsys_core.data.tables import refuses, write
 
@@ -49,7 +51,11 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a weight of minus infinity": ({"x": [1.0, 0.0, -INF, 1.0]}, WEIGHT, "'x', row 2: -inf is infinite, as in 1 of 4"),
     "a weight that is no number": ({"x": [1, NAN, 2, NAN]}, WEIGHT, "'x', row 1: nan is null or not a number, as in 2 of 4"),
     "an infinite weight": ({"x": [1, INF, 2, INF]}, WEIGHT, "'x', row 1: inf is infinite, as in 2 of 4"),
-    "a weight beyond float32": ({"x": [1.0, 2.0, 1e300, 1.0]}, WEIGHT, "'x', row 2: 1e+300 is too large for float32, as in 1 of"),
+    "a weight beyond float32": (
+        {"x": [1.0, 2.0, 1e300, 1.0]},
+        WEIGHT,
+        "'x', row 2: 1e+300 is too large for float32, as in 1 of",
+    ),
     "a null weight": ({"x": [True, None, True, True]}, WEIGHT, "'x', row 1: null, as in 1 of 4"),
     "an infinite order": ({"x": [1.0, INF, 2.0, 3.0]}, {"order_column": "x"}, "'x', row 1: inf is infinite, as in 1 of 4"),
     "an order over int64": (
@@ -144,7 +150,7 @@ def test_dropped_rows_are_counted_by_reason_and_all_others_are_kept(tmp_path: Pa
     assert 0 < made.set_aside["below_threshold"] <= sum(below)
     refuses(
         lambda folder: ingest(folder, *paths, split=LAST_OUT, max_bad_share=0.1, **settings), tmp_path,
-        "0.parquet: column ", " rows in all; ", " of 1,200 rows are bad, a share of 0.", ", above interactions.max_bad_share, 0.1;",
+        "0.parquet: column ", " rows in all; ", " of 1,200 rows are bad, a share of 0.", ", above interactions.max_bad_share",
         "mend them, or raise it",
     )  # fmt: skip
 
@@ -186,8 +192,23 @@ def test_ids_in_the_names_of_folders_are_judged_like_any(tmp_path: Path) -> None
         write(tmp_path / "log" / f"user_id={name}" / "a.parquet", **events)
     log = str(tmp_path / "log")
     made = ingest(tmp_path / "good", log, split=LAST_OUT)
-    check(made, leave_last_out([(u, i, t) for u in ("a\u202ex", "b\n", "c") for i, t in ((5, 1), (6, 2), (7, 3))], min_events=3))
+    kept: list[Event] = [(user, item, item - 4) for user in ("a\u202ex", "b\n", "c") for item in (5, 6, 7)]
+    check(made, leave_last_out(kept, min_events=3))
     assert made.columns["user_id"].odd == 2
     write(tmp_path / "log" / "user_id=" / "a.parquet", **events)
     said = "user_id=/a.parquet: column 'user_id', row 0: '' is an empty string, as in 3 of 12 rows"
     refuses(lambda folder: ingest(folder, log, split=LAST_OUT), tmp_path, said)
+
+
+def test_a_null_that_the_statistics_deny_is_found(tmp_path: Path) -> None:
+    table = pa.table(GOOD | {"x": [1.0, None, 1.0, 1.0]})
+    for column in ("user_id", "x"):
+        rows = {"user_id": pa.array([1, None, 1, 2]), "x": pa.array([1.0, None, 1.0, 1.0])}[column]
+        path = tmp_path / "a.parquet"
+        pq.write_table(table.set_column(table.column_names.index(column), column, rows), path, compression="none")
+        whole = path.read_bytes()
+        start = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+        told = whole[start:].replace(b"\x16\x02", b"\x16\x00")  # Thrift: a 64-bit number, 1 -> 0
+        path.write_bytes(whole[:start] + told)
+        with pytest.raises(InputError, match=r"a.parquet: .*(null|not a readable|no value is null)"):
+            ingest(tmp_path / "stage", str(path), split=LAST_OUT, **WEIGHT)

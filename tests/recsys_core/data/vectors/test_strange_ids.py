@@ -33,6 +33,7 @@ def test_strange_ids_come_out_as_they_went_in(tmp_path: Path, dictionary: bool) 
 def test_no_strange_id_breaks_a_message(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "v.parquet", item_id=[name] * 2, v=[[1.0], [2.0]])
     config = EmbeddingsConfig(paths=path, vector_column="v")
+
     def stage(folder: Path) -> object:
         return ingest_embeddings((config,), folder=folder)
 

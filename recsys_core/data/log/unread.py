@@ -22,6 +22,7 @@ from recsys_core.errors import InputError
 
 TICKS_PER_S = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
 _BATCH_ROWS = 262_144
+_UNTRUE_NULLS = "{name}: damaged: its statistics say that no value is null, but some are; copy or write the file anew"
 
 
 @contextmanager
@@ -33,6 +34,9 @@ def damage_is_told(config: InteractionsConfig, sources: Sequence[Source], paths:
     """
     try:
         yield
+    except duckdb.ConstraintException as error:  # a null id where the statistics say that there is none
+        name = next((source.name for source in sources if _has_null_id(source, config)), sources[0].name)
+        raise InputError(_UNTRUE_NULLS.format(name=name)) from error
     except (duckdb.Error, pa.ArrowException, OSError) as error:
         read = isinstance(error, (duckdb.ConversionException, pa.ArrowException, OSError)) or type(error) in DAMAGED
         if read and "no space left" not in str(error).lower():
@@ -58,10 +62,13 @@ def refuse_untrue_nulls(
     for each in found:
         rows, lost = kept.get(each["source"], (0, 0))
         if lost or (not labelled and rows != each["rows"] - each["bad"]):
-            raise InputError(
-                f"{sources[each['source']].name}: damaged: its statistics say that no value is null, but some are; copy or "
-                "write the file anew"
-            )
+            raise InputError(_UNTRUE_NULLS.format(name=sources[each["source"]].name))
+
+
+def _has_null_id(source: Source, config: InteractionsConfig) -> bool:
+    columns = [name for name in (config.user_column, config.item_column) if name in source.schema.names]
+    with source.open() as file:
+        return any(column.null_count for batch in file.iter_batches(_BATCH_ROWS, columns=columns) for column in batch.columns)
 
 
 def _refuse_unread(source: Source, path: Path, config: InteractionsConfig) -> None:

@@ -40,9 +40,10 @@ def row_checks(config: InteractionsConfig, *, schema: Mapping[str, pa.DataType],
         checks += _id_checks(alias, id_column, schema[id_column])
     if config.timestamp_column is not None:
         checks += _time_checks(config.timestamp_column, latest=latest_time(config, now_us=now_us))
-    for alias, column in (("sequence", config.order_column), ("label", config.label_column), ("weight", config.weight_column)):
-        if column is not None:
-            checks += _number_checks(alias, column, schema[column])
+    numbers = {"sequence": config.order_column, "label": config.label_column, "weight": config.weight_column}
+    for alias, name in numbers.items():
+        if name is not None:
+            checks += _number_checks(alias, name, schema[name])
     if config.order_column is not None and pa.types.is_uint64(schema[config.order_column]):
         checks.append(Check(config.order_column, "over int64", "sequence > 9223372036854775807", MEND))
     if config.label_range is not None and config.label_column is not None:

@@ -17,7 +17,7 @@ from recsys_core.data.files.sql import SQL_TYPE, quoted, scan
 from recsys_core.data.log.checks import FileFacts, good_rows, refuse_bad_rows, row_checks, scan_rows
 from recsys_core.data.log.config import GivenSplit, InteractionsConfig
 from recsys_core.data.log.input import InteractionsInput
-from recsys_core.data.log.unread import damage_is_told
+from recsys_core.data.log.unread import damage_is_told, refuse_untrue_nulls
 from recsys_core.errors import InputError
 from recsys_core.manifests import IdType, InteractionsManifest, LogPart, ReadFile, SourceFile, fingerprint_of
 
@@ -102,11 +102,12 @@ def read_part(
         for side, kind in zip(("user", "item"), types, strict=True):
             _add_ids(connection, side, kind=kind, good=good)
         kept = _write(connection, config, file=file, good=good, types=types)
+        refuse_untrue_nulls(kept, found, sources, labelled=config.label_column is not None)
     files = tuple(
         ReadFile(
             source=source.record,
             bad_rows=dict(each.counts),
-            below_threshold=each.rows - each.bad - kept.get(at, 0) if config.label_column else 0,
+            below_threshold=each.rows - each.bad - kept.get(at, (0, 0))[0] if config.label_column else 0,
             spans={numbers[alias]: span for alias, span in each.spans.items()},
         )
         for at, (source, each) in enumerate(zip(sources, found, strict=True))
@@ -197,7 +198,7 @@ def _refuse_lies(found: Sequence[FileFacts], sources: Sequence[Source]) -> None:
 def _add_ids(connection: duckdb.DuckDBPyConnection, side: str, *, kind: IdType, good: str) -> None:
     """New ids of `raw` get the next codes, the most frequent first."""
     ((known,),) = connection.sql(f"SELECT count(*) FROM {side}_ids").fetchall()
-    new = f'SELECT "{side}"::{SQL_TYPE[kind]} AS id, count(*) AS events FROM raw WHERE {good} GROUP BY 1'
+    new = f'SELECT TRY_CAST("{side}" AS {SQL_TYPE[kind]}) AS id, count(*) AS events FROM raw WHERE {good} GROUP BY 1'
     anti = f"ANTI JOIN {side}_ids USING (id)" if known else ""
     connection.execute(
         f"INSERT INTO {side}_ids SELECT id, ({known} + row_number() OVER (ORDER BY events DESC, id) - 1)::INTEGER, NULL "
@@ -207,10 +208,11 @@ def _add_ids(connection: duckdb.DuckDBPyConnection, side: str, *, kind: IdType, 
 
 def _write(
     connection: duckdb.DuckDBPyConnection, config: InteractionsConfig, *, file: Path, good: str, types: tuple[IdType, IdType]
-) -> dict[int, int]:
-    """The good rows as codes; returns how many each source kept, where a threshold drops some."""
-    user, item = (f'raw."{side}"::{SQL_TYPE[kind]}' for side, kind in zip(("user", "item"), types, strict=True))
-    extra = [*(["weight::FLOAT AS weight"] if config.weight_column else [])]
+) -> dict[int, tuple[int, int]]:
+    """The good rows as codes; returns how many each source kept, and how many of them lack a value all the same."""
+    # TRY_CAST: DuckDB casts before it has left the bad rows out, and one of those may not fit.
+    user, item = (f'TRY_CAST(raw."{side}" AS {SQL_TYPE[kind]})' for side, kind in zip(("user", "item"), types, strict=True))
+    extra = [*(["TRY_CAST(weight AS FLOAT) AS weight"] if config.weight_column else [])]
     extra += [f"context_{at}" for at in range(len(config.context_columns))]
     if isinstance(config.split, GivenSplit) and config.split.validation_share > 0:
         extra.append("(hash(\"user\", item, 'validation') % 1000000)::INTEGER AS draw")
@@ -223,9 +225,9 @@ def _write(
         f"COPY (SELECT {columns} FROM raw {' '.join(joins)} WHERE {good}) "
         f"TO {quoted(str(file), mark=chr(39))} (FORMAT parquet, COMPRESSION lz4_raw)"
     ).fetchall()
-    if not config.label_column:
-        return {}
-    return dict(connection.sql(f"SELECT source, count(*) FROM {scan(file)} GROUP BY 1").fetchall())
+    nulls = "position IS NULL" + (" OR weight IS NULL" if config.weight_column else "")
+    query = f"SELECT source, count(*), count(*) FILTER ({nulls}) FROM {scan(file)} GROUP BY 1"
+    return {source: (rows, lost) for source, rows, lost in connection.sql(query).fetchall()}
 
 
 def _probe(connection: duckdb.DuckDBPyConnection, side: str, *, value: str) -> str:

@@ -1,6 +1,6 @@
 """What DuckDB stopped at without a word on where: damaged pages, and times so far off that it has no number for them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,12 +15,13 @@ from recsys_core.data.files.gates import verify_pages
 from recsys_core.data.files.patterns import printable
 from recsys_core.data.files.sources import Source
 from recsys_core.data.files.sql import quoted, scan
-from recsys_core.data.log.checks import CLOCK, DAY_US, latest_time, value_at
+from recsys_core.data.log.checks import CLOCK, DAY_US, FileFacts, latest_time, value_at
 from recsys_core.data.log.config import InteractionsConfig
 from recsys_core.errors import InputError, shown
 
 TICKS_PER_S = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
 _BATCH_ROWS = 262_144
+_UNTRUE_NULLS = "{name}: damaged: its statistics say that no value is null, but some are; copy or write the file anew"
 
 
 @contextmanager
@@ -32,31 +33,57 @@ def damage_is_told(config: InteractionsConfig, sources: Sequence[Source], paths:
     """
     try:
         yield
-    except duckdb.ConversionException:
-        _refuse_wild_times(config, sources)
-        raise
-    except duckdb.Error as error:
-        if type(error) in DAMAGED and "no space left" not in str(error).lower():
+    except duckdb.ConstraintException as error:  # a null id where the statistics say that there is none
+        name = next((source.name for source in sources if _has_null_id(source, config)), sources[0].name)
+        raise InputError(_UNTRUE_NULLS.format(name=name)) from error
+    except (duckdb.Error, pa.ArrowException, OSError) as error:
+        read = isinstance(error, (duckdb.ConversionException, pa.ArrowException, OSError)) or type(error) in DAMAGED
+        if read and "no space left" not in str(error).lower():
             for source in sources:
                 verify_pages(source, config.columns)
             for source, path in zip(sources, paths, strict=True):
-                _refuse_unread(source, path, config.columns)
+                _refuse_unread(source, path, config)
+        if isinstance(error, duckdb.ConversionException):
+            _refuse_wild_times(config, sources)
         raise
 
 
-def _refuse_unread(source: Source, path: Path, columns: Sequence[str]) -> None:
+def refuse_untrue_nulls(
+    kept: Mapping[int, tuple[int, int]], found: Sequence[FileFacts], sources: Sequence[Source], *, labelled: bool
+) -> None:
+    """Where statistics say that a column has no null, DuckDB looks for none: damage may have made some all the same.
+
+    Args:
+        kept: rows written, and rows of these without a value, by position in `sources`.
+        found: what the scan of the rows told.
+        labelled: a threshold leaves out rows too.
+    """
+    for at, facts in enumerate(found):
+        rows, lost = kept.get(at, (0, 0))
+        if lost or (not labelled and rows != facts.rows - facts.bad):
+            raise InputError(_UNTRUE_NULLS.format(name=sources[at].name))
+
+
+def _has_null_id(source: Source, config: InteractionsConfig) -> bool:
+    columns = [name for name in (config.user_column, config.item_column) if name in source.schema.names]
+    with source.open() as file:
+        return any(column.null_count for batch in file.iter_batches(_BATCH_ROWS, columns=columns) for column in batch.columns)
+
+
+def _refuse_unread(source: Source, path: Path, config: InteractionsConfig) -> None:
     """Damage that pyarrow reads over: InputError for the first column that DuckDB cannot read."""
     with duckdb.connect(config={"threads": 1}) as connection:
-        for column in columns:
+        for column in config.columns:
             if column not in source.schema.names:  # a hive key
                 continue
             try:
                 connection.sql(f"SELECT max(hash({quoted(column)})) FROM {scan(path)}").fetchall()
+            except duckdb.ConversionException:  # a time: see _refuse_wild_times
+                continue
             except duckdb.Error as error:
                 told = printable(str(error).splitlines()[0]).replace(str(path), source.name)
                 raise InputError(
-                    f"{source.name}: column {column!r}: damaged, or not what its type says ({told}); copy or write the file "
-                    "anew"
+                    f"{source.name}: column {column!r}: damaged, or not what its type says ({told}); copy or write it anew"
                 ) from error
 
 

@@ -42,7 +42,7 @@ def open_ids(
     connection: duckdb.DuckDBPyConnection, side: str, *, kind: IdType, last_night: InteractionsManifest | None
 ) -> None:
     """Creates table <side>_ids: empty, or as last night left it."""
-    connection.execute(f"CREATE TABLE {side}_ids (id {SQL_TYPE[kind]}, code INTEGER, known INTEGER)").fetchall()
+    connection.execute(f"CREATE TABLE {side}_ids (id {SQL_TYPE[kind]} NOT NULL, code INTEGER, known INTEGER)").fetchall()
     if last_night is not None:
         read = scan(last_night.path(f"{side}_ids.parquet"), options="file_row_number = true")
         connection.execute(f'INSERT INTO {side}_ids SELECT id, file_row_number, "row" FROM {read}').fetchall()

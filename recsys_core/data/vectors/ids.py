@@ -171,6 +171,7 @@ def _good_ids(
     rows = start
     for batch in batches_of(source, path, columns=[column], rows=BATCH_ROWS):
         ids = batch.column(column)
+        _require_text(source, column, ids)
         position_N = np.arange(rows, rows + len(ids))
         rows += len(ids)
         for flaw, mask in _flaws_of(ids):
@@ -191,6 +192,15 @@ def _good_ids(
 def _as_arrow(value_N: NDArray[np.int64]) -> pa.Array:
     """pa.array, like to_numpy, would import pandas first: 0.2 s and 50 MB."""
     return pa.Array.from_buffers(pa.int64(), len(value_N), [None, pa.py_buffer(value_N)])
+
+
+def _require_text(source: Source, column: str, ids: pa.Array) -> None:
+    if pa.types.is_integer(ids.type):
+        return
+    try:
+        ids.validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise InputError(f"{source.name}: column {column!r}: damaged, or no UTF-8 ({error}); write it anew") from error
 
 
 def _flaws_of(ids: pa.Array) -> Iterator[tuple[Flaw, pa.BooleanArray]]:
@@ -219,6 +229,7 @@ def _pairs(
     for batch in batches_of(source, path, columns=sorted(set(columns)), rows=BATCH_ROWS):
         position_N = np.arange(start, start + batch.num_rows)
         for name in columns:
+            _require_text(source, name, batch.column(name))
             for flaw, mask in _flaws_of(batch.column(name)):
                 if mask.true_count:
                     at = np.flatnonzero(mask.to_numpy(zero_copy_only=False))

@@ -153,6 +153,16 @@ def test_dropped_rows_are_counted_by_reason_and_all_others_are_kept(tmp_path: Pa
     )  # fmt: skip
 
 
+def test_bad_values_that_fit_no_column_of_ours_are_dropped_too(tmp_path: Path) -> None:
+    log: list[Event] = [(user, item, item) for user in (1, 2) for item in (5, 6, 7)]
+    users = pa.array([*(user for user, _, _ in log), 2**64 - 1, 1], pa.uint64())
+    columns = {"user_id": users, "item_id": [5, 6, 7] * 2 + [5, 6], "t": [5, 6, 7] * 2 + [1, 1], "x": [1.0] * 7 + [-1e300]}
+    path = write(tmp_path / "a.parquet", **columns)
+    made = ingest(tmp_path / "stage", path, split=LAST_OUT, on_bad_rows="drop", max_bad_share=0.5, **WEIGHT)
+    check(made, leave_last_out(log, min_events=3))
+    assert made.bad_rows == {"user_id: over int64": 1, "x: negative": 1}
+
+
 def test_a_log_of_nothing_but_bad_rows_is_refused_whatever_the_share(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", **(GOOD | {"user_id": pa.nulls(4, pa.int64())}))
     refuses(
@@ -180,10 +190,19 @@ def test_ids_in_the_names_of_folders_are_judged_like_any(tmp_path: Path) -> None
         write(tmp_path / "log" / f"user_id={name}" / "a.parquet", **events)
     log = str(tmp_path / "log")
     made = ingest(tmp_path / "good", log, split=LAST_OUT)
-    check(
-        made, leave_last_out([(u, i, t) for u in ("a\u202ex", "b\n", "c") for i, t in ((5, 1), (6, 2), (7, 3))], min_events=3)
-    )
+    kept: list[Event] = [(user, item, item - 4) for user in ("a\u202ex", "b\n", "c") for item in (5, 6, 7)]
+    check(made, leave_last_out(kept, min_events=3))
     assert made.columns["user_id"].odd == 2
     write(tmp_path / "log" / "user_id=" / "a.parquet", **events)
     said = "user_id=/a.parquet: column 'user_id', row 0: '' is an empty string, as in 3 of 12 rows"
     refuses(lambda folder: ingest(folder, log, split=LAST_OUT), tmp_path, said)
+
+
+def test_a_null_that_the_statistics_deny_is_found(tmp_path: Path) -> None:
+    for column, value in (("user_id", [1, None, 1, 2]), ("x", [1.0, None, 1.0, 1.0])):
+        path = Path(write(tmp_path / "a.parquet", **(GOOD | {"x": [1.0] * 4, column: value})))
+        whole = path.read_bytes()
+        start = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+        path.write_bytes(whole[:start] + whole[start:].replace(b"\x16\x02", b"\x16\x00"))  # Thrift's 64-bit 1 becomes 0
+        said = f"{path}: damaged: its statistics say that no value is null, but some are; copy or write the file anew"
+        refuses(lambda folder, path=path: ingest(folder, str(path), split=LAST_OUT, **WEIGHT), tmp_path, said)

@@ -27,7 +27,9 @@ def load_log(
         live: tonight's files with the code of the split each is given for; events of other files are not taken.
     """
     given = isinstance(config.split, GivenSplit)
-    events = " UNION ALL ".join(_part(part, folder=folder, live=live, given=given) for part in parts)
+    # Of a part that was all files without rows, none may be left.
+    some_live = [part for part in parts if any(file.source in live for file in part.files)]
+    events = " UNION ALL ".join(_part(part, folder=folder, live=live, given=given) for part in some_live)
     connection.execute(f"CREATE VIEW events AS {events}").fetchall()
     before = _count(connection, "SELECT count(*) FROM events")
     if before == 0:

@@ -15,8 +15,8 @@ from recsys_core.data.features.encoding import Encoding, LastNight
 from recsys_core.data.features.tables import FeatureTable, check_features, read_parquet, refuse_bad_rows, value_sql
 from recsys_core.data.files.database import database
 from recsys_core.data.files.disk import full_disk_is_told
-from recsys_core.data.files.sources import literal, local_files, open_sources
-from recsys_core.data.files.sql import quoted
+from recsys_core.data.files.sources import local_files, open_sources
+from recsys_core.data.files.sql import quoted, scan
 from recsys_core.errors import InputError
 from recsys_core.manifests import (
     FeatureFacts,
@@ -98,12 +98,12 @@ def _load(
                 f"{', '.join(values)} FROM events"
             )
             return None
-        catalogue = quoted(literal(interactions.path(f"{table.side}s.parquet")), mark="'")
+        catalogue = scan(interactions.path(f"{table.side}s.parquet"), options="file_row_number = true")
         kind = "BIGINT" if table.id_type == "int64" else "VARCHAR"
         connection.execute(
             "CREATE TABLE joined AS SELECT catalogue.row, catalogue.trained, described.* EXCLUDE (described_id) FROM "
-            f"(SELECT id, file_row_number AS row, train_count > 0 AS trained FROM read_parquet({catalogue}, "
-            f"file_row_number = true)) catalogue JOIN (SELECT CAST({quoted(table.id_column)} AS {kind}) AS described_id, "
+            f"(SELECT id, file_row_number AS row, train_count > 0 AS trained FROM {catalogue}) catalogue "
+            f"JOIN (SELECT CAST({quoted(table.id_column)} AS {kind}) AS described_id, "
             f"{', '.join(values)} FROM {read_parquet(paths)}) described ON catalogue.id = described.described_id"
         )
     matched = int(connection.sql("SELECT count(*) FROM joined").fetchall()[0][0])

@@ -90,6 +90,13 @@ def _local(pattern: str, *, shown: str, setting: str) -> list[str]:
     """One path per file, however many links lead to it: its rows must not count twice."""
     if "\0" in pattern:
         raise InputError(f"{setting}: {shown}: a path holds no NUL")
+    try:
+        return _local_files(pattern, shown=shown, setting=setting)
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise InputError(f"{setting}: {shown}: {error.strerror}; check the path and its permissions") from error
+
+
+def _local_files(pattern: str, *, shown: str, setting: str) -> list[str]:
     # A file of exactly this name is meant, even if the name reads as a pattern.
     if Path(pattern).is_file():
         return [pattern]

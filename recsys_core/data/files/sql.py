@@ -19,9 +19,9 @@ def quoted(name: str, *, mark: str = '"') -> str:
 
 
 def scan(path: Path, *, options: str = "") -> str:
-    """read_parquet of one local file.
+    """read_parquet of one local file; folders that are called key=value are no columns of it.
 
     >>> print(scan(Path("it's.parquet"), options="file_row_number = true"))
-    read_parquet('it''s.parquet', file_row_number = true)
+    read_parquet('it''s.parquet', hive_partitioning = false, file_row_number = true)
     """
-    return f"read_parquet({quoted(literal(path), mark=chr(39))}{', ' + options if options else ''})"
+    return f"read_parquet({quoted(literal(path), mark=chr(39))}, hive_partitioning = false{', ' + options if options else ''})"

@@ -2,13 +2,15 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from recsys_core.config import Frozen, Paths
 
 
 class TimeSplit(Frozen):
     """The last days are the test, the days before them the validation."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     kind: Literal["time"] = "time"
     test_days: float = Field(1.0, gt=0, description="length of the test period before the newest event, in days")
@@ -45,6 +47,8 @@ Split = Annotated[TimeSplit | LeaveLastOut | GivenSplit, Field(discriminator="ki
 class LogFilter(Frozen):
     """Which events of the log count. Applied in the order of the fields; all counts are of events inside the window."""
 
+    model_config = ConfigDict(allow_inf_nan=False)
+
     window_days: float | None = Field(None, gt=0, description="rolling window: only the newest N days of the log; empty: all")
     duplicates: Literal["keep", "exact", "first", "last"] = Field(
         "keep",
@@ -74,6 +78,8 @@ class VocabularyConfig(Frozen):
 
 class InteractionsConfig(Frozen):
     """The interaction log in parquet, and how it is split."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     paths: Paths = Field(min_length=1, description="parquet file, folder or glob, or a list of them; local, s3:// or gs://")
     user_column: str = Field("user_id", description="column with the user id (integer or string)")

@@ -87,12 +87,13 @@ def _ingest(
     types = (found.user_id_type, found.item_id_type)
     rebuilt = _why_rebuild(config, types, last_night)
     continued = None if rebuilt else last_night
-    for side, kind in zip(("user", "item"), types, strict=True):
-        open_ids(connection, side, kind=kind, last_night=continued)
+    left_out = [
+        open_ids(connection, side, kind=kind, last_night=continued) for side, kind in zip(("user", "item"), types, strict=True)
+    ]
     parts, fresh = gather_parts(connection, config, found, out, continued=continued)
     aside = load_log(connection, config, parts=parts, folder=out, live=found.splits)
     facts: dict[str, Any] = dict(check_log(connection, config, first_file=found.sources[0].name))
-    filtered = bool(aside) or config.filter != LogFilter()
+    filtered = bool(aside) or any(left_out) or config.filter != LogFilter()
     vector_ids = {table: embeddings.path(f"{table}.ids.parquet") for table in embeddings.tables} if embeddings else {}
     users = number(connection, "user", filtered=filtered, vector_ids=vector_ids.get("user"))
     items = number(connection, "item", filtered=filtered, vector_ids=vector_ids.get("item"), catalogue=True)

@@ -27,7 +27,9 @@ def load_log(
         live: tonight's files with the code of the split each is given for; events of other files are not taken.
     """
     given = isinstance(config.split, GivenSplit)
-    events = " UNION ALL ".join(_part(part, folder=folder, live=live, given=given) for part in parts)
+    # Of a part that was all files without rows, none may be left.
+    some_live = [part for part in parts if any(file.source in live for file in part.files)]
+    events = " UNION ALL ".join(_part(part, folder=folder, live=live, given=given) for part in some_live)
     connection.execute(f"CREATE VIEW events AS {events}").fetchall()
     before = _count(connection, "SELECT count(*) FROM events")
     if before == 0:
@@ -46,7 +48,7 @@ def load_log(
         kept = "kept"
     elif config.filter.window_days is not None:
         aside["outside_window"] = before - _count(connection, f"SELECT count(*) FROM {kept}")
-    split = _split(config, newest=newest)
+    split = _split(config, newest=newest, riders=rider_columns(connection, "events"))
     # A view costs nothing but is worked out at each use; windows over users are worked out once.
     kind = "TABLE" if isinstance(config.split, LeaveLastOut) else "VIEW"
     connection.execute(f"CREATE {kind} log AS SELECT * EXCLUDE (split), ({split})::TINYINT AS split FROM {kept}").fetchall()
@@ -92,7 +94,9 @@ def _filter(connection: duckdb.DuckDBPyConnection, wanted: LogFilter) -> dict[st
     aside: dict[str, int] = {}
     if wanted.duplicates != "keep":
         same = '"user", item, position' if wanted.duplicates == "exact" else '"user", item'
-        order = ", ".join(["position DESC" if wanted.duplicates == "last" else "position", *rider_columns(connection, "kept")])
+        newest = "position DESC" if wanted.duplicates == "last" else "position"
+        # Of an event that is given for training and for the test, the training one stays.
+        order = ", ".join([newest, "split", *rider_columns(connection, "kept")])
         aside["duplicates"] = _keep(
             connection, f"SELECT * FROM kept QUALIFY row_number() OVER (PARTITION BY {same} ORDER BY {order}) = 1"
         )
@@ -112,7 +116,8 @@ def _filter(connection: duckdb.DuckDBPyConnection, wanted: LogFilter) -> dict[st
             dropped += _keep(connection, f'SELECT * FROM kept ANTI JOIN ({rare}) USING ("{side}")')
         aside["rare"] += dropped
     if wanted.max_user_events is not None:
-        newest = f'row_number() OVER (PARTITION BY "user" ORDER BY position DESC, item DESC) <= {wanted.max_user_events}'
+        order = _newest_first(("split", *rider_columns(connection, "kept")))
+        newest = f'row_number() OVER (PARTITION BY "user" ORDER BY {order}) <= {wanted.max_user_events}'
         aside["over_cap"] = _keep(connection, f"SELECT * FROM kept QUALIFY {newest}")
     return aside
 
@@ -126,7 +131,12 @@ def _keep(connection: duckdb.DuckDBPyConnection, query: str) -> int:
     return before - _count(connection, "SELECT count(*) FROM kept")
 
 
-def _split(config: InteractionsConfig, *, newest: int) -> str:
+def _newest_first(ties: Sequence[str]) -> str:
+    """SQL that orders a user's events; what stands in `ties` comes last."""
+    return ", ".join(f"{column} DESC" for column in ("position", "item", *ties))
+
+
+def _split(config: InteractionsConfig, *, newest: int, riders: Sequence[str]) -> str:
     """SQL for the code of an event's split."""
     split = config.split
     if isinstance(split, TimeSplit):
@@ -134,7 +144,7 @@ def _split(config: InteractionsConfig, *, newest: int) -> str:
         validation = test - int(split.validation_days * DAY_US)
         return f"CASE WHEN position > {test} THEN 2 WHEN position > {validation} THEN 1 ELSE 0 END"
     if isinstance(split, LeaveLastOut):
-        window = 'PARTITION BY "user" ORDER BY position DESC, item DESC'
+        window = f'PARTITION BY "user" ORDER BY {_newest_first(riders)}'
         few = f'count(*) OVER (PARTITION BY "user") < {split.min_events}'
         return f"CASE WHEN {few} THEN 0 ELSE greatest(0, 3 - row_number() OVER ({window})) END"
     if split.validation_share > 0:

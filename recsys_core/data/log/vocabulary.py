@@ -38,14 +38,15 @@ class Vocabulary:
         return f"{self.side}s.row", f" JOIN {self.side}s ON {column} = {self.side}s.code"
 
 
-def open_ids(
-    connection: duckdb.DuckDBPyConnection, side: str, *, kind: IdType, last_night: InteractionsManifest | None
-) -> None:
-    """Creates table <side>_ids: empty, or as last night left it."""
+def open_ids(connection: duckdb.DuckDBPyConnection, side: str, *, kind: IdType, last_night: InteractionsManifest | None) -> int:
+    """Creates table <side>_ids: empty, or as last night left it; returns how many ids were left without a row."""
     connection.execute(f"CREATE TABLE {side}_ids (id {SQL_TYPE[kind]} NOT NULL, code INTEGER, known INTEGER)").fetchall()
-    if last_night is not None:
-        read = scan(last_night.path(f"{side}_ids.parquet"), options="file_row_number = true")
-        connection.execute(f'INSERT INTO {side}_ids SELECT id, file_row_number, "row" FROM {read}').fetchall()
+    if last_night is None:
+        return 0
+    read = scan(last_night.path(f"{side}_ids.parquet"), options="file_row_number = true")
+    connection.execute(f'INSERT INTO {side}_ids SELECT id, file_row_number, "row" FROM {read}').fetchall()
+    ((left_out,),) = connection.sql(f"SELECT count(*) FROM {side}_ids WHERE known IS NULL").fetchall()
+    return int(left_out)
 
 
 def number(
@@ -58,7 +59,7 @@ def number(
         vector_ids: parquet with the `id` of each pretrained vector, if there are any.
         catalogue: whether an id with a vector and no event gets a row too.
     """
-    vectors = "(SELECT NULL AS id, -1 AS vector_row LIMIT 0)"
+    vectors = ""
     if vector_ids is not None:
         vectors = f"(SELECT id, file_row_number AS vector_row FROM {scan(vector_ids, options='file_row_number = true')})"
     if catalogue and vector_ids is not None:

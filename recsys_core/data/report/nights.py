@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from recsys_core.config import Frozen
-from recsys_core.data.files.sources import literal
+from recsys_core.data.files.sql import scan
 from recsys_core.manifests import InteractionsManifest
 
 BUCKETS = 10
@@ -70,11 +70,13 @@ def match_rows(before: InteractionsManifest, after: InteractionsManifest, *, sid
     kind = f"{side.removesuffix('s')}_id_type"
     if getattr(before, kind) != getattr(after, kind):  # 1 and "1" are different ids
         return matched
-    table = "(SELECT id, file_row_number AS row FROM read_parquet(?, file_row_number = true))"
-    query = f"SELECT a.row AS after, b.row AS before FROM {table} a JOIN {table} b USING (id)"
-    paths = [literal(manifest.path(f"{side}.parquet")) for manifest in (after, before)]
+    later, earlier = (
+        f"(SELECT id, file_row_number AS row FROM {scan(manifest.path(f'{side}.parquet'), options='file_row_number = true')})"
+        for manifest in (after, before)
+    )
+    query = f"SELECT a.row AS after, b.row AS before FROM {later} a JOIN {earlier} b USING (id)"
     with duckdb.connect(config={"temp_directory": str(spill), "memory_limit": "2GB"}) as connection:
-        for batch in connection.sql(query, params=paths).to_arrow_reader(_BATCH_ROWS):
+        for batch in connection.sql(query).to_arrow_reader(_BATCH_ROWS):
             matched[batch.column("after").to_numpy()] = batch.column("before").to_numpy()
     return matched
 

@@ -27,7 +27,7 @@ from recsys_core.data.vectors.reader import BATCH_BYTES, read_vectors
 from recsys_core.errors import InputError
 from recsys_core.manifests import EmbeddingsManifest, VectorTable, fingerprint_of, produce
 
-HOW_ONLY = {"batch_rows", "threads"}
+HOW_ONLY = {"batch_rows", "threads", "max_expansion"}
 """Settings that do not change what comes out."""
 
 

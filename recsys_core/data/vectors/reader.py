@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from recsys_core.data.files.disk import allocate
-from recsys_core.data.files.sources import Source, literal
+from recsys_core.data.files.sources import Source
+from recsys_core.data.files.sql import quoted, scan
 from recsys_core.data.vectors.files import VectorFiles
 from recsys_core.data.vectors.flaws import Findings, Flaw
 from recsys_core.errors import InputError
@@ -152,10 +153,10 @@ def _refuse_null_of_fixed_size(source: Source, path: Path, column: str) -> None:
     """A null among fixed-size lists is what pyarrow cannot read (it counts as a list of size 0); DuckDB finds its row."""
     if not pa.types.is_fixed_size_list(source.schema.field(column).type):
         return
-    name = column.replace('"', '""')
-    query = f'SELECT min(file_row_number), count(*) FROM read_parquet(?, file_row_number = true) WHERE "{name}" IS NULL'
+    read = scan(path, options="file_row_number = true")
+    query = f"SELECT min(file_row_number), count(*) FROM {read} WHERE {quoted(column)} IS NULL"
     with duckdb.connect() as connection, contextlib.suppress(duckdb.Error):
-        first, count = connection.execute(query, [literal(path)]).fetchall()[0]
+        first, count = connection.execute(query).fetchall()[0]
         if count:
             raise InputError(
                 f"{source.name}: column {column!r}, row {first}: the vector is null; {count:,} such rows of "

@@ -17,7 +17,7 @@ from recsys_core.sharding.planner import make_plan
 
 def check_inputs(config: PipelineConfig) -> dict[str, str]:
     """Files, rows, columns and types of all inputs, from the footers; raises InputError."""
-    log = check_interactions(config.interactions, data_root=config.data_root)
+    log = check_interactions(config.log, data_root=config.data_root)
     events = sum(source.record.rows for source in log.sources)
     facts = {"interactions": f"{events:,} rows in {len(log.sources)} files, users {log.user_id_type}, items {log.item_id_type}"}
     for vectors in check_embeddings(config.embeddings, data_root=config.data_root):

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def ingest_features(
     if previous is not None and previous.lineage != interactions.lineage:
         previous = None
     log = open_sources([str(interactions.path(CONTEXT_NAME))], setting="features.context") if config.context else ()
+    log = tuple(replace(source, partition={}) for source in log)  # the workspace's folders are no keys, whatever their names
     tables = check_features(
         config, user_id_type=interactions.user_id_type, item_id_type=interactions.item_id_type, log=log, data_root=data_root
     )

@@ -15,10 +15,12 @@ DAMAGED = (duckdb.Error, duckdb.IOException, duckdb.InvalidInputException)
 
 
 @contextmanager
-def database(*, memory_limit: str, threads: int | None, spill: Path, wanted: str) -> Iterator[duckdb.DuckDBPyConnection]:
+def database(
+    *, memory_limit: str, threads: int | None, spill: Path, wanted: str, setting: str = "interactions.memory_limit"
+) -> Iterator[duckdb.DuckDBPyConnection]:
     """A database in memory that spills to `spill`. InputError where memory or disk are too small, or a file is damaged.
 
-    wanted: what is made, for messages.
+    wanted: what is made, for messages. setting: what memory_limit is called there.
     """
     settings: dict[str, Any] = {"memory_limit": memory_limit, "temp_directory": str(spill)}
     if threads is not None:
@@ -28,10 +30,10 @@ def database(*, memory_limit: str, threads: int | None, spill: Path, wanted: str
             yield connection
     except duckdb.OutOfMemoryException as error:
         told = str(error).splitlines()[0]
-        full = "failed to offload" in told or ("temp" in told.lower() and "director" in told.lower())
-        if full:  # nowhere left to spill to
-            raise too_small(spill, needed=f"what {wanted} needs beyond interactions.memory_limit is spilled here") from error
-        raise InputError(f"interactions.memory_limit is {memory_limit}, which is too little: {told}") from error
+        # Nowhere left to spill to.
+        if "failed to offload" in told.lower() or ("temp" in told.lower() and "director" in told.lower()):
+            raise too_small(spill, needed=f"what {wanted} take beyond {setting} is spilled here") from error
+        raise InputError(f"{setting} is {memory_limit}, which is too little: {told}") from error
     except duckdb.Error as error:
         told = str(error).splitlines()[0]
         if "no space left" in told.lower():

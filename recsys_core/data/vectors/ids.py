@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
 import duckdb
 import numpy as np
@@ -13,6 +11,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from recsys_core.data.files.sources import Source
+from recsys_core.data.files.sql import SQL_TYPE
 from recsys_core.data.vectors.files import VectorFiles
 from recsys_core.data.vectors.flaws import Findings, Flaw
 from recsys_core.data.vectors.reader import batches_of
@@ -23,25 +22,14 @@ MEMORY_LIMIT = "128MB"
 BATCH_ROWS = 65_536
 INT64_MAX = 2**63 - 1
 STORED: dict[IdType, pa.DataType] = {"int64": pa.int64(), "string": pa.string()}
-SQL_TYPE: dict[IdType, str] = {"int64": "BIGINT", "string": "VARCHAR"}
 
 
 class TableIds:
     """Ids of all entries of one table. `kept` is filled entry by entry; an id belongs to the first entry that has it."""
 
-    def __init__(self, *, id_type: IdType, spill: Path, threads: int | None) -> None:
-        settings: dict[str, Any] = {"memory_limit": MEMORY_LIMIT, "temp_directory": str(spill)}
-        if threads is not None:
-            settings["threads"] = threads
-        self._connection = duckdb.connect(config=settings)
-        self._id_type = id_type
+    def __init__(self, connection: duckdb.DuckDBPyConnection, *, id_type: IdType) -> None:
+        self._connection, self._id_type = connection, id_type
         self._run(f"CREATE TABLE kept (entry INTEGER, position BIGINT, id {SQL_TYPE[id_type]})")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._connection.close()
 
     @property
     def rows(self) -> int:

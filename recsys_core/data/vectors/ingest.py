@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from recsys_core.data.files.database import database
 from recsys_core.data.files.disk import allocate, full_disk_is_told
 from recsys_core.data.files.sources import local_files
 from recsys_core.data.vectors.config import EmbeddingsConfig
 from recsys_core.data.vectors.files import VectorFiles, check_embeddings, refuse_wider, require_one_dim
 from recsys_core.data.vectors.flaws import Findings
-from recsys_core.data.vectors.ids import TableIds
+from recsys_core.data.vectors.ids import MEMORY_LIMIT, TableIds
 from recsys_core.data.vectors.projection import SAMPLE_ROWS, Projection, unit_length
 from recsys_core.data.vectors.reader import BATCH_BYTES, read_vectors
 from recsys_core.errors import InputError
@@ -75,7 +76,14 @@ def _build_table(entries: Sequence[VectorFiles], *, table: str, out: Path) -> Ve
     scratch.mkdir()
     threads = max((files.config.threads or 0 for files in entries), default=0) or None
     try:
-        with TableIds(id_type=entries[0].id_type, spill=scratch / "spill", threads=threads) as ids:
+        with database(
+            memory_limit=MEMORY_LIMIT,
+            threads=threads,
+            spill=scratch / "spill",
+            wanted=f"the ids of the {table} vectors",
+            setting="the memory for ids",
+        ) as connection:
+            ids = TableIds(connection, id_type=entries[0].id_type)
             read = [
                 _read_entry(files, ids=ids, scratch=scratch / str(index), entry=index) for index, files in enumerate(entries)
             ]

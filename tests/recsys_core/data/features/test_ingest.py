@@ -161,6 +161,17 @@ def test_the_context_is_counted_on_training_events_alone(tmp_path: Path) -> None
     assert made.tables == {}
 
 
+def test_a_workspace_below_a_folder_named_like_a_column_is_read_as_any_other(tmp_path: Path) -> None:
+    folder = tmp_path / "device=tv" / "id=7" / "value=a"
+    interactions = stage(folder / "log", context={"device": ["tv", "app"] * 4 + ["car"]})
+    brands = write(tmp_path / "brands.parquet", sku=ITEMS, brand=["a", "a", "b", "c", "c"])
+    wanted = {"items": {"paths": brands, "id_column": "sku", "features": [{"name": "brand"}]}, "context": [{"name": "device"}]}
+    first = ingest(folder / "night1", interactions, **wanted)
+    second = ingest(folder / "night2", interactions, previous=first, **wanted)
+    assert rows_of(first, "item.brand") == rows_of(second, "item.brand") == [1, 1, 3, 2, 2]
+    assert set(rows_of(first, "context.device")) == {1, 2, 3}
+
+
 def test_a_value_keeps_its_row_on_later_nights(tmp_path: Path) -> None:
     log = stage(tmp_path / "log")
     first = write(tmp_path / "1.parquet", id=ITEMS, brand=["a", "a", "b", "c", "c"], price=[1, 2, 3, 4, 5])

@@ -103,12 +103,6 @@ def test_a_name_too_long_for_the_disk_is_refused() -> None:
         open_sources([name], setting="s")
 
 
-def test_a_name_too_long_for_the_disk_is_refused() -> None:
-    name = 300 * "a"
-    with refusal(f"s: {name}: File name too long; check the path and its permissions"):
-        open_sources([name], setting="s")
-
-
 def test_links_that_lead_back_up_end(tmp_path: Path) -> None:
     write(tmp_path / "log" / "a.parquet", x=[1])
     for name in ("again", "and_again"):

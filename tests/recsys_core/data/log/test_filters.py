@@ -143,45 +143,6 @@ def test_a_setting_that_is_no_finite_number_is_refused(settings: dict[str, objec
         InteractionsConfig.model_validate({"paths": ("log.parquet",), "timestamp_column": "t"} | settings)
 
 
-@pytest.mark.parametrize("filters", [{}, {"max_user_events": 3}, {"duplicates": "last"}])
-def test_which_of_equal_events_is_held_out_or_kept_is_not_a_matter_of_their_order(
-    tmp_path: Path, filters: dict[str, object]
-) -> None:
-    log = [(user, item, 5) for user in (1, 2) for item in (10, 10, 11, 11)]
-    weights = [float(number) for number in range(len(log))]
-    stored = []
-    for name, step in (("as it came", 1), ("turned around", -1)):
-        path = write_log(tmp_path / f"{name}.parquet", log[::step], w=weights[::step])
-        made = ingest(
-            tmp_path / name, path, split={"kind": "leave_last_out"} | {"min_events": 3}, weight_column="w", filter=filters
-        )
-        stored.append(np.load(made.path("event_weight.npy")).tolist())
-    assert stored[0] == stored[1]
-
-
-@pytest.mark.parametrize("policy", ["exact", "first", "last"])
-def test_an_event_that_is_given_for_training_and_for_the_test_stays_in_training(tmp_path: Path, policy: str) -> None:
-    log = [(user, item, user + item) for user in (1, 2) for item in (10, 11, 12)]
-    train, test = write_log(tmp_path / "train.parquet", log), write_log(tmp_path / "test.parquet", [*log, (1, 13, 9)])
-    made = ingest(tmp_path / "stage", train, split={"kind": "files", "test": (test,)}, filter={"duplicates": policy})
-    assert [sorted(part) for part in read(made).parts] == [log, [], [(1, 13, 9)]]
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"max_future_days": float("inf")},
-        {"filter": {"window_days": float("inf")}},
-        {"split": {"kind": "time", "test_days": float("inf")}},
-        {"label_column": "l", "label_threshold": float("nan")},
-        {"label_column": "l", "label_threshold": 1.0, "label_range": (0.0, float("inf"))},
-    ],
-)
-def test_a_setting_that_is_no_finite_number_is_refused(settings: dict[str, object]) -> None:
-    with pytest.raises(ValidationError, match="should be a finite number"):
-        InteractionsConfig.model_validate({"paths": ("log.parquet",), "timestamp_column": "t"} | settings)
-
-
 def test_a_filter_that_leaves_nothing_says_so(tmp_path: Path) -> None:
     path = write_log(tmp_path / "log.parquet", LOG)
     with refusal(path, "interactions.filter leaves no events; loosen it"):

@@ -191,32 +191,6 @@ def test_a_workspace_below_a_folder_named_like_a_key_is_read_as_any_other(tmp_pa
         assert rows(made, "users") == rows(plain, "users") and rows(made, "items") == rows(plain, "items")
 
 
-def test_a_file_without_rows_may_go_away_again(tmp_path: Path) -> None:
-    log, empty = write_log(tmp_path / "log.parquet", DAYS[0] + DAYS[1] + DAYS[2]), tmp_path / "empty.parquet"
-    pq.write_table(pq.read_table(log).slice(0, 0), empty)
-    first = ingest(tmp_path / "night1", log, split=TIME)
-    second = ingest(tmp_path / "night2", log, str(empty), split=TIME, last_night=first)
-    same_events(ingest(tmp_path / "night3", log, split=TIME, last_night=second), first)
-
-
-def test_an_id_that_a_filter_left_out_gets_no_row_when_its_file_is_gone_and_the_filter_too(tmp_path: Path) -> None:
-    old, new = write_log(tmp_path / "old.parquet", [("rare", "r", 5)]), write_log(tmp_path / "new.parquet", sum(DAYS, []))
-    filtered = {"min_item_events": 2}
-    first = ingest(tmp_path / "night1", old, new, split=TIME, filter=filtered)
-    second = ingest(tmp_path / "night2", new, split=TIME, last_night=first)
-    assert not {"rare", "r"} & {*rows(second, "users"), *rows(second, "items")}
-    assert (second.idle_users, second.idle_items) == (0, 0)
-
-
-@pytest.mark.parametrize("folder", ["user=bob", "item=x", "split=1", "position=5", "id=7"])
-def test_a_workspace_below_a_folder_named_like_a_key_is_read_as_any_other(tmp_path: Path, folder: str) -> None:
-    first, second = nights(tmp_path / folder)
-    plain_first, plain_second = nights(tmp_path / "plain")
-    for made, plain in ((first, plain_first), (second, plain_second)):
-        same_events(made, plain)
-        assert rows(made, "users") == rows(plain, "users") and rows(made, "items") == rows(plain, "items")
-
-
 day = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(0, DAY - 1)), min_size=1, max_size=8)
 days = st.lists(day, min_size=4, max_size=7)
 

@@ -84,14 +84,6 @@ def test_a_workspace_below_a_folder_named_like_a_key_is_compared_as_any_other(tm
     assert match_rows(last, tonight, side="items", spill=tmp_path / "spill").tolist() == [2, 1, 0]
 
 
-def test_a_workspace_below_a_folder_named_like_a_key_is_compared_as_any_other(tmp_path: Path) -> None:
-    last, tonight = (
-        interactions_of(tmp_path / "id=7" / name, [user(0, 1, test=2), user(1, test=0)], item_ids=ids)
-        for name, ids in (("last", ["a", "b", "c"]), ("tonight", ["c", "b", "a"]))
-    )
-    assert match_rows(last, tonight, side="items", spill=tmp_path / "spill").tolist() == [2, 1, 0]
-
-
 def test_ids_of_another_type_are_other_ids(tmp_path: Path) -> None:
     before = interactions_of(tmp_path / "one", [user(0, 1)], item_ids=[0, 1])
     after = interactions_of(tmp_path / "two", [user(0, 1)], item_ids=["0", "1"])

@@ -116,19 +116,17 @@ class InteractionsManifest(Manifest):
     items_vector_only: int = Field(description="in the catalogue through their vector alone (cold)")
     user_id_type: IdType
     item_id_type: IdType
+    id_columns: tuple[str, str] = Field(
+        description="what the ids were read from: an id of another column is another user or item"
+    )
     first_time: str | None = None
     last_time: str | None = None
     lineage: str = Field(description="the night that built the vocabulary which this one continues")
     continues: str | None = Field(None, description="fingerprint of the night whose rows all mean the same ids here")
     night: int = Field(description="1 for the night that built the vocabulary, one more for each that continued it")
     rebuilt: str | None = Field(description="why the vocabulary was built anew; none where last night's was continued")
-    new_users: int = Field(description="users that last night's vocabulary had not")
-    new_items: int
-    vanished_users: int = Field(description="users with events last night and none tonight")
-    vanished_items: int
     idle_users: int = Field(description="users in the vocabulary without an event tonight")
     idle_items: int = Field(description="items in the vocabulary with neither event nor vector tonight")
-    duplicate_events: int = Field(description="events that repeat another exactly (user, item, time) and were kept")
     rows_read: int = Field(description="rows of the files read tonight; the others were kept from last night")
     files_read: int
     columns: dict[str, ColumnFacts] = Field(description="per column of the log, over all files")

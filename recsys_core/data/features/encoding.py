@@ -17,9 +17,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from recsys_core.data.features.config import FeatureConfig
-from recsys_core.data.features.tables import read_parquet
 from recsys_core.data.files.disk import allocate
-from recsys_core.data.files.sql import SQL_TYPE
+from recsys_core.data.files.sql import SQL_TYPE, scan
 from recsys_core.manifests import FeatureFacts, IdType
 
 BATCH_ROWS = 1_000_000
@@ -107,7 +106,7 @@ class Encoding:
             # Line 0 stands for what is out of vocabulary.
             connection.execute(
                 "CREATE TEMP TABLE vocabulary AS SELECT last.value, coalesce(counted.count, 0) AS count, last.row FROM "
-                f"(SELECT value, file_row_number AS row FROM {read_parquet([last.vocabulary])[:-1]}, file_row_number = true) "
+                f"(SELECT value, file_row_number AS row FROM {scan(last.vocabulary, options='file_row_number = true')} "
                 "WHERE file_row_number > 0) last LEFT JOIN counted ON last.value = counted.value"
             )
         else:

@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 
 from recsys_core.data.features.config import FeaturesConfig
 from recsys_core.data.features.encoding import Encoding, LastNight
-from recsys_core.data.features.tables import FeatureTable, check_features, read_parquet, refuse_bad_rows, value_sql
+from recsys_core.data.features.tables import FeatureTable, check_features, refuse_bad_rows, value_sql
 from recsys_core.data.files.database import database
 from recsys_core.data.files.disk import full_disk_is_told
 from recsys_core.data.files.sources import local_files, open_sources
-from recsys_core.data.files.sql import quoted, scan
+from recsys_core.data.files.sql import quoted, scan, scan_all
 from recsys_core.errors import InputError
 from recsys_core.manifests import (
     FeatureFacts,
@@ -106,7 +106,7 @@ def _load(
             "CREATE TABLE joined AS SELECT catalogue.row, catalogue.trained, described.* EXCLUDE (described_id) FROM "
             f"(SELECT id, file_row_number AS row, train_count > 0 AS trained FROM {catalogue}) catalogue "
             f"JOIN (SELECT CAST({quoted(table.id_column)} AS {kind}) AS described_id, "
-            f"{', '.join(values)} FROM {read_parquet(paths)}) described ON catalogue.id = described.described_id"
+            f"{', '.join(values)} FROM {scan_all(paths)}) described ON catalogue.id = described.described_id"
         )
     matched = int(connection.sql("SELECT count(*) FROM joined").fetchall()[0][0])
     rows = sum(source.record.rows for source in table.sources)

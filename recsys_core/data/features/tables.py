@@ -9,8 +9,8 @@ import duckdb
 import pyarrow as pa
 
 from recsys_core.data.features.config import FeatureConfig, FeaturesConfig
-from recsys_core.data.files.sources import Source, id_type, literal, open_sources, require_column
-from recsys_core.data.files.sql import SQL_TYPE, quoted
+from recsys_core.data.files.sources import Source, id_type, open_sources, require_column
+from recsys_core.data.files.sql import SQL_TYPE, quoted, scan_all
 from recsys_core.errors import SHOWN_CHARACTERS, InputError, shown
 from recsys_core.manifests import IdType
 
@@ -162,7 +162,7 @@ def refuse_bad_rows(connection: duckdb.DuckDBPyConnection, table: FeatureTable, 
     faults = list(_faults(table))
     if faults:
         counts = connection.sql(
-            f"SELECT {', '.join(f'count(*) FILTER ({fault.condition})' for fault in faults)} FROM {read_parquet(paths)}"
+            f"SELECT {', '.join(f'count(*) FILTER ({fault.condition})' for fault in faults)} FROM {scan_all(paths)}"
         ).fetchall()[0]
         for fault, count in zip(faults, counts, strict=True):
             if count:
@@ -204,7 +204,7 @@ def _faults(table: FeatureTable) -> Iterator[_Fault]:
 
 def _refuse_doubles(connection: duckdb.DuckDBPyConnection, table: FeatureTable, column: str, *, paths: Sequence[Path]) -> None:
     name = quoted(column)
-    doubles = f"SELECT {name} AS id FROM {read_parquet(paths)} GROUP BY {name} HAVING count(*) > 1"
+    doubles = f"SELECT {name} AS id FROM {scan_all(paths)} GROUP BY {name} HAVING count(*) > 1"
     count, first = connection.sql(f"SELECT count(*), min(id) FROM ({doubles})").fetchall()[0]
     if count:
         mark = str(first) if table.id_type == "int64" else quoted(first, mark="'")
@@ -221,7 +221,7 @@ def _first(
         found = connection.sql(
             f'SELECT "nightjar row", CAST({quoted(column)} AS VARCHAR) FROM '
             f'(SELECT row_number() OVER () - 1 AS "nightjar row", * FROM '
-            f'{read_parquet([path])}) WHERE {condition} ORDER BY "nightjar row" LIMIT 1'
+            f'{scan_all([path])}) WHERE {condition} ORDER BY "nightjar row" LIMIT 1'
         ).fetchall()
         if found:
             row, value = found[0]
@@ -231,13 +231,6 @@ def _first(
 
 def _rows(count: int) -> str:
     return "in this row alone" if count == 1 else f"as in {count:,} rows in all"
-
-
-def read_parquet(paths: Sequence[Path]) -> str:
-    """All `paths` as one table of DuckDB's."""
-    names = ", ".join(quoted(literal(path), mark="'") for path in paths)
-    # Without can_have_nan DuckDB 2.0 takes pyarrow's statistics for proof that there is none (duckdb/duckdb#25521).
-    return f"read_parquet([{names}], union_by_name = true, hive_partitioning = false, can_have_nan = true)"
 
 
 def value_sql(feature: FeatureConfig, value_type: IdType | None) -> str:

@@ -18,6 +18,9 @@ MEND = "drop these rows, or mend what writes them"
 CLOCK = "is interactions.timestamp_unit right? else mend the clock that writes them, or raise interactions.max_future_days"
 
 
+FUTURE = "in the future"
+
+
 @dataclass(frozen=True)
 class Check:
     """A fault of a row: `condition` is SQL over `raw`, true (not null) where the row has it."""
@@ -184,7 +187,7 @@ def _time_checks(column: str, *, latest: int) -> list[Check]:
     lost = "position IS NULL AND time IS NOT NULL"
     return [
         Check(column, "null", "time IS NULL", MEND),
-        Check(column, "in the future", f"position > {latest} OR ({lost} AND NOT early)", CLOCK),
+        Check(column, FUTURE, f"position > {latest} OR ({lost} AND NOT early)", CLOCK),
         Check(column, "before 1970", f"position < 0 OR ({lost} AND early)", CLOCK),
     ]
 

@@ -25,14 +25,12 @@ Counts = NDArray[np.int64]
 
 
 class EventWriter:
-    """Writes the sorted log and counts it on the way: users and items by split, and events that repeat another exactly."""
+    """Writes the sorted log and counts users and items by split on the way."""
 
     def __init__(self, out: Path, *, users: Vocabulary, items: Vocabulary, config: InteractionsConfig) -> None:
         self.user_count_US: Counts = np.zeros((len(users), len(SPLITS)), np.int64)
         self.item_count_IS: Counts = np.zeros((len(items), len(SPLITS)), np.int64)
-        self.duplicates = 0
         self._out, self._users, self._items, self._config = out, users, items, config
-        self._last: tuple[int, int, float] | None = None
 
     def write_events(self, connection: duckdb.DuckDBPyConnection) -> None:
         """event_item.npy and, where there are such columns, event_time.npy, event_weight.npy and context.parquet."""
@@ -96,15 +94,12 @@ class EventWriter:
             start = stop
 
     def _count(self, batch: pa.RecordBatch) -> None:
-        user_E, item_E, split_E, position_E = (batch.column(name).to_numpy() for name in ("u", "i", "split", "position"))
+        user_E, item_E, split_E = (batch.column(name).to_numpy() for name in ("u", "i", "split"))
         first, stop = int(user_E[0]), int(user_E[-1]) + 1  # sorted by user
         key_E = (user_E - first) * len(SPLITS) + split_E
         self.user_count_US[first:stop] += np.bincount(key_E, minlength=(stop - first) * len(SPLITS)).reshape(-1, len(SPLITS))
         key_E = item_E.astype(np.int64) * len(SPLITS) + split_E
         self.item_count_IS += np.bincount(key_E, minlength=self.item_count_IS.size).reshape(-1, len(SPLITS))
-        same_E = (item_E[1:] == item_E[:-1]) & (position_E[1:] == position_E[:-1]) & (user_E[1:] == user_E[:-1])
-        self.duplicates += int(same_E.sum()) + (self._last == (user_E[0], item_E[0], position_E[0]))
-        self._last = (user_E[-1], item_E[-1], position_E[-1])
 
 
 def _larger(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:

@@ -15,7 +15,7 @@ from recsys_core.data.log.facts import bad_rows, column_facts
 from recsys_core.data.log.input import InteractionsInput, check_interactions
 from recsys_core.data.log.parts import gather_parts
 from recsys_core.data.log.table import check_log, load_log
-from recsys_core.data.log.vocabulary import compare, number, open_ids, write_ids
+from recsys_core.data.log.vocabulary import number, open_ids, write_ids
 from recsys_core.errors import InputError
 from recsys_core.manifests import EmbeddingsManifest, IdType, InteractionsManifest, fingerprint_of, produce
 
@@ -109,14 +109,13 @@ def _ingest(
                 "do both use the same ids?"
             )
     for vocabulary, counts in ((users, writer.user_count_US), (items, writer.item_count_IS)):
-        side = vocabulary.side
         write_ids(connection, vocabulary, train_count=counts[:, 0], events=counts.sum(axis=1), out=out)
-        facts[f"new_{side}s"], facts[f"vanished_{side}s"] = compare(connection, side, out=out, last_night=last_night)
     return facts | {
         "users": len(users),
         "items": len(items),
         **dict(zip((f"{split}_events" for split in SPLITS), writer.user_count_US.sum(axis=0).tolist(), strict=True)),
         "ordered": config.ordered,
+        "id_columns": (config.user_column, config.item_column),
         "items_with_vector": int(with_vector.sum()),
         "items_vector_only": int((with_vector & ~present).sum()),
         "continues": continued.fingerprint if continued else None,
@@ -125,7 +124,6 @@ def _ingest(
         "rebuilt": rebuilt,
         "idle_users": int((~writer.user_count_US.any(axis=1)).sum()),
         "idle_items": int((~present & ~with_vector).sum()),
-        "duplicate_events": writer.duplicates,
         "rows_read": sum(source.record.rows for source in fresh),
         "files_read": len(fresh),
         "columns": column_facts(connection, config, found, parts=parts, out=out),
@@ -143,6 +141,9 @@ def _why_rebuild(
         return "there is no earlier night"
     if config.vocabulary.rebuild == "always":
         return "interactions.vocabulary.rebuild is always"
+    columns = (config.user_column, config.item_column)
+    if columns != last_night.id_columns:
+        return f"the ids are read from {columns}, and were from {last_night.id_columns}"
     if types != (last_night.user_id_type, last_night.item_id_type):
         return f"the ids are {types[0]} and {types[1]}, and were {last_night.user_id_type} and {last_night.item_id_type}"
     if last_night.night >= config.vocabulary.rebuild_after_nights:

@@ -4,6 +4,7 @@ A part is parquet with the codes of the ids in place of the ids. Codes are never
 nights: only what is new has to be read again.
 """
 
+import shutil
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -12,9 +13,9 @@ import duckdb
 import pyarrow as pa
 
 from recsys_core.data.files.gates import has_checksums, verify_pages
-from recsys_core.data.files.sources import Source, literal, local_files, require_column
-from recsys_core.data.files.sql import SQL_TYPE, quoted, scan
-from recsys_core.data.log.checks import FileFacts, good_rows, refuse_bad_rows, row_checks, scan_rows
+from recsys_core.data.files.sources import Source, local_files, require_column
+from recsys_core.data.files.sql import SQL_TYPE, quoted, scan, scan_all
+from recsys_core.data.log.checks import FUTURE, FileFacts, good_rows, refuse_bad_rows, row_checks, scan_rows
 from recsys_core.data.log.config import GivenSplit, InteractionsConfig
 from recsys_core.data.log.input import InteractionsInput
 from recsys_core.data.log.unread import damage_is_told, refuse_untrue_nulls
@@ -22,9 +23,11 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import IdType, InteractionsManifest, LogPart, ReadFile, SourceFile, fingerprint_of
 
 MICROSECONDS = {"s": "* 1000000", "ms": "* 1000", "us": "", "ns": "// 1000"}
+PAIR = 'hash("user"::VARCHAR, item::VARCHAR'
+"""Of strings: the hash of a number depends on how wide the file's writer made it."""
 READING = {
     "user_column", "item_column", "timestamp_column", "timestamp_unit", "order_column", "label_column", "label_threshold",
-    "label_range", "weight_column", "context_columns", "on_bad_rows",
+    "label_range", "weight_column", "context_columns", "on_bad_rows", "max_future_days",
 }  # fmt: skip
 """Settings that decide what a part holds; whatever else changes, last night's parts still hold."""
 
@@ -40,12 +43,13 @@ def gather_parts(
     """Last night's parts that hold for tonight's files, and a new one of the files that none of them has: these files too."""
     (out / "parts").mkdir()
     draws = isinstance(config.split, GivenSplit) and config.split.validation_share > 0
-    reading = fingerprint_of(duckdb.__version__, config.model_dump(mode="json", include=READING), draws)
+    keys = {name: str(kind) for name, kind in found.sources[0].partition_types.items() if name in config.columns}
+    reading = fingerprint_of(duckdb.__version__, config.model_dump(mode="json", include=READING), draws, keys)
     kept = []
     for part in continued.parts if continued else ():
-        if part.reading == reading and _holds(part, found.splits):
+        if part.reading == reading and _holds(part, found.splits) and not _waits(part):
             assert continued is not None
-            (out / part.file).hardlink_to(continued.path(part.file))  # a part is never written again
+            _take_over(continued.path(part.file), out / part.file)
             kept.append(part)
     known = {file.source for part in kept for file in part.files}
     fresh = tuple(source for source in found.sources if source.record not in known)
@@ -61,6 +65,19 @@ def _holds(part: LogPart, live: Mapping[SourceFile, int]) -> bool:
     """Whether at least half of its rows are of files still there and unchanged: the rest is carried along for nothing."""
     rows = sum(file.source.rows for file in part.files)
     return 2 * sum(file.source.rows for file in part.files if file.source in live) >= rows
+
+
+def _waits(part: LogPart) -> bool:
+    """Whether rows were dropped for a time in the future, which may have come by now."""
+    return any(name.endswith(FUTURE) for file in part.files for name in file.bad_rows)
+
+
+def _take_over(kept: Path, target: Path) -> None:
+    """A part is never written again, so it is linked; it is copied where the disk is another one or knows no links."""
+    try:
+        target.hardlink_to(kept)
+    except OSError:
+        shutil.copyfile(kept, target)
 
 
 def read_part(
@@ -126,10 +143,7 @@ def _raw(
     columns = [
         f'{"keys" if column in in_path else "file"}.{quoted(column)} AS "{alias}"' for alias, column in names.items() if column
     ]
-    files = ", ".join(quoted(literal(path), mark="'") for path in paths)
-    # Without can_have_nan DuckDB 2.0 takes pyarrow's statistics for proof that there is none (duckdb/duckdb#25521).
-    options = "union_by_name = true, hive_partitioning = false, can_have_nan = true"
-    read = f"read_parquet([{files}], {options}) AS file"
+    read = f"{scan_all(paths)} AS file"
     if in_path:
         read += f" JOIN ({_keys(sources, sorted(in_path))}) AS keys ON file.file_index = keys.source"
     raw = f"SELECT {', '.join(columns)}, file.file_index AS source, file.file_row_number AS row FROM {read}"
@@ -160,7 +174,7 @@ def _position(config: InteractionsConfig, schema: Mapping[str, pa.DataType]) -> 
     if config.order_column is not None:
         return "TRY(sequence::BIGINT)" if pa.types.is_integer(schema[config.order_column]) else "sequence::DOUBLE"
     if config.timestamp_column is None:
-        return '(hash("user", item) >> 1)::BIGINT'
+        return f"({PAIR}) >> 1)::BIGINT"
     kind = schema[config.timestamp_column]
     if pa.types.is_integer(kind):
         return f"TRY(CAST(time AS BIGINT) {MICROSECONDS[config.timestamp_unit]})"
@@ -215,7 +229,7 @@ def _write(
     extra = [*(["TRY_CAST(weight AS FLOAT) AS weight"] if config.weight_column else [])]
     extra += [f"context_{at}" for at in range(len(config.context_columns))]
     if isinstance(config.split, GivenSplit) and config.split.validation_share > 0:
-        extra.append("(hash(\"user\", item, 'validation') % 1000000)::INTEGER AS draw")
+        extra.append(f"({PAIR}, 'validation') % 1000000)::INTEGER AS draw")
     columns = ", ".join(["source::INTEGER AS source", 'u.code AS "user"', "i.code AS item", "position", *extra])
     joins = [
         f"JOIN {side}_ids {side[0]} ON {_probe(connection, side, value=value)}"

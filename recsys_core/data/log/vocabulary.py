@@ -106,18 +106,3 @@ def write_ids(
     ).fetchall()
     table = pa.table({"id": vocabulary.id, "train_count": train_count, "events": events})
     pq.write_table(table, out / f"{side}s.parquet", use_dictionary=False)
-
-
-def compare(
-    connection: duckdb.DuckDBPyConnection, side: str, *, out: Path, last_night: InteractionsManifest | None
-) -> tuple[int, int]:
-    """How many ids with events tonight had no row last night, and how many with events last night have none tonight."""
-    tonight = f"(SELECT id FROM {scan(out / f'{side}s.parquet')} WHERE events > 0)"
-    if last_night is None:
-        ((new,),) = connection.sql(f"SELECT count(*) FROM {tonight}").fetchall()
-        return new, 0
-    before = scan(last_night.path(f"{side}s.parquet"))
-    ((new,),) = connection.sql(f"SELECT count(*) FROM {tonight} ANTI JOIN {before} USING (id)").fetchall()
-    had = f"(SELECT id FROM {before} WHERE events > 0)"
-    ((gone,),) = connection.sql(f"SELECT count(*) FROM {had} ANTI JOIN {tonight} USING (id)").fetchall()
-    return new, gone

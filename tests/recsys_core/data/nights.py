@@ -54,8 +54,8 @@ def interactions_of(
             "users": len(users), "items": len(item_ids), "train_events": train, "validation_events": validation,
             "test_events": test, "ordered": ordered, "items_with_vector": 0, "items_vector_only": 0,
             "user_id_type": types["users"], "item_id_type": types["items"], "lineage": str(folder), "night": 1,
-            "rebuilt": "the first night", "new_users": 0, "new_items": 0, "vanished_users": 0, "vanished_items": 0,
-            "idle_users": 0, "idle_items": 0, "duplicate_events": 0, "parts": (), "rows_read": len(events), "files_read": 1,
+            "rebuilt": "the first night", "id_columns": ("user_id", "item_id"),
+            "idle_users": 0, "idle_items": 0, "parts": (), "rows_read": len(events), "files_read": 1,
             "columns": {}, "set_aside": {}, "bad_rows": {}, "sources": (source,),
         } | facts  # fmt: skip
 

@@ -57,7 +57,6 @@ def write_interactions(
         items_with_vector=0, items_vector_only=0,
         user_id_type="string" if isinstance(users[0], str) else "int64",
         item_id_type="string" if isinstance(items[0], str) else "int64",
-        lineage=lineage, night=1, rebuilt="by hand", new_users=len(users), new_items=len(items),
-        vanished_users=0, vanished_items=0, rows_read=len(item), files_read=1,
-        columns={}, set_aside={}, bad_rows={}, sources=(), parts=(), idle_users=0, idle_items=0, duplicate_events=0,
+        lineage=lineage, night=1, rebuilt="by hand", id_columns=("user_id", "item_id"), rows_read=len(item), files_read=1,
+        columns={}, set_aside={}, bad_rows={}, sources=(), parts=(), idle_users=0, idle_items=0,
     )  # fmt: skip

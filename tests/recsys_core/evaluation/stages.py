@@ -60,8 +60,8 @@ def interactions_stage(
             "lineage": "interactions",
             "night": 1,
             "rebuilt": "there is no earlier night",
-            **dict.fromkeys(("new_users", "new_items", "vanished_users", "vanished_items", "idle_users", "idle_items"), 0),
-            **dict.fromkeys(("duplicate_events", "rows_read", "files_read"), 0),
+            **dict.fromkeys(("idle_users", "idle_items", "rows_read", "files_read"), 0),
+            "id_columns": ("user_id", "item_id"),
             **{name: {} for name in ("columns", "set_aside", "bad_rows")},
             "parts": (),
         }

@@ -100,12 +100,6 @@ def test_users_busier_than_a_person_are_set_aside_with_their_events(tmp_path: Pa
     assert made.set_aside == {"bot_users": 1, "bot_events": 30}
 
 
-def test_exact_repeats_that_are_kept_are_counted(tmp_path: Path) -> None:
-    log = [(1, 10, 0), (1, 10, 0), (1, 10, 0), (2, 10, 0), (2, 11, 5), (2, 11, 6), (1, 12, 9), (1, 13, 10)]
-    made = ingest(tmp_path / "stage", write_log(tmp_path / "log.parquet", log), split=LAST_OUT)
-    assert (made.duplicate_events, len(kept(made))) == (2, len(log))
-
-
 @pytest.mark.parametrize("filters", [{}, {"max_user_events": 3}, {"duplicates": "last"}])
 def test_which_of_equal_events_is_held_out_or_kept_is_not_a_matter_of_their_order(
     tmp_path: Path, filters: dict[str, object]

@@ -68,11 +68,17 @@ def _put(raw: dict[str, Any], override: str) -> None:
     except yaml.YAMLError as error:
         raise InputError(f"--set {override}: the value is not valid YAML: {error}") from None
     *parents, last = dotted.strip().split(".")
-    level = raw
+    level: Any = raw
     for position, key in enumerate(parents):
-        level[key] = {} if level.get(key) is None else level[key]
-        level = level[key]
-        if not isinstance(level, dict):
+        if isinstance(level, list):
+            if not (key.isdecimal() and int(key) < len(level)):
+                place = ".".join(parents[:position])
+                raise InputError(f"--set {override}: {place} is a list of {len(level)}; name one by its number, from 0")
+            level = level[int(key)]
+        else:
+            level[key] = {} if level.get(key) is None else level[key]
+            level = level[key]
+        if not isinstance(level, dict | list) or (isinstance(level, list) and position + 1 == len(parents)):
             raise InputError(
                 f"--set {override}: {'.'.join(parents[: position + 1])} is the value {level!r}, not a group of settings"
             )

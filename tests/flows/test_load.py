@@ -132,6 +132,17 @@ def test_a_wrong_override_is_refused_like_a_wrong_file(file: Path, override: str
     assert said in message(file, override, text=GOOD + "name: demo\n")
 
 
+def test_an_entry_of_a_list_is_reached_by_its_number(file: Path) -> None:
+    two = GOOD + "embeddings: [{paths: a, vector_column: v}, {paths: b, vector_column: v}]\n"
+    file.write_text(two)
+    config = load_config(file, ["embeddings.1.pca_dim=8"])
+    assert [entry.pca_dim for entry in config.embeddings] == [None, 8]
+    said = "--set embeddings.2.pca_dim=8: embeddings is a list of 2; name one by its number, from 0"
+    assert said in message(file, "embeddings.2.pca_dim=8")
+    assert "embeddings is a list of 2" in message(file, "embeddings.first.pca_dim=8")
+    assert "not a group of settings" in message(file, "embeddings.1=8")
+
+
 def test_relative_paths_are_taken_from_the_folder_of_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     config = load_config(

@@ -9,7 +9,7 @@ import duckdb
 import pyarrow as pa
 
 from recsys_core.data.features.config import FeatureConfig, FeaturesConfig
-from recsys_core.data.files.sources import Source, id_type, open_sources, require_column
+from recsys_core.data.files.sources import Source, id_type, is_list, is_text, open_sources, require_column
 from recsys_core.data.files.sql import SQL_TYPE, quoted, scan_all
 from recsys_core.errors import SHOWN_CHARACTERS, InputError, shown
 from recsys_core.manifests import IdType
@@ -115,17 +115,17 @@ def _value_type(source: Source, feature: FeatureConfig, *, where: str) -> IdType
         return None
     value = kind
     if feature.is_list:
-        if not _is_list(kind):
+        if not is_list(kind):
             raise _wrong(source, column, kind, where, f"{feature.kind} needs a list; write one, or set kind to categorical")
         value = kind.value_type
     value = value.value_type if pa.types.is_dictionary(value) else value
     if feature.weight_column is not None:
         weights = require_column(source, feature.weight_column, setting=where)
-        if not _is_list(weights) or not _is_number(weights.value_type):
+        if not is_list(weights) or not _is_number(weights.value_type):
             raise _wrong(source, feature.weight_column, weights, where, "weights are a list of numbers; cast it")
     if pa.types.is_integer(value):
         return "int64"
-    if pa.types.is_string(value) or pa.types.is_large_string(value) or pa.types.is_string_view(value):
+    if is_text(value):
         return "string"
     if pa.types.is_boolean(value):
         return "string"
@@ -138,10 +138,6 @@ def _wrong(source: Source, column: str, kind: pa.DataType, where: str, way_out: 
 
 def _is_number(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 @dataclass(frozen=True)

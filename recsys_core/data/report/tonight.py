@@ -19,19 +19,16 @@ _BOUNDS = ("user_offset", "train_end", "validation_end")
 Ints = NDArray[np.int64]
 
 
-def split_sizes(interactions: InteractionsManifest) -> dict[str, float]:
-    """Events of each part."""
-    names = ("train_events", "validation_events", "test_events")
-    return {name: float(getattr(interactions, name)) for name in names}
-
-
 def sizes(interactions: InteractionsManifest, facts: SplitFacts) -> dict[str, float]:
     """Counts, the span in days, and how long histories are."""
     offset = np.load(interactions.path("user_offset.npy"), mmap_mode="r")
     length_U = train_lengths(interactions)
     trained_U = length_U[length_U > 0]
     span = (max(facts.days) - min(facts.days) + 1) if facts.days else math.nan
-    return split_sizes(interactions) | {
+    return {
+        "train_events": float(interactions.train_events),
+        "validation_events": float(interactions.validation_events),
+        "test_events": float(interactions.test_events),
         "users": float(np.sum(np.diff(offset) > 0)),
         "items": float(np.sum(facts.events_I > 0)),
         "items_in_catalogue": float(interactions.items),

@@ -14,7 +14,9 @@ from recsys_core.data.log.config import GivenSplit, InteractionsConfig
 from recsys_core.data.report.config import DataReportConfig
 from recsys_core.data.vectors.config import EmbeddingsConfig, EmbeddingsConfigs
 from recsys_core.evaluation.config import EvaluationConfig
-from recsys_core.models.config import LossConfig, PretrainedConfig, TwoTowerConfig
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.tables import OFFSET, TableConfig
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.serving.config import PackageConfig
 from recsys_core.sharding.config import ShardingConfig
@@ -40,10 +42,12 @@ class PipelineConfig(Frozen):
     features: FeaturesConfig | None = Field(
         None, description="features of users, items and events beyond their ids; empty: none"
     )
-    pretrained: PretrainedConfig = Field(
-        default_factory=PretrainedConfig, description="how pretrained vectors enter their tables"
-    )
     model: TwoTowerConfig = Field(default_factory=TwoTowerConfig, description="the two towers")
+    tables: dict[str, TableConfig] = Field(
+        default_factory=dict,
+        description="settings by embedding table: item, user, or a feature such as item.brand: width, transfer of pretrained "
+        "vectors, optimizer",
+    )
     loss: LossConfig = Field(default_factory=LossConfig, description="what is minimised")
     sharding: ShardingConfig = Field(
         default_factory=ShardingConfig, description="the cluster, and constraints for TorchRec's planner"
@@ -56,26 +60,65 @@ class PipelineConfig(Frozen):
 
     @model_validator(mode="after")
     def _stages_agree(self) -> Self:
-        if self.model.last_item and not self.interactions.ordered:
+        history = self.model.history
+        if not self.interactions.ordered and (history.last_item or history.pooling == "recency"):
+            setting = "last_item is true" if history.last_item else "pooling is recency"
             raise ValueError(
-                "model.last_item is true, but interactions has neither timestamp_column nor order_column, so no item is the "
-                "last; set one of the columns, or model.last_item to false"
+                f"model.history.{setting}, but interactions has neither timestamp_column nor order_column, so no item is the "
+                "last; set one of the columns, or model.history.last_item to false and pooling to mean, sum or attention"
+            )
+        if self.interactions.ordered and history.with_target:
+            raise ValueError(
+                "model.history.with_target is for logs without order; where there is one, a history is what came before the event"
             )
         if self.model.output_dim % self.index.subquantizers:
             raise ValueError(
                 f"index.subquantizers is {self.index.subquantizers}, but the towers end in {self.model.output_dim} numbers, "
-                "which it does not divide; set index.subquantizers to a divisor, or the last query layer to a multiple"
+                "which it does not divide; set index.subquantizers to a divisor, or the last layers to a multiple"
             )
-        tables = {"item", "user"} if self.model.user_id else {"item"}
-        for table in self.sharding.tables:
-            if table not in tables:
-                raise ValueError(
-                    f"sharding.tables.{table}: the model has the tables {sorted(tables)}; "
-                    + ("set model.user_id to true" if table == "user" else "name one of them")
-                )
-        if not self.model.user_id and any(entry.table == "user" for entry in self.embeddings):
-            raise ValueError("embeddings has vectors of users, but the model has no table for them; set model.user_id to true")
+        if self.loss.kind == "cosine_contrastive" and self.model.similarity != "cosine":
+            raise ValueError(
+                f"loss.kind is cosine_contrastive, whose margin is a cosine, but model.similarity is {self.model.similarity}; "
+                "set it to cosine"
+            )
+        self._tables_are_there()
         return self
+
+    def _tables_are_there(self) -> None:
+        """Every setting that names a table names one that the model will have; what is frozen has vectors."""
+        tables = self.table_names
+        for where, named in (("tables", self.tables), ("sharding.tables", self.sharding.tables)):
+            for table in named:
+                if table not in tables:
+                    raise ValueError(
+                        f"{where}.{table}: the model has the tables {sorted(tables)}; "
+                        + ("set model.user_id to true" if table == "user" else "name one of them, or declare the feature")
+                    )
+        vectors = {entry.table for entry in self.embeddings}
+        if "user" in vectors and not self.model.user_id:
+            raise ValueError("embeddings has vectors of users, but the model has no table for them; set model.user_id to true")
+        for name, table in self.tables.items():
+            if table.transfer != "full" and name not in vectors:
+                raise ValueError(
+                    f"tables.{name}.transfer is {table.transfer}, but embeddings has no vectors of table {name!r} (it has "
+                    f"{sorted(vectors) or 'none'}); add them, or set transfer to full"
+                )
+        if self.loss.distillation is not None and "item" not in vectors:
+            raise ValueError(
+                "loss.distillation keeps the item vectors' similarities, but embeddings has no item vectors; add them, or leave it out"
+            )
+
+    @property
+    def table_names(self) -> set[str]:
+        """All embedding tables."""
+        names = {"item"} | ({"user"} if self.model.user_id else set())
+        if "item" in self.tables and self.tables["item"].transfer == "residual":
+            names.add(OFFSET)
+        if self.features is not None:
+            for side, table in (("user", self.features.users), ("item", self.features.items)):
+                names |= {f"{side}.{feature.name}" for feature in (table.features if table is not None else ())}
+            names |= {f"context.{feature.name}" for feature in self.features.context}
+        return names
 
     @property
     def log(self) -> InteractionsConfig:

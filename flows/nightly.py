@@ -9,7 +9,7 @@ from prefect.states import Completed
 from flows.config import PipelineConfig
 from flows.load import dump_config
 from recsys_core.manifests import Manifest, RegistrationManifest
-from recsys_core.models.config import ModelSpec
+from recsys_core.models.spec import ModelSpec
 from tasks.data_report import check_data
 from tasks.evaluate import evaluate
 from tasks.export import export_vectors
@@ -63,23 +63,30 @@ def night(config: PipelineConfig, run: Run) -> Iterator[tuple[StageName, Manifes
     yield "ingest_features", features
     checked = check_data(config.data_report, split=config.interactions.split, interactions=interactions, run=run)
     yield "check_data", checked
-    model = ModelSpec.of(config.model, interactions=interactions, embeddings=embeddings)
-    plan = plan_sharding(config.sharding, model=model, batch_size=config.training.batch_size, run=run)
+    model = ModelSpec.of(
+        config.model, interactions=interactions, embeddings=embeddings, features=features, tables=config.tables,
+        loss=config.loss,
+    )  # fmt: skip
+    plan = plan_sharding(config.sharding, model=model, training=config.training, run=run)
     yield "plan_sharding", plan
     trained = train(
-        config.training, model=model, loss=config.loss, pretrained=config.pretrained,
-        interactions=interactions, embeddings=embeddings, plan=plan, run=run,
+        config.training, model=model, loss=config.loss, interactions=interactions, embeddings=embeddings, features=features,
+        plan=plan, run=run,
     )  # fmt: skip
     yield "train", trained
-    export = export_vectors(config.training, model=model, interactions=interactions, plan=plan, train=trained, run=run)
+    export = export_vectors(
+        config.training, model=model, loss=config.loss, interactions=interactions, features=features, plan=plan,
+        train=trained, run=run,
+    )  # fmt: skip
     yield "export", export
     evaluation = evaluate(config.evaluation, export=export, interactions=interactions, embeddings=embeddings, run=run)
     yield "evaluate", evaluation
     index = build_index(config.index, export=export, run=run)
     yield "build_index", index
     package = build_package(
-        config.package, export=export, index=index, interactions=interactions, evaluation=evaluation, run=run
-    )
+        config.package, export=export, index=index, interactions=interactions, features=features, evaluation=evaluation,
+        run=run,
+    )  # fmt: skip
     yield "package", package
     registration = register(
         config.registry, embeddings=embeddings, interactions=interactions, data_report=checked, plan=plan, train=trained,

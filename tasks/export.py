@@ -3,8 +3,9 @@
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from recsys_core.manifests import ExportManifest, InteractionsManifest, PlanManifest, TrainManifest
-from recsys_core.models.config import ModelSpec
+from recsys_core.manifests import ExportManifest, FeaturesManifest, InteractionsManifest, PlanManifest, TrainManifest
+from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.spec import ModelSpec
 from recsys_core.training import export as export_core
 from recsys_core.training.config import TrainingConfig
 from tasks.reporting import begin
@@ -16,7 +17,9 @@ def export_vectors(
     config: TrainingConfig,
     *,
     model: ModelSpec,
+    loss: LossConfig,
     interactions: InteractionsManifest,
+    features: FeaturesManifest | None,
     plan: PlanManifest,
     train: TrainManifest,
     run: Run,
@@ -24,8 +27,9 @@ def export_vectors(
     """Checkpoint -> item vectors, query vectors, tables."""
     finish = begin("export")
     manifest = export_core.export_vectors(
-        config, model=model, interactions=interactions, plan=plan, train=train, folder=run.stage_folder("export")
-    )
+        config, model=model, loss=loss, interactions=interactions, features=features, plan=plan, train=train,
+        folder=run.stage_folder("export"),
+    )  # fmt: skip
     queries = ", ".join(f"{count:,} {split} queries" for split, count in manifest.queries.items())
     finish(manifest, f"{manifest.items:,} x {manifest.dim} item vectors, {queries}")
     return manifest

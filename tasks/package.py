@@ -3,7 +3,14 @@
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from recsys_core.manifests import EvaluationManifest, ExportManifest, IndexManifest, InteractionsManifest, PackageManifest
+from recsys_core.manifests import (
+    EvaluationManifest,
+    ExportManifest,
+    FeaturesManifest,
+    IndexManifest,
+    InteractionsManifest,
+    PackageManifest,
+)
 from recsys_core.serving import package as package_core
 from recsys_core.serving.config import PackageConfig
 from tasks.reporting import begin
@@ -17,13 +24,15 @@ def build_package(
     export: ExportManifest,
     index: IndexManifest,
     interactions: InteractionsManifest,
+    features: FeaturesManifest | None,
     evaluation: EvaluationManifest,
     run: Run,
 ) -> PackageManifest:
     """Query tower, index and ids -> one folder that serves."""
     finish = begin("package")
     manifest = package_core.build_package(
-        config, export=export, index=index, interactions=interactions, evaluation=evaluation, folder=run.stage_folder("package")
-    )
+        config, export=export, index=index, interactions=interactions, features=features, evaluation=evaluation,
+        folder=run.stage_folder("package"),
+    )  # fmt: skip
     finish(manifest, f"{manifest.quantization} tower, {manifest.served_index} index, {manifest.bytes / 2**20:,.1f} MiB")
     return manifest

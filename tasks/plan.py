@@ -4,19 +4,23 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from recsys_core.manifests import PlanManifest
-from recsys_core.models.config import ModelSpec
+from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding import planner
 from recsys_core.sharding.config import ShardingConfig
 from recsys_core.sharding.plan_file import PlanFile
+from recsys_core.training.config import TrainingConfig
 from tasks.reporting import begin, show_markdown
 from tasks.run import Run
 
 
 @task(name="plan_sharding", cache_policy=NO_CACHE)
-def plan_sharding(config: ShardingConfig, *, model: ModelSpec, batch_size: int, run: Run) -> PlanManifest:
+def plan_sharding(config: ShardingConfig, *, model: ModelSpec, training: TrainingConfig, run: Run) -> PlanManifest:
     """Cluster and tables -> plan.json, shown as an artifact."""
     finish = begin("plan_sharding")
-    manifest = planner.plan_sharding(config, model=model, batch_size=batch_size, folder=run.stage_folder("plan_sharding"))
+    manifest = planner.plan_sharding(
+        config, model=model, batch_size=training.batch_size, optimizer=training.table_optimizer,
+        folder=run.stage_folder("plan_sharding"),
+    )  # fmt: skip
     plan = PlanFile.read(manifest.path("plan.json"))
     show_markdown("sharding-plan", plan.to_markdown())
     tables = ", ".join(f"{name} {table.sharding_type}" for name, table in plan.tables.items())

@@ -4,8 +4,9 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from recsys_core.evaluation.report import plot_loss
-from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest, PlanManifest, TrainManifest
-from recsys_core.models.config import LossConfig, ModelSpec, PretrainedConfig
+from recsys_core.manifests import EmbeddingsManifest, FeaturesManifest, InteractionsManifest, PlanManifest, TrainManifest
+from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.spec import ModelSpec
 from recsys_core.training import train as train_core
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job import Progress
@@ -20,9 +21,9 @@ def train(
     *,
     model: ModelSpec,
     loss: LossConfig,
-    pretrained: PretrainedConfig,
     interactions: InteractionsManifest,
     embeddings: EmbeddingsManifest | None,
+    features: FeaturesManifest | None,
     plan: PlanManifest,
     run: Run,
 ) -> TrainManifest:
@@ -36,7 +37,7 @@ def train(
             shown.send(progress)
 
         manifest = train_core.train(
-            config, model=model, loss=loss, pretrained=pretrained, interactions=interactions, embeddings=embeddings, plan=plan,
+            config, model=model, loss=loss, interactions=interactions, embeddings=embeddings, features=features, plan=plan,
             folder=run.stage_folder("train"), on_progress=on_progress,
         )  # fmt: skip
     show_image("training-loss", plot_loss(manifest.path("metrics.jsonl"), path=run.folder / "loss.png"))

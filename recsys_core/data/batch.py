@@ -1,11 +1,11 @@
-"""What a training step is given: the queries, their candidates, and the features of both as TorchRec wants them.
+"""What a training step is given: the queries, their candidates, and what is looked up for both, as TorchRec wants it.
 
-Shapes: B queries, N extra candidates, K = B + N samples of the KeyedJaggedTensors, T values of all lists together.
+Shapes: B queries, N drawn candidates, K = B + N candidates, U distinct items, T items of all histories.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -16,60 +16,66 @@ from torchrec.streamable import Pipelineable
 
 from recsys_core.data.lists import Lists
 
+ITEM, QUERY, QUERY_WEIGHTED = "item", "query", "query_weighted"
+"""Keys of `Batch.sparse`: features of the U items, of the B queries, and those of the queries that have weights."""
 
-@dataclass
+
+@dataclass(frozen=True)
 class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
-    """B queries with their positives, and N candidates more.
+    """B queries with their positives, N candidates more, and the distinct items among all of them and the histories.
 
-    All K samples ride in one KeyedJaggedTensor: the extra ones have empty query features, so one lookup serves both towers.
+    An item is looked up once per step, however many histories it is in; candidates and histories point at it.
     """
 
-    sparse: KeyedJaggedTensor
+    sparse: dict[str, KeyedJaggedTensor]
+    """See ITEM, QUERY and QUERY_WEIGHTED; the last two only where a feature wants them."""
     batch_size: int
-    item_rows: Tensor
-    """int64 [K]: the B positives, then the N extra candidates."""
-    weighted: KeyedJaggedTensor | None = None
-    """The weighted lists: TorchRec wants all or none of a KeyedJaggedTensor weighted."""
+    item_row_U: Tensor
+    """int64 [U]: rows of the catalogue."""
+    candidate_K: Tensor
+    """int64 [K], places among the U: the B positives, then the N drawn ones."""
+    history_T: Tensor
+    """int64 [T], places among the U: the histories one after the other, each oldest first."""
+    history_offset: Tensor
+    """int64 [B + 1]."""
+    item_weight: dict[str, Tensor]
+    """float32, a weight for each value of the items' weighted features."""
     weight: Tensor | None = None
     """float32 [B]: how much each query counts in the loss; None: all the same."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         """A copy on `device`."""
-        return type(self)(
-            sparse=self.sparse.to(device, non_blocking=non_blocking),
-            batch_size=self.batch_size,
-            item_rows=self.item_rows.to(device, non_blocking=non_blocking),
-            weighted=None if self.weighted is None else self.weighted.to(device, non_blocking=non_blocking),
-            weight=None if self.weight is None else self.weight.to(device, non_blocking=non_blocking),
-        )
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps the memory until `stream` has read it."""
-        for part in (self.sparse, self.item_rows, self.weighted, self.weight):
-            if part is not None:
-                part.record_stream(stream)
+        return self._moved(lambda part: part.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
         """A copy in page-locked memory."""
-        return type(self)(
-            sparse=self.sparse.pin_memory(),
-            batch_size=self.batch_size,
-            item_rows=self.item_rows.pin_memory(),
-            weighted=None if self.weighted is None else self.weighted.pin_memory(),
-            weight=None if self.weight is None else self.weight.pin_memory(),
-        )
+        return self._moved(lambda part: part.pin_memory())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keeps the memory until `stream` has read it."""
+        self._moved(lambda part: part.record_stream(stream))
+
+    def _moved(self, move: Callable[[Any], Any]) -> Self:
+        changed: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, dict):
+                changed[field.name] = {key: move(part) for key, part in value.items()}
+            elif isinstance(value, Tensor):
+                changed[field.name] = move(value)
+        return replace(self, **changed)
 
 
 def keyed_jagged(
     features: Mapping[str, Lists], *, samples: int, weight_T: NDArray[np.float32] | None = None
 ) -> KeyedJaggedTensor:
-    """`features` over `samples` samples; one that has fewer lists is empty for the rest.
+    """`features` over `samples` samples, a list each.
 
     weight_T: a weight for each value, in the order of `features`.
     """
     lengths: NDArray[np.int32] = np.zeros((len(features), samples), np.int32)
     for row, feature in zip(lengths, features.values(), strict=True):
-        row[: len(feature)] = feature.length_N
+        row[:] = feature.length_N
     return KeyedJaggedTensor(
         keys=list(features),
         values=torch.from_numpy(np.concatenate([feature.row_T for feature in features.values()])),

@@ -54,18 +54,19 @@ class EventStore:
         first: Rows = np.cumsum(lengths) - lengths
         return first
 
-    def histories(self, position: Rows, user: Rows, *, max_history: int) -> Lists:
+    def histories(self, position: Rows, user: Rows, *, max_history: int, with_target: bool = False) -> Lists:
         """Up to max_history items for each training event at `position` of `user`.
 
         Ordered logs: the events right before it, oldest first. Others: the user's training events that follow it, around the
-        end to the start (they are stored in random order), never the event itself.
+        end to the start (they are stored in random order), without the event itself unless with_target.
         """
         start, end = self.user_offset[user], self.train_end[user]
         if self.ordered:
             length = np.minimum(position - start, max_history)
             return Lists.of_slices(self.event_item, start_N=position - length, end_N=position)
-        length = np.minimum(end - start - 1, max_history)
-        step = ragged_ranges(np.ones_like(length), length)
+        first_step = 0 if with_target else 1
+        length = np.minimum(end - start - first_step, max_history)
+        step = ragged_ranges(np.full_like(length, first_step), length)
         size, first = np.repeat(end - start, length), np.repeat(start, length)
         place = first + (np.repeat(position - start, length) + step) % size
         return Lists.of_lengths(length, self.event_item[place])
@@ -79,6 +80,10 @@ class EventStore:
         """Items of each user's events in `split`."""
         start, end = self._segment(split)
         return Lists.of_slices(self.event_item, start_N=start[user], end_N=end[user])
+
+    def first_of(self, user: Rows, split: EvaluationSplit) -> Rows:
+        """Position of each user's first event in `split` (of the event after it where there is none)."""
+        return self._segment(split)[0][user]
 
     def before(self, user: Rows, split: EvaluationSplit, *, last: int | None = None) -> Lists:
         """Items of each user's events before `split`, oldest first; only the last `last` of them where given."""

@@ -1,19 +1,18 @@
 """Batches for the towers: vectorised from the memory maps, a function of (seed, epoch, rank, batch), read ahead of the trainer.
 
-Shapes: B queries, N extra candidates, K = B + N samples of the KeyedJaggedTensor.
+Shapes: B queries, N drawn candidates, I items.
 """
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
-import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from numpy.typing import NDArray
 
-from recsys_core.data.batch import Batch, keyed_jagged
+from recsys_core.data.assembly import Assembler
+from recsys_core.data.batch import Batch
 from recsys_core.data.events import EvaluationSplit, EventStore, Rows
-from recsys_core.data.features.store import FeatureStore
 from recsys_core.data.lists import Lists
 from recsys_core.data.shuffle import shuffled
 
@@ -28,29 +27,32 @@ class TrainLoader:
 
     Args:
         batch_size: queries per rank and step; the last batch of an epoch may be smaller.
-        features: query features in order (see models.two_tower.query_features).
-        uniform_negatives: extra candidates per batch, drawn uniformly from the catalogue.
-        feature_store: features that ride along: those of users and events with the B queries, those of items with all K
-            candidates, as `user.<name>`, `context.<name>` and `item.<name>`.
+        assembler: makes the batches; knows which features ride along.
+        max_history: items of a history at most; 0: none.
+        with_target: logs without order: the event's own item may be in its history.
+        negatives: candidates drawn per batch beside the positives.
+        negative_share_I: float64 [items], how likely each item is to be drawn.
     """
 
     def __init__(
         self,
         store: EventStore,
         *,
+        assembler: Assembler,
         batch_size: int,
         rank: int,
         world_size: int,
         seed: int,
         max_history: int,
-        features: Sequence[str],
-        uniform_negatives: int,
-        feature_store: FeatureStore | None = None,
+        with_target: bool = False,
+        negatives: int = 0,
+        negative_share_I: NDArray[np.float64] | None = None,
     ) -> None:
-        self._feature_store = feature_store
-        self._store, self._batch_size, self._features = store, batch_size, tuple(features)
+        self._store, self._assembler, self._batch_size = store, assembler, batch_size
         self._rank, self._world_size, self._seed = rank, world_size, seed
-        self._max_history, self._negatives = max_history, uniform_negatives
+        self._max_history, self._with_target = max_history, with_target
+        self._negatives = negatives
+        self._negative_cdf_I = np.zeros(0) if negative_share_I is None else np.cumsum(negative_share_I)
         self._first_example = store.first_example
         self.epoch_samples = store.train_events // world_size
 
@@ -104,51 +106,31 @@ class TrainLoader:
         user = store.train_user[example].astype(np.int64)
         position = store.user_offset[user] + example - self._first_example[user]
         rng = np.random.default_rng([self._seed, epoch, batch, self._rank])
-        negative = rng.integers(0, len(store.item_count), self._negatives)
-        item = np.concatenate([store.event_item[position].astype(np.int64), negative])
-        # A history that no tower reads would be a tenth of the work for the quickest of them.
-        history = self._history(position, user) if self._max_history else Lists.empty(len(user))
-        features = query_values(self._features, user=user, history=history) | {"item": single(item)}
-        weighted = None
-        if self._feature_store is not None:
-            plain, lists, weight_T = self._feature_store.of_batch(user=user, position=position, item=item)
-            features |= plain
-            weighted = keyed_jagged(lists, samples=len(item), weight_T=weight_T) if lists else None
-        return Batch(
-            sparse=keyed_jagged(features, samples=len(item)),
-            batch_size=len(user),
-            item_rows=torch.from_numpy(item),
-            weighted=weighted,
-            weight=None if store.event_weight is None else torch.from_numpy(store.event_weight[position]),
+        drawn = np.searchsorted(self._negative_cdf_I, rng.random(self._negatives) * self._total_share, side="right")
+        return self._assembler.batch(
+            user=user,
+            position=position,
+            history=self._history(position, user) if self._max_history else Lists.empty(len(user)),
+            candidate=np.concatenate([store.event_item[position].astype(np.int64), drawn]),
+            weight=None if store.event_weight is None else store.event_weight[position],
         )
 
+    @property
+    def _total_share(self) -> float:
+        """What the shares add up to: one, but for rounding, and a number drawn must not lie beyond it."""
+        return float(self._negative_cdf_I[-1]) if len(self._negative_cdf_I) else 0.0
+
     def _history(self, position: Rows, user: Rows) -> Lists:
-        return self._store.histories(position, user, max_history=self._max_history)
-
-
-def query_values(features: Sequence[str], *, user: Rows, history: Lists) -> dict[str, Lists]:
-    """The query features of B users: their rows, their histories, and the last item of each history that has one."""
-    values = {"user": single(user), "history": history}
-    if "last_item" in features:
-        present = history.length_N > 0
-        values["last_item"] = Lists.of_lengths(present, history.row_T[history.offset[1:][present] - 1])
-    return {name: values[name] for name in features}
-
-
-def single(row: Rows) -> Lists:
-    """One row per sample."""
-    return Lists(np.arange(len(row) + 1), row)
+        return self._store.histories(position, user, max_history=self._max_history, with_target=self._with_target)
 
 
 def query_batch(
-    store: EventStore, user: Rows, split: EvaluationSplit, *, features: Sequence[str], max_history: int
-) -> KeyedJaggedTensor:
-    """Query features of `user` as they stood before `split`; `item` is empty."""
-    history = store.before(user, split, last=max_history)
-    values = query_values(features, user=user, history=history)
-    return keyed_jagged(values | {"item": Lists.empty(0)}, samples=len(user))
-
-
-def item_batch(item: Rows, *, features: Sequence[str]) -> KeyedJaggedTensor:
-    """`item` alone; all query features are empty."""
-    return keyed_jagged(dict.fromkeys(features, Lists.empty(0)) | {"item": single(item)}, samples=len(item))
+    store: EventStore, user: Rows, split: EvaluationSplit, *, assembler: Assembler, max_history: int
+) -> Batch:
+    """`user` as they stood before `split`, at the moment of their first event in it; no candidates."""
+    return assembler.batch(
+        user=user,
+        position=store.first_of(user, split),
+        history=store.before(user, split, last=max_history),
+        candidate=np.zeros(0, np.int64),
+    )

@@ -27,6 +27,8 @@ class TrainManifest(Manifest):
     final_loss: float
     samples_per_s: float
     attempts: int
+    best_epoch: int | None = Field(description="the epoch whose model this is; none where nothing was measured")
+    validation: dict[str, float] = Field(description="of that model on the validation split, e.g. ndcg@10")
 
 
 class ExportManifest(Manifest):
@@ -35,8 +37,8 @@ class ExportManifest(Manifest):
     item_vectors.npy float32 [items, dim]; for split in (validation, test): query_vectors_<split>.npy float32 [n, dim] and
     query_users_<split>.npy int64 [n] (user rows; users with at least one target in that split; history before the split).
     Vectors are scored by inner product: with cosine similarity they are already normalised.
-    table_<name>.npy float32 [rows, dim]: the embedding tables; dense.safetensors: both towers' dense weights;
-    model.json: recsys_core.models.config.ModelSpec.
+    history_items.npy float32 [items, width]: what stands for each item in a history. table_<name>.npy float32 [rows, dim]: the
+    embedding tables; dense.safetensors: all that is not a table; model.json: recsys_core.models.spec.ModelSpec.
     """
 
     kind: ClassVar[str] = "export"

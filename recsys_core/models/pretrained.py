@@ -14,18 +14,17 @@ from torch import Tensor
 
 from recsys_core.models.shards import LocalShard
 
-INIT_STD = 0.02
 CHUNK_ROWS = 8_192
 
 
-def fill_random(shard: LocalShard, *, table: str, dim: int, seed: int) -> None:
-    """Fills `shard` with N(0, INIT_STD) values that are a function of (seed, table, row, column)."""
+def fill_random(shard: LocalShard, *, table: str, dim: int, seed: int, std: float) -> None:
+    """Fills `shard` with N(0, std) values that are a function of (seed, table, row, column)."""
     rows, columns = shard.weight_RC.shape
     for chunk in range(shard.row // CHUNK_ROWS, math.ceil((shard.row + rows) / CHUNK_ROWS)):
         start, stop = max(chunk * CHUNK_ROWS, shard.row), min((chunk + 1) * CHUNK_ROWS, shard.row + rows)
         generator = torch.Generator().manual_seed(_chunk_seed(seed, table, chunk))
         # Always a whole chunk: torch draws a tensor's values in an order that depends on its size.
-        values_RD = torch.empty(CHUNK_ROWS, dim).normal_(0.0, INIT_STD, generator=generator)
+        values_RD = torch.empty(CHUNK_ROWS, dim).normal_(0.0, std, generator=generator)
         first = chunk * CHUNK_ROWS
         shard.weight_RC[start - shard.row : stop - shard.row].copy_(
             values_RD[start - first : stop - first, shard.column : shard.column + columns]
@@ -43,33 +42,33 @@ def blank_rows(shard: LocalShard, *, blank: NDArray[np.bool_]) -> None:
     shard.weight_RC[mine] = 0.0
 
 
-def copy_pretrained(shard: LocalShard, *, vectors: NDArray[np.float32], vector_row: NDArray[np.int64], rescale: bool) -> None:
+def copy_pretrained(shard: LocalShard, *, vectors: NDArray[np.float32], vector_row: NDArray[np.int64], norm: float | None) -> None:
     """Overwrites the rows of `shard` that have a pretrained vector.
 
     Args:
         vectors: memory-mapped [n, D]; only the pages of this shard's rows are read.
         vector_row: the row in `vectors` of each row of the table, -1 for none.
-        rescale: give each vector the norm a random row is expected to have. Row-wise Adagrad moves a row by about the
-            learning rate whatever its scale, so vectors of a larger scale would hardly be trained.
+        norm: scale each vector to this length, best that of a random row (`random_norm`): row-wise Adagrad moves a row by about
+            the learning rate whatever its scale, so vectors of a larger scale would hardly be trained. None: as they are.
     """
     rows, columns = shard.weight_RC.shape
     for start in range(0, rows, CHUNK_ROWS):
         source_R = vector_row[shard.row + start : shard.row + min(start + CHUNK_ROWS, rows)]
         found_R = np.flatnonzero(source_R >= 0)
         values_RD = torch.from_numpy(vectors[source_R[found_R]])
-        if rescale:
-            values_RD = rescaled(values_RD)
+        if norm is not None:
+            values_RD = rescaled(values_RD, norm=norm)
         target_R = torch.from_numpy(found_R + start).to(shard.weight_RC.device)
         shard.weight_RC[target_R] = values_RD[:, shard.column : shard.column + columns].to(shard.weight_RC.device)
 
 
-def mean_vector(vectors: NDArray[np.float32], *, vector_row: NDArray[np.int64], rescale: bool) -> Tensor:
+def mean_vector(vectors: NDArray[np.float32], *, vector_row: NDArray[np.int64], norm: float | None) -> Tensor:
     """Mean [D] of what copy_pretrained writes into a whole table, the same on every rank; zeros where no row has a vector."""
     sum_D = torch.zeros(vectors.shape[1], dtype=torch.float64)
     found_R = vector_row[vector_row >= 0]
     for start in range(0, len(found_R), CHUNK_ROWS):
         values_RD = torch.from_numpy(vectors[found_R[start : start + CHUNK_ROWS]])
-        sum_D += (rescaled(values_RD) if rescale else values_RD).sum(dim=0, dtype=torch.float64)
+        sum_D += (values_RD if norm is None else rescaled(values_RD, norm=norm)).sum(dim=0, dtype=torch.float64)
     return (sum_D / max(len(found_R), 1)).float()
 
 
@@ -82,15 +81,19 @@ def fill_missing(shard: LocalShard, *, vector_row: NDArray[np.int64], value_D: T
     shard.weight_RC[target_R] = value_C.to(shard.weight_RC.device)
 
 
-def rescaled(values_RD: Tensor) -> Tensor:
-    """Vectors scaled to the expected norm of a random row.
+def random_norm(std: float, dim: int) -> float:
+    """Length that a row of `dim` normal numbers is expected to have."""
+    return std * math.sqrt(dim)
 
-    >>> rescaled(torch.tensor([[3.0, 4.0, 0.0, 0.0]])).tolist()  # 0.02 * sqrt(4) = 0.04
-    [[0.024000000208616257, 0.03200000151991844, 0.0, 0.0]]
+
+def rescaled(values_RD: Tensor, *, norm: float) -> Tensor:
+    """Vectors scaled to length `norm`; a row of zeros stays one.
+
+    >>> rescaled(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), norm=10.0).tolist()
+    [[6.0, 8.0], [0.0, 0.0]]
     """
     norm_R1 = values_RD.norm(dim=1, keepdim=True).clamp(min=torch.finfo(values_RD.dtype).tiny)
-    target = INIT_STD * math.sqrt(values_RD.shape[1])
-    return values_RD.mul(target / norm_R1)
+    return values_RD.mul(norm / norm_R1)
 
 
 def _chunk_seed(seed: int, table: str, chunk: int) -> int:

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
+from recsys_core.models.spec import module_name
+
 
 @dataclass(frozen=True)
 class LocalShard:
@@ -29,6 +31,6 @@ def local_shards(value: Any) -> list[LocalShard]:
 
 
 def table_shards(state: Mapping[str, Any], *, table: str) -> list[LocalShard]:
-    """This rank's shards of `table`, from the state dict of a (sharded) RetrievalTask."""
-    (value,) = (value for key, value in state.items() if key.endswith(f"embedding_bags.{table}.weight"))
-    return local_shards(value)
+    """This rank's shards of `table`, from the state dict of a (sharded) RetrievalTask; none where another rank has them all."""
+    value = next((value for key, value in state.items() if key.endswith(f".{module_name(table)}.weight")), None)
+    return local_shards(value) if value is not None else []

@@ -1,85 +1,137 @@
-"""What the train pipeline steps: embeddings, towers and loss in one module.
+"""What the train pipeline steps: tables, towers and loss in one module.
 
-Shapes: B queries, K = B + N candidates, D embedding width, O output width, I items.
+Shapes: B queries, K candidates, U distinct items, D embedding width, H width of an item in a history, O output width.
 """
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from recsys_core.data.batch import Batch
-from recsys_core.models.config import LossConfig, ModelSpec
-from recsys_core.models.losses import log_expected_count, sampled_bce, sampled_softmax
-from recsys_core.models.two_tower import TwoTower, embedding_configs, pooled_features
+from recsys_core.data.batch import ITEM, QUERY, QUERY_WEIGHTED, Batch
+from recsys_core.models.lookups import LookedUp, Lookups, table_outputs
+from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.objective import Objective
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.tables import TEACHER
+from recsys_core.models.two_tower import ItemSide, QuerySide
 
-EMBEDDINGS_PATH = "embeddings"
-"""Where the EmbeddingBagCollection sits in the task: the path a sharding plan names."""
+LOOKUPS_PATH = "lookups"
+"""Where the tables sit in the task: what a sharding plan's module paths start with."""
+_FEATURES = {"item": ITEM, "item_frozen": ITEM, "query_frozen": QUERY, "query_weighted_frozen": QUERY_WEIGHTED}
 
 
 class RetrievalHead(nn.Module):
-    """Everything after the lookup. A module of its own because the train pipeline traces whatever encloses the lookup."""
+    """Everything after the lookups. A module of its own because the train pipeline traces whatever encloses the lookups.
 
-    def __init__(self, spec: ModelSpec, *, loss: LossConfig, item_probability_I: Tensor) -> None:
+    Args:
+        ranks: for each table that is unfrozen gradually, the place of each of its rows by training events, 0 for the most.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, *, loss: LossConfig, item_count_I: NDArray[np.int64], ranks: dict[str, NDArray[np.int64]]
+    ) -> None:
         super().__init__()
         self.spec = spec
-        self.loss = loss
-        self.towers = TwoTower(spec)
-        self.item_probability_I: Tensor
-        self.register_buffer("item_probability_I", item_probability_I, persistent=False)
+        self.query = QuerySide(spec)
+        self.item = ItemSide(spec)
+        self.objective = Objective(spec, loss=loss, item_count_I=item_count_I)
+        self.trained_rows = dict.fromkeys(ranks, 0)
+        for table, rank in ranks.items():
+            self.register_buffer(f"{table}_rank", torch.from_numpy(rank.astype(np.int32)), persistent=False)
+        self.bf16 = False
 
-    def forward(self, pooled: KeyedTensor, batch: Batch) -> Tensor:
-        """Pooled features of B + N samples -> scalar loss."""
-        features = pooled_features(pooled, batch.sparse)
-        query_BO = self.towers.query({name: features[name][: batch.batch_size] for name in self.towers.features})
-        candidate_KO = self.towers.candidate(features["item"])
-        temperature = self.spec.config.temperature
-        if self.loss.kind == "bce":
-            return sampled_bce(
-                query_BO, candidate_KO, item_row_K=batch.item_rows, temperature=temperature, weight_B=batch.weight
-            )
-        return sampled_softmax(
-            query_BO,
-            candidate_KO,
-            item_row_K=batch.item_rows,
-            log_q_K=self._log_q(batch) if self.loss.logq else None,
-            temperature=temperature,
-            mask_accidental_hits=self.loss.mask_accidental_hits,
-            weight_B=batch.weight,
-        )
+    def set_epoch(self, epoch: int) -> dict[str, float]:
+        """Unfreezes what `epoch` (1-based) trains; returns the share of rows that are trained, by gradual table."""
+        shares = {table: self.spec.tables[table].settings.trained_share(epoch) for table in self.trained_rows}
+        self.trained_rows = {table: round(share * self.spec.tables[table].rows) for table, share in shares.items()}
+        return shares
 
-    def _log_q(self, batch: Batch) -> Tensor:
-        return log_expected_count(
-            self.item_probability_I[batch.item_rows],
-            batch_size=batch.batch_size,
-            uniform_negatives=len(batch.item_rows) - batch.batch_size,
-            items=self.spec.items,
-        )
+    def forward(self, looked_up: LookedUp, batch: Batch) -> Tensor:
+        """What the collections gave for B queries and U items -> scalar loss."""
+        with torch.autocast(batch.item_row_U.device.type, dtype=torch.bfloat16, enabled=self.bf16):
+            item_UD, features, tables = self.items(looked_up, batch)
+            chosen_K = batch.candidate_K
+            if self.spec.config.history.items == "vector":
+                item_UH = self.item(item_UD, features=features)
+                candidate_KO = item_UH[chosen_K]
+            else:
+                item_UH = item_UD
+                candidate_KO = self.item(item_UD[chosen_K], features={k: value[chosen_K] for k, value in features.items()})
+            query_BO = self.queries(looked_up, batch, item_UH=item_UH)
+            teacher_KT = tables[TEACHER][chosen_K] if TEACHER in tables else None
+            loss: Tensor = self.objective(query_BO, candidate_KO, batch=batch, teacher_KT=teacher_KT)
+        return loss
+
+    def items(self, looked_up: LookedUp, batch: Batch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Item embeddings [U, D], the items' features by name, and the rows of all item tables."""
+        tables = table_outputs(self.spec, looked_up, batch, side="item")
+        tables["item"] = self._thawed("item", tables["item"], row=batch.item_row_U)
+        return self.item.embed(tables), {name: tables[name] for name in self.item.features}, tables
+
+    def queries(self, looked_up: LookedUp, batch: Batch, *, item_UH: Tensor) -> Tensor:
+        """Query vectors [B, O]. item_UH: what stands for each item in a history."""
+        tables = table_outputs(self.spec, looked_up, batch, side="query")
+        if "user" in self.trained_rows:
+            tables["user"] = self._thawed("user", tables["user"], row=batch.sparse[QUERY]["user"].values())
+        query_BO: Tensor = self.query(item_UH, batch.history_T, batch.history_offset, features=tables)
+        return query_BO
+
+    def _thawed(self, table: str, value: Tensor, *, row: Tensor) -> Tensor:
+        """`value` with a gradient only where its row is unfrozen.
+
+        A row whose gradient is zero is left as it is, bit by bit, by every optimizer that a table may have.
+        """
+        limit = self.trained_rows.get(table)
+        if limit is None or not self.training:
+            return value
+        trained = getattr(self, f"{table}_rank")[row] < limit
+        return torch.where(trained[:, None], value, value.detach())
 
 
 class RetrievalTask(nn.Module):
-    """forward(batch) -> (loss, detached loss), as TrainPipelineSparseDist wants it.
+    """forward(batch) -> (loss, detached loss), as TrainPipelineSparseDist wants it."""
 
-    Args:
-        item_probability_I: float32 [items], share of each item in the training events; used by the logQ correction.
-    """
-
-    def __init__(self, spec: ModelSpec, *, loss: LossConfig, item_probability_I: Tensor, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        loss: LossConfig,
+        item_count_I: NDArray[np.int64],
+        ranks: dict[str, NDArray[np.int64]],
+        device: torch.device,
+    ) -> None:
         super().__init__()
         # On the meta device: only the shards that the plan gives a rank are ever allocated.
-        self.embeddings = EmbeddingBagCollection(tables=embedding_configs(spec), device=torch.device("meta"))
-        self.head = RetrievalHead(spec, loss=loss, item_probability_I=item_probability_I).to(device)
+        self.lookups = Lookups(spec, device=torch.device("meta"))
+        self.head = RetrievalHead(spec, loss=loss, item_count_I=item_count_I, ranks=ranks).to(device)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        loss = self.head(self.embeddings(batch.sparse), batch)
+        loss = self.head(self._look_up(batch, self.lookups), batch)
         return loss, loss.detach()
 
-    def encode_queries(self, sparse: KeyedJaggedTensor) -> Tensor:
-        """Query vectors [B, O] of a KeyedJaggedTensor that holds the query features of B samples."""
-        towers = self.head.towers
-        features = pooled_features(self.embeddings(sparse), sparse)
-        return towers.query({name: features[name] for name in towers.features})
+    def _look_up(self, batch: Batch, names: list[str]) -> LookedUp:
+        found: LookedUp = {}
+        for name in names:
+            features = batch.sparse[_FEATURES.get(name, name)]
+            if name.endswith("_frozen"):
+                with torch.no_grad():
+                    found[name] = self.lookups[name](features)
+            else:
+                found[name] = self.lookups[name](features)
+        return found
 
-    def encode_items(self, sparse: KeyedJaggedTensor) -> Tensor:
-        """Candidate vectors [K, O] of a KeyedJaggedTensor that holds the `item` feature of K samples."""
-        return self.head.towers.candidate(self.embeddings(sparse).to_dict()["item"])
+    def encode_items(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(what stands for each of the U items in a history [U, H], candidate vectors [U, O])."""
+        looked_up = self._look_up(batch, [name for name in self.lookups if name.startswith(ITEM)])
+        item_UD, features, _ = self.head.items(looked_up, batch)
+        vector_UO = self.head.item(item_UD, features=features)
+        return (vector_UO if self.head.spec.config.history.items == "vector" else item_UD), vector_UO
+
+    def encode_queries(self, batch: Batch) -> Tensor:
+        """Query vectors [B, O] of a batch without candidates."""
+        looked_up = self._look_up(batch, list(self.lookups))
+        item_UD, features, _ = self.head.items(looked_up, batch)
+        vector = self.head.spec.config.history.items == "vector"
+        item_UH = self.head.item(item_UD, features=features) if vector else item_UD
+        return self.head.queries(looked_up, batch, item_UH=item_UH)

@@ -1,86 +1,122 @@
-"""The two towers over pooled embeddings.
+"""The dense part of both towers, over rows that were looked up.
 
-Shapes: B queries, K candidates, F features, D embedding width, O output width.
+Shapes: B queries, U distinct items, T items of all histories, D width in which features are added up, O output width,
+H width of what stands for an item in a history.
 """
+
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from recsys_core.models.config import ModelSpec, TwoTowerConfig
-
-QUERY_TABLES = {"user": "user", "history": "item", "last_item": "item"}
-"""Query features, in the order in which the tower reads them, and the table each looks up."""
+from recsys_core.models.config import TowerConfig
+from recsys_core.models.history import HistoryPooling, last_items
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.tables import OFFSET
 
 
-def query_features(config: TwoTowerConfig) -> tuple[str, ...]:
-    """Names of the query tower's features, in order.
+class Tower(nn.Module):
+    """Features [n, width] of one side -> [n, O]: their sum, layers over them side by side, or both added.
 
-    >>> query_features(TwoTowerConfig(user_id=True, max_history=5, last_item=False))
-    ('user', 'history')
+    The last layer has no activation, so that a vector can point anywhere. With `residual` it starts at zero: training starts
+    from the plain sum (Zhang et al., "Fixup initialization", ICLR 2019).
     """
-    present = {"user": config.user_id, "history": config.max_history > 0, "last_item": config.last_item}
-    return tuple(name for name in QUERY_TABLES if present[name])
+
+    def __init__(self, config: TowerConfig, *, layers: Sequence[int], widths: Sequence[int], dim: int) -> None:
+        super().__init__()
+        self.input_dropout = nn.Dropout(config.dropout)
+        self.adds = config.residual or not layers
+        if self.adds:
+            self.projections = nn.ModuleList(
+                nn.Identity() if width == dim else nn.Linear(width, dim, bias=False) for width in widths
+            )
+        self.layers = _layers(sum(widths), layers, config=config) if layers else None
+        if self.layers is not None and config.residual:
+            last = self.layers[-1]
+            assert isinstance(last, nn.Linear)
+            nn.init.zeros_(last.weight)
+            nn.init.zeros_(last.bias)
+
+    def forward(self, features: Sequence[Tensor]) -> Tensor:
+        """[n, O]."""
+        inputs = [self.input_dropout(feature) for feature in features]
+        if self.layers is None:
+            return self._sum(inputs)
+        out: Tensor = self.layers(torch.cat(inputs, dim=1))
+        return out + self._sum(inputs) if self.adds else out
+
+    def _sum(self, inputs: list[Tensor]) -> Tensor:
+        return torch.stack([project(one) for project, one in zip(self.projections, inputs, strict=True)]).sum(dim=0)
 
 
-def embedding_configs(spec: ModelSpec) -> list[EmbeddingBagConfig]:
-    """TorchRec's tables. History, last item and candidate share the table `item`.
-
-    Pooled by sum: under grid_shard TorchRec 1.8 divides a mean by the part of the bag that a rank holds
-    (meta-pytorch/torchrec#2362 tells the same of row_wise, where it is mended). `pooled_features` divides afterwards.
-    """
-    features = {table: [f for f in query_features(spec.config) if QUERY_TABLES[f] == table] for table in spec.tables}
-    features["item"].append("item")
-    return [
-        EmbeddingBagConfig(
-            name=name, num_embeddings=rows, embedding_dim=dim, feature_names=features[name], pooling=PoolingType.SUM
-        )
-        for name, (rows, dim) in spec.tables.items()
-    ]
+def _layers(width: int, sizes: Sequence[int], *, config: TowerConfig) -> nn.Sequential:
+    modules: list[nn.Module] = []
+    for size in sizes[:-1]:
+        modules.append(nn.Linear(width, size))
+        if config.layer_norm:
+            modules.append(nn.LayerNorm(size))
+        modules += [nn.ReLU(), nn.Dropout(config.hidden_dropout)]
+        width = size
+    return nn.Sequential(*modules, nn.Linear(width, sizes[-1]))
 
 
-def pooled_features(pooled: KeyedTensor, sparse: KeyedJaggedTensor) -> dict[str, Tensor]:
-    """Sum-pooled embeddings by feature, the history's divided by its length: {feature: [B, D]}."""
-    features: dict[str, Tensor] = pooled.to_dict()
-    if "history" in features:
-        length_FB = sparse.lengths().view(len(sparse.keys()), -1)
-        length_B = length_FB[sparse.keys().index("history")].clamp(min=1)
-        features["history"] = features["history"] / length_B[:, None]
-    return features
-
-
-class TwoTower(nn.Module):
-    """The dense part of both towers; embeddings come in already pooled, so the same class trains and serves."""
+class QuerySide(nn.Module):
+    """Everything dense that the query needs, and nothing else: what is served."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         config = spec.config
-        self.features = query_features(config)
         self.cosine = config.similarity == "cosine"
-        self.dropout = nn.Dropout(config.dropout)
-        self.query_mlp = _mlp(len(self.features) * config.embedding_dim, config.query_sizes)
-        self.candidate_mlp = _mlp(config.embedding_dim, config.candidate_layers)
+        self.last_item = config.history.last_item
+        self.tables = (["user"] if config.user_id else []) + spec.features("query")
+        widths = [spec.tables[name].dim for name in self.tables]
+        self.pooling = HistoryPooling(config.history, dim=config.history_dim) if config.history.length else None
+        if self.pooling is not None:
+            widths = [config.history_dim] * (1 + self.last_item) + widths
+        self.tower = Tower(config.query, layers=config.query_layers, widths=widths, dim=config.embedding_dim)
 
-    def query(self, pooled: dict[str, Tensor]) -> Tensor:
-        """{feature: [B, D]} -> query vectors [B, O]; unit length under cosine similarity."""
-        inputs = [self.dropout(pooled[name]) for name in self.features]
-        query_BO = torch.stack(inputs).sum(dim=0) if self.query_mlp is None else self.query_mlp(torch.cat(inputs, dim=1))
-        return normalize(query_BO, dim=1) if self.cosine else query_BO
+    def forward(self, item_UH: Tensor, item_T: Tensor, offset: Tensor, *, features: Mapping[str, Tensor]) -> Tensor:
+        """Query vectors [B, O], of unit length under cosine similarity.
 
-    def candidate(self, item_KD: Tensor) -> Tensor:
-        """Pooled item embeddings [K, D] -> candidate vectors [K, O]; unit length under cosine similarity."""
-        candidate_KO = item_KD if self.candidate_mlp is None else self.candidate_mlp(item_KD)
-        return normalize(candidate_KO, dim=1) if self.cosine else candidate_KO
+        item_UH, item_T, offset: the histories, as HistoryPooling takes them. features: pooled [B, width] by table.
+        """
+        inputs = []
+        if self.pooling is not None:
+            inputs.append(self.pooling(item_UH, item_T, offset))
+            if self.last_item:
+                inputs.append(last_items(item_UH, item_T, offset))
+        query_BO: Tensor = self.tower(inputs + [features[name] for name in self.tables])
+        return normalize(query_BO.float(), dim=1) if self.cosine else query_BO.float()
 
 
-def _mlp(width: int, layers: tuple[int, ...]) -> nn.Sequential | None:
-    """Linear layers with ReLU between them and none after the last, so that a vector can point anywhere."""
-    if not layers:
-        return None
-    modules: list[nn.Module] = []
-    for size in layers:
-        modules += [nn.Linear(width, size), nn.ReLU()]
-        width = size
-    return nn.Sequential(*modules[:-1])
+class ItemSide(nn.Module):
+    """What an item is: its embedding (trained, frozen, or frozen plus a learned offset), and its vector."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        config = spec.config
+        self.cosine = config.similarity == "cosine"
+        self.id_dropout = spec.tables["item"].settings.id_dropout
+        self.features = spec.features("item")
+        dim = config.embedding_dim
+        width = spec.tables["item"].dim
+        self.projection = nn.Identity() if width == dim else nn.Linear(width, dim, bias=False)
+        widths = [dim, *(spec.tables[name].dim for name in self.features)]
+        self.tower = Tower(config.candidate, layers=config.candidate_layers, widths=widths, dim=dim)
+
+    def embed(self, looked_up: Mapping[str, Tensor]) -> Tensor:
+        """Embeddings [U, D] from the rows [U, width] of the tables `item` and, where there are offsets, OFFSET."""
+        item_UD: Tensor = self.projection(looked_up["item"])
+        if OFFSET not in looked_up:
+            return item_UD
+        offset_UD = looked_up[OFFSET]
+        if self.training and self.id_dropout:
+            # Whole rows, not numbers, and nothing scaled up: the towers learn to live without an offset.
+            offset_UD = offset_UD * (torch.rand(len(offset_UD), 1, device=offset_UD.device) >= self.id_dropout)
+        return item_UD + offset_UD
+
+    def forward(self, item_UD: Tensor, *, features: Mapping[str, Tensor]) -> Tensor:
+        """Candidate vectors [U, O], of unit length under cosine similarity. features: pooled [U, width] by table."""
+        candidate_UO: Tensor = self.tower([item_UD, *(features[name] for name in self.features)])
+        return normalize(candidate_UO.float(), dim=1) if self.cosine else candidate_UO.float()

@@ -17,6 +17,7 @@ from recsys_core.data.events import EventStore
 from recsys_core.manifests import (
     EvaluationManifest,
     ExportManifest,
+    FeaturesManifest,
     FileRecord,
     IndexManifest,
     InteractionsManifest,
@@ -25,7 +26,7 @@ from recsys_core.manifests import (
     produce,
     record_file,
 )
-from recsys_core.models.config import ModelSpec
+from recsys_core.models.spec import FeatureForm, ModelSpec
 from recsys_core.retrieval.config import IndexKind
 from recsys_core.serving.config import PackageConfig
 from recsys_core.serving.quantise import Quantization, build_tower, save_tower
@@ -51,6 +52,7 @@ def build_package(
     export: ExportManifest,
     index: IndexManifest,
     interactions: InteractionsManifest,
+    features: FeaturesManifest | None,
     evaluation: EvaluationManifest,
     folder: Path,
 ) -> PackageManifest:
@@ -59,7 +61,8 @@ def build_package(
     tower.safetensors: query tower. index.faiss: the served index. item_ids.parquet, user_ids.parquet: column `id` by row.
     user_offset.npy, event_item.npy: all events by user (train, validation and test, since serving sees the whole log).
     popularity.npy int32 [I]: item rows by falling popularity; popularity_share.npy float32 [I]: their share of the events
-    before the test, in the same order. package.json: see Package.
+    before the test, in the same order. user.<feature>.*.npy: features of users, as in FeaturesManifest. package.json: see
+    Package.
     """
 
     def build(out: Path) -> dict[str, Any]:
@@ -68,7 +71,8 @@ def build_package(
         spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
         tower = build_tower(
             spec,
-            tables={name: np.load(export.path(f"table_{name}.npy"), mmap_mode="c") for name in spec.tables},
+            history_items=np.load(export.path("history_items.npy"), mmap_mode="c"),
+            tables={name: np.load(export.path(f"table_{name}.npy"), mmap_mode="c") for name in spec.on_side("query")},
             dense=load_file(export.path("dense.safetensors")),
             quantization=config.quantization,
         )
@@ -78,6 +82,10 @@ def build_package(
             shutil.copyfile(interactions.path(name), package / name)
         for source, target in (("items.parquet", "item_ids.parquet"), ("users.parquet", "user_ids.parquet")):
             pq.write_table(pq.read_table(interactions.path(source), columns=["id"]), package / target)
+        for key in user_features(spec):
+            for part in ("row", "offset", "weight"):
+                if features is not None and f"{key}.{part}.npy" in features.files:
+                    shutil.copyfile(features.path(f"{key}.{part}.npy"), package / f"{key}.{part}.npy")
         shutil.copyfile(evaluation.path("popularity.npy"), package / "popularity.npy")
         np.save(package / "popularity_share.npy", _popularity_share(interactions, np.load(package / "popularity.npy")))
 
@@ -97,8 +105,13 @@ def build_package(
             "quantization": config.quantization,
         }
 
-    parts = ("package", config, export, index, interactions, evaluation)
+    parts = ("package", config, export, index, interactions, features, evaluation)
     return produce(folder, PackageManifest, fingerprint=fingerprint_of(*parts), build=build)
+
+
+def user_features(spec: ModelSpec) -> dict[str, FeatureForm]:
+    """The features that a user brings along when asked for."""
+    return {key: form for key, form in spec.forms.items() if key.startswith("user.")}
 
 
 def _popularity_share(interactions: InteractionsManifest, order_I: NDArray[np.int32]) -> NDArray[np.float32]:

@@ -1,6 +1,6 @@
 """The query tower as it is served: its embedding tables in INT8 with a scale and offset per row, or in fp32.
 
-Shapes: B queries, D embedding width, O output width, T items in all histories.
+Shapes: B queries, H width of an item in a history, O output width, T items of all histories.
 """
 
 from collections.abc import Mapping
@@ -14,62 +14,68 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torchrec.inference.modules import quantize_embeddings
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.quant import EmbeddingBagCollection as QuantizedBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recsys_core.data.lists import Lists
-from recsys_core.models.config import ModelSpec
-from recsys_core.models.two_tower import QUERY_TABLES, TwoTower, embedding_configs, pooled_features, query_features
+from recsys_core.data.batch import ITEM, QUERY_WEIGHTED, Batch
+from recsys_core.models.lookups import bag_config, table_outputs
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.two_tower import QuerySide
 
 Quantization = Literal["int8", "none"]
 CPU = torch.device("cpu")
+HISTORY = "history"
+"""Collection of the one table with what stands for each item in a history, whatever tables and layers that came from."""
 
 
 class QueryTower(nn.Module):
     """Embedding tables and dense layers of the query side; the names of its state are those of tower.safetensors."""
 
-    def __init__(self, spec: ModelSpec, *, tables: nn.Module) -> None:
+    def __init__(self, spec: ModelSpec, *, tables: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        self.features = query_features(spec.config)
-        self.max_history = spec.config.max_history
-        self.tables = tables
-        self.dense = TwoTower(spec)
+        self.spec = spec
+        self.tables = nn.ModuleDict(tables)
+        self.dense = QuerySide(spec)
         self.eval()
 
     @torch.inference_mode()
-    def forward(self, user_row_B: Tensor, history: Lists) -> Tensor:
-        """Query vectors [B, O].
-
-        user_row_B: int64, -1 for a user without a row. history: item rows per query, oldest first; the last `max_history`
-        are used. What is missing counts as zeros.
-        """
-        recent = history.last(self.max_history)
-        row_T, length_B = torch.from_numpy(recent.row_T), torch.from_numpy(recent.length_N)
-        filled_B = length_B > 0
-        bags = {
-            "user": (user_row_B[user_row_B >= 0], user_row_B >= 0),
-            "history": (row_T, length_B),
-            "last_item": (row_T[torch.from_numpy(recent.offset[1:])[filled_B] - 1], filled_B),
+    def forward(self, batch: Batch) -> Tensor:
+        """Query vectors [B, O] of a batch whose `sparse` has the query features, and under ITEM the items of the histories."""
+        looked_up = {
+            name: bags(batch.sparse[name.removesuffix("_frozen")]) for name, bags in self.tables.items() if name != HISTORY
         }
-        sparse = KeyedJaggedTensor.from_lengths_sync(
-            keys=list(self.features),
-            values=torch.cat([bags[name][0] for name in self.features]),
-            lengths=torch.cat([bags[name][1].to(torch.int64) for name in self.features]),
-        )
-        query_BO: Tensor = self.dense.query(pooled_features(self.tables(sparse), sparse))
+        item_TH = torch.zeros(0, self.spec.config.history_dim)
+        if HISTORY in self.tables and len(batch.history_T):
+            item_TH = self.tables[HISTORY](batch.sparse[ITEM]).values()
+        features = table_outputs(self.spec, looked_up, batch, side="query")
+        query_BO: Tensor = self.dense(item_TH, batch.history_T, batch.history_offset, features=features)
         return query_BO
 
 
 def build_tower(
-    spec: ModelSpec, *, tables: Mapping[str, NDArray[np.float32]], dense: Mapping[str, Tensor], quantization: Quantization
+    spec: ModelSpec,
+    *,
+    history_items: NDArray[np.float32],
+    tables: Mapping[str, NDArray[np.float32]],
+    dense: Mapping[str, Tensor],
+    quantization: Quantization,
 ) -> QueryTower:
-    """The tower from float tables (name -> [rows, D], may be memory maps opened with mode "c") and the towers' dense state."""
-    bags = torchrec.EmbeddingBagCollection(tables=_query_tables(spec, quantization="none"), device=torch.device("meta"))
-    for name, bag in bags.embedding_bags.items():
-        bag.weight = nn.Parameter(torch.from_numpy(tables[name]), requires_grad=False)
-    tower = QueryTower(spec, tables=bags)
-    tower.dense.load_state_dict(dict(dense), strict=True)
+    """The tower from float tables (arrays may be memory maps opened with mode "c") and the dense state of the trained head.
+
+    history_items: [items, H], what stands for an item in a history. tables: name -> [rows, width], the query side's at least.
+    """
+    weights = {ITEM: history_items, **tables}
+    collections: dict[str, nn.Module] = {}
+    for collection, configs in _configs(spec, quantization="none").items():
+        bags = torchrec.EmbeddingBagCollection(
+            tables=list(configs.values()), is_weighted=collection.startswith(QUERY_WEIGHTED), device=torch.device("meta")
+        )
+        for table, config in configs.items():
+            bags.embedding_bags[config.name].weight = nn.Parameter(torch.from_numpy(weights[table]), requires_grad=False)
+        collections[collection] = bags
+    tower = QueryTower(spec, tables=collections)
+    own = {name.removeprefix("query."): value for name, value in dense.items() if name.startswith("query.")}
+    tower.dense.load_state_dict(own, strict=True)
     if quantization == "int8":
         quantize_embeddings(tower, dtype=torch.qint8, inplace=True)
     return tower
@@ -82,22 +88,35 @@ def save_tower(tower: QueryTower, path: Path) -> None:
 
 def load_tower(path: Path, *, spec: ModelSpec, quantization: Quantization) -> QueryTower:
     """What save_tower wrote, without float tables in between for INT8; a missing or surplus tensor is an error."""
-    configs = _query_tables(spec, quantization=quantization)
-    if quantization == "int8":
-        tower = QueryTower(spec, tables=QuantizedBagCollection(tables=configs, is_weighted=False, device=CPU))
-    else:
-        tower = QueryTower(spec, tables=torchrec.EmbeddingBagCollection(tables=configs, device=CPU))
+    kind = QuantizedBagCollection if quantization == "int8" else torchrec.EmbeddingBagCollection
+    tower = QueryTower(
+        spec,
+        tables={
+            collection: kind(
+                tables=list(configs.values()), is_weighted=collection.startswith(QUERY_WEIGHTED), device=CPU
+            )
+            for collection, configs in _configs(spec, quantization=quantization).items()
+        },
+    )
     tower.load_state_dict(load_file(path), strict=True)
     return tower
 
 
-def _query_tables(spec: ModelSpec, *, quantization: Quantization) -> list[EmbeddingBagConfig]:
-    """The tables that the query side reads, with its features alone."""
-    features = query_features(spec.config)
-    configs = []
-    for config in embedding_configs(spec):
-        config.feature_names = [name for name in features if QUERY_TABLES[name] == config.name]
-        config.data_type = DataType.INT8 if quantization == "int8" else DataType.FP32
-        if config.feature_names:
-            configs.append(config)
-    return configs
+def _configs(spec: ModelSpec, *, quantization: Quantization) -> dict[str, dict[str, EmbeddingBagConfig]]:
+    """collection -> table -> config, of what the query side reads."""
+    found: dict[str, dict[str, EmbeddingBagConfig]] = {}
+    if spec.config.history.length:
+        item = EmbeddingBagConfig(
+            name=ITEM,
+            num_embeddings=spec.items,
+            embedding_dim=spec.config.history_dim,
+            feature_names=[ITEM],
+            pooling=PoolingType.SUM,
+        )
+        found[HISTORY] = {ITEM: item}
+    for name, table in spec.on_side("query").items():
+        found.setdefault(table.collection, {})[name] = bag_config(name, table)
+    for configs in found.values():
+        for config in configs.values():
+            config.data_type = DataType.INT8 if quantization == "int8" else DataType.FP32
+    return found

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from recsys_core.data.features.store import FeatureStore
 from recsys_core.data.lists import Lists
 from recsys_core.errors import InputError, StageError
 from recsys_core.retrieval.search import load_index, search, search_all, verify_file
 from recsys_core.serving.ids import Id, IdMap
-from recsys_core.serving.package import DESCRIPTION, Package
+from recsys_core.serving.package import DESCRIPTION, Package, user_features
 from recsys_core.serving.quantise import QueryTower, load_tower
+from recsys_core.serving.questions import Questions
 
 ANSWER_BUDGET = 1 << 20
 """Candidates held at a time; a batch whose answer would be larger is worked off in parts."""
@@ -32,6 +33,7 @@ class Retriever:
         package: Package,
         *,
         tower: QueryTower,
+        questions: Questions,
         index: Any,
         items: IdMap,
         users: IdMap,
@@ -41,7 +43,7 @@ class Retriever:
         popularity_share_I: NDArray[np.float32],
     ) -> None:
         self.package = package
-        self._tower, self._index = tower, index
+        self._tower, self._questions, self._index = tower, questions, index
         self._items, self._users = items, users
         self._user_offset, self._event_item = user_offset, event_item
         self._popularity_I, self._popularity_share_I = popularity_I, popularity_share_I
@@ -60,6 +62,7 @@ class Retriever:
         return cls(
             package,
             tower=load_tower(folder / "tower.safetensors", spec=package.model, quantization=package.quantization),
+            questions=Questions(package.model, FeatureStore.read(folder, user_features(package.model))),
             index=index,
             items=IdMap.read(folder / "item_ids.parquet", name="item_id"),
             users=IdMap.read(folder / "user_ids.parquet", name="user_id"),
@@ -111,12 +114,12 @@ class Retriever:
         wanted_B = np.minimum(k, len(self._items) - seen.length_N)
         asked = _Answers(seen=seen, wanted_B=wanted_B, k=k, items=len(self._items))
 
-        config = self.package.model.config
-        usable_B = (history.length_N > 0) if config.max_history else np.zeros(len(user_row_B), np.bool_)
-        known_B = usable_B | ((user_row_B >= 0) & config.user_id)
+        spec = self.package.model
+        usable_B = (history.length_N > 0) if spec.config.history.length else np.zeros(len(user_row_B), np.bool_)
+        known_B = usable_B | ((user_row_B >= 0) & bool(spec.on_side("query")))
         known = np.flatnonzero(known_B)
         if len(known):
-            query_BO = self._tower(torch.from_numpy(user_row_B[known]), history.take(known)).numpy()
+            query_BO = self._tower(self._questions.batch(user_row_B[known], history.take(known))).numpy()
             self._retrieve(known, query_BO, asked=asked)
         unknown = np.flatnonzero(~known_B)
         if len(unknown):

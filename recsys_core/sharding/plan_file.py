@@ -10,7 +10,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 
 from recsys_core.config import Frozen
 from recsys_core.errors import InputError
-from recsys_core.models.config import ModelSpec
+from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.sharding.config import ShardingKind
 
 
@@ -69,14 +69,17 @@ class PlanFile(Frozen):
                 f"plan again, or start {self.world_size}"
             )
         planned = {name: (table.rows, table.dim) for name, table in self.tables.items()}
-        if planned != spec.tables:
-            raise InputError(f"plan.json: made for tables {planned}, but the model has {spec.tables}; plan again")
+        wanted = {name: (table.rows, table.dim) for name, table in spec.tables.items()}
+        if planned != wanted:
+            raise InputError(f"plan.json: made for tables {planned}, but the model has {wanted}; plan again")
 
-    def to_torchrec(self, path: str) -> ShardingPlan:
-        """TorchRec's own plan for the EmbeddingBagCollection found at module path `path`."""
-        return ShardingPlan(
-            plan={path: EmbeddingModuleShardingPlan({name: self._parameter(table) for name, table in self.tables.items()})}
-        )
+    def to_torchrec(self, path: str, *, spec: ModelSpec) -> ShardingPlan:
+        """TorchRec's own plan for the collections of `spec`, found below the module path `path`."""
+        modules: dict[str, dict[str, ParameterSharding]] = {}
+        for name, table in self.tables.items():
+            collection = f"{path}.{spec.tables[name].collection}"
+            modules.setdefault(collection, {})[module_name(name)] = self._parameter(table)
+        return ShardingPlan(plan={path: EmbeddingModuleShardingPlan(tables) for path, tables in modules.items()})
 
     def _parameter(self, table: TablePlan) -> ParameterSharding:
         spec = None

@@ -1,9 +1,14 @@
-"""The sharder that training and planning share."""
+"""The sharders that training and planning share."""
 
 from typing import Any
 
+from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.types import ModuleSharder, ShardingType
+
+ROW_LOOKUP_KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel")
+"""What TorchRec 1.8 can do with an EmbeddingCollection; the kinds that split a table within a host pool their rows."""
 
 
 class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]  # TorchRec has no types
@@ -17,6 +22,14 @@ class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]  # TorchR
         return [kind.value for kind in ShardingType]
 
 
-def bag_sharder(**fused_params: Any) -> BagSharder:
-    """A sharder whose tables are updated in the backward pass with `fused_params` (optimizer, learning_rate, eps)."""
-    return BagSharder(fused_params=fused_params or None)
+class RowSharder(EmbeddingCollectionSharder):  # type: ignore[misc]  # TorchRec has no types
+    """EmbeddingCollectionSharder with all that it can do on every device."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Names of the sharding types, whatever the device."""
+        return list(ROW_LOOKUP_KINDS)
+
+
+def sharders(**fused_params: Any) -> list[ModuleSharder[nn.Module]]:
+    """For pooled tables and for those looked up row by row; `fused_params` where a table says nothing else."""
+    return [BagSharder(fused_params=fused_params or None), RowSharder(fused_params=fused_params or None)]

@@ -14,11 +14,19 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
+from recsys_core.config import Frozen
 from recsys_core.errors import StageError
 from recsys_core.manifests import Manifest, load_manifest, seal
 from recsys_core.training.process import Process
+
+
+class Best(Frozen):
+    """The best measurement so far, and the step after which it was taken."""
+
+    step: int
+    metrics: dict[str, float]
 
 
 class CheckpointManifest(Manifest):
@@ -27,6 +35,7 @@ class CheckpointManifest(Manifest):
     kind: ClassVar[str] = "checkpoint"
     step: int
     world_size: int
+    best: Best | None
 
 
 def checkpoint_name(step: int) -> str:
@@ -40,11 +49,12 @@ def save_checkpoint(
     *,
     folder: Path,
     step: int,
+    best: Best | None,
     fingerprint: str,
     keep: int,
     process: Process,
 ) -> None:
-    """Collective. Saves to `<folder>/step-<step>` and removes all but the last `keep` checkpoints."""
+    """Collective. Saves to `<folder>/step-<step>` and removes all but the last `keep` checkpoints and that of `best`."""
     started = time.perf_counter()
     target = folder / checkpoint_name(step)
     staging = target.with_suffix(".tmp")
@@ -64,9 +74,11 @@ def save_checkpoint(
             seconds=time.perf_counter() - started,
             step=step,
             world_size=process.world_size,
+            best=best,
         )
         for old in sorted(folder.glob("step-*[0-9]"))[:-keep]:
-            shutil.rmtree(old)
+            if best is None or old.name != checkpoint_name(best.step):
+                shutil.rmtree(old)
     dist.barrier()
 
 
@@ -82,7 +94,7 @@ def latest_checkpoint(folder: Path, *, fingerprint: str) -> CheckpointManifest |
 def restore(model: DistributedModelParallel, optimizer: CombinedOptimizer, *, checkpoint: Path) -> None:
     """Collective. Loads weights and optimizer state into the model's own shards, whatever sharding they were saved in."""
     for _, part in optimizer.optimizers:
-        if isinstance(part, KeyedOptimizerWrapper):
+        if isinstance(part, KeyedOptimizer) and not isinstance(part, CombinedOptimizer):
             part.init_state()  # DCP skips, without a word, the state that is not there yet
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     _load(state, checkpoint=checkpoint)

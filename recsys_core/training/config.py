@@ -1,23 +1,46 @@
 """What the user says about training."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from recsys_core.config import Frozen
+from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
+
+ValidationMetric = Literal["recall", "ndcg", "hit_rate"]
+
+
+class ValidationConfig(Frozen):
+    """Metrics of the validation split over the full catalogue while training; the best epoch's model is the result."""
+
+    metric: ValidationMetric = Field("ndcg", description="decides which epoch is the best, and when to stop")
+    k: int = Field(10, ge=1, description="cut-off of the metric")
+    catalogue: Literal["all", "cold"] = Field(
+        "all", description="what is ranked: all items, or those without a training event among themselves"
+    )
+    every_epochs: int = Field(1, ge=1, description="measure after every so many epochs, and after the last")
+    patience: int | None = Field(
+        3, ge=1, description="stop after this many measurements without a better one; empty: train all epochs"
+    )
+    max_users: int = Field(20_000, ge=1, description="a fixed random sample of this many users at most")
 
 
 class TrainingConfig(Frozen):
     """Loop, optimizers, checkpoints and restarts."""
 
-    epochs: int = Field(10, ge=1, description="passes over the training events")
+    epochs: int = Field(10, ge=1, description="passes over the training events at most")
     batch_size: int = Field(1024, ge=1, description="examples per rank and step")
-    table_learning_rate: float = Field(
-        0.05, gt=0, description="row-wise Adagrad on the embedding tables, fused into the backward pass"
+    table_optimizer: TableOptimizer = Field(
+        default_factory=TableOptimizer, description="of the embedding tables, fused into the backward pass"
     )
-    dense_learning_rate: float = Field(1e-3, gt=0, description="Adam on the towers' layers")
-    warmup_steps: int = Field(100, ge=0, description="steps over which both learning rates rise linearly")
+    dense_optimizer: DenseOptimizer = Field(default_factory=DenseOptimizer, description="of the towers' layers")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="of the towers' matrix products; tables and sums stay fp32")
+    validation: ValidationConfig | None = Field(
+        default_factory=ValidationConfig, description="empty: no measurement, the last epoch's model is the result"
+    )
     seed: int = Field(7, ge=0, description="initialisation, shuffling, dropout and negatives")
     log_every_steps: int = Field(20, ge=1, description="a line in metrics.jsonl every so many steps")
-    checkpoint_every_steps: int = Field(1000, ge=1, description="besides the one at the end")
+    checkpoint_every_steps: int = Field(1000, ge=1, description="besides the best and the last one")
     keep_checkpoints: int = Field(2, ge=1, description="older ones are removed")
     attempts: int = Field(
         2, ge=1, description="a failed torchrun is started anew from the last checkpoint, this many launches in all"

@@ -2,26 +2,48 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from numpy.typing import NDArray
 from torch import distributed as dist
+from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
+from torchrec.optim.optimizers import SGD, Adagrad, Adam, PartialRowWiseAdam
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from recsys_core.manifests import EmbeddingsManifest
-from recsys_core.models.config import LossConfig, ModelSpec, PretrainedConfig
-from recsys_core.models.pretrained import blank_rows, copy_pretrained, fill_missing, fill_random, mean_vector
+from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.optimizer_config import TableOptimizer
+from recsys_core.models.lookups import parameter_name
+from recsys_core.models.pretrained import blank_rows, copy_pretrained, fill_missing, fill_random, mean_vector, random_norm
 from recsys_core.models.shards import table_shards
-from recsys_core.models.task import EMBEDDINGS_PATH, RetrievalTask
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.task import LOOKUPS_PATH, RetrievalTask
 from recsys_core.sharding.plan_file import PlanFile
-from recsys_core.sharding.sharders import bag_sharder
+from recsys_core.sharding.sharders import sharders
 from recsys_core.training.process import Process
 
 logger = logging.getLogger(__name__)
 ADAGRAD_EPS = 1e-8
+_FUSED: dict[str, tuple[type[torch.optim.Optimizer], EmbOptimType, float]] = {
+    "rowwise_adagrad": (RowWiseAdagrad, EmbOptimType.EXACT_ROWWISE_ADAGRAD, ADAGRAD_EPS),
+    "adagrad": (Adagrad, EmbOptimType.EXACT_ADAGRAD, ADAGRAD_EPS),
+    "sgd": (SGD, EmbOptimType.EXACT_SGD, ADAGRAD_EPS),
+    "adam": (Adam, EmbOptimType.ADAM, 1e-8),
+    "partial_rowwise_adam": (PartialRowWiseAdam, EmbOptimType.PARTIAL_ROWWISE_ADAM, 1e-8),
+}
+
+
+@dataclass(frozen=True)
+class PretrainedRows:
+    """Vectors [n, D] of a table, memory-mapped, and for each of its rows the one that belongs to it, -1 for none."""
+
+    vectors: NDArray[np.float32]
+    vector_row: NDArray[np.int64]
 
 
 def build_model(
@@ -29,34 +51,80 @@ def build_model(
     *,
     loss: LossConfig,
     item_count_I: NDArray[np.int64],
+    ranks: Mapping[str, NDArray[np.int64]],
     plan: PlanFile,
     process: Process,
-    table_learning_rate: float,
+    optimizer: TableOptimizer,
     seed: int,
 ) -> DistributedModelParallel:
-    """The task sharded exactly as `plan` says, tables updated in the backward pass by row-wise Adagrad.
+    """The task sharded exactly as `plan` says, tables filled at random and updated in the backward pass.
 
-    item_count_I: [items], training events per item. Raises InputError when the plan is for another model or world size.
+    item_count_I: [items], training events per item. ranks: see RetrievalHead. optimizer: of tables that have none of their own.
+    Raises InputError when the plan is for another model or world size.
     """
     plan.require(spec=spec, world_size=process.world_size)
     torch.manual_seed(seed)  # the towers' layers start equal on every rank
-    probability_I = torch.from_numpy(item_count_I / max(item_count_I.sum(), 1)).float()
-    task = RetrievalTask(spec, loss=loss, item_probability_I=probability_I, device=process.device)
+    task = RetrievalTask(spec, loss=loss, item_count_I=item_count_I, ranks=dict(ranks), device=process.device)
+    _choose_optimizers(task.lookups, spec, plan=plan, default=optimizer)
     model = DistributedModelParallel(
         task,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=process.device,
-        plan=plan.to_torchrec(EMBEDDINGS_PATH),
-        sharders=[
-            bag_sharder(optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=table_learning_rate, eps=ADAGRAD_EPS)
-        ],
+        plan=plan.to_torchrec(LOOKUPS_PATH, spec=spec),
+        sharders=sharders(),
     )
     state = model.state_dict()
     with torch.no_grad():
-        for table, (_, dim) in spec.tables.items():
-            for shard in table_shards(state, table=table):
-                fill_random(shard, table=table, dim=dim, seed=seed)
+        for name, table in spec.tables.items():
+            for shard in table_shards(state, table=name):
+                fill_random(shard, table=name, dim=table.dim, seed=seed, std=table.settings.init_std)
     return model
+
+
+def _choose_optimizers(lookups: nn.Module, spec: ModelSpec, *, plan: PlanFile, default: TableOptimizer) -> None:
+    """Marks each table with what its fused kernel shall do; replicated tables have no such kernel."""
+    parameters = dict(lookups.named_parameters())
+    for name, table in spec.tables.items():
+        parameter = parameters[parameter_name(spec, name)]
+        if plan.tables[name].sharding_type == "data_parallel":
+            parameter.requires_grad_(not table.frozen)
+            continue
+        wish = table.settings.optimizer or default
+        # A frozen table is never stepped; of the optimizers that every device has, SGD alone keeps no state.
+        kind, fused, eps = _FUSED["sgd" if table.frozen else wish.kind]
+        arguments: dict[str, Any] = {"optimizer": fused, "learning_rate": wish.learning_rate, "eps": eps}
+        if wish.clip is not None:
+            arguments |= {"gradient_clipping": True, "max_gradient": wish.clip}
+        # What TorchRec's apply_optimizer_in_backward leaves for the sharder; called itself, it would first make an optimizer
+        # that knows torch's arguments alone, and not FBGEMM's.
+        parameter._optimizer_classes = [kind]  # type: ignore[attr-defined]
+        parameter._optimizer_kwargs = [arguments]  # type: ignore[attr-defined]
+
+
+def fill_pretrained(
+    model: DistributedModelParallel, *, spec: ModelSpec, pretrained: Mapping[str, PretrainedRows]
+) -> None:
+    """Copies the vectors of this rank's rows from the one mapping that all ranks of a host share (the page cache).
+
+    Rows without a vector become what the table's `missing` says; so do all rows of a table without any vectors.
+    """
+    state = model.state_dict()
+    for name, table in spec.tables.items():
+        settings, found = table.settings, pretrained.get(name)
+        norm = random_norm(settings.init_std, table.dim) if settings.rescale else None
+        vector_row = found.vector_row if found is not None else np.full(table.rows, -1)
+        if found is not None:
+            missing = int((vector_row < 0).sum())
+            logger.info("table %s: %d of %d rows have no vector; they start %s", name, missing, table.rows, settings.missing)
+        mean_D = None
+        if settings.missing == "mean" and found is not None:
+            mean_D = mean_vector(found.vectors, vector_row=vector_row, norm=norm)
+        with torch.no_grad():
+            for shard in table_shards(state, table=name):
+                if settings.missing != "random":
+                    fill_missing(shard, vector_row=vector_row, value_D=mean_D)
+                if found is not None:
+                    copy_pretrained(shard, vectors=found.vectors, vector_row=vector_row, norm=norm)
 
 
 def blank_users(model: DistributedModelParallel, *, known: NDArray[np.bool_]) -> None:
@@ -64,29 +132,3 @@ def blank_users(model: DistributedModelParallel, *, known: NDArray[np.bool_]) ->
     with torch.no_grad():
         for shard in table_shards(model.state_dict(), table="user"):
             blank_rows(shard, blank=~known)
-
-
-def load_pretrained(
-    model: DistributedModelParallel,
-    *,
-    embeddings: EmbeddingsManifest,
-    vector_rows: Mapping[str, NDArray[np.int64]],
-    config: PretrainedConfig,
-) -> None:
-    """Copies the vectors of this rank's rows from the one mapping that all ranks of a host share (the page cache).
-
-    Args:
-        vector_rows: for each table, the row of each of its rows in the table's vectors, -1 for none; what those start from is
-            config.missing.
-    """
-    state = model.state_dict()
-    for table, vector_row in vector_rows.items():
-        vectors = np.load(embeddings.vectors(table), mmap_mode="r")
-        missing = int((np.asarray(vector_row) < 0).sum())
-        logger.info("table %s: %d of %d rows have no vector; they start %s", table, missing, len(vector_row), config.missing)
-        mean_D = mean_vector(vectors, vector_row=vector_row, rescale=config.rescale) if config.missing == "mean" else None
-        with torch.no_grad():
-            for shard in table_shards(state, table=table):
-                if config.missing != "random":
-                    fill_missing(shard, vector_row=vector_row, value_D=mean_D)
-                copy_pretrained(shard, vectors=vectors, vector_row=vector_row, rescale=config.rescale)

@@ -8,13 +8,15 @@ import numpy as np
 
 from recsys_core.manifests import (
     ExportManifest,
+    FeaturesManifest,
     InteractionsManifest,
     PlanManifest,
     TrainManifest,
     fingerprint_of,
     produce,
 )
-from recsys_core.models.config import ModelSpec
+from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export_job import SPLITS
@@ -26,7 +28,9 @@ def export_vectors(
     config: TrainingConfig,
     *,
     model: ModelSpec,
+    loss: LossConfig,
     interactions: InteractionsManifest,
+    features: FeaturesManifest | None,
     plan: PlanManifest,
     train: TrainManifest,
     folder: Path,
@@ -41,7 +45,10 @@ def export_vectors(
             work=work,
             out=out,
             spec=model,
+            loss=loss,
+            training=config,
             interactions=interactions.folder,
+            features=features.folder if features else None,
             plan=plan.path("plan.json"),
             checkpoint=train.folder / "checkpoint",
         )

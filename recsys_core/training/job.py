@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from recsys_core.config import Frozen
-from recsys_core.models.config import LossConfig, ModelSpec, PretrainedConfig
+from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.spec import ModelSpec
 from recsys_core.training.config import TrainingConfig
 
 
@@ -18,10 +19,10 @@ class TrainJob(Frozen):
     fingerprint: str
     spec: ModelSpec
     loss: LossConfig
-    pretrained: PretrainedConfig
     training: TrainingConfig
     interactions: Path
     embeddings: Path | None
+    features: Path | None
     plan: Path
 
 
@@ -32,7 +33,10 @@ class ExportJob(Frozen):
     work: Path
     out: Path
     spec: ModelSpec
+    loss: LossConfig
+    training: TrainingConfig
     interactions: Path
+    features: Path | None
     plan: Path
     checkpoint: Path
 
@@ -48,8 +52,10 @@ class Progress(Frozen):
     total_steps: int
     epoch: int
     loss: float
-    learning_rate: float
+    learning_rate: float = Field(description="of the tables without an optimizer of their own")
     samples_per_s: float
+    unfrozen: dict[str, float] = Field({}, description="share of the rows that the epoch trains, by gradually unfrozen table")
+    validation: dict[str, float] = Field({}, description="at the end of an epoch, by metric")
 
 
 class TrainResult(Frozen):
@@ -62,3 +68,5 @@ class TrainResult(Frozen):
     samples_per_s: float
     world_size: int
     checkpoint: str
+    best_epoch: int | None
+    validation: dict[str, float]

@@ -1,44 +1,90 @@
-"""Who updates what: tables in the backward pass, dense layers by Adam, data-parallel tables by row-wise Adagrad."""
+"""Who updates what: tables in the backward pass, towers and replicated tables after it; and how fast, step by step."""
+
+from collections.abc import Iterator
 
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from recsys_core.models.optimizer_config import DenseOptimizer, Schedule, TableOptimizer
+from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.distributed import ADAGRAD_EPS
 
+DENSE, REPLICATED = "dense", "replicated"
 
-def make_optimizer(model: DistributedModelParallel, *, config: TrainingConfig) -> CombinedOptimizer:
+
+def make_optimizer(model: DistributedModelParallel, *, spec: ModelSpec, config: TrainingConfig) -> CombinedOptimizer:
     """One optimizer over the fused ones and those for what the backward pass does not update."""
     dense: dict[str, torch.Tensor] = {}
-    replicated: dict[str, torch.Tensor] = {}
-    for name, parameter in in_backward_optimizer_filter(model.named_parameters()):
-        (replicated if "embedding_bags" in name else dense)[name] = parameter
     parts: list[KeyedOptimizer | tuple[str, KeyedOptimizer]] = [model.fused_optimizer]
+    for name, parameter in in_backward_optimizer_filter(model.named_parameters()):
+        table = table_of(name, spec)
+        if table is None:
+            dense[name] = parameter
+        elif parameter.requires_grad:
+            wish = spec.tables[table].settings.optimizer or config.table_optimizer
+            made = KeyedOptimizerWrapper({name: parameter}, lambda p, wish=wish: _replicated(p, wish))
+            parts.append((f"{REPLICATED}.{table}", made))
     if dense:
-        adam = KeyedOptimizerWrapper(dense, lambda p: torch.optim.Adam(p, lr=config.dense_learning_rate))
-        parts.append(("dense", adam))
-    if replicated:
-        adagrad = KeyedOptimizerWrapper(replicated, lambda p: RowWiseAdagrad(p, lr=config.table_learning_rate, eps=ADAGRAD_EPS))
-        parts.append(("replicated", adagrad))
+        layers: KeyedOptimizer = KeyedOptimizerWrapper(dense, lambda p: _dense(p, config.dense_optimizer))
+        if config.dense_optimizer.clip is not None:
+            layers = GradientClippingOptimizer(layers, clipping=GradientClipping.NORM, max_gradient=config.dense_optimizer.clip)
+        parts.append((DENSE, layers))
     return CombinedOptimizer(parts)
 
 
-class Warmup:
-    """Scales every learning rate of `optimizer` linearly from 0 to its full value over `steps`.
+def table_of(parameter: str, spec: ModelSpec) -> str | None:
+    """The table whose weights or optimizer state `parameter` names; None for those of the towers."""
+    words = parameter.split(".")
+    if not {"embeddings", "embedding_bags"} & set(words):
+        return None
+    return next(name for name in spec.tables if module_name(name) in words)
 
-    The scale is a function of the step alone, so there is no state to save.
-    """
 
-    def __init__(self, optimizer: CombinedOptimizer, *, steps: int) -> None:
-        self._groups = [(group, group["lr"]) for group in optimizer.param_groups]
-        self._steps = steps
+def _dense(parameters: list[torch.Tensor], wish: DenseOptimizer) -> torch.optim.Optimizer:
+    if wish.kind == "adam":
+        return torch.optim.AdamW(parameters, lr=wish.learning_rate, weight_decay=wish.weight_decay)
+    kind = torch.optim.Adagrad if wish.kind == "adagrad" else torch.optim.SGD
+    return kind(parameters, lr=wish.learning_rate, weight_decay=wish.weight_decay)
 
-    def set_step(self, step: int) -> float:
-        """Sets the learning rates for `step` (0-based); returns the scale."""
-        scale = min(1.0, (step + 1) / (self._steps + 1))
-        for group, full in self._groups:
-            group["lr"] = full * scale
-        return scale
+
+def _replicated(parameters: list[torch.Tensor], wish: TableOptimizer) -> torch.optim.Optimizer:
+    if wish.kind == "rowwise_adagrad":
+        return RowWiseAdagrad(parameters, lr=wish.learning_rate, eps=ADAGRAD_EPS)
+    if wish.kind == "adagrad":
+        return torch.optim.Adagrad(parameters, lr=wish.learning_rate, eps=ADAGRAD_EPS)
+    return (torch.optim.Adam if wish.kind == "adam" else torch.optim.SGD)(parameters, lr=wish.learning_rate)
+
+
+class LearningRates:
+    """Sets every group's learning rate for a step, from its table's schedule or the towers'."""
+
+    def __init__(self, optimizer: CombinedOptimizer, *, spec: ModelSpec, config: TrainingConfig, total_steps: int) -> None:
+        self._total_steps = total_steps
+        self._groups: list[tuple[dict[str, object], Schedule]] = []
+        for one in _leaves(optimizer):
+            table = next((found for name in one.params if (found := table_of(name, spec)) is not None), None)
+            if table is None:
+                schedule: Schedule = config.dense_optimizer
+            elif spec.tables[table].frozen:
+                continue
+            else:
+                schedule = spec.tables[table].settings.optimizer or config.table_optimizer
+            self._groups += [(group, schedule) for group in one.param_groups]
+
+    def set_step(self, step: int) -> None:
+        """Sets the learning rates for `step` (0-based)."""
+        for group, schedule in self._groups:
+            group["lr"] = schedule.learning_rate * schedule.scale(step, total_steps=self._total_steps)
+
+
+def _leaves(optimizer: KeyedOptimizer) -> Iterator[KeyedOptimizer]:
+    if isinstance(optimizer, CombinedOptimizer):
+        for _, part in optimizer.optimizers:
+            yield from _leaves(part)
+    else:
+        yield optimizer

@@ -9,13 +9,15 @@ from typing import Any
 
 from recsys_core.manifests import (
     EmbeddingsManifest,
+    FeaturesManifest,
     InteractionsManifest,
     PlanManifest,
     TrainManifest,
     fingerprint_of,
     produce,
 )
-from recsys_core.models.config import LossConfig, ModelSpec, PretrainedConfig
+from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job import Progress, TrainJob, TrainResult
@@ -33,9 +35,9 @@ def train(
     *,
     model: ModelSpec,
     loss: LossConfig,
-    pretrained: PretrainedConfig,
     interactions: InteractionsManifest,
     embeddings: EmbeddingsManifest | None,
+    features: FeaturesManifest | None,
     plan: PlanManifest,
     folder: Path,
     on_progress: Callable[[Progress], None],
@@ -45,7 +47,7 @@ def train(
     Calls on_progress with each line of metrics.jsonl as it appears. Raises InputError or LaunchError as `launch` does.
     """
     lasting = config.model_dump(exclude=OPERATIONAL)
-    fingerprint = fingerprint_of("train", lasting, model, loss, pretrained, interactions, embeddings, plan)
+    fingerprint = fingerprint_of("train", lasting, model, loss, interactions, embeddings, features, plan)
     work = folder.with_name(folder.name + ".work")
 
     def build(out: Path) -> dict[str, Any]:
@@ -54,10 +56,10 @@ def train(
             fingerprint=fingerprint,
             spec=model,
             loss=loss,
-            pretrained=pretrained,
             training=config,
             interactions=interactions.folder,
             embeddings=embeddings.folder if embeddings else None,
+            features=features.folder if features else None,
             plan=plan.path("plan.json"),
         )
         if _job_fingerprint(work) != fingerprint:

@@ -1,107 +1,289 @@
+"""Shapes: B queries, N columns, K candidates, I items, Q query types, O and T widths."""
+
 import math
 from functools import partial
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from recsys_core.models.losses import log_expected_count, sampled_bce, sampled_softmax
+from recsys_core.models.losses import bce_loss, bpr_loss, cosine_contrastive_loss, distillation_loss, softmax_loss
+from recsys_core.models.sampling import log_expected_count
 
-ONE_D = torch.tensor([[1.0], [1.0]])
-
-
-def softmax_loss(candidate_KO, *, item_row_K, log_q_K=None, mask=True, query_BO=ONE_D):
-    return sampled_softmax(
-        query_BO, candidate_KO, item_row_K=item_row_K, log_q_K=log_q_K, temperature=1.0, mask_accidental_hits=mask
-    ).item()
+T, MARGIN, NEGATIVE_WEIGHT = 0.5, 0.2, 1.5
+LOSSES = {
+    "softmax": partial(softmax_loss, temperature=T, log_q_B=None, log_q_N=None),
+    "bce": partial(bce_loss, temperature=T),
+    "bpr": partial(bpr_loss, temperature=T),
+    "cosine_contrastive": partial(cosine_contrastive_loss, margin=MARGIN, negative_weight=NEGATIVE_WEIGHT),
+}
+every_loss = pytest.mark.parametrize("name", LOSSES)
 
 
 def test_logq_lowers_the_logit_of_a_popular_candidate():
-    # Equal scores everywhere: without a correction every candidate is as likely, log 2. Candidate 0 is drawn three times
-    # as often, so after the correction it must weigh a third: the two rows lose log(1 + 3) and log(1 + 1/3).
-    candidates, rows = torch.zeros(2, 1), torch.tensor([0, 1])
-    log_q = log_expected_count(torch.tensor([0.75, 0.25]), batch_size=2, uniform_negatives=0, items=2)
+    # All scores are 0. The positive is expected once (log 1 = 0); its columns are expected three times and once.
+    log_q_N = log_expected_count(torch.tensor([0.75, 0.25]), torch.zeros(2), positives=4, negatives=0)
+    positive_B, negative_BN = torch.zeros(1), torch.zeros(1, 2, requires_grad=True)
+    loss = partial(softmax_loss, positive_B, masked_BN=None, temperature=1.0, weight_B=None)
 
-    assert math.isclose(softmax_loss(candidates, item_row_K=rows), math.log(2), rel_tol=1e-6)
-    corrected = softmax_loss(candidates, item_row_K=rows, log_q_K=log_q)
-    assert math.isclose(corrected, (math.log(4) + math.log(4 / 3)) / 2, rel_tol=1e-6)
-
-    candidates.requires_grad_()
-    sampled_softmax(
-        ONE_D[:1], candidates, item_row_K=rows, log_q_K=log_q, temperature=1.0, mask_accidental_hits=True
-    ).backward()
-    pushed_up_popular = -candidates.grad[0].item()
-    assert math.isclose(pushed_up_popular, 0.75, rel_tol=1e-6)  # uncorrected it would be 0.5
+    plain = loss(negative_BN, log_q_B=None, log_q_N=None)
+    assert plain.item() == pytest.approx(math.log(3))
+    corrected = loss(negative_BN, log_q_B=torch.zeros(1), log_q_N=log_q_N)
+    assert corrected.item() == pytest.approx(math.log(1 + 1 / 3 + 1))  # the wrong sign: log(1 + 3 + 1)
+    corrected.backward()
+    assert negative_BN.grad.tolist() == [pytest.approx([(1 / 3) / (7 / 3), 1 / (7 / 3)])]  # the popular one is pushed less
 
 
-def test_logq_recovers_the_true_ranking_under_popularity_skew():
-    # One query, clicks 9 : 1. The full softmax learns exactly that; in-batch negatives repeat the skew and cancel it.
+def test_logq_lowers_the_logit_of_a_popular_positive():
+    # Score 0 and expected three times: it counts 1/3 beside a column that is expected once, so it is pushed up by 3/4.
+    positive_B = torch.zeros(1, requires_grad=True)
+    score = {"masked_BN": None, "temperature": 1.0, "weight_B": None, "log_q_N": torch.zeros(1)}
+    loss = softmax_loss(positive_B, torch.zeros(1, 1), log_q_B=torch.tensor([3.0]).log(), **score)
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(4))  # the wrong sign: log(4 / 3)
+    assert positive_B.grad.tolist() == pytest.approx([-0.75])
+
+
+# What two types of queries truly choose, of four items: item 0 is the first choice of both, and much the most popular.
+CHOICE_QI = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.6, 0.2, 0.15, 0.05]])
+
+
+def learned_choice(correction, *, mask_hits, batch_size=128, steps=120):
+    """Softmax over the items of a table of scores that was trained with in-batch negatives [Q, I]."""
     torch.manual_seed(0)
-    share = torch.tensor([0.9, 0.1])
-    gap = {}
-    for corrected in (False, True):
-        score = torch.zeros(2, requires_grad=True)
-        optimizer = torch.optim.SGD([score], lr=0.5)
-        for _ in range(400):
-            rows = torch.multinomial(share, 64, replacement=True)
-            log_q = log_expected_count(share[rows], batch_size=64, uniform_negatives=0, items=2) if corrected else None
-            optimizer.zero_grad()
-            sampled_softmax(
-                torch.ones(64, 1),
-                score[rows, None],
-                item_row_K=rows,
-                log_q_K=log_q,
-                temperature=1.0,
-                mask_accidental_hits=False,  # with two items nearly every negative would be masked
-            ).backward()
-            optimizer.step()
-        gap[corrected] = (score[0] - score[1]).item()
-    assert abs(gap[True] - math.log(9)) < 0.3
-    assert abs(gap[False]) < 0.3
+    popularity_I = CHOICE_QI.mean(dim=0)
+    score_QI = torch.zeros(2, 4, requires_grad=True)
+    mean_QI = torch.zeros(2, 4)
+    query_B = torch.arange(batch_size) % 2
+    own_BB = torch.eye(batch_size, dtype=torch.bool)
+    for step in range(steps):
+        item_B = torch.multinomial(CHOICE_QI, batch_size // 2, replacement=True).T.flatten()
+        log_q_B = log_expected_count(popularity_I[item_B], torch.zeros(batch_size), positives=batch_size - 1, negatives=0)
+        positive, columns = {"none": (None, None), "wrong sign": (-1, -1), "columns": (None, 1), "both": (1, 1)}[correction]
+        loss = softmax_loss(
+            score_QI[query_B, item_B],
+            score_QI[query_B][:, item_B],
+            masked_BN=item_B[:, None] == item_B if mask_hits else own_BB,
+            temperature=1.0,
+            log_q_B=positive and positive * log_q_B,
+            log_q_N=columns and columns * log_q_B,
+            weight_B=None,
+        )
+        (gradient_QI,) = torch.autograd.grad(loss, score_QI)
+        late = step >= steps // 2  # then smaller steps, and their mean
+        with torch.no_grad():
+            score_QI -= (0.5 if late else 5.0) * gradient_QI
+            mean_QI += late * score_QI / (steps - steps // 2)
+    return mean_QI.softmax(dim=1)
 
 
-def test_an_accidental_hit_is_no_negative():
-    same_item = torch.tensor([5, 5])
-    assert softmax_loss(torch.zeros(2, 1), item_row_K=same_item) == 0.0
-    assert softmax_loss(torch.zeros(2, 1), item_row_K=same_item, mask=False) > 0.5
+def descending(score_QI):
+    return score_QI.argsort(dim=1, descending=True).tolist()
 
 
-def test_extra_candidates_count_as_negatives():
-    rows = torch.tensor([0, 1, 2, 3])
-    assert math.isclose(softmax_loss(torch.zeros(4, 1), item_row_K=rows), math.log(4), rel_tol=1e-6)
+@pytest.mark.parametrize(("correction", "mask_hits"), [("both", False), ("columns", True)])
+def test_logq_recovers_the_true_choices_under_popularity_skew(correction, mask_hits):
+    # A positive that may be among the columns again is corrected as they are, one that is there exactly once is not.
+    learned_QI = learned_choice(correction, mask_hits=mask_hits)
+    assert descending(learned_QI) == descending(CHOICE_QI)
+    torch.testing.assert_close(learned_QI, CHOICE_QI, atol=0.03, rtol=0)
+
+
+@pytest.mark.parametrize("correction", ["none", "wrong sign"])
+def test_without_logq_or_with_the_wrong_sign_the_popular_item_falls_behind(correction):
+    learned = descending(learned_choice(correction, mask_hits=False))
+    assert learned[0] != descending(CHOICE_QI)[0] and learned[1] != descending(CHOICE_QI)[1]
+
+
+def softplus(x):
+    return math.log1p(math.exp(x))
+
+
+def query_loss(name, positive, negatives):
+    """The loss of one query in plain floats; `negatives` are those that are not masked."""
+    match name:
+        case "softmax":
+            return math.log(sum(math.exp(score / T) for score in [positive, *negatives])) - positive / T
+        case "bce":
+            below = [softplus(score / T) for score in negatives]
+            return softplus(-positive / T) + (sum(below) / len(below) if below else 0)
+        case "bpr":
+            lost = [softplus((score - positive) / T) for score in negatives]
+            return sum(lost) / len(lost) if lost else 0
+        case "cosine_contrastive":
+            above = [max(0, score - MARGIN) for score in negatives]
+            average = sum(above) / len(above) if above else 0
+            return 1 - positive + NEGATIVE_WEIGHT * average
+
+
+@st.composite
+def queries(draw):
+    size, columns = draw(st.integers(1, 4)), draw(st.integers(0, 5))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+    scores_BN = torch.rand(size, columns + 1, generator=generator) * 2 - 1
+    masks = st.lists(st.lists(st.booleans(), min_size=columns, max_size=columns), min_size=size, max_size=size)
+    masked = draw(st.none() | masks)
+    masked_BN = None if masked is None else torch.tensor(masked, dtype=torch.bool).reshape(size, columns)
+    weight = draw(st.none() | st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0]), min_size=size, max_size=size))
+    return scores_BN[:, 0], scores_BN[:, 1:], masked_BN, None if weight is None else torch.tensor(weight)
+
+
+@every_loss
+@settings(max_examples=60, deadline=None)
+@given(queries())
+def test_the_loss_is_the_weighted_mean_of_a_plain_loop_over_the_queries(name, case):
+    positive_B, negative_BN, masked_BN, weight_B = case
+    positive_B.requires_grad_()
+    negative_BN.requires_grad_()
+    loss = LOSSES[name](positive_B, negative_BN, masked_BN=masked_BN, weight_B=weight_B)
+
+    total, weights = 0.0, 0.0
+    for b, positive in enumerate(positive_B.tolist()):
+        negatives = [
+            score for n, score in enumerate(negative_BN[b].tolist()) if masked_BN is None or not masked_BN[b, n].item()
+        ]
+        weight = 1.0 if weight_B is None else weight_B[b].item()
+        total, weights = total + weight * query_loss(name, positive, negatives), weights + weight
+    assert loss.item() == pytest.approx(total / weights if weights else 0, rel=1e-5, abs=1e-6)
+
+    loss.backward()
+    assert positive_B.grad.isfinite().all() and negative_BN.grad.isfinite().all()
+    if masked_BN is not None:
+        assert (negative_BN.grad[masked_BN] == 0).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(queries(), st.integers(0, 10_000))
+def test_the_corrected_softmax_is_a_plain_loop_too(case, seed):
+    positive_B, negative_BN, masked_BN, weight_B = case
+    generator = torch.Generator().manual_seed(seed)
+    log_q_B, log_q_N = (torch.rand(n, generator=generator) * 6 - 3 for n in negative_BN.shape)
+    score = {"masked_BN": masked_BN, "weight_B": weight_B, "temperature": T}
+    loss = softmax_loss(positive_B, negative_BN, **score, log_q_B=log_q_B, log_q_N=log_q_N)
+    shifted = LOSSES["softmax"](positive_B - T * log_q_B, negative_BN - T * log_q_N, masked_BN=masked_BN, weight_B=weight_B)
+    assert loss.item() == pytest.approx(shifted.item(), rel=1e-5, abs=1e-6)
+
+
+@every_loss
+def test_a_query_whose_columns_are_all_masked_has_a_finite_loss_and_gradient(name):
+    positive_B = torch.tensor([0.5, 0.5], requires_grad=True)
+    negative_BN = torch.tensor([[0.1, 0.9], [0.1, 0.9]], requires_grad=True)
+    masked_BN = torch.tensor([[True, True], [False, False]])
+    loss = LOSSES[name](positive_B, negative_BN, masked_BN=masked_BN, weight_B=None)
+    loss.backward()
+    alone = query_loss(name, 0.5, [])
+    assert loss.item() == pytest.approx((alone + query_loss(name, 0.5, [0.1, 0.9])) / 2, rel=1e-6)
+    assert positive_B.grad.isfinite().all() and negative_BN.grad[0].tolist() == [0, 0]
+    assert (negative_BN.grad[1] != 0).any()
+
+
+@every_loss
+def test_masked_scores_of_any_size_do_not_matter(name):
+    masked_BN = torch.tensor([[True, False]])
+    loss = partial(LOSSES[name], torch.tensor([0.5]), masked_BN=masked_BN, weight_B=None)
+    huge_BN = torch.tensor([[1e30, 0.9]], requires_grad=True)
+    loss(huge_BN).backward()
+    assert loss(huge_BN).item() == loss(torch.tensor([[0.0, 0.9]])).item()
+    assert huge_BN.grad[0, 0] == 0 and huge_BN.grad.isfinite().all()
+
+
+@every_loss
+def test_scores_are_left_as_they_were(name):
+    negative_BN, masked_BN = torch.tensor([[0.3, 0.9]]), torch.tensor([[True, False]])
+    LOSSES[name](torch.tensor([0.5]), negative_BN, masked_BN=masked_BN, weight_B=None)
+    assert negative_BN.tolist() == torch.tensor([[0.3, 0.9]]).tolist()
+
+
+@every_loss
+def test_bfloat16_scores_are_summed_in_float32(name):
+    torch.manual_seed(0)
+    scores = (torch.rand(3) - 0.5).bfloat16(), (torch.rand(3, 5_000) - 0.5).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = LOSSES[name](*scores, masked_BN=None, weight_B=None)
+    assert loss.dtype == torch.float32
+    assert loss.item() == LOSSES[name](*(score.float() for score in scores), masked_BN=None, weight_B=None).item()
+
+
+@pytest.mark.parametrize("loss", [partial(softmax_loss, log_q_B=None, log_q_N=None), bce_loss, bpr_loss])
+def test_a_temperature_can_be_learned(loss):
+    positive_B, negative_BN = torch.tensor([0.2, -0.1]), torch.tensor([[0.4, 0.1], [0.0, -0.6]])
+    score = {"masked_BN": None, "weight_B": None}
+    temperature = torch.tensor(0.5, requires_grad=True)
+    loss(positive_B, negative_BN, temperature=temperature, **score).backward()
+    up, down = (loss(positive_B, negative_BN, temperature=0.5 + h, **score).item() for h in (1e-3, -1e-3))
+    assert temperature.grad.item() == pytest.approx((up - down) / 2e-3, rel=1e-3)
 
 
 def test_bce_can_reach_zero_because_scores_can_be_negative():
-    query, candidates = torch.tensor([[1.0]]), torch.tensor([[30.0], [-30.0]])
-    assert sampled_bce(query, candidates, item_row_K=torch.tensor([0, 1]), temperature=1.0).item() < 1e-6
+    assert LOSSES["bce"](torch.tensor([30.0]), torch.tensor([[-30.0]]), masked_BN=None, weight_B=None).item() < 1e-6
 
 
-def test_bce_leaves_out_a_negative_equal_to_the_positive():
-    query, candidates = torch.tensor([[1.0]]), torch.tensor([[2.0], [2.0]])
-    masked = sampled_bce(query, candidates, item_row_K=torch.tensor([4, 4]), temperature=1.0).item()
-    assert math.isclose(masked, math.log1p(math.exp(-2.0)), rel_tol=1e-5)
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.lists(st.booleans(), min_size=3, max_size=3), st.lists(st.booleans(), min_size=4, max_size=4))
+def test_distillation_is_the_kl_divergence_over_the_known_pairs(seed, known_B, known_K):
+    generator = torch.Generator().manual_seed(seed)
+    student_BO, student_KO, teacher_BT, teacher_KT = (
+        torch.randn(rows, width, generator=generator) for rows, width in [(3, 2), (4, 2), (3, 5), (4, 5)]
+    )
+    same_BK = torch.randint(0, 3, (3, 1), generator=generator) == torch.randint(0, 3, (4,), generator=generator)
+    student_BO.requires_grad_()
+    student_KO.requires_grad_()
+    loss = distillation_loss(
+        student_BO,
+        student_KO,
+        teacher_BT=teacher_BT,
+        teacher_KT=teacher_KT,
+        known_B=torch.tensor(known_B),
+        known_K=torch.tensor(known_K),
+        same_BK=same_BK,
+        temperature=T,
+    )
+
+    def shares(row_O, column_KO, columns):
+        weights = [math.exp(torch.cosine_similarity(row_O, column_KO[k], dim=0).item() / T) for k in columns]
+        return [weight / sum(weights) for weight in weights]
+
+    divergences = []
+    for b in range(3):
+        columns = [k for k in range(4) if known_K[k] and not same_BK[b, k].item()]
+        if known_B[b] and columns:
+            pairs = zip(shares(teacher_BT[b], teacher_KT, columns), shares(student_BO[b], student_KO, columns), strict=True)
+            divergences.append(sum(p * math.log(p / q) for p, q in pairs))
+    assert loss.item() == pytest.approx(sum(divergences) / max(len(divergences), 1), rel=1e-4, abs=1e-6)
+    loss.backward()
+    assert student_BO.grad.isfinite().all() and student_KO.grad.isfinite().all()
+    assert (student_BO.grad[~torch.tensor(known_B)] == 0).all() and (student_KO.grad[~torch.tensor(known_K)] == 0).all()
 
 
-@pytest.mark.parametrize("kind", ["softmax", "bce"])
-def test_the_loss_is_the_mean_over_queries_weighted_as_told(kind):
-    torch.manual_seed(1)
-    query_BO, candidate_KO, rows = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 2, 7, 1])
-    if kind == "bce":
-        loss = partial(sampled_bce, query_BO, candidate_KO, item_row_K=rows, temperature=0.5)
-    else:
-        softmax = partial(sampled_softmax, log_q_K=None, temperature=0.5, mask_accidental_hits=True)
-        loss = partial(softmax, query_BO, candidate_KO, item_row_K=rows)
-    alone = torch.stack([loss(weight_B=one) for one in torch.eye(3)])
-    assert torch.isfinite(alone).all() and len(set(alone.tolist())) == 3
-    assert torch.allclose(loss(weight_B=torch.full((3,), 0.7)), loss(), rtol=1e-6)
-    assert loss(weight_B=torch.zeros(3)).item() == 0
-    if kind == "softmax":  # the negatives of bce are averaged over all pairs at once: query 1 has one pair less
-        assert torch.allclose(loss(weight_B=torch.tensor([1.0, 0.0, 3.0])), (alone[0] + 3 * alone[2]) / 4, rtol=1e-6)
+def test_distillation_is_zero_where_the_student_agrees_with_a_wider_teacher():
+    torch.manual_seed(0)
+    student_KO = torch.randn(6, 3)
+    wider_OT = torch.linalg.qr(torch.randn(5, 5)).Q[:3]  # keeps every angle
+    teacher_KT = 4 * student_KO @ wider_OT
+    known_K = torch.ones(6, dtype=torch.bool)
+    settings_ = {"known_B": known_K, "known_K": known_K, "same_BK": torch.eye(6, dtype=torch.bool), "temperature": 0.05}
+    agree = distillation_loss(student_KO, student_KO, teacher_BT=teacher_KT, teacher_KT=teacher_KT, **settings_)
+    assert abs(agree.item()) < 1e-6
+    with torch.autocast("cpu", torch.bfloat16):  # not even then is it off by the rounding of bfloat16
+        agree = distillation_loss(student_KO, student_KO, teacher_BT=teacher_KT, teacher_KT=teacher_KT, **settings_)
+    assert abs(agree.item()) < 1e-6 and agree.dtype == torch.float32
 
 
-def test_bce_weighs_both_halves():
-    # Query 0 scores 0 against everything, query 1 scores 100 against its positive and the negative alike.
-    query, candidate, rows = torch.tensor([[0.0], [1.0]]), torch.full((3, 1), 100.0), torch.tensor([0, 1, 2])
-    weigh = partial(sampled_bce, query, candidate, item_row_K=rows, temperature=1.0)
-    assert math.isclose(weigh(weight_B=torch.tensor([1.0, 0.0])).item(), 2 * math.log(2), rel_tol=1e-6)
-    assert math.isclose(weigh(weight_B=torch.tensor([0.0, 1.0])).item(), 100, rel_tol=1e-6)
-    assert math.isclose(weigh(weight_B=torch.tensor([3.0, 1.0])).item(), (6 * math.log(2) + 100) / 4, rel_tol=1e-6)
+def test_the_teacher_gets_no_gradient_and_need_not_have_a_direction_where_unknown():
+    student_KO = torch.eye(3, requires_grad=True)
+    teacher_KT = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]], requires_grad=True)
+    known_K = torch.tensor([True, True, False])
+    loss = distillation_loss(
+        student_KO,
+        student_KO,
+        teacher_BT=teacher_KT,
+        teacher_KT=teacher_KT,
+        known_B=known_K,
+        known_K=known_K,
+        same_BK=None,
+        temperature=1.0,
+    )
+    loss.backward()
+    assert loss.item() > 0 and teacher_KT.grad is None
+    assert student_KO.grad.isfinite().all() and (student_KO.grad[2] == 0).all()

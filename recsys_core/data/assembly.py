@@ -1,0 +1,90 @@
+"""From users, their histories and candidate items to a Batch: who is looked up, once each.
+
+Shapes: B queries, K candidates, U distinct items, T items of all histories.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+
+from recsys_core.data.batch import ITEM, QUERY, QUERY_WEIGHTED, Batch, keyed_jagged
+from recsys_core.data.events import Rows
+from recsys_core.data.features.store import FeatureStore
+from recsys_core.data.lists import Lists
+
+
+@dataclass(frozen=True)
+class Assembler:
+    """Makes batches. user_id: whether users have a table of their own; features: those of users, events and items, if any."""
+
+    user_id: bool
+    features: FeatureStore | None = None
+
+    def batch(
+        self,
+        *,
+        user: Rows,
+        position: Rows,
+        history: Lists,
+        candidate: Rows,
+        weight: NDArray[np.float32] | None = None,
+    ) -> Batch:
+        """B queries and K candidates.
+
+        position: [B], where in the log each query's event is, for features of the event. candidate: [K], item rows, the B
+        positives first; may be empty where queries alone are encoded.
+        """
+        code, item = pd.factorize(np.concatenate([candidate, history.row_T]))
+        sparse, item_weight = self._queries(user, position=position), {}
+        lists = {ITEM: single(item)}
+        for key, feature in self._side("item"):
+            lists[key], weight_T = feature.at(item)
+            if weight_T is not None:
+                item_weight[key] = torch.from_numpy(weight_T)
+        sparse[ITEM] = keyed_jagged(lists, samples=len(item))
+        return Batch(
+            sparse=sparse,
+            batch_size=len(user),
+            item_row_U=torch.from_numpy(item),
+            candidate_K=torch.from_numpy(code[: len(candidate)]),
+            history_T=torch.from_numpy(code[len(candidate) :]),
+            history_offset=torch.from_numpy(history.offset),
+            item_weight=item_weight,
+            weight=None if weight is None else torch.from_numpy(weight),
+        )
+
+    def items(self, item: Rows) -> Batch:
+        """`item` alone, in that order; no query."""
+        nobody = np.zeros(0, np.int64)
+        return self.batch(user=nobody, position=nobody, history=Lists.empty(0), candidate=item)
+
+    def _queries(self, user: Rows, *, position: Rows) -> dict[str, torch.Tensor]:
+        plain = {"user": single(user)} if self.user_id else {}
+        weighted: dict[str, Lists] = {}
+        weights: list[NDArray[np.float32]] = []
+        for side, index in (("user", user), ("context", position)):
+            for key, feature in self._side(side):
+                lists, weight_T = feature.at(index)
+                if weight_T is None:
+                    plain[key] = lists
+                else:
+                    weighted[key] = lists
+                    weights.append(weight_T)
+        sparse = {}
+        if plain:
+            sparse[QUERY] = keyed_jagged(plain, samples=len(user))
+        if weighted:
+            sparse[QUERY_WEIGHTED] = keyed_jagged(weighted, samples=len(user), weight_T=np.concatenate(weights))
+        return sparse
+
+    def _side(self, side: str):
+        features = self.features.features if self.features is not None else {}
+        return [(key, feature) for key, feature in features.items() if key.startswith(f"{side}.")]
+
+
+def single(row: Rows) -> Lists:
+    """One row per sample."""
+    return Lists(np.arange(len(row) + 1), row)

@@ -1,0 +1,170 @@
+"""A model config together with what the data gave it: all that is needed to build the towers, to plan and to serve them."""
+
+from collections.abc import Mapping
+from typing import Literal, Self
+
+from recsys_core.config import Frozen
+from recsys_core.errors import InputError
+from recsys_core.manifests import EmbeddingsManifest, FeatureFacts, FeaturesManifest, InteractionsManifest
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.tables import OFFSET, TEACHER, TableConfig
+
+Side = Literal["query", "item"]
+FeatureForm = Literal["single", "list", "weighted_list", "number"]
+NEEDS_VECTORS = ("frozen", "gradual", "residual")
+ROW_BY_ROW = ("item", "user")
+"""Tables that are looked up one row at a time, so that a row alone can be frozen."""
+
+
+class TableSpec(Frozen):
+    """One embedding table, and the feature that is looked up in it."""
+
+    rows: int
+    dim: int
+    feature: str
+    side: Side
+    weighted: bool = False
+    settings: TableConfig
+    pretrained: bool = False
+
+    @property
+    def frozen(self) -> bool:
+        """Whether no step changes a row: the table then has no optimizer, and no gradient is computed."""
+        return self.settings.transfer in ("frozen", "residual")
+
+    @property
+    def collection(self) -> str:
+        """The TorchRec module that holds it: query tables are pooled there, item tables looked up row by row."""
+        return f"{self.side}{'_weighted' if self.weighted else ''}{'_frozen' if self.frozen else ''}"
+
+
+class ModelSpec(Frozen):
+    """Towers, tables and features. `forms` has the features beyond ids: <side>.<name> -> how many values, with weights or not."""
+
+    config: TwoTowerConfig
+    users: int
+    items: int
+    tables: dict[str, TableSpec]
+    forms: dict[str, FeatureForm] = {}
+
+    @classmethod
+    def of(
+        cls,
+        config: TwoTowerConfig,
+        *,
+        interactions: InteractionsManifest,
+        embeddings: EmbeddingsManifest | None = None,
+        features: FeaturesManifest | None = None,
+        tables: Mapping[str, TableConfig] | None = None,
+        loss: LossConfig | None = None,
+    ) -> Self:
+        """The spec for these data; InputError when vectors do not fit their table, or a setting names no table."""
+        facts = features.features if features is not None else {}
+        dims = {name: found.dim for name, found in embeddings.tables.items()} if embeddings is not None else {}
+        return cls.sized(
+            config,
+            users=interactions.users,
+            items=interactions.items,
+            facts=facts,
+            vector_dims=dims,
+            tables=tables or {},
+            distils=loss is not None and loss.distillation is not None,
+        )
+
+    @classmethod
+    def sized(
+        cls,
+        config: TwoTowerConfig,
+        *,
+        users: int,
+        items: int,
+        facts: Mapping[str, FeatureFacts] | None = None,
+        vector_dims: Mapping[str, int] | None = None,
+        tables: Mapping[str, TableConfig] | None = None,
+        distils: bool = False,
+    ) -> Self:
+        """The same from plain numbers. vector_dims: width of the pretrained vectors of each table that has some."""
+        settings, facts, dims = dict(tables or {}), facts or {}, vector_dims or {}
+        forms = {key: feature_form(fact) for key, fact in facts.items()}
+
+        def table(name: str, rows: int, *, feature: str, side: Side, weighted: bool = False) -> TableSpec:
+            wish = settings.pop(name, TableConfig())
+            made = TableSpec(
+                rows=rows,
+                dim=wish.dim or config.embedding_dim,
+                feature=feature,
+                side=side,
+                weighted=weighted,
+                settings=wish,
+                pretrained=name in dims,
+            )
+            check_table(name, made, vectors=dims.get(name))
+            return made
+
+        made = {"item": table("item", items, feature="item", side="item")}
+        if made["item"].settings.transfer == "residual":
+            wish = settings.pop(OFFSET, TableConfig()).model_copy(update={"missing": "zero", "dim": config.embedding_dim})
+            made[OFFSET] = TableSpec(rows=items, dim=config.embedding_dim, feature="item", side="item", settings=wish)
+        if distils:
+            if "item" not in dims:
+                raise InputError("loss.distillation keeps the item vectors' similarities, but embeddings has no item vectors")
+            frozen = TableConfig(transfer="frozen", dim=dims["item"], rescale=False, missing="zero")
+            made[TEACHER] = TableSpec(
+                rows=items, dim=dims["item"], feature="item", side="item", settings=frozen, pretrained=True
+            )
+        if config.user_id:
+            made["user"] = table("user", users, feature="user", side="query")
+        for key, fact in facts.items():
+            side: Side = "item" if key.startswith("item.") else "query"
+            weighted = side == "query" and forms[key] in ("weighted_list", "number")
+            made[key] = table(key, fact.rows, feature=key, side=side, weighted=weighted)
+        for name in settings:
+            raise InputError(f"tables.{name}: the model has no such table; it has {sorted(made)}")
+        return cls(config=config, users=users, items=items, tables=made, forms=forms)
+
+    def on_side(self, side: Side) -> dict[str, TableSpec]:
+        """The tables that the queries, or the items, are looked up in."""
+        return {name: table for name, table in self.tables.items() if table.side == side}
+
+    def features(self, side: Side) -> list[str]:
+        """Declared features that a tower reads, in order."""
+        return [key for key in self.forms if self.tables[key].side == side]
+
+    def output_name(self, table: str) -> str:
+        """How the table's collection names its lookup: TorchRec appends the table where a feature reads several."""
+        spec = self.tables[table]
+        sharing = [t for t in self.tables.values() if t.collection == spec.collection and t.feature == spec.feature]
+        return spec.feature if len(sharing) == 1 else f"{spec.feature}@{module_name(table)}"
+
+
+def feature_form(fact: FeatureFacts) -> FeatureForm:
+    """What a feature looks like to a tower."""
+    if fact.kind in ("list", "weighted_list"):
+        return fact.kind
+    return "number" if fact.kind == "numeric" and fact.boundaries is None else "single"
+
+
+def module_name(table: str) -> str:
+    """Name of a table as a submodule, which must not hold a dot."""
+    return table.replace(".", "__")
+
+
+def check_table(name: str, table: TableSpec, *, vectors: int | None) -> None:
+    """InputError unless the table's settings can be met. vectors: width of its pretrained vectors, None without any."""
+    wish = table.settings
+    if vectors is None and wish.transfer in NEEDS_VECTORS:
+        raise InputError(
+            f"tables.{name}.transfer is {wish.transfer}, but embeddings has no vectors of table {name!r}; add them, or set "
+            "transfer to full"
+        )
+    if vectors is not None and vectors != table.dim:
+        shorter = f", or embeddings.pca_dim to {table.dim}" if vectors > table.dim else ""
+        raise InputError(
+            f"embeddings: the vectors of table {name!r} have {vectors} numbers, but the table has {table.dim}; set "
+            f"tables.{name}.dim to {vectors} (a learned layer projects it to model.embedding_dim){shorter}"
+        )
+    if wish.transfer == "gradual" and name not in ROW_BY_ROW:
+        raise InputError(f"tables.{name}.transfer is gradual, which is for the tables {list(ROW_BY_ROW)}; set full or frozen")
+    if wish.transfer == "residual" and name != "item":
+        raise InputError(f"tables.{name}.transfer is residual, which is for the table item; set full or frozen")

@@ -1,0 +1,99 @@
+"""What training is like: loss, throughput, validation metrics, line by line in metrics.jsonl."""
+
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from recsys_core.errors import StageError
+from recsys_core.models.shards import table_shards
+from recsys_core.models.spec import ModelSpec
+from recsys_core.training.job import Progress
+from recsys_core.training.process import Process
+
+
+class Meter:
+    """Mean loss over ranks and steps since the last line, and throughput; rank 0 appends to metrics.jsonl."""
+
+    def __init__(self, path: Path, *, process: Process, total_steps: int, first_step: int) -> None:
+        self._path, self._process, self._total_steps = path, process, total_steps
+        self._loss = torch.zeros(2, dtype=torch.float64, device=process.device)
+        self._samples = self._all_samples = 0
+        self._since = self._started = time.perf_counter()
+        self.last_loss = float("nan")
+        self.validation: dict[str, float] = {}
+        if process.leads:  # lines after the checkpoint are written again
+            lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+            kept = [line for line in lines if line.endswith("\n") and Progress.model_validate_json(line).step <= first_step]
+            replacement = path.with_name(path.name + ".new")
+            replacement.write_text("".join(kept))
+            replacement.replace(path)  # whoever follows the file sees another inode, never a line that changes under it
+            if kept:
+                self.last_loss = Progress.model_validate_json(kept[-1]).loss
+
+    def add(self, loss: Tensor, *, samples: int) -> None:
+        """Counts one step; `samples` over all ranks."""
+        self._loss[0] += loss
+        self._loss[1] += 1
+        self._samples += samples
+
+    def log(
+        self,
+        step: int,
+        *,
+        epoch: int,
+        learning_rate: float,
+        unfrozen: dict[str, float],
+        validation: dict[str, float] | None = None,
+    ) -> None:
+        """Collective. Appends a line and starts a new window."""
+        dist.all_reduce(self._loss)
+        if self._loss[1]:
+            self.last_loss = (self._loss[0] / self._loss[1]).item()
+        now = time.perf_counter()
+        line = Progress(
+            step=step,
+            total_steps=self._total_steps,
+            epoch=epoch,
+            loss=self.last_loss,
+            learning_rate=learning_rate,
+            samples_per_s=self._samples / (now - self._since),
+            unfrozen=unfrozen,
+            validation=validation or {},
+        )
+        if self._process.leads:
+            with self._path.open("a") as file:
+                file.write(line.model_dump_json() + "\n")
+        self._all_samples += self._samples
+        self._samples, self._since = 0, now
+        self._loss.zero_()
+
+    @property
+    def samples_per_s(self) -> float:
+        """Over all that this process trained, checkpoints and validation included."""
+        return self._all_samples / (time.perf_counter() - self._started)
+
+
+def refuse_nan(loss: Tensor, *, step: int, epoch: int, model: DistributedModelParallel, spec: ModelSpec, rank: int) -> None:
+    """StageError if the loss of a step is not finite: names the step, and the tables and layers that no longer are."""
+    if torch.isfinite(loss):
+        return
+    state = model.state_dict()
+    told = []
+    for table in spec.tables:
+        for shard in table_shards(state, table=table):
+            bad = torch.nonzero(~torch.isfinite(shard.weight_RC).all(dim=1))
+            if len(bad):
+                told.append(f"table {table}: {len(bad)} rows here are not finite, the first is row {shard.row + int(bad[0])}")
+                break
+    layers = [name for name, value in model.named_parameters() if ".head." in f".{name}" and not torch.isfinite(value).all()]
+    if layers:
+        told.append(f"layers {', '.join(layers)}")
+    raise StageError(
+        f"step {step}, epoch {epoch}, rank {rank}: the loss is {loss.item()} ({'; '.join(told) or 'tables and layers are finite'}); "
+        "lower the learning_rate of training.table_optimizer or training.dense_optimizer, set their clip, or raise "
+        "model.temperature"
+    )

@@ -1,0 +1,89 @@
+"""Metrics of the validation split while training, over the full catalogue.
+
+Shapes: I items, E users, O output width.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import distributed as dist
+
+from recsys_core.data.events import EventStore
+from recsys_core.errors import InputError
+from recsys_core.evaluation import metrics
+from recsys_core.evaluation.cold import cold_rows, rank_among
+from recsys_core.evaluation.exact import rank_catalogue
+from recsys_core.evaluation.metrics import TargetRanks
+from recsys_core.training.config import ValidationConfig
+from recsys_core.training.encoding import Encoder, RankWriter
+from recsys_core.training.process import Process
+
+SAMPLE_SEED = 1
+_METRICS = {"recall": metrics.recall, "ndcg": metrics.ndcg, "hit_rate": metrics.hit_rate}
+
+
+class Validator:
+    """Every rank encodes its share of the items and ranks all of them for its share of the users."""
+
+    def __init__(self, config: ValidationConfig, *, store: EventStore, process: Process, work: Path, alive: Path) -> None:
+        self._config, self._store, self._process, self._work = config, store, process, work
+        self._writer = RankWriter(process, alive=alive)
+        self._cold = cold_rows(store, "validation") if config.catalogue == "cold" else None
+        users = store.users_with_targets("validation")
+        if self._cold is not None and len(users):
+            cold = np.zeros(len(store.item_count), np.bool_)
+            cold[self._cold] = True
+            targets = store.targets(users, "validation")
+            users = users[targets.keep(cold[targets.row_T]).length_N > 0]
+            if not len(users):
+                raise InputError(
+                    "training.validation.catalogue is cold, but no validation event is of an item without a training event; "
+                    "hold out items (interactions.split.validation_by: item), or set catalogue to all"
+                )
+        if len(users) > config.max_users:
+            users = np.sort(np.random.default_rng(SAMPLE_SEED).choice(users, config.max_users, replace=False))
+        self._users = users
+
+    @property
+    def can_measure(self) -> bool:
+        """Whether the validation split holds an event."""
+        return len(self._users) > 0
+
+    @property
+    def name(self) -> str:
+        """Of the metric that decides, e.g. ndcg@10."""
+        return f"{self._config.metric}@{self._config.k}"
+
+    @torch.no_grad()
+    def measure(self, encoder: Encoder) -> dict[str, float]:
+        """Collective. recall, ndcg and hit_rate at k: means over the users, the same on every rank."""
+        task, config = encoder.task, self._config
+        task.eval()
+        spec = task.head.spec
+        path = self._work / "validation_items.npy"
+        item_IO = self._writer.create(path, shape=(spec.items, spec.config.output_dim))
+        self._writer.write([item_IO], encode=lambda rows: encoder.items(rows)[1:], what="validation")
+        dist.barrier()
+        all_IO = torch.from_numpy(np.load(path))
+        sums = torch.zeros(1 + len(_METRICS), dtype=torch.float64)
+        for places, is_ours in self._writer.batches(len(self._users)):
+            users = self._users[places]
+            query_EO = encoder.queries(users, split="validation").cpu()
+            if not is_ours:
+                continue
+            seen, targets = self._store.before(users, "validation"), self._store.targets(users, "validation")
+            if self._cold is None:
+                ranking = rank_catalogue(query_EO, item_ID=all_IO, seen=seen, targets=targets, k=config.k)
+            else:
+                ranking = rank_among(
+                    query_EO, item_ID=all_IO, candidate_rows=self._cold, seen=seen, targets=targets, k=config.k
+                )
+            ranks = TargetRanks.of_pairs(user_P=ranking.query_P, rank_P=ranking.rank_P, candidates_E=ranking.candidates_E)
+            sums[0] += ranks.users
+            for place, metric in enumerate(_METRICS.values(), 1):
+                sums[place] += metric(ranks, k=config.k).sum()
+        sums = sums.to(self._process.device)
+        dist.all_reduce(sums)
+        task.train()
+        return {f"{name}@{config.k}": float(sums[place] / sums[0]) for place, name in enumerate(_METRICS, 1)}

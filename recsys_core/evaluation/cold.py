@@ -1,0 +1,60 @@
+"""Items without an event ranked among themselves: how well vectors and features alone place an item.
+
+In a ranking of the full catalogue such an item stands behind most that have events, whatever the model knows of it.
+Shapes: E queries, I items, C candidates, D width, T rows of all lists.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recsys_core.data.events import EvaluationSplit, EventStore
+from recsys_core.data.lists import Lists
+from recsys_core.evaluation.exact import Ranking, rank_catalogue
+
+
+def cold_rows(store: EventStore, split: EvaluationSplit) -> NDArray[np.int64]:
+    """Rows of the items without any event before `split`, ascending."""
+    return np.flatnonzero(store.counts_before(split) == 0)
+
+
+def rank_among(
+    query_ED: Tensor, *, item_ID: Tensor, candidate_rows: NDArray[np.int64], seen: Lists, targets: Lists, k: int
+) -> Ranking:
+    """Ranks the items of `candidate_rows` alone, for the queries that have a target among them.
+
+    Args:
+        query_ED, item_ID: of one floating type. candidate_rows: int64 [C], distinct rows of item_ID, ascending.
+        seen, targets: item rows per query; those that are no candidates are passed over. k: length of the top list.
+
+    In the ranking an item is its place in `candidate_rows`, and queries are counted without those that have no target.
+    Raises StageError if a vector is not finite.
+
+    Below, of five items the last two are candidates; the second query alone has a target among them, and 7 is above 6.
+
+    >>> item_ID = torch.tensor([[9.0], [8.0], [5.0], [7.0], [6.0]])
+    >>> targets = Lists(np.array([0, 1, 3]), np.array([0, 1, 4]))
+    >>> none = Lists.empty(2)
+    >>> found = rank_among(torch.ones(2, 1), item_ID=item_ID, candidate_rows=np.array([3, 4]), seen=none, targets=targets, k=2)
+    >>> found.query_P.tolist(), found.target_row_P.tolist(), found.rank_P.tolist(), found.top_EK.tolist(), found.items
+    ([0], [1], [1], [[0, 1]], 2)
+    """
+    place_I = np.full(len(item_ID), -1, np.int64)
+    place_I[candidate_rows] = np.arange(len(candidate_rows))
+    wanted = _placed(targets, place_I)
+    asked = np.flatnonzero(wanted.length_N)
+    return rank_catalogue(
+        query_ED[torch.from_numpy(asked)],
+        item_ID=item_ID[torch.from_numpy(candidate_rows)],
+        seen=_placed(seen.take(asked), place_I),
+        targets=wanted.take(asked),
+        k=k,
+    )
+
+
+def _placed(lists: Lists, place_I: NDArray[np.int64]) -> Lists:
+    """The rows that have a place, as their places."""
+    place_T = place_I[lists.row_T]
+    kept = lists.keep(place_T >= 0)
+    return Lists(kept.offset, place_T[place_T >= 0])

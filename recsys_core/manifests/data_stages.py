@@ -151,6 +151,7 @@ class FeatureFacts(Frozen):
     definition: str = Field(description="a later night continues the vocabulary of an equal definition")
     continued: bool = Field(description="whether last night's vocabulary, boundaries or mean were kept")
     new_values: int = Field(0, description="values that got a row tonight")
+    with_vector: int = Field(0, description="values of its vocabulary that have a pretrained vector")
 
     @property
     def weighted(self) -> bool:
@@ -174,7 +175,8 @@ class FeaturesManifest(Manifest):
     as its weight (.weight.npy float32 [rows], -10 to 10); row 0 and weight 0 without one. Rows are those of users.parquet,
     items.parquet and, for the context, of event_item.npy. <side>.<name>.vocabulary.parquet (not for numeric and hashed
     features): column `value`, whose position is the row, and `count`; line 0 has value null and stands for all that is out of
-    vocabulary.
+    vocabulary. <side>.<name>.vector_row.npy int64 [rows of its table]: row in the embeddings' <side>.<name>.vectors.npy, -1
+    without a vector and for row 0; only where there are vectors of the feature.
     """
 
     kind: ClassVar[str] = "features"

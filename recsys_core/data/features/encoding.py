@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 
 from recsys_core.data.features.config import FeatureConfig
 from recsys_core.data.features.numbers import moments, quantiles, standardised
+from recsys_core.data.features.vectors import vector_rows
 from recsys_core.data.files.disk import allocate
 from recsys_core.data.files.sql import SQL_TYPE, scan
+from recsys_core.errors import InputError
 from recsys_core.manifests import FeatureFacts, IdType
 
 BATCH_ROWS = 1_000_000
@@ -47,6 +49,8 @@ class Encoding:
     """SQL condition on `joined`: which rows a vocabulary is counted on."""
     last_night: LastNight | None
     out: Path
+    vector_ids: Path | None = None
+    """Parquet with the value that each pretrained vector belongs to, where the feature has such."""
 
     @property
     def definition(self) -> str:
@@ -78,6 +82,7 @@ class Encoding:
         if self.feature.hash_rows is None:
             self._write_vocabulary()
             table_rows = 1 + self._number("SELECT coalesce(max(row), 0) FROM vocabulary")
+            facts = facts.model_copy(update={"with_vector": self._write_vector_rows(table_rows)})
             self.connection.execute("DROP TABLE vocabulary")
         else:
             table_rows = 1 + self.feature.hash_rows
@@ -133,6 +138,19 @@ class Encoding:
         with pq.ParquetWriter(self.out / f"{self.key}.vocabulary.parquet", schema) as writer:
             for batch in reader:
                 writer.write_table(pa.Table.from_batches([batch]).cast(schema))
+
+    def _write_vector_rows(self, table_rows: int) -> int:
+        """Returns how many values have a vector."""
+        if self.vector_ids is None:
+            return 0
+        array = self._array("vector_row", dtype=np.int64, rows=table_rows)
+        found = vector_rows(self.connection, self.vector_ids, into_R=array)
+        if not found:
+            raise InputError(
+                f"embeddings: none of the vectors for {self.key!r} belongs to one of its {table_rows - 1:,} values; do both "
+                "use the same ids?"
+            )
+        return found
 
     def _coded(self, *columns: str) -> Iterator[tuple[NDArray[np.int64], ...]]:
         """Batches of row, code and `columns` of all values that are there; a null in a list has code 0."""

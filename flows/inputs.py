@@ -4,6 +4,7 @@ from typing import Any
 
 from flows.config import PipelineConfig
 from recsys_core.data.features.tables import check_features
+from recsys_core.data.features.vectors import check_vectors
 from recsys_core.data.log.ingest import ingest_interactions
 from recsys_core.data.log.input import check_interactions
 from recsys_core.data.vectors.files import check_embeddings
@@ -20,7 +21,8 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
     log = check_interactions(config.log, data_root=config.data_root)
     events = sum(source.record.rows for source in log.sources)
     facts = {"interactions": f"{events:,} rows in {len(log.sources)} files, users {log.user_id_type}, items {log.item_id_type}"}
-    for vectors in check_embeddings(config.embeddings, data_root=config.data_root):
+    embeddings = check_embeddings(config.embeddings, data_root=config.data_root)
+    for vectors in embeddings:
         table = vectors.config.table
         wanted = {"item": log.item_id_type, "user": log.user_id_type}.get(table, vectors.id_type)
         if vectors.id_type != wanted:
@@ -40,6 +42,7 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
             log=log.sources,
             data_root=config.data_root,
         )
+        check_vectors(tables, id_types={vectors.config.table: vectors.id_type for vectors in embeddings})
         facts["features"] = ", ".join(
             f"{len(table.features)} of {table.side}s" if table.side != "context" else f"{len(table.features)} of the context"
             for table in tables

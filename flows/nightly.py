@@ -58,8 +58,9 @@ def night(config: PipelineConfig, run: Run) -> Iterator[tuple[StageName, Manifes
     features = None
     if config.features is not None:
         features = ingest_features(
-            config.features, log=config.log, interactions=interactions, data_root=config.data_root, run=run
-        )
+            config.features, log=config.log, interactions=interactions, embeddings=embeddings,
+            data_root=config.data_root, run=run,
+        )  # fmt: skip
     yield "ingest_features", features
     checked = check_data(config.data_report, split=config.interactions.split, interactions=interactions, run=run)
     yield "check_data", checked

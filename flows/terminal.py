@@ -70,10 +70,15 @@ def stage_lines() -> Iterator[None]:
 
 
 def print_metrics(table: MetricTable, *, console: Console) -> None:
-    """Contenders by row, metrics by column, the best of each column in bold."""
-    best = [max((row[i] or 0.0 for row in table.rows.values()), default=0.0) for i in range(len(table.columns))]
+    """Contenders by row, metrics by column, the best of each column in bold; cold items have a best of their own."""
     rows: list[list[str | Text]] = [
-        [name, *(Text("-" if v is None else f"{v:.4f}", "bold" if v == best[i] else "") for i, v in enumerate(values))]
+        [
+            name,
+            *(
+                Text("-" if value is None else f"{value:.4f}", "bold" if value == best else "")
+                for value, best in zip(values, table.best_beside(name), strict=True)
+            ),
+        ]
         for name, values in table.rows.items()
     ]
     print_table(["test", *table.columns], rows, console=console)

@@ -51,6 +51,7 @@ def ingest_features(
     *,
     log: InteractionsConfig,
     interactions: InteractionsManifest,
+    embeddings: EmbeddingsManifest | None,
     data_root: Path | None,
     run: Run,
 ) -> FeaturesManifest:
@@ -59,6 +60,7 @@ def ingest_features(
     manifest = features_core.ingest_features(
         config,
         interactions=interactions,
+        embeddings=embeddings,
         previous=run.last_night("ingest_features", FeaturesManifest),
         memory_limit=log.memory_limit,
         threads=log.threads,

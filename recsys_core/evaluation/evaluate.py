@@ -1,6 +1,6 @@
 """Stage `evaluate`: the model beside its baselines, over the full catalogue, from exported vectors.
 
-Shapes: E queries, I items, D width, P (query, target) pairs.
+Shapes: E queries, I items, C cold items, D width, P (query, target) pairs.
 """
 
 import json
@@ -19,6 +19,7 @@ from recsys_core.data.events import EvaluationSplit, EventStore
 from recsys_core.data.lists import Lists
 from recsys_core.errors import InputError, StageError
 from recsys_core.evaluation import baselines, metrics
+from recsys_core.evaluation.cold import cold_rows, rank_among
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.exact import Ranking, rank_catalogue
 from recsys_core.evaluation.metrics import TargetRanks
@@ -55,7 +56,9 @@ def evaluate(
     """Ranks the catalogue for the users of both splits, and for the test split with the baselines too.
 
     Metric names are flat: test/recall@20, validation/ndcg@10, baseline/popularity/recall@20, test/slice/cold_items/recall@20,
-    test/users. Raises InputError if no test user has a target.
+    test/users. Under <split>/cold/ and baseline/zero_shot/cold/ items without an event before the split are ranked among
+    themselves, for the users that took one; there is nothing under it where none did. Raises InputError if no test user has a
+    target.
     """
     if export.items != interactions.items:
         raise StageError(
@@ -71,6 +74,8 @@ def evaluate(
             ranking = _rank(questions, questions.query_ED, item_ID, config=config)
             if len(ranking.rank_P):
                 found |= _metrics("validation", ranking, config=config)
+            cold_C = cold_rows(store, "validation")
+            found |= _cold_metrics("validation", questions, questions.query_ED, item_ID, cold_C=cold_C, config=config)
 
         if not export.queries.get("test", 0):
             raise InputError("no event is in the test split, so nothing can be evaluated; change interactions.split")
@@ -84,9 +89,14 @@ def evaluate(
             "test", ranking, store=store, questions=questions, config=config
         )
 
+        cold_C = cold_rows(store, "test")
+        found |= _cold_metrics("test", questions, questions.query_ED, item_ID, cold_C=cold_C, config=config)
+
         order_I = _popularity(store, interactions)
         for name, vectors in _baseline_vectors(order_I, questions, interactions=interactions, embeddings=embeddings).items():
             found |= _metrics(f"baseline/{name}", _rank(questions, *vectors, config=config), config=config)
+            if name != "popularity":  # among items without an event, popularity has nothing to go by
+                found |= _cold_metrics(f"baseline/{name}", questions, *vectors, cold_C=cold_C, config=config)
 
         np.save(out / "popularity.npy", order_I)
         (out / "metrics.json").write_text(json.dumps(found, indent=2))
@@ -133,6 +143,31 @@ def _baseline_vectors(
             histories=questions.history,
         )
     return vectors
+
+
+def _cold_metrics(
+    prefix: str,
+    questions: Questions,
+    query_ED: Tensor,
+    item_ID: Tensor,
+    *,
+    cold_C: NDArray[np.int64],
+    config: EvaluationConfig,
+) -> dict[str, float]:
+    """The same for cold items among cold items; empty where nobody took one."""
+    nothing = Lists.empty(len(questions.history))  # a cold item is in no history
+    ranking = rank_among(
+        query_ED, item_ID=item_ID, candidate_rows=cold_C, seen=nothing, targets=questions.targets, k=max(config.ks)
+    )
+    if not len(ranking.rank_P):
+        return {}
+    ranks = TargetRanks.of_pairs(user_P=ranking.query_P, rank_P=ranking.rank_P, candidates_E=ranking.candidates_E)
+    found: dict[str, float] = {"users": ranks.users, "items": ranking.items}
+    for k in config.ks:
+        found[f"recall@{k}"] = _mean(metrics.recall(ranks, k=k))
+        found[f"ndcg@{k}"] = _mean(metrics.ndcg(ranks, k=k))
+        found[f"hit_rate@{k}"] = _mean(metrics.hit_rate(ranks, k=k))
+    return {f"{prefix}/cold/{name}": float(value) for name, value in found.items()}
 
 
 def _rank(questions: Questions, query_ED: Tensor, item_ID: Tensor, *, config: EvaluationConfig) -> Ranking:

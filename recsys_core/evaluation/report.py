@@ -11,6 +11,8 @@ from recsys_core.config import Frozen
 
 COLOURS = {"model": "#22577a", "popularity": "#c7c7c7", "zero_shot": "#57a773"}
 COLUMNS = ("recall@20", "ndcg@10", "hit_rate@10", "mrr", "auc", "coverage@20")
+COLD = ", cold items"
+"""Ends the name of a row that is about cold items ranked among themselves."""
 
 
 class MetricTable(Frozen):
@@ -19,16 +21,28 @@ class MetricTable(Frozen):
     columns: tuple[str, ...]
     rows: dict[str, tuple[float | None, ...]]
 
+    def best_beside(self, name: str) -> tuple[float, ...]:
+        """The highest value of each column among the rows that ranked the same items as row `name`.
+
+        >>> rows = {"model": (0.2,), "popularity": (0.3,), "model, cold items": (0.9,)}
+        >>> MetricTable(columns=("recall@20",), rows=rows).best_beside("model")
+        (0.3,)
+        """
+        rivals = [values for other, values in self.rows.items() if other.endswith(COLD) == name.endswith(COLD)]
+        return tuple(max(value or 0.0 for value in column) for column in zip(*rivals, strict=True))
+
 
 def metric_table(metrics: Mapping[str, float], *, columns: Sequence[str] = COLUMNS) -> MetricTable:
-    """The model's test metrics beside its baselines.
+    """The model's test metrics beside its baselines; below them the same for cold items, where there are some.
 
     >>> metric_table({"test/mrr": 0.5, "baseline/popularity/mrr": 0.25}, columns=["mrr"]).rows
     {'model': (0.5,), 'popularity': (0.25,)}
     """
     contenders = _contenders(metrics)
     shown = tuple(column for column in columns if column in contenders["model"])
-    return MetricTable(columns=shown, rows={name: tuple(v.get(c) for c in shown) for name, v in contenders.items()})
+    cold = {f"{name}{COLD}": _under("cold/", values) for name, values in contenders.items()}
+    told = contenders | {name: values for name, values in cold.items() if values}
+    return MetricTable(columns=shown, rows={name: tuple(v.get(c) for c in shown) for name, v in told.items()})
 
 
 def to_markdown(table: MetricTable) -> str:

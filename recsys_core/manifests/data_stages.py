@@ -146,9 +146,17 @@ class FeatureFacts(Frozen):
     missing: int = Field(description="users, items or events without it: not in the table, null, NaN, or an empty list")
     truncated: int = Field(0, description="lists longer than max_values, of which the first values were kept")
     boundaries: tuple[float, ...] | None = Field(None, description="numeric: row 1 + n holds values from boundary n on")
+    mean: float | None = Field(None, description="numeric, standardised: what is taken off a value")
+    std: float | None = Field(None, description="numeric, standardised: what it is divided by then; 0: every weight is 0")
     definition: str = Field(description="a later night continues the vocabulary of an equal definition")
-    continued: bool = Field(description="whether last night's vocabulary or boundaries were kept")
+    continued: bool = Field(description="whether last night's vocabulary, boundaries or mean were kept")
     new_values: int = Field(0, description="values that got a row tonight")
+    with_vector: int = Field(0, description="values of its vocabulary that have a pretrained vector")
+
+    @property
+    def weighted(self) -> bool:
+        """Whether each of its values has a weight beside its row."""
+        return self.kind == "weighted_list" or self.mean is not None
 
 
 class FeatureTableFacts(Frozen):
@@ -163,10 +171,12 @@ class FeaturesManifest(Manifest):
     """Features in the order of the rows that they belong to: <side>.<name> with side user, item or context.
 
     One value each (categorical, numeric): <side>.<name>.row.npy int32 [rows]. Lists: <side>.<name>.offset.npy int64 [rows + 1]
-    and .row.npy int32 [values] as CSR, .weight.npy float32 [values] where weighted. Rows are those of users.parquet,
+    and .row.npy int32 [values] as CSR, .weight.npy float32 [values] where weighted. A standardised number: row 1 and the number
+    as its weight (.weight.npy float32 [rows], -10 to 10); row 0 and weight 0 without one. Rows are those of users.parquet,
     items.parquet and, for the context, of event_item.npy. <side>.<name>.vocabulary.parquet (not for numeric and hashed
     features): column `value`, whose position is the row, and `count`; line 0 has value null and stands for all that is out of
-    vocabulary.
+    vocabulary. <side>.<name>.vector_row.npy int64 [rows of its table]: row in the embeddings' <side>.<name>.vectors.npy, -1
+    without a vector and for row 0; only where there are vectors of the feature.
     """
 
     kind: ClassVar[str] = "features"

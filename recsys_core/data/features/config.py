@@ -19,7 +19,7 @@ class FeatureConfig(Frozen):
         min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_]+$", description="name of the feature; letters, digits and _"
     )
     kind: FeatureKind = Field(
-        "categorical", description="one value, a list of values, a list with a weight per value, or a number put into buckets"
+        "categorical", description="one value, a list of values, a list with a weight per value, or a number"
     )
     column: str | None = Field(None, min_length=1, description="column that holds it; empty: the one called like the feature")
     weight_column: str | None = Field(
@@ -35,6 +35,11 @@ class FeatureConfig(Frozen):
     )
     boundaries: tuple[float, ...] | None = Field(
         None, min_length=1, description="numeric: where buckets end, ascending; a value on a boundary is in the bucket above"
+    )
+
+    standardise: bool = Field(
+        False,
+        description="numeric: the number itself, less the mean, over the standard deviation of the training data, within +-10",
     )
 
     @property
@@ -59,12 +64,16 @@ class FeatureConfig(Frozen):
         self._only_with("hash_rows", kinds=("categorical", "list", "weighted_list"))
         self._only_with("buckets", kinds=("numeric",))
         self._only_with("boundaries", kinds=("numeric",))
+        self._only_with("standardise", kinds=("numeric",))
         if self.kind == "weighted_list" and self.weight_column is None:
             raise ValueError(f"feature {self.name!r} is a weighted_list, but has no weight_column; set it, or kind to list")
         if self.kind == "weighted_list" and self.weight_column == self.source_column:
             raise ValueError(f"feature {self.name!r}: {self.source_column!r} is the column of the values and of the weights")
-        if self.kind == "numeric" and (self.buckets is None) == (self.boundaries is None):
-            raise ValueError(f"feature {self.name!r} is numeric: set exactly one of buckets (a number) and boundaries (a list)")
+        if self.kind == "numeric" and [self.buckets is None, self.boundaries is None, not self.standardise].count(False) != 1:
+            raise ValueError(
+                f"feature {self.name!r} is numeric: set exactly one of buckets (a number), boundaries (a list) and "
+                "standardise (true)"
+            )
         if self.min_count > 1 and (self.kind == "numeric" or self.hash_rows is not None):
             raise ValueError(
                 f"feature {self.name!r}: min_count is {self.min_count}, but only a vocabulary counts; leave it out, or "
@@ -80,7 +89,7 @@ class FeatureConfig(Frozen):
 
     def _only_with(self, setting: str, *, kinds: tuple[FeatureKind, ...]) -> None:
         value = getattr(self, setting)
-        if value is not None and self.kind not in kinds:
+        if value is not None and value is not False and self.kind not in kinds:
             raise ValueError(
                 f"feature {self.name!r}: {setting} is {value!r}, but goes only with kind {' or '.join(kinds)}, not "
                 f"{self.kind}; leave {setting} out, or set kind"

@@ -17,8 +17,11 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from recsys_core.data.features.config import FeatureConfig
+from recsys_core.data.features.numbers import moments, quantiles, standardised
+from recsys_core.data.features.vectors import vector_rows
 from recsys_core.data.files.disk import allocate
 from recsys_core.data.files.sql import SQL_TYPE, scan
+from recsys_core.errors import InputError
 from recsys_core.manifests import FeatureFacts, IdType
 
 BATCH_ROWS = 1_000_000
@@ -46,13 +49,16 @@ class Encoding:
     """SQL condition on `joined`: which rows a vocabulary is counted on."""
     last_night: LastNight | None
     out: Path
+    vector_ids: Path | None = None
+    """Parquet with the value that each pretrained vector belongs to, where the feature has such."""
 
     @property
     def definition(self) -> str:
         """What has to be the same for a value to keep its row."""
         feature = self.feature
-        told = {"kind": feature.kind, "column": feature.source_column, "type": self.value_type}
+        told: dict[str, Any] = {"kind": feature.kind, "column": feature.source_column, "type": self.value_type}
         told |= {name: getattr(feature, name) for name in ("hash_rows", "buckets", "boundaries")}
+        told["standardise"] = feature.standardise or None
         return json.dumps({name: value for name, value in told.items() if value is not None})
 
     @property
@@ -76,6 +82,7 @@ class Encoding:
         if self.feature.hash_rows is None:
             self._write_vocabulary()
             table_rows = 1 + self._number("SELECT coalesce(max(row), 0) FROM vocabulary")
+            facts = facts.model_copy(update={"with_vector": self._write_vector_rows(table_rows)})
             self.connection.execute("DROP TABLE vocabulary")
         else:
             table_rows = 1 + self.feature.hash_rows
@@ -132,6 +139,19 @@ class Encoding:
             for batch in reader:
                 writer.write_table(pa.Table.from_batches([batch]).cast(schema))
 
+    def _write_vector_rows(self, table_rows: int) -> int:
+        """Returns how many values have a vector."""
+        if self.vector_ids is None:
+            return 0
+        array = self._array("vector_row", dtype=np.int64, rows=table_rows)
+        found = vector_rows(self.connection, self.vector_ids, into_R=array)
+        if not found:
+            raise InputError(
+                f"embeddings: none of the vectors for {self.key!r} belongs to one of its {table_rows - 1:,} values; do both "
+                "use the same ids?"
+            )
+        return found
+
     def _coded(self, *columns: str) -> Iterator[tuple[NDArray[np.int64], ...]]:
         """Batches of row, code and `columns` of all values that are there; a null in a list has code 0."""
         if self.feature.hash_rows is not None:
@@ -182,36 +202,38 @@ class Encoding:
         return self._facts(values=values, out_of_vocabulary=unknown, missing=empty, truncated=cut)
 
     def _numeric(self) -> FeatureFacts:
-        """Row 1 + n for the values from boundary n - 1 up to boundary n; row 0 for null and NaN."""
-        last = self.continues
-        if last is not None and last.facts.boundaries is not None:
-            boundaries = np.array(last.facts.boundaries, np.float64)
-        elif self.feature.boundaries is not None:
-            boundaries = np.array(self.feature.boundaries, np.float64)
-        else:
-            boundaries = self._quantiles(self.feature.buckets or 1)
+        """Buckets: row 1 + n for the values from boundary n - 1 up to boundary n. Standardised: row 1, with a weight.
+
+        Row 0 for null and NaN.
+        """
+        column = f"v{self.number}"
+        told = self._standard(column) if self.feature.standardise else self._bounds(column)
+        boundaries = np.array(told.get("boundaries", ()), np.float64)
         array = self._array("row", dtype=np.int32, rows=self.rows)
+        weight = self._array("weight", dtype=np.float32, rows=self.rows) if self.feature.standardise else None
         present = 0
-        reader = self.connection.sql(f"SELECT row, v{self.number} AS value FROM joined").to_arrow_reader(BATCH_ROWS)
+        reader = self.connection.sql(f"SELECT row, {column} AS value FROM joined").to_arrow_reader(BATCH_ROWS)
         for batch in reader:
             value = batch.column("value").to_numpy(zero_copy_only=False)  # null becomes NaN
             known = ~np.isnan(value)
-            array[batch.column("row").to_numpy()[known]] = 1 + np.searchsorted(boundaries, value[known], side="right")
-            present += int(known.sum())
+            place = batch.column("row").to_numpy()[known]
+            array[place] = 1 + np.searchsorted(boundaries, value[known], side="right")
+            if weight is not None:
+                weight[place] = standardised(value[known], mean=told["mean"], std=told["std"])
+            present += len(place)
         facts = self._facts(values=self.rows, out_of_vocabulary=0, missing=self.rows - present)
-        told = {"rows": len(boundaries) + 2, "boundaries": tuple(boundaries.tolist())}
-        return facts.model_copy(update=told)
+        return facts.model_copy(update=told | {"rows": len(boundaries) + 2})
 
-    def _quantiles(self, buckets: int) -> NDArray[np.float64]:
-        """Boundaries of `buckets` equally full buckets; fewer where a value is so frequent that it fills several."""
-        # Sorted by DuckDB, which spills, and picked from the stream: its quantile functions hold all values in memory.
-        chosen = f"FROM joined WHERE trained AND isfinite(v{self.number})"
-        count = self._number(f"SELECT count(*) {chosen}")
-        wanted = np.arange(buckets) * count // buckets
-        picked, start = [np.zeros(0)], 0
-        for batch in self.connection.sql(f"SELECT v{self.number} AS value {chosen} ORDER BY value").to_arrow_reader(BATCH_ROWS):
-            inside = wanted[(wanted >= start) & (wanted < start + batch.num_rows)]
-            picked.append(batch.column("value").to_numpy()[inside - start])
-            start += batch.num_rows
-        distinct: NDArray[np.float64] = np.unique(np.concatenate(picked))
-        return distinct[1:]  # the smallest value is no boundary
+    def _bounds(self, column: str) -> dict[str, Any]:
+        last = self.continues
+        if last is not None and last.facts.boundaries is not None:
+            return {"boundaries": last.facts.boundaries}
+        if self.feature.boundaries is not None:
+            return {"boundaries": self.feature.boundaries}
+        return {"boundaries": tuple(quantiles(self.connection, column, buckets=self.feature.buckets or 1).tolist())}
+
+    def _standard(self, column: str) -> dict[str, Any]:
+        last = self.continues
+        if last is not None:
+            return {"mean": last.facts.mean, "std": last.facts.std}
+        return dict(zip(("mean", "std"), moments(self.connection, column), strict=True))

@@ -14,12 +14,14 @@ import pyarrow.parquet as pq
 from recsys_core.data.features.config import FeaturesConfig
 from recsys_core.data.features.encoding import Encoding, LastNight
 from recsys_core.data.features.tables import FeatureTable, check_features, refuse_bad_rows, value_sql
+from recsys_core.data.features.vectors import check_vectors
 from recsys_core.data.files.database import database
 from recsys_core.data.files.disk import full_disk_is_told
 from recsys_core.data.files.sources import local_files, open_sources
 from recsys_core.data.files.sql import quoted, scan, scan_all
 from recsys_core.errors import InputError
 from recsys_core.manifests import (
+    EmbeddingsManifest,
     FeatureFacts,
     FeaturesManifest,
     FeatureTableFacts,
@@ -42,15 +44,17 @@ def ingest_features(
     memory_limit: str,
     threads: int | None,
     folder: Path,
+    embeddings: EmbeddingsManifest | None = None,
     data_root: Path | None = None,
 ) -> FeaturesManifest:
     """The arrays that FeaturesManifest describes, out of core in DuckDB.
 
     previous: last night's features, whose vocabularies and boundaries go on where the rows of users and items do.
+    embeddings: the pretrained vectors, some of which may be of features (table item.brand).
     data_root: where every file of a table has to lie.
 
     Raises InputError for missing files and columns, other types than the config says, null and duplicate ids, ids of another
-    type than the log's, and weights that are not finite, negative or not one per value.
+    type than the log's, weights that are not finite, negative or not one per value, and vectors that fit no feature.
     """
     if previous is not None and previous.lineage != interactions.lineage:
         previous = None
@@ -59,6 +63,8 @@ def ingest_features(
     tables = check_features(
         config, user_id_type=interactions.user_id_type, item_id_type=interactions.item_id_type, log=log, data_root=data_root
     )
+    vectors = {} if embeddings is None else embeddings.tables
+    check_vectors(tables, id_types={name: found.id_type for name, found in vectors.items()})
     records = tuple(source.record for table in tables if table.side != "context" for source in table.sources)
 
     def build(out: Path) -> dict[str, Any]:
@@ -73,11 +79,13 @@ def ingest_features(
                     found = _load(connection, table, interactions=interactions, scratch=scratch)
                     if found is not None:
                         facts[table.side] = found
-                    features |= _encode(connection, table, interactions=interactions, previous=previous, out=out)
+                    features |= _encode(
+                        connection, table, interactions=interactions, previous=previous, embeddings=embeddings, out=out
+                    )
         shutil.rmtree(scratch)
         return {"lineage": interactions.lineage, "features": features, "tables": facts, "sources": records}
 
-    fingerprint = fingerprint_of("features", config, interactions, previous, records)
+    fingerprint = fingerprint_of("features", config, interactions, previous, embeddings, records)
     return produce(folder, FeaturesManifest, fingerprint=fingerprint, build=build)
 
 
@@ -158,6 +166,7 @@ def _encode(
     *,
     interactions: InteractionsManifest,
     previous: FeaturesManifest | None,
+    embeddings: EmbeddingsManifest | None,
     out: Path,
 ) -> dict[str, FeatureFacts]:
     made = {}
@@ -174,6 +183,7 @@ def _encode(
             counted="trained" if table.side == "context" else "TRUE",
             last_night=_last_night(previous, key),
             out=out,
+            vector_ids=embeddings.ids(key) if embeddings is not None and key in embeddings.tables else None,
         )
         made[key] = encoding.run()
     return made

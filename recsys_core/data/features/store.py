@@ -16,7 +16,7 @@ from recsys_core.manifests import FeaturesManifest
 
 @dataclass(frozen=True)
 class Feature:
-    """One feature: one row each where `offset` is None, else list n is row[offset[n]:offset[n + 1]]."""
+    """One feature: one row each where `offset` is None, else list n is row[offset[n]:offset[n + 1]]. A weight for each row."""
 
     row: NDArray[np.int32]
     offset: Rows | None
@@ -25,7 +25,8 @@ class Feature:
     def at(self, index: Rows) -> tuple[Lists, NDArray[np.float32] | None]:
         """The lists of `index` and, where the feature is weighted, a weight for each of their rows."""
         if self.offset is None:
-            return Lists(np.arange(len(index) + 1), self.row[index].astype(np.int64)), None
+            lists = Lists(np.arange(len(index) + 1), self.row[index].astype(np.int64))
+            return lists, None if self.weight is None else self.weight[index]
         start = self.offset[index]
         length = self.offset[index + 1] - start
         place = ragged_ranges(start, length)
@@ -43,11 +44,11 @@ class FeatureStore:
         """Maps the arrays of a committed stage."""
         features = {}
         for key, facts in manifest.features.items():
-            is_list, weighted = facts.kind in ("list", "weighted_list"), facts.kind == "weighted_list"
+            is_list = facts.kind in ("list", "weighted_list")
             features[key] = Feature(
                 row=mapped(manifest.path(f"{key}.row.npy")),
                 offset=mapped(manifest.path(f"{key}.offset.npy")) if is_list else None,
-                weight=mapped(manifest.path(f"{key}.weight.npy")) if weighted else None,
+                weight=mapped(manifest.path(f"{key}.weight.npy")) if facts.weighted else None,
             )
         return cls(features)
 

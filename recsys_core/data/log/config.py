@@ -31,13 +31,23 @@ class GivenSplit(Frozen):
     test: Paths = Field(min_length=1, description="parquet files or globs with the test events")
     validation: Paths | None = Field(None, description="parquet files or globs with the validation events")
     validation_share: float = Field(
-        0.0, ge=0, lt=1, description="without validation files: share of each training log held out, by hash of (user, item)"
+        0.0, ge=0, lt=1, description="without validation files: share of the training log held out, by hash (see validation_by)"
+    )
+    validation_by: Literal["pair", "item"] = Field(
+        "pair",
+        description="what validation_share is a share of: pairs of user and item, or items, each with all its training events: "
+        "then validation tells how the model does on items without an interaction",
     )
 
     @model_validator(mode="after")
     def _one_validation(self) -> Self:
         if self.validation is not None and self.validation_share > 0:
             raise ValueError("set validation or validation_share, not both")
+        if self.validation_by == "item" and self.validation_share == 0:
+            raise ValueError(
+                "validation_by is item, but validation_share is 0: no item would be held out; set validation_share, or leave "
+                "validation_by out"
+            )
         return self
 
 

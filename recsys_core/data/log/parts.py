@@ -23,7 +23,7 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import IdType, InteractionsManifest, LogPart, ReadFile, SourceFile, fingerprint_of
 
 MICROSECONDS = {"s": "* 1000000", "ms": "* 1000", "us": "", "ns": "// 1000"}
-PAIR = 'hash("user"::VARCHAR, item::VARCHAR'
+PAIR, ITEM = 'hash("user"::VARCHAR, item::VARCHAR', "hash(item::VARCHAR"
 """Of strings: the hash of a number depends on how wide the file's writer made it."""
 READING = {
     "user_column", "item_column", "timestamp_column", "timestamp_unit", "order_column", "label_column", "label_threshold",
@@ -42,9 +42,8 @@ def gather_parts(
 ) -> tuple[tuple[LogPart, ...], tuple[Source, ...]]:
     """Last night's parts that hold for tonight's files, and a new one of the files that none of them has: these files too."""
     (out / "parts").mkdir()
-    draws = isinstance(config.split, GivenSplit) and config.split.validation_share > 0
     keys = {name: str(kind) for name, kind in found.sources[0].partition_types.items() if name in config.columns}
-    reading = fingerprint_of(duckdb.__version__, config.model_dump(mode="json", include=READING), draws, keys)
+    reading = fingerprint_of(duckdb.__version__, config.model_dump(mode="json", include=READING), _draw(config), keys)
     kept = []
     for part in continued.parts if continued else ():
         if part.reading == reading and _holds(part, found.splits) and not _waits(part):
@@ -228,8 +227,8 @@ def _write(
     user, item = (f'TRY_CAST(raw."{side}" AS {SQL_TYPE[kind]})' for side, kind in zip(("user", "item"), types, strict=True))
     extra = [*(["TRY_CAST(weight AS FLOAT) AS weight"] if config.weight_column else [])]
     extra += [f"context_{at}" for at in range(len(config.context_columns))]
-    if isinstance(config.split, GivenSplit) and config.split.validation_share > 0:
-        extra.append(f"({PAIR}, 'validation') % 1000000)::INTEGER AS draw")
+    draw = _draw(config)
+    extra += [] if draw is None else [f"{draw} AS draw"]
     columns = ", ".join(["source::INTEGER AS source", 'u.code AS "user"', "i.code AS item", "position", *extra])
     joins = [
         f"JOIN {side}_ids {side[0]} ON {_probe(connection, side, value=value)}"
@@ -242,6 +241,14 @@ def _write(
     nulls = "position IS NULL" + (" OR weight IS NULL" if config.weight_column else "")
     query = f"SELECT source, count(*), count(*) FILTER ({nulls}) FROM {scan(file)} GROUP BY 1"
     return {source: (rows, lost) for source, rows, lost in connection.sql(query).fetchall()}
+
+
+def _draw(config: InteractionsConfig) -> str | None:
+    """SQL for a number below a million by which validation is drawn from the training log: the same for a pair, or an item."""
+    if not isinstance(config.split, GivenSplit) or config.split.validation_share == 0:
+        return None
+    hashed = PAIR if config.split.validation_by == "pair" else ITEM
+    return f"({hashed}, 'validation') % 1000000)::INTEGER"
 
 
 def _probe(connection: duckdb.DuckDBPyConnection, side: str, *, value: str) -> str:

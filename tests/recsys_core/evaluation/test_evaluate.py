@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from torch.nn.functional import normalize
 from recsys_core.errors import InputError
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
+from recsys_core.manifests import EvaluationManifest
 from tests.recsys_core.evaluation.stages import embeddings_stage, export_stage, interactions_stage
 
 BEAUTY = Path(__file__).resolve().parents[4] / "shared" / "data" / "beauty"
@@ -21,8 +23,14 @@ ITEM = np.eye(6)
 QUERY = np.array([[0, 0, 0, 9, 1, 0], [0, 0, 0, 1, 2, 3], [0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1]], float)
 
 
-def _run(folder: Path, config: EvaluationConfig, *, embeddings: bool = False, test: list[list[int]] | None = None):
-    test = TEST if test is None else test
+def _run(
+    folder: Path,
+    config: EvaluationConfig,
+    *,
+    embeddings: bool = False,
+    validation: list[list[int]] = VALIDATION,
+    test: list[list[int]] = TEST,
+) -> EvaluationManifest:
     users = [user for user, rows in enumerate(test) if rows]
     return evaluate(
         config,
@@ -32,7 +40,7 @@ def _run(folder: Path, config: EvaluationConfig, *, embeddings: bool = False, te
             queries={"test": (users, QUERY[users]), "validation": ([0, 1, 3], QUERY[[0, 1, 3]])},
         ),
         interactions=interactions_stage(
-            folder / "interactions", train=TRAIN, validation=VALIDATION, test=test, items=6, vector_row=[0, 1, 2, 3, -1, -1]
+            folder / "interactions", train=TRAIN, validation=validation, test=test, items=6, vector_row=[0, 1, 2, 3, -1, -1]
         ),
         embeddings=embeddings_stage(folder / "embeddings", np.eye(4)) if embeddings else None,
         folder=folder / "evaluation",
@@ -54,6 +62,35 @@ def test_hand_counted_metrics_of_a_small_log(tmp_path: Path) -> None:
     assert found["test/slice/warm_items/targets"] == 1
     assert found["test/slice/new_users/recall@2"] == 1
     assert found["test/slice/known_users/targets"] == 4
+
+
+def test_cold_items_are_ranked_among_cold_items_for_the_users_who_took_one(tmp_path: Path) -> None:
+    found = _run(tmp_path, EvaluationConfig(ks=(1, 2)), embeddings=True).metrics
+    # Nobody had items 3, 4 and 5 before the test. User 0: 3 is first. User 1: 5, 4, 3. User 2 has no order but by row: 3, 4, 5.
+    assert (found["test/cold/users"], found["test/cold/items"]) == (3, 3)
+    assert found["test/cold/recall@1"] == pytest.approx((1 + 1 / 2 + 0) / 3)
+    assert found["test/cold/recall@2"] == pytest.approx((1 + 1 / 2 + 1) / 3)
+    assert found["test/cold/hit_rate@1"] == pytest.approx(2 / 3)
+    assert found["test/cold/ndcg@2"] == pytest.approx((1 + 1 / (1 + math.log(2, 3)) + math.log(2, 3)) / 3)
+    # Item 3 alone has a vector: it is above 4 and 5 for everybody.
+    assert found["baseline/zero_shot/cold/recall@1"] == pytest.approx((1 + 1 / 2 + 0) / 3)
+    assert found["baseline/zero_shot/cold/users"] == 3
+    # In validation, users 0, 1 and 3 took items that training knows.
+    assert not [name for name in found if name.startswith(("validation/cold", "baseline/popularity/cold"))]
+
+
+def test_validation_holds_an_item_for_cold_that_training_has_not(tmp_path: Path) -> None:
+    validation = [[4], [1], [], [0]]
+    found = _run(tmp_path, EvaluationConfig(ks=(1,)), validation=validation).metrics
+    # Training has items 0, 1 and 2. User 0 asks for 3, then 4, then 5.
+    assert (found["validation/cold/users"], found["validation/cold/items"]) == (1, 3)
+    assert found["validation/cold/recall@1"] == 0
+    assert found["test/cold/items"] == 2  # 4 is known by then
+
+
+def test_where_nobody_took_a_cold_item_there_are_no_such_metrics(tmp_path: Path) -> None:
+    found = _run(tmp_path, EvaluationConfig(ks=(1,)), embeddings=True, test=[[2, 0], [], [1], [1]]).metrics
+    assert not [name for name in found if "/cold/" in name]
 
 
 def test_popularity_counts_what_was_before_the_test_and_is_kept(tmp_path: Path) -> None:

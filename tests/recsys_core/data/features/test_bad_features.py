@@ -205,7 +205,10 @@ def test_names_with_quotes_and_long_hostile_values_do_no_harm(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"kind": "numeric"}, "set exactly one of buckets (a number) and boundaries"),
+        ({"kind": "numeric"}, "set exactly one of buckets (a number), boundaries (a list) and standardise (true)"),
+        ({"kind": "numeric", "standardise": True, "buckets": 3}, "set exactly one of buckets"),
+        ({"kind": "numeric", "standardise": True, "min_count": 2}, "only a vocabulary counts"),
+        ({"standardise": True}, "standardise is True, but goes only with kind numeric, not categorical"),
         ({"kind": "numeric", "buckets": 3, "boundaries": [1.0]}, "set exactly one of buckets"),
         ({"kind": "numeric", "boundaries": [1.0, 5.0, 5.0]}, "boundaries have to increase, but 5 comes after 5"),
         ({"kind": "numeric", "boundaries": [1.0, float("inf")]}, "leave out what is not finite"),

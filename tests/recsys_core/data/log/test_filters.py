@@ -167,6 +167,10 @@ def test_weights_and_context_ride_with_their_events(tmp_path: Path) -> None:
         ({"filter": {"max_user_events": 3}}, "need timestamp_column or order_column"),
         ({"label_range": (1, 5), "timestamp_column": "t"}, "label_range is set, but label_column is not"),
         ({"label_range": (5, 1), "label_column": "s", "label_threshold": 1, "timestamp_column": "t"}, "below the second"),
+        (
+            {"split": {"kind": "files", "test": "t.parquet", "validation_by": "item"}},
+            "validation_by is item, but validation_share is 0",
+        ),
     ],
 )
 def test_settings_that_need_each_other_are_checked(settings: dict[str, object], told: str) -> None:

@@ -198,6 +198,41 @@ def test_the_validation_share_is_held_out_of_train_alone_and_the_same_every_time
     assert len({user for user, _, _ in first.parts[1]}) > 90
 
 
+@pytest.mark.parametrize("name", [str, int])
+def test_held_out_items_are_in_no_training_event_and_the_same_every_night(tmp_path: Path, name: type) -> None:
+    log = [(user, name(item), item) for user in range(5) for item in range(1000)]
+    first = write_log(tmp_path / "a.parquet", log)
+    test = write_log(tmp_path / "test.parquet", [(1, name(60), 60), (1, name(1000), 60)])
+    split = {"kind": "files", "test": test, "validation_share": 0.2, "validation_by": "item"}
+    night = ingest(tmp_path / "night", first, split=split)
+    train, validation, tested = read(night).parts
+    held_out = {item for _, item, _ in validation}
+    assert not held_out & {item for _, item, _ in train}
+    assert sorted(train + validation) == sorted(log)  # all events of an item are on one side
+    assert 137 < len(held_out) < 263  # 5 standard deviations of 12.6 around 200
+    assert sorted(tested) == sorted([(1, name(60), 60), (1, name(1000), 60)])
+
+    # The next night reads one more file: what was held out stays so, there too; from scratch it is the same.
+    more = write_log(tmp_path / "b.parquet", [(user, name(item), 2000) for user in (7, 8) for item in range(900, 1100)])
+    later = ingest(tmp_path / "later", first, more, split=split, last_night=night)
+    assert later.files_read == 1
+    train, validation, _ = read(later).parts
+    new = {item for _, item, _ in validation}
+    assert not new & {item for _, item, _ in train}
+    assert {item for item in new if int(item) < 1000} == held_out
+    anew = read(ingest(tmp_path / "anew", first, more, split=split)).parts
+    assert [sorted(part) for part in anew] == [sorted(part) for part in read(later).parts]
+
+
+def test_another_way_to_hold_out_reads_the_log_again(tmp_path: Path) -> None:
+    log = write_log(tmp_path / "a.parquet", [(user, item, item) for user in range(20) for item in range(20)])
+    split = {"kind": "files", "test": write_log(tmp_path / "test.parquet", [(1, 60, 60)]), "validation_share": 0.5}
+    pairs = ingest(tmp_path / "pairs", log, split=split)
+    items = ingest(tmp_path / "items", log, split=split | {"validation_by": "item"}, last_night=pairs)
+    train, validation, _ = read(items).parts
+    assert validation and not {item for _, item, _ in validation} & {item for _, item, _ in train}
+
+
 def test_a_log_without_order_keeps_each_users_events_together(tmp_path: Path) -> None:
     train = write_log(tmp_path / "a.parquet", log := [(user, item, 0) for item in range(20) for user in range(5)])
     test = write_log(tmp_path / "b.parquet", [(0, 99, 0)])

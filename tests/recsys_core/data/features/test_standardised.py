@@ -1,0 +1,135 @@
+"""Numbers as they are: standardised over what training sees, the same on later nights."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from recsys_core.data.features.config import FeaturesConfig
+from recsys_core.data.features.ingest import ingest_features
+from recsys_core.data.features.store import FeatureStore
+from recsys_core.manifests import FeaturesManifest, InteractionsManifest
+from tests.recsys_core.data.stages import write_interactions
+from tests.recsys_core.data.tables import write
+
+ITEMS = list(range(8))
+PRICE = {"name": "price", "kind": "numeric", "standardise": True}
+# Items 0 to 5 have training events.
+LOG = [([0, 1, 2], [6], [7]), ([3, 4, 5], [], [])]
+
+
+def ingest(folder: Path, price: Any, *, previous: FeaturesManifest | None = None, **log: Any) -> FeaturesManifest:
+    interactions = write_interactions(folder / "log", users=["u", "v"], items=ITEMS, log=LOG, **log)
+    path = write(folder / "i.parquet", row_group=3, id=ITEMS[: len(price)], price=price)
+    return features_of(folder, interactions, previous, items={"paths": path, "id_column": "id", "features": [PRICE]})
+
+
+def features_of(
+    folder: Path, interactions: InteractionsManifest, previous: FeaturesManifest | None = None, **config: Any
+) -> FeaturesManifest:
+    return ingest_features(
+        FeaturesConfig(**config), interactions=interactions, previous=previous, memory_limit="500MB", threads=2,
+        folder=folder / "features",
+    )  # fmt: skip
+
+
+def stored(made: FeaturesManifest, key: str = "item.price") -> tuple[list[int], list[float]]:
+    row, weight = (np.load(made.path(f"{key}.{name}.npy")) for name in ("row", "weight"))
+    assert (row.dtype, weight.dtype) == (np.int32, np.float32)
+    return row.tolist(), weight.tolist()
+
+
+def test_a_number_is_its_distance_from_the_mean_of_what_training_sees(tmp_path: Path) -> None:
+    # Of 1, 3, 1 and 3: mean 2, standard deviation 1. Item 6 is not in training, item 7 not in the table.
+    made = ingest(tmp_path, [1.0, 3.0, 1.0, 3.0, None, math.nan, 4.5])
+    assert stored(made) == ([1, 1, 1, 1, 0, 0, 1, 0], [-1.0, 1.0, -1.0, 1.0, 0.0, 0.0, 2.5, 0.0])
+    facts = made.features["item.price"]
+    assert (facts.mean, facts.std, facts.rows, facts.missing, facts.values) == (2.0, 1.0, 2, 3, 8)
+    assert facts.weighted and facts.boundaries is None
+    assert sorted(made.files) == ["item.price.row.npy", "item.price.weight.npy"]
+
+
+def test_infinities_and_outliers_are_cut_off_and_infinities_move_no_mean(tmp_path: Path) -> None:
+    made = ingest(tmp_path, [1.0, 3.0, math.inf, -math.inf, 1.0, 3.0, 1e30, -200.0])
+    assert stored(made) == ([1] * 8, [-1.0, 1.0, 10.0, -10.0, -1.0, 1.0, 10.0, -10.0])
+
+
+@pytest.mark.parametrize("price", [[0.1] * 6 + [7.0], [None] * 6 + [7.0]])
+def test_without_a_spread_in_training_every_weight_is_zero(tmp_path: Path, price: list[float | None]) -> None:
+    made = ingest(tmp_path, pa.array(price, pa.float64()))
+    assert made.features["item.price"].std == 0
+    assert stored(made) == ([int(one is not None) for one in price] + [0], [0.0] * 8)
+
+
+@pytest.mark.parametrize("kind", [pa.int16(), pa.uint64(), pa.float32(), pa.decimal128(9, 2)])
+def test_any_type_of_number_will_do(tmp_path: Path, kind: pa.DataType) -> None:
+    made = ingest(tmp_path, pa.array([1.0, 3.0] * 3).cast(kind))
+    assert stored(made)[1][:6] == [-1.0, 1.0] * 3
+
+
+def test_a_later_night_goes_on_with_the_same_mean_until_the_rows_start_anew(tmp_path: Path) -> None:
+    night = ingest(tmp_path / "1", [1.0, 3.0, 1.0, 3.0])
+    later = ingest(tmp_path / "2", [10.0, 12.0, 14.0, 2.0], previous=night)
+    facts = later.features["item.price"]
+    assert (facts.mean, facts.std, facts.continued) == (2.0, 1.0, True)
+    assert stored(later)[1][:4] == [8.0, 10.0, 10.0, 0.0]
+    rebuilt = ingest(tmp_path / "3", [10.0, 12.0, 10.0, 12.0], previous=later, lineage="second")
+    facts = rebuilt.features["item.price"]
+    assert (facts.mean, facts.std, facts.continued) == (11.0, 1.0, False)
+
+
+def test_a_feature_that_was_in_buckets_last_night_starts_anew(tmp_path: Path) -> None:
+    log = write_interactions(tmp_path / "log", users=["u", "v"], items=ITEMS, log=LOG)
+    table = {"paths": write(tmp_path / "i.parquet", id=ITEMS[:4], price=[1.0, 3.0, 1.0, 3.0]), "id_column": "id"}
+    buckets = {"name": "price", "kind": "numeric", "buckets": 2}
+    night = features_of(tmp_path / "1", log, items=table | {"features": [buckets]})
+    later = features_of(tmp_path / "2", log, night, items=table | {"features": [PRICE]})
+    assert not later.features["item.price"].continued and later.features["item.price"].mean == 2.0
+    back = features_of(tmp_path / "3", log, later, items=table | {"features": [buckets]})
+    assert not back.features["item.price"].continued and back.features["item.price"].mean is None
+
+
+def test_the_context_is_standardised_over_training_events(tmp_path: Path) -> None:
+    # Events in the order of the store: three of training, validation, test; three of training.
+    interactions = write_interactions(
+        tmp_path / "log", users=["u", "v"], items=ITEMS, log=LOG, context={"hour": [4, 8, 4, 100, 12, 8, 4, 8]}
+    )
+    made = features_of(tmp_path, interactions, context=[{"name": "hour", "kind": "numeric", "standardise": True}])
+    assert stored(made, "context.hour") == ([1] * 8, [-1.0, 1.0, -1.0, 10.0, 3.0, 1.0, -1.0, 1.0])
+
+
+def test_the_store_gives_each_number_as_the_weight_of_its_row(tmp_path: Path) -> None:
+    store = FeatureStore.open(ingest(tmp_path, [1.0, 3.0, 1.0, 3.0, None, math.nan, 4.5]))
+    lists, weight = store.features["item.price"].at(np.array([6, 4, 0]))
+    assert (lists.row_T.tolist(), lists.length_N.tolist()) == ([1, 0, 1], [1, 1, 1])
+    assert weight is not None and weight.tolist() == [2.5, 0.0, -1.0]
+    none = np.zeros(0, np.int64)
+    plain, weighted, weights = store.of_batch(user=none, position=none, item=np.array([1, 6]))
+    assert (list(plain), list(weighted)) == ([], ["item.price"])
+    assert weights is not None and weights.tolist() == [1.0, 2.5]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.none() | st.floats(), min_size=1, max_size=8))
+@example([1.7e308, -1.7e308, 1.7e308])
+@example([5e-324, 0.0])
+def test_any_number_becomes_a_finite_one_and_training_has_mean_0_and_spread_1(
+    tmp_path_factory: pytest.TempPathFactory, price: list[float | None]
+) -> None:
+    made = ingest(tmp_path_factory.mktemp("case"), pa.array(price, pa.float64()))
+    row, weight = stored(made)
+    facts = made.features["item.price"]
+    assert facts.mean is not None and facts.std is not None
+    assert math.isfinite(facts.mean) and math.isfinite(facts.std)
+    assert all(abs(one) <= 10 for one in weight)
+    assert row == [int(one is not None and not math.isnan(one)) for one in price] + [0] * (8 - len(price))
+    assert all(one == 0 for one, there in zip(weight, row, strict=True) if not there)
+    trained = [at for at, one in enumerate(price[:6]) if one is not None and math.isfinite(one)]
+    if facts.std > 1e-300 and facts.std > 1e-12 * abs(facts.mean):  # else what is left are roundings
+        assert np.mean([weight[at] for at in trained]) == pytest.approx(0, abs=1e-3)
+        assert np.std([weight[at] for at in trained]) == pytest.approx(1, abs=1e-3)

@@ -1,0 +1,128 @@
+"""Pretrained vectors of a feature's values find the rows of its table, on every night."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recsys_core.data.features.config import FeaturesConfig
+from recsys_core.data.features.ingest import ingest_features
+from recsys_core.data.vectors.config import EmbeddingsConfig
+from recsys_core.data.vectors.ingest import ingest_embeddings
+from recsys_core.manifests import EmbeddingsManifest, FeaturesManifest
+from tests.recsys_core.data.stages import write_interactions
+from tests.recsys_core.data.tables import refuses, write
+
+ITEMS = [10, 11, 12, 13, 14]
+LOG = [([0, 1, 2], [3], [1]), ([1], [], [0])]
+
+
+def embed(folder: Path, **tables: Any) -> EmbeddingsManifest:
+    """Vectors [1], [2], ... for the ids given per table; __ stands for the dot in its name."""
+    entries = []
+    for name, ids in tables.items():
+        path = write(folder / f"{name}.parquet", item_id=pa.array(ids), v=[[1.0 + row] for row in range(len(ids))])
+        entries.append(EmbeddingsConfig(paths=path, vector_column="v", table=name.replace("__", ".")))
+    return ingest_embeddings(entries, folder=folder / "embeddings")
+
+
+def ingest(
+    folder: Path,
+    embeddings: EmbeddingsManifest | None,
+    *features: dict[str, Any],
+    previous: FeaturesManifest | None = None,
+    name: str = "features",
+    **columns: Any,
+) -> FeaturesManifest:
+    """Items with `columns`."""
+    log = folder / f"{name}.log"
+    interactions = write_interactions(log, users=["ann", "bob"], items=ITEMS, log=LOG)
+    table = write(folder / f"{name}.items.parquet", id=ITEMS, **columns)
+    config = {"items": {"paths": table, "id_column": "id", "features": features}}
+    return ingest_features(
+        FeaturesConfig.model_validate(config), interactions=interactions, previous=previous, embeddings=embeddings,
+        memory_limit="500MB", threads=1, folder=folder / name,
+    )  # fmt: skip
+
+
+def by_value(made: FeaturesManifest, key: str) -> dict[Any, int]:
+    """Each value of the vocabulary with the row of its vector; None is row 0."""
+    row = np.load(made.path(f"{key}.vector_row.npy"))
+    assert (row.dtype, len(row)) == (np.int64, made.features[key].rows)
+    values = pq.read_table(made.path(f"{key}.vocabulary.parquet"))["value"].to_pylist()
+    return dict(zip(values, row.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("name", [str, int])
+def test_each_value_has_the_row_of_its_vector(tmp_path: Path, name: type) -> None:
+    embeddings = embed(tmp_path, item__brand=[name(9), name(2), name(1)], item=ITEMS[:2])
+    brand = pa.array([name(one) for one in (1, 2, 2, 3)] + [None])
+    made = ingest(tmp_path, embeddings, {"name": "brand"}, {"name": "other", "column": "brand"}, brand=brand)
+    assert by_value(made, "item.brand") == {None: -1, name(2): 1, name(1): 2, name(3): -1}
+    assert (made.features["item.brand"].with_vector, made.features["item.other"].with_vector) == (2, 0)
+    assert "item.other.vector_row.npy" not in made.files
+
+
+def test_the_values_of_lists_and_below_min_count_count_as_the_vocabulary_has_them(tmp_path: Path) -> None:
+    tags = pa.array([["a", "b"], ["b", "c"], None, [], ["b", "c", None]], pa.list_(pa.string()))
+    embeddings = embed(tmp_path, item__tags=["a", "b", "d"])
+    made = ingest(tmp_path, embeddings, {"name": "tags", "kind": "list", "min_count": 2}, tags=tags)
+    assert by_value(made, "item.tags") == {None: -1, "b": 1, "c": -1}
+
+
+def test_on_a_later_night_rows_stay_and_find_the_vectors_of_that_night(tmp_path: Path) -> None:
+    first, second = embed(tmp_path / "1", item__brand=["a", "b"]), embed(tmp_path / "2", item__brand=["c", "b"])
+    night = ingest(tmp_path, first, {"name": "brand"}, name="one", brand=["a", "a", "b", "a", "b"])
+    later = ingest(tmp_path, second, {"name": "brand"}, name="two", previous=night, brand=["c", "c", "c", "b", "b"])
+    assert by_value(night, "item.brand") == {None: -1, "a": 0, "b": 1}
+    assert list(by_value(later, "item.brand").items()) == [(None, -1), ("a", -1), ("b", 1), ("c", 0)]
+
+
+def test_other_vectors_are_another_stage(tmp_path: Path) -> None:
+    brand = ["a", "a", "b", "a", "b"]
+    night = ingest(tmp_path / "1", embed(tmp_path / "1", item__brand=["a", "b"]), {"name": "brand"}, brand=brand)
+    other = ingest(tmp_path / "2", embed(tmp_path / "2", item__brand=["b", "a"]), {"name": "brand"}, brand=brand)
+    none = ingest(tmp_path / "3", None, {"name": "brand"}, brand=brand)
+    assert len({made.fingerprint for made in (night, other, none)}) == 3
+    assert "item.brand.vector_row.npy" not in none.files
+
+
+BRANDS = {"brand": ["a", "a", "b", "a", "b"], "price": [1.0, 2.0, 3.0, 4.0, 5.0]}
+PRICE = {"name": "price", "kind": "numeric"}
+
+
+@pytest.mark.parametrize(
+    ("table", "ids", "feature", "words"),
+    [
+        ("item__brand", [1, 2], {"name": "brand"}, ("'brand' holds string, but the ids of the item.brand vectors are int64",)),
+        ("item__brand", ["a"], {"name": "brand", "hash_rows": 9}, ("'brand' of features.items is hashed", "hash_rows to null")),
+        ("item__price", [1], PRICE | {"buckets": 2}, ("'price' of features.items is numeric", "set kind to categorical")),
+        ("item__price", [1], PRICE | {"standardise": True}, ("'price' of features.items is numeric",)),
+        ("item__band", ["a"], {"name": "brand"}, ("table 'item.band', but the tables are item, user, item.brand",)),
+        ("user__brand", ["a"], {"name": "brand"}, ("table 'user.brand', but the tables are item, user, item.brand",)),
+        (
+            "item__brand",
+            ["x", "y"],
+            {"name": "brand"},
+            ("none of the vectors for 'item.brand' belongs to one of its 2",),
+        ),
+    ],
+)
+def test_vectors_that_cannot_belong_to_a_feature(
+    tmp_path: Path, table: str, ids: list[Any], feature: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    embeddings = embed(tmp_path / "vectors", **{table: ids})
+    (tmp_path / "run").mkdir()
+    interactions = write_interactions(tmp_path / "log", users=["ann", "bob"], items=ITEMS, log=LOG)
+    path = write(tmp_path / "items.parquet", id=ITEMS, **BRANDS)
+    config = FeaturesConfig.model_validate({"items": {"paths": path, "id_column": "id", "features": [feature]}})
+    refuses(
+        lambda out: ingest_features(
+            config, interactions=interactions, previous=None, embeddings=embeddings, memory_limit="200MB", threads=1, folder=out
+        ),
+        tmp_path / "run",
+        *words,
+    )

@@ -3,6 +3,7 @@
 from typing import Any
 
 from flows.config import PipelineConfig
+from recsys_core.data.features.ingest import ingest_features
 from recsys_core.data.features.tables import check_features
 from recsys_core.data.features.vectors import check_vectors
 from recsys_core.data.log.ingest import ingest_interactions
@@ -10,7 +11,7 @@ from recsys_core.data.log.input import check_interactions
 from recsys_core.data.vectors.files import check_embeddings
 from recsys_core.data.vectors.ingest import ingest_embeddings
 from recsys_core.errors import InputError
-from recsys_core.models.config import ModelSpec, require_width
+from recsys_core.models.spec import ModelSpec, require_width
 from recsys_core.sharding.config import ClusterConfig
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan
@@ -31,7 +32,8 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
                 f"{wanted}; write both as one type"
             )
         if vectors.dim is not None:
-            require_width(config.model, vectors.dim, table=table)
+            wish = config.tables.get(table)
+            require_width(vectors.dim, (wish and wish.dim) or config.model.embedding_dim, table=table)
         width = f"{vectors.dim} numbers each" if vectors.dim else "of a length that the schema does not tell"
         facts[vectors.setting] = f"{vectors.rows:,} vectors of {table} in {len(vectors.sources)} files, {width}"
     if config.features is not None:
@@ -57,10 +59,27 @@ def plan_for(config: PipelineConfig, *, cluster: dict[str, Any]) -> PlanFile:
     embeddings = (
         ingest_embeddings(config.embeddings, folder=folder / "embeddings", data_root=root) if config.embeddings else None
     )
-    interactions = ingest_interactions(
-        config.interactions, embeddings=embeddings, folder=folder / "interactions", data_root=root
+    interactions = ingest_interactions(config.log, embeddings=embeddings, folder=folder / "interactions", data_root=root)
+    features = None
+    if config.features is not None:
+        features = ingest_features(
+            config.features,
+            interactions=interactions,
+            embeddings=embeddings,
+            previous=None,
+            memory_limit=config.interactions.memory_limit,
+            threads=config.interactions.threads,
+            folder=folder / "features",
+            data_root=root,
+        )
+    model = ModelSpec.of(
+        config.model,
+        interactions=interactions,
+        embeddings=embeddings,
+        features=features,
+        tables=config.tables,
+        loss=config.loss,
     )
-    model = ModelSpec.of(config.model, interactions=interactions, embeddings=embeddings)
     wanted = ClusterConfig(**(config.sharding.cluster.model_dump() | cluster))
     sharding = config.sharding.model_copy(update={"cluster": wanted})
-    return make_plan(sharding, model=model, batch_size=config.training.batch_size)
+    return make_plan(sharding, model=model, batch_size=config.training.batch_size, optimizer=config.training.table_optimizer)

@@ -124,9 +124,7 @@ class TrainLoader:
         return self._store.histories(position, user, max_history=self._max_history, with_target=self._with_target)
 
 
-def query_batch(
-    store: EventStore, user: Rows, split: EvaluationSplit, *, assembler: Assembler, max_history: int
-) -> Batch:
+def query_batch(store: EventStore, user: Rows, split: EvaluationSplit, *, assembler: Assembler, max_history: int) -> Batch:
     """`user` as they stood before `split`, at the moment of their first event in it; no candidates."""
     return assembler.batch(
         user=user,

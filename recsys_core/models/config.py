@@ -59,9 +59,7 @@ class TwoTowerConfig(Frozen):
         False, description="give each user a row of its own; unknown users are then served by their history alone"
     )
     history: HistoryConfig = Field(default_factory=HistoryConfig, description="the user's items as a feature")
-    query: TowerConfig = Field(
-        default_factory=lambda: TowerConfig(residual=True), description="layers of the query tower"
-    )
+    query: TowerConfig = Field(default_factory=lambda: TowerConfig(residual=True), description="layers of the query tower")
     candidate: TowerConfig = Field(default_factory=TowerConfig, description="layers of the candidate tower")
     similarity: Literal["cosine", "dot"] = Field("cosine", description="training, index and serving all score by it")
     temperature: float = Field(0.1, gt=0, description="logits are similarity / temperature")

@@ -30,7 +30,9 @@ class LossConfig(Frozen):
     negatives_alpha: float = Field(
         0.0, ge=0, description="drawn in proportion to (training events)^alpha; 0: all items with a training event alike"
     )
-    all_ranks: bool = Field(False, description="share the candidates of all ranks: more negatives for the same work of the towers")
+    all_ranks: bool = Field(
+        False, description="share the candidates of all ranks: more negatives for the same work of the towers"
+    )
     logq: Literal["counts", "streaming", "none"] = Field(
         "counts",
         description="softmax: correct for how often a candidate is sampled (Yi et al., RecSys 2019), known from the counts of "
@@ -52,7 +54,9 @@ class LossConfig(Frozen):
                 f"loss.kind is {self.kind}, which needs negatives, but negatives is 0 and in_batch is not true; set negatives"
             )
         if self.all_ranks and not self.uses_batch:
-            raise ValueError(f"loss.all_ranks shares in-batch candidates, but loss.kind {self.kind} has none; set in_batch to true")
+            raise ValueError(
+                f"loss.all_ranks shares in-batch candidates, but loss.kind {self.kind} has none; set in_batch to true"
+            )
         return self
 
     @property

@@ -42,7 +42,9 @@ def blank_rows(shard: LocalShard, *, blank: NDArray[np.bool_]) -> None:
     shard.weight_RC[mine] = 0.0
 
 
-def copy_pretrained(shard: LocalShard, *, vectors: NDArray[np.float32], vector_row: NDArray[np.int64], norm: float | None) -> None:
+def copy_pretrained(
+    shard: LocalShard, *, vectors: NDArray[np.float32], vector_row: NDArray[np.int64], norm: float | None
+) -> None:
     """Overwrites the rows of `shard` that have a pretrained vector.
 
     Args:

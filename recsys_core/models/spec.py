@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Literal, Self
 
 from recsys_core.config import Frozen
+from recsys_core.data.features.store import FeatureForm, feature_form
 from recsys_core.errors import InputError
 from recsys_core.manifests import EmbeddingsManifest, FeatureFacts, FeaturesManifest, InteractionsManifest
 from recsys_core.models.config import TwoTowerConfig
@@ -11,7 +12,6 @@ from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.tables import OFFSET, TEACHER, TableConfig
 
 Side = Literal["query", "item"]
-FeatureForm = Literal["single", "list", "weighted_list", "number"]
 NEEDS_VECTORS = ("frozen", "gradual", "residual")
 ROW_BY_ROW = ("item", "user")
 """Tables that are looked up one row at a time, so that a row alone can be frozen."""
@@ -138,13 +138,6 @@ class ModelSpec(Frozen):
         return spec.feature if len(sharing) == 1 else f"{spec.feature}@{module_name(table)}"
 
 
-def feature_form(fact: FeatureFacts) -> FeatureForm:
-    """What a feature looks like to a tower."""
-    if fact.kind in ("list", "weighted_list"):
-        return fact.kind
-    return "number" if fact.kind == "numeric" and fact.boundaries is None else "single"
-
-
 def module_name(table: str) -> str:
     """Name of a table as a submodule, which must not hold a dot."""
     return table.replace(".", "__")
@@ -158,13 +151,19 @@ def check_table(name: str, table: TableSpec, *, vectors: int | None) -> None:
             f"tables.{name}.transfer is {wish.transfer}, but embeddings has no vectors of table {name!r}; add them, or set "
             "transfer to full"
         )
-    if vectors is not None and vectors != table.dim:
-        shorter = f", or embeddings.pca_dim to {table.dim}" if vectors > table.dim else ""
-        raise InputError(
-            f"embeddings: the vectors of table {name!r} have {vectors} numbers, but the table has {table.dim}; set "
-            f"tables.{name}.dim to {vectors} (a learned layer projects it to model.embedding_dim){shorter}"
-        )
+    if vectors is not None:
+        require_width(vectors, table.dim, table=name)
     if wish.transfer == "gradual" and name not in ROW_BY_ROW:
         raise InputError(f"tables.{name}.transfer is gradual, which is for the tables {list(ROW_BY_ROW)}; set full or frozen")
     if wish.transfer == "residual" and name != "item":
         raise InputError(f"tables.{name}.transfer is residual, which is for the table item; set full or frozen")
+
+
+def require_width(vectors: int, dim: int, *, table: str) -> None:
+    """InputError unless pretrained vectors of `vectors` numbers fit a table of width `dim`."""
+    if vectors != dim:
+        shorter = f", or embeddings.pca_dim to {dim}" if vectors > dim else ""
+        raise InputError(
+            f"embeddings: the vectors of table {table!r} have {vectors} numbers, but the table has {dim}; set "
+            f"tables.{table}.dim to {vectors} (a learned layer then projects it to model.embedding_dim){shorter}"
+        )

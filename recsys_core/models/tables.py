@@ -34,9 +34,14 @@ class TableConfig(Frozen):
         description="pretrained rows: full: train them all; frozen: never; gradual: by the schedule of `unfreeze`; "
         "residual (item): frozen, beside a learned offset per item that starts at zero",
     )
-    unfreeze: tuple[Unfreeze, ...] = Field((), description="gradual: a list of {epoch, share}, both rising; before it none is trained")
+    unfreeze: tuple[Unfreeze, ...] = Field(
+        (), description="gradual: a list of {epoch, share}, both rising; before it none is trained"
+    )
     id_dropout: float = Field(
-        0.0, ge=0, lt=1, description="residual: share of items whose offset a training step leaves out, so that the towers do without"
+        0.0,
+        ge=0,
+        lt=1,
+        description="residual: share of items whose offset a training step leaves out, so that the towers do without",
     )
     rescale: bool = Field(
         True,
@@ -53,7 +58,9 @@ class TableConfig(Frozen):
         if self.transfer == "gradual" and not self.unfreeze:
             raise ValueError("transfer is gradual, but unfreeze is empty; give it steps such as {epoch: 2, share: 0.25}")
         if self.transfer != "gradual" and self.unfreeze:
-            raise ValueError(f"unfreeze is given, but transfer is {self.transfer}; set transfer to gradual, or leave unfreeze out")
+            raise ValueError(
+                f"unfreeze is given, but transfer is {self.transfer}; set transfer to gradual, or leave unfreeze out"
+            )
         if self.transfer != "residual" and self.id_dropout:
             raise ValueError(f"id_dropout drops the offsets of transfer residual, but transfer is {self.transfer}")
         for one, other in pairwise(self.unfreeze):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from recsys_core.config import Frozen
 from recsys_core.data.events import EventStore
+from recsys_core.data.features.store import FeatureForm
 from recsys_core.manifests import (
     EvaluationManifest,
     ExportManifest,
@@ -26,7 +27,7 @@ from recsys_core.manifests import (
     produce,
     record_file,
 )
-from recsys_core.models.spec import FeatureForm, ModelSpec
+from recsys_core.models.spec import ModelSpec
 from recsys_core.retrieval.config import IndexKind
 from recsys_core.serving.config import PackageConfig
 from recsys_core.serving.quantise import Quantization, build_tower, save_tower

@@ -92,9 +92,7 @@ def load_tower(path: Path, *, spec: ModelSpec, quantization: Quantization) -> Qu
     tower = QueryTower(
         spec,
         tables={
-            collection: kind(
-                tables=list(configs.values()), is_weighted=collection.startswith(QUERY_WEIGHTED), device=CPU
-            )
+            collection: kind(tables=list(configs.values()), is_weighted=collection.startswith(QUERY_WEIGHTED), device=CPU)
             for collection, configs in _configs(spec, quantization=quantization).items()
         },
     )

@@ -16,9 +16,9 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.optimizers import SGD, Adagrad, Adam, PartialRowWiseAdam
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from recsys_core.models.lookups import parameter_name
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import TableOptimizer
-from recsys_core.models.lookups import parameter_name
 from recsys_core.models.pretrained import blank_rows, copy_pretrained, fill_missing, fill_random, mean_vector, random_norm
 from recsys_core.models.shards import table_shards
 from recsys_core.models.spec import ModelSpec
@@ -101,9 +101,7 @@ def _choose_optimizers(lookups: nn.Module, spec: ModelSpec, *, plan: PlanFile, d
         parameter._optimizer_kwargs = [arguments]  # type: ignore[attr-defined]
 
 
-def fill_pretrained(
-    model: DistributedModelParallel, *, spec: ModelSpec, pretrained: Mapping[str, PretrainedRows]
-) -> None:
+def fill_pretrained(model: DistributedModelParallel, *, spec: ModelSpec, pretrained: Mapping[str, PretrainedRows]) -> None:
     """Copies the vectors of this rank's rows from the one mapping that all ranks of a host share (the page cache).
 
     Rows without a vector become what the table's `missing` says; so do all rows of a table without any vectors.

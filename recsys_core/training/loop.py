@@ -33,9 +33,7 @@ def run_training(job: TrainJob, *, process: Process) -> None:
     interactions = require_manifest(job.interactions, InteractionsManifest, verify=False)
     features = None if job.features is None else require_manifest(job.features, FeaturesManifest, verify=False)
     store = EventStore.open(interactions)
-    assembler = Assembler(
-        user_id=job.spec.config.user_id, features=None if features is None else FeatureStore.open(features)
-    )
+    assembler = Assembler(user_id=job.spec.config.user_id, features=None if features is None else FeatureStore.open(features))
     loader = make_loader(job, store=store, assembler=assembler, process=process)
     if len(loader) == 0:
         raise InputError(
@@ -129,10 +127,10 @@ class Training:
         self._end_epoch(epoch + 1)
 
     def _count(self, loss: Tensor, *, samples: int, epoch: int) -> None:
-        if self._process.device.type == "cpu" or self._done % self._config.log_every_steps == 0:  # else it would wait for the GPU
-            refuse_nan(
-                loss, step=self._done, epoch=epoch, model=self._model, spec=self._job.spec, rank=self._process.rank
-            )
+        if (
+            self._process.device.type == "cpu" or self._done % self._config.log_every_steps == 0
+        ):  # else it would wait for the GPU
+            refuse_nan(loss, step=self._done, epoch=epoch, model=self._model, spec=self._job.spec, rank=self._process.rank)
         self._meter.add(loss, samples=samples)
 
     def _end_epoch(self, epoch: int) -> None:

@@ -8,7 +8,6 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys_core.data.events import EventStore, mapped
 from recsys_core.manifests import EmbeddingsManifest, FeaturesManifest, InteractionsManifest, require_manifest
-from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables import TEACHER
 from recsys_core.sharding.plan_file import PlanFile
@@ -49,9 +48,7 @@ def first_model(
     return model
 
 
-def frequency_ranks(
-    spec: ModelSpec, *, store: EventStore, interactions: InteractionsManifest
-) -> dict[str, NDArray[np.int64]]:
+def frequency_ranks(spec: ModelSpec, *, store: EventStore, interactions: InteractionsManifest) -> dict[str, NDArray[np.int64]]:
     """For each gradually unfrozen table the place of each row by training events, 0 for the most; ties by row."""
     ranks = {}
     for name, table in spec.tables.items():

@@ -1,17 +1,22 @@
 """The features that FeaturesManifest describes, mapped, and what of them belongs to a batch.
 
-Shapes: B queries, K = B + N candidates, T values of all lists together.
+Shapes: T values of all lists together.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from pathlib import Path
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from recsys_core.data.events import Rows, mapped
 from recsys_core.data.lists import Lists, ragged_ranges
-from recsys_core.manifests import FeaturesManifest
+from recsys_core.manifests import FeatureFacts, FeaturesManifest
+
+FeatureForm = Literal["single", "list", "weighted_list", "number"]
+"""One row; any number of rows; the same with weights; one row with a weight, the number itself."""
 
 
 @dataclass(frozen=True)
@@ -42,32 +47,23 @@ class FeatureStore:
     @classmethod
     def open(cls, manifest: FeaturesManifest) -> Self:
         """Maps the arrays of a committed stage."""
+        return cls.read(manifest.folder, {key: feature_form(facts) for key, facts in manifest.features.items()})
+
+    @classmethod
+    def read(cls, folder: Path, forms: Mapping[str, FeatureForm]) -> Self:
+        """Maps the arrays of `forms` in any folder that has them under the names of FeaturesManifest."""
         features = {}
-        for key, facts in manifest.features.items():
-            is_list = facts.kind in ("list", "weighted_list")
+        for key, form in forms.items():
             features[key] = Feature(
-                row=mapped(manifest.path(f"{key}.row.npy")),
-                offset=mapped(manifest.path(f"{key}.offset.npy")) if is_list else None,
-                weight=mapped(manifest.path(f"{key}.weight.npy")) if facts.weighted else None,
+                row=mapped(folder / f"{key}.row.npy"),
+                offset=mapped(folder / f"{key}.offset.npy") if form in ("list", "weighted_list") else None,
+                weight=mapped(folder / f"{key}.weight.npy") if form in ("weighted_list", "number") else None,
             )
         return cls(features)
 
-    def of_batch(
-        self, *, user: Rows, position: Rows, item: Rows
-    ) -> tuple[dict[str, Lists], dict[str, Lists], NDArray[np.float32] | None]:
-        """The features of B users at B positions of the log and of K items: those without weights, those with, the weights.
 
-        The weights [T] are those of the weighted features one after the other; None where there are none.
-        """
-        index = {"user": user, "context": position, "item": item}
-        plain: dict[str, Lists] = {}
-        weighted: dict[str, Lists] = {}
-        weights = []
-        for key, feature in self.features.items():
-            lists, weight_T = feature.at(index[key.partition(".")[0]])
-            if weight_T is None:
-                plain[key] = lists
-            else:
-                weighted[key] = lists
-                weights.append(weight_T)
-        return plain, weighted, np.concatenate(weights) if weights else None
+def feature_form(facts: FeatureFacts) -> FeatureForm:
+    """How many values a feature has, and whether with weights."""
+    if facts.kind in ("list", "weighted_list"):
+        return facts.kind
+    return "number" if facts.weighted else "single"

@@ -3,15 +3,16 @@
 Shapes: B queries, K = B + N candidates, T values of all lists together.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from recsys_core.data.events import Rows, mapped
+from recsys_core.data.features.config import Side
 from recsys_core.data.lists import Lists, ragged_ranges
-from recsys_core.manifests import FeaturesManifest
+from recsys_core.manifests import FeatureFacts, FeaturesManifest
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,10 @@ class Feature:
 
 @dataclass(frozen=True)
 class FeatureStore:
-    """All features, by key: user.<name>, item.<name>, context.<name>."""
+    """All features, by key: user.<name>, item.<name>, context.<name>; `facts` is what the manifest says of them."""
 
     features: dict[str, Feature]
+    facts: dict[str, FeatureFacts] = field(default_factory=dict)
 
     @classmethod
     def open(cls, manifest: FeaturesManifest) -> Self:
@@ -50,7 +52,11 @@ class FeatureStore:
                 offset=mapped(manifest.path(f"{key}.offset.npy")) if is_list else None,
                 weight=mapped(manifest.path(f"{key}.weight.npy")) if facts.weighted else None,
             )
-        return cls(features)
+        return cls(features, dict(manifest.features))
+
+    def of_side(self, side: Side) -> dict[str, FeatureFacts]:
+        """The features of users, items or events, by key, in the order of the config: kind, rows of the table, and the like."""
+        return {key: facts for key, facts in self.facts.items() if key.startswith(f"{side}.")}
 
     def of_batch(
         self, *, user: Rows, position: Rows, item: Rows

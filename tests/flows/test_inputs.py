@@ -16,3 +16,21 @@ def test_columns_of_context_features_are_checked_as_the_ingest_checks_them(tmp_p
     )
     with refusal(paths[1], "column 'price' is double, but int64 in "):
         check_inputs(config)
+
+
+def test_vectors_of_a_feature_that_is_not_declared_are_found_before_the_run(tmp_path: Path) -> None:
+    log = write(tmp_path / "log.parquet", user_id=[1, 2], item_id=[1, 2], t=[1, 2])
+    items = write(tmp_path / "items.parquet", id=[1, 2], brand=["a", "b"])
+    vectors = write(tmp_path / "vectors.parquet", item_id=["a", "b"], v=[[1.0], [2.0]])
+    config = {
+        "interactions": {"paths": log, "timestamp_column": "t"},
+        "features": {"items": {"paths": items, "id_column": "id", "features": [{"name": "brand"}]}},
+    }
+    check_inputs(
+        PipelineConfig.model_validate(config | {"embeddings": {"paths": vectors, "vector_column": "v", "table": "item.brand"}})
+    )
+    wrong = PipelineConfig.model_validate(
+        config | {"embeddings": {"paths": vectors, "vector_column": "v", "table": "item.brandt"}}
+    )
+    with refusal("'item.brandt'", "item, user, item.brand"):
+        check_inputs(wrong)

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from recsys_core.config import Frozen, Paths
 
 FeatureKind = Literal["categorical", "list", "weighted_list", "numeric"]
+Side = Literal["user", "item", "context"]
 MOST_ROWS = 2**31 - 2
 """Rows are stored as int32, and row 0 is taken."""
 

@@ -3,18 +3,16 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import duckdb
 import pyarrow as pa
 
-from recsys_core.data.features.config import FeatureConfig, FeaturesConfig
+from recsys_core.data.features.config import FeatureConfig, FeaturesConfig, Side
 from recsys_core.data.files.sources import Source, id_type, is_list, is_text, open_sources, require_column
 from recsys_core.data.files.sql import SQL_TYPE, quoted, scan_all
 from recsys_core.errors import SHOWN_CHARACTERS, InputError, shown
 from recsys_core.manifests import IdType
 
-Side = Literal["user", "item", "context"]
 MOST_FLOAT32 = "3.4028234663852886e38"
 MOST_INT64 = 2**63 - 1
 

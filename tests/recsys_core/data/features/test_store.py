@@ -134,6 +134,13 @@ def test_lists_keep_their_own_values(made: tuple[EventStore, FeatureStore]) -> N
     assert weight is not None and weight.tolist() == WEIGHT["item.tags"][7] + WEIGHT["item.tags"][3]
 
 
+def test_each_side_has_its_features_with_their_kinds(made: tuple[EventStore, FeatureStore]) -> None:
+    sides = {side: {key: facts.kind for key, facts in made[1].of_side(side).items()} for side in ("user", "item", "context")}
+    assert sides["user"] == {"user.age": "numeric", "user.likes": "weighted_list"}
+    assert sides["item"] == {"item.brand": "categorical", "item.tags": "weighted_list"}
+    assert sides["context"] == {"context.device": "categorical"}
+
+
 def test_without_features_a_batch_is_what_it_was(made: tuple[EventStore, FeatureStore]) -> None:
     with_features, without = loader_of(made).make(1, 2), loader_of(made, feature_store=None).make(1, 2)
     assert without.weighted is None

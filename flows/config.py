@@ -68,9 +68,7 @@ class PipelineConfig(Frozen):
                 "last; set one of the columns, or model.history.last_item to false and pooling to mean, sum or attention"
             )
         if self.interactions.ordered and history.with_target:
-            raise ValueError(
-                "model.history.with_target is for logs without order; where there is one, a history is what came before the event"
-            )
+            raise ValueError("model.history.with_target is for logs without order; with one, a history is what came before")
         if self.model.output_dim % self.index.subquantizers:
             raise ValueError(
                 f"index.subquantizers is {self.index.subquantizers}, but the towers end in {self.model.output_dim} numbers, "
@@ -97,16 +95,14 @@ class PipelineConfig(Frozen):
         vectors = {entry.table for entry in self.embeddings}
         if "user" in vectors and not self.model.user_id:
             raise ValueError("embeddings has vectors of users, but the model has no table for them; set model.user_id to true")
-        for name, table in self.tables.items():
-            if table.transfer != "full" and name not in vectors:
+        for name, settings in self.tables.items():
+            if settings.transfer != "full" and name not in vectors:
                 raise ValueError(
-                    f"tables.{name}.transfer is {table.transfer}, but embeddings has no vectors of table {name!r} (it has "
+                    f"tables.{name}.transfer is {settings.transfer}, but embeddings has no vectors of table {name!r} (it has "
                     f"{sorted(vectors) or 'none'}); add them, or set transfer to full"
                 )
         if self.loss.distillation is not None and "item" not in vectors:
-            raise ValueError(
-                "loss.distillation keeps the item vectors' similarities, but embeddings has no item vectors; add them, or leave it out"
-            )
+            raise ValueError("loss.distillation keeps the item vectors' similarities, but embeddings has none")
 
     @property
     def table_names(self) -> set[str]:

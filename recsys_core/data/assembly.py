@@ -9,10 +9,11 @@ import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_core.data.batch import ITEM, QUERY, QUERY_WEIGHTED, Batch, keyed_jagged
 from recsys_core.data.events import Rows
-from recsys_core.data.features.store import FeatureStore
+from recsys_core.data.features.store import Feature, FeatureStore
 from recsys_core.data.lists import Lists
 
 
@@ -61,7 +62,7 @@ class Assembler:
         nobody = np.zeros(0, np.int64)
         return self.batch(user=nobody, position=nobody, history=Lists.empty(0), candidate=item)
 
-    def _queries(self, user: Rows, *, position: Rows) -> dict[str, torch.Tensor]:
+    def _queries(self, user: Rows, *, position: Rows) -> dict[str, KeyedJaggedTensor]:
         plain = {"user": single(user)} if self.user_id else {}
         weighted: dict[str, Lists] = {}
         weights: list[NDArray[np.float32]] = []
@@ -80,7 +81,7 @@ class Assembler:
             sparse[QUERY_WEIGHTED] = keyed_jagged(weighted, samples=len(user), weight_T=np.concatenate(weights))
         return sparse
 
-    def _side(self, side: str):
+    def _side(self, side: str) -> list[tuple[str, Feature]]:
         features = self.features.features if self.features is not None else {}
         return [(key, feature) for key, feature in features.items() if key.startswith(f"{side}.")]
 

@@ -14,8 +14,8 @@ class TowerConfig(Frozen):
 
     layers: tuple[PositiveInt, ...] | None = Field(
         None,
-        description="sizes of the layers; []: the sum of the features; null: one layer as wide as the item vectors in the query "
-        "tower, none in the candidate tower",
+        description="sizes of the layers; []: the sum of the features; null: in the query tower one layer as wide as the item "
+        "vectors, in the candidate tower none",
     )
     residual: bool = Field(False, description="add the sum of the features to what the layers give")
     layer_norm: bool = Field(False, description="layer norm before each activation")
@@ -50,7 +50,7 @@ class HistoryConfig(Frozen):
 
 
 class TwoTowerConfig(Frozen):
-    """Query tower (user id, history, last item, features of user and event), candidate tower (item id, features of the item)."""
+    """Query tower (user id, history, last item, features of user and event); candidate tower (item id, the item's features)."""
 
     embedding_dim: int = Field(
         64, ge=4, multiple_of=4, description="width in which features are added up; tables of another width are projected to it"

@@ -46,10 +46,12 @@ class HistoryPooling(nn.Module):
 
     def _weights(self, item_UH: Tensor, item_T: Tensor, *, last_T: Tensor) -> Tensor:
         if self.kind == "recency":
-            return self.recency.exp()[last_T - torch.arange(len(item_T), device=item_T.device)]
+            weight_T: Tensor = self.recency.exp()[last_T - torch.arange(len(item_T), device=item_T.device)]
+            return weight_T
         if self.kind == "attention":
             score_U = item_UH @ self.attention / self.attention.shape[0] ** 0.5
-            return (score_U - score_U.max().detach()).exp()[item_T] if len(score_U) else score_U[item_T]
+            attention_T: Tensor = (score_U - score_U.max().detach()).exp()[item_T] if len(score_U) else score_U[item_T]
+            return attention_T
         return torch.ones(len(item_T), device=item_T.device)
 
 

@@ -7,18 +7,19 @@ distinct item of a batch once, so that it can be a candidate, a part of many his
 Shapes: B queries, U distinct items, T values of one list feature.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from recsys_core.data.batch import QUERY, QUERY_WEIGHTED, Batch
 from recsys_core.models.spec import ModelSpec, Side, TableSpec, module_name
 
-LookedUp = dict[str, KeyedTensor | dict[str, JaggedTensor]]
-"""Output of each collection."""
+LookedUp = dict[str, Any]
+"""Output of each collection: a KeyedTensor of pooled rows, or for items {feature: JaggedTensor} of rows as they are."""
 
 
 class Lookups(nn.ModuleDict):
@@ -111,6 +112,7 @@ def _bag_sizes(batch: Batch, feature: str, *, weighted: bool) -> Tensor:
     """[B]: values of each bag, or the sum of their weights; 1 for an empty one."""
     jagged = batch.sparse[QUERY_WEIGHTED if weighted else QUERY][feature]
     if not weighted:
-        return jagged.lengths().clamp(min=1)
+        length_B: Tensor = jagged.lengths().clamp(min=1)
+        return length_B
     total = torch.segment_reduce(jagged.weights(), "sum", offsets=jagged.offsets().long(), initial=0.0)
     return torch.where(total > 0, total, 1.0)

@@ -21,7 +21,7 @@ class LossConfig(Frozen):
 
     kind: LossKind = Field(
         "softmax",
-        description="softmax over the candidates; bce: binary cross-entropy; bpr: pairwise; cosine_contrastive: margin (SimpleX)",
+        description="softmax over the candidates; bce: binary cross-entropy; bpr: pairs; cosine_contrastive: margin (SimpleX)",
     )
     in_batch: bool | None = Field(
         None, description="the other queries' positives are negatives too; empty: for softmax they are, else not"

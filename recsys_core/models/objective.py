@@ -57,6 +57,9 @@ class Objective(nn.Module):
         temperature = torch.tensor(math.log(spec.config.temperature))
         self.log_temperature = nn.Parameter(temperature) if spec.config.learn_temperature else None
         self.fixed_temperature = spec.config.temperature
+        self.positive_share_I: Tensor
+        self.negative_share_I: Tensor
+        self.steps: Tensor
         if loss.kind == "softmax" and loss.logq != "none":
             share = item_count_I / max(item_count_I.sum(), 1)
             drawn = negative_share(item_count_I, loss.negatives_alpha) if loss.negatives else np.zeros(len(item_count_I))
@@ -132,9 +135,9 @@ class Objective(nn.Module):
         return Columns(candidate_KO, row_K, own_B, ranks * size, len(row_K) - ranks * size)
 
     def _masked(self, columns: Columns, positive_row_B: Tensor, *, batch: Batch) -> Tensor | None:
-        if self.loss.mask == "none" and columns.own_B is None:
-            return None
         if self.loss.mask == "none":
+            if columns.own_B is None:
+                return None
             masked_BM = torch.zeros(len(positive_row_B), len(columns.row_M), dtype=torch.bool, device=columns.row_M.device)
             masked_BM.scatter_(1, columns.own_B[:, None], True)
             return masked_BM

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Literal, Self
 
+from pydantic import Field
+
 from recsys_core.config import Frozen
 from recsys_core.data.features.store import FeatureForm, feature_form
 from recsys_core.errors import InputError
@@ -40,13 +42,13 @@ class TableSpec(Frozen):
 
 
 class ModelSpec(Frozen):
-    """Towers, tables and features. `forms` has the features beyond ids: <side>.<name> -> how many values, with weights or not."""
+    """Towers, tables and features. `forms`: <side>.<name> of each feature beyond ids -> how many values, and weights or not."""
 
     config: TwoTowerConfig
     users: int
     items: int
     tables: dict[str, TableSpec]
-    forms: dict[str, FeatureForm] = {}
+    forms: dict[str, FeatureForm] = Field(default_factory=dict)
 
     @classmethod
     def of(
@@ -153,6 +155,8 @@ def check_table(name: str, table: TableSpec, *, vectors: int | None) -> None:
         )
     if vectors is not None:
         require_width(vectors, table.dim, table=name)
+    if wish.optimizer is not None and wish.optimizer.weight_decay and name not in ROW_BY_ROW:
+        raise InputError(f"tables.{name}.optimizer.weight_decay is for the tables {[*ROW_BY_ROW, OFFSET]}; leave it out")
     if wish.transfer == "gradual" and name not in ROW_BY_ROW:
         raise InputError(f"tables.{name}.transfer is gradual, which is for the tables {list(ROW_BY_ROW)}; set full or frozen")
     if wish.transfer == "residual" and name != "item":

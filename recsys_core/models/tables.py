@@ -45,7 +45,7 @@ class TableConfig(Frozen):
     )
     rescale: bool = Field(
         True,
-        description="scale each pretrained vector to the norm of a random row; another scale changes the effective learning rate",
+        description="scale pretrained vectors to the norm of a random row; another scale changes the effective learning rate",
     )
     missing: Literal["random", "zero", "mean"] = Field(
         "random", description="first values of a row without a vector; mean: the mean of the rows that have one"

@@ -3,6 +3,8 @@
 Shapes: B queries, K candidates, U distinct items, D embedding width, H width of an item in a history, O output width.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -26,10 +28,17 @@ class RetrievalHead(nn.Module):
 
     Args:
         ranks: for each table that is unfrozen gradually, the place of each of its rows by training events, 0 for the most.
+        weight_decay: strength of the L2 penalty, by table that has one.
     """
 
     def __init__(
-        self, spec: ModelSpec, *, loss: LossConfig, item_count_I: NDArray[np.int64], ranks: dict[str, NDArray[np.int64]]
+        self,
+        spec: ModelSpec,
+        *,
+        loss: LossConfig,
+        item_count_I: NDArray[np.int64],
+        ranks: Mapping[str, NDArray[np.int64]],
+        weight_decay: Mapping[str, float],
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -39,6 +48,7 @@ class RetrievalHead(nn.Module):
         self.trained_rows = dict.fromkeys(ranks, 0)
         for table, rank in ranks.items():
             self.register_buffer(f"{table}_rank", torch.from_numpy(rank.astype(np.int32)), persistent=False)
+        self.weight_decay = dict(weight_decay)
         self.bf16 = False
 
     def set_epoch(self, epoch: int) -> dict[str, float]:
@@ -58,9 +68,12 @@ class RetrievalHead(nn.Module):
             else:
                 item_UH = item_UD
                 candidate_KO = self.item(item_UD[chosen_K], features={k: value[chosen_K] for k, value in features.items()})
-            query_BO = self.queries(looked_up, batch, item_UH=item_UH)
+            query_BO, query_tables = self.queries(looked_up, batch, item_UH=item_UH)
             teacher_KT = tables[TEACHER][chosen_K] if TEACHER in tables else None
             loss: Tensor = self.objective(query_BO, candidate_KO, batch=batch, teacher_KT=teacher_KT)
+            # FBGEMM's CPU kernels ignore weight decay without a word; as a part of the loss it works on every device.
+            for table, strength in self.weight_decay.items():
+                loss = loss + strength / 2 * (tables | query_tables)[table].square().sum()
         return loss
 
     def items(self, looked_up: LookedUp, batch: Batch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
@@ -69,13 +82,12 @@ class RetrievalHead(nn.Module):
         tables["item"] = self._thawed("item", tables["item"], row=batch.item_row_U)
         return self.item.embed(tables), {name: tables[name] for name in self.item.features}, tables
 
-    def queries(self, looked_up: LookedUp, batch: Batch, *, item_UH: Tensor) -> Tensor:
-        """Query vectors [B, O]. item_UH: what stands for each item in a history."""
+    def queries(self, looked_up: LookedUp, batch: Batch, *, item_UH: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Query vectors [B, O], and the rows of all query tables. item_UH: what stands for each item in a history."""
         tables = table_outputs(self.spec, looked_up, batch, side="query")
         if "user" in self.trained_rows:
             tables["user"] = self._thawed("user", tables["user"], row=batch.sparse[QUERY]["user"].values())
-        query_BO: Tensor = self.query(item_UH, batch.history_T, batch.history_offset, features=tables)
-        return query_BO
+        return self.query(item_UH, batch.history_T, batch.history_offset, features=tables), tables
 
     def _thawed(self, table: str, value: Tensor, *, row: Tensor) -> Tensor:
         """`value` with a gradient only where its row is unfrozen.
@@ -98,16 +110,17 @@ class RetrievalTask(nn.Module):
         *,
         loss: LossConfig,
         item_count_I: NDArray[np.int64],
-        ranks: dict[str, NDArray[np.int64]],
+        ranks: Mapping[str, NDArray[np.int64]],
+        weight_decay: Mapping[str, float],
         device: torch.device,
     ) -> None:
         super().__init__()
         # On the meta device: only the shards that the plan gives a rank are ever allocated.
         self.lookups = Lookups(spec, device=torch.device("meta"))
-        self.head = RetrievalHead(spec, loss=loss, item_count_I=item_count_I, ranks=ranks).to(device)
+        self.head = RetrievalHead(spec, loss=loss, item_count_I=item_count_I, ranks=ranks, weight_decay=weight_decay).to(device)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        loss = self.head(self._look_up(batch, self.lookups), batch)
+        loss = self.head(self._look_up(batch, list(self.lookups)), batch)
         return loss, loss.detach()
 
     def _look_up(self, batch: Batch, names: list[str]) -> LookedUp:
@@ -134,4 +147,5 @@ class RetrievalTask(nn.Module):
         item_UD, features, _ = self.head.items(looked_up, batch)
         vector = self.head.spec.config.history.items == "vector"
         item_UH = self.head.item(item_UD, features=features) if vector else item_UD
-        return self.head.queries(looked_up, batch, item_UH=item_UH)
+        query_BO: Tensor = self.head.queries(looked_up, batch, item_UH=item_UH)[0]
+        return query_BO

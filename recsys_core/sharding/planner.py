@@ -28,7 +28,7 @@ RESERVED_SHARE = 0.15
 def plan_sharding(
     config: ShardingConfig, *, model: ModelSpec, batch_size: int, folder: Path, optimizer: TableOptimizer | None = None
 ) -> PlanManifest:
-    """Stage `plan`: plan.json for the cluster of `config`. batch_size is per rank; optimizer: of tables without one of their own."""
+    """Stage `plan`: plan.json for the cluster of `config`. batch_size is per rank; optimizer: the tables' default."""
     optimizer = optimizer or TableOptimizer()
 
     def build(out: Path) -> dict[str, Any]:
@@ -130,11 +130,16 @@ def _check_optimizers(config: ShardingConfig, model: ModelSpec, *, device: str, 
     for name, table in model.tables.items():
         kind = (table.settings.optimizer or default).kind
         wish = config.tables.get(name, TableConstraint()).sharding_types
+        if kind == "partial_rowwise_adam" and wish is not None and "data_parallel" in wish:
+            raise InputError(
+                f"sharding.tables.{name}: data_parallel, but optimizer partial_rowwise_adam exists as a fused kernel alone; "
+                "choose adam, or another sharding type"
+            )
         replicated = kind == "adam" and wish == ("data_parallel",)
         if device == "cpu" and kind in GPU_ONLY and not table.frozen and not replicated:
             way = f", or replicate it: sharding.tables.{name}.sharding_types: [data_parallel]" if kind == "adam" else ""
             raise InputError(
-                f"tables.{name}: optimizer {kind} has no fused kernel on a CPU; set kind to rowwise_adagrad, adagrad or sgd{way}"
+                f"tables.{name}: optimizer {kind} has no fused kernel on a CPU; set rowwise_adagrad, adagrad or sgd{way}"
             )
 
 

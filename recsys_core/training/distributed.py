@@ -21,7 +21,8 @@ from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.pretrained import blank_rows, copy_pretrained, fill_missing, fill_random, mean_vector, random_norm
 from recsys_core.models.shards import table_shards
-from recsys_core.models.spec import ModelSpec
+from recsys_core.models.spec import ROW_BY_ROW, ModelSpec
+from recsys_core.models.tables import OFFSET
 from recsys_core.models.task import LOOKUPS_PATH, RetrievalTask
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.sharders import sharders
@@ -64,7 +65,14 @@ def build_model(
     """
     plan.require(spec=spec, world_size=process.world_size)
     torch.manual_seed(seed)  # the towers' layers start equal on every rank
-    task = RetrievalTask(spec, loss=loss, item_count_I=item_count_I, ranks=dict(ranks), device=process.device)
+    task = RetrievalTask(
+        spec,
+        loss=loss,
+        item_count_I=item_count_I,
+        ranks=ranks,
+        weight_decay=weight_decay(spec, default=optimizer),
+        device=process.device,
+    )
     _choose_optimizers(task.lookups, spec, plan=plan, default=optimizer)
     model = DistributedModelParallel(
         task,
@@ -79,6 +87,16 @@ def build_model(
             for shard in table_shards(state, table=name):
                 fill_random(shard, table=name, dim=table.dim, seed=seed, std=table.settings.init_std)
     return model
+
+
+def weight_decay(spec: ModelSpec, *, default: TableOptimizer) -> dict[str, float]:
+    """Strength of the L2 penalty by table, where there is one: of tables looked up row by row that are trained."""
+    wishes = {
+        name: (table.settings.optimizer or default).weight_decay
+        for name, table in spec.tables.items()
+        if name in (*ROW_BY_ROW, OFFSET) and not table.frozen
+    }
+    return {name: strength for name, strength in wishes.items() if strength}
 
 
 def _choose_optimizers(lookups: nn.Module, spec: ModelSpec, *, plan: PlanFile, default: TableOptimizer) -> None:

@@ -136,12 +136,12 @@ class Training:
     def _end_epoch(self, epoch: int) -> None:
         found: dict[str, float] = {}
         validation = self._config.validation
-        if self.validator is not None and validation is not None and self.encoder is not None:
-            if epoch % validation.every_epochs == 0 or epoch == self._config.epochs:
-                found = self.validator.measure(self.encoder)
-                name = self.validator.name
-                if self._best is None or found[name] > self._best.metrics[name]:
-                    self._best = Best(step=self._done, metrics=found)
+        is_due = validation is not None and (epoch % validation.every_epochs == 0 or epoch == self._config.epochs)
+        if is_due and self.validator is not None and self.encoder is not None:
+            found = self.validator.measure(self.encoder)
+            name = self.validator.name
+            if self._best is None or found[name] > self._best.metrics[name]:
+                self._best = Best(step=self._done, metrics=found)
         self._log(epoch, validation=found)
         is_best = self._best is not None and self._best.step == self._done
         if is_best or self._done % self._config.checkpoint_every_steps == 0 or self._done == self._total_steps:

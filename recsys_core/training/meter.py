@@ -92,8 +92,9 @@ def refuse_nan(loss: Tensor, *, step: int, epoch: int, model: DistributedModelPa
     layers = [name for name, value in model.named_parameters() if ".head." in f".{name}" and not torch.isfinite(value).all()]
     if layers:
         told.append(f"layers {', '.join(layers)}")
+    where = "; ".join(told) or "tables and layers are finite"
     raise StageError(
-        f"step {step}, epoch {epoch}, rank {rank}: the loss is {loss.item()} ({'; '.join(told) or 'tables and layers are finite'}); "
+        f"step {step}, epoch {epoch}, rank {rank}: the loss is {loss.item()} ({where}); "
         "lower the learning_rate of training.table_optimizer or training.dense_optimizer, set their clip, or raise "
         "model.temperature"
     )

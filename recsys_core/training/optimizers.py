@@ -15,6 +15,12 @@ from recsys_core.training.config import TrainingConfig
 from recsys_core.training.distributed import ADAGRAD_EPS
 
 DENSE, REPLICATED = "dense", "replicated"
+REPLICATED_KINDS = {
+    "rowwise_adagrad": RowWiseAdagrad,
+    "adagrad": torch.optim.Adagrad,
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+}
 
 
 def make_optimizer(model: DistributedModelParallel, *, spec: ModelSpec, config: TrainingConfig) -> CombinedOptimizer:
@@ -27,7 +33,9 @@ def make_optimizer(model: DistributedModelParallel, *, spec: ModelSpec, config: 
             dense[name] = parameter
         elif parameter.requires_grad:
             wish = spec.tables[table].settings.optimizer or config.table_optimizer
-            made = KeyedOptimizerWrapper({name: parameter}, lambda p, wish=wish: _replicated(p, wish))
+            made: KeyedOptimizer = KeyedOptimizerWrapper({name: parameter}, lambda p, wish=wish: _replicated(p, wish))
+            if wish.clip is not None:
+                made = GradientClippingOptimizer(made, clipping=GradientClipping.VALUE, max_gradient=wish.clip)
             parts.append((f"{REPLICATED}.{table}", made))
     if dense:
         layers: KeyedOptimizer = KeyedOptimizerWrapper(dense, lambda p: _dense(p, config.dense_optimizer))
@@ -46,18 +54,15 @@ def table_of(parameter: str, spec: ModelSpec) -> str | None:
 
 
 def _dense(parameters: list[torch.Tensor], wish: DenseOptimizer) -> torch.optim.Optimizer:
-    if wish.kind == "adam":
-        return torch.optim.AdamW(parameters, lr=wish.learning_rate, weight_decay=wish.weight_decay)
-    kind = torch.optim.Adagrad if wish.kind == "adagrad" else torch.optim.SGD
-    return kind(parameters, lr=wish.learning_rate, weight_decay=wish.weight_decay)
+    kinds = {"adam": torch.optim.AdamW, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
+    made: torch.optim.Optimizer = kinds[wish.kind](parameters, lr=wish.learning_rate, weight_decay=wish.weight_decay)
+    return made
 
 
 def _replicated(parameters: list[torch.Tensor], wish: TableOptimizer) -> torch.optim.Optimizer:
-    if wish.kind == "rowwise_adagrad":
-        return RowWiseAdagrad(parameters, lr=wish.learning_rate, eps=ADAGRAD_EPS)
-    if wish.kind == "adagrad":
-        return torch.optim.Adagrad(parameters, lr=wish.learning_rate, eps=ADAGRAD_EPS)
-    return (torch.optim.Adam if wish.kind == "adam" else torch.optim.SGD)(parameters, lr=wish.learning_rate)
+    eps = {"eps": ADAGRAD_EPS} if wish.kind in ("rowwise_adagrad", "adagrad") else {}
+    made: torch.optim.Optimizer = REPLICATED_KINDS[wish.kind](parameters, lr=wish.learning_rate, **eps)
+    return made
 
 
 class LearningRates:

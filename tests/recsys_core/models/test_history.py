@@ -65,6 +65,15 @@ def test_every_pooling_is_what_a_loop_over_the_items_gives(kind: str, lists: lis
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4 * scale)
 
 
+def test_attention_compares_the_items_of_one_history_however_far_another_is_above_them() -> None:
+    pooling = pooling_of("attention")
+    torch.nn.init.ones_(pooling.attention)
+    item_UH = torch.tensor([[900.0] * WIDTH, [-900.0] * WIDTH, [-901.0] * WIDTH])
+    found = pooling(item_UH, *ragged([[0], [1], [2, 1]]))[:, 0].tolist()
+    ahead = math.exp(math.sqrt(WIDTH))  # of the weight of the one item over that of the other
+    assert found == pytest.approx([900.0, -900.0, -(901.0 + ahead * 900.0) / (1 + ahead)])
+
+
 @every_kind
 def test_an_empty_history_is_zeros_also_where_no_item_is_known_at_all(kind: str) -> None:
     pooling = pooling_of(kind)

@@ -30,7 +30,7 @@ def residual(**item: Any) -> ItemSide:
 def test_the_last_layer_has_no_activation_so_vectors_point_anywhere() -> None:
     torch.manual_seed(0)
     side = ItemSide(spec(query={"layers": (8, 4)}, candidate={"layers": (8, 4)}, similarity="dot"))
-    vectors = side(torch.randn(64, 4), features={})
+    vectors = side(10 * torch.randn(64, 4), features={})
     assert ((vectors < 0).any(dim=0) & (vectors > 0).any(dim=0)).all()
 
 

@@ -1,11 +1,11 @@
 """The sharders that training and planning share."""
 
-from typing import Any
-
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ModuleSharder, ShardingType
+
+from recsys_core.sharding.single_rows import ONE_TABLE_PER_KERNEL
 
 ROW_LOOKUP_KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 """What TorchRec 1.8 can do with an EmbeddingCollection; the kinds that split a table within a host pool their rows."""
@@ -30,6 +30,6 @@ class RowSharder(EmbeddingCollectionSharder):  # type: ignore[misc]  # TorchRec 
         return list(ROW_LOOKUP_KINDS)
 
 
-def sharders(**fused_params: Any) -> list[ModuleSharder[nn.Module]]:
-    """For pooled tables and for those looked up row by row; `fused_params` where a table says nothing else."""
-    return [BagSharder(fused_params=fused_params or None), RowSharder(fused_params=fused_params or None)]
+def sharders() -> list[ModuleSharder[nn.Module]]:
+    """For pooled tables, and for those looked up row by row."""
+    return [BagSharder(), RowSharder(fused_params=dict(ONE_TABLE_PER_KERNEL))]

@@ -26,6 +26,7 @@ from recsys_core.models.tables import OFFSET
 from recsys_core.models.task import LOOKUPS_PATH, RetrievalTask
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.sharders import sharders
+from recsys_core.sharding.single_rows import pool_single_rows
 from recsys_core.training.process import Process
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ def build_model(
         plan=plan.to_torchrec(LOOKUPS_PATH, spec=spec),
         sharders=sharders(),
     )
+    pool_single_rows(model)
     state = model.state_dict()
     with torch.no_grad():
         for name, table in spec.tables.items():

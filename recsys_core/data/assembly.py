@@ -39,6 +39,9 @@ class Assembler:
         positives first; may be empty where queries alone are encoded.
         """
         code, item = pd.factorize(np.concatenate([candidate, history.row_T]))
+        if not len(item):
+            # TorchRec 1.8 fails where there is nothing to look up; row 0 is, and nothing points at it.
+            item = np.zeros(1, np.int64)
         sparse, item_weight = self._queries(user, position=position), {}
         lists = {ITEM: single(item)}
         for key, feature in self._side("item"):

@@ -37,8 +37,12 @@ class TableSpec(Frozen):
 
     @property
     def collection(self) -> str:
-        """The TorchRec module that holds it: query tables are pooled there, item tables looked up row by row."""
-        return f"{self.side}{'_weighted' if self.weighted else ''}{'_frozen' if self.frozen else ''}"
+        """The TorchRec module that holds it: query tables are pooled there, item tables looked up row by row.
+
+        Item tables of another width are in another one: TorchRec 1.8 refuses an EmbeddingCollection of several widths.
+        """
+        kind = f"{self.side}_{self.dim}" if self.side == "item" else self.side
+        return f"{kind}{'_weighted' if self.weighted else ''}{'_frozen' if self.frozen else ''}"
 
 
 class ModelSpec(Frozen):

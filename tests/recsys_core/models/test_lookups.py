@@ -60,7 +60,8 @@ def batch_of(history: list[list[int]], store: FeatureStore) -> Batch:
 
 
 def look_up(lookups: Lookups, batch: Batch) -> dict[str, Any]:
-    return {name: lookup(batch.sparse[name.removesuffix("_frozen")]) for name, lookup in lookups.items()}
+    sparse = {name: ITEM if name.startswith(ITEM) else name.removesuffix("_frozen") for name in lookups}
+    return {name: lookup(batch.sparse[sparse[name]]) for name, lookup in lookups.items()}
 
 
 def slow(spec: ModelSpec, table: str, weight_RW: Tensor, store: FeatureStore, owners: list[int]) -> Tensor:
@@ -144,9 +145,9 @@ def test_tables_that_share_the_items_each_give_their_own_rows(transfer: str, dis
 def test_each_collection_holds_the_tables_of_its_side_weights_and_state() -> None:
     spec = spec_of(tables={"user.list": {"transfer": "frozen"}}, vectors={"user.list": 4})
     lookups = lookups_of(spec)
-    assert set(lookups) == {ITEM, QUERY, QUERY_WEIGHTED, "query_frozen"}
+    assert set(lookups) == {"item_4", QUERY, QUERY_WEIGHTED, "query_frozen"}
     assert {parameter_name(spec, name) for name in spec.tables} == {name for name, _ in lookups.named_parameters()}
-    assert parameter_name(spec, "item.list") == "item.embeddings.item__list.weight"
+    assert parameter_name(spec, "item.list") == "item_4.embeddings.item__list.weight"
     assert parameter_name(spec, "user.list") == "query_frozen.embedding_bags.user__list.weight"
     assert lookups[QUERY_WEIGHTED].is_weighted() and not lookups[QUERY].is_weighted()
 

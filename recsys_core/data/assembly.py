@@ -40,8 +40,7 @@ class Assembler:
         """
         code, item = pd.factorize(np.concatenate([candidate, history.row_T]))
         if not len(item):
-            # TorchRec 1.8 fails where there is nothing to look up; row 0 is, and nothing points at it.
-            item = np.zeros(1, np.int64)
+            item = np.zeros(1, np.int64)  # TorchRec 1.8 cannot look up nothing; no candidate and no history points at it
         sparse, item_weight = self._queries(user, position=position), {}
         lists = {ITEM: single(item)}
         for key, feature in self._side("item"):

@@ -11,10 +11,15 @@ from typing import Any
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    DenseTableBatchedEmbeddingBagsCodegen,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torch import Tensor, nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
+_Kernel = SplitTableBatchedEmbeddingBagsCodegen | DenseTableBatchedEmbeddingBagsCodegen
+"""The latter holds replicated tables; on a CPU FBGEMM 1.8 adds up its lists even where it is told not to pool."""
 ONE_TABLE_PER_KERNEL = {"use_one_tbe_per_table": True}
 """Fused parameter that `pool_single_rows` needs: the features of a kernel then have the same rows, those of one table."""
 
@@ -25,12 +30,12 @@ def pool_single_rows(model: nn.Module) -> None:
     collections = (module for module in model.modules() if isinstance(module, ShardedEmbeddingCollection))
     lookups = (lookup for collection in collections for lookup in collection._lookups)
     for kernel in (part for lookup in lookups for part in lookup.modules()):
-        if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen) and kernel.use_cpu:
+        if isinstance(kernel, _Kernel) and kernel.use_cpu:
             kernel.pooling_mode = PoolingMode.SUM
             kernel.forward = partial(_bags_of_one, kernel, kernel.forward)
 
 
-def _bags_of_one(kernel: SplitTableBatchedEmbeddingBagsCodegen, forward: Any, indices: Tensor, offsets: Tensor) -> Tensor:
+def _bags_of_one(kernel: _Kernel, forward: Any, indices: Tensor, offsets: Tensor) -> Tensor:
     """[T * n, W], feature after feature, as the kernel that does not pool gives it."""
     features = len(kernel.embedding_specs)
     count = len(indices) // features

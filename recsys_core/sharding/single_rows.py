@@ -7,7 +7,7 @@ Shapes: n rows looked up, T column shards of one table on this rank, W their wid
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
@@ -18,7 +18,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor, nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
-_Kernel = SplitTableBatchedEmbeddingBagsCodegen | DenseTableBatchedEmbeddingBagsCodegen
+_Kernel: TypeAlias = SplitTableBatchedEmbeddingBagsCodegen | DenseTableBatchedEmbeddingBagsCodegen
 """The latter holds replicated tables; on a CPU FBGEMM 1.8 adds up its lists even where it is told not to pool."""
 ONE_TABLE_PER_KERNEL = {"use_one_tbe_per_table": True}
 """Fused parameter that `pool_single_rows` needs: the features of a kernel then have the same rows, those of one table."""

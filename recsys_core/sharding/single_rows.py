@@ -35,4 +35,5 @@ def _bags_of_one(kernel: SplitTableBatchedEmbeddingBagsCodegen, forward: Any, in
     features = len(kernel.embedding_specs)
     count = len(indices) // features
     pooled: Tensor = forward(indices, torch.arange(len(indices) + 1, dtype=offsets.dtype, device=offsets.device))
-    return pooled.view(count, features, -1).transpose(0, 1).reshape(len(indices), -1)
+    width = pooled.shape[1] // features  # told, since -1 cannot be inferred where a rank is asked for no row
+    return pooled.view(count, features, width).transpose(0, 1).reshape(len(indices), width)

@@ -116,7 +116,7 @@ def make_batch(spec: ModelSpec, *, ranks: Sequence[int], step: int, queries: int
         random = np.random.default_rng([step, rank])
         parts["user"].append(random.integers(0, USERS, queries))
         parts["position"].append(random.integers(0, EVENTS, queries))
-        parts["positive"].append(random.integers(0, ITEMS, queries))
+        parts["positive"].append(random.choice(np.flatnonzero(COUNTS), queries))
         parts["negative"].append(random.choice(np.flatnonzero(COUNTS), negatives))
         parts["length"].append(random.integers(0, HISTORY + 1, queries))
         parts["row"].append(random.integers(0, ITEMS, int(parts["length"][-1].sum())))
@@ -132,9 +132,7 @@ def make_batch(spec: ModelSpec, *, ranks: Sequence[int], step: int, queries: int
 def plain_task(spec: ModelSpec, *, loss: LossConfig, seed: int) -> tuple[RetrievalTask, dict[str, nn.Parameter]]:
     """The task with its tables as ordinary parameters, by name; the first values are those of every sharding."""
     torch.manual_seed(seed)
-    task = RetrievalTask(
-        spec, loss=loss, item_count_I=COUNTS, ranks={}, weight_decay={}, device=torch.device("cpu")
-    )
+    task = RetrievalTask(spec, loss=loss, item_count_I=COUNTS, ranks={}, weight_decay={}, device=torch.device("cpu"))
     task.lookups = Lookups(spec, device=torch.device("cpu"))
     assert {type(collection) for collection in task.lookups.values()} <= {EmbeddingBagCollection, EmbeddingCollection}
     parameters = dict(task.lookups.named_parameters())

@@ -31,7 +31,7 @@ def make_optimizer(model: DistributedModelParallel, *, spec: ModelSpec, config: 
         table = table_of(name, spec)
         if table is None:
             dense[name] = parameter
-        elif parameter.requires_grad:
+        elif not spec.tables[table].frozen:
             wish = spec.tables[table].settings.optimizer or config.table_optimizer
             made: KeyedOptimizer = KeyedOptimizerWrapper({name: parameter}, lambda p, wish=wish: _replicated(p, wish))
             if wish.clip is not None:

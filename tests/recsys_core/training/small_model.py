@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from recsys_core.data.assembly import Assembler
@@ -21,7 +22,12 @@ from recsys_core.models.shards import LocalShard
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables import TableConfig
 from recsys_core.models.task import RetrievalTask
-from recsys_core.training.distributed import PretrainedRows
+from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
+from recsys_core.sharding.plan_file import PlanFile
+from recsys_core.sharding.planner import make_plan
+from recsys_core.training.config import TrainingConfig
+from recsys_core.training.distributed import PretrainedRows, build_model, fill_pretrained
+from recsys_core.training.process import Process
 
 USERS, ITEMS, EVENTS = 50, 41, 300
 HISTORY = 4
@@ -148,3 +154,27 @@ def plain_task(spec: ModelSpec, *, loss: LossConfig, seed: int) -> tuple[Retriev
                 norm = random_norm(table.settings.init_std, table.dim)
                 copy_pretrained(whole, vectors=vectors[name].vectors, vector_row=vectors[name].vector_row, norm=norm)
     return task, tables
+
+
+def sharded_model(
+    spec: ModelSpec, *, kinds: Mapping[str, str], training: TrainingConfig, loss: LossConfig, process: Process
+) -> tuple[DistributedModelParallel, PlanFile]:
+    """The same model on the ranks of the default process group, each table sharded by its kind of `kinds`."""
+    sharding = ShardingConfig(
+        cluster=ClusterConfig(device="cpu", processes_per_node=process.world_size),
+        tables={name: TableConstraint(sharding_types=(kind,)) for name, kind in kinds.items()},
+    )
+    plan = make_plan(sharding, model=spec, batch_size=6, optimizer=training.table_optimizer)
+    gradual = {name: rank for name, rank in RANKS.items() if spec.tables[name].settings.transfer == "gradual"}
+    model = build_model(
+        spec,
+        loss=loss,
+        item_count_I=COUNTS,
+        ranks=gradual,
+        plan=plan,
+        process=process,
+        optimizer=training.table_optimizer,
+        seed=training.seed,
+    )
+    fill_pretrained(model, spec=spec, pretrained=pretrained_of(spec))
+    return model, plan

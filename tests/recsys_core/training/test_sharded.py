@@ -15,15 +15,13 @@ from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
 from recsys_core.models.shards import table_shards
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables import TableConfig
-from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
-from recsys_core.sharding.planner import make_plan
 from recsys_core.sharding.sharders import ROW_LOOKUP_KINDS
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.distributed import ADAGRAD_EPS, build_model, fill_pretrained
+from recsys_core.training.distributed import ADAGRAD_EPS
 from recsys_core.training.optimizers import LearningRates, make_optimizer
 from recsys_core.training.process import Process
 from tests.gloo import run_ranks
-from tests.recsys_core.training.small_model import COUNTS, make_batch, plain_task, pretrained_of, small_spec
+from tests.recsys_core.training.small_model import make_batch, plain_task, sharded_model, small_spec
 
 COLUMN_KINDS = ("column_wise", "table_column_wise", "grid_shard")
 KINDS = ("table_wise", "row_wise", "table_row_wise", "data_parallel", *COLUMN_KINDS)
@@ -99,23 +97,8 @@ def train_plain(case: Case, *, ranks: int) -> Expected:
 def train_sharded(rank: int, case: Case, expected: Expected) -> None:
     ranks, spec, config = dist.get_world_size(), case.spec, case.training
     kinds = {name: case.kind_of(name) for name in spec.tables}
-    sharding = ShardingConfig(
-        cluster=ClusterConfig(device="cpu", processes_per_node=ranks),
-        tables={name: TableConstraint(sharding_types=(kind,)) for name, kind in kinds.items()},
-    )
     process = Process(rank=rank, world_size=ranks, device=torch.device("cpu"))
-    plan = make_plan(sharding, model=spec, batch_size=queries(0), optimizer=config.table_optimizer)
-    model = build_model(
-        spec,
-        loss=case.loss,
-        item_count_I=COUNTS,
-        ranks={},
-        plan=plan,
-        process=process,
-        optimizer=config.table_optimizer,
-        seed=config.seed,
-    )
-    fill_pretrained(model, spec=spec, pretrained=pretrained_of(spec))
+    model, plan = sharded_model(spec, kinds=kinds, training=config, loss=case.loss, process=process)
     executed = {name: table for module in model.plan.plan.values() for name, table in module.items()}
     assert {name.replace("__", "."): table.sharding_type for name, table in executed.items()} == kinds
     if case.kind in COLUMN_KINDS:
@@ -140,7 +123,13 @@ def train_sharded(rank: int, case: Case, expected: Expected) -> None:
         for shard in shards:
             rows, columns = shard.weight_RC.shape
             part = whole[shard.row : shard.row + rows, shard.column : shard.column + columns]
-            np.testing.assert_allclose(shard.weight_RC.numpy(), part, rtol=1e-4, atol=1e-6, err_msg=name)
+            # Adagrad turns the rounding of a gradient near zero into a part of a whole step.
+            far = (
+                {"rtol": 1e-4, "atol": 1e-6}
+                if config.table_optimizer.kind == "rowwise_adagrad"
+                else {"rtol": 1e-3, "atol": 1e-4}
+            )
+            np.testing.assert_allclose(shard.weight_RC.numpy(), part, **far, err_msg=name)
     for name, value in get_unwrapped_module(model).head.state_dict().items():
         np.testing.assert_allclose(value.numpy(), expected.layers[name], rtol=1e-4, atol=1e-6, err_msg=name)
 

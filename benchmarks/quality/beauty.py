@@ -18,9 +18,7 @@ UNFREEZE = [{"epoch": 3, "share": 0.25}, {"epoch": 5, "share": 0.5}, {"epoch": 7
 def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experiment]:
     """Transfer strategies side by side, with ids alone and with the items' attributes and words; then with little data."""
     base = settings(data)
-    vectors: Settings = {
-        "embeddings": [{"paths": str(data / "item_embeddings.parquet"), "vector_column": "embedding"}]
-    }
+    vectors: Settings = {"embeddings": [{"paths": str(data / "item_embeddings.parquet"), "vector_column": "embedding"}]}
     features = item_features(prepare_items(data, folder=folder))
     variants = {
         "random": base,

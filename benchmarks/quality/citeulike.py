@@ -8,9 +8,7 @@ from benchmarks.quality.experiment import Experiment, Settings, merged
 
 def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experiment]:
     """Cold start, warm with and without text, and two models of the literature on ids alone."""
-    vectors: Settings = {
-        "embeddings": [{"paths": str(data / "item_embeddings.parquet"), "vector_column": "embedding"}]
-    }
+    vectors: Settings = {"embeddings": [{"paths": str(data / "item_embeddings.parquet"), "vector_column": "embedding"}]}
     cold = merged(settings(data, test="cold"), vectors, TEXT, COLD)
     warm = settings(data, test="warm")
     variants = {

@@ -40,8 +40,11 @@ def _bags_of_one(kernel: SplitTableBatchedEmbeddingBagsCodegen, forward: Any, in
     """[T * n, W], feature after feature, as the kernel that does not pool gives it."""
     features = len(kernel.embedding_specs)
     count = len(indices) // features
+    if not kernel.weights_host.numel():
+        # A table of fewer rows than ranks: this one holds none and is asked for none, but takes part in the backward pass.
+        return torch.zeros(0, kernel.embedding_specs[0][1], requires_grad=True)
     pooled: Tensor = forward(indices, torch.arange(len(indices) + 1, dtype=offsets.dtype, device=offsets.device))
-    width = pooled.shape[1] // features  # told, since -1 cannot be inferred where a rank is asked for no row
+    width = pooled.shape[1] // features  # told, since -1 cannot be inferred where no row is asked for
     return pooled.view(count, features, width).transpose(0, 1).reshape(len(indices), width)
 
 

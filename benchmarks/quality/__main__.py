@@ -17,14 +17,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality import beauty, citeulike
+from benchmarks.quality import beauty, citeulike, speed
 from benchmarks.quality.experiment import Experiment, run
 from benchmarks.quality.report import write_report
 from recsys_core.preflight import installed_versions
 
 HERE = Path(__file__).parent
 DATA = HERE.parents[2] / "shared" / "data"
-PARTS = ("beauty", "limited", "cold", "warm", "collaborative")
+PARTS = ("beauty", "limited", "cold", "warm", "collaborative", "speed")
 CORES = sorted(os.sched_getaffinity(0))
 
 
@@ -67,6 +67,8 @@ def main() -> None:
                 file.write_text(json.dumps(results, indent=1) + "\n")
                 sys.stdout.write(f"{number} of {len(wanted)}: {one.key}: {_headline(results['runs'][one.key])}\n")
                 sys.stdout.flush()
+        if "speed" in arguments.parts:
+            results["runs"] |= speed.measure(Path(name))
     versions = installed_versions()
     results |= {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",

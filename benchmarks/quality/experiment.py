@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,24 @@ from recsys_core.training.train import train
 
 Settings = dict[str, Any]
 ONE_RANK: Settings = {"sharding": {"cluster": {"device": "cpu", "processes_per_node": 1}}}
+
+
+def train_only(settings: Settings, *, folder: Path) -> list[tuple[float, Progress]]:
+    """Lines of metrics.jsonl, and when each was seen in seconds, with as many ranks as the config says, by default two."""
+    config = PipelineConfig.model_validate(settings)
+    interactions = ingest_interactions(config.log, embeddings=None, folder=folder / "interactions")
+    spec = ModelSpec.of(config.model, interactions=interactions, tables=config.tables, loss=config.loss)
+    shutil.rmtree(folder / "train", ignore_errors=True)
+    plan = plan_sharding(
+        config.sharding, model=spec, batch_size=config.training.batch_size, optimizer=config.training.table_optimizer,
+        folder=folder / "plan",
+    )  # fmt: skip
+    lines: list[tuple[float, Progress]] = []
+    train(
+        config.training, model=spec, loss=config.loss, interactions=interactions, embeddings=None, features=None, plan=plan,
+        folder=folder / "train", on_progress=lambda line: lines.append((time.perf_counter(), line)),
+    )  # fmt: skip
+    return lines
 
 
 @dataclass(frozen=True)

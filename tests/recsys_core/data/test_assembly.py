@@ -15,7 +15,6 @@ from recsys_core.data.lists import Lists
 from tests.recsys_core.data.described import FORMS, SIDES, feature_store, values_of
 
 USERS, ITEMS, EVENTS = 5, 9, 20
-NONE = np.zeros(0, np.int64)
 histories = st.lists(st.lists(st.integers(0, ITEMS - 1), max_size=4), min_size=1, max_size=5)
 
 
@@ -53,7 +52,7 @@ def rows_of(jagged: KeyedJaggedTensor, key: str) -> list[list[int]]:
 def test_every_item_is_there_once_and_places_lead_back_to_the_rows(history: list[list[int]], candidate: list[int]) -> None:
     batch = made(history, candidate)
     distinct = batch.item_row_U.tolist()
-    assert sorted(distinct) == sorted({*candidate, *(item for one in history for item in one)})
+    assert sorted(distinct) == sorted({*candidate, *(item for one in history for item in one)} or {0})
     assert rows_of(batch.sparse[ITEM], ITEM) == [[row] for row in distinct]
     assert [distinct[place] for place in batch.candidate_K.tolist()] == candidate
     offset = batch.history_offset.tolist()
@@ -69,10 +68,11 @@ def test_a_candidate_twice_and_in_a_history_is_one_place() -> None:
     assert batch.history_offset.tolist() == [0, 2, 2]
 
 
-def test_without_any_item_there_is_nothing_to_look_up() -> None:
-    batch = made([[], []], [])
-    assert batch.item_row_U.tolist() == [] and batch.history_offset.tolist() == [0, 0, 0]
-    assert rows_of(batch.sparse[ITEM], ITEM) == []
+def test_without_any_item_one_row_is_looked_up_that_nothing_points_at() -> None:
+    batch = made([[], []], [], features=feature_store(users=USERS, items=ITEMS, events=EVENTS))
+    assert (batch.item_row_U.tolist(), rows_of(batch.sparse[ITEM], ITEM)) == ([0], [[0]])
+    assert batch.candidate_K.tolist() == batch.history_T.tolist() == [] and batch.history_offset.tolist() == [0, 0, 0]
+    assert all(len(rows_of(batch.sparse[ITEM], key)) == 1 for key in batch.sparse[ITEM].keys())  # noqa: SIM118
     assert rows_of(batch.sparse[QUERY], "user") == [[0], [1]]
 
 
@@ -121,7 +121,6 @@ def test_items_alone_come_in_their_order_and_with_their_features() -> None:
         assert (batch.batch_size, batch.item_row_U.tolist(), batch.candidate_K.tolist()) == (0, [6, 0, 3], [0, 1, 2])
         assert rows_of(batch.sparse[ITEM], "item.list") == [values_of(store, "item.list", item)[0] for item in (6, 0, 3)]
         assert batch.sparse[QUERY].values().tolist() == batch.sparse[QUERY_WEIGHTED].values().tolist() == []
-    assert Assembler(user_id=False).items(NONE).item_row_U.tolist() == []
 
 
 def test_keyed_lists_stand_key_by_key_and_so_do_their_weights() -> None:

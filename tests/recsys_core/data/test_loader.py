@@ -280,10 +280,10 @@ def test_a_query_batch_holds_each_user_as_it_stood_before_the_split() -> None:
         assert candidates(batch) == []
 
 
-def test_without_a_history_a_query_batch_has_no_item() -> None:
+def test_without_a_history_a_query_batch_points_at_no_item() -> None:
     store = store_of([([1, 2, 3], [4], [5])])
     batch = query_batch(store, np.array([0, 0]), "test", assembler=Assembler(user_id=True), max_history=0)
-    assert histories(batch) == [[], []] and batch.item_row_U.tolist() == []
+    assert histories(batch) == [[], []] and candidates(batch) == []
 
 
 def test_the_weight_of_an_example_is_that_of_its_event() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import ITEM, QUERY, QUERY_WEIGHTED, Batch
-from recsys_core.data.features.store import FeatureStore
+from recsys_core.data.features.store import Feature, FeatureStore
 from recsys_core.data.lists import Lists
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.lookups import Lookups, parameter_name, table_outputs
@@ -26,12 +26,18 @@ USERS, ITEMS, EVENTS = 5, 9, 20
 POOLED = [f"{side}.{form}" for side in SIDES for form in ("list", "weighted_list")]
 
 
-def spec_of(*, tables: dict[str, Any] | None = None, vectors: dict[str, int] | None = None, distils: bool = False) -> ModelSpec:
+def spec_of(
+    *,
+    tables: dict[str, Any] | None = None,
+    vectors: dict[str, int] | None = None,
+    distils: bool = False,
+    features: tuple[str, ...] = (),
+) -> ModelSpec:
     return ModelSpec.sized(
         TwoTowerConfig(embedding_dim=4, user_id=True),
         users=USERS,
         items=ITEMS,
-        facts=facts(),
+        facts=facts(*features),
         vector_dims=vectors,
         tables={name: TableConfig.model_validate(wish) for name, wish in (tables or {}).items()},
         distils=distils,
@@ -121,12 +127,20 @@ def test_weights_that_are_all_zero_give_zeros_and_no_nan() -> None:
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in lookups.parameters())
 
 
-@pytest.mark.parametrize("side", ["query", "item"])
-def test_nobody_asked_and_no_item_named_gives_no_rows(side: Any) -> None:
-    spec = spec_of(tables={"item.list": {"pooling": "sum"}})
-    batch = Assembler(user_id=True, features=feature_store(users=1, items=1, events=1)).items(np.zeros(0, np.int64))
-    found = table_outputs(spec, look_up(lookups_of(spec), batch), batch, side=side)
-    assert {value.shape for value in found.values()} == {(0, 4)}
+def test_lists_without_a_value_give_zeros() -> None:
+    nothing = FeatureStore(
+        {
+            f"{side}.{form}": Feature(np.zeros(0, np.int32), np.zeros(ITEMS + 1, np.int64), weight)
+            for side in SIDES
+            for form, weight in (("list", None), ("weighted_list", np.zeros(0, np.float32)))
+        }
+    )
+    spec = spec_of(features=tuple(nothing.features))
+    batch, lookups = batch_of([[1], []], nothing), lookups_of(spec)
+    looked_up = look_up(lookups, batch)
+    found = table_outputs(spec, looked_up, batch, side="query") | table_outputs(spec, looked_up, batch, side="item")
+    for name in nothing.features:
+        assert found[name].eq(0).all() and found[name].shape[1] == 4, name
 
 
 @pytest.mark.parametrize(("transfer", "distils"), [("full", True), ("frozen", True), ("residual", False), ("residual", True)])

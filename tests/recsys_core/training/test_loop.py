@@ -63,7 +63,7 @@ UNUSUAL = {
         "training": training(table_optimizer=TableOptimizer(kind="adagrad", clip=1.0, weight_decay=0.01)),
     },
     "replicated": {
-        "sharding": {name: REPLICATED for name in ("item", "user", "user.groups")},
+        "sharding": dict.fromkeys(("item", "user", "user.groups"), REPLICATED),
         "tables": {
             "item": TableConfig(optimizer=TableOptimizer(kind="adam", learning_rate=0.01, clip=0.5)),
             "user": TableConfig(optimizer=TableOptimizer(kind="adagrad")),

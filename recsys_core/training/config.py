@@ -22,7 +22,7 @@ class ValidationConfig(Frozen):
     patience: int | None = Field(
         3, ge=1, description="stop after this many measurements without a better one; empty: train all epochs"
     )
-    max_users: int = Field(20_000, ge=1, description="a fixed random sample of this many users at most")
+    max_users: int = Field(10_000, ge=1, description="a fixed random sample of this many users at most")
 
 
 class TrainingConfig(Frozen):

@@ -118,9 +118,11 @@ class Training:
             loss = self._pipeline.progress(batches)
             self._done += 1
             self._count(loss, samples=self._loader.batch_samples(batch) * self._process.world_size, epoch=epoch + 1)
+            if batch + 1 == len(self._loader):
+                break  # what its end brings is logged in one line with this step, and saved
             if self._done % self._config.log_every_steps == 0:
                 self._log(epoch + 1)
-            if self._done % self._config.checkpoint_every_steps == 0 and batch + 1 < len(self._loader):
+            if self._done % self._config.checkpoint_every_steps == 0:
                 self._save()
         # The lookups belong to the pipeline while it is attached; it has no batch left, so nothing is lost.
         self._pipeline.detach()

@@ -39,7 +39,7 @@ class TrainJob(Frozen):
     embeddings: Path | None
     features: Path | None
     plan: Path
-    warm: WarmStart | None
+    warm: WarmStart | None = None
 
 
 class ExportJob(Frozen):

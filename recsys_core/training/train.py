@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 JOB_NAME = "job.json"
 WARM_NAME = "warm"
 OPERATIONAL = {"attempts", "start_timeout_s", "silence_timeout_s", "keep_checkpoints", "warm_start"}
-"""Settings that do not change what is trained: a resumed run may change them and keep its checkpoints. What warm_start leads to,
-the champion or none, is a part of the fingerprint."""
+"""Settings that do not change what is trained: a resumed run may change them and keep its checkpoints. Of warm_start the
+fingerprint holds what it leads to: the champion or none."""
 
 
 def train(

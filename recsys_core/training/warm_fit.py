@@ -15,8 +15,6 @@ from recsys_core.training.sums import has_sums
 from recsys_core.training.warm_rows import vocabulary_name
 
 SIDES: tuple[Side, Side] = ("query", "item")
-_TOWER = {"query": "query", "item": "candidate"}
-"""What the tower of a side is called in the config."""
 _TEMPERATURE = "objective.log_temperature"
 
 
@@ -61,18 +59,16 @@ def architecture(spec: ModelSpec) -> dict[str, object]:
     told |= {f"model.history.{name}": getattr(config.history, name) for name in ("pooling", "items")}
     if config.history.pooling == "recency":
         told["model.history.length"] = config.history.length  # one weight for each place
-    for side, tower, layers in (
-        ("query", config.query, config.query_layers),
-        ("item", config.candidate, config.candidate_layers),
-    ):
-        told[f"model.{_TOWER[side]}.layers"] = layers
-        told |= {f"model.{_TOWER[side]}.{name}": getattr(tower, name) for name in ("residual", "layer_norm")}
+    towers = (("query", config.query, config.query_layers), ("candidate", config.candidate, config.candidate_layers))
+    for (name, tower, layers), side in zip(towers, SIDES, strict=True):
+        told |= {f"model.{name}.layers": layers}
+        told |= {f"model.{name}.{setting}": getattr(tower, setting) for setting in ("residual", "layer_norm")}
         if layers:  # over the inputs side by side: another order would be another model
-            told[f"what the {_TOWER[side]} tower's layers read"] = tuple(tower_inputs(spec, side))
+            told[f"what the {name} tower's layers read"] = tuple(tower_inputs(spec, side))
     return told
 
 
-def tower_inputs(spec: ModelSpec, side: str) -> list[str]:
+def tower_inputs(spec: ModelSpec, side: Side) -> list[str]:
     """Names of what the tower of `side` reads, in order."""
     if side == "item":
         return ["item", *spec.features("item")]
@@ -113,7 +109,8 @@ def _name_before(name: str, *, spec: ModelSpec, before: ModelSpec) -> str | None
 
     Projections are numbered by input, so a feature more or less in front of one gives it another number.
     """
-    side, _, rest = name.partition(".")
+    side: Side = "query" if name.startswith("query.") else "item"
+    rest = name.partition(".")[2]
     if not rest.startswith("tower.projections."):
         return name
     _, _, number, parameter = rest.split(".")
@@ -134,8 +131,8 @@ def _require_same_values(name: str, *, features: FeaturesManifest | None, champi
 
 def _misfit(what: str, tonight: object, before: object, champion: Champion) -> InputError:
     return InputError(
-        f"{what} is {_shown(tonight)} tonight, and {_shown(before)} in the champion (run {champion.run_id}), from which the night "
-        "would start; set training.warm_start to null for this night, or go back to the old setting"
+        f"{what} is {_shown(tonight)} tonight, and {_shown(before)} in the champion (run {champion.run_id}) that the night "
+        "would start from; set training.warm_start to null for this night, or go back to the old setting"
     )
 
 

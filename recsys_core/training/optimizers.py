@@ -48,9 +48,11 @@ def make_optimizer(model: DistributedModelParallel, *, spec: ModelSpec, config: 
 def table_of(parameter: str, spec: ModelSpec) -> str | None:
     """The table whose weights or optimizer state `parameter` names; None for those of the towers."""
     words = parameter.split(".")
-    if not {"embeddings", "embedding_bags"} & set(words):
+    holder = next((place for place, word in enumerate(words) if word in ("embeddings", "embedding_bags")), None)
+    if holder is None:
         return None
-    return next(name for name in spec.tables if module_name(name) in words)
+    # Only what follows it names the table: in front stands the collection, and one is called like the table item.
+    return next(name for name in spec.tables if module_name(name) == words[holder + 1])
 
 
 def _dense(parameters: list[torch.Tensor], wish: DenseOptimizer) -> torch.optim.Optimizer:

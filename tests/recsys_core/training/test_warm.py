@@ -31,7 +31,7 @@ from recsys_core.training.job import TrainJob, WarmStart
 from recsys_core.training.loop import CHECKPOINTS_NAME, make_loader
 from recsys_core.training.optimizers import make_optimizer
 from recsys_core.training.start import first_model
-from recsys_core.training.sums import SumShard, add_sums, sum_shards
+from recsys_core.training.sums import sum_shards
 from recsys_core.training.warm import fill_from_champion, fill_sums, prepare_warm_start
 from recsys_core.training.warm_rows import rows_by_value
 from tests.gloo import run_ranks
@@ -91,9 +91,9 @@ def check_start(rank: int, job: TrainJob, expected: Path) -> None:
         for shard, old_RC in zip(shards, before[name], strict=True):
             wanted_RC = wanted_RD[shard.row : shard.row + len(old_RC)]
             torch.testing.assert_close(shard.weight_RC, torch.where(wanted_RC.isnan(), old_RC, wanted_RC), rtol=0, atol=0)
-        for sums in sum_shards(optimizer, spec=job.spec, table=name):
-            wanted_R = sums_R[sums.row : sums.row + len(sums.sum_RS)]
-            torch.testing.assert_close(sums.sum_RS[:, 0], wanted_R.nan_to_num(0.0), rtol=0, atol=0)
+        (sums,) = sum_shards(optimizer, spec=job.spec, table=name)
+        wanted_R = sums_R[sums.row : sums.row + len(sums.sum_RS)]
+        torch.testing.assert_close(sums.sum_RS[:, 0], wanted_R.nan_to_num(0.0), rtol=0, atol=0)
     head = get_unwrapped_module(model).head
     for name, value in load_file(job.warm.export / "dense.safetensors").items():
         torch.testing.assert_close(head.state_dict()[name], value, rtol=0, atol=0)
@@ -203,13 +203,6 @@ def test_the_next_step_of_a_table_is_the_one_that_the_champion_would_have_taken(
     for name, table in night.spec.tables.items():
         np.save(out / f"rows_{name}.npy", np.arange(table.rows))
     run_ranks(goes_on, world_size=RANKS, arguments=(train_job(night, kind=kind, training=training), out))
-
-
-def test_sums_per_row_of_column_shards_make_up_the_mean_over_the_whole_row() -> None:
-    target = np.zeros(3, np.float32)
-    add_sums(target, SumShard(row=1, column=0, columns=4, sum_RS=torch.tensor([[1.0], [2.0]])), dim=16)
-    add_sums(target, SumShard(row=1, column=4, columns=12, sum_RS=torch.tensor([[5.0], [2.0]])), dim=16)
-    assert target.tolist() == [0.0, (1 * 4 + 5 * 12) / 16, 2.0]
 
 
 @given(

@@ -78,7 +78,7 @@ def train(
             )
         elif champion is not None and config.warm_start is not None:
             logger.info(
-                "full training: %d nights since the last one (training.warm_start.full_retrain_every is %d)",
+                "full training: night %d since the last one (training.warm_start.full_retrain_every is %d)",
                 champion.train.warm_nights + 1,
                 config.warm_start.full_retrain_every,
             )

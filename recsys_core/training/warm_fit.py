@@ -31,7 +31,9 @@ def require_fit(
     optimizer: tonight's, of the tables without one of their own.
     """
     if interactions.id_columns != champion.interactions.id_columns:
-        raise _misfit("interactions: the ids' columns", interactions.id_columns, champion.interactions.id_columns, champion)
+        raise _misfit(
+            "interactions.(user_column, item_column)", interactions.id_columns, champion.interactions.id_columns, champion
+        )
     before = architecture(champion.spec)
     for setting, value in architecture(spec).items():
         if setting not in before or before[setting] != value:

@@ -22,6 +22,7 @@ from recsys_core.training.optimizers import LearningRates, make_optimizer
 from recsys_core.training.process import Process
 from recsys_core.training.start import first_model
 from recsys_core.training.validation import Validator
+from recsys_core.training.warm import fill_from_champion, fill_sums
 
 RESULT_NAME = "result.json"
 METRICS_NAME = "metrics.jsonl"
@@ -96,6 +97,9 @@ class Training:
             self._done = self._saved = checkpoint.step
             self._best = checkpoint.best
             restore(self._model, self._optimizer, checkpoint=checkpoint.folder)
+        elif self._job.warm is not None:
+            fill_from_champion(self._model, warm=self._job.warm)
+            fill_sums(self._optimizer, spec=self._job.spec, default=self._config.table_optimizer, warm=self._job.warm)
         self._meter = Meter(
             self._job.work / METRICS_NAME, process=self._process, total_steps=self._total_steps, first_step=self._done
         )

@@ -50,6 +50,16 @@ def with_settings(config: PipelineConfig, settings: Mapping[str, Any]) -> Pipeli
     return found
 
 
+def to_paste(config: PipelineConfig, settings: Mapping[str, Any]) -> str:
+    """YAML of what `settings` set in `config`, for the user's own file; a list of which they set a part is given whole."""
+    raw = with_settings(config, settings).model_dump(mode="json")
+    groups: dict[str, Any] = {}
+    for dotted in settings:
+        whole = re.sub(r"\.\d+(\..*)?$", "", dotted)
+        _put(groups, whole, _at(raw, whole), given=dotted)
+    return yaml.safe_dump(groups, sort_keys=False)
+
+
 def _listed(path: Path, problems: Sequence[str]) -> InputError:
     return InputError("\n".join([f"{path}:", *(f"  {problem}" for problem in problems)]))
 
@@ -64,7 +74,9 @@ def _tried(config: PipelineConfig, settings: Mapping[str, Any]) -> tuple[Pipelin
     except ValidationError as error:
         details = _details(error)
         own = [
-            detail for detail in details if detail["type"] != "value_error" or _dotted(detail["loc"], raw).startswith(tuple(settings))
+            detail
+            for detail in details
+            if detail["type"] != "value_error" or _dotted(detail["loc"], raw).startswith(tuple(settings))
         ]
         return None, bool(own), [_sentence(detail, raw) for detail in own or details]
 
@@ -155,9 +167,7 @@ def _put(raw: dict[str, Any], dotted: str, value: Any, *, given: str) -> None:
             level[key] = {} if level.get(key) is None else level[key]
             level = level[key]
         if not isinstance(level, dict | list) or (isinstance(level, list) and position + 1 == len(parents)):
-            raise InputError(
-                f"{given}: {'.'.join(parents[: position + 1])} is the value {level!r}, not a group of settings"
-            )
+            raise InputError(f"{given}: {'.'.join(parents[: position + 1])} is the value {level!r}, not a group of settings")
     level[last] = value
 
 

@@ -53,11 +53,14 @@ class Attempt:
         self._known_epochs = known_epochs
 
     def report(self, epoch: int, value: float) -> None:
-        """Takes the metric after `epoch`; raises optuna.TrialPruned if the median trial was better at that time."""
+        """Takes the metric after `epoch`."""
         if epoch not in self._known_epochs:  # told before the interruption
             self.trial.report(value, epoch)
+
+    def require_hope(self) -> None:
+        """Raises optuna.TrialPruned if the median of the complete trials was better after as many epochs."""
         if self.trial.should_prune():
-            raise optuna.TrialPruned(f"{value:.4f} after epoch {epoch}")
+            raise optuna.TrialPruned
 
 
 def suggest(trial: optuna.Trial, name: str, wish: RangeConfig) -> Any:
@@ -126,9 +129,7 @@ class Study:
         left = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         number = left[0].number if left else len(self._study.get_trials(deepcopy=False))
         # The search begins anew with each process: with one seed for all it would draw its first settings again.
-        self._study.sampler = optuna.samplers.TPESampler(
-            n_startup_trials=self._config.startup_trials, seed=self._config.seed * _SEEDS_APART + number
-        )
+        self._study.sampler = optuna.samplers.TPESampler(seed=self._config.seed * _SEEDS_APART + number)
         trial = optuna.Trial(self._study, left[0]._trial_id) if left else self._study.ask()
         known = set(left[0].intermediate_values) if left else set()
         return Attempt(trial, ranges=self._config.ranges, known_epochs=known)
@@ -162,7 +163,8 @@ def plot_history(study: Study, *, path: Path) -> Path:
     for trial in study.tried:
         if trial.value is not None:
             points[trial.ending].append((trial.number, trial.value))
-    for ending, colour in (("complete", COLOURS["model"]), ("pruned", COLOURS["popularity"])):
+    colours: dict[Ending, str] = {"complete": COLOURS["model"], "pruned": COLOURS["popularity"]}
+    for ending, colour in colours.items():
         axes.scatter([x for x, _ in points[ending]], [y for _, y in points[ending]], s=18, color=colour, label=ending)
     best_so_far = [*accumulate((value for _, value in points["complete"]), max)]
     axes.step([x for x, _ in points["complete"]], best_so_far, where="post", color=COLOURS["zero_shot"], label="best so far")

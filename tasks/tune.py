@@ -50,11 +50,13 @@ def try_settings(attempt: Attempt, setup: TrialSetup, *, stage: str) -> Result:
         if setup.metric in progress.validation:
             measured[progress.epoch] = progress.validation[setup.metric]
             attempt.report(progress.epoch, measured[progress.epoch])
+            if progress.step < progress.total_steps:
+                attempt.require_hope()
 
     try:
         best = train_trial(setup, on_progress=on_progress)
-    except TrialPruned as pruned:  # raised in on_progress: the launcher has ended all processes of the training
-        ending, reason, best = "pruned", str(pruned), None
+    except TrialPruned:  # raised in on_progress: the launcher has ended all processes of the training
+        ending, best = "pruned", None
     except StageError as error:
         ending, reason, best = "failed", str(error), None
     keep_metrics(setup.folder)

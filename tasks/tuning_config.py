@@ -95,7 +95,7 @@ class TuningConfig(Frozen):
     trials: int = Field(20, ge=1, description="trainings in all, those of an interrupted tuning included")
     timeout_s: float | None = Field(None, gt=0, description="no trial begins later than this; empty: no limit")
     startup_trials: int = Field(
-        5, ge=1, description="the first trials are drawn at random and run to their end; then the search and the pruning begin"
+        5, ge=1, description="trials that come to their end before one is pruned for being below the median"
     )
     seed: int = Field(7, ge=0, description="of the search; every trial trains with training.seed")
     ranges: dict[str, RangeConfig] = Field(

@@ -37,7 +37,7 @@ def deliver_study(
         if not done:
             return
         if best is not None and best.value is not None:
-            log_metrics(client, parent, as_metrics({f"validation/{metric}": best.value}))
+            log_metrics(client, parent, as_metrics({f"validation/best/{metric}": best.value}))
             client.set_tag(parent, TRIAL_TAG, str(best.number))
         for file in files:
             client.log_artifact(parent, str(file))
@@ -62,8 +62,9 @@ def deliver_trials(client: MlflowClient, parent: str, tried: Sequence[Tried], *,
             child = client.create_run(experiment_id, start_time=now_ms - int(trial.seconds * 1000), tags=tags).info
         name = f"validation/{metric.replace('@', '_at_')}"
         curve = [Metric(name, value, now_ms, epoch) for epoch, value in sorted(trial.epochs.items())]
+        top = [] if trial.value is None else as_metrics({f"validation/best/{metric}": trial.value})
         params = [Param(setting, str(value)) for setting, value in trial.settings.items()]
-        client.log_batch(child.run_id, metrics=curve, params=params)
+        client.log_batch(child.run_id, metrics=[*curve, *top], params=params)
         client.set_tag(child.run_id, ENDING_TAG, trial.ending)
         client.set_tag(child.run_id, REASON_TAG, trial.reason[:_REASON_CHARACTERS])
         client.set_terminated(child.run_id, RunStatus.to_string(STATUS[trial.ending]))

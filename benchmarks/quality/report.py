@@ -31,7 +31,7 @@ def write_report(results: dict[str, Any], *, folder: Path) -> None:
     lines = [
         "# Quality on public data",
         "",
-        f"Made on {results['date']} on {results['machine']} by `make bench-quality`. Mean and standard deviation over the seeds;",
+        f"Made on {results['date']} on {results['machine']} by `make bench-quality`. Mean and standard deviation over seeds;",
         "the epoch is chosen on the validation split, the test split is looked at once. Settings of each run: results.json.",
     ]
     for part, (title, metrics) in TABLES.items():

@@ -137,6 +137,33 @@ def run(
         print_outcome(outcome, file=file, overrides=overrides or ())
 
 
+@app.command(epilog="Example: nightjar tune nightly.yaml --trials 40")
+def tune(
+    file: File,
+    overrides: Sets = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="trainings in all, instead of tuning.trials")] = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Tries settings within the ranges of `tuning`; the validation split decides. The same command goes on where it stopped."""
+    from flows.inputs import check_inputs
+    from flows.load import load_config
+    from flows.study import as_json as to_json
+    from flows.study import check_tunable, print_study, run_study
+
+    config = load_config(file, overrides or ())
+    check_tunable(config, file=file)
+    check_inputs(config)
+    if trials is not None and config.tuning is not None:
+        config = config.model_copy(update={"tuning": config.tuning.model_copy(update={"trials": trials})})
+    prepare(config.workspace, verbose=verbose)
+    study = run_study(config)
+    if as_json:
+        sys.stdout.write(to_json(study) + "\n")
+    else:
+        print_study(study, file=file)
+
+
 @app.command(epilog="Example: nightjar query nightly.yaml --user 42 -k 10")
 def query(
     file: File,

@@ -22,6 +22,7 @@ from recsys_core.serving.config import PackageConfig
 from recsys_core.sharding.config import ShardingConfig
 from recsys_core.training.config import TrainingConfig
 from tasks.config import RegistryConfig
+from tasks.tuning_config import TuningConfig
 
 
 class PipelineConfig(Frozen):
@@ -57,6 +58,9 @@ class PipelineConfig(Frozen):
     index: IndexConfig = Field(default_factory=IndexConfig, description="FAISS indexes")
     package: PackageConfig = Field(default_factory=PackageConfig, description="the servable retriever")
     registry: RegistryConfig = Field(default_factory=RegistryConfig, description="MLflow, and when a version becomes champion")
+    tuning: TuningConfig | None = Field(
+        None, description="which settings `nightjar tune` varies, and between what; empty: none"
+    )
 
     @model_validator(mode="after")
     def _stages_agree(self) -> Self:

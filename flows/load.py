@@ -14,6 +14,10 @@ from pydantic_core import ErrorDetails
 from flows.config import PipelineConfig
 from recsys_core.data.log.config import Split
 from recsys_core.errors import InputError
+from tasks.tuning_config import RangeConfig, label_of
+
+VARIED = ("model", "tables", "loss", "training", "sharding")
+"""Groups of settings that `nightjar tune` may vary."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
@@ -23,15 +27,94 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
     """
     raw = _read(path)
     for override in overrides:
-        _put(raw, override)
+        _override(raw, override)
     try:
         config = PipelineConfig.model_validate(raw)
     except ValidationError as error:
-        # A key that is not known is also one that is missing elsewhere: unknown keys come first and alone.
-        details = error.errors(include_url=False)
-        unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
-        raise InputError("\n".join([f"{path}:", *(f"  {_sentence(detail, raw)}" for detail in unknown or details)])) from None
-    return config.anchored(path.parent)
+        raise _listed(path, [_sentence(detail, raw) for detail in _details(error)]) from None
+    if config.tuning is None:
+        return config.anchored(path.parent)
+    problems: list[str] = []
+    ranges = {name: _checked_range(config, name, wish, problems=problems) for name, wish in config.tuning.ranges.items()}
+    if problems:
+        raise _listed(path, [f"tuning.ranges: {problem}" for problem in problems])
+    tuning = config.tuning.model_copy(update={"ranges": ranges})
+    return config.model_copy(update={"tuning": tuning}).anchored(path.parent)
+
+
+def with_settings(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineConfig:
+    """`config` with other values of some settings, by dotted name, and without tuning; InputError if they contradict."""
+    found, _, problems = _tried(config, settings)
+    if found is None:
+        raise InputError("; ".join(problems))
+    return found
+
+
+def to_paste(config: PipelineConfig, settings: Mapping[str, Any]) -> str:
+    """YAML of what `settings` set in `config`, for the user's own file; a list of which they set a part is given whole."""
+    raw = with_settings(config, settings).model_dump(mode="json")
+    groups: dict[str, Any] = {}
+    for dotted in settings:
+        whole = re.sub(r"\.\d+(\..*)?$", "", dotted)
+        _put(groups, whole, _at(raw, whole), given=dotted)
+    return yaml.safe_dump(groups, sort_keys=False)
+
+
+def _listed(path: Path, problems: Sequence[str]) -> InputError:
+    return InputError("\n".join([f"{path}:", *(f"  {problem}" for problem in problems)]))
+
+
+def _tried(config: PipelineConfig, settings: Mapping[str, Any]) -> tuple[PipelineConfig | None, bool, list[str]]:
+    """(the config or None, whether a setting itself is wrong and not only what it is combined with, what is wrong)."""
+    raw = config.model_dump(mode="json") | {"tuning": None}
+    for dotted, value in settings.items():
+        _put(raw, dotted, value, given=f"tuning.ranges.{dotted}")
+    try:
+        return PipelineConfig.model_validate(raw), False, []
+    except ValidationError as error:
+        details = _details(error)
+        own = [
+            detail
+            for detail in details
+            if detail["type"] != "value_error" or _dotted(detail["loc"], raw).startswith(tuple(settings))
+        ]
+        return None, bool(own), [_sentence(detail, raw) for detail in own or details]
+
+
+def _checked_range(config: PipelineConfig, dotted: str, wish: RangeConfig, *, problems: list[str]) -> RangeConfig:
+    """The range in the type of its setting; whatever its setting does not take is added to `problems`."""
+    if dotted.partition(".")[0] not in VARIED or "." not in dotted:
+        problems.append(
+            f"{dotted}: all trials share one ingest and end with training, so what varies is a setting of {', '.join(VARIED)}"
+        )
+        return wish
+    if f"{dotted}.".startswith("training.validation."):
+        problems.append(f"{dotted}: trials are compared by training.validation, so it is the same for all; leave it out")
+        return wish
+    answers = [(probe, *_tried(config, {dotted: probe})) for probe in wish.probes]
+    good = {label_of(probe): _at(found.model_dump(mode="json"), dotted) for probe, found, _, _ in answers if found is not None}
+    # Two settings that contradict each other may both vary; one that goes with no value of the range at all is wrong.
+    wrong = [told for _, _, is_own, told in answers if is_own] or [told for _, _, _, told in answers if not good]
+    if wrong:
+        problems.extend(wrong[0])
+        return wish
+    try:
+        return wish.typed(good)
+    except ValueError as error:
+        problems.append(f"{dotted}: {error}")
+        return wish
+
+
+def _at(raw: Any, dotted: str) -> Any:
+    for key in dotted.split("."):
+        raw = raw[int(key)] if isinstance(raw, list) else raw[key]
+    return raw
+
+
+def _details(error: ValidationError) -> list[ErrorDetails]:
+    """A key that is not known is also one that is missing elsewhere: unknown keys come first and alone."""
+    details = error.errors(include_url=False)
+    return [detail for detail in details if detail["type"] == "extra_forbidden"] or details
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -59,7 +142,7 @@ def _read(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _put(raw: dict[str, Any], override: str) -> None:
+def _override(raw: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
         raise InputError(f"--set {override}: expected a.b=value, e.g. --set training.batch_size=8192")
@@ -67,21 +150,24 @@ def _put(raw: dict[str, Any], override: str) -> None:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise InputError(f"--set {override}: the value is not valid YAML: {error}") from None
-    *parents, last = dotted.strip().split(".")
+    _put(raw, dotted.strip(), value, given=f"--set {override}")
+
+
+def _put(raw: dict[str, Any], dotted: str, value: Any, *, given: str) -> None:
+    """Sets raw[a][b] for the name a.b; groups that are not there are made. given: what the user wrote, for errors."""
+    *parents, last = dotted.split(".")
     level: Any = raw
     for position, key in enumerate(parents):
         if isinstance(level, list):
             if not (key.isdecimal() and int(key) < len(level)):
                 place = ".".join(parents[:position])
-                raise InputError(f"--set {override}: {place} is a list of {len(level)}; name one by its number, from 0")
+                raise InputError(f"{given}: {place} is a list of {len(level)}; name one by its number, from 0")
             level = level[int(key)]
         else:
             level[key] = {} if level.get(key) is None else level[key]
             level = level[key]
         if not isinstance(level, dict | list) or (isinstance(level, list) and position + 1 == len(parents)):
-            raise InputError(
-                f"--set {override}: {'.'.join(parents[: position + 1])} is the value {level!r}, not a group of settings"
-            )
+            raise InputError(f"{given}: {'.'.join(parents[: position + 1])} is the value {level!r}, not a group of settings")
     level[last] = value
 
 

@@ -107,16 +107,17 @@ def run_night(config: PipelineConfig, *, resume: str | None, until: StageName | 
         except NightjarError:
             raise
         except Exception as error:  # whatever a library throws: the person sees one line, the traceback is kept
-            raise _kept(error, run=run) from error
+            raise with_traceback_kept(error, folder=run.folder) from error
     names = list(STAGES)
     done = names[: names.index(until) + 1] if until else names  # what lies there of later stages is of an earlier run
     stages = {stage: load_manifest(run.stage_folder(stage), MANIFESTS[stage], verify=False) for stage in done}
     return Outcome(run, {stage: manifest for stage, manifest in stages.items() if manifest is not None})
 
 
-def _kept(error: Exception, *, run: Run) -> StageError:
-    run.folder.mkdir(parents=True, exist_ok=True)
-    log = run.folder / "error.log"
+def with_traceback_kept(error: Exception, *, folder: Path) -> StageError:
+    """One line about something that nobody foresaw; its traceback goes to error.log in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "error.log"
     log.write_text("".join(traceback.format_exception(error)))
     return StageError(f"{type(error).__name__}: {error}\nthe traceback is in {log}")
 

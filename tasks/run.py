@@ -44,16 +44,20 @@ STAGES: dict[StageName, str] = {
 
 @dataclass(frozen=True)
 class Run:
-    """`workspace` holds all runs and the embedded MLflow; `experiment` is the MLflow experiment this run is tracked in."""
+    """`workspace` holds all runs and the embedded MLflow; `experiment` is the MLflow experiment this run is tracked in.
+
+    place: the folder of the workspace that holds it, `runs` for nights.
+    """
 
     run_id: str
     workspace: Path
     experiment: str
+    place: str = "runs"
 
     @property
     def folder(self) -> Path:
         """`<workspace>/runs/<run_id>`."""
-        return self.workspace / "runs" / self.run_id
+        return self.workspace / self.place / self.run_id
 
     @property
     def config_file(self) -> Path:

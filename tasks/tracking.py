@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -190,25 +190,32 @@ def log_data_report(client: MlflowClient, mlflow_run_id: str, report: DataReport
 
 
 def deliver_data_report(run: Run, report: DataReportManifest) -> None:
-    """The report on its way to MLflow; an outage there costs a warning and PATIENCE_S, and is made up for at registration."""
+    """The report on its way to MLflow; what an outage kept back is made up for at registration."""
 
     def deliver() -> None:
-        try:
-            client = connect(run.workspace)
-            mlflow_run_id = open_run(client, run)
-            log_params(client, mlflow_run_id, config_file=run.config_file)
-            log_data_report(client, mlflow_run_id, report)
-            client.set_terminated(
-                mlflow_run_id, RunStatus.to_string(RunStatus.FAILED if report.breaches else RunStatus.FINISHED)
-            )
-        except Exception as error:  # whatever MLflow, its database or the network throws: the night goes on
-            LOG.warning("MLflow takes no data report (%s: %s); the night goes on", type(error).__name__, error)
+        client = connect(run.workspace)
+        mlflow_run_id = open_run(client, run)
+        log_params(client, mlflow_run_id, config_file=run.config_file)
+        log_data_report(client, mlflow_run_id, report)
+        client.set_terminated(mlflow_run_id, RunStatus.to_string(RunStatus.FAILED if report.breaches else RunStatus.FINISHED))
 
-    thread = threading.Thread(target=deliver, name="mlflow-data-report", daemon=True)
+    deliver_or_warn(deliver, what="data report", going_on="the night goes on")
+
+
+def deliver_or_warn(deliver: Callable[[], None], *, what: str, going_on: str) -> None:
+    """Something on its way to MLflow; an outage there costs a warning and PATIENCE_S."""
+
+    def try_it() -> None:
+        try:
+            deliver()
+        except Exception as error:  # whatever MLflow, its database or the network throws
+            LOG.warning("MLflow takes no %s (%s: %s); %s", what, type(error).__name__, error, going_on)
+
+    thread = threading.Thread(target=try_it, name=f"mlflow-{what.replace(' ', '-')}", daemon=True)
     thread.start()
     thread.join(PATIENCE_S)
     if thread.is_alive():
-        LOG.warning("MLflow has not taken the data report within %.0f s; the night goes on", PATIENCE_S)
+        LOG.warning("MLflow has not taken the %s within %.0f s; %s", what, PATIENCE_S, going_on)
 
 
 class MetricRelay:

@@ -43,7 +43,8 @@ def rank_catalogue(
     """Ranks all items but the seen ones by inner product, for every query; equal scores go by ascending item row.
 
     Args:
-        query_ED, item_ID: of one floating type. seen, targets: item rows per query. k: length of the top list, which costs more than the ranks; 0 for none.
+        query_ED, item_ID: of one floating type. seen, targets: item rows per query. k: length of the top list; 0 for none,
+            which saves most of the time.
         score_budget: scores held at a time, unless the catalogue is so large that LEAST_QUERIES exceed it.
 
     A target that is seen is no target; the other targets of a user are candidates like any item. Raises StageError if a

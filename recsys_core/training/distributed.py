@@ -26,7 +26,6 @@ from recsys_core.models.tables import OFFSET
 from recsys_core.models.task import LOOKUPS_PATH, RetrievalTask
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.sharders import sharders
-from recsys_core.sharding.single_rows import pool_single_rows
 from recsys_core.training.process import Process
 
 logger = logging.getLogger(__name__)
@@ -82,7 +81,6 @@ def build_model(
         plan=plan.to_torchrec(LOOKUPS_PATH, spec=spec),
         sharders=sharders(),
     )
-    pool_single_rows(model)
     state = model.state_dict()
     with torch.no_grad():
         for name, table in spec.tables.items():
@@ -107,7 +105,6 @@ def _choose_optimizers(lookups: nn.Module, spec: ModelSpec, *, plan: PlanFile, d
     for name, table in spec.tables.items():
         parameter = parameters[parameter_name(spec, name)]
         if plan.tables[name].sharding_type == "data_parallel":
-            parameter.requires_grad_(not table.frozen)
             continue
         wish = table.settings.optimizer or default
         # A frozen table is never stepped; of the optimizers that every device has, SGD alone keeps no state.

@@ -1,0 +1,158 @@
+"""The tuning: trials of settings on one ingest. The validation split decides; nothing here reads the test split."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from prefect import flow
+
+from flows.config import PipelineConfig
+from flows.load import dump_config, to_paste, with_settings
+from flows.nightly import night
+from flows.study import shortened
+from recsys_core.errors import InputError
+from recsys_core.manifests import EmbeddingsManifest, FeaturesManifest, InteractionsManifest, fingerprint_of
+from recsys_core.models.spec import ModelSpec
+from recsys_core.sharding.planner import make_plan, plan_sharding
+from recsys_core.training.train import OPERATIONAL
+from tasks.reporting import LOG
+from tasks.run import Run, new_run_id
+from tasks.study import Attempt, Result, Study, plot_history
+from tasks.tune import TrialSetup, try_settings
+from tasks.tuning_config import TuningConfig, label_of
+from tasks.tuning_runs import deliver_study
+
+PLACE = "tuning"
+"""Folder of the workspace."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """What all trials train on."""
+
+    interactions: InteractionsManifest
+    embeddings: EmbeddingsManifest | None
+    features: FeaturesManifest | None
+
+
+@flow(name="tune", flow_run_name="tune-{config.name}")
+def tune_settings(config: PipelineConfig) -> Study:
+    """Searches the ranges in `tuning` for the settings that validate best; goes on with a study of the same config and data."""
+    tuning, started = config.tuning, time.monotonic()
+    assert tuning is not None and config.training.validation is not None
+    run = Run("data", workspace=config.workspace.absolute(), experiment=config.registry.experiment, place=PLACE)
+    with run.lock():
+        data = read_data(config, run)
+        check_values(config, tuning, data)
+        study = open_study(config, tuning, data, workspace=run.workspace)
+        while len(study.tried) < tuning.trials and not (tuning.timeout_s and time.monotonic() - started > tuning.timeout_s):
+            attempt = study.next()
+            result = try_one(config, attempt, data, study=study, trials=tuning.trials)
+            study.end(attempt, result)
+            announce(attempt, result, metric=study.metric)
+            report(config, study, done=False)
+        report(config, study, done=True)
+    return study
+
+
+def read_data(config: PipelineConfig, run: Run) -> Data:
+    """The ingests of a night."""
+    found = {}
+    for stage, manifest in night(config, run):
+        found[stage] = manifest
+        if stage == "ingest_features":
+            break
+    embeddings, interactions, features = (
+        found[stage] for stage in ("ingest_embeddings", "ingest_interactions", "ingest_features")
+    )
+    assert isinstance(interactions, InteractionsManifest)
+    assert isinstance(embeddings, EmbeddingsManifest | None) and isinstance(features, FeaturesManifest | None)
+    if interactions.validation_events == 0:
+        raise InputError(
+            "tuning compares trials on the validation split, but it holds no event; set interactions.split so that it does, "
+            "e.g. {kind: time, validation_days: 1}"
+        )
+    return Data(interactions, embeddings, features)
+
+
+def spec_of(config: PipelineConfig, data: Data) -> ModelSpec:
+    """The model that `config` describes; InputError where it does not fit the data."""
+    return ModelSpec.of(
+        config.model, interactions=data.interactions, embeddings=data.embeddings, features=data.features, tables=config.tables,
+        loss=config.loss,
+    )  # fmt: skip
+
+
+def check_values(config: PipelineConfig, tuning: TuningConfig, data: Data) -> None:
+    """InputError for a value of a range that, alone, fits neither the data nor the cluster: no hour is spent before that."""
+    for name, wish in tuning.ranges.items():
+        for probe in wish.probes:
+            try:
+                tried = with_settings(config, {name: probe})
+            except InputError:  # it needs another setting that varies too
+                continue
+            try:
+                make_plan(
+                    tried.sharding, model=spec_of(tried, data), batch_size=tried.training.batch_size,
+                    optimizer=tried.training.table_optimizer,
+                )  # fmt: skip
+            except InputError as error:
+                raise InputError(
+                    f"tuning.ranges.{name}: {label_of(probe)} does not go with the other settings of the file: {error}"
+                ) from None
+
+
+def open_study(config: PipelineConfig, tuning: TuningConfig, data: Data, *, workspace: Path) -> Study:
+    """The study of this config on these data; what does not change a trial's result may have changed since."""
+    assert config.training.validation is not None
+    training = config.training.model_dump(exclude=OPERATIONAL)
+    search = tuning.model_dump(exclude={"trials", "timeout_s"})
+    name = fingerprint_of(
+        "study", config.model, config.tables, config.loss, config.sharding, training, search, data.interactions,
+        data.embeddings, data.features,
+    )[:12]  # fmt: skip
+    metric = f"{config.training.validation.metric}@{config.training.validation.k}"
+    study = Study(tuning, folder=workspace / PLACE / name, metric=metric, run_id=f"tune-{new_run_id()}")
+    dump_config(config, study.config_file)
+    LOG.info("%-20s %s, %d of %d trials done", "study", study.folder, len(study.tried), tuning.trials)
+    return study
+
+
+def try_one(config: PipelineConfig, attempt: Attempt, data: Data, *, study: Study, trials: int) -> Result:
+    """How a trial ends; one whose settings contradict each other, though each alone is good, fails at once."""
+    folder = study.folder / f"trial-{attempt.number}"
+    try:
+        tried = with_settings(config, attempt.settings)
+        model = spec_of(tried, data)
+        plan = plan_sharding(
+            tried.sharding, model=model, batch_size=tried.training.batch_size, optimizer=tried.training.table_optimizer,
+            folder=folder / "plan",
+        )  # fmt: skip
+    except InputError as error:
+        return Result(ending="failed", seconds=0, reason=str(error))
+    setup = TrialSetup(
+        training=tried.training, loss=tried.loss, model=model, plan=plan, interactions=data.interactions,
+        embeddings=data.embeddings, features=data.features, metric=study.metric, folder=folder,
+    )  # fmt: skip
+    best = "" if study.best is None else f", best {study.best.value:.4f}"
+    return try_settings(attempt, setup, stage=f"trial {attempt.number + 1} of {trials}{best}")
+
+
+def announce(attempt: Attempt, result: Result, *, metric: str) -> None:
+    """A line in the log."""
+    measured = "" if result.value is None else f"{metric} {result.value:.4f}, "
+    settings = ", ".join(f"{name} {shortened(value)}" for name, value in attempt.settings.items())
+    reason = f" ({result.reason.splitlines()[0]})" if result.reason else ""
+    took = f"{result.seconds:,.1f} s"
+    LOG.info("%-20s %-70s %s", f"trial {attempt.number}", f"{measured}{result.ending}{reason}: {settings}", took)
+
+
+def report(config: PipelineConfig, study: Study, *, done: bool) -> None:
+    """best.yaml and history.png in the study's folder, and all trials so far to MLflow."""
+    best, files = study.best, [study.config_file, plot_history(study, path=study.history_file)]
+    if best is not None:
+        words = f"# trial {best.number} of study {study.name}: {study.metric} {best.value:.4f} on the validation split\n"
+        study.best_file.write_text(words + to_paste(config, best.settings), encoding="utf-8")
+        files.append(study.best_file)
+    run = Run(study.run_id, workspace=config.workspace.absolute(), experiment=config.registry.experiment)
+    deliver_study(run, study.tried, metric=study.metric, best=best, config_file=study.config_file, files=files, done=done)

@@ -1,0 +1,225 @@
+"""`nightjar tune`: the search over real trainings, its memory, and the ranges it refuses."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from flows import cli
+from flows.load import load_config, to_paste
+from flows.study import check_tunable
+from recsys_core.data.synthetic import generate
+from recsys_core.errors import InputError
+from tasks.study import Result, Study, best_first
+from tasks.tracking import connect
+from tasks.tuning_config import RangeConfig, TuningConfig
+
+ROOT = Path(cli.__file__).parents[1]
+RATE = "training.table_optimizer.learning_rate"
+CONFIG = """
+workspace: .
+interactions:
+  paths: data/interactions/*.parquet
+  timestamp_column: timestamp
+  split: {kind: time, test_days: 2, validation_days: 1}
+model: {embedding_dim: 16, similarity: dot, temperature: 1.0}
+sharding: {cluster: {device: cpu, processes_per_node: 1}}
+training: {epochs: 2, batch_size: 64, log_every_steps: 5}
+tuning:
+  trials: 3
+  startup_trials: 1
+  seed: 4  # draws 0.1, then what ends in NaN, then what learns nothing
+  ranges: {training.table_optimizer.learning_rate: {choices: [1e-9, 0.1, 1e30]}}
+"""
+
+
+class Tuning:
+    """A workspace in which the first tuning was killed in its second trial, and a second one went on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.file = folder, folder / "nightly.yaml"
+        generate(folder / "data", users=300, items=200, events=4_000, days=10, dim=16, cold_items=10)
+        self.file.write_text(CONFIG)
+        self._kill_in_second_trial()
+        process = self.start("--json")
+        out, err = process.communicate(timeout=400)
+        assert process.returncode == 0, err
+        self.said = err
+        self.answer: Any = json.loads(out.splitlines()[-1])
+        self.study = Path(self.answer["folder"])
+        self.by_number = {trial["number"]: trial for trial in self.answer["trials"]}
+
+    def start(self, *arguments: str) -> "subprocess.Popen[str]":
+        """`nightjar tune FILE ARGUMENTS` on servers of its own."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+        return subprocess.Popen(
+            [sys.executable, "-m", "flows.cli", "tune", str(self.file), *arguments],
+            env=environment | {"OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def _kill_in_second_trial(self) -> None:
+        process = self.start()
+        deadline = time.monotonic() + 300
+        while not list(self.folder.glob("tuning/*/trial-1/train.work/job.json")):
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Tuning:
+    return Tuning(tmp_path_factory.mktemp("tuning"))
+
+
+def test_a_killed_tuning_goes_on_with_the_trial_it_was_in(tuned: Tuning) -> None:
+    assert f"{tuned.study}, 1 of 3 trials done" in tuned.said
+    assert [word for word in tuned.said.split("\n") if word.startswith("ingest_interactions") and word.endswith("(kept)")]
+    assert sorted(tuned.by_number) == [0, 1, 2]
+    assert "trial 0 " not in tuned.said and "trial 1 " in tuned.said
+
+
+def test_trials_end_complete_failed_or_pruned_and_the_best_comes_first(tuned: Tuning) -> None:
+    endings = [(trial["settings"][RATE], trial["ending"]) for trial in tuned.answer["trials"]]
+    assert endings == [(0.1, "complete"), (1e-9, "pruned"), (1e30, "failed")]
+    best, pruned, failed = tuned.answer["trials"]
+    assert best["value"] == max(best["epochs"].values()) > pruned["value"]
+    assert list(pruned["epochs"]) == ["1"]
+    assert "the loss is" in failed["reason"]
+
+
+def test_the_best_settings_are_ready_to_paste_and_the_history_is_a_picture(tuned: Tuning) -> None:
+    text = (tuned.study / "best.yaml").read_text()
+    assert text.startswith("# trial 0 of study")
+    assert yaml.safe_load(text) == {"training": {"table_optimizer": {"learning_rate": 0.1}}}
+    assert (tuned.study / "history.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_mlflow_has_a_run_for_the_study_and_nested_in_it_one_for_each_trial(tuned: Tuning) -> None:
+    runs = connect(tuned.folder).search_runs(["1"])
+    (parent,) = (run for run in runs if run.info.run_name.startswith("tune-"))
+    trials = {run.info.run_name: run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id}
+    states = {name: run.info.status for name, run in trials.items()}
+    assert states == {"trial-0": "FINISHED", "trial-1": "FAILED", "trial-2": "KILLED"}
+    first = trials["trial-0"]
+    assert first.data.params == {RATE: "0.1"}
+    curve = connect(tuned.folder).get_metric_history(first.info.run_id, "validation/ndcg_at_10")
+    assert [str(point.step) for point in curve] == list(tuned.by_number[0]["epochs"])
+    assert first.data.metrics["validation/best/ndcg_at_10"] == parent.data.metrics["validation/best/ndcg_at_10"]
+
+
+def test_nothing_of_a_trial_is_left_but_its_metrics_its_plan_and_the_logs_of_one_that_was_ended(tuned: Tuning) -> None:
+    assert not [process for process in psutil.process_iter(["cmdline"]) if str(tuned.folder) in str(process.info["cmdline"])]
+    assert not list(tuned.study.glob("**/checkpoint*"))
+    kept = {path.name for path in (tuned.study / "trial-0").iterdir()}
+    assert kept == {"metrics.jsonl", "plan"}
+    assert list((tuned.study / "trial-2").glob("train.work/logs/**/stderr.log"))
+
+
+@pytest.mark.parametrize(
+    ("ranges", "said"),
+    [
+        ("model.temprature: {low: 1, high: 2}", "model.temprature: unknown key; did you mean model.temperature?"),
+        ("model.temperature: {low: 2, high: 1}", "ranges.model.temperature: low is 2, but high is 1; swap them"),
+        ("model.temperature: {low: 0, high: 1, log: true}", "log is true, but low is 0, which has no logarithm"),
+        ("model.temperature: {low: 1, high: 2, log: true, step: 1}", "factors have no step"),
+        ("model.temperature: {low: 1}", "says neither low and high nor choices"),
+        ("loss.kind: {choices: []}", "choices is empty"),
+        ("loss.kind: {choices: [bce, bce]}", "choices has bce 2 times"),
+        ("loss.kind: {choices: [bce], low: 1}", "gives choices and low"),
+        ("loss.kind: {choices: [softmax, bxe]}", "loss.kind: Input should be 'softmax', 'bce'"),
+        ("model.embedding_dim: {low: 16, high: 64}", "model.embedding_dim: Input should be a multiple of 4, but it is 17"),
+        ("loss.negatives: {low: 16, high: 64, step: 0.5}", "loss.negatives: Input should be a valid integer"),
+        ("model.user_id: {low: 0, high: 1}", "model.user_id: takes no numbers; give {choices: [...]}"),
+        ("tables.brand.dim: {choices: [16, 32]}", "tables.brand: the model has the tables ['item']"),
+        ("model.temperature.x: {low: 1, high: 2}", "model.temperature is the value 1.0, not a group of settings"),
+        ("interactions.min_events: {low: 1, high: 2}", "interactions.min_events: all trials share one ingest"),
+        ("index.kind: {choices: [flat]}", "index.kind: all trials share one ingest and end with training"),
+        ("training.validation.k: {choices: [5, 10]}", "trials are compared by training.validation"),
+    ],
+)
+def test_a_range_that_cannot_be_is_refused_when_the_file_is_read(tmp_path: Path, ranges: str, said: str) -> None:
+    file = tmp_path / "nightly.yaml"
+    file.write_text(CONFIG[: CONFIG.index("  ranges:")] + f"  ranges: {{{ranges}}}\n")
+    with pytest.raises(InputError) as caught:
+        load_config(file)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [("tuning=null", "has no tuning; say what to vary"), ("training.validation=null", "trials are compared by it")],
+)
+def test_a_file_without_ranges_or_without_validation_is_refused(tmp_path: Path, override: str, said: str) -> None:
+    file = tmp_path / "nightly.yaml"
+    file.write_text(CONFIG)
+    with pytest.raises(InputError, match=said):
+        check_tunable(load_config(file, [override]), file=file)
+
+
+def test_whole_numbers_of_a_setting_that_takes_any_number_are_ends_and_not_steps(tmp_path: Path) -> None:
+    file = tmp_path / "nightly.yaml"
+    ranges = "model.query.dropout: {low: 0, high: 1e-1}, model.history.length: {low: 0, high: 4}"
+    file.write_text(CONFIG[: CONFIG.index("  ranges:")] + f"  ranges: {{{ranges}}}\n")
+    tuning = load_config(file).tuning
+    assert tuning is not None
+    assert [type(wish.low) for wish in tuning.ranges.values()] == [float, int]
+
+
+def test_a_list_of_which_a_part_varies_is_pasted_whole(tmp_path: Path) -> None:
+    file = tmp_path / "nightly.yaml"
+    file.write_text(CONFIG)
+    gradual = "tables={item: {transfer: gradual, unfreeze: [{epoch: 1, share: 0.2}, {epoch: 2, share: 1.0}]}}"
+    config = load_config(file, ["embeddings={paths: vectors.parquet, vector_column: embedding}", gradual])
+    settings = {"tables.item.unfreeze.0.share": 0.5, "loss.kind": "bce"}
+    unfreeze = [{"epoch": 1, "share": 0.5}, {"epoch": 2, "share": 1.0}]
+    assert yaml.safe_load(to_paste(config, settings)) == {"tables": {"item": {"unfreeze": unfreeze}}, "loss": {"kind": "bce"}}
+
+
+def opened(folder: Path, *, seed: int = 1) -> Study:
+    ranges = {
+        "layers": RangeConfig(choices=([64], [64, 32], None)),
+        "rate": RangeConfig(low=0.001, high=1.0, log=True),
+        "length": RangeConfig(low=4, high=20, step=4),
+    }
+    return Study(TuningConfig(seed=seed, ranges=ranges), folder=folder, metric="ndcg@10", run_id="tune-1")
+
+
+def test_a_study_that_is_opened_anew_for_each_trial_tries_what_an_undisturbed_one_tries(tmp_path: Path) -> None:
+    def tries(folder: Path, *, anew: bool) -> list[dict[str, Any]]:
+        study = opened(folder)
+        for number in range(14):  # from the eleventh on they depend on what came before
+            study = opened(folder) if anew else study
+            if anew:
+                study.next()  # and is interrupted
+            attempt = (opened(folder) if anew else study).next()
+            assert attempt.number == number
+            study.end(attempt, Result(ending="complete", value=1 / (1 + number), seconds=1.0))
+        return [trial.settings for trial in opened(folder).tried]
+
+    undisturbed = tries(tmp_path / "one", anew=False)
+    assert tries(tmp_path / "two", anew=True) == undisturbed
+    assert all(settings["layers"] in ([64], [64, 32], None) for settings in undisturbed)
+    assert {settings["length"] for settings in undisturbed} <= {4, 8, 12, 16, 20}
+    assert len({settings["rate"] for settings in undisturbed}) == 14
+
+
+def test_a_complete_trial_goes_before_a_pruned_one_that_was_better_when_it_was_ended(tmp_path: Path) -> None:
+    study = opened(tmp_path / "study")
+    for ending, value in (("failed", None), ("pruned", 0.9), ("complete", 0.2), ("complete", 0.3)):
+        study.end(study.next(), Result.model_validate({"ending": ending, "value": value, "seconds": 1}))
+    assert [trial.number for trial in best_first(study.tried)] == [3, 2, 1, 0]
+    assert study.best is not None and study.best.number == 3

@@ -44,10 +44,10 @@ def test_help_is_quick_and_each_command_shows_an_example() -> None:
     root = Path(cli.__file__).parents[1]
     answer = subprocess.run([sys.executable, "-c", told + heavy], capture_output=True, text=True, cwd=root)
     assert answer.stdout.splitlines()[-1] == ""
-    for command in ("demo", "init", "validate", "doctor", "plan", "run", "query", "releases", "ui"):
+    for command in ("demo", "init", "validate", "doctor", "plan", "run", "tune", "query", "releases", "ui"):
         assert f" {command} " in answer.stdout
     assert {command.name or command.callback.__name__ for command in cli.app.registered_commands if command.epilog} == {
-        "demo", "init", "validate", "doctor", "plan", "run", "query", "releases", "ui",
+        "demo", "init", "validate", "doctor", "plan", "run", "tune", "query", "releases", "ui",
     }  # fmt: skip
 
 

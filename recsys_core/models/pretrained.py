@@ -95,7 +95,8 @@ def rescaled(values_RD: Tensor, *, norm: float) -> Tensor:
     [[6.0, 8.0], [0.0, 0.0]]
     """
     norm_R1 = values_RD.norm(dim=1, keepdim=True).clamp(min=torch.finfo(values_RD.dtype).tiny)
-    return values_RD / norm_R1 * norm  # in this order: norm / tiny is infinite, and 0 times that is NaN
+    unit_RD: Tensor = values_RD / norm_R1  # first: norm / tiny may be infinite, and 0 times that is NaN
+    return unit_RD.mul(norm)
 
 
 def _chunk_seed(seed: int, table: str, chunk: int) -> int:

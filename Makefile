@@ -10,7 +10,7 @@ LOCKS_cpu := bootstrap torch cuda cpu
 LOCKS_gpu := bootstrap gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test drills bench-nightly bench-ingest lint lock clean
+.PHONY: help setup demo test drills bench-nightly bench-ingest bench-quality lint lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -32,6 +32,9 @@ bench-nightly: setup ## whole nights on the demo and on public data; writes benc
 
 bench-ingest: setup ## the ingest beside pandas, the loader beside training; writes benchmarks/ingest.md
 	$(BIN)/python -m benchmarks.ingest
+
+bench-quality: setup ## transfer, features, cold items on public data, 3 seeds, about an hour; writes benchmarks/quality
+	$(BIN)/python -m benchmarks.quality
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .

@@ -72,7 +72,7 @@ def night(config: PipelineConfig, run: Run) -> Iterator[tuple[StageName, Manifes
     yield "plan_sharding", plan
     trained = train(
         config.training, model=model, loss=config.loss, interactions=interactions, embeddings=embeddings, features=features,
-        plan=plan, run=run,
+        plan=plan, model_name=config.registry.model_name, run=run,
     )  # fmt: skip
     yield "train", trained
     export = export_vectors(

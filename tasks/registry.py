@@ -99,19 +99,19 @@ def pinned_requirements() -> list[str]:
 
 
 def champion_of(client: MlflowClient, model_name: str) -> ModelVersion | None:
-    """The version with the alias champion, if there is one."""
-    aliases = client.get_registered_model(model_name).aliases
+    """The version with the alias champion; None where there is none, or no such model yet."""
+    try:
+        aliases = client.get_registered_model(model_name).aliases
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return None
     return client.get_model_version(model_name, aliases["champion"]) if "champion" in aliases else None
 
 
 def champion_uri(client: MlflowClient, model_name: str) -> str:
     """models:/<name>/<version> of the champion; InputError if there is none yet."""
-    try:
-        champion = champion_of(client, model_name)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
-        champion = None
+    champion = champion_of(client, model_name)
     if champion is None:
         raise InputError(
             f"the registered model {model_name!r} has no champion in {client.tracking_uri}; `nightjar run` makes one"

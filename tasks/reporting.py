@@ -20,6 +20,7 @@ from recsys_core.training.job import Progress
 
 LOG = logging.getLogger("nightjar")
 LOG.setLevel(logging.INFO)
+logging.getLogger("recsys_core").setLevel(logging.INFO)
 STEPS = logging.getLogger("nightjar.steps")
 """Where a run is, for a terminal that draws it: DEBUG records with `stage` and, in training, `progress`."""
 

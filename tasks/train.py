@@ -10,6 +10,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.training import train as train_core
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job import Progress
+from tasks.champion import starting_champion
 from tasks.reporting import TrainingProgress, begin, show_image
 from tasks.run import Run
 from tasks.tracking import MetricRelay
@@ -25,10 +26,12 @@ def train(
     embeddings: EmbeddingsManifest | None,
     features: FeaturesManifest | None,
     plan: PlanManifest,
+    model_name: str,
     run: Run,
 ) -> TrainManifest:
     """torchrun -> checkpoint; its metrics go to MLflow, to the terminal and to a Prefect artifact while they come."""
     finish = begin("train")
+    champion = starting_champion(model_name, run=run) if config.warm_start is not None else None
     shown = TrainingProgress()
     with MetricRelay(run) as relay:
 
@@ -38,7 +41,7 @@ def train(
 
         manifest = train_core.train(
             config, model=model, loss=loss, interactions=interactions, embeddings=embeddings, features=features, plan=plan,
-            folder=run.stage_folder("train"), on_progress=on_progress,
+            folder=run.stage_folder("train"), on_progress=on_progress, champion=champion,
         )  # fmt: skip
     show_image("training-loss", plot_loss(manifest.path("metrics.jsonl"), path=run.folder / "loss.png"))
     finish(manifest, f"{manifest.steps:,} steps, loss {manifest.final_loss:.4f}, {manifest.samples_per_s:,.0f} samples/s")

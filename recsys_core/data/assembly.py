@@ -39,6 +39,8 @@ class Assembler:
         positives first; may be empty where queries alone are encoded.
         """
         code, item = pd.factorize(np.concatenate([candidate, history.row_T]))
+        if not len(item):
+            item = np.zeros(1, np.int64)  # TorchRec 1.8 cannot look up nothing; no candidate and no history points at it
         sparse, item_weight = self._queries(user, position=position), {}
         lists = {ITEM: single(item)}
         for key, feature in self._side("item"):

@@ -43,7 +43,8 @@ def rank_catalogue(
     """Ranks all items but the seen ones by inner product, for every query; equal scores go by ascending item row.
 
     Args:
-        query_ED, item_ID: of one floating type. seen, targets: item rows per query. k: length of the top list.
+        query_ED, item_ID: of one floating type. seen, targets: item rows per query. k: length of the top list; 0 for none,
+            which saves most of the time.
         score_budget: scores held at a time, unless the catalogue is so large that LEAST_QUERIES exceed it.
 
     A target that is seen is no target; the other targets of a user are candidates like any item. Raises StageError if a
@@ -68,7 +69,8 @@ def rank_catalogue(
         seen_part, target_part = seen.part(start, end), rankable.part(start, end)
         score_CI = query_ED[start:end] @ item_ID.T
         score_CI[torch.from_numpy(seen_part.owner_T), torch.from_numpy(seen_part.row_T)] = -torch.inf
-        top_EK[start:end] = _top(score_CI, k=k).numpy()
+        if k:
+            top_EK[start:end] = _top(score_CI, k=k).numpy()
         rank_P[rankable.offset[start] : rankable.offset[end]] = _ranks(score_CI, targets=target_part, pairs_at_once=step)
     return Ranking(
         query_P=rankable.owner_T,

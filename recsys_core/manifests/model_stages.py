@@ -29,6 +29,8 @@ class TrainManifest(Manifest):
     attempts: int
     best_epoch: int | None = Field(description="the epoch whose model this is; none where nothing was measured")
     validation: dict[str, float] = Field(description="of that model on the validation split, e.g. ndcg@10")
+    warm_from: str | None = Field(None, description="run whose model this one started from; none: trained from scratch")
+    warm_nights: int = Field(0, description="trainings since the last from scratch, along the runs that each started from")
 
 
 class ExportManifest(Manifest):
@@ -38,7 +40,9 @@ class ExportManifest(Manifest):
     query_users_<split>.npy int64 [n] (user rows; users with at least one target in that split; history before the split).
     Vectors are scored by inner product: with cosine similarity they are already normalised.
     history_items.npy float32 [items, width]: what stands for each item in a history. table_<name>.npy float32 [rows, dim]: the
-    embedding tables; dense.safetensors: all that is not a table; model.json: recsys_core.models.spec.ModelSpec.
+    embedding tables; state_<name>.npy: what Adagrad has summed up for them, float32 [rows] (rowwise_adagrad) or [rows, dim]
+    (adagrad), of trained tables with one of these optimizers; dense.safetensors: all that is not a table; model.json:
+    recsys_core.models.spec.ModelSpec.
     """
 
     kind: ClassVar[str] = "export"

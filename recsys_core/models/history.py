@@ -33,7 +33,7 @@ class HistoryPooling(nn.Module):
         """
         length_B = offset.diff()
         owner_T = torch.repeat_interleave(torch.arange(len(length_B), device=offset.device), length_B, output_size=len(item_T))
-        weight_T = self._weights(item_UH, item_T, last_T=offset[1:][owner_T] - 1)
+        weight_T = self._weights(item_UH, item_T, owner_T=owner_T, offset=offset)
         if self.training and self.item_dropout:
             weight_T = weight_T * (torch.rand_like(weight_T) >= self.item_dropout)
         if self.kind != "sum":
@@ -44,13 +44,16 @@ class HistoryPooling(nn.Module):
         )
         return pooled_BH
 
-    def _weights(self, item_UH: Tensor, item_T: Tensor, *, last_T: Tensor) -> Tensor:
+    def _weights(self, item_UH: Tensor, item_T: Tensor, *, owner_T: Tensor, offset: Tensor) -> Tensor:
         if self.kind == "recency":
-            weight_T: Tensor = self.recency.exp()[last_T - torch.arange(len(item_T), device=item_T.device)]
+            age_T = offset[1:][owner_T] - 1 - torch.arange(len(item_T), device=item_T.device)
+            weight_T: Tensor = self.recency.exp()[age_T]
             return weight_T
         if self.kind == "attention":
-            score_U = item_UH @ self.attention / self.attention.shape[0] ** 0.5
-            attention_T: Tensor = (score_U - score_U.max().detach()).exp()[item_T] if len(score_U) else score_U[item_T]
+            score_T = (item_UH @ self.attention / self.attention.shape[0] ** 0.5)[item_T]
+            # Less the highest of its own history: that of the batch would leave nothing of a history far below it.
+            highest_B = score_T.new_full((len(offset) - 1,), -torch.inf).scatter_reduce(0, owner_T, score_T.detach(), "amax")
+            attention_T: Tensor = (score_T - highest_B[owner_T]).exp()
             return attention_T
         return torch.ones(len(item_T), device=item_T.device)
 

@@ -37,8 +37,12 @@ class TableSpec(Frozen):
 
     @property
     def collection(self) -> str:
-        """The TorchRec module that holds it: query tables are pooled there, item tables looked up row by row."""
-        return f"{self.side}{'_weighted' if self.weighted else ''}{'_frozen' if self.frozen else ''}"
+        """The TorchRec module that holds it: query tables are pooled there, item tables looked up row by row.
+
+        Item tables of another width are in another one: TorchRec 1.8 refuses an EmbeddingCollection of several widths.
+        """
+        kind = f"{self.side}_{self.dim}" if self.side == "item" else self.side
+        return f"{kind}{'_weighted' if self.weighted else ''}{'_frozen' if self.frozen else ''}"
 
 
 class ModelSpec(Frozen):
@@ -106,8 +110,15 @@ class ModelSpec(Frozen):
 
         made = {"item": table("item", items, feature="item", side="item")}
         if made["item"].settings.transfer == "residual":
-            wish = settings.pop(OFFSET, TableConfig()).model_copy(update={"missing": "zero", "dim": config.embedding_dim})
+            wish = settings.pop(OFFSET, TableConfig())
+            if wish.dim not in (None, config.embedding_dim):
+                raise InputError(
+                    f"tables.{OFFSET}.dim is {wish.dim}, but offsets are added up in model.embedding_dim, which is "
+                    f"{config.embedding_dim}; leave it out"
+                )
+            wish = wish.model_copy(update={"missing": "zero", "dim": config.embedding_dim})
             made[OFFSET] = TableSpec(rows=items, dim=config.embedding_dim, feature="item", side="item", settings=wish)
+            check_table(OFFSET, made[OFFSET], vectors=None)
         if distils:
             if "item" not in dims:
                 raise InputError("loss.distillation keeps the item vectors' similarities, but embeddings has no item vectors")
@@ -155,7 +166,7 @@ def check_table(name: str, table: TableSpec, *, vectors: int | None) -> None:
         )
     if vectors is not None:
         require_width(vectors, table.dim, table=name)
-    if wish.optimizer is not None and wish.optimizer.weight_decay and name not in ROW_BY_ROW:
+    if wish.optimizer is not None and wish.optimizer.weight_decay and name not in (*ROW_BY_ROW, OFFSET):
         raise InputError(f"tables.{name}.optimizer.weight_decay is for the tables {[*ROW_BY_ROW, OFFSET]}; leave it out")
     if wish.transfer == "gradual" and name not in ROW_BY_ROW:
         raise InputError(f"tables.{name}.transfer is gradual, which is for the tables {list(ROW_BY_ROW)}; set full or frozen")

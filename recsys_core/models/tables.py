@@ -25,9 +25,7 @@ class Unfreeze(Frozen):
 class TableConfig(Frozen):
     """One embedding table."""
 
-    dim: int | None = Field(
-        None, ge=4, multiple_of=4, description="width; empty: that of its frozen vectors, else model.embedding_dim"
-    )
+    dim: int | None = Field(None, ge=4, multiple_of=4, description="width; empty: model.embedding_dim")
     init_std: float = Field(0.02, gt=0, description="random rows are normal with this standard deviation")
     transfer: Transfer = Field(
         "full",

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from recsys_core.data.batch import ITEM, QUERY, QUERY_WEIGHTED, Batch
+from recsys_core.data.batch import ITEM, QUERY, Batch
 from recsys_core.models.lookups import LookedUp, Lookups, table_outputs
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.objective import Objective
@@ -20,7 +20,6 @@ from recsys_core.models.two_tower import ItemSide, QuerySide
 
 LOOKUPS_PATH = "lookups"
 """Where the tables sit in the task: what a sharding plan's module paths start with."""
-_FEATURES = {"item": ITEM, "item_frozen": ITEM, "query_frozen": QUERY, "query_weighted_frozen": QUERY_WEIGHTED}
 
 
 class RetrievalHead(nn.Module):
@@ -126,7 +125,7 @@ class RetrievalTask(nn.Module):
     def _look_up(self, batch: Batch, names: list[str]) -> LookedUp:
         found: LookedUp = {}
         for name in names:
-            features = batch.sparse[_FEATURES.get(name, name)]
+            features = batch.sparse[ITEM if name.startswith(ITEM) else name.removesuffix("_frozen")]
             if name.endswith("_frozen"):
                 with torch.no_grad():
                     found[name] = self.lookups[name](features)

@@ -3,9 +3,11 @@
 from typing import Any
 
 from torch import nn
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ModuleSharder, ShardingType
+
+from recsys_core.sharding.single_rows import ONE_TABLE_PER_KERNEL, mend_cpu_kernels
 
 ROW_LOOKUP_KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 """What TorchRec 1.8 can do with an EmbeddingCollection; the kinds that split a table within a host pool their rows."""
@@ -23,13 +25,19 @@ class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]  # TorchR
 
 
 class RowSharder(EmbeddingCollectionSharder):  # type: ignore[misc]  # TorchRec has no types
-    """EmbeddingCollectionSharder with all that it can do on every device."""
+    """EmbeddingCollectionSharder with all that it can do on every device, and kernels that are fast and right on a CPU."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Names of the sharding types, whatever the device."""
         return list(ROW_LOOKUP_KINDS)
 
+    def shard(self, *args: Any, **kwargs: Any) -> ShardedEmbeddingCollection:
+        """The sharded collection, see mend_cpu_kernels."""
+        sharded = super().shard(*args, **kwargs)
+        mend_cpu_kernels(sharded)
+        return sharded
 
-def sharders(**fused_params: Any) -> list[ModuleSharder[nn.Module]]:
-    """For pooled tables and for those looked up row by row; `fused_params` where a table says nothing else."""
-    return [BagSharder(fused_params=fused_params or None), RowSharder(fused_params=fused_params or None)]
+
+def sharders() -> list[ModuleSharder[nn.Module]]:
+    """For pooled tables, and for those looked up row by row."""
+    return [BagSharder(), RowSharder(fused_params=dict(ONE_TABLE_PER_KERNEL))]

@@ -102,13 +102,6 @@ def restore(model: DistributedModelParallel, optimizer: CombinedOptimizer, *, ch
     optimizer.load_state_dict(state["optimizer"])
 
 
-def restore_model(model: DistributedModelParallel, *, checkpoint: Path) -> None:
-    """Collective. Loads the weights alone."""
-    state = {"model": model.state_dict()}
-    _load(state, checkpoint=checkpoint)
-    model.load_state_dict(state["model"])
-
-
 def _load(state: dict[str, Any], *, checkpoint: Path) -> None:
     wanted, _ = flatten_state_dict(state)
     saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata

@@ -22,7 +22,15 @@ class ValidationConfig(Frozen):
     patience: int | None = Field(
         3, ge=1, description="stop after this many measurements without a better one; empty: train all epochs"
     )
-    max_users: int = Field(20_000, ge=1, description="a fixed random sample of this many users at most")
+    max_users: int = Field(10_000, ge=1, description="a fixed random sample of this many users at most")
+
+
+class WarmStartConfig(Frozen):
+    """A night starts from the champion: rows follow their ids, layers go on, only what is new starts from nothing."""
+
+    full_retrain_every: int = Field(
+        7, ge=1, description="nights: this many after the last full training there is one from scratch again; 1: every night"
+    )
 
 
 class TrainingConfig(Frozen):
@@ -37,6 +45,9 @@ class TrainingConfig(Frozen):
     precision: Literal["fp32", "bf16"] = Field("fp32", description="of the towers' matrix products; tables and sums stay fp32")
     validation: ValidationConfig | None = Field(
         default_factory=ValidationConfig, description="empty: no measurement, the last epoch's model is the result"
+    )
+    warm_start: WarmStartConfig | None = Field(
+        default_factory=WarmStartConfig, description="start from the champion, if there is one; empty: always from scratch"
     )
     seed: int = Field(7, ge=0, description="initialisation, shuffling, dropout and negatives")
     log_every_steps: int = Field(20, ge=1, description="a line in metrics.jsonl every so many steps")

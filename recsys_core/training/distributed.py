@@ -105,7 +105,6 @@ def _choose_optimizers(lookups: nn.Module, spec: ModelSpec, *, plan: PlanFile, d
     for name, table in spec.tables.items():
         parameter = parameters[parameter_name(spec, name)]
         if plan.tables[name].sharding_type == "data_parallel":
-            parameter.requires_grad_(not table.frozen)
             continue
         wish = table.settings.optimizer or default
         # A frozen table is never stepped; of the optimizers that every device has, SGD alone keeps no state.

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
+from torchrec.optim.keyed import CombinedOptimizer
 
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.events import EvaluationSplit, EventStore, Rows
@@ -16,11 +17,13 @@ from recsys_core.manifests import FeaturesManifest, InteractionsManifest, requir
 from recsys_core.models.shards import table_shards
 from recsys_core.models.task import RetrievalTask
 from recsys_core.sharding.plan_file import PlanFile
-from recsys_core.training.checkpoint import restore_model
+from recsys_core.training.checkpoint import restore
 from recsys_core.training.distributed import build_model
 from recsys_core.training.encoding import Encoder, RankWriter
 from recsys_core.training.job import ExportJob
+from recsys_core.training.optimizers import make_optimizer
 from recsys_core.training.process import Process
+from recsys_core.training.sums import add_sums, has_sums, sum_shards
 
 SPLITS: tuple[EvaluationSplit, ...] = ("validation", "test")
 
@@ -39,7 +42,8 @@ def run_export(job: ExportJob, *, process: Process) -> None:
         optimizer=job.training.table_optimizer,
         seed=0,
     )
-    restore_model(model, checkpoint=job.checkpoint)
+    optimizer = make_optimizer(model, spec=job.spec, config=job.training)
+    restore(model, optimizer, checkpoint=job.checkpoint)
     model.eval()
     task: RetrievalTask = get_unwrapped_module(model)
     assembler = Assembler(user_id=job.spec.config.user_id, features=None if features is None else FeatureStore.open(features))
@@ -47,6 +51,7 @@ def run_export(job: ExportJob, *, process: Process) -> None:
     with torch.no_grad():
         _write_vectors(Encoder(task, store, assembler, process), job=job, writer=writer)
         _write_tables(model, job=job, writer=writer)
+        _write_sums(optimizer, job=job, writer=writer, process=process)
     if process.leads:
         dense = {name: value.detach().cpu().contiguous() for name, value in task.head.state_dict().items()}
         save_file(dense, job.out / "dense.safetensors")
@@ -79,3 +84,23 @@ def _write_tables(model: DistributedModelParallel, *, job: ExportJob, writer: Ra
         for shard in table_shards(state, table=name):
             rows, columns = shard.weight_RC.shape
             target[shard.row : shard.row + rows, shard.column : shard.column + columns] = shard.weight_RC.cpu().numpy()
+
+
+def _write_sums(optimizer: CombinedOptimizer, *, job: ExportJob, writer: RankWriter, process: Process) -> None:
+    """What the next night goes on with beside the rows: with its sums at zero, the first step of a row that has long been
+    trained would be as large as the learning rate.
+    """
+    default, plan = job.training.table_optimizer, PlanFile.read(job.plan)
+    for name, table in job.spec.tables.items():
+        if not has_sums(job.spec, name, default=default):
+            continue
+        by_row = (table.settings.optimizer or default).kind == "rowwise_adagrad"
+        target = writer.create(job.out / f"state_{name}.npy", shape=(table.rows,) if by_row else (table.rows, table.dim))
+        shards = sum_shards(optimizer, spec=job.spec, table=name)
+        if plan.tables[name].sharding_type == "data_parallel" and not process.leads:
+            shards = []  # every rank has them all
+        for rank in range(process.world_size):  # one after the other: the columns of one row may lie on several
+            if rank == process.rank:
+                for shard in shards:
+                    add_sums(target, shard, dim=table.dim)
+            dist.barrier()

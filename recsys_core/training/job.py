@@ -11,6 +11,21 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.training.config import TrainingConfig
 
 
+class WarmStart(Frozen):
+    """Where the champion's tables lie, and how they go on: `prepared` holds rows_<table>.npy for each table that does, int64
+    [rows], the row in the champion's table or -1, and dense.safetensors with its layers under tonight's names.
+    """
+
+    run_id: str
+    export: Path
+    prepared: Path
+
+    @property
+    def tables(self) -> dict[str, Path]:
+        """File of the rows of each table that goes on."""
+        return {path.stem.removeprefix("rows_"): path for path in sorted(self.prepared.glob("rows_*.npy"))}
+
+
 class TrainJob(Frozen):
     """Train `spec` from the stages in the named folders; checkpoints and metrics.jsonl go to `work`."""
 
@@ -24,6 +39,7 @@ class TrainJob(Frozen):
     embeddings: Path | None
     features: Path | None
     plan: Path
+    warm: WarmStart | None = None
 
 
 class ExportJob(Frozen):

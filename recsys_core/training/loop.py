@@ -22,6 +22,7 @@ from recsys_core.training.optimizers import LearningRates, make_optimizer
 from recsys_core.training.process import Process
 from recsys_core.training.start import first_model
 from recsys_core.training.validation import Validator
+from recsys_core.training.warm import fill_from_champion, fill_sums
 
 RESULT_NAME = "result.json"
 METRICS_NAME = "metrics.jsonl"
@@ -96,6 +97,9 @@ class Training:
             self._done = self._saved = checkpoint.step
             self._best = checkpoint.best
             restore(self._model, self._optimizer, checkpoint=checkpoint.folder)
+        elif self._job.warm is not None:
+            fill_from_champion(self._model, warm=self._job.warm)
+            fill_sums(self._optimizer, spec=self._job.spec, default=self._config.table_optimizer, warm=self._job.warm)
         self._meter = Meter(
             self._job.work / METRICS_NAME, process=self._process, total_steps=self._total_steps, first_step=self._done
         )
@@ -118,9 +122,11 @@ class Training:
             loss = self._pipeline.progress(batches)
             self._done += 1
             self._count(loss, samples=self._loader.batch_samples(batch) * self._process.world_size, epoch=epoch + 1)
+            if batch + 1 == len(self._loader):
+                break  # what its end brings is logged in one line with this step, and saved
             if self._done % self._config.log_every_steps == 0:
                 self._log(epoch + 1)
-            if self._done % self._config.checkpoint_every_steps == 0 and batch + 1 < len(self._loader):
+            if self._done % self._config.checkpoint_every_steps == 0:
                 self._save()
         # The lookups belong to the pipeline while it is attached; it has no batch left, so nothing is lost.
         self._pipeline.detach()

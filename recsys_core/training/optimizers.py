@@ -31,7 +31,7 @@ def make_optimizer(model: DistributedModelParallel, *, spec: ModelSpec, config: 
         table = table_of(name, spec)
         if table is None:
             dense[name] = parameter
-        elif parameter.requires_grad:
+        elif not spec.tables[table].frozen:
             wish = spec.tables[table].settings.optimizer or config.table_optimizer
             made: KeyedOptimizer = KeyedOptimizerWrapper({name: parameter}, lambda p, wish=wish: _replicated(p, wish))
             if wish.clip is not None:
@@ -48,9 +48,11 @@ def make_optimizer(model: DistributedModelParallel, *, spec: ModelSpec, config: 
 def table_of(parameter: str, spec: ModelSpec) -> str | None:
     """The table whose weights or optimizer state `parameter` names; None for those of the towers."""
     words = parameter.split(".")
-    if not {"embeddings", "embedding_bags"} & set(words):
+    holder = next((place for place, word in enumerate(words) if word in ("embeddings", "embedding_bags")), None)
+    if holder is None:
         return None
-    return next(name for name in spec.tables if module_name(name) in words)
+    # Only the word after it: a collection may be named as a table is.
+    return next(name for name in spec.tables if module_name(name) == words[holder + 1])
 
 
 def _dense(parameters: list[torch.Tensor], wish: DenseOptimizer) -> torch.optim.Optimizer:

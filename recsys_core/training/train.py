@@ -19,15 +19,19 @@ from recsys_core.manifests import (
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.plan_file import PlanFile
-from recsys_core.training.config import TrainingConfig
+from recsys_core.training.champion import Champion
+from recsys_core.training.config import TrainingConfig, WarmStartConfig
 from recsys_core.training.job import Progress, TrainJob, TrainResult
 from recsys_core.training.launch import LaunchError, launch
 from recsys_core.training.loop import CHECKPOINTS_NAME, METRICS_NAME, RESULT_NAME
+from recsys_core.training.warm import prepare_warm_start
 
 logger = logging.getLogger(__name__)
 JOB_NAME = "job.json"
-OPERATIONAL = {"attempts", "start_timeout_s", "silence_timeout_s", "keep_checkpoints"}
-"""Settings that do not change what is trained: a resumed run may change them and keep its checkpoints."""
+WARM_NAME = "warm"
+OPERATIONAL = {"attempts", "start_timeout_s", "silence_timeout_s", "keep_checkpoints", "warm_start"}
+"""Settings that do not change what is trained: a resumed run may change them and keep its checkpoints. Of warm_start the
+fingerprint holds what it leads to: the champion or none."""
 
 
 def train(
@@ -41,16 +45,43 @@ def train(
     plan: PlanManifest,
     folder: Path,
     on_progress: Callable[[Progress], None],
+    champion: Champion | None = None,
 ) -> TrainManifest:
-    """Trains in `<folder>.work`, where an interrupted run finds its checkpoints again, and commits the last one.
+    """Trains in `<folder>.work`, where an interrupted run finds its checkpoints again, and commits the best one.
 
     Calls on_progress with each line of metrics.jsonl as it appears. Raises InputError or LaunchError as `launch` does.
+
+    champion: what to start from unless a full training is due (config.warm_start). Raises InputError where it does not fit.
     """
     lasting = config.model_dump(exclude=OPERATIONAL)
-    fingerprint = fingerprint_of("train", lasting, model, loss, interactions, embeddings, features, plan)
+    warm_nights = nights_since_full_training(config.warm_start, champion=champion)
+    source = champion if warm_nights else None
+    fingerprint = fingerprint_of(
+        "train", lasting, model, loss, interactions, embeddings, features, plan, source and source.export
+    )
     work = folder.with_name(folder.name + ".work")
 
     def build(out: Path) -> dict[str, Any]:
+        if _job_fingerprint(work) != fingerprint:
+            shutil.rmtree(work, ignore_errors=True)  # checkpoints and metrics of other settings
+        warm = None
+        if source is not None:
+            shutil.rmtree(work / WARM_NAME, ignore_errors=True)
+            warm = prepare_warm_start(
+                source,
+                spec=model,
+                interactions=interactions,
+                embeddings=embeddings,
+                features=features,
+                optimizer=config.table_optimizer,
+                folder=work / WARM_NAME,
+            )
+        elif champion is not None and config.warm_start is not None:
+            logger.info(
+                "full training: night %d since the last one (training.warm_start.full_retrain_every is %d)",
+                champion.train.warm_nights + 1,
+                config.warm_start.full_retrain_every,
+            )
         job = TrainJob(
             work=work,
             fingerprint=fingerprint,
@@ -61,19 +92,27 @@ def train(
             embeddings=embeddings.folder if embeddings else None,
             features=features.folder if features else None,
             plan=plan.path("plan.json"),
+            warm=warm,
         )
-        if _job_fingerprint(work) != fingerprint:
-            shutil.rmtree(work, ignore_errors=True)  # checkpoints and metrics of other settings
         attempts = _launch_until_done(job, on_progress=on_progress)
         result = TrainResult.model_validate_json((work / RESULT_NAME).read_bytes())
         shutil.copytree(work / CHECKPOINTS_NAME / result.checkpoint, out / "checkpoint", copy_function=_link)
         shutil.copy(work / METRICS_NAME, out / METRICS_NAME)
         (out / "model.json").write_text(model.model_dump_json(indent=2))
-        return result.model_dump(exclude={"checkpoint"}) | {"attempts": attempts}
+        facts = {"attempts": attempts, "warm_from": source and source.run_id, "warm_nights": warm_nights}
+        return result.model_dump(exclude={"checkpoint"}) | facts
 
     manifest = produce(folder, TrainManifest, fingerprint=fingerprint, build=build)
     shutil.rmtree(work, ignore_errors=True)
     return manifest
+
+
+def nights_since_full_training(config: WarmStartConfig | None, *, champion: Champion | None) -> int:
+    """What TrainManifest.warm_nights will be: one more than the champion's; 0 where tonight's training is a full one."""
+    if config is None or champion is None:
+        return 0
+    nights = champion.train.warm_nights + 1
+    return nights if nights < config.full_retrain_every else 0
 
 
 def _job_fingerprint(work: Path) -> str | None:

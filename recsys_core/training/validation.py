@@ -74,11 +74,9 @@ class Validator:
                 continue
             seen, targets = self._store.before(users, "validation"), self._store.targets(users, "validation")
             if self._cold is None:
-                ranking = rank_catalogue(query_EO, item_ID=all_IO, seen=seen, targets=targets, k=config.k)
+                ranking = rank_catalogue(query_EO, item_ID=all_IO, seen=seen, targets=targets, k=0)
             else:
-                ranking = rank_among(
-                    query_EO, item_ID=all_IO, candidate_rows=self._cold, seen=seen, targets=targets, k=config.k
-                )
+                ranking = rank_among(query_EO, item_ID=all_IO, candidate_rows=self._cold, seen=seen, targets=targets, k=0)
             ranks = TargetRanks.of_pairs(user_P=ranking.query_P, rank_P=ranking.rank_P, candidates_E=ranking.candidates_E)
             sums[0] += ranks.users
             for place, metric in enumerate(_METRICS.values(), 1):

@@ -33,7 +33,7 @@ def write_config(folder: Path) -> Path:
                 "features": [{"name": "half", "column": "item_id", "kind": "numeric", "buckets": 2}],
             }
         },
-        "model": {"embedding_dim": 16, "query_layers": [16], "user_id": True},
+        "model": {"embedding_dim": 16, "user_id": True},
         "training": {"epochs": 3, "batch_size": 64, "log_every_steps": 5, "checkpoint_every_steps": 10},
         "index": {"centroids": 8},
     }

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pyarrow as pa
+
 from flows.config import PipelineConfig
 from flows.inputs import check_inputs
 from tests.recsys_core.data.tables import refusal, write
@@ -34,3 +36,20 @@ def test_vectors_of_a_feature_that_is_not_declared_are_found_before_the_run(tmp_
     )
     with refusal("'item.brandt'", "item, user, item.brand"):
         check_inputs(wrong)
+
+
+def test_vectors_of_another_width_than_their_table_are_found_before_the_run(tmp_path: Path) -> None:
+    log = write(tmp_path / "log.parquet", user_id=[1, 2], item_id=[1, 2], t=[1, 2])
+    wide = pa.FixedSizeListArray.from_arrays(pa.array([1.0] * 24, pa.float32()), 12)
+    vectors = write(tmp_path / "vectors.parquet", item_id=[1, 2], v=wide)
+    config = {
+        "interactions": {"paths": log, "timestamp_column": "t"},
+        "embeddings": {"paths": vectors, "vector_column": "v"},
+        "model": {"embedding_dim": 8},
+    }
+    said = refusal(
+        "the vectors of table 'item' have 12 numbers, but the table has 8; set tables.item.dim to 12", "pca_dim to 8"
+    )
+    with said:
+        check_inputs(PipelineConfig.model_validate(config))
+    check_inputs(PipelineConfig.model_validate(config | {"tables": {"item": {"dim": 12}}}))

@@ -11,6 +11,7 @@ from flows.template import starter_config, to_commented_yaml
 from recsys_core.data.log.config import GivenSplit, InteractionsConfig
 from recsys_core.data.vectors.config import EmbeddingsConfig
 from recsys_core.errors import InputError
+from recsys_core.models.optimizer_config import TableOptimizer
 
 GOOD = "interactions: {paths: log/*.parquet, timestamp_column: ts}\n"
 
@@ -51,8 +52,16 @@ def test_what_is_left_out_takes_its_default(file: Path) -> None:
         ("package: {zzz: 1}", "package.zzz: unknown key; known here: quantization"),
         ("training: {epochs: 0}", "training.epochs: Input should be greater than or equal to 1, but it is 0"),
         ("model: {similarity: l2}", "model.similarity: Input should be 'cosine' or 'dot', but it is 'l2'"),
-        ("model: {query_layers: [64, x]}", "model.query_layers.1: Input should be a valid integer"),
-        ("loss: {kind: bce, uniform_negatives: 0}", "loss: loss.kind is bce, which needs negatives"),
+        ("model: {query: {layers: [64, x]}}", "model.query.layers.1: Input should be a valid integer"),
+        ("model: {max_history: 3}", "model.max_history: unknown key; did you mean model.history?"),
+        ("model: {history: {lenght: 3}}", "model.history.lenght: unknown key; did you mean model.history.length?"),
+        ("model: {history: {length: 0}}", "model.history: last_item is true, but length is 0; set length"),
+        ("loss: {uniform_negatives: 0}", "loss.uniform_negatives: unknown key; did you mean loss.negatives?"),
+        ("loss: {kind: bce, negatives: 0}", "loss: loss.kind is bce, which needs negatives"),
+        ("tables: {item: {dims: 8}}", "tables.item.dims: unknown key; did you mean tables.item.dim?"),
+        ("tables: {item.brand: {dims: 8}}", "tables.item.brand.dims: unknown key; did you mean tables.item.brand.dim?"),
+        ("tables: {item: {dim: 6}}", "tables.item.dim: Input should be a multiple of 4, but it is 6"),
+        ("tables: {item: {transfer: gradual}}", "tables.item: transfer is gradual, but unfreeze is empty"),
         ("registry: {model_name: a/b}", "registry.model_name: String should match pattern"),
     ],
 )
@@ -103,8 +112,10 @@ def test_overrides_are_yaml_and_reach_any_depth(file: Path) -> None:
         file,
         [
             "training.batch_size=8192",
-            "training.dense_learning_rate=1e-3",
-            "model.query_layers=[128, 64]",
+            "training.dense_optimizer.learning_rate=1e-3",
+            "model.query.layers=[128, 64]",
+            "tables.item.optimizer={kind: sgd, learning_rate: 0.5}",
+            "loss.distillation=null",
             "sharding.tables.item.sharding_types=[row_wise]",
             "interactions.split={kind: time, test_days: 2}",
             "evaluation.max_users=null",
@@ -112,8 +123,10 @@ def test_overrides_are_yaml_and_reach_any_depth(file: Path) -> None:
         ],
     )
     assert config.training.batch_size == 8192
-    assert config.training.dense_learning_rate == 0.001
-    assert config.model.query_layers == (128, 64)
+    assert config.training.dense_optimizer.learning_rate == 0.001
+    assert config.model.query.layers == (128, 64)
+    assert config.tables["item"].optimizer == TableOptimizer(kind="sgd", learning_rate=0.5)
+    assert config.loss.distillation is None
     assert config.sharding.tables["item"].sharding_types == ("row_wise",)
     assert config.interactions.split.test_days == 2  # type: ignore[union-attr]
     assert config.name == "a=b"
@@ -199,13 +212,65 @@ def test_a_mistake_in_an_entry_of_the_embeddings_is_named_with_its_place(file: P
     [
         ("index.subquantizers=7", "index.subquantizers is 7, but the towers end in 64 numbers"),
         ("sharding.tables.user.sharding_types=[row_wise]", "sharding.tables.user: the model has the tables ['item']"),
-        ("interactions={paths: x, split: {kind: files, test: y}}", "model.last_item is true, but interactions has neither"),
+        ("interactions={paths: x, split: {kind: files, test: y}}", "model.history.last_item is true, but interactions has nei"),
+        ("tables.user.dim=8", "tables.user: the model has the tables ['item']; set model.user_id to true"),
+        (
+            "tables.item.transfer=frozen",
+            "tables.item.transfer is frozen, but embeddings has no vectors of table 'item' (it has",
+        ),
     ],
 )
 def test_stages_that_contradict_each_other_are_refused_with_the_way_out(file: Path, override: str, said: str) -> None:
     found = message(file, override)
     assert said in found
     assert "set " in found
+
+
+def test_a_setting_of_a_table_that_the_model_has_not_names_those_it_has(file: Path) -> None:
+    for table in ("item.brand", "item_offset", "item_teacher"):
+        for group in ("tables", "sharding.tables"):
+            said = message(file, f"{group}={{{table}: {{}}}}")
+            assert f"{group}.{table}: the model has the tables ['item']; name one of them, or declare the feature" in said
+
+
+UNORDERED = "interactions={paths: x, split: {kind: files, test: y}}"
+
+
+def test_a_log_without_order_has_neither_a_last_item_nor_a_place_from_the_end(file: Path) -> None:
+    no_last = "model.history.last_item=false"
+    assert not load_config(file, [UNORDERED, no_last, "model.history.with_target=true"]).interactions.ordered
+    assert "model.history.with_target is for logs without order" in message(file, "model.history.with_target=true")
+    said = message(file, UNORDERED, no_last, "model.history.pooling=recency")
+    assert "model.history.pooling is recency, but interactions has neither timestamp_column nor order_column" in said
+
+
+def test_a_margin_of_cosines_needs_cosines(file: Path) -> None:
+    said = message(file, "loss.kind=cosine_contrastive", "model.similarity=dot")
+    assert "loss.kind is cosine_contrastive, whose margin is a cosine, but model.similarity is dot; set it to cosine" in said
+
+
+def test_vectors_are_distilled_only_where_there_are_some(file: Path) -> None:
+    vectors = "embeddings={paths: a, vector_column: v}"
+    distils = "loss.distillation={weight: 0.5}"
+    assert load_config(file, [vectors, distils]).loss.distillation is not None
+    assert "loss.distillation keeps the item vectors' similarities, but embeddings has none" in message(file, distils)
+
+
+def test_the_tables_are_those_of_ids_features_and_offsets(file: Path) -> None:
+    users, items = (
+        f"{side}: {{paths: p, id_column: id, features: [{{name: {name}}}]}}"
+        for side, name in (("users", "age"), ("items", "brand"))
+    )
+    config = load_config(
+        file,
+        [
+            f"features={{{users}, {items}, context: [{{name: device}}]}}",
+            "embeddings={paths: a, vector_column: v}",
+            "model.user_id=true",
+            "tables={item: {transfer: residual}, item_offset: {init_std: 1}, item.brand: {dim: 8}}",
+        ],
+    )
+    assert config.table_names == {"item", "item_offset", "user", "user.age", "item.brand", "context.device"}
 
 
 def test_uris_stay_what_they_are_and_data_root_is_relative_to_the_file(file: Path) -> None:

@@ -23,8 +23,9 @@ from recsys_core.manifests import (
     TrainManifest,
     produce,
 )
-from recsys_core.models.config import ModelSpec, TwoTowerConfig
-from recsys_core.models.two_tower import TwoTower
+from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.two_tower import QuerySide
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_indexes
 from recsys_core.serving.config import PackageConfig
@@ -77,7 +78,8 @@ def _build(folder: Path, *, confused: bool) -> Stages:
     )
     if confused:
         table = table[random.permutation(ITEMS)]
-    spec = ModelSpec(config=TwoTowerConfig(embedding_dim=DIM, query_layers=(), max_history=5), users=USERS, items=ITEMS)
+    config = TwoTowerConfig(embedding_dim=DIM, query=TowerConfig(layers=()), history=HistoryConfig(length=5))
+    spec = ModelSpec.sized(config, users=USERS, items=ITEMS)
     vectors = table / np.linalg.norm(table, axis=1, keepdims=True)
     queries = np.stack([vectors[rows[1:6]].mean(axis=0) for rows in own])
     export = export_stage(
@@ -86,14 +88,21 @@ def _build(folder: Path, *, confused: bool) -> Stages:
         queries={"test": (range(USERS), queries)},
         spec=spec,
         tables={"item": table},
-        dense=TwoTower(spec).state_dict(),
+        history_items=table,
+        dense={f"query.{name}": value for name, value in QuerySide(spec).state_dict().items()},
     )
     index = build_indexes(IndexConfig(served="flat", centroids=2, subquantizers=4), export=export, folder=folder / "index")
     evaluation = evaluate(
         EvaluationConfig(), export=export, interactions=interactions, embeddings=None, folder=folder / "evaluation"
     )
     package = build_package(
-        PackageConfig(), export=export, index=index, interactions=interactions, evaluation=evaluation, folder=folder / "package"
+        PackageConfig(),
+        export=export,
+        index=index,
+        interactions=interactions,
+        features=None,
+        evaluation=evaluation,
+        folder=folder / "package",
     )
     data_report = report_data(
         DataReportConfig(), split=GivenSplit(test=("test.parquet",)), interactions=interactions, last_night=None,
@@ -112,7 +121,7 @@ def _plan(folder: Path) -> PlanManifest:
 
 def progress(step: int) -> Progress:
     """A line of metrics.jsonl."""
-    return Progress(step=step, total_steps=STEPS[-1], epoch=0, loss=1 / step, learning_rate=0.1, samples_per_s=10.0)
+    return Progress(step=step, total_steps=STEPS[-1], epoch=1, loss=1 / step, learning_rate=0.1, samples_per_s=10.0)
 
 
 def _train(folder: Path) -> TrainManifest:
@@ -120,7 +129,7 @@ def _train(folder: Path) -> TrainManifest:
         (out / "metrics.jsonl").write_text("".join(json.dumps(progress(step).model_dump()) + "\n" for step in STEPS))
         return {
             "world_size": 2, "steps": STEPS[-1], "epochs": 1, "examples": 600, "final_loss": 0.5,
-            "samples_per_s": 10.0, "attempts": 1,
+            "samples_per_s": 10.0, "attempts": 1, "best_epoch": 1, "validation": {"ndcg@10": 0.5},
         }  # fmt: skip
 
     return produce(folder, TrainManifest, fingerprint="train", build=build)

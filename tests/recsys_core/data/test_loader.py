@@ -2,6 +2,9 @@
 
 import threading
 import time
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -10,18 +13,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recsys_core.data.batch import Batch
+from recsys_core.data.assembly import Assembler
+from recsys_core.data.batch import ITEM, QUERY, Batch
 from recsys_core.data.events import EventStore
-from recsys_core.data.loader import READ_AHEAD, TrainLoader, item_batch, query_batch
+from recsys_core.data.loader import READ_AHEAD, TrainLoader, query_batch
+from recsys_core.models.sampling import negative_share
 from tests.recsys_core.data.test_events import Users, store_of, users
 
-FEATURES = ("user", "history", "last_item")
-MAX_HISTORY = 3
+MAX_HISTORY, ITEMS = 3, 10_000
+TENSORS = ("item_row_U", "candidate_K", "history_T", "history_offset")
 
 
-def loader_of(store: EventStore, **settings: int) -> TrainLoader:
-    base = {"batch_size": 4, "rank": 0, "world_size": 1, "seed": 5, "max_history": MAX_HISTORY, "uniform_negatives": 0}
-    return TrainLoader(store, features=FEATURES, **(base | settings))
+def loader_of(store: EventStore, **settings_of: Any) -> TrainLoader:
+    """By default every item is as likely to be drawn as another."""
+    items = len(store.item_count)
+    base = {"batch_size": 4, "rank": 0, "world_size": 1, "seed": 5, "max_history": MAX_HISTORY, "negatives": 0}
+    base |= {"assembler": Assembler(user_id=True), "negative_share_I": np.full(items, 1 / items)}
+    return TrainLoader(store, **(base | settings_of))
 
 
 def numbered(sizes: list[int]) -> Users:
@@ -30,19 +38,28 @@ def numbered(sizes: list[int]) -> Users:
     return [([next(counter) for _ in range(size)], [], []) for size in sizes]
 
 
-def samples(batch: Batch) -> list[dict[str, list[int]]]:
-    """For each of the K samples, the values of every key."""
-    jagged = {key: value.to_dense() for key, value in batch.sparse.to_dict().items()}
-    return [{key: value[row].tolist() for key, value in jagged.items()} for row in range(len(batch.item_rows))]
+def candidates(batch: Batch) -> list[int]:
+    """Catalogue rows of the K candidates."""
+    return batch.item_row_U[batch.candidate_K].tolist()
+
+
+def positives(batch: Batch) -> list[int]:
+    return candidates(batch)[: batch.batch_size]
+
+
+def histories(batch: Batch) -> list[list[int]]:
+    """Catalogue rows, per query."""
+    row_T = batch.item_row_U[batch.history_T]
+    return [row_T[start:end].tolist() for start, end in pairwise(batch.history_offset.tolist())]
 
 
 def same(one: Batch, other: Batch) -> bool:
-    pairs = (
-        (one.item_rows, other.item_rows),
-        (one.sparse.values(), other.sparse.values()),
-        (one.sparse.lengths(), other.sparse.lengths()),
-    )
-    return one.batch_size == other.batch_size and all(torch.equal(left, right) for left, right in pairs)
+    pairs = [(getattr(one, name), getattr(other, name)) for name in TENSORS]
+    for key in one.sparse:
+        pairs += [(one.sparse[key].values(), other.sparse[key].values())]
+        pairs += [(one.sparse[key].lengths(), other.sparse[key].lengths())]
+    fits = one.batch_size == other.batch_size and set(one.sparse) == set(other.sparse)
+    return fits and all(torch.equal(left, right) for left, right in pairs)
 
 
 @settings(max_examples=60, deadline=None)
@@ -60,7 +77,7 @@ def test_over_all_ranks_an_epoch_covers_every_example_at_most_once(
     for rank in range(world_size):
         loader = loader_of(store, rank=rank, world_size=world_size, batch_size=batch_size)
         batches = [loader.make(epoch, batch) for batch in range(len(loader))]
-        seen += [item for batch in batches for item in batch.item_rows[: batch.batch_size].tolist()]
+        seen += [item for batch in batches for item in positives(batch)]
         shapes.append([batch.batch_size for batch in batches])
         assert shapes[-1] == [loader.batch_samples(batch) for batch in range(len(loader))]
     assert all(shape == shapes[0] for shape in shapes)
@@ -71,45 +88,77 @@ def test_over_all_ranks_an_epoch_covers_every_example_at_most_once(
 
 
 @settings(max_examples=60, deadline=None)
-@given(log=users, batch_size=st.integers(1, 9), negatives=st.integers(0, 5), ordered=st.booleans())
+@given(
+    log=users,
+    batch_size=st.integers(1, 9),
+    negatives=st.integers(0, 5),
+    max_history=st.integers(0, MAX_HISTORY),
+    ordered=st.booleans(),
+    with_target=st.booleans(),
+)
 def test_positives_users_and_histories_are_those_of_one_example(
-    log: Users, batch_size: int, negatives: int, ordered: bool
+    log: Users, batch_size: int, negatives: int, max_history: int, ordered: bool, with_target: bool
 ) -> None:
-    counter = iter(range(10_000))
+    counter = iter(range(ITEMS))
     log = [([next(counter) for _ in train], validation, test) for train, validation, test in log]  # an item tells its event
     owner = {item: (row, at) for row, (train, _, _) in enumerate(log) for at, item in enumerate(train)}
-    loader = loader_of(store_of(log, ordered=ordered), batch_size=batch_size, uniform_negatives=negatives)
+    loader = loader_of(
+        store_of(log, ordered=ordered),
+        batch_size=batch_size, negatives=negatives, max_history=max_history, with_target=with_target and not ordered,
+    )  # fmt: skip
     for batch in (loader.make(0, number) for number in range(len(loader))):
-        assert len(batch.item_rows) == batch.batch_size + negatives
-        assert batch.sparse.keys() == [*FEATURES, "item"]
-        for index, (item, sample) in enumerate(zip(batch.item_rows.tolist(), samples(batch), strict=True)):
-            assert sample["item"] == [item]
-            if index >= batch.batch_size:
-                assert [sample[key] for key in FEATURES] == [[], [], []]
-                continue
+        assert len(batch.candidate_K) == batch.batch_size + negatives
+        users_B = batch.sparse[QUERY]["user"].to_dense()
+        for item, history, user in zip(positives(batch), histories(batch), users_B, strict=True):
             row, at = owner[item]
             train = log[row][0]
-            window = train[max(0, at - MAX_HISTORY) : at] if ordered else (train[at + 1 :] + train[:at])[:MAX_HISTORY]
-            assert sample["user"] == [row]
-            assert sample["history"] == window
-            assert sample["last_item"] == window[-1:]
+            before = train[max(0, at - max_history) : at] if max_history else []
+            around = train[at : at + with_target] + train[at + 1 :] + train[:at]
+            assert user.tolist() == [row]
+            assert history == (before if ordered else around[:max_history])
 
 
-def test_uniform_negatives_come_from_the_whole_catalogue_and_differ_by_rank_and_batch() -> None:
+@settings(max_examples=40, deadline=None)
+@given(log=users, batch_size=st.integers(1, 9), negatives=st.integers(0, 9), ordered=st.booleans())
+def test_an_item_is_looked_up_once_however_often_it_occurs(log: Users, batch_size: int, negatives: int, ordered: bool) -> None:
+    loader = loader_of(store_of(log, ordered=ordered), batch_size=batch_size, negatives=negatives)
+    for batch in loader.epoch(0):
+        occurring = set(candidates(batch)) | {item for history in histories(batch) for item in history}
+        assert sorted(batch.item_row_U.tolist()) == sorted(occurring)
+        assert batch.sparse[ITEM][ITEM].values().tolist() == batch.item_row_U.tolist()
+
+
+def test_negatives_come_from_the_whole_catalogue_and_differ_by_rank_and_batch() -> None:
     store = store_of(numbered([50]))
     made = [
-        loader_of(store, rank=rank, world_size=2, batch_size=5, uniform_negatives=400).make(0, batch)
+        loader_of(store, rank=rank, world_size=2, batch_size=5, negatives=400).make(0, batch)
         for rank in range(2)
         for batch in range(2)
     ]
-    drawn = [tuple(batch.item_rows[5:].tolist()) for batch in made]
+    drawn = [tuple(candidates(batch)[5:]) for batch in made]
     assert len(set(drawn)) == 4
     assert set(drawn[0]) == set(range(len(store.item_count)))
 
 
+def test_negatives_are_drawn_as_often_as_their_share_says_and_never_where_it_is_zero() -> None:
+    share_I = np.array([0.0, 0.5, 0.0, 0.2, 0.3, 0.0])
+    loader = loader_of(store_of([([1, 3, 4], [], [])]), batch_size=3, negatives=100_000, negative_share_I=share_I)
+    drawn = np.bincount(candidates(loader.make(0, 0))[3:], minlength=6) / 100_000
+    assert drawn[share_I == 0].sum() == 0
+    np.testing.assert_allclose(drawn, share_I, atol=0.01)
+
+
+@given(count=st.lists(st.integers(0, 5), min_size=1, max_size=50).filter(any), alpha=st.sampled_from([0.0, 0.5, 1.0]))
+@settings(max_examples=60, deadline=None)
+def test_only_items_with_a_training_event_are_drawn(count: list[int], alpha: float) -> None:
+    share_I = negative_share(np.array(count), alpha)
+    batch = loader_of(store_of([([0], [], [])]), negatives=200, negative_share_I=share_I).make(0, 0)
+    assert all(count[item] for item in candidates(batch)[1:])
+
+
 @pytest.mark.parametrize("start", [0, 1, 5, 12, 13])
 def test_resuming_at_a_batch_gives_exactly_the_later_batches(start: int) -> None:
-    loader = loader_of(store_of(numbered([13] * 4)), uniform_negatives=3)
+    loader = loader_of(store_of(numbered([13] * 4)), negatives=3)
     assert len(loader) == 13
     whole, resumed = list(loader.epoch(2)), list(loader.epoch(2, start_batch=start))
     assert len(whole) == 13 and len(resumed) == 13 - start
@@ -130,7 +179,7 @@ def test_a_batch_is_a_function_of_seed_epoch_rank_and_number(
     log: Users, ordered: bool, batch_size: int, world_size: int, seed: int, epoch: int, data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, world_size - 1))
-    settings_of = {"batch_size": batch_size, "world_size": world_size, "rank": rank, "seed": seed, "uniform_negatives": 3}
+    settings_of = {"batch_size": batch_size, "world_size": world_size, "rank": rank, "seed": seed, "negatives": 3}
     store = store_of(log, ordered=ordered)
     one, other = loader_of(store, **settings_of), loader_of(store, **settings_of)
     in_order = list(one.epoch(epoch))
@@ -145,14 +194,14 @@ def test_a_batch_is_a_function_of_seed_epoch_rank_and_number(
 def test_epochs_and_seeds_differ_and_the_same_ones_are_equal() -> None:
     store = store_of(numbered([40] * 3))
 
-    def positives(seed: int, epoch: int) -> list[int]:
+    def order(seed: int, epoch: int) -> list[int]:
         batches = loader_of(store, seed=seed, batch_size=50).epoch(epoch)
-        return [item for batch in batches for item in batch.item_rows.tolist()]
+        return [item for batch in batches for item in candidates(batch)]
 
-    orders = [positives(seed, epoch) for seed in (1, 2) for epoch in (0, 1)]
-    assert all(sorted(order) == list(range(120)) for order in orders)
-    assert len({tuple(order) for order in orders}) == 4
-    assert positives(2, 1) == orders[3]
+    orders = [order(seed, epoch) for seed in (1, 2) for epoch in (0, 1)]
+    assert all(sorted(found) == list(range(120)) for found in orders)
+    assert len({tuple(found) for found in orders}) == 4
+    assert order(2, 1) == orders[3]
 
 
 def loader_threads() -> list[threading.Thread]:
@@ -215,22 +264,29 @@ def test_no_more_than_the_read_ahead_is_made_in_advance() -> None:
 
 
 def test_the_batch_moves_as_a_whole() -> None:
-    batch = loader_of(store_of(numbered([9])), uniform_negatives=2).make(0, 0)
+    batch = loader_of(store_of(numbered([9])), negatives=2).make(0, 0)
     assert same(batch, batch.to(torch.device("cpu")))
     meta = batch.to(torch.device("meta"))
-    assert {meta.item_rows.device.type, meta.sparse.values().device.type, meta.sparse.lengths().device.type} == {"meta"}
+    parts = [getattr(meta, name) for name in TENSORS] + [sparse.values() for sparse in meta.sparse.values()]
+    assert {part.device.type for part in parts} == {"meta"}
 
 
 def test_a_query_batch_holds_each_user_as_it_stood_before_the_split() -> None:
     store = store_of([([1, 2, 3], [4], [5]), ([6], [], [7]), ([8, 9], [10], [])])
     for split, wanted in (("test", [[3, 4], [6]]), ("validation", [[2, 3], [6]])):
-        sparse = query_batch(store, np.array([0, 1]), split, features=FEATURES, max_history=2)
-        values = {key: [part.tolist() for part in jagged.to_dense()] for key, jagged in sparse.to_dict().items()}
-        last = [history[-1:] for history in wanted]
-        assert values == {"user": [[0], [1]], "history": wanted, "last_item": last, "item": [[], []]}
+        batch = query_batch(store, np.array([0, 1]), split, assembler=Assembler(user_id=True), max_history=2)
+        assert histories(batch) == wanted
+        assert batch.sparse[QUERY]["user"].values().tolist() == [0, 1]
+        assert candidates(batch) == []
 
 
-def test_an_item_batch_has_no_query_features() -> None:
-    sparse = item_batch(np.array([4, 0, 4]), features=FEATURES)
-    values = {key: [part.tolist() for part in jagged.to_dense()] for key, jagged in sparse.to_dict().items()}
-    assert values == {key: [[], [], []] for key in FEATURES} | {"item": [[4], [0], [4]]}
+def test_without_a_history_a_query_batch_points_at_no_item() -> None:
+    store = store_of([([1, 2, 3], [4], [5])])
+    batch = query_batch(store, np.array([0, 0]), "test", assembler=Assembler(user_id=True), max_history=0)
+    assert histories(batch) == [[], []] and candidates(batch) == []
+
+
+def test_the_weight_of_an_example_is_that_of_its_event() -> None:
+    store = replace(store_of(numbered([3, 4])), event_weight=np.arange(7, dtype=np.float32))
+    for batch in loader_of(store, negatives=2).epoch(0):
+        assert batch.weight is not None and batch.weight.tolist() == positives(batch)

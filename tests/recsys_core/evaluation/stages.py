@@ -10,8 +10,17 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import save_file
 
-from recsys_core.manifests import EmbeddingsManifest, ExportManifest, InteractionsManifest, VectorTable, produce
-from recsys_core.models.config import ModelSpec
+from recsys_core.data.features.store import FeatureStore
+from recsys_core.manifests import (
+    EmbeddingsManifest,
+    ExportManifest,
+    FeatureFacts,
+    FeaturesManifest,
+    InteractionsManifest,
+    VectorTable,
+    produce,
+)
+from recsys_core.models.spec import ModelSpec
 
 Events = Sequence[Sequence[int]]
 """Item rows per user."""
@@ -79,6 +88,17 @@ def embeddings_stage(folder: Path, vectors: np.ndarray) -> EmbeddingsManifest:
     return produce(folder, EmbeddingsManifest, fingerprint="embeddings", build=build)
 
 
+def features_stage(folder: Path, store: FeatureStore, *, facts: Mapping[str, FeatureFacts]) -> FeaturesManifest:
+    def build(out: Path) -> dict[str, Any]:
+        for key, feature in store.features.items():
+            for name, array in (("row", feature.row), ("offset", feature.offset), ("weight", feature.weight)):
+                if array is not None:
+                    np.save(out / f"{key}.{name}.npy", array)
+        return {"lineage": "interactions", "features": dict(facts), "tables": {}, "sources": ()}
+
+    return produce(folder, FeaturesManifest, fingerprint="features", build=build)
+
+
 def export_stage(
     folder: Path,
     *,
@@ -86,12 +106,14 @@ def export_stage(
     queries: Mapping[str, tuple[Sequence[int], np.ndarray]],
     spec: ModelSpec | None = None,
     tables: Mapping[str, np.ndarray] | None = None,
+    history_items: np.ndarray | None = None,
     dense: Mapping[str, torch.Tensor] | None = None,
 ) -> ExportManifest:
-    """queries: split -> (user rows, vectors)."""
+    """queries: split -> (user rows, vectors). history_items: what stands for each item in a history; empty: its vector."""
 
     def build(out: Path) -> dict[str, Any]:
         np.save(out / "item_vectors.npy", item_vectors.astype(np.float32))
+        np.save(out / "history_items.npy", (item_vectors if history_items is None else history_items).astype(np.float32))
         for split, (users, vectors) in queries.items():
             np.save(out / f"query_users_{split}.npy", np.array(users, np.int64))
             np.save(out / f"query_vectors_{split}.npy", np.asarray(vectors, np.float32))

@@ -5,58 +5,114 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from recsys_core.data.features.store import FeatureStore
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.manifests import PackageManifest
-from recsys_core.models.config import ModelSpec, TwoTowerConfig
-from recsys_core.models.two_tower import TwoTower
+from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.two_tower import ItemSide, QuerySide
 from recsys_core.retrieval.config import IndexConfig, IndexKind
 from recsys_core.retrieval.index import build_indexes
 from recsys_core.serving.config import PackageConfig
 from recsys_core.serving.package import build_package
-from tests.recsys_core.evaluation.stages import export_stage, interactions_stage
+from recsys_core.serving.questions import Questions
+from tests.recsys_core.data.described import facts, feature_store, values_of
+from tests.recsys_core.evaluation.stages import export_stage, features_stage, interactions_stage
 
 ITEMS, USERS, DIM = 300, 40, 16
 ITEM_IDS = [f"item-{(7 * row) % ITEMS:03d}" for row in range(ITEMS)]
 USER_IDS = [9000 - 3 * row for row in range(USERS)]
 
 
+USER_FEATURES = ("user.single", "user.list", "user.weighted_list", "user.number")
+CONTEXT_FEATURES = ("context.single", "context.number")
+"""Features of an event: unknown when serving."""
+
+
+def config_of(
+    *, history: dict[str, object] | None = None, layers: Sequence[int] = (24, DIM), **model: object
+) -> TwoTowerConfig:
+    """A query tower of `layers` over histories of 6 items, unless `history` says something else."""
+    return TwoTowerConfig(
+        **{
+            "embedding_dim": DIM,
+            "history": HistoryConfig(**{"length": 6} | (history or {})),
+            "query": TowerConfig(layers=layers, dropout=0.5),
+            **model,
+        }
+    )
+
+
 class World:
     """The model in float, and the log, from which a test computes what the package should answer."""
 
-    def __init__(self, config: TwoTowerConfig) -> None:
+    def __init__(self, config: TwoTowerConfig, *, features: Sequence[str] = ()) -> None:
         random = np.random.default_rng(1)
         torch.manual_seed(1)
-        self.spec = ModelSpec(config=config, users=USERS, items=ITEMS)
+        self.facts = facts(*features) if features else {}
+        self.features = FeatureStore(
+            {key: value for key, value in feature_store(users=USERS, items=ITEMS, events=1).features.items() if key in features}
+        )
+        self.spec = ModelSpec.sized(config, users=USERS, items=ITEMS, facts=self.facts)
         self.tables = {
-            name: random.normal(0, 0.3, shape).astype(np.float32) for name, shape in sorted(self.spec.tables.items())
+            name: random.normal(0, 0.3, (table.rows, table.dim)).astype(np.float32)
+            for name, table in sorted(self.spec.tables.items())
         }
-        self.towers = TwoTower(self.spec).eval()
+        self.towers = nn.ModuleDict({"query": QuerySide(self.spec), "item": ItemSide(self.spec)}).eval()
+        for name, parameter in self.towers.named_parameters():
+            if "recency" in name or "attention" in name:
+                nn.init.normal_(parameter)
         self.train = [random.choice(ITEMS, size, replace=False).tolist() for size in random.integers(1, 25, USERS)]
         self.train[3] = list(range(ITEMS - 2))  # has seen all but two items
         self.test = [random.choice(ITEMS, 1).tolist() for _ in range(USERS)]
         self.test[3] = [0]
         with torch.no_grad():
-            self.item_vectors = self.towers.candidate(torch.from_numpy(self.tables["item"])).numpy()
+            item_ID = self.towers["item"].embed({"item": torch.from_numpy(self.tables["item"])})
+            self.item_vectors = self.towers["item"](item_ID, features={}).numpy()
+        self.history_items = self.item_vectors if config.history.items == "vector" else item_ID.numpy()
 
     @property
     def log(self) -> list[list[int]]:
         """All events per user."""
         return [train + test for train, test in zip(self.train, self.test, strict=True)]
 
+    @property
+    def query_tables(self) -> dict[str, np.ndarray]:
+        """What the query side reads beside the histories."""
+        return {name: self.tables[name] for name in self.spec.on_side("query")}
+
+    @property
+    def questions(self) -> Questions:
+        """What the tower is asked with; the features of an event are not known."""
+        users = {key: value for key, value in self.features.features.items() if key.startswith("user.")}
+        return Questions(self.spec, FeatureStore(users))
+
     def query(self, user: int | None, history: Sequence[int]) -> np.ndarray:
-        """The query vector in float, pooled by hand."""
-        config, zeros = self.spec.config, np.zeros(DIM, np.float32)
-        recent = list(history)[-config.max_history :] if config.max_history else []
-        pooled = {
-            "user": self.tables["user"][user] if config.user_id and user is not None else zeros,
-            "history": self.tables["item"][recent].mean(axis=0) if recent else zeros,
-            "last_item": self.tables["item"][recent[-1]] if recent else zeros,
-        }
+        """The query vector in float; the user's rows are pooled by hand, and unknown is zero."""
+        length = self.spec.config.history.length
+        recent = list(history)[-length:] if length else []
+        pooled = {name: torch.from_numpy(self._pooled(name, user))[None] for name in self.query_tables}
+        items = torch.from_numpy(self.history_items)
         with torch.no_grad():
-            vector = self.towers.query({name: torch.from_numpy(value)[None] for name, value in pooled.items()})
+            vector = self.towers["query"](
+                items, torch.tensor(recent, dtype=torch.int64), torch.tensor([0, len(recent)]), features=pooled
+            )
         return vector[0].numpy()
+
+    def _pooled(self, name: str, user: int | None) -> np.ndarray:
+        table = self.tables[name]
+        if user is None or name.startswith("context."):
+            return np.zeros(table.shape[1], np.float32)
+        if name == "user":
+            return table[user]
+        rows, weights = values_of(self.features, name, user)
+        if not rows:
+            return np.zeros(table.shape[1], np.float32)
+        total = table[rows].T @ np.array(weights if weights else [1.0] * len(rows), np.float32)
+        return (total / (np.sum(weights) if weights else len(rows)) if "list" in name else total).astype(np.float32)
 
     def best(self, query: np.ndarray, *, seen: Sequence[int], k: int) -> list[str]:
         """Ids by a plain sort over the catalogue."""
@@ -70,12 +126,15 @@ Build = Callable[..., tuple[World, PackageManifest]]
 @pytest.fixture(scope="session")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     def build_it(
-        *, index: IndexKind = "flat", quantization: str = "none", probes: int = 1, **model: object
+        *,
+        index: IndexKind = "flat",
+        quantization: str = "none",
+        probes: int = 1,
+        features: Sequence[str] = (),
+        **model: object,
     ) -> tuple[World, PackageManifest]:
         folder = tmp_path_factory.mktemp("chain")
-        world = World(
-            TwoTowerConfig(**{"embedding_dim": DIM, "query_layers": (24, DIM), "max_history": 6, **model})  # type: ignore[arg-type]
-        )
+        world = World(config_of(**model), features=features)  # type: ignore[arg-type]
         interactions = interactions_stage(
             folder / "interactions",
             train=world.train,
@@ -91,6 +150,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
             queries={"test": (range(USERS), np.stack([world.query(user, world.train[user]) for user in range(USERS)]))},
             spec=world.spec,
             tables=world.tables,
+            history_items=world.history_items,
             dense=world.towers.state_dict(),
         )
         package = build_package(
@@ -102,6 +162,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
                 folder=folder / "index",
             ),
             interactions=interactions,
+            features=features_stage(folder / "features", world.features, facts=world.facts) if features else None,
             evaluation=evaluate(
                 EvaluationConfig(), export=export, interactions=interactions, embeddings=None, folder=folder / "evaluation"
             ),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import PackageManifest
 from recsys_core.serving.retriever import Retriever
-from tests.recsys_core.serving.conftest import ITEM_IDS, ITEMS, USER_IDS, USERS, Build, World
+from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEM_IDS, ITEMS, USER_FEATURES, USER_IDS, USERS, Build, World
 
 KINDS = ("flat", "ivf_flat", "ivf_pq", "hnsw")
 
@@ -68,7 +68,7 @@ def test_a_user_who_has_seen_nearly_everything_gets_the_rest(any_retriever: tupl
 
 def test_a_given_history_takes_the_place_of_the_stored_one(flat, retriever: Retriever) -> None:
     world, _ = flat
-    rows = [11, 250, 31, 7, 99, 120, 130, 44]  # longer than max_history
+    rows = [11, 250, 31, 7, 99, 120, 130, 44]  # longer than a history
     given = [ITEM_IDS[row] for row in rows]
     ids, _ = retriever.recommend([USER_IDS[5], 1], k=8, histories=[["unheard of", *given], given])
     query = world.query(None, rows)
@@ -106,11 +106,28 @@ def test_an_unknown_user_without_a_usable_history_gets_what_is_popular(flat, ret
 
 
 def test_a_model_of_user_ids_alone_serves_known_users_and_excludes_given_items(build: Build) -> None:
-    world, package = build(user_id=True, max_history=0, last_item=False)
+    world, package = build(user_id=True, history={"length": 0, "last_item": False})
     retriever = Retriever.load(package.folder / "package")
     ids, _ = retriever.recommend([USER_IDS[2], 1], k=6, histories=[[ITEM_IDS[8]], [ITEM_IDS[8]]])
     assert ids[0].tolist() == world.best(world.query(2, []), seen=[8, *world.log[2]], k=6)
     assert ITEM_IDS[8] not in ids[1] and len(ids[1]) == 6
+
+
+def test_features_of_known_users_come_out_of_the_package_and_unknown_ones_have_none(build: Build) -> None:
+    world, package = build(features=(*USER_FEATURES, *CONTEXT_FEATURES))
+    retriever = Retriever.load(package.folder / "package")
+    ids, _ = retriever.recommend(USER_IDS, k=6)
+    for user, answered in enumerate(ids):
+        assert answered.tolist() == world.best(world.query(user, world.log[user]), seen=world.log[user], k=6)
+    rows = [11, 250, 31]
+    given = [[ITEM_IDS[row] for row in rows]] * 2
+    (known, unknown), _ = retriever.recommend([USER_IDS[5], 1], k=6, histories=given)
+    assert known.tolist() == world.best(world.query(5, rows), seen=[*rows, *world.log[5]], k=6)
+    assert unknown.tolist() == world.best(world.query(None, rows), seen=rows, k=6)
+    # Without any history a known user is asked by its features, an unknown one gets what is popular.
+    (known,), _ = retriever.recommend([USER_IDS[5]], k=6, histories=[[]])
+    assert known.tolist() == world.best(world.query(5, []), seen=world.log[5], k=6)
+    assert not [path.name for path in (package.folder / "package").glob("context.*")]
 
 
 @settings(deadline=None, max_examples=25)

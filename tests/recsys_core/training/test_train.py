@@ -10,51 +10,54 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from recsys_core.data.assembly import Assembler
 from recsys_core.data.events import EventStore
-from recsys_core.data.log.config import InteractionsConfig, TimeSplit
-from recsys_core.data.log.ingest import ingest_interactions
-from recsys_core.data.synthetic import generate
-from recsys_core.data.vectors.config import EmbeddingsConfig
-from recsys_core.data.vectors.ingest import ingest_embeddings
-from recsys_core.errors import InputError
+from recsys_core.data.features.store import FeatureStore
+from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import PlanManifest, TrainManifest
-from recsys_core.models.config import LossConfig, ModelSpec, PretrainedConfig, TwoTowerConfig
-from recsys_core.models.two_tower import TwoTower
+from recsys_core.models.lookups import Lookups, parameter_name
+from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
+from recsys_core.models.task import RetrievalTask
+from recsys_core.serving.package import user_features
+from recsys_core.serving.quantise import build_tower
+from recsys_core.serving.questions import Questions
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig
 from recsys_core.sharding.planner import plan_sharding
 from recsys_core.training.config import TrainingConfig
+from recsys_core.training.encoding import Encoder
 from recsys_core.training.export import export_vectors
 from recsys_core.training.job import Progress
 from recsys_core.training.launch import LaunchError
+from recsys_core.training.process import Process
 from recsys_core.training.train import _MetricsTail, train
+from tests.recsys_core.training.stages import Night, ingest, night
 
-CONFIG = TrainingConfig(epochs=2, batch_size=64, log_every_steps=5, checkpoint_every_steps=15, warmup_steps=5, seed=3)
-MODEL = TwoTowerConfig(embedding_dim=16, query_layers=(16,), user_id=True, max_history=8, dropout=0.2)
+CONFIG = TrainingConfig(
+    epochs=2,
+    batch_size=64,
+    log_every_steps=5,
+    checkpoint_every_steps=15,
+    table_optimizer=TableOptimizer(warmup_steps=5),
+    dense_optimizer=DenseOptimizer(warmup_steps=5),
+    seed=3,
+)
 
 
 @pytest.fixture(scope="module")
-def stages(tmp_path_factory):
-    """Both ingests and a plan for two ranks."""
+def stages(tmp_path_factory) -> Night:
     root = tmp_path_factory.mktemp("stages")
-    generate(root / "data", users=200, items=150, events=4_000, days=10, dim=16, cold_items=10)
-    vectors = EmbeddingsConfig(paths=(str(root / "data/item_embeddings.parquet"),), vector_column="embedding")
-    log = InteractionsConfig(
-        paths=(str(root / "data/interactions/*.parquet"),), timestamp_column="timestamp", split=TimeSplit()
-    )
-    embeddings = ingest_embeddings((vectors,), folder=root / "embeddings")
-    interactions = ingest_interactions(log, embeddings=embeddings, folder=root / "interactions")
-    model = ModelSpec(config=MODEL, users=interactions.users, items=interactions.items)
-    cluster = ClusterConfig(device="cpu", processes_per_node=2)
-    plan = plan_sharding(ShardingConfig(cluster=cluster), model=model, batch_size=CONFIG.batch_size, folder=root / "plan")
-    return {"model": model, "interactions": interactions, "embeddings": embeddings, "plan": plan}
+    return night(ingest(root), root / "plan", training=CONFIG)
 
 
-def run_train(stages, folder: Path, *, config: TrainingConfig = CONFIG, on_progress=lambda progress: None) -> TrainManifest:
+def run_train(
+    made: Night, folder: Path, *, config: TrainingConfig = CONFIG, on_progress=lambda progress: None
+) -> TrainManifest:
     return train(
         config,
-        **stages,
-        loss=LossConfig(uniform_negatives=32),
-        pretrained=PretrainedConfig(),
+        model=made.spec,
+        loss=made.loss,
+        **made.data._asdict(),
+        plan=made.plan,
         folder=folder,
         on_progress=on_progress,
     )
@@ -68,9 +71,17 @@ def trained(stages, tmp_path_factory):
     return manifest, lines
 
 
-def export(stages, manifest: TrainManifest, folder: Path):
-    names = ("model", "interactions", "plan")
-    return export_vectors(CONFIG, **{name: stages[name] for name in names}, train=manifest, folder=folder)
+def export(made: Night, manifest: TrainManifest, folder: Path):
+    return export_vectors(
+        CONFIG,
+        model=made.spec,
+        loss=made.loss,
+        interactions=made.data.interactions,
+        features=made.data.features,
+        plan=made.plan,
+        train=manifest,
+        folder=folder,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +113,9 @@ def test_metrics_are_relayed_in_order_while_training_and_the_loss_falls(trained)
     assert steps == sorted(set(steps)) and steps[-1] == manifest.steps == lines[0].total_steps
     assert lines[-1].loss == pytest.approx(manifest.final_loss) and lines[-1].loss < lines[0].loss
     assert all(line.samples_per_s > 0 for line in lines)
+    measured = {line.epoch: line.validation["ndcg@10"] for line in lines if line.validation}
+    assert set(measured) == {1, 2}
+    assert manifest.validation["ndcg@10"] == measured[manifest.best_epoch] == max(measured.values())
 
 
 def test_a_finished_stage_is_kept_and_nothing_is_launched(stages, trained):
@@ -113,7 +127,7 @@ def test_a_run_whose_rank_is_killed_ends_bit_identical_to_an_undisturbed_one(sta
     assert manifest.attempts == 2
     assert manifest.final_loss == trained[0].final_loss
     again = export(stages, manifest, tmp_path / "export")
-    for name in ("item_vectors.npy", "query_vectors_test.npy", "table_item.npy", "table_user.npy"):
+    for name in sorted(name for name in exported.files if name.endswith(".npy")):
         np.testing.assert_array_equal(np.load(again.path(name)), np.load(exported.path(name)))
 
 
@@ -139,49 +153,77 @@ def test_a_run_resumed_with_other_settings_starts_anew_and_reports_its_own_steps
 
 
 def test_bad_input_that_only_the_ranks_can_see_is_an_input_error_and_is_not_tried_again(stages, tmp_path):
-    other = stages["model"].model_copy(update={"items": stages["model"].items + 1})
+    item = stages.spec.tables["item"]
+    tables = stages.spec.tables | {"item": item.model_copy(update={"rows": item.rows + 1})}
     with pytest.raises(InputError, match="made for tables"):
-        run_train(stages | {"model": other}, tmp_path / "train")
+        run_train(stages._replace(spec=stages.spec.model_copy(update={"tables": tables})), tmp_path / "train")
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_step_and_table_and_is_not_tried_again(stages, tmp_path):
+    wild = TableOptimizer(kind="sgd", learning_rate=1e38, warmup_steps=0)
+    config = CONFIG.model_copy(update={"table_optimizer": wild})
+    with pytest.raises(StageError, match=r"step \d+, epoch 1, rank [01]: the loss is nan \(table \S+: \d+ rows") as caught:
+        run_train(stages, tmp_path / "train", config=config)
+    assert "lower the learning_rate of training.table_optimizer" in str(caught.value)
+    assert not isinstance(caught.value, LaunchError)
+    assert [path.name for path in (tmp_path / "train.work" / "logs").iterdir()] == ["attempt-1"]
 
 
 def test_exported_vectors_are_those_of_the_unsharded_model(stages, exported):
-    store = EventStore.open(stages["interactions"])
-    tables = {name: torch.from_numpy(np.load(exported.path(f"table_{name}.npy"))) for name in ("item", "user")}
-    towers = TwoTower(stages["model"]).eval()
-    towers.load_state_dict(load_file(exported.path("dense.safetensors")))
-    users = np.load(exported.path("query_users_test.npy"))
-    assert set(users) == set(store.users_with_targets("test"))
-    history = store.before(users, "test", last=MODEL.max_history)
-    rows, ends = torch.from_numpy(history.row_T), history.offset[1:]
-    pooled = torch.zeros(len(users), 16)
-    last = torch.zeros(len(users), 16)
-    for index, (length, end) in enumerate(zip(history.length_N, ends, strict=True)):
-        if length:
-            pooled[index], last[index] = tables["item"][rows[end - length : end]].mean(0), tables["item"][rows[end - 1]]
+    store = EventStore.open(stages.data.interactions)
+    spec, cpu = stages.spec, torch.device("cpu")
+    task = RetrievalTask(spec, loss=stages.loss, item_count_I=store.item_count, ranks={}, weight_decay={}, device=cpu)
+    task.lookups = Lookups(spec, device=cpu)
+    for name in spec.tables:
+        table = torch.from_numpy(np.load(exported.path(f"table_{name}.npy")))
+        task.lookups.get_parameter(parameter_name(spec, name)).data.copy_(table)
+    task.head.load_state_dict(load_file(exported.path("dense.safetensors")))
+    assembler = Assembler(user_id=True, features=FeatureStore.open(stages.data.features))
+    encoder = Encoder(task.eval(), store, assembler, Process(rank=0, world_size=1, device=cpu))
     with torch.no_grad():
-        queries = towers.query({"user": tables["user"][users], "history": pooled, "last_item": last})
-        items = towers.candidate(tables["item"])
-    torch.testing.assert_close(
-        queries, torch.from_numpy(np.load(exported.path("query_vectors_test.npy"))), rtol=1e-4, atol=1e-5
+        history_item, item = encoder.items(np.arange(spec.items))
+        close = {"rtol": 1e-4, "atol": 1e-5}
+        np.testing.assert_allclose(np.load(exported.path("history_items.npy")), history_item, **close)
+        np.testing.assert_allclose(np.load(exported.path("item_vectors.npy")), item, **close)
+        for split in ("validation", "test"):
+            users = np.load(exported.path(f"query_users_{split}.npy"))
+            np.testing.assert_array_equal(users, store.users_with_targets(split))
+            query = np.load(exported.path(f"query_vectors_{split}.npy"))
+            np.testing.assert_allclose(query, encoder.queries(users, split=split), **close)
+
+
+def test_the_float_tower_as_served_gives_the_exported_query_vectors(stages, exported):
+    spec, store = stages.spec, EventStore.open(stages.data.interactions)
+    tower = build_tower(
+        spec,
+        history_items=np.load(exported.path("history_items.npy")),
+        tables={name: np.load(exported.path(f"table_{name}.npy")) for name in spec.on_side("query")},
+        dense=load_file(exported.path("dense.safetensors")),
+        quantization="none",
     )
-    torch.testing.assert_close(items, torch.from_numpy(np.load(exported.path("item_vectors.npy"))), rtol=1e-4, atol=1e-5)
+    assert set(user_features(spec)) == {"user.country", "user.groups", "user.age"}
+    questions = Questions(spec, FeatureStore.read(stages.data.features.folder, user_features(spec)))
+    for split in ("validation", "test"):
+        users = np.load(exported.path(f"query_users_{split}.npy"))
+        served = tower(questions.batch(users, store.before(users, split)))
+        np.testing.assert_allclose(served, np.load(exported.path(f"query_vectors_{split}.npy")), rtol=1e-4, atol=1e-5)
 
 
 def test_a_plan_for_more_gpus_than_there_are_is_refused_before_anything_starts(stages, tmp_path):
     if torch.cuda.device_count() >= 64:
         pytest.skip("there are that many GPUs")
     cluster = ClusterConfig(device="cuda", processes_per_node=64)
-    plan = plan_sharding(ShardingConfig(cluster=cluster), model=stages["model"], batch_size=64, folder=tmp_path / "plan")
+    plan = plan_sharding(ShardingConfig(cluster=cluster), model=stages.spec, batch_size=64, folder=tmp_path / "plan")
     assert isinstance(plan, PlanManifest)
     with pytest.raises(InputError, match=r"wants 64 GPUs on this host, but there are \d+"):
-        run_train(stages | {"plan": plan}, tmp_path / "train")
+        run_train(stages._replace(plan=plan), tmp_path / "train")
     assert not (tmp_path / "train").exists() and not (tmp_path / "train.work" / "logs").exists()
 
 
 def test_a_file_that_a_new_attempt_puts_in_place_is_followed_from_its_start_even_when_it_is_longer(tmp_path):
     def write(path: Path, *, losses: list[float]) -> None:
         lines = [
-            Progress(step=step, total_steps=9, epoch=0, loss=loss, learning_rate=0.1, samples_per_s=1.0).model_dump_json()
+            Progress(step=step, total_steps=9, epoch=1, loss=loss, learning_rate=0.1, samples_per_s=1.0).model_dump_json()
             + "\n"
             for step, loss in enumerate(losses, 1)
         ]

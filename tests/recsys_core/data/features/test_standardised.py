@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from recsys_core.data.assembly import Assembler
 from recsys_core.data.features.config import FeaturesConfig
 from recsys_core.data.features.ingest import ingest_features
 from recsys_core.data.features.store import FeatureStore
@@ -108,10 +109,9 @@ def test_the_store_gives_each_number_as_the_weight_of_its_row(tmp_path: Path) ->
     lists, weight = store.features["item.price"].at(np.array([6, 4, 0]))
     assert (lists.row_T.tolist(), lists.length_N.tolist()) == ([1, 0, 1], [1, 1, 1])
     assert weight is not None and weight.tolist() == [2.5, 0.0, -1.0]
-    none = np.zeros(0, np.int64)
-    plain, weighted, weights = store.of_batch(user=none, position=none, item=np.array([1, 6]))
-    assert (list(plain), list(weighted)) == ([], ["item.price"])
-    assert weights is not None and weights.tolist() == [1.0, 2.5]
+    batch = Assembler(user_id=False, features=store).items(np.array([1, 6]))
+    assert batch.sparse["item"]["item.price"].lengths().tolist() == [1, 1]
+    assert batch.item_weight["item.price"].tolist() == [1.0, 2.5]
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -1,7 +1,6 @@
 """A batch's features are those of its users, events and candidates, sample by sample."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -9,11 +8,13 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recsys_core.data.assembly import Assembler
+from recsys_core.data.batch import Batch
 from recsys_core.data.events import EventStore
 from recsys_core.data.features.config import FeaturesConfig
 from recsys_core.data.features.ingest import ingest_features
-from recsys_core.data.features.store import FeatureStore
-from recsys_core.data.loader import TrainLoader
+from recsys_core.data.features.store import FeatureStore, feature_form
+from recsys_core.data.loader import TrainLoader, query_batch
 from tests.recsys_core.data.stages import write_interactions
 from tests.recsys_core.data.tables import write
 
@@ -28,7 +29,6 @@ WEIGHT = {
     "user.likes": [[0.5 + one for one in range(row)] for row in range(USERS)],
     "item.tags": [[1.0 + row + one / 8 for one in range(row % 4)] for row in range(ITEMS)],
 }
-KEYS = ("user.age", "user.likes", "item.brand", "item.tags", "context.device")
 
 
 @pytest.fixture(scope="module")
@@ -79,52 +79,70 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[EventStore, FeatureS
     return EventStore.open(interactions), FeatureStore.open(stage)
 
 
-def loader_of(made: tuple[EventStore, FeatureStore], **settings: Any) -> TrainLoader:
+def loader_of(made: tuple[EventStore, FeatureStore], *, with_features: bool = True) -> TrainLoader:
     store, features = made
     return TrainLoader(
-        store, **{"batch_size": 7, "rank": 0, "world_size": 1, "seed": 4, "max_history": 3, "features": ("user", "history"),
-        "uniform_negatives": 5, "feature_store": features} | settings,
+        store,
+        assembler=Assembler(user_id=True, features=features if with_features else None),
+        batch_size=7, rank=0, world_size=1, seed=4, max_history=3, negatives=5, negative_share_I=np.full(ITEMS, 1 / ITEMS),
     )  # fmt: skip
 
 
 def samples(jagged: KeyedJaggedTensor, *, weights: bool = False) -> dict[str, list[list[float]]]:
-    return {
-        key: [part.tolist() for part in (one.to_dense_weights() if weights else one.to_dense())]
-        for key, one in jagged.to_dict().items()
-    }
+    """For each key the list of every sample: of rows, or of their weights."""
+    found = {}
+    for key, feature in jagged.to_dict().items():
+        parts = feature.to_dense_weights() if weights else feature.to_dense()
+        found[key] = [part.tolist() for part in parts]
+    return found
 
 
-def test_each_sample_has_the_features_of_its_user_event_and_candidate(made: tuple[EventStore, FeatureStore]) -> None:
+def per_item(batch: Batch, key: str) -> list[list[float]]:
+    """Weights of each distinct item's values."""
+    lengths = batch.sparse["item"][key].lengths().tolist()
+    return [part.tolist() for part in batch.item_weight[key].split(lengths)]
+
+
+def test_each_query_has_the_features_of_its_user_and_event_and_each_item_its_own(
+    made: tuple[EventStore, FeatureStore],
+) -> None:
     store, features = made
     loader = loader_of(made)
-    seen: dict[str, dict[Any, list[float]]] = {key: {} for key in KEYS}
+    device = features.features["context.device"].row
     positions = []
     for batch in (loader.make(0, number) for number in range(len(loader))):
-        assert batch.weighted is not None and batch.weight is not None
-        plain, weighted = samples(batch.sparse), samples(batch.weighted)
-        weights = samples(batch.weighted, weights=True)
-        assert set(plain) == {"user", "history", "item", "user.age", "item.brand", "context.device"}
-        assert set(weighted) == {"user.likes", "item.tags"}
-        found = plain | weighted
-        for sample, item in enumerate(batch.item_rows.tolist()):
-            assert found["item"][sample] == [item]
-            seen["item.brand"].setdefault(item, found["item.brand"][sample])
-            assert found["item.brand"][sample] == [features.features["item.brand"].row[item]]
-            assert weights["item.tags"][sample] == WEIGHT["item.tags"][item]
-            assert len(weighted["item.tags"][sample]) == len(DESCRIBED["item.tags"][item])
-            if sample >= batch.batch_size:
-                assert all(found[key][sample] == [] for key in KEYS if not key.startswith("item."))
-                continue
-            (user,) = found["user"][sample]
-            assert found["user.age"][sample] == [{0: 1, 1: 1, 2: 0, 3: 2, 4: 3, 5: 3}[user]]
-            assert weights["user.likes"][sample] == WEIGHT["user.likes"][user]
-            # The device tells the event; its weight has to be of the same one.
-            (device,) = found["context.device"][sample]
-            positions.append(int(np.flatnonzero(features.features["context.device"].row == device)[0]))
+        assert batch.weight is not None
+        query, likes = samples(batch.sparse["query"]), samples(batch.sparse["query_weighted"])["user.likes"]
+        much, items = samples(batch.sparse["query_weighted"], weights=True)["user.likes"], samples(batch.sparse["item"])
+        assert set(query) == {"user", "user.age", "context.device"}
+        assert set(items) == {"item", "item.brand", "item.tags"} and set(batch.item_weight) == {"item.tags"}
+        for place, item in enumerate(batch.item_row_U.tolist()):
+            assert items["item"][place] == [item]
+            assert items["item.brand"][place] == [features.features["item.brand"].row[item]]
+            assert len(items["item.tags"][place]) == len(DESCRIBED["item.tags"][item])
+            assert per_item(batch, "item.tags")[place] == WEIGHT["item.tags"][item]
+        for sample in range(batch.batch_size):
+            (user,) = query["user"][sample]
+            assert query["user.age"][sample] == [{0: 1, 1: 1, 2: 0, 3: 2, 4: 3, 5: 3}[user]]
+            assert len(likes[sample]) == len(DESCRIBED["user.likes"][user])
+            assert much[sample] == WEIGHT["user.likes"][user]
+            # The device tells the event; its weight and its item have to be of the same one.
+            positions.append(int(np.flatnonzero(device == query["context.device"][sample])[0]))
             assert batch.weight[sample].item() == positions[-1] / 4
-            assert store.event_item[positions[-1]] == item
+            assert store.event_item[positions[-1]] == batch.item_row_U[batch.candidate_K[sample]]
             assert store.user_offset[user] <= positions[-1] < store.train_end[user]
     assert len(set(positions)) == len(positions) == store.train_events
+
+
+def test_a_user_is_asked_about_with_the_features_of_the_first_event_of_the_split(
+    made: tuple[EventStore, FeatureStore],
+) -> None:
+    store, features = made
+    users = np.array([4, 1])
+    for split, first in (("validation", store.train_end), ("test", store.validation_end)):
+        batch = query_batch(store, users, split, assembler=Assembler(user_id=True, features=features), max_history=2)
+        wanted = features.features["context.device"].row[first[users]].tolist()
+        assert batch.sparse["query"]["context.device"].values().tolist() == wanted
 
 
 def test_lists_keep_their_own_values(made: tuple[EventStore, FeatureStore]) -> None:
@@ -134,25 +152,49 @@ def test_lists_keep_their_own_values(made: tuple[EventStore, FeatureStore]) -> N
     assert weight is not None and weight.tolist() == WEIGHT["item.tags"][7] + WEIGHT["item.tags"][3]
 
 
-def test_each_side_has_its_features_with_their_kinds(made: tuple[EventStore, FeatureStore]) -> None:
-    sides = {side: {key: facts.kind for key, facts in made[1].of_side(side).items()} for side in ("user", "item", "context")}
-    assert sides["user"] == {"user.age": "numeric", "user.likes": "weighted_list"}
-    assert sides["item"] == {"item.brand": "categorical", "item.tags": "weighted_list"}
-    assert sides["context"] == {"context.device": "categorical"}
+def test_the_forms_tell_how_many_values_there_are_and_whether_with_weights(tmp_path: Path) -> None:
+    interactions = write_interactions(tmp_path / "log", users=[1], items=[1, 2], log=[([0, 1], [], [1])])
+    items = write(
+        tmp_path / "items.parquet", id=[1, 2], price=[1.0, 3.0], tags=[["a"], ["b"]], much=[[1.0], [2.0]], brand=["x", "y"]
+    )
+    declared = [
+        {"name": "single", "column": "brand"},
+        {"name": "list", "kind": "list", "column": "tags"},
+        {"name": "weighted_list", "kind": "weighted_list", "column": "tags", "weight_column": "much"},
+        {"name": "number", "kind": "numeric", "column": "price", "standardise": True},
+        {"name": "bucket", "kind": "numeric", "column": "price", "buckets": 2},
+    ]
+    config = FeaturesConfig.model_validate({"items": {"paths": items, "id_column": "id", "features": declared}})
+    stage = ingest_features(
+        config, interactions=interactions, previous=None, memory_limit="200MB", threads=1, folder=tmp_path / "features"
+    )
+    forms = {key: feature_form(facts) for key, facts in stage.features.items()}
+    assert forms == {
+        "item.single": "single", "item.list": "list", "item.weighted_list": "weighted_list", "item.number": "number",
+        "item.bucket": "single",
+    }  # fmt: skip
+    store = FeatureStore.read(stage.folder, {"item.number": "number"})
+    assert set(store.features) == {"item.number"}
+    lists, weight = store.features["item.number"].at(np.array([1, 0]))
+    assert lists.length_N.tolist() == [1, 1] and weight is not None and weight.tolist() == [1.0, -1.0]
 
 
-def test_without_features_a_batch_is_what_it_was(made: tuple[EventStore, FeatureStore]) -> None:
-    with_features, without = loader_of(made).make(1, 2), loader_of(made, feature_store=None).make(1, 2)
-    assert without.weighted is None
-    assert without.sparse.keys() == ["user", "history", "item"]
-    assert torch.equal(without.item_rows, with_features.item_rows)
-    assert samples(without.sparse) == {key: samples(with_features.sparse)[key] for key in without.sparse.keys()}  # noqa: SIM118
+def test_features_change_nothing_else_about_a_batch(made: tuple[EventStore, FeatureStore]) -> None:
+    with_features, without = loader_of(made).make(1, 2), loader_of(made, with_features=False).make(1, 2)
+    assert set(without.sparse) == {"item", "query"} and without.item_weight == {}
+    assert (without.sparse["item"].keys(), without.sparse["query"].keys()) == (["item"], ["user"])
+    for name in ("item_row_U", "candidate_K", "history_T", "history_offset"):
+        assert torch.equal(getattr(without, name), getattr(with_features, name))
+    assert samples(without.sparse["query"])["user"] == samples(with_features.sparse["query"])["user"]
 
 
 def test_the_whole_batch_moves(made: tuple[EventStore, FeatureStore]) -> None:
     batch = loader_of(made).make(0, 0).to(torch.device("meta"))
-    assert batch.weighted is not None and batch.weight is not None
-    parts = (batch.weighted.values(), batch.weighted.weights(), batch.weighted.lengths(), batch.weight, batch.item_rows)
+    assert batch.weight is not None
+    weighted = batch.sparse["query_weighted"]
+    parts = [weighted.values(), weighted.weights(), weighted.lengths(), batch.weight, batch.item_weight["item.tags"]]
+    parts += [batch.item_row_U, batch.candidate_K, batch.history_T, batch.history_offset]
+    parts += [sparse.values() for sparse in batch.sparse.values()]
     assert {part.device.type for part in parts} == {"meta"}
 
 
@@ -160,7 +202,6 @@ def test_a_log_without_weights_has_none(tmp_path: Path) -> None:
     interactions = write_interactions(tmp_path / "log", users=[1], items=[1, 2], log=[([0, 1], [], [1])])
     store = EventStore.open(interactions)
     assert store.event_weight is None
-    loader = TrainLoader(
-        store, batch_size=2, rank=0, world_size=1, seed=0, max_history=1, features=("history",), uniform_negatives=0
-    )
-    assert loader.make(0, 0).weight is None
+    loader = TrainLoader(store, assembler=Assembler(user_id=False), batch_size=2, rank=0, world_size=1, seed=0, max_history=1)
+    batch = loader.make(0, 0)
+    assert batch.weight is None and set(batch.sparse) == {"item"}

@@ -1,0 +1,1 @@
+"""How good the models are on public data, by config alone. See __main__."""

@@ -1,0 +1,98 @@
+"""Amazon Beauty: each user's last item is the test, the one before it the validation, all items not yet had are ranked."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from benchmarks.quality.experiment import Experiment, Settings, merged
+
+EPOCHS = 12
+LEAST_WORD_COUNT = 3
+UNFREEZE = [{"epoch": 3, "share": 0.25}, {"epoch": 5, "share": 0.5}, {"epoch": 7, "share": 1.0}]
+"""The schedule of the transfer-learning document (none, top 25 %, top 50 %, all), two epochs each."""
+
+
+def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experiment]:
+    """Transfer strategies side by side, with ids alone and with the items' attributes and words; then with little data."""
+    base = settings(data)
+    vectors: Settings = {"embeddings": [{"paths": str(data / "item_embeddings.parquet"), "vector_column": "embedding"}]}
+    features = item_features(prepare_items(data, folder=folder))
+    variants = {
+        "random": base,
+        "pretrained, full": merged(base, vectors),
+        "pretrained, frozen": merged(base, vectors, {"tables": {"item": {"transfer": "frozen"}}}),
+        "pretrained, gradual": merged(base, vectors, {"tables": {"item": {"transfer": "gradual", "unfreeze": UNFREEZE}}}),
+        "pretrained, residual": merged(base, vectors, {"tables": {"item": {"transfer": "residual"}}}),
+        "random, features": merged(base, features),
+        "pretrained, full, features": merged(base, vectors, features),
+    }
+    for seed in seeds:
+        for name, one in variants.items():
+            yield Experiment("beauty", name, seed, one)
+        for share in (10, 1):
+            weighted = limited(data, percent=share, seed=seed, folder=folder)
+            few = {"interactions": {"paths": str(weighted), "weight_column": "weight"}}
+            yield Experiment("limited", f"random, {share} % of users", seed, merged(base, few))
+            yield Experiment("limited", f"pretrained, full, {share} % of users", seed, merged(base, vectors, few))
+
+
+def settings(data: Path) -> Settings:
+    """Common to all variants."""
+    return {
+        "interactions": {
+            "paths": str(data / "interactions.parquet"),
+            "order_column": "position",
+            "split": {"kind": "leave_last_out"},
+        },
+        "model": {
+            "history": {"length": 20, "pooling": "recency"},
+            "query": {"residual": True, "dropout": 0.3},
+        },
+        "loss": {"kind": "softmax", "negatives": 2048, "mask": "seen"},
+        "training": {
+            "epochs": EPOCHS,
+            "batch_size": 512,
+            "table_optimizer": {"learning_rate": 0.03},
+            "validation": {"metric": "ndcg", "k": 10, "patience": None, "max_users": 30_000},
+        },
+        "evaluation": {"ks": [10, 20]},
+    }
+
+
+def prepare_items(data: Path, *, folder: Path) -> Path:
+    """items.parquet with the words of the text as a list column."""
+    table = pq.read_table(data / "items.parquet")
+    words = pc.split_pattern_regex(pc.utf8_lower(table["text"]), "[^a-z0-9]+")
+    path = folder / "items.parquet"
+    pq.write_table(table.append_column("words", words), path)
+    return path
+
+
+def item_features(items: Path) -> Settings:
+    """Attributes and words as features of the items, which then stand in histories as the candidate tower gives them."""
+    return {
+        "features": {
+            "items": {
+                "paths": str(items),
+                "id_column": "item_id",
+                "features": [
+                    {"name": "attributes", "kind": "list"},
+                    {"name": "words", "kind": "list", "min_count": LEAST_WORD_COUNT},
+                ],
+            }
+        },
+        "model": {"history": {"items": "vector"}},
+    }
+
+
+def limited(data: Path, *, percent: int, seed: int, folder: Path) -> Path:
+    """The log with weight 1 for the events of `percent` % of the users and 0 for the others', who are still asked for."""
+    table = pq.read_table(data / "interactions.parquet")
+    user = table["user_id"].to_numpy()
+    chosen = ((user * 2_654_435_761 + seed * 40_503) % 2**32) % 100 < percent
+    path = folder / f"interactions-{percent}-{seed}.parquet"
+    pq.write_table(table.append_column("weight", pa.array(chosen.astype("float32"))), path)
+    return path

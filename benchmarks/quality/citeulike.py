@@ -1,0 +1,71 @@
+"""citeulike_t: articles and who saved them. Cold articles among cold ones; warm ones with and without the text."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.quality.experiment import Experiment, Settings, merged
+
+
+def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experiment]:
+    """Cold start, warm with and without text, and two models of the literature on ids alone."""
+    vectors: Settings = {"embeddings": [{"paths": str(data / "item_embeddings.parquet"), "vector_column": "embedding"}]}
+    cold = merged(settings(data, test="cold"), vectors, TEXT, COLD)
+    warm = settings(data, test="warm")
+    variants = {
+        "cold": {"text, residual": cold},
+        "warm": {"with text": merged(warm, vectors, TEXT, WARM), "without text": merged(warm, WARM)},
+        "collaborative": {
+            "SimpleX": merged(settings(data, test="warm"), SIMPLEX),
+            "sampled-softmax matrix factorisation": merged(settings(data, test="warm"), FACTORISATION),
+        },
+    }
+    for seed in seeds:
+        for part, ones in variants.items():
+            for name, one in ones.items():
+                yield Experiment(part, name, seed, one)
+
+
+TEXT: Settings = {"tables": {"item": {"transfer": "residual", "id_dropout": 0.5}}}
+"""Frozen text vectors beside a learned offset, so that an article without an interaction lies among the others."""
+
+COLD: Settings = {
+    "model": {"candidate": {"layers": [512, 128], "residual": True}},
+    "training": {"validation": {"metric": "recall", "k": 20, "catalogue": "cold"}},
+}
+WARM: Settings = {"training": {"validation": {"metric": "recall", "k": 20}}}
+SIMPLEX: Settings = {
+    "model": {
+        "embedding_dim": 64,
+        "history": {"length": 100, "with_target": True},
+        "query": {"layers": [64], "residual": False},
+    },
+    "loss": {"kind": "cosine_contrastive", "negatives": 1000, "margin": 0.4, "negative_weight": 100},
+}
+FACTORISATION: Settings = {
+    "model": {"embedding_dim": 64, "history": {"length": 0}, "query": {"layers": []}},
+    "loss": {"in_batch": False, "negatives": 2048, "logq": "none"},
+}
+
+
+def settings(data: Path, *, test: str) -> Settings:
+    """Common to all variants. Held out for validation: 10 % of the articles for cold ones, else 10 % of the pairs."""
+    return {
+        "interactions": {
+            "paths": str(data / "train.parquet"),
+            "split": {
+                "kind": "files",
+                "test": str(data / f"test_{test}.parquet"),
+                "validation_share": 0.1,
+                "validation_by": "item" if test == "cold" else "pair",
+            },
+        },
+        "model": {
+            "embedding_dim": 128,
+            "user_id": True,
+            "history": {"length": 20, "last_item": False},
+            "query": {"layers": []},
+        },
+        "loss": {"kind": "softmax", "negatives": 0, "mask": "seen"},
+        "training": {"epochs": 12, "batch_size": 1024},
+        "evaluation": {"ks": [10, 20]},
+    }

@@ -1,0 +1,128 @@
+"""One training, measured: the stages of a night from parquet to metrics, without flow and registry."""
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+from flows.config import PipelineConfig
+from recsys_core.data.features.ingest import ingest_features
+from recsys_core.data.log.ingest import ingest_interactions
+from recsys_core.data.vectors.ingest import ingest_embeddings
+from recsys_core.evaluation.evaluate import evaluate
+from recsys_core.models.spec import ModelSpec
+from recsys_core.sharding.planner import plan_sharding
+from recsys_core.training.export import export_vectors
+from recsys_core.training.job import Progress
+from recsys_core.training.train import train
+
+Settings = dict[str, Any]
+ONE_RANK: Settings = {"sharding": {"cluster": {"device": "cpu", "processes_per_node": 1}}}
+
+
+def train_only(settings: Settings, *, folder: Path) -> list[tuple[float, Progress]]:
+    """Lines of metrics.jsonl, and when each was seen in seconds, with as many ranks as the config says, by default two."""
+    config = PipelineConfig.model_validate(settings)
+    interactions = ingest_interactions(config.log, embeddings=None, folder=folder / "interactions")
+    spec = ModelSpec.of(config.model, interactions=interactions, tables=config.tables, loss=config.loss)
+    shutil.rmtree(folder / "train", ignore_errors=True)
+    plan = plan_sharding(
+        config.sharding, model=spec, batch_size=config.training.batch_size, optimizer=config.training.table_optimizer,
+        folder=folder / "plan",
+    )  # fmt: skip
+    lines: list[tuple[float, Progress]] = []
+    train(
+        config.training, model=spec, loss=config.loss, interactions=interactions, embeddings=None, features=None, plan=plan,
+        folder=folder / "train", on_progress=lambda line: lines.append((time.perf_counter(), line)),
+    )  # fmt: skip
+    return lines
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A config, named by what it is part of and what is different in it."""
+
+    part: str
+    variant: str
+    seed: int
+    settings: Settings
+
+    @property
+    def key(self) -> str:
+        """Of its result."""
+        return f"{self.part}/{self.variant}/{self.seed}"
+
+
+def merged(*layers: Mapping[str, Any]) -> Settings:
+    """Settings put over each other, group by group.
+
+    >>> merged({"model": {"user_id": True}}, {"model": {"embedding_dim": 8}})
+    {'model': {'user_id': True, 'embedding_dim': 8}}
+    """
+    result: Settings = {}
+    for layer in layers:
+        for name, value in layer.items():
+            nested = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
+            result[name] = merged(result[name], value) if nested else value
+    return result
+
+
+def run(experiment: Experiment, *, folder: Path, cores: "Queue[int]") -> dict[str, Any]:
+    """Trains and evaluates on one of the free `cores`, so that as many go at once."""
+    core = cores.get()
+    try:
+        os.sched_setaffinity(0, {core})
+        return _run(experiment, folder=folder, core=core)
+    finally:
+        cores.put(core)
+
+
+def _run(experiment: Experiment, *, folder: Path, core: int) -> dict[str, Any]:
+    """Validation by epoch, test metrics of the best epoch."""
+    config = PipelineConfig.model_validate(merged(ONE_RANK, experiment.settings, {"training": {"seed": experiment.seed}}))
+    # Ingests are shared by all experiments that read the same; each core makes its own, so that none waits.
+    inputs = config.model_dump_json(include={"interactions", "embeddings", "features"})
+    shared = folder / f"core-{core}" / hashlib.sha256(inputs.encode()).hexdigest()[:12]
+    own = folder / f"core-{core}" / "run"
+    shutil.rmtree(own, ignore_errors=True)
+    embeddings = ingest_embeddings(config.embeddings, folder=shared / "embeddings") if config.embeddings else None
+    interactions = ingest_interactions(config.log, embeddings=embeddings, folder=shared / "interactions")
+    features = None
+    if config.features is not None:
+        features = ingest_features(
+            config.features, interactions=interactions, embeddings=embeddings, previous=None, memory_limit="1GB", threads=1,
+            folder=shared / "features",
+        )  # fmt: skip
+    spec = ModelSpec.of(
+        config.model, interactions=interactions, embeddings=embeddings, features=features, tables=config.tables,
+        loss=config.loss,
+    )  # fmt: skip
+    plan = plan_sharding(
+        config.sharding, model=spec, batch_size=config.training.batch_size, optimizer=config.training.table_optimizer,
+        folder=own / "plan",
+    )  # fmt: skip
+    lines: list[Progress] = []
+    trained = train(
+        config.training, model=spec, loss=config.loss, interactions=interactions, embeddings=embeddings, features=features,
+        plan=plan, folder=own / "train", on_progress=lines.append,
+    )  # fmt: skip
+    export = export_vectors(
+        config.training, model=spec, loss=config.loss, interactions=interactions, features=features, plan=plan, train=trained,
+        folder=own / "export",
+    )  # fmt: skip
+    found = evaluate(
+        config.evaluation, export=export, interactions=interactions, embeddings=embeddings, folder=own / "evaluation"
+    )
+    return {
+        "validation": [line.validation for line in lines if line.validation],
+        "best_epoch": trained.best_epoch,
+        "metrics": {name: value for name, value in found.metrics.items() if not name.startswith("validation/")},
+        "samples_per_s": max(line.samples_per_s for line in lines),
+        "settings": json.loads(json.dumps(experiment.settings)),
+    }

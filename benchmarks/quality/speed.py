@@ -1,0 +1,49 @@
+"""Seconds per epoch of two models on ids alone, at the size of a common collaborative-filtering data set, with two ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from benchmarks.quality.citeulike import FACTORISATION, SIMPLEX
+from benchmarks.quality.experiment import Settings, merged, train_only
+
+USERS, ITEMS, PAIRS = 30_000, 41_000, 800_000
+EPOCHS = 3
+
+
+def measure(folder: Path) -> dict[str, dict[str, Any]]:
+    """`speed/<model>/0` -> pairs and seconds of each epoch."""
+    data = write_pairs(folder)
+    found = {}
+    for name, model in (("SimpleX", SIMPLEX), ("sampled-softmax matrix factorisation", FACTORISATION)):
+        ends = {line.epoch: seen_s for seen_s, line in train_only(merged(settings(data), model, LOSS), folder=folder / "speed")}
+        # The first epoch would count the start of the ranks.
+        epoch_s = [round(ends[epoch] - ends[epoch - 1], 1) for epoch in range(2, EPOCHS + 1)]
+        found[f"speed/{name}/0"] = {"pairs": PAIRS, "epoch_s": epoch_s}
+    return found
+
+
+LOSS: Settings = {"loss": {"negatives": 1024}}
+
+
+def settings(data: Path) -> Settings:
+    """Batch 2,048 per rank, dimension 64, 1,024 negatives, nothing measured in between."""
+    return {
+        "interactions": {"paths": str(data), "split": {"kind": "files", "test": str(data)}},
+        "model": {"embedding_dim": 64, "user_id": True, "history": {"length": 20, "last_item": False}},
+        "training": {"epochs": EPOCHS, "batch_size": 2048, "validation": None, "checkpoint_every_steps": 1_000_000},
+    }
+
+
+def write_pairs(folder: Path) -> Path:
+    """Distinct pairs; activity of users and popularity of items fall off as they do in life."""
+    rng = np.random.default_rng(0)
+    user = rng.permutation(USERS)[(rng.power(0.6, 2 * PAIRS) * USERS).astype(np.int64)]
+    item = rng.permutation(ITEMS)[(rng.random(2 * PAIRS) ** 3 * ITEMS).astype(np.int64)]
+    key = rng.permutation(np.unique(user * ITEMS + item))[:PAIRS]
+    path = folder / "pairs.parquet"
+    pq.write_table(pa.table({"user_id": key // ITEMS, "item_id": key % ITEMS}), path)
+    return path

@@ -1,0 +1,144 @@
+"""Whether the champion's tables and layers can go on in tonight's model; found out before anything is launched."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from recsys_core.errors import InputError
+from recsys_core.manifests import FeaturesManifest, InteractionsManifest
+from recsys_core.models.optimizer_config import TableOptimizer
+from recsys_core.models.spec import ModelSpec, Side
+from recsys_core.models.two_tower import ItemSide, QuerySide
+from recsys_core.training.champion import Champion
+from recsys_core.training.sums import has_sums
+from recsys_core.training.warm_rows import vocabulary_name
+
+SIDES: tuple[Side, Side] = ("query", "item")
+_TEMPERATURE = "objective.log_temperature"
+
+
+def require_fit(
+    spec: ModelSpec,
+    *,
+    champion: Champion,
+    interactions: InteractionsManifest,
+    features: FeaturesManifest | None,
+    optimizer: TableOptimizer,
+) -> None:
+    """InputError for the first setting under which the champion's values would mean something else.
+
+    optimizer: tonight's, of the tables without one of their own.
+    """
+    if interactions.id_columns != champion.interactions.id_columns:
+        raise _misfit(
+            "interactions.(user_column, item_column)", interactions.id_columns, champion.interactions.id_columns, champion
+        )
+    before = architecture(champion.spec)
+    for setting, value in architecture(spec).items():
+        if setting not in before or before[setting] != value:
+            raise _misfit(setting, value, before.get(setting), champion)
+    for name in carried_tables(spec, champion=champion):
+        table, old = spec.tables[name], champion.spec.tables[name]
+        if table.dim != old.dim:
+            raise _misfit(f"tables.{name}: the width", table.dim, old.dim, champion)
+        _require_same_values(name, features=features, champion=champion)
+        if has_sums(spec, name, default=optimizer) and f"state_{name}.npy" not in champion.export.files:
+            kind = (table.settings.optimizer or optimizer).kind
+            raise _misfit(f"the optimizer of table {name}", kind, "one without Adagrad's sums, which it needs", champion)
+
+
+def carried_tables(spec: ModelSpec, *, champion: Champion) -> list[str]:
+    """Tables whose rows go on: trained by the champion, and to be trained tonight. A frozen one has tonight's vectors."""
+    before = champion.spec.tables
+    return [name for name, table in spec.tables.items() if not table.frozen and name in before and not before[name].frozen]
+
+
+def architecture(spec: ModelSpec) -> dict[str, object]:
+    """By setting what has to be equal for layers and rows to mean the same; their shapes alone would not tell."""
+    config = spec.config
+    told: dict[str, object] = {"model.embedding_dim": config.embedding_dim, "model.similarity": config.similarity}
+    told |= {f"model.history.{name}": getattr(config.history, name) for name in ("pooling", "items")}
+    if config.history.pooling == "recency":
+        told["model.history.length"] = config.history.length  # one weight for each place
+    towers = (("query", config.query, config.query_layers), ("candidate", config.candidate, config.candidate_layers))
+    for (name, tower, layers), side in zip(towers, SIDES, strict=True):
+        told |= {f"model.{name}.layers": layers}
+        told |= {f"model.{name}.{setting}": getattr(tower, setting) for setting in ("residual", "layer_norm")}
+        if layers:  # over the inputs side by side: another order would be another model
+            told[f"what the {name} tower's layers read"] = tuple(tower_inputs(spec, side))
+    return told
+
+
+def tower_inputs(spec: ModelSpec, side: Side) -> list[str]:
+    """Names of what the tower of `side` reads, in order."""
+    if side == "item":
+        return ["item", *spec.features("item")]
+    history = spec.config.history
+    names = ["history"] * bool(history.length) + ["last_item"] * history.last_item
+    return names + ["user"] * spec.config.user_id + spec.features("query")
+
+
+def champion_layers(spec: ModelSpec, *, champion: Champion, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`dense`, the champion's layers by name, under the names that they have in tonight's model.
+
+    What only tonight's model has, the projection of a new feature or a temperature to be learned, is left out and starts
+    afresh. What the champion keeps count of (how often it met an item) belongs to its night and stays behind. Raises
+    InputError when a layer has another shape.
+    """
+    carried = {}
+    for name, shape in _layer_shapes(spec).items():
+        old = _name_before(name, spec=spec, before=champion.spec)
+        if old is None:
+            continue
+        if old not in dense or tuple(dense[old].shape) != shape:
+            found = tuple(dense[old].shape) if old in dense else "not there"
+            raise _misfit(f"the layer {name}", shape, found, champion)
+        carried[name] = dense[old]
+    if spec.config.learn_temperature and _TEMPERATURE in dense:
+        carried[_TEMPERATURE] = dense[_TEMPERATURE]
+    return carried
+
+
+def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        sides = nn.ModuleDict({"query": QuerySide(spec), "item": ItemSide(spec)})
+    return {name: tuple(parameter.shape) for name, parameter in sides.named_parameters()}
+
+
+def _name_before(name: str, *, spec: ModelSpec, before: ModelSpec) -> str | None:
+    """What the champion calls the layer `name`; None for the projection of an input that it has not.
+
+    Projections are numbered by input, so a feature more or less in front of one gives it another number.
+    """
+    side: Side = "query" if name.startswith("query.") else "item"
+    rest = name.partition(".")[2]
+    if not rest.startswith("tower.projections."):
+        return name
+    _, _, number, parameter = rest.split(".")
+    inputs, source = tower_inputs(before, side), tower_inputs(spec, side)[int(number)]
+    return f"{side}.tower.projections.{inputs.index(source)}.{parameter}" if source in inputs else None
+
+
+def _require_same_values(name: str, *, features: FeaturesManifest | None, champion: Champion) -> None:
+    """InputError where the rows of a feature without a vocabulary stand for other values than the champion's."""
+    old = champion.features
+    if features is None or old is None or name not in features.features:
+        return
+    vocabularies = [vocabulary_name(name) in stage.files for stage in (features, old)]
+    tonight, before = (stage.features[name].definition for stage in (features, old))
+    if vocabularies != [True, True] and tonight != before:
+        raise _misfit(f"features: how {name} is read", tonight, before, champion)
+
+
+def _misfit(what: str, tonight: object, before: object, champion: Champion) -> InputError:
+    return InputError(
+        f"{what} is {_shown(tonight)} tonight, and {_shown(before)} in the champion (run {champion.run_id}) that the night "
+        "would start from; set training.warm_start to null for this night, or go back to the old setting"
+    )
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "not there"
+    return str(list(value)) if isinstance(value, tuple) else str(value)

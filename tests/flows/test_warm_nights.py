@@ -1,0 +1,54 @@
+"""Nights one after the other, as a user starts them: the second starts from the first, until a full training is due."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from flows import nightly
+from recsys_core.data.synthetic import generate
+from recsys_core.manifests import TrainManifest, require_manifest
+
+CONFIG = """
+workspace: .
+interactions: {paths: data/interactions/*.parquet, timestamp_column: timestamp, split: {kind: time, test_days: 2}}
+embeddings: {paths: data/item_embeddings.parquet, vector_column: embedding}
+model: {embedding_dim: 16, user_id: true}
+training: {epochs: 1, batch_size: 64, warm_start: {full_retrain_every: 3}}
+index: {centroids: 8}
+registry: {smoke_users: 50, margin: 0.9}
+"""
+
+
+def night(folder: Path, *arguments: str) -> tuple[TrainManifest, str]:
+    """One night on servers of its own: how it was trained, and what a person saw."""
+    ours = ("PREFECT_", "MLFLOW_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "run", str(folder / "nightly.yaml"), "--json", *arguments],
+        env=environment | {"OMP_NUM_THREADS": "1"}, cwd=Path(nightly.__file__).parents[1], capture_output=True, text=True,
+        timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    run = Path(json.loads(done.stdout.splitlines()[-1])["run_dir"])
+    return require_manifest(run / "train", TrainManifest), done.stderr
+
+
+def test_the_second_night_starts_from_the_first_unless_a_full_training_is_due(tmp_path: Path) -> None:
+    generate(tmp_path / "data", users=200, items=120, events=4_000, days=10, dim=16, cold_items=10)
+    (tmp_path / "nightly.yaml").write_text(CONFIG)
+    first, said = night(tmp_path)
+    assert (first.warm_from, first.warm_nights) == (None, 0)
+    assert "full training: nightjar has no champion yet" in said
+
+    second, said = night(tmp_path, "--until", "train")
+    assert (second.warm_from, second.warm_nights) == (first.folder.parent.name, 1)
+    assert f"warm start from run {second.warm_from}: table item: 120 of 120 rows from the champion, 0 new" in said
+
+    run_id = second.folder.parent.name
+    kept, _ = night(tmp_path, "--until", "train", "--resume", run_id)
+    assert kept == second
+    due, said = night(tmp_path, "--until", "train", "--resume", run_id, "--set", "training.warm_start.full_retrain_every=1")
+    assert (due.warm_from, due.warm_nights) == (None, 0)
+    assert "full training: night 1 since the last one (training.warm_start.full_retrain_every is 1)" in said

@@ -1,0 +1,136 @@
+"""A batch looks every item up once, and candidates, histories and features point where they should."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recsys_core.data.assembly import Assembler
+from recsys_core.data.batch import ITEM, QUERY, QUERY_WEIGHTED, Batch, keyed_jagged
+from recsys_core.data.features.store import FeatureStore
+from recsys_core.data.lists import Lists
+from tests.recsys_core.data.described import FORMS, SIDES, feature_store, values_of
+
+USERS, ITEMS, EVENTS = 5, 9, 20
+histories = st.lists(st.lists(st.integers(0, ITEMS - 1), max_size=4), min_size=1, max_size=5)
+
+
+def lists_of(history: list[list[int]]) -> Lists:
+    return Lists.of_lengths(
+        np.array([len(one) for one in history], np.int64), np.array([item for one in history for item in one], np.int64)
+    )
+
+
+def made(
+    history: list[list[int]],
+    candidate: list[int],
+    *,
+    user_id: bool = True,
+    features: FeatureStore | None = None,
+    weight: list[float] | None = None,
+) -> Batch:
+    """Query n is of user n and of event 3 n."""
+    user = np.arange(len(history))
+    return Assembler(user_id=user_id, features=features).batch(
+        user=user,
+        position=3 * user,
+        history=lists_of(history),
+        candidate=np.array(candidate, np.int64),
+        weight=None if weight is None else np.array(weight, np.float32),
+    )
+
+
+def rows_of(jagged: KeyedJaggedTensor, key: str) -> list[list[int]]:
+    return [part.tolist() for part in jagged[key].to_dense()]
+
+
+@settings(deadline=None)
+@given(history=histories, candidate=st.lists(st.integers(0, ITEMS - 1), max_size=6))
+def test_every_item_is_there_once_and_places_lead_back_to_the_rows(history: list[list[int]], candidate: list[int]) -> None:
+    batch = made(history, candidate)
+    distinct = batch.item_row_U.tolist()
+    assert sorted(distinct) == sorted({*candidate, *(item for one in history for item in one)} or {0})
+    assert rows_of(batch.sparse[ITEM], ITEM) == [[row] for row in distinct]
+    assert [distinct[place] for place in batch.candidate_K.tolist()] == candidate
+    offset = batch.history_offset.tolist()
+    found = [[distinct[place] for place in batch.history_T[start:end].tolist()] for start, end in pairwise(offset)]
+    assert found == history
+    assert batch.batch_size == len(history)
+
+
+def test_a_candidate_twice_and_in_a_history_is_one_place() -> None:
+    batch = made([[7, 4], []], [4, 2, 4])
+    assert batch.item_row_U.tolist() == [4, 2, 7]
+    assert (batch.candidate_K.tolist(), batch.history_T.tolist()) == ([0, 1, 0], [2, 0])
+    assert batch.history_offset.tolist() == [0, 2, 2]
+
+
+def test_without_any_item_one_row_is_looked_up_that_nothing_points_at() -> None:
+    batch = made([[], []], [], features=feature_store(users=USERS, items=ITEMS, events=EVENTS))
+    assert (batch.item_row_U.tolist(), rows_of(batch.sparse[ITEM], ITEM)) == ([0], [[0]])
+    assert batch.candidate_K.tolist() == batch.history_T.tolist() == [] and batch.history_offset.tolist() == [0, 0, 0]
+    assert all(len(rows_of(batch.sparse[ITEM], key)) == 1 for key in batch.sparse[ITEM].keys())  # noqa: SIM118
+    assert rows_of(batch.sparse[QUERY], "user") == [[0], [1]]
+
+
+@settings(deadline=None, max_examples=40)
+@given(history=histories, candidate=st.lists(st.integers(0, ITEMS - 1), max_size=6), seed=st.integers(0, 20))
+def test_each_side_brings_its_features_with_their_weights(history: list[list[int]], candidate: list[int], seed: int) -> None:
+    store = feature_store(users=USERS, items=ITEMS, events=EVENTS, seed=seed)
+    batch = made(history, candidate, features=store)
+    assert batch.sparse[ITEM].keys() == [ITEM, *(f"item.{form}" for form in FORMS)]
+    assert batch.sparse[QUERY].keys() == ["user", "user.single", "user.list", "context.single", "context.list"]
+    weighted = [f"{side}.{form}" for side in ("user", "context") for form in ("weighted_list", "number")]
+    assert batch.sparse[QUERY_WEIGHTED].keys() == weighted
+    owners = {"user": range(len(history)), "context": range(0, 3 * len(history), 3), "item": batch.item_row_U.tolist()}
+    for side in SIDES:
+        for form in FORMS:
+            key = f"{side}.{form}"
+            wanted = [values_of(store, key, owner) for owner in owners[side]]
+            jagged = batch.sparse[ITEM if side == "item" else QUERY_WEIGHTED if key in weighted else QUERY]
+            assert rows_of(jagged, key) == [rows for rows, _ in wanted]
+            weights = [weight for _, several in wanted for weight in several or ()]
+            if key in weighted:
+                assert jagged[key].weights().tolist() == weights
+            elif form in ("weighted_list", "number"):
+                assert batch.item_weight[key].tolist() == weights
+            else:
+                assert jagged.weights_or_none() is None and key not in batch.item_weight
+
+
+def test_a_side_without_a_feature_has_no_entry() -> None:
+    assert set(made([[1]], [2]).sparse) == {ITEM, QUERY}
+    assert set(made([[1]], [2], user_id=False).sparse) == {ITEM}
+    numbers = FeatureStore({"user.number": feature_store(users=USERS, items=1, events=1).features["user.number"]})
+    assert set(made([[1]], [2], user_id=False, features=numbers).sparse) == {ITEM, QUERY_WEIGHTED}
+
+
+def test_weights_are_those_of_the_queries() -> None:
+    batch = made([[1], []], [2, 3, 4], weight=[0.5, 2.0])
+    assert batch.weight is not None and batch.weight.tolist() == [0.5, 2.0]
+    assert made([[1]], [2]).weight is None
+
+
+def test_items_alone_come_in_their_order_and_with_their_features() -> None:
+    store = feature_store(users=USERS, items=ITEMS, events=EVENTS)
+    for user_id in (False, True):
+        batch = Assembler(user_id=user_id, features=store).items(np.array([6, 0, 3]))
+        assert (batch.batch_size, batch.item_row_U.tolist(), batch.candidate_K.tolist()) == (0, [6, 0, 3], [0, 1, 2])
+        assert rows_of(batch.sparse[ITEM], "item.list") == [values_of(store, "item.list", item)[0] for item in (6, 0, 3)]
+        assert batch.sparse[QUERY].values().tolist() == batch.sparse[QUERY_WEIGHTED].values().tolist() == []
+
+
+def test_keyed_lists_stand_key_by_key_and_so_do_their_weights() -> None:
+    features = {"a": lists_of([[5], []]), "b": lists_of([[1, 2], [3]])}
+    jagged = keyed_jagged(features, samples=2, weight_T=np.array([0.5, 1.0, 2.0, 3.0], np.float32))
+    assert (jagged.keys(), jagged.values().tolist(), jagged.lengths().tolist()) == (["a", "b"], [5, 1, 2, 3], [1, 0, 2, 1])
+    assert [part.tolist() for part in jagged["b"].to_dense_weights()] == [[1.0, 2.0], [3.0]]
+
+
+@pytest.mark.parametrize("samples", [0, 3])
+def test_empty_lists_are_kept(samples: int) -> None:
+    jagged = keyed_jagged({"a": Lists.empty(samples)}, samples=samples)
+    assert rows_of(jagged, "a") == [[]] * samples

@@ -1,0 +1,130 @@
+"""What the models' settings refuse, and what is filled in where they are left out."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
+from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.optimizer_config import Schedule
+from tests.recsys_core.models.refused import refuses
+
+NO_HISTORY = {"length": 0, "last_item": False}
+
+
+def towers(**settings: Any) -> TwoTowerConfig:
+    return TwoTowerConfig.model_validate({"embedding_dim": 8, **settings})
+
+
+def test_left_out_layers_are_one_as_wide_as_the_items_for_the_query_and_none_for_the_candidate() -> None:
+    config = towers()
+    assert (config.query_layers, config.candidate_layers, config.output_dim) == ((8,), (), 8)
+    config = towers(candidate={"layers": (16, 12)}, query={"residual": False})
+    assert (config.query_layers, config.candidate_layers, config.output_dim) == ((12,), (16, 12), 12)
+    assert towers(query={"layers": ()}).query_layers == ()
+
+
+def test_a_history_is_as_wide_as_what_stands_for_an_item_in_it() -> None:
+    wide = {"candidate": {"layers": (12,)}, "query": {}}
+    assert towers(**wide).history_dim == 8
+    assert towers(**wide, history={"items": "vector"}).history_dim == 12
+
+
+def test_a_query_tower_without_any_feature_is_refused() -> None:
+    assert towers(user_id=True, history=NO_HISTORY).history.length == 0
+    with refuses("the query tower has no feature: set user_id to true or history.length above 0"):
+        towers(history=NO_HISTORY)
+
+
+def test_a_last_item_without_a_history_is_refused() -> None:
+    with refuses("last_item is true, but length is 0; set length to 1 or more, or last_item to false"):
+        HistoryConfig(length=0)
+
+
+@pytest.mark.parametrize("tower", ["query", "candidate"])
+def test_a_residual_tower_has_to_end_in_the_width_of_the_sum(tower: str) -> None:
+    ends = {"query": {"layers": (16, 12)}, "candidate": {"layers": (16, 12)}}
+    assert towers(**ends).output_dim == 12
+    ends[tower] = {"layers": (16, 12), "residual": True}
+    with refuses(
+        f"{tower}.residual adds 8 numbers (embedding_dim) to the 12 of the last layer; end {tower}.layers in 8, "
+        "or set residual to false"
+    ):
+        towers(**ends)
+    assert towers(**{name: {"layers": (16, 8), "residual": True} for name in ends}).output_dim == 8
+
+
+@pytest.mark.parametrize(
+    ("query", "candidate", "widths"),
+    [((12,), None, (12, 8)), ((12,), (), (12, 8)), ((), (12,), (8, 12)), ((16, 12), (12, 16), (12, 16))],
+)
+def test_towers_of_different_width_are_refused(query: Any, candidate: Any, widths: tuple[int, int]) -> None:
+    with refuses(
+        f"the towers do not meet: query.layers end in {widths[0]}, candidate.layers in {widths[1]}; "
+        "give both the same last size, or leave query.layers out"
+    ):
+        towers(query={"layers": query}, candidate={"layers": candidate})
+
+
+@given(
+    dim=st.sampled_from([4, 8, 64]),
+    candidate=st.none() | st.lists(st.integers(1, 99), max_size=3).map(tuple),
+    residual=st.booleans(),
+)
+def test_the_default_query_tower_meets_every_candidate_tower_it_is_accepted_with(
+    dim: int, candidate: tuple[int, ...] | None, residual: bool
+) -> None:
+    try:
+        config = TwoTowerConfig(
+            embedding_dim=dim, query=TowerConfig(residual=residual), candidate=TowerConfig(layers=candidate)
+        )
+    except ValidationError as error:
+        assert residual and candidate and candidate[-1] != dim, error
+    else:
+        assert config.query_layers == (config.output_dim,)
+
+
+@pytest.mark.parametrize("kind", ["bce", "bpr", "cosine_contrastive"])
+def test_losses_of_pairs_need_negatives_drawn_or_of_the_batch(kind: Any) -> None:
+    assert LossConfig(kind=kind, negatives=1).uses_batch is False
+    assert LossConfig(kind=kind, negatives=0, in_batch=True).uses_batch is True
+    for settings in ({}, {"in_batch": False}):
+        with refuses(f"loss.kind is {kind}, which needs negatives, but negatives is 0 and in_batch is not true; set negatives"):
+            LossConfig(kind=kind, negatives=0, **settings)
+
+
+def test_a_softmax_has_the_negatives_of_its_batch_unless_told_otherwise() -> None:
+    assert LossConfig(negatives=0).uses_batch is True
+    assert LossConfig(in_batch=False).uses_batch is False
+    with refuses("loss.kind is softmax, which needs negatives"):
+        LossConfig(in_batch=False, negatives=0)
+
+
+def test_candidates_that_no_batch_has_cannot_be_shared_between_ranks() -> None:
+    assert LossConfig(all_ranks=True).uses_batch
+    with refuses("loss.all_ranks shares in-batch candidates, but loss.kind bpr has none; set in_batch to true"):
+        LossConfig(kind="bpr", all_ranks=True)
+
+
+@given(
+    warmup=st.integers(0, 50),
+    total=st.integers(1, 200),
+    decay=st.sampled_from(["none", "linear", "cosine"]),
+    data=st.data(),
+)
+def test_a_schedule_rises_to_the_full_rate_and_never_rises_again(
+    warmup: int, total: int, decay: Any, data: st.DataObject
+) -> None:
+    schedule = Schedule(learning_rate=1.0, warmup_steps=warmup, decay=decay)
+    step = data.draw(st.integers(0, total - 1))
+    here, after = (schedule.scale(at, total_steps=total) for at in (step, step + 1))
+    assert 0 < here <= 1
+    if step + 1 <= warmup:
+        assert here < after
+    else:
+        assert after <= here
+    if decay == "none" and step >= warmup:
+        assert here == 1

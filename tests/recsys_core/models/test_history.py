@@ -1,0 +1,146 @@
+"""Each pooling against a slow loop over the histories.
+
+Shapes: U distinct items, H width, T items of all histories.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from recsys_core.models.config import HistoryConfig
+from recsys_core.models.history import HistoryPooling, last_items
+
+KINDS = ("mean", "sum", "recency", "attention")
+WIDTH, LONGEST = 3, 6
+histories = st.lists(st.lists(st.integers(0, 4), max_size=LONGEST), max_size=6)
+"""Places among five distinct items, per query."""
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def pooling_of(kind: Any, **settings_of: Any) -> HistoryPooling:
+    return HistoryPooling(HistoryConfig(length=LONGEST, pooling=kind, **settings_of), dim=WIDTH)
+
+
+def ragged(lists: list[list[int]]) -> tuple[Tensor, Tensor]:
+    lengths = torch.tensor([0, *(len(one) for one in lists)])
+    return torch.tensor([item for one in lists for item in one], dtype=torch.int64), lengths.cumsum(0)
+
+
+def slow(pooling: HistoryPooling, item_UH: Tensor, lists: list[list[int]]) -> list[list[float]]:
+    """The same in plain floats: a weight per item, the sum of weighted items, divided by the sum of the weights."""
+    found = []
+    for items in lists:
+        rows = [item_UH[item].tolist() for item in items]
+        match pooling.kind:
+            case "recency":
+                ages = range(len(items) - 1, -1, -1)
+                scores = [pooling.recency[age].item() for age in ages]
+            case "attention":
+                query = pooling.attention.tolist()
+                scores = [sum(a * b for a, b in zip(query, row, strict=True)) / math.sqrt(WIDTH) for row in rows]
+            case _:
+                scores = [0.0] * len(items)
+        top = max(scores, default=0.0)
+        weights = [math.exp(score - top) for score in scores]
+        total = 1.0 if pooling.kind == "sum" or not items else sum(weights)
+        found.append([sum(w * row[h] for w, row in zip(weights, rows, strict=True)) / total for h in range(WIDTH)])
+    return found
+
+
+@settings(deadline=None)
+@given(kind=st.sampled_from(KINDS), lists=histories, seed=st.integers(0, 99), scale=st.sampled_from([0.1, 1.0, 300.0]))
+def test_every_pooling_is_what_a_loop_over_the_items_gives(kind: str, lists: list[list[int]], seed: int, scale: float) -> None:
+    torch.manual_seed(seed)
+    pooling = pooling_of(kind)
+    for parameter in pooling.parameters():
+        torch.nn.init.normal_(parameter)
+    item_UH = torch.randn(5, WIDTH) * scale
+    found = pooling(item_UH, *ragged(lists))
+    wanted = torch.tensor(slow(pooling, item_UH, lists)).reshape(len(lists), WIDTH)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4 * scale)
+
+
+def test_attention_compares_the_items_of_one_history_however_far_another_is_above_them() -> None:
+    pooling = pooling_of("attention")
+    torch.nn.init.ones_(pooling.attention)
+    item_UH = torch.tensor([[900.0] * WIDTH, [-900.0] * WIDTH, [-901.0] * WIDTH])
+    found = pooling(item_UH, *ragged([[0], [1], [2, 1]]))[:, 0].tolist()
+    ahead = math.exp(math.sqrt(WIDTH))  # of the weight of the one item over that of the other
+    assert found == pytest.approx([900.0, -900.0, -(901.0 + ahead * 900.0) / (1 + ahead)])
+
+
+@every_kind
+def test_an_empty_history_is_zeros_also_where_no_item_is_known_at_all(kind: str) -> None:
+    pooling = pooling_of(kind)
+    assert pooling(torch.randn(5, WIDTH), *ragged([[], [1], []]))[[0, 2]].tolist() == [[0.0] * WIDTH] * 2
+    assert pooling(torch.zeros(0, WIDTH), *ragged([[], []])).tolist() == [[0.0] * WIDTH] * 2
+    assert pooling(torch.zeros(0, WIDTH), *ragged([])).shape == (0, WIDTH)
+
+
+@pytest.mark.parametrize("kind", ["recency", "attention"])
+def test_learned_weights_start_at_the_plain_mean(kind: str) -> None:
+    item_UH = torch.randn(5, WIDTH)
+    history = ragged([[0, 1, 1, 4], [], [3]])
+    torch.testing.assert_close(pooling_of(kind)(item_UH, *history), pooling_of("mean")(item_UH, *history))
+
+
+@every_kind
+def test_the_gradient_reaches_every_item_and_every_weight(kind: str) -> None:
+    torch.manual_seed(3)
+    pooling = pooling_of(kind).double()
+    for parameter in pooling.parameters():
+        torch.nn.init.normal_(parameter)
+    item_UH = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
+    history = ragged([[0, 1, 1, 4], [], [3, 0]])
+    names = [name for name, _ in pooling.named_parameters()]
+
+    def pooled(item_UH: Tensor, *weights: Tensor) -> Tensor:
+        return torch.func.functional_call(pooling, dict(zip(names, weights, strict=True)), (item_UH, *history))
+
+    assert torch.autograd.gradcheck(pooled, (item_UH, *pooling.parameters()))
+
+
+@every_kind
+def test_an_item_that_is_in_no_history_has_no_gradient(kind: str) -> None:
+    item_UH = torch.randn(5, WIDTH, requires_grad=True)
+    pooling_of(kind)(item_UH, *ragged([[0, 1], [1]])).square().sum().backward()
+    assert item_UH.grad is not None
+    assert (item_UH.grad.any(dim=1)).tolist() == [True, True, False, False, False]
+
+
+def test_recency_weighs_by_the_place_from_the_end() -> None:
+    pooling = pooling_of("recency")
+    with torch.no_grad():
+        pooling.recency[:2] = torch.tensor([3.0, 1.0]).log()
+    items = torch.tensor([[8.0] * WIDTH, [0.0] * WIDTH])
+    # The last item weighs 3, the one before it 1, whatever the length of the history.
+    assert pooling(items, *ragged([[1, 0], [0, 1]]))[:, 0].tolist() == pytest.approx([6.0, 2.0])
+
+
+@every_kind
+def test_items_are_dropped_while_training_alone(kind: str) -> None:
+    torch.manual_seed(0)
+    pooling = pooling_of(kind, item_dropout=0.5)
+    item_UH, history = torch.eye(WIDTH), ragged([[0, 1, 2]] * 400)
+    trained = pooling(item_UH, *history)
+    kept = trained > 0
+    assert kept.float().mean().item() == pytest.approx(0.5, abs=0.06)
+    assert len({tuple(row) for row in kept.tolist()}) == 8  # each history on its own, down to none left
+    if kind != "sum":  # what is left is averaged: it counts for what was dropped
+        torch.testing.assert_close(trained.sum(dim=1), kept.any(dim=1).float())
+    kept_out = pooling_of(kind)(item_UH, *history)
+    assert torch.equal(pooling.eval()(item_UH, *history), kept_out)
+
+
+@settings(deadline=None)
+@given(lists=histories)
+def test_the_last_item_is_the_last_one_and_zeros_without_any(lists: list[list[int]]) -> None:
+    item_UH = torch.randn(5, WIDTH)
+    wanted = [item_UH[one[-1]].tolist() if one else [0.0] * WIDTH for one in lists]
+    assert last_items(item_UH, *ragged(lists)).tolist() == wanted
+    assert last_items(item_UH[:0], *ragged([[] for _ in lists])).tolist() == [[0.0] * WIDTH] * len(lists)

@@ -1,0 +1,251 @@
+"""Which candidates are negatives of whom and what the loss makes of it, against a loop over queries and columns.
+
+Shapes: B queries, K candidates, O output width, I items.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from recsys_core.data.assembly import Assembler
+from recsys_core.data.batch import Batch
+from recsys_core.data.lists import Lists
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.loss_config import DistillationConfig, LossConfig
+from recsys_core.models.losses import distillation_loss
+from recsys_core.models.objective import FREQUENCY_RATE, Objective
+from recsys_core.models.sampling import StreamingFrequency, negative_share
+from recsys_core.models.spec import ModelSpec
+
+ITEMS, WIDTH, TEMPERATURE = 7, 4, 0.5
+COUNTS = np.array([9, 4, 0, 2, 1, 1, 3])
+KINDS = ("softmax", "bce", "bpr", "cosine_contrastive")
+
+
+@dataclass
+class Case:
+    """B queries with their histories, and the rows of K candidates, the B positives first; vectors are cosines' own."""
+
+    histories: list[list[int]]
+    candidates: list[int]
+    weights: list[float] | None
+    seed: int
+
+    def batch(self) -> Batch:
+        user, flat = np.arange(len(self.histories)), [item for one in self.histories for item in one]
+        return Assembler(user_id=False).batch(
+            user=user,
+            position=user,
+            history=Lists.of_lengths(np.array([len(one) for one in self.histories]), np.array(flat, np.int64)),
+            candidate=np.array(self.candidates, np.int64),
+            weight=None if self.weights is None else np.array(self.weights, np.float32),
+        )
+
+    def vectors(self) -> tuple[Tensor, Tensor]:
+        """Queries [B, O] and candidates [K, O], unit length; a candidate's vector is its item's."""
+        torch.manual_seed(self.seed)
+        query_BO = torch.nn.functional.normalize(torch.randn(len(self.histories), WIDTH), dim=1)
+        item_IO = torch.nn.functional.normalize(torch.randn(ITEMS, WIDTH), dim=1)
+        return query_BO, item_IO[self.candidates]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    size, drawn = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    rows = st.integers(0, ITEMS - 1)
+    weights = st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=size, max_size=size)
+    return Case(
+        histories=draw(st.lists(st.lists(rows, max_size=4), min_size=size, max_size=size)),
+        candidates=draw(st.lists(rows, min_size=size + drawn, max_size=size + drawn)),
+        weights=draw(st.none() | weights),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+CASE = Case(histories=[[0, 1], [3], []], candidates=[4, 6, 0, 1, 3, 6], weights=None, seed=5)
+
+
+def objective_of(loss: LossConfig, **config: Any) -> Objective:
+    spec = ModelSpec.sized(
+        TwoTowerConfig.model_validate({"embedding_dim": WIDTH, "temperature": TEMPERATURE, **config}), users=1, items=ITEMS
+    )
+    return Objective(spec, loss=loss, item_count_I=COUNTS)
+
+
+def value_of(case: Case, loss: LossConfig, *, teacher_KT: Tensor | None = None, **config: Any) -> float:
+    return objective_of(loss, **config)(*case.vectors(), batch=case.batch(), teacher_KT=teacher_KT).item()
+
+
+def slow(case: Case, loss: LossConfig) -> float:
+    """The loss in plain floats, query by query."""
+    query_BO, candidate_KO = case.vectors()
+    score_BK = (query_BO @ candidate_KO.T).tolist()
+    size, rows = len(case.histories), case.candidates
+    positives, drawn = size if loss.uses_batch else 0, len(rows) - size
+    share, drawn_share = COUNTS / COUNTS.sum(), negative_share(COUNTS, loss.negatives_alpha)
+
+    def log_q(row: int) -> float:
+        if loss.logq == "none":
+            return 0.0
+        return math.log(max(positives * share[row] + drawn * drawn_share[row], float(np.finfo(np.float32).tiny)))
+
+    total = weight_sum = 0.0
+    for b, history in enumerate(case.histories):
+        hidden = {"none": set(), "positive": {rows[b]}, "seen": {rows[b], *history}}[loss.mask]
+        columns = [k for k in range(0 if loss.uses_batch else size, len(rows)) if k != b and rows[k] not in hidden]
+        weight = 1.0 if case.weights is None else case.weights[b]
+        found = one_loss(
+            loss,
+            score_BK[b][b],
+            [score_BK[b][k] for k in columns],
+            log_q_positive=log_q(rows[b]) if loss.mask == "none" else 0.0,
+            log_q_columns=[log_q(rows[k]) for k in columns],
+        )
+        total, weight_sum = total + weight * found, weight_sum + weight
+    return total / weight_sum
+
+
+def one_loss(
+    loss: LossConfig, positive: float, negatives: list[float], *, log_q_positive: float, log_q_columns: list[float]
+) -> float:
+    def mean(values: list[float]) -> float:
+        return sum(values) / len(values) if values else 0.0
+
+    match loss.kind:
+        case "softmax":
+            logits = [score / TEMPERATURE - log_q for score, log_q in zip(negatives, log_q_columns, strict=True)]
+            own = positive / TEMPERATURE - log_q_positive
+            return float(np.logaddexp.reduce([own, *logits]) - own)
+        case "bce":
+            return float(
+                np.logaddexp(0, -positive / TEMPERATURE) + mean([float(np.logaddexp(0, s / TEMPERATURE)) for s in negatives])
+            )
+        case "bpr":
+            return mean([float(np.logaddexp(0, (s - positive) / TEMPERATURE)) for s in negatives])
+        case _:
+            return 1 - positive + loss.negative_weight * mean([max(0.0, s - loss.margin) for s in negatives])
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    case=cases(),
+    kind=st.sampled_from(KINDS),
+    in_batch=st.sampled_from([None, True, False]),
+    mask=st.sampled_from(["none", "positive", "seen"]),
+    logq=st.sampled_from(["counts", "none"]),
+    alpha=st.sampled_from([0.0, 0.75]),
+)
+def test_every_loss_is_what_a_loop_over_queries_and_columns_gives(
+    case: Case, kind: Any, in_batch: bool | None, mask: Any, logq: Any, alpha: float
+) -> None:
+    loss = LossConfig(
+        kind=kind, in_batch=in_batch, mask=mask, logq=logq, negatives_alpha=alpha, margin=0.1, negative_weight=3.0
+    )
+    assert value_of(case, loss) == pytest.approx(slow(case, loss), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_drawn_candidates_the_batch_alone_has_the_negatives(kind: Any) -> None:
+    case = Case(histories=[[0], [3], []], candidates=[4, 6, 0], weights=None, seed=1)
+    loss = LossConfig(kind=kind, in_batch=True, negatives=0, margin=-1.0)
+    if kind == "softmax":  # nothing is drawn, so the expected counts are those of the batch
+        share = COUNTS / COUNTS.sum()
+        query_BO, candidate_KO = case.vectors()
+        logits = query_BO @ candidate_KO.T / TEMPERATURE - torch.tensor(3 * share[case.candidates]).log().float()
+        own = (query_BO * candidate_KO).sum(dim=1) / TEMPERATURE
+        logits[range(3), range(3)] = own  # the positive itself is there once for certain
+        assert value_of(case, loss) == pytest.approx((logits.logsumexp(dim=1) - own).mean().item(), rel=1e-5)
+    else:
+        assert value_of(case, loss) == pytest.approx(slow(case, loss), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("in_batch", [True, False])
+def test_a_query_without_a_negative_left_has_a_finite_loss_and_gradient(kind: Any, in_batch: bool) -> None:
+    case = Case(histories=[[3, 1], [1]], candidates=[3, 3, 1, 3], weights=None, seed=2)
+    query_BO, candidate_KO = (vectors.requires_grad_() for vectors in case.vectors())
+    loss = LossConfig(kind=kind, in_batch=in_batch, mask="seen")
+    value = objective_of(loss)(query_BO, candidate_KO, batch=case.batch(), teacher_KT=None)
+    value.backward()
+    assert value.isfinite() and query_BO.grad is not None and query_BO.grad.isfinite().all()
+
+
+def test_a_masked_column_has_no_gradient() -> None:
+    for mask, pushed in (("none", [1, 3, 6]), ("positive", [1, 3, 6]), ("seen", [3, 6])):
+        loss = LossConfig(in_batch=False, mask=mask)  # of item 4 in candidates 4; 1, 3 and 6 are drawn
+        case = Case(histories=[[0, 1]], candidates=[4, 1, 3, 6], weights=None, seed=5)
+        query_BO, candidate_KO = case.vectors()
+        candidate_KO.requires_grad_()
+        objective_of(loss)(query_BO, candidate_KO, batch=case.batch(), teacher_KT=None).backward()
+        assert candidate_KO.grad is not None
+        moved = [row for row, gradient in zip(case.candidates, candidate_KO.grad, strict=True) if gradient.any()]
+        assert moved == [4, *pushed]
+
+
+def test_a_learned_temperature_starts_at_the_fixed_one_and_has_a_gradient() -> None:
+    for kind in ("softmax", "bce", "bpr"):
+        loss = LossConfig(kind=kind)
+        learned = objective_of(loss, learn_temperature=True)
+        value = learned(*CASE.vectors(), batch=CASE.batch(), teacher_KT=None)
+        assert value.item() == pytest.approx(value_of(CASE, loss), rel=1e-6)
+        value.backward()
+        assert learned.log_temperature is not None and learned.log_temperature.grad.abs() > 0
+        with torch.no_grad():
+            learned.log_temperature.fill_(math.log(2.0))
+        halved = learned(*CASE.vectors(), batch=CASE.batch(), teacher_KT=None).item()
+        assert halved == pytest.approx(value_of(CASE, loss, temperature=2.0), rel=1e-6)
+    assert not list(objective_of(LossConfig()).parameters())
+
+
+def test_streamed_shares_stand_in_for_the_counts() -> None:
+    loss = LossConfig(logq="streaming", mask="positive")
+    objective = objective_of(loss)
+    by_hand = StreamingFrequency(ITEMS, rate=FREQUENCY_RATE)
+    query_BO, candidate_KO = CASE.vectors()
+    size, rows = 3, torch.tensor(CASE.candidates)
+    for step in range(3):
+        found = objective(query_BO, candidate_KO, batch=CASE.batch(), teacher_KT=None)
+        by_hand.update(rows[:size], step)
+        expected_K = size * by_hand.log_share(rows).exp() + 3 * torch.from_numpy(negative_share(COUNTS, 0.0))[rows].float()
+        logits_BK = query_BO @ candidate_KO.T / TEMPERATURE - expected_K.log()
+        own_B = (query_BO * candidate_KO[:size]).sum(dim=1) / TEMPERATURE
+        logits_BK = logits_BK.masked_fill(rows[:size, None] == rows, -torch.inf)
+        wanted = (torch.cat([own_B[:, None], logits_BK], dim=1).logsumexp(dim=1) - own_B).mean()
+        torch.testing.assert_close(found, wanted)
+    assert int(objective.steps) == 3 and {"steps", "frequency.gap_I"} <= set(objective.state_dict())
+    before = objective.frequency.gap_I.clone()
+    objective.eval()(query_BO, candidate_KO, batch=CASE.batch(), teacher_KT=None)
+    assert int(objective.steps) == 3 and torch.equal(objective.frequency.gap_I, before)  # it learns while training alone
+
+
+def test_counts_are_no_part_of_the_checkpoint() -> None:
+    assert set(objective_of(LossConfig()).state_dict()) == set()  # the ingest tells them anew
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_distillation_adds_the_divergence_from_the_teacher_of_those_it_knows(kind: Any) -> None:
+    plain = LossConfig(kind=kind)
+    loss = plain.model_copy(update={"distillation": DistillationConfig(weight=0.25, temperature=0.3)})
+    torch.manual_seed(0)
+    teacher_IT = torch.randn(ITEMS, 5)
+    teacher_IT[[1, 6]] = 0.0  # no vector
+    teacher_KT = teacher_IT[CASE.candidates]
+    _, candidate_KO = CASE.vectors()
+    rows = torch.tensor(CASE.candidates)
+    known_K = torch.tensor([row not in (1, 6) for row in CASE.candidates])
+    added = distillation_loss(
+        candidate_KO[:3], candidate_KO, teacher_BT=teacher_KT[:3], teacher_KT=teacher_KT,
+        known_B=known_K[:3], known_K=known_K, same_BK=rows[:3, None] == rows, temperature=0.3,
+    )  # fmt: skip
+    assert added > 0.01
+    assert value_of(CASE, loss, teacher_KT=teacher_KT) == pytest.approx(value_of(CASE, plain) + 0.25 * added.item(), rel=1e-5)
+    assert value_of(CASE, loss, teacher_KT=torch.zeros(6, 5)) == pytest.approx(value_of(CASE, plain), rel=1e-6)
+    agreeing = value_of(CASE, loss, teacher_KT=candidate_KO * 3)
+    assert agreeing == pytest.approx(value_of(CASE, plain), rel=1e-5)

@@ -1,0 +1,202 @@
+"""Which tables a model has, and which wishes about them cannot be met."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recsys_core.errors import InputError
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.optimizer_config import TableOptimizer
+from recsys_core.models.spec import ModelSpec, TableSpec, require_width
+from recsys_core.models.tables import TableConfig
+from tests.recsys_core.data.described import FORMS, ROWS, SIDES, facts
+from tests.recsys_core.models.refused import refuses
+
+DIM = 8
+GRADUAL = {"transfer": "gradual", "unfreeze": [{"epoch": 1, "share": 0.5}]}
+FROZEN, RESIDUAL = {"transfer": "frozen"}, {"transfer": "residual"}
+
+
+def sized(
+    *,
+    tables: dict[str, Any] | None = None,
+    vectors: dict[str, int] | None = None,
+    features: tuple[str, ...] = (),
+    distils: bool = False,
+    **config: Any,
+) -> ModelSpec:
+    return ModelSpec.sized(
+        TwoTowerConfig.model_validate({"embedding_dim": DIM, **config}),
+        users=7,
+        items=5,
+        facts=facts(*features) if features else None,
+        vector_dims=vectors,
+        tables={name: TableConfig.model_validate(wish) for name, wish in (tables or {}).items()},
+        distils=distils,
+    )
+
+
+def shapes(spec: ModelSpec) -> dict[str, tuple[int, int, str]]:
+    return {name: (table.rows, table.dim, table.collection) for name, table in spec.tables.items()}
+
+
+def test_a_plain_model_has_one_table_of_items_and_one_of_users_where_wished() -> None:
+    assert shapes(sized()) == {"item": (5, DIM, "item_8")}
+    assert shapes(sized(user_id=True)) == {"item": (5, DIM, "item_8"), "user": (7, DIM, "query")}
+
+
+def test_each_feature_has_a_table_whose_collection_tells_side_and_weights() -> None:
+    every = tuple(facts())
+    spec = sized(features=every)
+    assert list(spec.tables) == ["item", *every]
+    for side in SIDES:
+        for form in FORMS:
+            weighted = side != "item" and form in ("weighted_list", "number")
+            collection = "item_8" if side == "item" else "query_weighted" if weighted else "query"
+            assert shapes(spec)[f"{side}.{form}"] == (ROWS, DIM, collection)
+            assert spec.forms[f"{side}.{form}"] == form
+    assert spec.features("item") == [f"item.{form}" for form in FORMS]
+    assert spec.features("query") == [f"{side}.{form}" for side in ("user", "context") for form in FORMS]
+    assert list(spec.on_side("item")) == ["item", *spec.features("item")]
+
+
+def test_a_frozen_table_is_in_a_collection_of_its_own() -> None:
+    spec = sized(
+        user_id=True,
+        features=("item.single", "user.weighted_list"),
+        tables=dict.fromkeys(("item", "user", "item.single", "user.weighted_list"), FROZEN),
+        vectors={"item": DIM, "user": DIM, "item.single": DIM, "user.weighted_list": DIM},
+    )
+    assert [table.collection for table in spec.tables.values()] == [
+        "item_8_frozen", "query_frozen", "item_8_frozen", "query_weighted_frozen",
+    ]  # fmt: skip
+    assert all(table.frozen and table.pretrained for table in spec.tables.values())
+
+
+def test_item_tables_of_different_widths_are_in_different_collections_and_query_tables_need_not_be() -> None:
+    spec = sized(user_id=True, features=("item.single", "user.single"), tables={"item": {"dim": 12}, "user": {"dim": 12}})
+    assert [table.collection for table in spec.tables.values()] == ["item_12", "query", "item_8", "query"]
+
+
+def test_a_gradual_table_is_trained_and_so_has_an_optimizer_from_the_start() -> None:
+    spec = sized(tables={"item": GRADUAL}, vectors={"item": DIM})
+    assert not spec.tables["item"].frozen and spec.tables["item"].collection == "item_8"
+
+
+def test_residual_items_are_frozen_beside_offsets_that_start_at_zero_in_the_width_of_the_sum() -> None:
+    optimizer = TableOptimizer(learning_rate=0.5)
+    spec = sized(
+        tables={"item": RESIDUAL | {"dim": 12}, "item_offset": {"optimizer": optimizer.model_dump()}},
+        vectors={"item": 12},
+    )
+    assert shapes(spec) == {"item": (5, 12, "item_12_frozen"), "item_offset": (5, DIM, "item_8")}
+    offset = spec.tables["item_offset"]
+    assert (offset.settings.missing, offset.settings.optimizer, offset.settings.dim) == ("zero", optimizer, DIM)
+    assert not offset.frozen and not offset.pretrained and offset.feature == "item"
+
+
+def test_a_teacher_is_frozen_as_it_came_zero_where_there_is_no_vector() -> None:
+    spec = sized(tables={"item": {"dim": 12}}, vectors={"item": 12}, distils=True)
+    assert shapes(spec) == {"item": (5, 12, "item_12"), "item_teacher": (5, 12, "item_12_frozen")}
+    teacher = spec.tables["item_teacher"]
+    assert (teacher.settings.missing, teacher.settings.rescale, teacher.pretrained) == ("zero", False, True)
+
+
+def test_a_feature_of_several_tables_in_one_collection_is_told_apart_by_the_table() -> None:
+    vectors, both = {"item": DIM}, ("item", "item_teacher")
+    apart = sized(vectors=vectors, distils=True)
+    assert [apart.output_name(table) for table in both] == ["item", "item"]
+    together = sized(vectors=vectors, distils=True, tables={"item": FROZEN})
+    assert [together.output_name(table) for table in both] == ["item@item", "item@item_teacher"]
+    beside = sized(vectors=vectors, distils=True, tables={"item": RESIDUAL})
+    assert [beside.output_name(table) for table in (*both, "item_offset")] == ["item@item", "item@item_teacher", "item"]
+    assert sized(features=("item.single",)).output_name("item.single") == "item.single"
+
+
+def test_a_table_is_as_wide_as_wished_and_else_as_the_sum() -> None:
+    spec = sized(user_id=True, features=("item.single",), tables={"user": {"dim": 16}, "item.single": {"dim": 4}})
+    assert {name: table.dim for name, table in spec.tables.items()} == {"item": DIM, "user": 16, "item.single": 4}
+
+
+@pytest.mark.parametrize("table", ["item", "user", "item.single"])
+@pytest.mark.parametrize("transfer", ["frozen", "gradual", "residual"])
+def test_what_is_kept_of_vectors_needs_vectors(table: str, transfer: str) -> None:
+    wish = GRADUAL if transfer == "gradual" else {"transfer": transfer}
+    with refuses(
+        f"tables.{table}.transfer is {transfer}, but embeddings has no vectors of table {table!r}; add them, or set transfer "
+        "to full"
+    ):
+        sized(user_id=True, features=("item.single",), tables={table: wish})
+
+
+def test_a_row_of_a_list_cannot_be_unfrozen_alone() -> None:
+    assert sized(user_id=True, tables={"user": GRADUAL}, vectors={"user": DIM}).tables["user"].pretrained
+    with refuses("tables.user.list.transfer is gradual, which is for the tables ['item', 'user']; set full or frozen"):
+        sized(features=("user.list",), tables={"user.list": GRADUAL}, vectors={"user.list": DIM})
+
+
+@pytest.mark.parametrize("table", ["user", "item.single"])
+def test_only_items_have_offsets(table: str) -> None:
+    with refuses(f"tables.{table}.transfer is residual, which is for the table item; set full or frozen"):
+        sized(user_id=True, features=("item.single",), tables={table: RESIDUAL}, vectors={table: DIM})
+
+
+def test_decay_is_for_tables_whose_rows_a_step_looks_up_one_by_one() -> None:
+    decay = {"optimizer": {"weight_decay": 0.1}}
+    sized(user_id=True, tables={"item": decay, "user": decay})
+    sized(tables={"item": RESIDUAL, "item_offset": decay}, vectors={"item": DIM})
+    with refuses("tables.item.single.optimizer.weight_decay is for the tables ['item', 'user', 'item_offset']; leave it out"):
+        sized(features=("item.single",), tables={"item.single": decay})
+
+
+def test_vectors_of_another_width_than_their_table_are_refused_with_both_ways_out() -> None:
+    with refuses(
+        "embeddings: the vectors of table 'item' have 12 numbers, but the table has 8; set tables.item.dim to 12 (a learned "
+        "layer then projects it to model.embedding_dim), or embeddings.pca_dim to 8"
+    ):
+        sized(vectors={"item": 12})
+    with pytest.raises(InputError) as caught:  # a projection gives no more numbers than there are
+        sized(vectors={"item": 4})
+    assert str(caught.value).endswith("set tables.item.dim to 4 (a learned layer then projects it to model.embedding_dim)")
+
+
+@given(vectors=st.integers(1, 99), dim=st.integers(1, 99))
+def test_only_vectors_of_the_tables_own_width_fit(vectors: int, dim: int) -> None:
+    try:
+        require_width(vectors, dim, table="item")
+    except InputError as error:
+        assert vectors != dim and ("pca_dim" in str(error)) == (vectors > dim)
+    else:
+        assert vectors == dim
+
+
+@pytest.mark.parametrize("table", ["user", "item_offset", "item.brand"])
+def test_a_setting_for_no_table_names_those_there_are(table: str) -> None:
+    with refuses(f"tables.{table}: the model has no such table; it has ['item', 'item.single']"):
+        sized(features=("item.single",), tables={table: {}})
+
+
+def test_offsets_are_always_trained() -> None:
+    with refuses("tables.item_offset.transfer is frozen, but embeddings has no vectors of table 'item_offset'"):
+        sized(tables={"item": RESIDUAL, "item_offset": FROZEN}, vectors={"item": DIM})
+
+
+def test_offsets_have_the_width_of_the_sum() -> None:
+    sized(tables={"item": RESIDUAL, "item_offset": {"dim": DIM}}, vectors={"item": DIM})
+    with refuses("tables.item_offset.dim is 16, but offsets are added up in model.embedding_dim, which is 8; leave it out"):
+        sized(tables={"item": RESIDUAL, "item_offset": {"dim": 16}}, vectors={"item": DIM})
+
+
+def test_distillation_needs_vectors_of_items() -> None:
+    with refuses("loss.distillation keeps the item vectors' similarities, but embeddings has no item vectors"):
+        sized(distils=True, user_id=True, vectors={"user": DIM})
+
+
+def test_a_spec_is_read_back_from_its_json() -> None:
+    spec = sized(
+        features=tuple(facts()), tables={"item": RESIDUAL | {"dim": 12, "id_dropout": 0.1}}, vectors={"item": 12}, distils=True
+    )
+    assert ModelSpec.model_validate_json(spec.model_dump_json()) == spec
+    assert isinstance(spec.tables["item"], TableSpec)

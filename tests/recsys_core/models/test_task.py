@@ -1,0 +1,250 @@
+"""The whole task, unsharded: known models said by config alone, decay, gradual unfreezing, and who is encoded how.
+
+Shapes: B queries, K candidates, U distinct items, O output width.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+
+from recsys_core.data.assembly import Assembler
+from recsys_core.data.batch import Batch
+from recsys_core.data.features.store import FeatureStore
+from recsys_core.data.lists import Lists
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.lookups import Lookups, parameter_name
+from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.sampling import negative_share
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.tables import TableConfig
+from recsys_core.models.task import RetrievalTask
+from tests.recsys_core.data.described import facts, feature_store
+
+USERS, ITEMS = 6, 9
+COUNTS = np.array([9, 4, 0, 2, 1, 1, 3, 5, 2])
+NO_HISTORY = {"length": 0, "last_item": False}
+USER, HISTORY = [2, 0, 5], [[1, 4], [], [8, 8, 3]]
+CANDIDATES = [7, 0, 3, 1, 1, 6, 4]
+"""The positives of three queries, and four drawn ones."""
+
+
+def task_of(
+    config: dict[str, Any],
+    *,
+    loss: dict[str, Any] | None = None,
+    tables: dict[str, Any] | None = None,
+    vectors: dict[str, int] | None = None,
+    features: tuple[str, ...] = (),
+    ranks: dict[str, list[int]] | None = None,
+    weight_decay: dict[str, float] | None = None,
+) -> RetrievalTask:
+    """With real tables in place of those that wait for a sharding plan."""
+    wish = LossConfig.model_validate(loss or {})
+    spec = ModelSpec.sized(
+        TwoTowerConfig.model_validate({"embedding_dim": 4, **config}),
+        users=USERS,
+        items=ITEMS,
+        facts=facts(*features) if features else None,
+        vector_dims=vectors,
+        tables={name: TableConfig.model_validate(of) for name, of in (tables or {}).items()},
+        distils=wish.distillation is not None,
+    )
+    torch.manual_seed(0)
+    task = RetrievalTask(
+        spec,
+        loss=wish,
+        item_count_I=COUNTS,
+        ranks={name: np.array(rank) for name, rank in (ranks or {}).items()},
+        weight_decay=weight_decay or {},
+        device=torch.device("cpu"),
+    )
+    task.lookups = Lookups(spec, device=torch.device("cpu"))
+    for parameter in task.lookups.parameters():
+        nn.init.normal_(parameter)
+    return task
+
+
+def weight_of(task: RetrievalTask, table: str) -> Tensor:
+    return task.lookups.get_parameter(parameter_name(task.head.spec, table))
+
+
+def batch_of(candidates: list[int] = CANDIDATES, *, features: FeatureStore | None = None) -> Batch:
+    return Assembler(user_id=True, features=features).batch(
+        user=np.array(USER),
+        position=np.array(USER),
+        history=Lists.of_lengths(np.array([len(one) for one in HISTORY]), np.array([i for one in HISTORY for i in one])),
+        candidate=np.array(candidates, np.int64),
+    )
+
+
+def scores(task: RetrievalTask) -> Tensor:
+    """Of each query with every item of the catalogue [B, I]."""
+    everything = Assembler(user_id=True).items(np.arange(ITEMS))
+    return task.eval().encode_queries(batch_of([])) @ task.encode_items(everything)[1].T
+
+
+PLAIN = {"user_id": True, "history": NO_HISTORY, "query": {"layers": []}, "similarity": "dot", "temperature": 1.0}
+
+
+def test_a_plain_dot_product_of_embeddings_is_a_config() -> None:
+    task = task_of(PLAIN)
+    users, items = weight_of(task, "user"), weight_of(task, "item")
+    assert torch.equal(scores(task), users[USER] @ items.T)
+    assert len(list(task.parameters())) == 2
+
+
+def test_a_matrix_factorisation_with_a_sampled_softmax_is_a_config() -> None:
+    task = task_of(PLAIN, loss={"in_batch": False, "negatives": 4, "negatives_alpha": 0.5, "mask": "none", "logq": "none"})
+    users, items = weight_of(task, "user"), weight_of(task, "item")
+    logits = users[USER] @ items[CANDIDATES].T
+    columns = torch.cat([logits.diag()[:, None], logits[:, 3:]], dim=1)
+    torch.testing.assert_close(task(batch_of())[0], cross_entropy(columns, torch.zeros(3, dtype=torch.int64)))
+    corrected = task_of(PLAIN, loss={"in_batch": False, "negatives": 4, "negatives_alpha": 0.5, "mask": "none"})
+    log_q = torch.from_numpy(4 * negative_share(COUNTS, 0.5)).float().log()
+    own = log_q[CANDIDATES[:3]][:, None]
+    columns = columns - torch.cat([own, log_q[CANDIDATES[3:]].expand(3, -1)], dim=1)
+    torch.testing.assert_close(corrected(batch_of())[0], cross_entropy(columns, torch.zeros(3, dtype=torch.int64)))
+
+
+def test_simplex_is_a_config() -> None:
+    """Mao et al., "SimpleX", CIKM 2021: user row plus mean of the history, cosine, one positive against hard negatives."""
+    task = task_of(
+        {"user_id": True, "history": {"pooling": "mean", "last_item": False}, "query": {"layers": []}},
+        loss={"kind": "cosine_contrastive", "margin": 0.1, "negative_weight": 3.0, "mask": "none"},
+    )
+    users, items = weight_of(task, "user"), weight_of(task, "item")
+    history = torch.stack([items[one].mean(dim=0) if one else torch.zeros(4) for one in HISTORY])
+    cosine = normalize(users[USER] + history, dim=1) @ normalize(items, dim=1).T
+    torch.testing.assert_close(scores(task), cosine)
+    drawn = (cosine[:, CANDIDATES[3:]] - 0.1).relu().mean(dim=1)
+    loss = (1 - cosine[range(3), CANDIDATES[:3]] + 3.0 * drawn).mean()
+    torch.testing.assert_close(task.train()(batch_of())[0], loss)
+
+
+def test_a_history_of_vectors_holds_what_the_candidate_tower_gives() -> None:
+    config = {"history": {"items": "vector", "last_item": False}, "candidate": {"layers": [6]}, "query": {"layers": [6]}}
+    task = task_of(config)
+    stands, vectors = task.eval().encode_items(Assembler(user_id=False).items(np.arange(ITEMS)))
+    assert stands.shape == (ITEMS, 6) and torch.equal(stands, vectors)
+    (layer,) = task.head.query.tower.layers
+    history = torch.stack([vectors[one].mean(dim=0) if one else torch.zeros(6) for one in HISTORY])
+    torch.testing.assert_close(task.encode_queries(batch_of([])), normalize(layer(history), dim=1))
+    embeddings = task_of(config | {"history": {}}).eval().encode_items(Assembler(user_id=False).items(np.arange(ITEMS)))[0]
+    assert embeddings.shape == (ITEMS, 4)
+
+
+def test_encoding_is_what_the_loss_compares() -> None:
+    keys = ("user.list", "item.list", "item.number", "context.weighted_list")
+    every = feature_store(users=USERS, items=ITEMS, events=USERS).features
+    store = FeatureStore({key: every[key] for key in keys})
+    config = {"user_id": True, "candidate": {"layers": [5]}, "query": {"layers": [7, 5]}}
+    for items in ("embedding", "vector"):
+        task = task_of(
+            config | {"history": {"items": items}}, features=keys, loss={"kind": "bce", "in_batch": True, "mask": "none"}
+        ).eval()
+        query_BO = task.encode_queries(batch_of([], features=store))
+        candidate_KO = task.encode_items(Assembler(user_id=True, features=store).items(np.arange(ITEMS)))[1][CANDIDATES]
+        wanted = task.head.objective(query_BO, candidate_KO, batch=batch_of(features=store), teacher_KT=None)
+        torch.testing.assert_close(task(batch_of(features=store))[0], wanted)
+
+
+def test_decay_is_half_the_squares_of_the_distinct_rows_that_a_step_looks_up() -> None:
+    config = PLAIN | {"history": {"length": 3, "last_item": False}}
+    plain, decayed = task_of(config), task_of(config, weight_decay={"item": 0.1, "user": 0.3})
+    items, users = weight_of(plain, "item"), weight_of(plain, "user")
+    distinct = sorted({*CANDIDATES, *(item for one in HISTORY for item in one)})
+    penalty = 0.1 / 2 * items[distinct].square().sum() + 0.3 / 2 * users[USER].square().sum()
+    torch.testing.assert_close(decayed(batch_of())[0], plain(batch_of())[0] + penalty)
+
+
+def moved(task: RetrievalTask, table: str) -> set[int]:
+    """Rows of `table` with a gradient."""
+    task.zero_grad()
+    task(batch_of())[0].backward()
+    gradient = weight_of(task, table).grad
+    return set() if gradient is None else set(gradient.any(dim=1).nonzero().flatten().tolist())
+
+
+@pytest.mark.parametrize("decay", [{}, {"item": 0.1}])
+def test_an_epoch_trains_the_most_frequent_rows_of_a_gradual_table_and_no_other(decay: dict[str, float]) -> None:
+    rank = [8, 7, 6, 5, 4, 3, 2, 1, 0]  # row 8 is the most frequent
+    task = task_of(
+        PLAIN | {"history": {"length": 3, "last_item": False}},
+        tables={"item": {"transfer": "gradual", "unfreeze": [{"epoch": 2, "share": 1 / 3}, {"epoch": 4, "share": 1}]}},
+        vectors={"item": 4},
+        ranks={"item": rank},
+        weight_decay=decay,
+    )
+    looked_up = {*CANDIDATES, *(item for one in HISTORY for item in one)}
+    losses = []
+    for epoch, trained in ((1, set()), (2, {6, 7, 8}), (3, {6, 7, 8}), (4, set(range(ITEMS)))):
+        shares = task.head.set_epoch(epoch)
+        assert shares == {"item": pytest.approx(len(trained) / ITEMS)}
+        assert moved(task, "item") == trained & looked_up
+        assert moved(task, "user") == set(USER)
+        losses.append(task(batch_of())[0].item())
+    assert len(set(losses)) == 1  # what is frozen speaks all the same
+
+
+def test_a_gradual_table_of_users_is_unfrozen_by_their_rank() -> None:
+    task = task_of(
+        PLAIN,
+        tables={"user": {"transfer": "gradual", "unfreeze": [{"epoch": 1, "share": 0.5}]}},
+        vectors={"user": 4},
+        ranks={"user": [0, 3, 1, 4, 2, 5]},
+    )
+    task.head.set_epoch(1)
+    assert moved(task, "user") == {0, 2}
+
+
+@pytest.mark.parametrize("transfer", ["frozen", "residual"])
+def test_a_frozen_table_has_no_gradient_and_its_offsets_have(transfer: str) -> None:
+    task = task_of(PLAIN, tables={"item": {"transfer": transfer, "dim": 8}}, vectors={"item": 8})
+    assert moved(task, "item") == set()
+    assert moved(task, "user") == set(USER)
+    if transfer == "residual":
+        assert moved(task, "item_offset") == set(CANDIDATES)
+        with torch.no_grad():
+            weight_of(task, "item_offset").zero_()
+        rows, projection = weight_of(task, "item"), task.head.item.projection.weight
+        torch.testing.assert_close(scores(task), weight_of(task, "user")[USER] @ (rows @ projection.T).T)
+
+
+def test_a_teacher_is_read_and_never_moved() -> None:
+    task = task_of(PLAIN, loss={"distillation": {"weight": 0.5}}, vectors={"item": 4})
+    without = task_of(PLAIN)
+    with torch.no_grad():
+        weight_of(task, "item").copy_(weight_of(without, "item"))
+        weight_of(task, "user").copy_(weight_of(without, "user"))
+    assert task(batch_of())[0] > without(batch_of())[0]
+    assert moved(task, "item_teacher") == set()
+
+
+def test_items_and_features_of_several_widths_meet_in_one_model() -> None:
+    keys = ("item.single", "item.list", "user.number")
+    every = feature_store(users=USERS, items=ITEMS, events=USERS).features
+    store = FeatureStore({key: every[key] for key in keys})
+    task = task_of(
+        {"candidate": {"layers": [8, 4]}},
+        tables={"item": {"dim": 12, "transfer": "residual"}, "item.single": {"dim": 8}, "user.number": {"dim": 16}},
+        vectors={"item": 12},
+        features=keys,
+    )
+    loss, detached = task(batch_of(features=store))
+    loss.backward()
+    assert loss.isfinite() and not detached.requires_grad
+    trained = {name for name, table in task.head.spec.tables.items() if not table.frozen}
+    assert trained == {"item_offset", *keys}
+    assert all(weight_of(task, name).grad is not None for name in trained)
+
+
+def test_autocast_leaves_the_loss_close_and_in_full_precision() -> None:
+    task = task_of({"user_id": True, "query": {"layers": [8, 4], "residual": False}})
+    full = task(batch_of())[0]
+    task.head.bf16 = True
+    half = task(batch_of())[0]
+    assert half.dtype == torch.float32 and half.item() == pytest.approx(full.item(), rel=0.02) and half != full

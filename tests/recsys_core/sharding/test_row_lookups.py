@@ -1,0 +1,97 @@
+"""Sharded lookups against the same rows read off whole tables: lists, empty lists, and a rank that is asked for nothing.
+
+Shapes: R rows and W columns of a table, n queries or items.
+"""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from recsys_core.data.assembly import Assembler
+from recsys_core.data.features.store import FeatureStore
+from recsys_core.data.lists import Lists
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.lookups import table_outputs
+from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.optimizer_config import TableOptimizer
+from recsys_core.models.pretrained import fill_random
+from recsys_core.models.shards import LocalShard
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.tables import TableConfig
+from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
+from recsys_core.sharding.planner import make_plan
+from recsys_core.sharding.sharders import ROW_LOOKUP_KINDS
+from recsys_core.training.distributed import build_model
+from recsys_core.training.process import Process
+from tests.gloo import run_ranks
+from tests.recsys_core.data.described import facts, feature_store, values_of
+
+USERS, ITEMS, EVENTS, SEED = 5, 9, 20, 3
+HISTORIES = {"both ranks": ([[1, 2], [3]], [[4, 4], []]), "one rank": ([[], []], [[7, 1], [0]]), "none": ([[], []], [[], []])}
+"""Of the two queries of each of two ranks."""
+
+
+def spec_of() -> ModelSpec:
+    return ModelSpec.sized(
+        TwoTowerConfig(embedding_dim=4, user_id=True),
+        users=USERS,
+        items=ITEMS,
+        facts=facts(),
+        vector_dims={"item.single": 4},
+        tables={"item": TableConfig(dim=8), "item.single": TableConfig(transfer="frozen")},
+    )
+
+
+def slow(spec: ModelSpec, table: str, store: FeatureStore, owners: list[int]) -> Tensor:
+    """Weighted means (of lists) and weighted rows, in a loop over a table that is whole."""
+    weight_RW = torch.empty(spec.tables[table].rows, spec.tables[table].dim)
+    fill_random(LocalShard(0, 0, weight_RW), table=table, dim=weight_RW.shape[1], seed=SEED, std=0.02)
+    found = torch.zeros(len(owners), weight_RW.shape[1])
+    for place, owner in enumerate(owners):
+        rows, weights = values_of(store, table, owner) if table in spec.forms else ([owner], None)
+        weights = weights or [1.0] * len(rows)
+        total = sum(weights) if "list" in table and rows else 1.0
+        for row, weight in zip(rows, weights, strict=True):
+            found[place] += weight * weight_RW[row] / total
+    return found
+
+
+def look_up(rank: int, kind: str) -> None:
+    spec, ranks = spec_of(), dist.get_world_size()
+    sharding = ShardingConfig(
+        cluster=ClusterConfig(device="cpu", processes_per_node=ranks),
+        tables=dict.fromkeys(spec.tables, TableConstraint(sharding_types=(kind,))),
+    )
+    model = build_model(
+        spec,
+        loss=LossConfig(negatives=0),
+        item_count_I=np.ones(ITEMS, np.int64),
+        ranks={},
+        plan=make_plan(sharding, model=spec, batch_size=4),
+        process=Process(rank, ranks, torch.device("cpu")),
+        optimizer=TableOptimizer(),
+        seed=SEED,
+    )
+    task, store = model.module, feature_store(users=USERS, items=ITEMS, events=EVENTS)
+    for case, histories in HISTORIES.items():
+        users, history = np.array([2 * rank, 1]), histories[rank]
+        batch = Assembler(user_id=True, features=store).batch(
+            user=users,
+            position=3 * users,
+            history=Lists.of_lengths(np.array([len(one) for one in history]), np.array([i for one in history for i in one])),
+            candidate=np.zeros(0, np.int64),
+        )
+        looked_up = task._look_up(batch, list(task.lookups))
+        found = table_outputs(spec, looked_up, batch, side="query") | table_outputs(spec, looked_up, batch, side="item")
+        owners = {"user": users.tolist(), "context": (3 * users).tolist(), "item": batch.item_row_U.tolist()}
+        for name, value in found.items():
+            wanted = slow(spec, name, store, owners[name.split(".")[0]])
+            torch.testing.assert_close(value, wanted, msg=lambda text, where=f"{case}, {name}": f"{where}: {text}")
+        assert task.eval().encode_queries(batch).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ROW_LOOKUP_KINDS)
+def test_sharded_lookups_give_the_rows_of_whole_tables_also_where_nothing_is_asked_for(kind: str) -> None:
+    run_ranks(look_up, world_size=2, arguments=(kind,))

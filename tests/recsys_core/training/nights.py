@@ -1,0 +1,161 @@
+"""Two nights of a small shop: the second has new users, items, brands and vectors, and other bestsellers."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import distributed as dist
+
+from recsys_core.data.features.config import FeatureConfig, FeaturesConfig, FeatureTableConfig
+from recsys_core.data.features.ingest import ingest_features
+from recsys_core.data.vectors.config import EmbeddingsConfig
+from recsys_core.data.vectors.ingest import ingest_embeddings
+from recsys_core.manifests import (
+    EmbeddingsManifest,
+    ExportManifest,
+    FeaturesManifest,
+    InteractionsManifest,
+    TrainManifest,
+    produce,
+)
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.tables import TableConfig
+from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
+from recsys_core.sharding.planner import make_plan
+from recsys_core.training.champion import Champion
+from recsys_core.training.config import TrainingConfig
+from recsys_core.training.export_job import run_export
+from recsys_core.training.job import ExportJob, TrainJob, TrainResult
+from recsys_core.training.loop import CHECKPOINTS_NAME, RESULT_NAME, run_training
+from recsys_core.training.process import Process
+from tests.gloo import run_ranks
+from tests.recsys_core.data.logs import Event, ingest, write_log
+from tests.recsys_core.data.tables import write
+
+RANKS, DIM = 2, 8
+TRAINING = TrainingConfig(epochs=1, batch_size=16, validation=None, checkpoint_every_steps=1000, seed=3)
+
+
+@dataclass(frozen=True)
+class Night:
+    """What the stages before training made of a night's files, and the model for it."""
+
+    folder: Path
+    interactions: InteractionsManifest
+    embeddings: EmbeddingsManifest
+    features: FeaturesManifest
+    spec: ModelSpec
+
+
+def make_night(
+    folder: Path,
+    number: int,
+    *,
+    after: Night | None = None,
+    tables: dict[str, TableConfig] | None = None,
+    dim: int = DIM,
+) -> Night:
+    """Night 1 or 2. after: the night whose numbering is continued; none: numbered anew. dim: of tables and vectors."""
+    users, items = (30, 40) if number == 1 else (36, 50)
+    log = write_log(folder / "data/log.parquet", _events(number, users=users, items=items))
+    with_vector = [item for item in range(items) if item % 3 == 0]
+    vector = np.random.default_rng(number).normal(size=(len(with_vector), dim)).astype(np.float32)
+    vectors = write(
+        folder / "data/vectors.parquet", item_id=[f"i{item}" for item in with_vector], vector=pa.array(vector.tolist())
+    )
+    brands = [f"brand-{(item * number) % (4 + number)}" for item in range(items)]
+    described = write(folder / "data/items.parquet", item_id=[f"i{item}" for item in range(items)], brand=brands)
+    embeddings = ingest_embeddings((EmbeddingsConfig(paths=(vectors,), vector_column="vector"),), folder=folder / "embeddings")
+    interactions = ingest(
+        folder / "interactions",
+        log,
+        split={"kind": "leave_last_out"},
+        embeddings=embeddings,
+        last_night=after and after.interactions,
+    )
+    brand = FeatureConfig(name="brand")
+    features = ingest_features(
+        FeaturesConfig(items=FeatureTableConfig(paths=(described,), id_column="item_id", features=(brand,))),
+        interactions=interactions,
+        previous=after and after.features,
+        memory_limit="1GB",
+        threads=1,
+        folder=folder / "features",
+        embeddings=embeddings,
+    )
+    model = TwoTowerConfig.model_validate({"embedding_dim": dim, "user_id": True, "history": {"length": 4}})
+    spec = ModelSpec.of(model, interactions=interactions, embeddings=embeddings, features=features, tables=tables)
+    return Night(folder, interactions, embeddings, features, spec)
+
+
+def _events(number: int, *, users: int, items: int) -> list[Event]:
+    """Eight events for each user; on the second night the items from the other end of the catalogue sell best."""
+    rng = np.random.default_rng(number)
+    taken = (np.sort(rng.beta(1, 3, (users, 8)), axis=1) * items).astype(int)
+    if number == 2:
+        taken = items - 1 - taken
+    return [(f"u{user}", f"i{item}", place) for user in range(users) for place, item in enumerate(taken[user].tolist())]
+
+
+def train_job(night: Night, *, kind: str = "row_wise", training: TrainingConfig = TRAINING) -> TrainJob:
+    """A training of `night` on RANKS ranks, every table sharded by `kind`."""
+    sharding = ShardingConfig(
+        cluster=ClusterConfig(device="cpu", processes_per_node=RANKS),
+        tables=dict.fromkeys(night.spec.tables, TableConstraint.model_validate({"sharding_types": (kind,)})),
+    )
+    plan = make_plan(sharding, model=night.spec, batch_size=training.batch_size, optimizer=training.table_optimizer)
+    night.folder.mkdir(exist_ok=True)
+    (night.folder / "plan.json").write_text(plan.model_dump_json())
+    work = night.folder / "train.work"
+    work.mkdir(exist_ok=True)
+    return TrainJob(
+        work=work,
+        fingerprint="f",
+        spec=night.spec,
+        loss=LossConfig(negatives=8),
+        training=training,
+        interactions=night.interactions.folder,
+        embeddings=night.embeddings.folder,
+        features=night.features.folder,
+        plan=night.folder / "plan.json",
+    )
+
+
+def process(rank: int) -> Process:
+    """A CPU rank of the group that it is in."""
+    return Process(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
+
+
+def train_and_export(rank: int, job: TrainJob, out: Path) -> None:
+    """What every rank of the stages train and export does."""
+    run_training(job, process=process(rank))
+    dist.barrier()
+    result = TrainResult.model_validate_json((job.work / RESULT_NAME).read_bytes())
+    checkpoint = job.work / CHECKPOINTS_NAME / result.checkpoint
+    told = job.model_dump(include={"work", "spec", "loss", "training", "interactions", "features", "plan"})
+    run_export(ExportJob(**told, out=out, checkpoint=checkpoint), process=process(rank))
+
+
+def crown(night: Night) -> Champion:
+    """Trains and exports `night`; what it left behind as the champion of run "first"."""
+    job = train_job(night)
+
+    def build(out: Path) -> dict[str, Any]:
+        run_ranks(train_and_export, world_size=RANKS, arguments=(job, out))
+        (out / "model.json").write_text(night.spec.model_dump_json())
+        return {"items": night.spec.items, "dim": DIM, "similarity": "cosine", "queries": {}}
+
+    def trained(out: Path) -> dict[str, Any]:
+        result = TrainResult.model_validate_json((job.work / RESULT_NAME).read_bytes())
+        return result.model_dump(exclude={"checkpoint"}) | {"attempts": 1}
+
+    produce(night.folder / "export", ExportManifest, fingerprint="export", build=build)
+    produce(night.folder / "train", TrainManifest, fingerprint="train", build=trained)
+    found = Champion.open("first", **{name: night.folder / name for name in ("train", "export", "interactions", "features")})
+    assert found is not None
+    return found

@@ -1,0 +1,180 @@
+"""A model with every kind of feature on both sides, batches for it, and the same model without TorchRec's distributed part."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+from recsys_core.data.assembly import Assembler
+from recsys_core.data.batch import Batch
+from recsys_core.data.features.store import Feature, FeatureForm, FeatureStore
+from recsys_core.data.lists import Lists
+from recsys_core.manifests import FeatureFacts
+from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
+from recsys_core.models.lookups import Lookups, parameter_name
+from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.pretrained import copy_pretrained, fill_missing, fill_random, random_norm
+from recsys_core.models.shards import LocalShard
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.tables import TableConfig
+from recsys_core.models.task import RetrievalTask
+from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
+from recsys_core.sharding.plan_file import PlanFile
+from recsys_core.sharding.planner import make_plan
+from recsys_core.training.config import TrainingConfig
+from recsys_core.training.distributed import PretrainedRows, build_model, fill_pretrained
+from recsys_core.training.process import Process
+
+USERS, ITEMS, EVENTS = 50, 41, 300
+HISTORY = 4
+FORMS: dict[str, FeatureForm] = {
+    "user.country": "single",
+    "user.groups": "list",
+    "user.age": "number",
+    "context.words": "weighted_list",
+    "context.hour": "single",
+    "item.brand": "single",
+    "item.genres": "list",
+    "item.tags": "weighted_list",
+    "item.price": "number",
+}
+ROWS = {"single": 7, "list": 9, "weighted_list": 11, "number": 2}
+COUNTS = np.arange(ITEMS, dtype=np.int64) % 13
+"""Training events per item; some have none."""
+RANKS = {
+    "item": np.argsort(np.argsort(-COUNTS, kind="stable"), kind="stable"),
+    "user": np.random.default_rng(3).permutation(USERS),
+}
+"""Place of each row by training events."""
+
+
+def _facts(form: FeatureForm) -> FeatureFacts:
+    kind = {"single": "categorical", "number": "numeric"}.get(form, form)
+    numbers = {"mean": 0.0, "std": 1.0} if form == "number" else {}
+    return FeatureFacts(
+        kind=kind, rows=ROWS[form], values=0, out_of_vocabulary=0, missing=0, definition="d", continued=False, **numbers
+    )
+
+
+def small_spec(
+    *,
+    dim: int = 8,
+    tables: Mapping[str, TableConfig] | None = None,
+    vectors: Sequence[str] = ("item",),
+    forms: Mapping[str, FeatureForm] = FORMS,
+) -> ModelSpec:
+    """User id, history, last item and `forms`; pretrained vectors for the tables `vectors`."""
+    config = TwoTowerConfig(
+        embedding_dim=dim,
+        user_id=True,
+        history=HistoryConfig(length=HISTORY, pooling="attention"),
+        query=TowerConfig(layers=(12, dim), residual=True),
+        candidate=TowerConfig(layers=(dim,), residual=True),
+    )
+    return ModelSpec.sized(
+        config,
+        users=USERS,
+        items=ITEMS,
+        facts={name: _facts(form) for name, form in forms.items()},
+        vector_dims={name: (tables or {}).get(name, TableConfig()).dim or dim for name in vectors},
+        tables=tables,
+    )
+
+
+def pretrained_of(spec: ModelSpec) -> dict[str, PretrainedRows]:
+    """Vectors for every table that has some; every fifth row has none."""
+    found = {}
+    for name, table in spec.tables.items():
+        if table.pretrained:
+            vectors = np.random.default_rng(table.rows).normal(size=(table.rows, table.dim)).astype(np.float32)
+            row = np.arange(table.rows)
+            found[name] = PretrainedRows(vectors, np.where(row % 5 == 4, -1, row[::-1]))
+    return found
+
+
+def _feature(key: str, form: FeatureForm) -> Feature:
+    random = np.random.default_rng(len(key))
+    owners = {"user": USERS, "item": ITEMS, "context": EVENTS}[key.partition(".")[0]]
+    offset = None
+    count = owners
+    if form in ("list", "weighted_list"):
+        offset = np.concatenate([[0], np.cumsum(random.integers(0, 4, owners))]).astype(np.int64)
+        count = int(offset[-1])
+    row = np.ones(count, np.int32) if form == "number" else random.integers(0, ROWS[form], count).astype(np.int32)
+    weight = random.normal(size=count) if form == "number" else random.uniform(0.1, 2, count)
+    return Feature(row, offset, weight.astype(np.float32) if form in ("number", "weighted_list") else None)
+
+
+def make_batch(spec: ModelSpec, *, ranks: Sequence[int], step: int, queries: int, negatives: int) -> Batch:
+    """What `ranks` are given in `step`, as one batch: their queries one after the other, then their negatives.
+
+    Histories have 0 to HISTORY items, so that the number of distinct items differs by rank and step.
+    """
+    assembler = Assembler(
+        user_id=spec.config.user_id, features=FeatureStore({key: _feature(key, form) for key, form in spec.forms.items()})
+    )
+    parts: dict[str, list[Any]] = {name: [] for name in ("user", "position", "positive", "negative", "length", "row")}
+    for rank in ranks:
+        random = np.random.default_rng([step, rank])
+        parts["user"].append(random.integers(0, USERS, queries))
+        parts["position"].append(random.integers(0, EVENTS, queries))
+        parts["positive"].append(random.choice(np.flatnonzero(COUNTS), queries))
+        parts["negative"].append(random.choice(np.flatnonzero(COUNTS), negatives))
+        parts["length"].append(random.integers(0, HISTORY + 1, queries))
+        parts["row"].append(random.integers(0, ITEMS, int(parts["length"][-1].sum())))
+    drawn = {name: np.concatenate(values) for name, values in parts.items()}
+    return assembler.batch(
+        user=drawn["user"],
+        position=drawn["position"],
+        history=Lists.of_lengths(drawn["length"], drawn["row"]),
+        candidate=np.concatenate([drawn["positive"], drawn["negative"]]),
+    )
+
+
+def plain_task(spec: ModelSpec, *, loss: LossConfig, seed: int) -> tuple[RetrievalTask, dict[str, nn.Parameter]]:
+    """The task with its tables as ordinary parameters, by name; the first values are those of every sharding."""
+    torch.manual_seed(seed)
+    task = RetrievalTask(spec, loss=loss, item_count_I=COUNTS, ranks={}, weight_decay={}, device=torch.device("cpu"))
+    task.lookups = Lookups(spec, device=torch.device("cpu"))
+    assert {type(collection) for collection in task.lookups.values()} <= {EmbeddingBagCollection, EmbeddingCollection}
+    parameters = dict(task.lookups.named_parameters())
+    tables = {name: parameters[parameter_name(spec, name)] for name in spec.tables}
+    vectors = pretrained_of(spec)
+    with torch.no_grad():
+        for name, table in spec.tables.items():
+            whole = LocalShard(0, 0, tables[name])
+            fill_random(whole, table=name, dim=table.dim, seed=seed, std=table.settings.init_std)
+            if table.settings.missing == "zero":
+                fill_missing(whole, vector_row=np.full(table.rows, -1), value_D=None)
+            if name in vectors:
+                norm = random_norm(table.settings.init_std, table.dim)
+                copy_pretrained(whole, vectors=vectors[name].vectors, vector_row=vectors[name].vector_row, norm=norm)
+    return task, tables
+
+
+def sharded_model(
+    spec: ModelSpec, *, kinds: Mapping[str, str], training: TrainingConfig, loss: LossConfig, process: Process
+) -> tuple[DistributedModelParallel, PlanFile]:
+    """The same model on the ranks of the default process group, each table sharded by its kind of `kinds`."""
+    sharding = ShardingConfig(
+        cluster=ClusterConfig(device="cpu", processes_per_node=process.world_size),
+        tables={name: TableConstraint(sharding_types=(kind,)) for name, kind in kinds.items()},
+    )
+    plan = make_plan(sharding, model=spec, batch_size=6, optimizer=training.table_optimizer)
+    gradual = {name: rank for name, rank in RANKS.items() if spec.tables[name].settings.transfer == "gradual"}
+    model = build_model(
+        spec,
+        loss=loss,
+        item_count_I=COUNTS,
+        ranks=gradual,
+        plan=plan,
+        process=process,
+        optimizer=training.table_optimizer,
+        seed=training.seed,
+    )
+    fill_pretrained(model, spec=spec, pretrained=pretrained_of(spec))
+    return model, plan

@@ -1,0 +1,226 @@
+"""A generated log with features, ingested as a night does it; and training on it in ranks that are forks, not torchrun's."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from safetensors.torch import load_file
+from torch import distributed as dist
+
+from recsys_core.data.features.config import FeatureConfig, FeaturesConfig, FeatureTableConfig
+from recsys_core.data.features.ingest import ingest_features
+from recsys_core.data.log.config import InteractionsConfig, TimeSplit
+from recsys_core.data.log.ingest import ingest_interactions
+from recsys_core.data.synthetic import generate
+from recsys_core.data.vectors.config import EmbeddingsConfig
+from recsys_core.data.vectors.ingest import ingest_embeddings
+from recsys_core.manifests import EmbeddingsManifest, FeaturesManifest, InteractionsManifest, PlanManifest
+from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
+from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.tables import TableConfig
+from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
+from recsys_core.sharding.planner import plan_sharding
+from recsys_core.training.config import TrainingConfig
+from recsys_core.training.export_job import run_export
+from recsys_core.training.job import ExportJob, Progress, TrainJob, TrainResult
+from recsys_core.training.loop import CHECKPOINTS_NAME, METRICS_NAME, RESULT_NAME, Training, run_training
+from recsys_core.training.process import Process
+from recsys_core.training.validation import Validator
+from tests.gloo import run_ranks
+
+USERS, ITEMS, DIM = 200, 150, 16
+MODEL = TwoTowerConfig(
+    embedding_dim=DIM,
+    user_id=True,
+    history=HistoryConfig(length=8, pooling="recency"),
+    query=TowerConfig(layers=(DIM,), residual=True, dropout=0.2),
+)
+
+
+class Data(NamedTuple):
+    """The ingested night."""
+
+    interactions: InteractionsManifest
+    embeddings: EmbeddingsManifest
+    features: FeaturesManifest
+
+
+def ingest(root: Path) -> Data:
+    """A log of ten days; the last but one is the validation split, and ten items have no event before it."""
+    generate(root / "data", users=USERS, items=ITEMS, events=4_000, days=10, dim=DIM, cold_items=10)
+    random = np.random.default_rng(0)
+    known = USERS - 20  # the last ones have no features
+    users = {
+        "user_id": [f"u{user}" for user in range(known)],
+        "country": random.choice(["at", "de", "ch"], known),
+        "groups": [random.choice(12, random.integers(0, 4)).tolist() for _ in range(known)],
+        "age": random.normal(40, 10, known),
+    }
+    items = {"item_id": np.arange(ITEMS) + 1000, "brand": np.arange(ITEMS) % 7, "price": random.lognormal(size=ITEMS)}
+    pq.write_table(pa.table(users), root / "users.parquet")
+    pq.write_table(pa.table(items), root / "items.parquet")
+    vectors = EmbeddingsConfig(paths=(str(root / "data/item_embeddings.parquet"),), vector_column="embedding")
+    log = InteractionsConfig(
+        paths=(str(root / "data/interactions/*.parquet"),),
+        timestamp_column="timestamp",
+        split=TimeSplit(test_days=1, validation_days=1),
+    )
+    embeddings = ingest_embeddings((vectors,), folder=root / "embeddings")
+    interactions = ingest_interactions(log, embeddings=embeddings, folder=root / "interactions")
+    features = FeaturesConfig(
+        users=FeatureTableConfig(
+            paths=(str(root / "users.parquet"),),
+            id_column="user_id",
+            features=(
+                FeatureConfig(name="country"),
+                FeatureConfig(name="groups", kind="list"),
+                FeatureConfig(name="age", kind="numeric", standardise=True),
+            ),
+        ),
+        items=FeatureTableConfig(
+            paths=(str(root / "items.parquet"),),
+            id_column="item_id",
+            features=(FeatureConfig(name="brand"), FeatureConfig(name="price", kind="numeric", standardise=True)),
+        ),
+    )
+    ingested = ingest_features(
+        features,
+        interactions=interactions,
+        previous=None,
+        memory_limit="1GB",
+        threads=1,
+        embeddings=embeddings,
+        folder=root / "features",
+    )
+    return Data(interactions, embeddings, ingested)
+
+
+class Night(NamedTuple):
+    """A model on the data, and its plan for two ranks."""
+
+    data: Data
+    spec: ModelSpec
+    plan: PlanManifest
+    loss: LossConfig
+    training: TrainingConfig
+
+
+def night(
+    data: Data,
+    folder: Path,
+    *,
+    training: TrainingConfig,
+    model: TwoTowerConfig = MODEL,
+    tables: dict[str, TableConfig] | None = None,
+    loss: LossConfig = LossConfig(negatives=32),  # noqa: B008  it is frozen
+    sharding: dict[str, TableConstraint] | None = None,
+) -> Night:
+    spec = ModelSpec.of(
+        model,
+        interactions=data.interactions,
+        embeddings=data.embeddings,
+        features=data.features,
+        tables=tables,
+        loss=loss,
+    )
+    plan = plan_sharding(
+        ShardingConfig(cluster=ClusterConfig(device="cpu", processes_per_node=2), tables=sharding or {}),
+        model=spec,
+        batch_size=training.batch_size,
+        folder=folder,
+        optimizer=training.table_optimizer,
+    )
+    return Night(data, spec, plan, loss, training)
+
+
+class Trained(NamedTuple):
+    """What a finished training left in its folder."""
+
+    work: Path
+    result: TrainResult
+    lines: list[Progress]
+
+
+def train_in_forks(night: Night, work: Path, *, stops_at: int | None = None, scores: list[float] | None = None) -> Trained:
+    """Trains in `work`, where checkpoints of an earlier call are found again.
+
+    stops_at: all ranks end at once after that step, as if killed. scores: what the validations find, instead of measuring.
+    """
+    work.mkdir(exist_ok=True)
+    data = night.data
+    job = TrainJob(
+        work=work,
+        fingerprint="f",
+        spec=night.spec,
+        loss=night.loss,
+        training=night.training,
+        interactions=data.interactions.folder,
+        embeddings=data.embeddings.folder,
+        features=data.features.folder,
+        plan=night.plan.path("plan.json"),
+    )
+    run_ranks(_train, world_size=2, arguments=(job, stops_at, scores))
+    if stops_at is not None:
+        assert not (work / RESULT_NAME).exists()
+        return Trained(work, TrainResult.model_construct(), [])
+    result = TrainResult.model_validate_json((work / RESULT_NAME).read_bytes())
+    lines = [Progress.model_validate_json(line) for line in (work / METRICS_NAME).read_text().splitlines()]
+    return Trained(work, result, lines)
+
+
+def _process(rank: int) -> Process:
+    return Process(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
+
+
+def _train(rank: int, job: TrainJob, stops_at: int | None, scores: list[float] | None) -> None:
+    count = Training._count
+
+    def count_and_stop(self: Training, *args: Any, **kwargs: Any) -> None:
+        count(self, *args, **kwargs)
+        if self._done == stops_at:
+            os._exit(0)
+
+    Training._count = count_and_stop  # type: ignore[method-assign]
+    if scores is not None:
+        left = iter(scores)
+        Validator.measure = lambda self, encoder: {self.name: next(left)}  # type: ignore[method-assign]
+    run_training(job, process=_process(rank))
+
+
+def export_in_forks(night: Night, checkpoint: Path, out: Path) -> dict[str, np.ndarray]:
+    """Every array of the export, and every tensor of its layers."""
+    out.mkdir()
+    job = ExportJob(
+        work=out,
+        out=out,
+        spec=night.spec,
+        loss=night.loss,
+        training=night.training,
+        interactions=night.data.interactions.folder,
+        features=night.data.features.folder,
+        plan=night.plan.path("plan.json"),
+        checkpoint=checkpoint,
+    )
+    run_ranks(_export, world_size=2, arguments=(job,))
+    arrays = {path.name: np.load(path) for path in sorted(out.glob("*.npy"))}
+    return arrays | {name: value.numpy() for name, value in load_file(out / "dense.safetensors").items()}
+
+
+def _export(rank: int, job: ExportJob) -> None:
+    run_export(job, process=_process(rank))
+
+
+def checkpoint_of(trained: Trained) -> Path:
+    """The checkpoint that is the result."""
+    return trained.work / CHECKPOINTS_NAME / trained.result.checkpoint
+
+
+def unhurried(lines: list[Progress]) -> list[dict[str, Any]]:
+    """The lines without their throughput."""
+    return [json.loads(line.model_dump_json(exclude={"samples_per_s"})) for line in lines]

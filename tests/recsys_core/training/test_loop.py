@@ -1,0 +1,161 @@
+"""Epochs, validation, stopping and going on from a checkpoint: two gloo ranks on an ingested log."""
+
+import numpy as np
+import pytest
+
+from recsys_core.evaluation.config import EvaluationConfig
+from recsys_core.evaluation.evaluate import evaluate
+from recsys_core.manifests import ExportManifest, seal
+from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
+from recsys_core.models.tables import TableConfig, Unfreeze
+from recsys_core.sharding.config import TableConstraint
+from recsys_core.training.config import TrainingConfig, ValidationConfig
+from recsys_core.training.loop import CHECKPOINTS_NAME
+from tests.recsys_core.training.stages import (
+    MODEL,
+    Night,
+    Trained,
+    checkpoint_of,
+    export_in_forks,
+    ingest,
+    night,
+    train_in_forks,
+    unhurried,
+)
+
+TRAINING = TrainingConfig(
+    epochs=3,
+    batch_size=256,
+    log_every_steps=2,
+    checkpoint_every_steps=4,
+    table_optimizer=TableOptimizer(warmup_steps=5, decay="cosine"),
+    dense_optimizer=DenseOptimizer(warmup_steps=5),
+    seed=3,
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return ingest(tmp_path_factory.mktemp("data"))
+
+
+def training(**settings) -> TrainingConfig:
+    return TRAINING.model_copy(update=settings)
+
+
+def steps_of_epoch(trained: Trained) -> int:
+    return trained.lines[0].total_steps // TRAINING.epochs
+
+
+FORGETFUL = MODEL.model_copy(
+    update={"learn_temperature": True, "history": MODEL.history.model_copy(update={"item_dropout": 0.2})}
+)
+REPLICATED = TableConstraint(sharding_types=("data_parallel",))
+UNUSUAL = {
+    "streaming": {
+        "model": FORGETFUL,
+        "loss": LossConfig(negatives=32, logq="streaming", all_ranks=True, mask="seen"),
+        "tables": {"item": TableConfig(transfer="residual", id_dropout=0.3)},
+    },
+    "gradual": {
+        "tables": {"item": TableConfig(transfer="gradual", unfreeze=(Unfreeze(epoch=2, share=0.4),))},
+        "training": training(table_optimizer=TableOptimizer(kind="adagrad", clip=1.0, weight_decay=0.01)),
+    },
+    "replicated": {
+        "sharding": dict.fromkeys(("item", "user", "user.groups"), REPLICATED),
+        "tables": {
+            "item": TableConfig(optimizer=TableOptimizer(kind="adam", learning_rate=0.01, clip=0.5)),
+            "user": TableConfig(optimizer=TableOptimizer(kind="adagrad")),
+        },
+        "training": training(dense_optimizer=DenseOptimizer(kind="adagrad", learning_rate=0.05, clip=1.0)),
+    },
+}
+
+
+@pytest.mark.parametrize("settings", UNUSUAL.values(), ids=UNUSUAL)
+def test_a_run_that_is_stopped_twice_ends_as_an_undisturbed_one_bit_by_bit(data, settings, tmp_path):
+    made = night(data, tmp_path / "plan", **{"training": TRAINING} | settings)
+    whole = train_in_forks(made, tmp_path / "whole")
+    per_epoch = steps_of_epoch(whole)
+    for step in (per_epoch - 1, 2 * per_epoch + 1):
+        train_in_forks(made, tmp_path / "stopped", stops_at=step)
+    stopped = train_in_forks(made, tmp_path / "stopped")
+    assert unhurried(stopped.lines) == unhurried(whole.lines)
+    assert stopped.result.model_dump(exclude={"samples_per_s"}) == whole.result.model_dump(exclude={"samples_per_s"})
+    assert sum(bool(line.validation) for line in whole.lines) == TRAINING.epochs
+    expected = export_in_forks(made, checkpoint_of(whole), tmp_path / "a")
+    found = export_in_forks(made, checkpoint_of(stopped), tmp_path / "b")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def test_training_stops_when_validation_no_longer_gets_better_and_the_best_epoch_is_the_result(data, tmp_path):
+    patient = training(
+        epochs=6, validation=ValidationConfig(patience=2), keep_checkpoints=1, table_optimizer=TableOptimizer(warmup_steps=5)
+    )
+    made = night(data, tmp_path / "plan", training=patient)
+    stopped = train_in_forks(made, tmp_path / "stopped", scores=[0.1, 0.3, 0.2, 0.3, 0.9, 0.9])
+    assert (stopped.result.epochs, stopped.result.best_epoch) == (4, 2)  # as good is no better
+    assert stopped.result.validation == {"ndcg@10": 0.3}
+    assert [line.validation["ndcg@10"] for line in stopped.lines if line.validation] == [0.1, 0.3, 0.2, 0.3]
+    best, last = stopped.result.checkpoint, f"step-{stopped.result.steps:09d}"
+    assert sorted(path.name for path in (stopped.work / CHECKPOINTS_NAME).iterdir()) == [best, last]
+
+    short = made._replace(training=patient.model_copy(update={"epochs": 2, "validation": None}))
+    two_epochs = train_in_forks(short, tmp_path / "short")
+    assert two_epochs.result.best_epoch is None
+    expected = export_in_forks(short, checkpoint_of(two_epochs), tmp_path / "a")
+    for name, value in export_in_forks(made, checkpoint_of(stopped), tmp_path / "b").items():
+        np.testing.assert_array_equal(value, expected[name], err_msg=name)
+    # A run that had stopped and is started again has nothing left to do.
+    assert unhurried(train_in_forks(made, stopped.work, scores=[]).lines) == unhurried(stopped.lines)
+
+
+def exported(made: Night, trained: Trained, folder) -> ExportManifest:
+    """The export of the result, as a stage."""
+    staging = folder.with_name("staging")
+    arrays = export_in_forks(made, checkpoint_of(trained), staging)
+    return seal(
+        staging,
+        folder,
+        ExportManifest,
+        fingerprint="export",
+        seconds=0.0,
+        items=made.spec.items,
+        dim=made.spec.config.output_dim,
+        similarity=made.spec.config.similarity,
+        queries={split: len(arrays[f"query_users_{split}.npy"]) for split in ("validation", "test")},
+    )
+
+
+@pytest.mark.parametrize(("catalogue", "prefix"), [("all", "validation"), ("cold", "validation/cold")])
+def test_validation_while_training_finds_what_the_evaluation_of_the_same_model_finds(data, catalogue, prefix, tmp_path):
+    settings = training(epochs=2, validation=ValidationConfig(metric="recall", k=5, catalogue=catalogue))
+    made = night(data, tmp_path / "plan", training=settings)
+    trained = train_in_forks(made, tmp_path / "work")
+    export = exported(made, trained, tmp_path / "export")
+    config = EvaluationConfig(ks=(5,))
+    parts = {"interactions": data.interactions, "embeddings": data.embeddings}
+    metrics = evaluate(config, export=export, **parts, folder=tmp_path / "evaluation").metrics
+    assert set(trained.result.validation) == {"recall@5", "ndcg@5", "hit_rate@5"}
+    for name, value in trained.result.validation.items():
+        assert 0 < value < 1
+        assert value == pytest.approx(metrics[f"{prefix}/{name}"], abs=1e-12)
+
+
+def test_metrics_tell_what_share_of_a_table_each_epoch_trains(data, tmp_path):
+    steps = (Unfreeze(epoch=2, share=0.25), Unfreeze(epoch=3, share=1.0))
+    tables = {"item": TableConfig(transfer="gradual", unfreeze=steps)}
+    trained = train_in_forks(night(data, tmp_path / "plan", training=TRAINING, tables=tables), tmp_path / "work")
+    assert {(line.epoch, line.unfrozen["item"]) for line in trained.lines} == {(1, 0.0), (2, 0.25), (3, 1.0)}
+
+
+def test_bf16_comes_close_to_fp32(data, tmp_path):
+    losses = {}
+    for precision in ("fp32", "bf16"):
+        made = night(data, tmp_path / f"plan-{precision}", training=training(precision=precision))
+        losses[precision] = train_in_forks(made, tmp_path / precision).result.final_loss
+    assert losses["bf16"] != losses["fp32"]
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.01)

@@ -1,0 +1,185 @@
+"""What must not go on under other settings is refused before anything is launched, with both values and the way out."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recsys_core.errors import InputError
+from recsys_core.manifests import ExportManifest, FeatureFacts, FeaturesManifest, PlanManifest, TrainManifest, produce
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.optimizer_config import TableOptimizer
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.tables import TableConfig
+from recsys_core.training.champion import Champion
+from recsys_core.training.config import TrainingConfig, WarmStartConfig
+from recsys_core.training.train import nights_since_full_training, train
+from recsys_core.training.warm_fit import carried_tables, champion_layers, require_fit
+from tests.recsys_core.training.nights import Night, make_night
+
+WAY_OUT = "set training.warm_start to null for this night, or go back to the old setting"
+ADAGRAD = TableOptimizer()
+
+
+@pytest.fixture(scope="module")
+def night(tmp_path_factory: pytest.TempPathFactory) -> Night:
+    return make_night(tmp_path_factory.mktemp("nights") / "night", 1)
+
+
+@pytest.fixture(scope="module")
+def champion(night: Night) -> Champion:
+    """A champion of the night's own model; its tables are not there, only their names are."""
+
+    def build(out: Path) -> dict[str, Any]:
+        for table in night.spec.tables:
+            (out / f"state_{table}.npy").touch()
+        (out / "model.json").write_text(night.spec.model_dump_json())
+        return {"items": 1, "dim": 8, "similarity": "cosine", "queries": {}}
+
+    produce(night.folder / "export", ExportManifest, fingerprint="export", build=build)
+    produce(night.folder / "train", TrainManifest, fingerprint="train", build=lambda out: TRAINED)
+    found = open_champion(night)
+    assert found is not None
+    return found
+
+
+TRAINED = {
+    "world_size": 2, "steps": 1, "epochs": 1, "examples": 1, "final_loss": 1.0, "samples_per_s": 1.0, "attempts": 1,
+    "best_epoch": None, "validation": {}, "warm_nights": 3,
+}  # fmt: skip
+
+
+def open_champion(night: Night) -> Champion | None:
+    return Champion.open("first", **{name: night.folder / name for name in ("train", "export", "interactions", "features")})
+
+
+def changed(night: Night, *, tables: dict[str, TableConfig] | None = None, **settings: Any) -> ModelSpec:
+    """The night's model with other settings."""
+    config = TwoTowerConfig.model_validate(night.spec.config.model_dump() | settings)
+    return ModelSpec.of(config, interactions=night.interactions, features=night.features, tables=tables)
+
+
+def fit(night: Night, champion: Champion, spec: ModelSpec, *, optimizer: TableOptimizer = ADAGRAD) -> None:
+    require_fit(spec, champion=champion, interactions=night.interactions, features=night.features, optimizer=optimizer)
+
+
+def test_an_equal_model_fits_and_so_does_one_whose_training_alone_is_other(night: Night, champion: Champion) -> None:
+    fit(night, champion, night.spec)
+    history = night.spec.config.history.model_dump() | {"length": 9, "item_dropout": 0.5}
+    fit(night, champion, changed(night, history=history, temperature=0.5, learn_temperature=True))
+    fit(night, champion, night.spec, optimizer=TableOptimizer(kind="sgd"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"embedding_dim": 16}, r"model.embedding_dim is 16 tonight, and 8 in the champion \(run first\)"),
+        ({"query": {"layers": [16, 8]}}, r"model.query.layers is \[16, 8\] tonight, and \[8\] in the champion"),
+        ({"candidate": {"layers": [8]}}, r"model.candidate.layers is \[8\] tonight, and \[\] in the champion"),
+        ({"similarity": "dot"}, "model.similarity is dot tonight, and cosine in the champion"),
+        ({"user_id": False}, r"what the query tower's layers read is \['history', 'last_item'\] tonight, and .*'user'\]"),
+        ({"tables": {"user": TableConfig(dim=12)}}, "tables.user: the width is 12 tonight, and 8 in the champion"),
+    ],
+)
+def test_another_model_is_refused_with_the_setting_both_values_and_the_way_out(
+    night: Night, champion: Champion, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=f"{message}.*{WAY_OUT}"):
+        fit(night, champion, changed(night, **settings))
+
+
+def test_rows_without_sums_are_no_start_for_adagrad(night: Night, champion: Champion) -> None:
+    export = champion.export.model_copy(update={"files": {}})
+    with pytest.raises(InputError, match="the optimizer of table item is adagrad tonight, and one without Adagrad's sums"):
+        fit(night, replace(champion, export=export), night.spec, optimizer=TableOptimizer(kind="adagrad"))
+
+
+def test_ids_of_another_column_are_other_users_and_items(night: Night, champion: Champion) -> None:
+    other = champion.interactions.model_copy(update={"id_columns": ("user_id", "sku")})
+    with pytest.raises(InputError, match=r"item_column\) is .*item_id.* tonight, and .*sku"):
+        fit(night, replace(champion, interactions=other), night.spec)
+
+
+def facts(definition: str) -> FeatureFacts:
+    return FeatureFacts(
+        kind="categorical", rows=5, values=3, out_of_vocabulary=0, missing=0, definition=definition, continued=False
+    )
+
+
+def described(night: Night, **definitions: str) -> FeaturesManifest:
+    """The night's features beside hashed ones, by name and definition."""
+    hashed = {f"item.{name}": facts(definition) for name, definition in definitions.items()}
+    return night.features.model_copy(update={"features": hashed | night.features.features})
+
+
+def test_a_hashed_feature_of_another_definition_is_refused(night: Night, champion: Champion) -> None:
+    before, tonight = described(night, colour="hash 4"), described(night, colour="hash 8")
+    specs = [ModelSpec.of(night.spec.config, interactions=night.interactions, features=one) for one in (before, tonight)]
+    old = replace(champion, spec=specs[0], features=before, export=champion.export)
+    with pytest.raises(InputError, match=r"features: how item.colour is read is hash 8 tonight, and hash 4 in the champion"):
+        require_fit(
+            specs[1], champion=old, interactions=night.interactions, features=tonight, optimizer=TableOptimizer(kind="sgd")
+        )
+
+
+def test_a_new_item_feature_fits_and_the_projections_of_the_others_keep_their_values(night: Night, champion: Champion) -> None:
+    tables = {"item.brand": TableConfig(dim=12), "item.colour": TableConfig(dim=12)}
+    old = ModelSpec.of(
+        night.spec.config, interactions=night.interactions, features=night.features, tables={"item.brand": tables["item.brand"]}
+    )
+    tonight = described(night, colour="hash 4")  # in front of the brand
+    spec = ModelSpec.of(night.spec.config, interactions=night.interactions, features=tonight, tables=tables)
+    before = replace(champion, spec=old)
+    require_fit(spec, champion=before, interactions=night.interactions, features=tonight, optimizer=ADAGRAD)
+    assert "item.colour" not in carried_tables(spec, champion=before)
+    brand = torch.rand(8, 12)
+    dense = {
+        "query.tower.layers.0.weight": torch.rand(8, 24), "query.tower.layers.0.bias": torch.rand(8),
+        "item.tower.projections.1.weight": brand,
+    }  # fmt: skip
+    carried = champion_layers(spec, champion=before, dense=dense)
+    assert set(carried) == {
+        "query.tower.layers.0.weight", "query.tower.layers.0.bias", "item.tower.projections.2.weight",
+    }  # fmt: skip
+    assert carried["item.tower.projections.2.weight"] is brand
+
+
+def test_a_layer_of_another_shape_is_refused_with_both_shapes(night: Night, champion: Champion) -> None:
+    dense = {"query.tower.layers.0.weight": torch.rand(8, 16), "query.tower.layers.0.bias": torch.rand(8)}
+    with pytest.raises(InputError, match=r"the layer query.tower.layers.0.weight is \[8, 24\] tonight, and \[8, 16\] in"):
+        champion_layers(night.spec, champion=champion, dense=dense)
+
+
+def test_the_stage_refuses_before_it_launches_anything(night: Night, champion: Champion, tmp_path: Path) -> None:
+    plan = produce(tmp_path / "plan", PlanManifest, fingerprint="plan", build=lambda out: {"world_size": 2, "device": "cpu"})
+    plan = plan.model_copy(update={"files": {"plan.json": None}})
+    with pytest.raises(InputError, match=r"model.embedding_dim is 16 tonight"):
+        train(
+            TrainingConfig(), model=changed(night, embedding_dim=16), loss=LossConfig(), interactions=night.interactions,
+            embeddings=None, features=night.features, plan=plan, folder=tmp_path / "train", on_progress=lambda line: None,
+            champion=champion,
+        )  # fmt: skip
+    assert not list(tmp_path.glob("train*"))
+
+
+@pytest.mark.parametrize(("every", "nights"), [(7, 4), (5, 4), (4, 0), (1, 0), (None, 0)], ids=lambda value: str(value))
+def test_every_so_many_nights_the_training_is_a_full_one(champion: Champion, every: int | None, nights: int) -> None:
+    config = None if every is None else WarmStartConfig(full_retrain_every=every)
+    assert champion.train.warm_nights == 3
+    assert nights_since_full_training(config, champion=champion) == nights
+    assert nights_since_full_training(config, champion=None) == 0
+
+
+def test_a_champion_of_which_a_stage_is_gone_or_unreadable_is_none(night: Night, champion: Champion) -> None:
+    model = champion.export.path("model.json")
+    content = model.read_text()
+    model.write_text(content + " ")
+    assert open_champion(night) is None
+    model.write_text(content)
+    assert open_champion(night) is not None
+    (night.folder / "features").rename(night.folder / "elsewhere")
+    assert open_champion(night) is None
+    (night.folder / "elsewhere").rename(night.folder / "features")

@@ -1,6 +1,6 @@
 """The nightly run: parquet goes in, a registered, gated retriever comes out."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 from prefect import flow, runtime
 from prefect.client.schemas.objects import State
@@ -8,7 +8,13 @@ from prefect.states import Completed
 
 from flows.config import PipelineConfig
 from flows.load import dump_config
-from recsys_core.manifests import Manifest, RegistrationManifest
+from recsys_core.manifests import (
+    EmbeddingsManifest,
+    FeaturesManifest,
+    InteractionsManifest,
+    Manifest,
+    RegistrationManifest,
+)
 from recsys_core.models.spec import ModelSpec
 from tasks.data_report import check_data
 from tasks.evaluate import evaluate
@@ -20,6 +26,9 @@ from tasks.plan import plan_sharding
 from tasks.register import register
 from tasks.run import Run, StageName
 from tasks.train import train
+
+Stage = tuple[StageName, Manifest | None]
+Ingested = tuple[EmbeddingsManifest | None, InteractionsManifest, FeaturesManifest | None]
 
 
 def _run_id() -> str:
@@ -49,8 +58,8 @@ def nightly_retrain(config: PipelineConfig, run_id: str | None = None, until: St
     return Completed(message=outcome) if manifest.promoted else Completed(name="NotPromoted", message=outcome)
 
 
-def night(config: PipelineConfig, run: Run) -> Iterator[tuple[StageName, Manifest | None]]:
-    """The chain, in order; after each stage its name and manifest."""
+def ingest(config: PipelineConfig, run: Run) -> Generator[Stage, None, Ingested]:
+    """From parquet to vectors, events and features; after each stage its name and manifest."""
     embeddings = ingest_embeddings(config.embeddings, data_root=config.data_root, run=run) if config.embeddings else None
     yield "ingest_embeddings", embeddings
     interactions = ingest_interactions(config.log, embeddings=embeddings, data_root=config.data_root, run=run)
@@ -62,6 +71,12 @@ def night(config: PipelineConfig, run: Run) -> Iterator[tuple[StageName, Manifes
             data_root=config.data_root, run=run,
         )  # fmt: skip
     yield "ingest_features", features
+    return embeddings, interactions, features
+
+
+def night(config: PipelineConfig, run: Run) -> Iterator[Stage]:
+    """The chain, in order; after each stage its name and manifest."""
+    embeddings, interactions, features = yield from ingest(config, run)
     checked = check_data(config.data_report, split=config.interactions.split, interactions=interactions, run=run)
     yield "check_data", checked
     model = ModelSpec.of(

@@ -49,7 +49,7 @@ def sum_shards(optimizer: KeyedOptimizer, *, spec: ModelSpec, table: str) -> lis
         # Under column-wise sharding TorchRec counts the rows of row-wise sums through all shards: the weights know the place.
         for weight, sums in zip(local_shards(parameter), _tensors(value), strict=True):
             columns = weight.weight_RC.shape[1]
-            shards.append(SumShard(weight.row, weight.column, columns, sums.view(len(weight.weight_RC), -1)))
+            shards.append(SumShard(weight.row, weight.column, columns, sums[:, None] if sums.dim() == 1 else sums))
     return shards
 
 

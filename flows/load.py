@@ -18,6 +18,10 @@ from tasks.tuning_config import RangeConfig, label_of
 
 VARIED = ("model", "tables", "loss", "training", "sharding")
 """Groups of settings that `nightjar tune` may vary."""
+FIXED = {
+    "training.validation": "trials are compared by it, so it is the same for all; leave it out",
+    "training.warm_start": "trials start from scratch; leave it out",
+}
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
@@ -88,8 +92,9 @@ def _checked_range(config: PipelineConfig, dotted: str, wish: RangeConfig, *, pr
             f"{dotted}: all trials share one ingest and end with training, so what varies is a setting of {', '.join(VARIED)}"
         )
         return wish
-    if f"{dotted}.".startswith("training.validation."):
-        problems.append(f"{dotted}: trials are compared by training.validation, so it is the same for all; leave it out")
+    fixed = next((why for group, why in FIXED.items() if f"{dotted}.".startswith(f"{group}.")), None)
+    if fixed is not None:
+        problems.append(f"{dotted}: {fixed}")
         return wish
     answers = [(probe, *_tried(config, {dotted: probe})) for probe in wish.probes]
     good = {label_of(probe): _at(found.model_dump(mode="json"), dotted) for probe, found, _, _ in answers if found is not None}

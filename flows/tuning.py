@@ -8,7 +8,7 @@ from prefect import flow
 
 from flows.config import PipelineConfig
 from flows.load import dump_config, to_paste, with_settings
-from flows.nightly import night
+from flows.nightly import ingest
 from flows.study import shortened
 from recsys_core.errors import InputError
 from recsys_core.manifests import EmbeddingsManifest, FeaturesManifest, InteractionsManifest, fingerprint_of
@@ -57,11 +57,7 @@ def tune_settings(config: PipelineConfig) -> Study:
 
 def read_data(config: PipelineConfig, run: Run) -> Data:
     """The ingests of a night."""
-    found = {}
-    for stage, manifest in night(config, run):
-        found[stage] = manifest
-        if stage == "ingest_features":
-            break
+    found = dict(ingest(config, run))
     embeddings, interactions, features = (
         found[stage] for stage in ("ingest_embeddings", "ingest_interactions", "ingest_features")
     )

@@ -148,7 +148,8 @@ def test_nothing_of_a_trial_is_left_but_its_metrics_its_plan_and_the_logs_of_one
         ("model.temperature.x: {low: 1, high: 2}", "model.temperature is the value 1.0, not a group of settings"),
         ("interactions.min_events: {low: 1, high: 2}", "interactions.min_events: all trials share one ingest"),
         ("index.kind: {choices: [flat]}", "index.kind: all trials share one ingest and end with training"),
-        ("training.validation.k: {choices: [5, 10]}", "trials are compared by training.validation"),
+        ("training.validation.k: {choices: [5, 10]}", "training.validation.k: trials are compared by it"),
+        ("training.warm_start.full_retrain_every: {choices: [1, 7]}", "trials start from scratch"),
     ],
 )
 def test_a_range_that_cannot_be_is_refused_when_the_file_is_read(tmp_path: Path, ranges: str, said: str) -> None:

@@ -43,11 +43,13 @@ class Validator:
                 )
         if len(users) > config.max_users:
             users = np.sort(np.random.default_rng(SAMPLE_SEED).choice(users, config.max_users, replace=False))
-        self._users = users
+        # Without a target that its user had not seen there is nothing to rank: the mean over such users alone is no number.
+        unseen = store.targets(users, "validation").without(store.before(users, "validation"), rows=len(store.item_count))
+        self._users = users[unseen.length_N > 0]
 
     @property
     def can_measure(self) -> bool:
-        """Whether the validation split holds an event."""
+        """Whether the validation split holds an event of an item that its user had not seen."""
         return len(self._users) > 0
 
     @property

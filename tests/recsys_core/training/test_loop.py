@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
 
+from recsys_core.data.events import EventStore
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.manifests import ExportManifest, seal
@@ -12,6 +14,9 @@ from recsys_core.models.tables import TableConfig, Unfreeze
 from recsys_core.sharding.config import TableConstraint
 from recsys_core.training.config import TrainingConfig, ValidationConfig
 from recsys_core.training.loop import CHECKPOINTS_NAME
+from recsys_core.training.process import Process
+from recsys_core.training.validation import Validator
+from tests.recsys_core.evaluation.stages import interactions_stage
 from tests.recsys_core.training.stages import (
     MODEL,
     Night,
@@ -159,3 +164,12 @@ def test_bf16_comes_close_to_fp32(data, tmp_path):
         losses[precision] = train_in_forks(made, tmp_path / precision).result.final_loss
     assert losses["bf16"] != losses["fp32"]
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.01)
+
+
+def test_users_who_had_seen_all_their_validation_items_are_not_measured(tmp_path):
+    process = Process(rank=0, world_size=1, device=torch.device("cpu"))
+    for name, validation, can_measure in (("seen", [[0], [2]], False), ("unseen", [[0, 1], [2]], True)):
+        stage = interactions_stage(tmp_path / name, train=[[0], [1, 2]], validation=validation, test=[[], []], items=3)
+        store = EventStore.open(stage)
+        validator = Validator(ValidationConfig(), store=store, process=process, work=tmp_path, alive=tmp_path / "alive")
+        assert validator.can_measure == can_measure

@@ -72,7 +72,15 @@ class PipelineConfig(Frozen):
                 "last; set one of the columns, or model.history.last_item to false and pooling to mean, sum or attention"
             )
         if self.interactions.ordered and history.with_target:
-            raise ValueError("model.history.with_target is for logs without order; with one, a history is what came before")
+            raise ValueError(
+                "model.history.with_target is for logs without order; with one, a history is what came before; set it to false"
+            )
+        asked = self.features is not None and (self.features.users is not None or self.features.context)
+        if not self.model.user_id and history.length == 0 and not asked:
+            raise ValueError(
+                "the query tower has no feature: set model.user_id to true or model.history.length above 0, or declare "
+                "features of users or of the context"
+            )
         if self.model.output_dim % self.index.subquantizers:
             raise ValueError(
                 f"index.subquantizers is {self.index.subquantizers}, but the towers end in {self.model.output_dim} numbers, "

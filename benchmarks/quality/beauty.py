@@ -9,10 +9,12 @@ import pyarrow.parquet as pq
 
 from benchmarks.quality.experiment import Experiment, Settings, merged
 
-EPOCHS = 12
+EPOCHS = 8
 LEAST_WORD_COUNT = 3
-UNFREEZE = [{"epoch": 3, "share": 0.25}, {"epoch": 5, "share": 0.5}, {"epoch": 7, "share": 1.0}]
-"""The schedule of the transfer-learning document (none, top 25 %, top 50 %, all), two epochs each."""
+UNFREEZE = [{"epoch": 2, "share": 0.25}, {"epoch": 3, "share": 0.5}, {"epoch": 4, "share": 1.0}]
+"""The usual schedule (none, the top 25 %, the top 50 %, all), an epoch each."""
+LAYERS: Settings = {"model": {"candidate": {"layers": [128, 64], "residual": True}}}
+"""What is trained on the items' side while their rows are not."""
 
 
 def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experiment]:
@@ -23,8 +25,10 @@ def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experimen
     variants = {
         "random": base,
         "pretrained, full": merged(base, vectors),
-        "pretrained, frozen": merged(base, vectors, {"tables": {"item": {"transfer": "frozen"}}}),
-        "pretrained, gradual": merged(base, vectors, {"tables": {"item": {"transfer": "gradual", "unfreeze": UNFREEZE}}}),
+        "pretrained, frozen": merged(base, vectors, LAYERS, {"tables": {"item": {"transfer": "frozen"}}}),
+        "pretrained, gradual": merged(
+            base, vectors, LAYERS, {"tables": {"item": {"transfer": "gradual", "unfreeze": UNFREEZE}}}
+        ),
         "pretrained, residual": merged(base, vectors, {"tables": {"item": {"transfer": "residual"}}}),
         "random, features": merged(base, features),
         "pretrained, full, features": merged(base, vectors, features),
@@ -56,7 +60,7 @@ def settings(data: Path) -> Settings:
             "epochs": EPOCHS,
             "batch_size": 512,
             "table_optimizer": {"learning_rate": 0.03},
-            "validation": {"metric": "ndcg", "k": 10, "patience": None, "max_users": 30_000},
+            "validation": {"metric": "ndcg", "k": 10, "patience": None, "max_users": 10_000},
         },
         "evaluation": {"ks": [10, 20]},
     }

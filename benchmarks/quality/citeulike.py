@@ -3,13 +3,18 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
 from benchmarks.quality.experiment import Experiment, Settings, merged
 
 
 def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experiment]:
     """Cold start, warm with and without text, and two models of the literature on ids alone."""
     vectors: Settings = {"embeddings": [{"paths": str(data / "item_embeddings.parquet"), "vector_column": "embedding"}]}
-    cold = merged(settings(data, test="cold"), vectors, TEXT, COLD)
+    known: Settings = {"embeddings": [{"paths": str(known_vectors(data, folder=folder)), "vector_column": "embedding"}]}
+    cold = merged(settings(data, test="cold"), known, TEXT, COLD)
     warm = settings(data, test="warm")
     variants = {
         "cold": {"text, residual": cold},
@@ -23,6 +28,20 @@ def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experimen
         for part, ones in variants.items():
             for name, one in ones.items():
                 yield Experiment(part, name, seed, one)
+
+
+def known_vectors(data: Path, *, folder: Path) -> Path:
+    """Vectors of the articles in the training log and of the cold ones: what only the warm test has is no candidate."""
+    known = pa.concat_arrays(
+        [
+            pq.read_table(data / name, columns=["item_id"])["item_id"].combine_chunks()
+            for name in ("train.parquet", "test_cold.parquet")
+        ]
+    )
+    table = pq.read_table(data / "item_embeddings.parquet")
+    path = folder / "known_embeddings.parquet"
+    pq.write_table(table.filter(pc.is_in(table["item_id"], known.unique())), path)
+    return path
 
 
 TEXT: Settings = {"tables": {"item": {"transfer": "residual", "id_dropout": 0.5}}}

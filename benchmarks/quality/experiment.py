@@ -11,6 +11,8 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
+import torch
+
 from flows.config import PipelineConfig
 from recsys_core.data.features.ingest import ingest_features
 from recsys_core.data.log.ingest import ingest_interactions
@@ -78,6 +80,7 @@ def run(experiment: Experiment, *, folder: Path, cores: "Queue[int]") -> dict[st
     core = cores.get()
     try:
         os.sched_setaffinity(0, {core})
+        torch.set_num_threads(1)  # two threads on one core would wait for each other
         return _run(experiment, folder=folder, core=core)
     finally:
         cores.put(core)

@@ -48,6 +48,8 @@ class TrainLoader:
         negatives: int = 0,
         negative_share_I: NDArray[np.float64] | None = None,
     ) -> None:
+        if negatives and negative_share_I is None:
+            raise ValueError(f"negatives is {negatives}, but negative_share_I does not say which items to draw")
         self._store, self._assembler, self._batch_size = store, assembler, batch_size
         self._rank, self._world_size, self._seed = rank, world_size, seed
         self._max_history, self._with_target = max_history, with_target

@@ -67,8 +67,6 @@ class TwoTowerConfig(Frozen):
 
     @model_validator(mode="after")
     def _towers_meet(self) -> Self:
-        if not self.user_id and self.history.length == 0:
-            raise ValueError("the query tower has no feature: set user_id to true or history.length above 0")
         ends = {"query": self.query_layers, "candidate": self.candidate_layers}
         for name, layers in ends.items():
             if getattr(self, name).residual and layers and layers[-1] != self.embedding_dim:

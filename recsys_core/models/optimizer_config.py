@@ -46,7 +46,9 @@ class TableOptimizer(Schedule):
     weight_decay: float = Field(
         0.0, ge=0, description="L2 penalty on the rows that a step looks up (item, user and item_offset tables)"
     )
-    clip: float | None = Field(None, gt=0, description="largest absolute value of a gradient's number; empty: no limit")
+    clip: float | None = Field(
+        None, gt=0, description="largest absolute value of a number in the gradient of one looked-up row; empty: no limit"
+    )
 
 
 class DenseOptimizer(Schedule):

@@ -33,12 +33,6 @@ def test_a_history_is_as_wide_as_what_stands_for_an_item_in_it() -> None:
     assert towers(**wide, history={"items": "vector"}).history_dim == 12
 
 
-def test_a_query_tower_without_any_feature_is_refused() -> None:
-    assert towers(user_id=True, history=NO_HISTORY).history.length == 0
-    with refuses("the query tower has no feature: set user_id to true or history.length above 0"):
-        towers(history=NO_HISTORY)
-
-
 def test_a_last_item_without_a_history_is_refused() -> None:
     with refuses("last_item is true, but length is 0; set length to 1 or more, or last_item to false"):
         HistoryConfig(length=0)

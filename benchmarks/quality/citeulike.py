@@ -14,14 +14,15 @@ def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experimen
     """Cold start, warm with and without text, and two models of the literature on ids alone."""
     vectors: Settings = {"embeddings": [{"paths": str(data / "item_embeddings.parquet"), "vector_column": "embedding"}]}
     known: Settings = {"embeddings": [{"paths": str(known_vectors(data, folder=folder)), "vector_column": "embedding"}]}
-    cold = merged(settings(data, test="cold"), known, TEXT, COLD)
-    warm = settings(data, test="warm")
+    cold = merged(settings(data, test="cold"), ARTICLES, known, TEXT, COLD)
+    pairs = settings(data, test="warm")
+    warm = merged(pairs, ARTICLES)
     variants = {
         "cold": {"text, residual": cold},
-        "warm": {"with text": merged(warm, vectors, TEXT, WARM), "without text": merged(warm, WARM)},
+        "warm": {"with text": merged(warm, vectors, WARM_TEXT), "without text": warm},
         "collaborative": {
-            "SimpleX": merged(settings(data, test="warm"), SIMPLEX),
-            "sampled-softmax matrix factorisation": merged(settings(data, test="warm"), FACTORISATION),
+            "SimpleX": merged(pairs, SIMPLEX),
+            "sampled-softmax matrix factorisation": merged(pairs, FACTORISATION),
         },
     }
     for seed in seeds:
@@ -44,14 +45,23 @@ def known_vectors(data: Path, *, folder: Path) -> Path:
     return path
 
 
-TEXT: Settings = {"tables": {"item": {"transfer": "residual", "id_dropout": 0.5}}}
-"""Frozen text vectors beside a learned offset, so that an article without an interaction lies among the others."""
-
-COLD: Settings = {
+ARTICLES: Settings = {
     "model": {"candidate": {"layers": [512, 128], "residual": True}},
-    "training": {"validation": {"metric": "recall", "k": 20, "catalogue": "cold"}},
+    "tables": {"user": {"init_std": 1e-4, "optimizer": {"learning_rate": 0.02}}},
+    "loss": {"kind": "softmax", "negatives": 0, "mask": "seen"},
+    "training": {"epochs": 10, "dense_optimizer": {"decay": "cosine"}},
 }
-WARM: Settings = {"training": {"validation": {"metric": "recall", "k": 20}}}
+SMALL_STEPS: Settings = {"optimizer": {"learning_rate": 0.02}}
+TEXT: Settings = {
+    # Vectors of length 1, so that an offset, which moves by about the learning rate times 11 at first, does not drown them.
+    "tables": {"item": {"transfer": "residual", "init_std": 128**-0.5, "id_dropout": 0.5}, "item_offset": SMALL_STEPS}
+}
+"""Frozen text vectors beside a learned offset, so that an article without an interaction lies among the others."""
+COLD: Settings = {
+    "model": {"history": {"items": "vector"}},
+    "training": {"epochs": 12, "validation": {"catalogue": "cold"}},
+}
+WARM_TEXT: Settings = merged(TEXT, {"tables": {"item": {"id_dropout": 0.1}}})
 SIMPLEX: Settings = {
     "model": {
         "embedding_dim": 64,
@@ -59,10 +69,12 @@ SIMPLEX: Settings = {
         "query": {"layers": [64], "residual": False},
     },
     "loss": {"kind": "cosine_contrastive", "negatives": 1000, "margin": 0.4, "negative_weight": 100},
+    "training": {"epochs": 40},
 }
 FACTORISATION: Settings = {
     "model": {"embedding_dim": 64, "history": {"length": 0}, "query": {"layers": []}},
     "loss": {"in_batch": False, "negatives": 2048, "logq": "none"},
+    "training": {"epochs": 40},
 }
 
 
@@ -84,7 +96,6 @@ def settings(data: Path, *, test: str) -> Settings:
             "history": {"length": 20, "last_item": False},
             "query": {"layers": []},
         },
-        "loss": {"kind": "softmax", "negatives": 0, "mask": "seen"},
-        "training": {"epochs": 12, "batch_size": 1024},
+        "training": {"batch_size": 1024, "validation": {"metric": "recall", "k": 20}},
         "evaluation": {"ks": [10, 20]},
     }

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.quality.experiment import Experiment, Settings, merged
 
-EPOCHS = 8
+EPOCHS, LIMITED_EPOCHS = 8, 5
 LEAST_WORD_COUNT = 3
 UNFREEZE = [{"epoch": 2, "share": 0.25}, {"epoch": 3, "share": 0.5}, {"epoch": 4, "share": 1.0}]
 """The usual schedule (none, the top 25 %, the top 50 %, all), an epoch each."""
@@ -38,7 +38,10 @@ def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experimen
             yield Experiment("beauty", name, seed, one)
         for share in (10, 1):
             weighted = limited(data, percent=share, seed=seed, folder=folder)
-            few = {"interactions": {"paths": str(weighted), "weight_column": "weight"}}
+            few = {
+                "interactions": {"paths": str(weighted), "weight_column": "weight"},
+                "training": {"epochs": LIMITED_EPOCHS},
+            }
             yield Experiment("limited", f"random, {share} % of users", seed, merged(base, few))
             yield Experiment("limited", f"pretrained, full, {share} % of users", seed, merged(base, vectors, few))
 

@@ -18,7 +18,7 @@ def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experimen
     pairs = settings(data, test="warm")
     warm = merged(pairs, ARTICLES)
     variants = {
-        "cold": {"text, residual": cold},
+        "cold": {"text, residual": cold, "text, residual, all articles": merged(cold, ALL_ARTICLES)},
         "warm": {"with text": merged(warm, vectors, WARM_TEXT), "without text": warm},
         "collaborative": {
             "SimpleX": merged(pairs, SIMPLEX),
@@ -61,6 +61,11 @@ COLD: Settings = {
     "model": {"history": {"items": "vector"}},
     "training": {"epochs": 12, "validation": {"catalogue": "cold"}},
 }
+ALL_ARTICLES: Settings = {
+    "interactions": {"split": {"validation_share": 0.0, "validation_by": "pair"}},
+    "training": {"validation": None},
+}
+"""Nothing held out: as many epochs as the runs that hold articles out found best."""
 WARM_TEXT: Settings = merged(TEXT, {"tables": {"item": {"id_dropout": 0.1}}})
 SIMPLEX: Settings = {
     "model": {

@@ -29,7 +29,7 @@ def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experimen
         "pretrained, gradual": merged(
             base, vectors, LAYERS, {"tables": {"item": {"transfer": "gradual", "unfreeze": UNFREEZE}}}
         ),
-        "pretrained, residual": merged(base, vectors, {"tables": {"item": {"transfer": "residual"}}}),
+        "pretrained, residual": merged(base, vectors, {"tables": {"item": {"transfer": "residual", "id_dropout": 0.3}}}),
         "random, features": merged(base, features),
         "pretrained, full, features": merged(base, vectors, features),
     }

@@ -1,7 +1,6 @@
 """One training, measured: the stages of a night from parquet to metrics, without flow and registry."""
 
 import hashlib
-import json
 import os
 import shutil
 import time
@@ -26,6 +25,19 @@ from recsys_core.training.train import train
 
 Settings = dict[str, Any]
 ONE_RANK: Settings = {"sharding": {"cluster": {"device": "cpu", "processes_per_node": 1}}}
+
+
+def without_folders(settings: Any) -> Any:
+    """The settings with files named by their last part, since the folders are those of one machine.
+
+    >>> without_folders({"paths": "/data/beauty/items.parquet", "dim": 4})
+    {'paths': 'items.parquet', 'dim': 4}
+    """
+    if isinstance(settings, Mapping):
+        return {name: without_folders(value) for name, value in settings.items()}
+    if isinstance(settings, list | tuple):
+        return [without_folders(value) for value in settings]
+    return Path(settings).name if isinstance(settings, str) and "/" in settings else settings
 
 
 def train_only(settings: Settings, *, folder: Path) -> list[tuple[float, Progress]]:
@@ -127,5 +139,5 @@ def _run(experiment: Experiment, *, folder: Path, core: int) -> dict[str, Any]:
         "best_epoch": trained.best_epoch,
         "metrics": {name: value for name, value in found.metrics.items() if not name.startswith("validation/")},
         "samples_per_s": max(line.samples_per_s for line in lines),
-        "settings": json.loads(json.dumps(experiment.settings)),
+        "settings": without_folders(experiment.settings),
     }

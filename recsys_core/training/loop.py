@@ -133,9 +133,8 @@ class Training:
         self._end_epoch(epoch + 1)
 
     def _count(self, loss: Tensor, *, samples: int, epoch: int) -> None:
-        if (
-            self._process.device.type == "cpu" or self._done % self._config.log_every_steps == 0
-        ):  # else it would wait for the GPU
+        # Looking at a number on a GPU waits for it.
+        if self._process.device.type == "cpu" or self._done % self._config.log_every_steps == 0:
             refuse_nan(loss, step=self._done, epoch=epoch, model=self._model, spec=self._job.spec, rank=self._process.rank)
         self._meter.add(loss, samples=samples)
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from flows import nightly
 from recsys_core.data.synthetic import generate
 from recsys_core.manifests import TrainManifest, require_manifest
@@ -35,6 +37,7 @@ def night(folder: Path, *arguments: str) -> tuple[TrainManifest, str]:
     return require_manifest(run / "train", TrainManifest), done.stderr
 
 
+@pytest.mark.drill
 def test_the_second_night_starts_from_the_first_unless_a_full_training_is_due(tmp_path: Path) -> None:
     generate(tmp_path / "data", users=200, items=120, events=4_000, days=10, dim=16, cold_items=10)
     (tmp_path / "nightly.yaml").write_text(CONFIG)

@@ -1,25 +1,16 @@
-"""`nightjar tune`: the search over real trainings, its memory, and the ranges it refuses."""
+"""`nightjar tune`: its memory, and the ranges it refuses; tests/drills/test_tuning.py tunes real trainings."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
 from flows import cli
 from flows.load import load_config, to_paste
 from flows.study import check_tunable
-from recsys_core.data.synthetic import generate
 from recsys_core.errors import InputError
 from tasks.study import Result, Study, best_first
-from tasks.tracking import connect
 from tasks.tuning_config import RangeConfig, TuningConfig
 
 ROOT = Path(cli.__file__).parents[1]
@@ -39,94 +30,6 @@ tuning:
   seed: 4  # draws 0.1, then what ends in NaN, then what learns nothing
   ranges: {training.table_optimizer.learning_rate: {choices: [1e-9, 0.1, 1e30]}}
 """
-
-
-class Tuning:
-    """A workspace in which the first tuning was killed in its second trial, and a second one went on."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.file = folder, folder / "nightly.yaml"
-        generate(folder / "data", users=300, items=200, events=4_000, days=10, dim=16, cold_items=10)
-        self.file.write_text(CONFIG)
-        self._kill_in_second_trial()
-        process = self.start("--json")
-        out, err = process.communicate(timeout=400)
-        assert process.returncode == 0, err
-        self.said = err
-        self.answer: Any = json.loads(out.splitlines()[-1])
-        self.study = Path(self.answer["folder"])
-        self.by_number = {trial["number"]: trial for trial in self.answer["trials"]}
-
-    def start(self, *arguments: str) -> "subprocess.Popen[str]":
-        """`nightjar tune FILE ARGUMENTS` on servers of its own."""
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
-        return subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", "tune", str(self.file), *arguments],
-            env=environment | {"OMP_NUM_THREADS": "1"},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def _kill_in_second_trial(self) -> None:
-        process = self.start()
-        deadline = time.monotonic() + 300
-        while not list(self.folder.glob("tuning/*/trial-1/train.work/job.json")):
-            assert process.poll() is None, process.communicate()[1]
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-
-
-@pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> Tuning:
-    return Tuning(tmp_path_factory.mktemp("tuning"))
-
-
-def test_a_killed_tuning_goes_on_with_the_trial_it_was_in(tuned: Tuning) -> None:
-    assert f"{tuned.study}, 1 of 3 trials done" in tuned.said
-    assert [word for word in tuned.said.split("\n") if word.startswith("ingest_interactions") and word.endswith("(kept)")]
-    assert sorted(tuned.by_number) == [0, 1, 2]
-    assert "trial 0 " not in tuned.said and "trial 1 " in tuned.said
-
-
-def test_trials_end_complete_failed_or_pruned_and_the_best_comes_first(tuned: Tuning) -> None:
-    endings = [(trial["settings"][RATE], trial["ending"]) for trial in tuned.answer["trials"]]
-    assert endings == [(0.1, "complete"), (1e-9, "pruned"), (1e30, "failed")]
-    best, pruned, failed = tuned.answer["trials"]
-    assert best["value"] == max(best["epochs"].values()) > pruned["value"]
-    assert list(pruned["epochs"]) == ["1"]
-    assert "the loss is" in failed["reason"]
-
-
-def test_the_best_settings_are_ready_to_paste_and_the_history_is_a_picture(tuned: Tuning) -> None:
-    text = (tuned.study / "best.yaml").read_text()
-    assert text.startswith("# trial 0 of study")
-    assert yaml.safe_load(text) == {"training": {"table_optimizer": {"learning_rate": 0.1}}}
-    assert (tuned.study / "history.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_mlflow_has_a_run_for_the_study_and_nested_in_it_one_for_each_trial(tuned: Tuning) -> None:
-    runs = connect(tuned.folder).search_runs(["1"])
-    (parent,) = (run for run in runs if run.info.run_name.startswith("tune-"))
-    trials = {run.info.run_name: run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id}
-    states = {name: run.info.status for name, run in trials.items()}
-    assert states == {"trial-0": "FINISHED", "trial-1": "FAILED", "trial-2": "KILLED"}
-    first = trials["trial-0"]
-    assert first.data.params == {RATE: "0.1"}
-    curve = connect(tuned.folder).get_metric_history(first.info.run_id, "validation/ndcg_at_10")
-    assert [str(point.step) for point in curve] == list(tuned.by_number[0]["epochs"])
-    assert first.data.metrics["validation/best/ndcg_at_10"] == parent.data.metrics["validation/best/ndcg_at_10"]
-
-
-def test_nothing_of_a_trial_is_left_but_its_metrics_its_plan_and_the_logs_of_one_that_was_ended(tuned: Tuning) -> None:
-    assert not [process for process in psutil.process_iter(["cmdline"]) if str(tuned.folder) in str(process.info["cmdline"])]
-    assert not list(tuned.study.glob("**/checkpoint*"))
-    kept = {path.name for path in (tuned.study / "trial-0").iterdir()}
-    assert kept == {"metrics.jsonl", "plan"}
-    assert list((tuned.study / "trial-2").glob("train.work/logs/**/stderr.log"))
 
 
 @pytest.mark.parametrize(

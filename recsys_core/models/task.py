@@ -103,20 +103,11 @@ class RetrievalHead(nn.Module):
 class RetrievalTask(nn.Module):
     """forward(batch) -> (loss, detached loss), as TrainPipelineSparseDist wants it."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        *,
-        loss: LossConfig,
-        item_count_I: NDArray[np.int64],
-        ranks: Mapping[str, NDArray[np.int64]],
-        weight_decay: Mapping[str, float],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, head: RetrievalHead, *, device: torch.device) -> None:
         super().__init__()
         # On the meta device: only the shards that the plan gives a rank are ever allocated.
-        self.lookups = Lookups(spec, device=torch.device("meta"))
-        self.head = RetrievalHead(spec, loss=loss, item_count_I=item_count_I, ranks=ranks, weight_decay=weight_decay).to(device)
+        self.lookups = Lookups(head.spec, device=torch.device("meta"))
+        self.head = head.to(device)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         loss = self.head(self._look_up(batch, list(self.lookups)), batch)

@@ -23,7 +23,7 @@ from recsys_core.models.pretrained import blank_rows, copy_pretrained, fill_miss
 from recsys_core.models.shards import table_shards
 from recsys_core.models.spec import ROW_BY_ROW, ModelSpec
 from recsys_core.models.tables import OFFSET
-from recsys_core.models.task import LOOKUPS_PATH, RetrievalTask
+from recsys_core.models.task import LOOKUPS_PATH, RetrievalHead, RetrievalTask
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.sharders import sharders
 from recsys_core.training.process import Process
@@ -65,14 +65,9 @@ def build_model(
     """
     plan.require(spec=spec, world_size=process.world_size)
     torch.manual_seed(seed)  # the towers' layers start equal on every rank
-    task = RetrievalTask(
-        spec,
-        loss=loss,
-        item_count_I=item_count_I,
-        ranks=ranks,
-        weight_decay=weight_decay(spec, default=optimizer),
-        device=process.device,
-    )
+    decay = weight_decay(spec, default=optimizer)
+    head = RetrievalHead(spec, loss=loss, item_count_I=item_count_I, ranks=ranks, weight_decay=decay)
+    task = RetrievalTask(head, device=process.device)
     _choose_optimizers(task.lookups, spec, plan=plan, default=optimizer)
     model = DistributedModelParallel(
         task,

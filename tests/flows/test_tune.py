@@ -6,30 +6,12 @@ from typing import Any
 import pytest
 import yaml
 
-from flows import cli
 from flows.load import load_config, to_paste
 from flows.study import check_tunable
 from recsys_core.errors import InputError
 from tasks.study import Result, Study, best_first
 from tasks.tuning_config import RangeConfig, TuningConfig
-
-ROOT = Path(cli.__file__).parents[1]
-RATE = "training.table_optimizer.learning_rate"
-CONFIG = """
-workspace: .
-interactions:
-  paths: data/interactions/*.parquet
-  timestamp_column: timestamp
-  split: {kind: time, test_days: 2, validation_days: 1}
-model: {embedding_dim: 16, similarity: dot, temperature: 1.0}
-sharding: {cluster: {device: cpu, processes_per_node: 1}}
-training: {epochs: 2, batch_size: 64, log_every_steps: 5}
-tuning:
-  trials: 3
-  startup_trials: 1
-  seed: 4  # draws 0.1, then what ends in NaN, then what learns nothing
-  ranges: {training.table_optimizer.learning_rate: {choices: [1e-9, 0.1, 1e30]}}
-"""
+from tests.flows.tuning import CONFIG
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.sampling import negative_share
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables import TableConfig
-from recsys_core.models.task import RetrievalTask
+from recsys_core.models.task import RetrievalHead, RetrievalTask
 from tests.recsys_core.data.described import facts, feature_store
 
 USERS, ITEMS = 6, 9
@@ -54,14 +54,14 @@ def task_of(
         distils=wish.distillation is not None,
     )
     torch.manual_seed(0)
-    task = RetrievalTask(
+    head = RetrievalHead(
         spec,
         loss=wish,
         item_count_I=COUNTS,
         ranks={name: np.array(rank) for name, rank in (ranks or {}).items()},
         weight_decay=weight_decay or {},
-        device=torch.device("cpu"),
     )
+    task = RetrievalTask(head, device=torch.device("cpu"))
     task.lookups = Lookups(spec, device=torch.device("cpu"))
     for parameter in task.lookups.parameters():
         nn.init.normal_(parameter)

@@ -21,7 +21,7 @@ from recsys_core.models.pretrained import copy_pretrained, fill_missing, fill_ra
 from recsys_core.models.shards import LocalShard
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables import TableConfig
-from recsys_core.models.task import RetrievalTask
+from recsys_core.models.task import RetrievalHead, RetrievalTask
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan
@@ -138,7 +138,9 @@ def make_batch(spec: ModelSpec, *, ranks: Sequence[int], step: int, queries: int
 def plain_task(spec: ModelSpec, *, loss: LossConfig, seed: int) -> tuple[RetrievalTask, dict[str, nn.Parameter]]:
     """The task with its tables as ordinary parameters, by name; the first values are those of every sharding."""
     torch.manual_seed(seed)
-    task = RetrievalTask(spec, loss=loss, item_count_I=COUNTS, ranks={}, weight_decay={}, device=torch.device("cpu"))
+    task = RetrievalTask(
+        RetrievalHead(spec, loss=loss, item_count_I=COUNTS, ranks={}, weight_decay={}), device=torch.device("cpu")
+    )
     task.lookups = Lookups(spec, device=torch.device("cpu"))
     assert {type(collection) for collection in task.lookups.values()} <= {EmbeddingBagCollection, EmbeddingCollection}
     parameters = dict(task.lookups.named_parameters())

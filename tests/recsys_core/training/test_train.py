@@ -17,7 +17,7 @@ from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import PlanManifest, TrainManifest
 from recsys_core.models.lookups import Lookups, parameter_name
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
-from recsys_core.models.task import RetrievalTask
+from recsys_core.models.task import RetrievalHead, RetrievalTask
 from recsys_core.serving.package import user_features
 from recsys_core.serving.quantise import build_tower
 from recsys_core.serving.questions import Questions
@@ -172,7 +172,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_step_and_table_and_is_not_t
 def test_exported_vectors_are_those_of_the_unsharded_model(stages, exported):
     store = EventStore.open(stages.data.interactions)
     spec, cpu = stages.spec, torch.device("cpu")
-    task = RetrievalTask(spec, loss=stages.loss, item_count_I=store.item_count, ranks={}, weight_decay={}, device=cpu)
+    task = RetrievalTask(
+        RetrievalHead(spec, loss=stages.loss, item_count_I=store.item_count, ranks={}, weight_decay={}), device=cpu
+    )
     task.lookups = Lookups(spec, device=cpu)
     for name in spec.tables:
         table = torch.from_numpy(np.load(exported.path(f"table_{name}.npy")))

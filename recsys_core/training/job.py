@@ -27,9 +27,16 @@ class WarmStart(Frozen):
 
 
 class TrainJob(Frozen):
-    """Train `spec` from the stages in the named folders; checkpoints and metrics.jsonl go to `work`."""
+    """Train `spec` from the stages in the named folders; checkpoints and metrics.jsonl go to `work`.
+
+    attempt: which launch this is, from 1. resume: the verified checkpoint that it goes on from; none: the first model.
+    planned_ranks: world size that batches and epochs are counted by, if this attempt has fewer ranks than were planned.
+    """
 
     kind: Literal["train"] = "train"
+    attempt: int = 1
+    resume: Path | None = None
+    planned_ranks: int | None = None
     work: Path
     fingerprint: str
     spec: ModelSpec

@@ -14,12 +14,13 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import FeaturesManifest, InteractionsManifest, require_manifest
 from recsys_core.models.sampling import negative_share
 from recsys_core.models.task import RetrievalTask
-from recsys_core.training.checkpoint import Best, checkpoint_name, latest_checkpoint, restore, save_checkpoint
+from recsys_core.training.checkpoint import JOB_COPY, PLAN_COPY, Best, Checkpointer, CheckpointManifest, checkpoint_name
 from recsys_core.training.encoding import Encoder
 from recsys_core.training.job import TrainJob, TrainResult
 from recsys_core.training.meter import Meter, refuse_nan
 from recsys_core.training.optimizers import LearningRates, make_optimizer
 from recsys_core.training.process import Process
+from recsys_core.training.restore import restore
 from recsys_core.training.start import first_model
 from recsys_core.training.validation import Validator
 from recsys_core.training.warm import fill_from_champion, fill_sums
@@ -30,7 +31,7 @@ CHECKPOINTS_NAME = "checkpoints"
 
 
 def run_training(job: TrainJob, *, process: Process) -> None:
-    """Trains from the newest checkpoint of `job` (or from its first model) until it is done; rank 0 writes result.json."""
+    """Trains from the checkpoint of `job` (or from its first model) until it is done; rank 0 writes result.json."""
     interactions = require_manifest(job.interactions, InteractionsManifest, verify=False)
     features = None if job.features is None else require_manifest(job.features, FeaturesManifest, verify=False)
     store = EventStore.open(interactions)
@@ -66,6 +67,7 @@ def make_loader(job: TrainJob, *, store: EventStore, assembler: Assembler, proce
         with_target=history.with_target,
         negatives=loss.negatives,
         negative_share_I=negative_share(store.item_count, loss.negatives_alpha) if loss.negatives else None,
+        planned_ranks=job.planned_ranks,
     )
 
 
@@ -82,7 +84,14 @@ class Training:
         self._total_steps = self._config.epochs * len(loader)
         self._rates = LearningRates(self._optimizer, spec=job.spec, config=job.training, total_steps=self._total_steps)
         self._pipeline = TrainPipelineSparseDist(model, self._optimizer, process.device)
-        self._checkpoints = job.work / CHECKPOINTS_NAME
+        self._checkpointer = Checkpointer(
+            job.work / CHECKPOINTS_NAME,
+            fingerprint=job.fingerprint,
+            attempt=job.attempt,
+            keep=self._config.keep_checkpoints,
+            papers={JOB_COPY: job.model_dump_json(indent=2), PLAN_COPY: job.plan.read_text()},
+            process=process,
+        )
         self._best: Best | None = None
         self._done = self._saved = 0
         self._unfrozen: dict[str, float] = {}
@@ -91,9 +100,9 @@ class Training:
         self._head.bf16 = self._config.precision == "bf16"
 
     def run(self) -> None:
-        """Goes on from the newest checkpoint to the last epoch, or to where validation no longer gets better."""
-        checkpoint = latest_checkpoint(self._checkpoints, fingerprint=self._job.fingerprint)
-        if checkpoint is not None:
+        """Goes on from the job's checkpoint to the last epoch, or to where validation no longer gets better."""
+        if self._job.resume is not None:
+            checkpoint = require_manifest(self._job.resume, CheckpointManifest, verify=False)
             self._done = self._saved = checkpoint.step
             self._best = checkpoint.best
             restore(self._model, self._optimizer, checkpoint=checkpoint.folder)
@@ -107,6 +116,7 @@ class Training:
             self._run_epoch(self._done // len(self._loader), start_batch=self._done % len(self._loader))
         if self._saved != self._done:
             self._save()
+        self._checkpointer.finish()
         if self._process.leads:
             self._write_result()
 
@@ -166,16 +176,7 @@ class Training:
         self._meter.log(self._done, epoch=epoch, learning_rate=rate, unfrozen=self._unfrozen, validation=validation)
 
     def _save(self) -> None:
-        save_checkpoint(
-            self._model,
-            self._optimizer,
-            folder=self._checkpoints,
-            step=self._done,
-            best=self._best,
-            fingerprint=self._job.fingerprint,
-            keep=self._config.keep_checkpoints,
-            process=self._process,
-        )
+        self._checkpointer.save(self._model, self._optimizer, step=self._done, best=self._best)
         self._saved = self._done
 
     def _write_result(self) -> None:

@@ -26,6 +26,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables import TableConfig
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.planner import plan_sharding
+from recsys_core.training.checkpoint import latest_checkpoint
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export_job import run_export
 from recsys_core.training.job import ExportJob, Progress, TrainJob, TrainResult
@@ -154,6 +155,7 @@ def train_in_forks(night: Night, work: Path, *, stops_at: int | None = None, sco
     """
     work.mkdir(exist_ok=True)
     data = night.data
+    checkpoint = latest_checkpoint(work / CHECKPOINTS_NAME, fingerprint="f")
     job = TrainJob(
         work=work,
         fingerprint="f",
@@ -164,6 +166,7 @@ def train_in_forks(night: Night, work: Path, *, stops_at: int | None = None, sco
         embeddings=data.embeddings.folder,
         features=data.features.folder,
         plan=night.plan.path("plan.json"),
+        resume=checkpoint.folder if checkpoint is not None else None,
     )
     run_ranks(_train, world_size=2, arguments=(job, stops_at, scores))
     if stops_at is not None:

@@ -134,9 +134,10 @@ class Training:
             self._count(loss, samples=self._loader.batch_samples(batch) * self._process.world_size, epoch=epoch + 1)
             if batch + 1 == len(self._loader):
                 break  # what its end brings is logged in one line with this step, and saved
-            if self._done % self._config.log_every_steps == 0:
-                self._log(epoch + 1)
-            if self._done % self._config.checkpoint_every_steps == 0:
+            is_saved = self._done % self._config.checkpoint_every_steps == 0
+            if is_saved or self._done % self._config.log_every_steps == 0:
+                self._log(epoch + 1)  # also where it is saved, so that a resumed run has the same means over the same steps
+            if is_saved:
                 self._save()
         # The lookups belong to the pipeline while it is attached; it has no batch left, so nothing is lost.
         self._pipeline.detach()

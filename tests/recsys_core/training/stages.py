@@ -153,10 +153,22 @@ def train_in_forks(night: Night, work: Path, *, stops_at: int | None = None, sco
 
     stops_at: all ranks end at once after that step, as if killed. scores: what the validations find, instead of measuring.
     """
+    job = train_job(night, work)
+    run_ranks(_train, world_size=2, arguments=(job, stops_at, scores))
+    if stops_at is not None:
+        assert not (work / RESULT_NAME).exists()
+        return Trained(work, TrainResult.model_construct(), [])
+    result = TrainResult.model_validate_json((work / RESULT_NAME).read_bytes())
+    lines = [Progress.model_validate_json(line) for line in (work / METRICS_NAME).read_text().splitlines()]
+    return Trained(work, result, lines)
+
+
+def train_job(night: Night, work: Path) -> TrainJob:
+    """Of the next attempt in `work`, from the newest checkpoint there."""
     work.mkdir(exist_ok=True)
     data = night.data
     checkpoint = latest_checkpoint(work / CHECKPOINTS_NAME, fingerprint="f")
-    job = TrainJob(
+    return TrainJob(
         work=work,
         fingerprint="f",
         spec=night.spec,
@@ -168,13 +180,6 @@ def train_in_forks(night: Night, work: Path, *, stops_at: int | None = None, sco
         plan=night.plan.path("plan.json"),
         resume=checkpoint.folder if checkpoint is not None else None,
     )
-    run_ranks(_train, world_size=2, arguments=(job, stops_at, scores))
-    if stops_at is not None:
-        assert not (work / RESULT_NAME).exists()
-        return Trained(work, TrainResult.model_construct(), [])
-    result = TrainResult.model_validate_json((work / RESULT_NAME).read_bytes())
-    lines = [Progress.model_validate_json(line) for line in (work / METRICS_NAME).read_text().splitlines()]
-    return Trained(work, result, lines)
 
 
 def _process(rank: int) -> Process:
@@ -199,7 +204,14 @@ def _train(rank: int, job: TrainJob, stops_at: int | None, scores: list[float] |
 def export_in_forks(night: Night, checkpoint: Path, out: Path) -> dict[str, np.ndarray]:
     """Every array of the export, and every tensor of its layers."""
     out.mkdir()
-    job = ExportJob(
+    run_ranks(_export, world_size=2, arguments=(export_job(night, checkpoint, out),))
+    arrays = {path.name: np.load(path) for path in sorted(out.glob("*.npy"))}
+    return arrays | {name: value.numpy() for name, value in load_file(out / "dense.safetensors").items()}
+
+
+def export_job(night: Night, checkpoint: Path, out: Path) -> ExportJob:
+    """Exports the model in `checkpoint` to `out`."""
+    return ExportJob(
         work=out,
         out=out,
         spec=night.spec,
@@ -210,9 +222,6 @@ def export_in_forks(night: Night, checkpoint: Path, out: Path) -> dict[str, np.n
         plan=night.plan.path("plan.json"),
         checkpoint=checkpoint,
     )
-    run_ranks(_export, world_size=2, arguments=(job,))
-    arrays = {path.name: np.load(path) for path in sorted(out.glob("*.npy"))}
-    return arrays | {name: value.numpy() for name, value in load_file(out / "dense.safetensors").items()}
 
 
 def _export(rank: int, job: ExportJob) -> None:

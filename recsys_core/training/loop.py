@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer
 
 from recsys_core.data.assembly import Assembler
@@ -15,10 +14,12 @@ from recsys_core.manifests import FeaturesManifest, InteractionsManifest, requir
 from recsys_core.models.sampling import negative_share
 from recsys_core.models.task import RetrievalTask
 from recsys_core.training.checkpoint import JOB_COPY, PLAN_COPY, Best, Checkpointer, CheckpointManifest, checkpoint_name
+from recsys_core.training.clock import StepClock
 from recsys_core.training.encoding import Encoder
 from recsys_core.training.job import TrainJob, TrainResult
 from recsys_core.training.meter import Meter, refuse_nan
 from recsys_core.training.optimizers import LearningRates, make_optimizer
+from recsys_core.training.pipeline import make_pipeline
 from recsys_core.training.process import Process
 from recsys_core.training.restore import restore
 from recsys_core.training.start import first_model
@@ -83,7 +84,8 @@ class Training:
         self._optimizer: CombinedOptimizer = make_optimizer(model, spec=job.spec, config=job.training)
         self._total_steps = self._config.epochs * len(loader)
         self._rates = LearningRates(self._optimizer, spec=job.spec, config=job.training, total_steps=self._total_steps)
-        self._pipeline = TrainPipelineSparseDist(model, self._optimizer, process.device)
+        self._pipeline = make_pipeline(model, self._optimizer, process=process)
+        self._clock = StepClock(job.spec, process=process)
         self._checkpointer = Checkpointer(
             job.work / CHECKPOINTS_NAME,
             fingerprint=job.fingerprint,
@@ -112,8 +114,9 @@ class Training:
         self._meter = Meter(
             self._job.work / METRICS_NAME, process=self._process, total_steps=self._total_steps, first_step=self._done
         )
-        while self._done < self._total_steps and not self._has_stalled():
-            self._run_epoch(self._done // len(self._loader), start_batch=self._done % len(self._loader))
+        with self._clock.listening(self._optimizer):
+            while self._done < self._total_steps and not self._has_stalled():
+                self._run_epoch(self._done // len(self._loader), start_batch=self._done % len(self._loader))
         if self._saved != self._done:
             self._save()
         self._checkpointer.finish()
@@ -124,12 +127,13 @@ class Training:
         """The steps of `epoch` (0-based) from `start_batch` on, then what its end brings."""
         self._model.train()
         self._unfrozen = self._head.set_epoch(epoch + 1)
-        batches = self._loader.epoch(epoch, start_batch=start_batch)
+        batches = self._clock.batches(self._loader.epoch(epoch, start_batch=start_batch))
         for batch in range(start_batch, len(self._loader)):
             self._rates.set_step(self._done)
             # Dropout as a function of (seed, step, rank): nothing to save, and a resumed run draws the same.
             torch.manual_seed((self._config.seed * 1_000_003 + self._done) * 4_099 + self._process.rank)
-            loss = self._pipeline.progress(batches)
+            with self._clock.step(is_sample=self._done % self._config.log_every_steps == 0):
+                loss = self._pipeline.progress(batches)
             self._done += 1
             self._count(loss, samples=self._loader.batch_samples(batch) * self._process.world_size, epoch=epoch + 1)
             if batch + 1 == len(self._loader):
@@ -174,7 +178,14 @@ class Training:
     def _log(self, epoch: int, *, validation: dict[str, float] | None = None) -> None:
         schedule = self._config.table_optimizer
         rate = schedule.learning_rate * schedule.scale(self._done - 1, total_steps=self._total_steps)
-        self._meter.log(self._done, epoch=epoch, learning_rate=rate, unfrozen=self._unfrozen, validation=validation)
+        self._meter.log(
+            self._done,
+            epoch=epoch,
+            learning_rate=rate,
+            times=self._clock.take(),
+            unfrozen=self._unfrozen,
+            validation=validation,
+        )
 
     def _save(self) -> None:
         self._checkpointer.save(self._model, self._optimizer, step=self._done, best=self._best)

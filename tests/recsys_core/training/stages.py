@@ -234,5 +234,6 @@ def checkpoint_of(trained: Trained) -> Path:
 
 
 def unhurried(lines: list[Progress]) -> list[dict[str, Any]]:
-    """The lines without their throughput."""
-    return [json.loads(line.model_dump_json(exclude={"samples_per_s"})) for line in lines]
+    """The lines without what depends on the machine."""
+    measured = {"samples_per_s", "ms_per_step", "embedding_bytes_per_s", "memory_bytes"}
+    return [json.loads(line.model_dump_json(exclude=measured)) for line in lines]

@@ -65,7 +65,7 @@ def _check_kernels(name: str, wish: TableConstraint, *, cluster: ClusterConfig, 
         )
     if device == "cpu" and wish.cache_load_factor is not None:
         raise InputError(
-            f"sharding.tables.{name}.cache_load_factor is {wish.cache_load_factor:g}, but the device is cpu, which has no cache; "
+            f"sharding.tables.{name}.cache_load_factor is {wish.cache_load_factor:g}, but the device is cpu, which has none; "
             "leave it out, or set sharding.cluster.device to cuda"
         )
     if "key_value" in kernels and (cluster.ssd_path is None or cluster.ssd_gb == 0):
@@ -86,8 +86,8 @@ def _check_kernels(name: str, wish: TableConstraint, *, cluster: ClusterConfig, 
         )
     if replicated and kernels and "dense" not in kernels:
         raise InputError(
-            f"{setting}: data_parallel has the kernel dense alone, but compute_kernels are {list(kernels)}; add dense, or leave "
-            "data_parallel out"
+            f"{setting}: data_parallel has the kernel dense alone, but compute_kernels are {list(kernels)}; add dense, or "
+            "leave data_parallel out"
         )
     if kernels == ("dense",) and wish.sharding_types != ("data_parallel",):
         raise InputError(
@@ -141,7 +141,7 @@ def why_not_offered(kind: ShardingKind, table: TableSpec, *, nodes: int, world_s
 
 
 def offered_kernels(wish: TableConstraint, *, device: str) -> tuple[ComputeKernel, ...]:
-    """Kernels the planner chooses from. TorchRec estimates those beside a GPU to be slower, so they stand in where HBM is short."""
+    """Kernels the planner chooses from. TorchRec takes those beside a GPU to be slower: they stand in where HBM is short."""
     if wish.compute_kernels is not None:
         return wish.compute_kernels
     return ("fused", "dense") if device == "cpu" else ("fused", "fused_uvm_caching", "fused_uvm", "dense")

@@ -166,11 +166,9 @@ def step_ms(search: Search, options: Mapping[str, ShardingOption]) -> float:
 
 def _short(option: ShardingOption, usable: Storage) -> int:
     """Bytes that the largest shard alone is too large by."""
-    return max(
-        0,
-        max(shard.storage.hbm - usable.hbm for shard in option.shards),
-        max(shard.storage.ddr - usable.ddr for shard in option.shards),
-    )
+    tiers = ("hbm", "ddr")
+    over: list[int] = [getattr(shard.storage, tier) - getattr(usable, tier) for shard in option.shards for tier in tiers]
+    return max(0, *over)
 
 
 def naive_plans(search: Search) -> tuple[NaivePlan, ...]:

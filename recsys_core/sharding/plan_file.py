@@ -16,6 +16,8 @@ from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.sharding.config import ClusterConfig, ComputeKernel, ShardingKind
 from recsys_core.sharding.constraints import optimizer_kind, ssd_parameters
 
+Measure = Literal["hbm_bytes", "ddr_bytes", "step_ms"]
+
 
 class ShardPlan(Frozen):
     """A rectangle of a table on one rank; offset and size are (row, column)."""
@@ -112,7 +114,7 @@ class PlanFile(Frozen):
         """The slowest rank's."""
         return max(rank.step_ms for rank in self.ranks)
 
-    def imbalance(self, what: Literal["hbm_bytes", "ddr_bytes", "step_ms"]) -> float:
+    def imbalance(self, what: Measure) -> float:
         """Largest over mean of the ranks: 1 is even."""
         values = [float(getattr(rank, what)) for rank in self.ranks]
         return max(values) * len(values) / sum(values) if sum(values) else 1.0
@@ -142,8 +144,8 @@ class PlanFile(Frozen):
             kind = optimizer_kind(table, default=optimizer or TableOptimizer())
             if kind != self.tables[name].optimizer:
                 raise InputError(
-                    f"plan.json: table {name} was planned with optimizer {self.tables[name].optimizer}, but it has {kind}, which "
-                    "takes other memory; plan again"
+                    f"plan.json: table {name} was planned with optimizer {self.tables[name].optimizer}, but it has {kind}, "
+                    "which takes other memory; plan again"
                 )
         found = layout_fingerprint(self.tables, device=self.device, world_size=self.world_size)
         if found != self.fingerprint:

@@ -40,8 +40,8 @@ def plan_sharding(
     for name, wish in config.tables.items():
         if "key_value" in (wish.compute_kernels or ()):
             raise InputError(
-                f"sharding.tables.{name}.compute_kernels: key_value can be planned (`nightjar plan`), but training cannot fill and "
-                "checkpoint tables on an SSD; choose fused_uvm_caching"
+                f"sharding.tables.{name}.compute_kernels: key_value can be planned (`nightjar plan`), but training cannot fill "
+                "and checkpoint tables on an SSD; choose fused_uvm_caching"
             )
 
     def build(out: Path) -> dict[str, Any]:
@@ -85,8 +85,8 @@ def make_plan(
         traffic: what a batch looks up, as measured; without it, full histories of items that nobody else has.
 
     Raises:
-        InputError: a constraint names an unknown table or what the table, its optimizer or the device cannot have; or no plan fits
-            the cluster: then which table, how many bytes short, and what would make it fit.
+        InputError: a constraint names an unknown table or what the table, its optimizer or the device cannot have; or no plan
+            fits the cluster: then which table, how many bytes short, and what would make it fit.
     """
     device, processes = resolve_cluster(config.cluster)
     optimizer = optimizer or TableOptimizer()

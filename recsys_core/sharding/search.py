@@ -16,7 +16,6 @@ from torchrec.distributed.planner.types import (
     HardwareConfig,
     KernelConfig,
     ParameterConstraints,
-    PlannerError,
     ShardingOption,
     Stats,
     Storage,

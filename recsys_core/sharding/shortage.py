@@ -1,4 +1,4 @@
-"""A plan that does not fit: which table, how many bytes short, and what would make it fit, each way tried before it is named."""
+"""A plan that does not fit: which table, how many bytes short, and what would make it fit, tried before it is named."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ def refusal(search: Search) -> InputError:
         f"tried, and fits: {'; or '.join(ways)}"
         if ways
         else (
-            f"nothing that was tried fits (up to {MOST_RANKS} ranks, {MOST_DDR_GB:,.0f} GB per host); use narrower or fewer rows"
+            f"nothing that was tried fits (up to {MOST_RANKS} ranks, {MOST_DDR_GB:,.0f} GB a host); take fewer or narrower rows"
         )
     )
     return InputError(
@@ -63,7 +63,7 @@ def why_too_large(search: Search, options: Mapping[str, ShardingOption]) -> str:
                 f"tables need on {search.world_size} ranks together: {short:,} bytes short in all"
             )
         told = told or (
-            f"table {largest} is the largest, with {need[largest]:,} of {sum(need.values()):,} bytes of {words}; that is enough "
+            f"table {largest} is the largest, with {need[largest]:,} of {sum(need.values()):,} bytes of {words}: enough "
             f"in all, but no distribution was found that gives no rank more than its {usable:,} bytes"
         )
     return told

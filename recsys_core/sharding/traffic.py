@@ -42,12 +42,19 @@ def measure_traffic(
     interactions: InteractionsManifest,
     features: FeaturesManifest | None = None,
 ) -> Traffic:
+    """traffic_of for committed stages."""
+    described = FeatureStore.open(features) if features is not None else None
+    return traffic_of(model, batch_size=batch_size, loss=loss, store=EventStore.open(interactions), features=described)
+
+
+def traffic_of(
+    model: ModelSpec, *, batch_size: int, loss: LossConfig, store: EventStore, features: FeatureStore | None = None
+) -> Traffic:
     """Traffic of a batch of `batch_size` queries on average over an epoch.
 
-    Taken as independent: the items of a batch, drawn by their share of the training events (histories too). It is a little more
-    than there is, for the items of one history resemble each other.
+    The items of a batch (positives, negatives, histories) are taken as drawn independently of each other, histories by the same
+    shares as positives.
     """
-    store = EventStore.open(interactions)
     trained_U = store.train_end - store.user_offset[:-1]
     found_I = seen_share(
         store.item_count,
@@ -56,7 +63,7 @@ def measure_traffic(
         alpha=loss.negatives_alpha,
     )
     distinct = max(1.0, float(found_I.sum()))
-    lists = FeatureStore.open(features).features if features is not None else {}
+    lists = features.features if features is not None else {}
     values: dict[str, float] = {}
     for name, table in model.tables.items():
         offset = lists[name].offset if name in lists else None

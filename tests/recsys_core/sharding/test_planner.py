@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import pytest
 
 from recsys_core.errors import InputError
@@ -32,25 +36,6 @@ def test_every_sharding_type_can_be_planned_on_cpu_for_what_is_pooled(kind):
     assert plan.tables["item"].sharding_type == (kind if kind in ROW_LOOKUP_KINDS else "row_wise")
 
 
-def test_a_sharding_type_that_pools_is_refused_for_item_tables():
-    pooling = ShardingConfig(tables={"item": TableConstraint(sharding_types=("row_wise", "grid_shard"))})
-    with pytest.raises(InputError, match=r"sharding.tables.item: grid_shard adds up pooled rows.*choose among"):
-        make_plan(pooling, model=SPEC, batch_size=64)
-
-
-def test_adam_on_a_cpu_is_for_replicated_tables_and_frozen_tables_have_no_optimizer():
-    adam = TableOptimizer(kind="adam")
-    with pytest.raises(InputError, match=r"tables.item: optimizer adam has no fused kernel on a CPU.*replicate it"):
-        make_plan(config(), model=SPEC, batch_size=64, optimizer=adam)
-    make_plan(config("data_parallel"), model=SPEC, batch_size=64, optimizer=adam)
-    frozen = ModelSpec.sized(
-        TwoTowerConfig(), users=9, items=9, vector_dims={"item": 64}, tables={"item": TableConfig(transfer="frozen")}
-    )
-    assert make_plan(config(), model=frozen, batch_size=64, optimizer=adam).tables["item"].sharding_type != "data_parallel"
-    with pytest.raises(InputError, match=r"partial_rowwise_adam exists as a fused kernel alone"):
-        make_plan(config("data_parallel"), model=SPEC, batch_size=64, optimizer=TableOptimizer(kind="partial_rowwise_adam"))
-
-
 @pytest.mark.parametrize("kind", KINDS[:-1])
 def test_shards_cover_each_table_exactly_once(kind):
     plan = make_plan(config(kind, processes_per_node=4), model=SPEC, batch_size=64)
@@ -65,18 +50,6 @@ def test_a_plan_for_a_cluster_that_is_not_there_needs_no_memory_for_its_tables()
     plan = make_plan(config(device="cuda", nodes=2, processes_per_node=8, hbm_gb=80), model=huge, batch_size=8192)
     assert plan.world_size == len(plan.ranks) == 16
     assert sum(rank.hbm_bytes for rank in plan.ranks) > (10**9 + 10**8) * 128 * 4
-
-
-def test_a_plan_that_does_not_fit_says_what_was_wanted_and_what_there_is():
-    huge = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), users=10**9, items=10**8)
-    with pytest.raises(InputError, match=r"no plan for tables .* on 2 ranks with 80 GB HBM"):
-        make_plan(config(device="cuda", processes_per_node=2), model=huge, batch_size=8192)
-
-
-def test_a_constraint_on_an_unknown_table_is_refused():
-    wrong = ShardingConfig(tables={"itm": TableConstraint(sharding_types=("row_wise",))})
-    with pytest.raises(InputError, match=r"sharding.tables.itm: no such table; the model has \['item', 'user'\]"):
-        make_plan(wrong, model=SPEC, batch_size=64)
 
 
 def test_plan_json_reads_back_as_it_was_and_rebuilds_torchrecs_plan(tmp_path):
@@ -95,3 +68,45 @@ def test_a_plan_for_another_world_size_or_model_is_refused_with_both_numbers():
         plan.require(spec=SPEC, world_size=3)
     with pytest.raises(InputError, match=r"\(500, 64\).*\(501, 64\)"):
         plan.require(spec=ModelSpec.sized(SPEC.config, users=1000, items=501), world_size=2)
+
+
+def test_a_plan_for_another_optimizer_or_one_changed_by_hand_is_refused():
+    plan = make_plan(config(), model=SPEC, batch_size=64, optimizer=TableOptimizer(kind="sgd"))
+    plan.require(spec=SPEC, world_size=2, optimizer=TableOptimizer(kind="sgd"))
+    with pytest.raises(InputError, match="table item was planned with optimizer sgd, but it has adagrad"):
+        plan.require(spec=SPEC, world_size=2, optimizer=TableOptimizer(kind="adagrad"))
+    own = ModelSpec.sized(
+        SPEC.config, users=1000, items=500, tables={"user": TableConfig(optimizer=TableOptimizer(kind="adagrad"))}
+    )
+    with pytest.raises(InputError, match="table user was planned with optimizer sgd, but it has adagrad"):
+        plan.require(spec=own, world_size=2)
+    item = plan.tables["item"].model_copy(update={"compute_kernel": "fused_uvm"})
+    with pytest.raises(InputError, match="changed by hand"):
+        plan.model_copy(update={"tables": plan.tables | {"item": item}}).require(spec=SPEC, world_size=2)
+
+
+def test_the_same_plan_is_made_in_every_process():
+    code = (
+        "from tests.recsys_core.sharding.test_planner import SPEC, config; "
+        "from recsys_core.sharding.planner import make_plan; "
+        "print(make_plan(config(nodes=2, processes_per_node=2), model=SPEC, batch_size=64).fingerprint)"
+    )
+    seeds = [subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}, check=True, capture_output=True, text=True
+    ).stdout for seed in ("1", "2")]  # fmt: skip
+    assert len(set(seeds)) == 1 and len(seeds[0].strip()) == 64
+
+
+def test_a_cached_table_goes_to_torchrec_with_its_cache_and_may_be_planned_on_an_ssd_but_not_trained(tmp_path):
+    cached = TableConstraint(compute_kernels=("fused_uvm_caching",), cache_load_factor=0.3)
+    plan = make_plan(ShardingConfig(cluster=ClusterConfig(device="cuda"), tables={"item": cached}), model=SPEC, batch_size=64)
+    parameter = plan.to_torchrec("lookups", spec=SPEC).plan[f"lookups.{SPEC.tables['item'].collection}"]["item"]
+    assert parameter.compute_kernel == "fused_uvm_caching" and parameter.cache_params.load_factor == 0.3
+    on_disk = ShardingConfig(
+        cluster=ClusterConfig(device="cuda", ssd_gb=100, ssd_path="/ssd"),
+        tables={"item": TableConstraint(compute_kernels=("key_value",))},
+    )
+    table = make_plan(on_disk, model=SPEC, batch_size=64).tables["item"]
+    assert (table.compute_kernel, table.ssd_path) == ("key_value", "/ssd")
+    with pytest.raises(InputError, match=r"sharding.tables.item.compute_kernels: key_value can be planned"):
+        plan_sharding(on_disk, model=SPEC, batch_size=64, folder=tmp_path / "plan")

@@ -156,7 +156,8 @@ class Search:
                     ddr_mem_bw=cluster.ddr_gbs * per_ms,
                     hbm_to_ddr_mem_bw=cluster.pcie_gbs * per_ms,
                 ),
-                kernel_config=KernelConfig(compute_device=self.device),
+                # Without this flag TorchRec 1.8 leaves the bandwidths aside and takes its own.
+                kernel_config=KernelConfig(compute_device=self.device, use_hardware_based_bandwidth=True),
             )
 
 

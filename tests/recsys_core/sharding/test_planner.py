@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 
@@ -50,6 +51,19 @@ def test_a_plan_for_a_cluster_that_is_not_there_needs_no_memory_for_its_tables()
     plan = make_plan(config(device="cuda", nodes=2, processes_per_node=8, hbm_gb=80), model=huge, batch_size=8192)
     assert plan.world_size == len(plan.ranks) == 16
     assert sum(rank.hbm_bytes for rank in plan.ranks) > (10**9 + 10**8) * 128 * 4
+
+
+def test_twenty_billion_rows_are_planned_row_by_row_beyond_32_bits():
+    vast = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), users=19 * 10**9, items=10**9)
+    plan = make_plan(config(device="cuda", nodes=32, processes_per_node=8, hbm_gb=80, ddr_gb=100), model=vast, batch_size=64)
+    shards = plan.tables["user"].shards
+    assert sum(shard.size[0] for shard in shards) == 19 * 10**9
+    assert max(shard.offset[0] for shard in shards) > 2**34
+    assert all(later.offset[0] == one.offset[0] + one.size[0] for one, later in pairwise(shards))
+    assert max(rank.hbm_bytes for rank in plan.ranks) < 80 * 2**30
+    restored = PlanFile.model_validate_json(plan.model_dump_json())
+    assert restored == plan
+    restored.require(spec=vast, world_size=256)
 
 
 def test_plan_json_reads_back_as_it_was_and_rebuilds_torchrecs_plan(tmp_path):

@@ -225,16 +225,17 @@ def to_markdown(result: dict[str, Any]) -> str:
         if "refused" in found:
             told = found["refused"].split("input): ")[1]
         else:
+            hbm, ddr = found["rank_hbm_bytes"] / 1e9, found["rank_ddr_bytes"] / 1e9
             told = (
-                f"{found['rank_hbm_bytes'] / 1e9:.1f} GB of HBM and {found['rank_ddr_bytes'] / 1e9:.1f} GB of main memory per GPU, "
-                f"kernels {', '.join(found['kernels'])}, lookups {found['lookups_ms']:,.1f} ms"
+                f"{hbm:.1f} GB of HBM and {ddr:.1f} GB of main memory per GPU, kernels {', '.join(found['kernels'])}, "
+                f"lookups {found['lookups_ms']:,.1f} ms"
             )
         lines.append(f"| {kind} | {told} |")
-    by_row = result["users_by_row"]
+    one = result["users_by_row"]
     lines += [
         "",
-        f"And with the users' rows looked up one by one: {by_row['fp32']['sent'] / 1e6:,.1f} MB sent per step, lookups "
-        f"{by_row['lookups_ms']:.2f} ms, step {by_row['step_ms']:.2f} ms, {by_row['hours']:.2f} hours, {by_row['dollars']:,.0f} dollars.",
+        f"And with the users' rows looked up one by one: {one['fp32']['sent'] / 1e6:,.1f} MB sent per step, lookups "
+        f"{one['lookups_ms']:.2f} ms, step {one['step_ms']:.2f} ms, {one['hours']:.2f} hours, {one['dollars']:,.0f} dollars.",
     ]
     return "\n".join(lines)
 

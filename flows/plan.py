@@ -19,6 +19,7 @@ from recsys_core.sharding.plan_file import PlanFile, as_ranges
 from recsys_core.sharding.planner import make_plan, write_plan
 from recsys_core.sharding.traffic import measure_traffic
 
+MOST_LINES = 16
 Data = tuple[EmbeddingsManifest | None, InteractionsManifest, FeaturesManifest | None]
 
 
@@ -74,11 +75,14 @@ def print_plan(plan: PlanFile, *, paths: Sequence[Path], console: Console) -> No
     ]
     print_table(["table", "rows x dim", "sharding", "kernel", "ranks", "values/query"], tables, console=console)
     console.print()
+    groups = sorted(plan.alike(), key=lambda group: -group[1].step_ms)
     ranks = [
         [as_ranges(ranks), size(one.hbm_bytes), size(one.ddr_bytes), f"{milliseconds(one.step_ms)} ms"]
-        for ranks, one in plan.alike()
+        for ranks, one in groups[:MOST_LINES]
     ]
-    print_table(["ranks", "HBM", "main memory", "est. step"], ranks, console=console)
+    print_table(["ranks, slowest first", "HBM", "main memory", "est. step"], ranks, console=console)
+    if len(groups) > MOST_LINES:
+        console.print(f"... and {len(groups) - MOST_LINES} more, see {paths[1].name}", markup=False)
     console.print()
     plans = [
         [

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -46,6 +46,7 @@ OPTIMIZER_CLASSES = {
     "partial_rowwise_adam": PartialRowWiseAdam,
 }
 """What TorchRec takes the size of an optimizer's state from."""
+_PLAIN_FIRST: tuple[str, ...] = get_args(ShardingKind)
 Kinds = Mapping[str, tuple[ShardingKind, ...]]
 Kernels = Mapping[str, tuple[ComputeKernel, ...]]
 
@@ -166,7 +167,7 @@ class _Enumerator(EmbeddingEnumerator):  # type: ignore[misc]  # TorchRec has no
 
     def enumerate(self, module: nn.Module, sharders: list[Any]) -> list[ShardingOption]:
         found: list[ShardingOption] = super().enumerate(module, sharders)
-        return sorted(found, key=lambda option: (option.name, option.sharding_type, option.compute_kernel))
+        return sorted(found, key=lambda option: (option.name, _PLAIN_FIRST.index(option.sharding_type), option.compute_kernel))
 
 
 class _BestPlan(Stats):  # type: ignore[misc]  # TorchRec has no types

@@ -15,6 +15,8 @@ from recsys_core.sharding.shortage import why_too_large
 
 STATE_PER_WEIGHT = {"sgd": 0.0, "none": 0.0, "adagrad": 1.0, "adam": 2.0, "partial_rowwise_adam": 1.0}
 """Bytes of optimizer state by byte of weights, as TorchRec counts them; rowwise_adagrad: one number per row."""
+MOST_TABLES_TRIED = 8
+"""With more tables a search takes seconds, and there are several alternatives to each."""
 NAIVE: tuple[ShardingKind, ...] = ("row_wise", "table_wise")
 _FLOAT_BYTES = 4
 
@@ -147,6 +149,8 @@ def _verdict(
     slower = cost_ms(option) - cost_ms(taken)
     if slower >= 0:
         return f"slower: {cost_ms(option):.3g} ms, {cost_ms(taken):.3g} as chosen" if slower else "as fast, no better"
+    if len(search.model.tables) > MOST_TABLES_TRIED:
+        return "faster alone, but not found to be with the other tables"
     try:
         step = step_ms(search, search.best(kinds={name: (kind,)}))
     except PlannerError:

@@ -79,7 +79,8 @@ def traffic_of(
     hottest = {name: hot_shares(found_I) for name, table in model.tables.items() if table.feature == "item"}
     if "user" in model.tables:
         hottest["user"] = hot_shares(trained_U.astype(np.float64))
-    return Traffic(values=values, hottest=hottest)
+    # Rounded, so that a plan is not another one for its last digits on another machine.
+    return Traffic(values={name: float(f"{value:.6g}") for name, value in values.items()}, hottest=hottest)
 
 
 def mean_history(trained_U: NDArray[np.int64], *, model: ModelSpec, ordered: bool) -> float:
@@ -143,7 +144,6 @@ def hot_shares(weight_R: Floats) -> tuple[float, ...]:
     place = np.arange(1, CURVE_POINTS + 1) * len(weight_R) / CURVE_POINTS
     low = np.minimum(place.astype(np.int64), len(weight_R) - 1)
     shares: Floats = rising[low] + (place - low) * (rising[low + 1] - rising[low])
-    # Rounded, so that a plan does not differ in its last digits from one machine to another.
     return tuple(round(min(1.0, share), 6) for share in shares.tolist())
 
 

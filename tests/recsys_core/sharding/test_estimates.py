@@ -2,6 +2,7 @@
 
 import pytest
 
+from recsys_core.manifests import FeatureFacts
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
@@ -64,6 +65,24 @@ def test_each_sharding_type_of_each_table_has_a_reason() -> None:
     chosen = reasons["user"][plan.tables["user"].sharding_type]
     slower = [one for one in reasons["user"].values() if one.verdict.startswith("slower")]
     assert slower and all(one.step_ms > chosen.step_ms for one in slower)
+
+
+def test_a_type_that_is_faster_alone_may_not_fit_beside_the_other_tables() -> None:
+    counted = {"values": 0, "out_of_vocabulary": 0, "missing": 0, "definition": "", "continued": False}
+    large, third = (FeatureFacts(kind="categorical", rows=rows, **counted) for rows in (9 * 10**8, 3 * 10**8))
+    model = ModelSpec.sized(
+        TwoTowerConfig(embedding_dim=128), users=1, items=1000, facts={"user.a": large, "user.b": large, "user.c": third}
+    )
+    cluster = ClusterConfig(device="cuda", nodes=2, processes_per_node=8)
+    kernels = {name: TableConstraint(compute_kernels=("fused",)) for name in model.tables}
+    plan = make_plan(ShardingConfig(cluster=cluster, tables=kernels), model=model, batch_size=1024)
+    rows = [name for name in ("user.a", "user.b", "user.c") if plan.tables[name].sharding_type == "row_wise"]
+    assert rows, "each alone fits one host, but there are three of them and two hosts"
+    for name in rows:
+        (within_host,) = (one for one in plan.tables[name].alternatives if one.sharding_type == "table_row_wise")
+        (chosen,) = (one for one in plan.tables[name].alternatives if one.verdict == "chosen")
+        assert within_host.step_ms < chosen.step_ms
+        assert within_host.verdict == "faster alone, but it does not fit beside the other tables"
 
 
 def test_one_sharding_type_for_all_is_slower_or_does_not_fit() -> None:

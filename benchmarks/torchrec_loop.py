@@ -50,9 +50,7 @@ class Task(nn.Module):
         return loss, (loss.detach(), logits.detach(), batch.labels.detach())
 
 
-def seconds_per_step(
-    *, rows: int, dim: int, layers: list[int], batch_size: int, warm_up: int, steps: int
-) -> float:
+def seconds_per_step(*, rows: int, dim: int, layers: list[int], batch_size: int, warm_up: int, steps: int) -> float:
     """Of the default process group's ranks, in their own loop."""
     device = torch.device("cpu")
     task = Task(rows=rows, dim=dim, layers=layers, device=device)

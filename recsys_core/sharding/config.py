@@ -10,6 +10,7 @@ ShardingKind = Literal[
     "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard", "data_parallel"
 ]
 ComputeKernel = Literal["fused", "fused_uvm", "fused_uvm_caching", "key_value", "dense"]
+Precision = Literal["fp32", "fp16", "bf16", "int8"]
 
 
 class ClusterConfig(Frozen):
@@ -62,8 +63,18 @@ class TableConstraint(Frozen):
         return self
 
 
+class CommunicationConfig(Frozen):
+    """In what precision rows and their gradients travel between ranks; they are looked up, added up and updated in fp32."""
+
+    forward: Precision = Field("fp32", description="of the rows")
+    backward: Precision = Field("fp32", description="of their gradients")
+
+
 class ShardingConfig(Frozen):
     """Input of the planner."""
 
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="the hosts training runs on")
     tables: dict[str, TableConstraint] = Field(default_factory=dict, description="constraints by table name (item, user)")
+    communication: CommunicationConfig = Field(
+        default_factory=CommunicationConfig, description="fewer bytes between ranks for less precision"
+    )

@@ -21,6 +21,9 @@ SSD_CACHE_MB = 1024
 WHOLE_COLUMNS = 128
 """TorchRec 1.8 cuts columns into pieces of this width: a narrower table stays whole under column_wise."""
 BESIDE_GPU: tuple[ComputeKernel, ...] = ("fused_uvm", "fused_uvm_caching", "key_value")
+INT8_WIDTH = 32
+INT8_KINDS: tuple[ShardingKind, ...] = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
+"""Of pooled tables."""
 SSD_OPTIMIZERS = ("rowwise_adagrad", "partial_rowwise_adam", "adam")
 WITHIN_HOST: tuple[ShardingKind, ...] = ("table_row_wise", "table_column_wise", "grid_shard")
 
@@ -38,12 +41,33 @@ def check_constraints(config: ShardingConfig, *, model: ModelSpec, device: str, 
     for name in config.tables:
         if name not in model.tables:
             raise InputError(f"sharding.tables.{name}: no such table; the model has {sorted(model.tables)}")
+    _check_communication(config, model)
     for name, table in model.tables.items():
         wish = config.tables.get(name, TableConstraint())
         optimizer = optimizer_kind(table, default=default)
         _check_kinds(name, table, wish)
         _check_kernels(name, wish, cluster=config.cluster, device=device, optimizer=optimizer)
         _check_optimizer(name, wish, device=device, optimizer=optimizer)
+
+
+def _check_communication(config: ShardingConfig, model: ModelSpec) -> None:
+    """What TorchRec 1.8 cannot send in int8: rows of other widths, and sums that ranks add up on the way."""
+    communication = config.communication
+    if "int8" not in (communication.forward, communication.backward):
+        return
+    for name, table in model.tables.items():
+        if table.dim % INT8_WIDTH:
+            raise InputError(
+                f"sharding.communication: int8 takes widths that are multiples of {INT8_WIDTH}, but table {name} has "
+                f"{table.dim}; choose fp16 or bf16, or change tables.{name}.dim"
+            )
+        kinds = config.tables.get(name, TableConstraint()).sharding_types
+        if table.side == "query" and not set(kinds or WITHIN_HOST) <= set(INT8_KINDS):
+            raise InputError(
+                f"sharding.communication: int8 cannot carry the sums that row-wise kinds add up between ranks, but "
+                f"sharding.tables.{name}.sharding_types is {list(kinds) if kinds else 'left to the planner'}; choose among "
+                f"{list(INT8_KINDS)}, or fp16 or bf16"
+            )
 
 
 def _check_kinds(name: str, table: TableSpec, wish: TableConstraint) -> None:

@@ -14,7 +14,7 @@ from recsys_core.config import Frozen
 from recsys_core.errors import InputError
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec, module_name
-from recsys_core.sharding.config import ClusterConfig, ComputeKernel, ShardingKind
+from recsys_core.sharding.config import ClusterConfig, CommunicationConfig, ComputeKernel, ShardingKind
 from recsys_core.sharding.constraints import optimizer_kind, ssd_parameters
 
 Measure = Literal["hbm_bytes", "ddr_bytes", "step_ms"]
@@ -99,6 +99,7 @@ class PlanFile(Frozen):
     batch_size: int
     fingerprint: str
     cluster: ClusterConfig
+    communication: CommunicationConfig
     usable_hbm_bytes: int
     usable_ddr_bytes: int
     tables: dict[str, TablePlan]

@@ -113,6 +113,7 @@ def make_plan(
         batch_size=batch_size,
         fingerprint=layout_fingerprint(tables, device=device, world_size=search.world_size),
         cluster=config.cluster,
+        communication=config.communication,
         usable_hbm_bytes=search.usable.hbm,
         usable_ddr_bytes=search.usable.ddr,
         tables=tables,

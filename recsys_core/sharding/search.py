@@ -102,14 +102,14 @@ class Search:
             storage_reservation=FixedPercentageStorageReservation(percentage=RESERVED_SHARE),
         )
         with _quiet():
-            planner.plan(self._module, sharders())
+            planner.plan(self._module, sharders(self.config.communication))
         return self._by_table(chosen.options)
 
     def options(self, *, kinds: Kinds | None = None, kernels: Kernels | None = None) -> dict[str, list[ShardingOption]]:
         """By table every layout that could be chosen, with its estimates; whether it fits is not asked."""
         enumerator = _Enumerator(self._topology, batch_size=self.batch_size, constraints=self._constraints(kinds, kernels))
         with _quiet():
-            found = enumerator.enumerate(self._module, sharders())
+            found = enumerator.enumerate(self._module, sharders(self.config.communication))
         return {name: [option for option in found if option.name == module_name(name)] for name in sorted(self.model.tables)}
 
     def _constraints(self, kinds: Kinds | None, kernels: Kernels | None) -> dict[str, ParameterConstraints]:

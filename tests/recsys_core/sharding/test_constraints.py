@@ -7,7 +7,7 @@ from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables import TableConfig
-from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
+from recsys_core.sharding.config import ClusterConfig, CommunicationConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.planner import make_plan
 
 SPEC = ModelSpec.sized(TwoTowerConfig(user_id=True), users=1000, items=500)
@@ -20,7 +20,19 @@ def wished(table: str = "item", *, cluster: dict | None = None, **wish) -> Shard
     )
 
 
+def sent(communication: CommunicationConfig, **wish) -> ShardingConfig:
+    return wished("user", **wish).model_copy(update={"communication": communication})
+
+
 CASES = {
+    "int8 for sums": (
+        sent(CommunicationConfig(forward="int8")),
+        r"int8 cannot carry the sums.*sharding.tables.user.sharding_types is left to the planner; choose among \['table_wise'",
+    ),
+    "int8 for some sums": (
+        sent(CommunicationConfig(backward="int8"), sharding_types=("table_wise", "row_wise")),
+        r"sharding.tables.user.sharding_types is \['table_wise', 'row_wise'\]",
+    ),
     "a table that is not there": (
         wished("itm", sharding_types=("row_wise",)),
         r"sharding.tables.itm: no such table; the model has \['item', 'user'\]",
@@ -99,3 +111,9 @@ def test_a_kernel_that_is_asked_for_is_taken_and_the_pooling_factor_is_the_users
     assert (table.compute_kernel, table.cache_load_factor, table.values_per_query) == ("fused_uvm_caching", 0.5, 3.0)
     assert table.constraint == "compute_kernels: fused_uvm_caching; cache_load_factor: 0.5; pooling_factor: 3.0"
     assert plan.tables["user"].compute_kernel == "fused" and plan.tables["user"].constraint is None
+
+
+def test_int8_is_refused_for_a_width_that_it_cannot_carry():
+    narrow = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=48), users=1000, items=500)
+    with pytest.raises(InputError, match=r"int8 takes widths that are multiples of 32, but table item has 48; choose fp16"):
+        make_plan(sent(CommunicationConfig(forward="int8"), sharding_types=("table_wise",)), model=narrow, batch_size=64)

@@ -3,8 +3,8 @@
     make bench-train                      # everything, about 15 minutes
     python -m benchmarks.train --rounds 1 --parts example
 
-Two tables of 1,048,576 x 64, an MLP [128, 64] on each side, binary cross-entropy, gloo ranks with a core each. Our trainer reads
-what the ingest made of a parquet log; in `made beforehand` its very batches lie ready in memory. The contestants take turns.
+Two tables of 1,048,576 x 64, an MLP [128, 64] on each side, binary cross-entropy, gloo ranks with a core each. Our trainer
+reads what the ingest made of a parquet log; in `made beforehand` its very batches lie ready. The contestants take turns.
 """
 
 import argparse
@@ -123,8 +123,8 @@ def ours(run: Run, *, folder: Path, process: Process) -> dict[str, Any]:
         embedding_dim=DIM,
         user_id=True,
         history=HistoryConfig(length=0, last_item=False),
-        query=TowerConfig(layers=LAYERS, residual=False),
-        candidate=TowerConfig(layers=LAYERS),
+        query=TowerConfig(layers=LAYERS, residual=False, dropout=0.0),
+        candidate=TowerConfig(layers=LAYERS, residual=False, dropout=0.0),
     )
     loss = LossConfig(kind="bce", negatives=64)
     spec = ModelSpec.of(model, interactions=interactions, loss=loss)
@@ -154,6 +154,8 @@ def ours(run: Run, *, folder: Path, process: Process) -> dict[str, Any]:
     trainer = Training(job, model=sharded, loader=short, process=process)
     trainer._save = lambda: None  # type: ignore[method-assign]  # a checkpoint of random rows is of no interest here
     trainer.run()
+    if not process.leads:
+        return {}
     lines = [Progress.model_validate_json(line) for line in (work / METRICS_NAME).read_text().splitlines()]
     counted = [line for line in lines if line.step > WARM_UP]
     times = {name: statistics.fmean(line.ms_per_step[name] for line in counted) for name in counted[0].ms_per_step}
@@ -229,7 +231,7 @@ def to_markdown(results: dict[str, Any]) -> str:
         "# The training step",
         "",
         f"Made on {results['date']} on {results['cores']} cores by `make bench-train`: torch {results['versions']['torch']}, "
-        f"torchrec {results['versions']['torchrec']}. Two tables of {ROWS:,} x {DIM}, MLP {list(LAYERS)}, binary cross-entropy, "
+        f"torchrec {results['versions']['torchrec']}. Two tables of {ROWS:,} x {DIM}, MLP {list(LAYERS)}, BCE, "
         "2 gloo ranks with a core each. Samples/s over both ranks; median of the rounds, which took turns.",
         "",
         "| batch per rank | | samples/s (all rounds) | to the example | to made beforehand |",
@@ -250,8 +252,8 @@ def to_markdown(results: dict[str, Any]) -> str:
             lines.append(f"| {batch_size:,} | {name} | {statistics.median(of_one):,.0f} ({rounds}) | {' | '.join(to_others)} |")
     lines += [
         "",
-        "`example`: the loop of TorchRec's retrieval example on RandomRecDataset (benchmarks/torchrec_loop.py). `ours`: the trainer",
-        "of this project, from parquet; the ratios are medians of those of each round.",
+        "`example`: the loop of TorchRec's retrieval example on RandomRecDataset (benchmarks/torchrec_loop.py). `ours`: this",
+        "project's trainer, from parquet. The ratios are medians of those of each round.",
         "",
         f"By sharding type of the query table, batch {BATCH_SIZES[1]:,} per rank; the item table has the same type where rows",
         "looked up one by one can, else row_wise. Milliseconds of a step, mean over the ranks (recsys_core/training/clock.py):",

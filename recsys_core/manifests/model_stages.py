@@ -18,7 +18,7 @@ class PlanManifest(Manifest):
 
 class TrainManifest(Manifest):
     """checkpoint/ (torch.distributed.checkpoint), metrics.jsonl, model.json (ModelSpec), plan.json (that was
-    executed last).
+    executed last), and where asked for profile/.
     """
 
     kind: ClassVar[str] = "train"

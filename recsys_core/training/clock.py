@@ -1,5 +1,6 @@
 """Where the time of a step goes, and how much the lookups read."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,7 +90,8 @@ class StepClock:
 
     def _timed(self, what: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if not self._running:
+            # A checkpoint is written by a thread that waits for other ranks too. On a GPU the backward pass has its own thread.
+            if not self._running or not (self._waits or threading.current_thread() is threading.main_thread()):
                 return call(*args, **kwargs)
             started = self._now()
             try:

@@ -33,6 +33,13 @@ class WarmStartConfig(Frozen):
     )
 
 
+class ProfileConfig(Frozen):
+    """torch's profiler around some steps: train/profile/rank-<r>.json.gz, to be opened in chrome://tracing or Perfetto."""
+
+    after_steps: int = Field(20, ge=0, description="steps that are left alone first")
+    steps: int = Field(5, ge=1, description="steps that are recorded")
+
+
 class TrainingConfig(Frozen):
     """Loop, optimizers, checkpoints and restarts."""
 
@@ -53,6 +60,7 @@ class TrainingConfig(Frozen):
     log_every_steps: int = Field(20, ge=1, description="a line in metrics.jsonl every so many steps")
     checkpoint_every_steps: int = Field(1000, ge=1, description="besides the best and the last one")
     keep_checkpoints: int = Field(2, ge=1, description="older ones are removed")
+    profile: ProfileConfig | None = Field(None, description="record some steps with torch's profiler; empty: none")
     attempts: int = Field(
         2, ge=1, description="a failed torchrun is started anew from the last checkpoint, this many launches in all"
     )

@@ -21,6 +21,7 @@ from recsys_core.training.meter import Meter, refuse_nan
 from recsys_core.training.optimizers import LearningRates, make_optimizer
 from recsys_core.training.pipeline import make_pipeline
 from recsys_core.training.process import Process
+from recsys_core.training.profiling import profiled
 from recsys_core.training.restore import restore
 from recsys_core.training.start import first_model
 from recsys_core.training.validation import Validator
@@ -29,6 +30,7 @@ from recsys_core.training.warm import fill_from_champion, fill_sums
 RESULT_NAME = "result.json"
 METRICS_NAME = "metrics.jsonl"
 CHECKPOINTS_NAME = "checkpoints"
+PROFILE_NAME = "profile"
 
 
 def run_training(job: TrainJob, *, process: Process) -> None:
@@ -52,6 +54,14 @@ def run_training(job: TrainJob, *, process: Process) -> None:
             training.validator = validator
             training.encoder = Encoder(get_unwrapped_module(model), store, assembler, process)
     training.run()
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """What dropout on `device` draws from."""
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
 
 
 def make_loader(job: TrainJob, *, store: EventStore, assembler: Assembler, process: Process) -> TrainLoader:
@@ -97,6 +107,7 @@ class Training:
         self._best: Best | None = None
         self._done = self._saved = 0
         self._unfrozen: dict[str, float] = {}
+        self._generator = generator_of(process.device)
         task: RetrievalTask = get_unwrapped_module(model)
         self._head = task.head
         self._head.bf16 = self._config.precision == "bf16"
@@ -114,7 +125,11 @@ class Training:
         self._meter = Meter(
             self._job.work / METRICS_NAME, process=self._process, total_steps=self._total_steps, first_step=self._done
         )
-        with self._clock.listening(self._optimizer):
+        traces = self._job.work / PROFILE_NAME
+        with (
+            self._clock.listening(self._optimizer),
+            profiled(self._config.profile, folder=traces, process=self._process) as self._after_step,
+        ):
             while self._done < self._total_steps and not self._has_stalled():
                 self._run_epoch(self._done // len(self._loader), start_batch=self._done % len(self._loader))
         if self._saved != self._done:
@@ -131,9 +146,11 @@ class Training:
         for batch in range(start_batch, len(self._loader)):
             self._rates.set_step(self._done)
             # Dropout as a function of (seed, step, rank): nothing to save, and a resumed run draws the same.
-            torch.manual_seed((self._config.seed * 1_000_003 + self._done) * 4_099 + self._process.rank)
+            # Of the device's generator alone: torch.manual_seed also notes where it was called from, which takes a millisecond.
+            self._generator.manual_seed((self._config.seed * 1_000_003 + self._done) * 4_099 + self._process.rank)
             with self._clock.step(is_sample=self._done % self._config.log_every_steps == 0):
                 loss = self._pipeline.progress(batches)
+            self._after_step()
             self._done += 1
             self._count(loss, samples=self._loader.batch_samples(batch) * self._process.world_size, epoch=epoch + 1)
             if batch + 1 == len(self._loader):

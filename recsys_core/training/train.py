@@ -23,12 +23,12 @@ from recsys_core.training.champion import Champion
 from recsys_core.training.checkpoint import JOB_COPY, PLAN_COPY
 from recsys_core.training.config import TrainingConfig, WarmStartConfig
 from recsys_core.training.job import Progress, TrainJob, TrainResult
-from recsys_core.training.loop import CHECKPOINTS_NAME, METRICS_NAME, RESULT_NAME
+from recsys_core.training.loop import CHECKPOINTS_NAME, METRICS_NAME, PROFILE_NAME, RESULT_NAME
 from recsys_core.training.warm import prepare_warm_start
 
 logger = logging.getLogger(__name__)
 WARM_NAME = "warm"
-OPERATIONAL = {"attempts", "min_processes", "start_timeout_s", "silence_timeout_s", "keep_checkpoints", "warm_start"}
+OPERATIONAL = {"attempts", "profile", "min_processes", "start_timeout_s", "silence_timeout_s", "keep_checkpoints", "warm_start"}
 """Settings that do not change what is trained: a resumed run may change them and keep its checkpoints. Of warm_start the
 fingerprint holds what it leads to: the champion or none."""
 
@@ -102,6 +102,8 @@ def train(
         shutil.copytree(work / CHECKPOINTS_NAME / result.checkpoint, out / "checkpoint", copy_function=_link)
         shutil.copy(work / METRICS_NAME, out / METRICS_NAME)
         shutil.copy(final_plan, out / PLAN_COPY)
+        if (work / PROFILE_NAME).is_dir():
+            shutil.copytree(work / PROFILE_NAME, out / PROFILE_NAME)
         (out / "model.json").write_text(model.model_dump_json(indent=2))
         facts = {"attempts": attempts, "warm_from": source and source.run_id, "warm_nights": warm_nights}
         return result.model_dump(exclude={"checkpoint"}) | facts

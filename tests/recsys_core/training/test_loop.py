@@ -1,5 +1,8 @@
 """Epochs, validation, stopping and going on from a checkpoint: two gloo ranks on an ingested log."""
 
+import gzip
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -12,12 +15,13 @@ from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
 from recsys_core.models.tables import TableConfig, Unfreeze
 from recsys_core.sharding.config import TableConstraint
-from recsys_core.training.config import TrainingConfig, ValidationConfig
+from recsys_core.training.config import ProfileConfig, TrainingConfig, ValidationConfig
 from recsys_core.training.loop import CHECKPOINTS_NAME
 from recsys_core.training.process import Process
 from recsys_core.training.validation import Validator
 from tests.recsys_core.evaluation.stages import interactions_stage
 from tests.recsys_core.training.stages import (
+    DIM,
     MODEL,
     Night,
     Trained,
@@ -148,6 +152,23 @@ def test_validation_while_training_finds_what_the_evaluation_of_the_same_model_f
     for name, value in trained.result.validation.items():
         assert 0 < value < 1
         assert value == pytest.approx(metrics[f"{prefix}/{name}"], abs=1e-12)
+
+
+def test_metrics_tell_what_a_step_is_made_of_and_a_profile_is_left_where_asked_for(data, tmp_path):
+    made = night(data, tmp_path / "plan", training=training(profile=ProfileConfig(after_steps=3, steps=2)))
+    trained = train_in_forks(made, tmp_path / "work")
+    for line in trained.lines:
+        assert set(line.ms_per_step) == {"data", "comms", "compute", "optimizer"}
+        assert line.ms_per_step["data"] >= 0 and min(line.ms_per_step[name] for name in ("comms", "compute", "optimizer")) > 0
+        assert line.memory_bytes["rss"] > 2**26
+    # Every rank looks up its own users and distinct items, and each row is DIM numbers of four bytes.
+    first = trained.lines[0]
+    queries = 2 * TRAINING.log_every_steps * TRAINING.batch_size
+    least, most = queries * DIM * 4, queries * 40 * DIM * 4
+    assert least < first.embedding_bytes_per_s * queries / first.samples_per_s < most
+    for rank in range(2):
+        trace = json.loads(gzip.decompress((tmp_path / f"work/profile/rank-{rank}.json.gz").read_bytes()))
+        assert sum(event["name"] == "## backward ##" for event in trace["traceEvents"]) == 2
 
 
 def test_metrics_tell_what_share_of_a_table_each_epoch_trains(data, tmp_path):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from recsys_core.errors import LaunchError
 from recsys_core.manifests import (
     EmbeddingsManifest,
     FeaturesManifest,
@@ -22,7 +23,8 @@ from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.champion import Champion
 from recsys_core.training.config import TrainingConfig, WarmStartConfig
 from recsys_core.training.job import Progress, TrainJob, TrainResult
-from recsys_core.training.launch import LaunchError, launch
+from recsys_core.training.launch import launch
+from recsys_core.training.launcher_config import Launcher, LocalLauncher
 from recsys_core.training.loop import CHECKPOINTS_NAME, METRICS_NAME, RESULT_NAME
 from recsys_core.training.warm import prepare_warm_start
 
@@ -46,6 +48,7 @@ def train(
     folder: Path,
     on_progress: Callable[[Progress], None],
     champion: Champion | None = None,
+    launcher: Launcher = LocalLauncher(),  # noqa: B008  it is frozen
 ) -> TrainManifest:
     """Trains in `<folder>.work`, where an interrupted run finds its checkpoints again, and commits the best one.
 
@@ -94,7 +97,7 @@ def train(
             plan=plan.path("plan.json"),
             warm=warm,
         )
-        attempts = _launch_until_done(job, on_progress=on_progress)
+        attempts = _launch_until_done(job, launcher=launcher, on_progress=on_progress)
         result = TrainResult.model_validate_json((work / RESULT_NAME).read_bytes())
         shutil.copytree(work / CHECKPOINTS_NAME / result.checkpoint, out / "checkpoint", copy_function=_link)
         shutil.copy(work / METRICS_NAME, out / METRICS_NAME)
@@ -126,7 +129,7 @@ def _link(source: str, target: str) -> None:
     Path(target).hardlink_to(source)
 
 
-def _launch_until_done(job: TrainJob, *, on_progress: Callable[[Progress], None]) -> int:
+def _launch_until_done(job: TrainJob, *, launcher: Launcher, on_progress: Callable[[Progress], None]) -> int:
     """Launches until an attempt succeeds; returns the number of attempts."""
     work, config = job.work, job.training
     work.mkdir(parents=True, exist_ok=True)
@@ -145,6 +148,7 @@ def _launch_until_done(job: TrainJob, *, on_progress: Callable[[Progress], None]
                 silence_timeout_s=config.silence_timeout_s,
                 alive=work / METRICS_NAME,
                 poll=tail.relay,
+                launcher=launcher,
             )
             return attempt
         except LaunchError as error:

@@ -8,6 +8,8 @@ from recsys_core.training.launch_folder import Failure, LaunchFolder, RankFailur
 
 GIB = 2**30
 SHOWN_CALLS = 6
+WRAPPERS = {"wrapper", "<module>", "_run_code", "_run_module_as_main"}
+"""Calls that say nothing about where a rank is."""
 ON_PURPOSE = re.compile(r"^recsys_core\.errors\.(InputError|StageError): (.*)", re.MULTILINE | re.DOTALL)
 OUT_OF_MEMORY = re.compile(r"^\S*(?:OutOfMemoryError: .*|.*can't allocate memory.*)|^MemoryError.*", re.MULTILINE)
 PEER_IS_GONE = re.compile(
@@ -85,5 +87,5 @@ def _innermost(stack: str) -> str:
     threads = [thread for thread in threads if thread]
     if not threads:
         return "did not answer"
-    calls = threads[-1]  # the main thread comes last
+    calls = [call for call in threads[-1] if call[2] not in WRAPPERS]  # the main thread comes last
     return " <- ".join(f"{name} ({file.rsplit('/', 1)[-1]}:{line})" for file, line, name in calls[:SHOWN_CALLS])

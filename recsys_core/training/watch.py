@@ -114,7 +114,7 @@ class Watch:
         deadline = self._deadlines[self._phase]
         if self._phase in ("queue", "meeting"):
             return self._not_met(group, deadline)
-        what = "did not start within" if self._phase == "start" else "no sign of life for"
+        what = "did not start within" if self._phase == "start" else "gave no sign of life for"
         stacks = self._ask_for_stacks()
         group.end()
         return LaunchError(

@@ -31,7 +31,7 @@ def train(
     launcher: Launcher,
     run: Run,
 ) -> TrainManifest:
-    """Ranks, here or on many hosts -> checkpoint; its metrics go to MLflow, to the terminal and to a Prefect artifact while they come."""
+    """torchrun, here or on many hosts -> checkpoint; its metrics go to MLflow, the terminal and a Prefect artifact at once."""
     finish = begin("train")
     champion = starting_champion(model_name, run=run) if config.warm_start is not None else None
     shown = TrainingProgress()

@@ -47,6 +47,12 @@ def run_ranks(
     except ChildFailedError as error:
         return tuple(_rank_failure(rank, one, logs=logs) for rank, one in error.failures.items())
     except RendezvousError as error:
+        if len(folder.ranks()) == order.world_size:
+            first = folder.joined()[0].host
+            raise Unfit(
+                f"host {host} (node {node}) lost host {first} (node 0): its agent was killed, or that host is gone",
+                retryable=True,
+            ) from error
         raise Unfit(
             f"host {host} (node {node}) did not meet the others at {endpoint}: {error.__cause__ or error}; this host must "
             "reach that port (launcher.rendezvous_port) and name, and hosts must reach each other on any port",

@@ -16,39 +16,37 @@ PEER_IS_GONE = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|remote process exited|ncclRemoteError|ncclSystemError|DistNetworkError"
 )
 
+PURPOSE, SIGNAL, RAISED, PEER, ENDED = range(5)
+"""What counts as the cause before what: a peer's broken connection and torchrun's SIGTERM are consequences."""
+
 
 def error_of(failures: Iterable[Failure], *, nodes: int, folder: LaunchFolder) -> InputError | StageError:
     """The one error that tells what happened first. What a rank raised on purpose keeps its class and its sentence."""
     found = sorted(failures, key=lambda failure: failure.node)
     ranks = [(rank, failure) for failure in found for rank in failure.ranks]
-    if not ranks or all(_order_of(rank) == PEER for rank, _ in ranks):
-        reasons = [failure for failure in found if failure.reason]
-        if reasons:
-            return (LaunchError if all(one.retryable for one in reasons) else InputError)(
-                "\n".join(failure.reason for failure in reasons)
-            )
+    reasons = [failure for failure in found if failure.reason]
+    if reasons and all(_order_of(rank) in (PEER, ENDED) for rank, _ in ranks):
+        error = LaunchError if all(failure.retryable for failure in reasons) else InputError
+        return error("\n".join(failure.reason for failure in reasons))
     rank, host = min(ranks, key=lambda pair: (_order_of(pair[0]), pair[0].timestamp, pair[0].rank))
     said = ON_PURPOSE.search(rank.traceback)
     if said:  # a sentence for the user, which every new attempt would raise again
         return (InputError if said[1] == "InputError" else StageError)(said[2].strip())
     where = f" on host {host.host}" if nodes > 1 else ""
-    how = f"signal {rank.signal}" if rank.signal else f"exit code {rank.exit_code}"
+    how = "an exception" if rank.traceback else f"signal {rank.signal}" if rank.signal else f"exit code {rank.exit_code}"
     told = [f"rank {rank.rank}{where} was the first to fail, with {how}{_about_memory(rank, host)}:"]
+    if _order_of(rank) == PEER:
+        told.append("(it lost another rank, but no host tells of one that failed: an agent was killed, or a host is gone)")
     told += [rank.traceback or rank.last_lines or "(it printed nothing)", f"logs of all ranks: {folder.path}"]
     return LaunchError("\n".join(told))
 
 
-PURPOSE, SIGNAL, RAISED, PEER, ENDED = range(5)
-"""What counts as the cause before what: a peer's broken connection and torchrun's SIGTERM are consequences."""
-
-
 def _order_of(rank: RankFailure) -> int:
-    if ON_PURPOSE.search(rank.traceback):
-        return PURPOSE
-    if rank.signal is not None:
-        return ENDED if rank.signal == "SIGTERM" else SIGNAL
-    # The text of the last exception of the chain: earlier ones may name connections that were mended.
-    return PEER if PEER_IS_GONE.search(rank.traceback) else RAISED
+    if rank.traceback:  # torchrun's SIGTERM may have come after it was written
+        if ON_PURPOSE.search(rank.traceback):
+            return PURPOSE
+        return PEER if PEER_IS_GONE.search(rank.traceback) else RAISED
+    return ENDED if rank.signal == "SIGTERM" else SIGNAL if rank.signal else RAISED
 
 
 def _about_memory(rank: RankFailure, host: Failure) -> str:

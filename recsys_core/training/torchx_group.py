@@ -32,10 +32,9 @@ LOG_TIMEOUT_S = 10.0
 @contextmanager
 def submit(order: Order, folder: LaunchFolder, *, launcher: TorchxLauncher) -> Iterator["TorchxGroup"]:
     """Submits one agent per host; what still runs at the end is cancelled. InputError where the scheduler refuses."""
-    with _signal_handlers_kept():
-        runner = get_runner()
-    with contextlib.closing(runner):
-        request = request_of(order, folder, launcher=launcher, runner=runner)
+    with contextlib.closing(get_runner()) as runner:
+        with _signal_handlers_kept():
+            request = request_of(order, folder, launcher=launcher, runner=runner)
         try:
             handle = runner.schedule(request)
         except Exception as error:  # whatever a scheduler's client throws

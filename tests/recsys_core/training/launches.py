@@ -8,6 +8,7 @@ from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.launch import launch
 from recsys_core.training.launcher_config import Launcher, LocalLauncher, TorchxLauncher
 
+HERE = LocalLauncher()
 TWICE_HERE = TorchxLauncher(scheduler="local_cwd", env={"OMP_NUM_THREADS": "1"}, rendezvous_timeout_s=120, lease_timeout_s=10)
 
 
@@ -15,8 +16,8 @@ def launch_ranks(
     folder: Path,
     does: dict[int, str],
     *,
-    launcher: Launcher = LocalLauncher(),
-    silence_timeout_s: float = 60.0,  # noqa: B008
+    launcher: Launcher = HERE,
+    silence_timeout_s: float = 60.0,
 ) -> None:
     """Launches two ranks in `folder`, which do what `does` says."""
     nodes = 1 if launcher.kind == "local" else 2
@@ -35,4 +36,4 @@ def launch_ranks(
 
 
 if __name__ == "__main__":  # FOLDER KIND: a process of its own, to be killed
-    launch_ranks(Path(sys.argv[1]), {0: "wait", 1: "wait"}, launcher=LocalLauncher() if sys.argv[2] == "local" else TWICE_HERE)
+    launch_ranks(Path(sys.argv[1]), {0: "wait", 1: "wait"}, launcher=HERE if sys.argv[2] == "local" else TWICE_HERE)

@@ -40,12 +40,11 @@ def test_a_rank_that_hangs_is_named_with_the_function_it_hangs_in_and_nothing_is
 
 
 def test_a_rank_that_runs_out_of_gpu_memory_says_so_by_name_with_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="rank 1 was the first to fail, with exit code 1") as caught:
+    with pytest.raises(LaunchError, match="rank 1 was the first to fail, with an exception; torch") as caught:
         launch_ranks(tmp_path, {1: "use too much memory"})
-    assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9.00 GiB; lower training.batch_size" in str(
-        caught.value
-    )
-    assert 'raise torch.cuda.OutOfMemoryError("CUDA' in str(caught.value), "the traceback is missing"
+    said = str(caught.value)
+    assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9.00 GiB; lower training.batch_size" in said
+    assert 'raise torch.cuda.OutOfMemoryError("CUDA' in said, "the traceback is missing"
 
 
 def test_what_a_rank_refuses_on_purpose_is_an_input_error_and_no_failure_of_its_peer(tmp_path: Path) -> None:
@@ -54,7 +53,7 @@ def test_what_a_rank_refuses_on_purpose_is_an_input_error_and_no_failure_of_its_
 
 
 def test_a_rank_killed_by_a_signal_is_the_culprit_and_not_its_peer_whose_connection_broke(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="rank 1 was the first to fail, with signal SIGKILL .*out of memory") as caught:
+    with pytest.raises(LaunchError, match=r"rank 1 was the first to fail, with signal SIGKILL .*out of memory") as caught:
         launch_ranks(tmp_path, {1: "kill"})
     assert not isinstance(caught.value, InputError)
 
@@ -119,7 +118,7 @@ def test_when_an_agent_is_killed_its_ranks_end_and_the_launch_fails_soon(tmp_pat
         require_gone(below)
         assert flow.wait(GONE_WITHIN_S) == 1
     said = (tmp_path / "output").read_text()
-    assert "LaunchError" in said and ("SIGKILL" in said if kind == "local" else "rank " in said), said
+    assert "LaunchError" in said and ("SIGKILL" if kind == "local" else "an agent was killed") in said, said
 
 
 def test_an_error_of_the_launch_is_a_stage_error_so_that_the_exit_code_is_1() -> None:

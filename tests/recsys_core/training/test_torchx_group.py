@@ -1,6 +1,7 @@
 """TorchX: what would be submitted, and two hosts that are this machine twice, with all that can go wrong between them."""
 
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -65,7 +66,9 @@ def test_the_request_to_slurm_is_one_task_per_host_with_its_gpus_and_number(
     assert submitted(launcher) == (REQUESTS / "slurm.txt").read_text()
 
 
-def test_the_request_to_kubernetes_is_a_job_with_one_pod_per_host_and_the_shared_volume(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_request_to_kubernetes_is_a_job_of_one_pod_per_host_with_the_shared_volume(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("kubernetes")
     from torchx.schedulers import kubernetes_scheduler
 
@@ -89,13 +92,11 @@ def test_a_scheduler_that_torchx_has_not_is_refused_with_those_it_has() -> None:
 
 
 def test_a_setting_that_the_scheduler_requires_is_named() -> None:
-    with pytest.raises(InputError, match=r"launcher\.scheduler kubernetes refuses the request .*queue.*launcher\.args are none"):
+    with pytest.raises(InputError, match=r"launcher\.scheduler kubernetes refuses the request .*queue.*args are none"):
         submitted(TorchxLauncher(scheduler="kubernetes", image="nightjar:0.1.0"))
 
 
 def test_the_culprit_is_named_with_its_host_and_the_signal_handlers_stay_ours(tmp_path: Path) -> None:
-    import signal
-
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     host = socket.gethostname()
     with pytest.raises(LaunchError, match=f"rank [01] on host {host} was the first to fail, with signal SIGKILL"):
@@ -141,7 +142,9 @@ def test_a_host_that_sees_another_folder_under_the_same_name_says_so(tmp_path: P
 
 
 def test_a_host_with_another_version_is_named_with_both(tmp_path: Path) -> None:
-    other = f"import recsys_core, sys; recsys_core.__version__ = '0.0.9'; sys.argv = ['agent', '$order', '$token', '1', 'NONE']; "
+    other = (
+        "import recsys_core, sys; recsys_core.__version__ = '0.0.9'; sys.argv = ['agent', '$order', '$token', '1', 'NONE']; "
+    )
     other += "import runpy; runpy.run_module('recsys_core.training.agent', run_name='__main__')"
     python = second_host(tmp_path, f'exec {sys.executable} -c "{other}"')
     with pytest.raises(InputError, match=r"host \S+ \(node 1\) runs nightjar 0\.0\.9 where the run has \d"):

@@ -50,7 +50,7 @@ def run_ranks(
         if len(folder.ranks()) == order.world_size:
             first = folder.joined()[0].host
             raise Unfit(
-                f"host {host} (node {node}) lost host {first} (node 0): its agent was killed, or that host is gone",
+                f"host {host} (node {node}) lost host {first} (node 0): an agent was killed, or a host is gone",
                 retryable=True,
             ) from error
         raise Unfit(

@@ -310,5 +310,5 @@ def test_the_starter_config_explains_every_setting_in_lines_that_fit(tmp_path: P
     lines = to_commented_yaml(starter_config()).splitlines()
     assert max(map(len, lines)) <= 128
     uncommented = [line for line in lines if line.strip() and "#" not in line]
-    assert uncommented == ["    kind: time"]
+    assert uncommented == ["    kind: time", "  kind: local"]
     assert any("(cosine | dot)" in line for line in lines)

@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+from recsys_core.parent import PARENT_VARIABLE
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.launch import launch
 from recsys_core.training.launcher_config import Launcher, LocalLauncher, TorchxLauncher
@@ -35,5 +36,10 @@ def launch_ranks(
     )
 
 
-if __name__ == "__main__":  # FOLDER KIND: a process of its own, to be killed
-    launch_ranks(Path(sys.argv[1]), {0: "wait", 1: "wait"}, launcher=HERE if sys.argv[2] == "local" else TWICE_HERE)
+FAR = TWICE_HERE.model_copy(update={"env": {"OMP_NUM_THREADS": "1", PARENT_VARIABLE: ""}, "lease_timeout_s": 6.0})
+"""Hosts that Linux does not end with the launching process, as if they were elsewhere."""
+LAUNCHERS = {"local": HERE, "torchx": TWICE_HERE, "far": FAR}
+
+
+if __name__ == "__main__":  # FOLDER, key of LAUNCHERS: a process of its own, to be killed
+    launch_ranks(Path(sys.argv[1]), {0: "wait", 1: "wait"}, launcher=LAUNCHERS[sys.argv[2]])

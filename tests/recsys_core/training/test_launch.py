@@ -109,6 +109,15 @@ def test_when_the_launching_process_is_ended_every_process_below_it_ends(
         assert flow.wait(GONE_WITHIN_S) == (-number if number == signal.SIGKILL else 128 + number)
 
 
+@pytest.mark.skipif(find_spec("torchx") is None, reason="no torchx here")
+def test_hosts_that_are_not_children_of_a_killed_process_end_when_its_lease_is_over(tmp_path: Path) -> None:
+    with working(tmp_path, "far") as (flow, below):
+        flow.kill()
+        _, alive = psutil.wait_procs(below, timeout=1.5)
+        assert alive, "they ended at once, not by the lease"
+        require_gone(alive)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_when_an_agent_is_killed_its_ranks_end_and_the_launch_fails_soon(tmp_path: Path, kind: str) -> None:
     with working(tmp_path, kind) as (flow, below):

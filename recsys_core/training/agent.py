@@ -36,19 +36,12 @@ UNFIT = 3
 def main(order_file: str, token: str, node: str, head_variable: str) -> int:
     """The exit code: 0 if all ranks of this host ended well. head_variable: environment entry with the first host's name."""
     die_with_parent()
-    host = platform.node()
-    try:
-        order = _read_order(Path(order_file), token=token, node=int(node), host=host)
-    except _NotShared as error:
-        sys.stderr.write(f"{SAYS} {error}\n")
-        return UNFIT
-    folder = LaunchFolder(Path(order_file).parent)
+    host, folder = platform.node(), LaunchFolder(Path(order_file).parent)
     installed = psutil.virtual_memory().total
     memory = min(cgroup_limits().memory_bytes or installed, installed)
     killed_before = oom_kills()
     try:
-        if isinstance(order, Unfit):
-            raise order
+        order = _read_order(folder.order, token=token, node=int(node), host=host)
         endpoint, address = _join(order, folder=folder, node=int(node), host=host, head=os.environ.get(head_variable))
         os.environ.update(as_parent() | {FOLDER_VARIABLE: str(folder.path), NODE_VARIABLE: node})
         cores = len(psutil.Process().cpu_affinity() or [1])
@@ -57,6 +50,9 @@ def main(order_file: str, token: str, node: str, head_variable: str) -> int:
         from recsys_core.training.elastic import run_ranks
 
         failed = run_ranks(order, folder=folder, node=int(node), host=host, endpoint=endpoint, address=address)
+    except _NotShared as error:
+        sys.stderr.write(f"{SAYS} {error}\n")
+        return UNFIT
     except Unfit as error:
         _give_up(folder, Failure(node=int(node), host=host, reason=str(error), retryable=error.retryable))
         return UNFIT
@@ -73,8 +69,8 @@ class _NotShared(Exception):
     """The order is not there, or is another one."""
 
 
-def _read_order(path: Path, *, token: str, node: int, host: str) -> Order | Unfit:
-    """The order; Unfit where it is of other versions and so cannot be understood."""
+def _read_order(path: Path, *, token: str, node: int, host: str) -> Order:
+    """The order. Raises Unfit where it is of other versions and might not be understood."""
     ways_out = "workspace has to lie on storage that all hosts mount at the same path"
     if not wait_for(path, timeout_s=STORAGE_WAIT_S):
         raise _NotShared(f"host {host} (node {node}) does not see {path}, which the launching process wrote; {ways_out}")
@@ -88,7 +84,7 @@ def _read_order(path: Path, *, token: str, node: int, host: str) -> Order | Unfi
     if raw["versions"] != ours:
         other = sorted(name for name in ours.keys() | raw["versions"].keys() if ours.get(name) != raw["versions"].get(name))
         told = ", ".join(f"{name} {ours.get(name)} where the run has {raw['versions'].get(name)}" for name in other)
-        return Unfit(f"host {host} (node {node}) runs {told}; use the same image or environment on all hosts")
+        raise Unfit(f"host {host} (node {node}) runs {told}; use the same image or environment on all hosts")
     return Order.model_validate(raw)
 
 

@@ -46,13 +46,24 @@ def submitted(launcher: TorchxLauncher) -> str:
         return str(request_of(ORDER, LaunchFolder(FOLDER), launcher=launcher, runner=runner))
 
 
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a stand-in for Slurm, which is found on the PATH."""
+    tools, state = tmp_path / "bin", tmp_path / "slurm"
+    tools.mkdir()
+    state.mkdir()
+    for name in ("sbatch", "srun", "sacct", "scancel", "sinfo"):
+        tool = tools / name
+        tool.write_text(f"#!{sys.executable}\n{(Path(__file__).parent / 'slurm.py').read_text()}")
+        tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_SLURM", str(state))
+    return state
+
+
 def test_the_request_to_slurm_is_one_task_per_host_with_its_gpus_and_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sinfo = tmp_path / "sinfo"  # TorchX asks it how much memory the partition has
-    sinfo.write_text("#!/bin/sh\necho 'PARTITION|MEMORY'\necho 'gpu|1024000'\n")
-    sinfo.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(sys, "argv", ["nightjar"])  # TorchX notes the command in the script
     launcher = TorchxLauncher(
         scheduler="slurm",
@@ -64,6 +75,24 @@ def test_the_request_to_slurm_is_one_task_per_host_with_its_gpus_and_number(
         rendezvous_port=29500,
     )
     assert submitted(launcher) == (REQUESTS / "slurm.txt").read_text()
+
+
+SLURM = TWICE_HERE.model_copy(update={"scheduler": "slurm", "args": {"partition": "gpu"}})
+
+
+def test_a_batch_script_starts_hosts_that_meet_and_end_well(slurm: Path, tmp_path: Path) -> None:
+    launch_ranks(tmp_path, {}, launcher=SLURM)
+    assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["2", "2"]
+    assert (slurm / "100.state").read_text() == "COMPLETED"
+
+
+def test_a_batch_job_whose_ranks_fall_silent_is_cancelled_and_their_functions_are_told(slurm: Path, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"gave no sign of life for 2 s.*\n.*\n.*wait_for_nobody"):
+        launch_ranks(tmp_path, {1: "hang"}, launcher=SLURM, silence_timeout_s=2)
+    assert (slurm / "100.state").read_text() == "CANCELLED"
+    agents = [host.pid for host in LaunchFolder(tmp_path / "logs").joined().values()]
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in agents if psutil.pid_exists(pid)], timeout=10)
+    assert not alive
 
 
 def test_the_request_to_kubernetes_is_a_job_of_one_pod_per_host_with_the_shared_volume(

@@ -66,7 +66,7 @@ def main(order_file: str, token: str, node: str, head_variable: str) -> int:
 
 
 class _NotShared(Exception):
-    """The order is not there, or is another one."""
+    """The order is not there, is another one, or nothing can be written beside it."""
 
 
 def _read_order(path: Path, *, token: str, node: int, host: str) -> Order:
@@ -107,6 +107,10 @@ def _join(order: Order, *, folder: LaunchFolder, node: int, host: str, head: str
         folder.write(f"joined-{node}.json", Joined(node=node, host=host, pid=os.getpid(), address=address, port=port))
     except FileExistsError:
         raise Unfit(f"host {host} (node {node}) was started a second time for the same attempt; start a new one") from None
+    except OSError as error:
+        raise _NotShared(
+            f"host {host} (node {node}) cannot write into {folder.path}: {error.strerror}; mount the workspace writable there"
+        ) from None
     if order.nodes == 1:
         return "127.0.0.1:0", address
     if not wait_for(folder.path / "joined-0.json", timeout_s=order.rendezvous_timeout_s):
@@ -149,7 +153,7 @@ def _free_port(port: int, *, host: str) -> int:
 def _give_up(folder: LaunchFolder, failure: Failure) -> None:
     try:
         folder.write(f"failure-{failure.node}.json", failure)
-    except FileExistsError:
+    except OSError:  # the host has given up already, or cannot write
         sys.stderr.write(f"{SAYS} {failure.reason}\n")
 
 

@@ -9,6 +9,7 @@ import os
 import platform
 import socket
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -111,12 +112,24 @@ def _join(order: Order, *, folder: LaunchFolder, node: int, host: str, head: str
         raise _NotShared(
             f"host {host} (node {node}) cannot write into {folder.path}: {error.strerror}; mount the workspace writable there"
         ) from None
+    if order.lease_timeout_s is not None and not _is_wanted(order, folder, timeout_s=order.lease_timeout_s):
+        raise Unfit(f"host {host} (node {node}) started too late: the process that asked for it is gone", retryable=True)
     if order.nodes == 1:
         return "127.0.0.1:0", address
     if not wait_for(folder.path / "joined-0.json", timeout_s=order.rendezvous_timeout_s):
         raise Unfit(f"node 0 did not start within {order.rendezvous_timeout_s:g} s of {host} (node {node})", retryable=True)
     first = Joined.model_validate_json((folder.path / "joined-0.json").read_bytes())
     return f"{head if head and node else first.address}:{first.port}", address
+
+
+def _is_wanted(order: Order, folder: LaunchFolder, *, timeout_s: float) -> bool:
+    """Whether the lease moves: a request may leave the scheduler's queue long after its run was killed."""
+    first, deadline = folder.lease_of(order.token), time.monotonic() + timeout_s
+    while folder.lease_of(order.token) in (first, None):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _own_address(head: str) -> str:

@@ -17,6 +17,8 @@ from recsys_core.training.launch_folder import LaunchFolder, Order, RankFailure,
 from recsys_core.training.rank import STACK_SIGNAL
 
 POLL_S = 0.5
+LOST_POLLS = 4
+"""A lease that is gone this often in a row, or another's, is no hiccup of the file system: a resumed run has taken over."""
 TERM_GRACE_S = 8.0
 CONNECT_TIMEOUT_S = 60.0
 
@@ -81,7 +83,7 @@ def _traceback(reply: Mapping[str, Any]) -> str:
 
 def _attend(order: Order, folder: LaunchFolder, node: int) -> None:
     """Until the agent ends: passes on the question where the ranks are, and ends all when the lease is no longer renewed."""
-    asked, value, renewed = False, "", time.monotonic()
+    asked, value, renewed, lost = False, None, time.monotonic(), 0
     while True:
         time.sleep(POLL_S)
         if not asked and folder.stacks.exists():
@@ -92,10 +94,11 @@ def _attend(order: Order, folder: LaunchFolder, node: int) -> None:
         if order.lease_timeout_s is None:
             continue
         # Compared with what it was, by this host's own clock: clocks of hosts differ.
-        now = folder.lease.read_text() if folder.lease.is_file() else ""
+        now = folder.lease_of(order.token)
+        lost = lost + 1 if now is None else 0
         if now != value:
             value, renewed = now, time.monotonic()
-        if time.monotonic() - renewed > order.lease_timeout_s:
+        if time.monotonic() - renewed > order.lease_timeout_s or lost >= LOST_POLLS:
             _end_all()
 
 

@@ -22,7 +22,7 @@ from recsys_core.training.launcher_config import Launcher, LocalLauncher
 from recsys_core.training.local_group import start_here
 from recsys_core.training.watch import Deadline, Phase, Watch
 
-RENEWALS_PER_LEASE = 10
+RENEWALS_PER_LEASE = 20
 
 
 def launch(
@@ -123,7 +123,7 @@ def _lease(order: Order, folder: LaunchFolder) -> Iterator[None]:
     def renew() -> None:
         count = 0
         while True:
-            folder.lease.write_text(str(count))
+            folder.renew_lease(order.token, count)
             count += 1
             if ended.wait(interval_s):
                 return

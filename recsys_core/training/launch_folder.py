@@ -140,6 +140,20 @@ class LaunchFolder:
         finally:
             staging.unlink()
 
+    def renew_lease(self, token: str, count: int) -> None:
+        """Says that the attempt `token` is still wanted."""
+        staging = self.path / ".lease"
+        staging.write_text(f"{token} {count}")
+        staging.replace(self.lease)
+
+    def lease_of(self, token: str) -> str | None:
+        """What stands in `lease`; None where it is gone or another attempt's."""
+        try:
+            text = self.lease.read_text()
+        except OSError:
+            return None
+        return text if text.startswith(token) else None
+
     def joined(self) -> dict[int, Joined]:
         """The hosts that have started, by number."""
         return {message.node: message for message in self._read("joined-*.json", Joined)}

@@ -27,7 +27,7 @@ def ordered(folder: Path, **changes: object) -> LaunchFolder:
         processes_per_node=1,
         rendezvous_port=0,
         rendezvous_timeout_s=0.1,
-        lease_timeout_s=60,
+        lease_timeout_s=None,
     )
     launch = LaunchFolder(folder)
     launch.order.write_text(json.dumps(order.model_dump(mode="json") | changes))
@@ -85,3 +85,11 @@ def test_without_the_first_host_the_others_do_not_wait_for_ever(tmp_path: Path) 
     assert agent.main(str(launch.order), "ours", "1", "") == agent.UNFIT
     assert "node 0 did not start within 0.1 s" in failure(launch).reason and failure(launch).retryable
     assert list(launch.joined()) == [1]
+
+
+def test_a_host_that_leaves_the_queue_after_its_run_was_killed_starts_no_rank(tmp_path: Path) -> None:
+    launch = ordered(tmp_path, lease_timeout_s=0.3)
+    launch.renew_lease("ours", 7)  # and never again
+    assert agent.main(str(launch.order), "ours", "0", "") == agent.UNFIT
+    assert "(node 0) started too late: the process that asked for it is gone" in failure(launch).reason
+    assert not launch.node(0).exists()

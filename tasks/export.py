@@ -3,7 +3,7 @@
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from recsys_core.manifests import ExportManifest, FeaturesManifest, InteractionsManifest, PlanManifest, TrainManifest
+from recsys_core.manifests import ExportManifest, FeaturesManifest, InteractionsManifest, TrainManifest
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training import export as export_core
@@ -21,7 +21,6 @@ def export_vectors(
     loss: LossConfig,
     interactions: InteractionsManifest,
     features: FeaturesManifest | None,
-    plan: PlanManifest,
     train: TrainManifest,
     launcher: Launcher,
     run: Run,
@@ -29,7 +28,7 @@ def export_vectors(
     """Checkpoint -> item vectors, query vectors, tables."""
     finish = begin("export")
     manifest = export_core.export_vectors(
-        config, model=model, loss=loss, interactions=interactions, features=features, plan=plan, train=train,
+        config, model=model, loss=loss, interactions=interactions, features=features, train=train,
         folder=run.stage_folder("export"), launcher=launcher,
     )  # fmt: skip
     queries = ", ".join(f"{count:,} {split} queries" for split, count in manifest.queries.items())

@@ -35,7 +35,7 @@ from tasks.run import Run
 
 LOG = logging.getLogger("nightjar")
 RUN_ID_TAG = "nightjar.run_id"
-TRAINING_METRICS = ("loss", "learning_rate", "samples_per_s", "epoch")
+TRAINING_METRICS = ("loss", "learning_rate", "samples_per_s", "embedding_bytes_per_s", "epoch")
 _FLUSH_EVERY_S = 1.0
 PATIENCE_S = 60.0
 _METRICS_PER_CALL = 900
@@ -128,6 +128,8 @@ def log_metrics(client: MlflowClient, mlflow_run_id: str, metrics: Sequence[Metr
 def training_metrics(line: Progress, *, time_ms: int) -> list[Metric]:
     """One line of metrics.jsonl."""
     values = line.model_dump(include=set(TRAINING_METRICS))
+    values |= {f"{name}_ms_per_step": ms for name, ms in line.ms_per_step.items()}
+    values |= {f"{name}_bytes": size for name, size in line.memory_bytes.items()}
     return [Metric(f"train/{name}", float(value), time_ms, line.step) for name, value in values.items()]
 
 

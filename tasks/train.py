@@ -7,6 +7,7 @@ from recsys_core.evaluation.report import plot_loss
 from recsys_core.manifests import EmbeddingsManifest, FeaturesManifest, InteractionsManifest, PlanManifest, TrainManifest
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
+from recsys_core.sharding.config import ShardingConfig
 from recsys_core.training import train as train_core
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job import Progress
@@ -27,6 +28,7 @@ def train(
     embeddings: EmbeddingsManifest | None,
     features: FeaturesManifest | None,
     plan: PlanManifest,
+    sharding: ShardingConfig,
     model_name: str,
     launcher: Launcher,
     run: Run,
@@ -43,7 +45,7 @@ def train(
 
         manifest = train_core.train(
             config, model=model, loss=loss, interactions=interactions, embeddings=embeddings, features=features, plan=plan,
-            folder=run.stage_folder("train"), on_progress=on_progress, champion=champion, launcher=launcher,
+            sharding=sharding, folder=run.stage_folder("train"), on_progress=on_progress, champion=champion, launcher=launcher,
         )  # fmt: skip
     show_image("training-loss", plot_loss(manifest.path("metrics.jsonl"), path=run.folder / "loss.png"))
     finish(manifest, f"{manifest.steps:,} steps, loss {manifest.final_loss:.4f}, {manifest.samples_per_s:,.0f} samples/s")

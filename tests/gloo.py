@@ -1,6 +1,7 @@
 """Runs a function on real gloo ranks."""
 
 import multiprocessing
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,17 @@ _CONTEXT.set_forkserver_preload(["torchrec", "recsys_core.training.loop", "recsy
 
 
 def run_ranks(
-    function: Callable[..., None], *, world_size: int, arguments: tuple[Any, ...] = (), timeout_s: float = 120.0
+    function: Callable[..., None],
+    *,
+    world_size: int,
+    arguments: tuple[Any, ...] = (),
+    timeout_s: float = 120.0,
+    dies: int | None = None,
 ) -> None:
-    """Calls function(rank, *arguments) on each of `world_size` gloo ranks; fails with the ranks that did not end well."""
+    """Calls function(rank, *arguments) on each of `world_size` gloo ranks; fails with the ranks that did not end well.
+
+    dies: the rank that is to end by SIGKILL; what the others end with is then their own affair, but end they must.
+    """
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
         ranks = [
@@ -31,6 +40,9 @@ def run_ranks(
         codes = {rank: process.exitcode for rank, process in enumerate(ranks)}
         for process in ranks:
             process.kill()
+        if dies is not None:
+            assert codes[dies] == -signal.SIGKILL and None not in codes.values(), f"exit codes by rank: {codes}"
+            return
         assert set(codes.values()) == {0}, f"exit codes by rank: {codes} (None: still running after {timeout_s:g} s)"
 
 

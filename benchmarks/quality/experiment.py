@@ -128,7 +128,7 @@ def _run(experiment: Experiment, *, folder: Path, core: int) -> dict[str, Any]:
         plan=plan, folder=own / "train", on_progress=lines.append,
     )  # fmt: skip
     export = export_vectors(
-        config.training, model=spec, loss=config.loss, interactions=interactions, features=features, plan=plan, train=trained,
+        config.training, model=spec, loss=config.loss, interactions=interactions, features=features, train=trained,
         folder=own / "export",
     )  # fmt: skip
     found = evaluate(

@@ -50,7 +50,7 @@ def _table(runs: Runs, metrics: tuple[str, ...]) -> list[str]:
     lines = ["| | seeds | " + " | ".join(names) + " | best epoch |", "|:---|---:|" + "---:|" * (len(names) + 1)]
     for variant, seeds in runs.items():
         cells = [_spread([one["metrics"][name] for one in seeds.values()]) for name in metrics]
-        epochs = ", ".join(str(one["best_epoch"]) for one in seeds.values())
+        epochs = ", ".join(str(one["best_epoch"] or "-") for one in seeds.values())
         lines.append(f"| {variant} | {len(seeds)} | " + " | ".join(cells) + f" | {epochs} |")
     for name, prefix in BASELINES.items():
         wanted = [f"{prefix}/{metric.removeprefix('test/')}" for metric in metrics]

@@ -32,6 +32,8 @@ class TrainLoader:
         with_target: logs without order: the event's own item may be in its history.
         negatives: candidates drawn per batch beside the positives.
         negative_share_I: float64 [items], how likely each item is to be drawn.
+        planned_ranks: a multiple of world_size: epochs then have the examples and batches that so many ranks would have made of
+            batches smaller in proportion.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class TrainLoader:
         with_target: bool = False,
         negatives: int = 0,
         negative_share_I: NDArray[np.float64] | None = None,
+        planned_ranks: int | None = None,
     ) -> None:
         if negatives and negative_share_I is None:
             raise ValueError(f"negatives is {negatives}, but negative_share_I does not say which items to draw")
@@ -56,7 +59,8 @@ class TrainLoader:
         self._negatives = negatives
         self._negative_cdf_I = np.zeros(0) if negative_share_I is None else np.cumsum(negative_share_I)
         self._first_example = store.first_example
-        self.epoch_samples = store.train_events // world_size
+        planned = planned_ranks or world_size
+        self.epoch_samples = store.train_events // planned * planned // world_size
 
     def __len__(self) -> int:
         """Batches per epoch, the same on every rank."""

@@ -17,7 +17,9 @@ class PlanManifest(Manifest):
 
 
 class TrainManifest(Manifest):
-    """checkpoint/ (torch.distributed.checkpoint), metrics.jsonl, model.json (ModelSpec)."""
+    """checkpoint/ (torch.distributed.checkpoint), metrics.jsonl, model.json (ModelSpec), plan.json (that was
+    executed last).
+    """
 
     kind: ClassVar[str] = "train"
     world_size: int

@@ -1,25 +1,32 @@
-"""Checkpoints by torch.distributed.checkpoint, committed by rename after a sha256 manifest.
+"""Checkpoints by torch.distributed.checkpoint, written beside the training, committed by rename after a sha256 manifest.
 
-A reader takes only a folder whose manifest verifies: DCP itself has no checksums and unpickles its .metadata.
+A reader takes only a folder whose manifest verifies: DCP itself has no checksums and unpickles its .metadata. What is drawn at
+random and the order of the data are functions of (seed, step, rank), so the step is all that is kept of them.
 """
 
+import logging
 import shutil
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
+import torch
 from torch import distributed as dist
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer
 
 from recsys_core.config import Frozen
-from recsys_core.errors import StageError
+from recsys_core.data.files.disk import full_disk_is_told, too_small
 from recsys_core.manifests import Manifest, load_manifest, seal
 from recsys_core.training.process import Process
+
+logger = logging.getLogger(__name__)
+JOB_COPY, PLAN_COPY = "job.json", "plan.json"
 
 
 class Best(Frozen):
@@ -30,7 +37,9 @@ class Best(Frozen):
 
 
 class CheckpointManifest(Manifest):
-    """A checkpoint after `step` steps; with the seed that is also the position in the data."""
+    """A checkpoint after `step` steps, which with the seed is also the position in the data. job.json and plan.json are what it
+    was trained by.
+    """
 
     kind: ClassVar[str] = "checkpoint"
     step: int
@@ -43,72 +52,95 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:09d}"
 
 
-def save_checkpoint(
-    model: DistributedModelParallel,
-    optimizer: CombinedOptimizer,
-    *,
-    folder: Path,
-    step: int,
-    best: Best | None,
-    fingerprint: str,
-    keep: int,
-    process: Process,
-) -> None:
-    """Collective. Saves to `<folder>/step-<step>` and removes all but the last `keep` checkpoints and that of `best`."""
-    started = time.perf_counter()
-    target = folder / checkpoint_name(step)
-    staging = target.with_suffix(".tmp")
-    if process.leads:
-        shutil.rmtree(staging, ignore_errors=True)
-        shutil.rmtree(target, ignore_errors=True)
-        staging.mkdir(parents=True)
-    dist.barrier()
-    save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=staging)
-    dist.barrier()
-    if process.leads:
+class Checkpointer:
+    """Saves to `<folder>/step-<step>` while training goes on, one checkpoint at a time; each is whole or not there.
+
+    Every method is collective.
+
+    Args:
+        attempt: which launch this is; what a dead one left half-written is never added to.
+        keep: checkpoints that stay beside the best one.
+        papers: what is written into each checkpoint beside the state, text by file name.
+    """
+
+    def __init__(
+        self, folder: Path, *, fingerprint: str, attempt: int, keep: int, papers: dict[str, str], process: Process
+    ) -> None:
+        self._folder, self._fingerprint, self._attempt, self._keep = folder, fingerprint, attempt, keep
+        self._papers, self._process = papers, process
+        # Threads need a group of their own: on the default one their messages would mix with the training's.
+        self._group = dist.new_group(backend="gloo")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._running: Future[None] | None = None
+        if process.leads:
+            for rubbish in folder.glob("step-*.tmp-*"):
+                shutil.rmtree(rubbish, ignore_errors=True)
+
+    def save(self, model: DistributedModelParallel, optimizer: CombinedOptimizer, *, step: int, best: Best | None) -> None:
+        """Copies the state and returns; writing, checking and renaming happen in the background.
+
+        Raises InputError where the disk is too small, and whatever ended the save before this one.
+        """
+        self.finish()
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        target = self._folder / checkpoint_name(step)
+        staging = target.with_name(f"{target.name}.tmp-{self._attempt}")
+        self._check_space(state, staging=staging)
+        written = async_save(state, checkpoint_id=staging, process_group=self._group, async_stager=BlockingAsyncStager())
+        self._running = self._thread.submit(self._commit, cast("Future[None]", written), staging, target, step, best)
+
+    def finish(self) -> None:
+        """Waits until the last save is committed; raises what went wrong with it."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            with full_disk_is_told(self._folder):
+                running.result()
+
+    def _commit(self, written: "Future[None]", staging: Path, target: Path, step: int, best: Best | None) -> None:
+        started = time.perf_counter()
+        written.result()  # on rank 0: all ranks have written, and .metadata is there
+        if not self._process.leads:
+            return
+        for name, text in self._papers.items():
+            (staging / name).write_text(text)
+        shutil.rmtree(target, ignore_errors=True)  # damaged, or of other settings: else training would not be here again
         seal(
             staging,
             target,
             CheckpointManifest,
-            fingerprint=fingerprint,
+            fingerprint=self._fingerprint,
             seconds=time.perf_counter() - started,
             step=step,
-            world_size=process.world_size,
+            world_size=self._process.world_size,
             best=best,
         )
-        for old in sorted(folder.glob("step-*[0-9]"))[:-keep]:
-            if best is None or old.name != checkpoint_name(best.step):
+        for old in sorted(self._folder.glob("step-*[0-9]"))[: -self._keep]:
+            if ".tmp-" not in old.name and (best is None or old.name != checkpoint_name(best.step)):
                 shutil.rmtree(old)
-    dist.barrier()
+
+    def _check_space(self, state: dict[str, Any], *, staging: Path) -> None:
+        """A disk that fills up while DCP writes ends in `inline_container unexpected pos`."""
+        flat, _ = flatten_state_dict(state)
+        size = torch.tensor(sum(_local_bytes(value) for value in flat.values()))
+        dist.all_reduce(size, group=self._group)
+        if self._process.leads:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if shutil.disk_usage(self._folder).free < size:
+                raise too_small(staging, needed=f"a checkpoint takes {size.item() / 2**30:,.3f} GiB")
+
+
+def _local_bytes(value: object) -> int:
+    """What this rank writes of an entry of a state dict."""
+    tensors = [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
 def latest_checkpoint(folder: Path, *, fingerprint: str) -> CheckpointManifest | None:
-    """The newest checkpoint that verifies and belongs to `fingerprint`."""
-    for path in sorted(folder.glob("step-*[0-9]"), reverse=True):
+    """The newest checkpoint that verifies and belongs to `fingerprint`; a warning for each that is passed over."""
+    for path in sorted((path for path in folder.glob("step-*[0-9]") if ".tmp-" not in path.name), reverse=True):
         manifest = load_manifest(path, CheckpointManifest)
-        if manifest is not None and manifest.fingerprint == fingerprint:
+        if manifest is None:
+            logger.warning("%s: a file is missing or not what was written; taking the checkpoint before it", path)
+        elif manifest.fingerprint == fingerprint:
             return manifest
     return None
-
-
-def restore(model: DistributedModelParallel, optimizer: CombinedOptimizer, *, checkpoint: Path) -> None:
-    """Collective. Loads weights and optimizer state into the model's own shards, whatever sharding they were saved in."""
-    for _, part in optimizer.optimizers:
-        if isinstance(part, KeyedOptimizer) and not isinstance(part, CombinedOptimizer):
-            part.init_state()  # DCP skips, without a word, the state that is not there yet
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    _load(state, checkpoint=checkpoint)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-
-
-def _load(state: dict[str, Any], *, checkpoint: Path) -> None:
-    wanted, _ = flatten_state_dict(state)
-    saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    missing = sorted(set(wanted) - set(saved))
-    if missing:
-        raise StageError(
-            f"{checkpoint}: no {missing[0]!r} in the checkpoint ({len(missing)} of {len(wanted)} entries missing); "
-            "it is of another model or sharding; remove it to start anew"
-        )
-    load(state, checkpoint_id=checkpoint)

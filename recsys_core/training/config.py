@@ -56,5 +56,8 @@ class TrainingConfig(Frozen):
     attempts: int = Field(
         2, ge=1, description="a failed torchrun is started anew from the last checkpoint, this many launches in all"
     )
+    min_processes: int | None = Field(
+        None, ge=1, description="the second failure in a row goes on with fewer ranks, down to this many; empty: never fewer"
+    )
     start_timeout_s: float = Field(180.0, gt=0, description="until the first sign of life of the trainer")
     silence_timeout_s: float = Field(600.0, gt=0, description="longest time without a sign of life while training")

@@ -10,7 +10,6 @@ from recsys_core.manifests import (
     ExportManifest,
     FeaturesManifest,
     InteractionsManifest,
-    PlanManifest,
     TrainManifest,
     fingerprint_of,
     produce,
@@ -18,6 +17,7 @@ from recsys_core.manifests import (
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.plan_file import PlanFile
+from recsys_core.training.checkpoint import PLAN_COPY
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export_job import SPLITS
 from recsys_core.training.job import ExportJob
@@ -32,12 +32,11 @@ def export_vectors(
     loss: LossConfig,
     interactions: InteractionsManifest,
     features: FeaturesManifest | None,
-    plan: PlanManifest,
     train: TrainManifest,
     folder: Path,
     launcher: Launcher = LocalLauncher(),  # noqa: B008  it is frozen
 ) -> ExportManifest:
-    """Launches the plan's ranks once more; each writes its own rows into shared memory maps, no rank gathers a table."""
+    """Launches the ranks that trained once more; each writes its own rows into shared memory maps, no rank gathers a table."""
     work = folder.with_name(folder.name + ".work")
 
     def build(out: Path) -> dict[str, Any]:
@@ -51,7 +50,7 @@ def export_vectors(
             training=config,
             interactions=interactions.folder,
             features=features.folder if features else None,
-            plan=plan.path("plan.json"),
+            plan=train.path(PLAN_COPY),
             checkpoint=train.folder / "checkpoint",
         )
         (work / "job.json").write_text(job.model_dump_json(indent=2))
@@ -68,8 +67,6 @@ def export_vectors(
         queries = {split: len(np.load(out / f"query_users_{split}.npy")) for split in SPLITS}
         return {"items": model.items, "dim": model.config.output_dim, "similarity": model.config.similarity, "queries": queries}
 
-    manifest = produce(
-        folder, ExportManifest, fingerprint=fingerprint_of("export", model, interactions, plan, train), build=build
-    )
+    manifest = produce(folder, ExportManifest, fingerprint=fingerprint_of("export", model, interactions, train), build=build)
     shutil.rmtree(work, ignore_errors=True)
     return manifest

@@ -17,12 +17,12 @@ from recsys_core.manifests import FeaturesManifest, InteractionsManifest, requir
 from recsys_core.models.shards import table_shards
 from recsys_core.models.task import RetrievalTask
 from recsys_core.sharding.plan_file import PlanFile
-from recsys_core.training.checkpoint import restore
 from recsys_core.training.distributed import build_model
 from recsys_core.training.encoding import Encoder, RankWriter
 from recsys_core.training.job import ExportJob
 from recsys_core.training.optimizers import make_optimizer
 from recsys_core.training.process import Process
+from recsys_core.training.restore import restore
 from recsys_core.training.sums import add_sums, has_sums, sum_shards
 
 SPLITS: tuple[EvaluationSplit, ...] = ("validation", "test")

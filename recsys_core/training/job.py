@@ -27,9 +27,16 @@ class WarmStart(Frozen):
 
 
 class TrainJob(Frozen):
-    """Train `spec` from the stages in the named folders; checkpoints and metrics.jsonl go to `work`."""
+    """Train `spec` from the stages in the named folders; checkpoints and metrics.jsonl go to `work`.
+
+    attempt: which launch this is, from 1. resume: the verified checkpoint that it goes on from; none: the first model.
+    planned_ranks: world size that batches and epochs are counted by, if this attempt has fewer ranks than were planned.
+    """
 
     kind: Literal["train"] = "train"
+    attempt: int = 1
+    resume: Path | None = None
+    planned_ranks: int | None = None
     work: Path
     fingerprint: str
     spec: ModelSpec
@@ -70,6 +77,9 @@ class Progress(Frozen):
     loss: float
     learning_rate: float = Field(description="of the tables without an optimizer of their own")
     samples_per_s: float
+    ms_per_step: dict[str, float] = Field({}, description="data, comms, compute, optimizer (recsys_core.training.clock)")
+    embedding_bytes_per_s: float = Field(0.0, description="rows looked up, all ranks")
+    memory_bytes: dict[str, int] = Field({}, description="of the rank with the most: rss, and hbm at its highest")
     unfrozen: dict[str, float] = Field({}, description="share of the rows that the epoch trains, by gradually unfrozen table")
     validation: dict[str, float] = Field({}, description="at the end of an epoch, by metric")
 

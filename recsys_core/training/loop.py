@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer
 
 from recsys_core.data.assembly import Assembler
@@ -14,12 +13,15 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import FeaturesManifest, InteractionsManifest, require_manifest
 from recsys_core.models.sampling import negative_share
 from recsys_core.models.task import RetrievalTask
-from recsys_core.training.checkpoint import Best, checkpoint_name, latest_checkpoint, restore, save_checkpoint
+from recsys_core.training.checkpoint import JOB_COPY, PLAN_COPY, Best, Checkpointer, CheckpointManifest, checkpoint_name
+from recsys_core.training.clock import StepClock
 from recsys_core.training.encoding import Encoder
 from recsys_core.training.job import TrainJob, TrainResult
 from recsys_core.training.meter import Meter, refuse_nan
 from recsys_core.training.optimizers import LearningRates, make_optimizer
+from recsys_core.training.pipeline import make_pipeline
 from recsys_core.training.process import Process
+from recsys_core.training.restore import restore
 from recsys_core.training.start import first_model
 from recsys_core.training.validation import Validator
 from recsys_core.training.warm import fill_from_champion, fill_sums
@@ -30,7 +32,7 @@ CHECKPOINTS_NAME = "checkpoints"
 
 
 def run_training(job: TrainJob, *, process: Process) -> None:
-    """Trains from the newest checkpoint of `job` (or from its first model) until it is done; rank 0 writes result.json."""
+    """Trains from the checkpoint of `job` (or from its first model) until it is done; rank 0 writes result.json."""
     interactions = require_manifest(job.interactions, InteractionsManifest, verify=False)
     features = None if job.features is None else require_manifest(job.features, FeaturesManifest, verify=False)
     store = EventStore.open(interactions)
@@ -66,6 +68,7 @@ def make_loader(job: TrainJob, *, store: EventStore, assembler: Assembler, proce
         with_target=history.with_target,
         negatives=loss.negatives,
         negative_share_I=negative_share(store.item_count, loss.negatives_alpha) if loss.negatives else None,
+        planned_ranks=job.planned_ranks,
     )
 
 
@@ -81,8 +84,16 @@ class Training:
         self._optimizer: CombinedOptimizer = make_optimizer(model, spec=job.spec, config=job.training)
         self._total_steps = self._config.epochs * len(loader)
         self._rates = LearningRates(self._optimizer, spec=job.spec, config=job.training, total_steps=self._total_steps)
-        self._pipeline = TrainPipelineSparseDist(model, self._optimizer, process.device)
-        self._checkpoints = job.work / CHECKPOINTS_NAME
+        self._pipeline = make_pipeline(model, self._optimizer, process=process)
+        self._clock = StepClock(job.spec, process=process)
+        self._checkpointer = Checkpointer(
+            job.work / CHECKPOINTS_NAME,
+            fingerprint=job.fingerprint,
+            attempt=job.attempt,
+            keep=self._config.keep_checkpoints,
+            papers={JOB_COPY: job.model_dump_json(indent=2), PLAN_COPY: job.plan.read_text()},
+            process=process,
+        )
         self._best: Best | None = None
         self._done = self._saved = 0
         self._unfrozen: dict[str, float] = {}
@@ -91,9 +102,9 @@ class Training:
         self._head.bf16 = self._config.precision == "bf16"
 
     def run(self) -> None:
-        """Goes on from the newest checkpoint to the last epoch, or to where validation no longer gets better."""
-        checkpoint = latest_checkpoint(self._checkpoints, fingerprint=self._job.fingerprint)
-        if checkpoint is not None:
+        """Goes on from the job's checkpoint to the last epoch, or to where validation no longer gets better."""
+        if self._job.resume is not None:
+            checkpoint = require_manifest(self._job.resume, CheckpointManifest, verify=False)
             self._done = self._saved = checkpoint.step
             self._best = checkpoint.best
             restore(self._model, self._optimizer, checkpoint=checkpoint.folder)
@@ -103,10 +114,12 @@ class Training:
         self._meter = Meter(
             self._job.work / METRICS_NAME, process=self._process, total_steps=self._total_steps, first_step=self._done
         )
-        while self._done < self._total_steps and not self._has_stalled():
-            self._run_epoch(self._done // len(self._loader), start_batch=self._done % len(self._loader))
+        with self._clock.listening(self._optimizer):
+            while self._done < self._total_steps and not self._has_stalled():
+                self._run_epoch(self._done // len(self._loader), start_batch=self._done % len(self._loader))
         if self._saved != self._done:
             self._save()
+        self._checkpointer.finish()
         if self._process.leads:
             self._write_result()
 
@@ -114,19 +127,21 @@ class Training:
         """The steps of `epoch` (0-based) from `start_batch` on, then what its end brings."""
         self._model.train()
         self._unfrozen = self._head.set_epoch(epoch + 1)
-        batches = self._loader.epoch(epoch, start_batch=start_batch)
+        batches = self._clock.batches(self._loader.epoch(epoch, start_batch=start_batch))
         for batch in range(start_batch, len(self._loader)):
             self._rates.set_step(self._done)
             # Dropout as a function of (seed, step, rank): nothing to save, and a resumed run draws the same.
             torch.manual_seed((self._config.seed * 1_000_003 + self._done) * 4_099 + self._process.rank)
-            loss = self._pipeline.progress(batches)
+            with self._clock.step(is_sample=self._done % self._config.log_every_steps == 0):
+                loss = self._pipeline.progress(batches)
             self._done += 1
             self._count(loss, samples=self._loader.batch_samples(batch) * self._process.world_size, epoch=epoch + 1)
             if batch + 1 == len(self._loader):
                 break  # what its end brings is logged in one line with this step, and saved
-            if self._done % self._config.log_every_steps == 0:
-                self._log(epoch + 1)
-            if self._done % self._config.checkpoint_every_steps == 0:
+            is_saved = self._done % self._config.checkpoint_every_steps == 0
+            if is_saved or self._done % self._config.log_every_steps == 0:
+                self._log(epoch + 1)  # also where it is saved, so that a resumed run has the same means over the same steps
+            if is_saved:
                 self._save()
         # The lookups belong to the pipeline while it is attached; it has no batch left, so nothing is lost.
         self._pipeline.detach()
@@ -163,19 +178,17 @@ class Training:
     def _log(self, epoch: int, *, validation: dict[str, float] | None = None) -> None:
         schedule = self._config.table_optimizer
         rate = schedule.learning_rate * schedule.scale(self._done - 1, total_steps=self._total_steps)
-        self._meter.log(self._done, epoch=epoch, learning_rate=rate, unfrozen=self._unfrozen, validation=validation)
+        self._meter.log(
+            self._done,
+            epoch=epoch,
+            learning_rate=rate,
+            times=self._clock.take(),
+            unfrozen=self._unfrozen,
+            validation=validation,
+        )
 
     def _save(self) -> None:
-        save_checkpoint(
-            self._model,
-            self._optimizer,
-            folder=self._checkpoints,
-            step=self._done,
-            best=self._best,
-            fingerprint=self._job.fingerprint,
-            keep=self._config.keep_checkpoints,
-            process=self._process,
-        )
+        self._checkpointer.save(self._model, self._optimizer, step=self._done, best=self._best)
         self._saved = self._done
 
     def _write_result(self) -> None:

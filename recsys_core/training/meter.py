@@ -1,8 +1,9 @@
-"""What training is like: loss, throughput, validation metrics, line by line in metrics.jsonl."""
+"""What training is like: loss, throughput, times, memory, validation metrics, line by line in metrics.jsonl."""
 
 import time
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -11,6 +12,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from recsys_core.errors import StageError
 from recsys_core.models.shards import table_shards
 from recsys_core.models.spec import ModelSpec
+from recsys_core.training.clock import StepTimes
 from recsys_core.training.job import Progress
 from recsys_core.training.process import Process
 
@@ -21,6 +23,7 @@ class Meter:
     def __init__(self, path: Path, *, process: Process, total_steps: int, first_step: int) -> None:
         self._path, self._process, self._total_steps = path, process, total_steps
         self._loss = torch.zeros(2, dtype=torch.float64, device=process.device)
+        self._self = psutil.Process()
         self._samples = self._all_samples = 0
         self._since = self._started = time.perf_counter()
         self.last_loss = float("nan")
@@ -46,11 +49,17 @@ class Meter:
         *,
         epoch: int,
         learning_rate: float,
+        times: StepTimes,
         unfrozen: dict[str, float],
         validation: dict[str, float] | None = None,
     ) -> None:
-        """Collective. Appends a line and starts a new window."""
+        """Collective. Appends a line and starts a new window. times: of this rank's steps in it."""
         dist.all_reduce(self._loss)
+        milliseconds = times.milliseconds()
+        sums = torch.tensor([*milliseconds.values(), times.embedding_bytes], dtype=torch.float64)
+        dist.all_reduce(sums)
+        memory = torch.tensor([self._self.memory_info().rss, self._peak_hbm()])
+        dist.all_reduce(memory, op=dist.ReduceOp.MAX)
         if self._loss[1]:
             self.last_loss = (self._loss[0] / self._loss[1]).item()
         now = time.perf_counter()
@@ -61,6 +70,9 @@ class Meter:
             loss=self.last_loss,
             learning_rate=learning_rate,
             samples_per_s=self._samples / (now - self._since),
+            ms_per_step={name: ms / self._process.world_size for name, ms in zip(milliseconds, sums.tolist(), strict=False)},
+            embedding_bytes_per_s=sums[-1].item() / (now - self._since),
+            memory_bytes={name: int(size) for name, size in zip(("rss", "hbm"), memory, strict=True) if size},
             unfrozen=unfrozen,
             validation=validation or {},
         )
@@ -70,6 +82,9 @@ class Meter:
         self._all_samples += self._samples
         self._samples, self._since = 0, now
         self._loss.zero_()
+
+    def _peak_hbm(self) -> int:
+        return torch.cuda.max_memory_allocated(self._process.device) if self._process.device.type == "cuda" else 0
 
     @property
     def samples_per_s(self) -> float:

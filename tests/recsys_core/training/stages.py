@@ -26,6 +26,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables import TableConfig
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.planner import plan_sharding
+from recsys_core.training.checkpoint import latest_checkpoint
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export_job import run_export
 from recsys_core.training.job import ExportJob, Progress, TrainJob, TrainResult
@@ -152,9 +153,22 @@ def train_in_forks(night: Night, work: Path, *, stops_at: int | None = None, sco
 
     stops_at: all ranks end at once after that step, as if killed. scores: what the validations find, instead of measuring.
     """
+    job = train_job(night, work)
+    run_ranks(_train, world_size=2, arguments=(job, stops_at, scores))
+    if stops_at is not None:
+        assert not (work / RESULT_NAME).exists()
+        return Trained(work, TrainResult.model_construct(), [])
+    result = TrainResult.model_validate_json((work / RESULT_NAME).read_bytes())
+    lines = [Progress.model_validate_json(line) for line in (work / METRICS_NAME).read_text().splitlines()]
+    return Trained(work, result, lines)
+
+
+def train_job(night: Night, work: Path) -> TrainJob:
+    """Of the next attempt in `work`, from the newest checkpoint there."""
     work.mkdir(exist_ok=True)
     data = night.data
-    job = TrainJob(
+    checkpoint = latest_checkpoint(work / CHECKPOINTS_NAME, fingerprint="f")
+    return TrainJob(
         work=work,
         fingerprint="f",
         spec=night.spec,
@@ -164,14 +178,8 @@ def train_in_forks(night: Night, work: Path, *, stops_at: int | None = None, sco
         embeddings=data.embeddings.folder,
         features=data.features.folder,
         plan=night.plan.path("plan.json"),
+        resume=checkpoint.folder if checkpoint is not None else None,
     )
-    run_ranks(_train, world_size=2, arguments=(job, stops_at, scores))
-    if stops_at is not None:
-        assert not (work / RESULT_NAME).exists()
-        return Trained(work, TrainResult.model_construct(), [])
-    result = TrainResult.model_validate_json((work / RESULT_NAME).read_bytes())
-    lines = [Progress.model_validate_json(line) for line in (work / METRICS_NAME).read_text().splitlines()]
-    return Trained(work, result, lines)
 
 
 def _process(rank: int) -> Process:
@@ -196,7 +204,14 @@ def _train(rank: int, job: TrainJob, stops_at: int | None, scores: list[float] |
 def export_in_forks(night: Night, checkpoint: Path, out: Path) -> dict[str, np.ndarray]:
     """Every array of the export, and every tensor of its layers."""
     out.mkdir()
-    job = ExportJob(
+    run_ranks(_export, world_size=2, arguments=(export_job(night, checkpoint, out),))
+    arrays = {path.name: np.load(path) for path in sorted(out.glob("*.npy"))}
+    return arrays | {name: value.numpy() for name, value in load_file(out / "dense.safetensors").items()}
+
+
+def export_job(night: Night, checkpoint: Path, out: Path) -> ExportJob:
+    """Exports the model in `checkpoint` to `out`."""
+    return ExportJob(
         work=out,
         out=out,
         spec=night.spec,
@@ -207,9 +222,6 @@ def export_in_forks(night: Night, checkpoint: Path, out: Path) -> dict[str, np.n
         plan=night.plan.path("plan.json"),
         checkpoint=checkpoint,
     )
-    run_ranks(_export, world_size=2, arguments=(job,))
-    arrays = {path.name: np.load(path) for path in sorted(out.glob("*.npy"))}
-    return arrays | {name: value.numpy() for name, value in load_file(out / "dense.safetensors").items()}
 
 
 def _export(rank: int, job: ExportJob) -> None:
@@ -222,5 +234,6 @@ def checkpoint_of(trained: Trained) -> Path:
 
 
 def unhurried(lines: list[Progress]) -> list[dict[str, Any]]:
-    """The lines without their throughput."""
-    return [json.loads(line.model_dump_json(exclude={"samples_per_s"})) for line in lines]
+    """The lines without what depends on the machine."""
+    measured = {"samples_per_s", "ms_per_step", "embedding_bytes_per_s", "memory_bytes"}
+    return [json.loads(line.model_dump_json(exclude=measured)) for line in lines]

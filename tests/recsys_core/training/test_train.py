@@ -23,12 +23,13 @@ from recsys_core.serving.quantise import build_tower
 from recsys_core.serving.questions import Questions
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig
 from recsys_core.sharding.planner import plan_sharding
+from recsys_core.training.attempts import MetricsTail
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.encoding import Encoder
 from recsys_core.training.export import export_vectors
 from recsys_core.training.job import Progress
 from recsys_core.training.process import Process
-from recsys_core.training.train import _MetricsTail, train
+from recsys_core.training.train import train
 from tests.recsys_core.training.stages import Night, ingest, night
 
 CONFIG = TrainingConfig(
@@ -49,7 +50,7 @@ def stages(tmp_path_factory) -> Night:
 
 
 def run_train(
-    made: Night, folder: Path, *, config: TrainingConfig = CONFIG, on_progress=lambda progress: None
+    made: Night, folder: Path, *, config: TrainingConfig = CONFIG, on_progress=lambda progress: None, sharding=None
 ) -> TrainManifest:
     return train(
         config,
@@ -59,6 +60,7 @@ def run_train(
         plan=made.plan,
         folder=folder,
         on_progress=on_progress,
+        sharding=sharding,
     )
 
 
@@ -77,7 +79,6 @@ def export(made: Night, manifest: TrainManifest, folder: Path):
         loss=made.loss,
         interactions=made.data.interactions,
         features=made.data.features,
-        plan=made.plan,
         train=manifest,
         folder=folder,
     )
@@ -231,10 +232,45 @@ def test_a_file_that_a_new_attempt_puts_in_place_is_followed_from_its_start_even
         path.write_text("".join(lines))
 
     seen: list[tuple[int, float]] = []
-    tail = _MetricsTail(tmp_path / "metrics.jsonl", lambda line: seen.append((line.step, line.loss)))
+    tail = MetricsTail(tmp_path / "metrics.jsonl", lambda line: seen.append((line.step, line.loss)))
     write(tmp_path / "metrics.jsonl", losses=[0.25])
     tail.relay()
     write(tmp_path / "new", losses=[0.5, 0.125])  # its first line is shorter than what was read
     (tmp_path / "new").replace(tmp_path / "metrics.jsonl")
     tail.relay()
     assert seen == [(1, 0.25), (2, 0.125)]
+
+
+def test_a_second_failure_goes_on_with_fewer_ranks_and_as_many_examples_per_step(stages, trained, tmp_path):
+    config = CONFIG.model_copy(update={"attempts": 3, "min_processes": 1})
+    seen: list[Progress] = []
+    killed: list[int] = []
+
+    def kill_twice(progress: Progress) -> None:
+        seen.append(progress)
+        if progress.step >= 20 * (len(killed) + 1) and len(killed) < 2:
+            killed.append(progress.step)
+            kill_a_rank(progress)
+
+    sharding = ShardingConfig(cluster=ClusterConfig(device="cpu", processes_per_node=2))
+    manifest = run_train(stages, tmp_path / "train", config=config, on_progress=kill_twice, sharding=sharding)
+    assert (manifest.attempts, manifest.world_size) == (3, 1)
+    whole = trained[0]
+    assert (manifest.steps, manifest.examples) == (whole.steps, whole.examples)
+    assert [line.step for line in seen] == sorted({line.step for line in trained[1]})
+    assert manifest.final_loss == pytest.approx(whole.final_loss, rel=0.05)
+    export(stages, manifest, tmp_path / "export")
+
+
+def test_a_damaged_checkpoint_is_passed_over_by_the_next_attempt(stages, trained, tmp_path, caplog):
+    once = CONFIG.model_copy(update={"attempts": 1})
+    with pytest.raises(LaunchError):
+        run_train(stages, tmp_path / "train", config=once, on_progress=once_at(40, kill_a_rank))
+    newest = max((tmp_path / "train.work" / "checkpoints").glob("step-*[0-9]"))
+    damaged = max(newest.glob("*.distcp"))
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    manifest = run_train(stages, tmp_path / "train")
+    assert f"{newest}: a file is missing or not what was written" in caplog.text
+    assert manifest.final_loss == trained[0].final_loss

@@ -53,7 +53,6 @@ def run(made: Night, folder: Path, *, launcher: Launcher) -> tuple[TrainManifest
         loss=made.loss,
         interactions=made.data.interactions,
         features=made.data.features,
-        plan=plan,
         train=trained,
         folder=folder / "export",
         launcher=launcher,

@@ -25,11 +25,11 @@ from recsys_core.models.pretrained import random_norm
 from recsys_core.models.shards import table_shards
 from recsys_core.models.tables import TableConfig
 from recsys_core.training.champion import Champion
-from recsys_core.training.checkpoint import restore
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job import TrainJob, WarmStart
 from recsys_core.training.loop import CHECKPOINTS_NAME, make_loader
 from recsys_core.training.optimizers import make_optimizer
+from recsys_core.training.restore import restore
 from recsys_core.training.start import first_model
 from recsys_core.training.sums import sum_shards
 from recsys_core.training.warm import fill_from_champion, fill_sums, prepare_warm_start

@@ -1,0 +1,217 @@
+"""Checkpoints between worlds: saved by some ranks and one sharding, loaded by others; damaged ones are never read."""
+
+import logging
+import random
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.optim.keyed import CombinedOptimizer
+
+from recsys_core.errors import InputError, StageError
+from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.optimizer_config import TableOptimizer
+from recsys_core.models.shards import table_shards
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.tables import TableConfig
+from recsys_core.training.checkpoint import Best, Checkpointer, checkpoint_name, latest_checkpoint
+from recsys_core.training.config import TrainingConfig
+from recsys_core.training.optimizers import make_optimizer
+from recsys_core.training.process import Process
+from recsys_core.training.restore import restore
+from recsys_core.training.sums import add_sums, sum_shards
+from tests.gloo import run_ranks
+from tests.recsys_core.training.small_model import make_batch, sharded_model, small_spec
+
+KINDS = ("row_wise", "table_wise", "column_wise")
+SAVED_BY = {"row_wise": 2, "table_wise": 3, "column_wise": 4}
+"""Ranks, by the sharding type that each checkpoint is saved in."""
+STEPS = 3
+TRAINING = TrainingConfig(seed=1)
+LOSS = LossConfig(negatives=5)
+BEST = Best(step=2, metrics={"ndcg@10": 0.5})
+
+
+def spec_of(*, brands: bool = True) -> ModelSpec:
+    """Columns are split from 128 on. `user` keeps a sum per row, the items one per number."""
+    exact = TableOptimizer(kind="adagrad")
+    forms = {"user.groups": "list"} | ({"item.brand": "single"} if brands else {})
+    return small_spec(dim=256, forms=forms, tables={"item": TableConfig(optimizer=exact)})
+
+
+class Made(NamedTuple):
+    model: DistributedModelParallel
+    optimizer: CombinedOptimizer
+
+
+def make(rank: int, kind: str, *, spec: ModelSpec, steps: int = 0) -> Made:
+    process = Process(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
+    model, _ = sharded_model(spec, kinds=dict.fromkeys(spec.tables, kind), training=TRAINING, loss=LOSS, process=process)
+    made = Made(model, make_optimizer(model, spec=spec, config=TRAINING))
+    train(made, rank, spec=spec, steps=range(steps))
+    return made
+
+
+def train(made: Made, rank: int, *, spec: ModelSpec, steps: range) -> None:
+    batches = iter([make_batch(spec, ranks=[rank], step=step, queries=6, negatives=5) for step in steps])
+    pipeline = TrainPipelineSparseDist(made.model, made.optimizer, torch.device("cpu"))
+    for _ in steps:
+        pipeline.progress(batches)
+    if steps:
+        pipeline.detach()
+
+
+def checkpointer(rank: int, folder: Path, **settings: Any) -> Checkpointer:
+    process = Process(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
+    return Checkpointer(
+        folder, fingerprint="f", attempt=1, process=process, **{"keep": 9, "papers": {"job.json": "{}"}} | settings
+    )
+
+
+def whole_state(made: Made, spec: ModelSpec) -> dict[str, np.ndarray]:
+    """Tables, their sums and all that is not sharded, put together from all ranks."""
+    found: dict[str, np.ndarray] = {}
+    parts: dict[str, list[Any]] = {}
+    state = made.model.state_dict()
+    for name in spec.tables:
+        parts[name] = [(shard.row, shard.column, shard.weight_RC.numpy()) for shard in table_shards(state, table=name)]
+        parts[f"{name} sums"] = sum_shards(made.optimizer, spec=spec, table=name)
+    gathered: list[dict[str, list[Any]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(gathered, parts)
+    for name, table in spec.tables.items():
+        found[name] = np.full((table.rows, table.dim), np.nan, np.float32)
+        by_row = table.settings.optimizer is None
+        found[f"{name} sums"] = np.zeros(table.rows if by_row else (table.rows, table.dim), np.float32)
+        for one in gathered:
+            for row, column, value in one[name]:
+                found[name][row : row + len(value), column : column + value.shape[1]] = value
+            for shard in one[f"{name} sums"]:
+                add_sums(found[f"{name} sums"], shard, dim=table.dim)
+    flat, _ = flatten_state_dict({"model": state, "optimizer": made.optimizer.state_dict()})
+    return found | {key: np.array(value) for key, value in flat.items() if not isinstance(value, ShardedTensor)}
+
+
+def save_one(rank: int, kind: str, folder: Path) -> None:
+    spec = spec_of()
+    made = make(rank, kind, spec=spec, steps=STEPS)
+    saver = checkpointer(rank, folder / kind)
+    saver.save(made.model, made.optimizer, step=STEPS, best=BEST)
+    expected = whole_state(made, spec)
+    train(made, rank, spec=spec, steps=range(STEPS, STEPS + 2))  # while the checkpoint is being written
+    saver.finish()
+    if rank == 0:
+        np.savez(folder / f"{kind}.npz", **expected)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    for kind, ranks in SAVED_BY.items():
+        run_ranks(save_one, world_size=ranks, arguments=(kind, folder))
+    return folder
+
+
+def load_all(rank: int, folder: Path) -> None:
+    spec = spec_of()
+    for kind in KINDS:
+        for source in SAVED_BY:
+            made = make(rank, kind, spec=spec)
+            restore(made.model, made.optimizer, checkpoint=folder / source / checkpoint_name(STEPS))
+            found, expected = whole_state(made, spec), dict(np.load(folder / f"{source}.npz"))
+            assert found.keys() == expected.keys()
+            assert any("exp_avg_sq" in key for key in found) and any(key.endswith("step") for key in found)
+            for name, value in expected.items():
+                # A row's sum is a mean over column shards: adding those up rounds.
+                close = {"rtol": 1e-6} if name.endswith(" sums") else {"rtol": 0.0}
+                np.testing.assert_allclose(found[name], value, **close, err_msg=f"{source} -> {kind}: {name}")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_tables_sums_and_layers_are_the_same_on_other_ranks_and_in_another_sharding(saved, world_size):
+    run_ranks(load_all, world_size=world_size, arguments=(saved,))
+
+
+def load_into(rank: int, checkpoint: Path, spec: ModelSpec, message: str) -> None:
+    made = make(rank, "row_wise", spec=spec)
+    with pytest.raises(StageError, match=message):
+        restore(made.model, made.optimizer, checkpoint=checkpoint)
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_tables_and_shapes(saved):
+    checkpoint = saved / "row_wise" / checkpoint_name(STEPS)
+    spec = spec_of()
+    user = spec.tables["user"].model_copy(update={"rows": spec.tables["user"].rows + 1})
+    larger = spec.model_copy(update={"tables": spec.tables | {"user": user}})
+    told = r"user.weight is \[50, 256\] in the checkpoint, \[51, 256\] in the model"
+    run_ranks(load_into, world_size=2, arguments=(checkpoint, larger, told))
+    run_ranks(
+        load_into, world_size=2, arguments=(checkpoint, spec_of(brands=False), r"no model\.\S+item__brand\.weight in the model")
+    )
+
+
+def test_each_of_120_flipped_bits_is_seen_and_the_checkpoint_before_is_taken(saved, tmp_path, caplog):
+    for step in (STEPS - 1, STEPS):
+        shutil.copytree(saved / "table_wise" / checkpoint_name(STEPS), tmp_path / checkpoint_name(step))
+    newest = tmp_path / checkpoint_name(STEPS)
+    files = sorted(path for path in newest.rglob("*") if path.is_file())
+    assert {"manifest.json", ".metadata", "job.json"} <= {path.name for path in files}
+    draw = random.Random(0)
+    for _ in range(120):
+        path = draw.choice(files)
+        place, bit = draw.randrange(path.stat().st_size), draw.randrange(8)
+        content = bytearray(path.read_bytes())
+        content[place] ^= 1 << bit
+        path.write_bytes(content)
+        with caplog.at_level(logging.WARNING):
+            found = latest_checkpoint(tmp_path, fingerprint="f")
+        assert found is not None and found.folder.name == checkpoint_name(STEPS - 1), f"{path.name}, byte {place}, bit {bit}"
+        assert caplog.messages == [f"{newest}: a file is missing or not what was written; taking the checkpoint before it"]
+        caplog.clear()
+        content[place] ^= 1 << bit
+        path.write_bytes(content)
+    found = latest_checkpoint(tmp_path, fingerprint="f")
+    assert found is not None and found.folder == newest and found.best == BEST
+
+
+def test_what_a_dead_attempt_left_half_written_is_no_checkpoint(saved, tmp_path):
+    whole = saved / "row_wise" / checkpoint_name(STEPS)
+    shutil.copytree(whole, tmp_path / f"{checkpoint_name(STEPS)}.tmp-1")
+    shutil.copytree(whole, tmp_path / checkpoint_name(7))
+    (tmp_path / checkpoint_name(7) / "manifest.json").unlink()
+    assert latest_checkpoint(tmp_path, fingerprint="f") is None
+    shutil.copytree(whole, tmp_path / checkpoint_name(STEPS))
+    assert latest_checkpoint(tmp_path, fingerprint="another") is None
+
+
+def keep_few(rank: int, folder: Path) -> None:
+    made = make(rank, "row_wise", spec=spec_of())
+    saver = checkpointer(rank, folder, keep=2)
+    for step in range(1, 6):
+        saver.save(made.model, made.optimizer, step=step, best=BEST if step > 1 else None)
+    saver.finish()
+    if rank == 0:
+        assert sorted(path.name for path in folder.iterdir()) == [checkpoint_name(step) for step in (2, 4, 5)]
+
+
+def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
+    run_ranks(keep_few, world_size=2, arguments=(tmp_path,))
+
+
+def save_on_a_full_disk(rank: int, folder: Path) -> None:
+    made = make(rank, "row_wise", spec=spec_of())
+    shutil.disk_usage = lambda _: shutil._ntuple_diskusage(10**6, 10**6 - 99, 99)  # type: ignore[attr-defined]
+    with pytest.raises(InputError, match=r"a checkpoint takes 0\.\d+ GiB, but the disk has 0.000 GiB free"):
+        checkpointer(rank, folder).save(made.model, made.optimizer, step=1, best=None)
+
+
+def test_a_disk_too_small_for_a_checkpoint_is_told_before_it_is_written(tmp_path):
+    run_ranks(save_on_a_full_disk, world_size=1, arguments=(tmp_path,))
+    assert list(tmp_path.iterdir()) == []

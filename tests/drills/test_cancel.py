@@ -39,10 +39,10 @@ def wait_until(what: str, holds, *, patience_s: float = PATIENCE_S) -> None:
 
 def started_run(parameters: dict) -> str:
     """Asks the server for a run of the served deployment, once that is there; the run's id."""
-    from prefect.client.orchestration import get_client
+    from prefect.client.orchestration import PrefectClient
 
     async def ask() -> str:
-        async with get_client() as client:
+        async with PrefectClient(os.environ["PREFECT_API_URL"]) as client:
             for _ in range(int(PATIENCE_S)):
                 found = await client.read_deployments()
                 if found:
@@ -54,21 +54,21 @@ def started_run(parameters: dict) -> str:
 
 
 def cancel(flow_run: str) -> None:
-    from prefect.client.orchestration import get_client
+    from prefect.client.orchestration import PrefectClient
     from prefect.states import Cancelling
 
     async def ask() -> None:
-        async with get_client() as client:
+        async with PrefectClient(os.environ["PREFECT_API_URL"]) as client:
             await client.set_flow_run_state(flow_run, Cancelling(), force=True)
 
     asyncio.run(ask())
 
 
 def state_of(flow_run: str) -> str:
-    from prefect.client.orchestration import get_client
+    from prefect.client.orchestration import PrefectClient
 
     async def ask() -> str:
-        async with get_client() as client:
+        async with PrefectClient(os.environ["PREFECT_API_URL"]) as client:
             return str((await client.read_flow_run(flow_run)).state_name)
 
     return asyncio.run(ask())

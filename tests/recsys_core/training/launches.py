@@ -38,7 +38,8 @@ def launch_ranks(
 
 FAR = TWICE_HERE.model_copy(update={"env": {"OMP_NUM_THREADS": "1", PARENT_VARIABLE: ""}, "lease_timeout_s": 6.0})
 """Hosts that Linux does not end with the launching process, as if they were elsewhere."""
-LAUNCHERS = {"local": HERE, "torchx": TWICE_HERE, "far": FAR}
+FAR_LONG_LEASE = FAR.model_copy(update={"lease_timeout_s": 60.0})
+LAUNCHERS = {"local": HERE, "torchx": TWICE_HERE, "far": FAR, "far, long lease": FAR_LONG_LEASE}
 
 
 if __name__ == "__main__":  # FOLDER, key of LAUNCHERS: a process of its own, to be killed

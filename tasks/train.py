@@ -34,9 +34,8 @@ def train(
     run: Run,
 ) -> TrainManifest:
     """torchrun, here or on many hosts -> checkpoint; its metrics go to MLflow, the terminal and a Prefect artifact at once."""
-    finish = begin("train")
+    finish, shown = begin("train"), TrainingProgress()
     champion = starting_champion(model_name, run=run) if config.warm_start is not None else None
-    shown = TrainingProgress()
     with MetricRelay(run) as relay:
 
         def on_progress(progress: Progress) -> None:

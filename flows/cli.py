@@ -88,23 +88,25 @@ def plan(
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs per host; implies device cuda")] = None,
     hbm_gb: Annotated[float | None, typer.Option(min=0.1, help="memory per GPU")] = None,
     ddr_gb: Annotated[float | None, typer.Option(min=0.1, help="main memory per host")] = None,
+    intra_gbs: Annotated[float | None, typer.Option(min=0.1, help="GB/s between two GPUs of a host")] = None,
+    inter_gbs: Annotated[float | None, typer.Option(min=0.1, help="GB/s from a GPU to one of another host")] = None,
+    hbm_gbs: Annotated[float | None, typer.Option(min=0.1, help="GB/s of a GPU's memory")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Plans the sharding for a cluster that need not exist: reads the data, starts no training."""
-    from flows.inputs import plan_for
+    """Plans the sharding for a cluster that need not exist: reads the data, trains nothing, writes plan.json and plan.html."""
     from flows.load import load_config
+    from flows.plan import plan_for, print_plan
 
     asked = {"nodes": nodes, "processes_per_node": gpus_per_node, "hbm_gb": hbm_gb, "ddr_gb": ddr_gb}
+    asked |= {"intra_gbs": intra_gbs, "inter_gbs": inter_gbs, "hbm_gbs": hbm_gbs}
     cluster: dict[str, int | float | str] = {name: value for name, value in asked.items() if value is not None}
     if gpus_per_node is not None:
         cluster["device"] = "cuda"
-    made = plan_for(load_config(file, overrides or ()), cluster=cluster)
+    made, paths = plan_for(load_config(file, overrides or ()), cluster=cluster)
     if as_json:
         sys.stdout.write(made.model_dump_json() + "\n")
     else:
-        from rich.markdown import Markdown
-
-        terminal.out.print(Markdown(made.to_markdown()))
+        print_plan(made, paths=paths, console=terminal.out)
 
 
 @app.command(epilog="Example: nightjar run nightly.yaml --set training.batch_size=8192 --resume 20261121-070312-ab12")

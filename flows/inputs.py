@@ -1,20 +1,12 @@
-"""What can be said about the input without a run: schema checks, and a plan for another cluster."""
-
-from typing import Any
+"""What can be said about the input without a run: schema checks."""
 
 from flows.config import PipelineConfig
-from recsys_core.data.features.ingest import ingest_features
 from recsys_core.data.features.tables import check_features
 from recsys_core.data.features.vectors import check_vectors
-from recsys_core.data.log.ingest import ingest_interactions
 from recsys_core.data.log.input import check_interactions
 from recsys_core.data.vectors.files import check_embeddings
-from recsys_core.data.vectors.ingest import ingest_embeddings
 from recsys_core.errors import InputError
-from recsys_core.models.spec import ModelSpec, require_width
-from recsys_core.sharding.config import ClusterConfig
-from recsys_core.sharding.plan_file import PlanFile
-from recsys_core.sharding.planner import make_plan
+from recsys_core.models.spec import require_width
 
 
 def check_inputs(config: PipelineConfig) -> dict[str, str]:
@@ -50,36 +42,3 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
             for table in tables
         )
     return facts
-
-
-def plan_for(config: PipelineConfig, *, cluster: dict[str, Any]) -> PlanFile:
-    """The plan for `config`'s data on its cluster with `cluster` put over it; the ingests are kept in <workspace>/plan."""
-    folder = config.workspace / "plan"
-    root = config.data_root
-    embeddings = (
-        ingest_embeddings(config.embeddings, folder=folder / "embeddings", data_root=root) if config.embeddings else None
-    )
-    interactions = ingest_interactions(config.log, embeddings=embeddings, folder=folder / "interactions", data_root=root)
-    features = None
-    if config.features is not None:
-        features = ingest_features(
-            config.features,
-            interactions=interactions,
-            embeddings=embeddings,
-            previous=None,
-            memory_limit=config.interactions.memory_limit,
-            threads=config.interactions.threads,
-            folder=folder / "features",
-            data_root=root,
-        )
-    model = ModelSpec.of(
-        config.model,
-        interactions=interactions,
-        embeddings=embeddings,
-        features=features,
-        tables=config.tables,
-        loss=config.loss,
-    )
-    wanted = ClusterConfig(**(config.sharding.cluster.model_dump() | cluster))
-    sharding = config.sharding.model_copy(update={"cluster": wanted})
-    return make_plan(sharding, model=model, batch_size=config.training.batch_size, optimizer=config.training.table_optimizer)

@@ -83,7 +83,10 @@ def night(config: PipelineConfig, run: Run) -> Iterator[Stage]:
         config.model, interactions=interactions, embeddings=embeddings, features=features, tables=config.tables,
         loss=config.loss,
     )  # fmt: skip
-    plan = plan_sharding(config.sharding, model=model, training=config.training, run=run)
+    plan = plan_sharding(
+        config.sharding, model=model, training=config.training, loss=config.loss, interactions=interactions, features=features,
+        run=run,
+    )  # fmt: skip
     yield "plan_sharding", plan
     trained = train(
         config.training, model=model, loss=config.loss, interactions=interactions, embeddings=embeddings, features=features,

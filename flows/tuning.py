@@ -14,6 +14,7 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import EmbeddingsManifest, FeaturesManifest, InteractionsManifest, fingerprint_of
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.planner import make_plan, plan_sharding
+from recsys_core.sharding.traffic import measure_traffic
 from recsys_core.training.train import OPERATIONAL
 from tasks.reporting import LOG
 from tasks.run import Run, new_run_id
@@ -120,9 +121,12 @@ def try_one(config: PipelineConfig, attempt: Attempt, data: Data, *, study: Stud
     try:
         tried = with_settings(config, attempt.settings)
         model = spec_of(tried, data)
+        traffic = measure_traffic(
+            model, batch_size=tried.training.batch_size, loss=tried.loss, interactions=data.interactions, features=data.features
+        )
         plan = plan_sharding(
             tried.sharding, model=model, batch_size=tried.training.batch_size, optimizer=tried.training.table_optimizer,
-            folder=folder / "plan",
+            traffic=traffic, folder=folder / "plan",
         )  # fmt: skip
     except InputError as error:
         return Result(ending="failed", seconds=0, reason=str(error))

@@ -17,7 +17,7 @@ CORE_MAY_IMPORT = {
     "manifests": {"", "manifests"},
     "data": {"", "manifests", "data"},
     "models": {"", "manifests", "data", "models"},
-    "sharding": {"", "manifests", "models", "sharding"},
+    "sharding": {"", "manifests", "data", "models", "sharding"},
     "training": {"", "manifests", "data", "models", "sharding", "evaluation", "training"},
     "evaluation": {"", "manifests", "data", "evaluation"},
     "retrieval": {"", "manifests", "retrieval"},

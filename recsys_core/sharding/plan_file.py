@@ -1,17 +1,23 @@
 """plan.json: a sharding plan that a person can read and diff, and that training executes exactly."""
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Literal
 
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torchrec.distributed.planner.utils import placement
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+from torchrec.distributed.types import CacheParams, EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
 from recsys_core.config import Frozen
 from recsys_core.errors import InputError
+from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec, module_name
-from recsys_core.sharding.config import ShardingKind
+from recsys_core.sharding.config import ClusterConfig, CommunicationConfig, ComputeKernel, ShardingKind
+from recsys_core.sharding.constraints import optimizer_kind, ssd_parameters
+
+Measure = Literal["hbm_bytes", "ddr_bytes", "step_ms"]
 
 
 class ShardPlan(Frozen):
@@ -22,47 +28,109 @@ class ShardPlan(Frozen):
     size: tuple[int, int]
 
 
+class Alternative(Frozen):
+    """One sharding type of a table as it is estimated alone, with the kernel that makes it the fastest; per rank at most."""
+
+    sharding_type: ShardingKind
+    compute_kernel: ComputeKernel | None = None
+    step_ms: float | None = None
+    hbm_bytes: int | None = None
+    ddr_bytes: int | None = None
+    verdict: str
+
+
 class TablePlan(Frozen):
-    """How one table is laid out."""
+    """How one table is laid out. values_per_query: what the estimates take it to be asked for, see Traffic."""
 
     rows: int
     dim: int
+    optimizer: str
     sharding_type: ShardingKind
-    compute_kernel: str
+    compute_kernel: ComputeKernel
+    cache_load_factor: float | None = None
+    ssd_path: str | None = None
     ranks: tuple[int, ...]
     shards: tuple[ShardPlan, ...]
+    values_per_query: float
+    constraint: str | None = None
+    alternatives: tuple[Alternative, ...] = ()
+
+
+class TableMemory(Frozen):
+    """Bytes of a table on one rank. Weights and optimizer state lie in main memory or on the SSD where the kernel says so."""
+
+    weights: int
+    optimizer: int
+    cache: int
+    buffers: int
 
 
 class RankEstimate(Frozen):
-    """What the planner expects of one rank."""
+    """What the planner expects of one rank: memory, and milliseconds per step that its lookups take."""
 
     hbm_bytes: int
     ddr_bytes: int
+    ssd_bytes: int
     step_ms: float
+    forward_compute_ms: float
+    forward_comms_ms: float
+    backward_compute_ms: float
+    backward_comms_ms: float
+    prefetch_ms: float
+    tables: dict[str, TableMemory]
+
+
+class NaivePlan(Frozen):
+    """The same model and cluster with one sharding type for every table; `problem` says why it cannot be."""
+
+    name: str
+    step_ms: float | None = None
+    hbm_bytes: int | None = None
+    ddr_bytes: int | None = None
+    problem: str | None = None
 
 
 class PlanFile(Frozen):
-    """Content of plan.json."""
+    """Content of plan.json. usable_*: bytes per rank that tables and their buffers may take."""
 
     device: Literal["cpu", "cuda"]
     nodes: int
     processes_per_node: int
     batch_size: int
+    fingerprint: str
+    cluster: ClusterConfig
+    communication: CommunicationConfig
+    usable_hbm_bytes: int
+    usable_ddr_bytes: int
     tables: dict[str, TablePlan]
     ranks: tuple[RankEstimate, ...]
+    naive: tuple[NaivePlan, ...]
 
     @property
     def world_size(self) -> int:
         """Ranks in all."""
         return self.nodes * self.processes_per_node
 
+    @property
+    def step_ms(self) -> float:
+        """The slowest rank's."""
+        return max(rank.step_ms for rank in self.ranks)
+
+    def imbalance(self, what: Measure) -> float:
+        """Largest over mean of the ranks: 1 is even."""
+        values = [float(getattr(rank, what)) for rank in self.ranks]
+        return max(values) * len(values) / sum(values) if sum(values) else 1.0
+
     @classmethod
     def read(cls, path: Path) -> "PlanFile":
         """Parses a plan.json."""
         return cls.model_validate_json(path.read_bytes())
 
-    def require(self, *, spec: ModelSpec, world_size: int) -> None:
-        """InputError unless the plan was made for this model and this many ranks."""
+    def require(self, *, spec: ModelSpec, world_size: int, optimizer: TableOptimizer | None = None) -> None:
+        """InputError unless the plan was made for this model and this many ranks, and is as it was made.
+
+        optimizer: of tables that have none of their own; without it these are not compared.
+        """
         if world_size != self.world_size:
             raise InputError(
                 f"plan.json: made for {self.world_size} ranks, but {world_size} were started; "
@@ -72,6 +140,21 @@ class PlanFile(Frozen):
         wanted = {name: (table.rows, table.dim) for name, table in spec.tables.items()}
         if planned != wanted:
             raise InputError(f"plan.json: made for tables {planned}, but the model has {wanted}; plan again")
+        for name, table in spec.tables.items():
+            if optimizer is None and table.settings.optimizer is None and not table.frozen:
+                continue
+            kind = optimizer_kind(table, default=optimizer or TableOptimizer())
+            if kind != self.tables[name].optimizer:
+                raise InputError(
+                    f"plan.json: table {name} was planned with optimizer {self.tables[name].optimizer}, but it has {kind}, "
+                    "which takes other memory; plan again"
+                )
+        found = layout_fingerprint(self.tables, device=self.device, world_size=self.world_size)
+        if found != self.fingerprint:
+            raise InputError(
+                f"plan.json: its layout has the fingerprint {found[:12]}, but it was made with {self.fingerprint[:12]}: it was "
+                "changed by hand; set sharding.tables and plan again"
+            )
 
     def to_torchrec(self, path: str, *, spec: ModelSpec) -> ShardingPlan:
         """TorchRec's own plan for the collections of `spec`, found below the module path `path`."""
@@ -99,18 +182,49 @@ class PlanFile(Frozen):
             compute_kernel=table.compute_kernel,
             ranks=list(table.ranks),
             sharding_spec=spec,
+            cache_params=CacheParams(load_factor=table.cache_load_factor) if table.cache_load_factor else None,
+            key_value_params=ssd_parameters(table.ssd_path) if table.ssd_path else None,
         )
 
     def to_markdown(self) -> str:
-        """Two tables: where each table lies, and what each rank is expected to hold and take."""
+        """Two tables: where each table lies, and what the ranks are expected to hold and take."""
         lines = ["| table | rows x dim | sharding | kernel | ranks |", "|---|---|---|---|---|"]
         lines += [
-            f"| {name} | {t.rows:,} x {t.dim} | {t.sharding_type} | {t.compute_kernel} | {', '.join(map(str, t.ranks))} |"
+            f"| {name} | {t.rows:,} x {t.dim} | {t.sharding_type} | {t.compute_kernel} | {as_ranges(t.ranks)} |"
             for name, t in self.tables.items()
         ]
-        lines += ["", "| rank | HBM | DDR | est. step |", "|---|---|---|---|"]
+        lines += ["", "| ranks | HBM | DDR | est. step |", "|---|---|---|---|"]
         lines += [
-            f"| {rank} | {r.hbm_bytes / 2**20:,.1f} MiB | {r.ddr_bytes / 2**20:,.1f} MiB | {r.step_ms:.2f} ms |"
-            for rank, r in enumerate(self.ranks)
+            f"| {as_ranges(ranks)} | {r.hbm_bytes / 2**20:,.1f} MiB | {r.ddr_bytes / 2**20:,.1f} MiB | {r.step_ms:.2f} ms |"
+            for ranks, r in self.alike()
         ]
         return "\n".join(lines)
+
+    def alike(self) -> list[tuple[tuple[int, ...], RankEstimate]]:
+        """The ranks with one estimate each for those of which the same is expected."""
+        groups: dict[str, list[int]] = {}
+        for rank, estimate in enumerate(self.ranks):
+            groups.setdefault(estimate.model_dump_json(), []).append(rank)
+        return [(tuple(ranks), self.ranks[ranks[0]]) for ranks in groups.values()]
+
+
+def layout_fingerprint(tables: dict[str, TablePlan], *, device: str, world_size: int) -> str:
+    """Of all that training executes: sizes, optimizers, sharding types, kernels and shards of the tables, and the ranks."""
+    told = {"values_per_query", "constraint", "alternatives"}
+    layout = {name: table.model_dump(mode="json", exclude=told) for name, table in sorted(tables.items())}
+    return hashlib.sha256(json.dumps([layout, device, world_size], sort_keys=True).encode()).hexdigest()
+
+
+def as_ranges(ranks: tuple[int, ...]) -> str:
+    """Ranks for a reader.
+
+    >>> as_ranges((0, 1, 2, 5)), as_ranges((3,)), as_ranges((0, 1))
+    ('0-2, 5', '3', '0, 1')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)

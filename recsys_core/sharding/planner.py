@@ -4,41 +4,62 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, ShardingOption, Stats
+from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
 from recsys_core.errors import InputError
 from recsys_core.manifests import PlanManifest, fingerprint_of, produce
-from recsys_core.models.lookups import Lookups
-from recsys_core.models.optimizer_config import GPU_ONLY, TableOptimizer
-from recsys_core.models.spec import ModelSpec, TableSpec, module_name
-from recsys_core.models.task import LOOKUPS_PATH
-from recsys_core.sharding.config import ClusterConfig, ShardingConfig, ShardingKind, TableConstraint
-from recsys_core.sharding.plan_file import PlanFile, RankEstimate, ShardPlan, TablePlan
-from recsys_core.sharding.sharders import ROW_LOOKUP_KINDS, sharders
+from recsys_core.models.optimizer_config import TableOptimizer
+from recsys_core.models.spec import ModelSpec
+from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
+from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, check_constraints, lookups_of, optimizer_kind
+from recsys_core.sharding.estimates import alternatives, naive_plans, rank_estimates
+from recsys_core.sharding.page import to_html
+from recsys_core.sharding.plan_file import Alternative, PlanFile, ShardPlan, TablePlan, layout_fingerprint
+from recsys_core.sharding.search import Search
+from recsys_core.sharding.shortage import refusal
+from recsys_core.sharding.traffic import Traffic
 
-PLAN_NAME = "plan.json"
-GIB = 2**30
-RESERVED_SHARE = 0.15
-"""Memory of each rank that is kept for activations, dense layers and input batches."""
+PLAN_NAME, PAGE_NAME = "plan.json", "plan.html"
 
 
 def plan_sharding(
-    config: ShardingConfig, *, model: ModelSpec, batch_size: int, folder: Path, optimizer: TableOptimizer | None = None
+    config: ShardingConfig,
+    *,
+    model: ModelSpec,
+    batch_size: int,
+    folder: Path,
+    optimizer: TableOptimizer | None = None,
+    traffic: Traffic | None = None,
 ) -> PlanManifest:
-    """Stage `plan`: plan.json for the cluster of `config`. batch_size is per rank; optimizer: the tables' default."""
+    """Stage `plan`: plan.json for the cluster of `config`, and plan.html, which explains it.
+
+    batch_size is per rank; optimizer: the tables' default; traffic: see make_plan. Raises InputError as make_plan does, and for
+    a kernel that can be planned but not trained here.
+    """
     optimizer = optimizer or TableOptimizer()
+    for name, wish in config.tables.items():
+        if "key_value" in (wish.compute_kernels or ()):
+            raise InputError(
+                f"sharding.tables.{name}.compute_kernels: key_value can be planned (`nightjar plan`), but training cannot fill "
+                "and checkpoint tables on an SSD; choose fused_uvm_caching"
+            )
 
     def build(out: Path) -> dict[str, Any]:
-        plan = make_plan(config, model=model, batch_size=batch_size, optimizer=optimizer)
-        (out / PLAN_NAME).write_text(plan.model_dump_json(indent=2))
+        plan = make_plan(config, model=model, batch_size=batch_size, optimizer=optimizer, traffic=traffic)
+        write_plan(plan, out)
         return {"world_size": plan.world_size, "device": plan.device}
 
     device, processes = resolve_cluster(config.cluster)
-    fingerprint = fingerprint_of("plan", config, model, batch_size, optimizer.kind, device, processes)
+    fingerprint = fingerprint_of("plan", config, model, batch_size, optimizer.kind, device, processes, traffic)
     return produce(folder, PlanManifest, fingerprint=fingerprint, build=build)
+
+
+def write_plan(plan: PlanFile, folder: Path) -> tuple[Path, Path]:
+    """plan.json and plan.html in `folder`; returns their paths."""
+    made = folder / PLAN_NAME, folder / PAGE_NAME
+    made[0].write_text(plan.model_dump_json(indent=2), encoding="utf-8")
+    made[1].write_text(to_html(plan), encoding="utf-8")
+    return made
 
 
 def resolve_cluster(cluster: ClusterConfig) -> tuple[Literal["cpu", "cuda"], int]:
@@ -49,143 +70,83 @@ def resolve_cluster(cluster: ClusterConfig) -> tuple[Literal["cpu", "cuda"], int
 
 
 def make_plan(
-    config: ShardingConfig, *, model: ModelSpec, batch_size: int, optimizer: TableOptimizer | None = None
+    config: ShardingConfig,
+    *,
+    model: ModelSpec,
+    batch_size: int,
+    optimizer: TableOptimizer | None = None,
+    traffic: Traffic | None = None,
 ) -> PlanFile:
     """The planner's best plan. Needs no process group, no GPU and no memory for the tables.
 
-    Raises InputError when a constraint names an unknown table or a kind that the table cannot have, an optimizer does not run
-    on the device, or no plan fits the cluster.
+    Args:
+        batch_size: queries per rank and step.
+        optimizer: of tables that have none of their own.
+        traffic: what a batch looks up, as measured; without it, full histories of items that nobody else has.
+
+    Raises:
+        InputError: a constraint names an unknown table or what the table, its optimizer or the device cannot have; or no plan
+            fits the cluster: then which table, how many bytes short, and what would make it fit.
     """
     device, processes = resolve_cluster(config.cluster)
-    world_size = config.cluster.nodes * processes
-    _check_tables(config, model)
-    _check_optimizers(config, model, device=device, default=optimizer or TableOptimizer())
-    topology = Topology(
-        world_size=world_size,
-        local_world_size=processes,
-        compute_device=device,
-        hbm_cap=int(config.cluster.hbm_gb * GIB),
-        ddr_cap=int(config.cluster.ddr_gb * GIB / processes),
-    )
-    best = _BestPlan()
-    planner = EmbeddingShardingPlanner(
-        topology=topology,
+    optimizer = optimizer or TableOptimizer()
+    check_constraints(config, model=model, device=device, default=optimizer)
+    search = Search(
+        config=config,
+        model=model,
         batch_size=batch_size,
-        constraints=_constraints(config, model),
-        stats=best,
-        debug=False,
-        storage_reservation=FixedPercentageStorageReservation(percentage=RESERVED_SHARE),
+        device=device,
+        processes=processes,
+        optimizer=optimizer,
+        traffic=traffic,
     )
-    module = nn.ModuleDict({LOOKUPS_PATH: Lookups(model, device=torch.device("meta"))})
     try:
-        planner.plan(module, sharders())
-    except PlannerError as error:
-        raise InputError(
-            f"sharding: no plan for tables {_sizes(model)} on {world_size} ranks with "
-            f"{config.cluster.hbm_gb:g} GB HBM per GPU and {config.cluster.ddr_gb:g} GB memory per host: {error}; "
-            "add processes or memory to sharding.cluster, or allow more sharding types per table"
-        ) from error
+        chosen = search.best()
+    except PlannerError:
+        raise refusal(search) from None
+    considered = alternatives(search, chosen)
+    tables = {name: _table_plan(search, name, option=chosen[name], considered=considered[name]) for name in chosen}
     return PlanFile(
         device=device,
         nodes=config.cluster.nodes,
         processes_per_node=processes,
         batch_size=batch_size,
-        tables={
-            name: _table_plan(option, model.tables[name])
-            for name in sorted(model.tables)
-            for option in best.options
-            if option.name == module_name(name)
-        },
-        ranks=_rank_estimates(best.options, world_size),
+        fingerprint=layout_fingerprint(tables, device=device, world_size=search.world_size),
+        cluster=config.cluster,
+        communication=config.communication,
+        usable_hbm_bytes=search.usable.hbm,
+        usable_ddr_bytes=search.usable.ddr,
+        tables=tables,
+        ranks=rank_estimates(search, chosen),
+        naive=naive_plans(search),
     )
 
 
-class _BestPlan(Stats):  # type: ignore[misc]  # TorchRec has no types
-    """The planner's public hook for reports; keeps the options it chose, with their estimates."""
-
-    def __init__(self) -> None:
-        self.options: list[ShardingOption] = []
-
-    def log(self, *args: Any, **kwargs: Any) -> None:
-        self.options = kwargs["best_plan"]
-
-
-def _sizes(model: ModelSpec) -> dict[str, str]:
-    return {name: f"{table.rows:,} x {table.dim}" for name, table in model.tables.items()}
-
-
-def _check_tables(config: ShardingConfig, model: ModelSpec) -> None:
-    for name, wish in config.tables.items():
-        if name not in model.tables:
-            raise InputError(f"sharding.tables.{name}: no such table; the model has {sorted(model.tables)}")
-        impossible = sorted(set(wish.sharding_types or ()) - set(ROW_LOOKUP_KINDS))
-        if model.tables[name].side == "item" and impossible:
-            raise InputError(
-                f"sharding.tables.{name}: {impossible[0]} adds up pooled rows, but item tables are looked up row by row; "
-                f"choose among {list(ROW_LOOKUP_KINDS)}"
-            )
-
-
-def _check_optimizers(config: ShardingConfig, model: ModelSpec, *, device: str, default: TableOptimizer) -> None:
-    for name, table in model.tables.items():
-        kind = (table.settings.optimizer or default).kind
-        wish = config.tables.get(name, TableConstraint()).sharding_types
-        if kind == "partial_rowwise_adam" and wish is not None and "data_parallel" in wish:
-            raise InputError(
-                f"sharding.tables.{name}: data_parallel, but optimizer partial_rowwise_adam exists as a fused kernel alone; "
-                "choose adam, or another sharding type"
-            )
-        replicated = kind == "adam" and wish == ("data_parallel",)
-        if device == "cpu" and kind in GPU_ONLY and not table.frozen and not replicated:
-            way = f", or replicate it: sharding.tables.{name}.sharding_types: [data_parallel]" if kind == "adam" else ""
-            raise InputError(
-                f"tables.{name}: optimizer {kind} has no fused kernel on a CPU; set rowwise_adagrad, adagrad or sgd{way}"
-            )
-
-
-def _constraints(config: ShardingConfig, model: ModelSpec) -> dict[str, ParameterConstraints]:
-    # data_parallel keeps a replica and dense gradients per rank, so it is chosen only where the user asks for it.
-    # On one host the kinds that split a table within a host are row_wise and column_wise by another name.
-    rows: tuple[ShardingKind, ...] = ("table_wise", "row_wise", "column_wise")
-    pooled: tuple[ShardingKind, ...] = rows
-    if config.cluster.nodes > 1:
-        pooled += ("table_row_wise", "table_column_wise", "grid_shard")
-    constraints = {}
-    for name, table in model.tables.items():
-        kinds = config.tables.get(name, TableConstraint()).sharding_types or (rows if table.side == "item" else pooled)
-        constraints[module_name(name)] = ParameterConstraints(
-            sharding_types=list(kinds), pooling_factors=[_pooling_factor(model, table)]
-        )
-    return constraints
-
-
-def _pooling_factor(model: ModelSpec, table: TableSpec) -> float:
-    """Expected values per query; a full history of items that nobody else has is assumed."""
-    return 1.0 + model.config.history.length if table.side == "item" else 1.0
-
-
-def _table_plan(option: ShardingOption, table: TableSpec) -> TablePlan:
+def _table_plan(search: Search, name: str, *, option: ShardingOption, considered: tuple[Alternative, ...]) -> TablePlan:
+    table, wish = search.model.tables[name], search.config.tables.get(name)
     shards = tuple(
         ShardPlan(rank=shard.rank, offset=(shard.offset[0], shard.offset[1]), size=(shard.size[0], shard.size[1]))
         for shard in option.shards
     )
+    cached = option.compute_kernel == "fused_uvm_caching"
     return TablePlan(
         rows=table.rows,
         dim=table.dim,
+        optimizer=optimizer_kind(table, default=search.optimizer),
         sharding_type=option.sharding_type,
         compute_kernel=option.compute_kernel,
+        cache_load_factor=(option.cache_load_factor or CACHE_LOAD_FACTOR) if cached else None,
+        ssd_path=search.config.cluster.ssd_path if option.compute_kernel == "key_value" else None,
         ranks=tuple(shard.rank for shard in shards),
         shards=shards,
+        values_per_query=lookups_of(name, model=search.model, wish=wish or TableConstraint(), traffic=search.traffic),
+        constraint=_told(wish) if wish is not None else None,
+        alternatives=considered,
     )
 
 
-def _rank_estimates(options: list[ShardingOption], world_size: int) -> tuple[RankEstimate, ...]:
-    shards = [shard for option in options for shard in option.shards]
-    return tuple(
-        RankEstimate(
-            hbm_bytes=sum(s.storage.hbm for s in shards if s.rank == rank and s.storage),
-            ddr_bytes=sum(s.storage.ddr for s in shards if s.rank == rank and s.storage),
-            step_ms=sum(s.perf.total for s in shards if s.rank == rank and s.perf),
-        )
-        for rank in range(world_size)
-    )
+def _told(wish: TableConstraint) -> str | None:
+    """The user's wishes for a table, as in the config."""
+    wishes = wish.model_dump(mode="json", exclude_none=True)
+    words = [f"{name}: {value if not isinstance(value, list) else ', '.join(value)}" for name, value in wishes.items()]
+    return "; ".join(words) or None

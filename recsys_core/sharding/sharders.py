@@ -5,8 +5,10 @@ from typing import Any
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.types import ModuleSharder, ShardingType
 
+from recsys_core.sharding.config import CommunicationConfig
 from recsys_core.sharding.single_rows import ONE_TABLE_PER_KERNEL, mend_cpu_kernels
 
 ROW_LOOKUP_KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel")
@@ -38,6 +40,14 @@ class RowSharder(EmbeddingCollectionSharder):  # type: ignore[misc]  # TorchRec 
         return sharded
 
 
-def sharders() -> list[ModuleSharder[nn.Module]]:
+def sharders(communication: CommunicationConfig) -> list[ModuleSharder[nn.Module]]:
     """For pooled tables, and for those looked up row by row."""
-    return [BagSharder(), RowSharder(fused_params=dict(ONE_TABLE_PER_KERNEL))]
+    codecs = None
+    if communication != CommunicationConfig():
+        codecs = get_qcomm_codecs_registry(
+            QCommsConfig(forward_precision=CommType(communication.forward), backward_precision=CommType(communication.backward))
+        )
+    return [
+        BagSharder(qcomm_codecs_registry=codecs),
+        RowSharder(fused_params=dict(ONE_TABLE_PER_KERNEL), qcomm_codecs_registry=codecs),
+    ]

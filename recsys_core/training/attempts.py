@@ -10,9 +10,11 @@ from typing import NamedTuple
 import torch
 
 from recsys_core.errors import InputError, LaunchError
+from recsys_core.manifests import FeaturesManifest, InteractionsManifest, require_manifest
 from recsys_core.sharding.config import ShardingConfig
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan
+from recsys_core.sharding.traffic import measure_traffic
 from recsys_core.training.checkpoint import JOB_COPY, latest_checkpoint
 from recsys_core.training.job import Progress, TrainJob
 from recsys_core.training.launch import launch
@@ -90,11 +92,16 @@ def _with_fewer_ranks(job: TrainJob, *, plan: PlanFile, sharding: ShardingConfig
         training = job.training.model_copy(update={"batch_size": job.training.batch_size * plan.world_size // world_size})
         cluster = sharding.cluster.model_copy(update={"device": plan.device, "nodes": nodes, "processes_per_node": processes})
         try:
+            interactions = require_manifest(job.interactions, InteractionsManifest, verify=False)
+            features = None if job.features is None else require_manifest(job.features, FeaturesManifest, verify=False)
             made = make_plan(
                 sharding.model_copy(update={"cluster": cluster}),
                 model=job.spec,
                 batch_size=training.batch_size,
                 optimizer=training.table_optimizer,
+                traffic=measure_traffic(
+                    job.spec, batch_size=training.batch_size, loss=job.loss, interactions=interactions, features=features
+                ),
             )
         except InputError as error:
             logger.warning("with %d ranks instead of %d there is no plan: %s", world_size, plan.world_size, error)

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 
 from recsys_core.errors import InputError
@@ -9,6 +11,7 @@ from recsys_core.models.tables import TableConfig
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan, plan_sharding
+from recsys_core.sharding.search import Search
 from recsys_core.sharding.sharders import ROW_LOOKUP_KINDS
 
 SPEC = ModelSpec.sized(TwoTowerConfig(user_id=True), users=1000, items=500)
@@ -32,25 +35,6 @@ def test_every_sharding_type_can_be_planned_on_cpu_for_what_is_pooled(kind):
     assert plan.tables["item"].sharding_type == (kind if kind in ROW_LOOKUP_KINDS else "row_wise")
 
 
-def test_a_sharding_type_that_pools_is_refused_for_item_tables():
-    pooling = ShardingConfig(tables={"item": TableConstraint(sharding_types=("row_wise", "grid_shard"))})
-    with pytest.raises(InputError, match=r"sharding.tables.item: grid_shard adds up pooled rows.*choose among"):
-        make_plan(pooling, model=SPEC, batch_size=64)
-
-
-def test_adam_on_a_cpu_is_for_replicated_tables_and_frozen_tables_have_no_optimizer():
-    adam = TableOptimizer(kind="adam")
-    with pytest.raises(InputError, match=r"tables.item: optimizer adam has no fused kernel on a CPU.*replicate it"):
-        make_plan(config(), model=SPEC, batch_size=64, optimizer=adam)
-    make_plan(config("data_parallel"), model=SPEC, batch_size=64, optimizer=adam)
-    frozen = ModelSpec.sized(
-        TwoTowerConfig(), users=9, items=9, vector_dims={"item": 64}, tables={"item": TableConfig(transfer="frozen")}
-    )
-    assert make_plan(config(), model=frozen, batch_size=64, optimizer=adam).tables["item"].sharding_type != "data_parallel"
-    with pytest.raises(InputError, match=r"partial_rowwise_adam exists as a fused kernel alone"):
-        make_plan(config("data_parallel"), model=SPEC, batch_size=64, optimizer=TableOptimizer(kind="partial_rowwise_adam"))
-
-
 @pytest.mark.parametrize("kind", KINDS[:-1])
 def test_shards_cover_each_table_exactly_once(kind):
     plan = make_plan(config(kind, processes_per_node=4), model=SPEC, batch_size=64)
@@ -67,16 +51,17 @@ def test_a_plan_for_a_cluster_that_is_not_there_needs_no_memory_for_its_tables()
     assert sum(rank.hbm_bytes for rank in plan.ranks) > (10**9 + 10**8) * 128 * 4
 
 
-def test_a_plan_that_does_not_fit_says_what_was_wanted_and_what_there_is():
-    huge = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), users=10**9, items=10**8)
-    with pytest.raises(InputError, match=r"no plan for tables .* on 2 ranks with 80 GB HBM"):
-        make_plan(config(device="cuda", processes_per_node=2), model=huge, batch_size=8192)
-
-
-def test_a_constraint_on_an_unknown_table_is_refused():
-    wrong = ShardingConfig(tables={"itm": TableConstraint(sharding_types=("row_wise",))})
-    with pytest.raises(InputError, match=r"sharding.tables.itm: no such table; the model has \['item', 'user'\]"):
-        make_plan(wrong, model=SPEC, batch_size=64)
+def test_twenty_billion_rows_are_planned_row_by_row_beyond_32_bits():
+    vast = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), users=19 * 10**9, items=10**9)
+    plan = make_plan(config(device="cuda", nodes=32, processes_per_node=8, hbm_gb=80, ddr_gb=100), model=vast, batch_size=64)
+    shards = plan.tables["user"].shards
+    assert sum(shard.size[0] for shard in shards) == 19 * 10**9
+    assert max(shard.offset[0] for shard in shards) > 2**34
+    assert all(later.offset[0] == one.offset[0] + one.size[0] for one, later in pairwise(shards))
+    assert max(rank.hbm_bytes for rank in plan.ranks) < 80 * 2**30
+    restored = PlanFile.model_validate_json(plan.model_dump_json())
+    assert restored == plan
+    restored.require(spec=vast, world_size=256)
 
 
 def test_plan_json_reads_back_as_it_was_and_rebuilds_torchrecs_plan(tmp_path):
@@ -95,3 +80,49 @@ def test_a_plan_for_another_world_size_or_model_is_refused_with_both_numbers():
         plan.require(spec=SPEC, world_size=3)
     with pytest.raises(InputError, match=r"\(500, 64\).*\(501, 64\)"):
         plan.require(spec=ModelSpec.sized(SPEC.config, users=1000, items=501), world_size=2)
+
+
+def test_a_plan_for_another_optimizer_or_one_changed_by_hand_is_refused():
+    plan = make_plan(config(), model=SPEC, batch_size=64, optimizer=TableOptimizer(kind="sgd"))
+    plan.require(spec=SPEC, world_size=2, optimizer=TableOptimizer(kind="sgd"))
+    with pytest.raises(InputError, match="table item was planned with optimizer sgd, but it has adagrad"):
+        plan.require(spec=SPEC, world_size=2, optimizer=TableOptimizer(kind="adagrad"))
+    own = ModelSpec.sized(
+        SPEC.config, users=1000, items=500, tables={"user": TableConfig(optimizer=TableOptimizer(kind="adagrad"))}
+    )
+    with pytest.raises(InputError, match="table user was planned with optimizer sgd, but it has adagrad"):
+        plan.require(spec=own, world_size=2)
+    item = plan.tables["item"].model_copy(update={"compute_kernel": "fused_uvm"})
+    with pytest.raises(InputError, match="changed by hand"):
+        plan.model_copy(update={"tables": plan.tables | {"item": item}}).require(spec=SPEC, world_size=2)
+
+
+def test_layouts_are_tried_in_one_order_so_that_among_equal_ones_every_process_chooses_the_same():
+    tied = config("column_wise", "table_wise")  # 64 columns stay whole
+    assert make_plan(tied, model=SPEC, batch_size=64).tables["user"].sharding_type == "table_wise"
+    search = Search(
+        config=config(*KINDS),
+        model=SPEC,
+        batch_size=64,
+        device="cpu",
+        processes=2,
+        optimizer=TableOptimizer(),
+        traffic=None,
+    )
+    # TorchRec takes them from a set of strings, whose order changes with the process's hash seed.
+    assert tuple(option.sharding_type for option in search.options()["user"]) == KINDS
+
+
+def test_a_cached_table_goes_to_torchrec_with_its_cache_and_may_be_planned_on_an_ssd_but_not_trained(tmp_path):
+    cached = TableConstraint(compute_kernels=("fused_uvm_caching",), cache_load_factor=0.3)
+    plan = make_plan(ShardingConfig(cluster=ClusterConfig(device="cuda"), tables={"item": cached}), model=SPEC, batch_size=64)
+    parameter = plan.to_torchrec("lookups", spec=SPEC).plan[f"lookups.{SPEC.tables['item'].collection}"]["item"]
+    assert parameter.compute_kernel == "fused_uvm_caching" and parameter.cache_params.load_factor == 0.3
+    on_disk = ShardingConfig(
+        cluster=ClusterConfig(device="cuda", ssd_gb=100, ssd_path="/ssd"),
+        tables={"item": TableConstraint(compute_kernels=("key_value",))},
+    )
+    table = make_plan(on_disk, model=SPEC, batch_size=64).tables["item"]
+    assert (table.compute_kernel, table.ssd_path) == ("key_value", "/ssd")
+    with pytest.raises(InputError, match=r"sharding.tables.item.compute_kernels: key_value can be planned"):
+        plan_sharding(on_disk, model=SPEC, batch_size=64, folder=tmp_path / "plan")

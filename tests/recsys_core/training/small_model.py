@@ -22,7 +22,7 @@ from recsys_core.models.shards import LocalShard
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables import TableConfig
 from recsys_core.models.task import RetrievalHead, RetrievalTask
-from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
+from recsys_core.sharding.config import ClusterConfig, CommunicationConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan
 from recsys_core.training.config import TrainingConfig
@@ -159,12 +159,19 @@ def plain_task(spec: ModelSpec, *, loss: LossConfig, seed: int) -> tuple[Retriev
 
 
 def sharded_model(
-    spec: ModelSpec, *, kinds: Mapping[str, str], training: TrainingConfig, loss: LossConfig, process: Process
+    spec: ModelSpec,
+    *,
+    kinds: Mapping[str, str],
+    training: TrainingConfig,
+    loss: LossConfig,
+    process: Process,
+    communication: CommunicationConfig = CommunicationConfig(),  # noqa: B008  it is frozen
 ) -> tuple[DistributedModelParallel, PlanFile]:
     """The same model on the ranks of the default process group, each table sharded by its kind of `kinds`."""
     sharding = ShardingConfig(
         cluster=ClusterConfig(device="cpu", processes_per_node=process.world_size),
         tables={name: TableConstraint(sharding_types=(kind,)) for name, kind in kinds.items()},
+        communication=communication,
     )
     plan = make_plan(sharding, model=spec, batch_size=6, optimizer=training.table_optimizer)
     gradual = {name: rank for name, rank in RANKS.items() if spec.tables[name].settings.transfer == "gradual"}

@@ -1,0 +1,259 @@
+"""Three sizes on paper: what the planner says of them, and what follows from it under assumptions that are all named here.
+
+    make bench-scale          # writes benchmarks/scale.json and the tables of docs/scale.md; no GPU, under two minutes
+
+Nothing is measured but the seconds that planning takes; the loader's rate is that of benchmarks/ingest.md.
+"""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recsys_core.errors import InputError
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.optimizer_config import TableOptimizer
+from recsys_core.models.spec import ModelSpec
+from recsys_core.preflight import installed_versions
+from recsys_core.sharding.config import ClusterConfig, ShardingConfig
+from recsys_core.sharding.plan_file import PlanFile
+from recsys_core.sharding.planner import make_plan
+from recsys_core.sharding.traffic import Traffic
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT, PAGE = ROOT / "benchmarks" / "scale.json", ROOT / "docs" / "scale.md"
+BEGIN, END = "<!-- begin: benchmarks/scale.py -->", "<!-- end: benchmarks/scale.py -->"
+
+HOST = {"hbm_gb": 80, "ddr_gb": 2000, "hbm_gbs": 3350, "intra_gbs": 450, "inter_gbs": 50, "pcie_gbs": 55, "ddr_gbs": 300}
+"""H100 SXM by its data sheet: NVLink per direction, one 400 Gbit/s port per GPU, PCIe 5."""
+ASSUMED = {
+    "dim": 128,
+    "batch_size": 8192,
+    "history": 20,
+    "negatives": 512,
+    "zipf_exponent": 1.0,
+    "tower_tflops": 100.0,
+    "loader_samples_per_s_and_rank": 6.0e6,
+    "dollars_per_gpu_hour": 2.5,
+    "checkpoint_write_gb_per_s_and_host": 2.0,
+    "checkpoint_hash_gb_per_s": 5.0,
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "10 M items, 1 GPU": {"items": 10**7, "users": 0, "nodes": 1, "processes": 1, "examples": 10**9},
+    "1 B rows, 2 x 8 GPUs": {"items": 10**8, "users": 9 * 10**8, "nodes": 2, "processes": 8, "examples": 2 * 10**10},
+    "20 B rows, 32 x 8 GPUs": {"items": 10**9, "users": 19 * 10**9, "nodes": 32, "processes": 8, "examples": 2 * 10**11},
+}
+LARGEST = "20 B rows, 32 x 8 GPUs"
+
+
+def distinct_items(items: int, *, draws: int, negatives: int, exponent: float) -> float:
+    """Expected number of different items in a batch: `draws` by a Zipf law and `negatives` evenly.
+
+    Summed over ranks up to 1,000 and integrated beyond, for a catalogue of a thousand million need not be listed.
+    """
+    head = np.arange(1, min(items, 1000) + 1, dtype=np.float64)
+    edge = np.geomspace(1000.5, items + 0.5, 4001) if items > 1000 else np.empty(0)
+    middle = np.sqrt(edge[1:] * edge[:-1])
+    rank, width = np.concatenate([head, middle]), np.concatenate([np.ones_like(head), np.diff(edge)])
+    share = rank**-exponent
+    share /= (share * width).sum()
+    return float((width * -np.expm1(draws * np.log1p(-share) + negatives * np.log1p(-1 / items))).sum())
+
+
+def spec_of(size: dict[str, Any], *, users_by_row: bool = False) -> ModelSpec:
+    """users_by_row: the user's row looked up as an item's is, alone, and not as a bag of one."""
+    config = TwoTowerConfig(embedding_dim=ASSUMED["dim"], user_id=size["users"] > 0)
+    spec = ModelSpec.sized(config, users=size["users"], items=size["items"])
+    if not users_by_row:
+        return spec
+    return spec.model_copy(update={"tables": spec.tables | {"user": spec.tables["user"].model_copy(update={"side": "item"})}})
+
+
+def plan(size: dict[str, Any], *, optimizer: str = "rowwise_adagrad", users_by_row: bool = False) -> PlanFile:
+    batch, draws = ASSUMED["batch_size"], ASSUMED["batch_size"] * (1 + ASSUMED["history"])
+    distinct = distinct_items(size["items"], draws=draws, negatives=ASSUMED["negatives"], exponent=ASSUMED["zipf_exponent"])
+    cluster = ClusterConfig(device="cuda", nodes=size["nodes"], processes_per_node=size["processes"], **HOST)
+    return make_plan(
+        ShardingConfig(cluster=cluster),
+        model=spec_of(size, users_by_row=users_by_row),
+        batch_size=batch,
+        optimizer=TableOptimizer(kind=optimizer),
+        traffic=Traffic(values={"item": distinct / batch, "user": 1.0}, hottest={}),
+    )
+
+
+def sent_bytes(made: PlanFile, *, by_row: set[str], number_bytes: int) -> dict[str, float]:
+    """Bytes that the busiest rank sends per step for rows and their gradients, and how many of them leave the host."""
+    ranks, local, batch = made.world_size, made.processes_per_node, made.batch_size
+    total = outside = 0.0
+    for name, table in made.tables.items():
+        row = table.dim * number_bytes
+        if name in by_row and table.sharding_type == "row_wise":
+            each = table.values_per_query * batch * row
+            total, outside = total + each * (ranks - 1) / ranks, outside + each * (ranks - local) / ranks
+        elif table.sharding_type == "row_wise":  # a sum for every query of every rank, most of them zeros
+            total, outside = total + (ranks - 1) * batch * row, outside + (ranks - local) * batch * row
+        elif table.sharding_type == "table_row_wise":  # added up within the host, then sent on
+            kept = ranks * batch * row / local
+            away = kept * (made.nodes - 1) / made.nodes
+            total, outside = total + (local - 1) * kept + away, outside + away
+        else:  # table_wise: its rank sends to all others
+            each = table.values_per_query * batch * row
+            total, outside = total + (ranks - 1) * each, outside + (ranks - local) * each
+    return {"sent": 2 * total, "between_hosts": 2 * outside}  # rows forward, gradients backward
+
+
+def measure(size: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+    """Everything that is told of one size."""
+    started = time.perf_counter()
+    made = plan(size, **arguments)
+    seconds = time.perf_counter() - started
+    by_row = {"item", "user"} if arguments.get("users_by_row") else {"item"}
+    fullest = max(made.ranks, key=lambda rank: rank.hbm_bytes)
+    columns = ASSUMED["batch_size"] + ASSUMED["negatives"]
+    towers_ms = 6 * ASSUMED["batch_size"] * columns * ASSUMED["dim"] / ASSUMED["tower_tflops"] / 1e9
+    comms_ms = max(rank.forward_comms_ms + rank.backward_comms_ms for rank in made.ranks)
+    loader_ms = 1000 * ASSUMED["batch_size"] / ASSUMED["loader_samples_per_s_and_rank"]
+    step_ms = max(made.step_ms + towers_ms, loader_ms)
+    steps = math.ceil(size["examples"] / ASSUMED["batch_size"] / made.world_size)
+    hours = steps * step_ms / 3.6e6
+    weights = sum(sum(table.weights for table in rank.tables.values()) for rank in made.ranks)
+    state = sum(sum(table.optimizer for table in rank.tables.values()) for rank in made.ranks)
+    return {
+        "tables": {
+            name: {
+                "rows": t.rows,
+                "sharding": t.sharding_type,
+                "kernel": t.compute_kernel,
+                "values_per_query": t.values_per_query,
+            }
+            for name, t in made.tables.items()
+        },
+        "gpus": made.world_size,
+        "weights_bytes": weights,
+        "optimizer_bytes": state,
+        "rank_hbm_bytes": fullest.hbm_bytes,
+        "rank_ddr_bytes": max(rank.ddr_bytes for rank in made.ranks),
+        "rank_buffer_bytes": sum(table.buffers for table in fullest.tables.values()),
+        "usable_hbm_bytes": made.usable_hbm_bytes,
+        "fp32": sent_bytes(made, by_row=by_row, number_bytes=4),
+        "fp16": sent_bytes(made, by_row=by_row, number_bytes=2),
+        "lookups_ms": made.step_ms,
+        "comms_ms": comms_ms,
+        "towers_ms": towers_ms,
+        "loader_ms": loader_ms,
+        "step_ms": step_ms,
+        "step_ms_fp16": max(made.step_ms - comms_ms / 2 + towers_ms, loader_ms),
+        "examples": size["examples"],
+        "steps": steps,
+        "hours": hours,
+        "dollars": hours * made.world_size * ASSUMED["dollars_per_gpu_hour"],
+        "checkpoint_write_s": (weights + state) / 1e9 / ASSUMED["checkpoint_write_gb_per_s_and_host"] / made.nodes,
+        "checkpoint_hash_s": (weights + state) / 1e9 / ASSUMED["checkpoint_hash_gb_per_s"],
+        "plan_seconds": seconds,
+        "naive": {one.name: one.model_dump() for one in made.naive},
+    }
+
+
+def optimizers() -> dict[str, Any]:
+    """The largest size with other optimizers: bytes of one GPU, or why not."""
+    found: dict[str, Any] = {}
+    for kind in ("sgd", "rowwise_adagrad", "adagrad", "adam"):
+        try:
+            made = plan(SIZES[LARGEST], optimizer=kind)
+        except InputError as error:
+            found[kind] = {"refused": str(error)}
+            continue
+        fullest = max(made.ranks, key=lambda rank: rank.hbm_bytes)
+        kernels = sorted({table.compute_kernel for table in made.tables.values()})
+        found[kind] = {
+            "rank_hbm_bytes": fullest.hbm_bytes,
+            "rank_ddr_bytes": fullest.ddr_bytes,
+            "lookups_ms": made.step_ms,
+            "kernels": kernels,
+        }
+    return found
+
+
+def to_markdown(result: dict[str, Any]) -> str:
+    """The tables of docs/scale.md."""
+    sizes = result["sizes"]
+
+    def line(words: str, shown: Any) -> str:
+        return f"| {words} | " + " | ".join(shown(one) for one in sizes.values()) + " |"
+
+    lines = ["| | " + " | ".join(sizes) + " |", "|:---|" + "---:|" * len(sizes)]
+    for table in ("item", "user"):
+        lines.append(
+            line(
+                f"table {table}",
+                lambda one, table=table: (
+                    "{rows:,} rows, {sharding}, {kernel}".format(**one["tables"][table]) if table in one["tables"] else "-"
+                ),
+            )
+        )
+    lines += [
+        line("different items in a rank's batch", lambda o: f"{o['tables']['item']['values_per_query'] * 8192:,.0f}"),
+        line("weights, GB", lambda o: f"{o['weights_bytes'] / 1e9:,.1f}"),
+        line("row-wise Adagrad state, GB", lambda o: f"{o['optimizer_bytes'] / 1e9:,.2f}"),
+        line(
+            "fullest GPU, GB of the usable", lambda o: f"{o['rank_hbm_bytes'] / 1e9:.1f} of {o['usable_hbm_bytes'] / 1e9:.1f}"
+        ),
+        line("of that, buffers of a step, GB", lambda o: f"{o['rank_buffer_bytes'] / 1e9:.2f}"),
+        line("sent by the busiest GPU per step, fp32, MB", lambda o: f"{o['fp32']['sent'] / 1e6:,.1f}"),
+        line("of that between hosts, MB", lambda o: f"{o['fp32']['between_hosts'] / 1e6:,.1f}"),
+        line("sent with fp16 comms, MB", lambda o: f"{o['fp16']['sent'] / 1e6:,.1f}"),
+        line("lookups, ms (planner)", lambda o: f"{o['lookups_ms']:.2f}"),
+        line("of that comms, ms (planner)", lambda o: f"{o['comms_ms']:.2f}"),
+        line("towers and scores, ms", lambda o: f"{o['towers_ms']:.2f}"),
+        line("loader, ms", lambda o: f"{o['loader_ms']:.2f}"),
+        line("**step, ms**", lambda o: f"**{o['step_ms']:.2f}**"),
+        line("step with fp16 comms, ms", lambda o: f"{o['step_ms_fp16']:.2f}"),
+        line("examples of a night", lambda o: f"{o['examples']:,}"),
+        line("steps", lambda o: f"{o['steps']:,}"),
+        line("**hours**", lambda o: f"**{o['hours']:.2f}**"),
+        line("**dollars**", lambda o: f"**{o['dollars']:,.{1 if o['dollars'] < 10 else 0}f}**"),
+        line("a checkpoint, written, s", lambda o: f"{o['checkpoint_write_s']:,.0f}"),
+        line("a checkpoint, hashed by one host, s", lambda o: f"{o['checkpoint_hash_s']:,.0f}"),
+        line("planning took, s", lambda o: f"{o['plan_seconds']:.1f}"),
+    ]
+    lines += ["", f"The same {LARGEST.split(',')[0]} with other optimizers:", "", "| optimizer | |", "|:---|:---|"]
+    for kind, found in result["optimizers"].items():
+        if "refused" in found:
+            told = found["refused"].split("input): ")[1]
+        else:
+            hbm, ddr = found["rank_hbm_bytes"] / 1e9, found["rank_ddr_bytes"] / 1e9
+            told = (
+                f"{hbm:.1f} GB of HBM and {ddr:.1f} GB of main memory per GPU, kernels {', '.join(found['kernels'])}, "
+                f"lookups {found['lookups_ms']:,.1f} ms"
+            )
+        lines.append(f"| {kind} | {told} |")
+    one = result["users_by_row"]
+    lines += [
+        "",
+        f"And with the users' rows looked up one by one: {one['fp32']['sent'] / 1e6:,.1f} MB sent per step, lookups "
+        f"{one['lookups_ms']:.2f} ms, step {one['step_ms']:.2f} ms, {one['hours']:.2f} hours, {one['dollars']:,.0f} dollars.",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Plans, writes scale.json, and puts the tables into docs/scale.md."""
+    result = {
+        "versions": {name: version for name, version in installed_versions().items() if name in ("torch", "torchrec")},
+        "assumed": ASSUMED | {"host": HOST},
+        "sizes": {name: measure(size) for name, size in SIZES.items()},
+        "optimizers": optimizers(),
+        "users_by_row": measure(SIZES[LARGEST], users_by_row=True),
+    }
+    RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    before, after = page[: page.index(BEGIN) + len(BEGIN)], page[page.index(END) :]
+    PAGE.write_text(f"{before}\n{to_markdown(result)}\n{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

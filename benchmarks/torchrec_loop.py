@@ -1,0 +1,77 @@
+"""The training loop of TorchRec's retrieval example, written again for a comparison: random batches, TorchRec's defaults.
+
+Two tables looked up in one EmbeddingBagCollection, an MLP on each side, binary cross-entropy of the dot products, row-wise
+Adagrad in the backward pass, Adam for the MLPs, DistributedModelParallel with what it chooses by itself, and its pipeline.
+"""
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.utils.data import DataLoader
+from torchrec.datasets.random import RandomRecDataset
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.mlp import MLP
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+FEATURES = ("userId", "movieId")
+
+
+class Task(nn.Module):
+    """(loss, the rest) of a batch of pairs and their labels."""
+
+    def __init__(self, *, rows: int, dim: int, layers: list[int], device: torch.device) -> None:
+        super().__init__()
+        self.ebc = EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(name=f"t_{name}", embedding_dim=dim, num_embeddings=rows, feature_names=[name])
+                for name in FEATURES
+            ],
+            device=torch.device("meta"),
+        )
+        self.query_proj = MLP(in_size=dim, layer_sizes=layers, device=device)
+        self.candidate_proj = MLP(in_size=dim, layer_sizes=layers, device=device)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        pooled = self.ebc(batch.sparse_features)
+        query = self.query_proj(pooled[FEATURES[0]])
+        candidate = self.candidate_proj(pooled[FEATURES[1]])
+        logits = (query * candidate).sum(dim=1)
+        loss = binary_cross_entropy_with_logits(logits, batch.labels.float())
+        return loss, (loss.detach(), logits.detach(), batch.labels.detach())
+
+
+def seconds_per_step(*, rows: int, dim: int, layers: list[int], batch_size: int, warm_up: int, steps: int) -> float:
+    """Of the default process group's ranks, in their own loop."""
+    device = torch.device("cpu")
+    task = Task(rows=rows, dim=dim, layers=layers, device=device)
+    apply_optimizer_in_backward(RowWiseAdagrad, task.ebc.parameters(), {"lr": 0.01})
+    model = DistributedModelParallel(module=task, device=device)
+    optimizer = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(model.named_parameters())), lambda params: torch.optim.Adam(params, lr=0.01)
+    )
+    loader: Any = DataLoader(
+        RandomRecDataset(keys=list(FEATURES), batch_size=batch_size, hash_size=rows, ids_per_feature=1, num_dense=0),
+        batch_size=None,
+        batch_sampler=None,
+        num_workers=0,
+    )
+    batches = iter(loader)
+    pipeline = TrainPipelineSparseDist(model, optimizer, device)
+    for _ in range(warm_up):
+        pipeline.progress(batches)
+    torch.distributed.barrier()
+    started = time.perf_counter()
+    for _ in range(steps):
+        pipeline.progress(batches)
+    torch.distributed.barrier()
+    return (time.perf_counter() - started) / steps

@@ -1,0 +1,293 @@
+"""The training step beside TorchRec's retrieval example, and by sharding type; writes benchmarks/train.json and train.md.
+
+    make bench-train                      # everything, about 15 minutes
+    python -m benchmarks.train --rounds 1 --parts example
+
+Two tables of 1,048,576 x 64, an MLP [128, 64] on each side, binary cross-entropy, gloo ranks with a core each. Our trainer reads
+what the ingest made of a parquet log; in `made beforehand` its very batches lie ready in memory. The contestants take turns.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import distributed as dist
+
+from benchmarks.torchrec_loop import seconds_per_step
+from recsys_core.data.assembly import Assembler
+from recsys_core.data.batch import Batch
+from recsys_core.data.events import EventStore
+from recsys_core.data.loader import TrainLoader
+from recsys_core.data.log.config import GivenSplit, InteractionsConfig
+from recsys_core.data.log.ingest import ingest_interactions
+from recsys_core.manifests import InteractionsManifest, require_manifest
+from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
+from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.spec import ModelSpec
+from recsys_core.preflight import installed_versions
+from recsys_core.sharding.config import ClusterConfig, ShardingConfig, ShardingKind, TableConstraint
+from recsys_core.sharding.planner import plan_sharding
+from recsys_core.sharding.sharders import ROW_LOOKUP_KINDS
+from recsys_core.training.config import TrainingConfig
+from recsys_core.training.job import Progress, TrainJob
+from recsys_core.training.loop import METRICS_NAME, Training, make_loader
+from recsys_core.training.process import Process
+from recsys_core.training.start import first_model
+
+ROWS, DIM, LAYERS = 1 << 20, 64, (128, 64)
+EVENTS = 3 << 20
+BATCH_SIZES = (1024, 8192)
+WARM_UP, SAMPLES = 20, 1_000_000
+"""Steps that are not counted, and samples that are, over all ranks."""
+WINDOW = 10
+BEST_KIND: ShardingKind = "table_wise"
+"""Of both tables in the comparison: what the example's planner chooses too."""
+KINDS: tuple[ShardingKind, ...] = (
+    "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard", "data_parallel",
+)  # fmt: skip
+HERE = Path(__file__).parent
+_CONTEXT = multiprocessing.get_context("spawn")
+
+
+class Run(NamedTuple):
+    """One contestant. kind: of the query table, and of the item table where it can have it; None: the planner's choice."""
+
+    name: str
+    batch_size: int
+    ranks: int = 2
+    kind: ShardingKind | None = None
+    steps: int = 0
+
+    @property
+    def counted(self) -> int:
+        """Steps that are timed, a multiple of WINDOW."""
+        return max(WINDOW, (self.steps or SAMPLES // (self.batch_size * self.ranks)) // WINDOW * WINDOW)
+
+
+def write_log(folder: Path) -> InteractionsManifest:
+    """Pairs drawn alike from all users and items, each of which occurs, as parquet; and what the ingest makes of them."""
+    rng = np.random.default_rng(0)
+    more = EVENTS - ROWS
+    user = np.concatenate([rng.permutation(ROWS), rng.integers(0, ROWS, more)])
+    item = np.concatenate([rng.permutation(ROWS), rng.integers(0, ROWS, more)])
+    table = pa.table({"user_id": user, "item_id": item})
+    pq.write_table(table, folder / "log.parquet")
+    pq.write_table(table.slice(0, 1_000), folder / "test.parquet")  # asked for by the split, never looked at
+    split = GivenSplit(test=(str(folder / "test.parquet"),), validation_share=0.0)
+    config = InteractionsConfig(paths=(str(folder / "log.parquet"),), split=split)
+    return ingest_interactions(config, embeddings=None, folder=folder / "interactions")
+
+
+class Shortened:
+    """The first batches of a loader's epoch: from the loader, or made beforehand."""
+
+    def __init__(self, loader: TrainLoader, *, steps: int, made: bool) -> None:
+        self._loader, self._steps = loader, steps
+        self.epoch_samples = steps * loader.batch_samples(0)
+        self._made = [loader.make(0, step) for step in range(steps)] if made else None
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def batch_samples(self, batch: int) -> int:
+        """Queries of each batch."""
+        return self._loader.batch_samples(batch)
+
+    def epoch(self, epoch: int, *, start_batch: int) -> Iterator[Batch]:
+        """The batches."""
+        if self._made is not None:
+            yield from self._made
+            return
+        whole = self._loader.epoch(epoch, start_batch=start_batch)
+        for _ in range(self._steps):
+            yield next(whole)
+        whole.close()  # type: ignore[attr-defined]
+
+
+def ours(run: Run, *, folder: Path, process: Process) -> dict[str, Any]:
+    """Samples per second over the counted windows, and the mean of their times."""
+    interactions = require_manifest(folder / "interactions", InteractionsManifest, verify=False)
+    model = TwoTowerConfig(
+        embedding_dim=DIM,
+        user_id=True,
+        history=HistoryConfig(length=0, last_item=False),
+        query=TowerConfig(layers=LAYERS, residual=False),
+        candidate=TowerConfig(layers=LAYERS),
+    )
+    loss = LossConfig(kind="bce", negatives=64)
+    spec = ModelSpec.of(model, interactions=interactions, loss=loss)
+    training = TrainingConfig(
+        epochs=1, batch_size=run.batch_size, validation=None, log_every_steps=WINDOW, checkpoint_every_steps=10**9,
+        precision="bf16" if "bf16" in run.name else "fp32",
+    )  # fmt: skip
+    cluster = ClusterConfig(device="cpu", processes_per_node=run.ranks)
+    tables = {}
+    if run.kind is not None:
+        item = run.kind if run.kind in ROW_LOOKUP_KINDS else "row_wise"
+        tables = {"user": TableConstraint(sharding_types=(run.kind,)), "item": TableConstraint(sharding_types=(item,))}
+    work = folder / "work"
+    if process.leads:
+        plan_sharding(
+            ShardingConfig(cluster=cluster, tables=tables), model=spec, batch_size=run.batch_size, folder=work / "plan"
+        )
+    dist.barrier()
+    job = TrainJob(
+        work=work, fingerprint="bench", spec=spec, loss=loss, training=training, interactions=interactions.folder,
+        embeddings=None, features=None, plan=work / "plan" / "plan.json",
+    )  # fmt: skip
+    store = EventStore.open(interactions)
+    loader = make_loader(job, store=store, assembler=Assembler(user_id=True, features=None), process=process)
+    short: Any = Shortened(loader, steps=WARM_UP + run.counted, made="made" in run.name)
+    sharded = first_model(job, store=store, interactions=interactions, features=None, process=process)
+    trainer = Training(job, model=sharded, loader=short, process=process)
+    trainer._save = lambda: None  # type: ignore[method-assign]  # a checkpoint of random rows is of no interest here
+    trainer.run()
+    lines = [Progress.model_validate_json(line) for line in (work / METRICS_NAME).read_text().splitlines()]
+    counted = [line for line in lines if line.step > WARM_UP]
+    times = {name: statistics.fmean(line.ms_per_step[name] for line in counted) for name in counted[0].ms_per_step}
+    return {"samples_per_s": statistics.harmonic_mean([line.samples_per_s for line in counted]), "ms_per_step": times}
+
+
+def _rank(run: Run, rank: int, folder: Path, cores: list[int], answers: Any) -> None:
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+    store = f"file://{folder}/group"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=run.ranks, timeout=timedelta(minutes=10))
+    if run.name == "example":
+        os.environ |= {"LOCAL_WORLD_SIZE": str(run.ranks), "LOCAL_RANK": str(rank)}
+        step = seconds_per_step(
+            rows=ROWS, dim=DIM, layers=list(LAYERS), batch_size=run.batch_size, warm_up=WARM_UP, steps=run.counted
+        )
+        answer: dict[str, Any] = {"samples_per_s": run.batch_size * run.ranks / step}
+    else:
+        answer = ours(run, folder=folder, process=Process(rank=rank, world_size=run.ranks, device=torch.device("cpu")))
+    if rank == 0:
+        answers.put(answer)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(run: Run, *, folder: Path) -> dict[str, Any]:
+    """Rank 0's answer."""
+    answers, cores = _CONTEXT.Queue(), sorted(os.sched_getaffinity(0))
+    ranks = [_CONTEXT.Process(target=_rank, args=(run, rank, folder, cores, answers)) for rank in range(run.ranks)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    (folder / "group").unlink(missing_ok=True)
+    if any(process.exitcode for process in ranks):
+        raise SystemExit(f"{run}: exit codes {[process.exitcode for process in ranks]}")
+    found: dict[str, Any] = answers.get()
+    sys.stdout.write(f"{run.name}, batch {run.batch_size}, {run.ranks} ranks, {run.kind}: {found['samples_per_s']:,.0f}/s\n")
+    sys.stdout.flush()
+    return found
+
+
+CONTESTANTS = ("example", "ours, fp32", "ours, made beforehand", "ours, bf16")
+
+
+def compare(folder: Path, *, rounds: int) -> list[dict[str, Any]]:
+    """The contestants in turns, `rounds` times."""
+    found = []
+    for batch_size in BATCH_SIZES:
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTESTANTS}
+        for _ in range(rounds):
+            for name in CONTESTANTS:
+                runs[name].append(measure(Run(name, batch_size, kind=BEST_KIND), folder=folder))
+        found += [{"name": name, "batch_size": batch_size, "runs": of_one} for name, of_one in runs.items()]
+    return found
+
+
+def by_kind(folder: Path) -> list[dict[str, Any]]:
+    """Every sharding type at 1, 2 and 4 ranks; four share two cores on a machine that has no more."""
+    found = []
+    for ranks in (1, 2, 4):
+        for kind in KINDS:
+            # A replica of a large table sends all of its gradient in every step.
+            steps = WINDOW if kind == "data_parallel" else 10 * WINDOW
+            run = Run("ours, fp32", BATCH_SIZES[1], ranks=ranks, kind=kind, steps=steps)
+            found.append({"kind": kind, "ranks": ranks} | measure(run, folder=folder))
+    return found
+
+
+def to_markdown(results: dict[str, Any]) -> str:
+    """Both tables."""
+    lines = [
+        "# The training step",
+        "",
+        f"Made on {results['date']} on {results['cores']} cores by `make bench-train`: torch {results['versions']['torch']}, "
+        f"torchrec {results['versions']['torchrec']}. Two tables of {ROWS:,} x {DIM}, MLP {list(LAYERS)}, binary cross-entropy, "
+        "2 gloo ranks with a core each. Samples/s over both ranks; median of the rounds, which took turns.",
+        "",
+        "| batch per rank | | samples/s (all rounds) | to the example | to made beforehand |",
+        "|---:|:---|---:|---:|---:|",
+    ]
+    for batch_size in BATCH_SIZES:
+        speeds = {
+            one["name"]: [run["samples_per_s"] for run in one["runs"]]
+            for one in results["compared"]
+            if one["batch_size"] == batch_size
+        }
+        for name, of_one in speeds.items():
+            to_others = [
+                f"{statistics.median(mine / other for mine, other in zip(of_one, speeds[peer], strict=True)):.2f}"
+                for peer in ("example", "ours, made beforehand")
+            ]
+            rounds = ", ".join(f"{speed:,.0f}" for speed in of_one)
+            lines.append(f"| {batch_size:,} | {name} | {statistics.median(of_one):,.0f} ({rounds}) | {' | '.join(to_others)} |")
+    lines += [
+        "",
+        "`example`: the loop of TorchRec's retrieval example on RandomRecDataset (benchmarks/torchrec_loop.py). `ours`: the trainer",
+        "of this project, from parquet; the ratios are medians of those of each round.",
+        "",
+        f"By sharding type of the query table, batch {BATCH_SIZES[1]:,} per rank; the item table has the same type where rows",
+        "looked up one by one can, else row_wise. Milliseconds of a step, mean over the ranks (recsys_core/training/clock.py):",
+        "",
+        "| ranks | sharding type | samples/s | data | comms | compute | optimizer |",
+        "|---:|:---|---:|---:|---:|---:|---:|",
+    ]
+    for row in results["by_kind"]:
+        times = " | ".join(f"{row['ms_per_step'][name]:.1f}" for name in ("data", "comms", "compute", "optimizer"))
+        lines.append(f"| {row['ranks']} | {row['kind']} | {row['samples_per_s']:,.0f} | {times} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--parts", nargs="+", default=["compared", "by_kind"])
+    wanted = parser.parse_args(arguments)
+    file = HERE / "train.json"
+    results: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_log(folder)
+        if "compared" in wanted.parts:
+            results["compared"] = compare(folder, rounds=wanted.rounds)
+        if "by_kind" in wanted.parts:
+            results["by_kind"] = by_kind(folder)
+    versions = installed_versions()
+    results |= {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "cores": len(os.sched_getaffinity(0)),
+        "versions": {name: versions[name] for name in ("torch", "torchrec")},
+    }
+    file.write_text(json.dumps(results, indent=1) + "\n")
+    (HERE / "train.md").write_text(to_markdown(results))
+
+
+if __name__ == "__main__":
+    main()

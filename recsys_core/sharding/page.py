@@ -1,0 +1,92 @@
+"""plan.html: a sharding plan for a reader, one page without network or script; the template engine escapes every name."""
+
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+
+from recsys_core.sharding.plan_file import Measure, NaivePlan, PlanFile, RankEstimate, as_ranges
+
+_TEMPLATE = Path(__file__).with_name("plan.html")
+TIMES = (
+    ("forward_compute_ms", "forward compute"),
+    ("forward_comms_ms", "forward comms"),
+    ("backward_compute_ms", "backward compute"),
+    ("backward_comms_ms", "backward comms"),
+    ("prefetch_ms", "prefetch"),
+)
+
+
+def to_html(plan: PlanFile) -> str:
+    """The whole page."""
+    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page.filters |= {"size": size, "ranges": as_ranges, "milliseconds": milliseconds}
+    template = page.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    tier = fast_tier(plan)
+    return template.render(
+        plan=plan,
+        compared=compared(plan),
+        groups=plan.alike(),
+        times=TIMES,
+        tier=tier,
+        tier_name="HBM" if tier == "hbm_bytes" else "main memory",
+        usable=plan.usable_hbm_bytes if tier == "hbm_bytes" else plan.usable_ddr_bytes,
+        fullest=max(getattr(rank, tier) for rank in plan.ranks),
+        slowest=plan.step_ms,
+        memory_imbalance=plan.imbalance(tier),
+        time_imbalance=plan.imbalance("step_ms"),
+        parts=_parts,
+    )
+
+
+def fast_tier(plan: PlanFile) -> Measure:
+    """Field of the memory that the ranks look their rows up in."""
+    return "hbm_bytes" if plan.device == "cuda" else "ddr_bytes"
+
+
+def compared(plan: PlanFile) -> tuple[NaivePlan, ...]:
+    """The plan beside the naive ones."""
+    own = NaivePlan(
+        name="as planned",
+        step_ms=plan.step_ms,
+        hbm_bytes=max(rank.hbm_bytes for rank in plan.ranks),
+        ddr_bytes=max(rank.ddr_bytes for rank in plan.ranks),
+    )
+    return (own, *plan.naive)
+
+
+def _parts(plan: PlanFile, rank: RankEstimate, table: str) -> list[tuple[str, int, bool]]:
+    """(name, bytes, whether it fills the memory of the processor) of what a table takes on a rank."""
+    memory = rank.tables[table]
+    away = plan.tables[table].compute_kernel in ("fused_uvm", "fused_uvm_caching", "key_value")
+    parts = [
+        ("weights", memory.weights, not away),
+        ("optimizer", memory.optimizer, not away),
+        ("cache", memory.cache, True),
+        ("buffers", memory.buffers, True),
+    ]
+    return [part for part in parts if part[1]]
+
+
+def size(value: float | None) -> str:
+    """Bytes for a reader.
+
+    >>> size(None), size(0), size(1536), size(64 * 2**30), size(3 * 2**40)
+    ('-', '0 B', '1.5 KiB', '64.0 GiB', '3.0 TiB')
+    """
+    if value is None:
+        return "-"
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= factor:
+            return f"{value / factor:,.1f} {unit}"
+    return f"{value:.0f} B"
+
+
+def milliseconds(value: float | None) -> str:
+    """Milliseconds for a reader.
+
+    >>> milliseconds(None), milliseconds(0), milliseconds(0.1234), milliseconds(12.34), milliseconds(4321)
+    ('-', '0', '0.12', '12.3', '4,321')
+    """
+    if value is None or value == 0:
+        return "-" if value is None else "0"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2g}"

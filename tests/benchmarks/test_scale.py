@@ -1,0 +1,32 @@
+"""docs/scale.md says what benchmarks/scale.json says, and the formulas behind it hold where they can be checked."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.scale import BEGIN, END, PAGE, RESULT, SIZES, distinct_items, plan, sent_bytes, to_markdown
+from recsys_core.sharding.traffic import seen_share
+
+
+def test_the_page_shows_the_numbers_of_the_last_result() -> None:
+    page = PAGE.read_text()
+    shown = page[page.index(BEGIN) + len(BEGIN) : page.index(END)].strip()
+    assert shown == to_markdown(json.loads(RESULT.read_text())).strip()
+
+
+@pytest.mark.parametrize("exponent", [0.8, 1.0, 1.2])
+def test_distinct_items_of_a_law_are_those_counted_one_by_one(exponent: float) -> None:
+    items, draws, negatives = 20_000, 5_000, 300
+    count_I = np.rint(1e12 * np.arange(1, items + 1, dtype=np.float64) ** -exponent).astype(np.int64)
+    listed = seen_share(count_I, draws=draws, negatives=negatives, alpha=0.0).sum()
+    assert distinct_items(items, draws=draws, negatives=negatives, exponent=exponent) == pytest.approx(listed, rel=0.005)
+
+
+def test_bytes_of_rows_looked_up_one_by_one_are_what_the_planner_divides_by_the_bandwidth() -> None:
+    size = SIZES["1 B rows, 2 x 8 GPUs"] | {"users": 0}
+    made = plan(size)
+    assert made.tables["item"].sharding_type == "row_wise"
+    sent = sent_bytes(made, by_row={"item"}, number_bytes=4)["sent"] * 16 / 15  # the planner counts what stays too
+    assert sent / 2 / 2**30 / 50 * 1000 == pytest.approx(made.ranks[0].forward_comms_ms, rel=0.001)
+    assert sent_bytes(made, by_row={"item"}, number_bytes=2)["sent"] * 2 == pytest.approx(sent * 15 / 16)

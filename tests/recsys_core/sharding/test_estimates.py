@@ -1,0 +1,124 @@
+"""What plan.json tells of memory and time, and of why a table got its type."""
+
+import pytest
+
+from recsys_core.manifests import FeatureFacts
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.optimizer_config import TableOptimizer
+from recsys_core.models.spec import ModelSpec
+from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
+from recsys_core.sharding.page import to_html
+from recsys_core.sharding.plan_file import PlanFile
+from recsys_core.sharding.planner import make_plan
+from recsys_core.sharding.traffic import Traffic
+
+MODEL = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), users=10**9, items=10**7)
+
+
+def planned(*, tables: dict | None = None, optimizer: str = "rowwise_adagrad", **changes) -> PlanFile:
+    cluster = ClusterConfig(**({"device": "cuda", "nodes": 2, "processes_per_node": 8, "ddr_gb": 1000} | changes))
+    return make_plan(
+        ShardingConfig(cluster=cluster, tables=tables or {}),
+        model=MODEL,
+        batch_size=1024,
+        optimizer=TableOptimizer(kind=optimizer),
+    )
+
+
+STATE = {"sgd": 0, "rowwise_adagrad": 10**7 * 4, "adagrad": 10**7 * 128 * 4, "adam": 2 * 10**7 * 128 * 4}
+
+
+@pytest.mark.parametrize("optimizer", STATE)
+@pytest.mark.parametrize("kernel", ["fused", "fused_uvm", "fused_uvm_caching"])
+def test_the_parts_of_a_ranks_memory_add_up_to_what_the_planner_packs(optimizer: str, kernel: str) -> None:
+    item = TableConstraint(compute_kernels=(kernel,))
+    user = TableConstraint(compute_kernels=("fused_uvm",))
+    plan = planned(tables={"item": item, "user": user}, optimizer=optimizer, ddr_gb=10_000)
+    held = [rank.tables["item"] for rank in plan.ranks if "item" in rank.tables]
+    assert sum(memory.weights for memory in held) == 10**7 * 128 * 4
+    assert sum(memory.optimizer for memory in held) == pytest.approx(STATE[optimizer], rel=1e-6)
+    assert all((memory.cache > 0) == (kernel == "fused_uvm_caching") for memory in held)
+    assert all(memory.buffers > 0 for memory in held)
+    for rank in plan.ranks:
+        near = sum(memory.cache + memory.buffers for memory in rank.tables.values())
+        if kernel == "fused" and "item" in rank.tables:
+            near += rank.tables["item"].weights + rank.tables["item"].optimizer
+        assert near == pytest.approx(rank.hbm_bytes, abs=8)
+
+
+def test_the_parts_of_a_ranks_time_add_up() -> None:
+    for rank in planned().ranks:
+        parts = rank.forward_compute_ms + rank.forward_comms_ms + rank.backward_compute_ms + rank.backward_comms_ms
+        assert parts + rank.prefetch_ms == pytest.approx(rank.step_ms)
+
+
+def test_each_sharding_type_of_each_table_has_a_reason() -> None:
+    plan = planned(tables={"item": TableConstraint(sharding_types=("row_wise", "column_wise"))})
+    reasons = {name: {one.sharding_type: one for one in table.alternatives} for name, table in plan.tables.items()}
+    assert {len(kinds) for kinds in reasons.values()} == {7}
+    assert reasons["item"]["row_wise"].verdict == "chosen"
+    assert reasons["item"]["table_wise"].verdict == "left out by sharding.tables.item.sharding_types"
+    assert reasons["item"]["grid_shard"].verdict.startswith("cannot be: it adds up pooled rows")
+    assert reasons["item"]["grid_shard"].step_ms is None
+    assert reasons["user"]["data_parallel"].verdict.startswith("only where asked for")
+    assert "does not fit" in reasons["user"]["table_wise"].verdict
+    chosen = reasons["user"][plan.tables["user"].sharding_type]
+    slower = [one for one in reasons["user"].values() if one.verdict.startswith("slower")]
+    assert slower and all(one.step_ms > chosen.step_ms for one in slower)
+
+
+def test_a_type_that_is_faster_alone_may_not_fit_beside_the_other_tables() -> None:
+    counted = {"values": 0, "out_of_vocabulary": 0, "missing": 0, "definition": "", "continued": False}
+    large, third = (FeatureFacts(kind="categorical", rows=rows, **counted) for rows in (9 * 10**8, 3 * 10**8))
+    model = ModelSpec.sized(
+        TwoTowerConfig(embedding_dim=128), users=1, items=1000, facts={"user.a": large, "user.b": large, "user.c": third}
+    )
+    cluster = ClusterConfig(device="cuda", nodes=2, processes_per_node=8)
+    kernels = {name: TableConstraint(compute_kernels=("fused",)) for name in model.tables}
+    plan = make_plan(ShardingConfig(cluster=cluster, tables=kernels), model=model, batch_size=1024)
+    rows = [name for name in ("user.a", "user.b", "user.c") if plan.tables[name].sharding_type == "row_wise"]
+    assert rows, "each alone fits one host, but there are three of them and two hosts"
+    for name in rows:
+        (within_host,) = (one for one in plan.tables[name].alternatives if one.sharding_type == "table_row_wise")
+        (chosen,) = (one for one in plan.tables[name].alternatives if one.verdict == "chosen")
+        assert within_host.step_ms < chosen.step_ms
+        assert within_host.verdict == "faster alone, but it does not fit beside the other tables"
+
+
+def test_one_sharding_type_for_all_is_slower_or_does_not_fit() -> None:
+    plan = planned()
+    row_wise, table_wise = plan.naive
+    assert (row_wise.name, table_wise.name) == ("all row_wise", "all table_wise")
+    assert row_wise.step_ms >= plan.step_ms and row_wise.problem is None
+    assert table_wise.step_ms is None
+    assert "table user needs" in table_wise.problem and "bytes short per rank" in table_wise.problem
+
+
+def test_more_bandwidth_between_hosts_makes_the_step_shorter() -> None:
+    assert planned(inter_gbs=50.0).step_ms < planned(inter_gbs=12.5).step_ms
+
+
+def test_what_a_batch_looks_up_decides_the_estimates_and_misses_of_a_cache_are_prefetched() -> None:
+    cached = {"item": TableConstraint(compute_kernels=("fused_uvm_caching",))}
+    config = ShardingConfig(cluster=ClusterConfig(device="cuda"), tables=cached)
+    model = ModelSpec.sized(TwoTowerConfig(embedding_dim=128), users=1, items=10**7)
+
+    def step(values: float, hottest: tuple[float, ...]) -> tuple[float, float]:
+        traffic = Traffic(values={"item": values}, hottest={"item": hottest})
+        (rank,) = make_plan(config, model=model, batch_size=1024, traffic=traffic).ranks
+        return rank.step_ms, rank.prefetch_ms
+
+    flat = tuple(percent / 100 for percent in range(1, 101))
+    hot = (*(1 - 0.5 ** (percent / 2) for percent in range(1, 100)), 1.0)
+    assert step(2.0, flat)[0] == pytest.approx(2 * step(1.0, flat)[0], rel=0.02)
+    assert step(2.0, flat)[1] > 100 * step(2.0, hot)[1] > 0
+
+
+def test_the_page_names_every_table_and_reason_and_loads_nothing() -> None:
+    plan = planned(tables={"item": TableConstraint(sharding_types=("row_wise",))})
+    page = to_html(plan)
+    for table in plan.tables.values():
+        assert all(one.verdict in page for one in table.alternatives)
+    assert "asked for: sharding_types: row_wise" in page and plan.naive[1].problem in page
+    assert plan.fingerprint[:12] in page
+    assert "<script" not in page and "http" not in page.replace("http-equiv", "") and "prefers-color-scheme: dark" in page

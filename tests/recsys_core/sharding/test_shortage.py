@@ -1,0 +1,82 @@
+"""What is said when nothing fits, and that what is named as a way out is one."""
+
+import re
+
+import pytest
+
+from recsys_core.errors import InputError
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.optimizer_config import TableOptimizer
+from recsys_core.models.spec import ModelSpec
+from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
+from recsys_core.sharding.planner import make_plan
+
+HUGE = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), users=10**9, items=10**7)
+
+
+def said(config: ShardingConfig, model: ModelSpec = HUGE, **arguments) -> str:
+    with pytest.raises(InputError) as caught:
+        make_plan(config, model=model, batch_size=1024, **arguments)
+    return str(caught.value)
+
+
+def cluster(**changes) -> ClusterConfig:
+    return ClusterConfig(**({"device": "cuda", "processes_per_node": 2, "hbm_gb": 80, "ddr_gb": 16} | changes))
+
+
+def test_too_few_gpus_are_told_with_the_table_the_bytes_and_numbers_that_fit():
+    message = said(ShardingConfig(cluster=cluster()))
+    found = re.search(
+        r"table user needs ([\d,]+) bytes of HBM on one rank \(row_wise\), but ([\d,]+) are usable: ([\d,]+) by", message
+    )
+    assert found, message
+    need, usable, short = (int(number.replace(",", "")) for number in found.groups())
+    assert need > 5 * 10**8 * 128 * 4 and usable == int(80 * 2**30 * 0.85) and short == need - usable
+    ddr_gb = re.search(r"sharding.cluster.ddr_gb: (\d+)", message)
+    gpus = re.search(r"sharding.cluster.processes_per_node: (\d+)", message)
+    assert ddr_gb and gpus and int(gpus[1]) == 8
+    assert make_plan(ShardingConfig(cluster=cluster(ddr_gb=float(ddr_gb[1]))), model=HUGE, batch_size=1024)
+    assert make_plan(ShardingConfig(cluster=cluster(processes_per_node=8)), model=HUGE, batch_size=1024)
+
+
+def test_hosts_are_named_where_one_has_not_enough_gpus():
+    larger = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), users=4 * 10**9, items=10**7)
+    message = said(ShardingConfig(cluster=cluster()), larger)
+    nodes = re.search(r"sharding.cluster.nodes: (\d+) with processes_per_node 8", message)
+    assert nodes, message
+    wider = cluster(nodes=int(nodes[1]), processes_per_node=8)
+    assert make_plan(ShardingConfig(cluster=wider), model=larger, batch_size=1024)
+    fewer = cluster(nodes=int(nodes[1]) - 1, processes_per_node=8)
+    said(ShardingConfig(cluster=fewer), larger)
+
+
+def test_the_users_own_wish_is_named_where_it_is_in_the_way():
+    roomy = cluster(nodes=2, processes_per_node=8, ddr_gb=2000)
+    whole = TableConstraint(sharding_types=("table_wise",), compute_kernels=("fused",))
+    message = said(ShardingConfig(cluster=roomy, tables={"user": whole}))
+    assert "table user needs" in message and "bytes short per rank" in message
+    assert "leave sharding.tables.user.sharding_types out" in message
+    resident = TableConstraint(compute_kernels=("fused",))
+    message = said(ShardingConfig(cluster=cluster(ddr_gb=2000), tables={"user": resident}))
+    assert "sharding.tables.user.compute_kernels: [fused, fused_uvm_caching] with the main memory there is" in message
+    assert make_plan(ShardingConfig(cluster=cluster(ddr_gb=2000)), model=HUGE, batch_size=1024).tables[
+        "user"
+    ].compute_kernel in (
+        "fused_uvm",
+        "fused_uvm_caching",
+    )
+
+
+def test_optimizer_state_is_part_of_what_has_to_fit():
+    sizes = ShardingConfig(cluster=cluster(nodes=2, processes_per_node=8))
+    assert make_plan(sizes, model=HUGE, batch_size=1024)
+    message = said(sizes, optimizer=TableOptimizer(kind="adam"))
+    assert "table user needs" in message or "table user is the largest" in message
+
+
+def test_too_little_memory_on_a_cpu_is_told_too():
+    model = ModelSpec.sized(TwoTowerConfig(embedding_dim=64), users=1, items=10**8)
+    message = said(ShardingConfig(cluster=ClusterConfig(device="cpu", ddr_gb=8)), model)
+    ddr_gb = re.search(r"sharding.cluster.ddr_gb: (\d+)", message)
+    assert "of main memory" in message and ddr_gb, message
+    assert make_plan(ShardingConfig(cluster=ClusterConfig(device="cpu", ddr_gb=float(ddr_gb[1]))), model=model, batch_size=1024)

@@ -21,6 +21,7 @@ from recsys_core.retrieval.config import IndexConfig
 from recsys_core.serving.config import PackageConfig
 from recsys_core.sharding.config import ShardingConfig
 from recsys_core.training.config import TrainingConfig
+from recsys_core.training.launcher_config import Launcher, LocalLauncher
 from tasks.config import RegistryConfig
 from tasks.tuning_config import TuningConfig
 
@@ -54,6 +55,9 @@ class PipelineConfig(Frozen):
         default_factory=ShardingConfig, description="the cluster, and constraints for TorchRec's planner"
     )
     training: TrainingConfig = Field(default_factory=TrainingConfig, description="loop, optimizers, checkpoints, restarts")
+    launcher: Launcher = Field(
+        default_factory=LocalLauncher, description="where training and export run: this host, or many through TorchX"
+    )
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="metrics over the full catalogue")
     index: IndexConfig = Field(default_factory=IndexConfig, description="FAISS indexes")
     package: PackageConfig = Field(default_factory=PackageConfig, description="the servable retriever")
@@ -90,6 +94,13 @@ class PipelineConfig(Frozen):
             raise ValueError(
                 f"loss.kind is cosine_contrastive, whose margin is a cosine, but model.similarity is {self.model.similarity}; "
                 "set it to cosine"
+            )
+        cluster = self.sharding.cluster
+        if self.launcher.kind == "torchx" and (cluster.device == "auto" or cluster.processes_per_node is None):
+            raise ValueError(
+                f"launcher.kind is torchx, but sharding.cluster.device is {cluster.device} and processes_per_node is "
+                f"{cluster.processes_per_node or 'empty'}, which would be taken from this host; set device to cpu or cuda, and "
+                "processes_per_node to the ranks of one host"
             )
         self._tables_are_there()
         return self

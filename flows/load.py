@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from flows.config import PipelineConfig
 from recsys_core.data.log.config import Split
 from recsys_core.errors import InputError
+from recsys_core.training.launcher_config import Launcher
 from tasks.tuning_config import RangeConfig, label_of
 
 VARIED = ("model", "tables", "loss", "training", "sharding")
@@ -184,7 +185,8 @@ def _sentence(detail: ErrorDetails, raw: Mapping[str, Any]) -> str:
         case "missing":
             return f"{place}: is missing and has no default; set it"
         case "union_tag_not_found" | "union_tag_invalid":
-            kinds = ", ".join(member.model_fields["kind"].default for member in nested_models(Split))
+            union = Launcher if place == "launcher" else Split
+            kinds = ", ".join(member.model_fields["kind"].default for member in nested_models(union))
             return f"{place}: set kind to one of {kinds}"
         case "value_error":
             message = detail["msg"].removeprefix("Value error, ")

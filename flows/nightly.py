@@ -90,12 +90,12 @@ def night(config: PipelineConfig, run: Run) -> Iterator[Stage]:
     yield "plan_sharding", plan
     trained = train(
         config.training, model=model, loss=config.loss, interactions=interactions, embeddings=embeddings, features=features,
-        plan=plan, sharding=config.sharding, model_name=config.registry.model_name, run=run,
+        plan=plan, sharding=config.sharding, model_name=config.registry.model_name, launcher=config.launcher, run=run,
     )  # fmt: skip
     yield "train", trained
     export = export_vectors(
         config.training, model=model, loss=config.loss, interactions=interactions, features=features, train=trained,
-        run=run,
+        launcher=config.launcher, run=run,
     )  # fmt: skip
     yield "export", export
     evaluation = evaluate(config.evaluation, export=export, interactions=interactions, embeddings=embeddings, run=run)

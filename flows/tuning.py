@@ -132,7 +132,8 @@ def try_one(config: PipelineConfig, attempt: Attempt, data: Data, *, study: Stud
         return Result(ending="failed", seconds=0, reason=str(error))
     setup = TrialSetup(
         training=tried.training, loss=tried.loss, model=model, plan=plan, interactions=data.interactions,
-        embeddings=data.embeddings, features=data.features, metric=study.metric, folder=folder,
+        embeddings=data.embeddings, features=data.features, launcher=config.launcher, metric=study.metric,
+        folder=folder,
     )  # fmt: skip
     best = "" if study.best is None else f", best {study.best.value:.4f}"
     return try_settings(attempt, setup, stage=f"trial {attempt.number + 1} of {trials}{best}")

@@ -32,7 +32,7 @@ def lock(uv: str, *, options: list[str]) -> None:
     """Writes all files of infra/locks, keeping the pins that are there."""
     LOCKS.mkdir(exist_ok=True)
     pins = "\n".join(pin for path in LOCKS.glob("*.txt") for pin in re.findall(r"(?m)^[a-z0-9][^\s;]*", path.read_text()))
-    project = [str(ROOT / "pyproject.toml"), "--group", f"{ROOT / 'pyproject.toml'}:dev"]
+    project = [str(ROOT / "pyproject.toml"), "--group", f"{ROOT / 'pyproject.toml'}:dev", "--extra", "torchx"]
     bootstrap = compile_lock(uv, sources=["-"], stdin="uv", pins=pins, options=options)
     # torchrec asks for fbgemm-gpu, the CUDA build, which has the import name of fbgemm-gpu-cpu and must not lie beside it.
     cpu = compile_lock(uv, sources=[*project, "--extra", "cpu"], exclude="fbgemm-gpu", pins=pins, options=options)

@@ -22,6 +22,10 @@ class StageError(NightjarError, RuntimeError):
     """A stage failed for a reason that is not in its input: a worker died, a disk is full, a file changed."""
 
 
+class LaunchError(StageError):
+    """The process group ended before its work was done; a new one may succeed from the last checkpoint."""
+
+
 def shown(value: object) -> str:
     """A value of the input for a message: on one line, no control characters or direction marks, not endless.
 

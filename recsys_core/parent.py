@@ -17,10 +17,10 @@ def as_parent() -> dict[str, str]:
 def die_with_parent() -> None:
     """Asks Linux to kill this process when its parent dies, also if that has happened already.
 
-    The parent is the process that put `as_parent()` into the environment; without it nothing is asked.
+    The parent is the process that put `as_parent()` into the environment; without it, or where it is empty, nothing is asked.
     """
     parent = os.environ.get(PARENT_VARIABLE)
-    if parent is None or sys.platform != "linux":
+    if not parent or sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):

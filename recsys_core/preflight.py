@@ -23,6 +23,7 @@ PACKAGES = (
 )  # fmt: skip
 GIB = 2**30
 _LEAST_DISK_BYTES = GIB
+_OOM_FILES = ("memory.events", "memory.oom_control")
 _PROBE = """
 import json, torch, torchrec, faiss
 devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
@@ -186,6 +187,18 @@ def cgroup_limits(*, mounts: Path = Path("/sys/fs/cgroup"), membership: Path = P
                 memory.append((limit[0], _anonymous_bytes(folder / "memory.stat")))
     tightest = min(memory, default=(None, 0))
     return CgroupLimits(cores=min(cores, default=None), memory_bytes=tightest[0], memory_used_bytes=tightest[1])
+
+
+def oom_kills(*, mounts: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Processes of this process's cgroup (v1 or v2) that the out-of-memory killer has ended so far; None: not told."""
+    for line in membership.read_text().splitlines() if membership.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        mount = mounts / controllers  # in a container the path may be the host's name for what is mounted here
+        for file in (folder / name for folder in (mount / path.lstrip("/"), mount) for name in _OOM_FILES):
+            words = file.read_text().split() if file.is_file() else []
+            if "oom_kill" in words:
+                return int(words[words.index("oom_kill") + 1])
+    return None
 
 
 def _numbers(path: Path) -> list[int]:

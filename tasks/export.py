@@ -8,6 +8,7 @@ from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training import export as export_core
 from recsys_core.training.config import TrainingConfig
+from recsys_core.training.launcher_config import Launcher
 from tasks.reporting import begin
 from tasks.run import Run
 
@@ -21,13 +22,14 @@ def export_vectors(
     interactions: InteractionsManifest,
     features: FeaturesManifest | None,
     train: TrainManifest,
+    launcher: Launcher,
     run: Run,
 ) -> ExportManifest:
     """Checkpoint -> item vectors, query vectors, tables."""
     finish = begin("export")
     manifest = export_core.export_vectors(
         config, model=model, loss=loss, interactions=interactions, features=features, train=train,
-        folder=run.stage_folder("export"),
+        folder=run.stage_folder("export"), launcher=launcher,
     )  # fmt: skip
     queries = ", ".join(f"{count:,} {split} queries" for split, count in manifest.queries.items())
     finish(manifest, f"{manifest.items:,} x {manifest.dim} item vectors, {queries}")

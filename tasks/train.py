@@ -11,6 +11,7 @@ from recsys_core.sharding.config import ShardingConfig
 from recsys_core.training import train as train_core
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job import Progress
+from recsys_core.training.launcher_config import Launcher
 from tasks.champion import starting_champion
 from tasks.reporting import TrainingProgress, begin, show_image
 from tasks.run import Run
@@ -29,12 +30,12 @@ def train(
     plan: PlanManifest,
     sharding: ShardingConfig,
     model_name: str,
+    launcher: Launcher,
     run: Run,
 ) -> TrainManifest:
-    """torchrun -> checkpoint; its metrics go to MLflow, to the terminal and to a Prefect artifact while they come."""
-    finish = begin("train")
+    """torchrun, here or on many hosts -> checkpoint; its metrics go to MLflow, the terminal and a Prefect artifact at once."""
+    finish, shown = begin("train"), TrainingProgress()
     champion = starting_champion(model_name, run=run) if config.warm_start is not None else None
-    shown = TrainingProgress()
     with MetricRelay(run) as relay:
 
         def on_progress(progress: Progress) -> None:
@@ -43,7 +44,7 @@ def train(
 
         manifest = train_core.train(
             config, model=model, loss=loss, interactions=interactions, embeddings=embeddings, features=features, plan=plan,
-            sharding=sharding, folder=run.stage_folder("train"), on_progress=on_progress, champion=champion,
+            sharding=sharding, folder=run.stage_folder("train"), on_progress=on_progress, champion=champion, launcher=launcher,
         )  # fmt: skip
     show_image("training-loss", plot_loss(manifest.path("metrics.jsonl"), path=run.folder / "loss.png"))
     finish(manifest, f"{manifest.steps:,} steps, loss {manifest.final_loss:.4f}, {manifest.samples_per_s:,.0f} samples/s")

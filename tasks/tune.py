@@ -17,6 +17,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.training import train as train_core
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job import Progress
+from recsys_core.training.launcher_config import Launcher
 from recsys_core.training.loop import METRICS_NAME
 from tasks.reporting import STEPS
 from tasks.study import Attempt, Ending, Result
@@ -33,6 +34,7 @@ class TrialSetup:
     interactions: InteractionsManifest
     embeddings: EmbeddingsManifest | None
     features: FeaturesManifest | None
+    launcher: Launcher
     metric: str
     folder: Path
 
@@ -69,6 +71,7 @@ def train_trial(setup: TrialSetup, *, on_progress: Callable[[Progress], None]) -
     manifest = train_core.train(
         setup.training, model=setup.model, loss=setup.loss, interactions=setup.interactions, embeddings=setup.embeddings,
         features=setup.features, plan=setup.plan, folder=setup.folder / "train", on_progress=on_progress,
+        launcher=setup.launcher,
     )  # fmt: skip
     if setup.metric not in manifest.validation:
         raise InputError(

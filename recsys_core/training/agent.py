@@ -1,62 +1,173 @@
-"""torchrun with two additions: it dies with its parent, and it writes down which rank failed first."""
+"""One host of a launch: python -m recsys_core.training.agent ORDER TOKEN NODE HEAD_VARIABLE.
 
+Looks whether it sees the launching process's folder, whether it runs the same versions and has the devices; then runs
+torchrun, and writes down what became of its ranks. It and its ranks end with the launching process.
+"""
+
+import json
 import os
-import signal
+import platform
+import socket
 import sys
+import time
 from pathlib import Path
-from typing import Any
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import parse_args, run
+import psutil
 
-from recsys_core.config import Frozen
 from recsys_core.parent import as_parent, die_with_parent
+from recsys_core.preflight import cgroup_limits, oom_kills
+from recsys_core.training.launch_folder import (
+    FOLDER_VARIABLE,
+    NODE_VARIABLE,
+    Failure,
+    Joined,
+    LaunchFolder,
+    Order,
+    Unfit,
+    running_versions,
+    wait_for,
+)
 
-FAILURES = "failure.json"
+SAYS = "nightjar agent:"
+"""How a line starts that an agent prints because it has nowhere else to say it."""
+STORAGE_WAIT_S = 15.0
+UNFIT = 3
 
 
-class Failure(Frozen):
-    """The first rank that failed; signal is a name such as SIGKILL, traceback is empty where Python could not write one."""
-
-    rank: int
-    exit_code: int
-    signal: str | None
-    traceback: str
-
-
-def main(logs: str, processes: str, job: str) -> int:
-    """Starts `processes` ranks of recsys_core.training on `job`; their output goes to `logs`."""
+def main(order_file: str, token: str, node: str, head_variable: str) -> int:
+    """The exit code: 0 if all ranks of this host ended well. head_variable: environment entry with the first host's name."""
     die_with_parent()
-    os.environ.update(as_parent())
-    arguments = parse_args(  # type: ignore[no-untyped-call]
-        [
-            *("--nnodes", "1", "--nproc-per-node", processes, "--max-restarts", "0"),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", Path(logs).name),
-            *("--local-addr", "127.0.0.1", "--log-dir", logs, "--redirects", "3"),
-            *("--module", "recsys_core.training", job),
-        ]
-    )
+    host, folder = platform.node(), LaunchFolder(Path(order_file).parent)
+    installed = psutil.virtual_memory().total
+    memory = min(cgroup_limits().memory_bytes or installed, installed)
+    killed_before = oom_kills()
     try:
-        run(arguments)  # type: ignore[no-untyped-call]
-    except ChildFailedError as error:
-        # torchrun ends the other ranks by SIGTERM; one that is quick to write that down would count as the first to fail.
-        culprits = {rank: one for rank, one in error.failures.items() if one.exitcode != -signal.SIGTERM} or error.failures
-        rank, first = min(culprits.items(), key=lambda pair: pair[1].timestamp)
-        failure = Failure(
-            rank=rank,
-            exit_code=first.exitcode,
-            signal=signal.Signals(-first.exitcode).name if first.exitcode < 0 else None,
-            traceback=_traceback(first.error_file_data),
-        )
-        (Path(logs) / FAILURES).write_text(failure.model_dump_json())
+        order = _read_order(folder.order, token=token, node=int(node), host=host)
+        endpoint, address = _join(order, folder=folder, node=int(node), host=host, head=os.environ.get(head_variable))
+        os.environ.update(as_parent() | {FOLDER_VARIABLE: str(folder.path), NODE_VARIABLE: node})
+        cores = len(psutil.Process().cpu_affinity() or [1])
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // order.processes_per_node)))
+        os.environ["PYTHONUNBUFFERED"] = "1"
+        from recsys_core.training.elastic import run_ranks
+
+        failed = run_ranks(order, folder=folder, node=int(node), host=host, endpoint=endpoint, address=address)
+    except _NotShared as error:
+        sys.stderr.write(f"{SAYS} {error}\n")
+        return UNFIT
+    except Unfit as error:
+        _give_up(folder, Failure(node=int(node), host=host, reason=str(error), retryable=error.retryable))
+        return UNFIT
+    if failed:
+        killed = oom_kills()
+        counted = None if killed is None or killed_before is None else killed - killed_before
+        _give_up(folder, Failure(node=int(node), host=host, ranks=failed, oom_kills=counted, memory_bytes=memory))
         return 1
+    (folder.path / f"done-{node}").touch()
     return 0
 
 
-def _traceback(reply: dict[str, Any]) -> str:
-    """The callstack that @record left in the rank's error file; empty when a signal gave it no time to."""
-    message = reply.get("message")
-    return str(message["extraInfo"]["py_callstack"]) if isinstance(message, dict) else ""
+class _NotShared(Exception):
+    """The order is not there, is another one, or nothing can be written beside it."""
+
+
+def _read_order(path: Path, *, token: str, node: int, host: str) -> Order:
+    """The order. Raises Unfit where it is of other versions and might not be understood."""
+    ways_out = "workspace has to lie on storage that all hosts mount at the same path"
+    if not wait_for(path, timeout_s=STORAGE_WAIT_S):
+        raise _NotShared(f"host {host} (node {node}) does not see {path}, which the launching process wrote; {ways_out}")
+    raw = json.loads(path.read_bytes())
+    if raw["token"] != token:
+        raise _NotShared(
+            f"host {host} (node {node}) sees another {path} than the launching process wrote (token {raw['token']}, not "
+            f"{token}): it is not the same folder; {ways_out}"
+        )
+    ours = running_versions()
+    if raw["versions"] != ours:
+        other = sorted(name for name in ours.keys() | raw["versions"].keys() if ours.get(name) != raw["versions"].get(name))
+        told = ", ".join(f"{name} {ours.get(name)} where the run has {raw['versions'].get(name)}" for name in other)
+        raise Unfit(f"host {host} (node {node}) runs {told}; use the same image or environment on all hosts")
+    return Order.model_validate(raw)
+
+
+def _join(order: Order, *, folder: LaunchFolder, node: int, host: str, head: str | None) -> tuple[str, str]:
+    """(where the first host listens, this host's own address), once the first host is there."""
+    if not order.job.is_file():
+        raise Unfit(f"host {host} (node {node}) does not see {order.job}; the workspace must be the same path on all hosts")
+    if order.device == "cuda":
+        from torch import cuda
+
+        if cuda.device_count() < order.processes_per_node:
+            raise Unfit(
+                f"host {host} (node {node}): the plan wants {order.processes_per_node} GPUs per host, but this one has "
+                f"{cuda.device_count()}; set sharding.cluster.processes_per_node, or ask the scheduler for more"
+            )
+    head = (head or "").split(",")[0].strip()
+    address = _own_address(head) if order.nodes > 1 else "127.0.0.1"
+    port = _free_port(order.rendezvous_port, host=host) if node == 0 and order.nodes > 1 else 0
+    try:
+        folder.write(f"joined-{node}.json", Joined(node=node, host=host, pid=os.getpid(), address=address, port=port))
+    except FileExistsError:
+        raise Unfit(f"host {host} (node {node}) was started a second time for the same attempt; start a new one") from None
+    except OSError as error:
+        raise _NotShared(
+            f"host {host} (node {node}) cannot write into {folder.path}: {error.strerror}; mount the workspace writable there"
+        ) from None
+    if order.lease_timeout_s is not None and not _is_wanted(order, folder, timeout_s=order.lease_timeout_s):
+        raise Unfit(f"host {host} (node {node}) started too late: the process that asked for it is gone", retryable=True)
+    if order.nodes == 1:
+        return "127.0.0.1:0", address
+    if not wait_for(folder.path / "joined-0.json", timeout_s=order.rendezvous_timeout_s):
+        raise Unfit(f"node 0 did not start within {order.rendezvous_timeout_s:g} s of {host} (node {node})", retryable=True)
+    first = Joined.model_validate_json((folder.path / "joined-0.json").read_bytes())
+    return f"{head if head and node else first.address}:{first.port}", address
+
+
+def _is_wanted(order: Order, folder: LaunchFolder, *, timeout_s: float) -> bool:
+    """Whether the lease moves: a request may leave the scheduler's queue long after its run was killed."""
+    first, deadline = folder.lease_of(order.token), time.monotonic() + timeout_s
+    while folder.lease_of(order.token) in (first, None):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _own_address(head: str) -> str:
+    """By which the others reach this host: the address it would use to reach the first one, unless that is the loopback's."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((head or platform.node(), 9))  # sends nothing
+            found = str(probe.getsockname()[0])
+    except OSError:
+        return socket.getfqdn()
+    if not found.startswith("127."):
+        return found
+    try:  # the first host of a kubernetes job is told "localhost", and /etc/hosts of many a host calls itself 127.0.1.1
+        named = socket.gethostbyname(platform.node())
+    except OSError:
+        return found
+    return found if named.startswith("127.") else named
+
+
+def _free_port(port: int, *, host: str) -> int:
+    """`port`, or any free one for 0; Unfit if somebody else listens there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what an ended run left behind does not count
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise Unfit(
+                f"port {port} on host {host} (node 0) cannot be listened on: {error.strerror}; end what uses it, or set "
+                "launcher.rendezvous_port to another port, or to 0 for a free one"
+            ) from None
+        return int(probe.getsockname()[1])
+
+
+def _give_up(folder: LaunchFolder, failure: Failure) -> None:
+    try:
+        folder.write(f"failure-{failure.node}.json", failure)
+    except OSError:  # the host has given up already, or cannot write
+        sys.stderr.write(f"{SAYS} {failure.reason}\n")
 
 
 if __name__ == "__main__":

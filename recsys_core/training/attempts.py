@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from recsys_core.errors import InputError
+from recsys_core.errors import InputError, LaunchError
 from recsys_core.manifests import FeaturesManifest, InteractionsManifest, require_manifest
 from recsys_core.sharding.config import ShardingConfig
 from recsys_core.sharding.plan_file import PlanFile
@@ -17,7 +17,8 @@ from recsys_core.sharding.planner import make_plan
 from recsys_core.sharding.traffic import measure_traffic
 from recsys_core.training.checkpoint import JOB_COPY, latest_checkpoint
 from recsys_core.training.job import Progress, TrainJob
-from recsys_core.training.launch import LaunchError, launch
+from recsys_core.training.launch import launch
+from recsys_core.training.launcher_config import Launcher
 from recsys_core.training.loop import CHECKPOINTS_NAME, METRICS_NAME, RESULT_NAME
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,9 @@ class Finished(NamedTuple):
     plan: Path
 
 
-def launch_until_done(job: TrainJob, *, sharding: ShardingConfig | None, on_progress: Callable[[Progress], None]) -> Finished:
+def launch_until_done(
+    job: TrainJob, *, launcher: Launcher, sharding: ShardingConfig | None, on_progress: Callable[[Progress], None]
+) -> Finished:
     """Launches `job` up to job.training.attempts times; each line of metrics.jsonl goes to on_progress once.
 
     Where training.min_processes allows, the second failure in a row is followed by an attempt with fewer processes, for which
@@ -61,6 +64,7 @@ def launch_until_done(job: TrainJob, *, sharding: ShardingConfig | None, on_prog
                 silence_timeout_s=config.silence_timeout_s,
                 alive=work / METRICS_NAME,
                 poll=tail.relay,
+                launcher=launcher,
             )
             return Finished(attempt, job.plan)
         except LaunchError as error:
@@ -68,7 +72,7 @@ def launch_until_done(job: TrainJob, *, sharding: ShardingConfig | None, on_prog
                 raise
             logger.warning("training attempt %d of %d failed: %s", attempt, config.attempts, error)
             failures += 1
-            if sharding is not None and (failures >= FAILURES_AT_ONE_SIZE or _lacks_gpus(plan)):
+            if sharding is not None and (failures >= FAILURES_AT_ONE_SIZE or (launcher.kind == "local" and _lacks_gpus(plan))):
                 smaller = _with_fewer_ranks(job, plan=plan, sharding=sharding)
                 job, failures = smaller or job, 0 if smaller else failures
     raise AssertionError("unreachable: attempts is at least 1")

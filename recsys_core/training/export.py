@@ -22,6 +22,7 @@ from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export_job import SPLITS
 from recsys_core.training.job import ExportJob
 from recsys_core.training.launch import launch
+from recsys_core.training.launcher_config import Launcher, LocalLauncher
 
 
 def export_vectors(
@@ -33,6 +34,7 @@ def export_vectors(
     features: FeaturesManifest | None,
     train: TrainManifest,
     folder: Path,
+    launcher: Launcher = LocalLauncher(),  # noqa: B008  it is frozen
 ) -> ExportManifest:
     """Launches the ranks that trained once more; each writes its own rows into shared memory maps, no rank gathers a table."""
     work = folder.with_name(folder.name + ".work")
@@ -59,6 +61,7 @@ def export_vectors(
             start_timeout_s=config.start_timeout_s,
             silence_timeout_s=config.silence_timeout_s,
             alive=work / "alive",
+            launcher=launcher,
         )
         (out / "model.json").write_text(model.model_dump_json(indent=2))
         queries = {split: len(np.load(out / f"query_users_{split}.npy")) for split in SPLITS}

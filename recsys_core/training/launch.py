@@ -1,35 +1,28 @@
-"""One torchrun: started in a session of its own, watched, and always ended.
+"""One attempt: processes on one host or many, started together, watched together, and always ended.
 
 A failed attempt is never restarted in place (torchrun's own restart is not to be relied on: pytorch/pytorch#135712,
 #167288); the caller launches a new one from the last verified checkpoint.
 """
 
-import logging
-import os
-import re
+import secrets
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import FrameType
 
-import psutil
 import torch
 
-from recsys_core.errors import InputError, StageError
-from recsys_core.parent import as_parent
+from recsys_core.errors import InputError
 from recsys_core.sharding.plan_file import PlanFile
-from recsys_core.training.agent import FAILURES, Failure
+from recsys_core.training.group import Group
+from recsys_core.training.launch_folder import LaunchFolder, Order, running_versions
+from recsys_core.training.launcher_config import Launcher, LocalLauncher
+from recsys_core.training.local_group import start_here
+from recsys_core.training.watch import Deadline, Phase, Watch
 
-logger = logging.getLogger(__name__)
-POLL_S = 0.2
-TERM_GRACE_S = 8.0
-LAST_LINES = 12
-
-
-class LaunchError(StageError):
-    """The process group ended before its work was done; a new one may succeed from the last checkpoint."""
+RENEWALS_PER_LEASE = 20
 
 
 def launch(
@@ -41,50 +34,64 @@ def launch(
     silence_timeout_s: float,
     alive: Path,
     poll: Callable[[], None] = lambda: None,
+    launcher: Launcher = LocalLauncher(),  # noqa: B008  it is frozen
+    module: str = "recsys_core.training",
 ) -> None:
-    """Runs `python -m recsys_core.training <job>` under torchrun with the ranks that `plan` wants; returns when all ended well.
+    """Runs `python -m <module> <job>` as the ranks that `plan` wants, where `launcher` says; returns when all ended well.
 
     Args:
         job: JSON of a TrainJob or ExportJob.
-        logs: new folder for each rank's stdout and stderr.
-        alive: file that the ranks touch while they work: its modification time is their last sign of life.
+        logs: new folder for what hosts and ranks write; with many hosts all of them see it, `job` and `alive`.
+        start_timeout_s: from when all ranks run until the first sign of life.
+        alive: file that the ranks touch while they work.
         poll: called about five times a second.
 
     Raises:
-        InputError: the plan needs more processes or hosts than there are, or a rank found its input wrong.
+        InputError: the plan needs more processes or hosts than there are, a host is not fit to take part, or a rank found
+            its input wrong.
         StageError: a rank gave up for a reason of its own, such as a loss that is not finite.
-        LaunchError: a rank failed or fell silent; names the first failing rank, its exit code or signal, its last lines.
+        LaunchError: hosts did not meet, or a rank failed or fell silent; names host and rank, exit code or signal, its
+            traceback or last lines, or the functions that the ranks were in.
     """
-    check_capacity(plan)
+    check_capacity(plan, launcher=launcher)
     logs.mkdir(parents=True)
-    environment = (
-        os.environ
-        | as_parent()
-        | {
-            "OMP_NUM_THREADS": str(max(1, len(psutil.Process().cpu_affinity() or [1]) // plan.processes_per_node)),
-            "PYTHONUNBUFFERED": "1",
-        }
+    folder = LaunchFolder(logs.absolute())
+    order = Order(
+        token=secrets.token_hex(8),
+        versions=running_versions(),
+        module=module,
+        job=job.absolute(),
+        device=plan.device,
+        nodes=plan.nodes,
+        processes_per_node=plan.processes_per_node,
+        rendezvous_port=0 if launcher.kind == "local" else launcher.rendezvous_port,
+        rendezvous_timeout_s=launcher.rendezvous_timeout_s,
+        lease_timeout_s=None if launcher.kind == "local" else launcher.lease_timeout_s,
     )
-    command = [sys.executable, "-m", "recsys_core.training.agent", str(logs), str(plan.processes_per_node), str(job)]
-    with (logs / "agent.log").open("wb") as output:
-        agent = subprocess.Popen(
-            command, start_new_session=True, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-        )
+    deadlines: dict[Phase, Deadline] = {
+        "queue": Deadline(0.0 if launcher.kind == "local" else launcher.queue_timeout_s, "launcher.queue_timeout_s"),
+        "meeting": Deadline(launcher.rendezvous_timeout_s, "launcher.rendezvous_timeout_s"),
+        "start": Deadline(start_timeout_s, "training.start_timeout_s"),
+        "work": Deadline(silence_timeout_s, "training.silence_timeout_s"),
+    }
+    watch = Watch(order, folder, deadlines=deadlines, alive=alive)
+    folder.write("launch.json", order)
+    with _unwinding_on_sigterm(), _lease(order, folder), _start(order, folder, launcher=launcher) as group:
         try:
-            _watch(agent, alive=alive, poll=poll, start_timeout_s=start_timeout_s, silence_timeout_s=silence_timeout_s)
+            watch.until_end(group, poll=poll)
         finally:
-            _end(agent)
+            group.end()
             poll()
-    if agent.returncode != 0:
-        raise _failure(logs, agent.returncode)
 
 
-def check_capacity(plan: PlanFile) -> None:
-    """InputError unless this host can start the processes that `plan` was made for."""
+def check_capacity(plan: PlanFile, *, launcher: Launcher) -> None:
+    """InputError unless the launcher can start the processes that `plan` was made for, as far as this host can tell."""
+    if launcher.kind != "local":
+        return
     if plan.nodes != 1:
         raise InputError(
-            f"plan.json: made for {plan.nodes} hosts, but this launcher starts processes on one; "
-            "set sharding.cluster.nodes to 1"
+            f"plan.json: made for {plan.nodes} hosts, but launcher.kind is local, which starts processes on one; "
+            "set launcher.kind to torchx, or sharding.cluster.nodes to 1"
         )
     if plan.device == "cuda" and torch.cuda.device_count() < plan.processes_per_node:
         raise InputError(
@@ -93,54 +100,57 @@ def check_capacity(plan: PlanFile) -> None:
         )
 
 
-def _watch(
-    agent: subprocess.Popen[bytes],
-    *,
-    alive: Path,
-    poll: Callable[[], None],
-    start_timeout_s: float,
-    silence_timeout_s: float,
-) -> None:
-    started = time.time()
-    while agent.poll() is None:
-        poll()
-        last = alive.stat().st_mtime if alive.is_file() else 0.0
-        began = last > started  # else the file is an earlier attempt's
-        limit, since = (silence_timeout_s, last) if began else (start_timeout_s, started)
-        if time.time() - since > limit:
-            _end(agent)
-            what = f"no sign of life for {limit:g} s" if began else f"did not start within {limit:g} s"
-            raise LaunchError(
-                f"the ranks {what}; raise training.{'silence' if began else 'start'}_timeout_s if that is normal here",
-            )
-        time.sleep(POLL_S)
-
-
-def _end(agent: subprocess.Popen[bytes]) -> None:
-    """Ends whatever is left of the attempt: torchrun passes SIGTERM on; its ranks die with it on SIGKILL."""
-    if agent.poll() is not None:
-        return
-    os.killpg(agent.pid, signal.SIGTERM)
+def _start(order: Order, folder: LaunchFolder, *, launcher: Launcher) -> AbstractContextManager[Group]:
+    if launcher.kind == "local":
+        return start_here(order, folder)
     try:
-        agent.wait(TERM_GRACE_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(agent.pid, signal.SIGKILL)
-        agent.wait()
+        from recsys_core.training.torchx_group import submit
+    except ImportError as error:
+        raise InputError(
+            f"launcher.kind is torchx, but the package {error.name} is not installed; run pip install 'nightjar[torchx]'"
+        ) from None
+    return submit(order, folder, launcher=launcher)
 
 
-def _failure(logs: Path, code: int) -> InputError | StageError:
-    if not (logs / FAILURES).is_file():
-        how = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
-        return LaunchError(f"torchrun ended with {how}\n{_tail(logs / 'agent.log')}")
-    failure = Failure.model_validate_json((logs / FAILURES).read_bytes())
-    how = f"signal {failure.signal}" if failure.signal else f"exit code {failure.exit_code}"
-    # What a rank raised on purpose is a sentence for the user, and would be raised again by every new attempt.
-    said = re.search(r"^recsys_core\.errors\.(InputError|StageError): (.*)", failure.traceback, re.MULTILINE | re.DOTALL)
-    if said:
-        return (InputError if said[1] == "InputError" else StageError)(said[2].strip())
-    detail = failure.traceback or _tail(next(iter(sorted(logs.glob(f"**/{failure.rank}/stderr.log"))), logs / "agent.log"))
-    return LaunchError(f"rank {failure.rank} was the first to fail, with {how}:\n{detail}\nlogs of all ranks: {logs}")
+@contextmanager
+def _lease(order: Order, folder: LaunchFolder) -> Iterator[None]:
+    """Raises the counter in `lease` while the block runs: hosts elsewhere end when it stands still."""
+    if order.lease_timeout_s is None:
+        yield
+        return
+    ended, interval_s = threading.Event(), order.lease_timeout_s / RENEWALS_PER_LEASE
+
+    def renew() -> None:
+        count = 0
+        while True:
+            folder.renew_lease(order.token, count)
+            count += 1
+            if ended.wait(interval_s):
+                return
+
+    # A thread: the caller's poll may wait for a slow server longer than a lease lasts.
+    thread = threading.Thread(target=renew, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
-def _tail(path: Path) -> str:
-    return "\n".join(path.read_text(errors="replace").splitlines()[-LAST_LINES:])
+@contextmanager
+def _unwinding_on_sigterm() -> Iterator[None]:
+    """SIGTERM, where nobody handles it, ends this process by an exception, so that what it started is ended first."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

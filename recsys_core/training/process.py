@@ -34,7 +34,6 @@ def join_process_group(*, device: str) -> Iterator[Process]:
     if device == "cuda":
         torch.cuda.set_device(local)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S))
-    try:
-        yield Process(rank=dist.get_rank(), world_size=dist.get_world_size(), device=local)
-    finally:
-        dist.destroy_process_group()
+    yield Process(rank=dist.get_rank(), world_size=dist.get_world_size(), device=local)
+    # Not after an exception: the other ranks would fail on the closed connection before this one has said why.
+    dist.destroy_process_group()

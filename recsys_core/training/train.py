@@ -23,6 +23,7 @@ from recsys_core.training.champion import Champion
 from recsys_core.training.checkpoint import JOB_COPY, PLAN_COPY
 from recsys_core.training.config import TrainingConfig, WarmStartConfig
 from recsys_core.training.job import Progress, TrainJob, TrainResult
+from recsys_core.training.launcher_config import Launcher, LocalLauncher
 from recsys_core.training.loop import CHECKPOINTS_NAME, METRICS_NAME, PROFILE_NAME, RESULT_NAME
 from recsys_core.training.warm import prepare_warm_start
 
@@ -46,6 +47,7 @@ def train(
     on_progress: Callable[[Progress], None],
     sharding: ShardingConfig | None = None,
     champion: Champion | None = None,
+    launcher: Launcher = LocalLauncher(),  # noqa: B008  it is frozen
 ) -> TrainManifest:
     """Trains in `<folder>.work`, where an interrupted run finds its checkpoints again, and commits the best one.
 
@@ -97,7 +99,7 @@ def train(
             plan=plan.path("plan.json"),
             warm=warm,
         )
-        attempts, final_plan = launch_until_done(job, sharding=sharding, on_progress=on_progress)
+        attempts, final_plan = launch_until_done(job, launcher=launcher, sharding=sharding, on_progress=on_progress)
         result = TrainResult.model_validate_json((work / RESULT_NAME).read_bytes())
         shutil.copytree(work / CHECKPOINTS_NAME / result.checkpoint, out / "checkpoint", copy_function=_link)
         shutil.copy(work / METRICS_NAME, out / METRICS_NAME)

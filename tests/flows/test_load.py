@@ -12,6 +12,7 @@ from recsys_core.data.log.config import GivenSplit, InteractionsConfig
 from recsys_core.data.vectors.config import EmbeddingsConfig
 from recsys_core.errors import InputError
 from recsys_core.models.optimizer_config import TableOptimizer
+from recsys_core.training.launcher_config import TorchxLauncher
 
 GOOD = "interactions: {paths: log/*.parquet, timestamp_column: ts}\n"
 
@@ -72,6 +73,18 @@ def test_each_mistake_is_named_with_its_place(file: Path, text: str, said: str) 
 def test_a_key_inside_the_split_is_named_without_the_name_of_the_union(file: Path) -> None:
     text = "interactions: {paths: x, timestamp_column: ts, split: {kind: time, test_day: 1}}"
     assert "interactions.split.test_day: unknown key; did you mean interactions.split.test_days?" in message(file, text=text)
+
+
+def test_a_launcher_lists_its_kinds_and_wants_what_this_host_cannot_know(file: Path) -> None:
+    assert "launcher: set kind to one of local, torchx" in message(file, "launcher.scheduler=slurm")
+    assert "launcher: set kind to one of local, torchx" in message(file, "launcher={kind: slurm}")
+    slurm = "launcher={kind: torchx, scheduler: slurm, args: {partition: gpu}}"
+    said = "launcher.kind is torchx, but sharding.cluster.device is auto and processes_per_node is empty"
+    assert said in message(file, slurm)
+    config = load_config(file, [slurm, "sharding.cluster={device: cuda, nodes: 2, processes_per_node: 8}"])
+    assert isinstance(config.launcher, TorchxLauncher) and config.launcher.args == {"partition": "gpu"}
+    kubernetes = "launcher={kind: torchx, scheduler: kubernetes}"
+    assert "scheduler is kubernetes, which starts containers, but image is empty" in message(file, kubernetes)
 
 
 def test_a_split_without_a_known_kind_lists_the_kinds(file: Path) -> None:
@@ -297,5 +310,5 @@ def test_the_starter_config_explains_every_setting_in_lines_that_fit(tmp_path: P
     lines = to_commented_yaml(starter_config()).splitlines()
     assert max(map(len, lines)) <= 128
     uncommented = [line for line in lines if line.strip() and "#" not in line]
-    assert uncommented == ["    kind: time"]
+    assert uncommented == ["    kind: time", "  kind: local"]
     assert any("(cosine | dot)" in line for line in lines)

@@ -64,6 +64,7 @@ def test_every_requirement_of_the_project_is_met_by_the_lock(device: str) -> Non
     wanted = [
         *project["project"]["dependencies"],
         *project["project"]["optional-dependencies"][device],
+        *project["project"]["optional-dependencies"]["torchx"],
         *project["dependency-groups"]["dev"],
         *project["build-system"]["requires"],
     ]

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from recsys_core import preflight
-from recsys_core.preflight import CgroupLimits, Gpu, Preflight, cgroup_limits, check_versions, inspect, installed_versions
+from recsys_core.preflight import (
+    CgroupLimits,
+    Gpu,
+    Preflight,
+    cgroup_limits,
+    check_versions,
+    inspect,
+    installed_versions,
+    oom_kills,
+)
 
 GOOD_CPU = {
     "torch": "2.13.0+cpu",
@@ -151,3 +160,20 @@ def test_a_limit_below_the_machine_is_told_apart_in_the_table() -> None:
     assert rows["memory"] == "6.0 GiB available of 8.0 GiB (limit; the machine has 64.0 GiB)"
     assert rows["gpus"] == "H200, 140.0 GiB; H200, 140.0 GiB"
     assert rows["free disk"] == "5.0 GiB in workspace"
+
+
+@pytest.mark.parametrize(
+    ("membership", "file", "content"),
+    [
+        ("0::/job\n", "job/memory.events", "low 0\noom 3\noom_kill 2\noom_group_kill 0\n"),
+        ("4:memory:/docker/abc\n", "memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"),
+    ],
+    ids=["v2", "v1 container"],
+)
+def test_what_the_out_of_memory_killer_ended_is_counted(tmp_path: Path, membership: str, file: str, content: str) -> None:
+    (tmp_path / "self").write_text(membership)
+    assert oom_kills(mounts=tmp_path / "sys", membership=tmp_path / "self") is None
+    counter = tmp_path / "sys" / file
+    counter.parent.mkdir(parents=True)
+    counter.write_text(content)
+    assert oom_kills(mounts=tmp_path / "sys", membership=tmp_path / "self") == 2

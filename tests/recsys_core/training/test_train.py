@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.events import EventStore
 from recsys_core.data.features.store import FeatureStore
-from recsys_core.errors import InputError, StageError
+from recsys_core.errors import InputError, LaunchError, StageError
 from recsys_core.manifests import PlanManifest, TrainManifest
 from recsys_core.models.lookups import Lookups, parameter_name
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
@@ -28,7 +28,6 @@ from recsys_core.training.config import TrainingConfig
 from recsys_core.training.encoding import Encoder
 from recsys_core.training.export import export_vectors
 from recsys_core.training.job import Progress
-from recsys_core.training.launch import LaunchError
 from recsys_core.training.process import Process
 from recsys_core.training.train import train
 from tests.recsys_core.training.stages import Night, ingest, night

@@ -1,0 +1,23 @@
+"""One rank's work, by the kind of its job."""
+
+from pathlib import Path
+
+from recsys_core.sharding.plan_file import PlanFile
+from recsys_core.training.allocator import keep_freed_memory
+from recsys_core.training.export_job import run_export
+from recsys_core.training.job import JOB, TrainJob
+from recsys_core.training.loop import run_training
+from recsys_core.training.process import join_process_group
+
+
+def run_job(job_file: Path) -> None:
+    """Collective. Does what the job file says."""
+    job = JOB.validate_json(job_file.read_bytes())
+    device = PlanFile.read(job.plan).device
+    if device == "cpu":
+        keep_freed_memory()
+    with join_process_group(device=device) as process:
+        if isinstance(job, TrainJob):
+            run_training(job, process=process)
+        else:
+            run_export(job, process=process)

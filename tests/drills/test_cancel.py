@@ -1,0 +1,112 @@
+"""A night that a Prefect server cancels while it trains leaves no process behind: `make drills`."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flows.load import load_config
+from flows.prefect_server import embedded_server
+from recsys_core.training.launch_folder import LaunchFolder
+from tests.drills.test_kill_and_resume import write_config
+
+pytestmark = pytest.mark.drill
+ROOT = Path(__file__).resolve().parents[2]
+RUN_ID = "20260101-000000-cace"
+PATIENCE_S = 240.0
+GONE_WITHIN_S = 10.0
+NOTICED_WITHIN_S = 5.0  # Prefect's runner asks the server every second
+SERVE = "from flows.nightly import nightly_retrain; nightly_retrain.serve(name='drill', pause_on_shutdown=False)"
+TORCHX = [
+    "launcher={kind: torchx, scheduler: local_cwd, env: {OMP_NUM_THREADS: '1'}}",
+    "sharding.cluster={device: cpu, nodes: 2, processes_per_node: 1}",
+]
+
+
+def wait_until(what: str, holds, *, patience_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + patience_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {patience_s:g} s: {what}"
+        time.sleep(0.1)
+
+
+def started_run(parameters: dict) -> str:
+    """Asks the server for a run of the served deployment, once that is there; the run's id."""
+    from prefect.client.orchestration import PrefectClient
+
+    async def ask() -> str:
+        async with PrefectClient(os.environ["PREFECT_API_URL"]) as client:
+            for _ in range(int(PATIENCE_S)):
+                found = await client.read_deployments()
+                if found:
+                    break
+                await asyncio.sleep(1)
+            return str((await client.create_flow_run_from_deployment(found[0].id, parameters=parameters)).id)
+
+    return asyncio.run(ask())
+
+
+def cancel(flow_run: str) -> None:
+    from prefect.client.orchestration import PrefectClient
+    from prefect.states import Cancelling
+
+    async def ask() -> None:
+        async with PrefectClient(os.environ["PREFECT_API_URL"]) as client:
+            await client.set_flow_run_state(flow_run, Cancelling(), force=True)
+
+    asyncio.run(ask())
+
+
+def state_of(flow_run: str) -> str:
+    from prefect.client.orchestration import PrefectClient
+
+    async def ask() -> str:
+        async with PrefectClient(os.environ["PREFECT_API_URL"]) as client:
+            return str((await client.read_flow_run(flow_run)).state_name)
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("overrides", [[], TORCHX], ids=["local", "torchx"])
+def test_cancelling_in_prefect_ends_every_process_of_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str]
+) -> None:
+    if overrides and find_spec("torchx") is None:
+        pytest.skip("no torchx here")
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
+    config = load_config(write_config(tmp_path), ["training.epochs=100000", "training.validation=null", *overrides])
+    logs = config.workspace / "runs" / RUN_ID / "train.work" / "logs" / "attempt-1"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
+    with embedded_server(log=tmp_path / "prefect.log") as ready, (tmp_path / "serve.log").open("wb") as output:
+        ready()
+        environment["PREFECT_API_URL"] = os.environ["PREFECT_API_URL"]
+        served = subprocess.Popen(
+            [sys.executable, "-c", SERVE], cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            flow_run = started_run({"config": json.loads(config.model_dump_json()), "run_id": RUN_ID})
+            metrics = logs.parents[1] / "metrics.jsonl"
+            wait_until(
+                f"training; {(tmp_path / 'serve.log').read_text()}", lambda: metrics.is_file() and metrics.stat().st_size
+            )
+            below = psutil.Process(served.pid).children(recursive=True)
+            below = [process for process in below if "resource_tracker" not in " ".join(process.cmdline())]  # of `serve` itself
+            ours = [process for process in below if any("recsys_core.training" in word for word in process.cmdline())]
+            assert {rank.pid for rank in LaunchFolder(logs).ranks().values()} < {process.pid for process in ours}
+            cancel(flow_run)
+            _, alive = psutil.wait_procs(ours, timeout=NOTICED_WITHIN_S + GONE_WITHIN_S)
+            assert not alive, [process.cmdline() for process in alive]
+            _, alive = psutil.wait_procs(below, timeout=60)  # the process of the flow run is Prefect's to end
+            assert not alive, [process.cmdline() for process in alive]
+            wait_until("the run is cancelled", lambda: state_of(flow_run) == "Cancelled", patience_s=30)
+        finally:
+            served.terminate()
+            served.wait(30)

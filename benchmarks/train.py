@@ -121,12 +121,14 @@ def ours(run: Run, *, folder: Path, process: Process) -> dict[str, Any]:
     interactions = require_manifest(folder / "interactions", InteractionsManifest, verify=False)
     model = TwoTowerConfig(
         embedding_dim=DIM,
+        similarity="dot",
+        temperature=1.0,
         user_id=True,
         history=HistoryConfig(length=0, last_item=False),
         query=TowerConfig(layers=LAYERS, residual=False, dropout=0.0),
         candidate=TowerConfig(layers=LAYERS, residual=False, dropout=0.0),
     )
-    loss = LossConfig(kind="bce", negatives=64)
+    loss = LossConfig(kind="bce", negatives=16)
     spec = ModelSpec.of(model, interactions=interactions, loss=loss)
     training = TrainingConfig(
         epochs=1, batch_size=run.batch_size, validation=None, log_every_steps=WINDOW, checkpoint_every_steps=10**9,

@@ -63,10 +63,11 @@ class RetrievalHead(nn.Module):
             chosen_K = batch.candidate_K
             if self.spec.config.history.items == "vector":
                 item_UH = self.item(item_UD, features=features)
-                candidate_KO = item_UH[chosen_K]
+                candidate_KO = item_UH.index_select(0, chosen_K)
             else:
                 item_UH = item_UD
-                candidate_KO = self.item(item_UD[chosen_K], features={k: value[chosen_K] for k, value in features.items()})
+                features_K = {name: value.index_select(0, chosen_K) for name, value in features.items()}
+                candidate_KO = self.item(item_UD.index_select(0, chosen_K), features=features_K)
             query_BO, query_tables = self.queries(looked_up, batch, item_UH=item_UH)
             teacher_KT = tables[TEACHER][chosen_K] if TEACHER in tables else None
             loss: Tensor = self.objective(query_BO, candidate_KO, batch=batch, teacher_KT=teacher_KT)

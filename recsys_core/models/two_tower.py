@@ -43,7 +43,7 @@ class Tower(nn.Module):
         inputs = [self.input_dropout(feature) for feature in features]
         if self.layers is None:
             return self._sum(inputs)
-        out: Tensor = self.layers(torch.cat(inputs, dim=1))
+        out: Tensor = self.layers(torch.cat(inputs, dim=1) if len(inputs) > 1 else inputs[0])
         return out + self._sum(inputs) if self.adds else out
 
     def _sum(self, inputs: list[Tensor]) -> Tensor:
@@ -56,7 +56,7 @@ def _layers(width: int, sizes: Sequence[int], *, config: TowerConfig) -> nn.Sequ
         modules.append(nn.Linear(width, size))
         if config.layer_norm:
             modules.append(nn.LayerNorm(size))
-        modules += [nn.ReLU(), nn.Dropout(config.hidden_dropout)]
+        modules += [nn.ReLU(inplace=True), nn.Dropout(config.hidden_dropout)]
         width = size
     return nn.Sequential(*modules, nn.Linear(width, sizes[-1]))
 

@@ -57,7 +57,9 @@ def table_of(parameter: str, spec: ModelSpec) -> str | None:
 
 def _dense(parameters: list[torch.Tensor], wish: DenseOptimizer) -> torch.optim.Optimizer:
     kinds = {"adam": torch.optim.AdamW, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
-    made: torch.optim.Optimizer = kinds[wish.kind](parameters, lr=wish.learning_rate, weight_decay=wish.weight_decay)
+    made: torch.optim.Optimizer = kinds[wish.kind](
+        parameters, lr=wish.learning_rate, weight_decay=wish.weight_decay, fused=True
+    )
     return made
 
 

@@ -10,7 +10,7 @@ LOCKS_cpu := bootstrap torch cuda cpu
 LOCKS_gpu := bootstrap gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test drills bench-nightly bench-ingest bench-quality bench-scale lint lock clean
+.PHONY: help setup demo test drills bench-nightly bench-ingest bench-quality bench-scale bench-train lint lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -35,6 +35,9 @@ bench-ingest: setup ## the ingest beside pandas, the loader beside training; wri
 
 bench-quality: setup ## transfer, features, cold items on public data, 3 seeds, about an hour; writes benchmarks/quality
 	$(BIN)/python -m benchmarks.quality
+
+bench-train: setup ## the training step beside TorchRec's example, and by sharding type; writes benchmarks/train.md
+	$(BIN)/python -m benchmarks.train
 
 bench-scale: setup ## three sizes on paper, up to 20 billion rows; writes benchmarks/scale.json and the tables of docs/scale.md
 	$(BIN)/python -m benchmarks.scale

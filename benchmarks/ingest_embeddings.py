@@ -80,11 +80,11 @@ def _pandas_way(file: Path, *, block: bool) -> Callable[[], object]:
         frame = pd.read_parquet(file)
         ids = frame["item_id"].to_numpy()
         if "vector" in frame:
-            vectors = np.stack(frame["vector"].to_numpy())
+            vectors = np.stack(list(frame["vector"].to_numpy()))
         else:
-            names = [name for name in frame if name.startswith(PREFIX)]
+            names = [name for name in frame if str(name).startswith(PREFIX)]
             vectors = frame[names].to_numpy() if block else np.stack([frame[name].to_numpy() for name in names], axis=1)
-        return ids, torch.from_numpy(np.ascontiguousarray(vectors)).share_memory_()
+        return ids, torch.from_numpy(np.ascontiguousarray(vectors)).share_memory_()  # type: ignore[no-untyped-call]
 
     return work
 

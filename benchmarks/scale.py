@@ -29,7 +29,7 @@ BEGIN, END = "<!-- begin: benchmarks/scale.py -->", "<!-- end: benchmarks/scale.
 
 HOST = {"hbm_gb": 80, "ddr_gb": 2000, "hbm_gbs": 3350, "intra_gbs": 450, "inter_gbs": 50, "pcie_gbs": 55, "ddr_gbs": 300}
 """H100 SXM by its data sheet: NVLink per direction, one 400 Gbit/s port per GPU, PCIe 5."""
-ASSUMED = {
+ASSUMED: dict[str, Any] = {
     "dim": 128,
     "batch_size": 8192,
     "history": 20,

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-STATE = Path(os.environ["FAKE_SLURM"])
+STATE = Path(os.environ.get("FAKE_SLURM", "."))
 
 
 def sbatch(script: str) -> None:

@@ -24,8 +24,8 @@ demo: setup ## a whole nightly run on generated data
 test: setup ## all tests
 	$(BIN)/pytest $(ARGS)
 
-drills: setup ## slow failure drills: kill a night in every stage and resume it
-	$(BIN)/pytest -m drill tests/drills $(ARGS)
+drills: setup ## slow failure drills: nights killed in every stage, a hundred kills, hosts that do not come, cancelling, tuning
+	$(BIN)/pytest -m drill $(ARGS)
 
 bench-nightly: setup ## whole nights on the demo and on public data; writes benchmarks/nightly.md
 	$(BIN)/python -m benchmarks.nightly

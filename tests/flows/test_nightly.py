@@ -121,6 +121,7 @@ def test_command_line_python_and_server_answer_the_same_unseen_items(workspace: 
     assert server.post("/invocations", json={"dataframe_records": [{"usr": user}]}).status_code == 400
 
 
+@pytest.mark.drill
 def test_a_night_killed_in_training_resumes_to_the_same_metrics(workspace: Workspace, outcome: Any) -> None:
     before = set((workspace.folder / "runs").iterdir())
     process = workspace.start("run")

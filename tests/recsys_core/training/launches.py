@@ -4,13 +4,26 @@ import json
 import sys
 from pathlib import Path
 
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.spec import ModelSpec
 from recsys_core.parent import PARENT_VARIABLE
+from recsys_core.sharding.config import ClusterConfig, ShardingConfig
 from recsys_core.sharding.plan_file import PlanFile
+from recsys_core.sharding.planner import make_plan
 from recsys_core.training.launch import launch
 from recsys_core.training.launcher_config import Launcher, LocalLauncher, TorchxLauncher
 
 HERE = LocalLauncher()
 TWICE_HERE = TorchxLauncher(scheduler="local_cwd", env={"OMP_NUM_THREADS": "1"}, rendezvous_timeout_s=120, lease_timeout_s=10)
+
+
+def plan_of(*, nodes: int, processes: int) -> PlanFile:
+    """Of a small model, for so many ranks."""
+    return make_plan(
+        ShardingConfig(cluster=ClusterConfig(device="cpu", nodes=nodes, processes_per_node=processes)),
+        model=ModelSpec.sized(TwoTowerConfig(), users=9, items=9),
+        batch_size=1,
+    )
 
 
 def launch_ranks(
@@ -26,7 +39,7 @@ def launch_ranks(
     job.write_text(json.dumps({"does": does, "alive": str(folder / "alive")}))
     launch(
         job,
-        plan=PlanFile(device="cpu", nodes=nodes, processes_per_node=2 // nodes, batch_size=1, tables={}, ranks=()),
+        plan=plan_of(nodes=nodes, processes=2 // nodes),
         logs=folder / "logs",
         start_timeout_s=120,
         silence_timeout_s=silence_timeout_s,

@@ -14,14 +14,14 @@ import psutil
 import pytest
 
 from recsys_core.errors import InputError, LaunchError, StageError
-from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.launch import launch
 from recsys_core.training.launch_folder import LaunchFolder
 from recsys_core.training.launcher_config import LocalLauncher
-from tests.recsys_core.training.launches import launch_ranks
+from tests.recsys_core.training.launches import launch_ranks, plan_of
 
 ROOT = Path(__file__).resolve().parents[3]
-KINDS = ["local", pytest.param("torchx", marks=pytest.mark.skipif(find_spec("torchx") is None, reason="no torchx here"))]
+NO_TORCHX = pytest.mark.skipif(find_spec("torchx") is None, reason="no torchx here")
+KINDS = ["local", pytest.param("torchx", marks=[NO_TORCHX, pytest.mark.drill])]
 GONE_WITHIN_S = 10.0
 
 
@@ -65,7 +65,7 @@ def test_ranks_that_do_not_start_in_time_are_a_launch_error_with_the_setting(tmp
 
 
 def test_a_plan_for_two_hosts_is_refused_by_the_launcher_of_one_with_the_way_out(tmp_path: Path) -> None:
-    plan = PlanFile(device="cpu", nodes=2, processes_per_node=1, batch_size=1, tables={}, ranks=())
+    plan = plan_of(nodes=2, processes=1)
     with pytest.raises(InputError, match=r"made for 2 hosts.*set launcher\.kind to torchx, or sharding\.cluster\.nodes to 1"):
         launch(
             tmp_path / "job", plan=plan, logs=tmp_path / "logs", start_timeout_s=1, silence_timeout_s=1, alive=tmp_path / "a"
@@ -109,7 +109,8 @@ def test_when_the_launching_process_is_ended_every_process_below_it_ends(
         assert flow.wait(GONE_WITHIN_S) == (-number if number == signal.SIGKILL else 128 + number)
 
 
-@pytest.mark.skipif(find_spec("torchx") is None, reason="no torchx here")
+@NO_TORCHX
+@pytest.mark.drill
 @pytest.mark.parametrize("kind", ["far", "far, long lease"])
 def test_hosts_elsewhere_end_when_the_lease_stands_still_and_at_once_when_a_resumed_run_begins(
     tmp_path: Path, kind: str

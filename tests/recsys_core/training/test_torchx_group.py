@@ -80,12 +80,14 @@ def test_the_request_to_slurm_is_one_task_per_host_with_its_gpus_and_number(
 SLURM = TWICE_HERE.model_copy(update={"scheduler": "slurm", "args": {"partition": "gpu"}})
 
 
+@pytest.mark.drill
 def test_a_batch_script_starts_hosts_that_meet_and_end_well(slurm: Path, tmp_path: Path) -> None:
     launch_ranks(tmp_path, {}, launcher=SLURM)
     assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["2", "2"]
     assert (slurm / "100.state").read_text() == "COMPLETED"
 
 
+@pytest.mark.drill
 def test_a_batch_job_whose_ranks_fall_silent_is_cancelled_and_their_functions_are_told(slurm: Path, tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"gave no sign of life for 2 s.*\n.*\n.*wait_for_nobody"):
         launch_ranks(tmp_path, {1: "hang"}, launcher=SLURM, silence_timeout_s=2)
@@ -148,6 +150,7 @@ def second_host(folder: Path, instead: str) -> str:
 AGENT = f"exec {sys.executable} -m recsys_core.training.agent"
 
 
+@pytest.mark.drill
 def test_a_host_that_does_not_come_is_named_with_those_that_came(tmp_path: Path) -> None:
     launcher = TWICE_HERE.model_copy(
         update={"python": second_host(tmp_path, "echo no disk left >&2; exec sleep 600"), "rendezvous_timeout_s": 20.0}
@@ -158,6 +161,7 @@ def test_a_host_that_does_not_come_is_named_with_those_that_came(tmp_path: Path)
     assert not psutil.Process().children(recursive=True)
 
 
+@pytest.mark.drill
 def test_a_host_without_the_shared_storage_says_so_before_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = second_host(tmp_path, f'mkdir -p {tmp_path}/own; {AGENT} {tmp_path}/own/launch.json "$token" 1 NONE')
     with pytest.raises(InputError, match=r"host \S+ \(node 1\) does not see \S+/own/launch\.json.*same path"):
@@ -188,6 +192,7 @@ def test_a_rendezvous_port_that_is_in_use_is_named_with_its_host(tmp_path: Path)
             launch_ranks(tmp_path, {}, launcher=launcher)
 
 
+@pytest.mark.drill
 def test_a_host_that_cannot_reach_the_first_one_says_where_it_tried(tmp_path: Path) -> None:
     python = second_host(tmp_path, f'HEAD=192.0.2.1 {AGENT} "$order" "$token" 1 HEAD')  # an address nobody has
     launcher = TWICE_HERE.model_copy(update={"python": python, "rendezvous_timeout_s": 25.0})

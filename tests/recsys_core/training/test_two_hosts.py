@@ -60,6 +60,7 @@ def run(made: Night, folder: Path, *, launcher: Launcher) -> tuple[TrainManifest
     return trained, lines, exported
 
 
+@pytest.mark.drill
 def test_two_hosts_with_one_rank_each_train_bit_for_bit_what_one_host_with_two_does(tmp_path: Path) -> None:
     made = night(ingest(tmp_path), tmp_path / "plan", training=CONFIG)
     here, lines_here, one = run(made, tmp_path / "here", launcher=HERE)

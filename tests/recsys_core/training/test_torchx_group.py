@@ -108,7 +108,7 @@ def test_the_request_to_kubernetes_is_a_job_of_one_pod_per_host_with_the_shared_
     launcher = TorchxLauncher(
         scheduler="kubernetes",
         args={"namespace": "recsys", "queue": "nightly"},
-        image="registry.example.com/nightjar:0.1.0",
+        image="nightjar:0.1.0",
         cpus=64,
         memory_gb=512,
         mounts=(MountConfig(src="nightjar-shared", dst="/shared"),),

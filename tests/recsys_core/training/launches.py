@@ -4,6 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+import psutil
+
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.parent import PARENT_VARIABLE
@@ -13,6 +15,7 @@ from recsys_core.sharding.planner import make_plan
 from recsys_core.training.launch import launch
 from recsys_core.training.launcher_config import Launcher, LocalLauncher, TorchxLauncher
 
+RANKS = "tests.recsys_core.training.ranks"
 HERE = LocalLauncher()
 TWICE_HERE = TorchxLauncher(scheduler="local_cwd", env={"OMP_NUM_THREADS": "1"}, rendezvous_timeout_s=120, lease_timeout_s=10)
 
@@ -24,6 +27,12 @@ def plan_of(*, nodes: int, processes: int) -> PlanFile:
         model=ModelSpec.sized(TwoTowerConfig(), users=9, items=9),
         batch_size=1,
     )
+
+
+def agents_and_ranks() -> list[psutil.Process]:
+    """Those that run below this process; the test suite has children of its own besides."""
+    modules = {"recsys_core.training.agent", RANKS}
+    return [one for one in psutil.Process().children(recursive=True) if modules & set(one.cmdline())]
 
 
 def launch_ranks(
@@ -45,7 +54,7 @@ def launch_ranks(
         silence_timeout_s=silence_timeout_s,
         alive=folder / "alive",
         launcher=launcher,
-        module="tests.recsys_core.training.ranks",
+        module=RANKS,
     )
 
 

@@ -17,7 +17,7 @@ from recsys_core.errors import InputError, LaunchError, StageError
 from recsys_core.training.launch import launch
 from recsys_core.training.launch_folder import LaunchFolder
 from recsys_core.training.launcher_config import LocalLauncher
-from tests.recsys_core.training.launches import launch_ranks, plan_of
+from tests.recsys_core.training.launches import agents_and_ranks, launch_ranks, plan_of
 
 ROOT = Path(__file__).resolve().parents[3]
 NO_TORCHX = pytest.mark.skipif(find_spec("torchx") is None, reason="no torchx here")
@@ -36,7 +36,7 @@ def test_a_rank_that_hangs_is_named_with_the_function_it_hangs_in_and_nothing_is
     told = str(caught.value).splitlines()
     assert told[1].startswith("rank 0 (host ") and ": barrier (distributed_c10d.py:" in told[1]
     assert told[2].startswith("rank 1 (host ") and ": wait_for_nobody (ranks.py:" in told[2]
-    assert not psutil.Process().children(recursive=True)
+    assert not agents_and_ranks()
 
 
 def test_a_rank_that_runs_out_of_gpu_memory_says_so_by_name_with_the_way_out(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_rank_killed_by_a_signal_is_the_culprit_and_not_its_peer_whose_connect
 def test_ranks_that_do_not_start_in_time_are_a_launch_error_with_the_setting(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"ranks 0, 1 do not run.*raise launcher\.rendezvous_timeout_s"):
         launch_ranks(tmp_path, {}, launcher=LocalLauncher(rendezvous_timeout_s=0.5))
-    assert not psutil.Process().children(recursive=True)
+    assert not agents_and_ranks()
 
 
 def test_a_plan_for_two_hosts_is_refused_by_the_launcher_of_one_with_the_way_out(tmp_path: Path) -> None:

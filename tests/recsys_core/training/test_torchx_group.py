@@ -12,7 +12,7 @@ import pytest
 from recsys_core.errors import InputError, LaunchError
 from recsys_core.training.launch_folder import LaunchFolder, Order
 from recsys_core.training.launcher_config import MountConfig, TorchxLauncher
-from tests.recsys_core.training.launches import TWICE_HERE, launch_ranks
+from tests.recsys_core.training.launches import TWICE_HERE, agents_and_ranks, launch_ranks
 
 pytest.importorskip("torchx")
 from torchx.runner import get_runner
@@ -133,7 +133,7 @@ def test_the_culprit_is_named_with_its_host_and_the_signal_handlers_stay_ours(tm
     with pytest.raises(LaunchError, match=f"rank [01] on host {host} was the first to fail, with signal SIGKILL"):
         launch_ranks(tmp_path, {1: "kill"}, launcher=TWICE_HERE)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
-    assert not psutil.Process().children(recursive=True)
+    assert not agents_and_ranks()
 
 
 def second_host(folder: Path, instead: str) -> str:
@@ -158,7 +158,7 @@ def test_a_host_that_does_not_come_is_named_with_those_that_came(tmp_path: Path)
     with pytest.raises(LaunchError, match=r"1 of 2 hosts started within 20 s: node 0 \(host .*\); missing: node 1;") as caught:
         launch_ranks(tmp_path, {}, launcher=launcher)
     assert "last lines of node 1:\nno disk left" in str(caught.value)
-    assert not psutil.Process().children(recursive=True)
+    assert not agents_and_ranks()
 
 
 @pytest.mark.drill
@@ -198,4 +198,4 @@ def test_a_host_that_cannot_reach_the_first_one_says_where_it_tried(tmp_path: Pa
     launcher = TWICE_HERE.model_copy(update={"python": python, "rendezvous_timeout_s": 25.0})
     with pytest.raises(LaunchError, match=r"(did not meet the others at 192\.0\.2\.1:\d+|ranks 0, 1 do not run: the hosts)"):
         launch_ranks(tmp_path, {}, launcher=launcher)
-    assert not psutil.Process().children(recursive=True)
+    assert not agents_and_ranks()

@@ -122,6 +122,7 @@ def test_a_finished_stage_is_kept_and_nothing_is_launched(stages, trained):
     assert run_train(stages, trained[0].folder, on_progress=lambda progress: pytest.fail("trained again")) == trained[0]
 
 
+@pytest.mark.drill
 def test_after_the_last_attempt_the_error_names_rank_and_signal_and_no_process_is_left(stages, tmp_path):
     config = CONFIG.model_copy(update={"attempts": 1})
     with pytest.raises(LaunchError, match=r"rank [01] was the first to fail, with signal SIGKILL"):

@@ -1,7 +1,7 @@
 """The training step beside TorchRec's retrieval example, and by sharding type; writes benchmarks/train.json and train.md.
 
     make bench-train                      # everything, about 15 minutes
-    python -m benchmarks.train --rounds 1 --parts example
+    python -m benchmarks.train --rounds 1 --parts compared
 
 Two tables of 1,048,576 x 64, an MLP [128, 64] on each side, binary cross-entropy, gloo ranks with a core each. Our trainer
 reads what the ingest made of a parquet log; in `made beforehand` its very batches lie ready. The contestants take turns.
@@ -69,12 +69,15 @@ class Run(NamedTuple):
     batch_size: int
     ranks: int = 2
     kind: ShardingKind | None = None
-    steps: int = 0
+    warm_up: int = WARM_UP
+    window: int = WINDOW
+    windows: int | None = None
 
     @property
     def counted(self) -> int:
-        """Steps that are timed, a multiple of WINDOW."""
-        return max(WINDOW, (self.steps or SAMPLES // (self.batch_size * self.ranks)) // WINDOW * WINDOW)
+        """Steps that are timed."""
+        windows = self.windows or max(1, SAMPLES // (self.batch_size * self.ranks * self.window))
+        return windows * self.window
 
 
 def write_log(folder: Path) -> InteractionsManifest:
@@ -133,7 +136,7 @@ def ours(run: Run, *, folder: Path, process: Process) -> dict[str, Any]:
     loss = LossConfig(kind="bce", negatives=16)
     spec = ModelSpec.of(model, interactions=interactions, loss=loss)
     training = TrainingConfig(
-        epochs=1, batch_size=run.batch_size, validation=None, log_every_steps=WINDOW, checkpoint_every_steps=10**9,
+        epochs=1, batch_size=run.batch_size, validation=None, log_every_steps=run.window, checkpoint_every_steps=10**9,
         precision="bf16" if "bf16" in run.name else "fp32",
     )  # fmt: skip
     cluster = ClusterConfig(device="cpu", processes_per_node=run.ranks)
@@ -153,7 +156,7 @@ def ours(run: Run, *, folder: Path, process: Process) -> dict[str, Any]:
     )  # fmt: skip
     store = EventStore.open(interactions)
     loader = make_loader(job, store=store, assembler=Assembler(user_id=True, features=None), process=process)
-    short: Any = Shortened(loader, steps=WARM_UP + run.counted, made="made" in run.name)
+    short: Any = Shortened(loader, steps=run.warm_up + run.counted, made="made" in run.name)
     sharded = first_model(job, store=store, interactions=interactions, features=None, process=process)
     trainer = Training(job, model=sharded, loader=short, process=process)
     trainer._save = lambda: None  # type: ignore[method-assign]  # a checkpoint of random rows is of no interest here
@@ -161,7 +164,7 @@ def ours(run: Run, *, folder: Path, process: Process) -> dict[str, Any]:
     if not process.leads:
         return {}
     lines = [Progress.model_validate_json(line) for line in (work / METRICS_NAME).read_text().splitlines()]
-    counted = [line for line in lines if line.step > WARM_UP]
+    counted = [line for line in lines if line.step > run.warm_up]
     times = {name: statistics.fmean(line.ms_per_step[name] for line in counted) for name in counted[0].ms_per_step}
     return {"samples_per_s": statistics.harmonic_mean([line.samples_per_s for line in counted]), "ms_per_step": times}
 
@@ -174,7 +177,7 @@ def _rank(run: Run, rank: int, folder: Path, cores: list[int], answers: Any) -> 
     if run.name == "example":
         os.environ |= {"LOCAL_WORLD_SIZE": str(run.ranks), "LOCAL_RANK": str(rank)}
         step = seconds_per_step(
-            rows=ROWS, dim=DIM, layers=list(LAYERS), batch_size=run.batch_size, warm_up=WARM_UP, steps=run.counted
+            rows=ROWS, dim=DIM, layers=list(LAYERS), batch_size=run.batch_size, warm_up=run.warm_up, steps=run.counted
         )
         answer: dict[str, Any] = {"samples_per_s": run.batch_size * run.ranks / step}
     else:
@@ -222,9 +225,9 @@ def by_kind(folder: Path) -> list[dict[str, Any]]:
     found = []
     for ranks in (1, 2, 4):
         for kind in KINDS:
-            # A replica of a large table sends all of its gradient in every step.
-            steps = WINDOW if kind == "data_parallel" else 10 * WINDOW
-            run = Run("ours, fp32", BATCH_SIZES[1], ranks=ranks, kind=kind, steps=steps)
+            # Replicas send all of a table's gradient in every step, which takes seconds.
+            few = {"warm_up": 2, "window": 2, "windows": 1} if kind == "data_parallel" else {"windows": 6}
+            run = Run("ours, fp32", BATCH_SIZES[1], ranks=ranks, kind=kind, **few)
             found.append({"kind": kind, "ranks": ranks} | measure(run, folder=folder))
     return found
 

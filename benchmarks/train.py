@@ -270,7 +270,7 @@ def to_markdown(results: dict[str, Any]) -> str:
         "| ranks | sharding type | samples/s | data | comms | compute | optimizer |",
         "|---:|:---|---:|---:|---:|---:|---:|",
     ]
-    for row in results["by_kind"]:
+    for row in results.get("by_kind", []):
         times = " | ".join(f"{row['ms_per_step'][name]:.1f}" for name in ("data", "comms", "compute", "optimizer"))
         lines.append(f"| {row['ranks']} | {row['kind']} | {row['samples_per_s']:,.0f} | {times} |")
     return "\n".join(lines) + "\n"

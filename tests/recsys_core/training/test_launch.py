@@ -97,7 +97,7 @@ def require_gone(processes: list[psutil.Process]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.drill)])
 def test_when_the_launching_process_is_ended_every_process_below_it_ends(
     tmp_path: Path, kind: str, number: signal.Signals
 ) -> None:

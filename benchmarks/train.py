@@ -261,6 +261,10 @@ def to_markdown(results: dict[str, Any]) -> str:
         "",
         "`example`: the loop of TorchRec's retrieval example on RandomRecDataset (benchmarks/torchrec_loop.py). `ours`: this",
         "project's trainer, from parquet. The ratios are medians of those of each round.",
+    ]
+    if "by_kind" not in results:
+        return "\n".join(lines) + "\n"
+    lines += [
         "",
         f"By sharding type of the query table, batch {BATCH_SIZES[1]:,} per rank; the item table has the same type where rows",
         "looked up one by one can, else row_wise. Columns are cut from a width of 128 on: here the column-wise types leave the",
@@ -270,7 +274,7 @@ def to_markdown(results: dict[str, Any]) -> str:
         "| ranks | sharding type | samples/s | data | comms | compute | optimizer |",
         "|---:|:---|---:|---:|---:|---:|---:|",
     ]
-    for row in results.get("by_kind", []):
+    for row in results["by_kind"]:
         times = " | ".join(f"{row['ms_per_step'][name]:.1f}" for name in ("data", "comms", "compute", "optimizer"))
         lines.append(f"| {row['ranks']} | {row['kind']} | {row['samples_per_s']:,.0f} | {times} |")
     return "\n".join(lines) + "\n"

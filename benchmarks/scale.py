@@ -63,22 +63,20 @@ def distinct_items(items: int, *, draws: int, negatives: int, exponent: float) -
     return float((width * -np.expm1(draws * np.log1p(-share) + negatives * np.log1p(-1 / items))).sum())
 
 
-def spec_of(size: dict[str, Any], *, users_by_row: bool = False) -> ModelSpec:
-    """users_by_row: the user's row looked up as an item's is, alone, and not as a bag of one."""
+def spec_of(size: dict[str, Any], *, bags: bool) -> ModelSpec:
+    """bags: a user's row is pooled with the queries' features (tables.user.lookup: bag)."""
     config = TwoTowerConfig(embedding_dim=ASSUMED["dim"], user_id=size["users"] > 0)
     spec = ModelSpec.sized(config, users=size["users"], items=size["items"])
-    if not users_by_row:
-        return spec
-    return spec.model_copy(update={"tables": spec.tables | {"user": spec.tables["user"].model_copy(update={"side": "item"})}})
+    return spec.pooled() if bags else spec
 
 
-def plan(size: dict[str, Any], *, optimizer: str = "rowwise_adagrad", users_by_row: bool = False) -> PlanFile:
+def plan(size: dict[str, Any], *, optimizer: str = "rowwise_adagrad", bags: bool = False) -> PlanFile:
     batch, draws = ASSUMED["batch_size"], ASSUMED["batch_size"] * (1 + ASSUMED["history"])
     distinct = distinct_items(size["items"], draws=draws, negatives=ASSUMED["negatives"], exponent=ASSUMED["zipf_exponent"])
     cluster = ClusterConfig(device="cuda", nodes=size["nodes"], processes_per_node=size["processes"], **HOST)
     return make_plan(
         ShardingConfig(cluster=cluster),
-        model=spec_of(size, users_by_row=users_by_row),
+        model=spec_of(size, bags=bags),
         batch_size=batch,
         optimizer=TableOptimizer(kind=optimizer),
         traffic=Traffic(values={"item": distinct / batch, "user": 1.0}, hottest={}),
@@ -106,12 +104,12 @@ def sent_bytes(made: PlanFile, *, by_row: set[str], number_bytes: int) -> dict[s
     return {"sent": 2 * total, "between_hosts": 2 * outside}  # rows forward, gradients backward
 
 
-def measure(size: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+def measure(size: dict[str, Any], *, bags: bool = False) -> dict[str, Any]:
     """Everything that is told of one size."""
     started = time.perf_counter()
-    made = plan(size, **arguments)
+    made = plan(size, bags=bags)
     seconds = time.perf_counter() - started
-    by_row = {"item", "user"} if arguments.get("users_by_row") else {"item"}
+    by_row = {name for name, table in spec_of(size, bags=bags).tables.items() if table.row_by_row}
     fullest = max(made.ranks, key=lambda rank: rank.hbm_bytes)
     columns = ASSUMED["batch_size"] + ASSUMED["negatives"]
     towers_ms = 6 * ASSUMED["batch_size"] * columns * ASSUMED["dim"] / ASSUMED["tower_tflops"] / 1e9
@@ -231,10 +229,10 @@ def to_markdown(result: dict[str, Any]) -> str:
                 f"lookups {found['lookups_ms']:,.1f} ms"
             )
         lines.append(f"| {kind} | {told} |")
-    one = result["users_by_row"]
+    one = result["bags"]
     lines += [
         "",
-        f"And with the users' rows looked up one by one: {one['fp32']['sent'] / 1e6:,.1f} MB sent per step, lookups "
+        f"And with users in bags (`tables.user.lookup: bag`): {one['fp32']['sent'] / 1e6:,.1f} MB sent per step, lookups "
         f"{one['lookups_ms']:.2f} ms, step {one['step_ms']:.2f} ms, {one['hours']:.2f} hours, {one['dollars']:,.0f} dollars.",
     ]
     return "\n".join(lines)
@@ -247,7 +245,7 @@ def main() -> None:
         "assumed": ASSUMED | {"host": HOST},
         "sizes": {name: measure(size) for name, size in SIZES.items()},
         "optimizers": optimizers(),
-        "users_by_row": measure(SIZES[LARGEST], users_by_row=True),
+        "bags": measure(SIZES[LARGEST], bags=True),
     }
     RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     page = PAGE.read_text(encoding="utf-8")

@@ -36,6 +36,7 @@ from recsys_core.manifests import InteractionsManifest, require_manifest
 from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
+from recsys_core.models.tables import TableConfig
 from recsys_core.preflight import installed_versions
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, ShardingKind, TableConstraint
 from recsys_core.sharding.planner import plan_sharding
@@ -63,12 +64,12 @@ _CONTEXT = multiprocessing.get_context("spawn")
 
 
 class Run(NamedTuple):
-    """One contestant. kind: of the query table, and of the item table where it can have it; None: the planner's choice."""
+    """One contestant. kind: of the user table (a bag of one where it has to be), and of the item table where it can have it."""
 
     name: str
     batch_size: int
     ranks: int = 2
-    kind: ShardingKind | None = None
+    kind: ShardingKind = BEST_KIND
     warm_up: int = WARM_UP
     window: int = WINDOW
     windows: int | None = None
@@ -134,16 +135,17 @@ def ours(run: Run, *, folder: Path, process: Process) -> dict[str, Any]:
         candidate=TowerConfig(layers=LAYERS, residual=False, dropout=0.0),
     )
     loss = LossConfig(kind="bce", negatives=16)
-    spec = ModelSpec.of(model, interactions=interactions, loss=loss)
+    pools = run.kind not in ROW_LOOKUP_KINDS
+    spec = ModelSpec.of(
+        model, interactions=interactions, loss=loss, tables={"user": TableConfig(lookup="bag" if pools else "row")}
+    )
     training = TrainingConfig(
         epochs=1, batch_size=run.batch_size, validation=None, log_every_steps=run.window, checkpoint_every_steps=10**9,
         precision="bf16" if "bf16" in run.name else "fp32",
     )  # fmt: skip
     cluster = ClusterConfig(device="cpu", processes_per_node=run.ranks)
-    tables = {}
-    if run.kind is not None:
-        item = run.kind if run.kind in ROW_LOOKUP_KINDS else "row_wise"
-        tables = {"user": TableConstraint(sharding_types=(run.kind,)), "item": TableConstraint(sharding_types=(item,))}
+    item = "row_wise" if pools else run.kind
+    tables = {"user": TableConstraint(sharding_types=(run.kind,)), "item": TableConstraint(sharding_types=(item,))}
     work = folder / "work"
     if process.leads:
         plan_sharding(
@@ -155,7 +157,7 @@ def ours(run: Run, *, folder: Path, process: Process) -> dict[str, Any]:
         embeddings=None, features=None, plan=work / "plan" / "plan.json",
     )  # fmt: skip
     store = EventStore.open(interactions)
-    loader = make_loader(job, store=store, assembler=Assembler(user_id=True, features=None), process=process)
+    loader = make_loader(job, store=store, assembler=Assembler(user=job.spec.user_in, features=None), process=process)
     short: Any = Shortened(loader, steps=run.warm_up + run.counted, made="made" in run.name)
     sharded = first_model(job, store=store, interactions=interactions, features=None, process=process)
     trainer = Training(job, model=sharded, loader=short, process=process)
@@ -215,7 +217,7 @@ def compare(folder: Path, *, rounds: int) -> list[dict[str, Any]]:
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTESTANTS}
         for _ in range(rounds):
             for name in CONTESTANTS:
-                runs[name].append(measure(Run(name, batch_size, kind=BEST_KIND), folder=folder))
+                runs[name].append(measure(Run(name, batch_size), folder=folder))
         found += [{"name": name, "batch_size": batch_size, "runs": of_one} for name, of_one in runs.items()]
     return found
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recsys_core.data.batch import ITEM, QUERY, QUERY_WEIGHTED, Batch, keyed_jagged
+from recsys_core.data.batch import QUERY, QUERY_WEIGHTED, ROWS, Batch, keyed_jagged
 from recsys_core.data.events import Rows
 from recsys_core.data.features.store import Feature, FeatureStore
 from recsys_core.data.lists import Lists
@@ -19,9 +19,14 @@ from recsys_core.data.lists import Lists
 
 @dataclass(frozen=True)
 class Assembler:
-    """Makes batches. user_id: whether users have a table of their own; features: those of users, events and items, if any."""
+    """Makes batches.
 
-    user_id: bool
+    Args:
+        user: where the users' own table finds them, a key of Batch.sparse; None: they have none.
+        features: those of users, events and items, if any.
+    """
+
+    user: str | None
     features: FeatureStore | None = None
 
     def batch(
@@ -39,15 +44,16 @@ class Assembler:
         positives first; may be empty where queries alone are encoded.
         """
         code, item = pd.factorize(np.concatenate([candidate, history.row_T]))
-        if not len(item):
-            item = np.zeros(1, np.int64)  # TorchRec 1.8 cannot look up nothing; no candidate and no history points at it
+        item = _somebody(item)  # no candidate and no history points at it
         sparse, item_weight = self._queries(user, position=position), {}
-        lists = {ITEM: single(item)}
+        lists = {"item": single(item)}
         for key, feature in self._side("item"):
             lists[key], weight_T = feature.at(item)
             if weight_T is not None:
                 item_weight[key] = torch.from_numpy(weight_T)
-        sparse[ITEM] = keyed_jagged(lists, samples=len(item))
+        if self.user == ROWS:
+            lists["user"] = single(_somebody(user))
+        sparse[ROWS] = keyed_jagged(lists, samples=max(len(item), len(user)))
         return Batch(
             sparse=sparse,
             batch_size=len(user),
@@ -65,7 +71,7 @@ class Assembler:
         return self.batch(user=nobody, position=nobody, history=Lists.empty(0), candidate=item)
 
     def _queries(self, user: Rows, *, position: Rows) -> dict[str, KeyedJaggedTensor]:
-        plain = {"user": single(user)} if self.user_id else {}
+        plain = {"user": single(user)} if self.user == QUERY else {}
         weighted: dict[str, Lists] = {}
         weights: list[NDArray[np.float32]] = []
         for side, index in (("user", user), ("context", position)):
@@ -86,6 +92,11 @@ class Assembler:
     def _side(self, side: str) -> list[tuple[str, Feature]]:
         features = self.features.features if self.features is not None else {}
         return [(key, feature) for key, feature in features.items() if key.startswith(f"{side}.")]
+
+
+def _somebody(row: Rows) -> Rows:
+    """`row`, or one row where it is empty: TorchRec 1.8 cannot look up nothing."""
+    return row if len(row) else np.zeros(1, np.int64)
 
 
 def single(row: Rows) -> Lists:

@@ -16,8 +16,9 @@ from torchrec.streamable import Pipelineable
 
 from recsys_core.data.lists import Lists
 
-ITEM, QUERY, QUERY_WEIGHTED = "item", "query", "query_weighted"
-"""Keys of `Batch.sparse`: features of the U items, of the B queries, and those of the queries that have weights."""
+ROWS, QUERY, QUERY_WEIGHTED = "rows", "query", "query_weighted"
+"""Keys of `Batch.sparse`: what is looked up row by row (features of the U items, and the B users), features of the B queries
+that are pooled, and those that have weights."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
     """
 
     sparse: dict[str, KeyedJaggedTensor]
-    """See ITEM, QUERY and QUERY_WEIGHTED; the last two only where a feature wants them."""
+    """See ROWS, QUERY and QUERY_WEIGHTED; the last two only where a feature wants them."""
     batch_size: int
     item_row_U: Tensor
     """int64 [U]: rows of the catalogue."""
@@ -69,13 +70,13 @@ class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
 def keyed_jagged(
     features: Mapping[str, Lists], *, samples: int, weight_T: NDArray[np.float32] | None = None
 ) -> KeyedJaggedTensor:
-    """`features` over `samples` samples, a list each.
+    """`features` over `samples` samples, a list each; a feature of fewer has empty lists after its last.
 
     weight_T: a weight for each value, in the order of `features`.
     """
     lengths: NDArray[np.int32] = np.zeros((len(features), samples), np.int32)
     for row, feature in zip(lengths, features.values(), strict=True):
-        row[:] = feature.length_N
+        row[: len(feature.length_N)] = feature.length_N
     return KeyedJaggedTensor(
         keys=list(features),
         values=torch.from_numpy(np.concatenate([feature.row_T for feature in features.values()])),

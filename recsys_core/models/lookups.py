@@ -1,8 +1,8 @@
 """The embedding tables as TorchRec modules, and what comes out of them.
 
-Query tables are pooled inside an EmbeddingBagCollection. Item tables are looked up row by row in an EmbeddingCollection: each
-distinct item of a batch once, so that it can be a candidate, a part of many histories, frozen or not, by its own row
-(docs/adr/0005). Tables that never change sit in collections of their own, outside of autograd.
+Features of queries are pooled inside an EmbeddingBagCollection. Items and users are looked up row by row in an
+EmbeddingCollection: each distinct item of a batch once, so that it can be a candidate, a part of many histories, frozen or not,
+by its own row (docs/adr/0005). Tables that never change sit in collections of their own, outside of autograd.
 
 Shapes: B queries, U distinct items, T values of one list feature.
 """
@@ -19,7 +19,7 @@ from recsys_core.data.batch import QUERY, QUERY_WEIGHTED, Batch
 from recsys_core.models.spec import ModelSpec, Side, TableSpec, module_name
 
 LookedUp = dict[str, Any]
-"""Output of each collection: a KeyedTensor of pooled rows, or for items {feature: JaggedTensor} of rows as they are."""
+"""Output of each collection: {feature: JaggedTensor} of rows as they are, or a KeyedTensor of pooled ones."""
 
 
 class Lookups(nn.ModuleDict):
@@ -29,7 +29,7 @@ class Lookups(nn.ModuleDict):
         super().__init__()
         for name in sorted({table.collection for table in spec.tables.values()}):
             tables = {n: table for n, table in spec.tables.items() if table.collection == name}
-            if name.startswith("item"):
+            if next(iter(tables.values())).row_by_row:
                 self[name] = EmbeddingCollection(tables=[_rows(n, table) for n, table in tables.items()], device=device)
             else:
                 self[name] = EmbeddingBagCollection(
@@ -41,9 +41,9 @@ class Lookups(nn.ModuleDict):
 
 def parameter_name(spec: ModelSpec, table: str) -> str:
     """Where the weights of `table` are, below the Lookups module."""
-    collection = spec.tables[table].collection
-    holder = "embeddings" if collection.startswith("item") else "embedding_bags"
-    return f"{collection}.{holder}.{module_name(table)}.weight"
+    held = spec.tables[table]
+    holder = "embeddings" if held.row_by_row else "embedding_bags"
+    return f"{held.collection}.{holder}.{module_name(table)}.weight"
 
 
 def _rows(name: str, table: TableSpec) -> EmbeddingConfig:
@@ -73,15 +73,19 @@ def table_outputs(spec: ModelSpec, looked_up: LookedUp, batch: Batch, *, side: S
     found = {}
     for name, table in spec.on_side(side).items():
         output, form = spec.output_name(name), spec.forms.get(name, "single")
-        if side == "item":
+        if table.row_by_row:
             jagged = looked_up[table.collection][output]
+            samples = len(batch.item_row_U) if side == "item" else batch.batch_size
             one_each = form in ("single", "number")
             rows: Tensor = jagged.values()
             weight_T = batch.item_weight.get(name)
             if one_each:
+                if len(rows) > samples:  # nobody was asked for, and one row looked up all the same
+                    rows = rows[:samples]
                 found[name] = rows if weight_T is None else rows * weight_T[:, None]
             else:
-                found[name] = _pool(rows, jagged.offsets(), weight_T=weight_T, mean=table.settings.pooling == "mean")
+                offset = jagged.offsets()[: samples + 1]
+                found[name] = _pool(rows, offset, weight_T=weight_T, mean=table.settings.pooling == "mean")
             continue
         if table.collection not in bags:
             bags[table.collection] = looked_up[table.collection].to_dict()

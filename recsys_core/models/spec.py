@@ -6,6 +6,7 @@ from typing import Literal, Self
 from pydantic import Field
 
 from recsys_core.config import Frozen
+from recsys_core.data.batch import QUERY, QUERY_WEIGHTED, ROWS
 from recsys_core.data.features.store import FeatureForm, feature_form
 from recsys_core.errors import InputError
 from recsys_core.manifests import EmbeddingsManifest, FeatureFacts, FeaturesManifest, InteractionsManifest
@@ -15,8 +16,8 @@ from recsys_core.models.tables import OFFSET, TEACHER, TableConfig
 
 Side = Literal["query", "item"]
 NEEDS_VECTORS = ("frozen", "gradual", "residual")
-ROW_BY_ROW = ("item", "user")
-"""Tables that are looked up one row at a time, so that a row alone can be frozen."""
+ONE_ROW_EACH = ("item", "user")
+"""Tables of which an item or a query has one row, so that a row alone can be frozen."""
 
 
 class TableSpec(Frozen):
@@ -36,13 +37,23 @@ class TableSpec(Frozen):
         return self.settings.transfer in ("frozen", "residual")
 
     @property
-    def collection(self) -> str:
-        """The TorchRec module that holds it: query tables are pooled there, item tables looked up row by row.
+    def row_by_row(self) -> bool:
+        """Whether rows come as they are, in one exchange with those of all such tables, or pooled."""
+        return self.side == "item" or (self.feature == "user" and self.settings.lookup != "bag")
 
-        Item tables of another width are in another one: TorchRec 1.8 refuses an EmbeddingCollection of several widths.
+    @property
+    def sparse(self) -> str:
+        """Where its feature is in `Batch.sparse`."""
+        return ROWS if self.row_by_row else QUERY_WEIGHTED if self.weighted else QUERY
+
+    @property
+    def collection(self) -> str:
+        """The TorchRec module that holds it, see `sparse`.
+
+        Rows of another width are in another one: TorchRec 1.8 refuses an EmbeddingCollection of several widths.
         """
-        kind = f"{self.side}_{self.dim}" if self.side == "item" else self.side
-        return f"{kind}{'_weighted' if self.weighted else ''}{'_frozen' if self.frozen else ''}"
+        width = f"_{self.dim}" if self.row_by_row else ""
+        return f"{self.sparse}{width}{'_frozen' if self.frozen else ''}"
 
 
 class ModelSpec(Frozen):
@@ -136,6 +147,14 @@ class ModelSpec(Frozen):
             raise InputError(f"tables.{name}: the model has no such table; it has {sorted(made)}")
         return cls(config=config, users=users, items=items, tables=made, forms=forms)
 
+    def pooled(self) -> Self:
+        """The same with every query table pooled, as it is served: there is nobody to exchange rows with."""
+        bags = {
+            name: table.model_copy(update={"settings": table.settings.model_copy(update={"lookup": "bag"})})
+            for name, table in self.on_side("query").items()
+        }
+        return self.model_copy(update={"tables": self.tables | bags})
+
     def on_side(self, side: Side) -> dict[str, TableSpec]:
         """The tables that the queries, or the items, are looked up in."""
         return {name: table for name, table in self.tables.items() if table.side == side}
@@ -143,6 +162,11 @@ class ModelSpec(Frozen):
     def features(self, side: Side) -> list[str]:
         """Declared features that a tower reads, in order."""
         return [key for key in self.forms if self.tables[key].side == side]
+
+    @property
+    def user_in(self) -> str | None:
+        """Where users are in `Batch.sparse`; None where they have no table of their own."""
+        return self.tables["user"].sparse if self.config.user_id else None
 
     def output_name(self, table: str) -> str:
         """How the table's collection names its lookup: TorchRec appends the table where a feature reads several."""
@@ -166,10 +190,13 @@ def check_table(name: str, table: TableSpec, *, vectors: int | None) -> None:
         )
     if vectors is not None:
         require_width(vectors, table.dim, table=name)
-    if wish.optimizer is not None and wish.optimizer.weight_decay and name not in (*ROW_BY_ROW, OFFSET):
-        raise InputError(f"tables.{name}.optimizer.weight_decay is for the tables {[*ROW_BY_ROW, OFFSET]}; leave it out")
-    if wish.transfer == "gradual" and name not in ROW_BY_ROW:
-        raise InputError(f"tables.{name}.transfer is gradual, which is for the tables {list(ROW_BY_ROW)}; set full or frozen")
+    if wish.optimizer is not None and wish.optimizer.weight_decay and name not in (*ONE_ROW_EACH, OFFSET):
+        raise InputError(f"tables.{name}.optimizer.weight_decay is for the tables {[*ONE_ROW_EACH, OFFSET]}; leave it out")
+    if wish.transfer == "gradual" and name not in ONE_ROW_EACH:
+        raise InputError(f"tables.{name}.transfer is gradual, which is for the tables {list(ONE_ROW_EACH)}; set full or frozen")
+    if wish.lookup is not None and name != "user":
+        how = "row by row" if table.row_by_row else "pooled"
+        raise InputError(f"tables.{name}.lookup is for the table user; this one is always looked up {how}; leave it out")
     if wish.transfer == "residual" and name != "item":
         raise InputError(f"tables.{name}.transfer is residual, which is for the table item; set full or frozen")
 

@@ -49,6 +49,11 @@ class TableConfig(Frozen):
         "random", description="first values of a row without a vector; mean: the mean of the rows that have one"
     )
     optimizer: TableOptimizer | None = Field(None, description="empty: training.table_optimizer")
+    lookup: Literal["row", "bag"] | None = Field(
+        None,
+        description="user: row (the default): its rows travel between ranks in one exchange with the items'; bag: pooled with "
+        "the queries' features, which can be table_row_wise, table_column_wise and grid_shard",
+    )
     pooling: Literal["mean", "sum"] = Field("mean", description="lists: how the embeddings of their values become one")
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from recsys_core.data.batch import ITEM, QUERY, Batch
+from recsys_core.data.batch import Batch
 from recsys_core.models.lookups import LookedUp, Lookups, table_outputs
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.objective import Objective
@@ -86,7 +86,8 @@ class RetrievalHead(nn.Module):
         """Query vectors [B, O], and the rows of all query tables. item_UH: what stands for each item in a history."""
         tables = table_outputs(self.spec, looked_up, batch, side="query")
         if "user" in self.trained_rows:
-            tables["user"] = self._thawed("user", tables["user"], row=batch.sparse[QUERY]["user"].values())
+            asked = batch.sparse[self.spec.tables["user"].sparse]["user"]
+            tables["user"] = self._thawed("user", tables["user"], row=asked.values())
         return self.query(item_UH, batch.history_T, batch.history_offset, features=tables), tables
 
     def _thawed(self, table: str, value: Tensor, *, row: Tensor) -> Tensor:
@@ -108,6 +109,8 @@ class RetrievalTask(nn.Module):
         super().__init__()
         # On the meta device: only the shards that the plan gives a rank are ever allocated.
         self.lookups = Lookups(head.spec, device=torch.device("meta"))
+        self._sparse = {table.collection: table.sparse for table in head.spec.tables.values()}
+        self._of_items = sorted({table.collection for table in head.spec.on_side("item").values()})
         self.head = head.to(device)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -117,7 +120,7 @@ class RetrievalTask(nn.Module):
     def _look_up(self, batch: Batch, names: list[str]) -> LookedUp:
         found: LookedUp = {}
         for name in names:
-            features = batch.sparse[ITEM if name.startswith(ITEM) else name.removesuffix("_frozen")]
+            features = batch.sparse[self._sparse[name]]
             if name.endswith("_frozen"):
                 with torch.no_grad():
                     found[name] = self.lookups[name](features)
@@ -127,7 +130,7 @@ class RetrievalTask(nn.Module):
 
     def encode_items(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(what stands for each of the U items in a history [U, H], candidate vectors [U, O])."""
-        looked_up = self._look_up(batch, [name for name in self.lookups if name.startswith(ITEM)])
+        looked_up = self._look_up(batch, self._of_items)
         item_UD, features, _ = self.head.items(looked_up, batch)
         vector_UO = self.head.item(item_UD, features=features)
         return (vector_UO if self.head.spec.config.history.items == "vector" else item_UD), vector_UO

@@ -17,7 +17,7 @@ from torchrec.inference.modules import quantize_embeddings
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.quant import EmbeddingBagCollection as QuantizedBagCollection
 
-from recsys_core.data.batch import ITEM, QUERY_WEIGHTED, Batch
+from recsys_core.data.batch import QUERY_WEIGHTED, ROWS, Batch
 from recsys_core.models.lookups import bag_config, table_outputs
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.two_tower import QuerySide
@@ -33,20 +33,20 @@ class QueryTower(nn.Module):
 
     def __init__(self, spec: ModelSpec, *, tables: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec = spec.pooled()
         self.tables = nn.ModuleDict(tables)
         self.dense = QuerySide(spec)
         self.eval()
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
-        """Query vectors [B, O] of a batch whose `sparse` has the query features, and under ITEM the items of the histories."""
+        """Query vectors [B, O] of a batch whose `sparse` has the query features, and under ROWS the items of the histories."""
         looked_up = {
             name: bags(batch.sparse[name.removesuffix("_frozen")]) for name, bags in self.tables.items() if name != HISTORY
         }
         item_TH = torch.zeros(0, self.spec.config.history_dim)
         if HISTORY in self.tables and len(batch.history_T):
-            item_TH = self.tables[HISTORY](batch.sparse[ITEM]).values()
+            item_TH = self.tables[HISTORY](batch.sparse[ROWS]).values()
         features = table_outputs(self.spec, looked_up, batch, side="query")
         query_BO: Tensor = self.dense(item_TH, batch.history_T, batch.history_offset, features=features)
         return query_BO
@@ -64,7 +64,7 @@ def build_tower(
 
     history_items: [items, H], what stands for an item in a history. tables: name -> [rows, width], the query side's at least.
     """
-    weights = {ITEM: history_items, **tables}
+    weights = {"item": history_items, **tables}
     collections: dict[str, nn.Module] = {}
     for collection, configs in _configs(spec, quantization="none").items():
         bags = torchrec.EmbeddingBagCollection(
@@ -105,14 +105,14 @@ def _configs(spec: ModelSpec, *, quantization: Quantization) -> dict[str, dict[s
     found: dict[str, dict[str, EmbeddingBagConfig]] = {}
     if spec.config.history.length:
         item = EmbeddingBagConfig(
-            name=ITEM,
+            name="item",
             num_embeddings=spec.items,
             embedding_dim=spec.config.history_dim,
-            feature_names=[ITEM],
+            feature_names=["item"],
             pooling=PoolingType.SUM,
         )
-        found[HISTORY] = {ITEM: item}
-    for name, table in spec.on_side("query").items():
+        found[HISTORY] = {"item": item}
+    for name, table in spec.pooled().on_side("query").items():
         found.setdefault(table.collection, {})[name] = bag_config(name, table)
     for configs in found.values():
         for config in configs.values():

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from recsys_core.data.assembly import single
-from recsys_core.data.batch import ITEM, QUERY, QUERY_WEIGHTED, Batch, keyed_jagged
+from recsys_core.data.batch import QUERY, QUERY_WEIGHTED, ROWS, Batch, keyed_jagged
 from recsys_core.data.features.store import FeatureStore
 from recsys_core.data.lists import Lists
 from recsys_core.models.spec import ModelSpec
@@ -42,7 +42,7 @@ class Questions:
             (weighted if table.weighted else plain)[name] = Lists.of_lengths(length_B, lists.row_T)
             if table.weighted:
                 weights.append(weight_T)
-        sparse = {ITEM: keyed_jagged({ITEM: single(recent.row_T)}, samples=len(recent.row_T))}
+        sparse = {ROWS: keyed_jagged({"item": single(recent.row_T)}, samples=len(recent.row_T))}
         if plain:
             sparse[QUERY] = keyed_jagged(plain, samples=len(user_row_B))
         if weighted:

@@ -62,7 +62,7 @@ def _check_communication(config: ShardingConfig, model: ModelSpec) -> None:
                 f"{table.dim}; choose fp16 or bf16, or change tables.{name}.dim"
             )
         kinds = config.tables.get(name, TableConstraint()).sharding_types
-        if table.side == "query" and not set(kinds or WITHIN_HOST) <= set(INT8_KINDS):
+        if not table.row_by_row and not set(kinds or WITHIN_HOST) <= set(INT8_KINDS):
             raise InputError(
                 f"sharding.communication: int8 cannot carry the sums that row-wise kinds add up between ranks, but "
                 f"sharding.tables.{name}.sharding_types is {list(kinds) if kinds else 'left to the planner'}; choose among "
@@ -72,10 +72,11 @@ def _check_communication(config: ShardingConfig, model: ModelSpec) -> None:
 
 def _check_kinds(name: str, table: TableSpec, wish: TableConstraint) -> None:
     impossible = sorted(set(wish.sharding_types or ()) - set(ROW_LOOKUP_KINDS))
-    if table.side == "item" and impossible:
+    if table.row_by_row and impossible:
+        way = ", or set tables.user.lookup to bag" if name == "user" else ""
         raise InputError(
-            f"sharding.tables.{name}: {impossible[0]} adds up pooled rows, but item tables are looked up row by row; "
-            f"choose among {list(ROW_LOOKUP_KINDS)}"
+            f"sharding.tables.{name}: {impossible[0]} adds up pooled rows, but the table is looked up row by row; "
+            f"choose among {list(ROW_LOOKUP_KINDS)}{way}"
         )
 
 
@@ -151,8 +152,8 @@ def why_not_offered(kind: ShardingKind, table: TableSpec, *, nodes: int, world_s
     """Why the planner leaves a type out unless the user asks for it; None where it does not."""
     if kind == "data_parallel":
         return "only where asked for: every rank would hold a copy and exchange gradients as large as the table"
-    if table.side == "item" and kind not in ROW_LOOKUP_KINDS:
-        return "cannot be: it adds up pooled rows, and item tables are looked up row by row"
+    if table.row_by_row and kind not in ROW_LOOKUP_KINDS:
+        return "cannot be: it adds up pooled rows, and the table is looked up row by row"
     if kind != "table_wise" and world_size == 1:
         return "with one rank the same as table_wise"
     if kind in WITHIN_HOST and nodes == 1:

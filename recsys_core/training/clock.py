@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 from torchrec.optim.keyed import KeyedOptimizer
 
-from recsys_core.data.batch import ITEM, Batch
+from recsys_core.data.batch import Batch
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training.process import Process
 
@@ -115,6 +115,5 @@ class StepClock:
         }
         numbers = 0
         for table in self._tables:
-            keys = ITEM if table.side == "item" else table.collection.removesuffix("_frozen")
-            numbers += values.get((keys, table.feature), 0) * table.dim
+            numbers += values.get((table.sparse, table.feature), 0) * table.dim
         return numbers * FLOAT32_BYTES

@@ -21,7 +21,7 @@ from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.pretrained import blank_rows, copy_pretrained, fill_missing, fill_random, mean_vector, random_norm
 from recsys_core.models.shards import table_shards
-from recsys_core.models.spec import ROW_BY_ROW, ModelSpec
+from recsys_core.models.spec import ONE_ROW_EACH, ModelSpec
 from recsys_core.models.tables import OFFSET
 from recsys_core.models.task import LOOKUPS_PATH, RetrievalHead, RetrievalTask
 from recsys_core.sharding.plan_file import PlanFile
@@ -89,7 +89,7 @@ def weight_decay(spec: ModelSpec, *, default: TableOptimizer) -> dict[str, float
     wishes = {
         name: (table.settings.optimizer or default).weight_decay
         for name, table in spec.tables.items()
-        if name in (*ROW_BY_ROW, OFFSET) and not table.frozen
+        if name in (*ONE_ROW_EACH, OFFSET) and not table.frozen
     }
     return {name: strength for name, strength in wishes.items() if strength}
 

@@ -46,7 +46,7 @@ def run_export(job: ExportJob, *, process: Process) -> None:
     restore(model, optimizer, checkpoint=job.checkpoint)
     model.eval()
     task: RetrievalTask = get_unwrapped_module(model)
-    assembler = Assembler(user_id=job.spec.config.user_id, features=None if features is None else FeatureStore.open(features))
+    assembler = Assembler(user=job.spec.user_in, features=None if features is None else FeatureStore.open(features))
     writer = RankWriter(process, alive=job.work / "alive")
     with torch.no_grad():
         _write_vectors(Encoder(task, store, assembler, process), job=job, writer=writer)

@@ -38,7 +38,7 @@ def run_training(job: TrainJob, *, process: Process) -> None:
     interactions = require_manifest(job.interactions, InteractionsManifest, verify=False)
     features = None if job.features is None else require_manifest(job.features, FeaturesManifest, verify=False)
     store = EventStore.open(interactions)
-    assembler = Assembler(user_id=job.spec.config.user_id, features=None if features is None else FeatureStore.open(features))
+    assembler = Assembler(user=job.spec.user_in, features=None if features is None else FeatureStore.open(features))
     loader = make_loader(job, store=store, assembler=assembler, process=process)
     if len(loader) == 0:
         raise InputError(

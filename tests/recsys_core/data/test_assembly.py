@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch import ITEM, QUERY, QUERY_WEIGHTED, Batch, keyed_jagged
+from recsys_core.data.batch import QUERY, QUERY_WEIGHTED, ROWS, Batch, keyed_jagged
 from recsys_core.data.features.store import FeatureStore
 from recsys_core.data.lists import Lists
 from tests.recsys_core.data.described import FORMS, SIDES, feature_store, values_of
@@ -28,23 +28,26 @@ def made(
     history: list[list[int]],
     candidate: list[int],
     *,
-    user_id: bool = True,
+    user: str | None = ROWS,
     features: FeatureStore | None = None,
     weight: list[float] | None = None,
 ) -> Batch:
     """Query n is of user n and of event 3 n."""
-    user = np.arange(len(history))
-    return Assembler(user_id=user_id, features=features).batch(
-        user=user,
-        position=3 * user,
+    row = np.arange(len(history))
+    return Assembler(user=user, features=features).batch(
+        user=row,
+        position=3 * row,
         history=lists_of(history),
         candidate=np.array(candidate, np.int64),
         weight=None if weight is None else np.array(weight, np.float32),
     )
 
 
-def rows_of(jagged: KeyedJaggedTensor, key: str) -> list[list[int]]:
-    return [part.tolist() for part in jagged[key].to_dense()]
+def rows_of(jagged: KeyedJaggedTensor, key: str, *, samples: int | None = None) -> list[list[int]]:
+    """Of the first `samples`; the lists after them have to be empty."""
+    rows = [part.tolist() for part in jagged[key].to_dense()]
+    assert samples is None or not any(rows[samples:])
+    return rows[:samples]
 
 
 @settings(deadline=None)
@@ -53,7 +56,8 @@ def test_every_item_is_there_once_and_places_lead_back_to_the_rows(history: list
     batch = made(history, candidate)
     distinct = batch.item_row_U.tolist()
     assert sorted(distinct) == sorted({*candidate, *(item for one in history for item in one)} or {0})
-    assert rows_of(batch.sparse[ITEM], ITEM) == [[row] for row in distinct]
+    assert rows_of(batch.sparse[ROWS], "item", samples=len(distinct)) == [[row] for row in distinct]
+    assert rows_of(batch.sparse[ROWS], "user", samples=len(history)) == [[row] for row in range(len(history))]
     assert [distinct[place] for place in batch.candidate_K.tolist()] == candidate
     offset = batch.history_offset.tolist()
     found = [[distinct[place] for place in batch.history_T[start:end].tolist()] for start, end in pairwise(offset)]
@@ -70,10 +74,11 @@ def test_a_candidate_twice_and_in_a_history_is_one_place() -> None:
 
 def test_without_any_item_one_row_is_looked_up_that_nothing_points_at() -> None:
     batch = made([[], []], [], features=feature_store(users=USERS, items=ITEMS, events=EVENTS))
-    assert (batch.item_row_U.tolist(), rows_of(batch.sparse[ITEM], ITEM)) == ([0], [[0]])
+    assert (batch.item_row_U.tolist(), rows_of(batch.sparse[ROWS], "item", samples=1)) == ([0], [[0]])
     assert batch.candidate_K.tolist() == batch.history_T.tolist() == [] and batch.history_offset.tolist() == [0, 0, 0]
-    assert all(len(rows_of(batch.sparse[ITEM], key)) == 1 for key in batch.sparse[ITEM].keys())  # noqa: SIM118
-    assert rows_of(batch.sparse[QUERY], "user") == [[0], [1]]
+    for form in FORMS:
+        rows_of(batch.sparse[ROWS], f"item.{form}", samples=1)
+    assert rows_of(batch.sparse[ROWS], "user") == [[0], [1]]
 
 
 @settings(deadline=None, max_examples=40)
@@ -81,8 +86,8 @@ def test_without_any_item_one_row_is_looked_up_that_nothing_points_at() -> None:
 def test_each_side_brings_its_features_with_their_weights(history: list[list[int]], candidate: list[int], seed: int) -> None:
     store = feature_store(users=USERS, items=ITEMS, events=EVENTS, seed=seed)
     batch = made(history, candidate, features=store)
-    assert batch.sparse[ITEM].keys() == [ITEM, *(f"item.{form}" for form in FORMS)]
-    assert batch.sparse[QUERY].keys() == ["user", "user.single", "user.list", "context.single", "context.list"]
+    assert batch.sparse[ROWS].keys() == ["item", *(f"item.{form}" for form in FORMS), "user"]
+    assert batch.sparse[QUERY].keys() == ["user.single", "user.list", "context.single", "context.list"]
     weighted = [f"{side}.{form}" for side in ("user", "context") for form in ("weighted_list", "number")]
     assert batch.sparse[QUERY_WEIGHTED].keys() == weighted
     owners = {"user": range(len(history)), "context": range(0, 3 * len(history), 3), "item": batch.item_row_U.tolist()}
@@ -90,8 +95,8 @@ def test_each_side_brings_its_features_with_their_weights(history: list[list[int
         for form in FORMS:
             key = f"{side}.{form}"
             wanted = [values_of(store, key, owner) for owner in owners[side]]
-            jagged = batch.sparse[ITEM if side == "item" else QUERY_WEIGHTED if key in weighted else QUERY]
-            assert rows_of(jagged, key) == [rows for rows, _ in wanted]
+            jagged = batch.sparse[ROWS if side == "item" else QUERY_WEIGHTED if key in weighted else QUERY]
+            assert rows_of(jagged, key, samples=len(wanted)) == [rows for rows, _ in wanted]
             weights = [weight for _, several in wanted for weight in several or ()]
             if key in weighted:
                 assert jagged[key].weights().tolist() == weights
@@ -101,11 +106,15 @@ def test_each_side_brings_its_features_with_their_weights(history: list[list[int
                 assert jagged.weights_or_none() is None and key not in batch.item_weight
 
 
-def test_a_side_without_a_feature_has_no_entry() -> None:
-    assert set(made([[1]], [2]).sparse) == {ITEM, QUERY}
-    assert set(made([[1]], [2], user_id=False).sparse) == {ITEM}
+def test_users_are_where_their_table_looks_for_them_and_nothing_is_where_no_feature_is() -> None:
+    def keys(user: str | None) -> dict[str, list[str]]:
+        return {name: jagged.keys() for name, jagged in made([[1]], [2], user=user).sparse.items()}
+
+    assert keys(ROWS) == {ROWS: ["item", "user"]}
+    assert keys(QUERY) == {ROWS: ["item"], QUERY: ["user"]}
+    assert keys(None) == {ROWS: ["item"]}
     numbers = FeatureStore({"user.number": feature_store(users=USERS, items=1, events=1).features["user.number"]})
-    assert set(made([[1]], [2], user_id=False, features=numbers).sparse) == {ITEM, QUERY_WEIGHTED}
+    assert set(made([[1]], [2], user=None, features=numbers).sparse) == {ROWS, QUERY_WEIGHTED}
 
 
 def test_weights_are_those_of_the_queries() -> None:
@@ -116,10 +125,11 @@ def test_weights_are_those_of_the_queries() -> None:
 
 def test_items_alone_come_in_their_order_and_with_their_features() -> None:
     store = feature_store(users=USERS, items=ITEMS, events=EVENTS)
-    for user_id in (False, True):
-        batch = Assembler(user_id=user_id, features=store).items(np.array([6, 0, 3]))
+    for user in (None, QUERY, ROWS):
+        batch = Assembler(user=user, features=store).items(np.array([6, 0, 3]))
         assert (batch.batch_size, batch.item_row_U.tolist(), batch.candidate_K.tolist()) == (0, [6, 0, 3], [0, 1, 2])
-        assert rows_of(batch.sparse[ITEM], "item.list") == [values_of(store, "item.list", item)[0] for item in (6, 0, 3)]
+        wanted = [values_of(store, "item.list", item)[0] for item in (6, 0, 3)]
+        assert rows_of(batch.sparse[ROWS], "item.list", samples=3) == wanted
         assert batch.sparse[QUERY].values().tolist() == batch.sparse[QUERY_WEIGHTED].values().tolist() == []
 
 

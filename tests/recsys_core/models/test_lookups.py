@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch import ITEM, QUERY, QUERY_WEIGHTED, Batch
+from recsys_core.data.batch import QUERY, QUERY_WEIGHTED, ROWS, Batch
 from recsys_core.data.features.store import Feature, FeatureStore
 from recsys_core.data.lists import Lists
 from recsys_core.models.config import TwoTowerConfig
@@ -52,10 +52,10 @@ def lookups_of(spec: ModelSpec, *, seed: int = 0) -> Lookups:
     return lookups
 
 
-def batch_of(history: list[list[int]], store: FeatureStore) -> Batch:
+def batch_of(history: list[list[int]], store: FeatureStore, *, user_in: str = ROWS) -> Batch:
     """Query n is of user n and event 3 n; its positive is item n."""
     user = np.arange(len(history))
-    return Assembler(user_id=True, features=store).batch(
+    return Assembler(user=user_in, features=store).batch(
         user=user,
         position=3 * user,
         history=Lists.of_lengths(
@@ -66,8 +66,10 @@ def batch_of(history: list[list[int]], store: FeatureStore) -> Batch:
 
 
 def look_up(lookups: Lookups, batch: Batch) -> dict[str, Any]:
-    sparse = {name: ITEM if name.startswith(ITEM) else name.removesuffix("_frozen") for name in lookups}
-    return {name: lookup(batch.sparse[sparse[name]]) for name, lookup in lookups.items()}
+    def sparse(name: str) -> str:
+        return ROWS if name.startswith(ROWS) else name.removesuffix("_frozen")
+
+    return {name: lookup(batch.sparse[sparse(name)]) for name, lookup in lookups.items()}
 
 
 def slow(spec: ModelSpec, table: str, weight_RW: Tensor, store: FeatureStore, owners: list[int]) -> Tensor:
@@ -90,10 +92,11 @@ def slow(spec: ModelSpec, table: str, weight_RW: Tensor, store: FeatureStore, ow
     sums=st.sets(st.sampled_from(POOLED)),
     frozen=st.sets(st.sampled_from([f"{side}.{form}" for side in SIDES for form in FORMS])),
     wide=st.sets(st.sampled_from(["item", "user", "item.list", "user.number"])),
+    user_lookup=st.sampled_from(["row", "bag"]),
     seed=st.integers(0, 30),
 )
 def test_every_table_gives_the_weighted_sum_or_mean_of_its_rows(
-    history: list[list[int]], sums: set[str], frozen: set[str], wide: set[str], seed: int
+    history: list[list[int]], sums: set[str], frozen: set[str], wide: set[str], user_lookup: str, seed: int
 ) -> None:
     tables = {
         name: {
@@ -103,9 +106,10 @@ def test_every_table_gives_the_weighted_sum_or_mean_of_its_rows(
         }
         for name in ("item", "user", *facts())
     }
+    tables["user"]["lookup"] = user_lookup
     spec = spec_of(tables=tables, vectors={name: tables[name]["dim"] for name in frozen})
     store = feature_store(users=USERS, items=ITEMS, events=EVENTS, seed=seed)
-    batch, lookups = batch_of(history, store), lookups_of(spec, seed=seed)
+    batch, lookups = batch_of(history, store, user_in=spec.tables["user"].sparse), lookups_of(spec, seed=seed)
     looked_up, weights = look_up(lookups, batch), dict(lookups.named_parameters())
     owners = {"user": range(len(history)), "context": range(0, 3 * len(history), 3), "item": batch.item_row_U.tolist()}
     found = table_outputs(spec, looked_up, batch, side="query") | table_outputs(spec, looked_up, batch, side="item")
@@ -159,9 +163,10 @@ def test_tables_that_share_the_items_each_give_their_own_rows(transfer: str, dis
 def test_each_collection_holds_the_tables_of_its_side_weights_and_state() -> None:
     spec = spec_of(tables={"user.list": {"transfer": "frozen"}}, vectors={"user.list": 4})
     lookups = lookups_of(spec)
-    assert set(lookups) == {"item_4", QUERY, QUERY_WEIGHTED, "query_frozen"}
+    assert set(lookups) == {"rows_4", QUERY, QUERY_WEIGHTED, "query_frozen"}
     assert {parameter_name(spec, name) for name in spec.tables} == {name for name, _ in lookups.named_parameters()}
-    assert parameter_name(spec, "item.list") == "item_4.embeddings.item__list.weight"
+    assert parameter_name(spec, "item.list") == "rows_4.embeddings.item__list.weight"
+    assert parameter_name(spec, "user") == "rows_4.embeddings.user.weight"
     assert parameter_name(spec, "user.list") == "query_frozen.embedding_bags.user__list.weight"
     assert lookups[QUERY_WEIGHTED].is_weighted() and not lookups[QUERY].is_weighted()
 

@@ -40,7 +40,7 @@ class Case:
 
     def batch(self) -> Batch:
         user, flat = np.arange(len(self.histories)), [item for one in self.histories for item in one]
-        return Assembler(user_id=False).batch(
+        return Assembler(user=None).batch(
             user=user,
             position=user,
             history=Lists.of_lengths(np.array([len(one) for one in self.histories]), np.array(flat, np.int64)),

@@ -43,8 +43,9 @@ def shapes(spec: ModelSpec) -> dict[str, tuple[int, int, str]]:
 
 
 def test_a_plain_model_has_one_table_of_items_and_one_of_users_where_wished() -> None:
-    assert shapes(sized()) == {"item": (5, DIM, "item_8")}
-    assert shapes(sized(user_id=True)) == {"item": (5, DIM, "item_8"), "user": (7, DIM, "query")}
+    assert shapes(sized()) == {"item": (5, DIM, "rows_8")}
+    assert shapes(sized(user_id=True)) == {"item": (5, DIM, "rows_8"), "user": (7, DIM, "rows_8")}
+    assert shapes(sized(user_id=True, tables={"user": {"lookup": "bag"}}))["user"] == (7, DIM, "query")
 
 
 def test_each_feature_has_a_table_whose_collection_tells_side_and_weights() -> None:
@@ -54,7 +55,7 @@ def test_each_feature_has_a_table_whose_collection_tells_side_and_weights() -> N
     for side in SIDES:
         for form in FORMS:
             weighted = side != "item" and form in ("weighted_list", "number")
-            collection = "item_8" if side == "item" else "query_weighted" if weighted else "query"
+            collection = "rows_8" if side == "item" else "query_weighted" if weighted else "query"
             assert shapes(spec)[f"{side}.{form}"] == (ROWS, DIM, collection)
             assert spec.forms[f"{side}.{form}"] == form
     assert spec.features("item") == [f"item.{form}" for form in FORMS]
@@ -70,19 +71,26 @@ def test_a_frozen_table_is_in_a_collection_of_its_own() -> None:
         vectors={"item": DIM, "user": DIM, "item.single": DIM, "user.weighted_list": DIM},
     )
     assert [table.collection for table in spec.tables.values()] == [
-        "item_8_frozen", "query_frozen", "item_8_frozen", "query_weighted_frozen",
+        "rows_8_frozen", "rows_8_frozen", "rows_8_frozen", "query_weighted_frozen",
     ]  # fmt: skip
     assert all(table.frozen and table.pretrained for table in spec.tables.values())
 
 
-def test_item_tables_of_different_widths_are_in_different_collections_and_query_tables_need_not_be() -> None:
-    spec = sized(user_id=True, features=("item.single", "user.single"), tables={"item": {"dim": 12}, "user": {"dim": 12}})
-    assert [table.collection for table in spec.tables.values()] == ["item_12", "query", "item_8", "query"]
+def test_tables_of_different_widths_are_in_different_collections_unless_they_are_pooled() -> None:
+    features = ("item.single", "user.single", "user.list")
+    spec = sized(user_id=True, features=features, tables={name: {"dim": 12} for name in ("item", "user", "user.list")})
+    assert [table.collection for table in spec.tables.values()] == ["rows_12", "rows_12", "rows_8", "query", "query"]
+
+
+def test_as_it_is_served_every_query_table_is_pooled_and_the_item_tables_are_as_they_were() -> None:
+    spec = sized(user_id=True, features=("item.single", "user.number"))
+    assert [table.collection for table in spec.pooled().tables.values()] == ["rows_8", "query", "rows_8", "query_weighted"]
+    assert spec.pooled().pooled() == spec.pooled() and spec.pooled().user_in == "query"
 
 
 def test_a_gradual_table_is_trained_and_so_has_an_optimizer_from_the_start() -> None:
     spec = sized(tables={"item": GRADUAL}, vectors={"item": DIM})
-    assert not spec.tables["item"].frozen and spec.tables["item"].collection == "item_8"
+    assert not spec.tables["item"].frozen and spec.tables["item"].collection == "rows_8"
 
 
 def test_residual_items_are_frozen_beside_offsets_that_start_at_zero_in_the_width_of_the_sum() -> None:
@@ -91,7 +99,7 @@ def test_residual_items_are_frozen_beside_offsets_that_start_at_zero_in_the_widt
         tables={"item": RESIDUAL | {"dim": 12}, "item_offset": {"optimizer": optimizer.model_dump()}},
         vectors={"item": 12},
     )
-    assert shapes(spec) == {"item": (5, 12, "item_12_frozen"), "item_offset": (5, DIM, "item_8")}
+    assert shapes(spec) == {"item": (5, 12, "rows_12_frozen"), "item_offset": (5, DIM, "rows_8")}
     offset = spec.tables["item_offset"]
     assert (offset.settings.missing, offset.settings.optimizer, offset.settings.dim) == ("zero", optimizer, DIM)
     assert not offset.frozen and not offset.pretrained and offset.feature == "item"
@@ -99,7 +107,7 @@ def test_residual_items_are_frozen_beside_offsets_that_start_at_zero_in_the_widt
 
 def test_a_teacher_is_frozen_as_it_came_zero_where_there_is_no_vector() -> None:
     spec = sized(tables={"item": {"dim": 12}}, vectors={"item": 12}, distils=True)
-    assert shapes(spec) == {"item": (5, 12, "item_12"), "item_teacher": (5, 12, "item_12_frozen")}
+    assert shapes(spec) == {"item": (5, 12, "rows_12"), "item_teacher": (5, 12, "rows_12_frozen")}
     teacher = spec.tables["item_teacher"]
     assert (teacher.settings.missing, teacher.settings.rescale, teacher.pretrained) == ("zero", False, True)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
 from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch import Batch
+from recsys_core.data.batch import ROWS, Batch
 from recsys_core.data.features.store import FeatureStore
 from recsys_core.data.lists import Lists
 from recsys_core.models.config import TwoTowerConfig
@@ -73,7 +73,7 @@ def weight_of(task: RetrievalTask, table: str) -> Tensor:
 
 
 def batch_of(candidates: list[int] = CANDIDATES, *, features: FeatureStore | None = None) -> Batch:
-    return Assembler(user_id=True, features=features).batch(
+    return Assembler(user=ROWS, features=features).batch(
         user=np.array(USER),
         position=np.array(USER),
         history=Lists.of_lengths(np.array([len(one) for one in HISTORY]), np.array([i for one in HISTORY for i in one])),
@@ -83,7 +83,7 @@ def batch_of(candidates: list[int] = CANDIDATES, *, features: FeatureStore | Non
 
 def scores(task: RetrievalTask) -> Tensor:
     """Of each query with every item of the catalogue [B, I]."""
-    everything = Assembler(user_id=True).items(np.arange(ITEMS))
+    everything = Assembler(user=ROWS).items(np.arange(ITEMS))
     return task.eval().encode_queries(batch_of([])) @ task.encode_items(everything)[1].T
 
 
@@ -128,12 +128,12 @@ def test_simplex_is_a_config() -> None:
 def test_a_history_of_vectors_holds_what_the_candidate_tower_gives() -> None:
     config = {"history": {"items": "vector", "last_item": False}, "candidate": {"layers": [6]}, "query": {"layers": [6]}}
     task = task_of(config)
-    stands, vectors = task.eval().encode_items(Assembler(user_id=False).items(np.arange(ITEMS)))
+    stands, vectors = task.eval().encode_items(Assembler(user=None).items(np.arange(ITEMS)))
     assert stands.shape == (ITEMS, 6) and torch.equal(stands, vectors)
     (layer,) = task.head.query.tower.layers
     history = torch.stack([vectors[one].mean(dim=0) if one else torch.zeros(6) for one in HISTORY])
     torch.testing.assert_close(task.encode_queries(batch_of([])), normalize(layer(history), dim=1))
-    embeddings = task_of(config | {"history": {}}).eval().encode_items(Assembler(user_id=False).items(np.arange(ITEMS)))[0]
+    embeddings = task_of(config | {"history": {}}).eval().encode_items(Assembler(user=None).items(np.arange(ITEMS)))[0]
     assert embeddings.shape == (ITEMS, 4)
 
 
@@ -147,7 +147,7 @@ def test_encoding_is_what_the_loss_compares() -> None:
             config | {"history": {"items": items}}, features=keys, loss={"kind": "bce", "in_batch": True, "mask": "none"}
         ).eval()
         query_BO = task.encode_queries(batch_of([], features=store))
-        candidate_KO = task.encode_items(Assembler(user_id=True, features=store).items(np.arange(ITEMS)))[1][CANDIDATES]
+        candidate_KO = task.encode_items(Assembler(user=ROWS, features=store).items(np.arange(ITEMS)))[1][CANDIDATES]
         wanted = task.head.objective(query_BO, candidate_KO, batch=batch_of(features=store), teacher_KT=None)
         torch.testing.assert_close(task(batch_of(features=store))[0], wanted)
 

@@ -11,6 +11,8 @@ from recsys_core.sharding.config import ClusterConfig, CommunicationConfig, Shar
 from recsys_core.sharding.planner import make_plan
 
 SPEC = ModelSpec.sized(TwoTowerConfig(user_id=True), users=1000, items=500)
+POOLED = SPEC.pooled()
+"""Users in bags."""
 
 
 def wished(table: str = "item", *, cluster: dict | None = None, **wish) -> ShardingConfig:
@@ -72,7 +74,13 @@ CASES = {
 def test_a_wish_that_cannot_be_met_is_refused_by_name(case):
     config, message = CASES[case]
     with pytest.raises(InputError, match=message):
-        make_plan(config, model=SPEC, batch_size=64)
+        make_plan(config, model=POOLED, batch_size=64)
+
+
+def test_users_by_row_cannot_have_a_type_that_pools_and_are_told_how_they_can():
+    with pytest.raises(InputError, match=r"sharding.tables.user: grid_shard adds up.*or set tables.user.lookup to bag"):
+        make_plan(wished("user", sharding_types=("grid_shard",)), model=SPEC, batch_size=64)
+    make_plan(wished("user", sharding_types=("grid_shard",)), model=POOLED, batch_size=64)
 
 
 def test_an_optimizer_that_a_kernel_has_not_is_refused():

@@ -12,7 +12,7 @@ from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan
 from recsys_core.sharding.traffic import Traffic
 
-MODEL = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), users=10**9, items=10**7)
+MODEL = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), users=10**9, items=10**7).pooled()
 
 
 def planned(*, tables: dict | None = None, optimizer: str = "rowwise_adagrad", **changes) -> PlanFile:

@@ -14,14 +14,15 @@ from recsys_core.sharding.planner import make_plan, plan_sharding
 from recsys_core.sharding.search import Search
 from recsys_core.sharding.sharders import ROW_LOOKUP_KINDS
 
-SPEC = ModelSpec.sized(TwoTowerConfig(user_id=True), users=1000, items=500)
+BAG = TableConfig(lookup="bag")
+SPEC = ModelSpec.sized(TwoTowerConfig(user_id=True), users=1000, items=500, tables={"user": BAG})
 KINDS = ("table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard", "data_parallel")
 
 
 def config(*kinds: str, **cluster) -> ShardingConfig:
     """Every table of one of `kinds`; item tables row_wise where they cannot be."""
     possible = {
-        name: kinds if table.side == "query" else tuple(k for k in kinds if k in ROW_LOOKUP_KINDS) or ("row_wise",)
+        name: kinds if not table.row_by_row else tuple(k for k in kinds if k in ROW_LOOKUP_KINDS) or ("row_wise",)
         for name, table in SPEC.tables.items()
     }
     tables = {name: TableConstraint(sharding_types=of_table) for name, of_table in possible.items()} if kinds else {}
@@ -79,7 +80,7 @@ def test_a_plan_for_another_world_size_or_model_is_refused_with_both_numbers():
     with pytest.raises(InputError, match="made for 2 ranks, but 3 were started"):
         plan.require(spec=SPEC, world_size=3)
     with pytest.raises(InputError, match=r"\(500, 64\).*\(501, 64\)"):
-        plan.require(spec=ModelSpec.sized(SPEC.config, users=1000, items=501), world_size=2)
+        plan.require(spec=ModelSpec.sized(SPEC.config, users=1000, items=501, tables={"user": BAG}), world_size=2)
 
 
 def test_a_plan_for_another_optimizer_or_one_changed_by_hand_is_refused():
@@ -88,7 +89,7 @@ def test_a_plan_for_another_optimizer_or_one_changed_by_hand_is_refused():
     with pytest.raises(InputError, match="table item was planned with optimizer sgd, but it has adagrad"):
         plan.require(spec=SPEC, world_size=2, optimizer=TableOptimizer(kind="adagrad"))
     own = ModelSpec.sized(
-        SPEC.config, users=1000, items=500, tables={"user": TableConfig(optimizer=TableOptimizer(kind="adagrad"))}
+        SPEC.config, users=1000, items=500, tables={"user": TableConfig(lookup="bag", optimizer=TableOptimizer(kind="adagrad"))}
     )
     with pytest.raises(InputError, match="table user was planned with optimizer sgd, but it has adagrad"):
         plan.require(spec=own, world_size=2)

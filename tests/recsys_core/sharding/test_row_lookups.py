@@ -10,6 +10,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from recsys_core.data.assembly import Assembler
+from recsys_core.data.batch import ROWS
 from recsys_core.data.features.store import FeatureStore
 from recsys_core.data.lists import Lists
 from recsys_core.models.config import TwoTowerConfig
@@ -77,7 +78,7 @@ def look_up(rank: int, kind: str) -> None:
     task, store = model.module, feature_store(users=USERS, items=ITEMS, events=EVENTS)
     for case, histories in HISTORIES.items():
         users, history = np.array([2 * rank, 1]), histories[rank]
-        batch = Assembler(user_id=True, features=store).batch(
+        batch = Assembler(user=ROWS, features=store).batch(
             user=users,
             position=3 * users,
             history=Lists.of_lengths(np.array([len(one) for one in history]), np.array([i for one in history for i in one])),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch import ITEM, QUERY
+from recsys_core.data.batch import QUERY, ROWS
 from recsys_core.data.events import EventStore
 from recsys_core.data.loader import TrainLoader
 from recsys_core.models.config import HistoryConfig, TwoTowerConfig
@@ -47,7 +47,7 @@ def test_measured_lookups_are_those_of_real_batches(ordered: bool, length: int, 
     traffic = traffic_of(spec, batch_size=BATCH, loss=loss, store=store, features=features)
     loader = TrainLoader(
         store,
-        assembler=Assembler(user_id=True, features=features),
+        assembler=Assembler(user=ROWS, features=features),
         batch_size=BATCH,
         rank=0,
         world_size=1,
@@ -61,8 +61,8 @@ def test_measured_lookups_are_those_of_real_batches(ordered: bool, length: int, 
     def looked_up(collection: str, feature: str) -> float:
         return float(np.mean([len(batch.sparse[collection][feature].values()) for batch in batches])) / BATCH
 
-    assert traffic.values["item"] == pytest.approx(looked_up(ITEM, "item"), rel=0.05)
-    assert traffic.values["item.list"] == pytest.approx(looked_up(ITEM, "item.list"), rel=0.05)
+    assert traffic.values["item"] == pytest.approx(looked_up(ROWS, "item"), rel=0.05)
+    assert traffic.values["item.list"] == pytest.approx(looked_up(ROWS, "item.list"), rel=0.05)
     assert traffic.values["user.list"] == pytest.approx(looked_up(QUERY, "user.list"), rel=0.05)
     assert traffic.values["context.list"] == pytest.approx(looked_up(QUERY, "context.list"), rel=0.05)
     assert traffic.values["user"] == traffic.values["user.single"] == 1.0

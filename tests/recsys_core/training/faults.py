@@ -105,7 +105,7 @@ def half_a_line(self: Meter, *args: Any, **kwargs: Any) -> None:
 
 def half_a_folder(path: Path, **_: Any) -> None:
     """Removes one file of a checkpoint that is there."""
-    for file in sorted(path.glob("*.distcp")):
+    for file in sorted(path.glob("*")):
         file.unlink()
         die()
 

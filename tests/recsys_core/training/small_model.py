@@ -115,7 +115,7 @@ def make_batch(spec: ModelSpec, *, ranks: Sequence[int], step: int, queries: int
     Histories have 0 to HISTORY items, so that the number of distinct items differs by rank and step.
     """
     assembler = Assembler(
-        user_id=spec.config.user_id, features=FeatureStore({key: _feature(key, form) for key, form in spec.forms.items()})
+        user=spec.user_in, features=FeatureStore({key: _feature(key, form) for key, form in spec.forms.items()})
     )
     parts: dict[str, list[Any]] = {name: [] for name in ("user", "position", "positive", "negative", "length", "row")}
     for rank in ranks:

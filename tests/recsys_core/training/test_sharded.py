@@ -32,7 +32,7 @@ ROUNDING = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 3e-2, "int8": 3e-2}
 
 
 class Case(NamedTuple):
-    """kind: of the query tables, and of the item tables where they can have it; else those are row_wise."""
+    """kind: of the query tables, and of the item tables where they can have it; else those are of `item_kind`."""
 
     kind: str
     loss: LossConfig = LossConfig(negatives=NEGATIVES)
@@ -43,7 +43,9 @@ class Case(NamedTuple):
     def spec(self) -> ModelSpec:
         # TorchRec splits columns from 128 on.
         dim = 256 if self.kind in COLUMN_KINDS else 32 if self.communication.forward == "int8" else 8
-        return small_spec(dim=dim, tables={"item": TableConfig(transfer="residual"), "user.groups": TableConfig(pooling="sum")})
+        user = TableConfig() if self.kind in ROW_LOOKUP_KINDS else TableConfig(lookup="bag")
+        tables = {"item": TableConfig(transfer="residual"), "user": user, "user.groups": TableConfig(pooling="sum")}
+        return small_spec(dim=dim, tables=tables)
 
     @property
     def training(self) -> TrainingConfig:
@@ -57,8 +59,8 @@ class Case(NamedTuple):
         )
 
     def kind_of(self, table: str) -> str:
-        is_item = self.spec.tables[table].side == "item"
-        return self.item_kind if is_item and self.kind not in ROW_LOOKUP_KINDS else self.kind
+        by_row = self.spec.tables[table].row_by_row
+        return self.item_kind if by_row and self.kind not in ROW_LOOKUP_KINDS else self.kind
 
 
 def queries(step: int) -> int:

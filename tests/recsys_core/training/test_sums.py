@@ -27,7 +27,7 @@ def test_sums_per_number_land_where_their_columns_are() -> None:
     [
         ("lookups.item.embeddings.item.weight", "item"),
         ("lookups.item.embeddings.item__brand.weight", "item.brand"),
-        ("replicated.item.lookups.query.embedding_bags.user.weight", "user"),
+        ("replicated.item.lookups.rows_8.embeddings.user.weight", "user"),
         ("dense.head.item.tower.layers.0.weight", None),
     ],
 )

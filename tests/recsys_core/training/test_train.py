@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from recsys_core.data.assembly import Assembler
+from recsys_core.data.batch import ROWS
 from recsys_core.data.events import EventStore
 from recsys_core.data.features.store import FeatureStore
 from recsys_core.errors import InputError, LaunchError, StageError
@@ -180,7 +181,7 @@ def test_exported_vectors_are_those_of_the_unsharded_model(stages, exported):
         table = torch.from_numpy(np.load(exported.path(f"table_{name}.npy")))
         task.lookups.get_parameter(parameter_name(spec, name)).data.copy_(table)
     task.head.load_state_dict(load_file(exported.path("dense.safetensors")))
-    assembler = Assembler(user_id=True, features=FeatureStore.open(stages.data.features))
+    assembler = Assembler(user=ROWS, features=FeatureStore.open(stages.data.features))
     encoder = Encoder(task.eval(), store, assembler, Process(rank=0, world_size=1, device=cpu))
     with torch.no_grad():
         history_item, item = encoder.items(np.arange(spec.items))

@@ -10,7 +10,7 @@ import torch
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-from recsys_core.data.batch import QUERY
+from recsys_core.data.batch import ROWS
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
 from recsys_core.models.shards import table_shards
@@ -108,7 +108,7 @@ def looked_up(spec: ModelSpec, *, epoch: int) -> dict[str, np.ndarray]:
     for step in range((epoch - 1) * STEPS, epoch * STEPS):
         batch = make_batch(spec, ranks=[0, 1], step=step, queries=QUERIES, negatives=NEGATIVES)
         found["item"][batch.item_row_U] = True
-        found["user"][batch.sparse[QUERY]["user"].values()] = True
+        found["user"][batch.sparse[ROWS]["user"].values()] = True
     return found
 
 

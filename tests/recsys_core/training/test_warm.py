@@ -18,6 +18,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer
 
 from recsys_core.data.assembly import Assembler
+from recsys_core.data.batch import ROWS
 from recsys_core.data.events import EventStore
 from recsys_core.data.features.store import FeatureStore
 from recsys_core.manifests import FeaturesManifest, InteractionsManifest, require_manifest
@@ -163,7 +164,7 @@ def step(job: TrainJob, *, rank: int, checkpoint: Path | None, sums: bool = True
             fill_sums(optimizer, spec=job.spec, default=job.training.table_optimizer, warm=job.warm)
     interactions = require_manifest(job.interactions, InteractionsManifest)
     assert job.features is not None
-    assembler = Assembler(user_id=True, features=FeatureStore.open(require_manifest(job.features, FeaturesManifest)))
+    assembler = Assembler(user=ROWS, features=FeatureStore.open(require_manifest(job.features, FeaturesManifest)))
     loader = make_loader(job, store=EventStore.open(interactions), assembler=assembler, process=process(rank))
     pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
     pipeline.progress(iter([loader.make(7, 0)]))

@@ -9,7 +9,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch import Batch
+from recsys_core.data.batch import ROWS, Batch
 from recsys_core.data.events import EventStore
 from recsys_core.data.features.config import FeaturesConfig
 from recsys_core.data.features.ingest import ingest_features
@@ -83,7 +83,7 @@ def loader_of(made: tuple[EventStore, FeatureStore], *, with_features: bool = Tr
     store, features = made
     return TrainLoader(
         store,
-        assembler=Assembler(user_id=True, features=features if with_features else None),
+        assembler=Assembler(user=ROWS, features=features if with_features else None),
         batch_size=7, rank=0, world_size=1, seed=4, max_history=3, negatives=5, negative_share_I=np.full(ITEMS, 1 / ITEMS),
     )  # fmt: skip
 
@@ -140,7 +140,7 @@ def test_a_user_is_asked_about_with_the_features_of_the_first_event_of_the_split
     store, features = made
     users = np.array([4, 1])
     for split, first in (("validation", store.train_end), ("test", store.validation_end)):
-        batch = query_batch(store, users, split, assembler=Assembler(user_id=True, features=features), max_history=2)
+        batch = query_batch(store, users, split, assembler=Assembler(user=ROWS, features=features), max_history=2)
         wanted = features.features["context.device"].row[first[users]].tolist()
         assert batch.sparse["query"]["context.device"].values().tolist() == wanted
 
@@ -202,6 +202,6 @@ def test_a_log_without_weights_has_none(tmp_path: Path) -> None:
     interactions = write_interactions(tmp_path / "log", users=[1], items=[1, 2], log=[([0, 1], [], [1])])
     store = EventStore.open(interactions)
     assert store.event_weight is None
-    loader = TrainLoader(store, assembler=Assembler(user_id=False), batch_size=2, rank=0, world_size=1, seed=0, max_history=1)
+    loader = TrainLoader(store, assembler=Assembler(user=None), batch_size=2, rank=0, world_size=1, seed=0, max_history=1)
     batch = loader.make(0, 0)
     assert batch.weight is None and set(batch.sparse) == {"item"}

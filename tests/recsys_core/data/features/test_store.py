@@ -99,7 +99,7 @@ def samples(jagged: KeyedJaggedTensor, *, weights: bool = False) -> dict[str, li
 
 def per_item(batch: Batch, key: str) -> list[list[float]]:
     """Weights of each distinct item's values."""
-    lengths = batch.sparse["item"][key].lengths().tolist()
+    lengths = batch.sparse[ROWS][key].lengths().tolist()
     return [part.tolist() for part in batch.item_weight[key].split(lengths)]
 
 
@@ -113,16 +113,16 @@ def test_each_query_has_the_features_of_its_user_and_event_and_each_item_its_own
     for batch in (loader.make(0, number) for number in range(len(loader))):
         assert batch.weight is not None
         query, likes = samples(batch.sparse["query"]), samples(batch.sparse["query_weighted"])["user.likes"]
-        much, items = samples(batch.sparse["query_weighted"], weights=True)["user.likes"], samples(batch.sparse["item"])
-        assert set(query) == {"user", "user.age", "context.device"}
-        assert set(items) == {"item", "item.brand", "item.tags"} and set(batch.item_weight) == {"item.tags"}
+        much, items = samples(batch.sparse["query_weighted"], weights=True)["user.likes"], samples(batch.sparse[ROWS])
+        assert set(query) == {"user.age", "context.device"}
+        assert set(items) == {"item", "item.brand", "item.tags", "user"} and set(batch.item_weight) == {"item.tags"}
         for place, item in enumerate(batch.item_row_U.tolist()):
             assert items["item"][place] == [item]
             assert items["item.brand"][place] == [features.features["item.brand"].row[item]]
             assert len(items["item.tags"][place]) == len(DESCRIBED["item.tags"][item])
             assert per_item(batch, "item.tags")[place] == WEIGHT["item.tags"][item]
         for sample in range(batch.batch_size):
-            (user,) = query["user"][sample]
+            (user,) = items["user"][sample]
             assert query["user.age"][sample] == [{0: 1, 1: 1, 2: 0, 3: 2, 4: 3, 5: 3}[user]]
             assert len(likes[sample]) == len(DESCRIBED["user.likes"][user])
             assert much[sample] == WEIGHT["user.likes"][user]
@@ -181,11 +181,11 @@ def test_the_forms_tell_how_many_values_there_are_and_whether_with_weights(tmp_p
 
 def test_features_change_nothing_else_about_a_batch(made: tuple[EventStore, FeatureStore]) -> None:
     with_features, without = loader_of(made).make(1, 2), loader_of(made, with_features=False).make(1, 2)
-    assert set(without.sparse) == {"item", "query"} and without.item_weight == {}
-    assert (without.sparse["item"].keys(), without.sparse["query"].keys()) == (["item"], ["user"])
+    assert set(without.sparse) == {ROWS} and without.item_weight == {}
+    assert without.sparse[ROWS].keys() == ["item", "user"]
     for name in ("item_row_U", "candidate_K", "history_T", "history_offset"):
         assert torch.equal(getattr(without, name), getattr(with_features, name))
-    assert samples(without.sparse["query"])["user"] == samples(with_features.sparse["query"])["user"]
+    assert samples(without.sparse[ROWS])["user"] == samples(with_features.sparse[ROWS])["user"]
 
 
 def test_the_whole_batch_moves(made: tuple[EventStore, FeatureStore]) -> None:
@@ -204,4 +204,4 @@ def test_a_log_without_weights_has_none(tmp_path: Path) -> None:
     assert store.event_weight is None
     loader = TrainLoader(store, assembler=Assembler(user=None), batch_size=2, rank=0, world_size=1, seed=0, max_history=1)
     batch = loader.make(0, 0)
-    assert batch.weight is None and set(batch.sparse) == {"item"}
+    assert batch.weight is None and set(batch.sparse) == {ROWS}

@@ -23,6 +23,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from recsys_core.config import Frozen
 from recsys_core.data.files.disk import full_disk_is_told, too_small
 from recsys_core.manifests import Manifest, load_manifest, seal
+from recsys_core.training.dense_parallel import local
 from recsys_core.training.process import Process
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ class Checkpointer:
 def _local_bytes(value: object) -> int:
     """What this rank writes of an entry of a state dict."""
     tensors = [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+    return sum(local(tensor).nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
 def latest_checkpoint(folder: Path, *, fingerprint: str) -> CheckpointManifest | None:

@@ -8,6 +8,7 @@ from recsys_core.config import Frozen
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
 
 ValidationMetric = Literal["recall", "ndcg", "hit_rate"]
+DenseParallel = Literal["auto", "replicated", "sharded"]
 
 
 class ValidationConfig(Frozen):
@@ -49,6 +50,11 @@ class TrainingConfig(Frozen):
         default_factory=TableOptimizer, description="of the embedding tables, fused into the backward pass"
     )
     dense_optimizer: DenseOptimizer = Field(default_factory=DenseOptimizer, description="of the towers' layers")
+    dense_parallel: DenseParallel = Field(
+        "auto",
+        description="of the towers' layers: replicated on every rank (DDP), or sharded over the ranks (FSDP2); auto: sharded "
+        "where weights, gradients and Adam's state would take more than 1 GiB on each of several ranks",
+    )
     precision: Literal["fp32", "bf16"] = Field("fp32", description="of the towers' matrix products; tables and sums stay fp32")
     validation: ValidationConfig | None = Field(
         default_factory=ValidationConfig, description="empty: no measurement, the last epoch's model is the result"

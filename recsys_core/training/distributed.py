@@ -11,7 +11,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from numpy.typing import NDArray
 from torch import distributed as dist
 from torch import nn
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.optimizers import SGD, Adagrad, Adam, PartialRowWiseAdam
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
@@ -26,6 +26,8 @@ from recsys_core.models.tables import OFFSET
 from recsys_core.models.task import LOOKUPS_PATH, RetrievalHead, RetrievalTask
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.sharders import sharders
+from recsys_core.training.config import DenseParallel
+from recsys_core.training.dense_parallel import shard_layers
 from recsys_core.training.process import Process
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ def build_model(
     plan: PlanFile,
     process: Process,
     optimizer: TableOptimizer,
+    dense_parallel: DenseParallel,
     seed: int,
 ) -> DistributedModelParallel:
     """The task sharded exactly as `plan` says, tables filled at random and updated in the backward pass.
@@ -69,12 +72,14 @@ def build_model(
     head = RetrievalHead(spec, loss=loss, item_count_I=item_count_I, ranks=ranks, weight_decay=decay)
     task = RetrievalTask(head, device=process.device)
     _choose_optimizers(task.lookups, spec, plan=plan, default=optimizer)
+    sharded = shard_layers(head, wish=dense_parallel, device=process.device)
     model = DistributedModelParallel(
         task,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=process.device,
         plan=plan.to_torchrec(LOOKUPS_PATH, spec=spec),
         sharders=sharders(plan.communication),
+        data_parallel_wrapper=DefaultDataParallelWrapper(params_to_ignore=[f"head.{name}" for name in sharded]),
     )
     state = model.state_dict()
     with torch.no_grad():

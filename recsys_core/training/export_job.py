@@ -17,6 +17,7 @@ from recsys_core.manifests import FeaturesManifest, InteractionsManifest, requir
 from recsys_core.models.shards import table_shards
 from recsys_core.models.task import RetrievalTask
 from recsys_core.sharding.plan_file import PlanFile
+from recsys_core.training.dense_parallel import whole
 from recsys_core.training.distributed import build_model
 from recsys_core.training.encoding import Encoder, RankWriter
 from recsys_core.training.job import ExportJob
@@ -40,6 +41,7 @@ def run_export(job: ExportJob, *, process: Process) -> None:
         plan=PlanFile.read(job.plan),
         process=process,
         optimizer=job.training.table_optimizer,
+        dense_parallel=job.training.dense_parallel,
         seed=0,
     )
     optimizer = make_optimizer(model, spec=job.spec, config=job.training)
@@ -52,8 +54,11 @@ def run_export(job: ExportJob, *, process: Process) -> None:
         _write_vectors(Encoder(task, store, assembler, process), job=job, writer=writer)
         _write_tables(model, job=job, writer=writer)
         _write_sums(optimizer, job=job, writer=writer, process=process)
+    dense = {}
+    for name, value in whole(task.head.state_dict()):
+        if process.leads:
+            dense[name] = value.detach().cpu().contiguous()
     if process.leads:
-        dense = {name: value.detach().cpu().contiguous() for name, value in task.head.state_dict().items()}
         save_file(dense, job.out / "dense.safetensors")
     dist.barrier()
 

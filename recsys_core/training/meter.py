@@ -13,6 +13,7 @@ from recsys_core.errors import StageError
 from recsys_core.models.shards import table_shards
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training.clock import StepTimes
+from recsys_core.training.dense_parallel import local
 from recsys_core.training.job import Progress
 from recsys_core.training.process import Process
 
@@ -104,7 +105,10 @@ def refuse_nan(loss: Tensor, *, step: int, epoch: int, model: DistributedModelPa
             if len(bad):
                 told.append(f"table {table}: {len(bad)} rows here are not finite, the first is row {shard.row + int(bad[0])}")
                 break
-    layers = [name for name, value in model.named_parameters() if ".head." in f".{name}" and not torch.isfinite(value).all()]
+    # Of this rank's part: the other ranks are not here to put the layers together.
+    layers = [
+        name for name, value in model.named_parameters() if ".head." in f".{name}" and not torch.isfinite(local(value)).all()
+    ]
     if layers:
         told.append(f"layers {', '.join(layers)}")
     where = "; ".join(told) or "tables and layers are finite"

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import torch
+from torch.distributed.tensor import DTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
@@ -40,7 +41,15 @@ def make_optimizer(model: DistributedModelParallel, *, spec: ModelSpec, config: 
     if dense:
         layers: KeyedOptimizer = KeyedOptimizerWrapper(dense, lambda p: _dense(p, config.dense_optimizer))
         if config.dense_optimizer.clip is not None:
-            layers = GradientClippingOptimizer(layers, clipping=GradientClipping.NORM, max_gradient=config.dense_optimizer.clip)
+            # Told which are sharded and over whom; else it takes the norm of what a rank holds, and for them of nothing at all.
+            groups = {value: [value.device_mesh.get_group()] for value in dense.values() if isinstance(value, DTensor)}
+            layers = GradientClippingOptimizer(
+                layers,
+                clipping=GradientClipping.NORM,
+                max_gradient=config.dense_optimizer.clip,
+                enable_global_grad_clip=True,
+                param_to_pgs=groups,
+            )
         parts.append((DENSE, layers))
     return CombinedOptimizer(parts)
 
@@ -57,8 +66,11 @@ def table_of(parameter: str, spec: ModelSpec) -> str | None:
 
 def _dense(parameters: list[torch.Tensor], wish: DenseOptimizer) -> torch.optim.Optimizer:
     kinds = {"adam": torch.optim.AdamW, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
+    # Apart from each other, since no kernel takes both; for sharded parameters torch 2.13 has a fused one of Adam alone.
+    whole = {"params": [value for value in parameters if not isinstance(value, DTensor)], "fused": True}
+    sharded = {"params": [value for value in parameters if isinstance(value, DTensor)], "fused": wish.kind == "adam"}
     made: torch.optim.Optimizer = kinds[wish.kind](
-        parameters, lr=wish.learning_rate, weight_decay=wish.weight_decay, fused=True
+        [group for group in (whole, sharded) if group["params"]], lr=wish.learning_rate, weight_decay=wish.weight_decay
     )
     return made
 

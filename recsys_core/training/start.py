@@ -33,6 +33,7 @@ def first_model(
         plan=PlanFile.read(job.plan),
         process=process,
         optimizer=job.training.table_optimizer,
+        dense_parallel=job.training.dense_parallel,
         seed=job.training.seed,
     )
     model_rows: Mapping[str, PretrainedRows] = {}

@@ -22,6 +22,7 @@ from recsys_core.training.attempts import launch_until_done
 from recsys_core.training.champion import Champion
 from recsys_core.training.checkpoint import JOB_COPY, PLAN_COPY
 from recsys_core.training.config import TrainingConfig, WarmStartConfig
+from recsys_core.training.dense_parallel import require_layers
 from recsys_core.training.job import Progress, TrainJob, TrainResult
 from recsys_core.training.launcher_config import Launcher, LocalLauncher
 from recsys_core.training.loop import CHECKPOINTS_NAME, METRICS_NAME, PROFILE_NAME, RESULT_NAME
@@ -58,6 +59,7 @@ def train(
 
     champion: what to start from unless a full training is due (config.warm_start). Raises InputError where it does not fit.
     """
+    require_layers(config.dense_parallel, spec=model)
     lasting = config.model_dump(exclude=OPERATIONAL)
     warm_nights = nights_since_full_training(config.warm_start, champion=champion)
     source = champion if warm_nights else None

@@ -18,6 +18,7 @@ from recsys_core.models.shards import LocalShard, table_shards
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.task import RetrievalTask
 from recsys_core.training.champion import Champion
+from recsys_core.training.dense_parallel import fill
 from recsys_core.training.job import WarmStart
 from recsys_core.training.start import pretrained_rows
 from recsys_core.training.sums import has_sums, sum_shards
@@ -88,7 +89,7 @@ def fill_from_champion(model: DistributedModelParallel, *, warm: WarmStart) -> N
             for shard in table_shards(state, table=name):
                 copy_pretrained(shard, vectors=table, vector_row=row, norm=None)
         for name, value in load_file(warm.prepared / DENSE_NAME).items():
-            parameters[name].copy_(value)
+            fill(parameters[name], value)
 
 
 def fill_sums(optimizer: KeyedOptimizer, *, spec: ModelSpec, default: TableOptimizer, warm: WarmStart) -> None:

@@ -73,6 +73,7 @@ def look_up(rank: int, kind: str) -> None:
         plan=make_plan(sharding, model=spec, batch_size=4),
         process=Process(rank, ranks, torch.device("cpu")),
         optimizer=TableOptimizer(),
+        dense_parallel="auto",
         seed=SEED,
     )
     task, store = model.module, feature_store(users=USERS, items=ITEMS, events=EVENTS)

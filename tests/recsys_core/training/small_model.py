@@ -183,6 +183,7 @@ def sharded_model(
         plan=plan,
         process=process,
         optimizer=training.table_optimizer,
+        dense_parallel=training.dense_parallel,
         seed=training.seed,
     )
     fill_pretrained(model, spec=spec, pretrained=pretrained_of(spec))

@@ -79,6 +79,10 @@ UNUSUAL = {
         },
         "training": training(dense_optimizer=DenseOptimizer(kind="adagrad", learning_rate=0.05, clip=1.0)),
     },
+    "sharded layers": {
+        "model": MODEL.model_copy(update={"history": MODEL.history.model_copy(update={"pooling": "mean"})}),  # nothing for DDP
+        "training": training(dense_parallel="sharded", dense_optimizer=DenseOptimizer(warmup_steps=5, clip=0.5)),
+    },
 }
 
 

@@ -1,0 +1,269 @@
+"""Towers sharded over the ranks (FSDP2) against replicas (DDP): the same steps, checkpoints and layers."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import distributed as dist
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.tensor import DTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.optim.keyed import CombinedOptimizer
+
+from recsys_core.errors import InputError, StageError
+from recsys_core.models.config import HistoryConfig, TowerConfig
+from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.optimizer_config import DenseOptimizer
+from recsys_core.models.shards import table_shards
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.tables import TableConfig
+from recsys_core.models.task import RetrievalHead
+from recsys_core.training.checkpoint import Checkpointer, checkpoint_name
+from recsys_core.training.config import TrainingConfig
+from recsys_core.training.dense_parallel import local, require_layers, whole
+from recsys_core.training.job import WarmStart
+from recsys_core.training.meter import refuse_nan
+from recsys_core.training.optimizers import LearningRates, make_optimizer
+from recsys_core.training.process import Process
+from recsys_core.training.restore import restore
+from recsys_core.training.train import train as train_stage
+from recsys_core.training.warm import fill_from_champion
+from tests.gloo import run_ranks
+from tests.recsys_core.training.small_model import make_batch, sharded_model, small_spec
+
+STEPS, NEGATIVES = 6, 5
+LOSS = LossConfig(negatives=NEGATIVES)
+KINDS = {"user": "data_parallel", "user.groups": "table_wise", "user.age": "data_parallel"}
+"""Sharding types of tables; the others are row_wise."""
+ROUNDING = {"fp32": 1e-4, "bf16": 1e-2}
+ADAM = DenseOptimizer(learning_rate=0.01, weight_decay=0.01, warmup_steps=2)
+
+
+def spec_of(history: HistoryConfig | None = None) -> ModelSpec:
+    """Every kind of dense parameter; rows of the layers that ranks can't share evenly, of which the last of four has none."""
+    forms = {"user.groups": "list", "user.age": "number", "item.price": "number"}
+    spec = small_spec(forms=forms, tables={"user.age": TableConfig(dim=4), "item": TableConfig(dim=12)})
+    towers = {
+        "query": TowerConfig(layers=(13, 6, 8), residual=True, layer_norm=True),
+        "candidate": TowerConfig(layers=(5, 8)),
+        "history": history or spec.config.history,
+        "learn_temperature": True,
+    }
+    return spec.model_copy(update={"config": spec.config.model_copy(update=towers)})
+
+
+class Made(NamedTuple):
+    model: DistributedModelParallel
+    optimizer: CombinedOptimizer
+
+    @property
+    def head(self) -> RetrievalHead:
+        head: RetrievalHead = self.model.module.head
+        return head
+
+
+def process_of(rank: int) -> Process:
+    return Process(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
+
+
+def make(rank: int, spec: ModelSpec, **settings: Any) -> Made:
+    training = TrainingConfig(seed=1, **{"dense_optimizer": ADAM} | settings)
+    kinds = {name: KINDS.get(name, "row_wise") for name in spec.tables}
+    model, _ = sharded_model(spec, kinds=kinds, training=training, loss=LOSS, process=process_of(rank))
+    made = Made(model, make_optimizer(model, spec=spec, config=training))
+    made.head.bf16 = training.precision == "bf16"
+    sharded = {name for name, value in made.head.named_parameters() if isinstance(value, DTensor)}
+    towers = {name for name, _ in made.head.named_parameters() if "tower." in name or "item.projection." in name}
+    assert sharded == (towers if training.dense_parallel == "sharded" else set())
+    assert len(made.head.state_dict()) == len(towers) + 2, "but for the weights of the pooling and the temperature"
+    return made
+
+
+def train(made: Made, rank: int, spec: ModelSpec, *, steps: range, **settings: Any) -> list[float]:
+    """This rank's losses."""
+    training = TrainingConfig(**{"dense_optimizer": ADAM} | settings)
+    rates = LearningRates(made.optimizer, spec=spec, config=training, total_steps=STEPS)
+    batches = iter([make_batch(spec, ranks=[rank], step=step, queries=6, negatives=NEGATIVES) for step in steps])
+    pipeline = TrainPipelineSparseDist(made.model, made.optimizer, torch.device("cpu"))
+    losses = []
+    for step in steps:
+        rates.set_step(step)
+        losses.append(pipeline.progress(batches).item())
+    if steps:
+        assert len(pipeline._pipelined_modules) == len(made.model.module.lookups)
+        pipeline.detach()
+    return losses
+
+
+def dense_state(made: Made) -> dict[str, np.ndarray]:
+    """Collective. Weights and optimizer state of everything that is not sharded by TorchRec, by their names in a checkpoint."""
+    flat, _ = flatten_state_dict({"model": made.model.state_dict(), "optimizer": made.optimizer.state_dict()})
+    return {
+        name: value.detach().numpy().copy()
+        for name, value in whole({name: value for name, value in flat.items() if not isinstance(value, ShardedTensor)})
+    }
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "adam": {},
+    "adam, clipped": {"dense_optimizer": ADAM.model_copy(update={"clip": 0.02})},
+    "adagrad": {"dense_optimizer": DenseOptimizer(kind="adagrad", learning_rate=0.05, clip=0.02)},
+    "sgd": {"dense_optimizer": DenseOptimizer(kind="sgd", learning_rate=0.5, weight_decay=0.01)},
+    "bf16": {"precision": "bf16"},
+}
+
+
+def local_tables(made: Made, name: str) -> list[np.ndarray]:
+    return [shard.weight_RC.numpy() for shard in table_shards(made.model.state_dict(), table=name)]
+
+
+def step_both(rank: int, names: list[str], spec: ModelSpec) -> None:
+    for case in names:
+        settings = SETTINGS[case]
+        replicated, sharded = (make(rank, spec, dense_parallel=mode, **settings) for mode in ("replicated", "sharded"))
+        started = dense_state(replicated)
+        expected, found = (train(made, rank, spec, steps=range(STEPS), **settings) for made in (replicated, sharded))
+        rounding = ROUNDING[settings.get("precision", "fp32")]
+        np.testing.assert_allclose(found, expected, rtol=rounding, err_msg=f"{case}: losses")
+        wanted, told = dense_state(replicated), dense_state(sharded)
+        assert told.keys() == wanted.keys()
+        for name in spec.tables:
+            for place, shards in enumerate(zip(*(local_tables(made, name) for made in (replicated, sharded)), strict=True)):
+                wanted[f"{name} {place}"], told[f"{name} {place}"] = shards
+        for name, value in wanted.items():
+            # By the largest number of a tensor: Adam turns the rounding of a gradient near zero into a part of a whole step.
+            atol = rounding * np.abs(value).max(initial=0)
+            np.testing.assert_allclose(told[name], value, rtol=0, atol=atol, err_msg=f"{case}: {name}")
+        assert all((wanted[name] != value).any() for name, value in started.items()), f"{case}: something did not move"
+        held = torch.tensor([local(value).numel() for value in sharded.head.parameters() if isinstance(value, DTensor)])
+        dist.all_reduce(held)
+        assert held.tolist() == [value.numel() for value in sharded.head.parameters() if isinstance(value, DTensor)]
+
+
+@pytest.mark.parametrize(("world_size", "names"), [(1, ["adam"]), (2, list(SETTINGS)), (4, ["adam, clipped"])])
+def test_steps_with_sharded_layers_are_those_with_replicated_ones(world_size, names):
+    run_ranks(step_both, world_size=world_size, arguments=(names, spec_of()))
+
+
+def encode_both(rank: int) -> None:
+    spec = spec_of(HistoryConfig(length=4, pooling="recency", items="vector"))
+    found: list[list[torch.Tensor]] = []
+    for mode in ("replicated", "sharded"):
+        made = make(rank, spec, dense_parallel=mode)
+        task, batch = made.model.module, make_batch(spec, ranks=[rank], step=9, queries=6, negatives=NEGATIVES)
+        found.append([])
+        for steps in (range(0), range(2)):  # an export has not stepped the model, a validation has
+            train(made, rank, spec, steps=steps)
+            with torch.no_grad():
+                found[-1] += [*task.eval().encode_items(batch), task.encode_queries(batch)]
+            task.train()
+    for expected, value in zip(*found, strict=True):
+        torch.testing.assert_close(value, expected)
+    assert not torch.equal(found[0][1], found[0][4])
+
+
+def test_layers_are_gathered_for_vectors_before_the_first_step_and_between_steps():
+    run_ranks(encode_both, world_size=2)
+
+
+def saved_name(mode: str, ranks: int) -> str:
+    return f"{mode}-{ranks}"
+
+
+def save_one(rank: int, mode: str, folder: Path) -> None:
+    spec = spec_of()
+    made = make(rank, spec, dense_parallel=mode)
+    train(made, rank, spec, steps=range(2))
+    process = process_of(rank)
+    saver = Checkpointer(
+        folder / saved_name(mode, process.world_size), fingerprint="f", attempt=1, keep=1, papers={}, process=process
+    )
+    saver.save(made.model, made.optimizer, step=2, best=None)
+    expected = dense_state(made)
+    train(made, rank, spec, steps=range(2, 4))  # while the checkpoint is being written
+    saver.finish()
+    if rank == 0:
+        np.savez(folder / f"{saved_name(mode, process.world_size)}.npz", **expected)
+
+
+SAVED = [("sharded", 4), ("replicated", 2)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    for mode, ranks in SAVED:
+        run_ranks(save_one, world_size=ranks, arguments=(mode, folder))
+    return folder
+
+
+def load_all(rank: int, folder: Path) -> None:
+    spec = spec_of()
+    for mode in ("replicated", "sharded"):
+        for source in (saved_name(*source) for source in SAVED):
+            made = make(rank, spec, dense_parallel=mode)
+            restore(made.model, made.optimizer, checkpoint=folder / source / checkpoint_name(2))
+            found, expected = dense_state(made), dict(np.load(folder / f"{source}.npz"))
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                np.testing.assert_array_equal(found[name], value, err_msg=f"{source} -> {mode}: {name}")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_checkpoint_loads_sharded_and_replicated_on_any_number_of_ranks(saved, world_size):
+    run_ranks(load_all, world_size=world_size, arguments=(saved,))
+
+
+def fill_warm(rank: int, folder: Path) -> None:
+    made = make(rank, spec_of(), dense_parallel="sharded")
+    layers = {name: torch.rand(value.shape) for name, value in made.head.named_parameters()}
+    dist.broadcast_object_list(given := [layers])
+    if rank == 0:
+        save_file(given[0], folder / "dense.safetensors")
+    dist.barrier()
+    fill_from_champion(made.model, warm=WarmStart(run_id="champion", export=folder, prepared=folder))
+    found = dict(whole(made.head.state_dict()))
+    assert found.keys() == given[0].keys()
+    for name, value in given[0].items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+
+
+def test_the_champions_layers_go_on_in_sharded_ones(tmp_path):
+    run_ranks(fill_warm, world_size=4, arguments=(tmp_path,))
+
+
+def refuse_alone(rank: int) -> None:
+    made = make(rank, spec := spec_of(), dense_parallel="sharded")
+    weight = dict(made.head.named_parameters())["query.tower.layers.0.weight"]
+    if rank == 1:  # the other one does not come: it waits for this rank's part in the next step
+        with torch.no_grad():
+            local(weight)[0, 0] = torch.nan
+        with pytest.raises(StageError, match=r"step 3, epoch 1, rank 1: .* \(layers head\.query\.tower\.layers\.0\.weight\)"):
+            refuse_nan(torch.tensor(torch.nan), step=3, epoch=1, model=made.model, spec=spec, rank=rank)
+
+
+def test_one_rank_alone_tells_which_of_its_layers_are_not_finite():
+    run_ranks(refuse_alone, world_size=2, timeout_s=30)
+
+
+def test_towers_without_layers_can_not_be_sharded_which_is_said_before_anything_is_launched(tmp_path):
+    spec = small_spec(forms={})
+    plain = TowerConfig(layers=())
+    bare = spec.model_copy(update={"config": spec.config.model_copy(update={"query": plain, "candidate": plain})})
+    require_layers("sharded", spec=spec)
+    require_layers("auto", spec=bare)
+    with pytest.raises(InputError, match=r"is sharded, .*layers are \[\], .* or set training.dense_parallel to auto"):
+        train_stage(
+            TrainingConfig(dense_parallel="sharded"),
+            model=bare,
+            loss=LOSS,
+            **dict.fromkeys(("interactions", "embeddings", "features", "plan")),
+            folder=tmp_path / "train",
+            on_progress=print,
+        )
+    assert not list(tmp_path.iterdir())

@@ -53,7 +53,7 @@ EVENTS = 3 << 20
 BATCH_SIZES = (1024, 8192)
 WARM_UP, SAMPLES = 20, 1_000_000
 """Steps that are not counted, and samples that are, over all ranks."""
-WINDOW = 10
+WINDOW = 20
 BEST_KIND: ShardingKind = "table_wise"
 """Of both tables in the comparison: what the example's planner chooses too."""
 KINDS: tuple[ShardingKind, ...] = (
@@ -134,7 +134,7 @@ def ours(run: Run, *, folder: Path, process: Process) -> dict[str, Any]:
         query=TowerConfig(layers=LAYERS, residual=False, dropout=0.0),
         candidate=TowerConfig(layers=LAYERS, residual=False, dropout=0.0),
     )
-    loss = LossConfig(kind="bce", negatives=16)
+    loss = LossConfig(kind="bce", negatives=1)
     pools = run.kind not in ROW_LOOKUP_KINDS
     spec = ModelSpec.of(
         model, interactions=interactions, loss=loss, tables={"user": TableConfig(lookup="bag" if pools else "row")}

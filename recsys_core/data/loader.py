@@ -58,7 +58,8 @@ class TrainLoader:
         self._max_history, self._with_target = max_history, with_target
         self._negatives = negatives
         self._negative_cdf_I = np.zeros(0) if negative_share_I is None else np.cumsum(negative_share_I)
-        self._first_example = store.first_example
+        # What leads from the number of a user's example to its place in the log.
+        self._ahead_U = store.user_offset[:-1] - store.first_example
         planned = planned_ranks or world_size
         self.epoch_samples = store.train_events // planned * planned // world_size
 
@@ -110,7 +111,7 @@ class TrainLoader:
         index = np.arange(batch * self._batch_size, batch * self._batch_size + self.batch_samples(batch), dtype=np.int64)
         example = shuffled(index * self._world_size + self._rank, n=store.train_events, key=(self._seed, epoch))
         user = store.train_user[example].astype(np.int64)
-        position = store.user_offset[user] + example - self._first_example[user]
+        position = example + self._ahead_U[user]
         rng = np.random.default_rng([self._seed, epoch, batch, self._rank])
         drawn = np.searchsorted(self._negative_cdf_I, rng.random(self._negatives) * self._total_share, side="right")
         return self._assembler.batch(

@@ -55,14 +55,15 @@ class Meter:
         validation: dict[str, float] | None = None,
     ) -> None:
         """Collective. Appends a line and starts a new window. times: of this rank's steps in it."""
-        dist.all_reduce(self._loss)
         milliseconds = times.milliseconds()
         sums = torch.tensor([*milliseconds.values(), times.embedding_bytes], dtype=torch.float64)
+        sums = torch.cat([self._loss, sums.to(self._loss.device)])
         dist.all_reduce(sums)
+        (loss, steps), sums = sums[:2].tolist(), sums[2:].cpu()
         memory = torch.tensor([self._self.memory_info().rss, self._peak_hbm()])
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)
-        if self._loss[1]:
-            self.last_loss = (self._loss[0] / self._loss[1]).item()
+        if steps:
+            self.last_loss = loss / steps
         now = time.perf_counter()
         line = Progress(
             step=step,

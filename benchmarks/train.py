@@ -264,9 +264,9 @@ def to_markdown(results: dict[str, Any]) -> str:
             lines.append(f"| {batch_size:,} | {name} | {statistics.median(of_one):,.0f} ({rounds}) | {' | '.join(to_others)} |")
     lines += [
         "",
-        "`example`: the loop of TorchRec's retrieval example on RandomRecDataset (benchmarks/torchrec_loop.py), one thread per rank",
-        "as torchrun starts it; then with each rank kept to a core of its own, which nightjar's launcher does by itself. `ours`: this",
-        "project's trainer, from parquet, one drawn negative beside the positives. The ratios are medians of those of each round.",
+        "`example`: the loop of TorchRec's retrieval example on RandomRecDataset (benchmarks/torchrec_loop.py), a thread per",
+        "rank as torchrun starts it; then each rank with a core of its own, as nightjar's launcher has it. `ours`: this",
+        "project's trainer, from parquet, one drawn negative beside the positives. Ratios are medians of those of each round.",
     ]
     if "by_kind" not in results:
         return "\n".join(lines) + "\n"

@@ -17,6 +17,8 @@ from recsys_core.data.lists import Lists
 from recsys_core.data.shuffle import shuffled
 
 READ_AHEAD = 4
+EVENTS_AT_ONCE = 1 << 14
+"""Events that are found together: a call into numpy costs the trainer, which shares the interpreter, more than its work."""
 
 
 class TrainLoader:
@@ -87,8 +89,8 @@ class TrainLoader:
 
         def read_ahead() -> None:
             try:
-                for batch in range(start_batch, len(self)):
-                    if not put(self.make(epoch, batch)):
+                for batch in self._batches(epoch, start=start_batch):
+                    if not put(batch):
                         return
                 put(None)
             except BaseException as error:  # handed to the trainer, which raises it
@@ -105,13 +107,26 @@ class TrainLoader:
             closed.set()
             thread.join()  # a thread that is inside numpy or torch while the interpreter ends takes the process down with it
 
-    def make(self, epoch: int, batch: int) -> Batch:
-        """Batch number `batch` of `epoch`: a function of its arguments and the seed."""
+    def _batches(self, epoch: int, *, start: int) -> Iterator[Batch]:
+        several = max(1, EVENTS_AT_ONCE // self._batch_size)
+        for first in range(start, len(self), several):
+            stop = min(first + several, len(self))
+            events = self._events(epoch, first, stop)
+            for batch in range(first, stop):
+                part = slice((batch - first) * self._batch_size, (batch - first + 1) * self._batch_size)
+                yield self.make(epoch, batch, (events[0][part], events[1][part]))
+
+    def _events(self, epoch: int, first: int, stop: int) -> tuple[Rows, Rows]:
+        """User and position of each example of the batches from `first` to before `stop`."""
+        index = np.arange(first * self._batch_size, min(stop * self._batch_size, self.epoch_samples), dtype=np.int64)
+        example = shuffled(index * self._world_size + self._rank, n=self._store.train_events, key=(self._seed, epoch))
+        user = self._store.train_user[example].astype(np.int64)
+        return user, example + self._ahead_U[user]
+
+    def make(self, epoch: int, batch: int, events: tuple[Rows, Rows] | None = None) -> Batch:
+        """Batch number `batch` of `epoch`: a function of these two and the seed. events: its `_events`, if they are known."""
         store = self._store
-        index = np.arange(batch * self._batch_size, batch * self._batch_size + self.batch_samples(batch), dtype=np.int64)
-        example = shuffled(index * self._world_size + self._rank, n=store.train_events, key=(self._seed, epoch))
-        user = store.train_user[example].astype(np.int64)
-        position = example + self._ahead_U[user]
+        user, position = events or self._events(epoch, batch, batch + 1)
         rng = np.random.default_rng([self._seed, epoch, batch, self._rank])
         drawn = np.searchsorted(self._negative_cdf_I, rng.random(self._negatives) * self._total_share, side="right")
         return self._assembler.batch(

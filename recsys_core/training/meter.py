@@ -1,5 +1,6 @@
 """What training is like: loss, throughput, times, memory, validation metrics, line by line in metrics.jsonl."""
 
+import math
 import time
 from pathlib import Path
 
@@ -96,7 +97,7 @@ class Meter:
 
 def refuse_nan(loss: Tensor, *, step: int, epoch: int, model: DistributedModelParallel, spec: ModelSpec, rank: int) -> None:
     """StageError if the loss of a step is not finite: names the step, and the tables and layers that no longer are."""
-    if torch.isfinite(loss):
+    if math.isfinite(loss.item()):
         return
     state = model.state_dict()
     told = []

@@ -220,10 +220,10 @@ def test_an_exception_while_reading_ahead_reaches_the_trainer_after_the_batches_
     loader = loader_of(store_of(numbered([40])))
     make = loader.make
 
-    def fails_at_three(epoch: int, batch: int) -> Batch:
+    def fails_at_three(epoch: int, batch: int, *events: Any) -> Batch:
         if batch == 3:
             raise error
-        return make(epoch, batch)
+        return make(epoch, batch, *events)
 
     read = []
     with mock.patch.object(loader, "make", fails_at_three), pytest.raises(type(error)) as caught:
@@ -247,11 +247,11 @@ def test_no_more_than_the_read_ahead_is_made_in_advance() -> None:
     made = []
     make, full = loader.make, threading.Event()
 
-    def counted(epoch: int, batch: int) -> Batch:
+    def counted(epoch: int, batch: int, *events: Any) -> Batch:
         made.append(batch)
         if len(made) == READ_AHEAD + 2:
             full.set()
-        return make(epoch, batch)
+        return make(epoch, batch, *events)
 
     with mock.patch.object(loader, "make", counted):
         batches = loader.epoch(0)

@@ -3,7 +3,9 @@
 Shapes: B queries, N drawn candidates, I items.
 """
 
+import os
 import queue
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -17,6 +19,7 @@ from recsys_core.data.lists import Lists
 from recsys_core.data.shuffle import shuffled
 
 READ_AHEAD = 4
+NICER = 10
 EVENTS_AT_ONCE = 1 << 14
 """Events that are found together: a call into numpy costs the trainer, which shares the interpreter, more than its work."""
 
@@ -89,6 +92,7 @@ class TrainLoader:
 
         def read_ahead() -> None:
             try:
+                _give_way()
                 for batch in self._batches(epoch, start=start_batch):
                     if not put(batch):
                         return
@@ -144,6 +148,16 @@ class TrainLoader:
 
     def _history(self, position: Rows, user: Rows) -> Lists:
         return self._store.histories(position, user, max_history=self._max_history, with_target=self._with_target)
+
+
+def _give_way() -> None:
+    """Makes the kernel prefer the trainer, and the threads that talk to other ranks, to this thread where they share a core.
+
+    Batches are then made while the trainer waits for other ranks; when it waits for a batch nobody is preferred.
+    """
+    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + NICER))
 
 
 def query_batch(store: EventStore, user: Rows, split: EvaluationSplit, *, assembler: Assembler, max_history: int) -> Batch:

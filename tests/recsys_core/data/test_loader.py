@@ -1,5 +1,7 @@
 """Every example once per epoch over all ranks, with its own history; a batch is a function of where it stands."""
 
+import os
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import ROWS, Batch
 from recsys_core.data.events import EventStore
-from recsys_core.data.loader import READ_AHEAD, TrainLoader, query_batch
+from recsys_core.data.loader import NICER, READ_AHEAD, TrainLoader, query_batch
 from recsys_core.models.sampling import negative_share
 from tests.recsys_core.data.test_events import Users, store_of, users
 
@@ -231,6 +233,17 @@ def test_an_exception_while_reading_ahead_reaches_the_trainer_after_the_batches_
             read.append(batch)
     assert caught.value is error and len(read) == 3
     wait_until_no_thread_is_left()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_the_thread_gives_way_to_the_trainer_and_only_the_thread() -> None:
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    batches = loader_of(store_of(numbered([400]))).epoch(0)
+    next(batches)
+    (thread,) = loader_threads()
+    assert os.getpriority(os.PRIO_PROCESS, thread.native_id) == min(19, before + NICER)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+    batches.close()
 
 
 def test_leaving_an_epoch_early_ends_its_thread() -> None:

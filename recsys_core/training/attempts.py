@@ -52,9 +52,9 @@ def launch_until_done(
         job_file = work / JOB_COPY
         job_file.write_text(job.model_dump_json(indent=2))
         plan = PlanFile.read(job.plan)
-        logger.info(
-            "attempt %d: %d ranks, from %s", attempt, plan.world_size, f"step {checkpoint.step}" if checkpoint else "the start"
-        )
+        if attempt > 1 or checkpoint is not None:
+            start = "the start" if checkpoint is None else f"step {checkpoint.step}"
+            logger.info("attempt %d: %d ranks, from %s", attempt, plan.world_size, start)
         try:
             launch(
                 job_file,

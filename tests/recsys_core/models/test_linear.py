@@ -64,3 +64,12 @@ def test_few_rows_other_precisions_and_lists_of_matrices_are_left_to_torch(calls
 def test_two_calls_give_the_same_bits() -> None:
     value, weight = torch.randn(1000, 64), torch.randn(128, 64)
     assert torch.equal(linear(value, weight), linear(value, weight))
+
+
+def test_without_gradients_and_in_inference_mode_the_product_is_the_same() -> None:
+    value, layer = torch.randn(300, 8), Linear(8, 4)
+    wanted = layer(value).detach()
+    with torch.no_grad():
+        assert torch.equal(layer(value), wanted)
+    with torch.inference_mode():
+        assert torch.equal(layer(value), wanted)

@@ -40,6 +40,7 @@ case $device in
         "$venv/bin/python" -m pip download --quiet --no-deps --dest "$wheels" "$(grep -o '^torch==[0-9.]*' "$locks/torch.txt")"
         "$venv/bin/python" -m pip install --quiet --no-compile --no-deps --no-index --find-links "$wheels" \
             --require-hashes -r "$locks/torch.txt"
+        "$venv/bin/python" -m compileall -qq -j 0 "$venv"/lib/python3*/site-packages/torch || true  # a few of its files are templates
         if grep --quiet '^Requires-Dist: nvidia-' "$venv"/lib/python3*/site-packages/torch-*.dist-info/METADATA; then
             install cuda
         fi

@@ -273,9 +273,10 @@ def to_markdown(results: dict[str, Any]) -> str:
         return "\n".join(lines) + "\n"
     lines += [
         "",
-        f"By sharding type of the users' table (in a bag where the type pools), batch {BATCH_SIZES[1]:,} per rank; the item table",
-        "has the same type where rows looked up one by one can, else row_wise. Columns are cut from a width of 128 on: here the column-wise types leave the",
-        "tables whole. Four ranks share the cores where there are only two. Milliseconds of a step, mean over the ranks",
+        f"By sharding type of the users' table (in a bag where the type pools), batch {BATCH_SIZES[1]:,} per rank; the item",
+        "table has the same type where rows looked up one by one can, else row_wise. Columns are cut from a width of 128 on:",
+        "here the column-wise types leave the tables whole. Four ranks share the cores where there are only two. Milliseconds",
+        "of a step, mean over the ranks",
         "(recsys_core/training/clock.py):",
         "",
         "| ranks | sharding type | samples/s | data | comms | compute | optimizer |",

@@ -5,6 +5,7 @@ Shapes: B queries, N drawn candidates, K = B + N candidates, U distinct items, T
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any, Self
 
 import numpy as np
@@ -78,10 +79,15 @@ def keyed_jagged(
     """
     lengths: NDArray[np.int32] = np.zeros((len(features), samples), np.int32)
     for row, feature in zip(lengths, features.values(), strict=True):
-        row[: len(feature.length_N)] = feature.length_N
+        np.subtract(feature.offset[1:], feature.offset[:-1], out=row[: len(feature)], casting="unsafe")
+    values = [len(feature.row_T) for feature in features.values()]
     return KeyedJaggedTensor(
         keys=list(features),
         values=torch.from_numpy(np.concatenate([feature.row_T for feature in features.values()])),
         weights=None if weight_T is None else torch.from_numpy(weight_T),
         lengths=torch.from_numpy(lengths.reshape(-1)),
+        stride=samples,
+        # Known here; TorchRec would sum them up in the trainer's time.
+        length_per_key=values,
+        offset_per_key=[0, *accumulate(values)],
     )

@@ -18,10 +18,13 @@ from recsys_core.data.events import EvaluationSplit, EventStore, Rows
 from recsys_core.data.lists import Lists
 from recsys_core.data.shuffle import shuffled
 
-READ_AHEAD = 4
-NICER = 10
 EVENTS_AT_ONCE = 1 << 14
-"""Events that are found together: a call into numpy costs the trainer, which shares the interpreter, more than its work."""
+"""Events whose batches are made in one go: waking a thread, and what it last had in a cache, cost more than a small batch."""
+READ_AHEAD = 2
+"""Such goes that lie ready."""
+NICER = 10
+PHILOX_NUMBERS = 4
+"""Numbers that the generator gives for one count."""
 
 
 class TrainLoader:
@@ -78,10 +81,10 @@ class TrainLoader:
 
     def epoch(self, epoch: int, *, start_batch: int = 0) -> Iterator[Batch]:
         """The batches of `epoch` from `start_batch` on, made by a thread of its own while the caller trains."""
-        ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=READ_AHEAD)
+        ready: queue.Queue[list[Batch] | BaseException | None] = queue.Queue(maxsize=READ_AHEAD)
         closed = threading.Event()
 
-        def put(item: Batch | BaseException | None) -> bool:
+        def put(item: list[Batch] | BaseException | None) -> bool:
             while not closed.is_set():
                 try:
                     ready.put(item, timeout=0.1)
@@ -93,8 +96,8 @@ class TrainLoader:
         def read_ahead() -> None:
             try:
                 _give_way()
-                for batch in self._batches(epoch, start=start_batch):
-                    if not put(batch):
+                for batches in self._batches(epoch, start=start_batch):
+                    if not put(batches):
                         return
                 put(None)
             except BaseException as error:  # handed to the trainer, which raises it
@@ -106,38 +109,50 @@ class TrainLoader:
             while (item := ready.get()) is not None:
                 if isinstance(item, BaseException):
                     raise item
-                yield item
+                yield from item
         finally:
             closed.set()
             thread.join()  # a thread that is inside numpy or torch while the interpreter ends takes the process down with it
 
-    def _batches(self, epoch: int, *, start: int) -> Iterator[Batch]:
+    def make(self, epoch: int, batch: int) -> Batch:
+        """Batch number `batch` of `epoch`: a function of these two, the seed and the rank."""
+        return self._make(epoch, batch, batch + 1)[0]
+
+    def _batches(self, epoch: int, *, start: int) -> Iterator[list[Batch]]:
         several = max(1, EVENTS_AT_ONCE // self._batch_size)
         for first in range(start, len(self), several):
-            stop = min(first + several, len(self))
-            events = self._events(epoch, first, stop)
-            for batch in range(first, stop):
-                part = slice((batch - first) * self._batch_size, (batch - first + 1) * self._batch_size)
-                yield self.make(epoch, batch, (events[0][part], events[1][part]))
+            yield self._make(epoch, first, min(first + several, len(self)))
+
+    def _make(self, epoch: int, first: int, stop: int) -> list[Batch]:
+        """The batches from `first` to before `stop`."""
+        user, position = self._events(epoch, first, stop)
+        drawn_bN = self._drawn(epoch, first, stop)
+        parts = [slice(start, start + self._batch_size) for start in range(0, len(user), self._batch_size)]
+        return [self._batch(user[part], position[part], drawn_N) for part, drawn_N in zip(parts, drawn_bN, strict=True)]
 
     def _events(self, epoch: int, first: int, stop: int) -> tuple[Rows, Rows]:
-        """User and position of each example of the batches from `first` to before `stop`."""
+        """User and position of each example of these batches."""
         index = np.arange(first * self._batch_size, min(stop * self._batch_size, self.epoch_samples), dtype=np.int64)
         example = shuffled(index * self._world_size + self._rank, n=self._store.train_events, key=(self._seed, epoch))
         user = self._store.train_user[example].astype(np.int64)
         return user, example + self._ahead_U[user]
 
-    def make(self, epoch: int, batch: int, events: tuple[Rows, Rows] | None = None) -> Batch:
-        """Batch number `batch` of `epoch`: a function of these two and the seed. events: its `_events`, if they are known."""
+    def _drawn(self, epoch: int, first: int, stop: int) -> Rows:
+        """[batches, N]: the candidates drawn for each of these batches."""
+        # Numbers that are found by counting: those of a batch are the same wherever the drawing begins.
+        counts = -(-self._negatives // PHILOX_NUMBERS)
+        key = np.random.SeedSequence([self._seed, epoch, self._rank]).generate_state(2, np.uint64)
+        generator = np.random.Generator(np.random.Philox(key=key, counter=first * counts))
+        number_bN = generator.random((stop - first, counts * PHILOX_NUMBERS))[:, : self._negatives]
+        return np.searchsorted(self._negative_cdf_I, number_bN * self._total_share, side="right")
+
+    def _batch(self, user: Rows, position: Rows, drawn_N: Rows) -> Batch:
         store = self._store
-        user, position = events or self._events(epoch, batch, batch + 1)
-        rng = np.random.default_rng([self._seed, epoch, batch, self._rank])
-        drawn = np.searchsorted(self._negative_cdf_I, rng.random(self._negatives) * self._total_share, side="right")
         return self._assembler.batch(
             user=user,
             position=position,
             history=self._history(position, user) if self._max_history else Lists.empty(len(user)),
-            candidate=np.concatenate([store.event_item[position].astype(np.int64), drawn]),
+            candidate=np.concatenate([store.event_item[position].astype(np.int64), drawn_N]),
             weight=None if store.event_weight is None else store.event_weight[position],
         )
 

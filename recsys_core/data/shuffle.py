@@ -7,6 +7,7 @@ next power of four it would be up to three in four, over and over.
 """
 
 import math
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,43 +27,41 @@ def shuffled(positions: NDArray[np.int64], *, n: int, key: tuple[int, ...]) -> N
         return positions.copy()
     left_size = math.isqrt(n - 1) + 1
     sizes = (np.uint64(left_size), np.uint64(-(-n // left_size)))
-    round_keys = np.random.default_rng(list(key)).integers(0, 2**63, ROUNDS, dtype=np.uint64)
-    result = _feistel(positions.astype(np.uint64), sizes=sizes, round_keys=round_keys)
+    round_keys = _round_keys(key)
+    result = _feistel(np.ascontiguousarray(positions, np.int64).view(np.uint64), sizes=sizes, round_keys=round_keys)
     outside = np.flatnonzero(result >= n)
     while len(outside):
         walked = _feistel(result[outside], sizes=sizes, round_keys=round_keys)
         result[outside] = walked
         outside = outside[walked >= n]
-    return result.astype(np.int64)
+    return result.view(np.int64)
 
 
-def below(hashed: NDArray[np.uint64], size: np.uint64) -> NDArray[np.uint64]:
-    """Numbers in [0, size) from the upper halves of hashes, equally likely up to 1 in 2**32; size < 2**32. In place.
-
-    >>> below(np.array([0, 2**63, 2**64 - 1], np.uint64), np.uint64(10)).tolist()
-    [0, 5, 9]
-    """
-    hashed >>= _32
-    hashed *= size
-    hashed >>= _32
-    return hashed
-
-
-def hashes(value: NDArray[np.uint64], *, key: np.uint64) -> NDArray[np.uint64]:
-    """A hash of each value whose upper half is well mixed."""
-    mixed = (value ^ key) * _MIX
-    mixed ^= mixed >> _29
-    mixed *= _MIX
-    return mixed
+@lru_cache
+def _round_keys(key: tuple[int, ...]) -> NDArray[np.uint64]:
+    return np.random.default_rng(list(key)).integers(0, 2**63, ROUNDS, dtype=np.uint64)
 
 
 def _feistel(
     value: NDArray[np.uint64], *, sizes: tuple[np.uint64, np.uint64], round_keys: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
-    halves = [value // sizes[1], value]
-    halves[1] = value - halves[0] * sizes[1]
+    left = value // sizes[1]
+    halves = [left, value - left * sizes[1]]
+    hashed, spare = np.empty_like(value), np.empty_like(value)
     for number, key in enumerate(round_keys):
         changed, other, size = halves[number % 2], halves[1 - number % 2], sizes[number % 2]
-        changed += below(hashes(other, key=key), size)
-        changed -= size * (changed >= size)
+        # A hash of `other` whose upper half is well mixed,
+        np.bitwise_xor(other, key, out=hashed)
+        hashed *= _MIX
+        np.right_shift(hashed, _29, out=spare)
+        hashed ^= spare
+        hashed *= _MIX
+        # and from that half a number in [0, size), all equally likely up to 1 in 2**32 (size < 2**32),
+        hashed >>= _32
+        hashed *= size
+        hashed >>= _32
+        # which is added modulo size: what is below zero without a sign is larger than what it was.
+        changed += hashed
+        np.subtract(changed, size, out=spare)
+        np.minimum(changed, spare, out=changed)
     return halves[0] * sizes[1] + halves[1]

@@ -159,7 +159,7 @@ def test_only_items_with_a_training_event_are_drawn(count: list[int], alpha: flo
 
 
 @pytest.mark.parametrize("start", [0, 1, 5, 12, 13])
-def test_resuming_at_a_batch_gives_exactly_the_later_batches(start: int) -> None:
+def test_resuming_at_a_batch_gives_exactly_the_later_batches(start: int, two_batches_at_once: None) -> None:
     loader = loader_of(store_of(numbered([13] * 4)), negatives=3)
     assert len(loader) == 13
     whole, resumed = list(loader.epoch(2)), list(loader.epoch(2, start_batch=start))
@@ -206,6 +206,11 @@ def test_epochs_and_seeds_differ_and_the_same_ones_are_equal() -> None:
     assert order(2, 1) == orders[3]
 
 
+@pytest.fixture
+def two_batches_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recsys_core.data.loader.EVENTS_AT_ONCE", 2 * 4)  # of loader_of's batches
+
+
 def loader_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "loader"]
 
@@ -218,25 +223,27 @@ def wait_until_no_thread_is_left() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("page 7 is gone"), SystemExit(3)])
-def test_an_exception_while_reading_ahead_reaches_the_trainer_after_the_batches_before_it(error: BaseException) -> None:
+def test_an_exception_while_reading_ahead_reaches_the_trainer_after_what_was_made_before_it(
+    error: BaseException, two_batches_at_once: None
+) -> None:
     loader = loader_of(store_of(numbered([40])))
-    make = loader.make
+    make = loader._make
 
-    def fails_at_three(epoch: int, batch: int, *events: Any) -> Batch:
-        if batch == 3:
+    def fails_at_four(epoch: int, first: int, stop: int) -> list[Batch]:
+        if first == 4:
             raise error
-        return make(epoch, batch, *events)
+        return make(epoch, first, stop)
 
     read = []
-    with mock.patch.object(loader, "make", fails_at_three), pytest.raises(type(error)) as caught:
+    with mock.patch.object(loader, "_make", fails_at_four), pytest.raises(type(error)) as caught:
         for batch in loader.epoch(0):
             read.append(batch)
-    assert caught.value is error and len(read) == 3
+    assert caught.value is error and len(read) == 4
     wait_until_no_thread_is_left()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
-def test_the_thread_gives_way_to_the_trainer_and_only_the_thread() -> None:
+def test_the_thread_gives_way_to_the_trainer_and_only_the_thread(two_batches_at_once: None) -> None:
     before = os.getpriority(os.PRIO_PROCESS, 0)
     batches = loader_of(store_of(numbered([400]))).epoch(0)
     next(batches)
@@ -246,7 +253,7 @@ def test_the_thread_gives_way_to_the_trainer_and_only_the_thread() -> None:
     batches.close()
 
 
-def test_leaving_an_epoch_early_ends_its_thread() -> None:
+def test_leaving_an_epoch_early_ends_its_thread(two_batches_at_once: None) -> None:
     loader = loader_of(store_of(numbered([400])))
     batches = loader.epoch(0)
     next(batches)
@@ -255,23 +262,23 @@ def test_leaving_an_epoch_early_ends_its_thread() -> None:
     assert loader_threads() == []
 
 
-def test_no_more_than_the_read_ahead_is_made_in_advance() -> None:
+def test_no_more_than_the_read_ahead_is_made_in_advance(two_batches_at_once: None) -> None:
     loader = loader_of(store_of(numbered([400])))
     made = []
-    make, full = loader.make, threading.Event()
+    make, full = loader._make, threading.Event()
 
-    def counted(epoch: int, batch: int, *events: Any) -> Batch:
-        made.append(batch)
+    def counted(epoch: int, first: int, stop: int) -> list[Batch]:
+        made.append(first)
         if len(made) == READ_AHEAD + 2:
             full.set()
-        return make(epoch, batch, *events)
+        return make(epoch, first, stop)
 
-    with mock.patch.object(loader, "make", counted):
+    with mock.patch.object(loader, "_make", counted):
         batches = loader.epoch(0)
         next(batches)
-        assert full.wait(10)  # one taken, READ_AHEAD in the queue, one in hand
+        assert full.wait(10)  # one go taken, READ_AHEAD in the queue, one in hand
         time.sleep(0.05)
-        assert len(made) == READ_AHEAD + 2
+        assert made == [0, 2, 4, 6]
         batches.close()
     wait_until_no_thread_is_left()
 

@@ -4,7 +4,8 @@ Two tables looked up in one EmbeddingBagCollection, an MLP on each side, binary 
 Adagrad in the backward pass, Adam for the MLPs, DistributedModelParallel with what it chooses by itself, and its pipeline.
 """
 
-import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -50,8 +51,10 @@ class Task(nn.Module):
         return loss, (loss.detach(), logits.detach(), batch.labels.detach())
 
 
-def seconds_per_step(*, rows: int, dim: int, layers: list[int], batch_size: int, warm_up: int, steps: int) -> float:
-    """Of the default process group's ranks, in their own loop."""
+def train(
+    *, rows: int, dim: int, layers: list[int], batch_size: int, paced: Callable[[Iterable[Batch]], Iterator[Batch]]
+) -> None:
+    """Trains on as many batches as `paced` lets through."""
     device = torch.device("cpu")
     task = Task(rows=rows, dim=dim, layers=layers, device=device)
     apply_optimizer_in_backward(RowWiseAdagrad, task.ebc.parameters(), {"lr": 0.01})
@@ -65,13 +68,8 @@ def seconds_per_step(*, rows: int, dim: int, layers: list[int], batch_size: int,
         batch_sampler=None,
         num_workers=0,
     )
-    batches = iter(loader)
+    batches = paced(loader)
     pipeline = TrainPipelineSparseDist(model, optimizer, device)
-    for _ in range(warm_up):
-        pipeline.progress(batches)
-    torch.distributed.barrier()
-    started = time.perf_counter()
-    for _ in range(steps):
-        pipeline.progress(batches)
-    torch.distributed.barrier()
-    return (time.perf_counter() - started) / steps
+    with suppress(StopIteration):
+        while True:
+            pipeline.progress(batches)

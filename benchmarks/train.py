@@ -1,21 +1,25 @@
 """The training step beside TorchRec's retrieval example, and by sharding type; writes benchmarks/train.json and train.md.
 
     make bench-train                      # everything, about 15 minutes
-    python -m benchmarks.train --rounds 1 --parts compared
+    python -m benchmarks.train --rounds 3 --parts compared
 
 Two tables of 1,048,576 x 64, an MLP [128, 64] on each side, binary cross-entropy, two gloo ranks. Our trainer reads what the
-ingest made of a parquet log; in `made beforehand` its very batches lie ready. The contestants take turns.
+ingest made of a parquet log; in `made beforehand` its very batches lie ready. The contestants take turns (benchmarks/turns.py).
 """
 
 import argparse
 import json
 import multiprocessing
 import os
+import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
+from itertools import chain, count, islice
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +27,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from numpy.typing import NDArray
 from torch import distributed as dist
 
-from benchmarks.torchrec_loop import seconds_per_step
+from benchmarks import torchrec_loop
+from benchmarks.turns import Turns, run_window, take_turns
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import Batch
 from recsys_core.data.events import EventStore
@@ -51,10 +57,10 @@ from recsys_core.training.start import first_model
 
 ROWS, DIM, LAYERS = 1 << 20, 64, (128, 64)
 EVENTS = 3 << 20
-BATCH_SIZES = (1024, 8192)
-WARM_UP, SAMPLES = 20, 1_000_000
-"""Steps that are not counted, and samples that are, over all ranks."""
-WINDOW = 20
+TURN = {1024: 200, 8192: 50}
+"""Batch sizes of the comparison, and steps of a turn: two seconds or so, so that what lay ready before it counts little."""
+WARM_UP, WINDOW, WINDOWS = 20, 20, 3
+"""Steps that are not counted, steps that are timed together, and how often, where sharding types are measured."""
 BEST_KIND: ShardingKind = "table_wise"
 """Of both tables in the comparison: what the example's planner chooses too."""
 KINDS: tuple[ShardingKind, ...] = (
@@ -62,7 +68,10 @@ KINDS: tuple[ShardingKind, ...] = (
 )  # fmt: skip
 HERE = Path(__file__).parent
 PARTS = ("compared", "by_kind")
-EXAMPLE, PINNED = "example", "example, ranks kept to a core each"
+EXAMPLE, PINNED, MADE = "example", "example, ranks kept to a core each", "ours, made beforehand"
+CONTESTANTS = (EXAMPLE, PINNED, "ours, fp32", MADE, "ours, bf16")
+LARGEST = max(TURN)
+Paced = Callable[[Iterable[Any]], Iterator[Any]]
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
@@ -75,13 +84,12 @@ class Run(NamedTuple):
     kind: ShardingKind = BEST_KIND
     warm_up: int = WARM_UP
     window: int = WINDOW
-    windows: int | None = None
+    windows: int = WINDOWS
 
     @property
-    def counted(self) -> int:
-        """Steps that are timed."""
-        windows = self.windows or max(1, SAMPLES // (self.batch_size * self.ranks * self.window))
-        return windows * self.window
+    def steps(self) -> int:
+        """All."""
+        return self.warm_up + self.windows * self.window
 
 
 def write_log(folder: Path) -> InteractionsManifest:
@@ -98,33 +106,32 @@ def write_log(folder: Path) -> InteractionsManifest:
     return ingest_interactions(config, embeddings=None, folder=folder / "interactions")
 
 
-class Shortened:
-    """The first batches of a loader's epoch: from the loader, or made beforehand."""
+class Steps:
+    """An epoch of as many batches as are wanted: from the loader, or made beforehand."""
 
-    def __init__(self, loader: TrainLoader, *, steps: int, made: bool) -> None:
-        self._loader, self._steps = loader, steps
+    def __init__(self, loader: TrainLoader, *, steps: int, made: bool, paced: Paced | None) -> None:
+        self._loader, self._steps, self._paced = loader, steps, paced
         self.epoch_samples = steps * loader.batch_samples(0)
-        self._made = [loader.make(0, step) for step in range(steps)] if made else None
+        self._made = [loader.make(0, step) for step in range(min(steps, len(loader)))] if made else None
 
     def __len__(self) -> int:
         return self._steps
 
     def batch_samples(self, batch: int) -> int:
-        """Queries of each batch."""
-        return self._loader.batch_samples(batch)
+        """Queries of each batch: every epoch's last one is whole too."""
+        return self._loader.batch_samples(0)
 
     def epoch(self, epoch: int, *, start_batch: int) -> Iterator[Batch]:
         """The batches."""
-        if self._made is not None:
-            yield from self._made
-            return
-        whole = self._loader.epoch(epoch, start_batch=start_batch)
-        for _ in range(self._steps):
-            yield next(whole)
-        whole.close()  # type: ignore[attr-defined]
+        batches = chain.from_iterable(self._epochs())
+        yield from islice(batches, self._steps) if self._paced is None else self._paced(batches)
+
+    def _epochs(self) -> Iterator[Iterable[Batch]]:
+        for epoch in count():
+            yield self._loader.epoch(epoch) if self._made is None else self._made
 
 
-def ours(run: Run, *, folder: Path, process: Process) -> dict[str, Any]:
+def ours(run: Run, *, folder: Path, process: Process, paced: Paced | None) -> dict[str, Any]:
     """Samples per second over the counted windows, and the mean of their times."""
     keep_freed_memory()  # so does every rank too
     interactions = require_manifest(folder / "interactions", InteractionsManifest, verify=False)
@@ -149,7 +156,7 @@ def ours(run: Run, *, folder: Path, process: Process) -> dict[str, Any]:
     cluster = ClusterConfig(device="cpu", processes_per_node=run.ranks)
     item = "row_wise" if pools else run.kind
     tables = {"user": TableConstraint(sharding_types=(run.kind,)), "item": TableConstraint(sharding_types=(item,))}
-    work = folder / "work"
+    work = folder / run.name
     if process.leads:
         plan_sharding(
             ShardingConfig(cluster=cluster, tables=tables), model=spec, batch_size=run.batch_size, folder=work / "plan"
@@ -161,7 +168,7 @@ def ours(run: Run, *, folder: Path, process: Process) -> dict[str, Any]:
     )  # fmt: skip
     store = EventStore.open(interactions)
     loader = make_loader(job, store=store, assembler=Assembler(user=job.spec.user_in, features=None), process=process)
-    short: Any = Shortened(loader, steps=run.warm_up + run.counted, made="made" in run.name)
+    short: Any = Steps(loader, steps=run.steps, made="made" in run.name, paced=paced)
     sharded = first_model(job, store=store, interactions=interactions, features=None, process=process)
     trainer = Training(job, model=sharded, loader=short, process=process)
     trainer._save = lambda: None  # type: ignore[method-assign]  # a checkpoint of random rows is of no interest here
@@ -174,55 +181,74 @@ def ours(run: Run, *, folder: Path, process: Process) -> dict[str, Any]:
     return {"samples_per_s": statistics.harmonic_mean([line.samples_per_s for line in counted]), "ms_per_step": times}
 
 
-def _rank(run: Run, rank: int, folder: Path, answers: Any) -> None:
+def _rank(run: Run, rank: int, folder: Path, pipe: Connection, is_paced: bool) -> None:
     torch.set_num_threads(1)  # torchrun's own default too
     if run.name != EXAMPLE:
         keep_to_own_cores(rank=rank, ranks=run.ranks)  # as every rank does that is launched to train on a CPU
-    store = f"file://{folder}/group"
+    store = f"file://{folder / run.name}.group"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=run.ranks, timeout=timedelta(minutes=10))
+    paced = Turns(pipe, window=run.window, windows=run.windows).paced if is_paced else None
     if run.name.startswith(EXAMPLE):
+        assert paced is not None
         os.environ |= {"LOCAL_WORLD_SIZE": str(run.ranks), "LOCAL_RANK": str(rank)}
-        step = seconds_per_step(
-            rows=ROWS, dim=DIM, layers=list(LAYERS), batch_size=run.batch_size, warm_up=run.warm_up, steps=run.counted
-        )
-        answer: dict[str, Any] = {"samples_per_s": run.batch_size * run.ranks / step}
+        torchrec_loop.train(rows=ROWS, dim=DIM, layers=list(LAYERS), batch_size=run.batch_size, paced=paced)
     else:
-        answer = ours(run, folder=folder, process=Process(rank=rank, world_size=run.ranks, device=torch.device("cpu")))
-    if rank == 0:
-        answers.put(answer)
+        process = Process(rank=rank, world_size=run.ranks, device=torch.device("cpu"))
+        answer = ours(run, folder=folder, process=process, paced=paced)
+        if rank == 0 and not is_paced:
+            pipe.send(answer)
     dist.barrier()
     dist.destroy_process_group()
 
 
+@contextmanager
+def started(run: Run, *, folder: Path, is_paced: bool) -> Iterator[list[Connection]]:
+    """The ranks of one contestant, by a pipe to each; they are done when it is left."""
+    pipes, ranks = [], []
+    for rank in range(run.ranks):
+        here, there = _CONTEXT.Pipe()
+        ranks.append(_CONTEXT.Process(target=_rank, args=(run, rank, folder, there, is_paced)))
+        ranks[-1].start()
+        there.close()  # so that a rank's end is seen
+        pipes.append(here)
+    try:
+        yield pipes
+    finally:
+        for process in ranks:
+            process.join()
+    shutil.rmtree(folder / run.name, ignore_errors=True)
+    (folder / f"{run.name}.group").unlink(missing_ok=True)
+
+
 def measure(run: Run, *, folder: Path) -> dict[str, Any]:
     """Rank 0's answer."""
-    answers = _CONTEXT.Queue()
-    ranks = [_CONTEXT.Process(target=_rank, args=(run, rank, folder, answers)) for rank in range(run.ranks)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    (folder / "group").unlink(missing_ok=True)
-    if any(process.exitcode for process in ranks):
-        raise SystemExit(f"{run}: exit codes {[process.exitcode for process in ranks]}")
-    found: dict[str, Any] = answers.get()
-    sys.stdout.write(f"{run.name}, batch {run.batch_size}, {run.ranks} ranks, {run.kind}: {found['samples_per_s']:,.0f}/s\n")
-    sys.stdout.flush()
+    with started(run, folder=folder, is_paced=False) as pipes:
+        found: dict[str, Any] = pipes[0].recv()
+    say(f"{run.name}, batch {run.batch_size}, {run.ranks} ranks, {run.kind}: {found['samples_per_s']:,.0f}/s")
     return found
 
 
-CONTESTANTS = (EXAMPLE, PINNED, "ours, fp32", "ours, made beforehand", "ours, bf16")
+def say(line: str) -> None:
+    """At once, also into a pipe."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def compare(folder: Path, *, rounds: int) -> list[dict[str, Any]]:
-    """The contestants in turns, `rounds` times."""
+    """Samples per second of each contestant in each round, after a first one that does not count."""
     found = []
-    for batch_size in BATCH_SIZES:
-        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTESTANTS}
-        for _ in range(rounds):
+    for batch_size, steps in TURN.items():
+        with ExitStack() as stack:
+            pipes = {}
             for name in CONTESTANTS:
-                runs[name].append(measure(Run(name, batch_size), folder=folder))
-        found += [{"name": name, "batch_size": batch_size, "runs": of_one} for name, of_one in runs.items()]
+                run = Run(name, batch_size, warm_up=0, window=steps, windows=1 + rounds)
+                pipes[name] = stack.enter_context(started(run, folder=folder, is_paced=True))
+                run_window(pipes[name])  # before the next one starts, so that none runs beside another
+            seconds = take_turns(pipes, rounds=rounds)
+        for name, of_one in seconds.items():
+            speeds = [run.ranks * batch_size * steps / one for one in of_one]
+            say(f"{name}, batch {batch_size}: {statistics.median(speeds):,.0f}/s")
+            found.append({"name": name, "batch_size": batch_size, "samples_per_s": speeds})
     return found
 
 
@@ -232,8 +258,8 @@ def by_kind(folder: Path) -> list[dict[str, Any]]:
     for ranks in (1, 2, 4):
         for kind in KINDS:
             # Replicas send all of a table's gradient in every step, which takes seconds.
-            few = {"warm_up": 2, "window": 2, "windows": 1} if kind == "data_parallel" else {"windows": 3}
-            run = Run("ours, fp32", BATCH_SIZES[1], ranks=ranks, kind=kind, **few)
+            few = {"warm_up": 2, "window": 2, "windows": 1} if kind == "data_parallel" else {}
+            run = Run("ours, fp32", LARGEST, ranks=ranks, kind=kind, **few)
             found.append({"kind": kind, "ranks": ranks} | measure(run, folder=folder))
     return found
 
@@ -245,35 +271,27 @@ def to_markdown(results: dict[str, Any]) -> str:
         "",
         f"Made on {results['date']} on {results['cores']} cores by `make bench-train`: torch {results['versions']['torch']}, "
         f"torchrec {results['versions']['torchrec']}. Two tables of {ROWS:,} x {DIM}, MLP {list(LAYERS)}, BCE, "
-        "2 gloo ranks. Samples/s over both ranks; median of the rounds, which took turns.",
+        f"2 gloo ranks. Samples/s over both ranks. All contestants were up and ran one at a time, about two seconds in each of "
+        f"{len(results['compared'][0]['samples_per_s'])} rounds: medians, and between which values half of the rounds lie.",
         "",
-        "| batch per rank | | samples/s (all rounds) | to the example | to it, a core each | to made beforehand |",
+        "| batch per rank | | samples/s | to the example | to it, a core each | to made beforehand |",
         "|---:|:---|---:|---:|---:|---:|",
     ]
-    for batch_size in BATCH_SIZES:
-        speeds = {
-            one["name"]: [run["samples_per_s"] for run in one["runs"]]
-            for one in results["compared"]
-            if one["batch_size"] == batch_size
-        }
-        for name, of_one in speeds.items():
-            to_others = [
-                f"{statistics.median(mine / other for mine, other in zip(of_one, speeds[peer], strict=True)):.2f}"
-                for peer in (EXAMPLE, PINNED, "ours, made beforehand")
-            ]
-            rounds = ", ".join(f"{speed:,.0f}" for speed in of_one)
-            lines.append(f"| {batch_size:,} | {name} | {statistics.median(of_one):,.0f} ({rounds}) | {' | '.join(to_others)} |")
+    speeds = {(one["batch_size"], one["name"]): np.array(one["samples_per_s"]) for one in results["compared"]}
+    for (batch_size, name), of_one in speeds.items():
+        ratios = [_middle(of_one / speeds[batch_size, peer], ".2f") for peer in (EXAMPLE, PINNED, MADE)]
+        lines.append(f"| {batch_size:,} | {name} | {_middle(of_one, ',.0f')} | {' | '.join(ratios)} |")
     lines += [
         "",
         "`example`: the loop of TorchRec's retrieval example on RandomRecDataset (benchmarks/torchrec_loop.py), a thread per",
         "rank as torchrun starts it; then each rank with a core of its own, as nightjar's launcher has it. `ours`: this",
-        "project's trainer, from parquet, one drawn negative beside the positives. Ratios are medians of those of each round.",
+        "project's trainer, from parquet, one drawn negative beside the positives. Ratios are taken within each round.",
     ]
     if "by_kind" not in results:
         return "\n".join(lines) + "\n"
     lines += [
         "",
-        f"By sharding type of the users' table (in a bag where the type pools), batch {BATCH_SIZES[1]:,} per rank; the item",
+        f"By sharding type of the users' table (in a bag where the type pools), batch {LARGEST:,} per rank; the item",
         "table has the same type where rows looked up one by one can, else row_wise. Columns are cut from a width of 128 on:",
         "here the column-wise types leave the tables whole. Four ranks share the cores where there are only two. Milliseconds",
         "of a step, mean over the ranks",
@@ -288,9 +306,14 @@ def to_markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _middle(values: NDArray[np.float64], form: str) -> str:
+    low, median, high = np.quantile(values, [0.25, 0.5, 0.75])
+    return f"{median:{form}} ({low:{form}} to {high:{form}})"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     wanted = parser.parse_args(arguments)
     file = HERE / "train.json"

@@ -39,7 +39,8 @@ def shuffled(positions: NDArray[np.int64], *, n: int, key: tuple[int, ...]) -> N
 
 @lru_cache
 def _round_keys(key: tuple[int, ...]) -> NDArray[np.uint64]:
-    return np.random.default_rng(list(key)).integers(0, 2**63, ROUNDS, dtype=np.uint64)
+    keys: NDArray[np.uint64] = np.random.default_rng(list(key)).integers(0, 2**63, ROUNDS, dtype=np.uint64)
+    return keys
 
 
 def _feistel(
@@ -64,4 +65,5 @@ def _feistel(
         changed += hashed
         np.subtract(changed, size, out=spare)
         np.minimum(changed, spare, out=changed)
-    return halves[0] * sizes[1] + halves[1]
+    found: NDArray[np.uint64] = halves[0] * sizes[1] + halves[1]
+    return found

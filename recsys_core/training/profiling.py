@@ -35,9 +35,9 @@ def profiled(config: ProfileConfig | None, *, folder: Path, process: Process) ->
 def mark_for_profilers_alone() -> None:
     """From here on torch's record_function does nothing in this process while no profiler runs.
 
-    TorchRec marks some forty parts of a step with it, and a mark goes through the dispatcher twice whether anybody looks or not.
+    TorchRec marks some forty parts of a step with it; a mark goes through the dispatcher twice whether anybody looks or not.
     """
-    record_function.__init__ = _init  # type: ignore[method-assign]
+    record_function.__init__ = _init  # type: ignore[method-assign, assignment]
     record_function.__enter__ = _enter  # type: ignore[method-assign]
     record_function.__exit__ = _exit  # type: ignore[method-assign]
 

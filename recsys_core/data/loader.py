@@ -3,9 +3,7 @@
 Shapes: B queries, N drawn candidates, I items.
 """
 
-import os
 import queue
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -22,7 +20,6 @@ EVENTS_AT_ONCE = 1 << 14
 """Events whose batches are made in one go: waking a thread, and what it last had in a cache, cost more than a small batch."""
 READ_AHEAD = 2
 """Such goes that lie ready."""
-NICER = 10
 PHILOX_NUMBERS = 4
 """Numbers that the generator gives for one count."""
 
@@ -95,7 +92,6 @@ class TrainLoader:
 
         def read_ahead() -> None:
             try:
-                _give_way()
                 for batches in self._batches(epoch, start=start_batch):
                     if not put(batches):
                         return
@@ -163,16 +159,6 @@ class TrainLoader:
 
     def _history(self, position: Rows, user: Rows) -> Lists:
         return self._store.histories(position, user, max_history=self._max_history, with_target=self._with_target)
-
-
-def _give_way() -> None:
-    """Makes the kernel prefer the trainer, and the threads that talk to other ranks, to this thread where they share a core.
-
-    Batches are then made while the trainer waits for other ranks; when it waits for a batch nobody is preferred.
-    """
-    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + NICER))
 
 
 def query_batch(store: EventStore, user: Rows, split: EvaluationSplit, *, assembler: Assembler, max_history: int) -> Batch:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import ROWS, Batch
 from recsys_core.data.events import EventStore
-from recsys_core.data.loader import NICER, READ_AHEAD, TrainLoader, query_batch
+from recsys_core.data.loader import READ_AHEAD, TrainLoader, query_batch
 from recsys_core.models.sampling import negative_share
 from tests.recsys_core.data.test_events import Users, store_of, users
 
@@ -240,17 +240,6 @@ def test_an_exception_while_reading_ahead_reaches_the_trainer_after_what_was_mad
             read.append(batch)
     assert caught.value is error and len(read) == 4
     wait_until_no_thread_is_left()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
-def test_the_thread_gives_way_to_the_trainer_and_only_the_thread(two_batches_at_once: None) -> None:
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    batches = loader_of(store_of(numbered([400]))).epoch(0)
-    next(batches)
-    (thread,) = loader_threads()
-    assert os.getpriority(os.PRIO_PROCESS, thread.native_id) == min(19, before + NICER)
-    assert os.getpriority(os.PRIO_PROCESS, 0) == before
-    batches.close()
 
 
 def test_leaving_an_epoch_early_ends_its_thread(two_batches_at_once: None) -> None:

@@ -1,7 +1,5 @@
 """Every example once per epoch over all ranks, with its own history; a batch is a function of where it stands."""
 
-import os
-import sys
 import threading
 import time
 from dataclasses import replace

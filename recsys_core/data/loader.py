@@ -16,8 +16,9 @@ from recsys_core.data.events import EvaluationSplit, EventStore, Rows
 from recsys_core.data.lists import Lists
 from recsys_core.data.shuffle import shuffled
 
-EVENTS_AT_ONCE = 1 << 14
-"""Events whose batches are made in one go: waking a thread, and what it last had in a cache, cost more than a small batch."""
+ROWS_AT_ONCE = 20_000
+"""Events and drawn candidates of the batches that are made in one go, if it is more than one batch: waking a thread, and
+finding its caches cold, costs more than a small batch."""
 READ_AHEAD = 2
 """Such goes that lie ready."""
 PHILOX_NUMBERS = 4
@@ -115,7 +116,7 @@ class TrainLoader:
         return self._make(epoch, batch, batch + 1)[0]
 
     def _batches(self, epoch: int, *, start: int) -> Iterator[list[Batch]]:
-        several = max(1, EVENTS_AT_ONCE // self._batch_size)
+        several = max(1, ROWS_AT_ONCE // (self._batch_size + self._negatives))
         for first in range(start, len(self), several):
             yield self._make(epoch, first, min(first + several, len(self)))
 

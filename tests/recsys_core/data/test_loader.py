@@ -157,7 +157,7 @@ def test_only_items_with_a_training_event_are_drawn(count: list[int], alpha: flo
 
 
 @pytest.mark.parametrize("start", [0, 1, 5, 12, 13])
-def test_resuming_at_a_batch_gives_exactly_the_later_batches(start: int, two_batches_at_once: None) -> None:
+def test_resuming_at_a_batch_gives_exactly_the_later_batches(start: int, few_batches_at_once: None) -> None:
     loader = loader_of(store_of(numbered([13] * 4)), negatives=3)
     assert len(loader) == 13
     whole, resumed = list(loader.epoch(2)), list(loader.epoch(2, start_batch=start))
@@ -205,8 +205,9 @@ def test_epochs_and_seeds_differ_and_the_same_ones_are_equal() -> None:
 
 
 @pytest.fixture
-def two_batches_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recsys_core.data.loader.EVENTS_AT_ONCE", 2 * 4)  # of loader_of's batches
+def few_batches_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of loader_of's, two with three negatives each."""
+    monkeypatch.setattr("recsys_core.data.loader.ROWS_AT_ONCE", 14)
 
 
 def loader_threads() -> list[threading.Thread]:
@@ -222,25 +223,25 @@ def wait_until_no_thread_is_left() -> None:
 
 @pytest.mark.parametrize("error", [ValueError("page 7 is gone"), SystemExit(3)])
 def test_an_exception_while_reading_ahead_reaches_the_trainer_after_what_was_made_before_it(
-    error: BaseException, two_batches_at_once: None
+    error: BaseException, few_batches_at_once: None
 ) -> None:
     loader = loader_of(store_of(numbered([40])))
     make = loader._make
 
-    def fails_at_four(epoch: int, first: int, stop: int) -> list[Batch]:
-        if first == 4:
+    def fails_at_six(epoch: int, first: int, stop: int) -> list[Batch]:
+        if first == 6:
             raise error
         return make(epoch, first, stop)
 
     read = []
-    with mock.patch.object(loader, "_make", fails_at_four), pytest.raises(type(error)) as caught:
+    with mock.patch.object(loader, "_make", fails_at_six), pytest.raises(type(error)) as caught:
         for batch in loader.epoch(0):
             read.append(batch)
-    assert caught.value is error and len(read) == 4
+    assert caught.value is error and len(read) == 6
     wait_until_no_thread_is_left()
 
 
-def test_leaving_an_epoch_early_ends_its_thread(two_batches_at_once: None) -> None:
+def test_leaving_an_epoch_early_ends_its_thread(few_batches_at_once: None) -> None:
     loader = loader_of(store_of(numbered([400])))
     batches = loader.epoch(0)
     next(batches)
@@ -249,7 +250,7 @@ def test_leaving_an_epoch_early_ends_its_thread(two_batches_at_once: None) -> No
     assert loader_threads() == []
 
 
-def test_no_more_than_the_read_ahead_is_made_in_advance(two_batches_at_once: None) -> None:
+def test_no_more_than_the_read_ahead_is_made_in_advance(few_batches_at_once: None) -> None:
     loader = loader_of(store_of(numbered([400])))
     made = []
     make, full = loader._make, threading.Event()
@@ -265,7 +266,7 @@ def test_no_more_than_the_read_ahead_is_made_in_advance(two_batches_at_once: Non
         next(batches)
         assert full.wait(10)  # one go taken, READ_AHEAD in the queue, one in hand
         time.sleep(0.05)
-        assert made == [0, 2, 4, 6]
+        assert made == [0, 3, 6, 9]
         batches.close()
     wait_until_no_thread_is_left()
 

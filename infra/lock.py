@@ -14,10 +14,10 @@ LOCKS = ROOT / "infra" / "locks"
 # Universal: markers decide at installation, so one lock serves every Python; fewest: with the same versions on each.
 FLAGS = ["--universal", "--python-version", "3.11", "--fork-strategy", "fewest", "--generate-hashes"]
 FLAGS += ["--no-header", "--no-annotate", "--quiet"]
-TORCH = "2.13.0"
+TORCH = "2.14.1"
 
 # sha256 of CPU builds of torch that PyPI does not have: torch.txt accepts them beside PyPI's own builds.
-TORCH_CPU_BUILDS = ("6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b",)  # 2.13.0+cpu, cp311, Linux x86-64
+TORCH_CPU_BUILDS: tuple[str, ...] = ()
 
 FILES = {
     "bootstrap.txt": "The installer of the other locks.",

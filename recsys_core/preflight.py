@@ -139,8 +139,8 @@ def check_versions(versions: Mapping[str, str]) -> list[str]:
             problems += _check_fbgemm(fbgemm, versions)
     if "fastapi" in versions and _release(versions["fastapi"]) >= (0, 151):
         problems.append(
-            f"fastapi {versions['fastapi']}: prefect's server is known to work below 0.151 and dies at start "
-            "from 0.155 on; run make clean setup"
+            f"fastapi {versions['fastapi']}: prefect's server needs a version below 0.151, with 0.165 it refuses its own "
+            "client's requests; run make clean setup"
         )
     return problems
 

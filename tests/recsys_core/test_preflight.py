@@ -49,7 +49,7 @@ def test_versions_that_belong_together_are_no_problem(versions: dict[str, str]) 
         ),
         (GOOD_CPU | {"faiss-gpu": "1.15.1"}, "faiss-gpu 1.15.1 and faiss-cpu 1.15.1 are installed together"),
         (GOOD_CPU | {"fbgemm-gpu-cpu": "0.8.0"}, "fbgemm-gpu-cpu 0.8.0: nightjar needs fbgemm 1.x"),
-        (GOOD_CPU | {"fastapi": "0.155.1"}, "fastapi 0.155.1: prefect's server is known to work below 0.151"),
+        (GOOD_CPU | {"fastapi": "0.155.1"}, "fastapi 0.155.1: prefect's server needs a version below 0.151"),
     ],
 )
 def test_a_mismatch_is_one_sentence_with_both_versions_and_the_way_out(versions: dict[str, str], sentence: str) -> None:

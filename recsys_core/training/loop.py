@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer
 
 from recsys_core.data.assembly import Assembler
@@ -19,7 +20,6 @@ from recsys_core.training.encoding import Encoder
 from recsys_core.training.job import TrainJob, TrainResult
 from recsys_core.training.meter import Meter, refuse_nan
 from recsys_core.training.optimizers import LearningRates, make_optimizer
-from recsys_core.training.pipeline import make_pipeline
 from recsys_core.training.process import Process
 from recsys_core.training.profiling import profiled
 from recsys_core.training.restore import restore
@@ -94,7 +94,8 @@ class Training:
         self._optimizer: CombinedOptimizer = make_optimizer(model, spec=job.spec, config=job.training)
         self._total_steps = self._config.epochs * len(loader)
         self._rates = LearningRates(self._optimizer, spec=job.spec, config=job.training, total_steps=self._total_steps)
-        self._pipeline = make_pipeline(model, self._optimizer, process=process)
+        # For cached tables too: the prefetching pipeline needs locked cache lines, and does not survive detach().
+        self._pipeline = TrainPipelineSparseDist(model, self._optimizer, process.device)
         self._clock = StepClock(job.spec, process=process)
         self._checkpointer = Checkpointer(
             job.work / CHECKPOINTS_NAME,

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
 from recsys_core.models.tables import TableConfig, Unfreeze
 from recsys_core.sharding.config import TableConstraint
+from recsys_core.sharding.plan_file import PlanFile, layout_fingerprint
 from recsys_core.training.config import ProfileConfig, TrainingConfig, ValidationConfig
 from recsys_core.training.loop import CHECKPOINTS_NAME
 from recsys_core.training.process import Process
@@ -102,6 +105,28 @@ def test_a_run_that_is_stopped_twice_ends_as_an_undisturbed_one_bit_by_bit(data,
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def with_kernel(made: Night, kernel: str, folder: Path) -> Night:
+    """The night with another kernel for all tables; on a CPU FBGEMM keeps the rows in main memory for each."""
+    plan = PlanFile.read(made.plan.path("plan.json"))
+    share = 0.2 if kernel == "fused_uvm_caching" else None
+    update = {"compute_kernel": kernel, "cache_load_factor": share}
+    tables = {name: table.model_copy(update=update) for name, table in plan.tables.items()}
+    fingerprint = layout_fingerprint(tables, device=plan.device, world_size=plan.world_size)
+    shutil.copytree(made.plan.folder, folder)
+    (folder / "plan.json").write_text(plan.model_copy(update={"tables": tables, "fingerprint": fingerprint}).model_dump_json())
+    return made._replace(plan=made.plan.model_copy(update={"folder": folder}))
+
+
+def test_cached_tables_train_two_epochs_as_plain_ones_do(data, tmp_path):
+    made = night(data, tmp_path / "plan", training=training(epochs=2))
+    losses = {}
+    for kernel in ("fused", "fused_uvm_caching"):
+        trained = train_in_forks(with_kernel(made, kernel, tmp_path / f"plan {kernel}"), tmp_path / kernel)
+        losses[kernel] = [line.loss for line in trained.lines]
+    assert losses["fused"][-1] < losses["fused"][0]
+    assert losses["fused_uvm_caching"] == losses["fused"]
 
 
 def test_training_stops_when_validation_no_longer_gets_better_and_the_best_epoch_is_the_result(data, tmp_path):

@@ -167,7 +167,7 @@ def gather_candidates(candidate_KO: Tensor, candidate_row_K: Tensor) -> tuple[Te
         return candidate_KO, candidate_row_K
     all_row_K = candidate_row_K.new_empty(distributed.get_world_size() * len(candidate_row_K))
     distributed.all_gather_single(all_row_K, candidate_row_K.contiguous())
-    all_KO: Tensor = _Gather.apply(candidate_KO)  # type: ignore[no-untyped-call]
+    all_KO: Tensor = _Gather.apply(candidate_KO)
     return all_KO, all_row_K
 
 

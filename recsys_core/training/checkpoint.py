@@ -70,7 +70,9 @@ class Checkpointer:
         self._folder, self._fingerprint, self._attempt, self._keep = folder, fingerprint, attempt, keep
         self._papers, self._process = papers, process
         # Threads need a group of their own: on the default one their messages would mix with the training's.
-        self._group = dist.new_group(backend="gloo")
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)  # all ranks are members
+        self._group = group
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
         if process.leads:

@@ -2,6 +2,7 @@
 PYTHON ?= python3
 DEVICE ?= cpu
 ARGS ?=
+WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 ENVIRONMENT := $(VENV)/.stamp-$(DEVICE)
@@ -14,15 +15,15 @@ LOCKS_gpu := bootstrap gpu
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
-	@echo "  variables: PYTHON=python3 (3.11 to 3.14), DEVICE=cpu or gpu, ARGS passed to demo, test and lock"
+	@echo "  variables: PYTHON=python3 (3.11 to 3.13), DEVICE=cpu or gpu, WORKERS=3, ARGS passed to demo, test and lock"
 
 setup: $(PROJECT) ## make .venv from the locks, with nightjar in it
 
 demo: setup ## a whole nightly run on generated data
 	$(BIN)/nightjar demo $(ARGS)
 
-test: setup ## all tests
-	$(BIN)/pytest $(ARGS)
+test: setup ## all tests, in WORKERS processes
+	$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 drills: setup ## slow failure drills: nights killed in every stage, a hundred kills, hosts that do not come, cancelling, tuning
 	$(BIN)/pytest -m drill $(ARGS)

@@ -66,7 +66,7 @@ class Workspace:
     def nightjar(self, command: str, *arguments: str) -> Any:
         """The JSON object on the last line of stdout."""
         process = self.start(command, *arguments, "--json")
-        out, err = process.communicate(timeout=240)
+        out, err = process.communicate(timeout=600)
         assert process.returncode == 0, err
         return json.loads(out.splitlines()[-1])
 

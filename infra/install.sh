@@ -11,8 +11,8 @@ case $device in
         exit 2
         ;;
 esac
-"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || {
-    echo "nightjar needs Python 3.11 to 3.14, but $python is $("$python" -V 2>&1 || true); name another one: make PYTHON=python3.12" >&2
+"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || {
+    echo "nightjar needs Python 3.11 to 3.13, but $python is $("$python" -V 2>&1 || true); name another one: make PYTHON=python3.12" >&2
     exit 2
 }
 [ "$(uname -s)" = Linux ] || {

@@ -16,7 +16,8 @@ FLAGS = ["--universal", "--python-version", "3.11", "--fork-strategy", "fewest",
 FLAGS += ["--no-header", "--no-annotate", "--quiet"]
 TORCH = "2.14.1"
 
-# sha256 of CPU builds of torch that PyPI does not have: torch.txt accepts them beside PyPI's own builds.
+# sha256 of CPU builds of torch that PyPI does not have: torch.txt accepts them beside PyPI's own builds. None was looked up for
+# 2.14.1; infra/README.md says how to add one.
 TORCH_CPU_BUILDS: tuple[str, ...] = ()
 
 FILES = {

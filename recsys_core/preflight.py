@@ -124,8 +124,8 @@ def installed_versions() -> dict[str, str]:
 def check_versions(versions: Mapping[str, str]) -> list[str]:
     """What cannot work together among `versions` (package name -> version), in plain words, each with the way out.
 
-    >>> check_versions({"torch": "2.12.0", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0", "faiss-cpu": "1.15.1"})
-    ['torch 2.12.0 with fbgemm-gpu-cpu 1.8.0: fbgemm 1.8 needs torch 2.13; run make clean setup']
+    >>> check_versions({"torch": "2.13.0", "torchrec": "1.9.2", "fbgemm-gpu-cpu": "1.9.0", "faiss-cpu": "1.15.1"})
+    ['torch 2.13.0 with fbgemm-gpu-cpu 1.9.0: fbgemm 1.9 needs torch 2.14; run make clean setup']
     """
     problems = [f"{name} is not installed; run make setup" for name in ("torch", "torchrec") if name not in versions]
     for first, second in (("fbgemm-gpu", "fbgemm-gpu-cpu"), ("faiss-gpu", "faiss-cpu")):
@@ -233,7 +233,7 @@ def _nearest_existing(folder: Path) -> Path:
 
 
 def _release(version: str) -> tuple[int, int]:
-    """Major and minor: 2.13.0+cpu -> (2, 13)."""
+    """Major and minor: 2.14.1+cpu -> (2, 14)."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
 

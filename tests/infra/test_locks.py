@@ -92,5 +92,5 @@ def test_too_old_a_python_is_refused_before_anything_is_made(tmp_path: Path) -> 
     old.chmod(0o755)
     answer = install(tmp_path / "venv", device="cpu", python=str(old))
     assert answer.returncode == 2
-    assert f"nightjar needs Python 3.11 to 3.14, but {old} is Python 3.9.18" in answer.stderr
+    assert f"nightjar needs Python 3.11 to 3.13, but {old} is Python 3.9.18" in answer.stderr
     assert not (tmp_path / "venv").exists()

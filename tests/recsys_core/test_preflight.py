@@ -19,14 +19,14 @@ from recsys_core.preflight import (
 )
 
 GOOD_CPU = {
-    "torch": "2.13.0+cpu",
-    "torchrec": "1.8.0",
-    "fbgemm-gpu-cpu": "1.8.0",
+    "torch": "2.14.0+cpu",
+    "torchrec": "1.9.0",
+    "fbgemm-gpu-cpu": "1.9.0",
     "faiss-cpu": "1.15.1",
     "prefect": "3.8.8",
     "fastapi": "0.150.0",
 }
-GOOD_GPU = {"torch": "2.13.0", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0", "faiss-gpu": "1.15.1"}
+GOOD_GPU = {"torch": "2.14.0", "torchrec": "1.9.0", "fbgemm-gpu": "1.9.0", "faiss-gpu": "1.15.1"}
 
 
 @pytest.mark.parametrize(
@@ -39,13 +39,13 @@ def test_versions_that_belong_together_are_no_problem(versions: dict[str, str]) 
 @pytest.mark.parametrize(
     ("versions", "sentence"),
     [
-        (GOOD_CPU | {"torch": "2.12.0"}, "torch 2.12.0 with fbgemm-gpu-cpu 1.8.0: fbgemm 1.8 needs torch 2.13"),
-        (GOOD_GPU | {"torch": "2.15.0"}, "torch 2.15.0 with fbgemm-gpu 1.8.0: fbgemm 1.8 needs torch 2.13"),
-        (GOOD_CPU | {"torchrec": "1.7.0"}, "torchrec 1.7.0 with fbgemm-gpu-cpu 1.8.0: both need the same 1.8"),
-        (GOOD_GPU | {"torch": "2.13.0+cpu"}, "torch 2.13.0+cpu is a CPU build, fbgemm-gpu 1.8.0 needs CUDA"),
+        (GOOD_CPU | {"torch": "2.13.0"}, "torch 2.13.0 with fbgemm-gpu-cpu 1.9.0: fbgemm 1.9 needs torch 2.14"),
+        (GOOD_GPU | {"torch": "2.15.0"}, "torch 2.15.0 with fbgemm-gpu 1.9.0: fbgemm 1.9 needs torch 2.14"),
+        (GOOD_CPU | {"torchrec": "1.8.0"}, "torchrec 1.8.0 with fbgemm-gpu-cpu 1.9.0: both need the same 1.9"),
+        (GOOD_GPU | {"torch": "2.14.0+cpu"}, "torch 2.14.0+cpu is a CPU build, fbgemm-gpu 1.9.0 needs CUDA"),
         (
-            GOOD_CPU | {"fbgemm-gpu": "1.8.0", "torch": "2.13.0"},
-            "fbgemm-gpu 1.8.0 and fbgemm-gpu-cpu 1.8.0 are installed together",
+            GOOD_CPU | {"fbgemm-gpu": "1.9.0", "torch": "2.14.0"},
+            "fbgemm-gpu 1.9.0 and fbgemm-gpu-cpu 1.9.0 are installed together",
         ),
         (GOOD_CPU | {"faiss-gpu": "1.15.1"}, "faiss-gpu 1.15.1 and faiss-cpu 1.15.1 are installed together"),
         (GOOD_CPU | {"fbgemm-gpu-cpu": "0.8.0"}, "fbgemm-gpu-cpu 0.8.0: nightjar needs fbgemm 1.x"),
@@ -93,7 +93,7 @@ def test_an_environment_that_cannot_import_is_a_problem_with_its_reason(
 
 
 def test_a_wrong_environment_is_not_imported_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(preflight, "installed_versions", lambda: GOOD_CPU | {"torch": "2.12.0"})
+    monkeypatch.setattr(preflight, "installed_versions", lambda: GOOD_CPU | {"torch": "2.13.0"})
     monkeypatch.setattr(preflight, "_PROBE", f"open({str(tmp_path / 'ran')!r}, 'w')")
     assert len(inspect(tmp_path).problems) == 1
     assert not (tmp_path / "ran").exists()

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, distributed, nn
+from torch.nn import functional
 
 from recsys_core.data.batch import Batch
-from recsys_core.models.linear import linear
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.losses import (
     bce_loss,
@@ -99,7 +99,7 @@ class Objective(nn.Module):
         size = batch.batch_size
         columns = self._columns(candidate_KO, row_K, size=size)
         positive_B = (query_BO * candidate_KO[:size]).sum(dim=1)
-        negative_BM = linear(query_BO, columns.vector_MO)
+        negative_BM = functional.linear(query_BO, columns.vector_MO)
         masked_BM = self._masked(columns, row_K[:size], batch=batch)
         loss, weight_B, temperature = self.loss, batch.weight, self.temperature
         if loss.kind == "cosine_contrastive":

@@ -12,7 +12,6 @@ from torch.nn.functional import normalize
 
 from recsys_core.models.config import TowerConfig
 from recsys_core.models.history import HistoryPooling, last_items
-from recsys_core.models.linear import Linear
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables import OFFSET
 
@@ -30,7 +29,7 @@ class Tower(nn.Module):
         self.adds = config.residual or not layers
         if self.adds:
             self.projections = nn.ModuleList(
-                nn.Identity() if width == dim else Linear(width, dim, bias=False) for width in widths
+                nn.Identity() if width == dim else nn.Linear(width, dim, bias=False) for width in widths
             )
         self.layers = _layers(sum(widths), layers, config=config) if layers else None
         if self.layers is not None and config.residual:
@@ -54,12 +53,12 @@ class Tower(nn.Module):
 def _layers(width: int, sizes: Sequence[int], *, config: TowerConfig) -> nn.Sequential:
     modules: list[nn.Module] = []
     for size in sizes[:-1]:
-        modules.append(Linear(width, size))
+        modules.append(nn.Linear(width, size))
         if config.layer_norm:
             modules.append(nn.LayerNorm(size))
         modules += [nn.ReLU(inplace=True), nn.Dropout(config.hidden_dropout)]
         width = size
-    return nn.Sequential(*modules, Linear(width, sizes[-1]))
+    return nn.Sequential(*modules, nn.Linear(width, sizes[-1]))
 
 
 class QuerySide(nn.Module):
@@ -102,7 +101,7 @@ class ItemSide(nn.Module):
         self.features = spec.features("item")
         dim = config.embedding_dim
         width = spec.tables["item"].dim
-        self.projection = nn.Identity() if width == dim else Linear(width, dim, bias=False)
+        self.projection = nn.Identity() if width == dim else nn.Linear(width, dim, bias=False)
         widths = [dim, *(spec.tables[name].dim for name in self.features)]
         self.tower = Tower(config.candidate, layers=config.candidate_layers, widths=widths, dim=dim)
 

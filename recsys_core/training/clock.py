@@ -1,15 +1,11 @@
-"""Where the time of a step goes, and how much the lookups read."""
+"""How long a step takes, how long it waits for data, and how much the lookups read."""
 
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import distributed as dist
-from torchrec.optim.keyed import KeyedOptimizer
 
 from recsys_core.data.batch import Batch
 from recsys_core.models.spec import ModelSpec
@@ -20,24 +16,16 @@ FLOAT32_BYTES = 4
 
 @dataclass
 class StepTimes:
-    """Seconds and bytes of the steps since they were last taken; `compute` is what is left of a step.
-
-    data: waiting for the loader. comms: waiting for other ranks; the dense gradients' sum, which torch waits for inside the
-    backward pass, counts as compute. optimizer: of the layers; tables are updated in the backward pass.
-    """
+    """Seconds and bytes of the steps since they were last taken. data: the part of `seconds` spent waiting for the loader."""
 
     steps: int = 0
     seconds: float = 0.0
     data: float = 0.0
-    comms: float = 0.0
-    optimizer: float = 0.0
     embedding_bytes: int = 0
 
     def milliseconds(self) -> dict[str, float]:
-        """Mean of a step, by what it was spent on."""
-        known = {"data": self.data, "comms": self.comms, "optimizer": self.optimizer}
-        known["compute"] = self.seconds - sum(known.values())
-        return {name: 1000 * value / max(self.steps, 1) for name, value in known.items()}
+        """Mean of a step: all of it, and what of it is waiting for data."""
+        return {name: 1000 * value / max(self.steps, 1) for name, value in (("step", self.seconds), ("data", self.data))}
 
 
 class StepClock:
@@ -61,18 +49,6 @@ class StepClock:
             yield batch
 
     @contextmanager
-    def listening(self, optimizer: KeyedOptimizer) -> Iterator[None]:
-        """Within, waiting for a collective counts as comms and optimizer.step() as optimizer."""
-        wait, step = dist.Work.wait, optimizer.step
-        dist.Work.wait = self._timed("comms", wait)  # type: ignore[method-assign]
-        optimizer.step = self._timed("optimizer", step)
-        try:
-            yield
-        finally:
-            dist.Work.wait = wait  # type: ignore[method-assign]
-            optimizer.step = step
-
-    @contextmanager
     def step(self, *, is_sample: bool) -> Iterator[None]:
         """Around one step; is_sample: a GPU's is measured."""
         self._running = is_sample or not self._waits
@@ -87,19 +63,6 @@ class StepClock:
         """What was measured since the last call."""
         taken, self.times = self.times, StepTimes()
         return taken
-
-    def _timed(self, what: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            # A checkpoint is written by a thread that waits for other ranks too. On a GPU the backward pass has its own thread.
-            if not self._running or not (self._waits or threading.current_thread() is threading.main_thread()):
-                return call(*args, **kwargs)
-            started = self._now()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                setattr(self.times, what, getattr(self.times, what) + self._now() - started)
-
-        return timed
 
     def _now(self) -> float:
         if self._waits and self._running:

@@ -77,7 +77,7 @@ class Progress(Frozen):
     loss: float
     learning_rate: float = Field(description="of the tables without an optimizer of their own")
     samples_per_s: float
-    ms_per_step: dict[str, float] = Field({}, description="data, comms, compute, optimizer (recsys_core.training.clock)")
+    ms_per_step: dict[str, float] = Field({}, description="step, and data: its part spent waiting for the loader")
     embedding_bytes_per_s: float = Field(0.0, description="rows looked up, all ranks")
     memory_bytes: dict[str, int] = Field({}, description="of the rank with the most: rss, and hbm at its highest")
     unfrozen: dict[str, float] = Field({}, description="share of the rows that the epoch trains, by gradually unfrozen table")

@@ -127,10 +127,7 @@ class Training:
             self._job.work / METRICS_NAME, process=self._process, total_steps=self._total_steps, first_step=self._done
         )
         traces = self._job.work / PROFILE_NAME
-        with (
-            self._clock.listening(self._optimizer),
-            profiled(self._config.profile, folder=traces, process=self._process) as self._after_step,
-        ):
+        with profiled(self._config.profile, folder=traces, process=self._process) as self._after_step:
             while self._done < self._total_steps and not self._has_stalled():
                 self._run_epoch(self._done // len(self._loader), start_batch=self._done % len(self._loader))
         if self._saved != self._done:

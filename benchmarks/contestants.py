@@ -31,15 +31,15 @@ from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables import TableConfig
+from recsys_core.patches import cpu_features, lookups
+from recsys_core.patches import rank as rank_patches
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, ShardingKind, TableConstraint
 from recsys_core.sharding.planner import plan_sharding
 from recsys_core.sharding.sharders import ROW_LOOKUP_KINDS
-from recsys_core.training.allocator import keep_freed_memory
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job import Progress, TrainJob
 from recsys_core.training.loop import METRICS_NAME, Training, make_loader
 from recsys_core.training.process import Process
-from recsys_core.training.scheduling import keep_to_own_cores, let_running_threads_go_on
 from recsys_core.training.start import first_model
 
 ROWS, DIM, LAYERS = 1 << 20, 64, (128, 64)
@@ -48,10 +48,24 @@ WARM_UP, WINDOW, WINDOWS = 20, 20, 3
 """Steps that are not counted, steps that are timed together, and how often, where sharding types are measured."""
 BEST_KIND: ShardingKind = "table_wise"
 """Of both tables in the comparison: what the example's planner chooses too."""
-EXAMPLE, SCHEDULED, MADE = "example", "example, scheduled as ours", "ours, made beforehand"
-CONTESTANTS = (EXAMPLE, SCHEDULED, "ours, fp32", MADE, "ours, bf16")
+EXAMPLE, PREPARED, OURS, MADE = "example", "example, its ranks prepared as ours", "ours, fp32", "ours, made beforehand"
+CONTESTANTS = (EXAMPLE, PREPARED, OURS, MADE, "ours, bf16")
+CPU_FEATURES = "cpu features"
+REPLACED = {
+    "bags of one": (lookups, "patch_cpu_kernels"),
+    "freed memory": (rank_patches, "keep_freed_memory"),
+    "own cores": (rank_patches, "keep_to_own_cores"),
+    "batch work": (rank_patches, "run_as_batch_work"),
+}
+PATCHES = (CPU_FEATURES, *REPLACED)
+"""Those that make a step faster; REPLACED: the function that is left out where the patch is."""
 Paced = Callable[[Iterable[Any]], Iterator[Any]]
 _CONTEXT = multiprocessing.get_context("spawn")
+
+
+def without(patch: str) -> str:
+    """Name of the contestant that is ours, fp32 but for `patch`."""
+    return f"ours, without {patch}"
 
 
 class Run(NamedTuple):
@@ -112,7 +126,6 @@ class Steps:
 
 def ours(run: Run, *, folder: Path, process: Process, paced: Paced | None) -> dict[str, Any]:
     """Samples per second over the counted windows, and the mean of their times."""
-    keep_freed_memory()  # so does every rank too
     interactions = require_manifest(folder / "interactions", InteractionsManifest, verify=False)
     model = TwoTowerConfig(
         embedding_dim=DIM,
@@ -162,10 +175,11 @@ def ours(run: Run, *, folder: Path, process: Process, paced: Paced | None) -> di
 
 def _rank(run: Run, rank: int, folder: Path, pipe: Connection, is_paced: bool) -> None:
     torch.set_num_threads(1)  # torchrun's own default too
+    for patch, (module, function) in REPLACED.items():
+        if run.name == without(patch):
+            setattr(module, function, lambda *_, **__: None)
     if run.name != EXAMPLE:
-        # As every rank does that nightjar starts on a CPU.
-        keep_to_own_cores(rank=rank, ranks=run.ranks)
-        let_running_threads_go_on()
+        rank_patches.prepare_rank(rank=rank, ranks=run.ranks)
     store = f"file://{folder / run.name}.group"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=run.ranks, timeout=timedelta(minutes=10))
     paced = Turns(pipe, window=run.window, windows=run.windows).paced if is_paced else None
@@ -186,12 +200,15 @@ def _rank(run: Run, rank: int, folder: Path, pipe: Connection, is_paced: bool) -
 def started(run: Run, *, folder: Path, is_paced: bool) -> Iterator[list[Connection]]:
     """The ranks of one contestant, by a pipe to each; they are done when it is left."""
     pipes, ranks = [], []
+    if run.name not in (EXAMPLE, without(CPU_FEATURES)):
+        os.environ["LD_PRELOAD"] = str(cpu_features.library())  # share_cpu_features() for processes that import torch at once
     for rank in range(run.ranks):
         here, there = _CONTEXT.Pipe()
         ranks.append(_CONTEXT.Process(target=_rank, args=(run, rank, folder, there, is_paced)))
         ranks[-1].start()
         there.close()  # so that a rank's end is seen
         pipes.append(here)
+    os.environ.pop("LD_PRELOAD", None)
     try:
         yield pipes
     finally:

@@ -1,7 +1,8 @@
-"""The training step beside TorchRec's retrieval example, and by sharding type; writes benchmarks/train.json and train.md.
+"""The training step beside TorchRec's retrieval example, without each patch, by sharding type; writes train.json and train.md.
 
-    make bench-train                      # everything, about 15 minutes
+    make bench-train                      # everything, about 25 minutes
     python -m benchmarks.train --rounds 3 --parts compared
+    python -m benchmarks.train --parts patches      # what each of recsys_core/patches brings
 
 Two tables of 1,048,576 x 64, an MLP [128, 64] on each side, binary cross-entropy, two gloo ranks. Our trainer reads what the
 ingest made of a parquet log; in `made beforehand` its very batches lie ready. The contestants take turns (benchmarks/turns.py).
@@ -22,7 +23,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.contestants import CONTESTANTS, DIM, EXAMPLE, LAYERS, MADE, ROWS, SCHEDULED, Run, started, write_log
+from benchmarks.contestants import (
+    CONTESTANTS,
+    DIM,
+    EXAMPLE,
+    LAYERS,
+    MADE,
+    OURS,
+    PATCHES,
+    PREPARED,
+    ROWS,
+    Run,
+    started,
+    without,
+    write_log,
+)
 from benchmarks.turns import run_window, take_turns
 from recsys_core.preflight import installed_versions
 from recsys_core.sharding.config import ShardingKind
@@ -34,7 +49,7 @@ KINDS: tuple[ShardingKind, ...] = (
     "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard", "data_parallel",
 )  # fmt: skip
 HERE = Path(__file__).parent
-PARTS = ("compared", "by_kind")
+PARTS = ("compared", "patches", "by_kind")
 
 
 def measure(run: Run, *, folder: Path) -> dict[str, Any]:
@@ -51,13 +66,13 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def compare(folder: Path, *, rounds: int) -> list[dict[str, Any]]:
+def compare(folder: Path, *, names: Sequence[str], rounds: int) -> list[dict[str, Any]]:
     """Samples per second of each contestant in each round, after a first one that does not count."""
     found = []
     for batch_size, steps in TURN.items():
         with ExitStack() as stack:
             pipes = {}
-            for name in CONTESTANTS:
+            for name in names:
                 run = Run(name, batch_size, warm_up=0, window=steps, windows=1 + rounds)
                 pipes[name] = stack.enter_context(started(run, folder=folder, is_paced=True))
                 run_window(pipes[name])  # before the next one starts, so that none runs beside another
@@ -91,19 +106,22 @@ def to_markdown(results: dict[str, Any]) -> str:
         f"2 gloo ranks. Samples/s over both ranks. All contestants were up and ran one at a time, about two seconds in each of "
         f"{len(results['compared'][0]['samples_per_s'])} rounds: medians, and between which values half of the rounds lie.",
         "",
-        "| batch per rank | | samples/s | to the example | to it scheduled as ours | to made beforehand |",
+        "| batch per rank | | samples/s | to the example | to it prepared as ours | to made beforehand |",
         "|---:|:---|---:|---:|---:|---:|",
     ]
     speeds = {(one["batch_size"], one["name"]): np.array(one["samples_per_s"]) for one in results["compared"]}
     for (batch_size, name), of_one in speeds.items():
-        ratios = [_middle(of_one / speeds[batch_size, peer], ".2f") for peer in (EXAMPLE, SCHEDULED, MADE)]
+        ratios = [_middle(of_one / speeds[batch_size, peer], ".2f") for peer in (EXAMPLE, PREPARED, MADE)]
         lines.append(f"| {batch_size:,} | {name} | {_middle(of_one, ',.0f')} | {' | '.join(ratios)} |")
     lines += [
         "",
         "`example`: the loop of TorchRec's retrieval example on RandomRecDataset (benchmarks/torchrec_loop.py), as torchrun",
-        "starts it; then with what nightjar's launcher gives a rank, cores of its own and the kernel's policy for batch work.",
+        "starts it; then with what nightjar gives the process of a rank (recsys_core/patches): cores of its own, the kernel's",
+        "policy for batch work, freed memory kept, and the CPU's features, which FBGEMM otherwise does not see.",
         "`ours`: this project's trainer, from parquet, one drawn negative beside the positives. Ratios are of each round.",
     ]
+    if "patches" in results:
+        lines += patches_to_markdown(results["patches"])
     if "by_kind" not in results:
         return "\n".join(lines) + "\n"
     lines += [
@@ -111,16 +129,31 @@ def to_markdown(results: dict[str, Any]) -> str:
         f"By sharding type of the users' table (in a bag where the type pools), batch {LARGEST:,} per rank; the item",
         "table has the same type where rows looked up one by one can, else row_wise. Columns are cut from a width of 128 on:",
         "here the column-wise types leave the tables whole. Four ranks share the cores where there are only two. Milliseconds",
-        "of a step, mean over the ranks",
-        "(recsys_core/training/clock.py):",
+        "of a step and of waiting for data, mean over the ranks (recsys_core/training/clock.py):",
         "",
-        "| ranks | sharding type | samples/s | data | comms | compute | optimizer |",
-        "|---:|:---|---:|---:|---:|---:|---:|",
+        "| ranks | sharding type | samples/s | step | data |",
+        "|---:|:---|---:|---:|---:|",
     ]
     for row in results["by_kind"]:
-        times = " | ".join(f"{row['ms_per_step'][name]:.1f}" for name in ("data", "comms", "compute", "optimizer"))
+        times = " | ".join(f"{row['ms_per_step'][name]:.1f}" for name in ("step", "data"))
         lines.append(f"| {row['ranks']} | {row['kind']} | {row['samples_per_s']:,.0f} | {times} |")
     return "\n".join(lines) + "\n"
+
+
+def patches_to_markdown(compared: list[dict[str, Any]]) -> list[str]:
+    """How much longer a step takes without each patch."""
+    speeds = {(one["name"], one["batch_size"]): np.array(one["samples_per_s"]) for one in compared}
+    lines = [
+        "",
+        "`ours, fp32` without one patch at a time (recsys_core/patches), in turns as above: how much longer a step takes.",
+        "",
+        f"| without | {' | '.join(f'batch {batch_size:,}' for batch_size in TURN)} |",
+        f"|:---|{'---:|' * len(TURN)}",
+    ]
+    for patch in PATCHES:
+        ratios = [_middle(speeds[OURS, batch_size] / speeds[without(patch), batch_size], ".2f") for batch_size in TURN]
+        lines.append(f"| {patch} | {' | '.join(ratios)} |")
+    return lines
 
 
 def _middle(values: NDArray[np.float64], form: str) -> str:
@@ -140,7 +173,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = Path(name)
         write_log(folder)
         for part in wanted.parts:
-            results[part] = compare(folder, rounds=wanted.rounds) if part == "compared" else by_kind(folder)
+            if part == "by_kind":
+                results[part] = by_kind(folder)
+            else:
+                names = CONTESTANTS if part == "compared" else (OURS, *map(without, PATCHES))
+                results[part] = compare(folder, names=names, rounds=wanted.rounds)
             results |= {
                 "date": f"{datetime.now(UTC):%Y-%m-%d}",
                 "cores": len(os.sched_getaffinity(0)),

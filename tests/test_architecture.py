@@ -15,10 +15,11 @@ LAYERS = ("recsys_core", "tasks", "flows")
 CORE_MAY_IMPORT = {
     "": {""},
     "manifests": {"", "manifests"},
+    "patches": {"", "patches"},
     "data": {"", "manifests", "data"},
     "models": {"", "manifests", "data", "models"},
-    "sharding": {"", "manifests", "data", "models", "sharding"},
-    "training": {"", "manifests", "data", "models", "sharding", "evaluation", "training"},
+    "sharding": {"", "manifests", "data", "models", "patches", "sharding"},
+    "training": {"", "manifests", "data", "models", "patches", "sharding", "evaluation", "training"},
     "evaluation": {"", "manifests", "data", "evaluation"},
     "retrieval": {"", "manifests", "retrieval"},
     "serving": {"", "manifests", "data", "models", "retrieval", "serving"},

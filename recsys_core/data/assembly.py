@@ -44,7 +44,7 @@ class Assembler:
         positives first; may be empty where queries alone are encoded.
         """
         code, item = pd.factorize(np.concatenate([candidate, history.row_T]))
-        item = _somebody(item)  # no candidate and no history points at it
+        item = _at_least_one(item)  # no candidate and no history points at it
         sparse, item_weight = self._queries(user, position=position), {}
         lists = {"item": single(item)}
         for key, feature in self._side("item"):
@@ -52,7 +52,7 @@ class Assembler:
             if weight_T is not None:
                 item_weight[key] = torch.from_numpy(weight_T)
         if self.user == ROWS:
-            lists["user"] = single(_somebody(user))
+            lists["user"] = single(_at_least_one(user))
         sparse[ROWS] = keyed_jagged(lists, samples=max(len(item), len(user)))
         return Batch(
             sparse=sparse,
@@ -94,8 +94,8 @@ class Assembler:
         return [(key, feature) for key, feature in features.items() if key.startswith(f"{side}.")]
 
 
-def _somebody(row: Rows) -> Rows:
-    """`row`, or one row where it is empty: TorchRec 1.8 cannot look up nothing."""
+def _at_least_one(row: Rows) -> Rows:
+    """`row`, or one row where it is empty: FBGEMM on a GPU refuses a lookup without any (pytorch/FBGEMM#3750)."""
     return row if len(row) else np.zeros(1, np.int64)
 
 

@@ -55,8 +55,8 @@ def _rows(name: str, table: TableSpec) -> EmbeddingConfig:
 def bag_config(name: str, table: TableSpec) -> EmbeddingBagConfig:
     """Pooled by sum; `pooled` divides afterwards.
 
-    Under grid_shard TorchRec 1.8 divides a mean by the part of the bag that a rank holds (meta-pytorch/torchrec#2362 tells the
-    same of row_wise, where it is mended).
+    Under grid_shard TorchRec 1.9 divides a mean by the part of the bag that a rank holds; of row_wise
+    meta-pytorch/torchrec#2362 reports the same, and it is fixed.
     """
     return EmbeddingBagConfig(
         name=module_name(name),

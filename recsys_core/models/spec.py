@@ -50,7 +50,7 @@ class TableSpec(Frozen):
     def collection(self) -> str:
         """The TorchRec module that holds it, see `sparse`.
 
-        Rows of another width are in another one: TorchRec 1.8 refuses an EmbeddingCollection of several widths.
+        Rows of another width are in another one: TorchRec refuses an EmbeddingCollection of several widths.
         """
         width = f"_{self.dim}" if self.row_by_row else ""
         return f"{self.sparse}{width}{'_frozen' if self.frozen else ''}"

@@ -19,7 +19,7 @@ CACHE_LOAD_FACTOR = 0.2
 SSD_CACHE_MB = 1024
 """GPU memory per table and rank that key_value takes for its cache at most."""
 WHOLE_COLUMNS = 128
-"""TorchRec 1.8 cuts columns into pieces of this width: a narrower table stays whole under column_wise."""
+"""TorchRec cuts columns into pieces of this width: a narrower table stays whole under column_wise."""
 BESIDE_GPU: tuple[ComputeKernel, ...] = ("fused_uvm", "fused_uvm_caching", "key_value")
 INT8_WIDTH = 32
 INT8_KINDS: tuple[ShardingKind, ...] = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
@@ -51,7 +51,7 @@ def check_constraints(config: ShardingConfig, *, model: ModelSpec, device: str, 
 
 
 def _check_communication(config: ShardingConfig, model: ModelSpec) -> None:
-    """What TorchRec 1.8 cannot send in int8: rows of other widths, and sums that ranks add up on the way."""
+    """What TorchRec cannot send in int8: rows of other widths, and sums that ranks add up on the way."""
     communication = config.communication
     if "int8" not in (communication.forward, communication.backward):
         return

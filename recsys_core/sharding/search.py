@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -46,7 +46,6 @@ OPTIMIZER_CLASSES = {
     "partial_rowwise_adam": PartialRowWiseAdam,
 }
 """What TorchRec takes the size of an optimizer's state from."""
-_PLAIN_FIRST: tuple[str, ...] = get_args(ShardingKind)
 Kinds = Mapping[str, tuple[ShardingKind, ...]]
 Kernels = Mapping[str, tuple[ComputeKernel, ...]]
 
@@ -94,7 +93,7 @@ class Search:
         planner = EmbeddingShardingPlanner(
             topology=self._topology,
             batch_size=self.batch_size,
-            enumerator=_Enumerator(self._topology, batch_size=self.batch_size, constraints=constraints),
+            enumerator=EmbeddingEnumerator(self._topology, batch_size=self.batch_size, constraints=constraints),
             constraints=constraints,
             stats=chosen,
             debug=False,
@@ -107,7 +106,9 @@ class Search:
 
     def options(self, *, kinds: Kinds | None = None, kernels: Kernels | None = None) -> dict[str, list[ShardingOption]]:
         """By table every layout that could be chosen, with its estimates; whether it fits is not asked."""
-        enumerator = _Enumerator(self._topology, batch_size=self.batch_size, constraints=self._constraints(kinds, kernels))
+        enumerator = EmbeddingEnumerator(
+            self._topology, batch_size=self.batch_size, constraints=self._constraints(kinds, kernels)
+        )
         with _quiet():
             found = enumerator.enumerate(self._module, sharders(self.config.communication))
         return {name: [option for option in found if option.name == module_name(name)] for name in sorted(self.model.tables)}
@@ -157,17 +158,9 @@ class Search:
                     ddr_mem_bw=cluster.ddr_gbs * per_ms,
                     hbm_to_ddr_mem_bw=cluster.pcie_gbs * per_ms,
                 ),
-                # Without this flag TorchRec 1.8 leaves the bandwidths aside and takes its own.
+                # Without this flag TorchRec leaves the bandwidths aside and takes its own.
                 kernel_config=KernelConfig(compute_device=self.device, use_hardware_based_bandwidth=True),
             )
-
-
-class _Enumerator(EmbeddingEnumerator):  # type: ignore[misc]  # TorchRec has no types
-    """TorchRec's, in an order of its own: that of a set of strings, and with it the choice among equals, changes by process."""
-
-    def enumerate(self, module: nn.Module, sharders: list[Any]) -> list[ShardingOption]:
-        found: list[ShardingOption] = super().enumerate(module, sharders)
-        return sorted(found, key=lambda option: (option.name, _PLAIN_FIRST.index(option.sharding_type), option.compute_kernel))
 
 
 class _BestPlan(Stats):  # type: ignore[misc]  # TorchRec has no types

@@ -3,12 +3,14 @@
 import sys
 from pathlib import Path
 
+from recsys_core.patches.cpu_features import share_cpu_features
 from recsys_core.training.rank import begin_rank
 
 
 def main(job_file: str) -> None:
     """Joins the group and does what the job file says; an exception is left in the rank's error file for the agent."""
     begin_rank()
+    share_cpu_features()
     # These imports take seconds, in which the rank is tied to its agent already.
     from torch.distributed.elastic.multiprocessing.errors import record
 

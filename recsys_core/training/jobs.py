@@ -3,13 +3,12 @@
 import os
 from pathlib import Path
 
+from recsys_core.patches.rank import prepare_rank
 from recsys_core.sharding.plan_file import PlanFile
-from recsys_core.training.allocator import keep_freed_memory
 from recsys_core.training.export_job import run_export
 from recsys_core.training.job import JOB, TrainJob
 from recsys_core.training.loop import run_training
 from recsys_core.training.process import join_process_group
-from recsys_core.training.scheduling import keep_to_own_cores, let_running_threads_go_on
 
 
 def run_job(job_file: Path) -> None:
@@ -17,9 +16,7 @@ def run_job(job_file: Path) -> None:
     job = JOB.validate_json(job_file.read_bytes())
     device = PlanFile.read(job.plan).device
     if device == "cpu":
-        keep_freed_memory()
-        keep_to_own_cores(rank=int(os.environ["LOCAL_RANK"]), ranks=int(os.environ["LOCAL_WORLD_SIZE"]))
-        let_running_threads_go_on()
+        prepare_rank(rank=int(os.environ["LOCAL_RANK"]), ranks=int(os.environ["LOCAL_WORLD_SIZE"]))
     with join_process_group(device=device) as process:
         if isinstance(job, TrainJob):
             run_training(job, process=process)

@@ -66,7 +66,7 @@ def table_of(parameter: str, spec: ModelSpec) -> str | None:
 
 def _dense(parameters: list[torch.Tensor], wish: DenseOptimizer) -> torch.optim.Optimizer:
     kinds = {"adam": torch.optim.AdamW, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
-    # Apart from each other, since no kernel takes both; for sharded parameters torch 2.13 has a fused one of Adam alone.
+    # Apart from each other, since no kernel takes both; for sharded parameters torch 2.14 has a fused one of Adam alone.
     whole = {"params": [value for value in parameters if not isinstance(value, DTensor)], "fused": True}
     sharded = {"params": [value for value in parameters if isinstance(value, DTensor)], "fused": wish.kind == "adam"}
     made: torch.optim.Optimizer = kinds[wish.kind](

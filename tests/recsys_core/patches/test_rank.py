@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from recsys_core.training.scheduling import keep_to_own_cores, let_running_threads_go_on
+from recsys_core.patches.rank import keep_to_own_cores, run_as_batch_work
 
 if sys.platform != "linux":
     pytest.skip("policies are Linux's", allow_module_level=True)
@@ -12,8 +12,8 @@ if sys.platform != "linux":
 HERE = sorted(os.sched_getaffinity(0))
 OWN_AND_A_LATER_THREADS = """
 import os, threading
-from recsys_core.training.scheduling import let_running_threads_go_on
-let_running_threads_go_on()
+from recsys_core.patches.rank import run_as_batch_work
+run_as_batch_work()
 found = [os.sched_getscheduler(0)]
 thread = threading.Thread(target=lambda: found.append(os.sched_getscheduler(threading.get_native_id())))
 thread.start(); thread.join()
@@ -31,7 +31,7 @@ def test_a_rank_and_the_threads_it_starts_are_batch_work() -> None:
     assert policies() == [os.SCHED_BATCH, os.SCHED_BATCH]
 
 
-def test_a_policy_that_somebody_chose_stays() -> None:
+def test_a_policy_that_was_chosen_for_the_process_stays() -> None:
     assert policies("chrt", "--idle", "0") == [os.SCHED_IDLE, os.SCHED_IDLE]
 
 
@@ -40,7 +40,7 @@ def test_a_sandbox_that_refuses_costs_speed_alone(monkeypatch: pytest.MonkeyPatc
         raise PermissionError
 
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
-    let_running_threads_go_on()
+    run_as_batch_work()
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
@@ -50,7 +50,7 @@ def cores_of(rank: int, ranks: int) -> set[int]:
         [
             sys.executable,
             "-c",
-            "import os; from recsys_core.training.scheduling import keep_to_own_cores; "
+            "import os; from recsys_core.patches.rank import keep_to_own_cores; "
             f"keep_to_own_cores(rank={rank}, ranks={ranks}); print(*os.sched_getaffinity(0))",
         ],
         capture_output=True,

@@ -1,0 +1,44 @@
+"""Each fails when the installed TorchRec or FBGEMM no longer needs a patch of lookups.py: then both can go."""
+
+import fbgemm_gpu
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    DenseTableBatchedEmbeddingBagsCodegen,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+NO_INDEX, ONE_OFFSET = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+
+
+def fused(*, rows: int) -> SplitTableBatchedEmbeddingBagsCodegen:
+    table = (rows, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)
+    adagrad = EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    return SplitTableBatchedEmbeddingBagsCodegen([table], optimizer=adagrad, device=torch.device("cpu"))
+
+
+def test_the_sharder_of_bags_can_go_when_torchrec_offers_rows_on_a_cpu() -> None:
+    offered = set(EmbeddingBagCollectionSharder().sharding_types("cpu"))
+    assert not offered & {"row_wise", "table_row_wise", "grid_shard"}
+
+
+def test_the_lookup_of_replicated_rows_can_go_when_the_dense_kernel_does_not_pool_them() -> None:
+    kernel = DenseTableBatchedEmbeddingBagsCodegen([(10, 4)], pooling_mode=PoolingMode.NONE, use_cpu=True)
+    looked_up = kernel(torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3]))
+    assert len(looked_up) == 2  # bags, where 3 rows are right
+
+
+def test_the_answer_for_ranks_without_rows_can_go_when_the_fused_kernel_takes_a_table_of_none() -> None:
+    assert fused(rows=3)(NO_INDEX, ONE_OFFSET).shape == (0, 4)
+    with pytest.raises(RuntimeError, match=r"weights\[0\] must be a GPU"):
+        fused(rows=0)(NO_INDEX, ONE_OFFSET)
+
+
+def test_bags_of_one_are_measured_again_when_fbgemm_moves() -> None:
+    # Whether the kernel for rows that are not pooled is tuned by now only a measurement says:
+    # python -m benchmarks.train --parts patches
+    assert fbgemm_gpu.__version__.startswith("1.9.")

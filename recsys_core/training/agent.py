@@ -7,7 +7,6 @@ torchrun, and writes down what became of its ranks. It and its ranks end with th
 import json
 import os
 import platform
-import socket
 import sys
 import time
 from pathlib import Path
@@ -27,6 +26,8 @@ from recsys_core.training.launch_folder import (
     running_versions,
     wait_for,
 )
+from recsys_core.training.launcher_config import LOOPBACK
+from recsys_core.training.meeting import LOOPBACK_ADDRESS, Meeting, listen, network_of
 
 SAYS = "nightjar agent:"
 """How a line starts that an agent prints because it has nowhere else to say it."""
@@ -43,14 +44,14 @@ def main(order_file: str, token: str, node: str, head_variable: str) -> int:
     killed_before = oom_kills()
     try:
         order = _read_order(folder.order, token=token, node=int(node), host=host)
-        endpoint, address = _join(order, folder=folder, node=int(node), host=host, head=os.environ.get(head_variable))
+        meeting = _join(order, folder=folder, node=int(node), host=host, head=os.environ.get(head_variable))
         os.environ.update(as_parent() | {FOLDER_VARIABLE: str(folder.path), NODE_VARIABLE: node})
         cores = len(psutil.Process().cpu_affinity() or [1])
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // order.processes_per_node)))
         os.environ["PYTHONUNBUFFERED"] = "1"
         from recsys_core.training.elastic import run_ranks
 
-        failed = run_ranks(order, folder=folder, node=int(node), host=host, endpoint=endpoint, address=address)
+        failed = run_ranks(order, folder=folder, node=int(node), host=host, meeting=meeting)
     except _NotShared as error:
         sys.stderr.write(f"{SAYS} {error}\n")
         return UNFIT
@@ -89,8 +90,8 @@ def _read_order(path: Path, *, token: str, node: int, host: str) -> Order:
     return Order.model_validate(raw)
 
 
-def _join(order: Order, *, folder: LaunchFolder, node: int, host: str, head: str | None) -> tuple[str, str]:
-    """(where the first host listens, this host's own address), once the first host is there."""
+def _join(order: Order, *, folder: LaunchFolder, node: int, host: str, head: str | None) -> Meeting:
+    """Where the hosts meet, once the first host is there."""
     if not order.job.is_file():
         raise Unfit(f"host {host} (node {node}) does not see {order.job}; the workspace must be the same path on all hosts")
     if order.device == "cuda":
@@ -101,9 +102,11 @@ def _join(order: Order, *, folder: LaunchFolder, node: int, host: str, head: str
                 f"host {host} (node {node}): the plan wants {order.processes_per_node} GPUs per host, but this one has "
                 f"{cuda.device_count()}; set sharding.cluster.processes_per_node, or ask the scheduler for more"
             )
-    head = (head or "").split(",")[0].strip()
-    address = _own_address(head) if order.nodes > 1 else "127.0.0.1"
-    port = _free_port(order.rendezvous_port, host=host) if node == 0 and order.nodes > 1 else 0
+    interface, address, listener = LOOPBACK, LOOPBACK_ADDRESS, None
+    if order.nodes > 1:
+        interface, address = network_of(order, node=node, host=host, head=(head or "").split(",")[0].strip())
+        listener = listen(order, address, host=host) if node == 0 else None
+    port = 0 if listener is None else listener.getsockname()[1]
     try:
         folder.write(f"joined-{node}.json", Joined(node=node, host=host, pid=os.getpid(), address=address, port=port))
     except FileExistsError:
@@ -114,12 +117,10 @@ def _join(order: Order, *, folder: LaunchFolder, node: int, host: str, head: str
         ) from None
     if order.lease_timeout_s is not None and not _is_wanted(order, folder, timeout_s=order.lease_timeout_s):
         raise Unfit(f"host {host} (node {node}) started too late: the process that asked for it is gone", retryable=True)
-    if order.nodes == 1:
-        return "127.0.0.1:0", address
     if not wait_for(folder.path / "joined-0.json", timeout_s=order.rendezvous_timeout_s):
         raise Unfit(f"node 0 did not start within {order.rendezvous_timeout_s:g} s of {host} (node {node})", retryable=True)
     first = Joined.model_validate_json((folder.path / "joined-0.json").read_bytes())
-    return f"{head if head and node else first.address}:{first.port}", address
+    return Meeting(interface=interface, address=address, endpoint=(first.address, first.port), listener=listener)
 
 
 def _is_wanted(order: Order, folder: LaunchFolder, *, timeout_s: float) -> bool:
@@ -130,37 +131,6 @@ def _is_wanted(order: Order, folder: LaunchFolder, *, timeout_s: float) -> bool:
             return False
         time.sleep(0.1)
     return True
-
-
-def _own_address(head: str) -> str:
-    """By which the others reach this host: the address it would use to reach the first one, unless that is the loopback's."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((head or platform.node(), 9))  # sends nothing
-            found = str(probe.getsockname()[0])
-    except OSError:
-        return socket.getfqdn()
-    if not found.startswith("127."):
-        return found
-    try:  # the first host of a kubernetes job is told "localhost", and /etc/hosts of many a host calls itself 127.0.1.1
-        named = socket.gethostbyname(platform.node())
-    except OSError:
-        return found
-    return found if named.startswith("127.") else named
-
-
-def _free_port(port: int, *, host: str) -> int:
-    """`port`, or any free one for 0; Unfit if somebody else listens there."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what an ended run left behind does not count
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise Unfit(
-                f"port {port} on host {host} (node 0) cannot be listened on: {error.strerror}; end what uses it, or set "
-                "launcher.rendezvous_port to another port, or to 0 for a free one"
-            ) from None
-        return int(probe.getsockname()[1])
 
 
 def _give_up(folder: LaunchFolder, failure: Failure) -> None:

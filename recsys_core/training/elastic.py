@@ -2,65 +2,79 @@
 
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.run import parse_args, run
+from torch.distributed.elastic.rendezvous import RendezvousHandler
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from recsys_core.training.launch_folder import LaunchFolder, Order, RankFailure, Unfit, last_lines
+from recsys_core.training.meeting import Meeting
 from recsys_core.training.rank import STACK_SIGNAL
+from recsys_core.training.rendezvous import INTERFACE_VARIABLES, across_hosts, on_one_host
 
 POLL_S = 0.5
 LOST_POLLS = 4
 """A lease that is gone this often in a row, or another's, is no hiccup of the file system: a resumed run has taken over."""
 TERM_GRACE_S = 8.0
-CONNECT_TIMEOUT_S = 60.0
 
 
-def run_ranks(
-    order: Order, *, folder: LaunchFolder, node: int, host: str, endpoint: str, address: str
-) -> tuple[RankFailure, ...]:
+def run_ranks(order: Order, *, folder: LaunchFolder, node: int, host: str, meeting: Meeting) -> tuple[RankFailure, ...]:
     """Runs this host's ranks to their end; how each ended that did not end well. Raises Unfit if the hosts do not meet."""
     logs = folder.node(node)
     logs.mkdir()
-    configured = {
-        "is_host": str(node == 0).lower(),
-        "join_timeout": max(1, int(order.rendezvous_timeout_s)),
-        "read_timeout": max(1, int(min(CONNECT_TIMEOUT_S, order.rendezvous_timeout_s))),
-    }
-    arguments = parse_args(  # type: ignore[no-untyped-call]
-        [
-            *("--nnodes", str(order.nodes), "--nproc-per-node", str(order.processes_per_node), "--max-restarts", "0"),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", order.token),
-            *("--rdzv-conf", ",".join(f"{name}={value}" for name, value in configured.items())),
-            *("--local-addr", address, "--log-dir", str(logs), "--redirects", "3"),
-            *("--module", order.module, str(order.job)),
-        ]
-    )
     threading.Thread(target=_attend, args=(order, folder, node), daemon=True).start()
     try:
-        run(arguments)  # type: ignore[no-untyped-call]
+        with _rendezvous(order, node=node, meeting=meeting) as handler:
+            config = LaunchConfig(
+                min_nodes=order.nodes,
+                max_nodes=order.nodes,
+                nproc_per_node=order.processes_per_node,
+                run_id=order.token,
+                rdzv_backend=handler.get_backend(),
+                rdzv_configs={"handler": handler},
+                max_restarts=0,
+                local_addr=meeting.address,
+                logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
+            )
+            elastic_launch(config, sys.executable)("-u", "-m", order.module, str(order.job))
     except ChildFailedError as error:
         return tuple(_rank_failure(rank, one, logs=logs) for rank, one in error.failures.items())
-    except RendezvousError as error:
-        if len(folder.ranks()) == order.world_size:
-            first = folder.joined()[0].host
-            raise Unfit(
-                f"host {host} (node {node}) lost host {first} (node 0): an agent was killed, or a host is gone",
-                retryable=True,
-            ) from error
+    except DistError as error:
+        where = f"{meeting.endpoint[0]}:{meeting.endpoint[1]}"
         raise Unfit(
-            f"host {host} (node {node}) did not meet the others at {endpoint}: {error.__cause__ or error}; this host must "
-            "reach that port (launcher.rendezvous_port) and name, and hosts must reach each other on any port",
+            f"host {host} (node {node}) did not meet the others at {where}: {str(error).splitlines()[0]}; this host must "
+            "reach that port (launcher.rendezvous_port) and address (launcher.interface), and hosts must reach each other on "
+            "any port",
             retryable=True,
         ) from error
     return ()
+
+
+@contextmanager
+def _rendezvous(order: Order, *, node: int, meeting: Meeting) -> Iterator[RendezvousHandler]:
+    if order.nodes == 1:
+        with on_one_host(token=order.token, timeout_s=order.rendezvous_timeout_s) as handler:
+            yield handler
+        return
+    os.environ.update({name: os.environ.get(name) or meeting.interface for name in INTERFACE_VARIABLES})
+    yield across_hosts(
+        meeting.endpoint,
+        listener=meeting.listener,
+        token=order.token,
+        node=node,
+        nodes=order.nodes,
+        timeout_s=order.rendezvous_timeout_s,
+    )
 
 
 def _rank_failure(rank: int, ended: ProcessFailure, *, logs: Path) -> RankFailure:

@@ -64,6 +64,7 @@ def launch(
         device=plan.device,
         nodes=plan.nodes,
         processes_per_node=plan.processes_per_node,
+        interface=None if launcher.kind == "local" else launcher.network,
         rendezvous_port=0 if launcher.kind == "local" else launcher.rendezvous_port,
         rendezvous_timeout_s=launcher.rendezvous_timeout_s,
         lease_timeout_s=None if launcher.kind == "local" else launcher.lease_timeout_s,

@@ -29,7 +29,10 @@ Message = TypeVar("Message", bound=Frozen)
 
 
 class Order(Frozen):
-    """What every host is asked to do. versions: package -> version of the launching process."""
+    """What every host is asked to do.
+
+    versions: package -> version of the launching process. interface: the network by which hosts reach each other; None: found.
+    """
 
     token: str
     versions: dict[str, str]
@@ -38,6 +41,7 @@ class Order(Frozen):
     device: str
     nodes: int
     processes_per_node: int
+    interface: str | None = None
     rendezvous_port: int
     rendezvous_timeout_s: float
     lease_timeout_s: float | None

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from recsys_core.config import Frozen
 
+LOOPBACK = "lo"
 LOCAL_SCHEDULERS = ("local_cwd",)
 """TorchX schedulers whose replicas are children of this process."""
 CONTAINER_SCHEDULERS = ("kubernetes", "kubernetes_mcad", "aws_batch", "aws_sagemaker", "gcp_batch", "local_docker")
@@ -41,6 +42,12 @@ class TorchxLauncher(Frozen):
     memory_gb: float | None = Field(None, gt=0, description="memory asked for per host; empty: the scheduler's default")
     mounts: tuple[MountConfig, ...] = Field((), description="storage to mount, where hosts do not have it of themselves")
     env: dict[str, str] = Field(default_factory=dict, description="environment of each host, such as NCCL_SOCKET_IFNAME")
+    interface: str | None = Field(
+        None,
+        min_length=1,
+        description="network interface by which hosts reach each other, such as ib0; it has to be a trusted network "
+        "(docs/security.md); empty: the one that leads to the first host, with local_cwd lo",
+    )
     rendezvous_port: int = Field(
         0, ge=0, le=65535, description="where the first host listens for the others; 0: any port that is free there"
     )
@@ -49,6 +56,11 @@ class TorchxLauncher(Frozen):
     lease_timeout_s: float = Field(
         60.0, gt=5, description="hosts end by themselves when this process has been gone for so long"
     )
+
+    @property
+    def network(self) -> str | None:
+        """The interface; that of the loopback where all hosts are this one."""
+        return self.interface or (LOOPBACK if self.scheduler in LOCAL_SCHEDULERS else None)
 
     @model_validator(mode="after")
     def _has_image(self) -> Self:

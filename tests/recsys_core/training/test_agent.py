@@ -28,6 +28,7 @@ def ordered(folder: Path, **changes: object) -> LaunchFolder:
         rendezvous_port=0,
         rendezvous_timeout_s=0.1,
         lease_timeout_s=None,
+        interface="lo",
     )
     launch = LaunchFolder(folder)
     launch.order.write_text(json.dumps(order.model_dump(mode="json") | changes))

@@ -77,7 +77,7 @@ def test_the_request_to_slurm_is_one_task_per_host_with_its_gpus_and_number(
     assert submitted(launcher) == (REQUESTS / "slurm.txt").read_text()
 
 
-SLURM = TWICE_HERE.model_copy(update={"scheduler": "slurm", "args": {"partition": "gpu"}})
+SLURM = TWICE_HERE.model_copy(update={"scheduler": "slurm", "interface": "lo", "args": {"partition": "gpu"}})
 
 
 @pytest.mark.drill
@@ -194,8 +194,10 @@ def test_a_rendezvous_port_that_is_in_use_is_named_with_its_host(tmp_path: Path)
 
 @pytest.mark.drill
 def test_a_host_that_cannot_reach_the_first_one_says_where_it_tried(tmp_path: Path) -> None:
-    python = second_host(tmp_path, f'HEAD=192.0.2.1 {AGENT} "$order" "$token" 1 HEAD')  # an address nobody has
+    first = '"$(dirname "$order")/joined-0.json"'
+    moved = f'while ! [ -f {first} ]; do sleep 0.1; done; sed -i \'s/"port":[0-9]*/"port":9/\' {first}'
+    python = second_host(tmp_path, f'{moved}; {AGENT} "$order" "$token" 1 NONE')
     launcher = TWICE_HERE.model_copy(update={"python": python, "rendezvous_timeout_s": 25.0})
-    with pytest.raises(LaunchError, match=r"(did not meet the others at 192\.0\.2\.1:\d+|ranks 0, 1 do not run: the hosts)"):
+    with pytest.raises(LaunchError, match=r"(did not meet the others at 127\.0\.0\.1:9|ranks 0, 1 do not run: the hosts)"):
         launch_ranks(tmp_path, {}, launcher=launcher)
     assert not agents_and_ranks()

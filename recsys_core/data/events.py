@@ -1,6 +1,7 @@
 """The event log as CSR by user, in memory maps: a training example is a position, a history is a slice before it."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -12,6 +13,7 @@ from recsys_core.manifests import InteractionsManifest
 
 Rows = NDArray[np.int64]
 EvaluationSplit = Literal["validation", "test"]
+COUNTED_EVENTS = 2**18
 
 
 def mapped(path: Path) -> NDArray[Any]:
@@ -94,8 +96,13 @@ class EventStore:
 
     def counts_before(self, split: EvaluationSplit) -> Rows:
         """[items]: events of each item before `split`."""
-        everyone = np.arange(len(self.train_end))
-        return np.bincount(self.before(everyone, split).row_T, minlength=len(self.item_count))
+        items = len(self.item_count)
+        count = np.zeros(items, np.int64)
+        # As many events at once as there are counters: neither the log nor the counters are held twice.
+        first = np.searchsorted(self.user_offset, np.arange(0, len(self.event_item), max(items, COUNTED_EVENTS)))
+        for start, stop in pairwise([*np.unique(first).tolist(), len(self.train_end)]):
+            count += np.bincount(self.before(np.arange(start, stop), split).row_T, minlength=items)
+        return count
 
     def _segment(self, split: EvaluationSplit) -> tuple[Rows, Rows]:
         if split == "test":

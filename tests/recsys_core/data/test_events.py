@@ -1,5 +1,7 @@
 """What a history holds, against plain Python over the same events."""
 
+import tracemalloc
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -119,3 +121,22 @@ def test_the_store_opens_what_the_ingest_wrote(tmp_path: Path, timed: bool) -> N
     position, user = train_positions(store)
     lengths = store.histories(position, user, max_history=3).length_N.tolist()
     assert lengths == ([0, 1, 2, 3, 3, 3, 0] if timed else [3] * 6 + [0])
+
+
+def test_events_are_counted_without_a_copy_of_the_log() -> None:
+    users, each, items = 40_000, 100, 50
+    event_item = np.tile(np.arange(items, dtype=np.int32), users * each // items)
+    offset = np.arange(users + 1) * each
+    whole = store_of([([0], [], [])])
+    ends = {"train_end": offset[:-1] + each - 20, "validation_end": offset[:-1] + each - 10}
+    store = replace(whole, user_offset=offset, event_item=event_item, item_count=np.zeros(items, np.int64), **ends)
+    tracemalloc.start()
+    try:
+        counts = {split: store.counts_before(split) for split in ("validation", "test")}
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < event_item.nbytes, f"{peak:,} bytes for a log of {event_item.nbytes:,}"
+    for split, kept in (("validation", each - 20), ("test", each - 10)):
+        expected = np.bincount(event_item.reshape(users, each)[:, :kept].ravel(), minlength=items)
+        np.testing.assert_array_equal(counts[split], expected)

@@ -6,6 +6,7 @@ Shapes: R rows and C columns of a shard, D width of the table.
 
 import hashlib
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -66,21 +67,43 @@ def copy_pretrained(
 
 def mean_vector(vectors: NDArray[np.float32], *, vector_row: NDArray[np.int64], norm: float | None) -> Tensor:
     """Mean [D] of what copy_pretrained writes into a whole table, the same on every rank; zeros where no row has a vector."""
-    sum_D = torch.zeros(vectors.shape[1], dtype=torch.float64)
-    found_R = vector_row[vector_row >= 0]
-    for start in range(0, len(found_R), CHUNK_ROWS):
-        values_RD = torch.from_numpy(vectors[found_R[start : start + CHUNK_ROWS]])
+    sum_D, count = torch.zeros(vectors.shape[1], dtype=torch.float64), 0
+    for found_R in rows_with_vector(vector_row):
+        values_RD = torch.from_numpy(vectors[found_R])
         sum_D += (values_RD if norm is None else rescaled(values_RD, norm=norm)).sum(dim=0, dtype=torch.float64)
-    return (sum_D / max(len(found_R), 1)).float()
+        count += len(found_R)
+    return (sum_D / max(count, 1)).float()
+
+
+def rows_with_vector(vector_row: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """The entries that are not -1, in order, CHUNK_ROWS at a time: a table may have more rows than there is memory for copies.
+
+    >>> [rows.tolist() for rows in rows_with_vector(np.array([4, -1, 0]))]
+    [[4, 0]]
+    """
+    left = vector_row[:0]
+    for start in range(0, len(vector_row), CHUNK_ROWS):
+        entries = vector_row[start : start + CHUNK_ROWS]
+        left = np.concatenate([left, entries[entries >= 0]])
+        if len(left) >= CHUNK_ROWS:
+            yield left[:CHUNK_ROWS]
+            left = left[CHUNK_ROWS:]
+    if len(left):
+        yield left
+
+
+def no_vectors(rows: int) -> NDArray[np.int64]:
+    """-1 for each row of a table of which none has a vector; takes no memory."""
+    return np.broadcast_to(np.int64(-1), rows)
 
 
 def fill_missing(shard: LocalShard, *, vector_row: NDArray[np.int64], value_D: Tensor | None) -> None:
     """Sets the rows of `shard` without a pretrained vector to `value_D`, to zero where there is none."""
     rows, columns = shard.weight_RC.shape
-    missing = np.flatnonzero(vector_row[shard.row : shard.row + rows] < 0)
-    target_R = torch.from_numpy(missing).to(shard.weight_RC.device)
     value_C = torch.zeros(columns) if value_D is None else value_D[shard.column : shard.column + columns]
-    shard.weight_RC[target_R] = value_C.to(shard.weight_RC.device)
+    for start in range(0, rows, CHUNK_ROWS):
+        missing = np.flatnonzero(vector_row[shard.row + start : shard.row + min(start + CHUNK_ROWS, rows)] < 0) + start
+        shard.weight_RC[torch.from_numpy(missing).to(shard.weight_RC.device)] = value_C.to(shard.weight_RC.device)
 
 
 def random_norm(std: float, dim: int) -> float:

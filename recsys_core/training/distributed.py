@@ -19,7 +19,16 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from recsys_core.models.lookups import parameter_name
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import TableOptimizer
-from recsys_core.models.pretrained import blank_rows, copy_pretrained, fill_missing, fill_random, mean_vector, random_norm
+from recsys_core.models.pretrained import (
+    blank_rows,
+    copy_pretrained,
+    fill_missing,
+    fill_random,
+    mean_vector,
+    no_vectors,
+    random_norm,
+    rows_with_vector,
+)
 from recsys_core.models.shards import table_shards
 from recsys_core.models.spec import ONE_ROW_EACH, ModelSpec
 from recsys_core.models.tables import OFFSET
@@ -127,9 +136,9 @@ def fill_pretrained(model: DistributedModelParallel, *, spec: ModelSpec, pretrai
     for name, table in spec.tables.items():
         settings, found = table.settings, pretrained.get(name)
         norm = random_norm(settings.init_std, table.dim) if settings.rescale else None
-        vector_row = found.vector_row if found is not None else np.full(table.rows, -1)
+        vector_row = found.vector_row if found is not None else no_vectors(table.rows)
         if found is not None:
-            missing = int((vector_row < 0).sum())
+            missing = table.rows - sum(len(rows) for rows in rows_with_vector(vector_row))
             logger.info("table %s: %d of %d rows have no vector; they start %s", name, missing, table.rows, settings.missing)
         mean_D = None
         if settings.missing == "mean" and found is not None:

@@ -8,6 +8,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys_core.data.events import EventStore, mapped
 from recsys_core.manifests import EmbeddingsManifest, FeaturesManifest, InteractionsManifest, require_manifest
+from recsys_core.models.pretrained import no_vectors
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables import TEACHER
 from recsys_core.sharding.plan_file import PlanFile
@@ -83,6 +84,6 @@ def pretrained_rows(
         else:
             assert features is not None
             path = features.path(f"{source}.vector_row.npy")
-        vector_row = np.full(table.rows, -1) if path is None else mapped(path)
+        vector_row = no_vectors(table.rows) if path is None else mapped(path)
         found[name] = PretrainedRows(mapped(embeddings.vectors(source)), vector_row)
     return found

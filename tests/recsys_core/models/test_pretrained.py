@@ -1,4 +1,5 @@
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ from recsys_core.models.pretrained import (
     fill_missing,
     fill_random,
     mean_vector,
+    no_vectors,
     random_norm,
     rescaled,
+    rows_with_vector,
 )
 from recsys_core.models.shards import LocalShard
 
@@ -117,3 +120,27 @@ def test_a_shard_of_some_columns_is_scaled_by_the_norm_of_the_whole_vector():
     shard = torch.zeros(1, 2)
     copy_pretrained(LocalShard(0, 2, shard), vectors=vectors, vector_row=np.array([0]), norm=10.0)
     assert shard.tolist() == [[0.0, 8.0]]
+
+
+def test_a_table_of_many_rows_is_filled_without_a_copy_of_its_row_numbers():
+    rows = 1_000_000
+    vectors, vector_row = np.ones((9, 2), np.float32), np.arange(rows) % 10 - 1
+    shard = LocalShard(0, 0, torch.full((rows, 2), 5.0))
+    tracemalloc.start()
+    try:
+        assert mean_vector(vectors, vector_row=vector_row, norm=None).tolist() == [1.0, 1.0]
+        fill_missing(shard, vector_row=vector_row, value_D=None)
+        copy_pretrained(shard, vectors=vectors, vector_row=vector_row, norm=None)
+        fill_missing(LocalShard(0, 0, torch.empty(rows, 2)), vector_row=no_vectors(rows), value_D=None)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < rows, f"{peak:,} bytes for {rows:,} rows"
+    assert shard.weight_RC.mean() == pytest.approx(0.9)
+
+
+def test_rows_with_a_vector_come_in_chunks_and_in_order():
+    vector_row = np.random.default_rng(0).integers(-1, 5, 3 * pretrained.CHUNK_ROWS)
+    chunks = list(rows_with_vector(vector_row))
+    assert {len(chunk) for chunk in chunks[:-1]} == {pretrained.CHUNK_ROWS}
+    np.testing.assert_array_equal(np.concatenate(chunks), vector_row[vector_row >= 0])

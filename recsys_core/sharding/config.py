@@ -22,8 +22,12 @@ class ClusterConfig(Frozen):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes the GPUs of this machine if there are any")
     nodes: int = Field(1, ge=1, description="hosts")
     processes_per_node: int | None = Field(None, ge=1, description="ranks per host; empty: one per GPU, or 2 on CPU")
-    hbm_gb: float = Field(80.0, gt=0, description="memory per GPU")
-    ddr_gb: float = Field(16.0, gt=0, description="main memory per host")
+    hbm_gb: float | None = Field(
+        None, gt=0, description="memory per GPU; empty: that of this machine's GPUs under device auto, else 80"
+    )
+    ddr_gb: float | None = Field(
+        None, gt=0, description="main memory per host; empty: what this machine or container has under device auto, else 16"
+    )
     ssd_gb: float = Field(0.0, ge=0, description="SSD per host for tables with compute kernel key_value; 0: none")
     ssd_path: str | None = Field(None, description="folder on that SSD; needed for key_value")
     intra_gbs: float = Field(600.0, gt=0, description="GB/s between two GPUs of a host")

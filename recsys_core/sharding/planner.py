@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
@@ -10,6 +11,7 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import PlanManifest, fingerprint_of, produce
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
+from recsys_core.preflight import GIB, cgroup_limits
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, check_constraints, lookups_of, optimizer_kind
 from recsys_core.sharding.estimates import alternatives, naive_plans, rank_estimates
@@ -20,6 +22,8 @@ from recsys_core.sharding.shortage import refusal
 from recsys_core.sharding.traffic import Traffic
 
 PLAN_NAME, PAGE_NAME = "plan.json", "plan.html"
+HBM_GB, DDR_GB = 80.0, 16.0
+"""Of a cluster that is not this machine, where the config does not say."""
 
 
 def plan_sharding(
@@ -50,7 +54,8 @@ def plan_sharding(
         return {"world_size": plan.world_size, "device": plan.device}
 
     device, processes = resolve_cluster(config.cluster)
-    fingerprint = fingerprint_of("plan", config, model, batch_size, optimizer.kind, device, processes, traffic)
+    cluster = with_memory(config.cluster)
+    fingerprint = fingerprint_of("plan", config, cluster, model, batch_size, optimizer.kind, device, processes, traffic)
     return produce(folder, PlanManifest, fingerprint=fingerprint, build=build)
 
 
@@ -67,6 +72,22 @@ def resolve_cluster(cluster: ClusterConfig) -> tuple[Literal["cpu", "cuda"], int
     gpus = torch.cuda.device_count()
     device: Literal["cpu", "cuda"] = ("cuda" if gpus else "cpu") if cluster.device == "auto" else cluster.device
     return device, cluster.processes_per_node or (max(gpus, 1) if device == "cuda" else 2)
+
+
+def with_memory(cluster: ClusterConfig) -> ClusterConfig:
+    """`cluster` with hbm_gb and ddr_gb filled in: under device auto from this machine, in whole GB so that they last."""
+    hbm_gb, ddr_gb = HBM_GB, DDR_GB
+    if cluster.device == "auto":
+        installed = psutil.virtual_memory().total
+        ddr_gb = _whole_gb(min(cgroup_limits().memory_bytes or installed, installed))
+        gpus = range(torch.cuda.device_count())
+        hbm_gb = _whole_gb(min((torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus), default=HBM_GB * GIB))
+    return cluster.model_copy(update={"hbm_gb": cluster.hbm_gb or hbm_gb, "ddr_gb": cluster.ddr_gb or ddr_gb})
+
+
+def _whole_gb(size: float) -> float:
+    """In GB of 2^30 bytes, rounded down from one on: a new kernel keeps some more megabytes to itself."""
+    return float(size // GIB) or size / GIB
 
 
 def make_plan(
@@ -89,6 +110,7 @@ def make_plan(
             fits the cluster: then which table, how many bytes short, and what would make it fit.
     """
     device, processes = resolve_cluster(config.cluster)
+    config = config.model_copy(update={"cluster": with_memory(config.cluster)})
     optimizer = optimizer or TableOptimizer()
     check_constraints(config, model=model, device=device, default=optimizer)
     search = Search(

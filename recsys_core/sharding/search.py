@@ -52,7 +52,11 @@ Kernels = Mapping[str, tuple[ComputeKernel, ...]]
 
 @dataclass(frozen=True)
 class Search:
-    """Everything a plan depends on. `device` and `processes` (per node) are those of the config with `auto` filled in."""
+    """Everything a plan depends on.
+
+    `device`, `processes` (per node) and the memory in `config` are those of the user's config with what was left to the machine
+    filled in.
+    """
 
     config: ShardingConfig
     model: ModelSpec
@@ -68,15 +72,27 @@ class Search:
         return self.config.cluster.nodes * self.processes
 
     @property
+    def hbm_gb(self) -> float:
+        """Memory per GPU."""
+        assert self.config.cluster.hbm_gb is not None  # with_memory
+        return self.config.cluster.hbm_gb
+
+    @property
+    def ddr_gb(self) -> float:
+        """Main memory per host."""
+        assert self.config.cluster.ddr_gb is not None  # with_memory
+        return self.config.cluster.ddr_gb
+
+    @property
     def usable(self) -> Storage:
         """Bytes of one rank that tables and their buffers may take."""
         cluster = self.config.cluster
-        hbm = int(int(cluster.hbm_gb * GIB) * (1 - RESERVED_SHARE)) if self.device == "cuda" else 0
+        hbm = int(int(self.hbm_gb * GIB) * (1 - RESERVED_SHARE)) if self.device == "cuda" else 0
         return Storage(hbm=hbm, ddr=self._ddr, ssd=int(cluster.ssd_gb * GIB / self.processes))
 
     @property
     def _ddr(self) -> int:
-        return int(self.config.cluster.ddr_gb * GIB * (1 - RESERVED_SHARE) / self.processes)
+        return int(self.ddr_gb * GIB * (1 - RESERVED_SHARE) / self.processes)
 
     def on(self, *, processes: int | None = None, **cluster: Any) -> "Search":
         """The same for another cluster."""
@@ -147,7 +163,7 @@ class Search:
                 trainer_config=TrainerConfig(
                     world_size=self.world_size,
                     local_world_size=self.processes,
-                    hbm_cap_bytes=int(cluster.hbm_gb * GIB),
+                    hbm_cap_bytes=int(self.hbm_gb * GIB),
                     ddr_cap_bytes=self._ddr,
                     ssd_cap_bytes=self.usable.ssd,
                 ),

@@ -19,7 +19,6 @@ _TRIES = 3
 
 def refusal(search: Search) -> InputError:
     """What to say when no plan fits."""
-    cluster = search.config.cluster
     sizes = {name: f"{table.rows:,} x {table.dim}" for name, table in search.model.tables.items()}
     smallest = {name: min(options, key=_size) for name, options in _resident(search).items()}
     ways = list(_ways(search, smallest))
@@ -31,8 +30,8 @@ def refusal(search: Search) -> InputError:
         )
     )
     return InputError(
-        f"sharding: no plan for tables {sizes} on {search.world_size} ranks with {cluster.hbm_gb:g} GB HBM per GPU and "
-        f"{cluster.ddr_gb:g} GB memory per host ({100 * RESERVED_SHARE:.0f} % of it kept for layers, activations and input): "
+        f"sharding: no plan for tables {sizes} on {search.world_size} ranks with {search.hbm_gb:g} GB HBM per GPU and "
+        f"{search.ddr_gb:g} GB memory per host ({100 * RESERVED_SHARE:.0f} % of it kept for layers, activations and input): "
         f"{why_too_large(search, smallest)}; {out}"
     )
 
@@ -134,8 +133,8 @@ def _more_memory(search: Search, smallest: Mapping[str, ShardingOption]) -> Iter
     need = sum(map(_total_bytes, smallest.values())) / search.config.cluster.nodes / 2**30 / (1 - RESERVED_SHARE)
     kernel = "" if search.device == "cpu" else " (rows in main memory: kernel fused_uvm_caching or fused_uvm)"
     for wanted in (need, 1.25 * need, 2 * need, 4 * need):
-        ddr_gb = float(math.ceil(max(wanted, search.config.cluster.ddr_gb) / 16) * 16)
-        if search.config.cluster.ddr_gb < ddr_gb <= MOST_DDR_GB and _fits(search.on(ddr_gb=ddr_gb)):
+        ddr_gb = float(math.ceil(max(wanted, search.ddr_gb) / 16) * 16)
+        if search.ddr_gb < ddr_gb <= MOST_DDR_GB and _fits(search.on(ddr_gb=ddr_gb)):
             yield f"sharding.cluster.ddr_gb: {ddr_gb:g}{kernel}"
             return
 

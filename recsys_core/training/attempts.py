@@ -90,7 +90,9 @@ def _with_fewer_ranks(job: TrainJob, *, plan: PlanFile, sharding: ShardingConfig
         if planned % world_size or world_size < (job.training.min_processes or planned):
             continue
         training = job.training.model_copy(update={"batch_size": job.training.batch_size * plan.world_size // world_size})
-        cluster = sharding.cluster.model_copy(update={"device": plan.device, "nodes": nodes, "processes_per_node": processes})
+        memory = {"hbm_gb": plan.cluster.hbm_gb, "ddr_gb": plan.cluster.ddr_gb}
+        smaller = {"device": plan.device, "nodes": nodes, "processes_per_node": processes}
+        cluster = sharding.cluster.model_copy(update=smaller | memory)
         try:
             interactions = require_manifest(job.interactions, InteractionsManifest, verify=False)
             features = None if job.features is None else require_manifest(job.features, FeaturesManifest, verify=False)

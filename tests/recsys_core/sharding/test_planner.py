@@ -1,5 +1,6 @@
 from itertools import pairwise
 
+import psutil
 import pytest
 
 from recsys_core.errors import InputError
@@ -8,9 +9,10 @@ from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables import TableConfig
+from recsys_core.preflight import cgroup_limits
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.plan_file import PlanFile
-from recsys_core.sharding.planner import make_plan, plan_sharding
+from recsys_core.sharding.planner import make_plan, plan_sharding, with_memory
 from recsys_core.sharding.search import Search
 from recsys_core.sharding.sharders import ROW_LOOKUP_KINDS
 
@@ -104,7 +106,7 @@ def test_layouts_are_tried_in_one_order_so_that_among_equal_ones_every_process_c
     orders = []
     for kinds in (KINDS, KINDS[::-1]):
         search = Search(
-            config=config(*kinds),
+            config=config(*kinds, hbm_gb=80, ddr_gb=16),
             model=SPEC,
             batch_size=64,
             device="cpu",
@@ -129,3 +131,15 @@ def test_a_cached_table_goes_to_torchrec_with_its_cache_and_may_be_planned_on_an
     assert (table.compute_kernel, table.ssd_path) == ("key_value", "/ssd")
     with pytest.raises(InputError, match=r"sharding.tables.item.compute_kernels: key_value can be planned"):
         plan_sharding(on_disk, model=SPEC, batch_size=64, folder=tmp_path / "plan")
+
+
+def test_under_device_auto_memory_is_that_of_this_machine_and_otherwise_what_the_config_or_the_default_says() -> None:
+    here = with_memory(ClusterConfig())
+    limit = min(psutil.virtual_memory().total, cgroup_limits().memory_bytes or psutil.virtual_memory().total) / 2**30
+    assert here.ddr_gb is not None and limit - 1 < here.ddr_gb <= limit
+    elsewhere = with_memory(ClusterConfig(device="cuda"))
+    assert (elsewhere.hbm_gb, elsewhere.ddr_gb) == (80, 16)
+    said = with_memory(ClusterConfig(hbm_gb=40, ddr_gb=3))
+    assert (said.hbm_gb, said.ddr_gb) == (40, 3)
+    plan = make_plan(ShardingConfig(), model=ModelSpec.sized(TwoTowerConfig(), users=9, items=9), batch_size=1)
+    assert plan.cluster.ddr_gb == here.ddr_gb

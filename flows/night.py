@@ -11,6 +11,7 @@ from typing import Any
 from flows import terminal
 from flows.config import PipelineConfig
 from flows.prefect_server import embedded_server
+from recsys_core.disk import full_disk_is_told
 from recsys_core.errors import InputError, NightjarError, StageError
 from recsys_core.evaluation.report import metric_table
 from recsys_core.manifests import (
@@ -101,7 +102,8 @@ def run_night(config: PipelineConfig, *, resume: str | None, until: StageName | 
 
                 ready()
                 try:
-                    nightly_retrain(config, run_id=run.run_id, until=until)
+                    with full_disk_is_told(run.folder):
+                        nightly_retrain(config, run_id=run.run_id, until=until)
                 finally:
                     APILogWorker.drain_all()  # Prefect sends the last lines of the log while it exits, too late for the server
         except NightjarError:

@@ -15,11 +15,14 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from recsys_core.disk import require_free
 from recsys_core.errors import StageError
 from recsys_core.parent import as_parent, die_with_parent
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 120.0
+LEAST_BYTES = 2**25
+"""Of a new database, its log and the files of a run's start."""
 
 
 @contextmanager
@@ -31,6 +34,8 @@ def embedded_server(*, log: Path) -> Iterator[Callable[[], None]]:
     if "PREFECT_API_URL" in os.environ:
         yield lambda: None
         return
+    for folder in (log.parent, Path(os.environ.get("PREFECT_HOME", log.parent))):
+        require_free(folder, LEAST_BYTES, what="the embedded Prefect server with its database")
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port = probe.getsockname()[1]
@@ -66,6 +71,7 @@ def _wait_until_ready(server: subprocess.Popen[bytes], *, health: str, log: Path
                 return
         except OSError:  # refused, reset, timed out: not there yet
             time.sleep(0.1)
+    require_free(log.parent, LEAST_BYTES, what="the embedded Prefect server, which has ended,")
     how = (
         f"ended with exit code {server.returncode}"
         if server.poll() is not None

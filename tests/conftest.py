@@ -1,4 +1,4 @@
-"""What the tests of both ingest stages share."""
+"""What tests of several folders share."""
 
 import subprocess
 from collections.abc import Iterator

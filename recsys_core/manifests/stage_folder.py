@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field
 
 from recsys_core import __version__
 from recsys_core.config import Frozen
+from recsys_core.disk import LEAST_BYTES, full_disk_is_told, require_free
 from recsys_core.errors import StageError
 
 MANIFEST_NAME = "manifest.json"
@@ -77,10 +78,12 @@ def produce(
     *,
     fingerprint: str,
     build: Callable[[Path], Mapping[str, Any]],
+    needs_bytes: int = 0,
 ) -> ManifestT:
     """The stage in `folder`: reused if it is complete and came from `fingerprint`, else built anew and committed atomically.
 
-    `build` writes files into the folder it is given and returns the manifest's own fields.
+    `build` writes files into the folder it is given and returns the manifest's own fields. needs_bytes: what it is known to
+    write. Raises InputError where the disk has less room, or fills up.
     """
     found = load_manifest(folder, manifest_type)
     if found is not None and found.fingerprint == fingerprint:
@@ -88,11 +91,13 @@ def produce(
     staging = folder.with_name(folder.name + ".tmp")
     for rubbish in (folder, staging):
         shutil.rmtree(rubbish, ignore_errors=True)
-    staging.mkdir(parents=True)
+    require_free(folder, max(needs_bytes, LEAST_BYTES), what=f"the {manifest_type.kind} stage")
     started = time.perf_counter()
     try:
-        facts = build(staging)
-        return seal(staging, folder, manifest_type, fingerprint=fingerprint, seconds=time.perf_counter() - started, **facts)
+        with full_disk_is_told(folder):
+            staging.mkdir(parents=True)
+            facts = build(staging)
+            return seal(staging, folder, manifest_type, fingerprint=fingerprint, seconds=time.perf_counter() - started, **facts)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise

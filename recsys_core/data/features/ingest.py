@@ -16,7 +16,6 @@ from recsys_core.data.features.encoding import Encoding, LastNight
 from recsys_core.data.features.tables import FeatureTable, check_features, refuse_bad_rows, value_sql
 from recsys_core.data.features.vectors import check_vectors
 from recsys_core.data.files.database import database
-from recsys_core.data.files.disk import full_disk_is_told
 from recsys_core.data.files.sources import local_files, open_sources
 from recsys_core.data.files.sql import quoted, scan, scan_all
 from recsys_core.errors import InputError
@@ -72,16 +71,15 @@ def ingest_features(
         scratch.mkdir()
         features: dict[str, FeatureFacts] = {}
         facts: dict[str, FeatureTableFacts] = {}
-        with full_disk_is_told(out):
-            for table in tables:
-                # A database of its own for each side: what it holds is let go of before the next.
-                with database(memory_limit=memory_limit, threads=threads, spill=scratch / "spill", wanted=WANTED) as connection:
-                    found = _load(connection, table, interactions=interactions, scratch=scratch)
-                    if found is not None:
-                        facts[table.side] = found
-                    features |= _encode(
-                        connection, table, interactions=interactions, previous=previous, embeddings=embeddings, out=out
-                    )
+        for table in tables:
+            # A database of its own for each side: what it holds is let go of before the next.
+            with database(memory_limit=memory_limit, threads=threads, spill=scratch / "spill", wanted=WANTED) as connection:
+                found = _load(connection, table, interactions=interactions, scratch=scratch)
+                if found is not None:
+                    facts[table.side] = found
+                features |= _encode(
+                    connection, table, interactions=interactions, previous=previous, embeddings=embeddings, out=out
+                )
         shutil.rmtree(scratch)
         return {"lineage": interactions.lineage, "features": features, "tables": facts, "sources": records}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import duckdb
 
-from recsys_core.data.files.disk import too_small
+from recsys_core.disk import too_small
 from recsys_core.errors import InputError
 
 DAMAGED = (duckdb.Error, duckdb.IOException, duckdb.InvalidInputException)

@@ -3,16 +3,13 @@
 import errno
 import math
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from recsys_core.errors import InputError
+from recsys_core.disk import FULL, gib, too_small
 
 
 def allocate(path: Path, *, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[Any]:
@@ -29,10 +26,10 @@ def allocate(path: Path, *, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray
         try:
             os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            if error.errno not in (*FULL, errno.EFBIG):
                 raise
             path.unlink()
-            what = f"{path.name}, {' x '.join(f'{length:,}' for length in shape)} numbers, takes {_gib(size)}"
+            what = f"{path.name}, {' x '.join(f'{length:,}' for length in shape)} numbers, takes {gib(size)}"
             raise too_small(path.parent, needed=what) from error
     mapped: NDArray[Any] = np.load(path, mmap_mode="r+")
     return mapped
@@ -41,27 +38,3 @@ def allocate(path: Path, *, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray
 def save(path: Path, array: NDArray[Any]) -> None:
     """numpy.save that tells a full disk: numpy's own error does not say what it is."""
     allocate(path, dtype=array.dtype, shape=array.shape)[...] = array
-
-
-@contextmanager
-def full_disk_is_told(folder: Path) -> Iterator[None]:
-    """Turns "no space left" of any write below `folder` into an InputError that says how much is free."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise too_small(folder, needed="the stage does not fit") from error
-
-
-def too_small(folder: Path, *, needed: str) -> InputError:
-    """The error for a disk that has no room."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    return InputError(
-        f"{folder}: {needed}, but the disk has {_gib(shutil.disk_usage(there).free)} free; "
-        "free some, or set workspace to a folder on a larger disk"
-    )
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.3f} GiB"

@@ -7,7 +7,6 @@ from typing import Any
 import duckdb
 
 from recsys_core.data.files.database import database
-from recsys_core.data.files.disk import full_disk_is_told
 from recsys_core.data.files.sql import SPLITS
 from recsys_core.data.log.config import InteractionsConfig, LogFilter
 from recsys_core.data.log.event_writer import EventWriter
@@ -61,12 +60,9 @@ def ingest_interactions(
 
     def build(out: Path) -> dict[str, Any]:
         spill = out / "spill"
-        with (
-            full_disk_is_told(out),
-            database(
-                memory_limit=config.memory_limit, threads=config.threads, spill=spill, wanted="interactions"
-            ) as connection,
-        ):
+        with database(
+            memory_limit=config.memory_limit, threads=config.threads, spill=spill, wanted="interactions"
+        ) as connection:
             facts = _ingest(connection, config, found, embeddings, out, last_night=last_night, fingerprint=fingerprint)
         shutil.rmtree(spill, ignore_errors=True)
         return facts | {"sources": records, "user_id_type": found.user_id_type, "item_id_type": found.item_id_type}

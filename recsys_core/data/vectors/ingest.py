@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recsys_core.data.files.database import database
-from recsys_core.data.files.disk import allocate, full_disk_is_told
+from recsys_core.data.files.disk import allocate
 from recsys_core.data.files.sources import local_files
 from recsys_core.data.vectors.config import EmbeddingsConfig
 from recsys_core.data.vectors.files import VectorFiles, check_embeddings, refuse_wider, require_one_dim
@@ -45,10 +45,9 @@ def ingest_embeddings(
 
     def build(out: Path) -> dict[str, Any]:
         tables: dict[str, VectorTable] = {}
-        with full_disk_is_told(out):
-            for table in dict.fromkeys(files.config.table for files in found):
-                entries = [files for files in found if files.config.table == table]
-                tables[table] = _build_table(entries, table=table, out=out)
+        for table in dict.fromkeys(files.config.table for files in found):
+            entries = [files for files in found if files.config.table == table]
+            tables[table] = _build_table(entries, table=table, out=out)
         return {"tables": tables, "sources": records}
 
     settings = [config.model_dump(mode="json", exclude=HOW_ONLY) for config in configs]

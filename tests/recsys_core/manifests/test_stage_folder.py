@@ -10,12 +10,18 @@ from pathlib import Path
 from typing import ClassVar
 from unittest import mock
 
+import faiss
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from recsys_core.config import Frozen
-from recsys_core.errors import StageError
+from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import (
     MANIFEST_NAME,
     Manifest,
@@ -227,3 +233,44 @@ def test_the_fingerprint_does_not_depend_on_the_order_of_keys(parts: dict[str, o
 @given(st.lists(scalars), st.lists(scalars))
 def test_different_parts_have_different_fingerprints(first: list[object], second: list[object]) -> None:
     assert (fingerprint_of(*first) == fingerprint_of(*second)) == (json.dumps(first) == json.dumps(second))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: path.write_bytes(bytes(2**21)),
+        lambda path: np.save(path, np.zeros(2**18)),
+        lambda path: pq.write_table(pa.table({"a": np.random.default_rng(0).random(2**18)}), path),
+        lambda path: faiss.write_index(flat_index(), str(path)),
+        lambda path: save_file({"a": torch.zeros(2**19)}, path),
+        lambda path: torch.save(torch.zeros(2**19), path),
+    ],
+    ids=["write", "numpy", "parquet", "faiss", "safetensors", "torch"],
+)
+def test_a_full_disk_is_one_error_whatever_wrote_last_and_nothing_is_left(
+    small_disk: Path, write: Callable[[Path], object]
+) -> None:
+    def build(folder: Path) -> dict[str, object]:
+        write(folder / "large")
+        return {"count": 1}
+
+    with pytest.raises(InputError, match=rf"^{small_disk}/stage: the stage does not fit, but the disk has 0\.0.* GiB free; "):
+        make(small_disk / "stage", build=build)
+    assert not any(small_disk.iterdir())
+
+
+def test_a_disk_without_the_room_that_a_stage_is_known_to_need_is_refused_before_it_begins(small_disk: Path) -> None:
+    says = (
+        rf"^{small_disk}/stage: the squares stage takes at least 1\.000 GiB, but the disk has 0\.001 GiB free; "
+        rf"free some, or set workspace to a folder on a larger disk than the one at {small_disk}$"
+    )
+    with pytest.raises(InputError, match=says):
+        produce(small_disk / "stage", SquaresManifest, fingerprint="a", build=never, needs_bytes=2**30)
+    made = make(small_disk / "stage")
+    assert produce(small_disk / "stage", SquaresManifest, fingerprint="a", build=never, needs_bytes=2**30) == made
+
+
+def flat_index() -> faiss.IndexFlatIP:
+    index = faiss.IndexFlatIP(64)
+    index.add(np.zeros((2**13, 64), np.float32))
+    return index

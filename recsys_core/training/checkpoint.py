@@ -6,8 +6,11 @@ random and the order of the data are functions of (seed, step, rank), so the ste
 
 import logging
 import shutil
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -21,13 +24,14 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
 from recsys_core.config import Frozen
-from recsys_core.data.files.disk import full_disk_is_told, too_small
+from recsys_core.disk import full_disk_is_told, too_small
 from recsys_core.manifests import Manifest, load_manifest, seal
 from recsys_core.training.dense_parallel import local
 from recsys_core.training.process import Process
 
 logger = logging.getLogger(__name__)
 JOB_COPY, PLAN_COPY = "job.json", "plan.json"
+SIGN_S = 1.0
 
 
 class Best(Frozen):
@@ -62,13 +66,22 @@ class Checkpointer:
         attempt: which launch this is; what a dead one left half-written is never added to.
         keep: checkpoints that stay beside the best one.
         papers: what is written into each checkpoint beside the state, text by file name.
+        alive: file that is touched while a checkpoint is hashed: after the last step nothing else gives a sign of life.
     """
 
     def __init__(
-        self, folder: Path, *, fingerprint: str, attempt: int, keep: int, papers: dict[str, str], process: Process
+        self,
+        folder: Path,
+        *,
+        fingerprint: str,
+        attempt: int,
+        keep: int,
+        papers: dict[str, str],
+        alive: Path,
+        process: Process,
     ) -> None:
         self._folder, self._fingerprint, self._attempt, self._keep = folder, fingerprint, attempt, keep
-        self._papers, self._process = papers, process
+        self._papers, self._alive, self._process = papers, alive, process
         # Threads need a group of their own: on the default one their messages would mix with the training's.
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)  # all ranks are members
@@ -107,16 +120,17 @@ class Checkpointer:
         for name, text in self._papers.items():
             (staging / name).write_text(text)
         shutil.rmtree(target, ignore_errors=True)  # damaged, or of other settings: else training would not be here again
-        seal(
-            staging,
-            target,
-            CheckpointManifest,
-            fingerprint=self._fingerprint,
-            seconds=time.perf_counter() - started,
-            step=step,
-            world_size=self._process.world_size,
-            best=best,
-        )
+        with _signs_of_life(self._alive):
+            seal(
+                staging,
+                target,
+                CheckpointManifest,
+                fingerprint=self._fingerprint,
+                seconds=time.perf_counter() - started,
+                step=step,
+                world_size=self._process.world_size,
+                best=best,
+            )
         for old in sorted(self._folder.glob("step-*[0-9]"))[: -self._keep]:
             if ".tmp-" not in old.name and (best is None or old.name != checkpoint_name(best.step)):
                 shutil.rmtree(old)
@@ -130,6 +144,24 @@ class Checkpointer:
             self._folder.mkdir(parents=True, exist_ok=True)
             if shutil.disk_usage(self._folder).free < size:
                 raise too_small(staging, needed=f"a checkpoint takes {size.item() / 2**30:,.3f} GiB")
+
+
+@contextmanager
+def _signs_of_life(alive: Path) -> Iterator[None]:
+    """Touches `alive` all the time during the block, which reads and syncs files of this disk and waits for no rank."""
+    ended = threading.Event()
+
+    def touch() -> None:
+        while not ended.wait(SIGN_S):
+            alive.touch()
+
+    thread = threading.Thread(target=touch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _local_bytes(value: object) -> int:

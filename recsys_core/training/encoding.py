@@ -1,23 +1,22 @@
-"""Vectors of the sharded model: every rank encodes a range of rows and writes it where all ranks read.
+"""Vectors of the sharded model: every rank encodes a range of rows and writes it into its part of an array.
 
 Shapes: I items, H width of an item in a history, O output width.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-from torch import distributed as dist
 
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.events import EvaluationSplit, EventStore, Rows
 from recsys_core.data.loader import query_batch
 from recsys_core.errors import StageError
 from recsys_core.models.task import RetrievalTask
+from recsys_core.training.parts import Part, build_array
 from recsys_core.training.process import Process
 
 ENCODE_ROWS = 8192
@@ -44,33 +43,32 @@ class Encoder:
 
 
 class RankWriter:
-    """Shared .npy files of which each rank fills a contiguous range of rows."""
+    """Arrays of which each rank encodes a contiguous range of rows."""
 
     def __init__(self, process: Process, *, alive: Path) -> None:
         self._process, self._alive = process, alive
 
-    def create(self, path: Path, *, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """Collective. The file as a writable map, made once by rank 0."""
-        if self._process.leads:
-            np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape).flush()
-        dist.barrier()
-        return np.lib.format.open_memmap(path, mode="r+") if shape[0] else np.empty(shape, np.float32)
-
-    def write(
-        self, targets: list[NDArray[Any]], *, encode: Callable[[NDArray[np.int64]], tuple[Tensor, ...]], what: str
-    ) -> None:
-        """Collective. Fills this rank's rows of each target with what encode(rows) gives for it, in batches."""
-        for rows, is_ours in self.batches(len(targets[0])):
-            for target, vectors in zip(targets, encode(rows), strict=True):
-                found = vectors.cpu().numpy()
-                if not np.isfinite(found).all():
+    def write(self, parts: Sequence[Part], *, count: int, encode: Callable[[Rows], tuple[Tensor, ...]], what: str) -> None:
+        """Collective. Adds this rank's rows of `count` to each part, as encode(rows) gives them for it, in batches."""
+        for rows, is_ours in self.batches(count):
+            for part, vectors in zip(parts, encode(rows), strict=True):
+                if not vectors.isfinite().all():
                     raise StageError(
                         f"{what}: the trained model gives vectors that are not finite (near row {rows[0]}); lower the learning "
                         "rates of training.table_optimizer or training.dense_optimizer"
                     )
                 if is_ours:
-                    target[rows] = found
-            self._alive.touch()
+                    part.add(int(rows[0]), 0, vectors)
+            self.sign()
+
+    def build(self, path: Path, *, shape: tuple[int, ...], adds: bool = False) -> None:
+        """Makes the array from its parts, on rank 0."""
+        if self._process.leads:
+            build_array(path, shape=shape, process=self._process, adds=adds, on_record=self.sign)
+
+    def sign(self) -> None:
+        """Leaves a sign of life."""
+        self._alive.touch()
 
     def batches(self, count: int) -> Iterator[tuple[NDArray[np.int64], bool]]:
         """The same number of batches on every rank, since encoding is collective; a rank without rows repeats row 0."""

@@ -1,9 +1,10 @@
-"""One rank of the export: encodes its range of rows and writes it where all ranks write.
+"""One rank of the export: encodes its range of rows and writes it into its part of an array.
 
 Shapes: I items, H width of an item in a history, O output width.
 """
 
-import numpy as np
+from contextlib import ExitStack
+
 import torch
 from safetensors.torch import save_file
 from torch import distributed as dist
@@ -13,6 +14,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.events import EvaluationSplit, EventStore, Rows
 from recsys_core.data.features.store import FeatureStore
+from recsys_core.data.files.disk import save
 from recsys_core.manifests import FeaturesManifest, InteractionsManifest, require_manifest
 from recsys_core.models.shards import table_shards
 from recsys_core.models.task import RetrievalTask
@@ -22,9 +24,10 @@ from recsys_core.training.distributed import build_model
 from recsys_core.training.encoding import Encoder, RankWriter
 from recsys_core.training.job import ExportJob
 from recsys_core.training.optimizers import make_optimizer
+from recsys_core.training.parts import writing_part
 from recsys_core.training.process import Process
 from recsys_core.training.restore import restore
-from recsys_core.training.sums import add_sums, has_sums, sum_shards
+from recsys_core.training.sums import has_sums, sum_shards, sums_of
 
 SPLITS: tuple[EvaluationSplit, ...] = ("validation", "test")
 
@@ -52,7 +55,7 @@ def run_export(job: ExportJob, *, process: Process) -> None:
     writer = RankWriter(process, alive=job.work / "alive")
     with torch.no_grad():
         _write_vectors(Encoder(task, store, assembler, process), job=job, writer=writer)
-        _write_tables(model, job=job, writer=writer)
+        _write_tables(model, job=job, writer=writer, process=process)
         _write_sums(optimizer, job=job, writer=writer, process=process)
     dense = {}
     for name, value in whole(task.head.state_dict()):
@@ -64,31 +67,36 @@ def run_export(job: ExportJob, *, process: Process) -> None:
 
 
 def _write_vectors(encoder: Encoder, *, job: ExportJob, writer: RankWriter) -> None:
-    config, store = job.spec.config, encoder.store
-    items = [
-        writer.create(job.out / f"{name}.npy", shape=(job.spec.items, dim))
-        for name, dim in (("history_items", config.history_dim), ("item_vectors", config.output_dim))
-    ]
-    writer.write(items, encode=encoder.items, what="item_vectors.npy")
+    config, store, process = job.spec.config, encoder.store, encoder.process
+    widths = {job.out / "history_items.npy": config.history_dim, job.out / "item_vectors.npy": config.output_dim}
+    with ExitStack() as stack:
+        items = [stack.enter_context(writing_part(path, process=process)) for path in widths]
+        writer.write(items, count=job.spec.items, encode=encoder.items, what="item_vectors.npy")
+    for path, width in widths.items():
+        writer.build(path, shape=(job.spec.items, width))
     for split in SPLITS:
         users = store.users_with_targets(split)
-        if encoder.process.leads:
-            np.save(job.out / f"query_users_{split}.npy", users)
-        target = writer.create(job.out / f"query_vectors_{split}.npy", shape=(len(users), config.output_dim))
+        if process.leads:
+            save(job.out / f"query_users_{split}.npy", users)
+        path = job.out / f"query_vectors_{split}.npy"
 
         def encode(rows: Rows, users: Rows = users, split: EvaluationSplit = split) -> tuple[torch.Tensor, ...]:
             return (encoder.queries(users[rows], split=split),)
 
-        writer.write([target], encode=encode, what=f"query_vectors_{split}.npy")
+        with writing_part(path, process=process) as part:
+            writer.write([part], count=len(users), encode=encode, what=path.name)
+        writer.build(path, shape=(len(users), config.output_dim))
 
 
-def _write_tables(model: DistributedModelParallel, *, job: ExportJob, writer: RankWriter) -> None:
-    state = model.state_dict()
+def _write_tables(model: DistributedModelParallel, *, job: ExportJob, writer: RankWriter, process: Process) -> None:
+    state, plan = model.state_dict(), PlanFile.read(job.plan)
     for name, table in job.spec.tables.items():
-        target = writer.create(job.out / f"table_{name}.npy", shape=(table.rows, table.dim))
-        for shard in table_shards(state, table=name):
-            rows, columns = shard.weight_RC.shape
-            target[shard.row : shard.row + rows, shard.column : shard.column + columns] = shard.weight_RC.cpu().numpy()
+        path = job.out / f"table_{name}.npy"
+        with writing_part(path, process=process) as part:
+            for shard in table_shards(state, table=name) if _writes(plan, name, process=process) else ():
+                part.add(shard.row, shard.column, shard.weight_RC)
+                writer.sign()
+        writer.build(path, shape=(table.rows, table.dim))
 
 
 def _write_sums(optimizer: CombinedOptimizer, *, job: ExportJob, writer: RankWriter, process: Process) -> None:
@@ -100,12 +108,15 @@ def _write_sums(optimizer: CombinedOptimizer, *, job: ExportJob, writer: RankWri
         if not has_sums(job.spec, name, default=default):
             continue
         by_row = (table.settings.optimizer or default).kind == "rowwise_adagrad"
-        target = writer.create(job.out / f"state_{name}.npy", shape=(table.rows,) if by_row else (table.rows, table.dim))
+        path = job.out / f"state_{name}.npy"
         shards = sum_shards(optimizer, spec=job.spec, table=name)
-        if plan.tables[name].sharding_type == "data_parallel" and not process.leads:
-            shards = []  # every rank has them all
-        for rank in range(process.world_size):  # one after the other: the columns of one row may lie on several
-            if rank == process.rank:
-                for shard in shards:
-                    add_sums(target, shard, dim=table.dim)
-            dist.barrier()
+        with writing_part(path, process=process) as part:
+            for shard in shards if _writes(plan, name, process=process) else ():
+                part.add(*sums_of(shard, by_row=by_row, dim=table.dim))
+        # The columns of one row may lie on several ranks: their shares of its sum add up.
+        writer.build(path, shape=(table.rows,) if by_row else (table.rows, table.dim), adds=by_row)
+
+
+def _writes(plan: PlanFile, table: str, *, process: Process) -> bool:
+    """Whether this rank writes its shards of a table: of one that is replicated every rank has all rows."""
+    return plan.tables[table].sharding_type != "data_parallel" or process.leads

@@ -103,6 +103,7 @@ class Training:
             attempt=job.attempt,
             keep=self._config.keep_checkpoints,
             papers={JOB_COPY: job.model_dump_json(indent=2), PLAN_COPY: job.plan.read_text()},
+            alive=job.work / METRICS_NAME,
             process=process,
         )
         self._best: Best | None = None

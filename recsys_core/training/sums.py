@@ -6,8 +6,6 @@ Shapes: R rows and C columns of a shard; S is C, or 1 where there is one sum per
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torchrec.optim.keyed import KeyedOptimizer
@@ -57,14 +55,11 @@ def _tensors(value: Any) -> list[Tensor]:
     return [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
 
 
-def add_sums(target: NDArray[np.float32], shard: SumShard, *, dim: int) -> None:
-    """Puts `shard` into the sums of the whole table, of width `dim`: [rows] or [rows, dim], zeros before.
+def sums_of(shard: SumShard, *, by_row: bool, dim: int) -> tuple[int, int, Tensor]:
+    """(row, column, values) of what `shard` adds to the sums of the whole table of width `dim`: [rows] or [rows, dim].
 
     A sum per row is the mean over the shard's own columns: those of all column shards make up the row's by their widths.
     """
-    rows = slice(shard.row, shard.row + len(shard.sum_RS))
-    found = shard.sum_RS.cpu().numpy()
-    if target.ndim == 1:
-        target[rows] += found[:, 0] * (shard.columns / dim)
-    else:
-        target[rows, shard.column : shard.column + shard.columns] = found
+    if by_row:
+        return shard.row, 0, shard.sum_RS[:, :1] * (shard.columns / dim)
+    return shard.row, shard.column, shard.sum_RS

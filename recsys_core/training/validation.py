@@ -17,6 +17,7 @@ from recsys_core.evaluation.exact import rank_catalogue
 from recsys_core.evaluation.metrics import TargetRanks
 from recsys_core.training.config import ValidationConfig
 from recsys_core.training.encoding import Encoder, RankWriter
+from recsys_core.training.parts import fill_array, remove_part, writing_part
 from recsys_core.training.process import Process
 
 SAMPLE_SEED = 1
@@ -63,11 +64,13 @@ class Validator:
         task, config = encoder.task, self._config
         task.eval()
         spec = task.head.spec
-        path = self._work / "validation_items.npy"
-        item_IO = self._writer.create(path, shape=(spec.items, spec.config.output_dim))
-        self._writer.write([item_IO], encode=lambda rows: encoder.items(rows)[1:], what="validation")
-        dist.barrier()
-        all_IO = torch.from_numpy(np.load(path))
+        path = self._work / "validation_items"
+        with writing_part(path, process=self._process) as part:
+            self._writer.write([part], count=spec.items, encode=lambda rows: encoder.items(rows)[1:], what="validation")
+        item_IO = np.zeros((spec.items, spec.config.output_dim), np.float32)
+        fill_array(path, item_IO, process=self._process, on_record=self._writer.sign)
+        remove_part(path, process=self._process)
+        all_IO = torch.from_numpy(item_IO)
         sums = torch.zeros(1 + len(_METRICS), dtype=torch.float64)
         for places, is_ours in self._writer.batches(len(self._users)):
             users = self._users[places]

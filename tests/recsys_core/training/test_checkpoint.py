@@ -3,6 +3,7 @@
 import logging
 import random
 import shutil
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,17 +18,18 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer
 
 from recsys_core.errors import InputError, StageError
+from recsys_core.manifests import load_manifest, stage_folder
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.shards import table_shards
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables import TableConfig
-from recsys_core.training.checkpoint import Best, Checkpointer, checkpoint_name, latest_checkpoint
+from recsys_core.training.checkpoint import Best, Checkpointer, CheckpointManifest, checkpoint_name, latest_checkpoint
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.optimizers import make_optimizer
 from recsys_core.training.process import Process
 from recsys_core.training.restore import restore
-from recsys_core.training.sums import add_sums, sum_shards
+from recsys_core.training.sums import sum_shards, sums_of
 from tests.gloo import run_ranks
 from tests.recsys_core.training.small_model import make_batch, sharded_model, small_spec
 
@@ -71,9 +73,8 @@ def train(made: Made, rank: int, *, spec: ModelSpec, steps: range) -> None:
 
 def checkpointer(rank: int, folder: Path, **settings: Any) -> Checkpointer:
     process = Process(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
-    return Checkpointer(
-        folder, fingerprint="f", attempt=1, process=process, **{"keep": 9, "papers": {"job.json": "{}"}} | settings
-    )
+    defaults = {"keep": 9, "papers": {"job.json": "{}"}, "alive": folder.with_name("alive")}
+    return Checkpointer(folder, fingerprint="f", attempt=1, process=process, **defaults | settings)
 
 
 def whole_state(made: Made, spec: ModelSpec) -> dict[str, np.ndarray]:
@@ -94,7 +95,9 @@ def whole_state(made: Made, spec: ModelSpec) -> dict[str, np.ndarray]:
             for row, column, value in one[name]:
                 found[name][row : row + len(value), column : column + value.shape[1]] = value
             for shard in one[f"{name} sums"]:
-                add_sums(found[f"{name} sums"], shard, dim=table.dim)
+                row, column, value = sums_of(shard, by_row=by_row, dim=table.dim)
+                sums = found[f"{name} sums"].reshape(table.rows, -1)
+                sums[row : row + len(value), column : column + value.shape[1]] += value.numpy()
     flat, _ = flatten_state_dict({"model": state, "optimizer": made.optimizer.state_dict()})
     return found | {key: np.array(value) for key, value in flat.items() if not isinstance(value, ShardedTensor)}
 
@@ -215,3 +218,31 @@ def save_on_a_full_disk(rank: int, folder: Path) -> None:
 def test_a_disk_too_small_for_a_checkpoint_is_told_before_it_is_written(tmp_path):
     run_ranks(save_on_a_full_disk, world_size=1, arguments=(tmp_path,))
     assert list(tmp_path.iterdir()) == []
+
+
+def hash_until_a_sign_of_life(rank: int, folder: Path) -> None:
+    """The hash of a file takes until the file that the launching process watches has been touched twice."""
+    spec = spec_of()
+    alive = folder / "alive"
+    record = stage_folder.record_file
+
+    def slow(path: Path) -> stage_folder.FileRecord:
+        deadline = time.monotonic() + 60
+        for _ in range(2):
+            before = alive.stat().st_mtime_ns if alive.exists() else 0
+            while (alive.stat().st_mtime_ns if alive.exists() else 0) == before:
+                assert time.monotonic() < deadline, "no sign of life"
+                time.sleep(0.05)
+        return record(path)
+
+    made = make(rank, "row_wise", spec=spec, steps=1)
+    saver = checkpointer(rank, folder / "checkpoints")
+    stage_folder.record_file = slow  # type: ignore[assignment]
+    saver.save(made.model, made.optimizer, step=1, best=None)
+    saver.finish()
+    if rank == 0:
+        assert load_manifest(folder / "checkpoints" / checkpoint_name(1), CheckpointManifest) is not None
+
+
+def test_hashing_a_checkpoint_is_no_silence(tmp_path: Path) -> None:
+    run_ranks(hash_until_a_sign_of_life, world_size=2, arguments=(tmp_path,))

@@ -180,9 +180,8 @@ def save_one(rank: int, mode: str, folder: Path) -> None:
     made = make(rank, spec, dense_parallel=mode)
     train(made, rank, spec, steps=range(2))
     process = process_of(rank)
-    saver = Checkpointer(
-        folder / saved_name(mode, process.world_size), fingerprint="f", attempt=1, keep=1, papers={}, process=process
-    )
+    target, alive = folder / saved_name(mode, process.world_size), folder / "alive"
+    saver = Checkpointer(target, fingerprint="f", attempt=1, keep=1, papers={}, alive=alive, process=process)
     saver.save(made.model, made.optimizer, step=2, best=None)
     expected = dense_state(made)
     train(made, rank, spec, steps=range(2, 4))  # while the checkpoint is being written

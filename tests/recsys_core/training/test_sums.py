@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 import torch
 
@@ -6,20 +5,21 @@ from recsys_core.manifests import FeatureFacts
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training.optimizers import table_of
-from recsys_core.training.sums import SumShard, add_sums
+from recsys_core.training.sums import SumShard, sums_of
 
 
 def test_sums_per_row_of_column_shards_make_up_the_mean_over_the_whole_row() -> None:
-    target = np.zeros(3, np.float32)
-    add_sums(target, SumShard(row=1, column=0, columns=4, sum_RS=torch.tensor([[1.0], [2.0]])), dim=16)
-    add_sums(target, SumShard(row=1, column=4, columns=12, sum_RS=torch.tensor([[5.0], [2.0]])), dim=16)
-    assert target.tolist() == [0.0, (1 * 4 + 5 * 12) / 16, 2.0]
+    first = SumShard(row=1, column=0, columns=4, sum_RS=torch.tensor([[1.0], [2.0]]))
+    second = SumShard(row=1, column=4, columns=12, sum_RS=torch.tensor([[5.0], [2.0]]))
+    shares = [sums_of(shard, by_row=True, dim=16) for shard in (first, second)]
+    assert [place for *place, _ in shares] == [[1, 0], [1, 0]]
+    assert (shares[0][2] + shares[1][2]).tolist() == [[(1 * 4 + 5 * 12) / 16], [2.0]]
 
 
 def test_sums_per_number_land_where_their_columns_are() -> None:
-    target = np.zeros((2, 4), np.float32)
-    add_sums(target, SumShard(row=1, column=2, columns=2, sum_RS=torch.tensor([[5.0, 6.0]])), dim=4)
-    assert target.tolist() == [[0.0] * 4, [0.0, 0.0, 5.0, 6.0]]
+    shard = SumShard(row=1, column=2, columns=2, sum_RS=torch.tensor([[5.0, 6.0]]))
+    row, column, values = sums_of(shard, by_row=False, dim=4)
+    assert (row, column, values.tolist()) == (1, 2, [[5.0, 6.0]])
 
 
 @pytest.mark.parametrize(

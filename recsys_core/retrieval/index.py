@@ -70,7 +70,14 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
             "reports": reports,
         }
 
-    return produce(folder, IndexManifest, fingerprint=fingerprint_of("index", config, export), build=build)
+    fingerprint = fingerprint_of("index", config, export)
+    return produce(folder, IndexManifest, fingerprint=fingerprint, build=build, needs_bytes=_bytes_of(config, export))
+
+
+def _bytes_of(config: IndexConfig, export: ExportManifest) -> int:
+    """What the indexes take at least: vectors in three of them, links in hnsw, codes in ivf_pq, ids in both ivf."""
+    vector, code, links, row = 4 * export.dim, config.subquantizers * config.bits_per_code // 8, 8 * config.hnsw_links, 8
+    return export.items * (3 * vector + links + code + 2 * row)
 
 
 def centroids_for(items: int, *, wanted: int) -> int:

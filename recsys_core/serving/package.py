@@ -107,7 +107,9 @@ def build_package(
         }
 
     parts = ("package", config, export, index, interactions, features, evaluation)
-    return produce(folder, PackageManifest, fingerprint=fingerprint_of(*parts), build=build)
+    copies = index.files[f"{index.served}.faiss"], *(interactions.files[name] for name in ("user_offset.npy", "event_item.npy"))
+    needs_bytes = sum(record.bytes for record in copies)
+    return produce(folder, PackageManifest, fingerprint=fingerprint_of(*parts), build=build, needs_bytes=needs_bytes)
 
 
 def user_features(spec: ModelSpec) -> dict[str, FeatureForm]:

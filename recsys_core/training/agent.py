@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from recsys_core.disk import is_full_disk, too_small
 from recsys_core.parent import as_parent, die_with_parent
 from recsys_core.preflight import cgroup_limits, oom_kills
 from recsys_core.training.launch_folder import (
@@ -112,6 +113,8 @@ def _join(order: Order, *, folder: LaunchFolder, node: int, host: str, head: str
     except FileExistsError:
         raise Unfit(f"host {host} (node {node}) was started a second time for the same attempt; start a new one") from None
     except OSError as error:
+        if is_full_disk(error):
+            raise _NotShared(str(too_small(folder.path, needed=f"host {host} (node {node}) has to write here"))) from None
         raise _NotShared(
             f"host {host} (node {node}) cannot write into {folder.path}: {error.strerror}; mount the workspace writable there"
         ) from None

@@ -50,6 +50,12 @@ def run_ranks(order: Order, *, folder: LaunchFolder, node: int, host: str, meeti
     except ChildFailedError as error:
         return tuple(_rank_failure(rank, one, logs=logs) for rank, one in error.failures.items())
     except DistError as error:
+        if len(folder.ranks()) == order.world_size:
+            first = folder.joined()[0].host
+            raise Unfit(
+                f"host {host} (node {node}) lost host {first} (node 0): an agent was killed, or a host is gone",
+                retryable=True,
+            ) from error
         where = f"{meeting.endpoint[0]}:{meeting.endpoint[1]}"
         raise Unfit(
             f"host {host} (node {node}) did not meet the others at {where}: {str(error).splitlines()[0]}; this host must "

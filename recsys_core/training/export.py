@@ -23,6 +23,7 @@ from recsys_core.training.export_job import SPLITS
 from recsys_core.training.job import ExportJob
 from recsys_core.training.launch import launch
 from recsys_core.training.launcher_config import Launcher, LocalLauncher
+from recsys_core.training.room import export_bytes
 
 
 def export_vectors(
@@ -36,7 +37,7 @@ def export_vectors(
     folder: Path,
     launcher: Launcher = LocalLauncher(),  # noqa: B008  it is frozen
 ) -> ExportManifest:
-    """Launches the ranks that trained once more; each writes its own rows into shared memory maps, no rank gathers a table."""
+    """Launches the ranks that trained once more; each writes its own rows, no rank gathers a table."""
     work = folder.with_name(folder.name + ".work")
 
     def build(out: Path) -> dict[str, Any]:
@@ -67,6 +68,12 @@ def export_vectors(
         queries = {split: len(np.load(out / f"query_users_{split}.npy")) for split in SPLITS}
         return {"items": model.items, "dim": model.config.output_dim, "similarity": model.config.similarity, "queries": queries}
 
-    manifest = produce(folder, ExportManifest, fingerprint=fingerprint_of("export", model, interactions, train), build=build)
+    manifest = produce(
+        folder,
+        ExportManifest,
+        fingerprint=fingerprint_of("export", model, interactions, train),
+        build=build,
+        needs_bytes=export_bytes(config.table_optimizer, model=model),
+    )
     shutil.rmtree(work, ignore_errors=True)
     return manifest

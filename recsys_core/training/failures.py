@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 
+from recsys_core.disk import LEAST_BYTES, SAYS_FULL, free_bytes, too_small
 from recsys_core.errors import InputError, LaunchError, StageError
 from recsys_core.training.launch_folder import Failure, LaunchFolder, RankFailure
 
@@ -33,12 +34,23 @@ def error_of(failures: Iterable[Failure], *, nodes: int, folder: LaunchFolder) -
     if said:  # a sentence for the user, which every new attempt would raise again
         return (InputError if said[1] == "InputError" else StageError)(said[2].strip())
     where = f" on host {host.host}" if nodes > 1 else ""
+    full = SAYS_FULL.search(f"{rank.traceback}\n{rank.last_lines}")
+    if full or free_bytes(folder.path) < LEAST_BYTES:
+        return too_small(folder.path, needed=f"what rank {rank.rank}{where} writes does not fit{_line_of(full)}")
     how = "an exception" if rank.traceback else f"signal {rank.signal}" if rank.signal else f"exit code {rank.exit_code}"
     told = [f"rank {rank.rank}{where} was the first to fail, with {how}{_about_memory(rank, host)}:"]
     if _order_of(rank) == PEER:
         told.append("(it lost another rank, but no host tells of one that failed: an agent was killed, or a host is gone)")
     told += [rank.traceback or rank.last_lines or "(it printed nothing)", f"logs of all ranks: {folder.path}"]
     return LaunchError("\n".join(told))
+
+
+def _line_of(found: re.Match[str] | None) -> str:
+    """The line of a match, in brackets: it may name a file."""
+    if found is None:
+        return ""
+    start, end = found.string.rfind("\n", 0, found.start()) + 1, found.string.find("\n", found.end())
+    return f" ({found.string[start : None if end < 0 else end].strip()[:300]})"
 
 
 def _order_of(rank: RankFailure) -> int:

@@ -10,8 +10,8 @@ done-N            all ranks of host N ended well
 node-N/           logs of its ranks
 """
 
+import errno
 import os
-import platform
 import time
 from collections.abc import Iterator
 from importlib import metadata
@@ -137,12 +137,17 @@ class LaunchFolder:
 
     def write(self, name: str, message: Frozen) -> None:
         """Puts a message there, whole or not at all; one that is there already stays, and FileExistsError is raised."""
-        staging = self.path / f".{name}.{platform.node()}.{os.getpid()}"
-        staging.write_text(message.model_dump_json())
-        try:
-            os.link(staging, self.path / name)
-        finally:
-            staging.unlink()
+        target, staging = self.path / name, self.path / f".{name}"
+        with staging.open("x") as file:  # by one writer alone; a hard link would do it too, but not on every file system
+            try:
+                if target.exists():
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+                file.write(message.model_dump_json())
+                file.flush()
+            except BaseException:
+                staging.unlink()
+                raise
+        staging.rename(target)
 
     def renew_lease(self, token: str, count: int) -> None:
         """Says that the attempt `token` is still wanted."""

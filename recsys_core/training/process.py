@@ -38,7 +38,7 @@ def join_process_group(*, device: str) -> Iterator[Process]:
         torch.cuda.set_device(local)
     if STORE_VARIABLE in os.environ:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = dist.FileStore(os.environ[STORE_VARIABLE], world_size)
+        store = dist.FileStore(os.environ[STORE_VARIABLE], world_size)  # type: ignore[attr-defined]
         store.set_timeout(timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     else:

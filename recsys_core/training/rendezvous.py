@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -68,7 +68,8 @@ class KnownHosts(RendezvousHandler):
         """Nothing to close."""
 
     def num_nodes_waiting(self) -> int:
-        """No host joins later."""
+        """No host joins later. Torchrun asks all the time: raises DistError once the first host's agent is gone."""
+        self._store.check([f"host-{self._node}"])
         return 0
 
     def get_run_id(self) -> str:
@@ -103,6 +104,8 @@ def across_hosts(
     """A rendezvous at `endpoint`, where the first host has `listener`. Raises DistNetworkError if it cannot be reached."""
     address, port = endpoint
     connect = timedelta(seconds=min(CONNECT_TIMEOUT_S, timeout_s))
-    descriptor = {} if listener is None else {"master_listen_fd": listener.detach()}
-    store = TCPStore(address, port, None, listener is not None, connect, wait_for_workers=False, **descriptor)
+    descriptor = None if listener is None else listener.detach()
+    store = TCPStore(
+        address, port, is_master=listener is not None, timeout=connect, wait_for_workers=False, master_listen_fd=descriptor
+    )
     return KnownHosts(store, token=token, node=node, nodes=nodes, endpoint=endpoint, timeout_s=timeout_s)

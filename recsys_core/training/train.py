@@ -1,5 +1,6 @@
 """Stage `train`: from the config and what was ingested to the checkpoint that is the night's model."""
 
+import errno
 import logging
 import shutil
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from recsys_core.manifests import (
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.config import ShardingConfig
+from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.attempts import launch_until_done
 from recsys_core.training.champion import Champion
 from recsys_core.training.checkpoint import JOB_COPY, PLAN_COPY
@@ -26,10 +28,13 @@ from recsys_core.training.dense_parallel import require_layers
 from recsys_core.training.job import Progress, TrainJob, TrainResult
 from recsys_core.training.launcher_config import Launcher, LocalLauncher
 from recsys_core.training.loop import CHECKPOINTS_NAME, METRICS_NAME, PROFILE_NAME, RESULT_NAME
+from recsys_core.training.room import training_bytes
 from recsys_core.training.warm import prepare_warm_start
 
 logger = logging.getLogger(__name__)
 WARM_NAME = "warm"
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
+"""What a file system without hard links answers (SMB, exFAT, some mounts of object stores), and one that is another disk."""
 OPERATIONAL = {"attempts", "profile", "min_processes", "start_timeout_s", "silence_timeout_s", "keep_checkpoints", "warm_start"}
 """Settings that do not change what is trained: a resumed run may change them and keep its checkpoints. Of warm_start the
 fingerprint holds what it leads to: the champion or none."""
@@ -103,7 +108,7 @@ def train(
         )
         attempts, final_plan = launch_until_done(job, launcher=launcher, sharding=sharding, on_progress=on_progress)
         result = TrainResult.model_validate_json((work / RESULT_NAME).read_bytes())
-        shutil.copytree(work / CHECKPOINTS_NAME / result.checkpoint, out / "checkpoint", copy_function=_link)
+        shutil.copytree(work / CHECKPOINTS_NAME / result.checkpoint, out / "checkpoint", copy_function=link_or_copy)
         shutil.copy(work / METRICS_NAME, out / METRICS_NAME)
         shutil.copy(final_plan, out / PLAN_COPY)
         if (work / PROFILE_NAME).is_dir():
@@ -112,7 +117,10 @@ def train(
         facts = {"attempts": attempts, "warm_from": source and source.run_id, "warm_nights": warm_nights}
         return result.model_dump(exclude={"checkpoint"}) | facts
 
-    manifest = produce(folder, TrainManifest, fingerprint=fingerprint, build=build)
+    ranks = PlanFile.read(plan.path("plan.json")).world_size
+    steps = interactions.train_events // (config.batch_size * ranks)
+    needs_bytes = training_bytes(config, model=model, work=work, steps_per_epoch=steps)
+    manifest = produce(folder, TrainManifest, fingerprint=fingerprint, build=build, needs_bytes=needs_bytes)
     shutil.rmtree(work, ignore_errors=True)
     return manifest
 
@@ -131,6 +139,11 @@ def _job_fingerprint(work: Path) -> str | None:
     return TrainJob.model_validate_json(job_file.read_bytes()).fingerprint if job_file.is_file() else None
 
 
-def _link(source: str, target: str) -> None:
-    """A checkpoint is never written again, so its files are shared rather than copied."""
-    Path(target).hardlink_to(source)
+def link_or_copy(source: str, target: str) -> None:
+    """A checkpoint is never written again, so its files are shared rather than copied, where the disk can do so."""
+    try:
+        Path(target).hardlink_to(source)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        shutil.copyfile(source, target)

@@ -44,6 +44,8 @@ def run(job_file: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "use too much memory":
                 raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
+            case "fill the disk":
+                alive.with_name("filler").write_bytes(bytes(2**24))
             case "hang":
                 wait_for_nobody()
             case "wait":

@@ -68,6 +68,15 @@ def test_a_host_that_is_not_fit_is_an_input_error_and_one_that_met_nobody_may_be
     assert type(told(alone)) is LaunchError
 
 
+def test_a_full_disk_in_a_ranks_own_words_is_an_input_error_with_its_file_and_what_is_free() -> None:
+    words = "Traceback (most recent call last):\nOSError: [Errno 28] No space left on device: '/scratch/x'\nin write\n"
+    error = told(Failure(node=1, host="beta", ranks=(rank(1, traceback=words),)))
+    assert isinstance(error, InputError) and str(error).startswith(
+        "/logs: what rank 1 on host beta writes does not fit (OSError: [Errno 28] No space left on device: '/scratch/x'), "
+        "but the disk has "
+    )
+
+
 def test_where_ranks_are_is_told_for_each_also_for_those_that_did_not_start_or_answer(tmp_path: Path) -> None:
     folder = LaunchFolder(tmp_path)
     for number in range(2):

@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[3]
 NO_TORCHX = pytest.mark.skipif(find_spec("torchx") is None, reason="no torchx here")
 KINDS = ["local", pytest.param("torchx", marks=[NO_TORCHX, pytest.mark.drill])]
 GONE_WITHIN_S = 10.0
+PAGE = 4096
+"""A file of a tmpfs takes at least one."""
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +64,17 @@ def test_ranks_that_do_not_start_in_time_are_a_launch_error_with_the_setting(tmp
     with pytest.raises(LaunchError, match=r"ranks 0, 1 do not run.*raise launcher\.rendezvous_timeout_s"):
         launch_ranks(tmp_path, {}, launcher=LocalLauncher(rendezvous_timeout_s=0.5))
     assert not agents_and_ranks()
+
+
+def test_a_disk_that_a_rank_fills_is_told_with_the_folder_and_what_is_free(small_disk: Path) -> None:
+    with pytest.raises(InputError, match=rf"^{small_disk}/logs: what rank 1 writes does not fit.* has 0\.000 GiB free"):
+        launch_ranks(small_disk, {1: "fill the disk"})
+
+
+def test_a_disk_that_has_room_for_the_order_alone_is_told_and_not_torchruns_exit_code(small_disk: Path) -> None:
+    (small_disk / "already").write_bytes(bytes(2**20 - 3 * PAGE))
+    with pytest.raises(InputError, match=rf"^{small_disk}/logs: .*, but the disk has 0\.000 GiB free; free some"):
+        launch_ranks(small_disk, {})
 
 
 def test_a_plan_for_two_hosts_is_refused_by_the_launcher_of_one_with_the_way_out(tmp_path: Path) -> None:

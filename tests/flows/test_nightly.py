@@ -25,6 +25,7 @@ from recsys_core.data.synthetic import generate
 from recsys_core.manifests import RegistrationManifest
 from tasks.run import STAGES, Run
 from tasks.tracking import connect, tracking_uri
+from tests.recsys_core.training.sockets import Listening, noticed
 
 ROOT = Path(nightly.__file__).parents[1]
 CONFIG = """
@@ -77,9 +78,23 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 
 @pytest.fixture(scope="module")
-def outcome(workspace: Workspace) -> Any:
+def sockets() -> Listening:
+    """What was listened on while the undisturbed night ran."""
+    return set()
+
+
+@pytest.fixture(scope="module")
+def outcome(workspace: Workspace, sockets: Listening) -> Any:
     """An undisturbed night."""
-    return workspace.nightjar("run")
+    with noticed() as seen:
+        answer = workspace.nightjar("run")
+    sockets |= seen
+    return answer
+
+
+def test_nothing_listens_beyond_the_loopback_at_any_moment_of_a_night(outcome: Any, sockets: Listening) -> None:
+    assert {"flows.prefect_server", "recsys_core.training"} <= {name for name, _ in sockets}
+    assert {address for _, address in sockets} <= {"127.0.0.1", "::1"}, sockets
 
 
 def test_a_night_ends_with_a_registered_champion(workspace: Workspace, outcome: Any) -> None:

@@ -31,6 +31,7 @@ from recsys_core.training.export import export_vectors
 from recsys_core.training.job import Progress
 from recsys_core.training.process import Process
 from recsys_core.training.train import train
+from tests.recsys_core.training.sockets import noticed
 from tests.recsys_core.training.stages import Night, ingest, night
 
 CONFIG = TrainingConfig(
@@ -66,10 +67,17 @@ def run_train(
 
 
 @pytest.fixture(scope="module")
-def trained(stages, tmp_path_factory):
+def sockets():
+    """What was listened on, by stage."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def trained(stages, tmp_path_factory, sockets):
     """An undisturbed training and the lines it reported."""
     lines: list[Progress] = []
-    manifest = run_train(stages, tmp_path_factory.mktemp("run") / "train", on_progress=lines.append)
+    with noticed() as sockets["train"]:
+        manifest = run_train(stages, tmp_path_factory.mktemp("run") / "train", on_progress=lines.append)
     return manifest, lines
 
 
@@ -86,8 +94,15 @@ def export(made: Night, manifest: TrainManifest, folder: Path):
 
 
 @pytest.fixture(scope="module")
-def exported(stages, trained, tmp_path_factory):
-    return export(stages, trained[0], tmp_path_factory.mktemp("run") / "export")
+def exported(stages, trained, tmp_path_factory, sockets):
+    with noticed() as sockets["export"]:
+        return export(stages, trained[0], tmp_path_factory.mktemp("run") / "export")
+
+
+@pytest.mark.parametrize("stage", ["train", "export"])
+def test_ranks_listen_on_the_loopback_alone_and_their_agent_on_nothing(exported, sockets, stage):
+    assert {name for name, _ in sockets[stage]} == {"recsys_core.training"}
+    assert {address for _, address in sockets[stage]} <= {"127.0.0.1", "::1"}
 
 
 def kill_a_rank(_: Progress) -> None:

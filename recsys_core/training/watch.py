@@ -106,7 +106,7 @@ class Watch:
             return error_of(failures, nodes=self._order.nodes, folder=self._folder)
         self._listen(group)
         if free_bytes(self._folder.path) < LEAST_BYTES:
-            return too_small(self._folder.path, needed="what the hosts write of their start does not fit")
+            return too_small(self._folder.path, needed="what hosts and ranks write does not fit")
         return LaunchError(f"{group.story()}{self._logs(group, range(self._order.nodes))}")
 
     def _logs(self, group: Group, nodes: range | list[int]) -> str:

@@ -9,7 +9,9 @@ without a negative has a finite loss and a finite gradient. The sums are in floa
 
 import torch
 from torch import Tensor
-from torch.nn.functional import kl_div, log_softmax, normalize, softplus
+from torch.nn.functional import kl_div, log_softmax, softplus
+
+from recsys_core.models.direction import direction
 
 # Stands for -inf: a row of nothing but -inf has no gradient (NaN), a row of nothing but this one has a gradient of 0.
 _NEVER = torch.finfo(torch.float32).min
@@ -135,6 +137,7 @@ def distillation_loss(
     known_K: Tensor,
     same_BK: Tensor | None,
     temperature: float,
+    floor: float,
 ) -> Tensor:
     """KL divergence between the teacher's and the student's softmax over the similarities of B items to K items.
 
@@ -148,10 +151,11 @@ def distillation_loss(
         known_B, known_K: False where the teacher has no vector: the item is left out, as a row or as a column.
         same_BK: True where row and column are the same item, a pair that tells nothing; None: nowhere.
         temperature: similarities are cosines / temperature, for both.
+        floor: length at which a student's vector counts as short, see `direction`.
 
     >>> student, teacher = torch.eye(2), torch.tensor([[5.0, 0.0, 0.0], [0.0, 7.0, 0.0]])
     >>> known = torch.tensor([True, True])
-    >>> compare = {"teacher_KT": teacher, "known_B": known, "known_K": known, "same_BK": None, "temperature": 1.0}
+    >>> compare = {"teacher_KT": teacher, "known_B": known, "known_K": known, "same_BK": None, "temperature": 1.0, "floor": 0.1}
     >>> distillation_loss(student, student, teacher_BT=teacher, **compare).item()
     0.0
     >>> e = 2.718281828  # the teacher has the rows (e, 1) and (1, e) over (e + 1); the student is told them the wrong way round
@@ -163,8 +167,8 @@ def distillation_loss(
     # float32 throughout: a cosine in bf16 is off by up to 0.002, which a temperature of 0.05 turns into 4 % of a probability.
     with torch.autocast(student_BO.device.type, enabled=False):
         with torch.no_grad():
-            teacher_BK = _log_similarity(teacher_BT, teacher_KT, left_out_BK, temperature=temperature)
-        student_BK = _log_similarity(student_BO, student_KO, left_out_BK, temperature=temperature)
+            teacher_BK = _log_similarity(teacher_BT, teacher_KT, left_out_BK, temperature=temperature, floor=floor)
+        student_BK = _log_similarity(student_BO, student_KO, left_out_BK, temperature=temperature, floor=floor)
         divergence_B = kl_div(student_BK, teacher_BK, reduction="none", log_target=True).sum(dim=1)
     compared_B = known_B & ~left_out_BK.all(dim=1)
     return weighted_mean(divergence_B.masked_fill(~compared_B, 0), compared_B.float())
@@ -189,7 +193,7 @@ def _mean_over_negatives(value_BN: Tensor, masked_BN: Tensor | None) -> Tensor:
     return value_BN.masked_fill(masked_BN, 0).sum(dim=1) / (columns - masked_BN.sum(dim=1)).clamp(min=1)
 
 
-def _log_similarity(row_BO: Tensor, column_KO: Tensor, left_out_BK: Tensor, *, temperature: float) -> Tensor:
+def _log_similarity(row_BO: Tensor, column_KO: Tensor, left_out_BK: Tensor, *, temperature: float, floor: float) -> Tensor:
     """log softmax of the cosines / temperature over the columns that are not left out."""
-    cosine_BK = normalize(row_BO.float(), dim=1) @ normalize(column_KO.float(), dim=1).T
+    cosine_BK = direction(row_BO.float(), floor=floor) @ direction(column_KO.float(), floor=floor).T
     return log_softmax((cosine_BK / temperature).masked_fill(left_out_BK, _NEVER), dim=1)

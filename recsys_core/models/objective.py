@@ -55,6 +55,7 @@ class Objective(nn.Module):
     def __init__(self, spec: ModelSpec, *, loss: LossConfig, item_count_I: NDArray[np.int64]) -> None:
         super().__init__()
         self.loss = loss
+        self.floor = spec.row_norm
         temperature = torch.tensor(math.log(spec.config.temperature))
         self.log_temperature = nn.Parameter(temperature) if spec.config.learn_temperature else None
         self.fixed_temperature = spec.config.temperature
@@ -91,6 +92,7 @@ class Objective(nn.Module):
             known_K=known_K,
             same_BK=row_K[:size, None] == row_K[None, :],
             temperature=distillation.temperature,
+            floor=self.floor,
         )
         return loss + distillation.weight * kept
 

@@ -106,11 +106,6 @@ def fill_missing(shard: LocalShard, *, vector_row: NDArray[np.int64], value_D: T
         shard.weight_RC[torch.from_numpy(missing).to(shard.weight_RC.device)] = value_C.to(shard.weight_RC.device)
 
 
-def random_norm(std: float, dim: int) -> float:
-    """Length that a row of `dim` normal numbers is expected to have."""
-    return std * math.sqrt(dim)
-
-
 def rescaled(values_RD: Tensor, *, norm: float) -> Tensor:
     """Vectors scaled to length `norm`; a row of zeros stays one.
 

@@ -1,5 +1,6 @@
 """A model config together with what the data gave it: all that is needed to build the towers, to plan and to serve them."""
 
+import math
 from collections.abc import Mapping
 from typing import Literal, Self
 
@@ -12,7 +13,7 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import EmbeddingsManifest, FeatureFacts, FeaturesManifest, InteractionsManifest
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss_config import LossConfig
-from recsys_core.models.tables import OFFSET, TEACHER, TableConfig
+from recsys_core.models.tables import OFFSET, TEACHER, TableConfig, random_norm
 
 Side = Literal["query", "item"]
 NEEDS_VECTORS = ("frozen", "gradual", "residual")
@@ -162,6 +163,18 @@ class ModelSpec(Frozen):
     def features(self, side: Side) -> list[str]:
         """Declared features that a tower reads, in order."""
         return [key for key in self.forms if self.tables[key].side == side]
+
+    @property
+    def row_norm(self) -> float:
+        """Length that a random item row is expected to have; a vector that is shorter counts as short, see `direction`."""
+        return random_norm(self.tables["item"].settings.init_std, self.config.embedding_dim)
+
+    @property
+    def history_std(self) -> float:
+        """Standard deviation of the numbers that stand for a random item in a history."""
+        if self.config.history.items == "vector" and self.config.similarity == "cosine":
+            return 1 / math.sqrt(self.config.history_dim)
+        return self.tables["item"].settings.init_std
 
     @property
     def user_in(self) -> str | None:

@@ -1,5 +1,6 @@
 """What the user says about one embedding table: width, first values, and how pretrained vectors are carried over."""
 
+import math
 from itertools import pairwise
 from typing import Literal, Self
 
@@ -13,6 +14,11 @@ OFFSET = "item_offset"
 """Table of the learned offsets beside frozen item vectors (transfer: residual)."""
 TEACHER = "item_teacher"
 """Frozen table of the vectors whose similarities are distilled."""
+
+
+def random_norm(std: float, dim: int) -> float:
+    """Length that a row of `dim` normal numbers is expected to have."""
+    return std * math.sqrt(dim)
 
 
 class Unfreeze(Frozen):

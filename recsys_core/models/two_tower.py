@@ -4,13 +4,14 @@ Shapes: B queries, U distinct items, T items of all histories, D width in which 
 H width of what stands for an item in a history.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 
 from recsys_core.models.config import TowerConfig
+from recsys_core.models.direction import direction
 from recsys_core.models.history import HistoryPooling, last_items
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables import OFFSET
@@ -71,10 +72,13 @@ class QuerySide(nn.Module):
         self.last_item = config.history.last_item
         self.tables = (["user"] if config.user_id else []) + spec.features("query")
         widths = [spec.tables[name].dim for name in self.tables]
-        self.pooling = HistoryPooling(config.history, dim=config.history_dim) if config.history.length else None
-        if self.pooling is not None:
+        self.pooling: HistoryPooling | None = None
+        if config.history.length:
+            self.pooling = HistoryPooling(config.history, dim=config.history_dim, std=spec.history_std)
             widths = [config.history_dim] * (1 + self.last_item) + widths
         self.tower = Tower(config.query, layers=config.query_layers, widths=widths, dim=config.embedding_dim)
+        # The mean over a history of random rows is shorter than one of them.
+        self.floor = spec.row_norm / math.sqrt(max(config.history.length, 1))
 
     def forward(self, item_UH: Tensor, item_T: Tensor, offset: Tensor, *, features: Mapping[str, Tensor]) -> Tensor:
         """Query vectors [B, O], of unit length under cosine similarity.
@@ -85,9 +89,9 @@ class QuerySide(nn.Module):
         if self.pooling is not None:
             inputs.append(self.pooling(item_UH, item_T, offset))
             if self.last_item:
-                inputs.append(last_items(item_UH, item_T, offset))
+                inputs.append(last_items(item_UH, item_T, offset, start=self.pooling.start))
         query_BO: Tensor = self.tower(inputs + [features[name] for name in self.tables])
-        return normalize(query_BO.float(), dim=1) if self.cosine else query_BO.float()
+        return direction(query_BO.float(), floor=self.floor) if self.cosine else query_BO.float()
 
 
 class ItemSide(nn.Module):
@@ -104,6 +108,7 @@ class ItemSide(nn.Module):
         self.projection = nn.Identity() if width == dim else nn.Linear(width, dim, bias=False)
         widths = [dim, *(spec.tables[name].dim for name in self.features)]
         self.tower = Tower(config.candidate, layers=config.candidate_layers, widths=widths, dim=dim)
+        self.floor = spec.row_norm
 
     def embed(self, looked_up: Mapping[str, Tensor]) -> Tensor:
         """Embeddings [U, D] from the rows [U, width] of the tables `item` and, where there are offsets, OFFSET."""
@@ -119,4 +124,4 @@ class ItemSide(nn.Module):
     def forward(self, item_UD: Tensor, *, features: Mapping[str, Tensor]) -> Tensor:
         """Candidate vectors [U, O], of unit length under cosine similarity. features: pooled [U, width] by table."""
         candidate_UO: Tensor = self.tower([item_UD, *(features[name] for name in self.features)])
-        return normalize(candidate_UO.float(), dim=1) if self.cosine else candidate_UO.float()
+        return direction(candidate_UO.float(), floor=self.floor) if self.cosine else candidate_UO.float()

@@ -26,12 +26,11 @@ from recsys_core.models.pretrained import (
     fill_random,
     mean_vector,
     no_vectors,
-    random_norm,
     rows_with_vector,
 )
 from recsys_core.models.shards import table_shards
 from recsys_core.models.spec import ONE_ROW_EACH, ModelSpec
-from recsys_core.models.tables import OFFSET
+from recsys_core.models.tables import OFFSET, random_norm
 from recsys_core.models.task import LOOKUPS_PATH, RetrievalHead, RetrievalTask
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.sharders import sharders

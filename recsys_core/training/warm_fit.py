@@ -16,6 +16,8 @@ from recsys_core.training.warm_rows import vocabulary_name
 
 SIDES: tuple[Side, Side] = ("query", "item")
 _TEMPERATURE = "objective.log_temperature"
+_START = "query.pooling.start"
+"""The vector of an empty history; exports of versions before it do not have it."""
 
 
 def require_fit(
@@ -82,14 +84,14 @@ def tower_inputs(spec: ModelSpec, side: Side) -> list[str]:
 def champion_layers(spec: ModelSpec, *, champion: Champion, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`dense`, the champion's layers by name, under the names that they have in tonight's model.
 
-    What only tonight's model has, the projection of a new feature or a temperature to be learned, is left out and starts
-    afresh. What the champion keeps count of (how often it met an item) belongs to its night and stays behind. Raises
-    InputError when a layer has another shape.
+    What only tonight's model has, the projection of a new feature, a temperature to be learned or the vector of an empty
+    history, is left out and starts as in a full training. What the champion keeps count of (how often it met an item) belongs
+    to its night and stays behind. Raises InputError when a layer has another shape.
     """
     carried = {}
     for name, shape in _layer_shapes(spec).items():
         old = _name_before(name, spec=spec, before=champion.spec)
-        if old is None:
+        if old is None or (name == _START and name not in dense):
             continue
         if old not in dense or tuple(dense[old].shape) != shape:
             found = tuple(dense[old].shape) if old in dense else "not there"

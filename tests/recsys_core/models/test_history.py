@@ -23,7 +23,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def pooling_of(kind: Any, **settings_of: Any) -> HistoryPooling:
-    return HistoryPooling(HistoryConfig(length=LONGEST, pooling=kind, **settings_of), dim=WIDTH)
+    return HistoryPooling(HistoryConfig(length=LONGEST, pooling=kind, **settings_of), dim=WIDTH, std=0.5)
 
 
 def ragged(lists: list[list[int]]) -> tuple[Tensor, Tensor]:
@@ -35,6 +35,9 @@ def slow(pooling: HistoryPooling, item_UH: Tensor, lists: list[list[int]]) -> li
     """The same in plain floats: a weight per item, the sum of weighted items, divided by the sum of the weights."""
     found = []
     for items in lists:
+        if not items:
+            found.append(pooling.start.tolist())
+            continue
         rows = [item_UH[item].tolist() for item in items]
         match pooling.kind:
             case "recency":
@@ -45,9 +48,9 @@ def slow(pooling: HistoryPooling, item_UH: Tensor, lists: list[list[int]]) -> li
                 scores = [sum(a * b for a, b in zip(query, row, strict=True)) / math.sqrt(WIDTH) for row in rows]
             case _:
                 scores = [0.0] * len(items)
-        top = max(scores, default=0.0)
+        top = max(scores)
         weights = [math.exp(score - top) for score in scores]
-        total = 1.0 if pooling.kind == "sum" or not items else sum(weights)
+        total = 1.0 if pooling.kind == "sum" else sum(weights)
         found.append([sum(w * row[h] for w, row in zip(weights, rows, strict=True)) / total for h in range(WIDTH)])
     return found
 
@@ -75,10 +78,12 @@ def test_attention_compares_the_items_of_one_history_however_far_another_is_abov
 
 
 @every_kind
-def test_an_empty_history_is_zeros_also_where_no_item_is_known_at_all(kind: str) -> None:
+def test_an_empty_history_is_the_learned_start_also_where_no_item_is_known_at_all(kind: str) -> None:
     pooling = pooling_of(kind)
-    assert pooling(torch.randn(5, WIDTH), *ragged([[], [1], []]))[[0, 2]].tolist() == [[0.0] * WIDTH] * 2
-    assert pooling(torch.zeros(0, WIDTH), *ragged([[], []])).tolist() == [[0.0] * WIDTH] * 2
+    start = pooling.start.tolist()
+    assert any(start)
+    assert pooling(torch.randn(5, WIDTH), *ragged([[], [1], []]))[[0, 2]].tolist() == [start] * 2
+    assert pooling(torch.zeros(0, WIDTH), *ragged([[], []])).tolist() == [start] * 2
     assert pooling(torch.zeros(0, WIDTH), *ragged([])).shape == (0, WIDTH)
 
 
@@ -86,7 +91,9 @@ def test_an_empty_history_is_zeros_also_where_no_item_is_known_at_all(kind: str)
 def test_learned_weights_start_at_the_plain_mean(kind: str) -> None:
     item_UH = torch.randn(5, WIDTH)
     history = ragged([[0, 1, 1, 4], [], [3]])
-    torch.testing.assert_close(pooling_of(kind)(item_UH, *history), pooling_of("mean")(item_UH, *history))
+    pooling, mean = pooling_of(kind), pooling_of("mean")
+    mean.start = pooling.start
+    torch.testing.assert_close(pooling(item_UH, *history), mean(item_UH, *history))
 
 
 @every_kind
@@ -127,20 +134,22 @@ def test_items_are_dropped_while_training_alone(kind: str) -> None:
     torch.manual_seed(0)
     pooling = pooling_of(kind, item_dropout=0.5)
     item_UH, history = torch.eye(WIDTH), ragged([[0, 1, 2]] * 400)
+    torch.nn.init.constant_(pooling.start, -1.0)
     trained = pooling(item_UH, *history)
     kept = trained > 0
     assert kept.float().mean().item() == pytest.approx(0.5, abs=0.06)
     assert len({tuple(row) for row in kept.tolist()}) == 8  # each history on its own, down to none left
+    assert trained[~kept.any(dim=1)].unique().tolist() == [-1.0]  # nothing left: the start
     if kind != "sum":  # what is left is averaged: it counts for what was dropped
-        torch.testing.assert_close(trained.sum(dim=1), kept.any(dim=1).float())
+        torch.testing.assert_close(trained[kept.any(dim=1)].sum(dim=1), torch.ones(int(kept.any(dim=1).sum())))
     kept_out = pooling_of(kind)(item_UH, *history)
     assert torch.equal(pooling.eval()(item_UH, *history), kept_out)
 
 
 @settings(deadline=None)
 @given(lists=histories)
-def test_the_last_item_is_the_last_one_and_zeros_without_any(lists: list[list[int]]) -> None:
-    item_UH = torch.randn(5, WIDTH)
-    wanted = [item_UH[one[-1]].tolist() if one else [0.0] * WIDTH for one in lists]
-    assert last_items(item_UH, *ragged(lists)).tolist() == wanted
-    assert last_items(item_UH[:0], *ragged([[] for _ in lists])).tolist() == [[0.0] * WIDTH] * len(lists)
+def test_the_last_item_is_the_last_one_and_the_start_without_any(lists: list[list[int]]) -> None:
+    item_UH, start = torch.randn(5, WIDTH), torch.randn(WIDTH)
+    expected = [item_UH[one[-1]].tolist() if one else start.tolist() for one in lists]
+    assert last_items(item_UH, *ragged(lists), start=start).tolist() == expected
+    assert last_items(item_UH[:0], *ragged([[] for _ in lists]), start=start).tolist() == [start.tolist()] * len(lists)

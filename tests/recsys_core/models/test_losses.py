@@ -238,6 +238,7 @@ def test_distillation_is_the_kl_divergence_over_the_known_pairs(seed, known_B, k
         known_K=torch.tensor(known_K),
         same_BK=same_BK,
         temperature=T,
+        floor=0.01,
     )
 
     def shares(row_O, column_KO, columns):
@@ -262,7 +263,8 @@ def test_distillation_is_zero_where_the_student_agrees_with_a_wider_teacher():
     wider_OT = torch.linalg.qr(torch.randn(5, 5)).Q[:3]  # keeps every angle
     teacher_KT = 4 * student_KO @ wider_OT
     known_K = torch.ones(6, dtype=torch.bool)
-    settings_ = {"known_B": known_K, "known_K": known_K, "same_BK": torch.eye(6, dtype=torch.bool), "temperature": 0.05}
+    settings_ = {"known_B": known_K, "known_K": known_K, "same_BK": torch.eye(6, dtype=torch.bool)}
+    settings_ |= {"temperature": 0.05, "floor": 0.01}
     agree = distillation_loss(student_KO, student_KO, teacher_BT=teacher_KT, teacher_KT=teacher_KT, **settings_)
     assert abs(agree.item()) < 1e-6
     with torch.autocast("cpu", torch.bfloat16):  # not even then is it off by the rounding of bfloat16
@@ -283,6 +285,7 @@ def test_the_teacher_gets_no_gradient_and_need_not_have_a_direction_where_unknow
         known_K=known_K,
         same_BK=None,
         temperature=1.0,
+        floor=0.01,
     )
     loss.backward()
     assert loss.item() > 0 and teacher_KT.grad is None

@@ -242,7 +242,7 @@ def test_distillation_adds_the_divergence_from_the_teacher_of_those_it_knows(kin
     known_K = torch.tensor([row not in (1, 6) for row in CASE.candidates])
     added = distillation_loss(
         candidate_KO[:3], candidate_KO, teacher_BT=teacher_KT[:3], teacher_KT=teacher_KT,
-        known_B=known_K[:3], known_K=known_K, same_BK=rows[:3, None] == rows, temperature=0.3,
+        known_B=known_K[:3], known_K=known_K, same_BK=rows[:3, None] == rows, temperature=0.3, floor=0.01,
     )  # fmt: skip
     assert added > 0.01
     assert value_of(CASE, loss, teacher_KT=teacher_KT) == pytest.approx(value_of(CASE, plain) + 0.25 * added.item(), rel=1e-5)

@@ -15,11 +15,11 @@ from recsys_core.models.pretrained import (
     fill_random,
     mean_vector,
     no_vectors,
-    random_norm,
     rescaled,
     rows_with_vector,
 )
 from recsys_core.models.shards import LocalShard
+from recsys_core.models.tables import random_norm
 
 ROWS, DIM, STD = 23, 8, 0.02
 

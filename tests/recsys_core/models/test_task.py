@@ -72,11 +72,15 @@ def weight_of(task: RetrievalTask, table: str) -> Tensor:
     return task.lookups.get_parameter(parameter_name(task.head.spec, table))
 
 
-def batch_of(candidates: list[int] = CANDIDATES, *, features: FeatureStore | None = None) -> Batch:
+def batch_of(
+    candidates: list[int] = CANDIDATES, *, features: FeatureStore | None = None, histories: list[list[int]] = HISTORY
+) -> Batch:
     return Assembler(user=ROWS, features=features).batch(
         user=np.array(USER),
         position=np.array(USER),
-        history=Lists.of_lengths(np.array([len(one) for one in HISTORY]), np.array([i for one in HISTORY for i in one])),
+        history=Lists.of_lengths(
+            np.array([len(one) for one in histories]), np.array([i for one in histories for i in one], np.int64)
+        ),
         candidate=np.array(candidates, np.int64),
     )
 
@@ -117,7 +121,8 @@ def test_simplex_is_a_config() -> None:
         loss={"kind": "cosine_contrastive", "margin": 0.1, "negative_weight": 3.0, "mask": "none"},
     )
     users, items = weight_of(task, "user"), weight_of(task, "item")
-    history = torch.stack([items[one].mean(dim=0) if one else torch.zeros(4) for one in HISTORY])
+    start = task.head.query.pooling.start
+    history = torch.stack([items[one].mean(dim=0) if one else start for one in HISTORY])
     cosine = normalize(users[USER] + history, dim=1) @ normalize(items, dim=1).T
     torch.testing.assert_close(scores(task), cosine)
     drawn = (cosine[:, CANDIDATES[3:]] - 0.1).relu().mean(dim=1)
@@ -131,7 +136,8 @@ def test_a_history_of_vectors_holds_what_the_candidate_tower_gives() -> None:
     stands, vectors = task.eval().encode_items(Assembler(user=None).items(np.arange(ITEMS)))
     assert stands.shape == (ITEMS, 6) and torch.equal(stands, vectors)
     (layer,) = task.head.query.tower.layers
-    history = torch.stack([vectors[one].mean(dim=0) if one else torch.zeros(6) for one in HISTORY])
+    start = task.head.query.pooling.start
+    history = torch.stack([vectors[one].mean(dim=0) if one else start for one in HISTORY])
     torch.testing.assert_close(task.encode_queries(batch_of([])), normalize(layer(history), dim=1))
     embeddings = task_of(config | {"history": {}}).eval().encode_items(Assembler(user=None).items(np.arange(ITEMS)))[0]
     assert embeddings.shape == (ITEMS, 4)

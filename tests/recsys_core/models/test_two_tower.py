@@ -54,8 +54,10 @@ def test_a_query_is_the_sum_of_its_history_its_last_item_and_its_row() -> None:
     side = QuerySide(spec(user_id=True, query={"layers": ()}, similarity="dot"))
     users = torch.tensor([[0.0, 0, 0, 5], [0, 0, 0, 7]])
     found = side(items, torch.tensor([0, 1]), torch.tensor([0, 2, 2]), features={"user": users})
-    # The mean of both items, the second one again, the user; the second query has a user alone.
-    assert found.tolist() == [[0.5, 1.0 + 2.0, 0.0, 5.0], [0.0, 0.0, 0.0, 7.0]]
+    # The mean of both items, the second one again, the user.
+    assert found[0].tolist() == [0.5, 1.0 + 2.0, 0.0, 5.0]
+    # An empty history is one of a single item, the learned start: its mean is that item, and so is its last item.
+    torch.testing.assert_close(found[1], 2 * side.pooling.start + users[1])
 
 
 def test_a_tower_that_adds_its_layers_to_the_sum_starts_from_the_plain_sum() -> None:

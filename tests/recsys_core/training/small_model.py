@@ -17,10 +17,10 @@ from recsys_core.manifests import FeatureFacts
 from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
 from recsys_core.models.lookups import Lookups, parameter_name
 from recsys_core.models.loss_config import LossConfig
-from recsys_core.models.pretrained import copy_pretrained, fill_missing, fill_random, random_norm
+from recsys_core.models.pretrained import copy_pretrained, fill_missing, fill_random
 from recsys_core.models.shards import LocalShard
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.tables import TableConfig
+from recsys_core.models.tables import TableConfig, random_norm
 from recsys_core.models.task import RetrievalHead, RetrievalTask
 from recsys_core.sharding.config import ClusterConfig, CommunicationConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.plan_file import PlanFile

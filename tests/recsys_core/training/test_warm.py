@@ -22,9 +22,8 @@ from recsys_core.data.batch import ROWS
 from recsys_core.data.events import EventStore
 from recsys_core.data.features.store import FeatureStore
 from recsys_core.manifests import FeaturesManifest, InteractionsManifest, require_manifest
-from recsys_core.models.pretrained import random_norm
 from recsys_core.models.shards import table_shards
-from recsys_core.models.tables import TableConfig
+from recsys_core.models.tables import TableConfig, random_norm
 from recsys_core.training.champion import Champion
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job import TrainJob, WarmStart

@@ -147,6 +147,13 @@ def test_a_new_item_feature_fits_and_the_projections_of_the_others_keep_their_va
     assert carried["item.tower.projections.2.weight"] is brand
 
 
+def test_the_vector_of_an_empty_history_is_carried_where_the_export_has_it(night: Night, champion: Champion) -> None:
+    dense = {"query.tower.layers.0.weight": torch.rand(8, 24), "query.tower.layers.0.bias": torch.rand(8)}
+    assert set(champion_layers(night.spec, champion=champion, dense=dense)) == set(dense)  # an export of version 0.1
+    dense["query.pooling.start"] = torch.rand(8)
+    assert champion_layers(night.spec, champion=champion, dense=dense)["query.pooling.start"] is dense["query.pooling.start"]
+
+
 def test_a_layer_of_another_shape_is_refused_with_both_shapes(night: Night, champion: Champion) -> None:
     dense = {"query.tower.layers.0.weight": torch.rand(8, 16), "query.tower.layers.0.bias": torch.rand(8)}
     with pytest.raises(InputError, match=r"the layer query.tower.layers.0.weight is \[8, 24\] tonight, and \[8, 16\] in"):

@@ -43,7 +43,7 @@ class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
     item_weight: dict[str, Tensor]
     """float32, a weight for each value of the items' weighted features."""
     weight: Tensor | None = None
-    """float32 [B]: how much each query counts in the loss; None: all the same."""
+    """float32 [B]: what each query's loss is multiplied by, 1 on average over the training events; None: 1."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         """The same on `device`."""

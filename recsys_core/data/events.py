@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recsys_core.data.lists import Lists, ragged_ranges
+from recsys_core.errors import InputError
 from recsys_core.manifests import InteractionsManifest
 
 Rows = NDArray[np.int64]
@@ -34,7 +35,7 @@ class EventStore:
     item_count: Rows
     vector_row: Rows
     event_weight: NDArray[np.float32] | None = None
-    """How much each event counts in the loss; None where the log has no weights."""
+    """How much each event counts in the loss, against `mean_weight`; None where the log has no weights."""
 
     @classmethod
     def open(cls, manifest: InteractionsManifest) -> Self:
@@ -55,6 +56,30 @@ class EventStore:
         lengths = self.train_end - self.user_offset[:-1]
         first: Rows = np.cumsum(lengths) - lengths
         return first
+
+    def mean_weight(self) -> np.float32:
+        """Mean weight of the training events; 1 where the log has no weights. Raises InputError where all of them are 0.
+
+        >>> offset, nothing = np.array([0, 3, 4]), np.zeros(0, np.int32)
+        >>> store = EventStore(
+        ...     True, offset, np.array([2, 4]), offset[1:], nothing, np.array([0, 0, 1]), nothing, nothing,
+        ...     event_weight=np.array([1, 2, 90, 3], np.float32),
+        ... )
+        >>> float(store.mean_weight())  # the third event is not a training event
+        2.0
+        """
+        if self.event_weight is None:
+            return np.float32(1)
+        ahead_U, total = self.user_offset[:-1] - self.first_example, 0.0
+        for first in range(0, self.train_events, COUNTED_EVENTS):
+            user = self.train_user[first : first + COUNTED_EVENTS]
+            total += float(self.event_weight[np.arange(first, first + len(user)) + ahead_U[user]].sum(dtype=np.float64))
+        if total == 0:
+            raise InputError(
+                f"interactions.weight_column: all {self.train_events:,} training events have the weight 0, so none counts "
+                "in the loss; give at least one a weight above 0, or leave weight_column out"
+            )
+        return np.float32(total / self.train_events)
 
     def histories(self, position: Rows, user: Rows, *, max_history: int, with_target: bool = False) -> Lists:
         """Up to max_history items for each training event at `position` of `user`.

@@ -66,6 +66,7 @@ class TrainLoader:
         self._negative_cdf_I = np.zeros(0) if negative_share_I is None else np.cumsum(negative_share_I)
         # What leads from the number of a user's example to its place in the log.
         self._ahead_U = store.user_offset[:-1] - store.first_example
+        self._mean_weight = store.mean_weight()
         planned = planned_ranks or world_size
         self.epoch_samples = store.train_events // planned * planned // world_size
 
@@ -150,7 +151,7 @@ class TrainLoader:
             position=position,
             history=self._history(position, user) if self._max_history else Lists.empty(len(user)),
             candidate=np.concatenate([store.event_item[position].astype(np.int64), drawn_N]),
-            weight=None if store.event_weight is None else store.event_weight[position],
+            weight=None if store.event_weight is None else store.event_weight[position] / self._mean_weight,
         )
 
     @property

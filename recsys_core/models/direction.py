@@ -26,7 +26,7 @@ def direction(vector_nO: Tensor, *, floor: float) -> Tensor:
     >>> zeros.grad.tolist()
     [[2.0, 2.0]]
     """
-    unit_nO: Tensor = _Direction.apply(vector_nO, floor)  # type: ignore[no-untyped-call]
+    unit_nO: Tensor = _Direction.apply(vector_nO, floor)
     return unit_nO
 
 

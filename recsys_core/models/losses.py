@@ -2,9 +2,10 @@
 
 Shapes: B queries, N columns shared by the batch, K candidates, O output width, T width of the teacher's vectors.
 
-Every loss takes scores, not vectors, and gives the mean over the queries, weighted where `weight_B` is given. `masked_BN`
-tells the columns that are no negatives of a query: its own positive, the same item drawn again, an item it has seen. A query
-without a negative has a finite loss and a finite gradient. The sums are in float32 also where autocast made the scores bf16.
+Every loss takes scores, not vectors, and gives the mean over the queries, each times its weight where `weight_B` is given. No
+sum over a batch divides it, so that the mean over the ranks is the loss of all their queries. `masked_BN` tells the columns
+that are no negatives of a query: its own positive, the same item drawn again, an item it has seen. A query without a negative
+has a finite loss and a finite gradient. The sums are in float32 also where autocast made the scores bf16.
 """
 
 import torch
@@ -37,7 +38,7 @@ def softmax_loss(
         log_q_B: log of how often the positive is expected among the columns, subtracted from its logit; None: 0.
         log_q_N: the same of each column: the logQ correction (Yi et al., "Sampling-bias-corrected neural modeling for large
             corpus item recommendations", RecSys 2019). Subtracting it lowers the logit of a popular item.
-        weight_B: how much each query counts in the mean; None: all the same.
+        weight_B: what each query's loss is multiplied by, 1 on average over the log; None: 1.
 
     `log_q_B` belongs to the positive that may occur among the columns once more. Where such columns are masked it is there
     exactly once, and None is unbiased (Khrylchenko et al., "Correcting the LogQ correction", RecSys 2025).
@@ -171,18 +172,16 @@ def distillation_loss(
         student_BK = _log_similarity(student_BO, student_KO, left_out_BK, temperature=temperature, floor=floor)
         divergence_B = kl_div(student_BK, teacher_BK, reduction="none", log_target=True).sum(dim=1)
     compared_B = known_B & ~left_out_BK.all(dim=1)
-    return weighted_mean(divergence_B.masked_fill(~compared_B, 0), compared_B.float())
+    return divergence_B.masked_fill(~compared_B, 0).mean()
 
 
 def weighted_mean(value_B: Tensor, weight_B: Tensor | None) -> Tensor:
-    """Mean of `value_B`, weighted where weights are given; 0 where all of them are 0.
+    """Mean of `value_B`, each multiplied by its weight where weights are given.
 
     >>> weighted_mean(torch.tensor([1.0, 4.0]), torch.tensor([2.0, 1.0])).item()
-    2.0
+    3.0
     """
-    if weight_B is None:
-        return value_B.mean()
-    return (value_B * weight_B).sum() / weight_B.sum().clamp(min=torch.finfo(weight_B.dtype).tiny)
+    return value_B.mean() if weight_B is None else (value_B * weight_B).mean()
 
 
 def _mean_over_negatives(value_BN: Tensor, masked_BN: Tensor | None) -> Tensor:

@@ -44,7 +44,10 @@ class TableOptimizer(Schedule):
     )
     learning_rate: float = Field(0.05, gt=0, description="full learning rate")
     weight_decay: float = Field(
-        0.0, ge=0, description="L2 penalty on the rows that a step looks up (item, user and item_offset tables)"
+        0.0,
+        ge=0,
+        description="L2 penalty on the rows that a step looks up, each counted once over all ranks (item, user and item_offset "
+        "tables)",
     )
     clip: float | None = Field(
         None, gt=0, description="largest absolute value of a number in the gradient of one looked-up row; empty: no limit"

@@ -14,6 +14,7 @@ from recsys_core.data.batch import Batch
 from recsys_core.models.lookups import LookedUp, Lookups, table_outputs
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.objective import Objective
+from recsys_core.models.penalty import row_penalty
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables import TEACHER
 from recsys_core.models.two_tower import ItemSide, QuerySide
@@ -27,7 +28,7 @@ class RetrievalHead(nn.Module):
 
     Args:
         ranks: for each table that is unfrozen gradually, the place of each of its rows by training events, 0 for the most.
-        weight_decay: strength of the L2 penalty, by table that has one.
+        weight_decay: strength of the L2 penalty, by table that has one; see `row_penalty`.
     """
 
     def __init__(
@@ -73,8 +74,19 @@ class RetrievalHead(nn.Module):
             loss: Tensor = self.objective(query_BO, candidate_KO, batch=batch, teacher_KT=teacher_KT)
             # FBGEMM's CPU kernels ignore weight decay without a word; as a part of the loss it works on every device.
             for table, strength in self.weight_decay.items():
-                loss = loss + strength / 2 * (tables | query_tables)[table].square().sum()
+                loss = loss + strength * self._penalty(table, (tables | query_tables)[table], batch=batch)
         return loss
+
+    def _penalty(self, table: str, value: Tensor, *, batch: Batch) -> Tensor:
+        if table == "user":
+            return row_penalty(value, self._user_row(batch), most=batch.batch_size)
+        histories = batch.batch_size * self.spec.config.history.length
+        most = min(len(batch.candidate_K) + histories, self.spec.items)
+        return row_penalty(value, batch.item_row_U, most=most)
+
+    def _user_row(self, batch: Batch) -> Tensor:
+        row_B: Tensor = batch.sparse[self.spec.tables["user"].sparse]["user"].values()
+        return row_B
 
     def items(self, looked_up: LookedUp, batch: Batch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """Item embeddings [U, D], the items' features by name, and the rows of all item tables."""
@@ -86,8 +98,7 @@ class RetrievalHead(nn.Module):
         """Query vectors [B, O], and the rows of all query tables. item_UH: what stands for each item in a history."""
         tables = table_outputs(self.spec, looked_up, batch, side="query")
         if "user" in self.trained_rows:
-            asked = batch.sparse[self.spec.tables["user"].sparse]["user"]
-            tables["user"] = self._thawed("user", tables["user"], row=asked.values())
+            tables["user"] = self._thawed("user", tables["user"], row=self._user_row(batch))
         return self.query(item_UH, batch.history_T, batch.history_offset, features=tables), tables
 
     def _thawed(self, table: str, value: Tensor, *, row: Tensor) -> Tensor:

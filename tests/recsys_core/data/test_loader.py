@@ -17,6 +17,7 @@ from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import ROWS, Batch
 from recsys_core.data.events import EventStore
 from recsys_core.data.loader import READ_AHEAD, TrainLoader, query_batch
+from recsys_core.errors import InputError
 from recsys_core.models.sampling import negative_share
 from tests.recsys_core.data.test_events import Users, store_of, users
 
@@ -294,7 +295,18 @@ def test_without_a_history_a_query_batch_points_at_no_item() -> None:
     assert histories(batch) == [[], []] and candidates(batch) == []
 
 
-def test_the_weight_of_an_example_is_that_of_its_event() -> None:
+def test_the_weight_of_an_example_is_that_of_its_event_over_the_mean_of_the_training_events() -> None:
     store = replace(store_of(numbered([3, 4])), event_weight=np.arange(7, dtype=np.float32))
     for batch in loader_of(store, negatives=2).epoch(0):
-        assert batch.weight is not None and batch.weight.tolist() == positives(batch)
+        assert batch.weight is not None and (3 * batch.weight).tolist() == pytest.approx(positives(batch))
+
+
+def test_weights_of_held_out_events_do_not_count_in_the_mean() -> None:
+    store = replace(store_of([([1, 2], [3], [4]), ([5], [], [6])]), event_weight=np.array([1, 2, 70, 80, 6, 90], np.float32))
+    assert store.mean_weight() == 3
+
+
+def test_a_log_whose_training_events_all_weigh_nothing_is_refused() -> None:
+    store = replace(store_of([([1, 2], [3], [4])]), event_weight=np.array([0, 0, 1, 1], np.float32))
+    with pytest.raises(InputError, match="all 2 training events have the weight 0"):
+        loader_of(store)

@@ -96,7 +96,7 @@ def slow(case: Case, loss: LossConfig) -> float:
             return 0.0
         return math.log(max(positives * share[row] + drawn * drawn_share[row], float(np.finfo(np.float32).tiny)))
 
-    total = weight_sum = 0.0
+    total = 0.0
     for b, history in enumerate(case.histories):
         hidden = {"none": set(), "positive": {rows[b]}, "seen": {rows[b], *history}}[loss.mask]
         columns = [k for k in range(0 if loss.uses_batch else size, len(rows)) if k != b and rows[k] not in hidden]
@@ -108,8 +108,8 @@ def slow(case: Case, loss: LossConfig) -> float:
             log_q_positive=log_q(rows[b]) if loss.mask == "none" else 0.0,
             log_q_columns=[log_q(rows[k]) for k in columns],
         )
-        total, weight_sum = total + weight * found, weight_sum + weight
-    return total / weight_sum
+        total += weight * found
+    return total / size
 
 
 def one_loss(

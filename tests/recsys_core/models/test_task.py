@@ -73,11 +73,15 @@ def weight_of(task: RetrievalTask, table: str) -> Tensor:
 
 
 def batch_of(
-    candidates: list[int] = CANDIDATES, *, features: FeatureStore | None = None, histories: list[list[int]] = HISTORY
+    candidates: list[int] = CANDIDATES,
+    *,
+    features: FeatureStore | None = None,
+    users: list[int] = USER,
+    histories: list[list[int]] = HISTORY,
 ) -> Batch:
     return Assembler(user=ROWS, features=features).batch(
-        user=np.array(USER),
-        position=np.array(USER),
+        user=np.array(users),
+        position=np.array(users),
         history=Lists.of_lengths(
             np.array([len(one) for one in histories]), np.array([i for one in histories for i in one], np.int64)
         ),
@@ -165,6 +169,9 @@ def test_decay_is_half_the_squares_of_the_distinct_rows_that_a_step_looks_up() -
     distinct = sorted({*CANDIDATES, *(item for one in HISTORY for item in one)})
     penalty = 0.1 / 2 * items[distinct].square().sum() + 0.3 / 2 * users[USER].square().sum()
     torch.testing.assert_close(decayed(batch_of())[0], plain(batch_of())[0] + penalty)
+    twice = [2, 0, 2]  # a user of two queries counts once
+    penalty += 0.3 / 2 * (users[[2, 0]].square().sum() - users[USER].square().sum())
+    torch.testing.assert_close(decayed(batch_of(users=twice))[0], plain(batch_of(users=twice))[0] + penalty)
 
 
 def moved(task: RetrievalTask, table: str) -> set[int]:

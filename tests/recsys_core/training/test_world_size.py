@@ -1,0 +1,94 @@
+"""One batch over one, two and four ranks: the same loss, the same tables and the same layers after a few steps."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import distributed as dist
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+from recsys_core.data.batch import Batch
+from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
+from recsys_core.models.shards import table_shards
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.tables import TableConfig
+from recsys_core.training.config import TrainingConfig
+from recsys_core.training.optimizers import make_optimizer
+from recsys_core.training.process import Process
+from tests.gloo import run_ranks
+from tests.recsys_core.training.small_model import make_batch, sharded_model, small_spec
+
+PARTS, QUERIES, NEGATIVES, STEPS = 4, 3, 2, 3
+"""A step has PARTS parts of QUERIES queries; a rank has one part or several."""
+FORMS = {"user.country": "single", "item.genres": "list"}
+TRAINING = TrainingConfig(
+    epochs=1,
+    table_optimizer=TableOptimizer(kind="sgd", learning_rate=0.2, warmup_steps=0, weight_decay=0.3),
+    dense_optimizer=DenseOptimizer(kind="sgd", learning_rate=0.05, warmup_steps=0),
+    seed=1,
+)
+LOSS = LossConfig(negatives=NEGATIVES, all_ranks=True)
+
+
+def part_of(spec: ModelSpec, *, parts: range, step: int) -> Batch:
+    """The queries and candidates of `parts`; a few events count many times what others do."""
+    batch = make_batch(spec, ranks=parts, step=step, queries=QUERIES, negatives=NEGATIVES)
+    weight = [np.random.default_rng([9, step, part]).choice([0.0, 0.5, 6.0], QUERIES) for part in parts]
+    return replace(batch, weight=torch.from_numpy(np.concatenate(weight).astype(np.float32)))
+
+
+def train(rank: int, lookup: str, folder: Path) -> None:
+    ranks = dist.get_world_size()
+    tables = {"item": TableConfig(transfer="residual"), "user": TableConfig.model_validate({"lookup": lookup})}
+    spec = small_spec(tables=tables, forms=FORMS)
+    process = Process(rank=rank, world_size=ranks, device=torch.device("cpu"))
+    model, _ = sharded_model(spec, kinds=dict.fromkeys(spec.tables, "row_wise"), training=TRAINING, loss=LOSS, process=process)
+    pipeline = TrainPipelineSparseDist(model, make_optimizer(model, spec=spec, config=TRAINING), process.device)
+    share = PARTS // ranks
+    parts = range(rank * share, (rank + 1) * share)
+    batches = iter([part_of(spec, parts=parts, step=step) for step in range(STEPS)])
+    losses = []
+    for _ in range(STEPS):
+        mean = pipeline.progress(batches) / ranks
+        dist.all_reduce(mean)
+        losses.append(mean.item())
+    pipeline.detach()
+    found = {"losses": np.array(losses)} if rank == 0 else {}
+    for name in spec.tables:
+        for shard in table_shards(model.state_dict(), table=name):
+            found[f"table {name}/{shard.row}"] = shard.weight_RC.numpy()
+    if rank == 0:
+        layers = get_unwrapped_module(model).head.named_parameters()
+        found |= {f"layer {name}": value.detach().numpy() for name, value in layers}
+    np.savez(folder / f"{ranks}-{rank}.npz", **found)
+
+
+def trained(ranks: int, *, lookup: str, folder: Path) -> dict[str, NDArray[np.float32]]:
+    """Losses, whole tables and layers after training on `ranks` ranks."""
+    run_ranks(train, world_size=ranks, arguments=(lookup, folder))
+    found = {}
+    for rank in range(ranks):
+        with np.load(folder / f"{ranks}-{rank}.npz") as file:
+            found |= dict(file)
+    tables = sorted({name.partition("/")[0] for name in found if "/" in name})
+    whole = {}
+    for table in tables:
+        shards = sorted((name for name in found if name.startswith(f"{table}/")), key=lambda name: int(name.split("/")[1]))
+        whole[table] = np.concatenate([found.pop(name) for name in shards])
+    return found | whole
+
+
+@pytest.mark.parametrize("lookup", ["row", "bag"])
+def test_weights_of_events_and_decay_of_tables_mean_the_same_for_any_number_of_ranks(lookup: str, tmp_path: Path) -> None:
+    one = trained(1, lookup=lookup, folder=tmp_path)
+    assert {"losses", "table item_offset", "table user", "layer query.pooling.start"} <= set(one)
+    for ranks in (2, 4):
+        several = trained(ranks, lookup=lookup, folder=tmp_path)
+        assert set(several) == set(one)
+        for name, value in one.items():
+            np.testing.assert_allclose(several[name], value, rtol=1e-4, atol=1e-6, err_msg=f"{name} on {ranks} ranks")

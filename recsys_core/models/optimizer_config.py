@@ -59,5 +59,10 @@ class DenseOptimizer(Schedule):
 
     kind: Literal["adam", "adagrad", "sgd"] = Field("adam", description="adam: with decoupled weight decay (AdamW)")
     learning_rate: float = Field(1e-3, gt=0, description="full learning rate")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled for adam, an L2 penalty for the others")
+    weight_decay: float = Field(
+        0.0,
+        ge=0,
+        description="of weight matrices, not of biases, norms, the pooling or the temperature; decoupled for adam, an L2 "
+        "penalty for the others",
+    )
     clip: float | None = Field(None, gt=0, description="largest norm of the gradient of all layers together; empty: no limit")

@@ -66,12 +66,18 @@ def table_of(parameter: str, spec: ModelSpec) -> str | None:
 
 def _dense(parameters: list[torch.Tensor], wish: DenseOptimizer) -> torch.optim.Optimizer:
     kinds = {"adam": torch.optim.AdamW, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
-    # Apart from each other, since no kernel takes both; for sharded parameters torch 2.14 has a fused one of Adam alone.
-    whole = {"params": [value for value in parameters if not isinstance(value, DTensor)], "fused": True}
-    sharded = {"params": [value for value in parameters if isinstance(value, DTensor)], "fused": wish.kind == "adam"}
-    made: torch.optim.Optimizer = kinds[wish.kind](
-        [group for group in (whole, sharded) if group["params"]], lr=wish.learning_rate, weight_decay=wish.weight_decay
-    )
+    # Apart from each other, since no kernel takes both; for sharded parameters torch has a fused one of Adam alone.
+    # Only matrices decay: a bias, a norm's scale, the pooling's weights or the temperature is not better for being near zero.
+    groups = [
+        {
+            "params": [value for value in parameters if isinstance(value, DTensor) == sharded and (value.dim() > 1) == decays],
+            "fused": not sharded or wish.kind == "adam",
+            "weight_decay": wish.weight_decay if decays else 0.0,
+        }
+        for sharded in (False, True)
+        for decays in (True, False)
+    ]
+    made: torch.optim.Optimizer = kinds[wish.kind]([group for group in groups if group["params"]], lr=wish.learning_rate)
     return made
 
 

@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from recsys_core.config import Frozen
 
@@ -11,6 +11,7 @@ ShardingKind = Literal[
 ]
 ComputeKernel = Literal["fused", "fused_uvm", "fused_uvm_caching", "key_value", "dense"]
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
+GradientPrecision = Literal["fp32", "bf16"]
 
 
 class ClusterConfig(Frozen):
@@ -71,7 +72,19 @@ class CommunicationConfig(Frozen):
     """In what precision rows and their gradients travel between ranks; they are looked up, added up and updated in fp32."""
 
     forward: Precision = Field("fp32", description="of the rows")
-    backward: Precision = Field("fp32", description="of their gradients")
+    backward: GradientPrecision = Field("fp32", description="of their gradients")
+
+    @field_validator("backward", mode="before")
+    @classmethod
+    def _keeps_small_gradients(cls, value: object) -> object:
+        # TorchRec's loss scale is no help: its codec divides by it in fp16, before the gradients are fp32 again.
+        if value in ("fp16", "int8"):
+            lost = "below 6e-8" if value == "fp16" else "below 1/255 of the largest beside them"
+            raise ValueError(
+                f"backward is {value}: gradients {lost} become 0, and no loss scale prevents it; set backward to bf16, which "
+                "has the range of fp32, or to fp32"
+            )
+        return value
 
 
 class ShardingConfig(Frozen):

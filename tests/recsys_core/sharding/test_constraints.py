@@ -1,6 +1,7 @@
 """Wishes that cannot be met are refused by name, with both values and a way out, before anything is launched."""
 
 import pytest
+from pydantic import ValidationError
 
 from recsys_core.errors import InputError
 from recsys_core.models.config import TwoTowerConfig
@@ -32,7 +33,7 @@ CASES = {
         r"int8 cannot carry the sums.*sharding.tables.user.sharding_types is left to the planner; choose among \['table_wise'",
     ),
     "int8 for some sums": (
-        sent(CommunicationConfig(backward="int8"), sharding_types=("table_wise", "row_wise")),
+        sent(CommunicationConfig(forward="int8"), sharding_types=("table_wise", "row_wise")),
         r"sharding.tables.user.sharding_types is \['table_wise', 'row_wise'\]",
     ),
     "a table that is not there": (
@@ -119,6 +120,12 @@ def test_a_kernel_that_is_asked_for_is_taken_and_the_pooling_factor_is_the_users
     assert (table.compute_kernel, table.cache_load_factor, table.values_per_query) == ("fused_uvm_caching", 0.5, 3.0)
     assert table.constraint == "compute_kernels: fused_uvm_caching; cache_load_factor: 0.5; pooling_factor: 3.0"
     assert plan.tables["user"].compute_kernel == "fused" and plan.tables["user"].constraint is None
+
+
+@pytest.mark.parametrize("precision", ["fp16", "int8"])
+def test_gradients_are_not_sent_in_a_precision_that_loses_small_ones(precision):
+    with pytest.raises(ValidationError, match=f"backward is {precision}: gradients below .* set backward to bf16"):
+        CommunicationConfig(backward=precision)
 
 
 def test_int8_is_refused_for_a_width_that_it_cannot_carry():

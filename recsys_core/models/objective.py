@@ -24,6 +24,7 @@ from recsys_core.models.losses import (
 from recsys_core.models.sampling import (
     StreamingFrequency,
     gather_candidates,
+    gather_rows,
     log_expected_count,
     negative_share,
     seen_columns,
@@ -100,8 +101,8 @@ class Objective(nn.Module):
         row_K = batch.item_row_U[batch.candidate_K]
         size = batch.batch_size
         columns = self._columns(candidate_KO, row_K, size=size)
-        positive_B = (query_BO * candidate_KO[:size]).sum(dim=1)
         negative_BM = functional.linear(query_BO, columns.vector_MO)
+        positive_B = _own_scores(query_BO, candidate_KO[:size], precision=negative_BM.dtype)
         masked_BM = self._masked(columns, row_K[:size], batch=batch)
         loss, weight_B, temperature = self.loss, batch.weight, self.temperature
         if loss.kind == "cosine_contrastive":
@@ -150,13 +151,19 @@ class Objective(nn.Module):
             masked_BM[query_P, column_P] = True
         return masked_BM
 
+    def _all_positives(self, columns: Columns, positive_row_B: Tensor) -> Tensor:
+        """The positives of all ranks, in the same order on each: every rank keeps the same estimate."""
+        if columns.positives > len(positive_row_B):  # the columns are of all ranks: nothing has to be sent
+            ranks = columns.positives // len(positive_row_B)
+            return columns.row_M.view(ranks, -1)[:, : len(positive_row_B)].flatten()
+        return gather_rows(positive_row_B)
+
     def _log_q(self, columns: Columns, positive_row_B: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """log expected counts of the positives and of the columns."""
         if self.loss.logq == "none":
             return None, None
         if self.frequency is not None and self.training:
-            _, all_row = gather_candidates(positive_row_B[:, None].float(), positive_row_B)
-            self.frequency.update(all_row, int(self.steps))
+            self.frequency.update(self._all_positives(columns, positive_row_B), self.steps)
             self.steps += 1
 
         def expected(row_n: Tensor) -> Tensor:
@@ -168,3 +175,12 @@ class Objective(nn.Module):
         # Where hits are masked the positive is there exactly once, whatever was drawn: it needs no correction, and one would
         # be wrong (Khrylchenko et al., "Correcting the LogQ correction", RecSys 2025).
         return (expected(positive_row_B) if self.loss.mask == "none" else None), expected(columns.row_M)
+
+
+def _own_scores(query_BO: Tensor, positive_BO: Tensor, *, precision: torch.dtype) -> Tensor:
+    """Score [B] of each query with its own positive, rounded as a matrix product in `precision` rounds it.
+
+    Where negatives are scored in bf16, a positive in float32 would be above or below the same item among them by the rounding.
+    """
+    query_BO, positive_BO = query_BO.to(precision).float(), positive_BO.to(precision).float()
+    return (query_BO * positive_BO).sum(dim=1).to(precision)

@@ -83,7 +83,7 @@ class StreamingFrequency(nn.Module):
 
     >>> frequency = StreamingFrequency(10, rate=0.01)
     >>> for step in range(3):
-    ...     frequency.update(torch.tensor([0, 0, 0, 1]), step)
+    ...     frequency.update(torch.tensor([0, 0, 0, 1]), torch.tensor(step))
     >>> [round(share, 4) for share in frequency.log_share(torch.tensor([0, 1, 3])).exp().tolist()]
     [0.75, 0.25, 0.1]
     """
@@ -99,13 +99,13 @@ class StreamingFrequency(nn.Module):
         self.register_buffer("weight_I", torch.zeros(items))
 
     @torch.no_grad()
-    def update(self, rows_B: Tensor, step: int) -> None:
+    def update(self, rows_B: Tensor, step: Tensor) -> None:
         """Takes in the batch of `step`.
 
         Args:
             rows_B: item of each positive of the step, on all ranks; an item may occur several times.
-            step: number of the batch, from 0, greater than in every earlier call. A batch left out reads as one without any
-                of the items.
+            step: int64 scalar, number of the batch, from 0, greater than in every earlier call. A batch left out reads as one
+                without any of the items. A tensor, so that nothing waits for the accelerator.
         """
         # Runs in the sorted rows instead of torch.unique, whose result's size the accelerator would have to tell first.
         sorted_B = rows_B.sort().values
@@ -116,7 +116,7 @@ class StreamingFrequency(nn.Module):
         # An item that occurs twice in the batch is written twice, the same value both times.
         self.gap_I[rows_B] = torch.lerp(self.gap_I[rows_B], gap_B, new_B / weight_B)
         self.weight_I[rows_B] = weight_B
-        self.last_step_I.index_fill_(0, rows_B, step)
+        self.last_step_I[rows_B] = step  # index_fill_ takes a tensor's value on the host
 
     def log_share(self, rows_K: Tensor) -> Tensor:
         """log of the estimated share of each item among the positives, at most 0, finite; float32 [K]."""
@@ -165,10 +165,17 @@ def gather_candidates(candidate_KO: Tensor, candidate_row_K: Tensor) -> tuple[Te
     """
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return candidate_KO, candidate_row_K
-    all_row_K = candidate_row_K.new_empty(distributed.get_world_size() * len(candidate_row_K))
-    distributed.all_gather_single(all_row_K, candidate_row_K.contiguous())
     all_KO: Tensor = _Gather.apply(candidate_KO)
-    return all_KO, all_row_K
+    return all_KO, gather_rows(candidate_row_K)
+
+
+def gather_rows(row_K: Tensor) -> Tensor:
+    """The item rows of all ranks, rank 0's first: [W * K]; as `gather_candidates`."""
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return row_K
+    all_row_K = row_K.new_empty(distributed.get_world_size() * len(row_K))
+    distributed.all_gather_single(all_row_K, row_K.contiguous())
+    return all_row_K
 
 
 class _Gather(torch.autograd.Function):

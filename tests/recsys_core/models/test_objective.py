@@ -212,7 +212,7 @@ def test_streamed_shares_stand_in_for_the_counts() -> None:
     size, rows = 3, torch.tensor(CASE.candidates)
     for step in range(3):
         found = objective(query_BO, candidate_KO, batch=CASE.batch(), teacher_KT=None)
-        by_hand.update(rows[:size], step)
+        by_hand.update(rows[:size], torch.tensor(step))
         expected_K = size * by_hand.log_share(rows).exp() + 3 * torch.from_numpy(negative_share(COUNTS, 0.0))[rows].float()
         logits_BK = query_BO @ candidate_KO.T / TEMPERATURE - expected_K.log()
         own_B = (query_BO * candidate_KO[:size]).sum(dim=1) / TEMPERATURE
@@ -223,6 +223,27 @@ def test_streamed_shares_stand_in_for_the_counts() -> None:
     before = objective.frequency.gap_I.clone()
     objective.eval()(query_BO, candidate_KO, batch=CASE.batch(), teacher_KT=None)
     assert int(objective.steps) == 3 and torch.equal(objective.frequency.gap_I, before)  # it learns while training alone
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("logq", ["counts", "streaming", "none"])
+@pytest.mark.parametrize("mask", ["none", "positive"])
+def test_no_step_reads_a_number_of_the_accelerator(kind: Any, logq: Any, mask: Any) -> None:
+    """On the meta device there is no number to read: an attempt raises."""
+    meta = torch.device("meta")
+    objective = objective_of(LossConfig(kind=kind, logq=logq, mask=mask), learn_temperature=True).to(meta)
+    query_BO, candidate_KO = (vectors.to(meta) for vectors in CASE.vectors())
+    for _ in range(2):
+        assert objective(query_BO, candidate_KO, batch=CASE.batch().to(meta), teacher_KT=None).shape == ()
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 999))
+def test_a_positive_is_scored_as_precisely_as_the_same_item_among_the_negatives(seed: int) -> None:
+    case = Case(histories=[[]], candidates=[4, 4], weights=None, seed=seed)  # drawn once more, and not masked
+    with torch.autocast("cpu", torch.bfloat16):
+        value = value_of(case, LossConfig(kind="bpr", in_batch=False, mask="none"), temperature=0.01)
+    assert value == pytest.approx(math.log(2), abs=1e-6)  # a tie
 
 
 def test_counts_are_no_part_of_the_checkpoint() -> None:

@@ -53,7 +53,7 @@ def test_negatives_without_a_single_event_are_refused():
 def estimate(batches, *, items, rate, frequency=None, first_step=0):
     frequency = frequency or StreamingFrequency(items, rate=rate)
     for step, rows in enumerate(batches, first_step):
-        frequency.update(torch.as_tensor(rows), step)
+        frequency.update(torch.as_tensor(rows), torch.tensor(step))
     return frequency
 
 

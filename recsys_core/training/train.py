@@ -30,6 +30,7 @@ from recsys_core.training.launcher_config import Launcher, LocalLauncher
 from recsys_core.training.loop import CHECKPOINTS_NAME, METRICS_NAME, PROFILE_NAME, RESULT_NAME
 from recsys_core.training.room import training_bytes
 from recsys_core.training.warm import prepare_warm_start
+from recsys_core.training.warm_leak import leak
 
 logger = logging.getLogger(__name__)
 WARM_NAME = "warm"
@@ -62,12 +63,14 @@ def train(
 
     Calls on_progress with each line of metrics.jsonl as it appears. Raises InputError or LaunchError as `launch` does.
 
-    champion: what to start from unless a full training is due (config.warm_start). Raises InputError where it does not fit.
+    champion: what to start from unless a full training is due (config.warm_start), or the champion was trained on events that
+    are validation or test events now. Raises InputError where it does not fit.
     """
     require_layers(config.dense_parallel, spec=model)
     lasting = config.model_dump(exclude=OPERATIONAL)
     warm_nights = nights_since_full_training(config.warm_start, champion=champion)
-    source = champion if warm_nights else None
+    leaks = leak(interactions, champion=champion.interactions) if champion is not None and warm_nights else 0
+    source = champion if warm_nights and not leaks else None
     fingerprint = fingerprint_of(
         "train", lasting, model, loss, interactions, embeddings, features, plan, source and source.export
     )
@@ -87,6 +90,14 @@ def train(
                 features=features,
                 optimizer=config.table_optimizer,
                 folder=work / WARM_NAME,
+            )
+        elif champion is not None and leaks:
+            logger.info(
+                "full training: the champion (run %s) was trained on %s of tonight's %s validation and test events: the split "
+                "has moved back, and a warm start would be measured on what it learned",
+                champion.run_id,
+                f"{leaks:,}",
+                f"{interactions.validation_events + interactions.test_events:,}",
             )
         elif champion is not None and config.warm_start is not None:
             logger.info(
@@ -114,7 +125,7 @@ def train(
         if (work / PROFILE_NAME).is_dir():
             shutil.copytree(work / PROFILE_NAME, out / PROFILE_NAME)
         (out / "model.json").write_text(model.model_dump_json(indent=2))
-        facts = {"attempts": attempts, "warm_from": source and source.run_id, "warm_nights": warm_nights}
+        facts = {"attempts": attempts, "warm_from": source and source.run_id, "warm_nights": warm_nights if source else 0}
         return result.model_dump(exclude={"checkpoint"}) | facts
 
     ranks = PlanFile.read(plan.path("plan.json")).world_size

@@ -1,9 +1,12 @@
 """What must not go on under other settings is refused before anything is launched, with both values and the way out."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -18,6 +21,8 @@ from recsys_core.training.champion import Champion
 from recsys_core.training.config import TrainingConfig, WarmStartConfig
 from recsys_core.training.train import nights_since_full_training, train
 from recsys_core.training.warm_fit import carried_tables, champion_layers, require_fit
+from tests.recsys_core.data.logs import ingest
+from tests.recsys_core.data.tables import write
 from tests.recsys_core.training.nights import Night, make_night
 
 WAY_OUT = "set training.warm_start to null for this night, or go back to the old setting"
@@ -170,6 +175,28 @@ def test_the_stage_refuses_before_it_launches_anything(night: Night, champion: C
             champion=champion,
         )  # fmt: skip
     assert not list(tmp_path.glob("train*"))
+
+
+def test_the_stage_trains_from_scratch_where_the_champion_was_trained_on_what_is_held_out_now(
+    night: Night, champion: Champion, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = produce(tmp_path / "plan", PlanManifest, fingerprint="plan", build=lambda out: {"world_size": 2, "device": "cpu"})
+    plan = plan.model_copy(update={"files": {"plan.json": None}})
+    shorter = pq.read_table(night.folder / "data/log.parquet").filter(pc.field("t") < 7)
+    log = write(tmp_path / "log.parquet", **shorter.to_pydict())
+    interactions = ingest(tmp_path / "interactions", log, split={"kind": "leave_last_out"})
+    # Layers that the champion does not have: a warm start is refused for them, a full training gets as far as the plan.
+    with caplog.at_level(logging.INFO, logger="recsys_core"), pytest.raises(FileNotFoundError, match=r"plan\.json"):
+        train(
+            TrainingConfig(), model=changed(night, embedding_dim=16), loss=LossConfig(), interactions=interactions,
+            embeddings=None, features=night.features, plan=plan, folder=tmp_path / "train", on_progress=lambda line: None,
+            champion=champion,
+        )  # fmt: skip
+    (line,) = [line for line in caplog.messages if line.startswith("full training: ")]
+    assert (
+        "the champion (run first) was trained on 30 of tonight's 60 validation and test events: the split has moved back"
+        in line
+    )
 
 
 @pytest.mark.parametrize(("every", "nights"), [(7, 4), (5, 4), (4, 0), (1, 0), (None, 0)], ids=lambda value: str(value))

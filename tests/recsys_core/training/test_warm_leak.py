@@ -1,0 +1,109 @@
+"""Which nights must not start from a champion: those that hold out what it was trained on."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recsys_core.errors import StageError
+from recsys_core.manifests import InteractionsManifest
+from recsys_core.training.warm_leak import leak
+from tests.recsys_core.data.logs import DAY, Event, ingest, read, write_log
+
+TIME = {"kind": "time", "test_days": 1, "validation_days": 1}
+LAST = {"kind": "leave_last_out"}
+START = 20_000 * DAY
+
+
+def log_of(*, users: int = 12, days: int = 10) -> list[Event]:
+    """An event of each user on each day, at a minute of their own; items come back now and then."""
+    draw = random.Random(5)
+    return [
+        (f"u{user}", f"i{draw.randrange(8)}", START + day * DAY + user * 60_000_000)
+        for day in range(days)
+        for user in range(users)
+    ]
+
+
+def until(events: list[Event], day: float) -> list[Event]:
+    return [event for event in events if event[2] < START + day * DAY]
+
+
+def night(folder: Path, events: list[Event], *, split: dict[str, Any], **settings: Any) -> InteractionsManifest:
+    folder.mkdir()
+    return ingest(folder / "interactions", write_log(folder / "log.parquet", events), split=split, **settings)
+
+
+def trained_and_held_out(champion: InteractionsManifest, tonight: InteractionsManifest) -> int:
+    """Events that the champion was trained on, and that are held out tonight and not in tonight's training too."""
+    (before, _, _), (training, validation, test) = read(champion).parts, read(tonight).parts
+    return len((set(validation) | set(test)) & set(before) - set(training))
+
+
+@pytest.mark.parametrize(
+    ("day", "split", "leaks"),
+    [
+        (10, TIME, 0),  # the same night once more
+        (11, TIME, 0),
+        (9, TIME, 12),
+        (10, TIME | {"test_days": 3}, 24),
+        (10, TIME | {"validation_days": 2}, 12),
+        (10, TIME | {"test_days": 2, "validation_days": 0}, 0),
+    ],
+)
+def test_a_split_by_time_may_move_forward_and_not_back(tmp_path: Path, day: int, split: dict[str, Any], leaks: int) -> None:
+    events = log_of(days=11)
+    champion = night(tmp_path / "champion", until(events, 10), split=TIME)
+    tonight = night(tmp_path / "tonight", until(events, day), split=split)
+    assert leak(tonight, champion=champion) == trained_and_held_out(champion, tonight) == leaks
+
+
+def test_users_that_are_new_or_numbered_in_another_order_are_no_leak_and_hide_none(tmp_path: Path) -> None:
+    events = log_of()
+    champion = night(tmp_path / "champion", events, split=LAST)
+    renumbered = [("a new one", "i1", START + minute) for minute in range(60)] + events
+    tonight = night(tmp_path / "tonight", renumbered, split=LAST)
+    assert read(tonight).users[0] == "a new one"
+    assert leak(tonight, champion=champion) == 0
+    moved = night(tmp_path / "moved", [event for event in renumbered if event[2] < START + 9 * DAY], split=LAST)
+    # The validation event of each user.
+    assert leak(moved, champion=champion) == trained_and_held_out(champion, moved) == 12
+
+
+def test_another_kind_of_split_that_holds_out_what_was_trained_on_is_a_leak(tmp_path: Path) -> None:
+    events = [event for event in log_of() if event[0] != "u3" or event[2] < START + 5 * DAY]  # u3 has been away
+    by_time = night(tmp_path / "by time", events, split=TIME)
+    by_user = night(tmp_path / "by user", events, split=LAST)
+    assert leak(by_user, champion=by_time) == trained_and_held_out(by_time, by_user) == 2  # the last two events of u3
+    longer = night(tmp_path / "longer", log_of(days=11), split=LAST)
+    assert leak(by_time, champion=longer) == trained_and_held_out(longer, by_time) == 11  # a day of all others
+
+
+def test_a_log_that_grows_is_no_leak_although_some_users_are_split_for_the_first_time(tmp_path: Path) -> None:
+    events = [("new", "i1", START), ("new", "i2", START + 9 * DAY), *log_of()]
+    champion = night(tmp_path / "champion", events, split=LAST)
+    tonight = night(tmp_path / "tonight", [*events, ("new", "i3", START + 10 * DAY)], split=LAST)
+    assert trained_and_held_out(champion, tonight) == 1  # the validation event of the new user
+    assert leak(tonight, champion=champion) == 0
+
+
+def test_without_times_a_pair_that_is_trained_on_tonight_too_is_no_leak(tmp_path: Path) -> None:
+    old, new = [("u1", "a", 1), ("u2", "b", 1), ("u2", "c", 1)], [("u1", "a", 2), ("u2", "d", 2)]
+    settings: dict[str, Any] = {"timestamp_column": None}
+    test = write_log(tmp_path / "test.parquet", new)
+    split = {"kind": "files", "test": test}
+    champion = night(tmp_path / "champion", [*old, ("u2", "d", 1)], split=split, **settings)
+    tonight = night(tmp_path / "tonight", old, split=split, **settings)
+    assert leak(champion, champion=champion) == 0  # (u1, a) and (u2, d) are in both parts of its own
+    assert leak(tonight, champion=champion) == 1
+
+
+def test_a_changed_file_of_the_champion_is_not_compared_with(tmp_path: Path) -> None:
+    champion = night(tmp_path / "champion", log_of(), split=TIME)
+    path = champion.path("train_end.npy")
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(
+        StageError, match=r"train_end\.npy: missing or changed since it was written; set training.warm_start to"
+    ):
+        leak(champion, champion=champion)

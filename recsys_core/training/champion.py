@@ -28,7 +28,7 @@ class Champion:
         trained = load_manifest(train, TrainManifest, verify=False)
         exported = load_manifest(export, ExportManifest)
         log = load_manifest(interactions, InteractionsManifest, verify=False)
-        if trained is None or exported is None or log is None:
+        if trained is None or exported is None or log is None or not all(log.path(name).is_file() for name in log.files):
             return None
         try:
             spec = ModelSpec.model_validate_json(exported.path("model.json").read_bytes())

@@ -117,5 +117,5 @@ def _places(value_E: NDArray[np.int64], sorted_H: NDArray[np.int64]) -> tuple[ND
 def _require_unchanged(stage: InteractionsManifest, names: tuple[str, ...]) -> None:
     for name in names:
         path = stage.path(name)
-        if not path.is_file() or record_file(path) != stage.files[name]:
-            raise StageError(f"{path}: missing or changed since it was written; set training.warm_start to null for this night")
+        if record_file(path) != stage.files[name]:
+            raise StageError(f"{path}: changed since it was written; set training.warm_start to null for this night")

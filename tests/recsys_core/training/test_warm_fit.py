@@ -214,6 +214,10 @@ def test_a_champion_of_which_a_stage_is_gone_or_unreadable_is_none(night: Night,
     assert open_champion(night) is None
     model.write_text(content)
     assert open_champion(night) is not None
+    events = night.interactions.path("event_item.npy")
+    events.rename(events.with_suffix(".moved"))
+    assert open_champion(night) is None
+    events.with_suffix(".moved").rename(events)
     (night.folder / "features").rename(night.folder / "elsewhere")
     assert open_champion(night) is None
     (night.folder / "elsewhere").rename(night.folder / "features")

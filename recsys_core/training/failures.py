@@ -45,12 +45,12 @@ def error_of(failures: Iterable[Failure], *, nodes: int, folder: LaunchFolder) -
     return LaunchError("\n".join(told))
 
 
-def _line_of(found: re.Match[str] | None) -> str:
+def _line_of(match: re.Match[str] | None) -> str:
     """The line of a match, in brackets: it may name a file."""
-    if found is None:
+    if match is None:
         return ""
-    start, end = found.string.rfind("\n", 0, found.start()) + 1, found.string.find("\n", found.end())
-    return f" ({found.string[start : None if end < 0 else end].strip()[:300]})"
+    start, end = match.string.rfind("\n", 0, match.start()) + 1, match.string.find("\n", match.end())
+    return f" ({match.string[start : None if end < 0 else end].strip()[:300]})"
 
 
 def _order_of(rank: RankFailure) -> int:

@@ -31,7 +31,8 @@ Message = TypeVar("Message", bound=Frozen)
 class Order(Frozen):
     """What every host is asked to do.
 
-    versions: package -> version of the launching process. interface: the network by which hosts reach each other; None: found.
+    versions: package -> version of the launching process. interface: the network by which hosts reach each other; None: the one
+    that leads to the first host.
     """
 
     token: str

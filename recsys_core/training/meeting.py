@@ -69,8 +69,8 @@ def _own_address(head: str) -> str:
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((head or platform.node(), 9))  # sends nothing
-            found = str(probe.getsockname()[0])
+            address = str(probe.getsockname()[0])
         # The first host of a Kubernetes job gets "localhost" for its own name.
-        return socket.gethostbyname(platform.node()) if found.startswith("127.") else found
+        return socket.gethostbyname(platform.node()) if address.startswith("127.") else address
     except OSError:
         return LOOPBACK_ADDRESS

@@ -68,7 +68,7 @@ class KnownHosts(RendezvousHandler):
         """Nothing to close."""
 
     def num_nodes_waiting(self) -> int:
-        """No host joins later. Torchrun asks all the time: raises DistError once the first host's agent is gone."""
+        """No host joins later. Torchrun calls this all the time. Raises DistError once the first host's agent is gone."""
         self._store.check([f"host-{self._node}"])
         return 0
 

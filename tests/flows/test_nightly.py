@@ -86,9 +86,9 @@ def sockets() -> Listening:
 @pytest.fixture(scope="module")
 def outcome(workspace: Workspace, sockets: Listening) -> Any:
     """An undisturbed night."""
-    with noticed() as seen:
+    with noticed() as during:
         answer = workspace.nightjar("run")
-    sockets |= seen
+    sockets |= during
     return answer
 
 

@@ -137,6 +137,6 @@ def test_events_are_counted_without_a_copy_of_the_log() -> None:
     finally:
         tracemalloc.stop()
     assert peak < event_item.nbytes, f"{peak:,} bytes for a log of {event_item.nbytes:,}"
-    for split, kept in (("validation", each - 20), ("test", each - 10)):
-        expected = np.bincount(event_item.reshape(users, each)[:, :kept].ravel(), minlength=items)
+    for split, length in (("validation", each - 20), ("test", each - 10)):
+        expected = np.bincount(event_item.reshape(users, each)[:, :length].ravel(), minlength=items)
         np.testing.assert_array_equal(counts[split], expected)

@@ -139,7 +139,7 @@ def test_under_device_auto_memory_is_that_of_this_machine_and_otherwise_what_the
     assert here.ddr_gb is not None and limit - 1 < here.ddr_gb <= limit
     elsewhere = with_memory(ClusterConfig(device="cuda"))
     assert (elsewhere.hbm_gb, elsewhere.ddr_gb) == (80, 16)
-    said = with_memory(ClusterConfig(hbm_gb=40, ddr_gb=3))
-    assert (said.hbm_gb, said.ddr_gb) == (40, 3)
+    configured = with_memory(ClusterConfig(hbm_gb=40, ddr_gb=3))
+    assert (configured.hbm_gb, configured.ddr_gb) == (40, 3)
     plan = make_plan(ShardingConfig(), model=ModelSpec.sized(TwoTowerConfig(), users=9, items=9), batch_size=1)
     assert plan.cluster.ddr_gb == here.ddr_gb

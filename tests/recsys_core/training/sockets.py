@@ -18,8 +18,8 @@ def listening(of: psutil.Process | None = None) -> Listening:
         with suppress(psutil.Error):
             command = process.cmdline()
             name = command[command.index("-m") + 1] if "-m" in command else " ".join(command)
-            found = process.net_connections("inet")
-            sockets |= {(name, one.laddr.ip) for one in found if one.status == psutil.CONN_LISTEN}
+            connections = process.net_connections("inet")
+            sockets |= {(name, one.laddr.ip) for one in connections if one.status == psutil.CONN_LISTEN}
     return sockets
 
 

@@ -70,7 +70,7 @@ def fill_the_disk(rank: int, folder: Path, megabytes: float) -> None:
         if process.leads:
             build_array(folder / "array.npy", shape=tuple(values.shape), process=process, on_record=lambda: None)
     except InputError as error:
-        (folder.parent / f"said-{rank}").write_text(str(error))
+        (folder.parent / f"error-{rank}").write_text(str(error))
         if megabytes > 1:
             dist.barrier()  # where the other rank waits
 
@@ -80,8 +80,12 @@ def test_a_disk_that_fills_up_in_a_part_or_in_the_array_is_an_error_and_no_signa
     tmp_path: Path, small_disk: Path, megabytes: float
 ) -> None:
     run_ranks(fill_the_disk, world_size=2, arguments=(small_disk, megabytes))
-    said = (tmp_path / "said-0").read_text()
-    assert said.startswith(str(small_disk)) and "but the disk has 0.00" in said and said.endswith(f"the one at {small_disk}")
+    message = (tmp_path / "error-0").read_text()
+    assert (
+        message.startswith(str(small_disk))
+        and "but the disk has 0.00" in message
+        and message.endswith(f"the one at {small_disk}")
+    )
 
 
 def part_of(folder: Path, *records: tuple[int, int, torch.Tensor]) -> Path:

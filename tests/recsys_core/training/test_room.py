@@ -35,8 +35,8 @@ def test_a_checkpoint_and_an_export_take_at_least_what_is_estimated(made, tmp_pa
     rows = {name: array.nbytes for name, array in arrays.items() if name.startswith(("table_", "state_"))}
     items = {name: arrays[name].nbytes for name in ("item_vectors.npy", "history_items.npy")}
     largest = max(size for name, size in (rows | items).items() if not name.startswith("state_"))
-    said = training_bytes(CONFIG, model=made.spec, work=tmp_path / "none", steps_per_epoch=10)
-    assert said == sum(rows.values()) < sum(path.stat().st_size for path in checkpoint_of(trained).glob("*.distcp"))
+    estimate = training_bytes(CONFIG, model=made.spec, work=tmp_path / "none", steps_per_epoch=10)
+    assert estimate == sum(rows.values()) < sum(path.stat().st_size for path in checkpoint_of(trained).glob("*.distcp"))
     assert export_bytes(CONFIG.table_optimizer, model=made.spec) == sum((rows | items).values()) + largest
 
 

@@ -1,4 +1,4 @@
-"""What a launch listens on, and what becomes of somebody who reaches it."""
+"""What a launch listens on, and what a value that is put into its store does."""
 
 import base64
 import pickle

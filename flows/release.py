@@ -6,6 +6,7 @@ import pandas as pd
 from flows.config import PipelineConfig
 from recsys_core.config import Frozen
 from recsys_core.errors import InputError
+from tasks.model_uri import load_model
 from tasks.registry import champion_uri
 from tasks.tracking import connect
 
@@ -31,13 +32,12 @@ def recommend(config: PipelineConfig, *, user: str, k: int, model_uri: str | Non
     uri = model_uri or champion_uri(client, config.registry.model_name)
     mlflow.set_tracking_uri(client.tracking_uri)
     try:
-        model = mlflow.pyfunc.load_model(uri)
+        model = load_model(uri, client=client)
     except mlflow.exceptions.MlflowException as error:
         raise InputError(f"{uri}: cannot be loaded from {client.tracking_uri}: {error.message}") from error
-    is_number = model.metadata.get_input_schema().input_dict()["user_id"].type.name == "long"
-    if is_number and not user.removeprefix("-").isdecimal():
-        raise InputError(f"--user {user}: user ids of this model are integers")
-    (answer,) = model.predict(pd.DataFrame({"user_id": [int(user) if is_number else user]}), params={"k": k})
+    (answer,) = model.predict(pd.DataFrame({"user_id": [user]}), params={"k": k})
+    if answer["error"] is not None:
+        raise InputError(f"--user: {answer['error']}")
     items = tuple(RankedItem(item_id=i, score=s) for i, s in zip(answer["item_ids"], answer["scores"], strict=True))
     name, version = _name_and_version(uri, client)
     return Answer(model=name, version=version, items=items)

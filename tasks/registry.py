@@ -1,7 +1,6 @@
 """Versions in MLflow's model registry: made once per package, looked at, and given their alias."""
 
 import json
-import re
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -16,12 +15,14 @@ from mlflow.exceptions import MlflowException
 from mlflow.models import ModelSignature
 from mlflow.models.model import ModelInfo
 from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
-from mlflow.types.schema import Array
+from mlflow.types.schema import AnyType, Array
 
 import recsys_core
 from recsys_core.errors import InputError
 from recsys_core.manifests import InteractionsManifest, PackageManifest
+from recsys_core.serving.package import description_sha256
 from tasks.config import RegistryConfig
+from tasks.model_uri import PACKAGE_SHA256, PACKAGE_SHA256_TAG
 from tasks.run import Run
 from tasks.tracking import RUN_ID_TAG, tracking_uri
 
@@ -30,8 +31,7 @@ SMOKE_TAG = "nightjar.smoke"
 REASONS_TAG = "nightjar.reasons"
 METRICS_TAG = "nightjar.metrics"
 _MODEL_CODE = Path(__file__).with_name("pyfunc_model.py")
-_NEEDED_TO_SERVE = ("mlflow", "numpy", "pandas", "pyarrow", "pydantic", "safetensors", "torch", "torchrec")
-_ONE_OF = (("faiss-cpu", "faiss-gpu"), ("fbgemm-gpu-cpu", "fbgemm-gpu"))
+_NEEDED_TO_SERVE = ("mlflow", "numpy", "pandas", "pyarrow", "pydantic", "safetensors", "torch")
 
 
 def version_for(
@@ -45,7 +45,7 @@ def version_for(
 ) -> ModelVersion:
     """The registered version of `package` that this run made, now or before it was interrupted."""
     model_name = config.model_name
-    tags = {RUN_ID_TAG: run.run_id, PACKAGE_TAG: package.fingerprint}
+    tags = {RUN_ID_TAG: run.run_id, PACKAGE_TAG: package.fingerprint, PACKAGE_SHA256_TAG: description_sha256(package)}
     # Two runs in one workspace may register the same model at the same time.
     with FileLock(run.workspace / ".mlflow.lock"):
         try:
@@ -68,6 +68,7 @@ def _log_model(package: PackageManifest, *, mlflow_run_id: str, interactions: In
             python_model=str(_MODEL_CODE),
             code_paths=[str(Path(recsys_core.__file__).parent)],
             artifacts={"package": str(package.folder / "package")},
+            model_config={PACKAGE_SHA256: description_sha256(package)},
             pip_requirements=pinned_requirements(),
             signature=signature_for(interactions),
             input_example=_example(interactions),
@@ -75,13 +76,20 @@ def _log_model(package: PackageManifest, *, mlflow_run_id: str, interactions: In
 
 
 def signature_for(interactions: InteractionsManifest) -> ModelSignature:
-    """user_id, and a history if the caller knows better, to item ids and scores; ids of the type they have in the log."""
-    user, item = (
-        DataType.long if kind == "int64" else DataType.string for kind in (interactions.user_id_type, interactions.item_id_type)
-    )
+    """user_id, and a history if the caller knows better, to item ids and scores, or to an error; ids as they are in the log.
+
+    Inputs are of any type: MLflow fails the whole request for one value of another type than a column's, a null included.
+    """
+    item = DataType.long if interactions.item_id_type == "int64" else DataType.string
     return ModelSignature(
-        inputs=Schema([ColSpec(user, "user_id"), ColSpec(Array(item), "history", required=False)]),
-        outputs=Schema([ColSpec(Array(item), "item_ids"), ColSpec(Array(DataType.double), "scores")]),
+        inputs=Schema([ColSpec(AnyType(), "user_id"), ColSpec(AnyType(), "history", required=False)]),
+        outputs=Schema(
+            [
+                ColSpec(Array(item), "item_ids"),
+                ColSpec(Array(DataType.double), "scores"),
+                ColSpec(DataType.string, "error", required=False),
+            ]
+        ),
         params=ParamSchema([ParamSpec("k", DataType.long, 10), ParamSpec("exclude_log", DataType.boolean, True)]),
     )
 
@@ -92,10 +100,15 @@ def _example(interactions: InteractionsManifest) -> pd.DataFrame:
 
 
 def pinned_requirements() -> list[str]:
-    """What serving imports, in the versions that this environment has."""
-    installed = {re.sub(r"[-_.]+", "-", distribution.name).lower() for distribution in metadata.distributions()}
-    names = [*_NEEDED_TO_SERVE, *(next(name for name in names if name in installed) for names in _ONE_OF)]
-    return [f"{name}=={metadata.version(name)}" for name in names]
+    """What serving imports, in the versions that this environment has, by the names and numbers of public indexes.
+
+    The builds for CPU and GPU of faiss share their versions and the name of the module; serving runs on a CPU.
+    """
+    versions = {name: metadata.version(name) for name in _NEEDED_TO_SERVE}
+    installed = {distribution.name for distribution in metadata.distributions()}
+    versions["faiss-cpu"] = metadata.version("faiss-cpu" if "faiss-cpu" in installed else "faiss-gpu")
+    # A local part, as in 2.14.1+cpu, names a build that only some indexes have.
+    return [f"{name}=={version.partition('+')[0]}" for name, version in sorted(versions.items())]
 
 
 def champion_of(client: MlflowClient, model_name: str) -> ModelVersion | None:

@@ -6,10 +6,12 @@ It imports no recsys_core of its own, so that what answers is the code that was 
 import argparse
 from pathlib import Path
 
-import mlflow.pyfunc
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+from mlflow import MlflowClient
+
+from tasks.model_uri import load_model
 
 
 def main() -> None:
@@ -22,7 +24,8 @@ def main() -> None:
     arguments = parser.parse_args()
     cases = pq.read_table(arguments.cases)
     questions = pd.DataFrame({"user_id": cases["user_id"].to_pylist(), "history": cases["history"].to_pylist()})
-    answers = mlflow.pyfunc.load_model(arguments.model_uri).predict(questions, params={"k": arguments.k, "exclude_log": False})
+    model = load_model(arguments.model_uri, client=MlflowClient())
+    answers = model.predict(questions, params={"k": arguments.k, "exclude_log": False})
     item_type = cases.schema.field("history").type
     item_ids = pa.array([answer["item_ids"] for answer in answers], type=item_type)
     scores = pa.array([answer["scores"] for answer in answers], type=pa.list_(pa.float64()))

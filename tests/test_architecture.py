@@ -26,7 +26,9 @@ CORE_MAY_IMPORT = {
 }
 """Folders of recsys_core; "" is the modules beside the folders: errors, config, preflight."""
 
-SHARED_BY_TASKS = {"run", "config", "reporting", "tracking", "registry", "gate", "trial", "champion", "study", "tuning_config"}
+SHARED_BY_TASKS = {
+    *("run", "config", "reporting", "tracking", "registry", "model_uri", "gate", "trial", "champion", "study", "tuning_config")
+}
 MOST_LINES = 400
 MOST_FUNCTION_LINES = {"tasks": 30, "flows": 40}
 NAMELESS = {"utils", "helpers", "common", "misc", "util"}

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recsys_core.data.batch import QUERY, QUERY_WEIGHTED, ROWS, Batch, keyed_jagged
 from recsys_core.data.events import Rows
 from recsys_core.data.features.store import Feature, FeatureStore
-from recsys_core.data.lists import Lists
+from recsys_core.data.lists import Lists, single
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,3 @@ class Assembler:
 def _at_least_one(row: Rows) -> Rows:
     """`row`, or one row where it is empty: FBGEMM on a GPU refuses a lookup without any (pytorch/FBGEMM#3750)."""
     return row if len(row) else np.zeros(1, np.int64)
-
-
-def single(row: Rows) -> Lists:
-    """One row per sample."""
-    return Lists(np.arange(len(row) + 1), row)

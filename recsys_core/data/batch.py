@@ -15,11 +15,10 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from recsys_core.data.features.store import QUERY as QUERY
+from recsys_core.data.features.store import QUERY_WEIGHTED as QUERY_WEIGHTED
+from recsys_core.data.features.store import ROWS as ROWS
 from recsys_core.data.lists import Lists
-
-ROWS, QUERY, QUERY_WEIGHTED = "rows", "query", "query_weighted"
-"""Keys of `Batch.sparse`: what is looked up row by row (features of the U items, and the B users), features of the B queries
-that are pooled, and those that have weights."""
 
 
 @dataclass(frozen=True)

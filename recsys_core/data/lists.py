@@ -118,3 +118,8 @@ class Lists:
     def without(self, other: "Lists", *, rows: int) -> "Lists":
         """Each list without the rows that the same list of `other` has."""
         return self.keep(~np.isin(self.keys_T(rows=rows), other.keys_T(rows=rows)))
+
+
+def single(row_N: NDArray[np.int64]) -> Lists:
+    """N lists of one row each."""
+    return Lists(np.arange(len(row_N) + 1), row_N)

@@ -7,8 +7,7 @@ from typing import Literal, Self
 from pydantic import Field
 
 from recsys_core.config import Frozen
-from recsys_core.data.batch import QUERY, QUERY_WEIGHTED, ROWS
-from recsys_core.data.features.store import FeatureForm, feature_form
+from recsys_core.data.features.store import QUERY, QUERY_WEIGHTED, ROWS, FeatureForm, feature_form
 from recsys_core.errors import InputError
 from recsys_core.manifests import EmbeddingsManifest, FeatureFacts, FeaturesManifest, InteractionsManifest
 from recsys_core.models.config import TwoTowerConfig
@@ -147,14 +146,6 @@ class ModelSpec(Frozen):
         for name in settings:
             raise InputError(f"tables.{name}: the model has no such table; it has {sorted(made)}")
         return cls(config=config, users=users, items=items, tables=made, forms=forms)
-
-    def pooled(self) -> Self:
-        """The same with every query table pooled, as it is served: there is nobody to exchange rows with."""
-        bags = {
-            name: table.model_copy(update={"settings": table.settings.model_copy(update={"lookup": "bag"})})
-            for name, table in self.on_side("query").items()
-        }
-        return self.model_copy(update={"tables": self.tables | bags})
 
     def on_side(self, side: Side) -> dict[str, TableSpec]:
         """The tables that the queries, or the items, are looked up in."""

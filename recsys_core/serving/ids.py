@@ -1,8 +1,9 @@
 """Between the user's ids and our rows."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pandas as pd
@@ -11,9 +12,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from recsys_core.errors import InputError
+from recsys_core.errors import InputError, shown
 
 Id = int | str
+INT64 = range(-(2**63), 2**63)
+EXACT_IN_FLOAT = range(-(2**53) + 1, 2**53)
+_DECIMAL = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
 class IdMap:
@@ -24,7 +28,7 @@ class IdMap:
     """
 
     def __init__(self, ids: pa.Array, *, name: str) -> None:
-        """`name` says in errors whose ids these are, e.g. "user_id"."""
+        """`name` is what messages call an id, e.g. "user_id"."""
         self._name = name
         self._is_text = not pa.types.is_integer(ids.type)
         self._ids = ids.cast(pa.large_string() if self._is_text else pa.int64())
@@ -53,11 +57,11 @@ class IdMap:
         row = np.full(len(ids), -1, np.int64)
         if len(ids) == 0 or len(self) == 0:
             return row
-        wanted = self._parse(ids)
-        first = np.searchsorted(self._sorted_key, self._keys(wanted))
+        asked = self.parse(ids)
+        first = np.searchsorted(self._sorted_key, self._keys(asked))
         for step in range(self._longest_run):  # longer than one only where hashes of strings collide
             candidate = self._row_by_key[np.minimum(first + step, len(self) - 1)]
-            is_same = pc.equal(self._ids.take(pa.array(candidate)), wanted).to_numpy(zero_copy_only=False)
+            is_same = pc.equal(self._ids.take(pa.array(candidate)), asked).to_numpy(zero_copy_only=False)
             row[is_same] = candidate[is_same]
         return row
 
@@ -71,19 +75,47 @@ class IdMap:
         # NumPy's own StringDType will not do: searchsorted on it fails or misses for strings of 16 bytes and more (NumPy 2.4).
         return pd.util.hash_array(values, categorize=False) if self._is_text else values
 
-    def _parse(self, ids: Sequence[Id] | NDArray[Any]) -> pa.Array:
-        if self._is_text:
-            strange = [value for value in ids if not isinstance(value, str)]
-            if strange:
-                raise InputError(f"{self._name} {strange[0]!r} is no string, but the model was trained on string ids")
-            return pa.array(ids, pa.large_string())
+    def parse(self, ids: Sequence[Any] | NDArray[Any]) -> pa.Array:
+        """`ids` in the type of the map. Raises InputError for the first value that cannot be such an id.
+
+        Integers may come as whole floats, which is what pandas makes of a column with a missing value, as far as a float is
+        exact, and as decimal strings.
+        """
+        kind, arrow = (str, pa.large_string()) if self._is_text else (int, pa.int64())
+        is_exact = isinstance(ids, np.ndarray) and ids.dtype == np.int64 and not self._is_text
+        if is_exact or set(map(type, ids)) == {kind}:
+            try:
+                return pa.array(ids, arrow)
+            except (OverflowError, UnicodeEncodeError):
+                pass  # parsed one by one for the value to name
+        return pa.array([self._text(value) if self._is_text else self._integer(value) for value in ids], arrow)
+
+    def _text(self, value: Any) -> str:
+        if not isinstance(value, str):
+            self._refuse(value, "is not a string, but the model was trained on string ids")
         try:
-            values = np.asarray(ids) if isinstance(ids, np.ndarray) else np.array(list(ids), dtype=object)
-            numbers = values.astype(np.int64)
-            if values.dtype.kind not in "iu" and [str(value) for value in values] != [str(number) for number in numbers]:
-                raise ValueError
-        except (TypeError, ValueError, OverflowError):
-            raise InputError(
-                f"{self._name}: {list(ids[:3])} are no whole numbers, but the model was trained on integer ids"
-            ) from None
-        return pa.array(numbers)
+            value.encode()
+        except UnicodeEncodeError:
+            self._refuse(value, "is not valid Unicode")
+        return str(value)
+
+    def _integer(self, value: Any) -> int:
+        is_float = isinstance(value, float | np.floating) and float(value).is_integer()
+        is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        if not (is_float or is_whole or (isinstance(value, str) and _DECIMAL.fullmatch(value))):
+            self._refuse(value, "is not an integer, but the model was trained on integer ids")
+        number = int(value)
+        if is_float and number not in EXACT_IN_FLOAT:
+            self._refuse(value, "is a float that stands for several integers; send an integer, or a decimal string")
+        if number not in INT64:
+            self._refuse(value, "is not an integer of 64 bits")
+        return number
+
+    def _refuse(self, value: Any, reason: str) -> NoReturn:
+        missing = is_missing(value)
+        raise InputError(f"{self._name} is missing" if missing else f"{self._name} {shown(value)} {reason}")
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a cell of a request is null: None, NaN, pandas.NA or NaT."""
+    return value is None or (pd.api.types.is_scalar(value) and bool(pd.isna(value)))

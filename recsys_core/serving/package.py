@@ -5,7 +5,7 @@ Shapes: I items.
 
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from recsys_core.config import Frozen
 from recsys_core.data.events import EventStore
-from recsys_core.data.features.store import FeatureForm
 from recsys_core.manifests import (
     EvaluationManifest,
     ExportManifest,
@@ -31,14 +30,16 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.retrieval.config import IndexKind
 from recsys_core.serving.config import PackageConfig
 from recsys_core.serving.quantise import Quantization, build_tower, save_tower
+from recsys_core.serving.questions import served_tables, user_features
 
 DESCRIPTION = "package.json"
+FORMAT_VERSION: Final = 2
 
 
 class Package(Frozen):
     """package.json: how to read the other files, and the checksum of each."""
 
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = FORMAT_VERSION
     model: ModelSpec
     similarity: Literal["cosine", "dot"]
     quantization: Quantization
@@ -73,7 +74,7 @@ def build_package(
         tower = build_tower(
             spec,
             history_items=np.load(export.path("history_items.npy"), mmap_mode="c"),
-            tables={name: np.load(export.path(f"table_{name}.npy"), mmap_mode="c") for name in spec.on_side("query")},
+            tables={name: np.load(export.path(f"table_{name}.npy"), mmap_mode="c") for name in served_tables(spec)},
             dense=load_file(export.path("dense.safetensors")),
             quantization=config.quantization,
         )
@@ -83,10 +84,9 @@ def build_package(
             shutil.copyfile(interactions.path(name), package / name)
         for source, target in (("items.parquet", "item_ids.parquet"), ("users.parquet", "user_ids.parquet")):
             pq.write_table(pq.read_table(interactions.path(source), columns=["id"]), package / target)
-        for key in user_features(spec):
-            for part in ("row", "offset", "weight"):
-                if features is not None and f"{key}.{part}.npy" in features.files:
-                    shutil.copyfile(features.path(f"{key}.{part}.npy"), package / f"{key}.{part}.npy")
+        for name in feature_files(spec):
+            assert features is not None  # the spec has features
+            shutil.copyfile(features.path(name), package / name)
         shutil.copyfile(evaluation.path("popularity.npy"), package / "popularity.npy")
         np.save(package / "popularity_share.npy", _popularity_share(interactions, np.load(package / "popularity.npy")))
 
@@ -106,15 +106,32 @@ def build_package(
             "quantization": config.quantization,
         }
 
-    parts = ("package", config, export, index, interactions, features, evaluation)
+    parts = ("package", FORMAT_VERSION, config, export, index, interactions, features, evaluation)
     copies = index.files[f"{index.served}.faiss"], *(interactions.files[name] for name in ("user_offset.npy", "event_item.npy"))
     needs_bytes = sum(record.bytes for record in copies)
     return produce(folder, PackageManifest, fingerprint=fingerprint_of(*parts), build=build, needs_bytes=needs_bytes)
 
 
-def user_features(spec: ModelSpec) -> dict[str, FeatureForm]:
-    """The features that a user brings along when asked for."""
-    return {key: form for key, form in spec.forms.items() if key.startswith("user.")}
+def description_sha256(package: PackageManifest) -> str:
+    """sha256 of package.json: what a reader of the package compares it with."""
+    return package.files[f"package/{DESCRIPTION}"].sha256
+
+
+def package_files(spec: ModelSpec) -> set[str]:
+    """Names of the files of a package besides package.json."""
+    arrays = ("user_offset.npy", "event_item.npy", "popularity.npy", "popularity_share.npy")
+    return {"tower.safetensors", "index.faiss", "item_ids.parquet", "user_ids.parquet", *arrays, *feature_files(spec)}
+
+
+def feature_files(spec: ModelSpec) -> list[str]:
+    """Names of the arrays that hold the features of users, as in FeaturesManifest."""
+    parts = {
+        "single": ("row",),
+        "list": ("row", "offset"),
+        "weighted_list": ("row", "offset", "weight"),
+        "number": ("row", "weight"),
+    }
+    return [f"{key}.{part}.npy" for key, form in user_features(spec).items() for part in parts[form]]
 
 
 def _popularity_share(interactions: InteractionsManifest, order_I: NDArray[np.int32]) -> NDArray[np.float32]:

@@ -1,6 +1,6 @@
-"""The query tower as it is served: its embedding tables in INT8 with a scale and offset per row, or in fp32.
+"""The query tower as it is served, in plain torch: embedding rows in INT8 with a scale and an offset each, or in fp32.
 
-Shapes: B queries, H width of an item in a history, O output width, T items of all histories.
+Shapes: B queries, R rows of a table, W its width, T looked up rows, H width of an item in a history, O output width.
 """
 
 from collections.abc import Mapping
@@ -9,47 +9,110 @@ from typing import Literal
 
 import numpy as np
 import torch
-import torchrec
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torchrec.inference.modules import quantize_embeddings
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
-from torchrec.quant import EmbeddingBagCollection as QuantizedBagCollection
+from torch.nn.functional import embedding_bag
 
-from recsys_core.data.batch import QUERY_WEIGHTED, ROWS, Batch
-from recsys_core.models.lookups import bag_config, table_outputs
-from recsys_core.models.spec import ModelSpec
+from recsys_core.errors import StageError
+from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.models.two_tower import QuerySide
+from recsys_core.serving.questions import QueryBatch, RowLists, served_tables
 
 Quantization = Literal["int8", "none"]
-CPU = torch.device("cpu")
 HISTORY = "history"
-"""Collection of the one table with what stands for each item in a history, whatever tables and layers that came from."""
+"""The one table with what stands for each item in a history, whatever tables and layers that came from."""
+ROWS_AT_ONCE = 1 << 16
+
+
+class FloatRows(nn.Module):
+    """A table in fp32."""
+
+    weight: Tensor
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.empty(rows, width))
+
+    @torch.no_grad()
+    def fill(self, weight_RW: NDArray[np.float32]) -> None:
+        """Copies the table."""
+        self.weight.copy_(torch.from_numpy(weight_RW))
+
+    def forward(self, row_T: Tensor) -> Tensor:
+        """Rows [T, W]."""
+        return self.weight.index_select(0, row_T)
+
+
+class Int8Rows(nn.Module):
+    """A table in uint8 codes with a float16 scale and offset per row; a value is code * scale + offset.
+
+    The codes are those of FBGEMM's row-wise quantization with half-precision scale and offset.
+    """
+
+    code: Tensor
+    scale_offset: Tensor
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.register_buffer("code", torch.empty(rows, width, dtype=torch.uint8))
+        self.register_buffer("scale_offset", torch.empty(rows, 2, dtype=torch.float16))
+
+    @torch.no_grad()
+    def fill(self, weight_RW: NDArray[np.float32]) -> None:
+        """Quantizes the table; StageError for a row that float16 cannot hold."""
+        for start in range(0, len(weight_RW), ROWS_AT_ONCE):
+            part = slice(start, start + ROWS_AT_ONCE)
+            value = torch.from_numpy(np.ascontiguousarray(weight_RW[part]))
+            offset = value.amin(dim=1).half()
+            scale = ((value.amax(dim=1) - offset.float()) / 255).half()
+            scale = torch.where(scale == 0, torch.ones_like(scale), scale)  # a row of equal values, or of one below float16
+            if not (offset.isfinite() & scale.isfinite()).all():
+                row = start + int((~(offset.isfinite() & scale.isfinite())).nonzero()[0])
+                raise StageError(
+                    f"row {row}: values {weight_RW[row].min():g} to {weight_RW[row].max():g} do not fit the float16 scale and "
+                    "offset of an INT8 row; set package.quantization to none"
+                )
+            code = (value - offset.float()[:, None]) * (1 / scale.float())[:, None]
+            self.code[part] = code.round_().clamp_(0, 255).to(torch.uint8)
+            self.scale_offset[part] = torch.stack([scale, offset], dim=1)
+
+    def forward(self, row_T: Tensor) -> Tensor:
+        """Rows [T, W] in fp32."""
+        scale_offset_T2 = self.scale_offset.index_select(0, row_T).float()
+        value_TW = self.code.index_select(0, row_T).float()
+        return value_TW.mul_(scale_offset_T2[:, :1]).add_(scale_offset_T2[:, 1:])
 
 
 class QueryTower(nn.Module):
     """Embedding tables and dense layers of the query side; the names of its state are those of tower.safetensors."""
 
-    def __init__(self, spec: ModelSpec, *, tables: Mapping[str, nn.Module]) -> None:
+    def __init__(self, spec: ModelSpec, *, quantization: Quantization) -> None:
         super().__init__()
-        self.spec = spec.pooled()
-        self.tables = nn.ModuleDict(tables)
+        rows = Int8Rows if quantization == "int8" else FloatRows
+        self.spec = spec
+        self.tables = nn.ModuleDict({name: rows(*shape) for name, shape in _shapes(spec).items()})
         self.dense = QuerySide(spec)
         self.eval()
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> Tensor:
-        """Query vectors [B, O] of a batch whose `sparse` has the query features, and under ROWS the items of the histories."""
-        looked_up = {
-            name: bags(batch.sparse[name.removesuffix("_frozen")]) for name, bags in self.tables.items() if name != HISTORY
-        }
-        item_TH = torch.zeros(0, self.spec.config.history_dim)
-        if HISTORY in self.tables and len(batch.history_T):
-            item_TH = self.tables[HISTORY](batch.sparse[ROWS]).values()
-        features = table_outputs(self.spec, looked_up, batch, side="query")
-        query_BO: Tensor = self.dense(item_TH, batch.history_T, batch.history_offset, features=features)
+    def forward(self, batch: QueryBatch) -> Tensor:
+        """Query vectors [B, O]."""
+        item_T = batch.history.row_T
+        item_TH = self.tables[HISTORY](item_T) if HISTORY in self.tables else torch.zeros(0, self.spec.config.history_dim)
+        features = {name: self._feature(name, batch) for name in self.spec.on_side("query")}
+        query_BO: Tensor = self.dense(item_TH, torch.arange(len(item_T)), batch.history.offset, features=features)
         return query_BO
+
+    def _feature(self, name: str, batch: QueryBatch) -> Tensor:
+        """[B, W]: rows of the table `name`, pooled; zeros for a feature of the event, which is not known when serving."""
+        table = self.spec.tables[name]
+        if name not in batch.features:
+            return torch.zeros(batch.size, table.dim)
+        lists = batch.features[name]
+        is_list = self.spec.forms.get(name, "single") in ("list", "weighted_list")
+        return _pooled(self.tables[module_name(name)](lists.row_T), lists, mean=is_list and table.settings.pooling == "mean")
 
 
 def build_tower(
@@ -60,61 +123,66 @@ def build_tower(
     dense: Mapping[str, Tensor],
     quantization: Quantization,
 ) -> QueryTower:
-    """The tower from float tables (arrays may be memory maps opened with mode "c") and the dense state of the trained head.
+    """The tower from float tables (arrays may be memory maps) and the dense state of the trained head.
 
-    history_items: [items, H], what stands for an item in a history. tables: name -> [rows, width], the query side's at least.
+    history_items: [items, H], what stands for an item in a history. tables: name -> [rows, width], those of `served_tables`
+    at least.
     """
-    weights = {"item": history_items, **tables}
-    collections: dict[str, nn.Module] = {}
-    for collection, configs in _configs(spec, quantization="none").items():
-        bags = torchrec.EmbeddingBagCollection(
-            tables=list(configs.values()), is_weighted=collection.startswith(QUERY_WEIGHTED), device=torch.device("meta")
-        )
-        for table, config in configs.items():
-            bags.embedding_bags[config.name].weight = nn.Parameter(torch.from_numpy(weights[table]), requires_grad=False)
-        collections[collection] = bags
-    tower = QueryTower(spec, tables=collections)
+    tower = QueryTower(spec, quantization=quantization)
+    weights = {HISTORY: history_items} | {module_name(name): weight for name, weight in tables.items()}
+    for name, rows in tower.tables.items():
+        assert isinstance(rows, FloatRows | Int8Rows)
+        try:
+            rows.fill(weights[name])
+        except StageError as error:
+            raise StageError(f"table {name}, {error}") from None
     own = {name.removeprefix("query."): value for name, value in dense.items() if name.startswith("query.")}
     tower.dense.load_state_dict(own, strict=True)
-    if quantization == "int8":
-        quantize_embeddings(tower, dtype=torch.qint8, inplace=True)
     return tower
 
 
 def save_tower(tower: QueryTower, path: Path) -> None:
-    """Writes tower.safetensors. INT8 tables are uint8 [rows, D + 4 rounded up to 16]: codes, scale and offset in float16."""
-    save_file({name: tensor.detach().clone().contiguous() for name, tensor in tower.state_dict().items()}, path)
+    """Writes tower.safetensors. An INT8 table is `code` uint8 [R, W] and `scale_offset` float16 [R, 2]."""
+    save_file({name: tensor.detach().contiguous() for name, tensor in tower.state_dict().items()}, path)
 
 
 def load_tower(path: Path, *, spec: ModelSpec, quantization: Quantization) -> QueryTower:
-    """What save_tower wrote, without float tables in between for INT8; a missing or surplus tensor is an error."""
-    kind = QuantizedBagCollection if quantization == "int8" else torchrec.EmbeddingBagCollection
-    tower = QueryTower(
-        spec,
-        tables={
-            collection: kind(tables=list(configs.values()), is_weighted=collection.startswith(QUERY_WEIGHTED), device=CPU)
-            for collection, configs in _configs(spec, quantization=quantization).items()
-        },
-    )
-    tower.load_state_dict(load_file(path), strict=True)
+    """What save_tower wrote; StageError for a tensor that is missing, surplus, or of another shape or type."""
+    with torch.device("meta"):
+        tower = QueryTower(spec, quantization=quantization)
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise StageError(f"{path}: no readable safetensors file ({error}); package the model again") from error
+    expected = {name: _described(tensor) for name, tensor in tower.state_dict().items()}
+    stored = {name: _described(tensor) for name, tensor in tensors.items()}
+    if stored != expected:
+        name = min(name for name, _ in stored.items() ^ expected.items())
+        raise StageError(
+            f"{path}: tensor {name} is {stored.get(name, 'missing')}, but the model's is {expected.get(name, 'not there')}; "
+            "package the model again"
+        )
+    tower.load_state_dict(tensors, assign=True)
     return tower
 
 
-def _configs(spec: ModelSpec, *, quantization: Quantization) -> dict[str, dict[str, EmbeddingBagConfig]]:
-    """collection -> table -> config, of what the query side reads."""
-    found: dict[str, dict[str, EmbeddingBagConfig]] = {}
-    if spec.config.history.length:
-        item = EmbeddingBagConfig(
-            name="item",
-            num_embeddings=spec.items,
-            embedding_dim=spec.config.history_dim,
-            feature_names=["item"],
-            pooling=PoolingType.SUM,
-        )
-        found[HISTORY] = {"item": item}
-    for name, table in spec.pooled().on_side("query").items():
-        found.setdefault(table.collection, {})[name] = bag_config(name, table)
-    for configs in found.values():
-        for config in configs.values():
-            config.data_type = DataType.INT8 if quantization == "int8" else DataType.FP32
-    return found
+def _shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Rows and width of each table, by its name as a submodule."""
+    history = {HISTORY: (spec.items, spec.config.history_dim)} if spec.config.history.length else {}
+    return history | {module_name(name): (spec.tables[name].rows, spec.tables[name].dim) for name in served_tables(spec)}
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _pooled(value_TW: Tensor, lists: RowLists, *, mean: bool) -> Tensor:
+    """[B, W]: the weighted sum of each list, over the sum of its weights under `mean`; zeros for an empty one."""
+    weight_T = torch.ones(len(value_TW)) if lists.weight_T is None else lists.weight_T
+    sum_BW = embedding_bag(
+        torch.arange(len(value_TW)), value_TW, lists.offset, mode="sum", per_sample_weights=weight_T, include_last_offset=True
+    )
+    if not mean:
+        return sum_BW
+    total_B = torch.segment_reduce(weight_T, "sum", offsets=lists.offset, initial=0.0)
+    return sum_BW / torch.where(total_B > 0, total_B, 1.0)[:, None]

@@ -5,19 +5,16 @@ Shapes: B queries, I items, N candidates fetched, K items answered at most.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
-from recsys_core.data.features.store import FeatureStore
 from recsys_core.data.lists import Lists
-from recsys_core.errors import InputError, StageError
-from recsys_core.retrieval.search import load_index, search, search_all, verify_file
-from recsys_core.serving.ids import Id, IdMap
-from recsys_core.serving.package import DESCRIPTION, Package, user_features
-from recsys_core.serving.quantise import QueryTower, load_tower
+from recsys_core.errors import InputError
+from recsys_core.retrieval.search import search, search_all
+from recsys_core.serving.contents import PackageContents, read_package
+from recsys_core.serving.ids import Id, is_missing
 from recsys_core.serving.questions import Questions
 
 ANSWER_BUDGET = 1 << 20
@@ -25,52 +22,63 @@ ANSWER_BUDGET = 1 << 20
 BATCH = 1024
 
 
+class Answer(NamedTuple):
+    """Items and scores for one row of a request, best first; `error` says why there are none for a row that is wrong."""
+
+    item_ids: NDArray[Any]
+    scores: NDArray[np.float32]
+    error: str | None
+
+
 class Retriever:
     """A loaded package. It holds no state besides, so threads may share it."""
 
-    def __init__(
-        self,
-        package: Package,
-        *,
-        tower: QueryTower,
-        questions: Questions,
-        index: Any,
-        items: IdMap,
-        users: IdMap,
-        user_offset: NDArray[np.int64],
-        event_item: NDArray[np.int32],
-        popularity_I: NDArray[np.int32],
-        popularity_share_I: NDArray[np.float32],
-    ) -> None:
-        self.package = package
-        self._tower, self._questions, self._index = tower, questions, index
-        self._items, self._users = items, users
-        self._user_offset, self._event_item = user_offset, event_item
-        self._popularity_I, self._popularity_share_I = popularity_I, popularity_share_I
+    def __init__(self, contents: PackageContents) -> None:
+        self.package = contents.package
+        self._tower, self._questions = contents.tower, Questions(contents.package.model, contents.features)
+        self._index, self._items, self._users = contents.index, contents.items, contents.users
+        self._user_offset, self._event_item = contents.user_offset, contents.event_item
+        self._popularity_I, self._popularity_share_I = contents.popularity_I, contents.popularity_share_I
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
-        """Reads folder (where package.json lies). Raises StageError if a file is missing or not the one that was packaged."""
+    def load(cls, folder: Path, *, sha256: str) -> Self:
+        """Reads the package in `folder`; see read_package for sha256 and errors."""
+        return cls(read_package(folder, sha256=sha256))
+
+    def answer(
+        self, user_ids: Sequence[Any], *, k: int, histories: Sequence[Any] | None = None, exclude_log: bool = True
+    ) -> list[Answer]:
+        """`recommend` for rows of a request, where a row with a value that is not an id gets an error and no items.
+
+        histories: a history that is missing (None or NaN) leaves the stored one. Raises InputError if k is below 1.
+        """
+        given = [None] * len(user_ids) if histories is None else histories
+        good_users, good_histories = [], []
+        errors: dict[int, str] = {}
+        for place, (user_id, history) in enumerate(zip(user_ids, given, strict=True)):
+            try:
+                self._users.parse([user_id])
+                good_histories.append(self._history(history))
+                good_users.append(user_id)
+            except InputError as error:
+                errors[place] = str(error)
+        usable = None if histories is None else good_histories
+        answered = zip(*self.recommend(good_users, k=k, histories=usable, exclude_log=exclude_log), strict=True)
+        nothing: tuple[NDArray[Any], NDArray[np.float32]] = (np.zeros(0, np.int64), np.zeros(0, np.float32))
+        places = range(len(user_ids))
+        return [Answer(*(nothing if place in errors else next(answered)), error=errors.get(place)) for place in places]
+
+    def _history(self, given: Any) -> list[Id] | None:
+        """The history of one row of a request, None where it is missing; InputError if it is not a list of ids."""
+        if is_missing(given):
+            return None
+        if not isinstance(given, list | tuple | np.ndarray):
+            raise InputError(f"history is of type {type(given).__name__}; give a list of item ids, or leave it out")
         try:
-            package = Package.model_validate_json((folder / DESCRIPTION).read_bytes())
-        except (FileNotFoundError, ValidationError) as error:
-            raise StageError(f"{folder / DESCRIPTION}: no readable package description; package the model again") from error
-        records = dict(package.files)
-        index = load_index(folder / "index.faiss", record=records.pop("index.faiss"))
-        for name, record in records.items():
-            verify_file(folder / name, record=record)
-        return cls(
-            package,
-            tower=load_tower(folder / "tower.safetensors", spec=package.model, quantization=package.quantization),
-            questions=Questions(package.model, FeatureStore.read(folder, user_features(package.model))),
-            index=index,
-            items=IdMap.read(folder / "item_ids.parquet", name="item_id"),
-            users=IdMap.read(folder / "user_ids.parquet", name="user_id"),
-            user_offset=np.load(folder / "user_offset.npy", mmap_mode="r"),
-            event_item=np.load(folder / "event_item.npy", mmap_mode="r"),
-            popularity_I=np.load(folder / "popularity.npy"),
-            popularity_share_I=np.load(folder / "popularity_share.npy"),
-        )
+            self._items.parse(given)
+        except InputError as error:
+            raise InputError(f"history: {error}") from None
+        return list(given)
 
     def recommend(
         self,

@@ -82,12 +82,6 @@ def test_tables_of_different_widths_are_in_different_collections_unless_they_are
     assert [table.collection for table in spec.tables.values()] == ["rows_12", "rows_12", "rows_8", "query", "query"]
 
 
-def test_as_it_is_served_every_query_table_is_pooled_and_the_item_tables_are_as_they_were() -> None:
-    spec = sized(user_id=True, features=("item.single", "user.number"))
-    assert [table.collection for table in spec.pooled().tables.values()] == ["rows_8", "query", "rows_8", "query_weighted"]
-    assert spec.pooled().pooled() == spec.pooled() and spec.pooled().user_in == "query"
-
-
 def test_a_gradual_table_is_trained_and_so_has_an_optimizer_from_the_start() -> None:
     spec = sized(tables={"item": GRADUAL}, vectors={"item": DIM})
     assert not spec.tables["item"].frozen and spec.tables["item"].collection == "rows_8"

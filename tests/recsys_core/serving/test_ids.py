@@ -1,4 +1,5 @@
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -25,14 +26,36 @@ def test_ids_go_to_rows_and_back(both: tuple[list, list]) -> None:
     assert ids.ids(np.arange(len(known))).tolist() == known
 
 
-def test_ids_of_the_wrong_type_are_refused_in_words() -> None:
-    with pytest.raises(InputError, match=r"user_id 5 is no string, but the model was trained on string ids"):
-        IdMap(pa.array(["a"]), name="user_id").rows([5])
-    numbers = IdMap(pa.array([5]), name="user_id")
-    for wrong in ("a", 1.5, None, 2**70):
-        with pytest.raises(InputError, match="no whole numbers, but the model was trained on integer ids"):
-            numbers.rows([wrong])
-    assert numbers.rows(["5", np.int32(5)]).tolist() == [0, 0]
+@pytest.mark.parametrize(
+    ("ids", "value", "message"),
+    [
+        (["a"], 5, "user_id 5 is not a string, but the model was trained on string ids"),
+        (["a"], None, "user_id is missing"),
+        (["a"], float("nan"), "user_id is missing"),
+        (["a"], ["a"], r"user_id \['a'\] is not a string"),
+        (["a"], "\ud800", r"user_id '\\ud800' is not valid Unicode"),
+        ([5], "a", "user_id 'a' is not an integer, but the model was trained on integer ids"),
+        ([5], "05", "user_id '05' is not an integer"),
+        ([5], 1.5, "user_id 1.5 is not an integer"),
+        ([5], True, "user_id True is not an integer"),
+        ([5], None, "user_id is missing"),
+        ([5], pd.NA, "user_id is missing"),
+        ([5], float("inf"), "user_id inf is not an integer"),
+        ([5], 2**70, f"user_id {2**70} is not an integer of 64 bits"),
+        ([5], 2.0**53, "is a float that stands for several integers"),
+        ([5], {}, "user_id {} is not an integer"),
+    ],
+)
+def test_a_value_that_is_not_an_id_is_refused_by_name(ids: list, value: object, message: str) -> None:
+    for around in ([], ids):
+        with pytest.raises(InputError, match=message):
+            IdMap(pa.array(ids), name="user_id").rows([*around, value])
+
+
+def test_integers_may_come_as_decimal_strings_and_whole_floats() -> None:
+    numbers = IdMap(pa.array([5, -7]), name="user_id")
+    assert numbers.rows(["5", np.int32(5), 5.0, np.float64(-7), "-7", "6"]).tolist() == [0, 0, 0, 1, 1, -1]
+    assert numbers.rows(np.array([5.0, -7.0])).tolist() == [0, 1]
 
 
 def test_strings_whose_hashes_collide_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,22 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
+from torchrec import EmbeddingBagCollection
+from torchrec.inference.modules import quantize_embeddings
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_core.data.lists import Lists
-from recsys_core.serving.quantise import QueryTower, build_tower, load_tower, save_tower
+from recsys_core.errors import StageError
+from recsys_core.serving.quantise import Int8Rows, QueryTower, build_tower, load_tower, save_tower
 from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEMS, USER_FEATURES, USERS, World, config_of
+
+EMBEDDING_BAG = EmbeddingBagConfig(name="t", num_embeddings=500, embedding_dim=12, feature_names=["f"])
 
 SHAPES = {
     "history": {},
@@ -65,18 +74,56 @@ def test_nobody_asked_is_nothing_answered() -> None:
     assert _tower(world, "int8")(asked).shape == (0, 16)
 
 
+def test_int8_rows_are_those_of_fbgemm() -> None:
+    values = (
+        np.random.default_rng(3).normal(size=(500, 12)).astype(np.float32) * np.logspace(-6, 3, 500, dtype=np.float32)[:, None]
+    )
+    values[:3] = np.array([0, 3.25, 1e-9], np.float32)[:, None]
+    reference = nn.ModuleDict({"bags": EmbeddingBagCollection(tables=[EMBEDDING_BAG], device=torch.device("cpu"))})
+    reference["bags"].embedding_bags["t"].weight.data.copy_(torch.from_numpy(values))
+    quantize_embeddings(reference, dtype=torch.qint8, inplace=True)
+    asked = KeyedJaggedTensor(keys=["f"], values=torch.arange(500), lengths=torch.ones(500, dtype=torch.int32))
+    rows = Int8Rows(500, 12)
+    rows.fill(values)
+    assert torch.equal(rows(torch.arange(500)), reference["bags"](asked).values())
+
+
+def test_a_row_that_float16_cannot_scale_is_refused() -> None:
+    values = np.zeros((3, 4), np.float32)
+    values[2, 1] = 1e9
+    with pytest.raises(StageError, match=r"row 2: values 0 to 1e\+09 do not fit .*; set package.quantization to none"):
+        Int8Rows(3, 4).fill(values)
+
+
 def test_int8_tables_are_bytes_on_disk(tmp_path: Path) -> None:
-    world = _world()
-    save_tower(_tower(world, "int8"), tmp_path / "tower")
-    table = load_file(tmp_path / "tower")["tables.history.embedding_bags.item.weight"]
-    assert table.dtype == torch.uint8
-    assert table.shape == (ITEMS, 32)  # 16 codes, scale and offset in 4 bytes, rounded up to 16
-
-
-def test_a_missing_layer_is_an_error(tmp_path: Path) -> None:
     save_tower(_tower(_world(), "int8"), tmp_path / "tower")
     tensors = load_file(tmp_path / "tower")
-    del tensors["dense.tower.layers.0.weight"]
-    save_file(tensors, tmp_path / "less")
-    with pytest.raises(RuntimeError, match=r"tower.layers.0.weight"):
-        load_tower(tmp_path / "less", spec=_world().spec, quantization="int8")
+    code, scale_offset = tensors["tables.history.code"], tensors["tables.history.scale_offset"]
+    assert (code.dtype, code.shape) == (torch.uint8, (ITEMS, 16))
+    assert (scale_offset.dtype, scale_offset.shape) == (torch.float16, (ITEMS, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("dense.tower.layers.0.weight", None, "is missing, but the model's is float32"),
+        ("tables.history.code", lambda tensor: tensor.float(), r"is float32 \[300, 16\], but the model's is uint8"),
+        (
+            "tables.history.code",
+            lambda tensor: tensor[1:].clone(),
+            r"is uint8 \[299, 16\], but the model's is uint8 \[300, 16\]",
+        ),
+        ("surplus", lambda _: torch.zeros(1), r"is float32 \[1\], but the model's is not there"),
+    ],
+)
+def test_a_tensor_that_is_not_the_models_is_refused_by_name(
+    tmp_path: Path, name: str, change: Callable[[torch.Tensor | None], torch.Tensor] | None, message: str
+) -> None:
+    save_tower(_tower(_world(), "int8"), tmp_path / "tower")
+    tensors = load_file(tmp_path / "tower")
+    tensor = tensors.pop(name, None)
+    if change is not None:
+        tensors[name] = change(tensor)
+    save_file(tensors, tmp_path / "other")
+    with pytest.raises(StageError, match=f"other: tensor {name} {message}"):
+        load_tower(tmp_path / "other", spec=_world().spec, quantization="int8")

@@ -19,9 +19,8 @@ from recsys_core.manifests import PlanManifest, TrainManifest
 from recsys_core.models.lookups import Lookups, parameter_name
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
 from recsys_core.models.task import RetrievalHead, RetrievalTask
-from recsys_core.serving.package import user_features
 from recsys_core.serving.quantise import build_tower
-from recsys_core.serving.questions import Questions
+from recsys_core.serving.questions import Questions, user_features
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig
 from recsys_core.sharding.planner import plan_sharding
 from recsys_core.training.attempts import MetricsTail

@@ -1,0 +1,172 @@
+"""Verified reading of a package: checksums first, then each file against package.json.
+
+package.json lists the size and sha256 of every other file; its own sha256 is kept outside the folder, on the version.
+Shapes: U users, E events, I items, T values of one feature.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from recsys_core.data.features.store import Feature, FeatureStore
+from recsys_core.errors import StageError
+from recsys_core.models.spec import ModelSpec
+from recsys_core.retrieval.search import load_index, verify_file
+from recsys_core.serving.ids import IdMap
+from recsys_core.serving.package import DESCRIPTION, Package, package_files
+from recsys_core.serving.quantise import QueryTower, load_tower
+from recsys_core.serving.questions import user_features
+
+
+@dataclass(frozen=True)
+class PackageContents:
+    """What the files of a package hold, checked against each other."""
+
+    package: Package
+    tower: QueryTower
+    features: FeatureStore
+    index: Any
+    items: IdMap
+    users: IdMap
+    user_offset: NDArray[np.int64]
+    event_item: NDArray[np.int32]
+    popularity_I: NDArray[np.int32]
+    popularity_share_I: NDArray[np.float32]
+
+
+def read_package(folder: Path, *, sha256: str) -> PackageContents:
+    """Reads the package in `folder`. sha256: that of package.json when it was written.
+
+    Raises StageError with the name of a file that is missing, surplus, changed, or does not fit the others.
+    """
+    package = _read_description(folder / DESCRIPTION, sha256=sha256)
+    _verify_files(folder, package)
+    spec = package.model
+    with _reading(folder / "index.faiss"):
+        index = load_index(folder / "index.faiss", record=package.files["index.faiss"])
+    if (index.ntotal, index.d) != (spec.items, spec.config.output_dim):
+        raise _unfit(
+            folder / "index.faiss",
+            f"{index.ntotal} vectors of {index.d} numbers",
+            f"{spec.items} of {spec.config.output_dim}",
+        )
+    user_offset, event_item = _read_events(folder, spec)
+    popularity_I = _read_array(folder / "popularity.npy", np.int32, rows=spec.items)
+    if not np.array_equal(np.sort(popularity_I), np.arange(spec.items)):
+        raise _unfit(folder / "popularity.npy", "an order that repeats or lacks items", f"each of {spec.items} items once")
+    return PackageContents(
+        package=package,
+        tower=load_tower(folder / "tower.safetensors", spec=spec, quantization=package.quantization),
+        features=_read_features(folder, spec),
+        index=index,
+        items=_read_ids(folder / "item_ids.parquet", name="item_id", rows=spec.items),
+        users=_read_ids(folder / "user_ids.parquet", name="user_id", rows=spec.users),
+        user_offset=user_offset,
+        event_item=event_item,
+        popularity_I=popularity_I,
+        popularity_share_I=_read_array(folder / "popularity_share.npy", np.float32, rows=spec.items),
+    )
+
+
+def _read_description(path: Path, *, sha256: str) -> Package:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise StageError(f"{path}: cannot be read ({error.strerror}); package the model again") from error
+    if (found := hashlib.sha256(content).hexdigest()) != sha256:
+        raise StageError(
+            f"{path}: the sha256 is {found}, but the file was written with {sha256}; it was changed, download or package the "
+            "model again"
+        )
+    try:
+        return Package.model_validate_json(content)
+    except ValidationError as error:
+        raise StageError(f"{path}: not a package description of this version; package the model again: {error}") from error
+
+
+def _verify_files(folder: Path, package: Package) -> None:
+    """The folder holds the files that the model needs, as package.json lists them, and nothing else."""
+    needed = package_files(package.model)
+    for name in sorted(needed ^ package.files.keys()):
+        reason = "does not list it" if name in needed else "lists it, but the model has no such file"
+        raise StageError(f"{folder / name}: {DESCRIPTION} {reason}; package the model again")
+    for name in sorted({path.name for path in folder.iterdir()} - needed - {DESCRIPTION}):
+        raise StageError(f"{folder / name}: {DESCRIPTION} does not list this file; remove it, or package the model again")
+    for name, record in package.files.items():
+        if name != "index.faiss":  # load_index verifies it
+            verify_file(folder / name, record=record)
+
+
+def _read_events(folder: Path, spec: ModelSpec) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    offset_path, item_path = folder / "user_offset.npy", folder / "event_item.npy"
+    event_item = _read_array(item_path, np.int32)
+    user_offset = _read_array(offset_path, np.int64, rows=spec.users + 1)
+    _check_offset(offset_path, user_offset, values=len(event_item))
+    _check_rows(item_path, event_item, rows=spec.items)
+    return user_offset, event_item
+
+
+def _read_features(folder: Path, spec: ModelSpec) -> FeatureStore:
+    features = {}
+    for key, form in user_features(spec).items():
+        path, is_list = folder / f"{key}.row.npy", form in ("list", "weighted_list")
+        row = _read_array(path, np.int32, rows=None if is_list else spec.users)
+        _check_rows(path, row, rows=spec.tables[key].rows)
+        offset = weight = None
+        if is_list:
+            offset = _read_array(folder / f"{key}.offset.npy", np.int64, rows=spec.users + 1)
+            _check_offset(folder / f"{key}.offset.npy", offset, values=len(row))
+        if form in ("weighted_list", "number"):
+            weight = _read_array(folder / f"{key}.weight.npy", np.float32, rows=len(row))
+        features[key] = Feature(row=row, offset=offset, weight=weight)
+    return FeatureStore(features)
+
+
+def _read_ids(path: Path, *, name: str, rows: int) -> IdMap:
+    with _reading(path):
+        ids = IdMap.read(path, name=name)
+    if len(ids) != rows:
+        raise _unfit(path, f"{len(ids)} ids", str(rows))
+    return ids
+
+
+def _read_array(path: Path, dtype: type[np.generic], *, rows: int | None = None) -> NDArray[Any]:
+    with _reading(path):
+        array: NDArray[Any] = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+    if array.dtype != dtype or array.ndim != 1 or (rows is not None and len(array) != rows):
+        needed = f"{np.dtype(dtype)} [{'any' if rows is None else rows}]"
+        raise _unfit(path, f"{array.dtype} {list(array.shape)}", needed)
+    return array
+
+
+def _check_offset(path: Path, offset: NDArray[np.int64], *, values: int) -> None:
+    if (offset[0], offset[-1]) != (0, values) or (np.diff(offset) < 0).any():
+        raise _unfit(path, "positions that do not rise", f"positions that rise from 0 to {values}")
+
+
+def _check_rows(path: Path, row_T: NDArray[np.int32], *, rows: int) -> None:
+    low, high = (int(row_T.min()), int(row_T.max())) if len(row_T) else (0, 0)
+    if low < 0 or (len(row_T) and high >= rows):
+        raise _unfit(path, f"rows {low} to {high}", f"rows 0 to {rows - 1}")
+
+
+def _unfit(path: Path, found: str, needed: str) -> StageError:
+    return StageError(f"{path}: the file holds {found}, but the model needs {needed}; package the model again")
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turns what numpy, pyarrow and faiss raise for a file that they cannot read into a StageError with its name."""
+    try:
+        yield
+    except (ValueError, KeyError, OSError, RuntimeError, EOFError) as error:
+        if isinstance(error, StageError):
+            raise
+        raise StageError(f"{path}: cannot be read ({type(error).__name__}: {error}); package the model again") from error

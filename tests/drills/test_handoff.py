@@ -1,0 +1,54 @@
+"""A registered version in an environment that pip makes from its own requirements: `make drills`. It downloads torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import mlflow
+import pyarrow.parquet as pq
+import pytest
+
+from tests.drills.test_kill_and_resume import NIGHTJAR, run_night, write_config
+
+pytestmark = pytest.mark.drill
+MODEL = "models:/nightjar@champion"
+USERS = 5
+INSTALL_TIMEOUT_S = 3_600.0
+ASK = """
+import json, sys
+import mlflow, pandas
+mlflow.set_tracking_uri(sys.argv[1])
+answers = mlflow.pyfunc.load_model(sys.argv[2]).predict(pandas.DataFrame({"user_id": json.loads(sys.argv[3])}), params={"k": 10})
+print(json.dumps({"answers": answers, "loaded": sorted({"torchrec", "fbgemm_gpu", "prefect"} & sys.modules.keys())}))
+"""
+
+
+def test_a_version_answers_in_an_environment_made_from_its_own_requirements(tmp_path: Path) -> None:
+    file = write_config(tmp_path)
+    run_night(file)
+    (users,) = (tmp_path / "workspace" / "runs").glob("*/interactions/users.parquet")
+    user_ids = pq.read_table(users, columns=["id"])["id"].to_pylist()[:USERS]
+    expected = []
+    for user in user_ids:
+        command = [*NIGHTJAR, "query", str(file), "--user", str(user), "-k", "10", "--json"]
+        asked = subprocess.run(command, capture_output=True, text=True, check=True)
+        expected.append([item["item_id"] for item in json.loads(asked.stdout.splitlines()[-1])["items"]])
+
+    tracking = f"sqlite:///{tmp_path / 'workspace' / 'mlflow.db'}"
+    mlflow.set_tracking_uri(tracking)
+    requirements = mlflow.pyfunc.get_model_dependencies(MODEL)
+    other = tmp_path / "other"
+    subprocess.run([sys.executable, "-m", "venv", str(other)], check=True)
+    subprocess.run([str(other / "bin" / "pip"), "install", "-q", "-r", requirements], check=True, timeout=INSTALL_TIMEOUT_S)
+    asked = subprocess.run(
+        [str(other / "bin" / "python"), "-c", ASK, tracking, MODEL, json.dumps(user_ids)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert asked.returncode == 0, asked.stderr
+    answer = json.loads(asked.stdout.splitlines()[-1])
+    assert [row["item_ids"] for row in answer["answers"]] == expected
+    assert all(row["error"] is None for row in answer["answers"])
+    assert answer["loaded"] == []

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from recsys_core.data.features.store import Feature, FeatureStore
 from recsys_core.errors import StageError
 from recsys_core.models.spec import ModelSpec
-from recsys_core.retrieval.search import load_index, verify_file
+from recsys_core.retrieval.search import load_index, search, search_all, verify_file
 from recsys_core.serving.ids import IdMap
 from recsys_core.serving.package import DESCRIPTION, Package, package_files
 from recsys_core.serving.quantise import QueryTower, load_tower
@@ -47,16 +47,13 @@ def read_package(folder: Path, *, sha256: str) -> PackageContents:
     Raises StageError with the name of a file that is missing, surplus, changed, or does not fit the others.
     """
     package = _read_description(folder / DESCRIPTION, sha256=sha256)
+    with _reading(folder / DESCRIPTION):  # what its values alone can cause: each other file is named where it is read
+        return _read_contents(folder, package)
+
+
+def _read_contents(folder: Path, package: Package) -> PackageContents:
     _verify_files(folder, package)
     spec = package.model
-    with _reading(folder / "index.faiss"):
-        index = load_index(folder / "index.faiss", record=package.files["index.faiss"])
-    if (index.ntotal, index.d) != (spec.items, spec.config.output_dim):
-        raise _unfit(
-            folder / "index.faiss",
-            f"{index.ntotal} vectors of {index.d} numbers",
-            f"{spec.items} of {spec.config.output_dim}",
-        )
     user_offset, event_item = _read_events(folder, spec)
     popularity_I = _read_array(folder / "popularity.npy", np.int32, rows=spec.items)
     if not np.array_equal(np.sort(popularity_I), np.arange(spec.items)):
@@ -65,7 +62,7 @@ def read_package(folder: Path, *, sha256: str) -> PackageContents:
         package=package,
         tower=load_tower(folder / "tower.safetensors", spec=spec, quantization=package.quantization),
         features=_read_features(folder, spec),
-        index=index,
+        index=_read_index(folder / "index.faiss", package),
         items=_read_ids(folder / "item_ids.parquet", name="item_id", rows=spec.items),
         users=_read_ids(folder / "user_ids.parquet", name="user_id", rows=spec.users),
         user_offset=user_offset,
@@ -102,6 +99,19 @@ def _verify_files(folder: Path, package: Package) -> None:
     for name, record in package.files.items():
         if name != "index.faiss":  # load_index verifies it
             verify_file(folder / name, record=record)
+
+
+def _read_index(path: Path, package: Package) -> Any:
+    items, dim = package.model.items, package.model.config.output_dim
+    with _reading(path):
+        index = load_index(path, record=package.files[path.name])
+        if (index.ntotal, index.d) != (items, dim):
+            raise _unfit(path, f"{index.ntotal} vectors of {index.d} numbers", f"{items} of {dim}")
+        # The index is of the kind, and the parameters are those, that package.json names.
+        kind, query = package.index_kind, np.zeros((1, dim), np.float32)
+        search(index, query, kind=kind, depth=1, parameters=package.index_parameters)
+        search_all(index, query, kind=kind, depth=1)
+    return index
 
 
 def _read_events(folder: Path, spec: ModelSpec) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
@@ -163,10 +173,10 @@ def _unfit(path: Path, found: str, needed: str) -> StageError:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turns what numpy, pyarrow and faiss raise for a file that they cannot read into a StageError with its name."""
+    """Turns what numpy, pyarrow, faiss and torch raise for contents that they cannot use into a StageError with the file."""
     try:
         yield
-    except (ValueError, KeyError, OSError, RuntimeError, EOFError) as error:
-        if isinstance(error, StageError):
-            raise
+    except StageError:
+        raise
+    except Exception as error:  # they have no base in common
         raise StageError(f"{path}: cannot be read ({type(error).__name__}: {error}); package the model again") from error

@@ -9,7 +9,7 @@ import mlflow
 import pyarrow.parquet as pq
 import pytest
 
-from tests.drills.test_kill_and_resume import NIGHTJAR, run_night, write_config
+from tests.drills.test_kill_and_resume import NIGHTJAR, write_config
 
 pytestmark = pytest.mark.drill
 MODEL = "models:/nightjar@champion"
@@ -19,14 +19,15 @@ ASK = """
 import json, sys
 import mlflow, pandas
 mlflow.set_tracking_uri(sys.argv[1])
-answers = mlflow.pyfunc.load_model(sys.argv[2]).predict(pandas.DataFrame({"user_id": json.loads(sys.argv[3])}), params={"k": 10})
+users = pandas.DataFrame({"user_id": json.loads(sys.argv[3])})
+answers = mlflow.pyfunc.load_model(sys.argv[2]).predict(users, params={"k": 10})
 print(json.dumps({"answers": answers, "loaded": sorted({"torchrec", "fbgemm_gpu", "prefect"} & sys.modules.keys())}))
 """
 
 
 def test_a_version_answers_in_an_environment_made_from_its_own_requirements(tmp_path: Path) -> None:
     file = write_config(tmp_path)
-    run_night(file)
+    subprocess.run([*NIGHTJAR, "run", str(file)], check=True)
     (users,) = (tmp_path / "workspace" / "runs").glob("*/interactions/users.parquet")
     user_ids = pq.read_table(users, columns=["id"])["id"].to_pylist()[:USERS]
     expected = []

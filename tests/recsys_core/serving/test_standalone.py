@@ -1,0 +1,37 @@
+"""What serves imports nothing that only trains, orchestrates or tracks."""
+
+import json
+import subprocess
+import sys
+
+from recsys_core.serving.package import description_sha256
+from recsys_core.serving.retriever import Retriever
+from tests.recsys_core.serving.conftest import USER_FEATURES, USER_IDS, Build
+
+ONLY_ELSEWHERE = ("torchrec", "fbgemm_gpu", "prefect", "mlflow", "recsys_core.training")
+SERVE = """
+import json, sys
+from pathlib import Path
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name in sys.argv[4].split(","):
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Block())
+from recsys_core.serving.retriever import Retriever
+
+retriever = Retriever.load(Path(sys.argv[1]), sha256=sys.argv[2])
+ids, _ = retriever.recommend(json.loads(sys.argv[3]), k=10)
+print(json.dumps([row.tolist() for row in ids]))
+"""
+
+
+def test_a_package_answers_where_neither_torchrec_nor_fbgemm_can_be_imported(build: Build) -> None:
+    _, package = build(quantization="int8", user_id=True, features=USER_FEATURES)
+    folder, sha256 = package.folder / "package", description_sha256(package)
+    command = [sys.executable, "-c", SERVE, str(folder), sha256, json.dumps(USER_IDS), ",".join(ONLY_ELSEWHERE)]
+    served = subprocess.run(command, capture_output=True, text=True)
+    assert served.returncode == 0, served.stderr
+    here, _ = Retriever.load(folder, sha256=sha256).recommend(USER_IDS, k=10)
+    assert json.loads(served.stdout) == [row.tolist() for row in here]

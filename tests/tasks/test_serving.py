@@ -1,0 +1,223 @@
+"""A registered version as it is served: by URI in a fresh interpreter, and by MLflow's scoring server."""
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pandas as pd
+import pytest
+import yaml
+from fastapi.testclient import TestClient
+from mlflow import MlflowClient
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+from mlflow.pyfunc import PyFuncModel, scoring_server
+
+from recsys_core.errors import StageError
+from tasks import tracking
+from tasks.config import RegistryConfig
+from tasks.model_uri import PACKAGE_SHA256_TAG, load_model
+from tasks.registry import pinned_requirements, version_for
+from tasks.run import Run
+from tests.tasks.conftest import Stages
+
+BuildStages = Callable[..., Stages]
+URI = "models:/m/1"
+FRESH = """
+import json, sys
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torchrec", "fbgemm_gpu", "prefect", "tasks", "flows"):
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Block())
+import mlflow, pandas
+
+mlflow.set_tracking_uri(sys.argv[1])
+answers = mlflow.pyfunc.load_model(sys.argv[2]).predict(pandas.DataFrame({"user_id": ["user-0", "user-7"]}), params={"k": 5})
+print(json.dumps([answer["item_ids"] for answer in answers]))
+"""
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory, stages: BuildStages) -> Iterator[Path]:
+    """With version 1 of the model m."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        run = Run("one", workspace=tmp_path_factory.mktemp("workspace"), experiment="tests")
+        run.folder.mkdir(parents=True)
+        run.config_file.write_text("name: tests\n")
+        client = tracking.connect(run.workspace)
+        version_for(
+            stages().package,
+            config=RegistryConfig(model_name="m"),
+            client=client,
+            mlflow_run_id=tracking.open_run(client, run),
+            interactions=stages().interactions,
+            run=run,
+        )
+        yield run.workspace
+
+
+@pytest.fixture(scope="module")
+def model(workspace: Path) -> PyFuncModel:
+    return mlflow.pyfunc.load_model(URI)
+
+
+@pytest.fixture(scope="module")
+def server(model: PyFuncModel) -> TestClient:
+    """What `mlflow models serve` runs."""
+    return TestClient(scoring_server.init(model))
+
+
+def post(server: TestClient, records: list[dict[str, Any]], **params: Any) -> tuple[int, Any]:
+    """Status, and the predictions or the message."""
+    request = json.dumps({"dataframe_records": records, "params": params})
+    answer = server.post("/invocations", content=request, headers={"content-type": "application/json"})
+    content = answer.json()
+    return answer.status_code, content.get("predictions", content.get("message"))
+
+
+def test_a_version_requires_public_releases_of_what_serving_imports(workspace: Path) -> None:
+    required = Path(mlflow.pyfunc.get_model_dependencies(URI)).read_text().split()
+    assert sorted(required) == pinned_requirements()
+    assert all(re.fullmatch(r"[a-z-]+==[0-9]+(\.[0-9]+)+", line) for line in required)
+    assert {line.partition("==")[0] for line in required} == {
+        *("faiss-cpu", "mlflow", "numpy", "pandas", "pyarrow", "pydantic", "safetensors", "torch")
+    }
+
+
+def test_a_version_answers_in_a_fresh_interpreter_without_torchrec_fbgemm_and_our_checkout(
+    workspace: Path, model: PyFuncModel, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", FRESH, mlflow.get_tracking_uri(), URI]
+    fresh = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert fresh.returncode == 0, fresh.stderr
+    here = model.predict(pd.DataFrame({"user_id": ["user-0", "user-7"]}), params={"k": 5})
+    assert json.loads(fresh.stdout.splitlines()[-1]) == [answer["item_ids"] for answer in here]
+
+
+def test_a_row_that_is_wrong_has_an_error_and_the_others_are_answered(server: TestClient) -> None:
+    good, wrong = {"user_id": "user-0", "history": [5003, 5006]}, {"user_id": 7}
+    records = [
+        good,
+        wrong,
+        {"history": [5003]},
+        {"user_id": "user-1", "history": "5003"},
+        {"user_id": "user-1", "history": [5003, None]},
+        {"user_id": "user-1", "history": [5003, "x"]},
+        {"user_id": "\ud800"},
+        {"user_id": "nobody in the log"},
+    ]
+    status, answers = post(server, records, k=3)
+    assert status == 200
+    assert [answer["error"] for answer in answers] == [
+        None,
+        "user_id 7 is not a string, but the model was trained on string ids",
+        "user_id is missing",
+        "history is of type str; give a list of item ids, or leave it out",
+        "history: item_id is missing",
+        "history: item_id 'x' is not an integer, but the model was trained on integer ids",
+        "user_id '\\ud800' is not valid Unicode",
+        None,
+    ]
+    for answer in answers:
+        assert len(answer["item_ids"]) == len(answer["scores"]) == (0 if answer["error"] else 3)
+    assert post(server, [good], k=3)[1] == answers[:1]
+    assert post(server, [wrong], k=3)[1] == answers[1:2]
+
+
+def test_records_without_a_history_keep_the_stored_one_next_to_records_with_one(server: TestClient) -> None:
+    given = {"user_id": "user-1", "history": [5003, 5006]}
+    status, answers = post(server, [{"user_id": "user-0"}, given, {"user_id": "user-2", "history": None}], k=4)
+    alone = [post(server, [record], k=4)[1][0] for record in ({"user_id": "user-0"}, given, {"user_id": "user-2"})]
+    assert (status, answers) == (200, alone)
+    split = {"columns": ["user_id", "history"], "data": [["user-0", None], ["user-1", [5003, 5006]], ["user-2", None]]}
+    other = server.post("/invocations", json={"dataframe_split": split, "params": {"k": 4}})
+    assert other.json()["predictions"] == alone
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"k": 3, "exclude_seen": True, "top": 5}, r"params: unknown exclude_seen, top; the model has \['k', 'exclude_log'\]"),
+        ({"K": 3}, "params: unknown K"),
+        ({"k": 0}, "k is 0; ask for at least 1 item"),
+        ({"k": None}, "params: k is null"),
+        ({"exclude_log": None}, "params: exclude_log is null"),
+        ({"k": "3"}, "Invalid parameters found"),
+        ({"k": 2.5}, "Invalid parameters found"),
+    ],
+)
+def test_a_param_that_is_unknown_or_wrong_fails_the_request_by_name(
+    server: TestClient, model: PyFuncModel, params: dict[str, Any], message: str
+) -> None:
+    status, answer = post(server, [{"user_id": "user-0"}], **params)
+    assert status == 400 and re.search(message, answer), answer
+    with pytest.raises(MlflowException, match=message):
+        model.predict(pd.DataFrame({"user_id": ["user-0"]}), params=params)
+
+
+@pytest.fixture
+def stored(workspace: Path, tmp_path: Path) -> Iterator[Path]:
+    """The model in the artifact store, which a test may change."""
+    (mlmodel,) = (workspace / "mlartifacts").rglob("MLmodel")
+    folder = mlmodel.parent
+    shutil.copytree(folder, tmp_path / "kept")
+    yield folder
+    shutil.rmtree(folder)
+    shutil.copytree(tmp_path / "kept", folder)
+
+
+def _edit(path: Path, old: str, new: str) -> None:
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+def test_an_edited_package_is_refused_wherever_it_is_loaded(stored: Path) -> None:
+    description = next(stored.rglob("package.json"))
+    _edit(description, '"pooling": "mean"', '"pooling": "sum"')
+    with pytest.raises(StageError, match=r"package.json: the sha256 is"):
+        mlflow.pyfunc.load_model(URI)
+    with pytest.raises(StageError, match=r"package.json: the sha256 is"):
+        load_model(URI, client=MlflowClient())
+
+
+def test_a_package_whose_edit_was_hashed_into_mlmodel_does_not_have_the_sha256_of_its_version(
+    stored: Path,
+) -> None:
+    description, mlmodel = next(stored.rglob("package.json")), stored / "MLmodel"
+    before = hashlib.sha256(description.read_bytes()).hexdigest()
+    _edit(description, '"pooling": "mean"', '"pooling": "sum"')
+    _edit(mlmodel, before, hashlib.sha256(description.read_bytes()).hexdigest())
+    mlflow.pyfunc.load_model(URI)  # nothing in the folder contradicts it
+    with pytest.raises(StageError, match=rf"package.json: the sha256 is \w+, but the file was written with {before}"):
+        load_model(URI, client=MlflowClient())
+
+
+def test_an_mlmodel_without_the_checksum_is_refused(stored: Path) -> None:
+    content = yaml.safe_load((stored / "MLmodel").read_text())
+    del content["flavors"]["python_function"]["config"]
+    (stored / "MLmodel").write_text(yaml.safe_dump(content))
+    with pytest.raises(StageError, match="MLmodel: the python_function flavor has no config package_sha256"):
+        load_model(URI, client=MlflowClient())
+
+
+def test_a_version_without_the_checksum_in_its_tags_is_refused(workspace: Path) -> None:
+    client = MlflowClient()
+    version: ModelVersion = client.get_model_version("m", "1")
+    client.delete_model_version_tag("m", "1", PACKAGE_SHA256_TAG)
+    try:
+        with pytest.raises(StageError, match=f"models:/m/1 has no tag {PACKAGE_SHA256_TAG}"):
+            load_model(URI, client=client)
+    finally:
+        client.set_model_version_tag("m", "1", PACKAGE_SHA256_TAG, version.tags[PACKAGE_SHA256_TAG])
+    assert load_model(URI, client=client).predict(pd.DataFrame({"user_id": ["user-0"]}))[0]["error"] is None

@@ -20,7 +20,7 @@ CORE_MAY_IMPORT = {
     "models": {"", "manifests", "data", "models"},
     "sharding": {"", "manifests", "data", "models", "patches", "sharding"},
     "training": {"", "manifests", "data", "models", "patches", "sharding", "evaluation", "training"},
-    "evaluation": {"", "manifests", "data", "evaluation"},
+    "evaluation": {"", "manifests", "data", "models", "evaluation"},
     "retrieval": {"", "manifests", "retrieval"},
     "serving": {"", "manifests", "data", "models", "retrieval", "serving"},
 }

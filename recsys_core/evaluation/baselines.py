@@ -1,6 +1,5 @@
 """What a model has to beat: popularity, and nearest neighbours on the pretrained vectors.
 
-Both are given as vectors to be ranked by inner product, so that they take the same road as the model.
 Shapes: E queries, I items, R given vectors, D width.
 """
 
@@ -9,12 +8,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding_bag, normalize
 
+from recsys_core.data.events import EvaluationSplit, EventStore
 from recsys_core.data.lists import Lists
+from recsys_core.manifests import InteractionsManifest
 
 BELOW_ANY_COSINE = -4.0
 
@@ -29,11 +31,10 @@ def popularity_order(count_I: NDArray[Any], *, item_ids: pa.Array) -> NDArray[np
     return by_id_I[np.argsort(-count_I[by_id_I], kind="stable")].astype(np.int32)
 
 
-def popularity_vectors(order_I: NDArray[np.int32], *, queries: int) -> tuple[Tensor, Tensor]:
-    """(query_E1, item_I1) in float64, where the inner product falls along `order_I`."""
-    place_I1 = torch.empty((len(order_I), 1), dtype=torch.float64)
-    place_I1[torch.from_numpy(order_I.astype(np.int64)), 0] = -torch.arange(len(order_I), dtype=torch.float64)
-    return torch.ones((queries, 1), dtype=torch.float64), place_I1
+def popularity_before(split: EvaluationSplit, *, store: EventStore, interactions: InteractionsManifest) -> NDArray[np.int32]:
+    """Item rows by falling number of events before `split`, int32 [I]: what is served to users of whom nothing is known."""
+    ids = pq.read_table(interactions.path("items.parquet"), columns=["id"])["id"].combine_chunks()
+    return popularity_order(store.counts_before(split), item_ids=ids)
 
 
 def zero_shot_vectors(

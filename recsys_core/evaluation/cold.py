@@ -4,6 +4,8 @@ In a ranking of the full catalogue such an item stands behind most that have eve
 Shapes: E queries, I items, C candidates, D width, T rows of all lists.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from recsys_core.data.events import EvaluationSplit, EventStore
 from recsys_core.data.lists import Lists
-from recsys_core.evaluation.exact import Ranking, rank_catalogue
+from recsys_core.evaluation.exact import Ranking, rank_served
 
 
 def cold_rows(store: EventStore, split: EvaluationSplit) -> NDArray[np.int64]:
@@ -20,13 +22,22 @@ def cold_rows(store: EventStore, split: EvaluationSplit) -> NDArray[np.int64]:
 
 
 def rank_among(
-    query_ED: Tensor, *, item_ID: Tensor, candidate_rows: NDArray[np.int64], seen: Lists, targets: Lists, k: int
+    query_ED: Tensor,
+    *,
+    known_E: NDArray[np.bool_],
+    item_ID: Tensor,
+    order_I: NDArray[Any],
+    candidate_rows: NDArray[np.int64],
+    seen: Lists,
+    targets: Lists,
+    k: int,
 ) -> Ranking:
-    """Ranks the items of `candidate_rows` alone, for the queries that have a target among them.
+    """Rank the items of `candidate_rows` alone, for the queries that have a target among them.
 
     Args:
-        query_ED, item_ID: of one floating type. candidate_rows: int64 [C], distinct rows of item_ID, ascending.
-        seen, targets: item rows per query; those that are no candidates are passed over. k: length of the top list.
+        query_ED, known_E, item_ID, order_I: as in `rank_served`. candidate_rows: int64 [C], distinct rows of item_ID,
+            ascending. seen, targets: item rows per query; those that are no candidates are passed over. k: length of the top
+            list.
 
     In the ranking an item is its place in `candidate_rows`, and queries are counted without those that have no target.
     Raises StageError if a vector is not finite.
@@ -35,20 +46,26 @@ def rank_among(
 
     >>> item_ID = torch.tensor([[9.0], [8.0], [5.0], [7.0], [6.0]])
     >>> targets = Lists(np.array([0, 1, 3]), np.array([0, 1, 4]))
-    >>> none = Lists.empty(2)
-    >>> found = rank_among(torch.ones(2, 1), item_ID=item_ID, candidate_rows=np.array([3, 4]), seen=none, targets=targets, k=2)
-    >>> found.query_P.tolist(), found.target_row_P.tolist(), found.rank_P.tolist(), found.top_EK.tolist(), found.items
-    ([0], [1], [1], [[0, 1]], 2)
+    >>> known, order, none = np.ones(2, bool), np.arange(5), Lists.empty(2)
+    >>> ranking = rank_among(
+    ...     torch.ones(2, 1), known_E=known, item_ID=item_ID, order_I=order, candidate_rows=np.array([3, 4]), seen=none,
+    ...     targets=targets, k=2,
+    ... )
+    >>> ranking.query_P.tolist(), ranking.target_row_P.tolist(), ranking.rank_P.tolist(), ranking.top_EK.tolist()
+    ([0], [1], [1], [[0, 1]])
     """
     place_I = np.full(len(item_ID), -1, np.int64)
     place_I[candidate_rows] = np.arange(len(candidate_rows))
-    wanted = _placed(targets, place_I)
-    asked = np.flatnonzero(wanted.length_N)
-    return rank_catalogue(
+    placed = _placed(targets, place_I)
+    asked = np.flatnonzero(placed.length_N)
+    place_order_I = place_I[order_I]
+    return rank_served(
         query_ED[torch.from_numpy(asked)],
+        known_E=known_E[asked],
         item_ID=item_ID[torch.from_numpy(candidate_rows)],
+        order_I=place_order_I[place_order_I >= 0],
         seen=_placed(seen.take(asked), place_I),
-        targets=wanted.take(asked),
+        targets=placed.take(asked),
         k=k,
     )
 

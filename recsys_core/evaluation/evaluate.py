@@ -5,12 +5,12 @@ Shapes: E queries, I items, C cold items, D width, P (query, target) pairs.
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -21,7 +21,7 @@ from recsys_core.errors import InputError, StageError
 from recsys_core.evaluation import baselines, metrics
 from recsys_core.evaluation.cold import cold_rows, rank_among
 from recsys_core.evaluation.config import EvaluationConfig
-from recsys_core.evaluation.exact import Ranking, rank_catalogue
+from recsys_core.evaluation.exact import Ranking, rank_by_order, rank_served
 from recsys_core.evaluation.metrics import TargetRanks
 from recsys_core.manifests import (
     EmbeddingsManifest,
@@ -31,18 +31,37 @@ from recsys_core.manifests import (
     fingerprint_of,
     produce,
 )
+from recsys_core.models.spec import ModelSpec
 
 SAMPLE_SEED = 0
 
 
 @dataclass(frozen=True)
 class Questions:
-    """The users of one split: their query vectors, what they had before it, and what they took in it."""
+    """The users of one split: their query vectors, what they had before it, and what they took in it.
+
+    known_E: users whom the query vector serves; popular_I: items by falling popularity before the split, for the others.
+    """
 
     query_ED: Tensor
     history: Lists
     targets: Lists
     new_E: NDArray[np.bool_]
+    known_E: NDArray[np.bool_]
+    popular_I: NDArray[np.int32]
+
+
+@dataclass
+class _Progress:
+    """Queries ranked so far, of `total` in the whole stage."""
+
+    total: int
+    report: Callable[[int, int], None]
+    done: int = 0
+
+    def add(self, queries: int) -> None:
+        self.done += queries
+        self.report(self.done, self.total)
 
 
 def evaluate(
@@ -52,13 +71,16 @@ def evaluate(
     interactions: InteractionsManifest,
     embeddings: EmbeddingsManifest | None,
     folder: Path,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> EvaluationManifest:
-    """Ranks the catalogue for the users of both splits, and for the test split with the baselines too.
+    """Rank the catalogue for the users of both splits as it is served to them, and for the test split with the baselines too.
+
+    on_progress: called with the queries ranked so far, and how many there are in all.
 
     Metric names are flat: test/recall@20, validation/ndcg@10, baseline/popularity/recall@20, test/slice/cold_items/recall@20,
     test/users. Under <split>/cold/ and baseline/zero_shot/cold/ items without an event before the split are ranked among
-    themselves, for the users that took one; there is nothing under it where none did. Raises InputError if no test user has a
-    target.
+    themselves, for the users that took one, at the cut-offs below the number of such items; there is nothing under it where
+    no user did. Raises InputError if no test user has a target.
     """
     if export.items != interactions.items:
         raise StageError(
@@ -69,9 +91,12 @@ def evaluate(
         item_ID = torch.from_numpy(np.load(export.path("item_vectors.npy")))
         store = EventStore.open(interactions)
         found: dict[str, float] = {}
+        contenders = {"validation": 1, "test": 2 if _has_vectors(embeddings) else 1}
+        ranked = {split: min(n, config.max_users or n) * contenders[split] for split, n in export.queries.items()}
+        progress = _Progress(sum(ranked.values()), on_progress)
         if export.queries.get("validation", 0):
-            questions = _questions(store, "validation", config=config, export=export)
-            ranking = _rank(questions, questions.query_ED, item_ID, config=config)
+            questions = _questions("validation", config=config, store=store, export=export, interactions=interactions)
+            ranking = _rank(questions, questions.query_ED, item_ID, config=config, progress=progress)
             if len(ranking.rank_P):
                 found |= _metrics("validation", ranking, config=config)
             cold_C = cold_rows(store, "validation")
@@ -79,8 +104,8 @@ def evaluate(
 
         if not export.queries.get("test", 0):
             raise InputError("no event is in the test split, so nothing can be evaluated; change interactions.split")
-        questions = _questions(store, "test", config=config, export=export)
-        ranking = _rank(questions, questions.query_ED, item_ID, config=config)
+        questions = _questions("test", config=config, store=store, export=export, interactions=interactions)
+        ranking = _rank(questions, questions.query_ED, item_ID, config=config, progress=progress)
         if not len(ranking.rank_P):
             raise InputError(
                 f"all {ranking.seen_targets} test targets were seen before by their users; set evaluation.exclude_seen to false"
@@ -92,13 +117,20 @@ def evaluate(
         cold_C = cold_rows(store, "test")
         found |= _cold_metrics("test", questions, questions.query_ED, item_ID, cold_C=cold_C, config=config)
 
-        order_I = _popularity(store, interactions)
-        for name, vectors in _baseline_vectors(order_I, questions, interactions=interactions, embeddings=embeddings).items():
-            found |= _metrics(f"baseline/{name}", _rank(questions, *vectors, config=config), config=config)
-            if name != "popularity":  # among items without an event, popularity has nothing to go by
-                found |= _cold_metrics(f"baseline/{name}", questions, *vectors, cold_C=cold_C, config=config)
+        # Among items without an event, popularity has nothing to go by: it has no cold metrics.
+        found |= _metrics("baseline/popularity", _rank_popularity(questions, config=config), config=config)
+        if embeddings is not None and _has_vectors(embeddings):
+            neighbours = replace(questions, known_E=np.ones_like(questions.known_E))
+            vectors = baselines.zero_shot_vectors(
+                np.load(embeddings.vectors("item"), mmap_mode="r"),
+                vector_row_I=np.load(interactions.path("vector_row.npy")),
+                histories=questions.history,
+            )
+            ranking = _rank(neighbours, *vectors, config=config, progress=progress)
+            found |= _metrics("baseline/zero_shot", ranking, config=config)
+            found |= _cold_metrics("baseline/zero_shot", neighbours, *vectors, cold_C=cold_C, config=config)
 
-        np.save(out / "popularity.npy", order_I)
+        np.save(out / "popularity.npy", questions.popular_I)
         (out / "metrics.json").write_text(json.dumps(found, indent=2))
         return {"metrics": found}
 
@@ -106,7 +138,14 @@ def evaluate(
     return produce(folder, EvaluationManifest, fingerprint=fingerprint_of(*parts), build=build)
 
 
-def _questions(store: EventStore, split: EvaluationSplit, *, config: EvaluationConfig, export: ExportManifest) -> Questions:
+def _questions(
+    split: EvaluationSplit,
+    *,
+    config: EvaluationConfig,
+    store: EventStore,
+    export: ExportManifest,
+    interactions: InteractionsManifest,
+) -> Questions:
     """The exported queries of a split, or a fixed random sample of them."""
     users = np.load(export.path(f"query_users_{split}.npy"))
     vectors = np.load(export.path(f"query_vectors_{split}.npy"), mmap_mode="r")
@@ -114,35 +153,20 @@ def _questions(store: EventStore, split: EvaluationSplit, *, config: EvaluationC
     if config.max_users is not None and config.max_users < len(users):
         chosen = np.sort(np.random.default_rng(SAMPLE_SEED).choice(len(users), config.max_users, replace=False))
     users = users[chosen]
+    history = store.before(users, split)
+    spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
     return Questions(
         query_ED=torch.from_numpy(vectors[chosen]),
-        history=store.before(users, split),
+        history=history,
         targets=store.targets(users, split),
         new_E=store.train_end[users] == store.user_offset[users],
+        known_E=spec.knows(history_length_B=history.length_N, user_row_B=users),
+        popular_I=baselines.popularity_before(split, store=store, interactions=interactions),
     )
 
 
-def _popularity(store: EventStore, interactions: InteractionsManifest) -> NDArray[np.int32]:
-    """Item rows by falling number of events before the test."""
-    ids = pq.read_table(interactions.path("items.parquet"), columns=["id"])["id"].combine_chunks()
-    return baselines.popularity_order(store.counts_before("test"), item_ids=ids)
-
-
-def _baseline_vectors(
-    order_I: NDArray[np.int32],
-    questions: Questions,
-    *,
-    interactions: InteractionsManifest,
-    embeddings: EmbeddingsManifest | None,
-) -> dict[str, tuple[Tensor, Tensor]]:
-    vectors = {"popularity": baselines.popularity_vectors(order_I, queries=len(questions.query_ED))}
-    if embeddings is not None and "item" in embeddings.tables:
-        vectors["zero_shot"] = baselines.zero_shot_vectors(
-            np.load(embeddings.vectors("item"), mmap_mode="r"),
-            vector_row_I=np.load(interactions.path("vector_row.npy")),
-            histories=questions.history,
-        )
-    return vectors
+def _has_vectors(embeddings: EmbeddingsManifest | None) -> bool:
+    return embeddings is not None and "item" in embeddings.tables
 
 
 def _cold_metrics(
@@ -154,25 +178,48 @@ def _cold_metrics(
     cold_C: NDArray[np.int64],
     config: EvaluationConfig,
 ) -> dict[str, float]:
-    """The same for cold items among cold items; empty where nobody took one."""
-    nothing = Lists.empty(len(questions.history))  # a cold item is in no history
+    """The same for cold items among cold items; empty where no user took one."""
     ranking = rank_among(
-        query_ED, item_ID=item_ID, candidate_rows=cold_C, seen=nothing, targets=questions.targets, k=max(config.ks)
+        query_ED,
+        known_E=questions.known_E,
+        item_ID=item_ID,
+        order_I=questions.popular_I,
+        candidate_rows=cold_C,
+        seen=Lists.empty(len(questions.history)),  # a cold item is in no history
+        targets=questions.targets,
+        k=0,
     )
     if not len(ranking.rank_P):
         return {}
     ranks = TargetRanks.of_pairs(user_P=ranking.query_P, rank_P=ranking.rank_P, candidates_E=ranking.candidates_E)
     found: dict[str, float] = {"users": ranks.users, "items": ranking.items}
-    for k in config.ks:
+    for k in (k for k in config.ks if k < ranking.items):  # all items are among the first k otherwise
         found[f"recall@{k}"] = _mean(metrics.recall(ranks, k=k))
         found[f"ndcg@{k}"] = _mean(metrics.ndcg(ranks, k=k))
         found[f"hit_rate@{k}"] = _mean(metrics.hit_rate(ranks, k=k))
     return {f"{prefix}/cold/{name}": float(value) for name, value in found.items()}
 
 
-def _rank(questions: Questions, query_ED: Tensor, item_ID: Tensor, *, config: EvaluationConfig) -> Ranking:
-    seen = questions.history if config.exclude_seen else Lists.empty(len(questions.history))
-    return rank_catalogue(query_ED, item_ID=item_ID, seen=seen, targets=questions.targets, k=max(config.ks))
+def _rank(questions: Questions, query_ED: Tensor, item_ID: Tensor, *, config: EvaluationConfig, progress: _Progress) -> Ranking:
+    return rank_served(
+        query_ED,
+        known_E=questions.known_E,
+        item_ID=item_ID,
+        order_I=questions.popular_I,
+        seen=_seen(questions, config=config),
+        targets=questions.targets,
+        k=max(config.ks),
+        on_progress=progress.add,
+    )
+
+
+def _rank_popularity(questions: Questions, *, config: EvaluationConfig) -> Ranking:
+    seen = _seen(questions, config=config)
+    return rank_by_order(questions.popular_I, seen=seen, targets=questions.targets, k=max(config.ks))
+
+
+def _seen(questions: Questions, *, config: EvaluationConfig) -> Lists:
+    return questions.history if config.exclude_seen else Lists.empty(len(questions.history))
 
 
 def _metrics(prefix: str, ranking: Ranking, *, config: EvaluationConfig) -> dict[str, float]:

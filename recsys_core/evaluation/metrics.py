@@ -156,5 +156,6 @@ def coverage(top_EK: NDArray[np.int32], *, k: int, items: int) -> float:
     >>> coverage(np.array([[3, 1, 2], [3, 0, -1]], np.int32), k=2, items=4)
     0.75
     """
-    distinct = np.unique(top_EK[:, :k])
-    return float(np.count_nonzero(distinct >= 0) / items)
+    is_covered_I = np.zeros(items + 1, np.bool_)
+    is_covered_I[top_EK[:, :k]] = True
+    return float(np.count_nonzero(is_covered_I[:items]) / items)

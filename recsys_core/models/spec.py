@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Literal, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from recsys_core.config import Frozen
@@ -154,6 +156,17 @@ class ModelSpec(Frozen):
     def features(self, side: Side) -> list[str]:
         """Declared features that a tower reads, in order."""
         return [key for key in self.forms if self.tables[key].side == side]
+
+    def knows(self, *, history_length_B: NDArray[np.int64], user_row_B: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether anything is known of each query's user, bool [B]; the others are served, and measured, by popularity.
+
+        history_length_B: items that the user had before. user_row_B: row of the user, -1 for a user without one. Known is a
+        user with a history that the model reads, or with a row in a table that is looked up by user.
+        """
+        by_user = self.config.user_id or any(key.startswith("user.") for key in self.forms)
+        has_history_B = (history_length_B > 0) & (self.config.history.length > 0)
+        known_B: NDArray[np.bool_] = has_history_B | ((user_row_B >= 0) & by_user)
+        return known_B
 
     @property
     def row_norm(self) -> float:

@@ -122,9 +122,7 @@ class Retriever:
         wanted_B = np.minimum(k, len(self._items) - seen.length_N)
         asked = _Answers(seen=seen, wanted_B=wanted_B, k=k, items=len(self._items))
 
-        spec = self.package.model
-        usable_B = (history.length_N > 0) if spec.config.history.length else np.zeros(len(user_row_B), np.bool_)
-        known_B = usable_B | ((user_row_B >= 0) & bool(spec.on_side("query")))
+        known_B = self.package.model.knows(history_length_B=history.length_N, user_row_B=user_row_B)
         known = np.flatnonzero(known_B)
         if len(known):
             query_BO = self._tower(self._questions.batch(user_row_B[known], history.take(known))).numpy()

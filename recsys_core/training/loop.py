@@ -49,7 +49,10 @@ def run_training(job: TrainJob, *, process: Process) -> None:
     training = Training(job, model=model, loader=loader, process=process)
     validation = job.training.validation
     if validation is not None:
-        validator = Validator(validation, store=store, process=process, work=job.work, alive=job.work / METRICS_NAME)
+        validator = Validator(
+            validation, spec=job.spec, interactions=interactions, store=store, process=process, work=job.work,
+            alive=job.work / METRICS_NAME,
+        )  # fmt: skip
         if validator.can_measure:
             training.validator = validator
             training.encoder = Encoder(get_unwrapped_module(model), store, assembler, process)

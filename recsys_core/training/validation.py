@@ -12,9 +12,12 @@ from torch import distributed as dist
 from recsys_core.data.events import EventStore
 from recsys_core.errors import InputError
 from recsys_core.evaluation import metrics
+from recsys_core.evaluation.baselines import popularity_before
 from recsys_core.evaluation.cold import cold_rows, rank_among
-from recsys_core.evaluation.exact import rank_catalogue
+from recsys_core.evaluation.exact import rank_served
 from recsys_core.evaluation.metrics import TargetRanks
+from recsys_core.manifests import InteractionsManifest
+from recsys_core.models.spec import ModelSpec
 from recsys_core.training.config import ValidationConfig
 from recsys_core.training.encoding import Encoder, RankWriter
 from recsys_core.training.parts import fill_array, remove_part, writing_part
@@ -25,9 +28,19 @@ _METRICS = {"recall": metrics.recall, "ndcg": metrics.ndcg, "hit_rate": metrics.
 
 
 class Validator:
-    """Every rank encodes its share of the items and ranks all of them for its share of the users."""
+    """Every rank encodes its share of the items and ranks all of them for its share of the users, as they are served."""
 
-    def __init__(self, config: ValidationConfig, *, store: EventStore, process: Process, work: Path, alive: Path) -> None:
+    def __init__(
+        self,
+        config: ValidationConfig,
+        *,
+        spec: ModelSpec,
+        interactions: InteractionsManifest,
+        store: EventStore,
+        process: Process,
+        work: Path,
+        alive: Path,
+    ) -> None:
         self._config, self._store, self._process, self._work = config, store, process, work
         self._writer = RankWriter(process, alive=alive)
         self._cold = cold_rows(store, "validation") if config.catalogue == "cold" else None
@@ -47,6 +60,11 @@ class Validator:
         # Without a target that its user had not seen there is nothing to rank: the mean over such users alone is no number.
         unseen = store.targets(users, "validation").without(store.before(users, "validation"), rows=len(store.item_count))
         self._users = users[unseen.length_N > 0]
+        history_length = store.before(self._users, "validation").length_N
+        self._known = spec.knows(history_length_B=history_length, user_row_B=self._users)
+        self._popular_I = np.arange(spec.items, dtype=np.int32)
+        if not self._known.all():  # the order has no use otherwise, and every rank reads all ids for it
+            self._popular_I = popularity_before("validation", store=store, interactions=interactions)
 
     @property
     def can_measure(self) -> bool:
@@ -78,10 +96,14 @@ class Validator:
             if not is_ours:
                 continue
             seen, targets = self._store.before(users, "validation"), self._store.targets(users, "validation")
+            known, order = self._known[places], self._popular_I
             if self._cold is None:
-                ranking = rank_catalogue(query_EO, item_ID=all_IO, seen=seen, targets=targets, k=0)
+                ranking = rank_served(query_EO, known_E=known, item_ID=all_IO, order_I=order, seen=seen, targets=targets, k=0)
             else:
-                ranking = rank_among(query_EO, item_ID=all_IO, candidate_rows=self._cold, seen=seen, targets=targets, k=0)
+                ranking = rank_among(
+                    query_EO, known_E=known, item_ID=all_IO, order_I=order, candidate_rows=self._cold, seen=seen,
+                    targets=targets, k=0,
+                )  # fmt: skip
             ranks = TargetRanks.of_pairs(user_P=ranking.query_P, rank_P=ranking.rank_P, candidates_E=ranking.candidates_E)
             sums[0] += ranks.users
             for place, metric in enumerate(_METRICS.values(), 1):

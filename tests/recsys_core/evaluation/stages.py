@@ -20,6 +20,7 @@ from recsys_core.manifests import (
     VectorTable,
     produce,
 )
+from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
 
 Events = Sequence[Sequence[int]]
@@ -109,7 +110,12 @@ def export_stage(
     history_items: np.ndarray | None = None,
     dense: Mapping[str, torch.Tensor] | None = None,
 ) -> ExportManifest:
-    """queries: split -> (user rows, vectors). history_items: what stands for each item in a history; empty: its vector."""
+    """queries: split -> (user rows, vectors). history_items: what stands for each item in a history; empty: its vector.
+
+    spec: empty: of a model that reads histories alone.
+    """
+    users = 1 + max((user for split_users, _ in queries.values() for user in split_users), default=0)
+    model = spec or ModelSpec.sized(TwoTowerConfig(), users=users, items=len(item_vectors))
 
     def build(out: Path) -> dict[str, Any]:
         np.save(out / "item_vectors.npy", item_vectors.astype(np.float32))
@@ -119,8 +125,8 @@ def export_stage(
             np.save(out / f"query_vectors_{split}.npy", np.asarray(vectors, np.float32))
         for name, table in (tables or {}).items():
             np.save(out / f"table_{name}.npy", table)
+        (out / "model.json").write_text(model.model_dump_json())
         if spec is not None:
-            (out / "model.json").write_text(spec.model_dump_json())
             save_file(dict(dense or {}), out / "dense.safetensors")
         return {
             "items": len(item_vectors),

@@ -4,7 +4,6 @@ import torch
 
 from recsys_core.data.lists import Lists
 from recsys_core.evaluation import baselines
-from recsys_core.evaluation.exact import rank_catalogue
 
 
 def _lists(*rows: list[int]) -> Lists:
@@ -15,14 +14,6 @@ def test_equal_counts_go_by_the_value_of_integers_and_the_letters_of_strings() -
     count = np.array([3, 3, 3])
     assert baselines.popularity_order(count, item_ids=pa.array([10, 9, 2])).tolist() == [2, 1, 0]
     assert baselines.popularity_order(count, item_ids=pa.array(["10", "9", "2"])).tolist() == [0, 2, 1]
-
-
-def test_popularity_is_ranked_in_its_own_order() -> None:
-    order = np.array([2, 0, 3, 1], np.int32)
-    query, item = baselines.popularity_vectors(order, queries=2)
-    ranking = rank_catalogue(query, item_ID=item, seen=_lists([], [0]), targets=_lists([1], []), k=3)
-    assert ranking.top_EK.tolist() == [[2, 0, 3], [2, 3, 1]]
-    assert ranking.rank_P.tolist() == [3]
 
 
 def test_zero_shot_ranks_by_cosine_with_the_mean_of_the_normalised_history() -> None:

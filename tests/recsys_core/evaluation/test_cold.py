@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from recsys_core.data.events import EventStore
 from recsys_core.data.lists import Lists
 from recsys_core.evaluation.cold import cold_rows, rank_among
-from recsys_core.evaluation.exact import rank_catalogue
+from recsys_core.evaluation.exact import rank_served
 
 ITEMS, QUERIES = 9, 5
 row_lists = st.lists(st.lists(st.integers(0, ITEMS - 1), max_size=4), min_size=QUERIES, max_size=QUERIES)
@@ -27,8 +27,12 @@ def test_it_is_the_full_ranking_with_the_other_items_taken_out(
     # Whole numbers in a narrow range: many ties, and sums that are exact in any order.
     query, item = (torch.tensor(random.integers(-1, 2, (rows, 3)), dtype=torch.float32) for rows in (QUERIES, ITEMS))
     chosen = np.array(sorted(candidates), np.int64)
-    whole = rank_catalogue(query, item_ID=item, seen=_lists(seen), targets=_lists(targets), k=ITEMS)
-    found = rank_among(query, item_ID=item, candidate_rows=chosen, seen=_lists(seen), targets=_lists(targets), k=ITEMS)
+    # Without ties: among fewer items equal scores go by another permutation.
+    query, item = query.double(), item.double() + torch.tensor(random.permutation(ITEMS))[:, None] / 1e3
+    known, order = random.random(QUERIES) < 0.7, random.permutation(ITEMS)
+    given = {"known_E": known, "order_I": order, "seen": _lists(seen), "targets": _lists(targets), "k": ITEMS}
+    whole = rank_served(query + 1e-3, item_ID=item, **given)
+    found = rank_among(query + 1e-3, item_ID=item, candidate_rows=chosen, **given)
 
     asked = [number for number in range(QUERIES) if candidates & set(targets[number])]
     order = [[row for row in whole.top_EK[number].tolist() if row in candidates] for number in asked]

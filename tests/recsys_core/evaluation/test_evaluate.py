@@ -1,4 +1,5 @@
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ from recsys_core.errors import InputError
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.manifests import EvaluationManifest
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.spec import ModelSpec
 from tests.recsys_core.evaluation.stages import embeddings_stage, export_stage, interactions_stage
 
 BEAUTY = Path(__file__).resolve().parents[4] / "shared" / "data" / "beauty"
@@ -20,7 +23,7 @@ TRAIN = [[0, 1], [0, 2], [0], []]
 VALIDATION = [[2], [1], [], [0]]
 TEST = [[3], [3, 5], [4, 0], [1]]
 ITEM = np.eye(6)
-QUERY = np.array([[0, 0, 0, 9, 1, 0], [0, 0, 0, 1, 2, 3], [0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1]], float)
+QUERY = np.array([[0, 0, 0, 9, 1, 0], [0, 0, 0, 1, 2, 3], [0, 5, 4, 3, 2, 1], [0, 1, 0, 0, 0, 2]], float)
 
 
 def _run(
@@ -30,6 +33,7 @@ def _run(
     embeddings: bool = False,
     validation: list[list[int]] = VALIDATION,
     test: list[list[int]] = TEST,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> EvaluationManifest:
     users = [user for user, rows in enumerate(test) if rows]
     return evaluate(
@@ -44,6 +48,7 @@ def _run(
         ),
         embeddings=embeddings_stage(folder / "embeddings", np.eye(4)) if embeddings else None,
         folder=folder / "evaluation",
+        on_progress=on_progress,
     )
 
 
@@ -66,7 +71,7 @@ def test_hand_counted_metrics_of_a_small_log(tmp_path: Path) -> None:
 
 def test_cold_items_are_ranked_among_cold_items_for_the_users_who_took_one(tmp_path: Path) -> None:
     found = _run(tmp_path, EvaluationConfig(ks=(1, 2)), embeddings=True).metrics
-    # Nobody had items 3, 4 and 5 before the test. User 0: 3 is first. User 1: 5, 4, 3. User 2 has no order but by row: 3, 4, 5.
+    # Nobody had items 3, 4 and 5 before the test. User 0: 3 is first. User 1: 5, 4, 3. User 2: 3, 4, 5.
     assert (found["test/cold/users"], found["test/cold/items"]) == (3, 3)
     assert found["test/cold/recall@1"] == pytest.approx((1 + 1 / 2 + 0) / 3)
     assert found["test/cold/recall@2"] == pytest.approx((1 + 1 / 2 + 1) / 3)
@@ -91,6 +96,43 @@ def test_validation_holds_an_item_for_cold_that_training_has_not(tmp_path: Path)
 def test_where_nobody_took_a_cold_item_there_are_no_such_metrics(tmp_path: Path) -> None:
     found = _run(tmp_path, EvaluationConfig(ks=(1,)), embeddings=True, test=[[2, 0], [], [1], [1]]).metrics
     assert not [name for name in found if "/cold/" in name]
+
+
+def test_a_cut_off_that_holds_all_cold_items_is_left_out(tmp_path: Path) -> None:
+    found = _run(tmp_path, EvaluationConfig(ks=(2, 3, 10)), embeddings=True).metrics
+    assert found["test/cold/items"] == 3
+    cut_offs = {name.partition("@")[2] for name in found if "/cold/" in name and "@" in name}
+    assert cut_offs == {"2"}
+
+
+@pytest.mark.parametrize("reads_users", [False, True])
+def test_users_of_whom_nothing_is_known_are_measured_by_popularity_as_they_are_served(
+    reads_users: bool, tmp_path: Path
+) -> None:
+    # User 1 has no event before the test. The vector would put item 3 first; popularity puts it last.
+    spec = ModelSpec.sized(TwoTowerConfig(user_id=reads_users), users=2, items=4)
+    manifest = evaluate(
+        EvaluationConfig(ks=(1, 3)),
+        export=export_stage(
+            tmp_path / "export", item_vectors=np.eye(4), queries={"test": ([0, 1], np.eye(4)[[3, 3]])}, spec=spec
+        ),
+        interactions=interactions_stage(
+            tmp_path / "interactions", train=[[0, 0, 1], []], validation=[[2], []], test=[[3], [3]], items=4
+        ),
+        embeddings=None,
+        folder=tmp_path / "evaluation",
+    )
+    assert manifest.metrics["test/slice/known_users/recall@1"] == 1
+    assert manifest.metrics["test/slice/new_users/recall@1"] == (1 if reads_users else 0)
+    assert manifest.metrics["test/coverage@1"] == (1 / 4 if reads_users else 2 / 4)
+    assert manifest.metrics["test/mrr"] == (1 if reads_users else pytest.approx((1 + 1 / 4) / 2))
+
+
+def test_progress_ends_with_all_queries(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    _run(tmp_path, EvaluationConfig(ks=(1,)), embeddings=True, on_progress=lambda *at: seen.append(at))
+    assert seen[-1] == (3 + 4 + 4, 3 + 4 + 4)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
 def test_popularity_counts_what_was_before_the_test_and_is_kept(tmp_path: Path) -> None:

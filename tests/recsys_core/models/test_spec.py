@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys_core.errors import InputError
-from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.config import HistoryConfig, TwoTowerConfig
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec, TableSpec, require_width
 from recsys_core.models.tables import TableConfig
@@ -202,3 +203,18 @@ def test_a_spec_is_read_back_from_its_json() -> None:
     )
     assert ModelSpec.model_validate_json(spec.model_dump_json()) == spec
     assert isinstance(spec.tables["item"], TableSpec)
+
+
+@pytest.mark.parametrize(
+    ("settings", "forms", "known"),
+    [
+        ({}, {}, [True, False, True, False]),
+        ({"history": HistoryConfig(length=0, last_item=False), "user_id": True}, {}, [True, True, False, False]),
+        ({}, {"user.country": "single"}, [True, True, True, False]),
+        ({}, {"context.hour": "single"}, [True, False, True, False]),
+    ],
+)
+def test_a_user_is_known_by_a_history_that_is_read_or_by_a_row_in_a_table_of_users(settings, forms, known) -> None:
+    spec = ModelSpec(config=TwoTowerConfig(**settings), users=2, items=3, tables={}, forms=forms)
+    length, row = np.array([2, 0, 2, 0]), np.array([0, 1, -1, -1])
+    assert spec.knows(history_length_B=length, user_row_B=row).tolist() == known

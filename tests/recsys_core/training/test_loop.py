@@ -15,6 +15,7 @@ from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.manifests import ExportManifest, seal
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
+from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables import TableConfig, Unfreeze
 from recsys_core.sharding.config import TableConstraint
 from recsys_core.sharding.plan_file import PlanFile, layout_fingerprint
@@ -155,6 +156,7 @@ def exported(made: Night, trained: Trained, folder) -> ExportManifest:
     """The export of the result, as a stage."""
     staging = folder.with_name("staging")
     arrays = export_in_forks(made, checkpoint_of(trained), staging)
+    (staging / "model.json").write_text(made.spec.model_dump_json())
     return seal(
         staging,
         folder,
@@ -222,5 +224,8 @@ def test_users_who_had_seen_all_their_validation_items_are_not_measured(tmp_path
     for name, validation, can_measure in (("seen", [[0], [2]], False), ("unseen", [[0, 1], [2]], True)):
         stage = interactions_stage(tmp_path / name, train=[[0], [1, 2]], validation=validation, test=[[], []], items=3)
         store = EventStore.open(stage)
-        validator = Validator(ValidationConfig(), store=store, process=process, work=tmp_path, alive=tmp_path / "alive")
+        validator = Validator(
+            ValidationConfig(), spec=ModelSpec.of(MODEL, interactions=stage), interactions=stage, store=store, process=process,
+            work=tmp_path, alive=tmp_path / "alive",
+        )  # fmt: skip
         assert validator.can_measure == can_measure

@@ -1,0 +1,54 @@
+"""The validation split while training, against what is served."""
+
+from pathlib import Path
+
+import torch
+
+from recsys_core.data.assembly import Assembler
+from recsys_core.data.events import EventStore
+from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
+from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.task import RetrievalHead, RetrievalTask
+from recsys_core.training.config import ValidationConfig
+from recsys_core.training.encoding import Encoder
+from recsys_core.training.process import Process
+from recsys_core.training.validation import Validator
+from tests.gloo import run_ranks
+from tests.recsys_core.evaluation.stages import interactions_stage
+
+ITEMS = 40
+
+
+def test_users_without_history_are_validated_by_the_popularity_that_is_served(tmp_path: Path) -> None:
+    run_ranks(_validate_new_users, world_size=1, arguments=(tmp_path,))
+
+
+def _validate_new_users(rank: int, folder: Path) -> None:
+    # 39 users have all items but one before the split; the other users have nothing, and take the most popular item.
+    with_history = [[item for item in range(ITEMS) if item != user] for user in range(1, ITEMS)]
+    new = 30
+    interactions = interactions_stage(
+        folder / "interactions",
+        train=[*with_history, *[[]] * new],
+        validation=[*[[]] * len(with_history), *[[0]] * new],
+        test=[[]] * (len(with_history) + new),
+        items=ITEMS,
+    )
+    config = TwoTowerConfig(embedding_dim=8, history=HistoryConfig(length=5), query=TowerConfig(layers=(8,)))
+    spec = ModelSpec.of(config, interactions=interactions)
+    store, device = EventStore.open(interactions), torch.device("cpu")
+    process = Process(rank=rank, world_size=1, device=device)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        head = RetrievalHead(spec, loss=LossConfig(), item_count_I=store.item_count, ranks={}, weight_decay={})
+        task = RetrievalTask(head, device=device)
+        task.lookups.to_empty(device=device)
+        for parameter in task.lookups.parameters():
+            torch.nn.init.normal_(parameter)
+        validator = Validator(
+            ValidationConfig(k=1), spec=spec, interactions=interactions, store=store, process=process, work=folder,
+            alive=folder / "alive",
+        )  # fmt: skip
+        measured = validator.measure(Encoder(task, store, Assembler(user=spec.user_in, features=None), process))
+        assert measured == {"recall@1": 1.0, "ndcg@1": 1.0, "hit_rate@1": 1.0}

@@ -85,7 +85,7 @@ class PipelineConfig(Frozen):
                 "the query tower has no feature: set model.user_id to true or model.history.length above 0, or declare "
                 "features of users or of the context"
             )
-        if self.model.output_dim % self.index.subquantizers:
+        if "ivf_pq" in self.index.built and self.model.output_dim % self.index.subquantizers:
             raise ValueError(
                 f"index.subquantizers is {self.index.subquantizers}, but the towers end in {self.model.output_dim} numbers, "
                 "which it does not divide; set index.subquantizers to a divisor, or the last layers to a multiple"

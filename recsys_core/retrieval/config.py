@@ -12,7 +12,11 @@ IndexKind = Literal["flat", "ivf_flat", "ivf_pq", "hnsw"]
 class IndexConfig(Frozen):
     """FAISS indexes. The metric is not a choice: it follows the model's similarity."""
 
-    served: IndexKind = Field("hnsw", description="the kind that goes into the package; all kinds are built and measured")
+    served: IndexKind = Field("hnsw", description="the kind that goes into the package")
+    kinds: tuple[IndexKind, ...] = Field(
+        (),
+        description="more kinds to build and to compare; flat is always built, the recall of the others is measured against it",
+    )
     centroids: int = Field(
         100, ge=1, description="IVF: cells (nlist), lowered where the catalogue is too small to train so many"
     )
@@ -23,3 +27,12 @@ class IndexConfig(Frozen):
     hnsw_build_depth: int = Field(200, ge=8, description="HNSW: candidates while building (efConstruction)")
     hnsw_search_depth: int = Field(128, ge=8, description="HNSW: candidates while searching (efSearch)")
     recall_k: int = Field(20, ge=1, description="recall against exact search is measured on the top k")
+
+    @property
+    def built(self) -> tuple[IndexKind, ...]:
+        """The kinds that are built: flat first, since the others are measured against it.
+
+        >>> IndexConfig(served="hnsw", kinds=("ivf_pq", "hnsw")).built
+        ('flat', 'hnsw', 'ivf_pq')
+        """
+        return tuple(dict.fromkeys(("flat", self.served, *self.kinds)))

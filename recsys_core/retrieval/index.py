@@ -1,13 +1,13 @@
-"""Stage `build_index`: every kind of FAISS index over the exported item vectors, each measured against exact search.
+"""Stage `build_index`: FAISS indexes over the exported item vectors, each measured against exact search.
 
-Shapes: I items, D width, B queries, K recall_k.
+Shapes: I items, D width, B queries, K recall_k, R rows given by an index.
 """
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import faiss
 import numpy as np
@@ -24,16 +24,18 @@ SAMPLE_PER_CENTROID = 256
 """Above it FAISS would subsample anyway."""
 ADD_ROWS = 65_536
 MEASURED_QUERIES = 2_000
+ORDER_SEED = 0
 SERIAL_ITEMS = 100_000
 """Up to here HNSW is built on one thread: links then don't depend on timing, and a rerun gives the same index."""
 
 
 def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) -> IndexManifest:
-    """Builds flat, ivf_flat, ivf_pq and hnsw by inner product; under cosine similarity the exported vectors are normalised.
+    """Build `config.built` by inner product; under cosine similarity the exported vectors are normalised.
 
-    Raises InputError if the vectors cannot be cut into `subquantizers` parts, or if there are fewer than two items.
+    Raises InputError if ivf_pq is built and the vectors cannot be cut into `subquantizers` parts, or if there are fewer
+    than two items.
     """
-    if export.dim % config.subquantizers:
+    if "ivf_pq" in config.built and export.dim % config.subquantizers:
         raise InputError(
             f"index.subquantizers is {config.subquantizers}, which does not divide the vectors' size {export.dim}; "
             f"set it to a divisor of {export.dim}, or change the last size of model.query_layers and model.candidate_layers"
@@ -46,7 +48,7 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
         query_BD = _queries(export)
         reports: dict[str, IndexReport] = {}
         exact_BK = np.zeros((0, 0), np.int64)
-        for kind in get_args(IndexKind):
+        for kind in config.built:
             index, parameters = _build(kind, item_ID, config=config)
             faiss.write_index(index, str(out / f"{kind}.faiss"))
             with _threads(1):
@@ -56,7 +58,7 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
             if kind == "flat":
                 exact_BK = row_BK
             reports[kind] = IndexReport(
-                recall=share_found(row_BK, exact_BK=exact_BK, items=export.items),
+                recall=share_found(row_BK, exact_BK=exact_BK, query_BD=query_BD, item_ID=item_ID),
                 k=config.recall_k,
                 ms_per_query=1000 * seconds / len(query_BD),
                 bytes=(out / f"{kind}.faiss").stat().st_size,
@@ -101,14 +103,24 @@ def bits_for(items: int, *, wanted: int) -> int:
     return min(wanted, items.bit_length() - 1)
 
 
-def share_found(row_BK: NDArray[np.int64], *, exact_BK: NDArray[np.int64], items: int) -> float:
-    """Share of the exact rows that are among the rows found, over all queries; -1 is no row.
+def share_found(
+    row_BR: NDArray[np.int64], *, exact_BK: NDArray[np.int64], query_BD: NDArray[np.float32], item_ID: NDArray[np.float32]
+) -> float:
+    """Share of the exact top k that an index gives, over all queries; -1 is no row.
 
-    >>> share_found(np.array([[1, 2], [3, -1]]), exact_BK=np.array([[2, 0], [3, 1]]), items=4)
+    An item that scores as high as the last of the exact ones counts like it: exact search chooses among equals by chance.
+
+    >>> item_ID = np.array([[3], [2], [2], [1]], np.float32)
+    >>> share_found(np.array([[0, 2], [3, -1]]), exact_BK=np.array([[0, 1], [0, 1]]), query_BD=np.ones((2, 1)), item_ID=item_ID)
     0.5
     """
-    query_B1 = np.arange(len(row_BK))[:, None] * items
-    return float(np.isin(query_B1 + exact_BK, (query_B1 + row_BK)[row_BK >= 0]).mean())
+    right = 0
+    for query_D, row_R, exact_K in zip(query_BD, row_BR, exact_BK, strict=True):
+        row_R = row_R[row_R >= 0]
+        score_T = (item_ID[np.concatenate([exact_K, row_R])] * query_D).sum(axis=1)
+        least = score_T[: len(exact_K)].min()
+        right += min(len(exact_K), int(np.count_nonzero(score_T[len(exact_K) :] >= least)))
+    return right / exact_BK.size
 
 
 def _build(kind: IndexKind, item_ID: NDArray[np.float32], *, config: IndexConfig) -> tuple[Any, dict[str, int]]:
@@ -138,10 +150,15 @@ def _build(kind: IndexKind, item_ID: NDArray[np.float32], *, config: IndexConfig
         index.cp.min_points_per_centroid = 1
         index.train(_sample(item_ID, rows=SAMPLE_PER_CENTROID * max(lists, 1 << bits)))
 
+    # Equal scores are found by the order in which vectors are added. Rows are numbered by falling popularity: in that order
+    # a model that scores all items the same would be served as popularity.
+    order_I = np.random.default_rng(ORDER_SEED).permutation(items)
+    with_rows = faiss.IndexIDMap(index)
     with _threads(1 if kind == "hnsw" and items <= SERIAL_ITEMS else faiss.omp_get_max_threads()):
         for start in range(0, items, ADD_ROWS):
-            index.add(np.ascontiguousarray(item_ID[start : start + ADD_ROWS]))
-    return index, parameters
+            rows = order_I[start : start + ADD_ROWS]
+            with_rows.add_with_ids(np.ascontiguousarray(item_ID[rows]), rows)
+    return with_rows, parameters
 
 
 def _sample(item_ID: NDArray[np.float32], *, rows: int) -> NDArray[np.float32]:

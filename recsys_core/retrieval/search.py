@@ -1,4 +1,4 @@
-"""Reading an index and asking it, with every search setting given explicitly.
+"""Reading an index and asking it, with every search setting given explicitly. An index is an IndexIDMap from item rows.
 
 Shapes: B queries, D width, N depth.
 """
@@ -58,7 +58,8 @@ def search_all(
     index: Any, query_BD: NDArray[np.float32], *, kind: IndexKind, depth: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """As `search`, but over every stored vector: never short, and exact up to the codes of ivf_pq."""
-    if kind in ("ivf_flat", "ivf_pq"):
-        return search(index, query_BD, kind=kind, depth=depth, parameters={"nprobe": index.nlist})
-    flat = faiss.downcast_index(index.storage) if kind == "hnsw" else index
-    return search(flat, query_BD, kind="flat", depth=depth, parameters={})
+    vectors = faiss.downcast_index(index.index)
+    if kind == "hnsw":
+        score_BN, place_BN = search(vectors.storage, query_BD, kind="flat", depth=depth, parameters={})
+        return score_BN, faiss.vector_to_array(index.id_map)[place_BN]
+    return search(index, query_BD, kind=kind, depth=depth, parameters={"nprobe": getattr(vectors, "nlist", 0)})

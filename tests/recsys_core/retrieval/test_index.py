@@ -14,7 +14,7 @@ from recsys_core.retrieval.search import load_index, search, search_all
 from tests.recsys_core.evaluation.stages import export_stage
 
 KINDS = get_args(IndexKind)
-CONFIG = IndexConfig(centroids=10, probes=2, subquantizers=4, bits_per_code=6, hnsw_search_depth=16, recall_k=10)
+CONFIG = IndexConfig(kinds=KINDS, centroids=10, probes=2, subquantizers=4, bits_per_code=6, hnsw_search_depth=16, recall_k=10)
 
 
 def _export(folder: Path, *, items: int = 800, dim: int = 16, queries: int = 60) -> ExportManifest:
@@ -88,7 +88,9 @@ def test_probes_are_what_the_caller_says(built, export: ExportManifest) -> None:
 
 def test_a_catalogue_smaller_than_the_settings_lowers_them(tmp_path: Path) -> None:
     manifest = build_indexes(
-        IndexConfig(recall_k=50), export=_export(tmp_path / "export", items=100, queries=5), folder=tmp_path / "index"
+        IndexConfig(kinds=("ivf_pq",), recall_k=50),
+        export=_export(tmp_path / "export", items=100, queries=5),
+        folder=tmp_path / "index",
     )
     assert manifest.reports["ivf_pq"].parameters == {"nlist": 2, "nprobe": 2, "subquantizers": 8, "bits_per_code": 6}
     tiny = build_indexes(
@@ -99,7 +101,7 @@ def test_a_catalogue_smaller_than_the_settings_lowers_them(tmp_path: Path) -> No
 
 def test_subquantizers_that_do_not_divide_the_size_are_refused(tmp_path: Path, export: ExportManifest) -> None:
     with pytest.raises(InputError, match=r"subquantizers is 5, which does not divide the vectors' size 16"):
-        build_indexes(IndexConfig(subquantizers=5), export=export, folder=tmp_path / "index")
+        build_indexes(IndexConfig(kinds=("ivf_pq",), subquantizers=5), export=export, folder=tmp_path / "index")
     assert not any(tmp_path.iterdir())
 
 
@@ -122,3 +124,26 @@ def test_building_again_gives_the_same_files(built, export: ExportManifest, tmp_
 def test_the_plot_is_a_png(built, tmp_path: Path) -> None:
     path = plot_indexes(built.reports, served=built.served, path=tmp_path / "index.png")
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_only_the_kinds_that_are_asked_for_are_built(tmp_path: Path, export: ExportManifest) -> None:
+    served = build_indexes(IndexConfig(subquantizers=5), export=export, folder=tmp_path / "served")  # 5 is for ivf_pq alone
+    assert {*served.reports} == {"flat", "hnsw"}
+    assert {*served.files} == {"flat.faiss", "hnsw.faiss"}
+    compared = build_indexes(IndexConfig(served="flat", kinds=("ivf_flat",)), export=export, folder=tmp_path / "compared")
+    assert {*compared.reports} == {"flat", "ivf_flat"}
+
+
+def test_where_all_items_score_the_same_no_index_prefers_the_popular_ones(tmp_path: Path) -> None:
+    items = 2_000  # rows are numbered by falling popularity
+    query = np.ones((3, 8), np.float32)
+    export = export_stage(tmp_path / "export", item_vectors=np.ones((items, 8)), queries={"test": (range(3), query)})
+    collapsed = build_indexes(CONFIG, export=export, folder=tmp_path / "index")
+    for kind, report in collapsed.reports.items():
+        index = load_index(collapsed.path(f"{kind}.faiss"), record=collapsed.files[f"{kind}.faiss"])
+        for _, row in (
+            search(index, query, kind=kind, depth=100, parameters=report.parameters),
+            search_all(index, query, kind=kind, depth=100),
+        ):
+            assert 0.3 < row[row >= 0].mean() / items < 0.7
+        assert report.recall == 1.0  # every item is as good as those of exact search

@@ -139,6 +139,10 @@ def print_outcome(outcome: Outcome, *, file: Path, overrides: Sequence[str]) -> 
         terminal.print_table(["test", *names], rows, console=console)
     console.print()
     facts = {"run": str(outcome.run.folder)}
+    train = outcome.stages.get("train")
+    if isinstance(train, TrainManifest) and train.best_epoch is not None:
+        values = ", ".join(f"{name} {value:.4f}" for name, value in train.validation.items())
+        facts["trained"] = f"epoch {train.best_epoch} of {train.epochs} is the best on the validation split: {values}"
     report = outcome.stages.get("check_data")
     if report is not None:
         facts["data"] = str(report.path("report.html"))

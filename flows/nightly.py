@@ -37,7 +37,11 @@ def _run_id() -> str:
     return parameters.get("run_id") or f"{runtime.flow_run.scheduled_start_time:%Y%m%d-%H%M%S}-{runtime.flow_run.id[:4]}"
 
 
-@flow(name="nightly-retrain", flow_run_name=_run_id, validate_parameters=True)
+def _flow_run_name() -> str:
+    return f"{runtime.flow_run.parameters['config'].name} {_run_id()}"
+
+
+@flow(name="nightly-retrain", flow_run_name=_flow_run_name, validate_parameters=True)
 def nightly_retrain(config: PipelineConfig, run_id: str | None = None, until: StageName | None = None) -> State:
     """Retrains the retriever from the newest data and registers the result.
 

@@ -2,8 +2,10 @@
 
 import logging
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +22,8 @@ log = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() el
 """Everything that is not the answer goes here."""
 out = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)
 """The answer."""
+_STAGE_WIDTH, _FACTS_WIDTH, _TOOK_WIDTH, _LEAST_ROOM = 20, 70, 10, 20
+"""Columns of a stage line; the facts get what is left."""
 
 
 class _StageLines(logging.Handler):
@@ -31,16 +35,43 @@ class _StageLines(logging.Handler):
         self._task = bar.add_task("", total=None, note="")
 
     def emit(self, record: logging.LogRecord) -> None:
-        stage, progress = getattr(record, "stage", None), getattr(record, "progress", None)
-        if progress is not None:
-            note = f"epoch {progress.epoch}  loss {progress.loss:.4f}  {progress.samples_per_s:,.0f} samples/s"
-            self._bar.update(self._task, completed=progress.step, total=progress.total_steps, note=note)
-        elif stage is not None:
-            self._bar.reset(self._task, description=stage, total=None, note="")
+        console, fields = self._bar.console, record.__dict__
+        if "done" in fields:
+            self._bar.update(self._task, completed=fields["done"], total=fields["total"], note=fields["note"])
+        elif "stage" in fields:
+            self._bar.reset(self._task, description=fields["stage"], total=None, note="")
+        elif "stage_line" in fields:
+            console.print(stage_line(*fields["stage_line"], width=console.width), markup=False, soft_wrap=True)
         elif record.levelno >= logging.WARNING:
-            self._bar.console.print(f"[yellow]warning[/] {escape(record.getMessage())}", soft_wrap=True)
+            message = folded(f"warning {record.getMessage()}", width=console.width).removeprefix("warning")
+            console.print(f"[yellow]warning[/]{escape(message)}", soft_wrap=True)
         else:
-            self._bar.console.print(record.getMessage(), markup=False, soft_wrap=True)
+            console.print(folded(record.getMessage(), width=console.width), markup=False, soft_wrap=True)
+
+
+def folded(text: str, *, width: int) -> str:
+    """The text in lines of at most `width` columns; a longer word, such as a path, stays whole. A file is not folded.
+
+    >>> folded("the config is in /a/long/path.yaml", width=16).splitlines()
+    ['the config is in', '/a/long/path.yaml']
+    """
+    if width >= WIDTH_OF_A_FILE:
+        return text
+    lines = (textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""] for line in text.splitlines())
+    return "\n".join(chain.from_iterable(lines))
+
+
+def stage_line(stage: str, facts: str, took: str, *, width: int) -> str:
+    """The line of a finished stage; facts that do not fit go on below their start.
+
+    >>> print(stage_line("train", "1,000 steps, loss 0.5000, stopped early after epoch 3 of 10", "1.5 s", width=66))
+    train                1,000 steps, loss 0.5000, stopped       1.5 s
+                         early after epoch 3 of 10
+    """
+    room = max(_LEAST_ROOM, min(max(_FACTS_WIDTH, len(facts)), width - _STAGE_WIDTH - _TOOK_WIDTH - 2))
+    first, *others = folded(facts, width=room).splitlines() or [""]
+    lines = [f"{stage:<{_STAGE_WIDTH}} {first:<{room}} {took:>{_TOOK_WIDTH}}"]
+    return "\n".join([*lines, *(" " * (_STAGE_WIDTH + 1) + line for line in others)])
 
 
 @contextmanager
@@ -82,6 +113,8 @@ def print_metrics(table: MetricTable, *, console: Console) -> None:
         for name, values in table.rows.items()
     ]
     print_table(["test", *table.columns], rows, console=console)
+    if table.note:
+        console.print(table.note, style="dim")
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *, console: Console) -> None:

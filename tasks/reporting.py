@@ -15,14 +15,15 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
-from recsys_core.manifests import MANIFEST_NAME, Manifest
+from recsys_core.manifests import MANIFEST_NAME, Manifest, TrainManifest
+from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job import Progress
 
 LOG = logging.getLogger("nightjar")
 LOG.setLevel(logging.INFO)
 logging.getLogger("recsys_core").setLevel(logging.INFO)
 STEPS = logging.getLogger("nightjar.steps")
-"""Where a run is, for a terminal that draws it: DEBUG records with `stage` and, in training, `progress`."""
+"""Where a run is, for a terminal that draws it: DEBUG records with `stage`, and with `done`, `total`, `note` for a bar."""
 
 _PROGRESS_EVERY_S = 5.0
 
@@ -36,9 +37,30 @@ def begin(stage: str) -> Callable[[Manifest, str], None]:
         # A stage that was reused carries the manifest of an earlier process.
         kept = (manifest.folder / MANIFEST_NAME).stat().st_mtime < started_at
         took = "(kept)" if kept else f"{time.perf_counter() - started:,.1f} s"
-        LOG.info("%-20s %-70s %s", stage, facts, took)
+        LOG.info("%-20s %-70s %s", stage, facts, took, extra={"stage_line": (stage, facts, took)})
 
     return finish
+
+
+def show_bar(stage: str, *, done: int, total: int, note: str) -> None:
+    """Draws the progress of the running stage in the terminal."""
+    STEPS.debug("%s: %s", stage, note, extra={"stage": stage, "done": done, "total": total, "note": note})
+
+
+def training_note(progress: Progress) -> str:
+    """The state of training in a few words."""
+    return f"epoch {progress.epoch}  loss {progress.loss:.4f}  {progress.samples_per_s:,.0f} samples/s"
+
+
+def training_facts(train: TrainManifest, *, config: TrainingConfig) -> str:
+    """Steps, loss and speed of a finished training, whether it stopped early, and the best epoch with its metric."""
+    facts = f"{train.steps:,} steps, loss {train.final_loss:.4f}, {train.samples_per_s:,.0f} samples/s"
+    if train.epochs < config.epochs:
+        facts += f", stopped early after epoch {train.epochs} of {config.epochs}"
+    if train.best_epoch is not None and config.validation is not None:
+        name = f"{config.validation.metric}@{config.validation.k}"
+        facts += f", best epoch {train.best_epoch}: validation {name} {train.validation[name]:.4f}"
+    return facts
 
 
 class TrainingProgress:
@@ -49,17 +71,24 @@ class TrainingProgress:
 
     def __init__(self) -> None:
         self._artifact_id: UUID | None = None  # none for a training that is kept
-        self._sent_at, self._reachable = 0.0, True
+        self._sent_at, self._reachable = -_PROGRESS_EVERY_S, True
 
     def send(self, progress: Progress) -> None:
         """Takes one line of metrics.jsonl."""
-        STEPS.debug("training", extra={"stage": "train", "progress": progress})
-        done = progress.step >= progress.total_steps
-        if not self._reachable or (not done and time.monotonic() - self._sent_at < _PROGRESS_EVERY_S):
+        show_bar("train", done=progress.step, total=progress.total_steps, note=training_note(progress))
+        if time.monotonic() - self._sent_at >= _PROGRESS_EVERY_S:
+            self._update(100 * progress.step / progress.total_steps, training_note(progress))
+
+    def finish(self, facts: str) -> str:
+        """Set the artifact to 100 %, also where training stopped early; a training that is kept has none. Return `facts`."""
+        if self._artifact_id is not None:
+            self._update(100.0, facts)
+        return facts
+
+    def _update(self, percent: float, words: str) -> None:
+        if not self._reachable:
             return
         self._sent_at = time.monotonic()
-        percent = 100 * progress.step / progress.total_steps
-        words = f"epoch {progress.epoch}, loss {progress.loss:.4f}, {progress.samples_per_s:,.0f} samples/s"
         try:
             if self._artifact_id is None:
                 self._artifact_id = cast(UUID, create_progress_artifact(percent, key="training-progress", description=words))

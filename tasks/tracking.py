@@ -130,6 +130,7 @@ def training_metrics(line: Progress, *, time_ms: int) -> list[Metric]:
     values = line.model_dump(include=set(TRAINING_METRICS))
     values |= {f"{name}_ms_per_step": ms for name, ms in line.ms_per_step.items()}
     values |= {f"{name}_bytes": size for name, size in line.memory_bytes.items()}
+    values |= {f"validation/{name.replace('@', '_at_')}": value for name, value in line.validation.items()}
     return [Metric(f"train/{name}", float(value), time_ms, line.step) for name, value in values.items()]
 
 
@@ -153,9 +154,11 @@ def log_results(
     log_params(client, mlflow_run_id, config_file=run.config_file)
     log_training_metrics(client, mlflow_run_id, metrics_file=train.path("metrics.jsonl"))
     recalls = {f"index/{kind}/recall": report.recall for kind, report in index.reports.items()}
-    log_metrics(client, mlflow_run_id, as_metrics({**evaluation.metrics, **recalls, "train/final_loss": train.final_loss}))
+    best = {} if train.best_epoch is None else {"train/best_epoch": train.best_epoch}
+    values = {**evaluation.metrics, **recalls, **best, "train/final_loss": train.final_loss}
+    log_metrics(client, mlflow_run_id, as_metrics(values))
     pictures = (
-        plot_loss(train.path("metrics.jsonl"), path=run.folder / "loss.png"),
+        plot_loss(train, path=run.folder / "loss.png"),
         plot_recall(evaluation.metrics, path=run.folder / "recall.png"),
         plot_indexes(index.reports, served=index.served, path=run.folder / "indexes.png"),
     )

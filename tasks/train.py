@@ -13,7 +13,7 @@ from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job import Progress
 from recsys_core.training.launcher_config import Launcher
 from tasks.champion import starting_champion
-from tasks.reporting import TrainingProgress, begin, show_image
+from tasks.reporting import TrainingProgress, begin, show_image, training_facts
 from tasks.run import Run
 from tasks.tracking import MetricRelay
 
@@ -46,6 +46,6 @@ def train(
             config, model=model, loss=loss, interactions=interactions, embeddings=embeddings, features=features, plan=plan,
             sharding=sharding, folder=run.stage_folder("train"), on_progress=on_progress, champion=champion, launcher=launcher,
         )  # fmt: skip
-    show_image("training-loss", plot_loss(manifest.path("metrics.jsonl"), path=run.folder / "loss.png"))
-    finish(manifest, f"{manifest.steps:,} steps, loss {manifest.final_loss:.4f}, {manifest.samples_per_s:,.0f} samples/s")
+    show_image("training-loss", plot_loss(manifest, path=run.folder / "loss.png"))
+    finish(manifest, shown.finish(training_facts(manifest, config=config)))
     return manifest

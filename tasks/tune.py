@@ -19,7 +19,7 @@ from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job import Progress
 from recsys_core.training.launcher_config import Launcher
 from recsys_core.training.loop import METRICS_NAME
-from tasks.reporting import STEPS
+from tasks.reporting import show_bar, training_note
 from tasks.study import Attempt, Ending, Result
 
 
@@ -48,7 +48,7 @@ def try_settings(attempt: Attempt, setup: TrialSetup, *, stage: str) -> Result:
     reason = ""
 
     def on_progress(progress: Progress) -> None:
-        STEPS.debug("training", extra={"stage": stage, "progress": progress})
+        show_bar(stage, done=progress.step, total=progress.total_steps, note=training_note(progress))
         if setup.metric in progress.validation:
             measured[progress.epoch] = progress.validation[setup.metric]
             attempt.report(progress.epoch, measured[progress.epoch])

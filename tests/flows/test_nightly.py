@@ -2,10 +2,12 @@
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from tests.recsys_core.training.sockets import Listening, noticed
 
 ROOT = Path(nightly.__file__).parents[1]
 CONFIG = """
+name: small-catalogue
 workspace: .
 interactions: {paths: data/interactions/*.parquet, timestamp_column: timestamp, split: {kind: time, test_days: 2}}
 embeddings: {paths: data/item_embeddings.parquet, vector_column: embedding}
@@ -115,6 +118,14 @@ def test_mlflow_has_the_curves_that_the_trainer_wrote(workspace: Workspace, outc
     lines = (Path(outcome["run_dir"]) / "train" / "metrics.jsonl").read_text().splitlines()
     logged = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "train/loss")}
     assert logged == {line["step"]: line["loss"] for line in map(json.loads, lines)}
+
+
+def test_prefect_shows_the_name_of_the_pipeline_and_training_at_its_end(workspace: Workspace, outcome: Any) -> None:
+    (file,) = workspace.folder.rglob("prefect.db")
+    with closing(sqlite3.connect(file)) as database:
+        assert database.execute("select name from flow_run").fetchall() == [(f"small-catalogue {outcome['run_id']}",)]
+        ((percent,),) = database.execute("select data from artifact where key = 'training-progress'").fetchall()
+    assert json.loads(percent) == 100
 
 
 def test_command_line_python_and_server_answer_the_same_unseen_items(workspace: Workspace, outcome: Any) -> None:

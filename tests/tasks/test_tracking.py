@@ -47,6 +47,15 @@ def test_relayed_metrics_arrive_and_a_resumed_training_logs_no_step_twice(run: R
     assert found.info.status == "FINISHED"
 
 
+def test_validation_metrics_are_logged_with_the_line_that_measured_them(run: Run) -> None:
+    with MetricRelay(run) as relay:
+        relay.send(progress(STEPS[0]))
+        relay.send(progress(STEPS[1]).model_copy(update={"validation": {"ndcg@10": 0.25}}))
+    client = connect(run.workspace)
+    history = client.get_metric_history(open_run(client, run), "train/validation/ndcg_at_10")
+    assert [(metric.step, metric.value) for metric in history] == [(STEPS[1], 0.25)]
+
+
 def test_a_failed_training_leaves_a_failed_mlflow_run(run: Run) -> None:
     with pytest.raises(RuntimeError), MetricRelay(run):
         raise RuntimeError

@@ -1,7 +1,11 @@
-import json
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from recsys_core.evaluation.report import metric_table, plot_loss, plot_recall, to_markdown
+from recsys_core.manifests import TrainManifest, produce
+from recsys_core.training.job import Progress
 
 METRICS = {
     "test/recall@10": 0.2,
@@ -21,21 +25,53 @@ def test_the_table_sets_the_model_beside_its_baselines() -> None:
     assert to_markdown(table).splitlines()[-1] == "| popularity | 0.1000 | 0.0300 |"
 
 
-def test_cold_items_have_rows_of_their_own_below() -> None:
-    cold = {"test/cold/recall@20": 0.7, "test/cold/users": 5.0, "baseline/zero_shot/cold/recall@20": 0.8}
+def test_cold_items_have_rows_of_their_own_below_and_their_number_is_said() -> None:
+    cold = {
+        "test/cold/recall@20": 0.7,
+        "test/cold/users": 5.0,
+        "test/cold/items": 1200.0,
+        "baseline/zero_shot/cold/recall@20": 0.8,
+    }
     table = metric_table(METRICS | cold | {"baseline/zero_shot/recall@20": 0.3})
-    assert list(table.rows) == ["model", "popularity", "zero_shot", "model, cold items", "zero_shot, cold items"]
-    assert table.rows["model, cold items"] == (0.7, None)
+    assert list(table.rows) == ["model", "popularity", "zero_shot", "model, cold", "zero_shot, cold"]
+    assert table.rows["model, cold"] == (0.7, None)
     assert table.best_beside("popularity") == (0.4, 0.1)
-    assert table.best_beside("model, cold items") == (0.8, 0.0)
-    assert to_markdown(table).splitlines()[-1] == "| zero_shot, cold items | 0.8000 | - |"
+    assert table.best_beside("model, cold") == (0.8, 0.0)
+    assert to_markdown(table).splitlines()[-3] == "| zero_shot, cold | 0.8000 | - |"
+    assert to_markdown(table).splitlines()[-1] == "cold: 1,200 items without an earlier event, for 5 users"
 
 
-def test_plots_are_png_files(tmp_path: Path) -> None:
-    lines = [{"step": step, "loss": 3 / step, "samples_per_s": 100.0} for step in range(1, 9)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*map(json.dumps, lines), json.dumps({"step": 9, "event": "saved"})]))
+def test_cold_items_that_all_fit_into_the_shown_cut_offs_have_no_row() -> None:
+    table = metric_table(METRICS | {"test/cold/users": 2.0, "test/cold/items": 3.0, "test/cold/recall@2": 0.5})
+    assert list(table.rows) == ["model", "popularity"]
+    assert table.note == ""
+
+
+def train_stage(folder: Path, *, best_epoch: int | None) -> TrainManifest:
+    """Four epochs of 10 steps; the loss falls between epochs and rises within them."""
+
+    def build(out: Path) -> dict[str, Any]:
+        lines = [
+            Progress(
+                step=step, total_steps=100, epoch=1 + (step - 1) // 10, learning_rate=0.1, samples_per_s=10.0,
+                loss=3 / (1 + (step - 1) // 10) + step % 10 / 50,
+                validation={"recall@10": step / 90, "ndcg@10": step / 100} if best_epoch and step % 10 == 0 else {},
+            )
+            for step in range(2, 42, 2)
+        ]  # fmt: skip
+        (out / "metrics.jsonl").write_text("".join(line.model_dump_json() + "\n" for line in lines))
+        return {
+            "world_size": 1, "steps": 40, "epochs": 4, "examples": 40, "final_loss": 1.0, "samples_per_s": 10.0,
+            "attempts": 1, "best_epoch": best_epoch, "validation": {},
+        }  # fmt: skip
+
+    return produce(folder, TrainManifest, fingerprint="train", build=build)
+
+
+@pytest.mark.parametrize("best_epoch", [None, 3])
+def test_plots_are_png_files(best_epoch: int | None, tmp_path: Path) -> None:
     for path in (
         plot_recall(METRICS, path=tmp_path / "recall.png"),
-        plot_loss(tmp_path / "metrics.jsonl", path=tmp_path / "loss.png"),
+        plot_loss(train_stage(tmp_path / "train", best_epoch=best_epoch), path=tmp_path / "loss.png"),
     ):
         assert path.read_bytes().startswith(b"\x89PNG")

@@ -11,7 +11,7 @@ LOCKS_cpu := bootstrap torch cuda cpu
 LOCKS_gpu := bootstrap gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test drills bench-nightly bench-ingest bench-quality bench-scale bench-train lint lock clean
+.PHONY: help setup demo test drills bench-nightly bench-ingest bench-quality bench-scale bench-train bench-evaluate lint lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -39,6 +39,9 @@ bench-quality: setup ## transfer, features, cold items on public data, 3 seeds, 
 
 bench-train: setup ## the training step beside TorchRec's example, and by sharding type; writes benchmarks/train.md
 	$(BIN)/python -m benchmarks.train
+
+bench-evaluate: setup ## the exact evaluation compared with plain numpy, quiet and under load; writes benchmarks/evaluate.md
+	$(BIN)/python -m benchmarks.evaluate
 
 bench-scale: setup ## three sizes on paper, up to 20 billion rows; writes benchmarks/scale.json and the tables of docs/scale.md
 	$(BIN)/python -m benchmarks.scale

@@ -98,7 +98,7 @@ def evaluate(
             questions = _questions("validation", config=config, store=store, export=export, interactions=interactions)
             ranking = _rank(questions, questions.query_ED, item_ID, config=config, progress=progress)
             if len(ranking.rank_P):
-                found |= _metrics("validation", ranking, config=config)
+                found |= all_metrics("validation", ranking, config=config)
             cold_C = cold_rows(store, "validation")
             found |= _cold_metrics("validation", questions, questions.query_ED, item_ID, cold_C=cold_C, config=config)
 
@@ -110,7 +110,7 @@ def evaluate(
             raise InputError(
                 f"all {ranking.seen_targets} test targets were seen before by their users; set evaluation.exclude_seen to false"
             )
-        found |= _metrics("test", ranking, config=config) | _slices(
+        found |= all_metrics("test", ranking, config=config) | _slices(
             "test", ranking, store=store, questions=questions, config=config
         )
 
@@ -118,7 +118,7 @@ def evaluate(
         found |= _cold_metrics("test", questions, questions.query_ED, item_ID, cold_C=cold_C, config=config)
 
         # Among items without an event, popularity has nothing to go by: it has no cold metrics.
-        found |= _metrics("baseline/popularity", _rank_popularity(questions, config=config), config=config)
+        found |= all_metrics("baseline/popularity", _rank_popularity(questions, config=config), config=config)
         if embeddings is not None and _has_vectors(embeddings):
             neighbours = replace(questions, known_E=np.ones_like(questions.known_E))
             vectors = baselines.zero_shot_vectors(
@@ -127,7 +127,7 @@ def evaluate(
                 histories=questions.history,
             )
             ranking = _rank(neighbours, *vectors, config=config, progress=progress)
-            found |= _metrics("baseline/zero_shot", ranking, config=config)
+            found |= all_metrics("baseline/zero_shot", ranking, config=config)
             found |= _cold_metrics("baseline/zero_shot", neighbours, *vectors, cold_C=cold_C, config=config)
 
         np.save(out / "popularity.npy", questions.popular_I)
@@ -222,7 +222,8 @@ def _seen(questions: Questions, *, config: EvaluationConfig) -> Lists:
     return questions.history if config.exclude_seen else Lists.empty(len(questions.history))
 
 
-def _metrics(prefix: str, ranking: Ranking, *, config: EvaluationConfig) -> dict[str, float]:
+def all_metrics(prefix: str, ranking: Ranking, *, config: EvaluationConfig) -> dict[str, float]:
+    """All metrics of one ranking, named <prefix>/<metric>; those that are not defined are left out."""
     ranks = TargetRanks.of_pairs(user_P=ranking.query_P, rank_P=ranking.rank_P, candidates_E=ranking.candidates_E)
     found: dict[str, float] = {"users": ranks.users, "targets": len(ranks.rank_P), "seen_targets": ranking.seen_targets}
     for k in config.ks:

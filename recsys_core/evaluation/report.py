@@ -109,7 +109,7 @@ def plot_loss(train: TrainManifest, *, path: Path) -> Path:
         right.set_ylabel("validation", color=COLOURS["zero_shot"])
         right.set_ylim(bottom=0)
         right.spines["top"].set_visible(False)
-        right.legend(frameon=False, fontsize=7, loc="center right")
+        right.legend(frameon=False, fontsize=7, loc="best")
     axes.spines["top"].set_visible(False)
     figure.savefig(path)
     return path

@@ -15,17 +15,8 @@ from recsys_core.manifests import (
     Manifest,
     RegistrationManifest,
 )
-from recsys_core.models.spec import ModelSpec
-from tasks.data_report import check_data
-from tasks.evaluate import evaluate
-from tasks.export import export_vectors
-from tasks.index import build_index
 from tasks.ingest import ingest_embeddings, ingest_features, ingest_interactions
-from tasks.package import build_package
-from tasks.plan import plan_sharding
-from tasks.register import register
 from tasks.run import Run, StageName
-from tasks.train import train
 
 Stage = tuple[StageName, Manifest | None]
 Ingested = tuple[EmbeddingsManifest | None, InteractionsManifest, FeaturesManifest | None]
@@ -81,38 +72,7 @@ def ingest(config: PipelineConfig, run: Run) -> Generator[Stage, None, Ingested]
 def night(config: PipelineConfig, run: Run) -> Iterator[Stage]:
     """The chain, in order; after each stage its name and manifest."""
     embeddings, interactions, features = yield from ingest(config, run)
-    checked = check_data(config.data_report, split=config.interactions.split, interactions=interactions, run=run)
-    yield "check_data", checked
-    model = ModelSpec.of(
-        config.model, interactions=interactions, embeddings=embeddings, features=features, tables=config.tables,
-        loss=config.loss,
-    )  # fmt: skip
-    plan = plan_sharding(
-        config.sharding, model=model, training=config.training, loss=config.loss, interactions=interactions, features=features,
-        run=run,
-    )  # fmt: skip
-    yield "plan_sharding", plan
-    trained = train(
-        config.training, model=model, loss=config.loss, interactions=interactions, embeddings=embeddings, features=features,
-        plan=plan, sharding=config.sharding, model_name=config.registry.model_name, launcher=config.launcher, run=run,
-    )  # fmt: skip
-    yield "train", trained
-    export = export_vectors(
-        config.training, model=model, loss=config.loss, interactions=interactions, features=features, train=trained,
-        launcher=config.launcher, run=run,
-    )  # fmt: skip
-    yield "export", export
-    evaluation = evaluate(config.evaluation, export=export, interactions=interactions, embeddings=embeddings, run=run)
-    yield "evaluate", evaluation
-    index = build_index(config.index, export=export, run=run)
-    yield "build_index", index
-    package = build_package(
-        config.package, export=export, index=index, interactions=interactions, features=features, evaluation=evaluation,
-        run=run,
-    )  # fmt: skip
-    yield "package", package
-    registration = register(
-        config.registry, embeddings=embeddings, interactions=interactions, data_report=checked, plan=plan, train=trained,
-        evaluation=evaluation, index=index, package=package, run=run,
-    )  # fmt: skip
-    yield "register", registration
+    # Their imports (torch, MLflow, FAISS) take seconds, which ingests need not wait for.
+    from flows.learning import learn
+
+    yield from learn(config, run, embeddings=embeddings, interactions=interactions, features=features)

@@ -15,9 +15,6 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from recsys_core.data.features.store import QUERY as QUERY
-from recsys_core.data.features.store import QUERY_WEIGHTED as QUERY_WEIGHTED
-from recsys_core.data.features.store import ROWS as ROWS
 from recsys_core.data.lists import Lists
 
 
@@ -29,7 +26,7 @@ class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
     """
 
     sparse: dict[str, KeyedJaggedTensor]
-    """See ROWS, QUERY and QUERY_WEIGHTED; the last two only where a feature wants them."""
+    """By ROWS, QUERY and QUERY_WEIGHTED (recsys_core.data.keys); the last two only where a feature wants them."""
     batch_size: int
     item_row_U: Tensor
     """int64 [U]: rows of the catalogue."""

@@ -5,8 +5,6 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from recsys_core.config import Frozen
 from recsys_core.manifests import TrainManifest
 
@@ -66,6 +64,8 @@ def to_markdown(table: MetricTable) -> str:
 
 def plot_recall(metrics: Mapping[str, float], *, path: Path) -> Path:
     """Writes a png with recall@K by K, model and baselines side by side. Returns `path`."""
+    from matplotlib.figure import Figure  # most commands draw nothing
+
     contenders = _contenders(metrics)
     ks = sorted(int(found[1]) for name in contenders["model"] if (found := re.fullmatch(r"recall@(\d+)", name)))
     figure = Figure(figsize=(6.4, 3.6), dpi=120, layout="constrained")
@@ -88,6 +88,8 @@ def plot_loss(train: TrainManifest, *, path: Path) -> Path:
 
     An epoch ends at each vertical line. The loss falls in steps there, where items are seen again.
     """
+    from matplotlib.figure import Figure  # most commands draw nothing
+
     text = train.path("metrics.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines() if line.strip()]
     figure = Figure(figsize=(6.4, 3.2), dpi=120, layout="constrained")

@@ -15,7 +15,8 @@ from torch.nn.functional import embedding_bag
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from recsys_core.data.batch import QUERY, QUERY_WEIGHTED, Batch
+from recsys_core.data.batch import Batch
+from recsys_core.data.keys import QUERY, QUERY_WEIGHTED
 from recsys_core.models.spec import ModelSpec, Side, TableSpec, module_name
 
 LookedUp = dict[str, Any]

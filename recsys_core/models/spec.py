@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from recsys_core.config import Frozen
-from recsys_core.data.features.store import QUERY, QUERY_WEIGHTED, ROWS, FeatureForm, feature_form
+from recsys_core.data.features.store import FeatureForm, feature_form
+from recsys_core.data.keys import QUERY, QUERY_WEIGHTED, ROWS
 from recsys_core.errors import InputError
 from recsys_core.manifests import EmbeddingsManifest, FeatureFacts, FeaturesManifest, InteractionsManifest
 from recsys_core.models.config import TwoTowerConfig

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from recsys_core.manifests import IndexReport
 
 
 def plot_indexes(reports: Mapping[str, IndexReport], *, served: str, path: Path) -> Path:
     """Writes a png with one point per index; the served one is filled. Returns `path`."""
+    from matplotlib.figure import Figure  # most commands draw nothing
+
     figure = Figure(figsize=(6.4, 4.0), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     for kind, report in reports.items():

@@ -18,10 +18,6 @@ from recsys_core.manifests import FeatureFacts, FeaturesManifest
 FeatureForm = Literal["single", "list", "weighted_list", "number"]
 """One row; any number of rows; the same with weights; one row with a weight, the number itself."""
 
-ROWS, QUERY, QUERY_WEIGHTED = "rows", "query", "query_weighted"
-"""Keys of `Batch.sparse`: what is looked up row by row (features of the U items, and the B users), features of the B queries
-that are pooled, and those that have weights."""
-
 
 @dataclass(frozen=True)
 class Feature:

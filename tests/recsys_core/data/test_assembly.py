@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch import QUERY, QUERY_WEIGHTED, ROWS, Batch, keyed_jagged
+from recsys_core.data.batch import Batch, keyed_jagged
 from recsys_core.data.features.store import FeatureStore
+from recsys_core.data.keys import QUERY, QUERY_WEIGHTED, ROWS
 from recsys_core.data.lists import Lists
 from tests.recsys_core.data.described import FORMS, SIDES, feature_store, values_of
 

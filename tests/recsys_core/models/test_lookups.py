@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch import QUERY, QUERY_WEIGHTED, ROWS, Batch
+from recsys_core.data.batch import Batch
 from recsys_core.data.features.store import Feature, FeatureStore
+from recsys_core.data.keys import QUERY, QUERY_WEIGHTED, ROWS
 from recsys_core.data.lists import Lists
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.lookups import Lookups, parameter_name, table_outputs

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
 from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch import ROWS, Batch
+from recsys_core.data.batch import Batch
 from recsys_core.data.features.store import FeatureStore
+from recsys_core.data.keys import ROWS
 from recsys_core.data.lists import Lists
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.lookups import Lookups, parameter_name

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch import ROWS
 from recsys_core.data.features.store import FeatureStore
+from recsys_core.data.keys import ROWS
 from recsys_core.data.lists import Lists
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.lookups import table_outputs

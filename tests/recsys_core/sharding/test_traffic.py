@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch import QUERY, ROWS
 from recsys_core.data.events import EventStore
+from recsys_core.data.keys import QUERY, ROWS
 from recsys_core.data.loader import TrainLoader
 from recsys_core.models.config import HistoryConfig, TwoTowerConfig
 from recsys_core.models.loss_config import LossConfig

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch import ROWS
 from recsys_core.data.events import EventStore
 from recsys_core.data.features.store import FeatureStore
+from recsys_core.data.keys import ROWS
 from recsys_core.errors import InputError, LaunchError, StageError
 from recsys_core.manifests import PlanManifest, TrainManifest
 from recsys_core.models.lookups import Lookups, parameter_name

@@ -10,7 +10,7 @@ import torch
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-from recsys_core.data.batch import ROWS
+from recsys_core.data.keys import ROWS
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
 from recsys_core.models.shards import table_shards

@@ -18,9 +18,9 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer
 
 from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch import ROWS
 from recsys_core.data.events import EventStore
 from recsys_core.data.features.store import FeatureStore
+from recsys_core.data.keys import ROWS
 from recsys_core.manifests import FeaturesManifest, InteractionsManifest, require_manifest
 from recsys_core.models.shards import table_shards
 from recsys_core.models.tables import TableConfig, random_norm

@@ -1,5 +1,6 @@
-"""The `nightjar` command. Exit codes: 0 done, 2 the config or the input is wrong, 1 anything else."""
+"""The `nightjar` command. Exit codes: 0 done, 2 the config or the input is wrong, 130 SIGINT, 143 SIGTERM, 1 anything else."""
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +9,7 @@ import typer
 
 from flows import terminal
 from flows.environment import prepare, quieten
+from flows.interruption import Interrupted, end_process
 from recsys_core.errors import NightjarError
 
 app = typer.Typer(
@@ -58,10 +60,12 @@ def init(file: Annotated[Path, typer.Argument(help="file to write")] = Path("nig
 @app.command(epilog="Example: nightjar validate nightly.yaml --set model.embedding_dim=128")
 def validate(file: File, overrides: Sets = None) -> None:
     """Checks the config, and the files, columns and types of the input, without running."""
-    from flows.inputs import check_inputs
     from flows.load import load_config
 
-    facts = check_inputs(load_config(file, overrides or ()))
+    config = load_config(file, overrides or ())
+    from flows.inputs import check_inputs
+
+    facts = check_inputs(config)
     terminal.print_facts(facts, console=terminal.out)
     terminal.out.print(f"{file}: good; run it with: nightjar run {file}", markup=False, soft_wrap=True)
 
@@ -119,20 +123,23 @@ def run(
     verbose: Verbose = False,
 ) -> None:
     """One night: ingest, plan, train, export, evaluate, index, package, register."""
-    from flows.inputs import check_inputs
-    from flows.load import load_config
-    from recsys_core.errors import InputError
-    from tasks.run import STAGES
+    from flows.prefect_server import embedded_server
 
-    last = next((stage for stage in STAGES if stage == until), None)
-    if until is not None and last is None:
-        raise InputError(f"--until {until}: no such stage; there are {', '.join(STAGES)}")
-    config = load_config(file, overrides or ())
-    check_inputs(config)
-    prepare(config.workspace, verbose=verbose)
-    from flows.night import print_outcome, run_night
+    with embedded_server() as server:  # it imports while the config and the input are read
+        from flows.inputs import check_inputs
+        from flows.load import load_config
+        from flows.night import print_outcome, run_night
+        from recsys_core.errors import InputError
+        from tasks.run import STAGES
 
-    outcome = run_night(config, resume=resume, until=last)
+        last = next((stage for stage in STAGES if stage == until), None)
+        if until is not None and last is None:
+            raise InputError(f"--until {until}: no such stage; there are {', '.join(STAGES)}")
+        config = load_config(file, overrides or ())
+        check_inputs(config)
+        prepare(config.workspace, verbose=verbose)
+        command = as_command("run", file, overrides)
+        outcome = run_night(config, resume=resume, until=last, server=server, command=command)
     if as_json:
         sys.stdout.write(outcome.as_json() + "\n")
     else:
@@ -148,18 +155,21 @@ def tune(
     verbose: Verbose = False,
 ) -> None:
     """Tries settings within the ranges of `tuning`; the validation split decides. The same command goes on where it stopped."""
-    from flows.inputs import check_inputs
-    from flows.load import load_config
-    from flows.study import as_json as to_json
-    from flows.study import check_tunable, print_study, run_study
+    from flows.prefect_server import embedded_server
 
-    config = load_config(file, overrides or ())
-    check_tunable(config, file=file)
-    check_inputs(config)
-    if trials is not None and config.tuning is not None:
-        config = config.model_copy(update={"tuning": config.tuning.model_copy(update={"trials": trials})})
-    prepare(config.workspace, verbose=verbose)
-    study = run_study(config)
+    with embedded_server() as server:
+        from flows.inputs import check_inputs
+        from flows.load import load_config
+        from flows.study import as_json as to_json
+        from flows.study import check_tunable, print_study, run_study
+
+        config = load_config(file, overrides or ())
+        check_tunable(config, file=file)
+        check_inputs(config)
+        if trials is not None and config.tuning is not None:
+            config = config.model_copy(update={"tuning": config.tuning.model_copy(update={"trials": trials})})
+        prepare(config.workspace, verbose=verbose)
+        study = run_study(config, server=server, command=as_command("tune", file, overrides, trials=trials))
     if as_json:
         sys.stdout.write(to_json(study) + "\n")
     else:
@@ -231,11 +241,25 @@ def ui(
     serve(config, prefect_port=prefect_port, mlflow_port=mlflow_port)
 
 
+def as_command(name: str, file: Path, overrides: list[str] | None, *, trials: int | None = None) -> str:
+    """The command line, as a shell takes it.
+
+    >>> as_command("run", Path("nightly.yaml"), ["model.query.layers=[64, 32]"])
+    "nightjar run nightly.yaml --set 'model.query.layers=[64, 32]'"
+    """
+    words = ["nightjar", name, str(file)]
+    for override in overrides or ():
+        words += ["--set", override]
+    return shlex.join(words if trials is None else [*words, "--trials", str(trials)])
+
+
 def main() -> None:
     """Entry of the `nightjar` command: one clear message and an exit code for what is foreseen."""
     quieten()
     try:
         app()
+    except Interrupted as error:
+        end_process(error)
     except NightjarError as error:
         terminal.log.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         sys.exit(error.exit_code)

@@ -10,7 +10,8 @@ from typing import Any
 
 from flows import terminal
 from flows.config import PipelineConfig
-from flows.prefect_server import embedded_server
+from flows.interruption import interruptible
+from flows.prefect_server import EmbeddedServer, prefect_session
 from recsys_core.disk import full_disk_is_told
 from recsys_core.errors import InputError, NightjarError, StageError
 from recsys_core.evaluation.report import metric_table
@@ -86,26 +87,30 @@ class Outcome:
         return json.dumps(answer, allow_nan=False)
 
 
-def run_night(config: PipelineConfig, *, resume: str | None, until: StageName | None) -> Outcome:
-    """Runs the flow to its end. Raises what a stage raised; a traceback of anything unforeseen is left in the run's folder."""
+def run_night(
+    config: PipelineConfig, *, resume: str | None, until: StageName | None, server: EmbeddedServer | None, command: str
+) -> Outcome:
+    """Runs the flow to its end. Raises what a stage raised; a traceback of anything unforeseen is left in the run's folder.
+
+    server: the embedded one, none where PREFECT_API_URL names another. command: what starts the run, for a message.
+    """
     run = Run(resume or new_run_id(), workspace=config.workspace, experiment=config.registry.experiment)
     if resume is not None and not run.config_file.is_file():
         there = sorted(path.name for path in run.folder.parent.glob("*") if path.is_dir())
         raise InputError(f"--resume {resume}: no such run in {run.folder.parent}; there are {there or 'none'}")
-    with terminal.stage_lines():
+
+    def way_out() -> str:
+        begun = run.config_file.is_file()
+        return f"resume with: {command} --resume {run.run_id}" if begun else f"no stage had begun; start again with: {command}"
+
+    with terminal.stage_lines(), interruptible(way_out) as interruption:
         terminal.log.print(f"run {run.run_id}", style="bold")
         try:
-            with embedded_server(log=config.workspace / "prefect.log") as ready:
-                from prefect.logging.handlers import APILogWorker  # seconds, while the server starts
-
+            with prefect_session(server, log=config.workspace / "prefect.log"):
                 from flows.nightly import nightly_retrain
 
-                ready()
-                try:
-                    with full_disk_is_told(run.folder):
-                        nightly_retrain(config, run_id=run.run_id, until=until)
-                finally:
-                    APILogWorker.drain_all()  # Prefect sends the last lines of the log while it exits, too late for the server
+                with full_disk_is_told(run.folder):
+                    nightly_retrain.with_options(on_running=[interruption.note])(config, run_id=run.run_id, until=until)
         except NightjarError:
             raise
         except Exception as error:  # whatever a library throws: the person sees one line, the traceback is kept

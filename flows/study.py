@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from flows import terminal
 from flows.config import PipelineConfig
+from flows.interruption import interruptible
 from flows.night import with_traceback_kept
-from flows.prefect_server import embedded_server
+from flows.prefect_server import EmbeddedServer, prefect_session
 from recsys_core.errors import InputError, NightjarError, StageError
 from tasks.tuning_config import label_of
 
@@ -30,21 +31,18 @@ def check_tunable(config: PipelineConfig, *, file: Path) -> None:
         )
 
 
-def run_study(config: PipelineConfig) -> "Study":
-    """Runs the flow to its end. Raises what it raises, and StageError where no trial came to its end."""
-    folder = config.workspace / "tuning"
-    with terminal.stage_lines():
-        try:
-            with embedded_server(log=config.workspace / "prefect.log") as ready:
-                from prefect.logging.handlers import APILogWorker  # seconds, while the server starts
+def run_study(config: PipelineConfig, *, server: EmbeddedServer | None, command: str) -> "Study":
+    """Runs the flow to its end. Raises what it raises, and StageError where no trial came to its end.
 
+    server, command: as in flows.night.
+    """
+    folder = config.workspace / "tuning"
+    with terminal.stage_lines(), interruptible(lambda: f"resume with: {command}") as interruption:
+        try:
+            with prefect_session(server, log=config.workspace / "prefect.log"):
                 from flows.tuning import tune_settings
 
-                ready()
-                try:
-                    study: Study = tune_settings(config)
-                finally:
-                    APILogWorker.drain_all()  # as flows.night does
+                study: Study = tune_settings.with_options(on_running=[interruption.note])(config)
         except NightjarError:
             raise
         except Exception as error:  # whatever a library throws: the person sees one line, the traceback is kept

@@ -39,10 +39,10 @@ def wait_until(what: str, holds, *, patience_s: float = PATIENCE_S) -> None:
 
 def started_run(parameters: dict) -> str:
     """Asks the server for a run of the served deployment, once that is there; the run's id."""
-    from prefect.client.orchestration import PrefectClient
+    from prefect.client.orchestration import get_client
 
     async def ask() -> str:
-        async with PrefectClient(os.environ["PREFECT_API_URL"]) as client:
+        async with get_client() as client:
             for _ in range(int(PATIENCE_S)):
                 found = await client.read_deployments()
                 if found:
@@ -54,21 +54,21 @@ def started_run(parameters: dict) -> str:
 
 
 def cancel(flow_run: str) -> None:
-    from prefect.client.orchestration import PrefectClient
+    from prefect.client.orchestration import get_client
     from prefect.states import Cancelling
 
     async def ask() -> None:
-        async with PrefectClient(os.environ["PREFECT_API_URL"]) as client:
+        async with get_client() as client:
             await client.set_flow_run_state(flow_run, Cancelling(), force=True)
 
     asyncio.run(ask())
 
 
 def state_of(flow_run: str) -> str:
-    from prefect.client.orchestration import PrefectClient
+    from prefect.client.orchestration import get_client
 
     async def ask() -> str:
-        async with PrefectClient(os.environ["PREFECT_API_URL"]) as client:
+        async with get_client() as client:
             return str((await client.read_flow_run(flow_run)).state_name)
 
     return asyncio.run(ask())
@@ -85,9 +85,11 @@ def test_cancelling_in_prefect_ends_every_process_of_the_training(
     config = load_config(write_config(tmp_path), ["training.epochs=100000", "training.validation=null", *overrides])
     logs = config.workspace / "runs" / RUN_ID / "train.work" / "logs" / "attempt-1"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
-    with embedded_server(log=tmp_path / "prefect.log") as ready, (tmp_path / "serve.log").open("wb") as output:
-        ready()
-        environment["PREFECT_API_URL"] = os.environ["PREFECT_API_URL"]
+    with embedded_server() as server, (tmp_path / "serve.log").open("wb") as output:
+        assert server is not None
+        server.begin(log=tmp_path / "prefect.log")
+        server.wait()
+        environment |= {name: os.environ[name] for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")}
         served = subprocess.Popen(
             [sys.executable, "-c", SERVE], cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
         )

@@ -1,0 +1,96 @@
+"""The process of the embedded Prefect server: python -m flows.prefect_process FD, where FD is a listening socket.
+
+It imports what Prefect needs while the run's config is read, and Prefect itself once its environment arrives on stdin.
+"""
+
+import json
+import os
+import socket
+import sqlite3
+import sys
+from contextlib import closing, suppress
+from pathlib import Path
+
+from recsys_core.parent import die_with_parent
+
+
+def main() -> None:
+    """Serves Prefect's API on the given socket until SIGTERM, or until the parent is gone."""
+    die_with_parent()
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    _import_libraries()
+    orders = sys.stdin.buffer.read()
+    if not orders:  # the config was wrong: there is nothing to serve
+        return
+    begin = json.loads(orders)
+    log = os.open(begin["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(begin["environment"])
+    import uvicorn
+
+    migrate()
+    from prefect.server.api.server import create_app
+
+    uvicorn.Server(uvicorn.Config(create_app(), log_level="error", lifespan="on")).run(sockets=[listener])
+
+
+def _import_libraries() -> None:
+    """Imports the libraries of Prefect that read no setting of Prefect's."""
+    import docket  # noqa: F401
+    import fastapi  # noqa: F401
+    import pendulum  # noqa: F401
+    import uvicorn  # noqa: F401
+
+
+def migrate() -> None:
+    """Brings the database of PREFECT_HOME to the schema of the installed Prefect, unless it has it.
+
+    A new one is copied from the user's cache: Prefect's migrations of an empty database take seconds. A database that the user
+    has put elsewhere is left to Prefect.
+    """
+    import asyncio
+
+    import prefect
+    from filelock import FileLock
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings()
+    database = settings.home / "prefect.db"
+    url = settings.server.database.connection_url
+    if url is None or url.get_secret_value() != f"sqlite+aiosqlite:///{database}":
+        return
+    settings.server.database.migrate_on_start = False
+    settings.home.mkdir(parents=True, exist_ok=True)
+    marker, template = database.with_suffix(".version"), _cache() / f"prefect-{prefect.__version__}.db"
+    with FileLock(settings.home / ".migration.lock"):  # two first runs in one workspace
+        is_new = not database.is_file()
+        if not is_new and marker.is_file() and marker.read_text() == prefect.__version__:
+            return
+        if is_new and template.is_file():
+            _copy(template, database)
+        else:
+            from prefect.server.database import provide_database_interface
+
+            asyncio.run(provide_database_interface().create_db())
+            if is_new:
+                with suppress(OSError):  # a user without a home of their own migrates each new workspace
+                    template.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                    _copy(database, template)
+        marker.write_text(prefect.__version__)
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nightjar"
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Puts a copy of a sqlite database there, whole or not at all."""
+    staging = target.with_name(f".{target.name}.{os.getpid()}")
+    with closing(sqlite3.connect(source)) as read, closing(sqlite3.connect(staging)) as write:
+        read.backup(write)
+    staging.replace(target)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The embedded Prefect server: closed to other users, replaced when it dies, and its last lines where it cannot start."""
+
+import os
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flows.prefect_server import EmbeddedServer, embedded_server
+from recsys_core.errors import StageError
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in list(os.environ):
+        if name.startswith("PREFECT_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
+    return tmp_path
+
+
+@pytest.fixture
+def server(home: Path) -> Iterator[EmbeddedServer]:
+    with embedded_server() as server:
+        assert server is not None
+        server.begin(log=home / "prefect.log")
+        server.wait()
+        yield server
+
+
+def status(url: str, *, secret: str | None = None) -> int:
+    """Of a POST that reads flow runs."""
+    manager = urllib.request.HTTPPasswordMgrWithPriorAuth()
+    if secret is not None:
+        manager.add_password(None, url, *secret.split(":", 1), is_authenticated=True)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPBasicAuthHandler(manager))
+    request = urllib.request.Request(f"{url}/flow_runs/filter", data=b"{}", headers={"Content-Type": "application/json"})
+    try:
+        with opener.open(request, timeout=120) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_only_who_has_the_secret_is_answered_and_no_command_line_or_log_holds_it(server: EmbeddedServer, home: Path) -> None:
+    secret = os.environ["PREFECT_API_AUTH_STRING"]
+    assert status(server.api) == 401
+    assert status(server.api, secret="nightjar:guess") == 401
+    assert status(server.api, secret=secret) == 200
+    password = secret.partition(":")[2]
+    assert password not in " ".join(psutil.Process(server.pid).cmdline())
+    assert password not in (home / "prefect.log").read_text()
+
+
+def test_a_server_that_is_killed_is_replaced_and_a_client_that_asks_meanwhile_waits(
+    server: EmbeddedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret, first = os.environ["PREFECT_API_AUTH_STRING"], server.pid
+    os.kill(first, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(first)] if psutil.pid_exists(first) else [], timeout=10)
+    assert status(server.api, secret=secret) == 200
+    assert server.pid != first
+    assert "the embedded Prefect server was ended by SIGKILL; another one takes its place" in caplog.text
+
+
+def test_the_server_is_in_a_session_of_its_own(server: EmbeddedServer) -> None:
+    assert os.getsid(server.pid) == server.pid != os.getsid(0)
+
+
+def test_a_server_that_cannot_start_says_why(home: Path) -> None:
+    (home / "prefect").mkdir()
+    (home / "prefect" / "prefect.db").write_bytes(b"no database" * 100)
+    with embedded_server() as server:
+        assert server is not None
+        server.begin(log=home / "prefect.log")
+        with pytest.raises(StageError, match=r"(?s)ended with exit code \d; the last lines of .*prefect.log:.*not a database"):
+            server.wait()
+
+
+def test_two_first_servers_of_one_workspace_both_start(home: Path) -> None:
+    servers = [EmbeddedServer(), EmbeddedServer()]
+    try:
+        for number, server in enumerate(servers):
+            server.begin(log=home / f"{number}.log")
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(EmbeddedServer.wait, servers))
+    finally:
+        for server in servers:
+            server.stop()

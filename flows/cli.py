@@ -210,10 +210,11 @@ def releases(file: File, overrides: Sets = None, as_json: AsJson = False) -> Non
 
     config = load_config(file, overrides or ())
     prepare(config.workspace)
+    from tasks.mlflow_client import ANSWER_TIMEOUT_S, connect, within
     from tasks.registry import list_releases
-    from tasks.tracking import connect
 
-    rows = list_releases(connect(config.workspace), config.registry.model_name)
+    client = connect(config.workspace)
+    rows = within(ANSWER_TIMEOUT_S, lambda: list_releases(client, config.registry.model_name), uri=client.tracking_uri)
     if as_json:
         sys.stdout.write(json.dumps(rows) + "\n")
     elif rows:

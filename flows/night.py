@@ -13,7 +13,7 @@ from flows.config import PipelineConfig
 from flows.interruption import interruptible
 from flows.prefect_server import EmbeddedServer, prefect_session
 from recsys_core.disk import full_disk_is_told
-from recsys_core.errors import InputError, NightjarError, StageError
+from recsys_core.errors import InputError, NightjarError, StageError, redacted
 from recsys_core.evaluation.report import metric_table
 from recsys_core.manifests import (
     DataReportManifest,
@@ -30,6 +30,7 @@ from recsys_core.manifests import (
     TrainManifest,
     load_manifest,
 )
+from tasks.mlflow_client import TrackingServerError
 from tasks.run import STAGES, Run, StageName, new_run_id
 
 MANIFESTS: dict[StageName, type[Manifest]] = dict(
@@ -80,6 +81,7 @@ class Outcome:
             "run_id": self.run.run_id,
             "run_dir": str(self.run.folder),
             "model": made and {"name": made.model_name, "version": made.version, "alias": made.alias},
+            "alarm": made and made.alarm,
             # JSON has no word for what is not a number.
             "metrics": {name: None if math.isnan(value) else value for name, value in self.metrics.items()},
             "stages": {stage: {"seconds": round(manifest.seconds, 3)} for stage, manifest in self.stages.items()},
@@ -111,6 +113,8 @@ def run_night(
 
                 with full_disk_is_told(run.folder):
                     nightly_retrain.with_options(on_running=[interruption.note])(config, run_id=run.run_id, until=until)
+        except TrackingServerError as error:
+            raise StageError(f"{error}; the run continues with --resume {run.run_id}") from None
         except NightjarError:
             raise
         except Exception as error:  # whatever a library throws: the person sees one line, the traceback is kept
@@ -125,8 +129,8 @@ def with_traceback_kept(error: Exception, *, folder: Path) -> StageError:
     """One line about something that nobody foresaw; its traceback goes to error.log in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "error.log"
-    log.write_text("".join(traceback.format_exception(error)))
-    return StageError(f"{type(error).__name__}: {error}\nthe traceback is in {log}")
+    log.write_text(redacted("".join(traceback.format_exception(error))))
+    return StageError(redacted(f"{type(error).__name__}: {error}\nthe traceback is in {log}"))
 
 
 def print_outcome(outcome: Outcome, *, file: Path, overrides: Sequence[str]) -> None:
@@ -139,7 +143,8 @@ def print_outcome(outcome: Outcome, *, file: Path, overrides: Sequence[str]) -> 
     if made is not None:
         console.print("\n[bold]As served[/] (the package, asked in a fresh process)")
         names = sorted({name.partition("/")[2] for name in made.metrics})
-        contenders = [who for who in ("served", "champion") if f"{who}/{names[0]}" in made.metrics]
+        measured = ("served", "champion", "former_champion", "popularity")
+        contenders = [who for who in measured if f"{who}/{names[0]}" in made.metrics]
         rows = [[who, *(f"{made.metrics[f'{who}/{name}']:.4f}" for name in names)] for who in contenders]
         terminal.print_table(["test", *names], rows, console=console)
     console.print()
@@ -153,6 +158,8 @@ def print_outcome(outcome: Outcome, *, file: Path, overrides: Sequence[str]) -> 
         facts["data"] = str(report.path("report.html"))
     if made is not None:
         facts["model"] = f"{made.model_name} version {made.version}, {made.alias}: {made.reasons[0]}"
+        if made.alarm is not None:
+            facts["alarm"] = made.alarm
         facts["ask it"] = f"nightjar query {file} --user ID -k 10"
         facts["look"] = f"nightjar ui {file}"
     else:

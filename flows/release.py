@@ -5,10 +5,10 @@ import pandas as pd
 
 from flows.config import PipelineConfig
 from recsys_core.config import Frozen
-from recsys_core.errors import InputError
+from recsys_core.errors import InputError, NightjarError, StageError, redacted
+from tasks.mlflow_client import ANSWER_TIMEOUT_S, connect, tracking_error, within
 from tasks.model_uri import load_model
 from tasks.registry import champion_uri
-from tasks.tracking import connect
 
 
 class RankedItem(Frozen):
@@ -29,24 +29,40 @@ class Answer(Frozen):
 def recommend(config: PipelineConfig, *, user: str, k: int, model_uri: str | None) -> Answer:
     """The top `k` of the champion, or of the version that `model_uri` names, for one user of the log."""
     client = connect(config.workspace)
-    uri = model_uri or champion_uri(client, config.registry.model_name)
+    address = redacted(client.tracking_uri)
+    uri, name, version = within(
+        ANSWER_TIMEOUT_S,
+        lambda: _resolve(model_uri or champion_uri(client, config.registry.model_name), client),
+        uri=client.tracking_uri,
+    )
     mlflow.set_tracking_uri(client.tracking_uri)
     try:
         model = load_model(uri, client=client)
     except mlflow.exceptions.MlflowException as error:
-        raise InputError(f"{uri}: cannot be loaded from {client.tracking_uri}: {error.message}") from error
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            raise InputError(f"{uri}: cannot be loaded from {address}: {redacted(error.message)}") from None
+        raise tracking_error(error, uri=client.tracking_uri) from None
+    except NightjarError:
+        raise
+    except Exception as error:  # whatever reading a damaged model raises
+        raise StageError(redacted(f"{uri}: cannot be loaded from {address}: {type(error).__name__}: {error}")) from None
     (answer,) = model.predict(pd.DataFrame({"user_id": [user]}), params={"k": k})
     if answer["error"] is not None:
         raise InputError(f"--user: {answer['error']}")
     items = tuple(RankedItem(item_id=i, score=s) for i, s in zip(answer["item_ids"], answer["scores"], strict=True))
-    name, version = _name_and_version(uri, client)
     return Answer(model=name, version=version, items=items)
 
 
-def _name_and_version(uri: str, client: mlflow.MlflowClient) -> tuple[str, str]:
-    """models:/name/3 and models:/name@alias name a version; any other address stands for itself."""
+def _resolve(uri: str, client: mlflow.MlflowClient) -> tuple[str, str, str]:
+    """The address with the number in place of an alias, name and version; an address of another kind as it is."""
     name, at, alias = uri.removeprefix("models:/").partition("@")
-    if at:
-        return name, str(client.get_model_version_by_alias(name, alias).version)
-    name, _, version = name.rpartition("/")
-    return name, version
+    if not at:
+        name, _, version = name.rpartition("/")
+        return uri, name, version
+    try:
+        version = str(client.get_model_version_by_alias(name, alias).version)
+    except mlflow.exceptions.MlflowException as error:
+        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            raise
+        raise InputError(f"{uri}: no such alias in {redacted(client.tracking_uri)}: {redacted(error.message)}") from None
+    return f"models:/{name}/{version}", name, version

@@ -43,8 +43,9 @@ class _StageLines(logging.Handler):
         elif "stage_line" in fields:
             console.print(stage_line(*fields["stage_line"], width=console.width), markup=False, soft_wrap=True)
         elif record.levelno >= logging.WARNING:
-            message = folded(f"warning {record.getMessage()}", width=console.width).removeprefix("warning")
-            console.print(f"[yellow]warning[/]{escape(message)}", soft_wrap=True)
+            name, colour = ("error", "red") if record.levelno >= logging.ERROR else ("warning", "yellow")
+            message = folded(f"{name} {record.getMessage()}", width=console.width).removeprefix(name)
+            console.print(f"[{colour}]{name}[/]{escape(message)}", soft_wrap=True)
         else:
             console.print(folded(record.getMessage(), width=console.width), markup=False, soft_wrap=True)
 

@@ -10,7 +10,7 @@ from flows import terminal
 from flows.config import PipelineConfig
 from recsys_core.errors import StageError
 from recsys_core.parent import as_parent, die_with_parent
-from tasks.tracking import connect, tracking_uri
+from tasks.mlflow_client import connect, tracking_uri
 
 HOST = "127.0.0.1"
 

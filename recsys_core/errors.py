@@ -1,9 +1,12 @@
 """What can go wrong, by whose fault it is. The class decides the exit code of the command line."""
 
+import re
 from datetime import date
 from decimal import Decimal
 
 SHOWN_CHARACTERS = 80
+_USER_INFO = re.compile(r"(\b[a-z][a-z0-9+.-]*://)([^\s:@/]*)(:?)\S*@", re.IGNORECASE)
+_QUERY_VALUE = re.compile(r"([?&][^\s=&]+=)[^\s&'\"]+")
 
 
 class NightjarError(Exception):
@@ -39,3 +42,14 @@ def shown(value: object) -> str:
     if not text.isprintable():
         text = ascii(value)
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+
+
+def redacted(text: str) -> str:
+    """`text` with the password, or the token, and the query values of each address in it replaced by ***.
+
+    >>> redacted("no answer from postgresql://ada:s3/cr@et@db:5432/mlflow?sslmode=require")
+    'no answer from postgresql://ada:***@db:5432/mlflow?sslmode=***'
+    >>> redacted("https://token@host/api, models:/nightjar@champion")
+    'https://***@host/api, models:/nightjar@champion'
+    """
+    return _QUERY_VALUE.sub(r"\1***", _USER_INFO.sub(lambda found: f"{found[1]}{f'{found[2]}:' * bool(found[3])}***@", text))

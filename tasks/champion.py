@@ -1,13 +1,12 @@
 """Which run's model a night starts from: the champion's, as it was when the night began to train."""
 
 import json
-import threading
 from pathlib import Path
 
 from recsys_core.training.champion import Champion
+from tasks.mlflow_client import ANSWER_TIMEOUT_S, LOG, RUN_ID_TAG, TrackingServerError, connect, tracking_uri, within
 from tasks.registry import champion_of
 from tasks.run import Run
-from tasks.tracking import LOG, PATIENCE_S, RUN_ID_TAG, connect
 
 CHOICE_NAME = "champion.json"
 
@@ -40,23 +39,15 @@ def starting_champion(model_name: str, *, run: Run) -> Champion | None:
 
 
 def _champion_run(model_name: str, *, run: Run) -> str | None:
-    """The champion's run; none where the registry does not say so in time, which is warned about: the night goes on."""
-    found: list[str | None] = []
+    """The champion's run; None with a warning where MLflow does not answer in time: the night then trains from scratch."""
 
-    def ask() -> None:
-        try:
-            version = champion_of(connect(run.workspace), model_name)
-            found.append(None if version is None else version.tags.get(RUN_ID_TAG))
-        except Exception as error:  # whatever MLflow, its database or the network throws
-            LOG.warning("MLflow does not say which version is champion (%s: %s)", type(error).__name__, error)
-            found.append(None)
-
-    thread = threading.Thread(target=ask, name="mlflow-champion", daemon=True)
-    thread.start()
-    thread.join(PATIENCE_S)
-    if not found:
-        LOG.warning("MLflow has not said within %.0f s which version is champion", PATIENCE_S)
-    return found[0] if found else None
+    try:
+        client = connect(run.workspace)
+        version = within(ANSWER_TIMEOUT_S, lambda: champion_of(client, model_name), uri=tracking_uri(run.workspace))
+    except TrackingServerError as error:
+        LOG.warning("the champion is not known: %s", error)
+        return None
+    return None if version is None else version.tags.get(RUN_ID_TAG)
 
 
 def _write(path: Path, content: dict[str, str | None]) -> None:

@@ -18,18 +18,24 @@ from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from mlflow.types.schema import AnyType, Array
 
 import recsys_core
-from recsys_core.errors import InputError
+from recsys_core.errors import InputError, redacted
 from recsys_core.manifests import InteractionsManifest, PackageManifest
 from recsys_core.serving.package import description_sha256
 from tasks.config import RegistryConfig
+from tasks.mlflow_client import RUN_ID_TAG, tracking_uri
 from tasks.model_uri import PACKAGE_SHA256, PACKAGE_SHA256_TAG
 from tasks.run import Run
-from tasks.tracking import RUN_ID_TAG, tracking_uri
 
 PACKAGE_TAG = "nightjar.package"
 SMOKE_TAG = "nightjar.smoke"
 REASONS_TAG = "nightjar.reasons"
 METRICS_TAG = "nightjar.metrics"
+ALARM_TAG = "nightjar.alarm"
+"""On a version that was compared while the champion did not load: what was wrong."""
+BROKEN_TAG = "nightjar.broken"
+"""On a version that did not load when another one was compared with it: the last line of its process."""
+FORMER_CHAMPION_TAG = "nightjar.champion_until"
+"""On a version that loaded when another one replaced it as champion: seconds since 1970."""
 _MODEL_CODE = Path(__file__).with_name("pyfunc_model.py")
 _NEEDED_TO_SERVE = ("mlflow", "numpy", "pandas", "pyarrow", "pydantic", "safetensors", "torch")
 
@@ -127,9 +133,16 @@ def champion_uri(client: MlflowClient, model_name: str) -> str:
     champion = champion_of(client, model_name)
     if champion is None:
         raise InputError(
-            f"the registered model {model_name!r} has no champion in {client.tracking_uri}; `nightjar run` makes one"
+            f"the registered model {model_name!r} has no champion in {redacted(client.tracking_uri)}; `nightjar run` makes one"
         )
     return f"models:/{model_name}/{champion.version}"
+
+
+def former_champions(client: MlflowClient, model_name: str) -> list[ModelVersion]:
+    """Versions that were replaced as champion, the last one first, without those that did not load since."""
+    versions = client.search_model_versions(f"name = '{model_name}'")
+    former = [version for version in versions if FORMER_CHAMPION_TAG in version.tags and BROKEN_TAG not in version.tags]
+    return sorted(former, key=lambda version: (-int(version.tags[FORMER_CHAMPION_TAG]), -int(version.version)))
 
 
 def list_releases(client: MlflowClient, model_name: str) -> list[dict[str, object]]:
@@ -141,6 +154,7 @@ def list_releases(client: MlflowClient, model_name: str) -> list[dict[str, objec
             "version": str(version.version),
             "alias": ", ".join(sorted(alias for alias, number in aliases.items() if str(number) == str(version.version))),
             "smoke": version.tags.get(SMOKE_TAG, "not done"),
+            "broken": version.tags.get(BROKEN_TAG, ""),
             "metrics": json.loads(version.tags.get(METRICS_TAG, "{}")),
             "reasons": version.tags.get(REASONS_TAG, ""),
             "run_id": version.tags.get(RUN_ID_TAG, ""),

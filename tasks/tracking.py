@@ -31,30 +31,15 @@ from recsys_core.manifests import (
 )
 from recsys_core.retrieval.report import plot_indexes
 from recsys_core.training.job import Progress
+from tasks.mlflow_client import ANSWER_TIMEOUT_S, RUN_ID_TAG, TrackingServerError, connect, tracking_error, tracking_uri, within
 from tasks.run import Run
 
 LOG = logging.getLogger("nightjar")
-RUN_ID_TAG = "nightjar.run_id"
 TRAINING_METRICS = ("loss", "learning_rate", "samples_per_s", "embedding_bytes_per_s", "epoch")
 _FLUSH_EVERY_S = 1.0
-PATIENCE_S = 60.0
 _METRICS_PER_CALL = 900
 _PARAMS_PER_CALL = 100
 _PATHS_SHOWN = 100
-
-
-def tracking_uri(workspace: Path) -> str:
-    """MLFLOW_TRACKING_URI, or the sqlite database in the workspace."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{workspace.absolute() / 'mlflow.db'}"
-
-
-def connect(workspace: Path) -> MlflowClient:
-    """A client whose database exists: two processes that migrate a new sqlite file at once break it."""
-    workspace.mkdir(parents=True, exist_ok=True)
-    client = MlflowClient(tracking_uri(workspace))
-    with FileLock(workspace / ".mlflow.lock"):
-        client.search_experiments(max_results=1)
-    return client
 
 
 def open_run(client: MlflowClient, run: Run) -> str:
@@ -197,30 +182,24 @@ def log_data_report(client: MlflowClient, mlflow_run_id: str, report: DataReport
 def deliver_data_report(run: Run, report: DataReportManifest) -> None:
     """The report on its way to MLflow; what an outage kept back is made up for at registration."""
 
-    def deliver() -> None:
-        client = connect(run.workspace)
+    def deliver(client: MlflowClient) -> None:
         mlflow_run_id = open_run(client, run)
         log_params(client, mlflow_run_id, config_file=run.config_file)
         log_data_report(client, mlflow_run_id, report)
         client.set_terminated(mlflow_run_id, RunStatus.to_string(RunStatus.FAILED if report.breaches else RunStatus.FINISHED))
 
-    deliver_or_warn(deliver, what="data report", going_on="the night goes on")
+    deliver_or_warn(
+        deliver, workspace=run.workspace, what="data report", going_on="it is logged when the version is registered"
+    )
 
 
-def deliver_or_warn(deliver: Callable[[], None], *, what: str, going_on: str) -> None:
-    """Something on its way to MLflow; an outage there costs a warning and PATIENCE_S."""
-
-    def try_it() -> None:
-        try:
-            deliver()
-        except Exception as error:  # whatever MLflow, its database or the network throws
-            LOG.warning("MLflow takes no %s (%s: %s); %s", what, type(error).__name__, error, going_on)
-
-    thread = threading.Thread(target=try_it, name=f"mlflow-{what.replace(' ', '-')}", daemon=True)
-    thread.start()
-    thread.join(PATIENCE_S)
-    if thread.is_alive():
-        LOG.warning("MLflow has not taken the %s within %.0f s; %s", what, PATIENCE_S, going_on)
+def deliver_or_warn(deliver: Callable[[MlflowClient], None], *, workspace: Path, what: str, going_on: str) -> None:
+    """Calls `deliver`, which logs to MLflow; an outage costs a warning and at most twice ANSWER_TIMEOUT_S."""
+    try:
+        client = connect(workspace)
+        within(ANSWER_TIMEOUT_S, lambda: deliver(client), uri=client.tracking_uri)
+    except TrackingServerError as error:
+        LOG.warning("the %s is not in MLflow; %s (%s)", what, going_on, error)
 
 
 class MetricRelay:
@@ -243,7 +222,7 @@ class MetricRelay:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._status = RunStatus.to_string(RunStatus.FINISHED if kind is None else RunStatus.FAILED)
         self._closing.set()
-        self._thread.join(timeout=30)
+        self._thread.join(ANSWER_TIMEOUT_S)
 
     def send(self, line: Progress) -> None:
         """Takes one line of metrics.jsonl; returns at once."""
@@ -270,7 +249,6 @@ class MetricRelay:
             client.set_terminated(mlflow_run_id, self._status)
         except Exception as error:  # whatever MLflow, its database or the network throws: training goes on
             LOG.warning(
-                "MLflow takes no metrics (%s: %s); training goes on, register will make up for them",
-                type(error).__name__,
-                error,
+                "training metrics are not logged from now on; training continues, they are logged at registration (%s)",
+                tracking_error(error, uri=tracking_uri(self._run.workspace)),
             )

@@ -10,7 +10,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
 
 from tasks.run import Run
 from tasks.study import Ending, Tried
-from tasks.tracking import as_metrics, connect, deliver_or_warn, log_metrics, log_params, open_run
+from tasks.tracking import as_metrics, deliver_or_warn, log_metrics, log_params, open_run
 
 TRIAL_TAG = "nightjar.trial"
 ENDING_TAG = "nightjar.ending"
@@ -28,8 +28,7 @@ def deliver_study(
     metric: the name of what was measured; run: of the study. An outage costs a warning; the next call makes up for it.
     """
 
-    def deliver() -> None:
-        client = connect(run.workspace)
+    def deliver(client: MlflowClient) -> None:
         parent = open_run(client, run)
         client.update_run(parent, status=RunStatus.to_string(RunStatus.RUNNING))
         log_params(client, parent, config_file=config_file)
@@ -43,7 +42,7 @@ def deliver_study(
             client.log_artifact(parent, str(file))
         client.set_terminated(parent, RunStatus.to_string(RunStatus.FINISHED if best else RunStatus.FAILED))
 
-    deliver_or_warn(deliver, what="trials", going_on="tuning goes on")
+    deliver_or_warn(deliver, workspace=run.workspace, what="progress of the trials", going_on="tuning continues")
 
 
 def deliver_trials(client: MlflowClient, parent: str, tried: Sequence[Tried], *, metric: str) -> None:

@@ -10,8 +10,8 @@ import pytest
 from recsys_core.training.champion import Champion
 from tasks import champion
 from tasks.champion import CHOICE_NAME, starting_champion
+from tasks.mlflow_client import RUN_ID_TAG
 from tasks.run import Run
-from tasks.tracking import RUN_ID_TAG
 
 
 @pytest.fixture
@@ -63,17 +63,6 @@ def test_a_champion_whose_folder_is_gone_means_a_full_training_and_one_line_in_t
         assert starting_champion("shop", run=run) is None
     (line,) = caplog.messages
     assert line.startswith("full training: the champion is of run removed, of which ")
-
-
-def test_a_registry_that_is_down_costs_a_warning_and_the_warm_start_not_the_night(
-    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def down(workspace: Path) -> None:
-        raise ConnectionError("no route to host")
-
-    monkeypatch.setattr(champion, "connect", down)
-    assert starting_champion("shop", run=run) is None
-    assert "MLflow does not say which version is champion (ConnectionError: no route to host)" in caplog.text
 
 
 def test_a_registry_without_the_model_has_no_champion(run: Run) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tasks.config import RegistryConfig
+from tasks.mlflow_client import connect
 from tasks.register import register
 from tasks.registry import champion_uri
 from tasks.run import Run
-from tasks.tracking import connect
 from tests.tasks.conftest import Stages
 
 

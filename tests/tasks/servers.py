@@ -1,0 +1,50 @@
+"""Servers on loopback that are not a healthy MLflow."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+HOST = "127.0.0.1"
+
+
+@contextmanager
+def answering(*answers: tuple[int, str]) -> Iterator[str]:
+    """The address of an HTTP server that gives each status and body of `answers` once, the last one for ever."""
+    remaining = list(answers)
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, body = remaining.pop(0) if len(remaining) > 1 else remaining[0]
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        do_GET = do_POST = do_PATCH = do_PUT = answer
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Prints nothing."""
+
+    server = ThreadingHTTPServer((HOST, 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    yield f"http://{HOST}:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@contextmanager
+def silent() -> Iterator[str]:
+    """The address of a server that accepts connections and sends nothing."""
+    with socket.create_server((HOST, 0)) as listener:
+        yield f"http://{HOST}:{listener.getsockname()[1]}"
+
+
+def closed() -> str:
+    """An address at which nothing listens."""
+    with socket.create_server((HOST, 0)) as listener:
+        return f"http://{HOST}:{listener.getsockname()[1]}"

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from recsys_core.config import Frozen, Paths
 from recsys_core.data.features.config import FeaturesConfig, FeatureTableConfig
-from recsys_core.data.files.locations import is_uri
+from recsys_core.data.files.patterns import is_uri
 from recsys_core.data.log.config import GivenSplit, InteractionsConfig
 from recsys_core.data.report.config import DataReportConfig
 from recsys_core.data.vectors.config import EmbeddingsConfig, EmbeddingsConfigs

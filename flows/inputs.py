@@ -6,7 +6,7 @@ from recsys_core.data.features.vectors import check_vectors
 from recsys_core.data.log.input import check_interactions
 from recsys_core.data.vectors.files import check_embeddings
 from recsys_core.errors import InputError
-from recsys_core.models.spec import require_width
+from recsys_core.models.tables import require_width
 
 
 def check_inputs(config: PipelineConfig) -> dict[str, str]:

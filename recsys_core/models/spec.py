@@ -15,7 +15,7 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import EmbeddingsManifest, FeatureFacts, FeaturesManifest, InteractionsManifest
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss_config import LossConfig
-from recsys_core.models.tables import OFFSET, TEACHER, TableConfig, random_norm
+from recsys_core.models.tables import OFFSET, TEACHER, TableConfig, random_norm, require_width
 
 Side = Literal["query", "item"]
 NEEDS_VECTORS = ("frozen", "gradual", "residual")
@@ -217,13 +217,3 @@ def check_table(name: str, table: TableSpec, *, vectors: int | None) -> None:
         raise InputError(f"tables.{name}.lookup is for the table user; this one is always looked up {how}; leave it out")
     if wish.transfer == "residual" and name != "item":
         raise InputError(f"tables.{name}.transfer is residual, which is for the table item; set full or frozen")
-
-
-def require_width(vectors: int, dim: int, *, table: str) -> None:
-    """InputError unless pretrained vectors of `vectors` numbers fit a table of width `dim`."""
-    if vectors != dim:
-        shorter = f", or embeddings.pca_dim to {dim}" if vectors > dim else ""
-        raise InputError(
-            f"embeddings: the vectors of table {table!r} have {vectors} numbers, but the table has {dim}; set "
-            f"tables.{table}.dim to {vectors} (a learned layer then projects it to model.embedding_dim){shorter}"
-        )

@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from recsys_core.config import Frozen
+from recsys_core.errors import InputError
 from recsys_core.models.optimizer_config import TableOptimizer
 
 Transfer = Literal["full", "frozen", "gradual", "residual"]
@@ -90,3 +91,13 @@ class TableConfig(Frozen):
         if self.transfer != "gradual":
             return 0.0 if self.transfer in ("frozen", "residual") else 1.0
         return max((step.share for step in self.unfreeze if step.epoch <= epoch), default=0.0)
+
+
+def require_width(vectors: int, dim: int, *, table: str) -> None:
+    """InputError unless pretrained vectors of `vectors` numbers fit a table of width `dim`."""
+    if vectors != dim:
+        shorter = f", or embeddings.pca_dim to {dim}" if vectors > dim else ""
+        raise InputError(
+            f"embeddings: the vectors of table {table!r} have {vectors} numbers, but the table has {dim}; set "
+            f"tables.{table}.dim to {vectors} (a learned layer then projects it to model.embedding_dim){shorter}"
+        )

@@ -3,7 +3,6 @@
 import errno
 import glob
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +13,9 @@ import pyarrow.fs as pafs
 
 from recsys_core.data.files.network import retrying
 from recsys_core.data.files.partitions import partition_of
-from recsys_core.data.files.patterns import matches, parts_of, printable, set_aside, split_glob
+from recsys_core.data.files.patterns import URI, is_uri, matches, parts_of, printable, set_aside, split_glob
 from recsys_core.errors import InputError
 
-_URI = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?]*)(/.*?|)(?:\?([a-z_]+=[^?]*))?", re.DOTALL | re.IGNORECASE)
 _SCHEMES = {"s3": "s3", "gs": "gs", "gcs": "gs", "file": "file"}
 _OPTIONS = ("endpoint_override", "scheme", "region", "project", "retry_limit_seconds", "tls_ca_file_path")
 
@@ -37,15 +35,6 @@ class Location:
     def local(self) -> bool:
         """Whether `path` is one of this machine."""
         return isinstance(self.filesystem, pafs.LocalFileSystem)
-
-
-def is_uri(pattern: str) -> bool:
-    """Whether `pattern` is a URI such as s3://bucket/log, not a path.
-
-    >>> is_uri("s3://bucket/log"), is_uri("log/dt=2026-11-19"), is_uri("/a//b")
-    (True, False, False)
-    """
-    return _URI.fullmatch(pattern) is not None
 
 
 def find(pattern: str, *, setting: str, data_root: Path | None = None) -> Iterator[Location]:
@@ -148,7 +137,7 @@ def _walk(folder: str, above: tuple[str, ...]) -> Iterator[str]:
 
 def connect(uri: str, *, setting: str) -> tuple[pafs.FileSystem, str, str]:
     """The filesystem of `uri`, the path in it, and the scheme with what stands before that path."""
-    match = _URI.fullmatch(uri)
+    match = URI.fullmatch(uri)
     assert match is not None  # is_uri
     given, authority, path, query = match.groups()
     user, _, host = authority.rpartition("@")

@@ -1,8 +1,20 @@
 """Names of files: globs, read alike on a disk and in a store, and how messages show a name."""
 
 import glob
+import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+
+URI = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?]*)(/.*?|)(?:\?([a-z_]+=[^?]*))?", re.DOTALL | re.IGNORECASE)
+
+
+def is_uri(pattern: str) -> bool:
+    """Whether `pattern` is a URI such as s3://bucket/log, not a path.
+
+    >>> is_uri("s3://bucket/log"), is_uri("log/dt=2026-11-19"), is_uri("/a//b")
+    (True, False, False)
+    """
+    return URI.fullmatch(pattern) is not None
 
 
 def printable(name: str) -> str:

@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from recsys_core.config import Frozen, Paths
+from recsys_core.config import Folder, Name, Paths, Settings
 from recsys_core.data.features.config import FeaturesConfig, FeatureTableConfig
 from recsys_core.data.files.patterns import is_uri
 from recsys_core.data.log.config import GivenSplit, InteractionsConfig
@@ -26,12 +26,14 @@ from tasks.config import RegistryConfig
 from tasks.tuning_config import TuningConfig
 
 
-class PipelineConfig(Frozen):
+class PipelineConfig(Settings):
     """One file describes a night. Relative paths are relative to the folder of that file."""
 
-    name: str = Field("nightly", min_length=1, description="name of the pipeline, shown in the Prefect UI")
-    workspace: Path = Field(Path("workspace"), description="folder for runs, the embedded MLflow database and Prefect's files")
-    data_root: Path | None = Field(
+    name: Name = Field("nightly", description="name of the pipeline, shown in the Prefect UI")
+    workspace: Folder = Field(
+        Path("workspace"), description="folder for runs, the embedded MLflow database and Prefect's files"
+    )
+    data_root: Folder | None = Field(
         None, description="folder that every input file has to lie below, links resolved; empty: files may lie anywhere"
     )
     interactions: InteractionsConfig = Field(description="the interaction log and its split")
@@ -47,6 +49,7 @@ class PipelineConfig(Frozen):
     model: TwoTowerConfig = Field(default_factory=TwoTowerConfig, description="the two towers")
     tables: dict[str, TableConfig] = Field(
         default_factory=dict,
+        max_length=10_000,
         description="settings by embedding table: item, user, or a feature such as item.brand: width, transfer of pretrained "
         "vectors, optimizer",
     )

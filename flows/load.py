@@ -7,26 +7,33 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+from yaml import YAMLError
 
+from flows import yaml_core
 from flows.config import PipelineConfig
+from recsys_core.data.files.patterns import printable
 from recsys_core.data.log.config import Split
-from recsys_core.errors import InputError
+from recsys_core.errors import InputError, shown
 from recsys_core.training.launcher_config import Launcher
 from tasks.tuning_config import RangeConfig, label_of
 
 VARIED = ("model", "tables", "loss", "training", "sharding")
 """Groups of settings that `nightjar tune` may vary."""
+_STEP = r'(?:"[^"]+"|[^".]+)'
 FIXED = {
     "training.validation": "trials are compared by it, so it is the same for all; leave it out",
     "training.warm_start": "trials start from scratch; leave it out",
 }
+MOST_PROBLEMS = 20
+"""Listed in one message."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
     """The config in `path` with `overrides` ("training.batch_size=8192", value in YAML) put over it.
+
+    A name with a dot in it is quoted: 'tables."item.brand".dim=8'.
 
     Relative paths, in the file and in overrides alike, are taken from the folder of the file. Raises InputError.
     """
@@ -36,13 +43,15 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
     try:
         config = PipelineConfig.model_validate(raw)
     except ValidationError as error:
-        raise _listed(path, [_sentence(detail, raw) for detail in _details(error)]) from None
+        details = _details(error)
+        problems = [_sentence(detail, raw) for detail in details[:MOST_PROBLEMS]]
+        raise _listed(path, problems, more=len(details) - len(problems)) from None
     if config.tuning is None:
         return config.anchored(path.parent)
-    problems: list[str] = []
-    ranges = {name: _checked_range(config, name, wish, problems=problems) for name, wish in config.tuning.ranges.items()}
-    if problems:
-        raise _listed(path, [f"tuning.ranges: {problem}" for problem in problems])
+    wrong: list[str] = []
+    ranges = {name: _checked_range(config, name, wish, problems=wrong) for name, wish in config.tuning.ranges.items()}
+    if wrong:
+        raise _listed(path, [f"tuning.ranges: {problem}" for problem in wrong])
     tuning = config.tuning.model_copy(update={"ranges": ranges})
     return config.model_copy(update={"tuning": tuning}).anchored(path.parent)
 
@@ -62,11 +71,12 @@ def to_paste(config: PipelineConfig, settings: Mapping[str, Any]) -> str:
     for dotted in settings:
         whole = re.sub(r"\.\d+(\..*)?$", "", dotted)
         _put(groups, whole, _at(raw, whole), given=dotted)
-    return yaml.safe_dump(groups, sort_keys=False)
+    return yaml_core.dump(groups)
 
 
-def _listed(path: Path, problems: Sequence[str]) -> InputError:
-    return InputError("\n".join([f"{path}:", *(f"  {problem}" for problem in problems)]))
+def _listed(path: Path, problems: Sequence[str], *, more: int = 0) -> InputError:
+    rest = [f"and {more:,} more"] if more else []
+    return InputError("\n".join([f"{path}:", *(f"  {problem}" for problem in (*problems, *rest))]))
 
 
 def _tried(config: PipelineConfig, settings: Mapping[str, Any]) -> tuple[PipelineConfig | None, bool, list[str]]:
@@ -78,11 +88,8 @@ def _tried(config: PipelineConfig, settings: Mapping[str, Any]) -> tuple[Pipelin
         return PipelineConfig.model_validate(raw), False, []
     except ValidationError as error:
         details = _details(error)
-        own = [
-            detail
-            for detail in details
-            if detail["type"] != "value_error" or _dotted(detail["loc"], raw).startswith(tuple(settings))
-        ]
+        names = tuple(name.replace('"', "") for name in settings)
+        own = [detail for detail in details if detail["type"] != "value_error" or _dotted(detail["loc"], raw).startswith(names)]
         return None, bool(own), [_sentence(detail, raw) for detail in own or details]
 
 
@@ -112,7 +119,7 @@ def _checked_range(config: PipelineConfig, dotted: str, wish: RangeConfig, *, pr
 
 
 def _at(raw: Any, dotted: str) -> Any:
-    for key in dotted.split("."):
+    for key in _steps(dotted, given=dotted):
         raw = raw[int(key)] if isinstance(raw, list) else raw[key]
     return raw
 
@@ -123,62 +130,69 @@ def _details(error: ValidationError) -> list[ErrorDetails]:
     return [detail for detail in details if detail["type"] == "extra_forbidden"] or details
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which YAML would silently take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", node.start_mark)
-        return super().construct_mapping(node, deep=deep)
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+        with path.open(encoding="utf-8") as file:
+            text = file.read(yaml_core.MOST_CHARACTERS + 1)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; `nightjar init {path}` writes one") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise InputError(f"{path}: is not valid YAML: {error}") from None
+    raw = _parsed(text, subject=f"{path}:")
     if not isinstance(raw, dict):
         raise InputError(f"{path}: holds {type(raw).__name__}, expected a mapping with keys like interactions: and workspace:")
     return raw
 
 
+def _parsed(text: str, *, subject: str) -> Any:
+    try:
+        return yaml_core.load(text)
+    except YAMLError as error:
+        raise InputError(f"{subject} is not valid YAML: {error}") from None
+    except yaml_core.TooLargeError as error:
+        raise InputError(f"{subject} {error}") from None
+
+
 def _override(raw: dict[str, Any], override: str) -> None:
+    given = f"--set {printable(override) if len(override) <= 200 else printable(override[:197]) + '...'}"
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
-        raise InputError(f"--set {override}: expected a.b=value, e.g. --set training.batch_size=8192")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InputError(f"--set {override}: the value is not valid YAML: {error}") from None
-    _put(raw, dotted.strip(), value, given=f"--set {override}")
+        raise InputError(f"{given}: expected a.b=value, e.g. --set training.batch_size=8192")
+    _put(raw, dotted.strip(), _parsed(text, subject=f"{given}: the value"), given=given)
+
+
+def _steps(dotted: str, *, given: str) -> list[str]:
+    """a."b.c".d -> a, b.c, d."""
+    if re.fullmatch(rf"{_STEP}(\.{_STEP})*", dotted) is None:
+        raise InputError(f'{given}: expected a.b=value, names without quotes, or all in quotes where they hold a dot: a."b.c"')
+    steps = [quoted or plain for quoted, plain in re.findall(r'"([^"]+)"|([^".]+)', dotted)]
+    if len(steps) > yaml_core.MOST_DEPTH:
+        raise InputError(f"{given}: {len(steps):,} names, one inside the other, and no setting is that deep")
+    return steps
 
 
 def _put(raw: dict[str, Any], dotted: str, value: Any, *, given: str) -> None:
     """Sets raw[a][b] for the name a.b; groups that are not there are made. given: what the user wrote, for errors."""
-    *parents, last = dotted.split(".")
+    *parents, last = _steps(dotted, given=given)
     level: Any = raw
     for position, key in enumerate(parents):
         if isinstance(level, list):
-            if not (key.isdecimal() and int(key) < len(level)):
+            if not (key.isdecimal() and key.isascii() and int(key[:9]) < len(level)):
                 place = ".".join(parents[:position])
                 raise InputError(f"{given}: {place} is a list of {len(level)}; name one by its number, from 0")
-            level = level[int(key)]
+            level = level[int(key[:9])]
         else:
             level[key] = {} if level.get(key) is None else level[key]
             level = level[key]
         if not isinstance(level, dict | list) or (isinstance(level, list) and position + 1 == len(parents)):
-            raise InputError(f"{given}: {'.'.join(parents[: position + 1])} is the value {level!r}, not a group of settings")
+            place = ".".join(parents[: position + 1])
+            raise InputError(f"{given}: {place} is the value {shown(level)}, not a group of settings")
     level[last] = value
 
 
 def _sentence(detail: ErrorDetails, raw: Mapping[str, Any]) -> str:
-    place = _dotted(detail["loc"], raw)
+    place = printable(_dotted(detail["loc"], raw))
+    place = place if len(place) <= 200 else place[:197] + "..."
     match detail["type"]:
         case "extra_forbidden":
             return f"{place}: unknown key; {_nearest(place)}"
@@ -192,7 +206,7 @@ def _sentence(detail: ErrorDetails, raw: Mapping[str, Any]) -> str:
             message = detail["msg"].removeprefix("Value error, ")
             return f"{place}: {message}" if place else message
         case _:
-            return f"{place}: {detail['msg']}, but it is {detail['input']!r}"
+            return f"{place}: {detail['msg']}, but it is {shown(detail['input'])}"
 
 
 def _dotted(loc: tuple[int | str, ...], raw: Any) -> str:
@@ -244,5 +258,5 @@ def dump_config(config: PipelineConfig, path: Path) -> None:
     """Writes `config` so that load_config reads it back; replaced atomically, since a resumed run writes it again."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_suffix(".tmp")
-    staging.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    staging.write_text(yaml_core.dump(config.model_dump(mode="json")), encoding="utf-8")
     staging.replace(path)

@@ -5,10 +5,10 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from flows import yaml_core
 from flows.config import PipelineConfig
 from flows.load import nested_models
 from recsys_core.data.log.config import InteractionsConfig
@@ -78,7 +78,7 @@ def _scalar(value: Any) -> str:
     dumped = json.loads(json.dumps(value, default=str))
     if isinstance(dumped, list) and len(dumped) == 1 and isinstance(dumped[0], str):
         dumped = dumped[0]
-    return yaml.safe_dump(dumped, default_flow_style=True, width=10_000).removesuffix("\n...\n").rstrip("\n")
+    return yaml_core.dump(dumped, default_flow_style=True, width=10_000).removesuffix("\n...\n").rstrip("\n")
 
 
 def _with_comment(setting: str, comment: str) -> Iterator[str]:

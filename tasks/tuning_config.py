@@ -3,23 +3,23 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from recsys_core.config import Frozen
+from recsys_core.config import WEEK_S, Settings
+
+Number = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | Annotated[float, Field(ge=-1e300, le=1e300)]
 
 
-class RangeConfig(Frozen):
+class RangeConfig(Settings):
     """The values of one setting: {low, high} with log or step, or {choices}."""
 
-    low: int | float | None = Field(None, allow_inf_nan=False, description="smallest value")
-    high: int | float | None = Field(None, allow_inf_nan=False, description="largest value, itself included")
+    low: Number | None = Field(None, description="smallest value")
+    high: Number | None = Field(None, description="largest value, itself included")
     log: bool = Field(False, description="factors count, not differences: for learning rates and temperatures")
-    step: int | float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="only low + a multiple of it; empty: 1 for settings of whole numbers"
-    )
-    choices: tuple[Any, ...] | None = Field(None, description="the values themselves, e.g. [softmax, bce]")
+    step: Number | None = Field(None, gt=0, description="only low + a multiple of it; empty: 1 for settings of whole numbers")
+    choices: tuple[Any, ...] | None = Field(None, max_length=1_000, description="the values themselves, e.g. [softmax, bce]")
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
@@ -89,17 +89,18 @@ def label_of(choice: Any) -> str:
     return choice if isinstance(choice, str) else json.dumps(choice)
 
 
-class TuningConfig(Frozen):
+class TuningConfig(Settings):
     """Search for settings by `training.validation`: `nightjar tune`. A night (`nightjar run`) passes it over."""
 
-    trials: int = Field(20, ge=1, description="trainings in all, those of an interrupted tuning included")
-    timeout_s: float | None = Field(None, gt=0, description="no trial begins later than this; empty: no limit")
+    trials: int = Field(20, ge=1, le=100_000, description="trainings in all, those of an interrupted tuning included")
+    timeout_s: float | None = Field(None, gt=0, le=52 * WEEK_S, description="no trial begins later than this; empty: no limit")
     startup_trials: int = Field(
-        5, ge=1, description="trials that come to their end before one is pruned for being below the median"
+        5, ge=1, le=100_000, description="trials that come to their end before one is pruned for being below the median"
     )
-    seed: int = Field(7, ge=0, description="of the search; every trial trains with training.seed")
+    seed: int = Field(7, ge=0, le=40_000, description="of the search; every trial trains with training.seed")
     ranges: dict[str, RangeConfig] = Field(
         min_length=1,
+        max_length=100,
         description="by setting, written as for --set: {low, high, log: true}, {low, high, step}, or {choices: [...]}, "
         "e.g. model.temperature: {low: 0.03, high: 0.3, log: true}",
     )

@@ -1,19 +1,22 @@
 """What the user says about the two towers."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from recsys_core.config import Frozen
+from recsys_core.config import Settings
 
+MOST_WIDTH = 16_384
+Width = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
 HistoryPooling = Literal["mean", "sum", "recency", "attention"]
 
 
-class TowerConfig(Frozen):
+class TowerConfig(Settings):
     """The layers of one tower, over its features side by side; no activation after the last one."""
 
-    layers: tuple[PositiveInt, ...] | None = Field(
+    layers: tuple[Width, ...] | None = Field(
         None,
+        max_length=64,
         description="sizes of the layers; []: the sum of the features; null: in the query tower one layer as wide as the item "
         "vectors, in the candidate tower none",
     )
@@ -23,11 +26,14 @@ class TowerConfig(Frozen):
     hidden_dropout: float = Field(0.0, ge=0, lt=1, description="dropout after each activation")
 
 
-class HistoryConfig(Frozen):
+class HistoryConfig(Settings):
     """How a user's items become one vector."""
 
     length: int = Field(
-        20, ge=0, description="the user's last N items before the event (without order: N of the others); 0: no history"
+        20,
+        ge=0,
+        le=10_000,
+        description="the user's last N items before the event (without order: N of the others); 0: no history",
     )
     pooling: HistoryPooling = Field(
         "mean",
@@ -49,11 +55,15 @@ class HistoryConfig(Frozen):
         return self
 
 
-class TwoTowerConfig(Frozen):
+class TwoTowerConfig(Settings):
     """Query tower (user id, history, last item, features of user and event); candidate tower (item id, the item's features)."""
 
     embedding_dim: int = Field(
-        64, ge=4, multiple_of=4, description="width in which features are added up; tables of another width are projected to it"
+        64,
+        ge=4,
+        le=MOST_WIDTH,
+        multiple_of=4,
+        description="width in which features are added up; tables of another width are projected to it",
     )
     user_id: bool = Field(
         False, description="give each user a row of its own; unknown users are then served by their history alone"
@@ -62,7 +72,7 @@ class TwoTowerConfig(Frozen):
     query: TowerConfig = Field(default_factory=lambda: TowerConfig(residual=True), description="layers of the query tower")
     candidate: TowerConfig = Field(default_factory=TowerConfig, description="layers of the candidate tower")
     similarity: Literal["cosine", "dot"] = Field("cosine", description="training, index and serving all score by it")
-    temperature: float = Field(0.1, gt=0, description="logits are similarity / temperature")
+    temperature: float = Field(0.1, ge=1e-4, le=1e4, description="logits are similarity / temperature")
     learn_temperature: bool = Field(False, description="train the temperature too, starting from that value")
 
     @model_validator(mode="after")

@@ -4,19 +4,19 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from recsys_core.config import Frozen
+from recsys_core.config import Settings
 
 LossKind = Literal["softmax", "bce", "bpr", "cosine_contrastive"]
 
 
-class DistillationConfig(Frozen):
+class DistillationConfig(Settings):
     """A second loss: items that the pretrained vectors hold similar stay similar."""
 
-    weight: float = Field(0.1, gt=0, description="of this loss beside the other")
-    temperature: float = Field(0.1, gt=0, description="of the softmax over similarities")
+    weight: float = Field(0.1, gt=0, le=1e6, description="of this loss beside the other")
+    temperature: float = Field(0.1, ge=1e-4, le=1e4, description="of the softmax over similarities")
 
 
-class LossConfig(Frozen):
+class LossConfig(Settings):
     """What is minimised."""
 
     kind: LossKind = Field(
@@ -26,9 +26,9 @@ class LossConfig(Frozen):
     in_batch: bool | None = Field(
         None, description="the other queries' positives are negatives too; empty: for softmax they are, else not"
     )
-    negatives: int = Field(512, ge=0, description="items drawn per step and rank, shared by its queries")
+    negatives: int = Field(512, ge=0, le=1_000_000, description="items drawn per step and rank, shared by its queries")
     negatives_alpha: float = Field(
-        0.0, ge=0, description="drawn in proportion to (training events)^alpha; 0: all items with a training event alike"
+        0.0, ge=0, le=10, description="drawn in proportion to (training events)^alpha; 0: all items with a training event alike"
     )
     all_ranks: bool = Field(
         False, description="share the candidates of all ranks: more negatives for the same work of the towers"
@@ -42,7 +42,7 @@ class LossConfig(Frozen):
         "positive", description="never a negative: the query's own positive; seen: nor what is in its history"
     )
     margin: float = Field(0.5, ge=-1, le=1, description="cosine_contrastive: a negative below this similarity costs nothing")
-    negative_weight: float = Field(100.0, gt=0, description="cosine_contrastive: weight of the mean over the negatives")
+    negative_weight: float = Field(100.0, gt=0, le=1e6, description="cosine_contrastive: weight of the mean over the negatives")
     distillation: DistillationConfig | None = Field(
         None, description="keep the pretrained item vectors' similarities; empty: do not"
     )

@@ -5,18 +5,20 @@ from typing import Literal
 
 from pydantic import Field
 
-from recsys_core.config import Frozen
+from recsys_core.config import MANY, Settings
 
 TableOptimizerKind = Literal["rowwise_adagrad", "adagrad", "sgd", "adam", "partial_rowwise_adam"]
 GPU_ONLY = ("adam", "partial_rowwise_adam")
 """FBGEMM has these fused optimizers in CUDA alone; on a CPU adam runs where a table is replicated (data_parallel)."""
 
+MOST_RATE = 1_000.0
 
-class Schedule(Frozen):
+
+class Schedule(Settings):
     """A learning rate over the steps of a training."""
 
-    learning_rate: float = Field(gt=0, description="full learning rate")
-    warmup_steps: int = Field(100, ge=0, description="steps over which it rises linearly from 0")
+    learning_rate: float = Field(gt=0, le=MOST_RATE, description="full learning rate")
+    warmup_steps: int = Field(100, ge=0, le=MANY, description="steps over which it rises linearly from 0")
     decay: Literal["none", "linear", "cosine"] = Field(
         "none", description="how it falls to 0 from the end of the warm-up to the end of the last epoch"
     )
@@ -42,15 +44,19 @@ class TableOptimizer(Schedule):
         "rowwise_adagrad",
         description="one step size per row (rowwise_adagrad) or per number (adagrad); adam and partial_rowwise_adam on GPUs",
     )
-    learning_rate: float = Field(0.05, gt=0, description="full learning rate")
+    learning_rate: float = Field(0.05, gt=0, le=MOST_RATE, description="full learning rate")
     weight_decay: float = Field(
         0.0,
         ge=0,
+        le=1_000,
         description="L2 penalty on the rows that a step looks up, each counted once over all ranks (item, user and item_offset "
         "tables)",
     )
     clip: float | None = Field(
-        None, gt=0, description="largest absolute value of a number in the gradient of one looked-up row; empty: no limit"
+        None,
+        gt=0,
+        le=1e9,
+        description="largest absolute value of a number in the gradient of one looked-up row; empty: no limit",
     )
 
 
@@ -58,11 +64,14 @@ class DenseOptimizer(Schedule):
     """Updates the towers' layers."""
 
     kind: Literal["adam", "adagrad", "sgd"] = Field("adam", description="adam: with decoupled weight decay (AdamW)")
-    learning_rate: float = Field(1e-3, gt=0, description="full learning rate")
+    learning_rate: float = Field(1e-3, gt=0, le=MOST_RATE, description="full learning rate")
     weight_decay: float = Field(
         0.0,
         ge=0,
+        le=1_000,
         description="of weight matrices, not of biases, norms, the pooling or the temperature; decoupled for adam, an L2 "
         "penalty for the others",
     )
-    clip: float | None = Field(None, gt=0, description="largest norm of the gradient of all layers together; empty: no limit")
+    clip: float | None = Field(
+        None, gt=0, le=1e9, description="largest norm of the gradient of all layers together; empty: no limit"
+    )

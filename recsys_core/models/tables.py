@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from recsys_core.config import Frozen
+from recsys_core.config import Settings
 from recsys_core.errors import InputError
 from recsys_core.models.optimizer_config import TableOptimizer
 
@@ -22,25 +22,25 @@ def random_norm(std: float, dim: int) -> float:
     return std * math.sqrt(dim)
 
 
-class Unfreeze(Frozen):
+class Unfreeze(Settings):
     """From the start of `epoch` (1 is the first) on, the `share` of rows with the most training events is trained."""
 
-    epoch: int = Field(ge=1, description="1 is the first epoch")
+    epoch: int = Field(ge=1, le=10_000, description="1 is the first epoch")
     share: float = Field(ge=0, le=1, description="of the table's rows, those with the most training events first")
 
 
-class TableConfig(Frozen):
+class TableConfig(Settings):
     """One embedding table."""
 
-    dim: int | None = Field(None, ge=4, multiple_of=4, description="width; empty: model.embedding_dim")
-    init_std: float = Field(0.02, gt=0, description="random rows are normal with this standard deviation")
+    dim: int | None = Field(None, ge=4, le=16_384, multiple_of=4, description="width; empty: model.embedding_dim")
+    init_std: float = Field(0.02, gt=0, le=1_000, description="random rows are normal with this standard deviation")
     transfer: Transfer = Field(
         "full",
         description="pretrained rows: full: train them all; frozen: never; gradual: by the schedule of `unfreeze`; "
         "residual (item): frozen, beside a learned offset per item that starts at zero",
     )
     unfreeze: tuple[Unfreeze, ...] = Field(
-        (), description="gradual: a list of {epoch, share}, both rising; before it none is trained"
+        (), max_length=10_000, description="gradual: a list of {epoch, share}, both rising; before it none is trained"
     )
     id_dropout: float = Field(
         0.0,

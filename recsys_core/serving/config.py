@@ -4,10 +4,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from recsys_core.config import Frozen
+from recsys_core.config import Settings
 
 
-class PackageConfig(Frozen):
+class PackageConfig(Settings):
     """The servable retriever."""
 
     quantization: Literal["int8", "none"] = Field(

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from recsys_core.config import Frozen
+from recsys_core.config import FilePath, Settings
 
 ShardingKind = Literal[
     "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard", "data_parallel"
@@ -14,39 +14,43 @@ Precision = Literal["fp32", "fp16", "bf16", "int8"]
 GradientPrecision = Literal["fp32", "bf16"]
 
 
-class ClusterConfig(Frozen):
+class ClusterConfig(Settings):
     """Where training runs; it need not exist while planning. 1 GB is 2^30 bytes.
 
     The default bandwidths are TorchRec's own; they decide which layout is estimated to be the fastest, never what fits.
     """
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes the GPUs of this machine if there are any")
-    nodes: int = Field(1, ge=1, description="hosts")
-    processes_per_node: int | None = Field(None, ge=1, description="ranks per host; empty: one per GPU, or 2 on CPU")
+    nodes: int = Field(1, ge=1, le=100_000, description="hosts")
+    processes_per_node: int | None = Field(None, ge=1, le=1_024, description="ranks per host; empty: one per GPU, or 2 on CPU")
     hbm_gb: float | None = Field(
-        None, gt=0, description="memory per GPU; empty: that of this machine's GPUs under device auto, else 80"
+        None, gt=0, le=1e6, description="memory per GPU; empty: that of this machine's GPUs under device auto, else 80"
     )
     ddr_gb: float | None = Field(
-        None, gt=0, description="main memory per host; empty: what this machine or container has under device auto, else 16"
+        None,
+        gt=0,
+        le=1e6,
+        description="main memory per host; empty: what this machine or container has under device auto, else 16",
     )
-    ssd_gb: float = Field(0.0, ge=0, description="SSD per host for tables with compute kernel key_value; 0: none")
-    ssd_path: str | None = Field(None, description="folder on that SSD; needed for key_value")
-    intra_gbs: float = Field(600.0, gt=0, description="GB/s between two GPUs of a host")
-    inter_gbs: float = Field(12.5, gt=0, description="GB/s from a GPU to one of another host")
-    hbm_gbs: float = Field(897.0, gt=0, description="GB/s of a GPU's memory")
-    ddr_gbs: float = Field(51.0, gt=0, description="GB/s of a host's main memory")
-    pcie_gbs: float = Field(32.0, gt=0, description="GB/s between a GPU and main memory")
+    ssd_gb: float = Field(0.0, ge=0, le=1e9, description="SSD per host for tables with compute kernel key_value; 0: none")
+    ssd_path: FilePath | None = Field(None, description="folder on that SSD; needed for key_value")
+    intra_gbs: float = Field(600.0, gt=0, le=1e6, description="GB/s between two GPUs of a host")
+    inter_gbs: float = Field(12.5, gt=0, le=1e6, description="GB/s from a GPU to one of another host")
+    hbm_gbs: float = Field(897.0, gt=0, le=1e6, description="GB/s of a GPU's memory")
+    ddr_gbs: float = Field(51.0, gt=0, le=1e6, description="GB/s of a host's main memory")
+    pcie_gbs: float = Field(32.0, gt=0, le=1e6, description="GB/s between a GPU and main memory")
 
 
-class TableConstraint(Frozen):
+class TableConstraint(Settings):
     """What the planner may choose for one table."""
 
     sharding_types: tuple[ShardingKind, ...] | None = Field(
-        None, min_length=1, description="allowed sharding types; empty: all but data_parallel"
+        None, min_length=1, max_length=7, description="allowed sharding types; empty: all but data_parallel"
     )
     compute_kernels: tuple[ComputeKernel, ...] | None = Field(
         None,
         min_length=1,
+        max_length=5,
         description="allowed kernels; empty: fused, and on GPUs rows in main memory (fused_uvm_caching, fused_uvm) where GPU "
         "memory is short",
     )
@@ -54,7 +58,7 @@ class TableConstraint(Frozen):
         None, gt=0, le=1, description="fused_uvm_caching: share of the rows that is cached in GPU memory; empty: 0.2"
     )
     pooling_factor: float | None = Field(
-        None, gt=0, description="values that a query looks up on average, instead of what was measured in the data"
+        None, gt=0, le=1e6, description="values that a query looks up on average, instead of what was measured in the data"
     )
 
     @model_validator(mode="after")
@@ -68,7 +72,7 @@ class TableConstraint(Frozen):
         return self
 
 
-class CommunicationConfig(Frozen):
+class CommunicationConfig(Settings):
     """In what precision rows and their gradients travel between ranks; they are looked up, added up and updated in fp32."""
 
     forward: Precision = Field("fp32", description="of the rows")
@@ -87,7 +91,7 @@ class CommunicationConfig(Frozen):
         return value
 
 
-class ShardingConfig(Frozen):
+class ShardingConfig(Settings):
     """Input of the planner."""
 
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="the hosts training runs on")

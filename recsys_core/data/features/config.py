@@ -1,19 +1,20 @@
 """What the user says about features of users, items and events beyond their ids."""
 
 from itertools import pairwise
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from recsys_core.config import Frozen, Paths
+from recsys_core.config import MANY, Column, Paths, Settings
 
 FeatureKind = Literal["categorical", "list", "weighted_list", "numeric"]
 Side = Literal["user", "item", "context"]
+Boundary = Annotated[float, Field(ge=-1e300, le=1e300)]
 MOST_ROWS = 2**31 - 2
 """Rows are stored as int32, and row 0 is taken."""
 
 
-class FeatureConfig(Frozen):
+class FeatureConfig(Settings):
     """One feature: a column, and how its values become rows of an embedding table. Row 0 is for what has no row of its own."""
 
     name: str = Field(
@@ -22,19 +23,21 @@ class FeatureConfig(Frozen):
     kind: FeatureKind = Field(
         "categorical", description="one value, a list of values, a list with a weight per value, or a number"
     )
-    column: str | None = Field(None, min_length=1, description="column that holds it; empty: the one called like the feature")
-    weight_column: str | None = Field(
-        None, min_length=1, description="weighted_list: column with the list of weights (finite, not negative)"
+    column: Column | None = Field(None, description="column that holds it; empty: the one called like the feature")
+    weight_column: Column | None = Field(
+        None, description="weighted_list: column with the list of weights (finite, not negative)"
     )
-    min_count: int = Field(1, ge=1, description="values that occur less often get no row of their own")
+    min_count: int = Field(1, ge=1, le=MANY, description="values that occur less often get no row of their own")
     hash_rows: int | None = Field(
         None, ge=1, le=MOST_ROWS, description="rows that values are hashed into, instead of a vocabulary"
     )
-    max_values: int | None = Field(None, ge=1, description="list and weighted_list: the first N values of a list are kept")
+    max_values: int | None = Field(
+        None, ge=1, le=1_000_000, description="list and weighted_list: the first N values of a list are kept"
+    )
     buckets: int | None = Field(
         None, ge=2, le=1_000_000, description="numeric: this many buckets, equally full on the training data"
     )
-    boundaries: tuple[float, ...] | None = Field(
+    boundaries: tuple[Boundary, ...] | None = Field(
         None, min_length=1, description="numeric: where buckets end, ascending; a value on a boundary is in the bucket above"
     )
 
@@ -84,8 +87,6 @@ class FeatureConfig(Frozen):
         for low, high in pairwise(bounds):
             if not low < high:
                 raise ValueError(f"feature {self.name!r}: boundaries have to increase, but {high:g} comes after {low:g}")
-        if not all(abs(bound) < float("inf") for bound in bounds):
-            raise ValueError(f"feature {self.name!r}: boundaries are {list(bounds)}; leave out what is not finite")
         return self
 
     def _only_with(self, setting: str, *, kinds: tuple[FeatureKind, ...]) -> None:
@@ -104,12 +105,12 @@ def _refuse_doubles(features: tuple[FeatureConfig, ...]) -> None:
         raise ValueError(f"{names.count(double)} features are named {double!r}; rename all but one")
 
 
-class FeatureTableConfig(Frozen):
+class FeatureTableConfig(Settings):
     """A parquet table with one row per user or item."""
 
     paths: Paths = Field(min_length=1, description="parquet file or glob, or a list of them")
-    id_column: str = Field(min_length=1, description="column with the id, of the type that the log's ids have")
-    features: tuple[FeatureConfig, ...] = Field(min_length=1, description="what to read from it")
+    id_column: Column = Field(description="column with the id, of the type that the log's ids have")
+    features: tuple[FeatureConfig, ...] = Field(min_length=1, max_length=1_000, description="what to read from it")
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Self:
@@ -122,12 +123,14 @@ class FeatureTableConfig(Frozen):
         return tuple(dict.fromkeys([self.id_column, *(name for feature in self.features for name in feature.columns)]))
 
 
-class FeaturesConfig(Frozen):
+class FeaturesConfig(Settings):
     """Features of users, of items, and of the events themselves."""
 
     users: FeatureTableConfig | None = Field(None, description="features of users, from a table of their own")
     items: FeatureTableConfig | None = Field(None, description="features of items, from a table of their own")
-    context: tuple[FeatureConfig, ...] = Field((), description="features of an event, from columns of the interaction log")
+    context: tuple[FeatureConfig, ...] = Field(
+        (), max_length=1_000, description="features of an event, from columns of the interaction log"
+    )
 
     @model_validator(mode="after")
     def _has_features(self) -> Self:

@@ -2,29 +2,44 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from recsys_core.config import Frozen, Paths
+from recsys_core.config import MANY, MOST_DAYS, Column, Paths, Settings
+
+_UNITS = {"K": 1_000, "M": 1_000_000, "G": 1_000_000_000, "T": 1_000_000_000_000}
 
 
-class TimeSplit(Frozen):
+def _as_memory(limit: str) -> str:
+    amount, unit = limit.rstrip("KMGTiB "), next(char for char in limit if char in _UNITS)
+    if not 1_000_000 <= float(amount) * _UNITS[unit] <= 1e15:
+        raise ValueError(f"is {limit}; give at least 1MB and at most 1000TB")
+    return limit
+
+
+Label = Annotated[float, Field(ge=-1e30, le=1e30)]
+MemoryLimit = Annotated[
+    str, Field(max_length=20, pattern=r"^[0-9]{1,6}(\.[0-9]{1,6})? ?[KMGT]i?B$"), AfterValidator(_as_memory)
+]
+
+
+class TimeSplit(Settings):
     """The last days are the test, the days before them the validation."""
 
-    model_config = ConfigDict(allow_inf_nan=False)
-
     kind: Literal["time"] = "time"
-    test_days: float = Field(1.0, gt=0, description="length of the test period before the newest event, in days")
-    validation_days: float = Field(1.0, ge=0, description="length of the validation period before the test period, in days")
+    test_days: float = Field(1.0, gt=0, le=MOST_DAYS, description="length of the test period before the newest event, in days")
+    validation_days: float = Field(
+        1.0, ge=0, le=MOST_DAYS, description="length of the validation period before the test period, in days"
+    )
 
 
-class LeaveLastOut(Frozen):
+class LeaveLastOut(Settings):
     """A user's last event is the test, the one before it the validation (the usual protocol of the literature)."""
 
     kind: Literal["leave_last_out"] = "leave_last_out"
-    min_events: int = Field(3, ge=3, description="users with fewer events are kept for training only")
+    min_events: int = Field(3, ge=3, le=MANY, description="users with fewer events are kept for training only")
 
 
-class GivenSplit(Frozen):
+class GivenSplit(Settings):
     """`interactions.paths` is the training log; test (and validation) come from files of their own."""
 
     kind: Literal["files"] = "files"
@@ -54,59 +69,61 @@ class GivenSplit(Frozen):
 Split = Annotated[TimeSplit | LeaveLastOut | GivenSplit, Field(discriminator="kind")]
 
 
-class LogFilter(Frozen):
+class LogFilter(Settings):
     """Which events of the log count. Applied in the order of the fields; all counts are of events inside the window."""
 
-    model_config = ConfigDict(allow_inf_nan=False)
-
-    window_days: float | None = Field(None, gt=0, description="rolling window: only the newest N days of the log; empty: all")
+    window_days: float | None = Field(
+        None, gt=0, le=MOST_DAYS, description="rolling window: only the newest N days of the log; empty: all"
+    )
     duplicates: Literal["keep", "exact", "first", "last"] = Field(
         "keep",
         description="keep all; exact: drop repeats of user, item and time; first or last: one event per user and item",
     )
     bot_events: int | None = Field(
-        None, ge=1, description="users with more events than this are no people: set aside and counted"
+        None, ge=1, le=MANY, description="users with more events than this are no people: set aside and counted"
     )
-    min_user_events: int = Field(1, ge=1, description="users with fewer events are left out")
+    min_user_events: int = Field(1, ge=1, le=MANY, description="users with fewer events are left out")
     min_item_events: int = Field(
-        1, ge=1, description="items with fewer events are left out; both minimums hold at the end (k-core)"
+        1, ge=1, le=MANY, description="items with fewer events are left out; both minimums hold at the end (k-core)"
     )
-    max_user_events: int | None = Field(None, ge=1, description="a user's newest N events; older ones are left out")
+    max_user_events: int | None = Field(None, ge=1, le=MANY, description="a user's newest N events; older ones are left out")
 
 
-class VocabularyConfig(Frozen):
+class VocabularyConfig(Settings):
     """Whether last night's numbering of users and items is continued: an id keeps its row, new ids are appended."""
 
     rebuild: Literal["when_due", "always"] = Field(
         "when_due", description="number anew, by falling frequency, only when due; or every night"
     )
-    rebuild_after_nights: int = Field(30, ge=1, description="due after this many nights with the same numbering")
+    rebuild_after_nights: int = Field(30, ge=1, le=10_000, description="due after this many nights with the same numbering")
     max_idle: float = Field(
         0.5, gt=0, le=1, description="due when this share of the users or items had no event (nor vector) last night"
     )
 
 
-class InteractionsConfig(Frozen):
+class InteractionsConfig(Settings):
     """The interaction log in parquet, and how it is split."""
 
-    model_config = ConfigDict(allow_inf_nan=False)
-
     paths: Paths = Field(min_length=1, description="parquet file, folder or glob, or a list of them; local, s3:// or gs://")
-    user_column: str = Field("user_id", description="column with the user id (integer or string)")
-    item_column: str = Field("item_id", description="column with the item id (integer or string)")
-    timestamp_column: str | None = Field(
+    user_column: Column = Field("user_id", description="column with the user id (integer or string)")
+    item_column: Column = Field("item_id", description="column with the item id (integer or string)")
+    timestamp_column: Column | None = Field(
         None, description="column with the event time (timestamp, date, or integer with timestamp_unit)"
     )
     timestamp_unit: Literal["s", "ms", "us", "ns"] = Field("s", description="unit of an integer timestamp column")
-    max_future_days: float = Field(1.0, ge=0, description="an event later than now by more than this is a bad row")
-    order_column: str | None = Field(None, description="column that orders a user's events where there is no time")
-    label_column: str | None = Field(
+    max_future_days: float = Field(
+        1.0, ge=0, le=MOST_DAYS, description="an event later than now by more than this is a bad row"
+    )
+    order_column: Column | None = Field(None, description="column that orders a user's events where there is no time")
+    label_column: Column | None = Field(
         None, description="column with a rating or label; events below label_threshold are left out"
     )
-    label_threshold: float | None = Field(None, description="events with label >= this are positives")
-    label_range: tuple[float, float] | None = Field(None, description="smallest and largest label; one outside is a bad row")
-    weight_column: str | None = Field(None, description="column with how much an event counts in the loss, 0 or more")
-    context_columns: tuple[str, ...] = Field((), description="further columns that are kept per event, for context features")
+    label_threshold: Label | None = Field(None, description="events with label >= this are positives")
+    label_range: tuple[Label, Label] | None = Field(None, description="smallest and largest label; one outside is a bad row")
+    weight_column: Column | None = Field(None, description="column with how much an event counts in the loss, 0 or more")
+    context_columns: tuple[Column, ...] = Field(
+        (), max_length=1_000, description="further columns that are kept per event, for context features"
+    )
     split: Split = Field(default_factory=TimeSplit, description="how training, validation and test events are told apart")
     filter: LogFilter = Field(default_factory=LogFilter, description="which events count")
     vocabulary: VocabularyConfig = Field(
@@ -119,15 +136,23 @@ class InteractionsConfig(Frozen):
         0.01, ge=0, lt=1, description="on_bad_rows: drop stops all the same above this share of bad rows"
     )
     max_expansion: int = Field(
-        1_000, ge=1, description="a file that unpacks to more than 1 GiB and this many times its size is refused unread"
+        1_000,
+        ge=1,
+        le=MANY,
+        description="a file that unpacks to more than 1 GiB and this many times its size is refused unread",
     )
-    memory_limit: str = Field(
-        "1GB", pattern=r"^\d+(\.\d+)?\s*[KMGT]i?B$", description="memory DuckDB may use; beyond it spills to disk"
-    )
-    threads: int | None = Field(None, ge=1, description="threads of DuckDB; all cores when empty")
+    memory_limit: MemoryLimit = Field("1GB", description="memory DuckDB may use; beyond it spills to disk")
+    threads: int | None = Field(None, ge=1, le=1_024, description="threads of DuckDB; all cores when empty")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        ids = {"user_column": self.user_column, "item_column": self.item_column}
+        if self.user_column == self.item_column:
+            raise ValueError(f"user_column and item_column are both {self.user_column!r}; name the column of each")
+        for setting, column in ids.items():
+            for other in ("timestamp_column", "order_column"):
+                if column == getattr(self, other):
+                    raise ValueError(f"{setting} and {other} are both {column!r}; name the column of each")
         if (self.label_column is None) != (self.label_threshold is None):
             raise ValueError("label_column and label_threshold go together: set both or neither")
         if self.label_range is not None and self.label_column is None:

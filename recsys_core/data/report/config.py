@@ -2,17 +2,17 @@
 
 from pydantic import Field
 
-from recsys_core.config import Frozen
+from recsys_core.config import MANY, Settings
 
 
-class DataReportConfig(Frozen):
+class DataReportConfig(Settings):
     """Limits on the data of a night; beyond one of them it ends before training, with exit code 2. Empty: reported only.
 
     "Last night" is the newest earlier run in the workspace whose data passed its report; without one, limits that compare
     two nights are not applied.
     """
 
-    min_events: int | None = Field(None, ge=1, description="fewest training events")
+    min_events: int | None = Field(None, ge=1, le=1_000 * MANY, description="fewest training events")
     max_event_drop: float | None = Field(
         0.5, gt=0, le=1, description="by how large a share training events may fall from last night to tonight"
     )
@@ -27,6 +27,7 @@ class DataReportConfig(Frozen):
     max_popularity_shift: float | None = Field(
         None,
         gt=0,
+        le=1_000,
         description="largest population stability index of item popularity against last night; 0.1 is usually read as a "
         "moderate, 0.25 as a major shift, and the report warns of both",
     )
@@ -47,7 +48,10 @@ class DataReportConfig(Frozen):
         None, ge=0, le=1, description="largest share of training events later than their own user's first test event"
     )
     max_split_violations: int | None = Field(
-        0, ge=0, description="events that break what the split promises, e.g. training events after the test began"
+        0,
+        ge=0,
+        le=1_000 * MANY,
+        description="events that break what the split promises, e.g. training events after the test began",
     )
     max_unseen_test_items: float | None = Field(
         None, ge=0, le=1, description="largest share of test events of items without a training event"

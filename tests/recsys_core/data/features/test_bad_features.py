@@ -211,7 +211,7 @@ def test_names_with_quotes_and_long_hostile_values_do_no_harm(tmp_path: Path) ->
         ({"standardise": True}, "standardise is True, but goes only with kind numeric, not categorical"),
         ({"kind": "numeric", "buckets": 3, "boundaries": [1.0]}, "set exactly one of buckets"),
         ({"kind": "numeric", "boundaries": [1.0, 5.0, 5.0]}, "boundaries have to increase, but 5 comes after 5"),
-        ({"kind": "numeric", "boundaries": [1.0, float("inf")]}, "leave out what is not finite"),
+        ({"kind": "numeric", "boundaries": [1.0, float("inf")]}, "should be a finite number"),
         ({"kind": "numeric", "buckets": 3, "min_count": 2}, "only a vocabulary counts"),
         ({"hash_rows": 10, "min_count": 2}, "leave hash_rows out"),
         ({"weight_column": "w"}, "weight_column is 'w', but goes only with kind weighted_list, not categorical"),

@@ -1,0 +1,20 @@
+"""What reads a config imports nothing that takes a second."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("torch", "torchrec", "matplotlib", "prefect", "mlflow", "pandas", "faiss")
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [("flows.load", (*HEAVY, "numpy", "pyarrow", "duckdb")), ("flows.template", HEAVY), ("flows.inputs", HEAVY)],
+)
+def test_reading_a_config_and_checking_its_input_imports_no_framework(module: str, heavy: tuple[str, ...]) -> None:
+    code = f"import sys, {module}; print(*(name for name in {heavy!r} if name in sys.modules))"
+    root = Path(__file__).parents[2]
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    assert answer.stdout.split() == []

@@ -10,7 +10,7 @@ import typer
 from flows import terminal
 from flows.environment import prepare, quieten
 from flows.interruption import Interrupted, end_process
-from recsys_core.errors import NightjarError
+from recsys_core.errors import NightjarError, forget_frames
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -263,6 +263,7 @@ def main() -> None:
         end_process(error)
     except NightjarError as error:
         terminal.log.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        forget_frames(error)
         sys.exit(error.exit_code)
 
 

@@ -2,12 +2,16 @@
 
 import logging
 import os
+import tempfile
 import warnings
 from pathlib import Path
+
+from recsys_core.errors import InputError
 
 
 def prepare(workspace: Path, *, verbose: bool = False) -> None:
     """Embeds Prefect in `workspace` unless the user's own server or home is set. Call before importing flows.nightly."""
+    require_writable(workspace)
     workspace.mkdir(parents=True, exist_ok=True)
     defaults = {
         "PREFECT_HOME": str((workspace / "prefect").absolute()),
@@ -18,6 +22,20 @@ def prepare(workspace: Path, *, verbose: bool = False) -> None:
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+
+
+def require_writable(workspace: Path) -> None:
+    """InputError unless `workspace` is a folder, or can be made, and takes a file; leaves nothing behind."""
+    try:
+        there = next(path for path in (workspace, *workspace.parents) if os.path.lexists(path))
+        if not there.is_dir():
+            raise InputError(f"workspace {workspace}: {there} is no folder; set workspace to a folder")
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"workspace {workspace}: cannot be written: {error.strerror}; check its permissions, or set another"
+        ) from None
 
 
 def quieten() -> None:

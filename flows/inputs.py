@@ -1,6 +1,7 @@
 """What can be said about the input without a run: schema checks."""
 
 from flows.config import PipelineConfig
+from flows.environment import require_writable
 from recsys_core.data.features.tables import check_features
 from recsys_core.data.features.vectors import check_vectors
 from recsys_core.data.log.input import check_interactions
@@ -11,6 +12,7 @@ from recsys_core.models.tables import require_width
 
 def check_inputs(config: PipelineConfig) -> dict[str, str]:
     """Files, rows, columns and types of all inputs, from the footers; raises InputError."""
+    require_writable(config.workspace)
     log = check_interactions(config.log, data_root=config.data_root)
     events = sum(source.record.rows for source in log.sources)
     facts = {"interactions": f"{events:,} rows in {len(log.sources)} files, users {log.user_id_type}, items {log.item_id_type}"}

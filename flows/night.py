@@ -29,9 +29,10 @@ from recsys_core.manifests import (
     RegistrationManifest,
     TrainManifest,
     load_manifest,
+    require_own,
 )
 from tasks.mlflow_client import TrackingServerError
-from tasks.run import STAGES, Run, StageName, new_run_id
+from tasks.run import STAGES, Run, StageName, new_run_id, workspace_lock
 
 MANIFESTS: dict[StageName, type[Manifest]] = dict(
     zip(
@@ -100,12 +101,17 @@ def run_night(
     if resume is not None and not run.config_file.is_file():
         there = sorted(path.name for path in run.folder.parent.glob("*") if path.is_dir())
         raise InputError(f"--resume {resume}: no such run in {run.folder.parent}; there are {there or 'none'}")
+    require_own(run.folder)
 
     def way_out() -> str:
         begun = run.config_file.is_file()
         return f"resume with: {command} --resume {run.run_id}" if begun else f"no stage had begun; start again with: {command}"
 
-    with terminal.stage_lines(), interruptible(way_out) as interruption:
+    with (
+        workspace_lock(config.workspace, run_id=run.run_id),
+        terminal.stage_lines(),
+        interruptible(way_out) as interruption,
+    ):
         terminal.log.print(f"run {run.run_id}", style="bold")
         try:
             with prefect_session(server, log=config.workspace / "prefect.log"):

@@ -12,6 +12,7 @@ from flows.interruption import interruptible
 from flows.night import with_traceback_kept
 from flows.prefect_server import EmbeddedServer, prefect_session
 from recsys_core.errors import InputError, NightjarError, StageError
+from tasks.run import workspace_lock
 from tasks.tuning_config import label_of
 
 if TYPE_CHECKING:
@@ -37,7 +38,11 @@ def run_study(config: PipelineConfig, *, server: EmbeddedServer | None, command:
     server, command: as in flows.night.
     """
     folder = config.workspace / "tuning"
-    with terminal.stage_lines(), interruptible(lambda: f"resume with: {command}") as interruption:
+    with (
+        workspace_lock(config.workspace, run_id="tuning"),
+        terminal.stage_lines(),
+        interruptible(lambda: f"resume with: {command}") as interruption,
+    ):
         try:
             with prefect_session(server, log=config.workspace / "prefect.log"):
                 from flows.tuning import tune_settings

@@ -29,6 +29,22 @@ class LaunchError(StageError):
     """The process group ended before its work was done; a new one may succeed from the last checkpoint."""
 
 
+def forget_frames(error: BaseException | None) -> None:
+    """Drops the tracebacks of `error` and of what it came from.
+
+    Prefect keeps the exception of a failed run until the interpreter ends; frames that it holds keep DuckDB's connection and
+    types alive beyond that, and nanobind, which binds DuckDB, then prints forty lines about leaks.
+    """
+    known: set[int] = set()
+    rest = [error]
+    while rest:
+        one = rest.pop()
+        if one is not None and id(one) not in known:
+            known.add(id(one))
+            one.__traceback__ = None
+            rest += [one.__cause__, one.__context__]
+
+
 def shown(value: object) -> str:
     """A value of the input for a message: on one line, no control characters or direction marks, not endless.
 

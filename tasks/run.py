@@ -1,5 +1,8 @@
 """One night's run: its id, and where its stages lie."""
 
+import json
+import os
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,8 +13,8 @@ from typing import Literal
 
 from filelock import FileLock, Timeout
 
-from recsys_core.errors import InputError
-from recsys_core.manifests import ManifestT, load_manifest
+from recsys_core.errors import InputError, shown
+from recsys_core.manifests import ManifestT, load_manifest, own
 
 StageName = Literal[
     "ingest_embeddings",
@@ -41,6 +44,9 @@ STAGES: dict[StageName, str] = {
 }
 """Stage -> its folder in the run, in the order of the chain."""
 
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
+"""A run id is the name of one folder, never a path."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -53,6 +59,14 @@ class Run:
     workspace: Path
     experiment: str
     place: str = "runs"
+
+    def __post_init__(self) -> None:
+        """Raises InputError for a run id that is none."""
+        if RUN_ID.fullmatch(self.run_id) is None:
+            raise InputError(
+                f"run id {shown(self.run_id)}: a run id has letters, digits, - and _ alone, such as 20261121-070312-ab12; name "
+                f"a folder of {self.workspace / self.place}"
+            )
 
     @property
     def folder(self) -> Path:
@@ -80,8 +94,8 @@ class Run:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keeps a second process out of this run; InputError if one is already in it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """Keeps a second process out of this run; InputError if one is already in it, or nightjar did not make its folder."""
+        own(self.folder)
         lock = FileLock(self.folder / ".lock")
         try:
             lock.acquire(timeout=0)
@@ -93,6 +107,36 @@ class Run:
             yield
         finally:
             lock.release()
+
+
+@contextmanager
+def workspace_lock(workspace: Path, *, run_id: str) -> Iterator[None]:
+    """Keeps a second command out of `workspace`; InputError names the first by its pid and run.
+
+    The kernel releases the lock of a process that died, however it died.
+    """
+    workspace.mkdir(parents=True, exist_ok=True)
+    lock, holder = FileLock(workspace / ".command.lock"), workspace / ".command.json"
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise InputError(
+            f"{workspace}: {_holder(holder)} works in this workspace; wait for it, or set workspace to another folder"
+        ) from None
+    try:
+        holder.write_text(json.dumps({"pid": os.getpid(), "run_id": run_id}))
+        yield
+    finally:
+        holder.unlink(missing_ok=True)
+        lock.release()
+
+
+def _holder(file: Path) -> str:
+    try:
+        found = json.loads(file.read_text())
+        return f"process {found['pid']} with run {found['run_id']}"
+    except (OSError, ValueError):  # it has just begun, or just ended
+        return "another process"
 
 
 def new_run_id() -> str:

@@ -16,6 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from recsys_core.config import Frozen
 from recsys_core.evaluation.report import COLOURS
+from recsys_core.manifests import own
 from tasks.tuning_config import RangeConfig, TuningConfig, label_of
 
 Ending = Literal["complete", "pruned", "failed"]
@@ -80,7 +81,7 @@ class Study:
 
     def __init__(self, config: TuningConfig, *, folder: Path, metric: str, run_id: str) -> None:
         """Opens the study in `folder`, or makes it. run_id: of the MLflow run of a new study."""
-        folder.mkdir(parents=True, exist_ok=True)
+        own(folder)
         optuna.logging.set_verbosity(optuna.logging.ERROR)  # the terminal is ours
         self.folder, self.metric, self.name = folder, metric, folder.name
         self._config = config

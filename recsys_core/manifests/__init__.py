@@ -24,6 +24,7 @@ from recsys_core.manifests.model_stages import (
     RegistrationManifest,
     TrainManifest,
 )
+from recsys_core.manifests.ownership import MARKER, own, require_own
 from recsys_core.manifests.stage_folder import (
     MANIFEST_NAME,
     FileRecord,
@@ -39,6 +40,7 @@ from recsys_core.manifests.stage_folder import (
 
 __all__ = [
     "MANIFEST_NAME",
+    "MARKER",
     "ColumnFacts",
     "DataReportManifest",
     "EmbeddingsManifest",
@@ -64,8 +66,10 @@ __all__ = [
     "VectorTable",
     "fingerprint_of",
     "load_manifest",
+    "own",
     "produce",
     "record_file",
     "require_manifest",
+    "require_own",
     "seal",
 ]

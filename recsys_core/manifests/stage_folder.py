@@ -1,7 +1,7 @@
 """Contracts between stages: a stage is a folder whose manifest.json was written last.
 
 A stage builds its files in `<folder>.tmp`, everything is hashed and fsynced, manifest.json is written, and the folder is
-renamed into place. A folder without a valid manifest is rubbish: it is removed and redone. The fingerprint says
+renamed into place. A folder without a valid manifest is removed and redone. The fingerprint says
 which inputs and which settings a stage came from, so a resumed run keeps exactly what is still true.
 """
 
@@ -21,6 +21,7 @@ from recsys_core import __version__
 from recsys_core.config import Frozen
 from recsys_core.disk import LEAST_BYTES, full_disk_is_told, require_free
 from recsys_core.errors import StageError
+from recsys_core.manifests.ownership import MARKER, own, remove_own
 
 MANIFEST_NAME = "manifest.json"
 _HASHED_AT_ONCE = 4
@@ -83,19 +84,20 @@ def produce(
     """The stage in `folder`: reused if it is complete and came from `fingerprint`, else built anew and committed atomically.
 
     `build` writes files into the folder it is given and returns the manifest's own fields. needs_bytes: what it is known to
-    write. Raises InputError where the disk has less room, or fills up.
+    write. Raises InputError where the disk has less room, or fills up, or where something is in the folder's place that
+    nightjar did not make.
     """
     found = load_manifest(folder, manifest_type)
     if found is not None and found.fingerprint == fingerprint:
         return found
     staging = folder.with_name(folder.name + ".tmp")
-    for rubbish in (folder, staging):
-        shutil.rmtree(rubbish, ignore_errors=True)
+    for outdated in (folder, staging):
+        remove_own(outdated)
     require_free(folder, max(needs_bytes, LEAST_BYTES), what=f"the {manifest_type.kind} stage")
     started = time.perf_counter()
     try:
         with full_disk_is_told(folder):
-            staging.mkdir(parents=True)
+            own(staging)
             facts = build(staging)
             return seal(staging, folder, manifest_type, fingerprint=fingerprint, seconds=time.perf_counter() - started, **facts)
     except BaseException:
@@ -105,6 +107,7 @@ def produce(
 
 def seal(staging: Path, folder: Path, manifest_type: type[ManifestT], **fields: Any) -> ManifestT:
     """Commits the files in `staging` as the stage in `folder`: hash, fsync, manifest last, rename."""
+    (staging / MARKER).touch()
     manifest = manifest_type(**fields, files=_record_files(staging), folder=folder)
     content = manifest.model_dump(mode="json")
     _write_durably(staging / MANIFEST_NAME, json.dumps(content | {"sha256": _digest(content)}, indent=2).encode())
@@ -149,7 +152,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 def _record_files(folder: Path) -> dict[str, FileRecord]:
     """Hashes all files while the disk takes them in: both wait for no one but themselves, and neither holds the GIL."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MARKER)
     with ThreadPoolExecutor(2 * _HASHED_AT_ONCE) as pool:
         synced = [pool.submit(_fsync, path) for path in paths]
         records = dict(zip((str(path.relative_to(folder)) for path in paths), pool.map(record_file, paths), strict=True))

@@ -105,6 +105,9 @@ def test_bad_config_and_bad_input_exit_with_2_and_one_message_before_anything_is
             "no such stage; there are ingest_embeddings, ingest_interactions, ingest_features, check_data, plan_sharding",
         ),
         (["run", "--resume", "20200101-000000-0000"], "no such run"),
+        (["run", "--resume", "../.."], "run id '../..': a run id has letters, digits, - and _ alone"),
+        (["run", "--set", "workspace=/proc/none"], "workspace /proc/none: cannot be written"),
+        (["query", "--user", "1", "--set", "workspace=/dev/null/x"], "workspace /dev/null/x: /dev/null is no folder"),
         (["query", "--user", "1", "--json"], "has no champion"),
     ],
 )
@@ -147,5 +150,6 @@ def test_a_bad_row_ends_a_run_with_2_and_one_message_that_no_id_can_break(file: 
     assert sum(line.startswith("error: ") for line in answer.stderr.splitlines()) == 1
     assert said in answer.stderr
     assert "Traceback" not in answer.stderr and "Traceback" not in answer.stdout
+    assert "nanobind" not in answer.stderr
     (run,) = (file.parent / "workspace" / "runs").iterdir()
     assert not list(run.glob("ingest_interactions*")) and not list(run.glob("**/*.tmp"))

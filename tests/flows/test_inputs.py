@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pyarrow as pa
+import pytest
 
 from flows.config import PipelineConfig
 from flows.inputs import check_inputs
@@ -53,3 +54,19 @@ def test_vectors_of_another_width_than_their_table_are_found_before_the_run(tmp_
     with said:
         check_inputs(PipelineConfig.model_validate(config))
     check_inputs(PipelineConfig.model_validate(config | {"tables": {"item": {"dim": 12}}}))
+
+
+@pytest.mark.parametrize(
+    ("workspace", "said"),
+    [
+        ("/dev/null", "/dev/null is no folder"),
+        ("/dev/null/x", "is no folder"),
+        ("/proc/x", "cannot be written"),
+        ("log.parquet", "is no"),
+    ],
+)
+def test_a_workspace_that_cannot_be_written_is_found_before_the_run(tmp_path: Path, workspace: str, said: str) -> None:
+    log = write(tmp_path / "log.parquet", user_id=[1, 2], item_id=[1, 2], t=[1, 2])
+    config = {"interactions": {"paths": log, "timestamp_column": "t"}, "workspace": tmp_path / workspace}
+    with refusal(f"workspace {tmp_path / workspace}: ", said):
+        check_inputs(PipelineConfig.model_validate(config))

@@ -1,15 +1,20 @@
 """Names and folders of a run, and who may be in it."""
 
+import json
 import logging
+import multiprocessing
+import os
 import re
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from recsys_core.errors import InputError
 from recsys_core.manifests import PlanManifest, produce
 from tasks.reporting import begin
-from tasks.run import STAGES, Run, new_run_id
+from tasks.run import STAGES, Run, new_run_id, workspace_lock
 
 
 def test_run_ids_sort_by_time_and_differ() -> None:
@@ -34,6 +39,52 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> 
             pass
     with run.lock():
         pass
+
+
+@pytest.mark.parametrize(
+    "run_id", ["", ".", "..", "../../x", "/etc", "a/b", "a\\b", "a.b", "a b", "a\n", "-a", "~", "ü", "a" * 101, "a\0", "%2e%2e"]
+)
+def test_a_run_id_is_the_name_of_a_folder_and_never_a_path(tmp_path: Path, run_id: str) -> None:
+    with pytest.raises(InputError, match="a run id has letters, digits, - and _ alone"):
+        Run(run_id, workspace=tmp_path, experiment="e")
+
+
+def test_a_folder_that_nightjar_did_not_make_is_no_run(tmp_path: Path) -> None:
+    theirs = tmp_path / "runs" / "theirs"
+    (theirs / "embeddings").mkdir(parents=True)
+    (theirs / "embeddings" / "mine.npy").write_text("kept")
+    (theirs / "config.yaml").write_text("kept")
+    (tmp_path / "runs" / "link").symlink_to(theirs)
+    for run_id, said in (("theirs", "holds files, but not the marker .nightjar"), ("link", "is a link")):
+        with pytest.raises(InputError, match=said), Run(run_id, workspace=tmp_path, experiment="e").lock():
+            pass
+    assert sorted(path.name for path in theirs.rglob("*")) == ["config.yaml", "embeddings", "mine.npy"]
+
+
+def _hold(workspace: Path, ready: Any, finish: Any) -> None:
+    with workspace_lock(workspace, run_id="first"):
+        ready.set()
+        finish.wait()
+
+
+@pytest.mark.parametrize("end", ["finished", "killed"])
+def test_a_second_command_in_a_workspace_is_refused_by_the_pid_and_run_of_the_first_while_that_lives(
+    tmp_path: Path, end: str
+) -> None:
+    fork = multiprocessing.get_context("fork")
+    ready, finish = fork.Event(), fork.Event()
+    first = fork.Process(target=_hold, args=(tmp_path, ready, finish))
+    first.start()
+    assert ready.wait(60) and first.pid is not None
+    said = f"process {first.pid} with run first works in this workspace"
+    with pytest.raises(InputError, match=said), workspace_lock(tmp_path, run_id="second"):
+        pass
+    if end == "killed":
+        os.kill(first.pid, signal.SIGKILL)
+    finish.set()
+    first.join()
+    with workspace_lock(tmp_path, run_id="second"):
+        assert json.loads((tmp_path / ".command.json").read_text())["run_id"] == "second"
 
 
 def test_a_stage_says_in_one_line_whether_it_was_kept(

@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from recsys_core.data.files.network import retrying
-from recsys_core.data.files.partitions import partition_of
 from recsys_core.data.files.patterns import URI, is_uri, matches, parts_of, printable, set_aside, split_glob
 from recsys_core.errors import InputError
 
@@ -30,6 +29,8 @@ class Location:
     bytes: int
     modified_ns: int
     filesystem: pafs.FileSystem = field(repr=False)
+    inode: tuple[int, int] | None = None
+    """Device and number of a local file, the same under all its names."""
 
     @property
     def local(self) -> bool:
@@ -72,11 +73,10 @@ def find(pattern: str, *, setting: str, data_root: Path | None = None) -> Iterat
                 "move the file there, or change data_root"
             )
         status = target.stat()
-        yield Location(name, found, status.st_size, status.st_mtime_ns, filesystem)
+        yield Location(name, found, status.st_size, status.st_mtime_ns, filesystem, (status.st_dev, status.st_ino))
 
 
 def _local(pattern: str, *, shown: str, setting: str) -> list[str]:
-    """One path per file, however many links lead to it: its rows must not count twice."""
     if "\0" in pattern:
         raise InputError(f"{setting}: {shown}: a path holds no NUL")
     try:
@@ -101,10 +101,7 @@ def _local_files(pattern: str, *, shown: str, setting: str) -> list[str]:
         if not found:
             folders = f"; {len(matched)} folders do: end it in /**/*.parquet for what is in them" if matched else ""
             raise InputError(f"{setting}: no file matches: {shown}{folders}")
-    unique: dict[object, str] = {}
-    for path in sorted(found, key=lambda path: (len(path), path)):
-        unique.setdefault((os.path.realpath(path), tuple(partition_of(path).items())), path)
-    return list(unique.values())
+    return found
 
 
 def _glob(pattern: str) -> list[str]:

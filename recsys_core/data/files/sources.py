@@ -93,19 +93,32 @@ def open_sources(patterns: Sequence[str], *, setting: str, data_root: Path | Non
 
     Raises:
         InputError: nothing matches, a file is no sound parquet file or outside of data_root, hive keys differ between the
-            files, or all of them are empty.
+            files, all of them are empty, or a file is reached under two names.
     """
     found: dict[str, Location] = {}
     for pattern in patterns:
         for location in find(pattern, setting=setting, data_root=data_root):
             found[location.name] = location
     locations = [found[name] for name in sorted(found)]
+    refuse_second_names(locations, setting=setting)
     sources = tuple(_source(*pair) for pair in zip(locations, read_footers(locations), strict=True))
     if not sources:
         raise InputError(f"{setting}: names no file; give a path, a glob or a folder")
     if sum(source.record.rows for source in sources) == 0:
         raise InputError(f"{setting}: {_names(sources)}: no rows; check what writes this table")
     return _with_partition_types(sources)
+
+
+def refuse_second_names(locations: Sequence[Location], *, setting: str) -> None:
+    """InputError for a local file that is among `locations` under two names, through a link or two spellings of its path."""
+    first: dict[tuple[int, int], str] = {}
+    for location in locations:
+        other = location.name if location.inode is None else first.setdefault(location.inode, location.name)
+        if other != location.name:
+            raise InputError(
+                f"{setting}: {location.name}: is the same file as {other}, through a link or another spelling of its path, and "
+                "its rows would count twice; name it once, or leave the link out"
+            )
 
 
 def _source(location: Location, footer: Footer) -> Source:

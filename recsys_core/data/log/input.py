@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from recsys_core.data.files.gates import refuse_bombs
-from recsys_core.data.files.sources import Source, id_type, open_sources, require_column, same_types
+from recsys_core.data.files.sources import Source, id_type, open_sources, refuse_second_names, require_column, same_types
 from recsys_core.data.files.sql import SPLITS
 from recsys_core.data.log.config import GivenSplit, InteractionsConfig
 from recsys_core.errors import InputError
@@ -70,6 +70,8 @@ def _refuse_twice(given: Mapping[str, Sequence[Source]]) -> None:
             other = owner.setdefault(source.name, name)
             if other != name:
                 raise InputError(f"{source.name}: given for {other} and for {name}; a test on what was trained on says nothing")
+    locations = [source.location for group in given.values() for source in group]
+    refuse_second_names(locations, setting=f"interactions, {' and '.join(given)}")
 
 
 def _check_times(sources: Sequence[Source], column: str) -> None:

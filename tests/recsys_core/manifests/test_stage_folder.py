@@ -24,6 +24,7 @@ from recsys_core.config import Frozen
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import (
     MANIFEST_NAME,
+    MARKER,
     Manifest,
     fingerprint_of,
     load_manifest,
@@ -90,7 +91,7 @@ def test_another_fingerprint_is_built_anew_and_no_old_file_stays(tmp_path: Path)
     make(tmp_path / "stage")
     made = make(tmp_path / "stage", build=only_roots, fingerprint="b")
     assert (made.fingerprint, set(made.files)) == ("b", {"roots.txt"})
-    assert {path.name for path in (tmp_path / "stage").iterdir()} == {"roots.txt", MANIFEST_NAME}
+    assert {path.name for path in (tmp_path / "stage").iterdir()} == {"roots.txt", MANIFEST_NAME, MARKER}
 
 
 @pytest.mark.parametrize("error", [ValueError("bad row"), KeyboardInterrupt()])

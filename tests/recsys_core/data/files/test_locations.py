@@ -111,11 +111,30 @@ def test_links_that_lead_back_up_end(tmp_path: Path) -> None:
         assert names(tmp_path / pattern, tmp_path) == ["log/a.parquet"]
 
 
-def test_a_file_counts_once_however_many_links_lead_to_it(tmp_path: Path) -> None:
-    path = write(tmp_path / "log" / "day.parquet", x=[1])
-    (tmp_path / "log" / "newest-export.parquet").symlink_to(path)
-    assert names(tmp_path / "log", tmp_path) == ["log/day.parquet"]
-    assert names(tmp_path / "log" / "*.parquet", tmp_path) == ["log/day.parquet"]
+@pytest.mark.parametrize("link", ["symbolic", "hard", "folder", "partition"])
+def test_a_file_that_is_reached_twice_is_refused_by_both_names(tmp_path: Path, link: str) -> None:
+    day = tmp_path / "log" / "dt=2026-11-19" / "day.parquet"
+    other = tmp_path / "log" / "dt=2026-11-20" / "newest.parquet" if link == "partition" else day.with_name("newest.parquet")
+    write(day, x=[1])
+    other.parent.mkdir(exist_ok=True)
+    if link == "hard":
+        other.hardlink_to(day)
+    elif link == "folder":
+        (tmp_path / "log" / "newest").symlink_to(day.parent)
+        other = tmp_path / "log" / "newest" / "day.parquet"
+    else:
+        other.symlink_to(day)
+    for patterns in ([tmp_path / "log"], [day, other], [tmp_path / "log" / "*" / "*.parquet"]):
+        with refusal(f"s: {other}: is the same file as {day}, through a link or another spelling"):
+            open_sources([str(pattern) for pattern in patterns], setting="s")
+
+
+def test_a_file_that_two_patterns_spell_differently_is_refused_and_one_they_spell_alike_counts_once(tmp_path: Path) -> None:
+    write(tmp_path / "log" / "a.parquet", x=[1])
+    alike = [str(tmp_path / "log"), str(tmp_path / "log" / "*.parquet")]
+    assert len(open_sources(alike, setting="s")) == 1
+    with refusal("s: ", "is the same file as "):
+        open_sources([*alike, f"{tmp_path}/log/../log/a.parquet"], setting="s")
 
 
 def test_a_link_to_a_folder_is_followed(tmp_path: Path) -> None:

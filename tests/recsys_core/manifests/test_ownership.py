@@ -1,0 +1,68 @@
+"""Nothing that nightjar did not make is removed or written over."""
+
+from pathlib import Path
+
+import pytest
+
+from recsys_core.errors import InputError
+from recsys_core.manifests import MARKER, PlanManifest, produce
+from recsys_core.manifests.ownership import own, remove_own
+
+
+def build(folder: Path) -> dict[str, object]:
+    (folder / "plan.json").write_text("{}")
+    return {"world_size": 2, "device": "cpu"}
+
+
+@pytest.mark.parametrize("place", ["plan", "plan.tmp"])
+@pytest.mark.parametrize("how", ["folder", "link", "file"])
+def test_a_stage_is_not_built_where_something_of_the_user_is(tmp_path: Path, place: str, how: str) -> None:
+    theirs = tmp_path / ("elsewhere" if how == "link" else place)
+    if how == "file":
+        theirs.write_text("kept")
+    else:
+        theirs.mkdir()
+        (theirs / "mine.npy").write_text("kept")
+    if how == "link":
+        (tmp_path / place).symlink_to(theirs)
+    with pytest.raises(InputError, match=str(tmp_path / place)):
+        produce(tmp_path / "plan", PlanManifest, fingerprint="f", build=build)
+    assert (theirs if how == "file" else theirs / "mine.npy").read_text() == "kept"
+    assert (tmp_path / place).is_symlink() == (how == "link")
+
+
+def test_a_stage_takes_the_place_of_an_older_one_and_of_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "plan").mkdir()
+    for fingerprint in ("a", "b"):
+        made = produce(tmp_path / "plan", PlanManifest, fingerprint=fingerprint, build=build)
+        assert made.fingerprint == fingerprint and set(made.files) == {"plan.json"}
+
+
+def test_links_in_an_own_folder_are_removed_and_not_what_they_lead_to(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "mine.npy").write_text("kept")
+    own(tmp_path / "ours")
+    (tmp_path / "ours" / "link").symlink_to(theirs)
+    remove_own(tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+    assert (theirs / "mine.npy").read_text() == "kept"
+
+
+def test_what_a_kill_leaves_of_a_removal_can_still_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own(tmp_path / "ours")
+    for name in "abc":
+        (tmp_path / "ours" / name).write_text("")
+    unlink = Path.unlink
+
+    def once(path: Path, missing_ok: bool = False) -> None:
+        monkeypatch.undo()
+        unlink(path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "unlink", once)
+    with pytest.raises(KeyboardInterrupt):
+        remove_own(tmp_path / "ours")
+    assert (tmp_path / "ours" / MARKER).is_file()
+    remove_own(tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()

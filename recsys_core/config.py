@@ -2,7 +2,7 @@
 
 import unicodedata
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -79,6 +79,13 @@ def _as_tuple(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
+Checksums = Annotated[
+    Literal["pages", "sidecar"],
+    Field(
+        description="pages: those that the writer stored in the file, if any; sidecar: also the sha256 in <file>.sha256, as "
+        "sha256sum writes it, compared when a file is first read"
+    ),
+]
 Column = Annotated[str, Field(min_length=1, max_length=1_000), AfterValidator(_without_control)]
 """Name of a column."""
 Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_without_control), AfterValidator(_without_blanks)]

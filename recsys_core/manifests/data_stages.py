@@ -74,6 +74,7 @@ class ReadFile(Frozen):
     spans: dict[str, tuple[float, float]] = Field(
         description="smallest and largest value of the columns that are numbers or times"
     )
+    checksums: bool = Field(False, description="whether its pages have any; false too for a file read before this was noted")
 
 
 class LogPart(Frozen):

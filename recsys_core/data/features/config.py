@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from recsys_core.config import MANY, Column, Paths, Settings
+from recsys_core.config import MANY, Checksums, Column, Paths, Settings
 
 FeatureKind = Literal["categorical", "list", "weighted_list", "numeric"]
 Side = Literal["user", "item", "context"]
@@ -110,6 +110,7 @@ class FeatureTableConfig(Settings):
 
     paths: Paths = Field(min_length=1, description="parquet file or glob, or a list of them")
     id_column: Column = Field(description="column with the id, of the type that the log's ids have")
+    checksums: Checksums = "pages"
     features: tuple[FeatureConfig, ...] = Field(min_length=1, max_length=1_000, description="what to read from it")
 
     @model_validator(mode="after")

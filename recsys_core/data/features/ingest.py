@@ -16,6 +16,7 @@ from recsys_core.data.features.encoding import Encoding, LastNight
 from recsys_core.data.features.tables import FeatureTable, check_features, refuse_bad_rows, value_sql
 from recsys_core.data.features.vectors import check_vectors
 from recsys_core.data.files.database import database
+from recsys_core.data.files.sidecars import verify_sidecars
 from recsys_core.data.files.sources import local_files, open_sources
 from recsys_core.data.files.sql import quoted, scan, scan_all
 from recsys_core.errors import InputError
@@ -91,6 +92,8 @@ def _load(
     connection: duckdb.DuckDBPyConnection, table: FeatureTable, *, interactions: InteractionsManifest, scratch: Path
 ) -> FeatureTableFacts | None:
     """Table `joined` (see feature_encoding) with what belongs to the catalogue."""
+    if table.sidecars:
+        verify_sidecars(table.sources)
     values = []
     for number, feature in enumerate(table.features):
         values.append(f"{value_sql(feature, table.value_type.get(feature.name))} AS v{number}")

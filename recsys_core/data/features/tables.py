@@ -8,6 +8,7 @@ import duckdb
 import pyarrow as pa
 
 from recsys_core.data.features.config import FeatureConfig, FeaturesConfig, Side
+from recsys_core.data.files.sidecars import require_sidecars
 from recsys_core.data.files.sources import Source, id_type, is_list, is_text, open_sources, require_column
 from recsys_core.data.files.sql import SQL_TYPE, quoted, scan_all
 from recsys_core.errors import SHOWN_CHARACTERS, InputError, shown
@@ -29,6 +30,8 @@ class FeatureTable:
     """How the values of each feature but the numeric ones are kept, by its name."""
     id_column: str | None = None
     id_type: IdType | None = None
+    sidecars: bool = False
+    """Whether each file has its sha256 next to it."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -57,6 +60,8 @@ def check_features(
             continue
         setting = f"features.{side}s"
         sources = open_sources(declared.paths, setting=f"{setting}.paths", data_root=data_root)
+        if declared.checksums == "sidecar":
+            require_sidecars(sources)
         ids = id_type(sources, declared.id_column, setting=f"{setting}.id_column")
         if ids != of_log:
             raise InputError(
@@ -64,7 +69,9 @@ def check_features(
                 "write both as one type"
             )
         types = _value_types(sources, declared.features, setting=setting)
-        table = FeatureTable(side, setting, sources, declared.features, types, declared.id_column, ids)
+        table = FeatureTable(
+            side, setting, sources, declared.features, types, declared.id_column, ids, declared.checksums == "sidecar"
+        )
         tables.append(_unambiguous(table))
     if config.context:
         types = _value_types(log, config.context, setting="features.context")

@@ -5,6 +5,8 @@ import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
+SIDECAR = ".sha256"
+"""Ending of the file with the checksum of another file."""
 URI = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?]*)(/.*?|)(?:\?([a-z_]+=[^?]*))?", re.DOTALL | re.IGNORECASE)
 
 
@@ -52,4 +54,5 @@ def matches(parts: Sequence[str], tail: Sequence[str]) -> bool:
 
 
 def set_aside(path: str, *, below: str) -> bool:
-    return any(part[0] in "_." and part not in (".", "..") for part in parts_of(path, below))
+    """Whether a glob passes over `path`: half-written or not data, by custom, or the checksum of a file."""
+    return path.endswith(SIDECAR) or any(part[0] in "_." and part not in (".", "..") for part in parts_of(path, below))

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from recsys_core.config import MANY, MOST_DAYS, Column, Paths, Settings
+from recsys_core.config import MANY, MOST_DAYS, Checksums, Column, Paths, Settings
 
 _UNITS = {"K": 1_000, "M": 1_000_000, "G": 1_000_000_000, "T": 1_000_000_000_000}
 
@@ -129,6 +129,7 @@ class InteractionsConfig(Settings):
     vocabulary: VocabularyConfig = Field(
         default_factory=VocabularyConfig, description="continue last night's numbering, or not"
     )
+    checksums: Checksums = "pages"
     on_bad_rows: Literal["fail", "drop"] = Field(
         "fail", description="a null id, a time out of range, a label that is no number: stop, or drop and count the row"
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from recsys_core.data.files.gates import refuse_bombs
+from recsys_core.data.files.sidecars import require_sidecars
 from recsys_core.data.files.sources import Source, id_type, open_sources, refuse_second_names, require_column, same_types
 from recsys_core.data.files.sql import SPLITS
 from recsys_core.data.log.config import GivenSplit, InteractionsConfig
@@ -43,6 +44,8 @@ def check_interactions(config: InteractionsConfig, *, data_root: Path | None = N
             )
         given["test"] = open_sources(config.split.test, setting="interactions.split.test", data_root=data_root)
     found = tuple(source for group in given.values() for source in group)
+    if config.checksums == "sidecar":
+        require_sidecars(found)
     _refuse_twice(given)
     users = id_type(found, config.user_column, setting="interactions.user_column")
     items = id_type(found, config.item_column, setting="interactions.item_column")

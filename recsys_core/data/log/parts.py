@@ -13,6 +13,7 @@ import duckdb
 import pyarrow as pa
 
 from recsys_core.data.files.gates import has_checksums, verify_pages
+from recsys_core.data.files.sidecars import verify_sidecars
 from recsys_core.data.files.sources import Source, local_files, require_column
 from recsys_core.data.files.sql import SQL_TYPE, quoted, scan, scan_all
 from recsys_core.data.log.checks import FUTURE, FileFacts, good_rows, refuse_bad_rows, row_checks, scan_rows
@@ -99,8 +100,11 @@ def read_part(
     schema = {
         column: _widest([require_column(each, column, setting="interactions") for each in sources]) for column in config.columns
     }
-    for source in sources:
-        if source.local and has_checksums(source, config.columns):  # of remote ones they are compared while copying
+    if config.checksums == "sidecar":
+        verify_sidecars(sources)
+    checksummed = [has_checksums(source, config.columns) for source in sources]
+    for source, has_some in zip(sources, checksummed, strict=True):
+        if source.local and has_some:  # of remote ones they are compared while copying
             verify_pages(source, config.columns)
     with (
         local_files(sources, columns=config.columns, scratch=file.with_suffix(".remote")) as paths,
@@ -125,6 +129,7 @@ def read_part(
             bad_rows=dict(each.counts),
             below_threshold=each.rows - each.bad - kept.get(at, (0, 0))[0] if config.label_column else 0,
             spans={numbers[alias]: span for alias, span in each.spans.items()},
+            checksums=checksummed[at],
         )
         for at, (source, each) in enumerate(zip(sources, found, strict=True))
     )

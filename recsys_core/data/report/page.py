@@ -49,6 +49,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("unseen_test_users_share", "test users without a training event", "share"),
     ("leaked_share", "held-out events with a copy in an earlier part of the split", "share"),
     ("future_share", "training events later than their user's first test event", "share"),
+    ("files_without_checksums", "files of the log without checksums, where a flipped bit passes unseen", "count"),
     ("split_violations", "events on the wrong side of the split, or out of order", "count"),
 )
 

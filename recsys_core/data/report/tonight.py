@@ -37,7 +37,14 @@ def sizes(interactions: InteractionsManifest, facts: SplitFacts) -> dict[str, fl
         "history_median": float(np.median(trained_U)),
         "history_p95": float(np.percentile(trained_U, 95)),
         "history_longest": float(trained_U.max()),
+        "files_without_checksums": float(_without_checksums(interactions)),
     }
+
+
+def _without_checksums(interactions: InteractionsManifest) -> int:
+    """Files of the log whose pages have no checksum, so that a flipped bit in them cannot be noticed."""
+    with_some = {file.source for part in interactions.parts for file in part.files if file.checksums}
+    return sum(source not in with_some for source in interactions.sources)
 
 
 def shares(interactions: InteractionsManifest, facts: SplitFacts, count_I: Ints) -> dict[str, float]:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from recsys_core.config import MANY, Column, Paths, Settings
+from recsys_core.config import MANY, Checksums, Column, Paths, Settings
 
 
 class IdMapConfig(Settings):
@@ -38,6 +38,7 @@ class EmbeddingsConfig(Settings):
         None, ge=1, le=16_384, description="project to this many principal components; empty: as they are"
     )
     normalise: bool = Field(False, description="scale each vector to length 1, after the projection")
+    checksums: Checksums = "pages"
     on_bad_rows: Literal["fail", "drop"] = Field("fail", description="what to do with a row that holds no usable vector or id")
     max_bad_share: float = Field(0.01, ge=0, le=1, description="with on_bad_rows drop: fail when more than this share is bad")
     max_expansion: int = Field(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from recsys_core.data.files.gates import refuse_bombs
+from recsys_core.data.files.sidecars import require_sidecars
 from recsys_core.data.files.sources import Source, id_type, open_sources, require_column
 from recsys_core.data.vectors.config import EmbeddingsConfig
 from recsys_core.errors import InputError
@@ -75,6 +76,8 @@ def require_one_dim(files: VectorFiles, dim: int, *, before: VectorFiles, before
 
 def _check_entry(config: EmbeddingsConfig, *, setting: str, data_root: Path | None) -> VectorFiles:
     sources = open_sources(config.paths, setting=f"{setting}.paths", data_root=data_root)
+    if config.checksums == "sidecar":
+        require_sidecars(sources)
     source_ids = id_type(sources, config.id_column, setting=f"{setting}.id_column")
     columns = _vector_columns(sources[0], config, setting=setting)
     for source in sources[1:]:
@@ -95,6 +98,8 @@ def _check_entry(config: EmbeddingsConfig, *, setting: str, data_root: Path | No
     ids = source_ids
     if config.id_map is not None:
         id_map = open_sources(config.id_map.paths, setting=f"{setting}.id_map.paths", data_root=data_root)
+        if config.checksums == "sidecar":
+            require_sidecars(id_map)
         keys = id_type(id_map, config.id_map.from_column, setting=f"{setting}.id_map.from_column")
         ids = id_type(id_map, config.id_map.to_column, setting=f"{setting}.id_map.to_column")
         if keys != source_ids:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from recsys_core.data.files.database import database
 from recsys_core.data.files.disk import allocate
+from recsys_core.data.files.sidecars import verify_sidecars
 from recsys_core.data.files.sources import local_files
 from recsys_core.data.vectors.config import EmbeddingsConfig
 from recsys_core.data.vectors.files import VectorFiles, check_embeddings, refuse_wider, require_one_dim
@@ -107,6 +108,8 @@ def _read_entry(files: VectorFiles, *, ids: TableIds, scratch: Path, entry: int)
     """Ids beside the vectors; where they are wrong, no more vectors are read."""
     config = files.config
     scratch.mkdir()
+    if config.checksums == "sidecar":
+        verify_sidecars((*files.sources, *files.id_map))
     findings, of_vectors = (Findings(files.sources, setting=files.setting) for _ in range(2))
     wrong = threading.Event()
     columns = [config.id_column, *files.columns]

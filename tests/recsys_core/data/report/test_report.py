@@ -55,6 +55,7 @@ def test_a_first_night_passes_and_is_compared_with_nothing(tmp_path: Path) -> No
         ("1970-01-01", 2, 0), ("1970-01-02", 2, 0), ("1970-04-01", 0, 2),
     ]  # fmt: skip
     assert manifest.metrics["empty_days_share"] == pytest.approx(88 / 91)
+    assert manifest.metrics["files_without_checksums"] == 1
     assert set(manifest.files) == {"report.json", "report.html"}
 
 

@@ -1,9 +1,10 @@
-"""What can be said about the input without a run: schema checks."""
+"""What can be said about the input without a run: files, schemas, and one row group."""
 
 from flows.config import PipelineConfig
 from flows.environment import require_writable
 from recsys_core.data.features.tables import check_features
 from recsys_core.data.features.vectors import check_vectors
+from recsys_core.data.first_rows import check_matches, check_years, vector_length
 from recsys_core.data.log.input import check_interactions
 from recsys_core.data.vectors.files import check_embeddings
 from recsys_core.errors import InputError
@@ -11,9 +12,10 @@ from recsys_core.models.tables import require_width
 
 
 def check_inputs(config: PipelineConfig) -> dict[str, str]:
-    """Files, rows, columns and types of all inputs, from the footers; raises InputError."""
+    """Files, rows, columns and types of all inputs, from the footers and one row group of each; raises InputError."""
     require_writable(config.workspace)
     log = check_interactions(config.log, data_root=config.data_root)
+    check_years(config.log, log.given["train"])
     events = sum(source.record.rows for source in log.sources)
     facts = {"interactions": f"{events:,} rows in {len(log.sources)} files, users {log.user_id_type}, items {log.item_id_type}"}
     embeddings = check_embeddings(config.embeddings, data_root=config.data_root)
@@ -25,11 +27,14 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
                 f"{vectors.setting}: the ids of the vectors are {vectors.id_type}, but those of the log's {table}s are "
                 f"{wanted}; write both as one type"
             )
-        if vectors.dim is not None:
-            wish = config.tables.get(table)
-            require_width(vectors.dim, (wish and wish.dim) or config.model.embedding_dim, table=table)
-        width = f"{vectors.dim} numbers each" if vectors.dim else "of a length that the schema does not tell"
+        dim = vector_length(vectors)
+        if dim is not None:
+            settings = config.tables.get(table)
+            require_width(dim, (settings and settings.dim) or config.model.embedding_dim, table=table)
+        width = f"{dim} numbers each" if dim else "of lengths that differ in the first rows"
         facts[vectors.setting] = f"{vectors.rows:,} vectors of {table} in {len(vectors.sources)} files, {width}"
+    columns = {"item": config.log.item_column, "user": config.log.user_column}
+    check_matches(config.log, log.sources, embeddings, columns=columns)
     if config.features is not None:
         tables = check_features(
             config.features,

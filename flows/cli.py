@@ -193,6 +193,12 @@ def query(
     from flows.release import recommend
 
     answer = recommend(config, user=user, k=k, model_uri=model)
+    if not answer.known_user:
+        terminal.log.print(
+            f"user {user} is unknown to version {answer.version}: these are the most popular items",
+            markup=False,
+            soft_wrap=True,
+        )
     if as_json:
         sys.stdout.write(answer.model_dump_json() + "\n")
         return

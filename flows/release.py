@@ -19,10 +19,11 @@ class RankedItem(Frozen):
 
 
 class Answer(Frozen):
-    """What `nightjar query` prints with --json."""
+    """What `nightjar query` prints with --json. known_user: whether the log that the model saw had an event of the user."""
 
     model: str
     version: str
+    known_user: bool
     items: tuple[RankedItem, ...]
 
 
@@ -49,8 +50,9 @@ def recommend(config: PipelineConfig, *, user: str, k: int, model_uri: str | Non
     (answer,) = model.predict(pd.DataFrame({"user_id": [user]}), params={"k": k})
     if answer["error"] is not None:
         raise InputError(f"--user: {answer['error']}")
+    known = bool(model.unwrap_python_model().retriever.knows([user])[0])
     items = tuple(RankedItem(item_id=i, score=s) for i, s in zip(answer["item_ids"], answer["scores"], strict=True))
-    return Answer(model=name, version=version, items=items)
+    return Answer(model=name, version=version, known_user=known, items=items)
 
 
 def _resolve(uri: str, client: mlflow.MlflowClient) -> tuple[str, str, str]:

@@ -115,6 +115,11 @@ class Retriever:
             scores += [score_K[:found] for score_K, found in zip(score_BK, found_B, strict=True)]
         return ids, scores
 
+    def knows(self, user_ids: Sequence[Id]) -> NDArray[np.bool_]:
+        """[users]: whether the log had an event of each. Raises InputError for values that cannot be such an id."""
+        known_B: NDArray[np.bool_] = self._users.rows(user_ids) >= 0
+        return known_B
+
     def _answer(
         self, user_row_B: NDArray[np.int64], *, given: Sequence[Sequence[Id] | None] | None, k: int, exclude_log: bool
     ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]:

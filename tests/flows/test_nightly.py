@@ -24,6 +24,7 @@ from flows import nightly
 from flows.config import PipelineConfig
 from flows.template import starter_config
 from recsys_core.data.synthetic import generate
+from recsys_core.errors import InputError
 from recsys_core.manifests import RegistrationManifest
 from tasks.run import STAGES, Run
 from tasks.tracking import connect, tracking_uri
@@ -132,7 +133,11 @@ def test_command_line_python_and_server_answer_the_same_unseen_items(workspace: 
     log = pd.concat(pq.read_table(path).to_pandas() for path in sorted(workspace.folder.glob("data/interactions/*")))
     user = log["user_id"].iloc[0]
     asked = workspace.nightjar("query", "--user", user, "-k", "7")
-    assert (asked["model"], asked["version"]) == ("small", "1")
+    assert (asked["model"], asked["version"], asked["known_user"]) == ("small", "1", True)
+    stranger = workspace.start("query", "--user", "nobody", "--json")
+    out, err = stranger.communicate(timeout=240)
+    assert json.loads(out)["known_user"] is False and len(json.loads(out)["items"]) == 10
+    assert "user nobody is unknown to version 1: these are the most popular items" in err
     items = [item["item_id"] for item in asked["items"]]
     assert len(set(items)) == 7
     assert set(items) <= set(pq.read_table(workspace.folder / "data/item_embeddings.parquet")["item_id"].to_pylist())
@@ -193,6 +198,22 @@ def test_a_version_that_waits_as_challenger_ends_the_flow_in_a_state_of_its_own(
     assert (state.name, state.is_completed()) == (name, True)
     assert state.message == f"m version 3 is {registration.alias}: because"
     assert Run("r", workspace=tmp_path / "workspace", experiment="e").config_file.is_file()
+
+
+@pytest.mark.parametrize("run_id", ["../../theirs", "theirs", "link"])
+def test_the_flow_touches_no_folder_that_a_run_id_leads_to_and_nightjar_did_not_make(tmp_path: Path, run_id: str) -> None:
+    places = {"../../theirs": tmp_path / "theirs", "theirs": tmp_path / "workspace/runs/theirs", "link": tmp_path / "elsewhere"}
+    theirs = places[run_id]
+    (theirs / "embeddings").mkdir(parents=True)
+    (theirs / "embeddings" / "mine.npy").write_text("kept")
+    (theirs / "config.yaml").write_text("kept")
+    if run_id == "link":
+        (tmp_path / "workspace/runs").mkdir(parents=True)
+        (tmp_path / "workspace/runs/link").symlink_to(theirs)
+    with pytest.raises(InputError, match=r"a run id has letters|holds files, but not the marker|is a link"):
+        nightly.nightly_retrain.fn(starter_config().anchored(tmp_path), run_id=run_id)
+    assert (theirs / "config.yaml").read_text() == (theirs / "embeddings" / "mine.npy").read_text() == "kept"
+    assert sorted(path.name for path in theirs.rglob("*")) == ["config.yaml", "embeddings", "mine.npy"]
 
 
 def test_until_ends_the_flow_after_that_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Sequence
+from functools import partial
 
 import pyarrow as pa
 
@@ -25,7 +26,7 @@ def require_sidecars(sources: Sequence[Source]) -> None:
 def verify_sidecars(sources: Sequence[Source]) -> None:
     """Reads each file once. InputError for one whose sha256 is not that of its sidecar."""
     for source in sources:
-        expected, found = _expected(source), retrying(lambda source=source: _sha256(source))
+        expected, found = _expected(source), retrying(partial(_sha256, source))
         if found != expected:
             raise InputError(
                 f"{source.name}: its sha256 is {found}, but {expected} in {source.name}{SIDECAR}: one of them is damaged or "

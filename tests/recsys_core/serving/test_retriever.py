@@ -110,6 +110,10 @@ def test_an_unknown_user_without_a_usable_history_gets_what_is_popular(flat, ret
     assert sorted(everything[0]) == sorted(ITEM_IDS)
 
 
+def test_the_retriever_says_which_users_it_knows(retriever: Retriever) -> None:
+    assert retriever.knows([USER_IDS[0], 1, USER_IDS[5]]).tolist() == [True, False, True]
+
+
 def test_a_model_of_user_ids_alone_serves_known_users_and_excludes_given_items(build: Build) -> None:
     world, package = build(user_id=True, history={"length": 0, "last_item": False})
     retriever = load(package)

@@ -217,7 +217,7 @@ def releases(file: File, overrides: Sets = None, as_json: AsJson = False) -> Non
     config = load_config(file, overrides or ())
     prepare(config.workspace)
     from tasks.mlflow_client import ANSWER_TIMEOUT_S, connect, within
-    from tasks.registry import list_releases
+    from tasks.releases import list_releases
 
     client = connect(config.workspace)
     rows = within(ANSWER_TIMEOUT_S, lambda: list_releases(client, config.registry.model_name), uri=client.tracking_uri)

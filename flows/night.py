@@ -13,7 +13,7 @@ from flows.config import PipelineConfig
 from flows.interruption import interruptible
 from flows.prefect_server import EmbeddedServer, prefect_session
 from recsys_core.disk import full_disk_is_told
-from recsys_core.errors import InputError, NightjarError, StageError, redacted
+from recsys_core.errors import InputError, NightjarError, StageError, TrackingServerError, redacted
 from recsys_core.evaluation.report import metric_table
 from recsys_core.manifests import (
     DataReportManifest,
@@ -31,7 +31,6 @@ from recsys_core.manifests import (
     load_manifest,
     require_own,
 )
-from tasks.mlflow_client import TrackingServerError
 from tasks.run import STAGES, Run, StageName, new_run_id, workspace_lock
 
 MANIFESTS: dict[StageName, type[Manifest]] = dict(

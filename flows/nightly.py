@@ -50,6 +50,8 @@ def nightly_retrain(config: PipelineConfig, run_id: str | None = None, until: St
                 return Completed(name="StoppedEarly", message=f"stopped after {stage}, as asked")
     assert isinstance(manifest, RegistrationManifest)
     outcome = f"{manifest.model_name} version {manifest.version} is {manifest.alias}: {'; '.join(manifest.reasons)}"
+    if manifest.alarm is not None:
+        return Completed(name="BrokenChampion", message=f"{manifest.alarm}; {outcome}")
     return Completed(message=outcome) if manifest.promoted else Completed(name="NotPromoted", message=outcome)
 
 

@@ -8,7 +8,7 @@ from recsys_core.config import Frozen
 from recsys_core.errors import InputError, NightjarError, StageError, redacted
 from tasks.mlflow_client import ANSWER_TIMEOUT_S, connect, tracking_error, within
 from tasks.model_uri import load_model
-from tasks.registry import champion_uri
+from tasks.releases import champion_uri
 
 
 class RankedItem(Frozen):

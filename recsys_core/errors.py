@@ -25,6 +25,10 @@ class StageError(NightjarError, RuntimeError):
     """A stage failed for a reason that is not in its input: a worker died, a disk is full, a file changed."""
 
 
+class TrackingServerError(StageError):
+    """The tracking server or its registry did not answer, or answered with an error; a later attempt may succeed."""
+
+
 class LaunchError(StageError):
     """The process group ended before its work was done; a new one may succeed from the last checkpoint."""
 

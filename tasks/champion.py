@@ -3,9 +3,10 @@
 import json
 from pathlib import Path
 
+from recsys_core.errors import TrackingServerError
 from recsys_core.training.champion import Champion
-from tasks.mlflow_client import ANSWER_TIMEOUT_S, LOG, RUN_ID_TAG, TrackingServerError, connect, tracking_uri, within
-from tasks.registry import champion_of
+from tasks.mlflow_client import ANSWER_TIMEOUT_S, LOG, RUN_ID_TAG, connect, tracking_uri, within
+from tasks.releases import champion_of
 from tasks.run import Run
 
 CHOICE_NAME = "champion.json"

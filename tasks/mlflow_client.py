@@ -18,7 +18,7 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
-from recsys_core.errors import NightjarError, StageError, redacted
+from recsys_core.errors import NightjarError, TrackingServerError, redacted
 
 LOG = logging.getLogger("nightjar")
 # MLflow logs each database error with its SQL and a traceback before it raises it.
@@ -34,10 +34,6 @@ _TRANSIENT = ("DEADLINE_EXCEEDED", "INTERNAL_ERROR", "REQUEST_LIMIT_EXCEEDED", "
 _FAILURES = (MlflowException, requests.RequestException, SQLAlchemyError)
 
 T = TypeVar("T")
-
-
-class TrackingServerError(StageError):
-    """MLflow did not answer, or answered with an error."""
 
 
 def tracking_uri(workspace: Path) -> str:

@@ -18,9 +18,14 @@ def load_model(uri: str, *, client: MlflowClient) -> PyFuncModel:
 
     Raises StageError for a version without the tag, or whose package was changed.
     """
+    return mlflow.pyfunc.load_model(uri, model_config=config_of(uri, client=client))
+
+
+def config_of(uri: str, *, client: MlflowClient) -> dict[str, str] | None:
+    """The model config with the sha256 of the version at `uri`; None for a run, a folder or a logged model: MLmodel has it."""
     named = get_model_name_and_version(client, uri) if uri.startswith("models:/") else ()
-    if len(named) != 2:  # a run, a folder, or a logged model: MLmodel alone has the sha256
-        return mlflow.pyfunc.load_model(uri)
+    if len(named) != 2:
+        return None
     name, number = named
     sha256 = client.get_model_version(name, number).tags.get(PACKAGE_SHA256_TAG)
     if sha256 is None:
@@ -30,4 +35,4 @@ def load_model(uri: str, *, client: MlflowClient) -> PyFuncModel:
             f"models:/{name}/{number} has no tag {PACKAGE_SHA256_TAG}, so its package cannot be verified; register the model "
             "again, and remove the version's alias if it has one"
         )
-    return mlflow.pyfunc.load_model(f"models:/{name}/{number}", model_config={PACKAGE_SHA256: sha256})
+    return {PACKAGE_SHA256: sha256}

@@ -1,5 +1,6 @@
 """Stage `register`: a version in the registry, tried as it will be served, and champion only if it is not worse."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from recsys_core.manifests import (
 from tasks import tracking
 from tasks.config import RegistryConfig
 from tasks.gate import pass_gate
+from tasks.mlflow_client import connect, persist, tracking_uri
 from tasks.registry import version_for
 from tasks.reporting import begin
 from tasks.run import Run
@@ -42,19 +44,19 @@ def register(
     run: Run,
 ) -> RegistrationManifest:
     """Package -> registered version with an alias, and all that is known of the run in MLflow."""
-    finish = begin("register")
+    finish, mlflow = begin("register"), partial(persist, uri=tracking_uri(run.workspace))
 
     def build(folder: Path) -> dict[str, Any]:
-        client = tracking.connect(run.workspace)
-        mlflow_run_id = tracking.open_run(client, run)
-        tracking.log_results(client, mlflow_run_id, run=run, plan=plan, train=train, evaluation=evaluation, index=index)
-        tracking.log_data(client, mlflow_run_id, stages=(embeddings, interactions), report=data_report)
-        version = version_for(
-            package, config=config, client=client, mlflow_run_id=mlflow_run_id, interactions=interactions, run=run
-        )
-        return pass_gate(version, config=config, client=client, interactions=interactions, folder=folder)
+        client = mlflow(lambda: connect(run.workspace))
+        run_id = mlflow(lambda: tracking.open_run(client, run))
+        results = partial(tracking.log_results, run=run, plan=plan, train=train, evaluation=evaluation, index=index)
+        mlflow(lambda: results(client, run_id))
+        mlflow(lambda: tracking.log_data(client, run_id, stages=(embeddings, interactions), report=data_report))
+        make = partial(version_for, package, config=config, client=client, interactions=interactions, run=run)
+        version = mlflow(lambda: make(mlflow_run_id=run_id))
+        return pass_gate(version, config=config, client=client, interactions=interactions, evaluation=evaluation, folder=folder)
 
-    fingerprint = fingerprint_of("registration", config, tracking.tracking_uri(run.workspace), package, evaluation, train)
+    fingerprint = fingerprint_of("registration", config, tracking_uri(run.workspace), package, evaluation, train)
     manifest = produce(run.stage_folder("register"), RegistrationManifest, fingerprint=fingerprint, build=build)
     finish(manifest, f"{manifest.model_name} version {manifest.version} is {manifest.alias}: {manifest.reasons[0]}")
     return manifest

@@ -1,7 +1,5 @@
-"""Versions in MLflow's model registry: made once per package, looked at, and given their alias."""
+"""Versions in MLflow's model registry, made once per package."""
 
-import json
-from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from mlflow.types.schema import AnyType, Array
 
 import recsys_core
-from recsys_core.errors import InputError, redacted
 from recsys_core.manifests import InteractionsManifest, PackageManifest
 from recsys_core.serving.package import description_sha256
 from tasks.config import RegistryConfig
@@ -27,15 +24,6 @@ from tasks.model_uri import PACKAGE_SHA256, PACKAGE_SHA256_TAG
 from tasks.run import Run
 
 PACKAGE_TAG = "nightjar.package"
-SMOKE_TAG = "nightjar.smoke"
-REASONS_TAG = "nightjar.reasons"
-METRICS_TAG = "nightjar.metrics"
-ALARM_TAG = "nightjar.alarm"
-"""On a version that was compared while the champion did not load: what was wrong."""
-BROKEN_TAG = "nightjar.broken"
-"""On a version that did not load when another one was compared with it: the last line of its process."""
-FORMER_CHAMPION_TAG = "nightjar.champion_until"
-"""On a version that loaded when another one replaced it as champion: seconds since 1970."""
 _MODEL_CODE = Path(__file__).with_name("pyfunc_model.py")
 _NEEDED_TO_SERVE = ("mlflow", "numpy", "pandas", "pyarrow", "pydantic", "safetensors", "torch")
 
@@ -115,50 +103,3 @@ def pinned_requirements() -> list[str]:
     versions["faiss-cpu"] = metadata.version("faiss-cpu" if "faiss-cpu" in installed else "faiss-gpu")
     # A local part, as in 2.14.1+cpu, names a build that only some indexes have.
     return [f"{name}=={version.partition('+')[0]}" for name, version in sorted(versions.items())]
-
-
-def champion_of(client: MlflowClient, model_name: str) -> ModelVersion | None:
-    """The version with the alias champion; None where there is none, or no such model yet."""
-    try:
-        aliases = client.get_registered_model(model_name).aliases
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
-        return None
-    return client.get_model_version(model_name, aliases["champion"]) if "champion" in aliases else None
-
-
-def champion_uri(client: MlflowClient, model_name: str) -> str:
-    """models:/<name>/<version> of the champion; InputError if there is none yet."""
-    champion = champion_of(client, model_name)
-    if champion is None:
-        raise InputError(
-            f"the registered model {model_name!r} has no champion in {redacted(client.tracking_uri)}; `nightjar run` makes one"
-        )
-    return f"models:/{model_name}/{champion.version}"
-
-
-def former_champions(client: MlflowClient, model_name: str) -> list[ModelVersion]:
-    """Versions that were replaced as champion, the last one first, without those that did not load since."""
-    versions = client.search_model_versions(f"name = '{model_name}'")
-    former = [version for version in versions if FORMER_CHAMPION_TAG in version.tags and BROKEN_TAG not in version.tags]
-    return sorted(former, key=lambda version: (-int(version.tags[FORMER_CHAMPION_TAG]), -int(version.version)))
-
-
-def list_releases(client: MlflowClient, model_name: str) -> list[dict[str, object]]:
-    """All versions, newest first: version, alias, promoted-or-not reasons, served metrics, run_id, and when (UTC)."""
-    versions = client.search_model_versions(f"name = '{model_name}'")
-    aliases = client.get_registered_model(model_name).aliases if versions else {}
-    return [
-        {
-            "version": str(version.version),
-            "alias": ", ".join(sorted(alias for alias, number in aliases.items() if str(number) == str(version.version))),
-            "smoke": version.tags.get(SMOKE_TAG, "not done"),
-            "broken": version.tags.get(BROKEN_TAG, ""),
-            "metrics": json.loads(version.tags.get(METRICS_TAG, "{}")),
-            "reasons": version.tags.get(REASONS_TAG, ""),
-            "run_id": version.tags.get(RUN_ID_TAG, ""),
-            "created": f"{datetime.fromtimestamp(version.creation_timestamp / 1000, UTC):%Y-%m-%d %H:%M}",
-        }
-        for version in sorted(versions, key=lambda version: -int(version.version))
-    ]

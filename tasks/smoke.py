@@ -4,14 +4,20 @@ It imports no recsys_core of its own, so that what answers is the code that was 
 """
 
 import argparse
+import sys
 from pathlib import Path
 
+import mlflow.artifacts
+import mlflow.pyfunc
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 from mlflow import MlflowClient
 
-from tasks.model_uri import load_model
+from tasks.model_uri import config_of
+
+NOT_FETCHED = 3
+"""Exit code where the version's files could not be read from MLflow; any other failure is 1."""
 
 
 def main() -> None:
@@ -24,7 +30,13 @@ def main() -> None:
     arguments = parser.parse_args()
     cases = pq.read_table(arguments.cases)
     questions = pd.DataFrame({"user_id": cases["user_id"].to_pylist(), "history": cases["history"].to_pylist()})
-    model = load_model(arguments.model_uri, client=MlflowClient())
+    try:
+        config = config_of(arguments.model_uri, client=MlflowClient())
+        folder = mlflow.artifacts.download_artifacts(arguments.model_uri)
+    except Exception as error:  # whatever MLflow, an artifact store or the network raises
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201  the last line is the reason
+        sys.exit(NOT_FETCHED)
+    model = mlflow.pyfunc.load_model(folder, model_config=config)
     answers = model.predict(questions, params={"k": arguments.k, "exclude_log": False})
     item_type = cases.schema.field("history").type
     item_ids = pa.array([answer["item_ids"] for answer in answers], type=item_type)

@@ -18,6 +18,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, Metric, Param, RunStatus, ViewType
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NAME
 
+from recsys_core.errors import TrackingServerError
 from recsys_core.evaluation.report import plot_loss, plot_recall
 from recsys_core.manifests import (
     DataReportManifest,
@@ -31,7 +32,7 @@ from recsys_core.manifests import (
 )
 from recsys_core.retrieval.report import plot_indexes
 from recsys_core.training.job import Progress
-from tasks.mlflow_client import ANSWER_TIMEOUT_S, RUN_ID_TAG, TrackingServerError, connect, tracking_error, tracking_uri, within
+from tasks.mlflow_client import ANSWER_TIMEOUT_S, RUN_ID_TAG, connect, tracking_error, tracking_uri, within
 from tasks.run import Run
 
 LOG = logging.getLogger("nightjar")

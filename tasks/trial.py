@@ -4,6 +4,7 @@ Legend: N users on trial, K items asked for. A pair is `case * items + item row`
 """
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,16 +17,26 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recsys_core.data.events import EventStore
-from recsys_core.errors import StageError
+from recsys_core.errors import StageError, TrackingServerError, redacted
 from recsys_core.evaluation.metrics import TargetRanks, hit_rate, ndcg, recall
 from recsys_core.manifests import InteractionsManifest
+from tasks.smoke import NOT_FETCHED
 
 K = 20
 """Items asked for: the deepest cut-off of the served metrics."""
 _TIMEOUT_S = 1_800.0
 _SEED = 0
+_ENDED_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 
 Ints = npt.NDArray[np.int64]
+
+
+class UnusableVersionError(StageError):
+    """A version that does not load or does not answer."""
+
+
+class NotFetchedError(TrackingServerError):
+    """A version whose files were not read: MLflow does not work, or they are gone."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,10 @@ def prepare_trial(interactions: InteractionsManifest, *, users: int, folder: Pat
 
 
 def ask(trial: Trial, *, model_uri: str, tracking_uri: str, answers: Path) -> pa.ListArray:
-    """The K items that the version recommends to each user on trial. StageError with the last words of a failed process."""
+    """The K items that the version recommends to each user on trial.
+
+    UnusableVersionError, or NotFetchedError, with the last line of a failed process.
+    """
     root = str(Path(__file__).parent.parent)
     environment = os.environ | {
         "MLFLOW_TRACKING_URI": tracking_uri,
@@ -78,13 +92,29 @@ def ask(trial: Trial, *, model_uri: str, tracking_uri: str, answers: Path) -> pa
     try:
         subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except subprocess.CalledProcessError as error:
-        last_words = (error.stderr or "").strip().splitlines()[-1:] or ["no message"]
-        raise StageError(
-            f"{model_uri}: does not answer in a fresh process (exit {error.returncode}): {last_words[0]}"
-        ) from None
+        last_line = ((error.stderr or "").strip().splitlines() or ["no message"])[-1]
+        reason = redacted(f"{model_uri}: does not answer in a fresh process (exit {error.returncode}): {last_line}")
+        if error.returncode == NOT_FETCHED:
+            raise NotFetchedError(reason) from None
+        if error.returncode in _ENDED_FROM_OUTSIDE:
+            raise StageError(f"{reason}; a signal ended it, memory may be short") from None
+        raise UnusableVersionError(reason) from None
     except subprocess.TimeoutExpired:
-        raise StageError(f"{model_uri}: no answer for {trial.users:,} users within {_TIMEOUT_S:,.0f} s") from None
+        raise UnusableVersionError(f"{model_uri}: no answer for {trial.users:,} users within {_TIMEOUT_S:,.0f} s") from None
     return pq.read_table(answers)["item_ids"].combine_chunks()
+
+
+def answer_by_popularity(trial: Trial, *, popular_I: Ints) -> pa.ListArray:
+    """The K most popular items (`popular_I`: item rows by falling popularity) that each user did not have before."""
+    items = len(trial.item_ids)
+    first = np.searchsorted(trial.seen_pairs, np.arange(trial.users + 1) * items)
+    row_lists = []
+    for case in range(trial.users):
+        seen = trial.seen_pairs[first[case] : first[case + 1]] - case * items
+        head = popular_I[: K + len(seen)]
+        row_lists.append(head[~np.isin(head, seen)][:K])
+    offsets = np.cumsum([0, *map(len, row_lists)])
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), trial.item_ids.take(pa.array(np.concatenate(row_lists))))
 
 
 def find_faults(answers: pa.ListArray, *, trial: Trial) -> list[str]:

@@ -100,5 +100,6 @@ class RegistrationManifest(Manifest):
     alias: Literal["champion", "challenger"]
     promoted: bool
     reasons: tuple[str, ...]
+    alarm: str | None = Field(None, description="what was wrong with the champion that this version was to be compared with")
     mlflow_run_id: str
     metrics: dict[str, float]

@@ -26,8 +26,8 @@ from flows.template import starter_config
 from recsys_core.data.synthetic import generate
 from recsys_core.errors import InputError
 from recsys_core.manifests import RegistrationManifest
+from tasks.mlflow_client import connect, tracking_uri
 from tasks.run import STAGES, Run
-from tasks.tracking import connect, tracking_uri
 from tests.recsys_core.training.sockets import Listening, noticed
 
 ROOT = Path(nightly.__file__).parents[1]
@@ -180,13 +180,20 @@ def lines_written(run: Path) -> int:
     return len(metrics.read_text().splitlines()) if metrics.is_file() else 0
 
 
-@pytest.mark.parametrize(("promoted", "name"), [(True, "Completed"), (False, "NotPromoted")])
-def test_a_version_that_waits_as_challenger_ends_the_flow_in_a_state_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, promoted: bool, name: str
+@pytest.mark.parametrize(
+    ("promoted", "alarm", "name", "message"),
+    [
+        (True, None, "Completed", "m version 3 is champion: because"),
+        (False, None, "NotPromoted", "m version 3 is challenger: because"),
+        (True, "the champion does not load", "BrokenChampion", "the champion does not load; m version 3 is champion: because"),
+    ],
+)
+def test_a_challenger_and_a_champion_that_does_not_load_end_the_flow_in_states_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, promoted: bool, alarm: str | None, name: str, message: str
 ) -> None:
     registration = RegistrationManifest(
         model_name="m", version="3", alias="champion" if promoted else "challenger", promoted=promoted, reasons=("because",),
-        mlflow_run_id="r", metrics={}, fingerprint="f", seconds=1.0, files={}, folder=tmp_path,
+        alarm=alarm, mlflow_run_id="r", metrics={}, fingerprint="f", seconds=1.0, files={}, folder=tmp_path,
     )  # fmt: skip
 
     def night(config: PipelineConfig, run: Run) -> Iterator[tuple[str, RegistrationManifest]]:
@@ -196,7 +203,7 @@ def test_a_version_that_waits_as_challenger_ends_the_flow_in_a_state_of_its_own(
     config = starter_config().anchored(tmp_path)
     state = nightly.nightly_retrain.fn(config, run_id="r")
     assert (state.name, state.is_completed()) == (name, True)
-    assert state.message == f"m version 3 is {registration.alias}: because"
+    assert state.message == message
     assert Run("r", workspace=tmp_path / "workspace", experiment="e").config_file.is_file()
 
 

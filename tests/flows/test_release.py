@@ -11,9 +11,8 @@ import pytest
 from flows import cli, night
 from flows.night import run_night, with_traceback_kept
 from flows.template import starter_config
-from recsys_core.errors import StageError
+from recsys_core.errors import StageError, TrackingServerError
 from tasks import mlflow_client
-from tasks.mlflow_client import TrackingServerError
 from tests.tasks.servers import answering, closed, silent
 
 COMMANDS = (["query", "--user", "1"], ["releases"])

@@ -1,11 +1,16 @@
 """A real package whose quality a test can choose: items in clusters, users who stay in theirs."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import mlflow
 import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from recsys_core.data.log.config import GivenSplit
@@ -31,10 +36,51 @@ from recsys_core.retrieval.index import build_indexes
 from recsys_core.serving.config import PackageConfig
 from recsys_core.serving.package import build_package
 from recsys_core.training.job import Progress
+from tasks import gate
+from tasks.mlflow_client import connect
+from tasks.trial import K, Trial, UnusableVersionError
 from tests.recsys_core.evaluation.stages import export_stage, interactions_stage
 
 ITEMS, USERS, DIM, CLUSTERS = 120, 30, 8, 4
 STEPS = (20, 40, 60)
+
+
+@pytest.fixture(scope="session")
+def new_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty MLflow database: a migration takes seconds, a copy does not."""
+    folder = tmp_path_factory.mktemp("mlflow")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        connect(folder)
+    return folder / "mlflow.db"
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, new_database: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A workspace with an MLflow of its own."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    shutil.copy(new_database, tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def asked_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Versions answer in this process, which is quicker; the list holds those that were asked."""
+    asked: list[str] = []
+
+    def ask(trial: Trial, *, model_uri: str, tracking_uri: str, answers: Path) -> pa.ListArray:
+        asked.append(model_uri)
+        mlflow.set_tracking_uri(tracking_uri)
+        cases = pq.read_table(trial.file).to_pydict()
+        try:
+            model = mlflow.pyfunc.load_model(model_uri)
+        except Exception as error:
+            raise UnusableVersionError(f"{model_uri}: {error}") from None
+        answered = model.predict(pd.DataFrame(cases), params={"k": K, "exclude_log": False})
+        return pa.array([answer["item_ids"] for answer in answered])
+
+    monkeypatch.setattr(gate, "ask", ask)
+    return asked
 
 
 class Stages(NamedTuple):

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from mlflow.exceptions import MlflowException
 
+from recsys_core.errors import TrackingServerError
 from tasks import mlflow_client
 from tasks.champion import starting_champion
-from tasks.mlflow_client import TrackingServerError, connect, persist, within
+from tasks.mlflow_client import connect, persist, within
 from tasks.run import Run
 from tasks.tracking import MetricRelay
 from tests.tasks.conftest import progress
@@ -75,14 +76,11 @@ def test_training_starts_and_ends_without_an_mlflow_that_works(
     assert "s3cret" not in caplog.text
 
 
-def test_a_locked_database_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    with sqlite3.connect(tmp_path / "mlflow.db") as other:
-        other.execute("create table t (x)")
-        other.commit()
+def test_a_locked_database_is_one_sentence(workspace: Path) -> None:
+    with sqlite3.connect(workspace / "mlflow.db") as other:
         other.execute("begin exclusive")
-        with pytest.raises(TrackingServerError, match=f"^MLflow at sqlite:///{tmp_path}/mlflow.db does not work: no answer"):
-            persist(lambda: connect(tmp_path), uri=f"sqlite:///{tmp_path}/mlflow.db")
+        with pytest.raises(TrackingServerError, match=f"^MLflow at sqlite:///{workspace}/mlflow.db does not work: no answer"):
+            persist(lambda: connect(workspace), uri=f"sqlite:///{workspace}/mlflow.db")
 
 
 def test_what_may_pass_is_tried_again_and_warned_about_once(

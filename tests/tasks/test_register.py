@@ -4,69 +4,21 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import mlflow
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from mlflow import MlflowClient
 
 from recsys_core.errors import InputError, StageError
-from recsys_core.manifests import RegistrationManifest
 from tasks import gate
-from tasks.config import RegistryConfig
-from tasks.register import register
-from tasks.registry import champion_uri, list_releases
-from tasks.run import Run
-from tasks.tracking import connect
+from tasks.mlflow_client import connect
+from tasks.releases import champion_uri, list_releases
 from tasks.trial import K, Trial
 from tests.tasks.conftest import ITEMS, STEPS, Stages
+from tests.tasks.registration import aliases, do_register, run_of, version_tags
 
 BuildStages = Callable[..., Stages]
-
-
-@pytest.fixture
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    return tmp_path
-
-
-@pytest.fixture
-def asked_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Versions answer in this process, which is quicker; the list says which were asked."""
-    asked: list[str] = []
-
-    def ask(trial: Trial, *, model_uri: str, tracking_uri: str, answers: Path) -> pa.ListArray:
-        asked.append(model_uri)
-        mlflow.set_tracking_uri(tracking_uri)
-        cases = pq.read_table(trial.file).to_pydict()
-        answered = mlflow.pyfunc.load_model(model_uri).predict(pd.DataFrame(cases), params={"k": K, "exclude_log": False})
-        return pa.array([answer["item_ids"] for answer in answered])
-
-    monkeypatch.setattr(gate, "ask", ask)
-    return asked
-
-
-def run_of(workspace: Path, run_id: str) -> Run:
-    run = Run(run_id, workspace=workspace, experiment="tests")
-    run.folder.mkdir(parents=True, exist_ok=True)
-    run.config_file.write_text("name: tests\n")
-    return run
-
-
-def do_register(stages: Stages, run: Run, **config: Any) -> RegistrationManifest:
-    return register.fn(RegistryConfig(model_name="m", **config), embeddings=None, run=run, **stages._asdict())
-
-
-def aliases(client: MlflowClient) -> dict[str, str]:
-    # A number from the sqlite store, a string over REST.
-    return {alias: str(version) for alias, version in client.get_registered_model("m").aliases.items()}
-
-
-def version_tags(client: MlflowClient, version: str) -> dict[str, str]:
-    return client.get_model_version("m", version).tags
 
 
 def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(workspace: Path, stages: BuildStages) -> None:
@@ -170,28 +122,12 @@ def test_a_version_that_fails_the_smoke_test_gets_no_alias_and_says_why(
         champion_uri(client, "m")
 
 
-def test_a_version_that_cannot_be_loaded_fails_with_its_last_words(workspace: Path, stages: BuildStages) -> None:
+def test_a_version_that_cannot_be_fetched_fails_with_the_last_line_of_its_process(workspace: Path, stages: BuildStages) -> None:
     trial = gate.prepare_trial(stages().interactions, users=3, folder=workspace / "trial")
-    with pytest.raises(StageError, match=r"models:/nobody/1: does not answer in a fresh process \(exit 1\): .*nobody"):
+    with pytest.raises(StageError, match=r"models:/nobody/1: does not answer in a fresh process \(exit 3\): .*nobody"):
         gate.ask(
             trial, model_uri="models:/nobody/1", tracking_uri=connect(workspace).tracking_uri, answers=workspace / "answers"
         )
-
-
-def test_a_champion_that_gives_no_answer_stays_and_the_new_version_waits(
-    workspace: Path, stages: BuildStages, asked_here: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    do_register(stages(), run_of(workspace, "one"))
-    answer_here = gate.ask
-
-    def ask(trial: Trial, *, model_uri: str, **rest: Any) -> pa.ListArray:
-        if model_uri.endswith("/1"):
-            raise StageError(f"{model_uri}: does not answer")
-        return answer_here(trial, model_uri=model_uri, **rest)
-
-    monkeypatch.setattr(gate, "ask", ask)
-    made = do_register(stages(), run_of(workspace, "two"))
-    assert (made.alias, made.reasons) == ("challenger", ("the champion cannot be compared with: models:/m/1: does not answer",))
 
 
 def test_the_logged_model_takes_and_gives_raw_ids(workspace: Path, stages: BuildStages, asked_here: list[str]) -> None:

@@ -15,7 +15,7 @@ import pytest
 from tasks.config import RegistryConfig
 from tasks.mlflow_client import connect
 from tasks.register import register
-from tasks.registry import champion_uri
+from tasks.releases import champion_uri
 from tasks.run import Run
 from tests.tasks.conftest import Stages
 

@@ -1,0 +1,32 @@
+"""Registering a package on the MLflow of a workspace, and what the registry then holds."""
+
+from pathlib import Path
+from typing import Any
+
+from mlflow import MlflowClient
+
+from recsys_core.manifests import RegistrationManifest
+from tasks.config import RegistryConfig
+from tasks.register import register
+from tasks.run import Run
+from tests.tasks.conftest import Stages
+
+
+def run_of(workspace: Path, run_id: str) -> Run:
+    run = Run(run_id, workspace=workspace, experiment="tests")
+    run.folder.mkdir(parents=True, exist_ok=True)
+    run.config_file.write_text("name: tests\n")
+    return run
+
+
+def do_register(stages: Stages, run: Run, **config: Any) -> RegistrationManifest:
+    return register.fn(RegistryConfig(model_name="m", **config), embeddings=None, run=run, **stages._asdict())
+
+
+def aliases(client: MlflowClient) -> dict[str, str]:
+    # A number from the sqlite store, a string over REST.
+    return {alias: str(version) for alias, version in client.get_registered_model("m").aliases.items()}
+
+
+def version_tags(client: MlflowClient, version: str) -> dict[str, str]:
+    return client.get_model_version("m", version).tags

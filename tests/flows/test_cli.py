@@ -1,5 +1,6 @@
 """The command as a person or a script meets it: exit codes, what goes to stdout, what to stderr."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,23 @@ def test_help_is_quick_and_each_command_shows_an_example() -> None:
     assert {command.name or command.callback.__name__ for command in cli.app.registered_commands if command.epilog} == {
         "demo", "init", "validate", "doctor", "plan", "run", "tune", "query", "releases", "ui",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["--help"], 0), (["init", "new.yaml"], 0), (["validate", "absent.yaml"], 2)],
+    ids=lambda value: str(value),
+)
+def test_a_command_that_reads_no_data_imports_no_heavy_library(tmp_path: Path, arguments: list[str], code: int) -> None:
+    program = (
+        "import sys\nfrom flows.cli import main\n"
+        f"sys.argv = {['nightjar', *arguments]!r}\n"
+        "try: main()\nexcept SystemExit as end: print(end.code or 0)\n"
+        "print(*sorted({'torch', 'torchrec', 'matplotlib', 'mlflow', 'prefect', 'pandas'} & sys.modules.keys()))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert answer.stdout.splitlines()[-2:] == [str(code), ""], answer.stderr
 
 
 def test_init_writes_a_config_and_never_over_another(

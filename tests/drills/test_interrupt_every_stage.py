@@ -1,0 +1,36 @@
+"""A night gets SIGTERM and Ctrl-C in each stage in turn and is resumed each time: `make drills`."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tasks.run import STAGES
+from tests.drills.interrupting import interrupted, states
+from tests.drills.test_kill_and_resume import RUN_ID, is_in, run_night, write_config
+
+pytestmark = pytest.mark.drill
+WITHIN_S = 10.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_in_any_stage_ends_the_night_in_time_with_the_line_that_resumes_it(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    file = write_config(tmp_path)
+    run = tmp_path / "workspace" / "runs" / RUN_ID
+    run.mkdir(parents=True)
+    (run / "config.yaml").touch()  # --resume wants a run that was begun
+    for stage in STAGES:
+
+        def begun(stage: str = stage) -> bool:
+            return is_in(stage, run)
+
+        answer, took = interrupted(file, "--resume", RUN_ID, begun=begun, number=number)
+        assert answer.returncode == 128 + number, f"{stage}: {answer.stderr}"
+        line = f"interrupted by {number.name}; resume with: nightjar run {file} --resume {RUN_ID}"
+        assert answer.stderr.splitlines()[-1] == line, f"{stage}: {answer.stderr}"
+        assert "Traceback" not in answer.stderr and "ConnectError" not in answer.stderr, f"{stage}: {answer.stderr}"
+        assert states(tmp_path / "workspace") <= {"CRASHED", "COMPLETED", "CANCELLED"}, stage
+        assert took < WITHIN_S, stage
+    assert run_night(file)["model"]["alias"] == "champion"

@@ -17,6 +17,7 @@ from recsys_core.errors import InputError
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
+from recsys_core.models.tables import TableConfig
 from recsys_core.preflight import installed_versions
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig
 from recsys_core.sharding.plan_file import PlanFile
@@ -66,8 +67,8 @@ def distinct_items(items: int, *, draws: int, negatives: int, exponent: float) -
 def spec_of(size: dict[str, Any], *, bags: bool) -> ModelSpec:
     """bags: a user's row is pooled with the queries' features (tables.user.lookup: bag)."""
     config = TwoTowerConfig(embedding_dim=ASSUMED["dim"], user_id=size["users"] > 0)
-    spec = ModelSpec.sized(config, users=size["users"], items=size["items"])
-    return spec.pooled() if bags else spec
+    tables = {"user": TableConfig(lookup="bag")} if bags and config.user_id else {}
+    return ModelSpec.sized(config, users=size["users"], items=size["items"], tables=tables)
 
 
 def plan(size: dict[str, Any], *, optimizer: str = "rowwise_adagrad", bags: bool = False) -> PlanFile:

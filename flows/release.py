@@ -1,5 +1,7 @@
 """The registered versions: ask one."""
 
+from typing import Any
+
 import mlflow
 import pandas as pd
 
@@ -47,7 +49,8 @@ def recommend(config: PipelineConfig, *, user: str, k: int, model_uri: str | Non
         raise
     except Exception as error:  # whatever reading a damaged model raises
         raise StageError(redacted(f"{uri}: cannot be loaded from {address}: {type(error).__name__}: {error}")) from None
-    (answer,) = model.predict(pd.DataFrame({"user_id": [user]}), params={"k": k})
+    answers: Any = model.predict(pd.DataFrame({"user_id": [user]}), params={"k": k})
+    (answer,) = answers
     if answer["error"] is not None:
         raise InputError(f"--user: {answer['error']}")
     known = bool(model.unwrap_python_model().retriever.knows([user])[0])

@@ -23,7 +23,7 @@ def load_model(uri: str, *, client: MlflowClient) -> PyFuncModel:
 
 def config_of(uri: str, *, client: MlflowClient) -> dict[str, str] | None:
     """The model config with the sha256 of the version at `uri`; None for a run, a folder or a logged model: MLmodel has it."""
-    named = get_model_name_and_version(client, uri) if uri.startswith("models:/") else ()
+    named: tuple[str, ...] = get_model_name_and_version(client, uri) if uri.startswith("models:/") else ()
     if len(named) != 2:
         return None
     name, number = named

@@ -6,6 +6,7 @@ It imports no recsys_core of its own, so that what answers is the code that was 
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import mlflow.artifacts
 import mlflow.pyfunc
@@ -37,7 +38,7 @@ def main() -> None:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201  the last line is the reason
         sys.exit(NOT_FETCHED)
     model = mlflow.pyfunc.load_model(folder, model_config=config)
-    answers = model.predict(questions, params={"k": arguments.k, "exclude_log": False})
+    answers: Any = model.predict(questions, params={"k": arguments.k, "exclude_log": False})
     item_type = cases.schema.field("history").type
     item_ids = pa.array([answer["item_ids"] for answer in answers], type=item_type)
     scores = pa.array([answer["scores"] for answer in answers], type=pa.list_(pa.float64()))

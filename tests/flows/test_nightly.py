@@ -97,7 +97,7 @@ def outcome(workspace: Workspace, sockets: Listening) -> Any:
 
 
 def test_nothing_listens_beyond_the_loopback_at_any_moment_of_a_night(outcome: Any, sockets: Listening) -> None:
-    assert {"flows.prefect_server", "recsys_core.training"} <= {name for name, _ in sockets}
+    assert {"flows.prefect_process", "recsys_core.training"} <= {name for name, _ in sockets}
     assert {address for _, address in sockets} <= {"127.0.0.1", "::1"}, sockets
 
 

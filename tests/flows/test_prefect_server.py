@@ -6,6 +6,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -15,20 +16,33 @@ from flows.prefect_server import EmbeddedServer, embedded_server
 from recsys_core.errors import StageError
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in list(os.environ):
-        if name.startswith("PREFECT_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
-    return tmp_path
+@contextmanager
+def own_home(folder: Path) -> Iterator[None]:
+    """No server and no setting of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith("PREFECT_"):
+                patch.delenv(name)
+        patch.setenv("PREFECT_HOME", str(folder / "prefect"))
+        yield
 
 
 @pytest.fixture
-def server(home: Path) -> Iterator[EmbeddedServer]:
-    with embedded_server() as server:
+def home(tmp_path: Path) -> Iterator[Path]:
+    with own_home(tmp_path):
+        yield tmp_path
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("served") / "prefect.log"
+
+
+@pytest.fixture(scope="module")
+def server(log: Path) -> Iterator[EmbeddedServer]:
+    with own_home(log.parent), embedded_server() as server:
         assert server is not None
-        server.begin(log=home / "prefect.log")
+        server.begin(log=log)
         server.wait()
         yield server
 
@@ -47,14 +61,18 @@ def status(url: str, *, secret: str | None = None) -> int:
         return error.code
 
 
-def test_only_who_has_the_secret_is_answered_and_no_command_line_or_log_holds_it(server: EmbeddedServer, home: Path) -> None:
+def test_only_who_has_the_secret_is_answered_and_no_command_line_or_log_holds_it(server: EmbeddedServer, log: Path) -> None:
     secret = os.environ["PREFECT_API_AUTH_STRING"]
     assert status(server.api) == 401
     assert status(server.api, secret="nightjar:guess") == 401
     assert status(server.api, secret=secret) == 200
     password = secret.partition(":")[2]
     assert password not in " ".join(psutil.Process(server.pid).cmdline())
-    assert password not in (home / "prefect.log").read_text()
+    assert password not in log.read_text()
+
+
+def test_the_server_is_in_a_session_of_its_own(server: EmbeddedServer) -> None:
+    assert os.getsid(server.pid) == server.pid != os.getsid(0)
 
 
 def test_a_server_that_is_killed_is_replaced_and_a_client_that_asks_meanwhile_waits(
@@ -66,10 +84,6 @@ def test_a_server_that_is_killed_is_replaced_and_a_client_that_asks_meanwhile_wa
     assert status(server.api, secret=secret) == 200
     assert server.pid != first
     assert "the embedded Prefect server was ended by SIGKILL; another one takes its place" in caplog.text
-
-
-def test_the_server_is_in_a_session_of_its_own(server: EmbeddedServer) -> None:
-    assert os.getsid(server.pid) == server.pid != os.getsid(0)
 
 
 def test_a_server_that_cannot_start_says_why(home: Path) -> None:

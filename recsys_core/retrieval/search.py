@@ -58,7 +58,7 @@ def search_all(
     index: Any, query_BD: NDArray[np.float32], *, kind: IndexKind, depth: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """As `search`, but over every stored vector: never short, and exact up to the codes of ivf_pq."""
-    vectors = faiss.downcast_index(index.index)
+    vectors: Any = faiss.downcast_index(index.index)
     if kind == "hnsw":
         score_BN, place_BN = search(vectors.storage, query_BD, kind="flat", depth=depth, parameters={})
         return score_BN, faiss.vector_to_array(index.id_map)[place_BN]

@@ -80,7 +80,7 @@ def make(rank: int, spec: ModelSpec, **settings: Any) -> Made:
     sharded = {name for name, value in made.head.named_parameters() if isinstance(value, DTensor)}
     towers = {name for name, _ in made.head.named_parameters() if "tower." in name or "item.projection." in name}
     assert sharded == (towers if training.dense_parallel == "sharded" else set())
-    assert len(made.head.state_dict()) == len(towers) + 2, "but for the weights of the pooling and the temperature"
+    assert len(made.head.state_dict()) == len(towers) + 3, "but for the pooling's weights and its start, and the temperature"
     return made
 
 

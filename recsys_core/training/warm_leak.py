@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from recsys_core.data.events import EVENTS_AT_ONCE, EventStore, Rows, mapped
+from recsys_core.data.events import COUNTED_EVENTS, EventStore, Rows, mapped
 from recsys_core.data.lists import Lists
 from recsys_core.errors import StageError
 from recsys_core.manifests import InteractionsManifest, record_file
@@ -96,8 +96,8 @@ class HeldOut:
             return np.zeros(0, np.int64)
         found = [np.zeros(0, np.int64)]
         ahead_U = store.user_offset[:-1] - store.first_example
-        for first in range(0, store.train_events, EVENTS_AT_ONCE):
-            user_E = store.train_user[first : first + EVENTS_AT_ONCE]
+        for first in range(0, store.train_events, COUNTED_EVENTS):
+            user_E = store.train_user[first : first + COUNTED_EVENTS]
             position_E = np.arange(first, first + len(user_E)) + ahead_U[user_E]
             row_E, item_E = user_row[user_E], item_row[store.event_item[position_E]]
             place_E, is_pair_E = _places(row_E * self.items + item_E, self.pair_H)

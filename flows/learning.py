@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from flows.config import PipelineConfig
-from recsys_core.manifests import EmbeddingsManifest, FeaturesManifest, InteractionsManifest, Manifest
+from flows.nightly import Ingested, Stage
 from recsys_core.models.spec import ModelSpec
 from tasks.data_report import check_data
 from tasks.evaluate import evaluate
@@ -12,19 +12,13 @@ from tasks.index import build_index
 from tasks.package import build_package
 from tasks.plan import plan_sharding
 from tasks.register import register
-from tasks.run import Run, StageName
+from tasks.run import Run
 from tasks.train import train
 
 
-def learn(
-    config: PipelineConfig,
-    run: Run,
-    *,
-    embeddings: EmbeddingsManifest | None,
-    interactions: InteractionsManifest,
-    features: FeaturesManifest | None,
-) -> Iterator[tuple[StageName, Manifest | None]]:
+def learn(config: PipelineConfig, run: Run, *, ingested: Ingested) -> Iterator[Stage]:
     """The stages after the ingests, in order; after each its name and manifest."""
+    embeddings, interactions, features = ingested
     checked = check_data(config.data_report, split=config.interactions.split, interactions=interactions, run=run)
     yield "check_data", checked
     model = ModelSpec.of(

@@ -73,8 +73,8 @@ def ingest(config: PipelineConfig, run: Run) -> Generator[Stage, None, Ingested]
 
 def night(config: PipelineConfig, run: Run) -> Iterator[Stage]:
     """The chain, in order; after each stage its name and manifest."""
-    embeddings, interactions, features = yield from ingest(config, run)
+    ingested = yield from ingest(config, run)
     # Their imports (torch, MLflow, FAISS) take seconds, which ingests need not wait for.
     from flows.learning import learn
 
-    yield from learn(config, run, embeddings=embeddings, interactions=interactions, features=features)
+    yield from learn(config, run, ingested=ingested)

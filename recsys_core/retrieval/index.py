@@ -73,13 +73,21 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
         }
 
     fingerprint = fingerprint_of("index", config, export)
-    return produce(folder, IndexManifest, fingerprint=fingerprint, build=build, needs_bytes=_bytes_of(config, export))
+    needs_bytes = bytes_of(config, items=export.items, dim=export.dim)
+    return produce(folder, IndexManifest, fingerprint=fingerprint, build=build, needs_bytes=needs_bytes)
 
 
-def _bytes_of(config: IndexConfig, export: ExportManifest) -> int:
-    """What the indexes take at least: vectors in three of them, links in hnsw, codes in ivf_pq, ids in both ivf."""
-    vector, code, links, row = 4 * export.dim, config.subquantizers * config.bits_per_code // 8, 8 * config.hnsw_links, 8
-    return export.items * (3 * vector + links + code + 2 * row)
+def bytes_of(config: IndexConfig, *, items: int, dim: int) -> int:
+    """What the indexes take at least: vectors or codes, links in hnsw, and a row number per item, in the cells of ivf again."""
+    bits = bits_for(items, wanted=config.bits_per_code)
+    vector, row = 4 * dim, 8
+    per_item: dict[IndexKind, int] = {
+        "flat": vector + row,
+        "ivf_flat": vector + 2 * row,
+        "ivf_pq": config.subquantizers * bits // 8 + 2 * row,
+        "hnsw": vector + 8 * config.hnsw_links + row,
+    }
+    return items * sum(per_item[kind] for kind in config.built)
 
 
 def centroids_for(items: int, *, wanted: int) -> int:

@@ -8,7 +8,7 @@ import pytest
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import ExportManifest
 from recsys_core.retrieval.config import IndexConfig, IndexKind
-from recsys_core.retrieval.index import build_indexes
+from recsys_core.retrieval.index import build_indexes, bytes_of
 from recsys_core.retrieval.report import plot_indexes
 from recsys_core.retrieval.search import load_index, search, search_all
 from tests.recsys_core.evaluation.stages import export_stage
@@ -50,6 +50,13 @@ def test_every_kind_is_built_for_inner_product_and_holds_every_item(built, expor
         index = load_index(built.path(f"{kind}.faiss"), record=built.files[f"{kind}.faiss"])
         assert index.metric_type == faiss.METRIC_INNER_PRODUCT
         assert index.ntotal == export.items
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_index_takes_at_least_what_is_estimated_before_it_is_built(built, export: ExportManifest, kind: IndexKind) -> None:
+    kinds = CONFIG.model_copy(update={"served": kind, "kinds": ()})
+    estimate = bytes_of(kinds, items=export.items, dim=export.dim)
+    assert estimate <= sum(built.reports[one].bytes for one in kinds.built) < 1.2 * estimate
 
 
 def test_reported_recall_is_the_overlap_with_brute_force(built, export: ExportManifest) -> None:

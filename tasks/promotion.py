@@ -3,7 +3,7 @@
 MLflow sets an alias unconditionally. Processes therefore take turns at reading and setting it, by Lamport's bakery algorithm
 (https://lamport.azurewebsites.net/pubs/bakery.pdf), which needs no compare-and-set: each writes only a tag of the version that
 it has on trial, first CHOOSING, then a number above all that it reads, and waits for choosing and lower ones. A process that
-died in its turn is passed over when its tag, first in line, has not changed for TURN_S.
+died in its turn is passed over when its tag, first in line, has not changed for ABANDONED_S.
 """
 
 import time
@@ -17,7 +17,9 @@ from tasks.releases import FORMER_CHAMPION_TAG, champion_of
 
 TURN_TAG = "nightjar.turn"
 CHOOSING = "choosing"
-TURN_S = 120.0
+TURN_S = 60.0
+"""A process moves the alias within this time of its turn, or not at all."""
+ABANDONED_S = 2 * TURN_S
 _POLL_S = 0.5
 
 
@@ -50,7 +52,7 @@ def _turn(client: MlflowClient, version: ModelVersion) -> Iterator[Callable[[], 
         turn = str(highest + 1)
         client.set_model_version_tag(name, number, TURN_TAG, turn)
         _wait(client, name, number=number, turn=turn)
-        expires = time.monotonic() + TURN_S / 2
+        expires = time.monotonic() + TURN_S
         yield lambda: time.monotonic() < expires and _turns(client, name).get(number) == turn
     finally:
         if number in _turns(client, name):
@@ -72,7 +74,7 @@ def _wait(client: MlflowClient, name: str, *, number: str, turn: str) -> None:
         current = min(before.items(), key=lambda item: (_order(item[1]), int(item[0])))
         if current != first:
             first, first_since = current, now
-        elif now - first_since > TURN_S:
+        elif now - first_since > ABANDONED_S:
             client.delete_model_version_tag(name, current[0], TURN_TAG)
         time.sleep(_POLL_S)
 

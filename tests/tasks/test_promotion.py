@@ -90,7 +90,7 @@ def test_the_turn_of_a_process_that_died_is_passed_over(
 ) -> None:
     client = connect(workspace)
     client.set_model_version_tag("m", "2", TURN_TAG, turn)
-    monkeypatch.setattr(promotion, "TURN_S", 4.0)
+    monkeypatch.setattr(promotion, "ABANDONED_S", 1.0)
     assert move_champion(client, versions[2], instead_of=versions[0], keep_former=True, trial_of=versions[2])
     assert champion(client) == "3"
 
@@ -102,7 +102,7 @@ def test_a_turn_that_was_passed_over_moves_nothing(
     read = promotion.champion_of
 
     def lose_the_turn(client: MlflowClient, model_name: str) -> ModelVersion | None:
-        client.delete_model_version_tag("m", "2", TURN_TAG)  # as another process does after TURN_S
+        client.delete_model_version_tag("m", "2", TURN_TAG)  # as another process does after ABANDONED_S
         return read(client, model_name)
 
     monkeypatch.setattr(promotion, "champion_of", lose_the_turn)

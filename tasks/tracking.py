@@ -223,7 +223,7 @@ class MetricRelay:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._status = RunStatus.to_string(RunStatus.FINISHED if kind is None else RunStatus.FAILED)
         self._closing.set()
-        self._thread.join(ANSWER_TIMEOUT_S)
+        self._thread.join(2 * ANSWER_TIMEOUT_S)
 
     def send(self, line: Progress) -> None:
         """Takes one line of metrics.jsonl; returns at once."""

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from tasks.mlflow_client import connect
 from tasks.run import Run
-from tasks.tracking import MetricRelay, as_metrics, connect, log_params, log_training_metrics, open_run
+from tasks.tracking import MetricRelay, as_metrics, log_params, log_training_metrics, open_run
 from tests.tasks.conftest import STEPS, progress
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    run = Run("20261121-070312-ab12", workspace=tmp_path, experiment="tests")
+def run(workspace: Path) -> Run:
+    run = Run("20261121-070312-ab12", workspace=workspace, experiment="tests")
     run.folder.mkdir(parents=True)
     run.config_file.write_text("training: {epochs: 3}\nname: nightly\n")
     return run

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flows import terminal
 from flows.config import PipelineConfig
-from recsys_core.errors import InputError, StageError
+from recsys_core.errors import InputError, StageError, redacted
 from recsys_core.parent import as_parent, die_with_parent
 
 HOST = "127.0.0.1"
@@ -102,5 +102,5 @@ def _wait(servers: list[subprocess.Popen[bytes]], *, log_name: str) -> None:
     while True:
         for server in servers:
             if server.poll() is not None:
-                raise StageError(f"{server.args!r} ended with exit code {server.returncode}; see {log_name}")
+                raise StageError(redacted(f"{server.args!r} ended with exit code {server.returncode}; see {log_name}"))
         time.sleep(0.5)

@@ -2,13 +2,15 @@
 
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from flows import ui
 from flows.template import starter_config
-from recsys_core.errors import InputError
+from recsys_core.errors import InputError, StageError
 
 
 @pytest.mark.parametrize("option", ["--prefect-port", "--mlflow-port"])
@@ -38,3 +40,10 @@ def test_servers_of_the_user_are_named_and_no_second_one_is_started(
     ui.serve(starter_config().anchored(tmp_path), prefect_port=4200, mlflow_port=5000)
     assert capsys.readouterr().out == "Prefect  http://prefect.example:4200\nMLflow   http://mlflow.example:5000\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_that_ends_is_named_without_the_password_in_its_arguments() -> None:
+    server = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)", "postgresql://ada:s3cret@db/mlflow"])
+    server.wait()
+    with pytest.raises(StageError, match=r"postgresql://ada:\*\*\*@db/mlflow'\] ended with exit code 3; see ui.log"):
+        ui._wait([server], log_name="ui.log")

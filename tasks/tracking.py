@@ -189,9 +189,7 @@ def deliver_data_report(run: Run, report: DataReportManifest) -> None:
         log_data_report(client, mlflow_run_id, report)
         client.set_terminated(mlflow_run_id, RunStatus.to_string(RunStatus.FAILED if report.breaches else RunStatus.FINISHED))
 
-    deliver_or_warn(
-        deliver, workspace=run.workspace, what="data report", going_on="it is logged when the version is registered"
-    )
+    deliver_or_warn(deliver, workspace=run.workspace, what="data report", going_on="it is logged at registration")
 
 
 def deliver_or_warn(deliver: Callable[[MlflowClient], None], *, workspace: Path, what: str, going_on: str) -> None:

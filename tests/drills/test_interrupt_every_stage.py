@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from recsys_core.manifests import MARKER
 from tasks.run import STAGES
 from tests.drills.interrupting import interrupted, states
 from tests.drills.test_kill_and_resume import RUN_ID, is_in, run_night, write_config
@@ -20,7 +21,8 @@ def test_a_signal_in_any_stage_ends_the_night_in_time_with_the_line_that_resumes
     file = write_config(tmp_path)
     run = tmp_path / "workspace" / "runs" / RUN_ID
     run.mkdir(parents=True)
-    (run / "config.yaml").touch()  # --resume wants a run that was begun
+    for name in ("config.yaml", MARKER):  # --resume wants a run that was begun, in a folder of nightjar's
+        (run / name).touch()
     for stage in STAGES:
 
         def begun(stage: str = stage) -> bool:

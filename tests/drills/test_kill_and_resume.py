@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from recsys_core.data.synthetic import generate
+from recsys_core.manifests import MARKER
 from tasks.run import STAGES
 
 pytestmark = pytest.mark.drill
@@ -74,7 +75,8 @@ def test_a_night_killed_in_every_stage_ends_with_the_metrics_of_an_undisturbed_o
     file = write_config(tmp_path / "killed")
     run = tmp_path / "killed" / "workspace" / "runs" / RUN_ID
     run.mkdir(parents=True)
-    (run / "config.yaml").touch()  # --resume wants a run that was begun
+    for name in ("config.yaml", MARKER):  # --resume wants a run that was begun, in a folder of nightjar's
+        (run / name).touch()
     for stage in STAGES:
         children = kill_in(stage, file, run)
         _, alive = psutil.wait_procs(children, timeout=10)

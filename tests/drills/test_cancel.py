@@ -82,7 +82,7 @@ def test_cancelling_in_prefect_ends_every_process_of_the_training(
         pytest.skip("no torchx here")
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
-    config = load_config(write_config(tmp_path), ["training.epochs=100000", "training.validation=null", *overrides])
+    config = load_config(write_config(tmp_path), ["training.epochs=10000", "training.validation=null", *overrides])
     logs = config.workspace / "runs" / RUN_ID / "train.work" / "logs" / "attempt-1"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
     with embedded_server() as server, (tmp_path / "serve.log").open("wb") as output:

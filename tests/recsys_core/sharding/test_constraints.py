@@ -12,7 +12,7 @@ from recsys_core.sharding.config import ClusterConfig, CommunicationConfig, Shar
 from recsys_core.sharding.planner import make_plan
 
 SPEC = ModelSpec.sized(TwoTowerConfig(user_id=True), users=1000, items=500)
-POOLED = SPEC.pooled()
+POOLED = ModelSpec.sized(TwoTowerConfig(user_id=True), users=1000, items=500, tables={"user": TableConfig(lookup="bag")})
 """Users in bags."""
 
 

@@ -26,10 +26,10 @@ def require_sidecars(sources: Sequence[Source]) -> None:
 def verify_sidecars(sources: Sequence[Source]) -> None:
     """Reads each file once. InputError for one whose sha256 is not that of its sidecar."""
     for source in sources:
-        expected, found = _expected(source), retrying(partial(_sha256, source))
-        if found != expected:
+        expected, actual = _expected(source), retrying(partial(_sha256, source))
+        if actual != expected:
             raise InputError(
-                f"{source.name}: its sha256 is {found}, but {expected} in {source.name}{SIDECAR}: one of them is damaged or "
+                f"{source.name}: its sha256 is {actual}, but {expected} in {source.name}{SIDECAR}: one of them is damaged or "
                 "out of date; copy or write the file again, then its sidecar"
             )
 

@@ -18,14 +18,18 @@ def load_model(uri: str, *, client: MlflowClient) -> PyFuncModel:
 
     Raises StageError for a version without the tag, or whose package was changed.
     """
-    return mlflow.pyfunc.load_model(uri, model_config=config_of(uri, client=client))
+    uri, config = resolve(uri, client=client)
+    return mlflow.pyfunc.load_model(uri, model_config=config)
 
 
-def config_of(uri: str, *, client: MlflowClient) -> dict[str, str] | None:
-    """The model config with the sha256 of the version at `uri`; None for a run, a folder or a logged model: MLmodel has it."""
+def resolve(uri: str, *, client: MlflowClient) -> tuple[str, dict[str, str] | None]:
+    """The URI of the version itself, since an alias may move, and the model config with the sha256 of the version's tag.
+
+    A run, a folder or a logged model keeps its URI and has no config: its MLmodel holds the sha256.
+    """
     named: tuple[str, ...] = get_model_name_and_version(client, uri) if uri.startswith("models:/") else ()
     if len(named) != 2:
-        return None
+        return uri, None
     name, number = named
     sha256 = client.get_model_version(name, number).tags.get(PACKAGE_SHA256_TAG)
     if sha256 is None:
@@ -35,4 +39,4 @@ def config_of(uri: str, *, client: MlflowClient) -> dict[str, str] | None:
             f"models:/{name}/{number} has no tag {PACKAGE_SHA256_TAG}, so its package cannot be verified; register the model "
             "again, and remove the version's alias if it has one"
         )
-    return {PACKAGE_SHA256: sha256}
+    return f"models:/{name}/{number}", {PACKAGE_SHA256: sha256}

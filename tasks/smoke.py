@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from mlflow import MlflowClient
 
-from tasks.model_uri import config_of
+from tasks.model_uri import resolve
 
 NOT_FETCHED = 3
 """Exit code where the version's files could not be read from MLflow; any other failure is 1."""
@@ -32,8 +32,8 @@ def main() -> None:
     cases = pq.read_table(arguments.cases)
     questions = pd.DataFrame({"user_id": cases["user_id"].to_pylist(), "history": cases["history"].to_pylist()})
     try:
-        config = config_of(arguments.model_uri, client=MlflowClient())
-        folder = mlflow.artifacts.download_artifacts(arguments.model_uri)
+        uri, config = resolve(arguments.model_uri, client=MlflowClient())
+        folder = mlflow.artifacts.download_artifacts(uri)
     except Exception as error:  # whatever MLflow, an artifact store or the network raises
         print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201  the last line is the reason
         sys.exit(NOT_FETCHED)

@@ -11,7 +11,7 @@ TableOptimizerKind = Literal["rowwise_adagrad", "adagrad", "sgd", "adam", "parti
 GPU_ONLY = ("adam", "partial_rowwise_adam")
 """FBGEMM has these fused optimizers in CUDA alone; on a CPU adam runs where a table is replicated (data_parallel)."""
 
-MOST_RATE = 1_000.0
+MOST_RATE = 1e6
 
 
 class Schedule(Settings):

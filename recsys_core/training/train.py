@@ -19,7 +19,6 @@ from recsys_core.manifests import (
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.config import ShardingConfig
-from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.attempts import launch_until_done
 from recsys_core.training.champion import Champion
 from recsys_core.training.checkpoint import JOB_COPY, PLAN_COPY
@@ -128,8 +127,7 @@ def train(
         facts = {"attempts": attempts, "warm_from": source and source.run_id, "warm_nights": warm_nights if source else 0}
         return result.model_dump(exclude={"checkpoint"}) | facts
 
-    ranks = PlanFile.read(plan.path("plan.json")).world_size
-    steps = interactions.train_events // (config.batch_size * ranks)
+    steps = interactions.train_events // (config.batch_size * plan.world_size)
     needs_bytes = training_bytes(config, model=model, work=work, steps_per_epoch=steps)
     manifest = produce(folder, TrainManifest, fingerprint=fingerprint, build=build, needs_bytes=needs_bytes)
     shutil.rmtree(work, ignore_errors=True)

@@ -75,7 +75,7 @@ def test_a_killed_tuning_goes_on_with_the_trial_it_was_in(tuned: Tuning) -> None
 
 def test_trials_end_complete_failed_or_pruned_and_the_best_comes_first(tuned: Tuning) -> None:
     endings = [(trial["settings"][RATE], trial["ending"]) for trial in tuned.answer["trials"]]
-    assert endings == [(0.1, "complete"), (1e-9, "pruned"), (1e30, "failed")]
+    assert endings == [(10, "complete"), (1e-9, "pruned"), (1e6, "failed")]
     best, pruned, failed = tuned.answer["trials"]
     assert best["value"] == max(best["epochs"].values()) > pruned["value"]
     assert list(pruned["epochs"]) == ["1"]
@@ -85,7 +85,7 @@ def test_trials_end_complete_failed_or_pruned_and_the_best_comes_first(tuned: Tu
 def test_the_best_settings_are_ready_to_paste_and_the_history_is_a_picture(tuned: Tuning) -> None:
     text = (tuned.study / "best.yaml").read_text()
     assert text.startswith("# trial 0 of study")
-    assert yaml.safe_load(text) == {"training": {"table_optimizer": {"learning_rate": 0.1}}}
+    assert yaml.safe_load(text) == {"training": {"table_optimizer": {"learning_rate": 10}}}
     assert (tuned.study / "history.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -99,7 +99,7 @@ def test_mlflow_has_a_run_for_the_study_and_nested_in_it_one_for_each_trial(
     states = {name: run.info.status for name, run in trials.items()}
     assert states == {"trial-0": "FINISHED", "trial-1": "FAILED", "trial-2": "KILLED"}
     first = trials["trial-0"]
-    assert first.data.params == {RATE: "0.1"}
+    assert first.data.params == {RATE: "10"}
     curve = connect(tuned.folder).get_metric_history(first.info.run_id, "validation/ndcg_at_10")
     assert [str(point.step) for point in curve] == list(tuned.by_number[0]["epochs"])
     assert first.data.metrics["validation/best/ndcg_at_10"] == parent.data.metrics["validation/best/ndcg_at_10"]

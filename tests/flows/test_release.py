@@ -12,6 +12,7 @@ from flows import cli, night
 from flows.night import run_night, with_traceback_kept
 from flows.template import starter_config
 from recsys_core.errors import StageError, TrackingServerError
+from recsys_core.manifests.ownership import own
 from tasks import mlflow_client
 from tests.tasks.servers import answering, closed, silent
 
@@ -65,13 +66,13 @@ def test_the_traceback_of_an_unforeseen_error_holds_no_password(tmp_path: Path) 
 def test_a_night_that_mlflow_ends_names_the_run_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = starter_config().anchored(tmp_path)
     run_folder = config.workspace / "runs" / "r"
-    run_folder.mkdir(parents=True)
+    own(run_folder)
     (run_folder / "config.yaml").write_text("")
 
     def end(*_: object, **__: object) -> None:
         raise TrackingServerError("MLflow does not work")
 
-    monkeypatch.setattr(night, "embedded_server", end)
+    monkeypatch.setattr(night, "prefect_session", end)
     with pytest.raises(StageError, match=r"^MLflow does not work; the run continues with --resume r$"):
-        run_night(config, resume="r", until=None)
+        run_night(config, resume="r", until=None, server=None, command="nightjar run")
     assert not (run_folder / "error.log").exists()

@@ -81,7 +81,8 @@ def test_a_second_command_in_a_workspace_is_refused_by_the_pid_and_run_of_the_fi
         pass
     if end == "killed":
         os.kill(first.pid, signal.SIGKILL)
-    finish.set()
+    else:
+        finish.set()  # not for a process that is killed: set() waits for the processes that wait for the event
     first.join()
     with workspace_lock(tmp_path, run_id="second"):
         assert json.loads((tmp_path / ".command.json").read_text())["run_id"] == "second"

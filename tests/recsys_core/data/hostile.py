@@ -31,7 +31,8 @@ def list_bomb(path: Path) -> str:
     """9 GB of vectors: 125 row groups, all of which are the same few bytes."""
     rows, dim = 20_000, 900
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(rows * dim, np.float32)), dim).cast(pa.list_(pa.float32()))
-    table = pa.table({"item_id": pa.array(np.zeros(rows, np.int64)), "vector": vectors})
+    ids = pa.array(np.zeros(rows, np.int64))
+    table = pa.table({"user_id": ids, "item_id": ids, "t": ids, "vector": vectors})
     pq.write_table(table, path, compression="zstd", write_statistics=False, data_page_size=1 << 26, row_group_size=rows)
     content = path.read_bytes()
     data = content[: len(content) - 8 - int.from_bytes(content[-8:-4], "little")]

@@ -106,7 +106,7 @@ def test_bombs(tmp_path: Path) -> None:
     lists = list_bomb(tmp_path / "lists.parquet")
     refuses(embeddings(lists, vector_column="vector"), tmp_path, f"{lists}: ", "that decode to 9,0", *said)
     refuses(
-        interactions(lists, context_columns=("vector",), user_column="item_id", timestamp_column="item_id"), tmp_path,
+        interactions(lists, context_columns=("vector",), timestamp_column="t"), tmp_path,
         f"{lists}: ", *said,
     )  # fmt: skip
 

@@ -40,7 +40,7 @@ STEPS, NEGATIVES = 6, 5
 LOSS = LossConfig(negatives=NEGATIVES)
 KINDS = {"user": "data_parallel", "user.groups": "table_wise", "user.age": "data_parallel"}
 """Sharding types of tables; the others are row_wise."""
-ROUNDING = {"fp32": 1e-4, "bf16": 1e-2}
+ROUNDING = {"fp32": 2e-4, "bf16": 1e-2}
 ADAM = DenseOptimizer(learning_rate=0.01, weight_decay=0.01, warmup_steps=2)
 
 

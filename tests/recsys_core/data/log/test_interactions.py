@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from recsys_core.data.vectors.config import EmbeddingsConfig
 from recsys_core.data.vectors.ingest import ingest_embeddings
 from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest
+from recsys_core.manifests.ownership import MARKER
 from tests.recsys_core.data.logs import DAY, Event, check, ingest, leave_last_out, read, split_by_time, write_log
 from tests.recsys_core.data.tables import write
 
@@ -273,7 +274,7 @@ def test_the_spill_folder_does_not_stay(tmp_path: Path) -> None:
     path = write(tmp_path / "log.parquet", **big_log(1_000_000))
     made = ingest(tmp_path / "stage", path, split={"kind": "time"}, memory_limit="40MB", threads=1)
     left = {str(path.relative_to(made.folder)) for path in made.folder.rglob("*") if path.is_file()}
-    assert left == {*made.files, "manifest.json"}
+    assert left == {*made.files, "manifest.json", MARKER}
     assert {path.name for path in made.folder.iterdir() if path.is_dir()} == {"parts"}
     assert made.train_events + made.validation_events + made.test_events == 1_000_000
 

@@ -15,6 +15,7 @@ from hypothesis.extra import numpy as hnp
 from recsys_core.data.vectors.config import EmbeddingsConfig
 from recsys_core.data.vectors.ingest import ingest_embeddings
 from recsys_core.manifests import EmbeddingsManifest
+from recsys_core.manifests.ownership import MARKER
 from tests.recsys_core.data.tables import refuses, write
 
 Layout = Callable[[np.ndarray], pa.Array]
@@ -152,7 +153,7 @@ def test_what_comes_out_depends_neither_on_threads_nor_on_row_groups(tmp_path: P
 def test_nothing_but_matrices_and_ids_stays(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", item_id=[1, 2], v=[[1.0, 2.0], [3.0, 5.0]])
     made = ingest(tmp_path / "stage", path)
-    assert {file.name for file in made.folder.iterdir()} == {"item.vectors.npy", "item.ids.parquet", "manifest.json"}
+    assert {file.name for file in made.folder.iterdir()} == {"item.vectors.npy", "item.ids.parquet", "manifest.json", MARKER}
 
 
 @pytest.mark.parametrize("columns", [{"vector_column": "v"}, {"dimension_prefix": "d"}])

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 DEVICE ?= cpu
 ARGS ?=
-WORKERS ?= 3
+WORKERS ?= 4
 VENV := .venv
 BIN := $(VENV)/bin
 ENVIRONMENT := $(VENV)/.stamp-$(DEVICE)
@@ -15,7 +15,7 @@ LOCKS_gpu := bootstrap gpu
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
-	@echo "  variables: PYTHON=python3 (3.11 to 3.13), DEVICE=cpu or gpu, WORKERS=3, ARGS passed to demo, test and lock"
+	@echo "  variables: PYTHON=python3 (3.11 to 3.13), DEVICE=cpu or gpu, WORKERS=4, ARGS passed to demo, test and lock"
 
 setup: $(PROJECT) ## make .venv from the locks, with nightjar in it
 

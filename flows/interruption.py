@@ -97,6 +97,12 @@ class Interruption:
                     client.set_task_run_state(run.id, state, force=True)
 
 
+def _hide_unwind(unraisable: Any) -> None:
+    """Report nothing where the signal arrived in a finalizer, which cannot raise: the watching thread then ends the process."""
+    if unraisable.exc_type is not _Unwind:
+        sys.__unraisablehook__(unraisable)
+
+
 @contextmanager
 def interruptible(way_out: Callable[[], str]) -> Iterator[Interruption]:
     """Raises Interrupted where a signal ended the body; a body that does not end takes the process with it.
@@ -108,6 +114,7 @@ def interruptible(way_out: Callable[[], str]) -> Iterator[Interruption]:
     wakeup.setblocking(False)
     handlers = {number: signal.signal(number, interruption.unwind) for number in SIGNALS}
     before = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+    report, sys.unraisablehook = sys.unraisablehook, _hide_unwind
     watcher = threading.Thread(target=interruption.watch, args=(signals,), daemon=True)
     watcher.start()
     try:
@@ -119,6 +126,7 @@ def interruptible(way_out: Callable[[], str]) -> Iterator[Interruption]:
     finally:
         interruption.ended.set()
         signal.set_wakeup_fd(before)
+        sys.unraisablehook = report
         for number, handler in handlers.items():
             signal.signal(number, handler)
         wakeup.close()

@@ -1,10 +1,17 @@
-"""What tests of several folders share."""
+"""Fixtures of several folders, and the order in which files of tests start."""
 
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+SLOW_FOLDERS = ("training", "flows", "tasks", "infra")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the folders whose tests start processes first, so that no worker is left alone with a long file at the end."""
+    items.sort(key=lambda item: next((n for n, name in enumerate(SLOW_FOLDERS) if name in item.path.parts), len(SLOW_FOLDERS)))
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """Signals during a run: one line that says how to resume, an exit code of its own, nothing left running."""
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 from tests.drills.interrupting import interrupted, states
@@ -20,3 +22,29 @@ def test_sigterm_to_the_process_group_ends_a_night_with_the_line_that_resumes_it
     assert answer.stderr.splitlines()[-1] == line
     assert "Traceback" not in answer.stderr and "prefect" not in answer.stderr.replace(line, "").lower(), answer.stderr
     assert "RUNNING" not in states(tmp_path / "workspace")
+
+
+FINALIZER = """
+import signal, sys, time, weakref
+from flows.interruption import Interrupted, end_process, interruptible
+
+class Thing:
+    pass
+
+def finalize(reference):
+    signal.raise_signal(signal.SIGTERM)
+
+try:
+    with interruptible(lambda: "resume with: it"):
+        thing = Thing()
+        reference = weakref.ref(thing, finalize)
+        del thing
+        time.sleep(60)
+except Interrupted as error:
+    end_process(error)
+"""
+
+
+def test_a_signal_that_arrives_in_a_finalizer_ends_the_process_with_the_line_alone() -> None:
+    answer = subprocess.run([sys.executable, "-c", FINALIZER], capture_output=True, text=True, timeout=60)
+    assert (answer.returncode, answer.stderr) == (143, "interrupted by SIGTERM; resume with: it\n")

@@ -103,6 +103,7 @@ def test_two_first_servers_of_one_workspace_both_start(home: Path) -> None:
             server.begin(log=home / f"{number}.log")
         with ThreadPoolExecutor() as pool:
             list(pool.map(EmbeddedServer.wait, servers))
+        assert all(psutil.Process(server.pid).is_running() for server in servers)
     finally:
         for server in servers:
             server.stop()

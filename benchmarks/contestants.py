@@ -23,24 +23,24 @@ from benchmarks.turns import Turns
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import Batch
 from recsys_core.data.events import EventStore
+from recsys_core.data.interactions.config import GivenSplit, InteractionsConfig
+from recsys_core.data.interactions.ingest import ingest_interactions
 from recsys_core.data.loader import TrainLoader
-from recsys_core.data.log.config import GivenSplit, InteractionsConfig
-from recsys_core.data.log.ingest import ingest_interactions
 from recsys_core.manifests import InteractionsManifest, require_manifest
 from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.tables import TableConfig
+from recsys_core.models.table_config import TableConfig
 from recsys_core.patches import cpu_features, lookups
 from recsys_core.patches import rank as rank_patches
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, ShardingKind, TableConstraint
 from recsys_core.sharding.planner import plan_sharding
 from recsys_core.sharding.sharders import ROW_LOOKUP_KINDS
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.job import Progress, TrainJob
+from recsys_core.training.first_model import first_model
+from recsys_core.training.job_spec import Progress, TrainJob
 from recsys_core.training.loop import METRICS_NAME, Training, make_loader
-from recsys_core.training.process import Process
-from recsys_core.training.start import first_model
+from recsys_core.training.process_group import Process
 
 ROWS, DIM, LAYERS = 1 << 20, 64, (128, 64)
 EVENTS = 3 << 20

@@ -26,10 +26,10 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.measuring import in_fresh_process
-from recsys_core.data.lists import Lists
+from recsys_core.data.jagged import Lists
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import all_metrics
-from recsys_core.evaluation.exact import rank_catalogue
+from recsys_core.evaluation.ranking import rank_catalogue
 from recsys_core.preflight import installed_versions
 
 QUERIES, ITEMS, DIM, TARGETS_PER_QUERY, SEEN_PER_TARGET, K = 30_000, 41_000, 64, 217 / 30, 5, 20

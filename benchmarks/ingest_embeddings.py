@@ -90,8 +90,8 @@ def _pandas_way(file: Path, *, block: bool) -> Callable[[], object]:
 
 
 def _nightjar_way(file: Path, folder: Path) -> Callable[[], object]:
-    from recsys_core.data.vectors.config import EmbeddingsConfig
-    from recsys_core.data.vectors.ingest import ingest_embeddings
+    from recsys_core.data.embeddings.config import EmbeddingsConfig
+    from recsys_core.data.embeddings.ingest import ingest_embeddings
 
     layout = {"vector_column": "vector"} if file.stem == "list" else {"dimension_prefix": PREFIX}
     config = EmbeddingsConfig(paths=(str(file),), **layout)

@@ -136,8 +136,8 @@ def _pandas_way(paths: list[Path], out: Path, *, tuned: bool) -> Callable[[], ob
 
 
 def _nightjar(paths: list[Path], folder: Path, *, memory_limit: str, last_night: Any = None) -> Any:
-    from recsys_core.data.log.config import InteractionsConfig
-    from recsys_core.data.log.ingest import ingest_interactions
+    from recsys_core.data.interactions.config import InteractionsConfig
+    from recsys_core.data.interactions.ingest import ingest_interactions
 
     config = InteractionsConfig(
         paths=tuple(map(str, paths)), timestamp_column="timestamp", split=SPLIT, memory_limit=memory_limit
@@ -169,7 +169,7 @@ def _answer(way: str, paths: list[Path], out: Path, memory_limit: str) -> dict[s
         return _two_nights(paths, out, memory_limit=memory_limit)
     events = sum(pq.read_metadata(path).num_rows for path in paths)
     if way == "nightjar":
-        from recsys_core.data.log import ingest  # noqa: F401  so that the import is not measured
+        from recsys_core.data.interactions import ingest  # noqa: F401  so that the import is not measured
 
         return measured(lambda: _nightjar(paths, out / "stage", memory_limit=memory_limit)) | {"events": events}
     return measured(_pandas_way(paths, out, tuned=way == "pandas_factorize")) | {"events": events}

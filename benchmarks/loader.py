@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from recsys_core.data.assembly import Assembler
+from recsys_core.data.batch_keys import ROWS
 from recsys_core.data.events import EventStore, mapped
 from recsys_core.data.features.store import Feature, FeatureStore
-from recsys_core.data.keys import ROWS
 from recsys_core.data.loader import TrainLoader
 
 EVENTS, USERS, ITEMS = 20_000_000, 1_000_000, 200_000

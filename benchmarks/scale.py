@@ -17,12 +17,12 @@ from recsys_core.errors import InputError
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.tables import TableConfig
+from recsys_core.models.table_config import TableConfig
 from recsys_core.preflight import installed_versions
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig
+from recsys_core.sharding.lookup_stats import Traffic
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan
-from recsys_core.sharding.traffic import Traffic
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT, PAGE = ROOT / "benchmarks" / "scale.json", ROOT / "docs" / "scale.md"

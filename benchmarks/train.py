@@ -129,7 +129,7 @@ def to_markdown(results: dict[str, Any]) -> str:
         f"By sharding type of the users' table (in a bag where the type pools), batch {LARGEST:,} per rank; the item",
         "table has the same type where rows looked up one by one can, else row_wise. Columns are cut from a width of 128 on:",
         "here the column-wise types leave the tables whole. Four ranks share the cores where there are only two. Milliseconds",
-        "of a step and of waiting for data, mean over the ranks (recsys_core/training/clock.py):",
+        "of a step and of waiting for data, mean over the ranks (recsys_core/training/step_timer.py):",
         "",
         "| ranks | sharding type | samples/s | step | data |",
         "|---:|:---|---:|---:|---:|",

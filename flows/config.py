@@ -8,22 +8,22 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from recsys_core.config import Folder, Name, Paths, Settings
+from recsys_core.data.embeddings.config import EmbeddingsConfig, EmbeddingsConfigs
 from recsys_core.data.features.config import FeaturesConfig, FeatureTableConfig
-from recsys_core.data.files.patterns import is_uri
-from recsys_core.data.log.config import GivenSplit, InteractionsConfig
-from recsys_core.data.report.config import DataReportConfig
-from recsys_core.data.vectors.config import EmbeddingsConfig, EmbeddingsConfigs
+from recsys_core.data.interactions.config import GivenSplit, InteractionsConfig
+from recsys_core.data_report.config import DataReportConfig
 from recsys_core.evaluation.config import EvaluationConfig
+from recsys_core.launching.config import Launcher, LocalLauncher
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss_config import LossConfig
-from recsys_core.models.tables import OFFSET, TableConfig
+from recsys_core.models.table_config import OFFSET, TableConfig
+from recsys_core.parquet.patterns import is_uri
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.serving.config import PackageConfig
 from recsys_core.sharding.config import ShardingConfig
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.launcher_config import Launcher, LocalLauncher
-from tasks.config import RegistryConfig
-from tasks.tuning_config import TuningConfig
+from tasks.registry.config import RegistryConfig
+from tasks.tuning.config import TuningConfig
 
 
 class PipelineConfig(Settings):

@@ -7,7 +7,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from flows.config import PipelineConfig
-from flows.load import dump_config
+from flows.config_file import dump_config
 from recsys_core.manifests import (
     EmbeddingsManifest,
     FeaturesManifest,

@@ -11,7 +11,7 @@ import sys
 from contextlib import closing, suppress
 from pathlib import Path
 
-from recsys_core.parent import die_with_parent
+from recsys_core.parent_process import die_with_parent
 
 
 def main() -> None:

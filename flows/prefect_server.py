@@ -21,7 +21,7 @@ from pathlib import Path
 
 from recsys_core.disk import require_free
 from recsys_core.errors import StageError
-from recsys_core.parent import as_parent
+from recsys_core.parent_process import as_parent
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 120.0

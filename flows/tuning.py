@@ -6,22 +6,22 @@ from pathlib import Path
 
 from prefect import flow
 
+from flows.cli.tune import shortened
 from flows.config import PipelineConfig
-from flows.load import dump_config, to_paste, with_settings
+from flows.config_file import dump_config, to_paste, with_settings
 from flows.nightly import ingest
-from flows.study import shortened
 from recsys_core.errors import InputError
 from recsys_core.manifests import EmbeddingsManifest, FeaturesManifest, InteractionsManifest, fingerprint_of
 from recsys_core.models.spec import ModelSpec
+from recsys_core.sharding.lookup_stats import measure_traffic
 from recsys_core.sharding.planner import make_plan, plan_sharding
-from recsys_core.sharding.traffic import measure_traffic
 from recsys_core.training.train import OPERATIONAL
 from tasks.reporting import LOG
 from tasks.run import Run, new_run_id
-from tasks.study import Attempt, Result, Study, plot_history
-from tasks.tune import TrialSetup, try_settings
-from tasks.tuning_config import TuningConfig, label_of
-from tasks.tuning_runs import deliver_study
+from tasks.tuning.config import TuningConfig, label_of
+from tasks.tuning.mlflow_runs import deliver_study
+from tasks.tuning.study import Attempt, Result, Study, plot_history
+from tasks.tuning.trial import TrialSetup, try_settings
 
 PLACE = "tuning"
 """Folder of the workspace."""

@@ -3,15 +3,15 @@
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from recsys_core.data.log.config import Split
-from recsys_core.data.report import report as report_core
-from recsys_core.data.report.config import DataReportConfig
-from recsys_core.data.report.page import to_markdown
+from recsys_core.data.interactions.config import Split
+from recsys_core.data_report import report as report_core
+from recsys_core.data_report.config import DataReportConfig
+from recsys_core.data_report.page import to_markdown
 from recsys_core.errors import InputError
 from recsys_core.manifests import DataReportManifest, InteractionsManifest, load_manifest
+from tasks.registry.tracking import deliver_data_report
 from tasks.reporting import LOG, begin, show_markdown
 from tasks.run import STAGES, Run
-from tasks.tracking import deliver_data_report
 
 
 @task(name="check_data", cache_policy=NO_CACHE)

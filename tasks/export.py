@@ -3,12 +3,12 @@
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from recsys_core.launching.config import Launcher
 from recsys_core.manifests import ExportManifest, FeaturesManifest, InteractionsManifest, TrainManifest
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training import export as export_core
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.launcher_config import Launcher
 from tasks.reporting import begin
 from tasks.run import Run
 

@@ -6,7 +6,7 @@ from prefect.cache_policies import NO_CACHE
 from recsys_core.manifests import ExportManifest, IndexManifest
 from recsys_core.retrieval import index as index_core
 from recsys_core.retrieval.config import IndexConfig
-from recsys_core.retrieval.report import plot_indexes
+from recsys_core.retrieval.plot import plot_indexes
 from tasks.reporting import begin, show_image
 from tasks.run import Run
 

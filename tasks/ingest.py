@@ -6,12 +6,12 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from recsys_core.data.embeddings import ingest as embeddings_core
+from recsys_core.data.embeddings.config import EmbeddingsConfig
 from recsys_core.data.features import ingest as features_core
 from recsys_core.data.features.config import FeaturesConfig
-from recsys_core.data.log import ingest as interactions_core
-from recsys_core.data.log.config import InteractionsConfig
-from recsys_core.data.vectors import ingest as embeddings_core
-from recsys_core.data.vectors.config import EmbeddingsConfig
+from recsys_core.data.interactions import ingest as interactions_core
+from recsys_core.data.interactions.config import InteractionsConfig
 from recsys_core.manifests import EmbeddingsManifest, FeaturesManifest, InteractionsManifest
 from tasks.reporting import begin
 from tasks.run import Run

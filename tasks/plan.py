@@ -8,8 +8,8 @@ from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding import planner
 from recsys_core.sharding.config import ShardingConfig
+from recsys_core.sharding.lookup_stats import measure_traffic
 from recsys_core.sharding.plan_file import PlanFile
-from recsys_core.sharding.traffic import measure_traffic
 from recsys_core.training.config import TrainingConfig
 from tasks.reporting import begin, show_markdown
 from tasks.run import Run

@@ -20,11 +20,11 @@ from recsys_core.manifests import (
     fingerprint_of,
     produce,
 )
-from tasks import tracking
-from tasks.config import RegistryConfig
-from tasks.gate import pass_gate
-from tasks.mlflow_client import connect, persist, tracking_uri
-from tasks.registry import version_for
+from tasks.registry import tracking
+from tasks.registry.config import RegistryConfig
+from tasks.registry.gate import pass_gate
+from tasks.registry.mlflow_client import connect, persist, tracking_uri
+from tasks.registry.versions import version_for
 from tasks.reporting import begin
 from tasks.run import Run
 

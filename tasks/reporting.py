@@ -17,7 +17,7 @@ from prefect.artifacts import (
 
 from recsys_core.manifests import MANIFEST_NAME, Manifest, TrainManifest
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.job import Progress
+from recsys_core.training.job_spec import Progress
 
 LOG = logging.getLogger("nightjar")
 LOG.setLevel(logging.INFO)

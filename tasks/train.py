@@ -4,18 +4,18 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from recsys_core.evaluation.report import plot_loss
+from recsys_core.launching.config import Launcher
 from recsys_core.manifests import EmbeddingsManifest, FeaturesManifest, InteractionsManifest, PlanManifest, TrainManifest
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.config import ShardingConfig
 from recsys_core.training import train as train_core
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.job import Progress
-from recsys_core.training.launcher_config import Launcher
-from tasks.champion import starting_champion
+from recsys_core.training.job_spec import Progress
+from tasks.registry.champion import starting_champion
+from tasks.registry.tracking import MetricRelay
 from tasks.reporting import TrainingProgress, begin, show_image, training_facts
 from tasks.run import Run
-from tasks.tracking import MetricRelay
 
 
 @task(name="train", cache_policy=NO_CACHE)

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_core.data.batch import Batch, keyed_jagged
+from recsys_core.data.batch_keys import QUERY, QUERY_WEIGHTED, ROWS
 from recsys_core.data.events import Rows
 from recsys_core.data.features.store import Feature, FeatureStore
-from recsys_core.data.keys import QUERY, QUERY_WEIGHTED, ROWS
-from recsys_core.data.lists import Lists, single
+from recsys_core.data.jagged import Lists, single
 
 
 @dataclass(frozen=True)

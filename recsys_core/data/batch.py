@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from recsys_core.data.lists import Lists
+from recsys_core.data.jagged import Lists
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
     """
 
     sparse: dict[str, KeyedJaggedTensor]
-    """By ROWS, QUERY and QUERY_WEIGHTED (recsys_core.data.keys); the last two only where a feature wants them."""
+    """By ROWS, QUERY and QUERY_WEIGHTED (recsys_core.data.batch_keys); the last two only where a feature wants them."""
     batch_size: int
     item_row_U: Tensor
     """int64 [U]: rows of the catalogue."""

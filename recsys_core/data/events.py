@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from recsys_core.data.lists import Lists, ragged_ranges
+from recsys_core.data.jagged import Lists, ragged_ranges
 from recsys_core.errors import InputError
 from recsys_core.manifests import InteractionsManifest
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import Batch
 from recsys_core.data.events import EvaluationSplit, EventStore, Rows
-from recsys_core.data.lists import Lists
+from recsys_core.data.jagged import Lists
 from recsys_core.data.shuffle import shuffled
 
 ROWS_AT_ONCE = 20_000

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag, normalize
 
 from recsys_core.data.events import EvaluationSplit, EventStore
-from recsys_core.data.lists import Lists
+from recsys_core.data.jagged import Lists
 from recsys_core.manifests import InteractionsManifest
 
 BELOW_ANY_COSINE = -4.0

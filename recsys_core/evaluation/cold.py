@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recsys_core.data.events import EvaluationSplit, EventStore
-from recsys_core.data.lists import Lists
-from recsys_core.evaluation.exact import Ranking, rank_served
+from recsys_core.data.jagged import Lists
+from recsys_core.evaluation.ranking import Ranking, rank_served
 
 
 def cold_rows(store: EventStore, split: EvaluationSplit) -> NDArray[np.int64]:

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recsys_core.data.events import EvaluationSplit, EventStore
-from recsys_core.data.lists import Lists
+from recsys_core.data.jagged import Lists
 from recsys_core.errors import InputError, StageError
 from recsys_core.evaluation import baselines, metrics
 from recsys_core.evaluation.cold import cold_rows, rank_among
 from recsys_core.evaluation.config import EvaluationConfig
-from recsys_core.evaluation.exact import Ranking, rank_by_order, rank_served
 from recsys_core.evaluation.metrics import TargetRanks
+from recsys_core.evaluation.ranking import Ranking, rank_by_order, rank_served
 from recsys_core.manifests import (
     EmbeddingsManifest,
     EvaluationManifest,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax, softplus
 
-from recsys_core.models.direction import direction
+from recsys_core.models.normalisation import direction
 
 # Stands for -inf: a row of nothing but -inf has no gradient (NaN), a row of nothing but this one has a gradient of 0.
 _NEVER = torch.finfo(torch.float32).min

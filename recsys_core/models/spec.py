@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from recsys_core.config import Frozen
+from recsys_core.data.batch_keys import QUERY, QUERY_WEIGHTED, ROWS
 from recsys_core.data.features.store import FeatureForm, feature_form
-from recsys_core.data.keys import QUERY, QUERY_WEIGHTED, ROWS
 from recsys_core.errors import InputError
 from recsys_core.manifests import EmbeddingsManifest, FeatureFacts, FeaturesManifest, InteractionsManifest
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss_config import LossConfig
-from recsys_core.models.tables import OFFSET, TEACHER, TableConfig, random_norm, require_width
+from recsys_core.models.table_config import OFFSET, TEACHER, TableConfig, random_norm, require_width
 
 Side = Literal["query", "item"]
 NEEDS_VECTORS = ("frozen", "gradual", "residual")

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from recsys_core.data.batch import Batch
-from recsys_core.models.lookups import LookedUp, Lookups, table_outputs
+from recsys_core.models.embedding_tables import LookedUp, Lookups, table_outputs
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.objective import Objective
-from recsys_core.models.penalty import row_penalty
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.tables import TEACHER
-from recsys_core.models.two_tower import ItemSide, QuerySide
+from recsys_core.models.table_config import TEACHER
+from recsys_core.models.towers import ItemSide, QuerySide
+from recsys_core.models.weight_decay import row_penalty
 
 LOOKUPS_PATH = "lookups"
 """Where the tables sit in the task: what a sharding plan's module paths start with."""

@@ -22,7 +22,7 @@ from recsys_core.retrieval.search import load_index, search, search_all, verify_
 from recsys_core.serving.ids import IdMap
 from recsys_core.serving.package import DESCRIPTION, Package, package_files
 from recsys_core.serving.quantise import QueryTower, load_tower
-from recsys_core.serving.questions import user_features
+from recsys_core.serving.query_batch import user_features
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.retrieval.config import IndexKind
 from recsys_core.serving.config import PackageConfig
 from recsys_core.serving.quantise import Quantization, build_tower, save_tower
-from recsys_core.serving.questions import served_tables, user_features
+from recsys_core.serving.query_batch import served_tables, user_features
 
 DESCRIPTION = "package.json"
 FORMAT_VERSION: Final = 2

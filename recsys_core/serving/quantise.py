@@ -17,8 +17,8 @@ from torch.nn.functional import embedding_bag
 
 from recsys_core.errors import StageError
 from recsys_core.models.spec import ModelSpec, module_name
-from recsys_core.models.two_tower import QuerySide
-from recsys_core.serving.questions import QueryBatch, RowLists, served_tables
+from recsys_core.models.towers import QuerySide
+from recsys_core.serving.query_batch import QueryBatch, RowLists, served_tables
 
 Quantization = Literal["int8", "none"]
 HISTORY = "history"

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from recsys_core.data.lists import Lists
+from recsys_core.data.jagged import Lists
 from recsys_core.errors import InputError
 from recsys_core.retrieval.search import search, search_all
 from recsys_core.serving.contents import PackageContents, read_package
 from recsys_core.serving.ids import Id, is_missing
-from recsys_core.serving.questions import Questions
+from recsys_core.serving.query_batch import Questions
 
 ANSWER_BUDGET = 1 << 20
 """Candidates held at a time; a batch whose answer would be larger is worked off in parts."""

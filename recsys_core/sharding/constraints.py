@@ -11,8 +11,8 @@ from recsys_core.errors import InputError
 from recsys_core.models.optimizer_config import GPU_ONLY, TableOptimizer
 from recsys_core.models.spec import ModelSpec, TableSpec, module_name
 from recsys_core.sharding.config import ClusterConfig, ComputeKernel, ShardingConfig, ShardingKind, TableConstraint
+from recsys_core.sharding.lookup_stats import Traffic
 from recsys_core.sharding.sharders import ROW_LOOKUP_KINDS
-from recsys_core.sharding.traffic import Traffic
 
 CACHE_LOAD_FACTOR = 0.2
 """Share of the rows that fused_uvm_caching keeps in GPU memory where the user says nothing: TorchRec's own."""

@@ -9,9 +9,9 @@ from torchrec.distributed.planner.types import PlannerError, Shard, ShardingOpti
 from recsys_core.models.spec import TableSpec
 from recsys_core.sharding.config import ComputeKernel, ShardingKind, TableConstraint
 from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, SSD_CACHE_MB, optimizer_kind, why_not_offered
+from recsys_core.sharding.infeasible import why_too_large
 from recsys_core.sharding.plan_file import Alternative, NaivePlan, RankEstimate, TableMemory
-from recsys_core.sharding.search import Search
-from recsys_core.sharding.shortage import why_too_large
+from recsys_core.sharding.torchrec_planner import Search
 
 STATE_PER_WEIGHT = {"sgd": 0.0, "none": 0.0, "adagrad": 1.0, "adam": 2.0, "partial_rowwise_adam": 1.0}
 """Bytes of optimizer state by byte of weights, as TorchRec counts them; rowwise_adagrad: one number per row."""

@@ -15,11 +15,11 @@ from recsys_core.preflight import GIB, cgroup_limits
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, check_constraints, lookups_of, optimizer_kind
 from recsys_core.sharding.estimates import alternatives, naive_plans, rank_estimates
-from recsys_core.sharding.page import to_html
+from recsys_core.sharding.infeasible import refusal
+from recsys_core.sharding.lookup_stats import Traffic
 from recsys_core.sharding.plan_file import Alternative, PlanFile, ShardPlan, TablePlan, layout_fingerprint
-from recsys_core.sharding.search import Search
-from recsys_core.sharding.shortage import refusal
-from recsys_core.sharding.traffic import Traffic
+from recsys_core.sharding.plan_page import to_html
+from recsys_core.sharding.torchrec_planner import Search
 
 PLAN_NAME, PAGE_NAME = "plan.json", "plan.html"
 HBM_GB, DDR_GB = 80.0, 16.0

@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
+from recsys_core.launching.rank import begin_rank
 from recsys_core.patches.cpu_features import share_cpu_features
-from recsys_core.training.rank import begin_rank
 
 
 def main(job_file: str) -> None:

@@ -27,7 +27,7 @@ from recsys_core.config import Frozen
 from recsys_core.disk import full_disk_is_told, too_small
 from recsys_core.manifests import Manifest, load_manifest, seal
 from recsys_core.training.dense_parallel import local
-from recsys_core.training.process import Process
+from recsys_core.training.process_group import Process
 
 logger = logging.getLogger(__name__)
 JOB_COPY, PLAN_COPY = "job.json", "plan.json"

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from recsys_core.errors import InputError
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.task import RetrievalHead
-from recsys_core.models.two_tower import ItemSide, QuerySide, Tower
+from recsys_core.models.towers import ItemSide, QuerySide, Tower
 from recsys_core.training.config import DenseParallel
 
 logger = logging.getLogger(__name__)

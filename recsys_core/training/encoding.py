@@ -16,8 +16,8 @@ from recsys_core.data.events import EvaluationSplit, EventStore, Rows
 from recsys_core.data.loader import query_batch
 from recsys_core.errors import StageError
 from recsys_core.models.task import RetrievalTask
-from recsys_core.training.parts import Part, build_array
-from recsys_core.training.process import Process
+from recsys_core.training.process_group import Process
+from recsys_core.training.sharded_array import Part, build_array
 
 ENCODE_ROWS = 8192
 

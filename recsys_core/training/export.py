@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from recsys_core.launching.config import Launcher, LocalLauncher
+from recsys_core.launching.launch import launch
 from recsys_core.manifests import (
     ExportManifest,
     FeaturesManifest,
@@ -19,11 +21,9 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.checkpoint import PLAN_COPY
 from recsys_core.training.config import TrainingConfig
+from recsys_core.training.disk_estimate import export_bytes
 from recsys_core.training.export_job import SPLITS
-from recsys_core.training.job import ExportJob
-from recsys_core.training.launch import launch
-from recsys_core.training.launcher_config import Launcher, LocalLauncher
-from recsys_core.training.room import export_bytes
+from recsys_core.training.job_spec import ExportJob
 
 
 def export_vectors(

@@ -14,20 +14,20 @@ from torchrec.optim.keyed import CombinedOptimizer
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.events import EvaluationSplit, EventStore, Rows
 from recsys_core.data.features.store import FeatureStore
-from recsys_core.data.files.disk import save
 from recsys_core.manifests import FeaturesManifest, InteractionsManifest, require_manifest
 from recsys_core.models.shards import table_shards
 from recsys_core.models.task import RetrievalTask
+from recsys_core.parquet.disk import save
 from recsys_core.sharding.plan_file import PlanFile
+from recsys_core.training.adagrad_state import has_sums, sum_shards, sums_of
 from recsys_core.training.dense_parallel import whole
-from recsys_core.training.distributed import build_model
 from recsys_core.training.encoding import Encoder, RankWriter
-from recsys_core.training.job import ExportJob
+from recsys_core.training.job_spec import ExportJob
 from recsys_core.training.optimizers import make_optimizer
-from recsys_core.training.parts import writing_part
-from recsys_core.training.process import Process
+from recsys_core.training.process_group import Process
 from recsys_core.training.restore import restore
-from recsys_core.training.sums import has_sums, sum_shards, sums_of
+from recsys_core.training.sharded_array import writing_part
+from recsys_core.training.sharded_model import build_model
 
 SPLITS: tuple[EvaluationSplit, ...] = ("validation", "test")
 

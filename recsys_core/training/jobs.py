@@ -6,9 +6,9 @@ from pathlib import Path
 from recsys_core.patches.rank import prepare_rank
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.export_job import run_export
-from recsys_core.training.job import JOB, TrainJob
+from recsys_core.training.job_spec import JOB, TrainJob
 from recsys_core.training.loop import run_training
-from recsys_core.training.process import join_process_group
+from recsys_core.training.process_group import join_process_group
 
 
 def run_job(job_file: Path) -> None:

@@ -15,17 +15,17 @@ from recsys_core.manifests import FeaturesManifest, InteractionsManifest, requir
 from recsys_core.models.sampling import negative_share
 from recsys_core.models.task import RetrievalTask
 from recsys_core.training.checkpoint import JOB_COPY, PLAN_COPY, Best, Checkpointer, CheckpointManifest, checkpoint_name
-from recsys_core.training.clock import StepClock
 from recsys_core.training.encoding import Encoder
-from recsys_core.training.job import TrainJob, TrainResult
-from recsys_core.training.meter import Meter, refuse_nan
+from recsys_core.training.first_model import first_model
+from recsys_core.training.job_spec import TrainJob, TrainResult
+from recsys_core.training.metrics_log import Meter, refuse_nan
 from recsys_core.training.optimizers import LearningRates, make_optimizer
-from recsys_core.training.process import Process
+from recsys_core.training.process_group import Process
 from recsys_core.training.profiling import profiled
 from recsys_core.training.restore import restore
-from recsys_core.training.start import first_model
+from recsys_core.training.step_timer import StepClock
 from recsys_core.training.validation import Validator
-from recsys_core.training.warm import fill_from_champion, fill_sums
+from recsys_core.training.warm_start import fill_from_champion, fill_sums
 
 RESULT_NAME = "result.json"
 METRICS_NAME = "metrics.jsonl"

@@ -13,7 +13,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from recsys_core.models.optimizer_config import DenseOptimizer, Schedule, TableOptimizer
 from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.distributed import ADAGRAD_EPS
+from recsys_core.training.sharded_model import ADAGRAD_EPS
 
 DENSE, REPLICATED = "dense", "replicated"
 REPLICATED_KINDS = {

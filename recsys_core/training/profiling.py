@@ -7,7 +7,7 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from recsys_core.training.config import ProfileConfig
-from recsys_core.training.process import Process
+from recsys_core.training.process_group import Process
 
 WARM_UP_STEPS = 2
 

@@ -14,14 +14,14 @@ from recsys_core.errors import InputError
 from recsys_core.evaluation import metrics
 from recsys_core.evaluation.baselines import popularity_before
 from recsys_core.evaluation.cold import cold_rows, rank_among
-from recsys_core.evaluation.exact import rank_served
 from recsys_core.evaluation.metrics import TargetRanks
+from recsys_core.evaluation.ranking import rank_served
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training.config import ValidationConfig
 from recsys_core.training.encoding import Encoder, RankWriter
-from recsys_core.training.parts import fill_array, remove_part, writing_part
-from recsys_core.training.process import Process
+from recsys_core.training.process_group import Process
+from recsys_core.training.sharded_array import fill_array, remove_part, writing_part
 
 SAMPLE_SEED = 1
 _METRICS = {"recall": metrics.recall, "ndcg": metrics.ndcg, "hit_rate": metrics.hit_rate}

@@ -9,9 +9,9 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import FeaturesManifest, InteractionsManifest
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec, Side
-from recsys_core.models.two_tower import ItemSide, QuerySide
-from recsys_core.training.champion import Champion
-from recsys_core.training.sums import has_sums
+from recsys_core.models.towers import ItemSide, QuerySide
+from recsys_core.training.adagrad_state import has_sums
+from recsys_core.training.champion_model import Champion
 from recsys_core.training.warm_rows import vocabulary_name
 
 SIDES: tuple[Side, Side] = ("query", "item")

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recsys_core.data.events import COUNTED_EVENTS, EventStore, Rows, mapped
-from recsys_core.data.lists import Lists
+from recsys_core.data.jagged import Lists
 from recsys_core.errors import StageError
 from recsys_core.manifests import InteractionsManifest, record_file
 from recsys_core.training.warm_rows import champion_rows

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from recsys_core.errors import StageError
 from recsys_core.manifests import FeaturesManifest, InteractionsManifest, Manifest, record_file
-from recsys_core.models.tables import OFFSET
+from recsys_core.models.table_config import OFFSET
 
 IDS = {"item": "items.parquet", OFFSET: "items.parquet", "user": "users.parquet"}
 """Where the ids of these tables are; all others are of features."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.scale import BEGIN, END, PAGE, RESULT, SIZES, distinct_items, plan, sent_bytes, to_markdown
-from recsys_core.sharding.traffic import seen_share
+from recsys_core.sharding.lookup_stats import seen_share
 
 
 def test_the_page_shows_the_numbers_of_the_last_result() -> None:

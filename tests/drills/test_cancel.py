@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.load import load_config
+from flows.config_file import load_config
 from flows.prefect_server import embedded_server
-from recsys_core.training.launch_folder import LaunchFolder
+from recsys_core.launching.messages import LaunchFolder
 from tests.drills.test_kill_and_resume import write_config
 
 pytestmark = pytest.mark.drill

@@ -13,9 +13,9 @@ import psutil
 import pytest
 import yaml
 
-from flows import cli
+from flows.cli import main as cli
 from recsys_core.data.synthetic import generate
-from tasks.tracking import connect
+from tasks.registry.tracking import connect
 from tests.flows.tuning import CONFIG, RATE
 
 pytestmark = pytest.mark.drill

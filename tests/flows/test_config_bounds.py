@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from yaml import YAMLError
 
-from flows import yaml_core
+from flows import yaml_loader
 from flows.config import PipelineConfig
-from flows.load import dump_config, load_config, setting_names
+from flows.config_file import dump_config, load_config, setting_names
 from recsys_core.errors import InputError
 
 GOOD = {"interactions": {"paths": "log/*.parquet", "timestamp_column": "ts"}}
@@ -21,7 +21,7 @@ GOOD = {"interactions": {"paths": "log/*.parquet", "timestamp_column": "ts"}}
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "nightly.yaml"
-    path.write_text(yaml_core.dump(GOOD))
+    path.write_text(yaml_loader.dump(GOOD))
     return path
 
 
@@ -102,7 +102,7 @@ def test_a_value_that_no_run_can_use_is_refused_with_its_place(file: Path, overr
 def test_numbers_are_those_of_yaml_1_2(file: Path) -> None:
     config = load_config(file, ["training.epochs=012", "training.batch_size=0x40", "model.user_id=true", "name=1e5x"])
     assert (config.training.epochs, config.training.batch_size, config.model.user_id, config.name) == (12, 64, True, "1e5x")
-    assert yaml_core.load("{a: 1:30, b: yes, c: 2026-11-19, d: 0o14, e: .inf, f: ~, g: 1e-3, h: 'x'}") == {
+    assert yaml_loader.load("{a: 1:30, b: yes, c: 2026-11-19, d: 0o14, e: .inf, f: ~, g: 1e-3, h: 'x'}") == {
         "a": "1:30", "b": "yes", "c": "2026-11-19", "d": 12, "e": math.inf, "f": None, "g": 0.001, "h": "x",
     }  # fmt: skip
 
@@ -171,7 +171,7 @@ def test_any_value_of_any_setting_ends_in_a_config_that_reads_back_or_in_one_mes
 ) -> None:
     file = tmp_path / "nightly.yaml"
     try:
-        text = yaml_core.dump(with_setting(name, value))
+        text = yaml_loader.dump(with_setting(name, value))
         file.write_text(text, encoding="utf-8")
     except UnicodeEncodeError:
         return
@@ -205,6 +205,6 @@ def test_what_is_dumped_is_loaded_as_it_was(value: Any) -> None:
         return repr(one) == repr(other)
 
     try:
-        assert same(yaml_core.load(yaml_core.dump(value)), value)
+        assert same(yaml_loader.load(yaml_loader.dump(value)), value)
     except YAMLError as error:  # what no YAML document holds: half a character
         assert "special characters" in str(error)

@@ -11,7 +11,11 @@ HEAVY = ("torch", "torchrec", "matplotlib", "prefect", "mlflow", "pandas", "fais
 
 @pytest.mark.parametrize(
     ("module", "heavy"),
-    [("flows.load", (*HEAVY, "numpy", "pyarrow", "duckdb")), ("flows.template", HEAVY), ("flows.inputs", HEAVY)],
+    [
+        ("flows.config_file", (*HEAVY, "numpy", "pyarrow", "duckdb")),
+        ("flows.cli.config_template", HEAVY),
+        ("flows.cli.input_checks", HEAVY),
+    ],
 )
 def test_reading_a_config_and_checking_its_input_imports_no_framework(module: str, heavy: tuple[str, ...]) -> None:
     code = f"import sys, {module}; print(*(name for name in {heavy!r} if name in sys.modules))"

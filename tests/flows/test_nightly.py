@@ -21,14 +21,14 @@ from fastapi.testclient import TestClient
 from mlflow.pyfunc import scoring_server
 
 from flows import nightly
+from flows.cli.config_template import starter_config
 from flows.config import PipelineConfig
-from flows.template import starter_config
 from recsys_core.data.synthetic import generate
 from recsys_core.errors import InputError
 from recsys_core.manifests import RegistrationManifest
-from tasks.mlflow_client import connect, tracking_uri
+from tasks.registry.mlflow_client import connect, tracking_uri
 from tasks.run import STAGES, Run
-from tests.recsys_core.training.sockets import Listening, noticed
+from tests.recsys_core.launching.sockets import Listening, noticed
 
 ROOT = Path(nightly.__file__).parents[1]
 CONFIG = """

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.load import load_config, to_paste
-from flows.study import check_tunable
+from flows.cli.tune import check_tunable
+from flows.config_file import load_config, to_paste
 from recsys_core.errors import InputError
-from tasks.study import Result, Study, best_first
-from tasks.tuning_config import RangeConfig, TuningConfig
+from tasks.tuning.config import RangeConfig, TuningConfig
+from tasks.tuning.study import Result, Study, best_first
 from tests.flows.tuning import CONFIG
 
 

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recsys_core.data.log.config import GivenSplit
-from recsys_core.data.report.config import DataReportConfig
-from recsys_core.data.report.report import report_data
+from recsys_core.data.interactions.config import GivenSplit
+from recsys_core.data_report.config import DataReportConfig
+from recsys_core.data_report.report import report_data
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.manifests import (
@@ -30,15 +30,15 @@ from recsys_core.manifests import (
 )
 from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.two_tower import QuerySide
+from recsys_core.models.towers import QuerySide
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_indexes
 from recsys_core.serving.config import PackageConfig
 from recsys_core.serving.package import build_package
-from recsys_core.training.job import Progress
-from tasks import gate
-from tasks.mlflow_client import connect
-from tasks.trial import K, Trial, UnusableVersionError
+from recsys_core.training.job_spec import Progress
+from tasks.registry import gate
+from tasks.registry.mlflow_client import connect
+from tasks.registry.smoke_test import K, Trial, UnusableVersionError
 from tests.recsys_core.evaluation.stages import export_stage, interactions_stage
 
 ITEMS, USERS, DIM, CLUSTERS = 120, 30, 8, 4

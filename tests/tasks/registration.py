@@ -6,8 +6,8 @@ from typing import Any
 from mlflow import MlflowClient
 
 from recsys_core.manifests import RegistrationManifest
-from tasks.config import RegistryConfig
 from tasks.register import register
+from tasks.registry.config import RegistryConfig
 from tasks.run import Run
 from tests.tasks.conftest import Stages
 

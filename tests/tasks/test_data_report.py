@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from recsys_core.data.log.config import GivenSplit
-from recsys_core.data.report.config import DataReportConfig
+from recsys_core.data.interactions.config import GivenSplit
+from recsys_core.data_report.config import DataReportConfig
 from recsys_core.errors import InputError
 from recsys_core.manifests import DataReportManifest
-from tasks import data_report, mlflow_client
-from tasks.mlflow_client import connect
+from tasks import data_report
+from tasks.registry import mlflow_client
+from tasks.registry.mlflow_client import connect
+from tasks.registry.tracking import open_run
 from tasks.run import Run
-from tasks.tracking import open_run
 from tests.recsys_core.data.nights import DAY, interactions_of
 from tests.tasks.servers import silent
 

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pytest
 
 from recsys_core.errors import InputError, StageError
-from tasks import gate
-from tasks.mlflow_client import connect
-from tasks.releases import champion_uri, list_releases
-from tasks.trial import K, Trial
+from tasks.registry import gate
+from tasks.registry.mlflow_client import connect
+from tasks.registry.releases import champion_uri, list_releases
+from tasks.registry.smoke_test import K, Trial
 from tests.tasks.conftest import ITEMS, STEPS, Stages
 from tests.tasks.registration import aliases, do_register, run_of, version_tags
 

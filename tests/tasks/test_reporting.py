@@ -8,7 +8,7 @@ import pytest
 
 from recsys_core.manifests import TrainManifest
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.job import Progress
+from recsys_core.training.job_spec import Progress
 from tasks import reporting
 from tasks.reporting import TrainingProgress, show_bar, training_facts
 from tests.tasks.conftest import Stages

@@ -21,10 +21,10 @@ from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import PyFuncModel, scoring_server
 
 from recsys_core.errors import StageError
-from tasks import tracking
-from tasks.config import RegistryConfig
-from tasks.model_uri import PACKAGE_SHA256_TAG, load_model
-from tasks.registry import pinned_requirements, version_for
+from tasks.registry import tracking
+from tasks.registry.config import RegistryConfig
+from tasks.registry.model_uri import PACKAGE_SHA256_TAG, load_model
+from tasks.registry.versions import pinned_requirements, version_for
 from tasks.run import Run
 from tests.tasks.conftest import Stages
 

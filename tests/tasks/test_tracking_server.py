@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tasks.config import RegistryConfig
-from tasks.mlflow_client import connect
 from tasks.register import register
-from tasks.releases import champion_uri
+from tasks.registry.config import RegistryConfig
+from tasks.registry.mlflow_client import connect
+from tasks.registry.releases import champion_uri
 from tasks.run import Run
 from tests.tasks.conftest import Stages
 

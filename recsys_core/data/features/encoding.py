@@ -17,12 +17,12 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from recsys_core.data.features.config import FeatureConfig
-from recsys_core.data.features.numbers import moments, quantiles, standardised
+from recsys_core.data.features.numeric import moments, quantiles, standardised
 from recsys_core.data.features.vectors import vector_rows
-from recsys_core.data.files.disk import allocate
-from recsys_core.data.files.sql import SQL_TYPE, scan
 from recsys_core.errors import InputError
 from recsys_core.manifests import FeatureFacts, IdType
+from recsys_core.parquet.disk import allocate
+from recsys_core.parquet.sql import SQL_TYPE, scan
 
 BATCH_ROWS = 1_000_000
 

@@ -13,12 +13,8 @@ import pyarrow.parquet as pq
 
 from recsys_core.data.features.config import FeaturesConfig
 from recsys_core.data.features.encoding import Encoding, LastNight
-from recsys_core.data.features.tables import FeatureTable, check_features, refuse_bad_rows, value_sql
+from recsys_core.data.features.schema import FeatureTable, check_features, refuse_bad_rows, value_sql
 from recsys_core.data.features.vectors import check_vectors
-from recsys_core.data.files.database import database
-from recsys_core.data.files.sidecars import verify_sidecars
-from recsys_core.data.files.sources import local_files, open_sources
-from recsys_core.data.files.sql import quoted, scan, scan_all
 from recsys_core.errors import InputError
 from recsys_core.manifests import (
     EmbeddingsManifest,
@@ -30,6 +26,10 @@ from recsys_core.manifests import (
     produce,
     record_file,
 )
+from recsys_core.parquet.checksums import verify_sidecars
+from recsys_core.parquet.duckdb_session import database
+from recsys_core.parquet.sources import local_files, open_sources
+from recsys_core.parquet.sql import quoted, scan, scan_all
 
 BATCH_ROWS = 1_000_000
 CONTEXT_NAME = "context.parquet"

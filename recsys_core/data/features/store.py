@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recsys_core.data.events import Rows, mapped
-from recsys_core.data.lists import Lists, ragged_ranges
+from recsys_core.data.jagged import Lists, ragged_ranges
 from recsys_core.manifests import FeatureFacts, FeaturesManifest
 
 FeatureForm = Literal["single", "list", "weighted_list", "number"]

@@ -7,10 +7,10 @@ import duckdb
 import numpy as np
 from numpy.typing import NDArray
 
-from recsys_core.data.features.tables import FeatureTable
-from recsys_core.data.files.sql import scan
+from recsys_core.data.features.schema import FeatureTable
 from recsys_core.errors import InputError
 from recsys_core.manifests import IdType
+from recsys_core.parquet.sql import scan
 
 BATCH_ROWS = 1_000_000
 IDS = ("item", "user")

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from recsys_core.data.log.config import InteractionsConfig
-from recsys_core.data.log.ingest import ingest_interactions
+from recsys_core.data.interactions.config import InteractionsConfig
+from recsys_core.data.interactions.ingest import ingest_interactions
 from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest
 from tests.recsys_core.data.tables import write
 

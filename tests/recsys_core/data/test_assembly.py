@@ -10,9 +10,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import Batch, keyed_jagged
+from recsys_core.data.batch_keys import QUERY, QUERY_WEIGHTED, ROWS
 from recsys_core.data.features.store import FeatureStore
-from recsys_core.data.keys import QUERY, QUERY_WEIGHTED, ROWS
-from recsys_core.data.lists import Lists
+from recsys_core.data.jagged import Lists
 from tests.recsys_core.data.described import FORMS, SIDES, feature_store, values_of
 
 USERS, ITEMS, EVENTS = 5, 9, 20

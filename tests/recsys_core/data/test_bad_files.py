@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recsys_core.data.vectors.config import EmbeddingsConfig
-from recsys_core.data.vectors.ingest import ingest_embeddings
+from recsys_core.data.embeddings.config import EmbeddingsConfig
+from recsys_core.data.embeddings.ingest import ingest_embeddings
 from recsys_core.errors import InputError
 from tests.recsys_core.data import logs
 from tests.recsys_core.data.hostile import list_bomb, patch_footer

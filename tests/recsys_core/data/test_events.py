@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recsys_core.data.events import EvaluationSplit, EventStore
-from recsys_core.data.lists import Lists, ragged_ranges
+from recsys_core.data.jagged import Lists, ragged_ranges
 from tests.recsys_core.data.logs import ingest, write_log
 
 Nested = list[list[int]]

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import Batch
+from recsys_core.data.batch_keys import ROWS
 from recsys_core.data.events import EventStore
-from recsys_core.data.keys import ROWS
 from recsys_core.data.loader import READ_AHEAD, TrainLoader, query_batch
 from recsys_core.errors import InputError
 from recsys_core.models.sampling import negative_share

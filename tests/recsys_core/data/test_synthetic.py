@@ -6,11 +6,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from recsys_core.data.log.config import InteractionsConfig
-from recsys_core.data.log.ingest import ingest_interactions
+from recsys_core.data.embeddings.config import EmbeddingsConfig
+from recsys_core.data.embeddings.ingest import ingest_embeddings
+from recsys_core.data.interactions.config import InteractionsConfig
+from recsys_core.data.interactions.ingest import ingest_interactions
 from recsys_core.data.synthetic import FIRST_DAY, generate
-from recsys_core.data.vectors.config import EmbeddingsConfig
-from recsys_core.data.vectors.ingest import ingest_embeddings
 
 SIZE = {"users": 200, "items": 400, "events": 6000, "days": 10, "dim": 8, "cold_items": 40}
 

@@ -2,7 +2,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from recsys_core.data.lists import Lists
+from recsys_core.data.jagged import Lists
 from recsys_core.evaluation import baselines
 
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recsys_core.data.events import EventStore
-from recsys_core.data.lists import Lists
+from recsys_core.data.jagged import Lists
 from recsys_core.evaluation.cold import cold_rows, rank_among
-from recsys_core.evaluation.exact import rank_served
+from recsys_core.evaluation.ranking import rank_served
 
 ITEMS, QUERIES = 9, 5
 row_lists = st.lists(st.lists(st.integers(0, ITEMS - 1), max_size=4), min_size=QUERIES, max_size=QUERIES)

@@ -5,7 +5,7 @@ import pytest
 
 from recsys_core.evaluation.report import metric_table, plot_loss, plot_recall, to_markdown
 from recsys_core.manifests import TrainManifest, produce
-from recsys_core.training.job import Progress
+from recsys_core.training.job_spec import Progress
 
 METRICS = {
     "test/recall@10": 0.2,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import Batch
-from recsys_core.data.lists import Lists
+from recsys_core.data.jagged import Lists
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss_config import DistillationConfig, LossConfig
 from recsys_core.models.losses import distillation_loss

@@ -11,7 +11,7 @@ from recsys_core.errors import InputError
 from recsys_core.models.config import HistoryConfig, TwoTowerConfig
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec, TableSpec
-from recsys_core.models.tables import TableConfig, require_width
+from recsys_core.models.table_config import TableConfig, require_width
 from tests.recsys_core.data.described import FORMS, ROWS, SIDES, facts
 from tests.recsys_core.models.refused import refuses
 

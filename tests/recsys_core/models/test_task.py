@@ -13,15 +13,15 @@ from torch.nn.functional import cross_entropy, normalize
 
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import Batch
+from recsys_core.data.batch_keys import ROWS
 from recsys_core.data.features.store import FeatureStore
-from recsys_core.data.keys import ROWS
-from recsys_core.data.lists import Lists
+from recsys_core.data.jagged import Lists
 from recsys_core.models.config import TwoTowerConfig
-from recsys_core.models.lookups import Lookups, parameter_name
+from recsys_core.models.embedding_tables import Lookups, parameter_name
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.sampling import negative_share
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.tables import TableConfig
+from recsys_core.models.table_config import TableConfig
 from recsys_core.models.task import RetrievalHead, RetrievalTask
 from tests.recsys_core.data.described import facts, feature_store
 

@@ -9,7 +9,7 @@ from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import ExportManifest
 from recsys_core.retrieval.config import IndexConfig, IndexKind
 from recsys_core.retrieval.index import build_indexes, bytes_of
-from recsys_core.retrieval.report import plot_indexes
+from recsys_core.retrieval.plot import plot_indexes
 from recsys_core.retrieval.search import load_index, search, search_all
 from tests.recsys_core.evaluation.stages import export_stage
 

@@ -13,12 +13,12 @@ from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.manifests import PackageManifest
 from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.two_tower import ItemSide, QuerySide
+from recsys_core.models.towers import ItemSide, QuerySide
 from recsys_core.retrieval.config import IndexConfig, IndexKind
 from recsys_core.retrieval.index import build_indexes
 from recsys_core.serving.config import PackageConfig
 from recsys_core.serving.package import build_package
-from recsys_core.serving.questions import Questions
+from recsys_core.serving.query_batch import Questions
 from tests.recsys_core.data.described import facts, feature_store, values_of
 from tests.recsys_core.evaluation.stages import export_stage, features_stage, interactions_stage
 

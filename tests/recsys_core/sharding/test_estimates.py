@@ -6,12 +6,12 @@ from recsys_core.manifests import FeatureFacts
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.tables import TableConfig
+from recsys_core.models.table_config import TableConfig
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
-from recsys_core.sharding.page import to_html
+from recsys_core.sharding.lookup_stats import Traffic
 from recsys_core.sharding.plan_file import PlanFile
+from recsys_core.sharding.plan_page import to_html
 from recsys_core.sharding.planner import make_plan
-from recsys_core.sharding.traffic import Traffic
 
 MODEL = ModelSpec.sized(
     TwoTowerConfig(user_id=True, embedding_dim=128), users=10**9, items=10**7, tables={"user": TableConfig(lookup="bag")}

@@ -8,13 +8,13 @@ from recsys_core.manifests import PlanManifest
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.tables import TableConfig
+from recsys_core.models.table_config import TableConfig
 from recsys_core.preflight import cgroup_limits
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan, plan_sharding, with_memory
-from recsys_core.sharding.search import Search
 from recsys_core.sharding.sharders import ROW_LOOKUP_KINDS
+from recsys_core.sharding.torchrec_planner import Search
 
 BAG = TableConfig(lookup="bag")
 SPEC = ModelSpec.sized(TwoTowerConfig(user_id=True), users=1000, items=500, tables={"user": BAG})

@@ -10,22 +10,22 @@ from torch import Tensor
 from torch import distributed as dist
 
 from recsys_core.data.assembly import Assembler
+from recsys_core.data.batch_keys import ROWS
 from recsys_core.data.features.store import FeatureStore
-from recsys_core.data.keys import ROWS
-from recsys_core.data.lists import Lists
+from recsys_core.data.jagged import Lists
 from recsys_core.models.config import TwoTowerConfig
-from recsys_core.models.lookups import table_outputs
+from recsys_core.models.embedding_tables import table_outputs
+from recsys_core.models.initialisation import fill_random
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import TableOptimizer
-from recsys_core.models.pretrained import fill_random
 from recsys_core.models.shards import LocalShard
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.tables import TableConfig
+from recsys_core.models.table_config import TableConfig
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.planner import make_plan
 from recsys_core.sharding.sharders import ROW_LOOKUP_KINDS
-from recsys_core.training.distributed import build_model
-from recsys_core.training.process import Process
+from recsys_core.training.process_group import Process
+from recsys_core.training.sharded_model import build_model
 from tests.gloo import run_ranks
 from tests.recsys_core.data.described import facts, feature_store, values_of
 

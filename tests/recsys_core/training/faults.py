@@ -16,9 +16,9 @@ from recsys_core.training import checkpoint as checkpoints
 from recsys_core.training.checkpoint import CheckpointManifest
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export_job import RankWriter, run_export
-from recsys_core.training.job import ExportJob, TrainJob
+from recsys_core.training.job_spec import ExportJob, TrainJob
 from recsys_core.training.loop import METRICS_NAME, Training, run_training
-from recsys_core.training.meter import Meter
+from recsys_core.training.metrics_log import Meter
 from recsys_core.training.train import train
 from recsys_core.training.validation import Validator
 from tests.gloo import _CONTEXT
@@ -161,7 +161,7 @@ def flow(made: Night, folder: Path) -> None:
 
 
 def agent_below(process: psutil.Process) -> psutil.Process | None:
-    return next((one for one in process.children() if "recsys_core.training.agent" in one.cmdline()), None)
+    return next((one for one in process.children() if "recsys_core.launching.agent" in one.cmdline()), None)
 
 
 def lines_in(work: Path) -> int:

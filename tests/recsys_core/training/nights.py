@@ -9,10 +9,10 @@ import pyarrow as pa
 import torch
 from torch import distributed as dist
 
+from recsys_core.data.embeddings.config import EmbeddingsConfig
+from recsys_core.data.embeddings.ingest import ingest_embeddings
 from recsys_core.data.features.config import FeatureConfig, FeaturesConfig, FeatureTableConfig
 from recsys_core.data.features.ingest import ingest_features
-from recsys_core.data.vectors.config import EmbeddingsConfig
-from recsys_core.data.vectors.ingest import ingest_embeddings
 from recsys_core.manifests import (
     EmbeddingsManifest,
     ExportManifest,
@@ -24,15 +24,15 @@ from recsys_core.manifests import (
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.tables import TableConfig
+from recsys_core.models.table_config import TableConfig
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.planner import make_plan
-from recsys_core.training.champion import Champion
+from recsys_core.training.champion_model import Champion
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export_job import run_export
-from recsys_core.training.job import ExportJob, TrainJob, TrainResult
+from recsys_core.training.job_spec import ExportJob, TrainJob, TrainResult
 from recsys_core.training.loop import CHECKPOINTS_NAME, RESULT_NAME, run_training
-from recsys_core.training.process import Process
+from recsys_core.training.process_group import Process
 from tests.gloo import run_ranks
 from tests.recsys_core.data.logs import Event, ingest, write_log
 from tests.recsys_core.data.tables import write

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from recsys_core.training.rank import begin_rank
+from recsys_core.launching.rank import begin_rank
 
 
 def main(job_file: str) -> None:
@@ -25,7 +25,7 @@ def run(job_file: Path) -> None:
     from torch import distributed as dist
 
     from recsys_core.errors import InputError
-    from recsys_core.training.process import join_process_group
+    from recsys_core.training.process_group import join_process_group
 
     job = json.loads(job_file.read_text())
     with join_process_group(device="cpu") as process:

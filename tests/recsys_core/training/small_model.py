@@ -12,22 +12,22 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import Batch
 from recsys_core.data.features.store import Feature, FeatureForm, FeatureStore
-from recsys_core.data.lists import Lists
+from recsys_core.data.jagged import Lists
 from recsys_core.manifests import FeatureFacts
 from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
-from recsys_core.models.lookups import Lookups, parameter_name
+from recsys_core.models.embedding_tables import Lookups, parameter_name
+from recsys_core.models.initialisation import copy_pretrained, fill_missing, fill_random
 from recsys_core.models.loss_config import LossConfig
-from recsys_core.models.pretrained import copy_pretrained, fill_missing, fill_random
 from recsys_core.models.shards import LocalShard
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.tables import TableConfig, random_norm
+from recsys_core.models.table_config import TableConfig, random_norm
 from recsys_core.models.task import RetrievalHead, RetrievalTask
 from recsys_core.sharding.config import ClusterConfig, CommunicationConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.distributed import PretrainedRows, build_model, fill_pretrained
-from recsys_core.training.process import Process
+from recsys_core.training.process_group import Process
+from recsys_core.training.sharded_model import PretrainedRows, build_model, fill_pretrained
 
 USERS, ITEMS, EVENTS = 50, 41, 300
 HISTORY = 4

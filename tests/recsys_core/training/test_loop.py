@@ -16,12 +16,12 @@ from recsys_core.manifests import ExportManifest, seal
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.tables import TableConfig, Unfreeze
+from recsys_core.models.table_config import TableConfig, Unfreeze
 from recsys_core.sharding.config import TableConstraint
 from recsys_core.sharding.plan_file import PlanFile, layout_fingerprint
 from recsys_core.training.config import ProfileConfig, TrainingConfig, ValidationConfig
 from recsys_core.training.loop import CHECKPOINTS_NAME
-from recsys_core.training.process import Process
+from recsys_core.training.process_group import Process
 from recsys_core.training.validation import Validator
 from tests.recsys_core.evaluation.stages import interactions_stage
 from tests.recsys_core.training.stages import (

@@ -10,7 +10,7 @@ from recsys_core.models.optimizer_config import DenseOptimizer
 from recsys_core.training.config import DenseParallel, TrainingConfig
 from recsys_core.training.dense_parallel import local
 from recsys_core.training.optimizers import make_optimizer
-from recsys_core.training.process import Process
+from recsys_core.training.process_group import Process
 from tests.gloo import run_ranks
 from tests.recsys_core.training.small_model import sharded_model, small_spec
 

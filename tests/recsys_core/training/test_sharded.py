@@ -14,13 +14,13 @@ from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
 from recsys_core.models.shards import table_shards
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.tables import TableConfig
+from recsys_core.models.table_config import TableConfig
 from recsys_core.sharding.config import CommunicationConfig
 from recsys_core.sharding.sharders import ROW_LOOKUP_KINDS
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.distributed import ADAGRAD_EPS
 from recsys_core.training.optimizers import LearningRates, make_optimizer
-from recsys_core.training.process import Process
+from recsys_core.training.process_group import Process
+from recsys_core.training.sharded_model import ADAGRAD_EPS
 from tests.gloo import run_ranks
 from tests.recsys_core.training.small_model import make_batch, plain_task, sharded_model, small_spec
 

@@ -11,26 +11,26 @@ import torch
 from safetensors.torch import load_file
 
 from recsys_core.data.assembly import Assembler
+from recsys_core.data.batch_keys import ROWS
 from recsys_core.data.events import EventStore
 from recsys_core.data.features.store import FeatureStore
-from recsys_core.data.keys import ROWS
 from recsys_core.errors import InputError, LaunchError, StageError
 from recsys_core.manifests import PlanManifest, TrainManifest
-from recsys_core.models.lookups import Lookups, parameter_name
+from recsys_core.models.embedding_tables import Lookups, parameter_name
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
 from recsys_core.models.task import RetrievalHead, RetrievalTask
 from recsys_core.serving.quantise import build_tower
-from recsys_core.serving.questions import Questions, user_features
+from recsys_core.serving.query_batch import Questions, user_features
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig
 from recsys_core.sharding.planner import plan_sharding
-from recsys_core.training.attempts import MetricsTail
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.encoding import Encoder
 from recsys_core.training.export import export_vectors
-from recsys_core.training.job import Progress
-from recsys_core.training.process import Process
+from recsys_core.training.job_spec import Progress
+from recsys_core.training.process_group import Process
+from recsys_core.training.retries import MetricsTail
 from recsys_core.training.train import train
-from tests.recsys_core.training.sockets import noticed
+from tests.recsys_core.launching.sockets import noticed
 from tests.recsys_core.training.stages import Night, ingest, night
 
 CONFIG = TrainingConfig(
@@ -142,7 +142,7 @@ def test_after_the_last_attempt_the_error_names_rank_and_signal_and_no_process_i
     config = CONFIG.model_copy(update={"attempts": 1})
     with pytest.raises(LaunchError, match=r"rank [01] was the first to fail, with signal SIGKILL"):
         run_train(stages, tmp_path / "train", config=config, on_progress=once_at(5, kill_a_rank))
-    ours = {"recsys_core.training", "recsys_core.training.agent"}
+    ours = {"recsys_core.training", "recsys_core.launching.agent"}
     assert not [p for p in psutil.Process().children(recursive=True) if ours & set(p.cmdline())]
     assert not (tmp_path / "train").exists()
 

@@ -12,7 +12,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.task import RetrievalHead, RetrievalTask
 from recsys_core.training.config import ValidationConfig
 from recsys_core.training.encoding import Encoder
-from recsys_core.training.process import Process
+from recsys_core.training.process_group import Process
 from recsys_core.training.validation import Validator
 from tests.gloo import run_ranks
 from tests.recsys_core.evaluation.stages import interactions_stage

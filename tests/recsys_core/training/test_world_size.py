@@ -16,10 +16,10 @@ from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
 from recsys_core.models.shards import table_shards
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.tables import TableConfig
+from recsys_core.models.table_config import TableConfig
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.optimizers import make_optimizer
-from recsys_core.training.process import Process
+from recsys_core.training.process_group import Process
 from tests.gloo import run_ranks
 from tests.recsys_core.training.small_model import make_batch, sharded_model, small_spec
 

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from recsys_core.data.assembly import Assembler
+from recsys_core.data.batch_keys import ROWS
 from recsys_core.data.features.config import FeaturesConfig
 from recsys_core.data.features.ingest import ingest_features
 from recsys_core.data.features.store import FeatureStore
-from recsys_core.data.keys import ROWS
 from recsys_core.manifests import FeaturesManifest, InteractionsManifest
 from tests.recsys_core.data.stages import write_interactions
 from tests.recsys_core.data.tables import write

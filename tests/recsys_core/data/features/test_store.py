@@ -10,11 +10,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import Batch
+from recsys_core.data.batch_keys import ROWS
 from recsys_core.data.events import EventStore
 from recsys_core.data.features.config import FeaturesConfig
 from recsys_core.data.features.ingest import ingest_features
 from recsys_core.data.features.store import FeatureStore, feature_form
-from recsys_core.data.keys import ROWS
 from recsys_core.data.loader import TrainLoader, query_batch
 from tests.recsys_core.data.stages import write_interactions
 from tests.recsys_core.data.tables import write

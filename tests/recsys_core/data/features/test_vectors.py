@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recsys_core.data.embeddings.config import EmbeddingsConfig
+from recsys_core.data.embeddings.ingest import ingest_embeddings
 from recsys_core.data.features.config import FeaturesConfig
 from recsys_core.data.features.ingest import ingest_features
-from recsys_core.data.vectors.config import EmbeddingsConfig
-from recsys_core.data.vectors.ingest import ingest_embeddings
 from recsys_core.manifests import EmbeddingsManifest, FeaturesManifest
 from tests.recsys_core.data.stages import write_interactions
 from tests.recsys_core.data.tables import refuses, write

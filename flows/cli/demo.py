@@ -1,0 +1,37 @@
+"""The demo's data and config."""
+
+from pathlib import Path
+
+from flows.cli.config_template import to_commented_yaml
+from flows.config import PipelineConfig
+from recsys_core.data.embeddings.config import EmbeddingsConfig
+from recsys_core.data.interactions.config import InteractionsConfig, TimeSplit
+from recsys_core.data.synthetic import generate
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.training.config import TrainingConfig
+
+
+def write_demo(workspace: Path) -> Path:
+    """Generates `<workspace>/data` and writes `<workspace>/nightly.yaml`, each unless it is there; returns the config file."""
+    file = workspace / "nightly.yaml"
+    if not (workspace / "data" / "item_embeddings.parquet").is_file():
+        generate(workspace / "data")
+    if not file.is_file():
+        file.write_text(to_commented_yaml(demo_config()), encoding="utf-8")
+    return file
+
+
+def demo_config() -> PipelineConfig:
+    """A month of the generated log: the last two days are the test, the day before them the validation."""
+    return PipelineConfig(
+        name="demo",
+        workspace=Path(),
+        interactions=InteractionsConfig(
+            paths=("data/interactions/*.parquet",),
+            timestamp_column="timestamp",
+            split=TimeSplit(test_days=2, validation_days=1),
+        ),
+        embeddings=(EmbeddingsConfig(paths=("data/item_embeddings.parquet",), vector_column="embedding"),),
+        model=TwoTowerConfig(),
+        training=TrainingConfig(epochs=4, batch_size=512),
+    )

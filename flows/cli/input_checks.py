@@ -1,0 +1,51 @@
+"""What can be said about the input without a run: files, schemas, and one row group."""
+
+from flows.config import PipelineConfig
+from flows.environment import require_writable
+from recsys_core.data.embeddings.schema import check_embeddings
+from recsys_core.data.features.schema import check_features
+from recsys_core.data.features.vectors import check_vectors
+from recsys_core.data.first_row_group import check_matches, check_years, vector_length
+from recsys_core.data.interactions.schema import check_interactions
+from recsys_core.errors import InputError
+from recsys_core.models.table_config import require_width
+
+
+def check_inputs(config: PipelineConfig) -> dict[str, str]:
+    """Files, rows, columns and types of all inputs, from the footers and one row group of each; raises InputError."""
+    require_writable(config.workspace)
+    log = check_interactions(config.log, data_root=config.data_root)
+    check_years(config.log, log.given["train"])
+    events = sum(source.record.rows for source in log.sources)
+    facts = {"interactions": f"{events:,} rows in {len(log.sources)} files, users {log.user_id_type}, items {log.item_id_type}"}
+    embeddings = check_embeddings(config.embeddings, data_root=config.data_root)
+    for vectors in embeddings:
+        table = vectors.config.table
+        wanted = {"item": log.item_id_type, "user": log.user_id_type}.get(table, vectors.id_type)
+        if vectors.id_type != wanted:
+            raise InputError(
+                f"{vectors.setting}: the ids of the vectors are {vectors.id_type}, but those of the log's {table}s are "
+                f"{wanted}; write both as one type"
+            )
+        dim = vector_length(vectors)
+        if dim is not None:
+            settings = config.tables.get(table)
+            require_width(dim, (settings and settings.dim) or config.model.embedding_dim, table=table)
+        width = f"{dim} numbers each" if dim else "of lengths that differ in the first rows"
+        facts[vectors.setting] = f"{vectors.rows:,} vectors of {table} in {len(vectors.sources)} files, {width}"
+    columns = {"item": config.log.item_column, "user": config.log.user_column}
+    check_matches(config.log, log.sources, embeddings, columns=columns)
+    if config.features is not None:
+        tables = check_features(
+            config.features,
+            user_id_type=log.user_id_type,
+            item_id_type=log.item_id_type,
+            log=log.sources,
+            data_root=config.data_root,
+        )
+        check_vectors(tables, id_types={vectors.config.table: vectors.id_type for vectors in embeddings})
+        facts["features"] = ", ".join(
+            f"{len(table.features)} of {table.side}s" if table.side != "context" else f"{len(table.features)} of the context"
+            for table in tables
+        )
+    return facts

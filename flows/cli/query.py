@@ -1,0 +1,73 @@
+"""The registered versions: ask one."""
+
+from typing import Any
+
+import mlflow
+import pandas as pd
+
+from flows.config import PipelineConfig
+from recsys_core.config import Frozen
+from recsys_core.errors import InputError, NightjarError, StageError, redacted
+from tasks.registry.mlflow_client import ANSWER_TIMEOUT_S, connect, tracking_error, within
+from tasks.registry.model_uri import load_model
+from tasks.registry.releases import champion_uri
+
+
+class RankedItem(Frozen):
+    """One recommendation."""
+
+    item_id: int | str
+    score: float
+
+
+class Answer(Frozen):
+    """What `nightjar query` prints with --json. known_user: whether the log that the model saw had an event of the user."""
+
+    model: str
+    version: str
+    known_user: bool
+    items: tuple[RankedItem, ...]
+
+
+def recommend(config: PipelineConfig, *, user: str, k: int, model_uri: str | None) -> Answer:
+    """The top `k` of the champion, or of the version that `model_uri` names, for one user of the log."""
+    client = connect(config.workspace)
+    address = redacted(client.tracking_uri)
+    uri, name, version = within(
+        ANSWER_TIMEOUT_S,
+        lambda: _resolve(model_uri or champion_uri(client, config.registry.model_name), client),
+        uri=client.tracking_uri,
+    )
+    mlflow.set_tracking_uri(client.tracking_uri)
+    try:
+        model = load_model(uri, client=client)
+    except mlflow.exceptions.MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            raise InputError(f"{uri}: cannot be loaded from {address}: {redacted(error.message)}") from None
+        raise tracking_error(error, uri=client.tracking_uri) from None
+    except NightjarError:
+        raise
+    except Exception as error:  # whatever reading a damaged model raises
+        raise StageError(redacted(f"{uri}: cannot be loaded from {address}: {type(error).__name__}: {error}")) from None
+    answers: Any = model.predict(pd.DataFrame({"user_id": [user]}), params={"k": k})
+    (answer,) = answers
+    if answer["error"] is not None:
+        raise InputError(f"--user: {answer['error']}")
+    known = bool(model.unwrap_python_model().retriever.knows([user])[0])
+    items = tuple(RankedItem(item_id=i, score=s) for i, s in zip(answer["item_ids"], answer["scores"], strict=True))
+    return Answer(model=name, version=version, known_user=known, items=items)
+
+
+def _resolve(uri: str, client: mlflow.MlflowClient) -> tuple[str, str, str]:
+    """The address with the number in place of an alias, name and version; an address of another kind as it is."""
+    name, at, alias = uri.removeprefix("models:/").partition("@")
+    if not at:
+        name, _, version = name.rpartition("/")
+        return uri, name, version
+    try:
+        version = str(client.get_model_version_by_alias(name, alias).version)
+    except mlflow.exceptions.MlflowException as error:
+        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            raise
+        raise InputError(f"{uri}: no such alias in {redacted(client.tracking_uri)}: {redacted(error.message)}") from None
+    return f"models:/{name}/{version}", name, version

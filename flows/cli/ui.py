@@ -1,0 +1,106 @@
+"""Both UIs on one machine."""
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from flows.cli import output
+from flows.config import PipelineConfig
+from recsys_core.errors import InputError, StageError, redacted
+from recsys_core.parent_process import as_parent, die_with_parent
+
+HOST = "127.0.0.1"
+
+
+def serve(config: PipelineConfig, *, prefect_port: int, mlflow_port: int) -> None:
+    """Starts Prefect's and MLflow's servers on the workspace's own databases; both end with this process.
+
+    A server of the user's own (PREFECT_API_URL, MLFLOW_TRACKING_URI) is shown instead. InputError where a port is in use.
+    """
+    facts: dict[str, str] = {}
+    commands: list[list[str]] = []
+    environment = os.environ | as_parent()
+    own_prefect, own_mlflow = os.environ.get("PREFECT_API_URL"), os.environ.get("MLFLOW_TRACKING_URI", "")
+    if own_prefect:
+        facts["Prefect"] = os.environ.get("PREFECT_UI_URL") or own_prefect.removesuffix("/api")
+    else:
+        facts["Prefect"] = _require_free(prefect_port, option="--prefect-port")
+        facts |= _protect(environment)
+        environment["PREFECT_SERVER_UI_API_URL"] = f"{facts['Prefect']}/api"  # the page asks port 4200 by default
+        commands.append([sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(prefect_port)])
+    if own_mlflow.startswith(("http://", "https://")):
+        facts["MLflow"] = own_mlflow
+    else:
+        facts["MLflow"] = _require_free(mlflow_port, option="--mlflow-port")
+        environment["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # saves about a gigabyte of workers nobody uses here
+        commands.append(_mlflow_command(config.workspace, port=mlflow_port))
+    if commands:
+        _serve(commands, environment=environment, facts=facts, log_file=config.workspace / "ui.log")
+    else:
+        output.print_facts(facts, console=output.out)
+
+
+def _require_free(port: int, *, option: str) -> str:
+    """The address of a server on `port`; InputError where something listens there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what an ended server leaves behind does not count
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            raise InputError(f"port {port} on {HOST}: {error.strerror}; set {option} to a free port") from None
+    return f"http://{HOST}:{port}"
+
+
+def _protect(environment: dict[str, str]) -> dict[str, str]:
+    """Gives Prefect's server a password, unless the user has set one, and returns it for the terminal alone."""
+    if "PREFECT_SERVER_API_AUTH_STRING" in environment:
+        return {}
+    password = f"nightjar:{secrets.token_urlsafe(12)}"
+    environment |= {"PREFECT_SERVER_API_AUTH_STRING": password, "PREFECT_API_AUTH_STRING": password}
+    return {"Prefect password": password}
+
+
+def _mlflow_command(workspace: Path, *, port: int) -> list[str]:
+    from tasks.registry.mlflow_client import connect, tracking_uri  # seconds, before which a port in use is reported
+
+    connect(workspace)
+    return [
+        *(sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port)),
+        *("--backend-store-uri", tracking_uri(workspace), "--workers", "1"),
+    ]
+
+
+def _serve(commands: list[list[str]], *, environment: dict[str, str], facts: dict[str, str], log_file: Path) -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager stops it as Ctrl-C does
+    os.environ.update(as_parent())  # die_with_parent reads it between fork and exec
+    with log_file.open("ab") as log:
+        servers = [
+            subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, start_new_session=True, preexec_fn=die_with_parent
+            )
+            for command in commands
+        ]
+        output.print_facts(facts | {"log": str(log_file), "stop": "Ctrl-C"}, console=output.out)
+        try:
+            _wait(servers, log_name=str(log_file))
+        except KeyboardInterrupt:
+            output.log.print("stopping")
+        finally:
+            for server in servers:
+                if server.poll() is None:
+                    os.killpg(server.pid, signal.SIGTERM)
+            for server in servers:
+                server.wait(timeout=20)
+
+
+def _wait(servers: list[subprocess.Popen[bytes]], *, log_name: str) -> None:
+    while True:
+        for server in servers:
+            if server.poll() is not None:
+                raise StageError(redacted(f"{server.args!r} ended with exit code {server.returncode}; see {log_name}"))
+        time.sleep(0.5)

@@ -1,0 +1,1 @@
+"""Pretrained embeddings: from parquet to one matrix per table."""

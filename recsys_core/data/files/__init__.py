@@ -1,1 +1,0 @@
-"""Parquet as it comes: where it lies, what its footer says, and whether it is sound."""

@@ -1,0 +1,1 @@
+"""The interaction log: from parquet to vocabularies and the CSR event store."""

@@ -1,1 +1,0 @@
-"""The interaction log: from parquet to vocabularies and the event store."""

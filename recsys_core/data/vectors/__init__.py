@@ -1,1 +1,0 @@
-"""Pretrained vectors: from parquet to one matrix per table."""

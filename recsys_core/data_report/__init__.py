@@ -1,0 +1,1 @@
+"""The data report: statistics, drift, leaks and limits of the ingested data."""

@@ -1,0 +1,1 @@
+"""Launching of distributed processes: one agent per host, torchrun, monitoring and failure reports."""

@@ -1,0 +1,1 @@
+"""Input parquet: locations, schemas, guards against damaged files, and DuckDB sessions over them."""

@@ -1,0 +1,201 @@
+"""TorchRec's planner on meta tensors: no process group, no GPU and no memory for the tables."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import (
+    HardwareConfig,
+    KernelConfig,
+    ParameterConstraints,
+    ShardingOption,
+    Stats,
+    Storage,
+    TopologyFactory,
+    TrainerConfig,
+)
+from torchrec.optim.optimizers import SGD, Adagrad, Adam, PartialRowWiseAdam
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from recsys_core.models.embedding_tables import Lookups, parameter_name
+from recsys_core.models.optimizer_config import TableOptimizer
+from recsys_core.models.spec import ModelSpec, module_name
+from recsys_core.models.task import LOOKUPS_PATH
+from recsys_core.sharding.config import ClusterConfig, ComputeKernel, ShardingConfig, ShardingKind
+from recsys_core.sharding.constraints import optimizer_kind, parameter_constraints
+from recsys_core.sharding.lookup_stats import Traffic
+from recsys_core.sharding.sharders import sharders
+
+GIB = 2**30
+RESERVED_SHARE = 0.15
+"""Memory of each rank that is kept for activations, dense layers and input batches."""
+OPTIMIZER_CLASSES = {
+    "rowwise_adagrad": RowWiseAdagrad,
+    "adagrad": Adagrad,
+    "sgd": SGD,
+    "none": SGD,  # keeps no state
+    "adam": Adam,
+    "partial_rowwise_adam": PartialRowWiseAdam,
+}
+"""What TorchRec takes the size of an optimizer's state from."""
+Kinds = Mapping[str, tuple[ShardingKind, ...]]
+Kernels = Mapping[str, tuple[ComputeKernel, ...]]
+
+
+@dataclass(frozen=True)
+class Search:
+    """Everything a plan depends on.
+
+    `device`, `processes` (per node) and the memory in `config` are those of the user's config with what was left to the machine
+    filled in.
+    """
+
+    config: ShardingConfig
+    model: ModelSpec
+    batch_size: int
+    device: Literal["cpu", "cuda"]
+    processes: int
+    optimizer: TableOptimizer
+    traffic: Traffic | None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.config.cluster.nodes * self.processes
+
+    @property
+    def hbm_gb(self) -> float:
+        """Memory per GPU."""
+        assert self.config.cluster.hbm_gb is not None  # with_memory
+        return self.config.cluster.hbm_gb
+
+    @property
+    def ddr_gb(self) -> float:
+        """Main memory per host."""
+        assert self.config.cluster.ddr_gb is not None  # with_memory
+        return self.config.cluster.ddr_gb
+
+    @property
+    def usable(self) -> Storage:
+        """Bytes of one rank that tables and their buffers may take."""
+        cluster = self.config.cluster
+        hbm = int(int(self.hbm_gb * GIB) * (1 - RESERVED_SHARE)) if self.device == "cuda" else 0
+        return Storage(hbm=hbm, ddr=self._ddr, ssd=int(cluster.ssd_gb * GIB / self.processes))
+
+    @property
+    def _ddr(self) -> int:
+        return int(self.ddr_gb * GIB * (1 - RESERVED_SHARE) / self.processes)
+
+    def on(self, *, processes: int | None = None, **cluster: Any) -> "Search":
+        """The same for another cluster."""
+        changed = ClusterConfig(**(self.config.cluster.model_dump() | cluster))
+        return replace(self, config=self.config.model_copy(update={"cluster": changed}), processes=processes or self.processes)
+
+    def best(self, *, kinds: Kinds | None = None, kernels: Kernels | None = None) -> dict[str, ShardingOption]:
+        """By table the layout that is estimated to make the shortest step; kinds, kernels: instead of what is offered.
+
+        Raises PlannerError where none fits.
+        """
+        chosen = _BestPlan()
+        constraints = self._constraints(kinds, kernels)
+        planner = EmbeddingShardingPlanner(
+            topology=self._topology,
+            batch_size=self.batch_size,
+            enumerator=EmbeddingEnumerator(self._topology, batch_size=self.batch_size, constraints=constraints),
+            constraints=constraints,
+            stats=chosen,
+            debug=False,
+            # TorchRec takes the share off GPU memory alone; off main memory `usable` does.
+            storage_reservation=FixedPercentageStorageReservation(percentage=RESERVED_SHARE),
+        )
+        with _quiet():
+            planner.plan(self._module, sharders(self.config.communication))
+        return self._by_table(chosen.options)
+
+    def options(self, *, kinds: Kinds | None = None, kernels: Kernels | None = None) -> dict[str, list[ShardingOption]]:
+        """By table every layout that could be chosen, with its estimates; whether it fits is not asked."""
+        enumerator = EmbeddingEnumerator(
+            self._topology, batch_size=self.batch_size, constraints=self._constraints(kinds, kernels)
+        )
+        with _quiet():
+            found = enumerator.enumerate(self._module, sharders(self.config.communication))
+        return {name: [option for option in found if option.name == module_name(name)] for name in sorted(self.model.tables)}
+
+    def _constraints(self, kinds: Kinds | None, kernels: Kernels | None) -> dict[str, ParameterConstraints]:
+        return parameter_constraints(
+            self.config,
+            model=self.model,
+            device=self.device,
+            world_size=self.world_size,
+            batch_size=self.batch_size,
+            traffic=self.traffic,
+            kinds=kinds,
+            kernels=kernels,
+        )
+
+    def _by_table(self, options: list[ShardingOption]) -> dict[str, ShardingOption]:
+        found = {option.name: option for option in options}
+        return {name: found[module_name(name)] for name in sorted(self.model.tables)}
+
+    @cached_property
+    def _module(self) -> nn.Module:
+        lookups = Lookups(self.model, device=torch.device("meta"))
+        parameters = dict(lookups.named_parameters())
+        for name, table in self.model.tables.items():
+            kind = optimizer_kind(table, default=self.optimizer)
+            parameters[parameter_name(self.model, name)]._optimizer_classes = [OPTIMIZER_CLASSES[kind]]  # type: ignore[attr-defined]
+        return nn.ModuleDict({LOOKUPS_PATH: lookups})
+
+    @cached_property
+    def _topology(self) -> Topology:
+        cluster = self.config.cluster
+        per_ms = GIB / 1000
+        with _quiet():
+            return TopologyFactory.create_topology(
+                trainer_config=TrainerConfig(
+                    world_size=self.world_size,
+                    local_world_size=self.processes,
+                    hbm_cap_bytes=int(self.hbm_gb * GIB),
+                    ddr_cap_bytes=self._ddr,
+                    ssd_cap_bytes=self.usable.ssd,
+                ),
+                hardware_config=HardwareConfig(
+                    intra_host_bw=cluster.intra_gbs * per_ms,
+                    inter_host_bw=cluster.inter_gbs * per_ms,
+                    hbm_mem_bw=cluster.hbm_gbs * per_ms,
+                    ddr_mem_bw=cluster.ddr_gbs * per_ms,
+                    hbm_to_ddr_mem_bw=cluster.pcie_gbs * per_ms,
+                ),
+                # Without this flag TorchRec leaves the bandwidths aside and takes its own.
+                kernel_config=KernelConfig(compute_device=self.device, use_hardware_based_bandwidth=True),
+            )
+
+
+class _BestPlan(Stats):  # type: ignore[misc]  # TorchRec has no types
+    """The planner's public hook for reports; keeps the options it chose, with their estimates."""
+
+    def __init__(self) -> None:
+        self.options: list[ShardingOption] = []
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        self.options = kwargs["best_plan"]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """TorchRec warns, line by line, of what a search tries on purpose."""
+    logger = logging.getLogger("torchrec")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

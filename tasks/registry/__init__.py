@@ -1,0 +1,1 @@
+"""The MLflow side: tracking, model registry, smoke test, gate and promotion."""

@@ -1,0 +1,105 @@
+"""Versions in MLflow's model registry, made once per package."""
+
+from importlib import metadata
+from pathlib import Path
+
+import mlflow
+import pandas as pd
+import pyarrow.parquet as pq
+from filelock import FileLock
+from mlflow import MlflowClient
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+from mlflow.models import ModelSignature
+from mlflow.models.model import ModelInfo
+from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
+from mlflow.types.schema import AnyType, Array
+
+import recsys_core
+from recsys_core.manifests import InteractionsManifest, PackageManifest
+from recsys_core.serving.package import description_sha256
+from tasks.registry.config import RegistryConfig
+from tasks.registry.mlflow_client import RUN_ID_TAG, tracking_uri
+from tasks.registry.model_uri import PACKAGE_SHA256, PACKAGE_SHA256_TAG
+from tasks.run import Run
+
+PACKAGE_TAG = "nightjar.package"
+_MODEL_CODE = Path(__file__).with_name("pyfunc_model.py")
+_NEEDED_TO_SERVE = ("mlflow", "numpy", "pandas", "pyarrow", "pydantic", "safetensors", "torch")
+
+
+def version_for(
+    package: PackageManifest,
+    *,
+    config: RegistryConfig,
+    client: MlflowClient,
+    mlflow_run_id: str,
+    interactions: InteractionsManifest,
+    run: Run,
+) -> ModelVersion:
+    """The registered version of `package` that this run made, now or before it was interrupted."""
+    model_name = config.model_name
+    tags = {RUN_ID_TAG: run.run_id, PACKAGE_TAG: package.fingerprint, PACKAGE_SHA256_TAG: description_sha256(package)}
+    # Two runs in one workspace may register the same model at the same time.
+    with FileLock(run.workspace / ".mlflow.lock"):
+        try:
+            client.create_registered_model(model_name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+    for version in client.search_model_versions(f"name = '{model_name}'"):
+        if tags.items() <= version.tags.items():
+            return version
+    mlflow.set_tracking_uri(tracking_uri(run.workspace))
+    logged = _log_model(package, mlflow_run_id=mlflow_run_id, interactions=interactions)
+    return client.create_model_version(model_name, logged.model_uri, run_id=mlflow_run_id, tags=tags, model_id=logged.model_id)
+
+
+def _log_model(package: PackageManifest, *, mlflow_run_id: str, interactions: InteractionsManifest) -> ModelInfo:
+    with mlflow.start_run(run_id=mlflow_run_id):
+        return mlflow.pyfunc.log_model(
+            name="retriever",
+            python_model=str(_MODEL_CODE),
+            code_paths=[str(Path(recsys_core.__file__).parent)],
+            artifacts={"package": str(package.folder / "package")},
+            model_config={PACKAGE_SHA256: description_sha256(package)},
+            pip_requirements=pinned_requirements(),
+            signature=signature_for(interactions),
+            input_example=_example(interactions),
+        )
+
+
+def signature_for(interactions: InteractionsManifest) -> ModelSignature:
+    """user_id, and a history if the caller knows better, to item ids and scores, or to an error; ids as they are in the log.
+
+    Inputs are of any type: MLflow fails the whole request for one value of another type than a column's, a null included.
+    """
+    item = DataType.long if interactions.item_id_type == "int64" else DataType.string
+    return ModelSignature(
+        inputs=Schema([ColSpec(AnyType(), "user_id"), ColSpec(AnyType(), "history", required=False)]),
+        outputs=Schema(
+            [
+                ColSpec(Array(item), "item_ids"),
+                ColSpec(Array(DataType.double), "scores"),
+                ColSpec(DataType.string, "error", required=False),
+            ]
+        ),
+        params=ParamSchema([ParamSpec("k", DataType.long, 10), ParamSpec("exclude_log", DataType.boolean, True)]),
+    )
+
+
+def _example(interactions: InteractionsManifest) -> pd.DataFrame:
+    users = pq.read_table(interactions.path("users.parquet"), columns=["id"])["id"]
+    return pd.DataFrame({"user_id": users.slice(0, 2).to_pylist()})
+
+
+def pinned_requirements() -> list[str]:
+    """What serving imports, in the versions that this environment has, by the names and numbers of public indexes.
+
+    The builds for CPU and GPU of faiss share their versions and the name of the module; serving runs on a CPU.
+    """
+    versions = {name: metadata.version(name) for name in _NEEDED_TO_SERVE}
+    installed = {distribution.name for distribution in metadata.distributions()}
+    versions["faiss-cpu"] = metadata.version("faiss-cpu" if "faiss-cpu" in installed else "faiss-gpu")
+    # A local part, as in 2.14.1+cpu, names a build that only some indexes have.
+    return [f"{name}=={version.partition('+')[0]}" for name, version in sorted(versions.items())]

@@ -1,0 +1,1 @@
+"""The hyperparameter search: Optuna study, trials, and their MLflow runs."""

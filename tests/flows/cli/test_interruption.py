@@ -1,0 +1,50 @@
+"""Signals during a run: one line that says how to resume, an exit code of its own, nothing left running."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.drills.interrupting import interrupted, states
+from tests.drills.test_kill_and_resume import write_config
+
+
+def test_sigterm_to_the_process_group_ends_a_night_with_the_line_that_resumes_it(tmp_path: Path) -> None:
+    file = write_config(tmp_path)
+    runs = tmp_path / "workspace" / "runs"
+    answer, _ = interrupted(
+        file, "--until", "plan_sharding", begun=lambda: any(runs.glob("*/embeddings/manifest.json")), number=signal.SIGTERM
+    )
+    (run,) = runs.iterdir()
+    assert answer.returncode == 143, answer.stderr
+    assert answer.stdout == ""
+    line = f"interrupted by SIGTERM; resume with: nightjar run {file} --resume {run.name}"
+    assert answer.stderr.splitlines()[-1] == line
+    assert "Traceback" not in answer.stderr and "prefect" not in answer.stderr.replace(line, "").lower(), answer.stderr
+    assert "RUNNING" not in states(tmp_path / "workspace")
+
+
+FINALIZER = """
+import signal, sys, time, weakref
+from flows.cli.interruption import Interrupted, end_process, interruptible
+
+class Thing:
+    pass
+
+def finalize(reference):
+    signal.raise_signal(signal.SIGTERM)
+
+try:
+    with interruptible(lambda: "resume with: it"):
+        thing = Thing()
+        reference = weakref.ref(thing, finalize)
+        del thing
+        time.sleep(60)
+except Interrupted as error:
+    end_process(error)
+"""
+
+
+def test_a_signal_that_arrives_in_a_finalizer_ends_the_process_with_the_line_alone() -> None:
+    answer = subprocess.run([sys.executable, "-c", FINALIZER], capture_output=True, text=True, timeout=60)
+    assert (answer.returncode, answer.stderr) == (143, "interrupted by SIGTERM; resume with: it\n")

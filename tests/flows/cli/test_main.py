@@ -1,0 +1,173 @@
+"""The command as a person or a script meets it: exit codes, what goes to stdout, what to stderr."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from flows.cli import main as cli
+from flows.config_file import load_config
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    random = np.random.default_rng(0)
+    log = {"user_id": random.integers(0, 9, 100), "item_id": random.integers(0, 20, 100), "timestamp": np.arange(100) * 3600}
+    pq.write_table(pa.table(log), tmp_path / "log.parquet")
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(random.normal(size=160).astype(np.float32)), 8)
+    pq.write_table(pa.table({"item_id": np.arange(20), "embedding": vectors}), tmp_path / "vectors.parquet")
+    path = tmp_path / "nightly.yaml"
+    path.write_text(
+        "interactions: {paths: log.parquet, timestamp_column: timestamp}\n"
+        "embeddings: {paths: vectors.parquet, vector_column: embedding}\n"
+        "model: {embedding_dim: 8}\n"
+    )
+    return path
+
+
+def nightjar(*arguments: str | Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit code of `nightjar ARGUMENTS`."""
+    monkeypatch.setattr(sys, "argv", ["nightjar", *map(str, arguments)])
+    monkeypatch.setattr(cli, "quieten", lambda: None)  # this process belongs to pytest
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+def test_help_is_quick_and_each_command_shows_an_example() -> None:
+    told = "import sys\nfrom flows.cli import main\nsys.argv = ['nightjar', '--help']\ntry: main()\nexcept SystemExit: pass\n"
+    heavy = "print(*(name for name in ('torch', 'prefect', 'mlflow', 'pandas', 'pyarrow') if name in sys.modules))"
+    root = Path(cli.__file__).parents[1]
+    answer = subprocess.run([sys.executable, "-c", told + heavy], capture_output=True, text=True, cwd=root)
+    assert answer.stdout.splitlines()[-1] == ""
+    for command in ("demo", "init", "validate", "doctor", "plan", "run", "tune", "query", "releases", "ui"):
+        assert f" {command} " in answer.stdout
+    assert {command.name or command.callback.__name__ for command in cli.app.registered_commands if command.epilog} == {
+        "demo", "init", "validate", "doctor", "plan", "run", "tune", "query", "releases", "ui",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["--help"], 0), (["init", "new.yaml"], 0), (["validate", "absent.yaml"], 2)],
+    ids=lambda value: str(value),
+)
+def test_a_command_that_reads_no_data_imports_no_heavy_library(tmp_path: Path, arguments: list[str], code: int) -> None:
+    program = (
+        "import sys\nfrom flows.cli import main\n"
+        f"sys.argv = {['nightjar', *arguments]!r}\n"
+        "try: main()\nexcept SystemExit as end: print(end.code or 0)\n"
+        "print(*sorted({'torch', 'torchrec', 'matplotlib', 'mlflow', 'prefect', 'pandas'} & sys.modules.keys()))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert answer.stdout.splitlines()[-2:] == [str(code), ""], answer.stderr
+
+
+def test_init_writes_a_config_and_never_over_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    assert nightjar("init", path, monkeypatch=monkeypatch) == 0
+    load_config(path)
+    path.write_text("kept")
+    assert nightjar("init", path, monkeypatch=monkeypatch) == 2
+    assert path.read_text() == "kept"
+
+
+def test_validate_accepts_good_input_and_writes_nothing(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(file.parent.iterdir())
+    assert nightjar("validate", file, monkeypatch=monkeypatch) == 0
+    assert sorted(file.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize("command", ["validate", "run"])
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("training.epoch=3", ["training.epoch: unknown key", "training.epochs"]),
+        ("interactions.paths=absent.parquet", ["absent.parquet", "interactions.paths"]),
+        ("interactions.user_column=usr", ["log.parquet", "usr", "user_id"]),
+        ("embeddings.vector_column=vector", ["vectors.parquet", "vector"]),
+        ("model={embedding_dim: 16}", ["8", "16"]),
+    ],
+)
+def test_bad_config_and_bad_input_exit_with_2_and_one_message_before_anything_is_started(
+    file: Path,
+    command: str,
+    override: str,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cli, "prepare", lambda *_, **__: None)  # it sets up Prefect for a process of its own
+    assert nightjar(command, file, "--set", override, monkeypatch=monkeypatch) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert all(word in said.err for word in words), said.err
+    assert not (file.parent / "workspace" / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["run", "--until", "trian"],
+            "no such stage; there are ingest_embeddings, ingest_interactions, ingest_features, check_data, plan_sharding",
+        ),
+        (["run", "--resume", "20200101-000000-0000"], "no such run"),
+        (["run", "--resume", "../.."], "run id '../..': a run id has letters, digits, - and _ alone"),
+        (["run", "--set", "workspace=/proc/none"], "workspace /proc/none: cannot be written"),
+        (["query", "--user", "1", "--set", "workspace=/dev/null/x"], "workspace /dev/null/x: /dev/null is no folder"),
+        (["query", "--user", "1", "--json"], "has no champion"),
+    ],
+)
+def test_what_is_not_there_is_said_in_one_message_without_a_traceback(file: Path, arguments: list[str], words: str) -> None:
+    command, *rest = arguments
+    answer = subprocess.run(
+        [sys.executable, "-m", "flows.cli", command, str(file), *rest],
+        capture_output=True,
+        text=True,
+        cwd=Path(cli.__file__).parents[1],
+    )
+    assert answer.returncode == 2, answer.stderr
+    assert words in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert answer.stdout == ""
+
+
+@pytest.mark.parametrize("command", ["validate", "run"])
+def test_a_footer_that_lies_ends_the_command_with_2_and_one_line(
+    file: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "prepare", lambda *_, **__: None)
+    log = file.parent / "log.parquet"
+    log.write_bytes(log.read_bytes()[:-100] + b"PAR1")
+    assert nightjar(command, file, monkeypatch=monkeypatch) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"error: {log}: not a readable parquet file (") and said.err.count("\n") == 1
+
+
+def test_a_bad_row_ends_a_run_with_2_and_one_message_that_no_id_can_break(file: Path) -> None:
+    log = {"user_id": ["a", "b\x1b[31m\u202e"] * 50, "item_id": np.arange(100) % 20, "timestamp": np.arange(100) * 3600}
+    log["timestamp"][1] = -7
+    pq.write_table(pa.table(log), file.parent / "log.parquet")
+    answer = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "run", str(file)], capture_output=True, text=True, cwd=Path(cli.__file__).parents[1]
+    )
+    assert answer.returncode == 2, answer.stderr
+    said = f"error: {file.parent / 'log.parquet'}: column 'timestamp', row 1: -7 is before 1970, as in 1 of 100 rows in all; "
+    assert sum(line.startswith("error: ") for line in answer.stderr.splitlines()) == 1
+    assert said in answer.stderr
+    assert "Traceback" not in answer.stderr and "Traceback" not in answer.stdout
+    assert "nanobind" not in answer.stderr
+    (run,) = (file.parent / "workspace" / "runs").iterdir()
+    assert not list(run.glob("ingest_interactions*")) and not list(run.glob("**/*.tmp"))

@@ -1,0 +1,68 @@
+"""What a terminal of 80 columns shows."""
+
+import io
+import logging
+
+import pytest
+from rich.console import Console
+
+from flows.cli import output
+from recsys_core.evaluation.report import metric_table
+from tasks.reporting import LOG, show_bar
+
+WIDTH = 80
+FACTS = (
+    "41,235 steps, loss 2.3456, 123,456 samples/s, stopped early after epoch 5 of 10, best epoch 2: validation ndcg@10 0.0611"
+)
+
+
+@pytest.fixture
+def console(monkeypatch: pytest.MonkeyPatch) -> Console:
+    console = Console(file=io.StringIO(), width=WIDTH, highlight=False)
+    monkeypatch.setattr(output, "log", console)
+    return console
+
+
+def printed(console: Console) -> list[str]:
+    assert isinstance(console.file, io.StringIO)
+    return [line for line in console.file.getvalue().splitlines() if line]
+
+
+def test_a_stage_line_is_folded_between_words(console: Console) -> None:
+    with output.stage_lines():
+        LOG.info("one line for Prefect", extra={"stage_line": ("train", FACTS, "1,234.5 s")})
+        LOG.warning("a warning of %s", "words " * 30)
+    lines = printed(console)
+    assert all(len(line) <= WIDTH for line in lines)
+    assert lines[0].startswith("train ") and lines[0].endswith(" 1,234.5 s")
+    words = " ".join(line.removeprefix("train").removesuffix("1,234.5 s").strip() for line in lines)
+    assert words.startswith(FACTS)
+    assert words.count("words") == 30
+
+
+def test_a_stage_line_in_a_file_is_one_line(monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
+    monkeypatch.setattr(output, "log", Console(file=console.file, width=output.WIDTH_OF_A_FILE))
+    with output.stage_lines():
+        LOG.info("one line", extra={"stage_line": ("train", FACTS, "1.5 s")})
+    (line,) = printed(console)
+    assert line.split() == ["train", *FACTS.split(), "1.5", "s"]
+
+
+def test_the_bar_shows_the_stage_and_how_far_it_is(monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
+    drawn = Console(file=io.StringIO(), width=WIDTH, force_terminal=True)
+    monkeypatch.setattr(output, "log", drawn)
+    with output.stage_lines():
+        logging.getLogger("nightjar.steps").debug("evaluate", extra={"stage": "evaluate"})
+        show_bar("evaluate", done=3_000, total=30_000, note="3,000 of 30,000 queries")
+    text = "".join(printed(drawn))
+    assert "evaluate" in text and "3,000 of 30,000 queries" in text
+
+
+def test_the_metrics_fit_and_the_best_of_each_column_is_marked(console: Console) -> None:
+    names = ("recall@20", "ndcg@10", "hit_rate@10", "mrr", "auc", "coverage@20")
+    metrics = {f"{who}/{name}": 0.1234 for who in ("test", "baseline/popularity", "baseline/zero_shot") for name in names}
+    metrics |= {f"{who}/cold/recall@20": 0.5 for who in ("test", "baseline/zero_shot")}
+    output.print_metrics(metric_table(metrics | {"test/cold/items": 312, "test/cold/users": 45}), console=console)
+    lines = printed(console)
+    assert len(lines) == 1 + 3 + 2 + 1 and all(len(line) <= WIDTH for line in lines)
+    assert lines[-1].strip() == "cold: 312 items without an earlier event, for 45 users"

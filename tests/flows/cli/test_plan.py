@@ -1,0 +1,63 @@
+"""`nightjar plan` for a cluster that is not there, on a real log."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli.main import app
+from recsys_core.sharding.plan_file import PlanFile
+from tests.recsys_core.data.tables import write
+
+CLUSTER = [
+    "--nodes",
+    "2",
+    "--gpus-per-node",
+    "4",
+    "--hbm-gb",
+    "40",
+    "--ddr-gb",
+    "500",
+    "--inter-gbs",
+    "25",
+    "--intra-gbs",
+    "300",
+]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    events = [(user, (user * 7 + step * step) % 50, step) for user in range(40) for step in range(12)]
+    users, items, times = (list(column) for column in zip(*events, strict=True))
+    log = write(tmp_path / "log.parquet", user_id=users, item_id=items, t=times)
+    settings = {
+        "workspace": str(tmp_path / "workspace"),
+        "interactions": {"paths": log, "timestamp_column": "t", "split": {"kind": "leave_last_out"}},
+        "model": {"user_id": True, "history": {"length": 3}},
+        "training": {"batch_size": 16},
+        "loss": {"negatives": 4},
+    }
+    file = tmp_path / "nightly.yaml"
+    file.write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML
+    return file
+
+
+def test_a_plan_is_written_as_json_and_as_a_page_and_shown_as_tables(config: Path) -> None:
+    answer = CliRunner().invoke(app, ["plan", str(config), *CLUSTER])
+    assert answer.exit_code == 0, answer.output
+    plan = PlanFile.read(config.parent / "workspace" / "plan" / "plan.json")
+    page = (config.parent / "workspace" / "plan" / "plan.html").read_text()
+    assert plan.world_size == 8 and plan.device == "cuda"
+    assert (plan.cluster.inter_gbs, plan.cluster.intra_gbs, plan.cluster.ddr_gb) == (25, 300, 500)
+    assert 1 < plan.tables["item"].values_per_query < 1 + 3 + 4 / 16, "fewer than all draws: each distinct item once"
+    for word in ("as planned", "all row_wise", "all table_wise", plan.tables["item"].sharding_type, "plan.html"):
+        assert word in answer.output
+    assert "Sharding plan for 8 GPUs" in page and "all table_wise" in page
+
+
+def test_json_is_the_whole_plan(config: Path) -> None:
+    answer = CliRunner().invoke(app, ["plan", str(config), *CLUSTER, "--json"])
+    assert answer.exit_code == 0, answer.output
+    plan = PlanFile.model_validate_json(answer.output.splitlines()[-1])
+    assert plan.world_size == 8 and {one.name for one in plan.naive} == {"all row_wise", "all table_wise"}

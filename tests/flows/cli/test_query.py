@@ -1,0 +1,79 @@
+"""`query` and `releases` with an MLflow in trouble: exit code 1 and one sentence, soon and without a password."""
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from flows.cli import main as cli
+from flows.cli import runner as night
+from flows.cli.config_template import starter_config
+from flows.cli.runner import run_night, with_traceback_kept
+from recsys_core.errors import StageError, TrackingServerError
+from recsys_core.manifests.ownership import own
+from tasks.registry import mlflow_client
+from tests.tasks.servers import answering, closed, silent
+
+COMMANDS = (["query", "--user", "1"], ["releases"])
+TROUBLE: dict[str, Callable[[], AbstractContextManager[str]]] = {
+    "a closed port": lambda: nullcontext(closed()),
+    "not MLflow": partial(answering, (200, "<html></html>")),
+    "error 500": partial(answering, (500, "")),
+    "silence": silent,
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "nightly.yaml"
+    path.write_text("interactions: {paths: log.parquet, timestamp_column: timestamp}\n")
+    return path
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+@pytest.mark.parametrize("trouble", TROUBLE)
+def test_a_command_ends_with_one_sentence_and_exit_code_1(
+    file: Path, command: list[str], trouble: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mlflow_client, "ANSWER_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(cli, "prepare", lambda *_, **__: None)  # it sets up Prefect for a process of its own
+    monkeypatch.setattr(cli, "quieten", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["nightjar", command[0], str(file), *command[1:]])
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with TROUBLE[trouble]() as address:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address.replace("//", "//ada:s3cret@"))
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert (caught.value.code, printed.out) == (1, "")
+    assert line.startswith(f"error: MLflow at {address.replace('//', '//ada:***@')} does not work: ")
+    assert "s3cret" not in line
+
+
+def test_the_traceback_of_an_unforeseen_error_holds_no_password(tmp_path: Path) -> None:
+    try:
+        raise ValueError("cannot parse postgresql://ada:s3cret@db/mlflow")
+    except ValueError as error:
+        kept = with_traceback_kept(error, folder=tmp_path)
+    assert "postgresql://ada:***@db/mlflow" in str(kept)
+    assert "ValueError: cannot parse postgresql://ada:***@db/mlflow" in (tmp_path / "error.log").read_text()
+    assert "s3cret" not in str(kept) + (tmp_path / "error.log").read_text()
+
+
+def test_a_night_that_mlflow_ends_names_the_run_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = starter_config().anchored(tmp_path)
+    run_folder = config.workspace / "runs" / "r"
+    own(run_folder)
+    (run_folder / "config.yaml").write_text("")
+
+    def end(*_: object, **__: object) -> None:
+        raise TrackingServerError("MLflow does not work")
+
+    monkeypatch.setattr(night, "prefect_session", end)
+    with pytest.raises(StageError, match=r"^MLflow does not work; the run continues with --resume r$"):
+        run_night(config, resume="r", until=None, server=None, command="nightjar run")
+    assert not (run_folder / "error.log").exists()

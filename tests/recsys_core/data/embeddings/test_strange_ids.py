@@ -1,0 +1,43 @@
+"""Whatever Unicode an id of a vector is made of: it comes out as it went in, and finds its item in the log."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recsys_core.data.embeddings.config import EmbeddingsConfig
+from recsys_core.data.embeddings.ingest import ingest_embeddings
+from tests.recsys_core.data import logs
+from tests.recsys_core.data.log.test_bad_rows import ODD, STRANGE
+from tests.recsys_core.data.tables import refuses, write
+
+
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_strange_ids_come_out_as_they_went_in(tmp_path: Path, dictionary: bool) -> None:
+    ids = pa.array(STRANGE).dictionary_encode() if dictionary else pa.array(STRANGE)
+    path = write(tmp_path / "v.parquet", item_id=ids, v=[[1.0 + row] for row in range(len(STRANGE))])
+    made = ingest_embeddings((EmbeddingsConfig(paths=path, vector_column="v"),), folder=tmp_path / "embeddings")
+    assert pq.read_table(made.ids("item"))["id"].to_pylist() == STRANGE
+    log = [(user, item, time) for time, (user, item) in enumerate((user, item) for user in "ab" for item in STRANGE[::-1])]
+    store = logs.ingest(
+        tmp_path / "stage", logs.write_log(tmp_path / "a.parquet", log), split={"kind": "leave_last_out"}, embeddings=made
+    )
+    items, rows = logs.read(store).items, np.load(store.path("vector_row.npy"))
+    assert [STRANGE[row] for row in rows] == items
+    assert store.items_with_vector == len(STRANGE)
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_no_strange_id_breaks_a_message(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "v.parquet", item_id=[name] * 2, v=[[1.0], [2.0]])
+    config = EmbeddingsConfig(paths=path, vector_column="v")
+
+    def stage(folder: Path) -> object:
+        return ingest_embeddings((config,), folder=folder)
+
+    refuses(stage, tmp_path, "v.parquet: column 'item_id', row 1: id '", "1 such row of 2; mend them")
+    with pytest.raises(ValueError) as caught:
+        stage(tmp_path / "stage")
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 400 + len(path)

@@ -1,0 +1,192 @@
+"""Which events count: window, duplicates, bots, minimums and caps, against the same rules in plain Python."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from recsys_core.data.interactions.config import InteractionsConfig
+from recsys_core.manifests import InteractionsManifest
+from tests.recsys_core.data.logs import DAY, Event, ingest, read, write_log
+from tests.recsys_core.data.tables import refusal, write
+
+LAST_OUT = {"kind": "leave_last_out"}
+events = st.lists(
+    st.tuples(st.integers(0, 5), st.integers(10, 15), st.integers(0, 8).map(lambda day: day * DAY)), min_size=6, max_size=40
+)
+
+
+def kept(made: InteractionsManifest) -> list[Event]:
+    return sorted(event for part in read(made).parts for event in part)
+
+
+def core(log: list[Event], *, users: int, items: int) -> list[Event]:
+    while True:
+        by_user, by_item = (Counter(event[side] for event in log) for side in (0, 1))
+        left = [event for event in log if by_user[event[0]] >= users and by_item[event[1]] >= items]
+        if left == log:
+            return log
+        log = left
+
+
+@settings(max_examples=25, deadline=None)
+@given(log=events, users=st.integers(1, 4), items=st.integers(1, 4))
+def test_both_minimums_hold_at_the_end(
+    tmp_path_factory: pytest.TempPathFactory, log: list[Event], users: int, items: int
+) -> None:
+    wanted = core(log, users=users, items=items)
+    assume(all(len({event[side] for event in wanted}) > 1 for side in (0, 1)))
+    assume(max(Counter(user for user, _, _ in wanted).values()) >= 3)  # else nobody is tested
+    folder = tmp_path_factory.mktemp("core")
+    chosen = {"min_user_events": users, "min_item_events": items}
+    made = ingest(folder / "stage", write_log(folder / "log.parquet", log), split=LAST_OUT, filter=chosen)
+    assert kept(made) == sorted(wanted)
+    assert made.set_aside == ({"rare": len(log) - len(wanted)} if len(wanted) < len(log) else {})
+    assert set(read(made).users) == {user for user, _, _ in wanted}
+    assert set(read(made).items) == {item for _, item, _ in wanted}
+
+
+LOG = [
+    *((1, item, day * DAY) for day, item in enumerate((10, 11, 10, 12, 10))),
+    *((2, item, day * DAY) for day, item in ((3, 10), (3, 10), (4, 11), (4, 12))),
+    *((9, 10 + number % 3, number * DAY // 10) for number in range(30)),
+]  # fmt: skip
+FILTERS = {
+    "a rolling window": (
+        {"window_days": 2.5},
+        lambda log: [event for event in log if event[2] > 4 * DAY - 2.5 * DAY],
+        "outside_window",
+    ),
+    "exact repeats": ({"duplicates": "exact"}, lambda log: list(dict.fromkeys(log)), "duplicates"),
+    "the first event with an item": (
+        {"duplicates": "first"},
+        lambda log: [(*key, min(time for *pair, time in log if tuple(pair) == key)) for key in {event[:2] for event in log}],
+        "duplicates",
+    ),
+    "the last event with an item": (
+        {"duplicates": "last"},
+        lambda log: [(*key, max(time for *pair, time in log if tuple(pair) == key)) for key in {event[:2] for event in log}],
+        "duplicates",
+    ),
+    "a cap on a user": (
+        {"max_user_events": 3},
+        lambda log: [
+            event for user in (1, 2, 9) for event in sorted((e for e in log if e[0] == user), key=lambda e: e[2])[-3:]
+        ],
+        "over_cap",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FILTERS)
+def test_a_filter_keeps_what_it_says_and_counts_the_rest(tmp_path: Path, case: str) -> None:
+    chosen, rule, reason = FILTERS[case]
+    made = ingest(tmp_path / "stage", write_log(tmp_path / "log.parquet", LOG), split=LAST_OUT, filter=chosen)
+    wanted = sorted(rule(LOG))
+    assert sorted((user, time) for user, _, time in kept(made)) == sorted((user, time) for user, _, time in wanted)
+    if reason != "over_cap":  # of events at one time, which are the newest is settled by the vocabulary
+        assert kept(made) == wanted
+    assert made.set_aside == {reason: len(LOG) - len(wanted)}
+
+
+def test_users_busier_than_a_person_are_set_aside_with_their_events(tmp_path: Path) -> None:
+    made = ingest(tmp_path / "stage", write_log(tmp_path / "log.parquet", LOG), split=LAST_OUT, filter={"bot_events": 10})
+    assert read(made).users == [1, 2]
+    assert made.set_aside == {"bot_users": 1, "bot_events": 30}
+
+
+@pytest.mark.parametrize("filters", [{}, {"max_user_events": 3}, {"duplicates": "last"}])
+def test_which_of_equal_events_is_held_out_or_kept_is_not_a_matter_of_their_order(
+    tmp_path: Path, filters: dict[str, object]
+) -> None:
+    log = [(user, item, 5) for user in (1, 2) for item in (10, 10, 11, 11, 12, 12)]
+    weights = [float(number) for number in range(len(log))]
+    stored = []
+    for name, step in (("as it came", 1), ("turned around", -1)):
+        path = write_log(tmp_path / f"{name}.parquet", log[::step], w=weights[::step])
+        made = ingest(tmp_path / name, path, split=LAST_OUT, weight_column="w", filter=filters)
+        stored.append(np.load(made.path("event_weight.npy")).tolist())
+    assert stored[0] == stored[1]
+
+
+@pytest.mark.parametrize("policy", ["exact", "first", "last"])
+def test_an_event_that_is_given_for_training_and_for_the_test_stays_in_training(tmp_path: Path, policy: str) -> None:
+    log = [(user, item, user + item) for user in (1, 2) for item in (10, 11, 12)]
+    train, test = write_log(tmp_path / "train.parquet", log), write_log(tmp_path / "test.parquet", [*log, (1, 13, 9)])
+    made = ingest(tmp_path / "stage", train, split={"kind": "files", "test": (test,)}, filter={"duplicates": policy})
+    assert [sorted(part) for part in read(made).parts] == [log, [], [(1, 13, 9)]]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_future_days": float("inf")},
+        {"filter": {"window_days": float("inf")}},
+        {"split": {"kind": "time", "test_days": float("inf")}},
+        {"label_column": "l", "label_threshold": float("nan")},
+        {"label_column": "l", "label_threshold": 1.0, "label_range": (0.0, float("inf"))},
+    ],
+)
+def test_a_setting_that_is_no_finite_number_is_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match="should be a finite number"):
+        InteractionsConfig.model_validate({"paths": ("log.parquet",), "timestamp_column": "t"} | settings)
+
+
+def test_a_filter_that_leaves_nothing_says_so(tmp_path: Path) -> None:
+    path = write_log(tmp_path / "log.parquet", LOG)
+    with refusal(path, "interactions.filter leaves no events; loosen it"):
+        ingest(tmp_path / "stage", path, split=LAST_OUT, filter={"min_user_events": 100})
+    with refusal(path, "column 'user_id': the log has a single user"):
+        ingest(tmp_path / "stage", path, split=LAST_OUT, filter={"min_user_events": 10})
+
+
+def test_weights_and_context_ride_with_their_events(tmp_path: Path) -> None:
+    times = list(range(40))
+    log = [(number % 4, number % 7, time) for number, time in enumerate(times)]
+    weights, devices = [number / 8 for number in times], [f"d{number}" for number in times]
+    path = write_log(tmp_path / "log.parquet", log, w=weights, **{"de'v\"ice": devices})
+    settings = {"weight_column": "w", "context_columns": ("de'v\"ice", "t")}
+    made = ingest(tmp_path / "stage", path, split=LAST_OUT, **settings)
+    stored = np.load(made.path("event_time.npy"))
+    assert np.load(made.path("event_weight.npy")).tolist() == [weights[time] for time in stored]
+    context = pq.read_table(made.path("context.parquet"))
+    assert context.column_names == ["de'v\"ice", "t"]
+    assert context.column(0).to_pylist() == [devices[time] for time in stored]
+    assert context.column("t").to_pylist() == stored.tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"filter": {"window_days": 3}, "order_column": "t"}, "filter.window_days needs timestamp_column"),
+        ({"filter": {"max_user_events": 3}}, "need timestamp_column or order_column"),
+        ({"label_range": (1, 5), "timestamp_column": "t"}, "label_range is set, but label_column is not"),
+        ({"label_range": (5, 1), "label_column": "s", "label_threshold": 1, "timestamp_column": "t"}, "below the second"),
+        (
+            {"split": {"kind": "files", "test": "t.parquet", "validation_by": "item"}},
+            "validation_by is item, but validation_share is 0",
+        ),
+    ],
+)
+def test_settings_that_need_each_other_are_checked(settings: dict[str, object], told: str) -> None:
+    split = {"kind": "files", "test": "test.parquet"}
+    with pytest.raises(ValidationError, match=told):
+        InteractionsConfig(**{"paths": "log.parquet", "split": split} | settings)
+
+
+def test_the_time_split_starts_from_the_newest_event_above_the_threshold(tmp_path: Path) -> None:
+    log = [(1, 1, 0), (2, 2, 0), (1, 3, 2 * DAY), (1, 4, 9 * DAY)]
+    path = write(
+        tmp_path / "a.parquet",
+        user_id=[u for u, _, _ in log],
+        item_id=[i for _, i, _ in log],
+        t=[t for *_, t in log],
+        s=[5, 5, 5, 1],
+    )
+    made = ingest(tmp_path / "stage", path, split={"kind": "time", "validation_days": 0}, label_column="s", label_threshold=3)
+    assert read(made).parts[2] == [log[2]]

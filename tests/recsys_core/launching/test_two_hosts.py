@@ -1,0 +1,73 @@
+"""The train and export stages over two hosts (this machine twice, through TorchX) give what they give on one."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recsys_core.launching.config import Launcher
+from recsys_core.manifests import ExportManifest, PlanManifest, TrainManifest
+from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
+from recsys_core.sharding.planner import plan_sharding
+from recsys_core.training.config import TrainingConfig
+from recsys_core.training.export import export_vectors
+from recsys_core.training.job_spec import Progress
+from recsys_core.training.train import train
+from tests.recsys_core.launching.launches import HERE, TWICE_HERE
+from tests.recsys_core.training.stages import Night, ingest, night
+
+pytest.importorskip("torchx")
+CONFIG = TrainingConfig(epochs=1, batch_size=64, log_every_steps=5, seed=3)
+
+
+def plan_for(made: Night, folder: Path, *, nodes: int) -> PlanManifest:
+    """Two ranks, each with half of every table's rows, wherever they run."""
+    return plan_sharding(
+        ShardingConfig(
+            cluster=ClusterConfig(device="cpu", nodes=nodes, processes_per_node=2 // nodes),
+            tables={name: TableConstraint(sharding_types=("row_wise",)) for name in made.spec.tables},
+        ),
+        model=made.spec,
+        batch_size=CONFIG.batch_size,
+        folder=folder,
+        optimizer=CONFIG.table_optimizer,
+    )
+
+
+def run(made: Night, folder: Path, *, launcher: Launcher) -> tuple[TrainManifest, list[Progress], ExportManifest]:
+    plan = plan_for(made, folder / "plan", nodes=1 if launcher.kind == "local" else 2)
+    lines: list[Progress] = []
+    trained = train(
+        CONFIG,
+        model=made.spec,
+        loss=made.loss,
+        **made.data._asdict(),
+        plan=plan,
+        folder=folder / "train",
+        on_progress=lines.append,
+        launcher=launcher,
+    )
+    exported = export_vectors(
+        CONFIG,
+        model=made.spec,
+        loss=made.loss,
+        interactions=made.data.interactions,
+        features=made.data.features,
+        train=trained,
+        folder=folder / "export",
+        launcher=launcher,
+    )
+    return trained, lines, exported
+
+
+@pytest.mark.drill
+def test_two_hosts_with_one_rank_each_train_bit_for_bit_what_one_host_with_two_does(tmp_path: Path) -> None:
+    made = night(ingest(tmp_path), tmp_path / "plan", training=CONFIG)
+    here, lines_here, one = run(made, tmp_path / "here", launcher=HERE)
+    there, lines_there, two = run(made, tmp_path / "there", launcher=TWICE_HERE)
+    assert [line.loss for line in lines_there] == [line.loss for line in lines_here] and len(lines_here) > 3
+    assert (there.final_loss, there.validation, there.attempts) == (here.final_loss, here.validation, 1)
+    arrays = [name for name in one.files if name.endswith(".npy")]
+    assert "item_vectors.npy" in arrays
+    for name in arrays:
+        np.testing.assert_array_equal(np.load(two.path(name)), np.load(one.path(name)), err_msg=name)

@@ -1,0 +1,193 @@
+"""What real TorchRec collections give for a batch, against a loop over rows and weights.
+
+Shapes: n queries or items, W width of a table.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from recsys_core.data.assembly import Assembler
+from recsys_core.data.batch import Batch
+from recsys_core.data.batch_keys import QUERY, QUERY_WEIGHTED, ROWS
+from recsys_core.data.features.store import Feature, FeatureStore
+from recsys_core.data.jagged import Lists
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.embedding_tables import Lookups, parameter_name, table_outputs
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.table_config import TableConfig
+from tests.recsys_core.data.described import FORMS, SIDES, facts, feature_store, values_of
+
+USERS, ITEMS, EVENTS = 5, 9, 20
+POOLED = [f"{side}.{form}" for side in SIDES for form in ("list", "weighted_list")]
+
+
+def spec_of(
+    *,
+    tables: dict[str, Any] | None = None,
+    vectors: dict[str, int] | None = None,
+    distils: bool = False,
+    features: tuple[str, ...] = (),
+) -> ModelSpec:
+    return ModelSpec.sized(
+        TwoTowerConfig(embedding_dim=4, user_id=True),
+        users=USERS,
+        items=ITEMS,
+        facts=facts(*features),
+        vector_dims=vectors,
+        tables={name: TableConfig.model_validate(wish) for name, wish in (tables or {}).items()},
+        distils=distils,
+    )
+
+
+def lookups_of(spec: ModelSpec, *, seed: int = 0) -> Lookups:
+    torch.manual_seed(seed)
+    lookups = Lookups(spec, device=torch.device("cpu"))
+    for parameter in lookups.parameters():
+        nn.init.normal_(parameter)
+    return lookups
+
+
+def batch_of(history: list[list[int]], store: FeatureStore, *, user_in: str = ROWS) -> Batch:
+    """Query n is of user n and event 3 n; its positive is item n."""
+    user = np.arange(len(history))
+    return Assembler(user=user_in, features=store).batch(
+        user=user,
+        position=3 * user,
+        history=Lists.of_lengths(
+            np.array([len(one) for one in history], np.int64), np.array([i for one in history for i in one], np.int64)
+        ),
+        candidate=user,
+    )
+
+
+def look_up(lookups: Lookups, batch: Batch) -> dict[str, Any]:
+    def sparse(name: str) -> str:
+        return ROWS if name.startswith(ROWS) else name.removesuffix("_frozen")
+
+    return {name: lookup(batch.sparse[sparse(name)]) for name, lookup in lookups.items()}
+
+
+def slow(spec: ModelSpec, table: str, weight_RW: Tensor, store: FeatureStore, owners: list[int]) -> Tensor:
+    """Row by row in a loop; a mean divides by the sum of the weights."""
+    found = torch.zeros(len(owners), weight_RW.shape[1])
+    form = spec.forms.get(table)
+    for place, owner in enumerate(owners):
+        rows, weights = values_of(store, table, owner) if form else ([owner], None)
+        weights = weights or [1.0] * len(rows)
+        for row, weight in zip(rows, weights, strict=True):
+            found[place] += weight * weight_RW[row]
+        if form in ("list", "weighted_list") and spec.tables[table].settings.pooling == "mean" and rows:
+            found[place] /= sum(weights)
+    return found
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    history=st.lists(st.lists(st.integers(0, ITEMS - 1), max_size=4), min_size=1, max_size=5),
+    sums=st.sets(st.sampled_from(POOLED)),
+    frozen=st.sets(st.sampled_from([f"{side}.{form}" for side in SIDES for form in FORMS])),
+    wide=st.sets(st.sampled_from(["item", "user", "item.list", "user.number"])),
+    user_lookup=st.sampled_from(["row", "bag"]),
+    seed=st.integers(0, 30),
+)
+def test_every_table_gives_the_weighted_sum_or_mean_of_its_rows(
+    history: list[list[int]], sums: set[str], frozen: set[str], wide: set[str], user_lookup: str, seed: int
+) -> None:
+    tables = {
+        name: {
+            "pooling": "sum" if name in sums else "mean",
+            "transfer": "frozen" if name in frozen else "full",
+            "dim": 8 if name in wide else 4,
+        }
+        for name in ("item", "user", *facts())
+    }
+    tables["user"]["lookup"] = user_lookup
+    spec = spec_of(tables=tables, vectors={name: tables[name]["dim"] for name in frozen})
+    store = feature_store(users=USERS, items=ITEMS, events=EVENTS, seed=seed)
+    batch, lookups = batch_of(history, store, user_in=spec.tables["user"].sparse), lookups_of(spec, seed=seed)
+    looked_up, weights = look_up(lookups, batch), dict(lookups.named_parameters())
+    owners = {"user": range(len(history)), "context": range(0, 3 * len(history), 3), "item": batch.item_row_U.tolist()}
+    found = table_outputs(spec, looked_up, batch, side="query") | table_outputs(spec, looked_up, batch, side="item")
+    assert set(found) == set(spec.tables)
+    for name, value in found.items():
+        wanted = slow(spec, name, weights[parameter_name(spec, name)], store, list(owners[name.split(".")[0]]))
+        torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_weights_that_are_all_zero_give_zeros_and_no_nan() -> None:
+    store = feature_store(users=USERS, items=ITEMS, events=EVENTS, weightless=True)
+    spec = spec_of()
+    batch, lookups = batch_of([[1, 2], [], [3]], store), lookups_of(spec)
+    looked_up = look_up(lookups, batch)
+    found = table_outputs(spec, looked_up, batch, side="query") | table_outputs(spec, looked_up, batch, side="item")
+    for name in (f"{side}.{form}" for side in SIDES for form in ("weighted_list", "number")):
+        assert found[name].eq(0).all(), name
+    sum(value.sum() for value in found.values()).backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in lookups.parameters())
+
+
+def test_lists_without_a_value_give_zeros() -> None:
+    nothing = FeatureStore(
+        {
+            f"{side}.{form}": Feature(np.zeros(0, np.int32), np.zeros(ITEMS + 1, np.int64), weight)
+            for side in SIDES
+            for form, weight in (("list", None), ("weighted_list", np.zeros(0, np.float32)))
+        }
+    )
+    spec = spec_of(features=tuple(nothing.features))
+    batch, lookups = batch_of([[1], []], nothing), lookups_of(spec)
+    looked_up = look_up(lookups, batch)
+    found = table_outputs(spec, looked_up, batch, side="query") | table_outputs(spec, looked_up, batch, side="item")
+    for name in nothing.features:
+        assert found[name].eq(0).all() and found[name].shape[1] == 4, name
+
+
+@pytest.mark.parametrize(("transfer", "distils"), [("full", True), ("frozen", True), ("residual", False), ("residual", True)])
+def test_tables_that_share_the_items_each_give_their_own_rows(transfer: str, distils: bool) -> None:
+    item = {"transfer": transfer, "dim": 12}
+    spec = spec_of(tables={"item": item}, vectors={"item": 12}, distils=distils)
+    lookups, store = lookups_of(spec), feature_store(users=USERS, items=ITEMS, events=EVENTS)
+    batch, weights = batch_of([[8, 1], [4]], store), dict(lookups.named_parameters())
+    found = table_outputs(spec, look_up(lookups, batch), batch, side="item")
+    shared = {"item"} | ({"item_offset"} if transfer == "residual" else set()) | ({"item_teacher"} if distils else set())
+    assert set(found) == shared | {f"item.{form}" for form in FORMS}
+    for name in shared:
+        assert torch.equal(found[name], weights[parameter_name(spec, name)][batch.item_row_U])
+
+
+def test_each_collection_holds_the_tables_of_its_side_weights_and_state() -> None:
+    spec = spec_of(tables={"user.list": {"transfer": "frozen"}}, vectors={"user.list": 4})
+    lookups = lookups_of(spec)
+    assert set(lookups) == {"rows_4", QUERY, QUERY_WEIGHTED, "query_frozen"}
+    assert {parameter_name(spec, name) for name in spec.tables} == {name for name, _ in lookups.named_parameters()}
+    assert parameter_name(spec, "item.list") == "rows_4.embeddings.item__list.weight"
+    assert parameter_name(spec, "user") == "rows_4.embeddings.user.weight"
+    assert parameter_name(spec, "user.list") == "query_frozen.embedding_bags.user__list.weight"
+    assert lookups[QUERY_WEIGHTED].is_weighted() and not lookups[QUERY].is_weighted()
+
+
+def test_the_gradient_of_a_row_is_what_it_weighs() -> None:
+    store = feature_store(users=USERS, items=ITEMS, events=EVENTS, seed=2)
+    spec = spec_of()
+    batch, lookups = batch_of([[1, 2], [5, 5]], store), lookups_of(spec)
+    looked_up = look_up(lookups, batch)
+    outputs = table_outputs(spec, looked_up, batch, side="query") | table_outputs(spec, looked_up, batch, side="item")
+    for name in ("item.list", "item.weighted_list", "user.weighted_list", "context.number"):
+        (found,) = torch.autograd.grad(
+            outputs[name].sum(), [dict(lookups.named_parameters())[parameter_name(spec, name)]], retain_graph=True
+        )
+        owners = {"item": batch.item_row_U.tolist(), "user": [0, 1], "context": [0, 3]}[name.split(".")[0]]
+        wanted = torch.zeros_like(found)
+        for owner in owners:
+            rows, weights = values_of(store, name, owner)
+            weights = weights or [1.0] * len(rows)
+            total = sum(weights) if "list" in name else 1.0
+            for row, weight in zip(rows, weights, strict=True):
+                wanted[row] += weight / total
+        torch.testing.assert_close(found, wanted)

@@ -1,0 +1,148 @@
+"""A footer that cannot be true is refused before anything else of the file is read."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recsys_core.parquet.guards import refuse_bombs, verify_pages
+from recsys_core.parquet.sources import open_sources
+from tests.recsys_core.data.hostile import patch_footer
+from tests.recsys_core.data.tables import refusal, write
+
+ROWS = 3000
+
+
+def sound(tmp_path: Path) -> str:
+    """Two columns, two row groups of 3,000 rows. In its footer 6,000 stands once, then twice over 3,000 as values and
+    level counts of a, values and level counts of b, rows."""
+    random = np.random.default_rng(0)
+    columns = {name: random.integers(0, 2**60, 2 * ROWS) for name in ("a", "b")}
+    path = tmp_path / "x.parquet"
+    plain = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    pq.write_table(pa.table(columns), path, row_group_size=ROWS, **plain)
+    return str(path)
+
+
+def refused(path: str, *told: str) -> None:
+    with refusal("x.parquet: not a readable parquet file (", " bytes): ", *told):
+        open_sources([path], setting="s")
+
+
+def test_the_sound_file_is_read(tmp_path: Path) -> None:
+    (source,) = open_sources([sound(tmp_path)], setting="s")
+    assert source.record.rows == 2 * ROWS
+    with source.open() as file:
+        assert file.read().num_rows == 2 * ROWS
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "it is empty; write it anew"),
+        (b"id,item\n1,2\n3,4\n", "it has no parquet footer; name parquet files only"),
+        (b"PAR1" + b"\0" * 100, "it begins as parquet, but its end is missing: truncated"),
+        (b"PAR1" + b"\0" * 50 + b"PARE", "its footer is encrypted"),
+        (b"PAR1" + b"\0" * 50 + (43).to_bytes(4, "little") + b"PAR1", ""),
+        (
+            b"PAR1" + b"\0" * 50 + (51).to_bytes(4, "little") + b"PAR1",
+            "its footer claims 51 bytes, more than fit into the file",
+        ),
+        (b"PAR1" + b"\0" * 50 + b"\xff\xff\xff\xffPAR1", "its footer claims 4,294,967,295 bytes"),
+        (b"PAR1" + b"\0" * 50 + b"\0\0\0\0PAR1", ""),
+    ],
+)
+def test_what_has_no_footer_is_told_by_what_it_is(tmp_path: Path, content: bytes, told: str) -> None:
+    (tmp_path / "x.parquet").write_bytes(content)
+    refused(str(tmp_path / "x.parquet"), told)
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, 200, 100_000])
+def test_a_length_of_the_footer_that_lies_is_refused(tmp_path: Path, length: int) -> None:
+    path = Path(sound(tmp_path))
+    content = path.read_bytes()
+    true = int.from_bytes(content[-8:-4], "little")
+    for lie in (length, true - 1, true + 1):
+        path.write_bytes(content[:-8] + lie.to_bytes(4, "little") + b"PAR1")
+        refused(str(path))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "nth", "told"),
+    [
+        (2 * ROWS, 5999, 0, ("its footer claims 5,999 rows, its row groups 6,000",)),
+        (2 * ROWS, -2 * ROWS, 0, ("negative number of rows",)),
+        (ROWS, 2999, 0, ("row group 0, column 'a' claims 2,999 values for 3,000 rows",)),
+        (ROWS, 3001, 2, ("row group 0, column 'b' claims 3,001 values for 3,000 rows",)),
+        (ROWS, -ROWS, 5, ("row group 1, column 'a' claims -3,000 values",)),
+        (ROWS, 3001, 4, ("row group 0, column 'a' claims 3,000 values for 3,001 rows",)),
+        (ROWS, -ROWS, 4, ("row group 0, column 'a' claims -3,000 rows",)),
+    ],
+)
+def test_counts_that_do_not_agree_are_refused(tmp_path: Path, old: int, new: int, nth: int, told: tuple[str, ...]) -> None:
+    path = sound(tmp_path)
+    patch_footer(path, old=old, new=new, nth=nth)
+    refused(path, *told)
+
+
+def test_bytes_beyond_the_end_of_the_data_are_refused(tmp_path: Path) -> None:
+    path = sound(tmp_path)
+    chunk = pq.read_metadata(path).row_group(1).column(1)
+    end = chunk.data_page_offset + chunk.total_compressed_size
+    start = chunk.data_page_offset
+    patch_footer(path, old=start, new=start + 1, nth=0)
+    refused(path, f"row group 1, column 'b' claims bytes {start + 1:,} to {end + 1:,}, but the data ends at {end:,}")
+    patch_footer(path, old=start + 1, new=-start, nth=0)
+    refused(path, "row group 1, column 'b' claims 3,000 values in ", f" at -{start:,}")
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_size_that_cannot_be_is_refused(tmp_path: Path, sign: int) -> None:
+    path = sound(tmp_path)
+    size = pq.read_metadata(path).row_group(0).column(0).total_compressed_size
+    for _ in ("decompressed", "compressed"):
+        patch_footer(path, old=size, new=sign * 1_000_000, nth=0)
+    refused(path, "row group 0, column 'a' claims ")
+
+
+def test_a_footer_without_the_data_is_refused(tmp_path: Path) -> None:
+    metadata = pq.read_metadata(sound(tmp_path))
+    metadata.set_file_path("../../etc/passwd")
+    metadata.write_metadata_file(tmp_path / "x.parquet")
+    refused(str(tmp_path / "x.parquet"), "row group 0, column 'a' claims bytes 4 to ", "but the data ends at 4")
+
+
+def test_every_single_flipped_byte_of_a_footer_is_refused_or_harmless(tmp_path: Path) -> None:
+    path = Path(sound(tmp_path))
+    content = path.read_bytes()
+    footer = int.from_bytes(content[-8:-4], "little")
+    random = np.random.default_rng(1)
+    for place in random.choice(np.arange(len(content) - footer - 8, len(content)), 100, replace=False):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << int(random.integers(8))
+        path.write_bytes(damaged)
+        try:
+            (source,) = open_sources([str(path)], setting="s")
+        except ValueError as error:  # an InputError, and nothing else of its family
+            assert type(error).__name__ == "InputError" and "\n" not in str(error)
+            continue
+        assert source.record.rows == source.footer.group_rows_G.sum() == 2 * ROWS
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_a_footer_larger_than_the_first_read_is_read_whole(tmp_path: Path, rows: int) -> None:
+    write(tmp_path / "some.parquet", **{f"dim_{index}": [0.5] for index in range(2000)})
+    wide = write(tmp_path / "wide.parquet", **{f"dim_{index}": pa.array([0.5] * rows, pa.float64()) for index in range(2000)})
+    found = open_sources([str(tmp_path)], setting="s")
+    assert pq.read_metadata(wide).serialized_size > 64 * 1024
+    assert [(len(source.schema), source.record.rows) for source in found] == [(2000, 1), (2000, rows)]
+
+
+def test_columns_of_any_name_are_found(tmp_path: Path) -> None:
+    names = ['a"; DROP TABLE log; --', "it's", "a.b", "a", "ключ\u202e", "x" * 10_000, ""]
+    (source,) = open_sources([write(tmp_path / "x.parquet", **{name: [1] for name in names})], setting="s")
+    assert source.schema.names == names
+    refuse_bombs([source], columns=names, max_expansion=1000, setting="s")
+    verify_pages(source, names)

@@ -1,0 +1,206 @@
+"""Paths, globs and folders name files, and none outside of data_root."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from recsys_core.parquet.locations import find
+from recsys_core.parquet.sources import open_sources
+from tests.recsys_core.data.tables import refusal, write
+
+
+def names(pattern: object, folder: Path, *, data_root: Path | None = None) -> list[str]:
+    """What the pattern finds, relative to the folder, sorted."""
+    found = open_sources([str(pattern)], setting="s", data_root=data_root)
+    return [str(Path(source.name).relative_to(folder)) for source in found]
+
+
+def test_a_folder_stands_for_the_parquet_files_below_it(tmp_path: Path) -> None:
+    for name in (
+        "b.parquet",
+        "sub/deep/a.parquet",
+        "_SUCCESS",
+        "notes.txt",
+        "_temporary/half.parquet",
+        ".c.parquet",
+        "sub/_d.parquet",
+    ):
+        write(tmp_path / "log" / name, x=[1])
+    assert names(tmp_path / "log", tmp_path) == ["log/b.parquet", "log/sub/deep/a.parquet"]
+    assert names(f"{tmp_path}/log/", tmp_path) == ["log/b.parquet", "log/sub/deep/a.parquet"]
+
+
+def test_a_folder_with_no_parquet_in_it_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "log" / "_temporary" / "half.parquet", x=[1])
+    (tmp_path / "log" / "notes.txt").write_text("x")
+    with refusal("interactions.paths: no *.parquet file in or below the folder ", str(tmp_path / "log")):
+        open_sources([str(tmp_path / "log")], setting="interactions.paths")
+
+
+def test_a_glob_passes_over_what_is_set_aside_unless_it_names_it(tmp_path: Path) -> None:
+    for name in ("a.parquet", "_b.parquet", ".c.parquet", "_old/d.parquet"):
+        write(tmp_path / name, x=[1])
+    assert names(tmp_path / "*.parquet", tmp_path) == ["a.parquet"]
+    assert names(tmp_path / "**/*.parquet", tmp_path) == ["a.parquet"]
+    assert names(tmp_path / "_*.parquet", tmp_path) == ["_b.parquet"]
+    assert names(tmp_path / "_old/*.parquet", tmp_path) == ["_old/d.parquet"]
+    assert names(tmp_path / "_b.parquet", tmp_path) == ["_b.parquet"]
+
+
+def test_a_folder_whose_own_path_has_a_dot_or_a_pattern_is_read(tmp_path: Path) -> None:
+    for folder in (".hidden", "day[1]", "a*b"):
+        write(tmp_path / folder / "a.parquet", x=[1])
+        assert names(tmp_path / folder, tmp_path) == [f"{folder}/a.parquet"]
+
+
+def test_a_glob_that_matches_folders_alone_says_so(tmp_path: Path) -> None:
+    for day in (1, 2):
+        write(tmp_path / f"dt={day}" / "a.parquet", x=[1])
+    with refusal("s: no file matches: ", "dt=*; 2 folders do: end it in /**/*.parquet"):
+        names(tmp_path / "dt=*", tmp_path)
+    assert names(tmp_path / "dt=*" / "**" / "*.parquet", tmp_path) == ["dt=1/a.parquet", "dt=2/a.parquet"]
+
+
+def test_relative_patterns_stay_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "log" / "a.parquet", x=[1])
+    monkeypatch.chdir(tmp_path)
+    for pattern in ("log", "log/*.parquet", "log/a.parquet", "**/*.parquet", "*/a.parquet"):
+        assert [source.name for source in open_sources([pattern], setting="s")] == ["log/a.parquet"]
+
+
+@pytest.mark.parametrize("stem", ['it\'s "quoted"', "a*b?[c]", "日本 \u202e🚀", "x;DROP TABLE y--"])
+def test_a_file_name_may_hold_anything(tmp_path: Path, stem: str) -> None:
+    name = f"{stem}.parquet"
+    write(tmp_path / name, x=[1])
+    (tmp_path / "acb1c.parquet").write_bytes(b"no parquet, and not meant")
+    (source,) = open_sources([str(tmp_path / name)], setting="s")
+    assert source.path == tmp_path / name
+    with source.open() as file:
+        assert file.read()["x"].to_pylist() == [1]
+
+
+def test_a_name_cannot_write_to_the_terminal(tmp_path: Path) -> None:
+    (tmp_path / "a\n\x1b[31m.parquet").write_bytes(b"")
+    with refusal(r"a\n\x1b[31m.parquet: not a readable parquet file (0 bytes): it is empty"):
+        open_sources([str(tmp_path)], setting="s")
+
+
+def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.parquet")).write_bytes(b"")
+    with refusal("s: ", r"\udcff.parquet: the name of the file is not UTF-8; rename it"):
+        open_sources([str(tmp_path)], setting="s")
+
+
+def test_a_path_with_a_nul_is_refused() -> None:
+    with refusal(r"s: a\x00b: a path holds no NUL"):
+        open_sources(["a\0b"], setting="s")
+
+
+def test_a_name_too_long_for_the_disk_is_refused() -> None:
+    name = 300 * "a"
+    with refusal(f"s: {name}: File name too long; check the path and its permissions"):
+        open_sources([name], setting="s")
+
+
+def test_links_that_lead_back_up_end(tmp_path: Path) -> None:
+    write(tmp_path / "log" / "a.parquet", x=[1])
+    for name in ("again", "and_again"):
+        (tmp_path / "log" / name).symlink_to(tmp_path / "log")
+    for pattern in ("log", "log/**/*.parquet"):
+        assert names(tmp_path / pattern, tmp_path) == ["log/a.parquet"]
+
+
+@pytest.mark.parametrize("link", ["symbolic", "hard", "folder", "partition"])
+def test_a_file_that_is_reached_twice_is_refused_by_both_names(tmp_path: Path, link: str) -> None:
+    day = tmp_path / "log" / "dt=2026-11-19" / "day.parquet"
+    other = tmp_path / "log" / "dt=2026-11-20" / "newest.parquet" if link == "partition" else day.with_name("newest.parquet")
+    write(day, x=[1])
+    other.parent.mkdir(exist_ok=True)
+    if link == "hard":
+        other.hardlink_to(day)
+    elif link == "folder":
+        (tmp_path / "log" / "newest").symlink_to(day.parent)
+        other = tmp_path / "log" / "newest" / "day.parquet"
+    else:
+        other.symlink_to(day)
+    for patterns in ([tmp_path / "log"], [day, other], [tmp_path / "log" / "*" / "*.parquet"]):
+        with refusal(f"s: {other}: is the same file as {day}, through a link or another spelling"):
+            open_sources([str(pattern) for pattern in patterns], setting="s")
+
+
+def test_a_file_that_two_patterns_spell_differently_is_refused_and_one_they_spell_alike_counts_once(tmp_path: Path) -> None:
+    write(tmp_path / "log" / "a.parquet", x=[1])
+    alike = [str(tmp_path / "log"), str(tmp_path / "log" / "*.parquet")]
+    assert len(open_sources(alike, setting="s")) == 1
+    with refusal("s: ", "is the same file as "):
+        open_sources([*alike, f"{tmp_path}/log/../log/a.parquet"], setting="s")
+
+
+def test_a_link_to_a_folder_is_followed(tmp_path: Path) -> None:
+    write(tmp_path / "store" / "a.parquet", x=[1])
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "newest").symlink_to(tmp_path / "store")
+    assert names(tmp_path / "log", tmp_path) == ["log/newest/a.parquet"]
+
+
+def test_pipes_and_dangling_links_are_no_files(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", x=[1])
+    os.mkfifo(tmp_path / "pipe.parquet")
+    (tmp_path / "gone.parquet").symlink_to(tmp_path / "nowhere")
+    assert names(tmp_path, tmp_path) == ["a.parquet"]
+    with refusal("no such file: ", "pipe.parquet"):
+        names(tmp_path / "pipe.parquet", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["root/../secret.parquet", "root/link.parquet", "root/links/*.parquet", "root/l*.parquet", "root"]
+)
+def test_what_leads_out_of_data_root_is_refused(tmp_path: Path, pattern: str) -> None:
+    secret = write(tmp_path / "secret.parquet", x=[1])
+    (tmp_path / "root" / "links").mkdir(parents=True)
+    for link in ("link.parquet", "links/a.parquet"):
+        (tmp_path / "root" / link).symlink_to(secret)
+    with refusal("s: ", "root", f"leads to {secret}, which is not below data_root ({tmp_path / 'root'}); move"):
+        names(tmp_path / pattern, tmp_path, data_root=tmp_path / "root")
+    if pattern != "root":  # where both links are found
+        assert len(open_sources([str(tmp_path / pattern)], setting="s")) == 1
+
+
+def test_what_lies_below_data_root_is_read_through_links_and_dots(tmp_path: Path) -> None:
+    write(tmp_path / "root" / "log" / "a.parquet", x=[1])
+    (tmp_path / "root" / "link.parquet").symlink_to(tmp_path / "root" / "log" / "a.parquet")
+    (tmp_path / "alias").symlink_to(tmp_path / "root")
+    for pattern in ("root/log/../log/a.parquet", "root/link.parquet", "alias/log"):
+        for root in ("root", "alias", "root/../root"):
+            assert len(open_sources([str(tmp_path / pattern)], setting="s", data_root=tmp_path / root)) == 1
+
+
+def test_a_folder_beside_the_root_that_begins_with_its_name_is_outside(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    with refusal("which is not below data_root"):
+        names(write(tmp_path / "root2" / "a.parquet", x=[1]), tmp_path, data_root=tmp_path / "root")
+
+
+def test_a_file_uri_is_a_local_path(tmp_path: Path) -> None:
+    write(tmp_path / "a b" / "x.parquet", x=[1])
+    for uri in (f"file://{tmp_path}/a%20b", f"file://localhost{tmp_path}/a b/*.parquet"):
+        (source,) = open_sources([uri], setting="s", data_root=tmp_path)
+        assert source.local and source.name == f"{tmp_path}/a b/x.parquet"
+    with refusal("which is not below data_root"):
+        open_sources([f"file://{tmp_path}/a%20b"], setting="s", data_root=tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("uri", "told"),
+    [
+        ("http://host/log.parquet", "s: http://host/log.parquet: http:// is not known; give a local path, or file://, s3://"),
+        ("file://other/log.parquet", "s: file://other/log.parquet: names another machine"),
+        ("s3:///log.parquet", "s: s3:///log.parquet: names no bucket; write s3://bucket/path"),
+        ("gs://me:hunter2@bucket/log", "s: gs://bucket/log: holds credentials; take them out"),
+        ("s3://bucket/log?allow_bucket_creation=true", "unknown options ['allow_bucket_creation']; there are"),
+    ],
+)
+def test_a_uri_that_cannot_be_meant_is_refused(uri: str, told: str) -> None:
+    with refusal(told):
+        list(find(uri, setting="s"))

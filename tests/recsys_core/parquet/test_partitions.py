@@ -1,0 +1,126 @@
+"""The keys in the names of folders are columns like others."""
+
+from datetime import date
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from recsys_core.parquet.sources import id_type, open_sources, require_column, same_types
+from tests.recsys_core.data.tables import refusal, write
+
+
+def test_hive_keys_are_columns_of_the_type_that_fits_all_files(tmp_path: Path) -> None:
+    for dt, shop, code in (("2026-11-18", "01", "7"), ("2026-11-19", "2", "x")):
+        write(tmp_path / f"dt={dt}" / f"shop={shop}" / f"code={code}" / "a.parquet", x=[1])
+    found = open_sources([str(tmp_path)], setting="s")
+    assert [require_column(found[0], key, setting="t") for key in ("dt", "shop", "code")] == [
+        pa.date32(),
+        pa.int64(),
+        pa.string(),
+    ]
+    assert [[source.constant(key) for key in ("dt", "shop", "code")] for source in found] == [
+        [date(2026, 11, 18), 1, "7"],
+        [date(2026, 11, 19), 2, "x"],
+    ]
+    assert found[0].columns == ("x", "dt", "shop", "code")
+    assert id_type(found, "shop", setting="t") == "int64"
+
+
+@pytest.mark.parametrize("value", ["9223372036854775808", "2026-02-31", "1.5", "", "٣"])
+def test_what_is_neither_integer_nor_date_is_text(tmp_path: Path, value: str) -> None:
+    write(tmp_path / f"key={value}" / "a.parquet", x=[1])
+    (source,) = open_sources([str(tmp_path)], setting="s")
+    assert require_column(source, "key", setting="t") == pa.string()
+    assert source.constant("key") == value
+
+
+def test_files_with_other_keys_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "dt=1" / "a.parquet", x=[1])
+    write(tmp_path / "dt=1" / "hour=2" / "b.parquet", x=[1])
+    with refusal("hour=2/b.parquet: its folders have the keys ['dt', 'hour'], but ['dt'] in ", "dt=1/a.parquet"):
+        open_sources([str(tmp_path)], setting="s")
+
+
+def test_a_key_that_stands_in_the_path_twice_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "dt=1" / "dt=2" / "a.parquet", x=[1])
+    with refusal("a.parquet: the folders name 'dt' twice"):
+        open_sources([str(tmp_path)], setting="s")
+
+
+def test_a_null_key_is_refused_where_it_is_used(tmp_path: Path) -> None:
+    write(tmp_path / "dt=__HIVE_DEFAULT_PARTITION__" / "a.parquet", x=[1])
+    write(tmp_path / "dt=3" / "a.parquet", x=[1])
+    null, three = sorted(open_sources([str(tmp_path)], setting="s"), key=lambda source: "HIVE" not in source.name)
+    assert require_column(three, "dt", setting="t") == pa.int64()
+    with refusal("the key 'dt' of its path is null (t)"):
+        require_column(null, "dt", setting="t")
+
+
+@pytest.mark.parametrize(
+    "column",
+    [[1, 2], ["2", "2"], pa.array([2, None]), pa.array([2.0, 2.5]), [True, True], [[2], [2]]],
+    ids=["other value", "text that agrees", "null", "float", "bool", "list"],
+)
+def test_a_key_and_a_column_of_one_name_have_to_say_the_same(tmp_path: Path, column: object) -> None:
+    write(tmp_path / "shop=2" / "a.parquet", shop=column)
+    (source,) = open_sources([str(tmp_path)], setting="s")
+    if column == ["2", "2"]:
+        assert require_column(source, "shop", setting="t") == pa.string()
+        return
+    with refusal("a.parquet: column 'shop' (t) is '2' in the path, but the file has a column of that name"):
+        require_column(source, "shop", setting="t")
+
+
+def test_a_day_in_the_path_and_in_the_file_may_agree(tmp_path: Path) -> None:
+    for kind in (pa.date32(), pa.timestamp("us"), pa.string()):
+        write(tmp_path / "dt=2026-11-19" / "a.parquet", dt=pa.array(["2026-11-19"] * 2).cast(kind))
+        (source,) = open_sources([str(tmp_path)], setting="s")
+        assert require_column(source, "dt", setting="t") == kind
+
+
+def test_a_missing_key_is_answered_with_the_nearest_one(tmp_path: Path) -> None:
+    write(tmp_path / "country=NO" / "a.parquet", x=[1])
+    (source,) = open_sources([str(tmp_path)], setting="s")
+    with refusal("no column 'contry' (t); did you mean 'country'? it has ['x', 'country']"):
+        require_column(source, "contry", setting="t")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (pa.array([1]), pa.array(["1"])),
+        (pa.array([1]), pa.array([1.0])),
+        (pa.array([1], pa.timestamp("us")), pa.array([1], pa.timestamp("us", "UTC"))),
+        (pa.array([[1.0]]), pa.array([1.0])),
+        (pa.array([["a"]]), pa.array([[1]])),
+        (pa.array([1]), pa.array([True])),
+    ],
+)
+def test_columns_of_different_types_are_refused_with_both_files_and_types(
+    tmp_path: Path, one: pa.Array, other: pa.Array
+) -> None:
+    write(tmp_path / "a.parquet", y=[0], x=one)
+    write(tmp_path / "b.parquet", y=[0], x=other)
+    found = open_sources([str(tmp_path)], setting="s")
+    same_types(found, ["y"])
+    with refusal(
+        "b.parquet: column 'x' is ", str(other.type)[:4], ", but ", str(one.type)[:4], "a.parquet; write one type in all files"
+    ):
+        same_types(found, ["y", "x"])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (pa.array([1], pa.int8()), pa.array([1], pa.uint64())),
+        (pa.array([1.0], pa.float32()), pa.array([1.0])),
+        (pa.array(["a"]), pa.array(["a"], pa.large_string()).dictionary_encode()),
+        (pa.array([1], pa.timestamp("ns")), pa.array([1], pa.timestamp("ms"))),
+        (pa.array([[1.0]], pa.list_(pa.float32(), 1)), pa.array([[1.0]], pa.large_list(pa.float64()))),
+    ],
+)
+def test_widths_and_units_may_differ(tmp_path: Path, one: pa.Array, other: pa.Array) -> None:
+    write(tmp_path / "a.parquet", x=one)
+    write(tmp_path / "b.parquet", x=other)
+    same_types(open_sources([str(tmp_path)], setting="s"), ["x"])

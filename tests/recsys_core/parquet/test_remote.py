@@ -1,0 +1,241 @@
+"""Files in a store are read as those on a disk are."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+import pytest
+
+from recsys_core.errors import InputError
+from recsys_core.parquet import locations
+from recsys_core.parquet.sources import local_files, open_sources
+from tests.recsys_core.data.stores import KEY, Store, running
+from tests.recsys_core.data.tables import refusal, write
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Store]:
+    with running() as found:
+        yield found
+
+
+@pytest.fixture
+def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "HTTP_PROXY", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    settings = {
+        "ACCESS_KEY_ID": KEY,
+        "SECRET_ACCESS_KEY": "secret",
+        "DEFAULT_REGION": "us-east-1",
+        "EC2_METADATA_DISABLED": "true",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    server.objects, server.drops, server.reads = {}, 0, []
+    return server
+
+
+def days(folder: Path, store: Store, *, rows: int = 10) -> None:
+    """Three days of a log, locally and in the store."""
+    for day in (17, 18, 19):
+        part = f"log/dt=2026-11-{day}/part-0.parquet"
+        ids = np.arange(rows) + day
+        write(
+            folder / part, row_group=4, user_id=ids, item_id=[f"é{id}" for id in ids], vector=[[0.5, float(id)] for id in ids]
+        )
+        store.objects[part] = (folder / part).read_bytes()
+    store.objects["log/_SUCCESS"] = b""
+    store.objects["log/_temporary/half.parquet"] = b"PAR1"
+    for junk in ("log/_SUCCESS", "log/_temporary/half.parquet"):
+        (folder / junk).parent.mkdir(exist_ok=True)
+        (folder / junk).write_bytes(store.objects[junk])
+
+
+@pytest.mark.parametrize(
+    "pattern", ["log", "log/", "log/dt=*/*.parquet", "log/**/*.parquet", "log/dt=2026-11-1[89]/part-?.parquet", "log/**"]
+)
+def test_a_store_and_a_disk_give_the_same_files_schemas_and_keys(tmp_path: Path, store: Store, pattern: str) -> None:
+    days(tmp_path, store)
+    here = open_sources([str(tmp_path / pattern)], setting="s")
+    there = open_sources([store.uri(pattern)], setting="s")
+    assert [source.name for source in there] == ["s3://bucket/" + str(source.path.relative_to(tmp_path)) for source in here]
+    assert [source.partition["dt"] for source in there] == ["2026-11-17", "2026-11-18", "2026-11-19"][3 - len(there) :]
+    for one, other in zip(here, there, strict=True):
+        assert (one.schema, one.partition, one.partition_types) == (other.schema, other.partition, other.partition_types)
+        assert one.record.footer_sha256 == other.record.footer_sha256
+        assert (one.record.bytes, one.record.rows) == (other.record.bytes, other.record.rows)
+        with one.open() as mine, other.open() as theirs:
+            assert mine.read() == theirs.read()
+    assert there[0].record.path == there[0].name
+    assert there[0].record.modified_ns > 0
+
+
+def test_remote_files_become_local_with_the_columns_asked_for_and_are_gone_afterwards(tmp_path: Path, store: Store) -> None:
+    days(tmp_path, store)
+    sources = open_sources([str(tmp_path / "log"), store.uri("log")], setting="s")
+    assert [source.local for source in sources] == [True] * 3 + [False] * 3
+    with local_files(sources, columns=["vector", "user_id", "dt"], scratch=tmp_path / "scratch") as files:
+        assert files[:3] == [source.path for source in sources[:3]]
+        for source, file in zip(sources[3:], files[3:], strict=True):
+            with source.open() as whole:
+                assert pq.read_table(file) == whole.read(columns=["vector", "user_id"]).select(["vector", "user_id"])
+        copies = files[3:]
+    assert not any(file.exists() for file in copies)
+    assert list((tmp_path / "scratch").iterdir()) == []
+    assert all(source.path.exists() for source in sources[:3])
+
+
+def test_a_copy_of_hive_keys_alone_has_all_rows(tmp_path: Path, store: Store) -> None:
+    days(tmp_path, store)
+    sources = open_sources([store.uri("log")], setting="s")
+    with local_files(sources, columns=["dt"], scratch=tmp_path / "scratch") as files:
+        assert [pq.read_metadata(file).num_rows for file in files] == [10, 10, 10]
+
+
+def test_only_the_columns_asked_for_are_fetched(tmp_path: Path, store: Store) -> None:
+    random = np.random.default_rng(0)
+    big = write(tmp_path / "b.parquet", row_group=20_000, ballast=random.random(200_000), id=np.arange(200_000) % 7)
+    store.objects["b.parquet"] = Path(big).read_bytes()
+    sources = open_sources([store.uri("b.parquet")], setting="s")
+    store.reads.clear()
+    with local_files(sources, columns=["id"], scratch=tmp_path) as files:
+        assert pq.read_table(files[0])["id"].to_numpy().tolist() == (np.arange(200_000) % 7).tolist()
+    assert sum(size for _, _, size in store.reads) < len(store.objects["b.parquet"]) / 4
+
+
+def test_a_copy_goes_on_where_the_network_broke_off(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    days(tmp_path, store, rows=50)
+    (source,) = open_sources([store.uri("log/dt=2026-11-19/part-0.parquet")], setting="s")
+    wanted = source.open().read(columns=["user_id", "item_id"])
+    opened: list[list[int]] = []
+
+    class Breaking(pq.ParquetFile):
+        """Loses the connection in the third and in the second row group it is asked for."""
+
+        def iter_batches(self, *args: Any, **kwargs: Any) -> Iterator[pa.RecordBatch]:
+            opened.append(kwargs["row_groups"])
+            batches = super().iter_batches(3, **kwargs)
+            yield next(batches)
+            if len(opened) in (3, 5):
+                raise OSError("AWS Error NETWORK_CONNECTION during GetObject operation: curlCode: 52")
+            yield from batches
+
+    monkeypatch.setattr("recsys_core.parquet.copies.pq.ParquetFile", Breaking)
+    with local_files([source], columns=["user_id", "item_id"], scratch=tmp_path) as (file,):
+        assert pq.read_table(file) == wanted
+    assert opened[:6] == [[0], [1], [2], [2], [3], [3]]
+
+
+def test_a_store_that_stays_away_is_named_with_the_row_it_left_off_at(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    days(tmp_path, store)
+    (source,) = open_sources([store.uri("log/dt=2026-11-19/part-0.parquet")], setting="s")
+
+    def broken(*_: Any, **__: Any) -> Iterator[pa.RecordBatch]:
+        raise OSError("AWS Error NETWORK_CONNECTION during GetObject operation: curlCode: 52")
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", broken)
+    copying = local_files([source], columns=["user_id"], scratch=tmp_path / "scratch")
+    with (
+        refusal("s3://bucket/log/dt=2026-11-19/part-0.parquet: the store stopped answering, at row 0: ", "curlCode: 52"),
+        copying,
+    ):
+        raise AssertionError
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_a_lost_connection_is_tried_again(tmp_path: Path, store: Store) -> None:
+    days(tmp_path, store)
+    store.drops = 2
+    assert len(open_sources([store.uri("log")], setting="s")) == 3
+    assert store.drops == 0
+
+
+def test_a_damaged_page_in_a_store_is_found_while_it_is_copied(tmp_path: Path, store: Store) -> None:
+    ids = np.random.default_rng(0).integers(0, 2**60, 1000)
+    pq.write_table(
+        pa.table({"id": ids}), tmp_path / "a.parquet", write_page_checksum=True, use_dictionary=False, compression="none"
+    )
+    content = bytearray((tmp_path / "a.parquet").read_bytes())
+    content[content.find(ids[500].tobytes())] ^= 1
+    store.objects["a.parquet"] = bytes(content)
+    sources = open_sources([store.uri("a.parquet")], setting="s")
+    copying = local_files(sources, columns=["id"], scratch=tmp_path)
+    with refusal("s3://bucket/a.parquet: damaged, or not readable, at row 0: "), copying:
+        raise AssertionError
+
+
+def test_a_full_disk_is_said_before_anything_is_copied(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    days(tmp_path, store)
+    sources = open_sources([store.uri("log")], setting="s")
+    monkeypatch.setattr("recsys_core.parquet.copies.shutil.disk_usage", lambda _: SimpleNamespace(free=7))
+    copying = local_files(sources, columns=["user_id"], scratch=tmp_path)
+    with refusal("part-0.parquet: its copy needs about ", "where 7 are free; make room"), copying:
+        raise AssertionError
+
+
+def test_what_is_not_in_the_store_is_named(store: Store) -> None:
+    store.objects["log/notes.txt"] = b"x"
+    for pattern, told in (
+        ("gone.parquet", "s: no such file: s3://bucket/gone.parquet"),
+        ("log/*.parquet", "s: no file matches: s3://bucket/log/*.parquet"),
+        ("lo*", "s: no file matches: s3://bucket/lo*; 1 folders do"),
+        ("log", "s: no *.parquet file in or below the folder s3://bucket/log"),
+    ):
+        with refusal(told):
+            open_sources([store.uri(pattern)], setting="s")
+    with refusal("s: no such bucket: s3://elsewhere"):
+        open_sources([store.uri("x").replace("bucket", "elsewhere")], setting="s")
+
+
+def test_refused_credentials_are_said_to_be_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "stranger")
+    with refusal("s: s3://bucket/log: the store refuses these credentials; check those in the environment"):
+        open_sources([store.uri("log")], setting="s")
+
+
+def test_no_secret_gets_into_a_message_or_a_record(tmp_path: Path, store: Store) -> None:
+    with pytest.raises(InputError, match="holds credentials; take them out") as caught:
+        open_sources([store.uri("log").replace("bucket/", "me:hunter2@bucket/")], setting="s")
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(InputError, match=r"unknown options \['secret_key'\]") as caught:
+        open_sources([store.uri("log") + "&secret_key=hunter2"], setting="s")
+    assert "hunter2" not in str(caught.value)
+    days(tmp_path, store)
+    for source in open_sources([store.uri("log")], setting="s"):
+        assert "endpoint" not in repr(source.record) + source.name
+
+
+def test_names_in_a_store_may_hold_any_character(tmp_path: Path, store: Store) -> None:
+    content = Path(write(tmp_path / "a.parquet", x=[1])).read_bytes()
+    for name in ('it\'s "é" 🚀', "a+b&c=d", "100%25"):
+        store.objects = {f"{name}/a.parquet": content}
+        (source,) = open_sources([store.uri(name.replace("100%25", "100%2525"))], setting="s")
+        assert source.name == f"s3://bucket/{name}/a.parquet"
+
+
+def test_an_object_that_is_replaced_after_the_check_is_refused(tmp_path: Path, store: Store) -> None:
+    days(tmp_path, store)
+    source = open_sources([store.uri("log")], setting="s")[0]
+    store.objects["log/dt=2026-11-17/part-0.parquet"] += b"x"
+    with refusal("s3://bucket/log/dt=2026-11-17/part-0.parquet: changed while it was being read; run again"):
+        source.open()
+
+
+def test_files_in_a_store_are_not_below_data_root(tmp_path: Path, store: Store) -> None:
+    with refusal("s: s3://bucket/log: lies in another store, not below data_root", str(tmp_path)):
+        open_sources([store.uri("log")], setting="s", data_root=tmp_path)
+
+
+def test_the_google_store_is_reached_through_its_own_filesystem() -> None:
+    filesystem, path, prefix = locations.connect(
+        "gs://anonymous@bucket/log/*.parquet?endpoint_override=127.0.0.1:1", setting="s"
+    )
+    assert isinstance(filesystem, pafs.GcsFileSystem)
+    assert (path, prefix) == ("bucket/log/*.parquet", "gs:/")

@@ -1,0 +1,79 @@
+"""What the planner takes a batch to look up, beside the batches that the loader makes."""
+
+import numpy as np
+import pytest
+
+from recsys_core.data.assembly import Assembler
+from recsys_core.data.batch_keys import QUERY, ROWS
+from recsys_core.data.events import EventStore
+from recsys_core.data.loader import TrainLoader
+from recsys_core.models.config import HistoryConfig, TwoTowerConfig
+from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.sampling import negative_share
+from recsys_core.models.spec import ModelSpec
+from recsys_core.sharding.lookup_stats import traffic_of
+from tests.recsys_core.data.described import facts, feature_store
+
+USERS, ITEMS, EVENTS, BATCH, NEGATIVES = 300, 2000, 9000, 128, 64
+
+
+def skewed_store(*, ordered: bool) -> EventStore:
+    """Users of very different length, items by a power law."""
+    rng = np.random.default_rng(1)
+    lengths = 1 + rng.multinomial(EVENTS - USERS, rng.dirichlet(np.full(USERS, 0.7)))
+    weight = 1 / np.arange(1, ITEMS + 1)
+    item = rng.choice(ITEMS, EVENTS, p=weight / weight.sum()).astype(np.int32)
+    offset = np.concatenate([[0], lengths.cumsum()])
+    return EventStore(
+        ordered=ordered,
+        user_offset=offset,
+        train_end=offset[1:],
+        validation_end=offset[1:],
+        event_item=item,
+        train_user=np.repeat(np.arange(USERS, dtype=np.int32), lengths),
+        item_count=np.bincount(item, minlength=ITEMS),
+        vector_row=np.full(ITEMS, -1),
+    )
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize(("length", "alpha"), [(0, 0.0), (5, 0.75), (50, 0.0)])
+def test_measured_lookups_are_those_of_real_batches(ordered: bool, length: int, alpha: float) -> None:
+    store = skewed_store(ordered=ordered)
+    features = feature_store(users=USERS, items=ITEMS, events=EVENTS)
+    config = TwoTowerConfig(user_id=True, history=HistoryConfig(length=length, last_item=length > 0))
+    spec = ModelSpec.sized(config, users=USERS, items=ITEMS, facts=facts())
+    loss = LossConfig(negatives=NEGATIVES, negatives_alpha=alpha)
+    traffic = traffic_of(spec, batch_size=BATCH, loss=loss, store=store, features=features)
+    loader = TrainLoader(
+        store,
+        assembler=Assembler(user=ROWS, features=features),
+        batch_size=BATCH,
+        rank=0,
+        world_size=1,
+        seed=3,
+        max_history=length,
+        negatives=NEGATIVES,
+        negative_share_I=negative_share(store.item_count, alpha),
+    )
+    batches = [loader.make(epoch, batch) for epoch in range(2) for batch in range(len(loader) - 1)]
+
+    def looked_up(collection: str, feature: str) -> float:
+        return float(np.mean([len(batch.sparse[collection][feature].values()) for batch in batches])) / BATCH
+
+    assert traffic.values["item"] == pytest.approx(looked_up(ROWS, "item"), rel=0.05)
+    assert traffic.values["item.list"] == pytest.approx(looked_up(ROWS, "item.list"), rel=0.05)
+    assert traffic.values["user.list"] == pytest.approx(looked_up(QUERY, "user.list"), rel=0.05)
+    assert traffic.values["context.list"] == pytest.approx(looked_up(QUERY, "context.list"), rel=0.05)
+    assert traffic.values["user"] == traffic.values["user.single"] == 1.0
+
+
+def test_the_hottest_rows_get_the_share_of_lookups_that_batches_give_them() -> None:
+    store = skewed_store(ordered=True)
+    spec = ModelSpec.sized(TwoTowerConfig(user_id=True), users=USERS, items=ITEMS)
+    shares = traffic_of(spec, batch_size=BATCH, loss=LossConfig(), store=store).hottest
+    assert set(shares) == {"item", "user"}
+    assert shares["item"][-1] == shares["user"][-1] == 1.0
+    assert shares["item"][9] > 0.1, "a tenth of the items is asked for more often than that"
+    by_events = np.sort(store.train_end - store.user_offset[:-1])[::-1]
+    assert shares["user"][9] == pytest.approx(by_events[: USERS // 10].sum() / EVENTS, abs=1e-6)

@@ -1,0 +1,50 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from recsys_core.parent_process import as_parent
+
+CHILD = (
+    "from recsys_core.parent_process import die_with_parent; {before}; die_with_parent(); "
+    "print('alive', flush=True); import time; time.sleep(60)"
+)
+
+
+def start_grandchild(before: str) -> tuple[subprocess.Popen[str], psutil.Process]:
+    """A parent that starts CHILD and waits; returns both."""
+    code = (
+        "import os, subprocess, sys; from recsys_core.parent_process import as_parent; "
+        f"p = subprocess.Popen([sys.executable, '-c', {CHILD.format(before=before)!r}], env=os.environ | as_parent()); "
+        "print(p.pid, flush=True); p.wait()"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    return parent, psutil.Process(int(parent.stdout.readline()))
+
+
+@pytest.mark.parametrize("before", ["pass", "import time; time.sleep(2)"])
+def test_a_child_ends_with_its_killed_parent_also_when_it_had_not_asked_yet(before: str) -> None:
+    parent, child = start_grandchild(before)
+    if before == "pass":
+        assert parent.stdout is not None and parent.stdout.readline() == "alive\n"
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    _, alive = psutil.wait_procs([child], timeout=10)
+    assert not alive
+
+
+def test_a_process_that_nobody_started_as_a_child_is_left_alone() -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in as_parent()}
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD.format(before="pass")], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None and child.stdout.readline() == "alive\n"
+    time.sleep(0.2)
+    assert child.poll() is None
+    child.kill()
+    child.wait()

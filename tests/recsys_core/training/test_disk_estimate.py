@@ -1,0 +1,88 @@
+"""What training and export are known to write, against what they write; and disks without room for it."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from recsys_core.errors import InputError
+from recsys_core.manifests import ExportManifest, TrainManifest
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.optimizer_config import TableOptimizer
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.table_config import TableConfig
+from recsys_core.retrieval.config import IndexConfig
+from recsys_core.retrieval.index import build_indexes
+from recsys_core.training.config import TrainingConfig
+from recsys_core.training.disk_estimate import export_bytes, training_bytes
+from recsys_core.training.export import export_vectors
+from recsys_core.training.train import link_or_copy, train
+from tests.recsys_core.training.stages import checkpoint_of, export_in_forks, ingest, night, train_in_forks
+
+CONFIG = TrainingConfig(epochs=1, batch_size=128, validation=None, checkpoint_every_steps=1000, seed=5)
+TABLES = {"item": TableConfig(optimizer=TableOptimizer(kind="adagrad"))}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    root = tmp_path_factory.mktemp("night")
+    return night(ingest(root), root / "plan", training=CONFIG, tables=TABLES)
+
+
+def test_a_checkpoint_and_an_export_take_at_least_what_is_estimated(made, tmp_path):
+    trained = train_in_forks(made, tmp_path / "work")
+    arrays = export_in_forks(made, checkpoint_of(trained), tmp_path / "export")
+    rows = {name: array.nbytes for name, array in arrays.items() if name.startswith(("table_", "state_"))}
+    items = {name: arrays[name].nbytes for name in ("item_vectors.npy", "history_items.npy")}
+    largest = max(size for name, size in (rows | items).items() if not name.startswith("state_"))
+    estimate = training_bytes(CONFIG, model=made.spec, work=tmp_path / "none", steps_per_epoch=10)
+    assert estimate == sum(rows.values()) < sum(path.stat().st_size for path in checkpoint_of(trained).glob("*.distcp"))
+    assert export_bytes(CONFIG.table_optimizer, model=made.spec) == sum((rows | items).values()) + largest
+
+
+def test_what_an_earlier_attempt_wrote_counts_as_there(made, tmp_path):
+    whole = training_bytes(CONFIG, model=made.spec, work=tmp_path, steps_per_epoch=10)
+    (tmp_path / "checkpoint").write_bytes(bytes(1_000))
+    assert training_bytes(CONFIG, model=made.spec, work=tmp_path, steps_per_epoch=10) == whole - 1_000
+
+
+def test_training_begins_only_where_its_checkpoints_fit(made, small_disk: Path):
+    (small_disk / "already").write_bytes(bytes(2**20 - 2**16))
+    config = CONFIG.model_copy(update={"checkpoint_every_steps": 1})
+    with pytest.raises(InputError, match=rf"^{small_disk}/train: the train stage takes at least 0\.000 GiB, but the disk has"):
+        train(
+            config, model=made.spec, loss=made.loss, **made.data._asdict(), plan=made.plan, folder=small_disk / "train",
+            on_progress=lambda _: pytest.fail("it began"),
+        )  # fmt: skip
+    assert {path.name for path in small_disk.iterdir()} == {"already"}
+
+
+def facts(**changes) -> dict:
+    return {"fingerprint": "f", "seconds": 1.0, "files": {}} | changes
+
+
+def test_export_and_index_begin_only_where_their_arrays_fit(made, small_disk: Path):
+    spec = ModelSpec.sized(TwoTowerConfig(), users=10, items=100_000)
+    trained = TrainManifest(
+        world_size=2, steps=1, epochs=1, examples=1, final_loss=0.1, samples_per_s=1.0, attempts=1, best_epoch=None,
+        validation={}, warm_from=None, folder=small_disk, **facts(),
+    )  # fmt: skip
+    with pytest.raises(InputError, match=rf"^{small_disk}/export: the export stage takes at least 0\.0\d\d GiB, but the disk"):
+        export_vectors(
+            CONFIG, model=spec, loss=made.loss, interactions=made.data.interactions, features=None, train=trained,
+            folder=small_disk / "export",
+        )  # fmt: skip
+    exported = ExportManifest(items=100_000, dim=64, similarity="dot", queries={}, folder=small_disk, **facts())
+    with pytest.raises(InputError, match=rf"^{small_disk}/index: the index stage takes at least 0\.073 GiB, but the disk"):
+        build_indexes(IndexConfig(), export=exported, folder=small_disk / "index")
+
+
+def test_a_checkpoint_on_another_disk_is_copied_where_it_cannot_be_linked(tmp_path: Path, small_disk: Path):
+    (tmp_path / "file").write_bytes(b"state")
+    with pytest.raises(OSError, match="cross-device") as caught:
+        (small_disk / "file").hardlink_to(tmp_path / "file")
+    assert caught.value.errno == errno.EXDEV
+    link_or_copy(str(tmp_path / "file"), str(small_disk / "file"))
+    link_or_copy(str(tmp_path / "file"), str(tmp_path / "other"))
+    assert (small_disk / "file").read_bytes() == b"state"
+    assert (tmp_path / "other").samefile(tmp_path / "file")

@@ -1,0 +1,228 @@
+"""A warm start on two gloo ranks: rows, sums and layers of one night in the model of the next."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.optim.keyed import CombinedOptimizer
+
+from recsys_core.data.assembly import Assembler
+from recsys_core.data.batch_keys import ROWS
+from recsys_core.data.events import EventStore
+from recsys_core.data.features.store import FeatureStore
+from recsys_core.manifests import FeaturesManifest, InteractionsManifest, require_manifest
+from recsys_core.models.shards import table_shards
+from recsys_core.models.table_config import TableConfig, random_norm
+from recsys_core.training.adagrad_state import sum_shards
+from recsys_core.training.champion_model import Champion
+from recsys_core.training.config import TrainingConfig
+from recsys_core.training.first_model import first_model
+from recsys_core.training.job_spec import TrainJob, WarmStart
+from recsys_core.training.loop import CHECKPOINTS_NAME, make_loader
+from recsys_core.training.optimizers import make_optimizer
+from recsys_core.training.restore import restore
+from recsys_core.training.warm_rows import rows_by_value
+from recsys_core.training.warm_start import fill_from_champion, fill_sums, prepare_warm_start
+from tests.gloo import run_ranks
+from tests.recsys_core.training.nights import RANKS, Night, crown, make_night, process, train_and_export, train_job
+
+VOCABULARIES = {"item": ("items.parquet", "id"), "user": ("users.parquet", "id")}
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Night:
+    return make_night(tmp_path_factory.mktemp("nights") / "first", 1)
+
+
+@pytest.fixture(scope="module")
+def champion(first: Night) -> Champion:
+    return crown(first)
+
+
+def prepare(champion: Champion, night: Night, folder: Path) -> WarmStart:
+    return prepare_warm_start(
+        champion, spec=night.spec, interactions=night.interactions, embeddings=night.embeddings, features=night.features,
+        optimizer=TrainingConfig().table_optimizer, folder=folder,
+    )  # fmt: skip
+
+
+def values(night: Night, table: str) -> list[str | None]:
+    """What each row of `table` stands for."""
+    if table in VOCABULARIES:
+        file, column = VOCABULARIES[table]
+        found: list[str | None] = pq.read_table(night.interactions.path(file))[column].to_pylist()
+        return found
+    return pq.read_table(night.features.path(f"{table}.vocabulary.parquet"))["value"].to_pylist()
+
+
+def started(job: TrainJob, *, rank: int) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    """Model and optimizer as the training loop makes them, before they are filled."""
+    interactions = require_manifest(job.interactions, InteractionsManifest)
+    assert job.features is not None
+    features = require_manifest(job.features, FeaturesManifest)
+    store = EventStore.open(interactions)
+    model = first_model(job, store=store, interactions=interactions, features=features, process=process(rank))
+    return model, make_optimizer(model, spec=job.spec, config=job.training)
+
+
+def check_start(rank: int, job: TrainJob, expected: Path) -> None:
+    """<table>.npy and state_<table>.npy in `expected` hold what the rows shall be; NaN: as a full training would start."""
+    assert job.warm is not None
+    model, optimizer = started(job, rank=rank)
+    before = {
+        name: [shard.weight_RC.clone() for shard in table_shards(model.state_dict(), table=name)] for name in job.spec.tables
+    }
+    fill_from_champion(model, warm=job.warm)
+    fill_sums(optimizer, spec=job.spec, default=job.training.table_optimizer, warm=job.warm)
+    for name in job.spec.tables:
+        wanted_RD, sums_R = (torch.from_numpy(np.load(expected / f"{kind}{name}.npy")) for kind in ("", "state_"))
+        shards = table_shards(model.state_dict(), table=name)
+        for shard, old_RC in zip(shards, before[name], strict=True):
+            wanted_RC = wanted_RD[shard.row : shard.row + len(old_RC)]
+            torch.testing.assert_close(shard.weight_RC, torch.where(wanted_RC.isnan(), old_RC, wanted_RC), rtol=0, atol=0)
+        (sums,) = sum_shards(optimizer, spec=job.spec, table=name)
+        wanted_R = sums_R[sums.row : sums.row + len(sums.sum_RS)]
+        torch.testing.assert_close(sums.sum_RS[:, 0], wanted_R.nan_to_num(0.0), rtol=0, atol=0)
+    head = get_unwrapped_module(model).head
+    for name, value in load_file(job.warm.export / "dense.safetensors").items():
+        torch.testing.assert_close(head.state_dict()[name], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("continued", [True, False], ids=["appended to", "numbered anew"])
+def test_rows_sums_and_layers_follow_their_ids_into_a_vocabulary_that_was(
+    first: Night, champion: Champion, tmp_path: Path, caplog: pytest.LogCaptureFixture, continued: bool
+) -> None:
+    second = make_night(tmp_path / "second", 2, after=first if continued else None)
+    assert (second.interactions.lineage == first.interactions.lineage) == continued
+    with caplog.at_level(logging.INFO, logger="recsys_core"):
+        warm = prepare(champion, second, tmp_path / "warm")
+    said = "\n".join(caplog.messages)
+    for table in second.spec.tables:
+        place = {value: row for row, value in enumerate(values(first, table))}
+        rows = [place.get(value) for value in values(second, table)]
+        moved = [row for row, old in enumerate(rows) if old is not None and old != row]
+        assert bool(moved) != continued
+        for kind in ("table_", "state_"):
+            old = np.load(champion.export.path(f"{kind}{table}.npy"))
+            new = np.full((len(rows), *old.shape[1:]), np.nan, np.float32)
+            for row, source in enumerate(rows):
+                if source is not None:
+                    new[row] = old[source]
+            np.save(tmp_path / f"{kind.replace('table_', '')}{table}.npy", new)
+        kept = sum(row is not None for row in rows)
+        assert f"warm start from run first: table {table}: {kept} of {len(rows)} rows from the champion" in said
+    assert np.load(champion.export.path("state_item.npy")).max() > 0
+    fresh = [value for value in values(second, "item") if value not in values(first, "item")]
+    with_vector = sum(int(str(value)[1:]) % 3 == 0 for value in fresh)
+    assert 0 < with_vector < len(fresh)
+    assert f"{len(fresh)} new ({with_vector} from their vector, {len(fresh) - with_vector} random)" in said
+    job = train_job(second).model_copy(update={"warm": warm})
+    run_ranks(check_start, world_size=RANKS, arguments=(job, tmp_path))
+
+
+def check_new_items(rank: int, job: TrainJob, rows: list[int], vector_ND: NDArray[np.float32]) -> None:
+    assert job.warm is not None
+    model, _ = started(job, rank=rank)
+    fill_from_champion(model, warm=job.warm)
+    for shard in table_shards(model.state_dict(), table="item"):
+        for row, vector_D in zip(rows, torch.from_numpy(vector_ND), strict=True):
+            if shard.row <= row < shard.row + len(shard.weight_RC):
+                wanted_D = vector_D * random_norm(0.02, len(vector_D)) / vector_D.norm()
+                torch.testing.assert_close(shard.weight_RC[row - shard.row], wanted_D)
+
+
+def test_a_new_item_starts_from_its_vector(first: Night, champion: Champion, tmp_path: Path) -> None:
+    second = make_night(tmp_path / "second", 2, after=first)
+    vector_row = np.load(second.interactions.path("vector_row.npy"))
+    rows = [row for row in range(first.spec.items, second.spec.items) if vector_row[row] >= 0]
+    vectors = np.load(second.embeddings.vectors("item"))[vector_row[rows]]
+    job = train_job(second).model_copy(update={"warm": prepare(champion, second, tmp_path / "warm")})
+    run_ranks(check_new_items, world_size=RANKS, arguments=(job, rows, vectors))
+
+
+def step(job: TrainJob, *, rank: int, checkpoint: Path | None, sums: bool = True) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Rows and sums of the item table after the next step: restored from `checkpoint`, or started warm."""
+    model, optimizer = started(job, rank=rank)
+    if checkpoint is not None:
+        restore(model, optimizer, checkpoint=checkpoint)
+    else:
+        assert job.warm is not None
+        fill_from_champion(model, warm=job.warm)
+        if sums:
+            fill_sums(optimizer, spec=job.spec, default=job.training.table_optimizer, warm=job.warm)
+    interactions = require_manifest(job.interactions, InteractionsManifest)
+    assert job.features is not None
+    assembler = Assembler(user=ROWS, features=FeatureStore.open(require_manifest(job.features, FeaturesManifest)))
+    loader = make_loader(job, store=EventStore.open(interactions), assembler=assembler, process=process(rank))
+    pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
+    pipeline.progress(iter([loader.make(7, 0)]))
+    return [
+        (shard.weight_RC.clone(), found.sum_RS.clone())
+        for shard, found in zip(
+            table_shards(model.state_dict(), table="item"), sum_shards(optimizer, spec=job.spec, table="item"), strict=True
+        )
+    ]
+
+
+def goes_on(rank: int, job: TrainJob, out: Path) -> None:
+    train_and_export(rank, job, out)
+    (checkpoint,) = (job.work / CHECKPOINTS_NAME).glob("step-*[0-9]")
+    warm = job.model_copy(update={"warm": WarmStart(run_id="first", export=out, prepared=out)})
+    uninterrupted, carried = step(job, rank=rank, checkpoint=checkpoint), step(warm, rank=rank, checkpoint=None)
+    for (weight_RC, sum_RS), (warm_RC, warm_RS) in zip(uninterrupted, carried, strict=True):
+        torch.testing.assert_close(warm_RC, weight_RC, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(warm_RS, sum_RS, rtol=1e-5, atol=1e-9)
+    jolted = step(warm, rank=rank, checkpoint=None, sums=False)
+    assert any((weight - jolt).abs().max() > 1e-3 for (weight, _), (jolt, _) in zip(uninterrupted, jolted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "dim"),
+    [("row_wise", "rowwise_adagrad", 8), ("data_parallel", "rowwise_adagrad", 8), ("column_wise", "adagrad", 256)],
+)
+def test_the_next_step_of_a_table_is_the_one_that_the_champion_would_have_taken(
+    tmp_path: Path, kind: str, optimizer: str, dim: int
+) -> None:
+    night = make_night(tmp_path / "night", 1, dim=dim, tables={"user": TableConfig(), "item": TableConfig()})
+    training = TrainingConfig.model_validate(
+        {"epochs": 2, "batch_size": 16, "validation": None, "table_optimizer": {"kind": optimizer}}
+    )
+    out = tmp_path / "export"
+    out.mkdir()
+    for name, table in night.spec.tables.items():
+        np.save(out / f"rows_{name}.npy", np.arange(table.rows))
+    run_ranks(goes_on, world_size=RANKS, arguments=(train_job(night, kind=kind, training=training), out))
+
+
+@given(
+    tonight=st.lists(st.text(max_size=2) | st.none(), unique=True),
+    before=st.lists(st.text(max_size=2) | st.none(), unique=True),
+)
+def test_a_value_finds_its_row_wherever_it_stands_and_no_other(tonight: list[str | None], before: list[str | None]) -> None:
+    rows = rows_by_value(*(pa.chunked_array([pa.array(column, pa.string())]) for column in (tonight, before)))
+    assert rows.tolist() == [before.index(value) if value in before else -1 for value in tonight]
+
+
+def test_integer_ids_that_were_strings_are_the_same_ids() -> None:
+    rows = rows_by_value(pa.chunked_array([[7, 5]]), pa.chunked_array([["5", "6"]]))
+    assert rows.tolist() == [-1, 0]
+
+
+def test_frozen_rows_are_tonights_vectors_and_never_the_champions(first: Night, champion: Champion, tmp_path: Path) -> None:
+    residual = make_night(tmp_path / "residual", 2, after=first, tables={"item": TableConfig(transfer="residual")})
+    warm = prepare(champion, residual, tmp_path / "warm")
+    assert set(warm.tables) == {"user", "item.brand"}
+    was_frozen = replace(champion, spec=residual.spec)
+    full = make_night(tmp_path / "full", 2, after=first)
+    assert set(prepare(was_frozen, full, tmp_path / "other").tables) == {"user", "item.brand"}

@@ -1,0 +1,121 @@
+"""MLflow in trouble, with real sockets and a real sqlite database: bounded waits, one sentence, no password."""
+
+import logging
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import pytest
+from mlflow.exceptions import MlflowException
+
+from recsys_core.errors import TrackingServerError
+from tasks.registry import mlflow_client
+from tasks.registry.champion import starting_champion
+from tasks.registry.mlflow_client import connect, persist, within
+from tasks.registry.tracking import MetricRelay
+from tasks.run import Run
+from tests.tasks.conftest import progress
+from tests.tasks.servers import answering, closed, silent
+
+URI = "http://ada:s3cret@host/mlflow"
+NOT_MLFLOW = "<html><body>nginx</body></html>"
+Server = Callable[[], AbstractContextManager[str]]
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setattr(mlflow_client, "ANSWER_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(mlflow_client, "RETRY_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
+
+
+TROUBLE: dict[str, tuple[Server, str]] = {
+    "a closed port": (lambda: nullcontext(closed()), "Connection refused"),
+    "HTML": (partial(answering, (200, NOT_MLFLOW)), "not in a valid JSON format"),
+    "HTML with 404": (partial(answering, (404, NOT_MLFLOW)), "failed with error code 404"),
+    "error 500": (partial(answering, (500, "")), "500"),
+    "silence": (silent, "no answer within 3 s"),
+}
+
+
+@pytest.fixture(params=TROUBLE)
+def trouble(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
+    """The address of a server that is no healthy MLflow, without its password, and words of the message."""
+    server, words = TROUBLE[request.param]
+    with server() as address:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address.replace("//", "//ada:s3cret@"))
+        yield address.replace("//", "//ada:***@"), words
+
+
+def test_each_trouble_is_one_sentence_with_the_address_and_without_its_password(
+    tmp_path: Path, trouble: tuple[str, str]
+) -> None:
+    address, words = trouble
+    with pytest.raises(TrackingServerError) as caught:
+        connect(tmp_path)
+    message = str(caught.value)
+    assert message.startswith(f"MLflow at {address} does not work: ")
+    assert words in message
+    assert "s3cret" not in message
+    assert len(message.splitlines()) == 1
+    assert caught.value.__suppress_context__  # a traceback shows no error of a library, which may hold the address
+
+
+def test_training_starts_and_ends_without_an_mlflow_that_works(
+    tmp_path: Path, trouble: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run("20261121-020000-ab12", workspace=tmp_path, experiment="e")
+    run.folder.mkdir(parents=True)
+    assert starting_champion("m", run=run) is None
+    with MetricRelay(run) as relay:
+        relay.send(progress(20))
+    assert [record.name for record in caplog.records if record.levelno >= logging.WARNING] == ["nightjar", "nightjar"]
+    assert "s3cret" not in caplog.text
+
+
+def test_a_locked_database_is_one_sentence(workspace: Path) -> None:
+    with sqlite3.connect(workspace / "mlflow.db") as other:
+        other.execute("begin exclusive")
+        with pytest.raises(TrackingServerError, match=f"^MLflow at sqlite:///{workspace}/mlflow.db does not work: no answer"):
+            persist(lambda: connect(workspace), uri=f"sqlite:///{workspace}/mlflow.db")
+
+
+def test_what_may_pass_is_tried_again_and_warned_about_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mlflow_client, "RETRY_TIMEOUT_S", 60.0)
+    with answering((500, ""), (503, ""), (200, "{}")) as address:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        assert persist(lambda: connect(tmp_path), uri=address).tracking_uri == address
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "nightjar"]
+    assert warning.startswith(f"MLflow at {address} does not work: ")
+    assert warning.endswith("; retrying for up to 60 s")
+
+
+def test_what_another_attempt_cannot_change_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlflow_client, "RETRY_TIMEOUT_S", 60.0)
+    attempts: list[int] = []
+
+    def refuse() -> None:
+        attempts.append(1)
+        raise MlflowException.invalid_parameter_value(f"{URI} refuses")
+
+    with pytest.raises(TrackingServerError, match=r"^MLflow at http://ada:\*\*\*@host/mlflow does not work: "):
+        persist(refuse, uri=URI)
+    assert attempts == [1]
+
+
+def test_a_mistake_in_the_program_is_not_taken_for_an_outage() -> None:
+    with pytest.raises(KeyError):
+        persist(lambda: {}["absent"], uri=URI)
+
+
+def test_a_timeout_within_the_call_names_its_own_reason() -> None:
+    def end() -> None:
+        raise TimeoutError("reading")
+
+    with pytest.raises(TrackingServerError, match="TimeoutError: reading"):
+        within(60.0, end, uri=URI)

@@ -1,0 +1,108 @@
+"""One MLflow run per nightjar run, on a real sqlite database; an outage costs no training."""
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+
+from tasks.registry.mlflow_client import connect
+from tasks.registry.tracking import MetricRelay, as_metrics, log_params, log_training_metrics, open_run
+from tasks.run import Run
+from tests.tasks.conftest import STEPS, progress
+
+
+@pytest.fixture
+def run(workspace: Path) -> Run:
+    run = Run("20261121-070312-ab12", workspace=workspace, experiment="tests")
+    run.folder.mkdir(parents=True)
+    run.config_file.write_text("training: {epochs: 3}\nname: nightly\n")
+    return run
+
+
+def logged_steps(run: Run) -> list[int]:
+    client = connect(run.workspace)
+    return [metric.step for metric in client.get_metric_history(open_run(client, run), "train/loss")]
+
+
+def test_the_mlflow_run_is_found_again_and_its_artifacts_lie_in_the_workspace(run: Run) -> None:
+    client = connect(run.workspace)
+    first = open_run(client, run)
+    assert open_run(connect(run.workspace), run) == first
+    found = client.get_run(first)
+    assert found.data.tags["nightjar.run_id"] == run.run_id
+    assert found.info.artifact_uri.startswith((run.workspace / "mlartifacts").as_uri())
+    assert open_run(client, Run("another", workspace=run.workspace, experiment="tests")) != first
+
+
+def test_relayed_metrics_arrive_and_a_resumed_training_logs_no_step_twice(run: Run) -> None:
+    for steps in (STEPS[:2], STEPS[1:]):  # the second training repeats the last step of the first
+        with MetricRelay(run) as relay:
+            for step in steps:
+                relay.send(progress(step))
+    assert logged_steps(run) == list(STEPS)
+    client = connect(run.workspace)
+    found = client.get_run(open_run(client, run))
+    assert found.data.params == {"training.epochs": "3", "name": "nightly"}
+    assert found.info.status == "FINISHED"
+
+
+def test_validation_metrics_are_logged_with_the_line_that_measured_them(run: Run) -> None:
+    with MetricRelay(run) as relay:
+        relay.send(progress(STEPS[0]))
+        relay.send(progress(STEPS[1]).model_copy(update={"validation": {"ndcg@10": 0.25}}))
+    client = connect(run.workspace)
+    history = client.get_metric_history(open_run(client, run), "train/validation/ndcg_at_10")
+    assert [(metric.step, metric.value) for metric in history] == [(STEPS[1], 0.25)]
+
+
+def test_a_failed_training_leaves_a_failed_mlflow_run(run: Run) -> None:
+    with pytest.raises(RuntimeError), MetricRelay(run):
+        raise RuntimeError
+    client = connect(run.workspace)
+    assert client.get_run(open_run(client, run)).info.status == "FAILED"
+
+
+def test_an_outage_is_one_warning_and_what_was_lost_is_made_up_for(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
+    with MetricRelay(run) as relay:
+        relay.send(progress(STEPS[0]))
+    assert [record.levelname for record in caplog.records if record.name == "nightjar"] == ["WARNING"]
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    with MetricRelay(run) as relay:
+        relay.send(progress(STEPS[1]))
+    lines = tmp_path / "metrics.jsonl"
+    lines.write_text("".join(progress(step).model_dump_json() + "\n" for step in STEPS))
+    client = connect(run.workspace)
+    log_training_metrics(client, open_run(client, run), metrics_file=lines)
+    assert sorted(logged_steps(run)) == list(STEPS)
+
+
+def test_sending_never_waits_for_mlflow(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    reachable = threading.Event()
+    monkeypatch.setattr("tasks.registry.tracking.connect", lambda workspace: reachable.wait() and connect(workspace))
+    with MetricRelay(run) as relay:
+        for step in STEPS:
+            relay.send(progress(step))
+        reachable.set()
+    assert logged_steps(run) == list(STEPS)
+
+
+def test_a_param_keeps_its_first_value_and_what_a_resume_changed_is_tagged(run: Run) -> None:
+    client = connect(run.workspace)
+    mlflow_run_id = open_run(client, run)
+    log_params(client, mlflow_run_id, config_file=run.config_file)
+    run.config_file.write_text("training: {epochs: 5}\nname: nightly\n")
+    log_params(client, mlflow_run_id, config_file=run.config_file)
+    found = client.get_run(mlflow_run_id).data
+    assert found.params["training.epochs"] == "3"
+    assert found.tags["nightjar.changed_on_resume"] == '{"training.epochs": "5"}'
+
+
+def test_metric_names_lose_the_at_sign_and_undefined_values_are_left_out() -> None:
+    metrics = as_metrics({"test/recall@20": 0.25, "test/slice/new_users/recall@20": float("nan")})
+    assert [(metric.key, metric.value) for metric in metrics] == [("test/recall_at_20", 0.25)]

@@ -4,11 +4,12 @@ A failed attempt is never restarted in place (torchrun's own restart is not to b
 #167288); the caller launches a new one from the last verified checkpoint.
 """
 
+import itertools
 import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 
@@ -16,6 +17,7 @@ import torch
 
 from recsys_core.errors import InputError
 from recsys_core.launching.config import Launcher, LocalLauncher
+from recsys_core.launching.heartbeat import heartbeat
 from recsys_core.launching.host_group import Group
 from recsys_core.launching.local import start_here
 from recsys_core.launching.messages import LaunchFolder, Order, running_versions
@@ -113,30 +115,14 @@ def _start(order: Order, folder: LaunchFolder, *, launcher: Launcher) -> Abstrac
     return submit(order, folder, launcher=launcher)
 
 
-@contextmanager
-def _lease(order: Order, folder: LaunchFolder) -> Iterator[None]:
-    """Raises the counter in `lease` while the block runs: hosts elsewhere end when it stands still."""
+def _lease(order: Order, folder: LaunchFolder) -> AbstractContextManager[None]:
+    """Raise the counter in `lease` while the block runs; hosts elsewhere end when the counter stops."""
     if order.lease_timeout_s is None:
-        yield
-        return
-    ended, interval_s = threading.Event(), order.lease_timeout_s / RENEWALS_PER_LEASE
-
-    def renew() -> None:
-        count = 0
-        while True:
-            folder.renew_lease(order.token, count)
-            count += 1
-            if ended.wait(interval_s):
-                return
-
-    # A thread: the caller's poll may wait for a slow server longer than a lease lasts.
-    thread = threading.Thread(target=renew, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+        return nullcontext()
+    count = itertools.count()
+    return heartbeat(
+        lambda: folder.renew_lease(order.token, next(count)), interval_s=order.lease_timeout_s / RENEWALS_PER_LEASE
+    )
 
 
 @contextmanager

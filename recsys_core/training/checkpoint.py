@@ -6,11 +6,8 @@ random and the order of the data are functions of (seed, step, rank), so the ste
 
 import logging
 import shutil
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -25,13 +22,14 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from recsys_core.config import Frozen
 from recsys_core.disk import full_disk_is_told, too_small
+from recsys_core.launching.heartbeat import heartbeat
 from recsys_core.manifests import Manifest, load_manifest, seal
 from recsys_core.training.dense_parallel import local
 from recsys_core.training.process_group import Process
 
 logger = logging.getLogger(__name__)
 JOB_COPY, PLAN_COPY = "job.json", "plan.json"
-SIGN_S = 1.0
+HEARTBEAT_S = 1.0
 
 
 class Best(Frozen):
@@ -120,7 +118,7 @@ class Checkpointer:
         for name, text in self._papers.items():
             (staging / name).write_text(text)
         shutil.rmtree(target, ignore_errors=True)  # damaged, or of other settings: else training would not be here again
-        with _signs_of_life(self._alive):
+        with heartbeat(self._alive.touch, interval_s=HEARTBEAT_S):
             seal(
                 staging,
                 target,
@@ -144,24 +142,6 @@ class Checkpointer:
             self._folder.mkdir(parents=True, exist_ok=True)
             if shutil.disk_usage(self._folder).free < size:
                 raise too_small(staging, needed=f"a checkpoint takes {size.item() / 2**30:,.3f} GiB")
-
-
-@contextmanager
-def _signs_of_life(alive: Path) -> Iterator[None]:
-    """Touches `alive` all the time during the block, which reads and syncs files of this disk and waits for no rank."""
-    ended = threading.Event()
-
-    def touch() -> None:
-        while not ended.wait(SIGN_S):
-            alive.touch()
-
-    thread = threading.Thread(target=touch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def _local_bytes(value: object) -> int:

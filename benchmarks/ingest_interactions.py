@@ -135,19 +135,19 @@ def _pandas_way(paths: list[Path], out: Path, *, tuned: bool) -> Callable[[], ob
     return work
 
 
-def _nightjar(paths: list[Path], folder: Path, *, memory_limit: str, last_night: Any = None) -> Any:
+def _nightjar(paths: list[Path], folder: Path, *, memory_limit: str, previous: Any = None) -> Any:
     from recsys_core.data.interactions.config import InteractionsConfig
     from recsys_core.data.interactions.ingest import ingest_interactions
 
     config = InteractionsConfig(
         paths=tuple(map(str, paths)), timestamp_column="timestamp", split=SPLIT, memory_limit=memory_limit
     )
-    return ingest_interactions(config, embeddings=None, folder=folder, last_night=last_night)
+    return ingest_interactions(config, embeddings=None, folder=folder, previous=previous)
 
 
 def _two_nights(paths: list[Path], out: Path, *, memory_limit: str) -> dict[str, Any]:
     first = _nightjar(paths[:-1], out / "first", memory_limit=memory_limit)
-    second = _nightjar(paths, out / "second", memory_limit=memory_limit, last_night=first)
+    second = _nightjar(paths, out / "second", memory_limit=memory_limit, previous=first)
     changed = 0
     for side in ("users", "items"):
         before, after = (pq.read_table(night.path(f"{side}.parquet"), columns=["id"]).column("id") for night in (first, second))

@@ -36,7 +36,7 @@ def ingest_interactions(
         config,
         embeddings=embeddings,
         folder=run.stage_folder("ingest_interactions"),
-        last_night=run.last_night("ingest_interactions", InteractionsManifest),
+        previous=run.last_night("ingest_interactions", InteractionsManifest),
         data_root=data_root,
     )
     events = manifest.train_events + manifest.validation_events + manifest.test_events

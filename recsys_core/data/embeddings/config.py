@@ -41,7 +41,7 @@ class EmbeddingsConfig(Settings):
     checksums: Checksums = "pages"
     on_bad_rows: Literal["fail", "drop"] = Field("fail", description="what to do with a row that holds no usable vector or id")
     max_bad_share: float = Field(0.01, ge=0, le=1, description="with on_bad_rows drop: fail when more than this share is bad")
-    max_expansion: int = Field(
+    max_expansion_ratio: int = Field(
         1_000,
         ge=1,
         le=MANY,

@@ -29,7 +29,7 @@ from recsys_core.parquet.disk import allocate
 from recsys_core.parquet.duckdb_session import database
 from recsys_core.parquet.sources import local_files
 
-HOW_ONLY = {"batch_rows", "threads", "max_expansion"}
+HOW_ONLY = {"batch_rows", "threads", "max_expansion_ratio"}
 """Settings that do not change what comes out."""
 
 

@@ -91,8 +91,8 @@ def _check_entry(config: EmbeddingsConfig, *, setting: str, data_root: Path | No
     refuse_bombs(
         sources,
         columns=(config.id_column, *columns),
-        max_expansion=config.max_expansion,
-        setting=f"{setting}.max_expansion",
+        max_expansion=config.max_expansion_ratio,
+        setting=f"{setting}.max_expansion_ratio",
     )
     id_map: tuple[Source, ...] = ()
     ids = source_ids

@@ -79,7 +79,7 @@ class LogFilter(Settings):
         "keep",
         description="keep all; exact: drop repeats of user, item and time; first or last: one event per user and item",
     )
-    bot_events: int | None = Field(
+    bot_threshold: int | None = Field(
         None, ge=1, le=MANY, description="users with more events than this are no people: set aside and counted"
     )
     min_user_events: int = Field(1, ge=1, le=MANY, description="users with fewer events are left out")
@@ -95,8 +95,8 @@ class VocabularyConfig(Settings):
     rebuild: Literal["when_due", "always"] = Field(
         "when_due", description="number anew, by falling frequency, only when due; or every night"
     )
-    rebuild_after_nights: int = Field(30, ge=1, le=10_000, description="due after this many nights with the same numbering")
-    max_idle: float = Field(
+    rebuild_after_runs: int = Field(30, ge=1, le=10_000, description="due after this many nights with the same numbering")
+    max_idle_share: float = Field(
         0.5, gt=0, le=1, description="due when this share of the users or items had no event (nor vector) last night"
     )
 
@@ -136,7 +136,7 @@ class InteractionsConfig(Settings):
     max_bad_share: float = Field(
         0.01, ge=0, lt=1, description="on_bad_rows: drop stops all the same above this share of bad rows"
     )
-    max_expansion: int = Field(
+    max_expansion_ratio: int = Field(
         1_000,
         ge=1,
         le=MANY,

@@ -100,8 +100,8 @@ def _filter(connection: duckdb.DuckDBPyConnection, wanted: LogFilter) -> dict[st
         aside["duplicates"] = _keep(
             connection, f"SELECT * FROM kept QUALIFY row_number() OVER (PARTITION BY {same} ORDER BY {order}) = 1"
         )
-    if wanted.bot_events is not None:
-        busy = f'SELECT "user" FROM kept GROUP BY "user" HAVING count(*) > {wanted.bot_events}'
+    if wanted.bot_threshold is not None:
+        busy = f'SELECT "user" FROM kept GROUP BY "user" HAVING count(*) > {wanted.bot_threshold}'
         aside["bot_users"] = _count(connection, f"SELECT count(*) FROM ({busy})")
         aside["bot_events"] = _keep(connection, f'SELECT * FROM kept ANTI JOIN ({busy}) USING ("user")')
     aside["rare"] = 0

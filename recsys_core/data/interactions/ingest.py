@@ -18,7 +18,7 @@ from recsys_core.manifests import EmbeddingsManifest, IdType, InteractionsManife
 from recsys_core.parquet.duckdb_session import database
 from recsys_core.parquet.sql import SPLITS
 
-HOW_ONLY = {"memory_limit", "threads", "max_expansion"}
+HOW_ONLY = {"memory_limit", "threads", "max_expansion_ratio"}
 """Settings that do not change what comes out."""
 
 
@@ -27,7 +27,7 @@ def ingest_interactions(
     *,
     embeddings: EmbeddingsManifest | None,
     folder: Path,
-    last_night: InteractionsManifest | None = None,
+    previous: InteractionsManifest | None = None,
     data_root: Path | None = None,
 ) -> InteractionsManifest:
     """The vocabularies and the event store that InteractionsManifest describes.
@@ -37,7 +37,7 @@ def ingest_interactions(
 
     Args:
         data_root: where every input file has to lie.
-        last_night: continued where it may be: an id keeps its row, and only files that it has not read are read.
+        previous: continued where it may be: an id keeps its row, and only files that it has not read are read.
 
     Raises:
         InputError: bad rows (see config.on_bad_rows), ids of another type than the vectors', vectors of none of the items, a
@@ -56,14 +56,14 @@ def ingest_interactions(
             )
     records = tuple(source.record for source in found.sources)
     settings = config.model_dump(mode="json", exclude=HOW_ONLY)
-    fingerprint = fingerprint_of("interactions", settings, embeddings, records, last_night)
+    fingerprint = fingerprint_of("interactions", settings, embeddings, records, previous)
 
     def build(out: Path) -> dict[str, Any]:
         spill = out / "spill"
         with database(
             memory_limit=config.memory_limit, threads=config.threads, spill=spill, wanted="interactions"
         ) as connection:
-            facts = _ingest(connection, config, found, embeddings, out, last_night=last_night, fingerprint=fingerprint)
+            facts = _ingest(connection, config, found, embeddings, out, previous=previous, fingerprint=fingerprint)
         shutil.rmtree(spill, ignore_errors=True)
         return facts | {"sources": records, "user_id_type": found.user_id_type, "item_id_type": found.item_id_type}
 
@@ -77,14 +77,14 @@ def _ingest(
     embeddings: EmbeddingsManifest | None,
     out: Path,
     *,
-    last_night: InteractionsManifest | None,
+    previous: InteractionsManifest | None,
     fingerprint: str,
 ) -> dict[str, Any]:
     types = (found.user_id_type, found.item_id_type)
-    rebuilt = _why_rebuild(config, types, last_night)
-    continued = None if rebuilt else last_night
+    rebuilt = _why_rebuild(config, types, previous)
+    continued = None if rebuilt else previous
     left_out = [
-        open_ids(connection, side, kind=kind, last_night=continued) for side, kind in zip(("user", "item"), types, strict=True)
+        open_ids(connection, side, kind=kind, previous=continued) for side, kind in zip(("user", "item"), types, strict=True)
     ]
     parts, fresh = gather_parts(connection, config, found, out, continued=continued)
     aside = load_log(connection, config, parts=parts, folder=out, live=found.splits)
@@ -129,25 +129,23 @@ def _ingest(
     }
 
 
-def _why_rebuild(
-    config: InteractionsConfig, types: tuple[IdType, IdType], last_night: InteractionsManifest | None
-) -> str | None:
+def _why_rebuild(config: InteractionsConfig, types: tuple[IdType, IdType], previous: InteractionsManifest | None) -> str | None:
     """Why the vocabulary has to be built anew, or None where last night's is continued."""
-    if last_night is None:
+    if previous is None:
         return "there is no earlier night"
     if config.vocabulary.rebuild == "always":
         return "interactions.vocabulary.rebuild is always"
     columns = (config.user_column, config.item_column)
-    if columns != last_night.id_columns:
-        return f"the ids are read from {columns}, and were from {last_night.id_columns}"
-    if types != (last_night.user_id_type, last_night.item_id_type):
-        return f"the ids are {types[0]} and {types[1]}, and were {last_night.user_id_type} and {last_night.item_id_type}"
-    if last_night.night >= config.vocabulary.rebuild_after_nights:
-        return f"it was continued for {last_night.night} nights (interactions.vocabulary.rebuild_after_nights)"
+    if columns != previous.id_columns:
+        return f"the ids are read from {columns}, and were from {previous.id_columns}"
+    if types != (previous.user_id_type, previous.item_id_type):
+        return f"the ids are {types[0]} and {types[1]}, and were {previous.user_id_type} and {previous.item_id_type}"
+    if previous.night >= config.vocabulary.rebuild_after_runs:
+        return f"it was continued for {previous.night} nights (interactions.vocabulary.rebuild_after_runs)"
     for side, idle, rows in (
-        ("users", last_night.idle_users, last_night.users),
-        ("items", last_night.idle_items, last_night.items),
+        ("users", previous.idle_users, previous.users),
+        ("items", previous.idle_items, previous.items),
     ):
-        if idle > config.vocabulary.max_idle * rows:
-            return f"{idle:,} of {rows:,} {side} had no event last night (interactions.vocabulary.max_idle)"
+        if idle > config.vocabulary.max_idle_share * rows:
+            return f"{idle:,} of {rows:,} {side} had no event last night (interactions.vocabulary.max_idle_share)"
     return None

@@ -61,7 +61,11 @@ def check_interactions(config: InteractionsConfig, *, data_root: Path | None = N
                 _require(number or pa.types.is_boolean(kind), source, column, kind, "a number")
     same_types(found, config.context_columns)
     refuse_bombs(
-        found, columns=config.columns, max_expansion=config.max_expansion, setting="interactions.max_expansion", texts=False
+        found,
+        columns=config.columns,
+        max_expansion=config.max_expansion_ratio,
+        setting="interactions.max_expansion_ratio",
+        texts=False,
     )
     return InteractionsInput(given, users, items)
 

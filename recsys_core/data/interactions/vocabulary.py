@@ -38,12 +38,12 @@ class Vocabulary:
         return f"{self.side}s.row", f" JOIN {self.side}s ON {column} = {self.side}s.code"
 
 
-def open_ids(connection: duckdb.DuckDBPyConnection, side: str, *, kind: IdType, last_night: InteractionsManifest | None) -> int:
+def open_ids(connection: duckdb.DuckDBPyConnection, side: str, *, kind: IdType, previous: InteractionsManifest | None) -> int:
     """Creates table <side>_ids: empty, or as last night left it; returns how many ids were left without a row."""
     connection.execute(f"CREATE TABLE {side}_ids (id {SQL_TYPE[kind]} NOT NULL, code INTEGER, known INTEGER)").fetchall()
-    if last_night is None:
+    if previous is None:
         return 0
-    read = scan(last_night.path(f"{side}_ids.parquet"), options="file_row_number = true")
+    read = scan(previous.path(f"{side}_ids.parquet"), options="file_row_number = true")
     connection.execute(f'INSERT INTO {side}_ids SELECT id, file_row_number, "row" FROM {read}').fetchall()
     ((left_out,),) = connection.sql(f"SELECT count(*) FROM {side}_ids WHERE known IS NULL").fetchall()
     return int(left_out)

@@ -30,14 +30,14 @@ def ingest(
     *paths: str,
     split: dict[str, Any],
     embeddings: EmbeddingsManifest | None = None,
-    last_night: InteractionsManifest | None = None,
+    previous: InteractionsManifest | None = None,
     **settings: Any,
 ) -> InteractionsManifest:
     """With the times in column t, in microseconds, unless `settings` say otherwise."""
     if "order_column" not in settings:
         settings = {"timestamp_column": "t", "timestamp_unit": "us"} | settings
     config = InteractionsConfig(paths=paths, split=split, **({"threads": 2} | settings))
-    return ingest_interactions(config, embeddings=embeddings, folder=folder, last_night=last_night)
+    return ingest_interactions(config, embeddings=embeddings, folder=folder, previous=previous)
 
 
 def split_by_time(events: Sequence[Event], *, test_days: float, validation_days: float) -> Parts:

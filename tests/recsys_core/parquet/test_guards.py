@@ -34,7 +34,7 @@ except InputError as error:
 
 def gate(paths: str | list[str], *columns: str, max_expansion: float = 1000) -> None:
     found = open_sources([paths] if isinstance(paths, str) else paths, setting="s")
-    refuse_bombs(found, columns=columns, max_expansion=max_expansion, setting="interactions.max_expansion")
+    refuse_bombs(found, columns=columns, max_expansion=max_expansion, setting="interactions.max_expansion_ratio")
 
 
 def test_bombs_are_refused_within_a_few_megabytes(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_bomb_is_named_with_its_sizes_and_the_setting_lets_it_in(tmp_path: Pat
     path = list_bomb(tmp_path / "bomb.parquet")
     size = Path(path).stat().st_size
     with refusal(
-        f"bomb.parquet: {size:,} bytes that decode to 9,0", "in the columns ['vector']", "interactions.max_expansion is"
+        f"bomb.parquet: {size:,} bytes that decode to 9,0", "in the columns ['vector']", "interactions.max_expansion_ratio is"
     ):
         gate(path, "vector")
     gate(path, "vector", max_expansion=1e9)

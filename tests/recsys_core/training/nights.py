@@ -76,7 +76,7 @@ def make_night(
         log,
         split={"kind": "leave_last_out"},
         embeddings=embeddings,
-        last_night=after and after.interactions,
+        previous=after and after.interactions,
     )
     brand = FeatureConfig(name="brand")
     features = ingest_features(

@@ -95,7 +95,7 @@ def test_a_filter_keeps_what_it_says_and_counts_the_rest(tmp_path: Path, case: s
 
 
 def test_users_busier_than_a_person_are_set_aside_with_their_events(tmp_path: Path) -> None:
-    made = ingest(tmp_path / "stage", write_log(tmp_path / "log.parquet", LOG), split=LAST_OUT, filter={"bot_events": 10})
+    made = ingest(tmp_path / "stage", write_log(tmp_path / "log.parquet", LOG), split=LAST_OUT, filter={"bot_threshold": 10})
     assert read(made).users == [1, 2]
     assert made.set_aside == {"bot_users": 1, "bot_events": 30}
 

@@ -37,7 +37,7 @@ def nights(folder: Path, *, split: dict[str, Any] = TIME, **settings: Any) -> tu
     """Three days, then one more."""
     first = ingest(folder / "night1", partitions(folder / "in", DAYS[:3]), split=split, **settings)
     paths = partitions(folder / "in", DAYS)
-    return first, ingest(folder / "night2", paths, split=split, last_night=first, **settings)
+    return first, ingest(folder / "night2", paths, split=split, previous=first, **settings)
 
 
 def rows(made: InteractionsManifest, side: str) -> dict[Any, int]:
@@ -79,7 +79,7 @@ def test_a_part_of_last_night_is_shared_not_copied(tmp_path: Path) -> None:
 def test_a_night_without_anything_new_reads_nothing(tmp_path: Path) -> None:
     first, _ = nights(tmp_path)
     (tmp_path / "in" / "day3.parquet").unlink()
-    again = ingest(tmp_path / "again", str(tmp_path / "in" / "*.parquet"), split=TIME, last_night=first)
+    again = ingest(tmp_path / "again", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)
     assert (again.files_read, again.night) == (0, 2)
     assert read(again) == read(first)
 
@@ -87,7 +87,7 @@ def test_a_night_without_anything_new_reads_nothing(tmp_path: Path) -> None:
 def test_a_file_that_changed_is_read_again_and_counts_once(tmp_path: Path) -> None:
     first, _ = nights(tmp_path)
     write_log(tmp_path / "in" / "day1.parquet", [("eve", "v", DAY), ("eve", "x", DAY + 1)])
-    made = ingest(tmp_path / "again", str(tmp_path / "in" / "*.parquet"), split=TIME, last_night=first)
+    made = ingest(tmp_path / "again", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)
     assert made.files_read == 2
     same_events(made, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME))
 
@@ -95,7 +95,7 @@ def test_a_file_that_changed_is_read_again_and_counts_once(tmp_path: Path) -> No
 def test_files_that_are_gone_take_their_events_along_and_leave_their_ids(tmp_path: Path) -> None:
     first = ingest(tmp_path / "night1", partitions(tmp_path / "in", DAYS), split=TIME)
     (tmp_path / "in" / "day3.parquet").unlink()
-    made = ingest(tmp_path / "night2", str(tmp_path / "in" / "*.parquet"), split=TIME, last_night=first)
+    made = ingest(tmp_path / "night2", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)
     assert (made.files_read, made.users, made.idle_users, made.idle_items) == (0, 4, 1, 1)
     assert rows(made, "users") == rows(first, "users")
     assert sum(len(part) for part in read(made).parts) == 9
@@ -105,7 +105,7 @@ def test_files_that_are_gone_take_their_events_along_and_leave_their_ids(tmp_pat
     ("settings", "why"),
     [
         ({"vocabulary": {"rebuild": "always"}}, "rebuild is always"),
-        ({"vocabulary": {"rebuild_after_nights": 1}}, "it was continued for 1 nights"),
+        ({"vocabulary": {"rebuild_after_runs": 1}}, "it was continued for 1 nights"),
     ],
 )
 def test_a_rebuild_numbers_anew_by_frequency(tmp_path: Path, settings: dict[str, Any], why: str) -> None:
@@ -124,9 +124,9 @@ def test_a_rebuild_is_due_when_most_ids_are_idle(tmp_path: Path) -> None:
     for number, events in enumerate(new):
         write_log(tmp_path / "in" / f"late{number}.parquet", events)
     paths = str(tmp_path / "in" / "late*.parquet")
-    second = ingest(tmp_path / "night2", paths, split=TIME, last_night=first)
+    second = ingest(tmp_path / "night2", paths, split=TIME, previous=first)
     assert (second.rebuilt, second.idle_users, second.users) == (None, 3, 5)
-    third = ingest(tmp_path / "night3", paths, split=TIME, last_night=second)
+    third = ingest(tmp_path / "night3", paths, split=TIME, previous=second)
     assert third.rebuilt is not None and "3 of 5 users had no event last night" in third.rebuilt
     assert (third.users, third.idle_users) == (2, 0)
 
@@ -136,7 +136,7 @@ def test_other_reading_settings_read_all_files_again_and_keep_the_rows(tmp_path:
         write_log(tmp_path / "in" / f"day{number}.parquet", events, stars=[5, 1, 5])
     paths = str(tmp_path / "in" / "*.parquet")
     first = ingest(tmp_path / "night1", paths, split=TIME)
-    second = ingest(tmp_path / "night2", paths, split=TIME, last_night=first, label_column="stars", label_threshold=3)
+    second = ingest(tmp_path / "night2", paths, split=TIME, previous=first, label_column="stars", label_threshold=3)
     assert (second.files_read, second.night, second.set_aside) == (4, 2, {"below_threshold": 4})
     assert rows(second, "users") == rows(first, "users")
 
@@ -147,7 +147,7 @@ def test_an_id_that_a_minimum_kept_out_gets_a_row_when_it_has_enough(tmp_path: P
     assert set(rows(first, "users")) == {"ann", "bob"}
     assert rows(first, "users").items() <= rows(second, "users").items()
     more = write_log(tmp_path / "in" / "day4.parquet", [("cat", "x", 3 * DAY + 5), ("dan", "y", 3 * DAY + 6)])
-    third = ingest(tmp_path / "night3", str(Path(more).parent / "*.parquet"), split=TIME, last_night=second, **chosen)
+    third = ingest(tmp_path / "night3", str(Path(more).parent / "*.parquet"), split=TIME, previous=second, **chosen)
     assert rows(second, "users").items() <= rows(third, "users").items()
     assert set(rows(third, "users")) == {"ann", "bob", "cat", "dan"}
     same_events(third, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME, **chosen))
@@ -166,7 +166,7 @@ def test_parts_are_copied_where_they_cannot_be_linked(tmp_path: Path, monkeypatc
 def test_ids_of_another_column_are_numbered_anew(tmp_path: Path) -> None:
     first = ingest(tmp_path / "night1", partitions(tmp_path / "in", DAYS), split=TIME)
     turned = {"user_column": "item_id", "item_column": "user_id"}
-    second = ingest(tmp_path / "night2", str(tmp_path / "in" / "*.parquet"), split=TIME, last_night=first, **turned)
+    second = ingest(tmp_path / "night2", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first, **turned)
     assert second.rebuilt is not None and "('item_id', 'user_id')" in second.rebuilt
     assert set(rows(second, "users")) == set(rows(first, "items"))
 
@@ -178,7 +178,7 @@ def test_a_row_from_the_future_counts_once_its_time_has_come(tmp_path: Path, mon
     first = ingest(tmp_path / "night1", path, split=TIME, **dropping)
     assert first.bad_rows == {"t: in the future": 3}
     monkeypatch.setattr(time, "time_ns", lambda: 4 * DAY * 1_000)
-    second = ingest(tmp_path / "night2", path, split=TIME, last_night=first, **dropping)
+    second = ingest(tmp_path / "night2", path, split=TIME, previous=first, **dropping)
     assert (second.bad_rows, second.files_read) == ({}, 4)
     same_events(second, ingest(tmp_path / "whole", path, split=TIME))
 
@@ -187,7 +187,7 @@ def test_a_bad_new_day_leaves_last_night_as_it_was(tmp_path: Path) -> None:
     first, _ = nights(tmp_path)
     write(tmp_path / "in" / "day4.parquet", user_id=["ann", None], item_id=["x", "x"], t=[4 * DAY, 4 * DAY])
     with refusal("day4.parquet: column 'user_id', row 1: null"):
-        ingest(tmp_path / "bad", str(tmp_path / "in" / "*.parquet"), split=TIME, last_night=first)
+        ingest(tmp_path / "bad", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)
     assert not (tmp_path / "bad").exists()
     assert first.path(first.parts[0].file).stat().st_size == first.files[first.parts[0].file].bytes
 
@@ -196,8 +196,8 @@ def test_a_file_without_rows_may_go_away_again(tmp_path: Path) -> None:
     log, empty = write_log(tmp_path / "log.parquet", DAYS[0] + DAYS[1] + DAYS[2]), tmp_path / "empty.parquet"
     pq.write_table(pq.read_table(log).slice(0, 0), empty)
     first = ingest(tmp_path / "night1", log, split=TIME)
-    second = ingest(tmp_path / "night2", log, str(empty), split=TIME, last_night=first)
-    same_events(ingest(tmp_path / "night3", log, split=TIME, last_night=second), first)
+    second = ingest(tmp_path / "night2", log, str(empty), split=TIME, previous=first)
+    same_events(ingest(tmp_path / "night3", log, split=TIME, previous=second), first)
 
 
 def test_an_id_that_a_filter_left_out_gets_no_row_when_its_file_is_gone_and_the_filter_too(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_an_id_that_a_filter_left_out_gets_no_row_when_its_file_is_gone_and_the_
     )
     filtered = {"min_item_events": 2}
     first = ingest(tmp_path / "night1", old, new, split=TIME, filter=filtered)
-    second = ingest(tmp_path / "night2", new, split=TIME, last_night=first)
+    second = ingest(tmp_path / "night2", new, split=TIME, previous=first)
     assert not {"rare", "r"} & {*rows(second, "users"), *rows(second, "items")}
     assert (second.idle_users, second.idle_items) == (0, 0)
 
@@ -238,7 +238,7 @@ def test_however_the_days_are_cut_into_nights_the_last_one_has_the_same_events(
     made: InteractionsManifest | None = None
     for night, stop in enumerate(sorted({2, *(min(cut + 1, len(log)) for cut in cuts), len(log)})):
         before = made
-        made = ingest(folder / f"night{night}", partitions(folder / "in", log[:stop]), last_night=before, **chosen)
+        made = ingest(folder / f"night{night}", partitions(folder / "in", log[:stop]), previous=before, **chosen)
         if before is not None:
             for side in ("users", "items"):
                 assert rows(before, side).items() <= rows(made, side).items()

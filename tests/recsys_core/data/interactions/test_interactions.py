@@ -215,7 +215,7 @@ def test_held_out_items_are_in_no_training_event_and_the_same_every_night(tmp_pa
 
     # The next night reads one more file: what was held out stays so, there too; from scratch it is the same.
     more = write_log(tmp_path / "b.parquet", [(user, name(item), 2000) for user in (7, 8) for item in range(900, 1100)])
-    later = ingest(tmp_path / "later", first, more, split=split, last_night=night)
+    later = ingest(tmp_path / "later", first, more, split=split, previous=night)
     assert later.files_read == 1
     train, validation, _ = read(later).parts
     new = {item for _, item, _ in validation}
@@ -229,7 +229,7 @@ def test_another_way_to_hold_out_reads_the_log_again(tmp_path: Path) -> None:
     log = write_log(tmp_path / "a.parquet", [(user, item, item) for user in range(20) for item in range(20)])
     split = {"kind": "files", "test": write_log(tmp_path / "test.parquet", [(1, 60, 60)]), "validation_share": 0.5}
     pairs = ingest(tmp_path / "pairs", log, split=split)
-    items = ingest(tmp_path / "items", log, split=split | {"validation_by": "item"}, last_night=pairs)
+    items = ingest(tmp_path / "items", log, split=split | {"validation_by": "item"}, previous=pairs)
     train, validation, _ = read(items).parts
     assert validation and not {item for _, item, _ in validation} & {item for _, item, _ in train}
 

@@ -1,4 +1,4 @@
-"""`python -m tasks.registry.smoke_process MODEL_URI CASES ANSWERS`: asks a model version in a process that has loaded nothing else.
+"""`python -m tasks.registry.smoke_process MODEL_URI CASES ANSWERS`: query a version in a process with nothing else loaded.
 
 It imports no recsys_core of its own, so that what answers is the code that was logged with the version.
 """

@@ -26,7 +26,7 @@ from recsys_core.data.events import EventStore
 from recsys_core.data.interactions.config import GivenSplit, InteractionsConfig
 from recsys_core.data.interactions.ingest import ingest_interactions
 from recsys_core.data.loader import TrainLoader
-from recsys_core.manifests import InteractionsManifest, require_manifest
+from recsys_core.manifests import Dataset, InteractionsManifest, require_manifest
 from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
@@ -139,12 +139,16 @@ def ours(run: Run, *, folder: Path, process: Process, paced: Paced | None) -> di
     loss = LossConfig(kind="bce", negatives=1)
     pools = run.kind not in ROW_LOOKUP_KINDS
     spec = ModelSpec.of(
-        model, interactions=interactions, loss=loss, tables={"user": TableConfig(lookup="bag" if pools else "row")}
+        model, dataset=Dataset(interactions), loss=loss, tables={"user": TableConfig(lookup="bag" if pools else "row")}
     )
     training = TrainingConfig(
-        epochs=1, batch_size=run.batch_size, validation=None, log_every_steps=run.window, checkpoint_every_steps=10**9,
+        epochs=1,
+        batch_size=run.batch_size,
+        validation=None,
+        log_every_steps=run.window,
+        checkpoint_every_steps=10**9,
         precision="bf16" if "bf16" in run.name else "fp32",
-    )  # fmt: skip
+    )
     cluster = ClusterConfig(device="cpu", processes_per_node=run.ranks)
     item = "row_wise" if pools else run.kind
     tables = {"user": TableConstraint(sharding_types=(run.kind,)), "item": TableConstraint(sharding_types=(item,))}
@@ -155,13 +159,20 @@ def ours(run: Run, *, folder: Path, process: Process, paced: Paced | None) -> di
         )
     dist.barrier()
     job = TrainJob(
-        work=work, fingerprint="bench", spec=spec, loss=loss, training=training, interactions=interactions.folder,
-        embeddings=None, features=None, plan=work / "plan" / "plan.json",
-    )  # fmt: skip
+        work=work,
+        fingerprint="bench",
+        spec=spec,
+        loss=loss,
+        training=training,
+        interactions=interactions.folder,
+        embeddings=None,
+        features=None,
+        plan=work / "plan" / "plan.json",
+    )
     store = EventStore.open(interactions)
     loader = make_loader(job, store=store, assembler=Assembler(user=job.spec.user_in, features=None), process=process)
     short: Any = Steps(loader, steps=run.steps, made="made" in run.name, paced=paced)
-    sharded = first_model(job, store=store, interactions=interactions, features=None, process=process)
+    sharded = first_model(job, store=store, dataset=Dataset(interactions), process=process)
     trainer = Training(job, model=sharded, loader=short, process=process)
     trainer._save = lambda: None  # type: ignore[method-assign]  # a checkpoint of random rows is of no interest here
     trainer.run()

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from flows.config import PipelineConfig
 from flows.nightly import Ingested, Stage
+from recsys_core.manifests import Dataset
 from recsys_core.models.spec import ModelSpec
 from tasks.data_report import check_data
 from tasks.evaluate import evaluate
@@ -22,7 +23,7 @@ def learn(config: PipelineConfig, run: Run, *, ingested: Ingested) -> Iterator[S
     checked = check_data(config.data_report, split=config.interactions.split, interactions=interactions, run=run)
     yield "check_data", checked
     model = ModelSpec.of(
-        config.model, interactions=interactions, embeddings=embeddings, features=features, tables=config.tables,
+        config.model, dataset=Dataset(interactions, embeddings, features), tables=config.tables,
         loss=config.loss,
     )  # fmt: skip
     plan = plan_sharding(

@@ -11,7 +11,7 @@ from flows.config import PipelineConfig
 from flows.config_file import dump_config, to_paste, with_settings
 from flows.nightly import ingest
 from recsys_core.errors import InputError
-from recsys_core.manifests import EmbeddingsManifest, FeaturesManifest, InteractionsManifest, fingerprint_of
+from recsys_core.manifests import Dataset, EmbeddingsManifest, FeaturesManifest, InteractionsManifest, fingerprint_of
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.lookup_stats import measure_traffic
 from recsys_core.sharding.planner import make_plan, plan_sharding
@@ -75,9 +75,11 @@ def read_data(config: PipelineConfig, run: Run) -> Data:
 def spec_of(config: PipelineConfig, data: Data) -> ModelSpec:
     """The model that `config` describes; InputError where it does not fit the data."""
     return ModelSpec.of(
-        config.model, interactions=data.interactions, embeddings=data.embeddings, features=data.features, tables=config.tables,
+        config.model,
+        dataset=Dataset(data.interactions, data.embeddings, data.features),
+        tables=config.tables,
         loss=config.loss,
-    )  # fmt: skip
+    )
 
 
 def check_values(config: PipelineConfig, tuning: TuningConfig, data: Data) -> None:
@@ -90,9 +92,11 @@ def check_values(config: PipelineConfig, tuning: TuningConfig, data: Data) -> No
                 continue
             try:
                 make_plan(
-                    tried.sharding, model=spec_of(tried, data), batch_size=tried.training.batch_size,
+                    tried.sharding,
+                    model=spec_of(tried, data),
+                    batch_size=tried.training.batch_size,
                     optimizer=tried.training.table_optimizer,
-                )  # fmt: skip
+                )
             except InputError as error:
                 raise InputError(
                     f"tuning.ranges.{name}: {label_of(probe)} does not go with the other settings of the file: {error}"
@@ -105,9 +109,17 @@ def open_study(config: PipelineConfig, tuning: TuningConfig, data: Data, *, work
     training = config.training.model_dump(exclude=OPERATIONAL)
     search = tuning.model_dump(exclude={"trials", "timeout_s"})
     name = fingerprint_of(
-        "study", config.model, config.tables, config.loss, config.sharding, training, search, data.interactions,
-        data.embeddings, data.features,
-    )[:12]  # fmt: skip
+        "study",
+        config.model,
+        config.tables,
+        config.loss,
+        config.sharding,
+        training,
+        search,
+        data.interactions,
+        data.embeddings,
+        data.features,
+    )[:12]
     metric = f"{config.training.validation.metric}@{config.training.validation.k}"
     study = Study(tuning, folder=workspace / PLACE / name, metric=metric, run_id=f"tune-{new_run_id()}")
     dump_config(config, study.config_file)
@@ -122,19 +134,33 @@ def try_one(config: PipelineConfig, attempt: Attempt, data: Data, *, study: Stud
         tried = with_settings(config, attempt.settings)
         model = spec_of(tried, data)
         traffic = measure_traffic(
-            model, batch_size=tried.training.batch_size, loss=tried.loss, interactions=data.interactions, features=data.features
+            model,
+            batch_size=tried.training.batch_size,
+            loss=tried.loss,
+            dataset=Dataset(data.interactions, features=data.features),
         )
         plan = plan_sharding(
-            tried.sharding, model=model, batch_size=tried.training.batch_size, optimizer=tried.training.table_optimizer,
-            traffic=traffic, folder=folder / "plan",
-        )  # fmt: skip
+            tried.sharding,
+            model=model,
+            batch_size=tried.training.batch_size,
+            optimizer=tried.training.table_optimizer,
+            traffic=traffic,
+            folder=folder / "plan",
+        )
     except InputError as error:
         return Result(ending="failed", seconds=0, reason=str(error))
     setup = TrialSetup(
-        training=tried.training, loss=tried.loss, model=model, plan=plan, interactions=data.interactions,
-        embeddings=data.embeddings, features=data.features, launcher=config.launcher, metric=study.metric,
+        training=tried.training,
+        loss=tried.loss,
+        model=model,
+        plan=plan,
+        interactions=data.interactions,
+        embeddings=data.embeddings,
+        features=data.features,
+        launcher=config.launcher,
+        metric=study.metric,
         folder=folder,
-    )  # fmt: skip
+    )
     best = "" if study.best is None else f", best {study.best.value:.4f}"
     return try_settings(attempt, setup, stage=f"trial {attempt.number + 1} of {trials}{best}")
 

@@ -6,7 +6,7 @@ from prefect.cache_policies import NO_CACHE
 from recsys_core.evaluation import evaluate as evaluate_core
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.report import metric_table, to_markdown
-from recsys_core.manifests import EmbeddingsManifest, EvaluationManifest, ExportManifest, InteractionsManifest
+from recsys_core.manifests import Dataset, EmbeddingsManifest, EvaluationManifest, ExportManifest, InteractionsManifest
 from tasks.reporting import begin, show_bar, show_markdown
 from tasks.run import Run
 
@@ -23,9 +23,12 @@ def evaluate(
     """Vectors -> exact metrics beside the baselines, shown as an artifact."""
     finish = begin("evaluate")
     manifest = evaluate_core.evaluate(
-        config, export=export, interactions=interactions, embeddings=embeddings, folder=run.stage_folder("evaluate"),
+        config,
+        export=export,
+        dataset=Dataset(interactions, embeddings),
+        folder=run.stage_folder("evaluate"),
         on_progress=lambda done, total: show_bar("evaluate", done=done, total=total, note=f"{done:,} of {total:,} queries"),
-    )  # fmt: skip
+    )
     table = metric_table(manifest.metrics)
     show_markdown("metrics", to_markdown(table))
     facts = (f"{column} {value:.4f}" for column, value in zip(table.columns, table.rows["model"], strict=True))

@@ -4,7 +4,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from recsys_core.launching.config import Launcher
-from recsys_core.manifests import ExportManifest, FeaturesManifest, InteractionsManifest, TrainManifest
+from recsys_core.manifests import Dataset, ExportManifest, FeaturesManifest, InteractionsManifest, TrainManifest
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training import export as export_core
@@ -28,9 +28,14 @@ def export_vectors(
     """Checkpoint -> item vectors, query vectors, tables."""
     finish = begin("export")
     manifest = export_core.export_vectors(
-        config, model=model, loss=loss, interactions=interactions, features=features, train=train,
-        folder=run.stage_folder("export"), launcher=launcher,
-    )  # fmt: skip
+        config,
+        model=model,
+        loss=loss,
+        dataset=Dataset(interactions, features=features),
+        train=train,
+        folder=run.stage_folder("export"),
+        launcher=launcher,
+    )
     queries = ", ".join(f"{count:,} {split} queries" for split, count in manifest.queries.items())
     finish(manifest, f"{manifest.items:,} x {manifest.dim} item vectors, {queries}")
     return manifest

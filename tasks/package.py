@@ -4,6 +4,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from recsys_core.manifests import (
+    Dataset,
     EvaluationManifest,
     ExportManifest,
     FeaturesManifest,
@@ -31,8 +32,12 @@ def build_package(
     """Query tower, index and ids -> one folder that serves."""
     finish = begin("package")
     manifest = package_core.build_package(
-        config, export=export, index=index, interactions=interactions, features=features, evaluation=evaluation,
+        config,
+        export=export,
+        index=index,
+        dataset=Dataset(interactions, features=features),
+        evaluation=evaluation,
         folder=run.stage_folder("package"),
-    )  # fmt: skip
+    )
     finish(manifest, f"{manifest.quantization} tower, {manifest.served_index} index, {manifest.bytes / 2**20:,.1f} MiB")
     return manifest

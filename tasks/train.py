@@ -5,7 +5,14 @@ from prefect.cache_policies import NO_CACHE
 
 from recsys_core.evaluation.report import plot_loss
 from recsys_core.launching.config import Launcher
-from recsys_core.manifests import EmbeddingsManifest, FeaturesManifest, InteractionsManifest, PlanManifest, TrainManifest
+from recsys_core.manifests import (
+    Dataset,
+    EmbeddingsManifest,
+    FeaturesManifest,
+    InteractionsManifest,
+    PlanManifest,
+    TrainManifest,
+)
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.config import ShardingConfig
@@ -43,9 +50,17 @@ def train(
             shown.send(progress)
 
         manifest = train_core.train(
-            config, model=model, loss=loss, interactions=interactions, embeddings=embeddings, features=features, plan=plan,
-            sharding=sharding, folder=run.stage_folder("train"), on_progress=on_progress, champion=champion, launcher=launcher,
-        )  # fmt: skip
+            config,
+            model=model,
+            loss=loss,
+            dataset=Dataset(interactions, embeddings, features),
+            plan=plan,
+            sharding=sharding,
+            folder=run.stage_folder("train"),
+            on_progress=on_progress,
+            champion=champion,
+            launcher=launcher,
+        )
     show_image("training-loss", plot_loss(manifest, path=run.folder / "loss.png"))
     finish(manifest, shown.finish(training_facts(manifest, config=config)))
     return manifest

@@ -17,6 +17,7 @@ from recsys_core.data.embeddings.ingest import ingest_embeddings
 from recsys_core.data.features.ingest import ingest_features
 from recsys_core.data.interactions.ingest import ingest_interactions
 from recsys_core.evaluation.evaluate import evaluate
+from recsys_core.manifests import Dataset
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.planner import plan_sharding
 from recsys_core.training.export import export_vectors
@@ -44,17 +45,25 @@ def train_only(settings: Settings, *, folder: Path) -> list[tuple[float, Progres
     """Lines of metrics.jsonl, and when each was seen in seconds, with as many ranks as the config says, by default two."""
     config = PipelineConfig.model_validate(settings)
     interactions = ingest_interactions(config.log, embeddings=None, folder=folder / "interactions")
-    spec = ModelSpec.of(config.model, interactions=interactions, tables=config.tables, loss=config.loss)
+    spec = ModelSpec.of(config.model, dataset=Dataset(interactions), tables=config.tables, loss=config.loss)
     shutil.rmtree(folder / "train", ignore_errors=True)
     plan = plan_sharding(
-        config.sharding, model=spec, batch_size=config.training.batch_size, optimizer=config.training.table_optimizer,
+        config.sharding,
+        model=spec,
+        batch_size=config.training.batch_size,
+        optimizer=config.training.table_optimizer,
         folder=folder / "plan",
-    )  # fmt: skip
+    )
     lines: list[tuple[float, Progress]] = []
     train(
-        config.training, model=spec, loss=config.loss, interactions=interactions, embeddings=None, features=None, plan=plan,
-        folder=folder / "train", on_progress=lambda line: lines.append((time.perf_counter(), line)),
-    )  # fmt: skip
+        config.training,
+        model=spec,
+        loss=config.loss,
+        dataset=Dataset(interactions),
+        plan=plan,
+        folder=folder / "train",
+        on_progress=lambda line: lines.append((time.perf_counter(), line)),
+    )
     return lines
 
 
@@ -111,29 +120,46 @@ def _run(experiment: Experiment, *, folder: Path, core: int) -> dict[str, Any]:
     features = None
     if config.features is not None:
         features = ingest_features(
-            config.features, interactions=interactions, embeddings=embeddings, previous=None, memory_limit="1GB", threads=1,
+            config.features,
+            interactions=interactions,
+            embeddings=embeddings,
+            previous=None,
+            memory_limit="1GB",
+            threads=1,
             folder=shared / "features",
-        )  # fmt: skip
+        )
     spec = ModelSpec.of(
-        config.model, interactions=interactions, embeddings=embeddings, features=features, tables=config.tables,
+        config.model,
+        dataset=Dataset(interactions, embeddings, features),
+        tables=config.tables,
         loss=config.loss,
-    )  # fmt: skip
+    )
     plan = plan_sharding(
-        config.sharding, model=spec, batch_size=config.training.batch_size, optimizer=config.training.table_optimizer,
+        config.sharding,
+        model=spec,
+        batch_size=config.training.batch_size,
+        optimizer=config.training.table_optimizer,
         folder=own / "plan",
-    )  # fmt: skip
+    )
     lines: list[Progress] = []
     trained = train(
-        config.training, model=spec, loss=config.loss, interactions=interactions, embeddings=embeddings, features=features,
-        plan=plan, folder=own / "train", on_progress=lines.append,
-    )  # fmt: skip
-    export = export_vectors(
-        config.training, model=spec, loss=config.loss, interactions=interactions, features=features, train=trained,
-        folder=own / "export",
-    )  # fmt: skip
-    found = evaluate(
-        config.evaluation, export=export, interactions=interactions, embeddings=embeddings, folder=own / "evaluation"
+        config.training,
+        model=spec,
+        loss=config.loss,
+        dataset=Dataset(interactions, embeddings, features),
+        plan=plan,
+        folder=own / "train",
+        on_progress=lines.append,
     )
+    export = export_vectors(
+        config.training,
+        model=spec,
+        loss=config.loss,
+        dataset=Dataset(interactions, features=features),
+        train=trained,
+        folder=own / "export",
+    )
+    found = evaluate(config.evaluation, export=export, dataset=Dataset(interactions, embeddings), folder=own / "evaluation")
     return {
         "validation": [line.validation for line in lines if line.validation],
         "best_epoch": trained.best_epoch,

@@ -11,7 +11,7 @@ from flows.config import PipelineConfig
 from recsys_core.data.embeddings.ingest import ingest_embeddings
 from recsys_core.data.features.ingest import ingest_features
 from recsys_core.data.interactions.ingest import ingest_interactions
-from recsys_core.manifests import EmbeddingsManifest, FeaturesManifest, InteractionsManifest
+from recsys_core.manifests import Dataset, EmbeddingsManifest, FeaturesManifest, InteractionsManifest
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.config import ClusterConfig
 from recsys_core.sharding.lookup_stats import measure_traffic
@@ -32,16 +32,19 @@ def plan_for(config: PipelineConfig, *, cluster: dict[str, Any]) -> tuple[PlanFi
     embeddings, interactions, features = _ingest(config, folder=folder)
     model = ModelSpec.of(
         config.model,
-        interactions=interactions,
-        embeddings=embeddings,
-        features=features,
+        dataset=Dataset(interactions, embeddings, features),
         tables=config.tables,
         loss=config.loss,
     )
     wanted = ClusterConfig(**(config.sharding.cluster.model_dump() | cluster))
     sharding = config.sharding.model_copy(update={"cluster": wanted})
     batch_size, optimizer = config.training.batch_size, config.training.table_optimizer
-    traffic = measure_traffic(model, batch_size=batch_size, loss=config.loss, interactions=interactions, features=features)
+    traffic = measure_traffic(
+        model,
+        batch_size=batch_size,
+        loss=config.loss,
+        dataset=Dataset(interactions, features=features),
+    )
     plan = make_plan(sharding, model=model, batch_size=batch_size, optimizer=optimizer, traffic=traffic)
     return plan, write_plan(plan, folder)
 

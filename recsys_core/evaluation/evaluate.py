@@ -24,7 +24,7 @@ from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.metrics import TargetRanks
 from recsys_core.evaluation.ranking import Ranking, rank_by_order, rank_served
 from recsys_core.manifests import (
-    EmbeddingsManifest,
+    Dataset,
     EvaluationManifest,
     ExportManifest,
     InteractionsManifest,
@@ -68,8 +68,7 @@ def evaluate(
     config: EvaluationConfig,
     *,
     export: ExportManifest,
-    interactions: InteractionsManifest,
-    embeddings: EmbeddingsManifest | None,
+    dataset: Dataset,
     folder: Path,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> EvaluationManifest:
@@ -82,6 +81,7 @@ def evaluate(
     themselves, for the users that took one, at the cut-offs below the number of such items; there is nothing under it where
     no user did. Raises InputError if no test user has a target.
     """
+    interactions, embeddings = dataset.interactions, dataset.item_vectors
     if export.items != interactions.items:
         raise StageError(
             f"{export.folder} has {export.items} items, {interactions.folder} has {interactions.items}; export again"
@@ -91,7 +91,7 @@ def evaluate(
         item_ID = torch.from_numpy(np.load(export.path("item_vectors.npy")))
         store = EventStore.open(interactions)
         found: dict[str, float] = {}
-        contenders = {"validation": 1, "test": 2 if _has_vectors(embeddings) else 1}
+        contenders = {"validation": 1, "test": 1 if embeddings is None else 2}
         ranked = {split: min(n, config.max_users or n) * contenders[split] for split, n in export.queries.items()}
         progress = _Progress(sum(ranked.values()), on_progress)
         if export.queries.get("validation", 0):
@@ -119,7 +119,7 @@ def evaluate(
 
         # Among items without an event, popularity has nothing to go by: it has no cold metrics.
         found |= all_metrics("baseline/popularity", _rank_popularity(questions, config=config), config=config)
-        if embeddings is not None and _has_vectors(embeddings):
+        if embeddings is not None:
             neighbours = replace(questions, known_E=np.ones_like(questions.known_E))
             vectors = baselines.zero_shot_vectors(
                 np.load(embeddings.vectors("item"), mmap_mode="r"),
@@ -134,7 +134,7 @@ def evaluate(
         (out / "metrics.json").write_text(json.dumps(found, indent=2))
         return {"metrics": found}
 
-    parts = ("evaluation", config, export, interactions, embeddings)
+    parts = ("evaluation", config, export, interactions, dataset.embeddings)
     return produce(folder, EvaluationManifest, fingerprint=fingerprint_of(*parts), build=build)
 
 
@@ -163,10 +163,6 @@ def _questions(
         known_E=spec.knows(history_length_B=history.length_N, user_row_B=users),
         popular_I=baselines.popularity_before(split, store=store, interactions=interactions),
     )
-
-
-def _has_vectors(embeddings: EmbeddingsManifest | None) -> bool:
-    return embeddings is not None and "item" in embeddings.tables
 
 
 def _cold_metrics(

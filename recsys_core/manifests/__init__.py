@@ -14,6 +14,7 @@ from recsys_core.manifests.data_stages import (
     SourceFile,
     VectorTable,
 )
+from recsys_core.manifests.dataset import Dataset
 from recsys_core.manifests.model_stages import (
     EvaluationManifest,
     ExportManifest,
@@ -43,6 +44,7 @@ __all__ = [
     "MARKER",
     "ColumnFacts",
     "DataReportManifest",
+    "Dataset",
     "EmbeddingsManifest",
     "EvaluationManifest",
     "ExportManifest",

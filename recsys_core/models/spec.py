@@ -12,7 +12,7 @@ from recsys_core.config import Frozen
 from recsys_core.data.batch_keys import QUERY, QUERY_WEIGHTED, ROWS
 from recsys_core.data.features.store import FeatureForm, feature_form
 from recsys_core.errors import InputError
-from recsys_core.manifests import EmbeddingsManifest, FeatureFacts, FeaturesManifest, InteractionsManifest
+from recsys_core.manifests import Dataset, FeatureFacts
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.table_config import OFFSET, TEACHER, TableConfig, random_norm, require_width
@@ -73,19 +73,17 @@ class ModelSpec(Frozen):
         cls,
         config: TwoTowerConfig,
         *,
-        interactions: InteractionsManifest,
-        embeddings: EmbeddingsManifest | None = None,
-        features: FeaturesManifest | None = None,
+        dataset: Dataset,
         tables: Mapping[str, TableConfig] | None = None,
         loss: LossConfig | None = None,
     ) -> Self:
         """The spec for these data; InputError when vectors do not fit their table, or a setting names no table."""
-        facts = features.features if features is not None else {}
-        dims = {name: found.dim for name, found in embeddings.tables.items()} if embeddings is not None else {}
+        facts = dataset.features.features if dataset.features is not None else {}
+        dims = {name: table.dim for name, table in dataset.embeddings.tables.items()} if dataset.embeddings is not None else {}
         return cls.sized(
             config,
-            users=interactions.users,
-            items=interactions.items,
+            users=dataset.interactions.users,
+            items=dataset.interactions.items,
             facts=facts,
             vector_dims=dims,
             tables=tables or {},

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from recsys_core.config import Frozen
 from recsys_core.data.events import EventStore
 from recsys_core.manifests import (
+    Dataset,
     EvaluationManifest,
     ExportManifest,
-    FeaturesManifest,
     FileRecord,
     IndexManifest,
     InteractionsManifest,
@@ -53,8 +53,7 @@ def build_package(
     *,
     export: ExportManifest,
     index: IndexManifest,
-    interactions: InteractionsManifest,
-    features: FeaturesManifest | None,
+    dataset: Dataset,
     evaluation: EvaluationManifest,
     folder: Path,
 ) -> PackageManifest:
@@ -66,6 +65,8 @@ def build_package(
     before the test, in the same order. user.<feature>.*.npy: features of users, as in FeaturesManifest. package.json: see
     Package.
     """
+
+    interactions, features = dataset.interactions, dataset.features
 
     def build(out: Path) -> dict[str, Any]:
         package = out / "package"

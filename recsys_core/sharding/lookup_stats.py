@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from recsys_core.config import Frozen
 from recsys_core.data.events import EventStore
 from recsys_core.data.features.store import FeatureStore
-from recsys_core.manifests import FeaturesManifest, InteractionsManifest
+from recsys_core.manifests import Dataset
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.sampling import negative_share
 from recsys_core.models.spec import ModelSpec
@@ -39,12 +39,12 @@ def measure_traffic(
     *,
     batch_size: int,
     loss: LossConfig,
-    interactions: InteractionsManifest,
-    features: FeaturesManifest | None = None,
+    dataset: Dataset,
 ) -> Traffic:
     """traffic_of for committed stages."""
-    described = FeatureStore.open(features) if features is not None else None
-    return traffic_of(model, batch_size=batch_size, loss=loss, store=EventStore.open(interactions), features=described)
+    features = None if dataset.features is None else FeatureStore.open(dataset.features)
+    store = EventStore.open(dataset.interactions)
+    return traffic_of(model, batch_size=batch_size, loss=loss, store=store, features=features)
 
 
 def traffic_of(

@@ -9,9 +9,8 @@ import numpy as np
 from recsys_core.launching.config import Launcher, LocalLauncher
 from recsys_core.launching.launch import launch
 from recsys_core.manifests import (
+    Dataset,
     ExportManifest,
-    FeaturesManifest,
-    InteractionsManifest,
     TrainManifest,
     fingerprint_of,
     produce,
@@ -31,8 +30,7 @@ def export_vectors(
     *,
     model: ModelSpec,
     loss: LossConfig,
-    interactions: InteractionsManifest,
-    features: FeaturesManifest | None,
+    dataset: Dataset,
     train: TrainManifest,
     folder: Path,
     launcher: Launcher = LocalLauncher(),  # noqa: B008  it is frozen
@@ -49,8 +47,8 @@ def export_vectors(
             spec=model,
             loss=loss,
             training=config,
-            interactions=interactions.folder,
-            features=features.folder if features else None,
+            interactions=dataset.interactions.folder,
+            features=None if dataset.features is None else dataset.features.folder,
             plan=train.path(PLAN_COPY),
             checkpoint=train.folder / "checkpoint",
         )
@@ -71,7 +69,7 @@ def export_vectors(
     manifest = produce(
         folder,
         ExportManifest,
-        fingerprint=fingerprint_of("export", model, interactions, train),
+        fingerprint=fingerprint_of("export", model, dataset.interactions, train),
         build=build,
         needs_bytes=export_bytes(config.table_optimizer, model=model),
     )

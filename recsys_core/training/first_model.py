@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys_core.data.events import EventStore, mapped
-from recsys_core.manifests import EmbeddingsManifest, FeaturesManifest, InteractionsManifest, require_manifest
+from recsys_core.manifests import Dataset, InteractionsManifest
 from recsys_core.models.initialisation import no_vectors
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TEACHER
@@ -21,8 +21,7 @@ def first_model(
     job: TrainJob,
     *,
     store: EventStore,
-    interactions: InteractionsManifest,
-    features: FeaturesManifest | None,
+    dataset: Dataset,
     process: Process,
 ) -> DistributedModelParallel:
     """The sharded model of `job` before any step."""
@@ -30,7 +29,7 @@ def first_model(
         job.spec,
         loss=job.loss,
         item_count_I=store.item_count,
-        ranks=frequency_ranks(job.spec, store=store, interactions=interactions),
+        ranks=frequency_ranks(job.spec, store=store, interactions=dataset.interactions),
         plan=PlanFile.read(job.plan),
         process=process,
         optimizer=job.training.table_optimizer,
@@ -38,9 +37,8 @@ def first_model(
         seed=job.training.seed,
     )
     model_rows: Mapping[str, PretrainedRows] = {}
-    if job.embeddings is not None:
-        embeddings = require_manifest(job.embeddings, EmbeddingsManifest, verify=False)
-        model_rows = pretrained_rows(job.spec, embeddings=embeddings, interactions=interactions, features=features)
+    if dataset.embeddings is not None:
+        model_rows = pretrained_rows(job.spec, dataset=dataset)
     fill_pretrained(model, spec=job.spec, pretrained=model_rows)
     if job.spec.config.user_id:
         known = store.train_end > store.user_offset[:-1]
@@ -68,11 +66,11 @@ def frequency_ranks(spec: ModelSpec, *, store: EventStore, interactions: Interac
 def pretrained_rows(
     spec: ModelSpec,
     *,
-    embeddings: EmbeddingsManifest,
-    interactions: InteractionsManifest,
-    features: FeaturesManifest | None,
+    dataset: Dataset,
 ) -> dict[str, PretrainedRows]:
     """The vectors of each table that has some, and where in them each of its rows finds its own."""
+    interactions, embeddings, features = dataset.interactions, dataset.embeddings, dataset.features
+    assert embeddings is not None
     places = {"item": "vector_row.npy", "user": "user_vector_row.npy"}
     found = {}
     for name, table in spec.tables.items():

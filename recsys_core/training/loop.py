@@ -11,7 +11,7 @@ from recsys_core.data.events import EventStore
 from recsys_core.data.features.store import FeatureStore
 from recsys_core.data.loader import TrainLoader
 from recsys_core.errors import InputError
-from recsys_core.manifests import FeaturesManifest, InteractionsManifest, require_manifest
+from recsys_core.manifests import Dataset, require_manifest
 from recsys_core.models.sampling import negative_share
 from recsys_core.models.task import RetrievalTask
 from recsys_core.training.checkpoint import JOB_COPY, PLAN_COPY, Best, Checkpointer, CheckpointManifest, checkpoint_name
@@ -35,8 +35,8 @@ PROFILE_NAME = "profile"
 
 def run_training(job: TrainJob, *, process: Process) -> None:
     """Trains from the checkpoint of `job` (or from its first model) until it is done; rank 0 writes result.json."""
-    interactions = require_manifest(job.interactions, InteractionsManifest, verify=False)
-    features = None if job.features is None else require_manifest(job.features, FeaturesManifest, verify=False)
+    dataset = Dataset.open(interactions=job.interactions, embeddings=job.embeddings, features=job.features)
+    interactions, features = dataset.interactions, dataset.features
     store = EventStore.open(interactions)
     assembler = Assembler(user=job.spec.user_in, features=None if features is None else FeatureStore.open(features))
     loader = make_loader(job, store=store, assembler=assembler, process=process)
@@ -45,14 +45,19 @@ def run_training(job: TrainJob, *, process: Process) -> None:
             f"{interactions.train_events} training events for {process.world_size} ranks: fewer than one each; "
             "use fewer processes or more data"
         )
-    model = first_model(job, store=store, interactions=interactions, features=features, process=process)
+    model = first_model(job, store=store, dataset=dataset, process=process)
     training = Training(job, model=model, loader=loader, process=process)
     validation = job.training.validation
     if validation is not None:
         validator = Validator(
-            validation, spec=job.spec, interactions=interactions, store=store, process=process, work=job.work,
+            validation,
+            spec=job.spec,
+            interactions=interactions,
+            store=store,
+            process=process,
+            work=job.work,
             alive=job.work / METRICS_NAME,
-        )  # fmt: skip
+        )
         if validator.can_measure:
             training.validator = validator
             training.encoder = Encoder(get_unwrapped_module(model), store, assembler, process)

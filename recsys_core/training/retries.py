@@ -12,7 +12,7 @@ import torch
 from recsys_core.errors import InputError, LaunchError
 from recsys_core.launching.config import Launcher
 from recsys_core.launching.launch import launch
-from recsys_core.manifests import FeaturesManifest, InteractionsManifest, require_manifest
+from recsys_core.manifests import Dataset, FeaturesManifest, InteractionsManifest, require_manifest
 from recsys_core.sharding.config import ShardingConfig
 from recsys_core.sharding.lookup_stats import measure_traffic
 from recsys_core.sharding.plan_file import PlanFile
@@ -102,7 +102,10 @@ def _with_fewer_ranks(job: TrainJob, *, plan: PlanFile, sharding: ShardingConfig
                 batch_size=training.batch_size,
                 optimizer=training.table_optimizer,
                 traffic=measure_traffic(
-                    job.spec, batch_size=training.batch_size, loss=job.loss, interactions=interactions, features=features
+                    job.spec,
+                    batch_size=training.batch_size,
+                    loss=job.loss,
+                    dataset=Dataset(interactions, features=features),
                 ),
             )
         except InputError as error:

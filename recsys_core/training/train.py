@@ -9,9 +9,7 @@ from typing import Any
 
 from recsys_core.launching.config import Launcher, LocalLauncher
 from recsys_core.manifests import (
-    EmbeddingsManifest,
-    FeaturesManifest,
-    InteractionsManifest,
+    Dataset,
     PlanManifest,
     TrainManifest,
     fingerprint_of,
@@ -45,9 +43,7 @@ def train(
     *,
     model: ModelSpec,
     loss: LossConfig,
-    interactions: InteractionsManifest,
-    embeddings: EmbeddingsManifest | None,
-    features: FeaturesManifest | None,
+    dataset: Dataset,
     plan: PlanManifest,
     folder: Path,
     on_progress: Callable[[Progress], None],
@@ -66,6 +62,7 @@ def train(
     are validation or test events now. Raises InputError where it does not fit.
     """
     require_layers(config.dense_parallel, spec=model)
+    interactions, embeddings, features = dataset.interactions, dataset.embeddings, dataset.features
     lasting = config.model_dump(exclude=OPERATIONAL)
     warm_nights = nights_since_full_training(config.warm_start, champion=champion)
     leaks = leak(interactions, champion=champion.interactions) if champion is not None and warm_nights else 0
@@ -84,9 +81,7 @@ def train(
             warm = prepare_warm_start(
                 source,
                 spec=model,
-                interactions=interactions,
-                embeddings=embeddings,
-                features=features,
+                dataset=dataset,
                 optimizer=config.table_optimizer,
                 folder=work / WARM_NAME,
             )

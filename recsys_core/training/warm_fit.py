@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys_core.errors import InputError
-from recsys_core.manifests import FeaturesManifest, InteractionsManifest
+from recsys_core.manifests import Dataset, FeaturesManifest
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec, Side
 from recsys_core.models.towers import ItemSide, QuerySide
@@ -24,14 +24,14 @@ def require_fit(
     spec: ModelSpec,
     *,
     champion: Champion,
-    interactions: InteractionsManifest,
-    features: FeaturesManifest | None,
+    dataset: Dataset,
     optimizer: TableOptimizer,
 ) -> None:
     """InputError for the first setting under which the champion's values would mean something else.
 
     optimizer: tonight's, of the tables without one of their own.
     """
+    interactions = dataset.interactions
     if interactions.id_columns != champion.interactions.id_columns:
         raise _misfit(
             "interactions.(user_column, item_column)", interactions.id_columns, champion.interactions.id_columns, champion
@@ -44,7 +44,7 @@ def require_fit(
         table, old = spec.tables[name], champion.spec.tables[name]
         if table.dim != old.dim:
             raise _misfit(f"tables.{name}: the width", table.dim, old.dim, champion)
-        _require_same_values(name, features=features, champion=champion)
+        _require_same_values(name, features=dataset.features, champion=champion)
         if has_sums(spec, name, default=optimizer) and f"state_{name}.npy" not in champion.export.files:
             kind = (table.settings.optimizer or optimizer).kind
             raise _misfit(f"the optimizer of table {name}", kind, "one without Adagrad's sums, which it needs", champion)

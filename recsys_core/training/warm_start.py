@@ -11,7 +11,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_un
 from torchrec.optim.keyed import KeyedOptimizer
 
 from recsys_core.data.events import mapped
-from recsys_core.manifests import EmbeddingsManifest, FeaturesManifest, InteractionsManifest
+from recsys_core.manifests import Dataset
 from recsys_core.models.initialisation import copy_pretrained
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.shards import LocalShard, table_shards
@@ -33,9 +33,7 @@ def prepare_warm_start(
     champion: Champion,
     *,
     spec: ModelSpec,
-    interactions: InteractionsManifest,
-    embeddings: EmbeddingsManifest | None,
-    features: FeaturesManifest | None,
+    dataset: Dataset,
     optimizer: TableOptimizer,
     folder: Path,
 ) -> WarmStart:
@@ -43,13 +41,13 @@ def prepare_warm_start(
 
     Raises InputError where the champion does not fit tonight's settings, StageError where a file of it has changed.
     """
-    require_fit(spec, champion=champion, interactions=interactions, features=features, optimizer=optimizer)
+    require_fit(spec, champion=champion, dataset=dataset, optimizer=optimizer)
     layers = champion_layers(spec, champion=champion, dense=load_file(champion.export.path(DENSE_NAME)))
     folder.mkdir(parents=True)
     save_file(layers, folder / DENSE_NAME)
     vectors = {}
-    if embeddings is not None:
-        found = pretrained_rows(spec, embeddings=embeddings, interactions=interactions, features=features)
+    if dataset.embeddings is not None:
+        found = pretrained_rows(spec, dataset=dataset)
         vectors = {name: rows.vector_row for name, rows in found.items()}
     carried = carried_tables(spec, champion=champion)
     for name, table in spec.tables.items():
@@ -57,7 +55,11 @@ def prepare_warm_start(
             why = "frozen" if table.frozen else "new" if name not in champion.spec.tables else "frozen in the champion"
             logger.info("warm start from run %s: table %s: %s, it starts as in a full training", champion.run_id, name, why)
             continue
-        row = champion_rows(name, interactions=(interactions, champion.interactions), features=(features, champion.features))
+        row = champion_rows(
+            name,
+            interactions=(dataset.interactions, champion.interactions),
+            features=(dataset.features, champion.features),
+        )
         np.save(folder / f"rows_{name}.npy", row)
         told = _counted(row, vector_row=vectors.get(name), missing=table.settings.missing)
         logger.info("warm start from run %s: table %s: %s", champion.run_id, name, told)

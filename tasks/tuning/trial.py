@@ -12,7 +12,7 @@ from prefect.cache_policies import NO_CACHE
 
 from recsys_core.errors import InputError, StageError
 from recsys_core.launching.config import Launcher
-from recsys_core.manifests import EmbeddingsManifest, FeaturesManifest, InteractionsManifest, PlanManifest
+from recsys_core.manifests import Dataset, EmbeddingsManifest, FeaturesManifest, InteractionsManifest, PlanManifest
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training import train as train_core
@@ -69,10 +69,15 @@ def try_settings(attempt: Attempt, setup: TrialSetup, *, stage: str) -> Result:
 def train_trial(setup: TrialSetup, *, on_progress: Callable[[Progress], None]) -> float:
     """The metric of the best epoch. Raises what training and `on_progress` raise, and InputError if nothing was measured."""
     manifest = train_core.train(
-        setup.training, model=setup.model, loss=setup.loss, interactions=setup.interactions, embeddings=setup.embeddings,
-        features=setup.features, plan=setup.plan, folder=setup.folder / "train", on_progress=on_progress,
+        setup.training,
+        model=setup.model,
+        loss=setup.loss,
+        dataset=Dataset(setup.interactions, setup.embeddings, setup.features),
+        plan=setup.plan,
+        folder=setup.folder / "train",
+        on_progress=on_progress,
         launcher=setup.launcher,
-    )  # fmt: skip
+    )
     if setup.metric not in manifest.validation:
         raise InputError(
             "tuning compares trials on the validation split, but no user in it has a target; set interactions.split so that "

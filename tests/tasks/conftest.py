@@ -20,6 +20,7 @@ from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.manifests import (
     DataReportManifest,
+    Dataset,
     EvaluationManifest,
     IndexManifest,
     InteractionsManifest,
@@ -138,22 +139,22 @@ def _build(folder: Path, *, confused: bool) -> Stages:
         dense={f"query.{name}": value for name, value in QuerySide(spec).state_dict().items()},
     )
     index = build_indexes(IndexConfig(served="flat", centroids=2, subquantizers=4), export=export, folder=folder / "index")
-    evaluation = evaluate(
-        EvaluationConfig(), export=export, interactions=interactions, embeddings=None, folder=folder / "evaluation"
-    )
+    evaluation = evaluate(EvaluationConfig(), export=export, dataset=Dataset(interactions), folder=folder / "evaluation")
     package = build_package(
         PackageConfig(),
         export=export,
         index=index,
-        interactions=interactions,
-        features=None,
+        dataset=Dataset(interactions),
         evaluation=evaluation,
         folder=folder / "package",
     )
     data_report = report_data(
-        DataReportConfig(), split=GivenSplit(test=("test.parquet",)), interactions=interactions, last_night=None,
+        DataReportConfig(),
+        split=GivenSplit(test=("test.parquet",)),
+        interactions=interactions,
+        last_night=None,
         folder=folder / "data_report",
-    )  # fmt: skip
+    )
     return Stages(interactions, data_report, _plan(folder / "plan"), _train(folder / "train"), evaluation, index, package)
 
 
@@ -174,8 +175,15 @@ def _train(folder: Path) -> TrainManifest:
     def build(out: Path) -> dict[str, object]:
         (out / "metrics.jsonl").write_text("".join(json.dumps(progress(step).model_dump()) + "\n" for step in STEPS))
         return {
-            "world_size": 2, "steps": STEPS[-1], "epochs": 1, "examples": 600, "final_loss": 0.5,
-            "samples_per_s": 10.0, "attempts": 1, "best_epoch": 1, "validation": {"ndcg@10": 0.5},
-        }  # fmt: skip
+            "world_size": 2,
+            "steps": STEPS[-1],
+            "epochs": 1,
+            "examples": 600,
+            "final_loss": 0.5,
+            "samples_per_s": 10.0,
+            "attempts": 1,
+            "best_epoch": 1,
+            "validation": {"ndcg@10": 0.5},
+        }
 
     return produce(folder, TrainManifest, fingerprint="train", build=build)

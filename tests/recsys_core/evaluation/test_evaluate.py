@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 from recsys_core.errors import InputError
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
-from recsys_core.manifests import EvaluationManifest
+from recsys_core.manifests import Dataset, EvaluationManifest
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
 from tests.recsys_core.evaluation.stages import embeddings_stage, export_stage, interactions_stage
@@ -43,10 +43,12 @@ def _run(
             item_vectors=ITEM,
             queries={"test": (users, QUERY[users]), "validation": ([0, 1, 3], QUERY[[0, 1, 3]])},
         ),
-        interactions=interactions_stage(
-            folder / "interactions", train=TRAIN, validation=validation, test=test, items=6, vector_row=[0, 1, 2, 3, -1, -1]
+        dataset=Dataset(
+            interactions_stage(
+                folder / "interactions", train=TRAIN, validation=validation, test=test, items=6, vector_row=[0, 1, 2, 3, -1, -1]
+            ),
+            embeddings_stage(folder / "embeddings", np.eye(4)) if embeddings else None,
         ),
-        embeddings=embeddings_stage(folder / "embeddings", np.eye(4)) if embeddings else None,
         folder=folder / "evaluation",
         on_progress=on_progress,
     )
@@ -116,10 +118,9 @@ def test_users_of_whom_nothing_is_known_are_measured_by_popularity_as_they_are_s
         export=export_stage(
             tmp_path / "export", item_vectors=np.eye(4), queries={"test": ([0, 1], np.eye(4)[[3, 3]])}, spec=spec
         ),
-        interactions=interactions_stage(
-            tmp_path / "interactions", train=[[0, 0, 1], []], validation=[[2], []], test=[[3], [3]], items=4
+        dataset=Dataset(
+            interactions_stage(tmp_path / "interactions", train=[[0, 0, 1], []], validation=[[2], []], test=[[3], [3]], items=4)
         ),
-        embeddings=None,
         folder=tmp_path / "evaluation",
     )
     assert manifest.metrics["test/slice/known_users/recall@1"] == 1
@@ -187,7 +188,7 @@ def test_popularity_on_beauty_is_what_others_count(tmp_path: Path) -> None:
         queries={"test": (users, vectors[users % len(ids)])},
     )
     found = evaluate(
-        EvaluationConfig(ks=(10,)), export=export, interactions=interactions, embeddings=None, folder=tmp_path / "evaluation"
+        EvaluationConfig(ks=(10,)), export=export, dataset=Dataset(interactions), folder=tmp_path / "evaluation"
     ).metrics
     assert round(found["baseline/popularity/hit_rate@10"], 4) == 0.0135
     assert round(found["baseline/popularity/ndcg@10"], 4) == 0.0061

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from recsys_core.launching.config import Launcher
-from recsys_core.manifests import ExportManifest, PlanManifest, TrainManifest
+from recsys_core.manifests import Dataset, ExportManifest, PlanManifest, TrainManifest
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.planner import plan_sharding
 from recsys_core.training.config import TrainingConfig
@@ -41,7 +41,7 @@ def run(made: Night, folder: Path, *, launcher: Launcher) -> tuple[TrainManifest
         CONFIG,
         model=made.spec,
         loss=made.loss,
-        **made.data._asdict(),
+        dataset=made.data,
         plan=plan,
         folder=folder / "train",
         on_progress=lines.append,
@@ -51,8 +51,7 @@ def run(made: Night, folder: Path, *, launcher: Launcher) -> tuple[TrainManifest
         CONFIG,
         model=made.spec,
         loss=made.loss,
-        interactions=made.data.interactions,
-        features=made.data.features,
+        dataset=Dataset(made.data.interactions, features=made.data.features),
         train=trained,
         folder=folder / "export",
         launcher=launcher,

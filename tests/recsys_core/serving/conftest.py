@@ -10,7 +10,7 @@ from torch import nn
 from recsys_core.data.features.store import FeatureStore
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
-from recsys_core.manifests import PackageManifest
+from recsys_core.manifests import Dataset, PackageManifest
 from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.towers import ItemSide, QuerySide
@@ -161,11 +161,11 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
                 export=export,
                 folder=folder / "index",
             ),
-            interactions=interactions,
-            features=features_stage(folder / "features", world.features, facts=world.facts) if features else None,
-            evaluation=evaluate(
-                EvaluationConfig(), export=export, interactions=interactions, embeddings=None, folder=folder / "evaluation"
+            dataset=Dataset(
+                interactions,
+                features=features_stage(folder / "features", world.features, facts=world.facts) if features else None,
             ),
+            evaluation=evaluate(EvaluationConfig(), export=export, dataset=Dataset(interactions), folder=folder / "evaluation"),
             folder=folder / "package",
         )
         return world, package

@@ -155,7 +155,7 @@ def export_and_die(rank: int, job: ExportJob, kill: Kill) -> None:
 def flow(made: Night, folder: Path) -> None:
     """What the flow's process does in the train stage."""
     train(
-        made.training, model=made.spec, loss=made.loss, **made.data._asdict(), plan=made.plan, folder=folder,
+        made.training, model=made.spec, loss=made.loss, dataset=made.data, plan=made.plan, folder=folder,
         on_progress=lambda line: None,
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from recsys_core.data.embeddings.ingest import ingest_embeddings
 from recsys_core.data.features.config import FeatureConfig, FeaturesConfig, FeatureTableConfig
 from recsys_core.data.features.ingest import ingest_features
 from recsys_core.manifests import (
+    Dataset,
     EmbeddingsManifest,
     ExportManifest,
     FeaturesManifest,
@@ -89,7 +90,7 @@ def make_night(
         embeddings=embeddings,
     )
     model = TwoTowerConfig.model_validate({"embedding_dim": dim, "user_id": True, "history": {"length": 4}})
-    spec = ModelSpec.of(model, interactions=interactions, embeddings=embeddings, features=features, tables=tables)
+    spec = ModelSpec.of(model, dataset=Dataset(interactions, embeddings, features), tables=tables)
     return Night(folder, interactions, embeddings, features, spec)
 
 

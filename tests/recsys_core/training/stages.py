@@ -19,7 +19,7 @@ from recsys_core.data.features.ingest import ingest_features
 from recsys_core.data.interactions.config import InteractionsConfig, TimeSplit
 from recsys_core.data.interactions.ingest import ingest_interactions
 from recsys_core.data.synthetic import generate
-from recsys_core.manifests import EmbeddingsManifest, FeaturesManifest, InteractionsManifest, PlanManifest
+from recsys_core.manifests import Dataset, PlanManifest
 from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
@@ -44,15 +44,7 @@ MODEL = TwoTowerConfig(
 )
 
 
-class Data(NamedTuple):
-    """The ingested night."""
-
-    interactions: InteractionsManifest
-    embeddings: EmbeddingsManifest
-    features: FeaturesManifest
-
-
-def ingest(root: Path) -> Data:
+def ingest(root: Path) -> Dataset:
     """A log of ten days; the last but one is the validation split, and ten items have no event before it."""
     generate(root / "data", users=USERS, items=ITEMS, events=4_000, days=10, dim=DIM, cold_items=10)
     random = np.random.default_rng(0)
@@ -99,13 +91,13 @@ def ingest(root: Path) -> Data:
         embeddings=embeddings,
         folder=root / "features",
     )
-    return Data(interactions, embeddings, ingested)
+    return Dataset(interactions, embeddings, ingested)
 
 
 class Night(NamedTuple):
     """A model on the data, and its plan for two ranks."""
 
-    data: Data
+    data: Dataset
     spec: ModelSpec
     plan: PlanManifest
     loss: LossConfig
@@ -113,7 +105,7 @@ class Night(NamedTuple):
 
 
 def night(
-    data: Data,
+    data: Dataset,
     folder: Path,
     *,
     training: TrainingConfig,
@@ -124,9 +116,7 @@ def night(
 ) -> Night:
     spec = ModelSpec.of(
         model,
-        interactions=data.interactions,
-        embeddings=data.embeddings,
-        features=data.features,
+        dataset=data,
         tables=tables,
         loss=loss,
     )

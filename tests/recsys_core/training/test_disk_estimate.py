@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from recsys_core.errors import InputError
-from recsys_core.manifests import ExportManifest, TrainManifest
+from recsys_core.manifests import Dataset, ExportManifest, TrainManifest
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
@@ -51,9 +51,14 @@ def test_training_begins_only_where_its_checkpoints_fit(made, small_disk: Path):
     config = CONFIG.model_copy(update={"checkpoint_every_steps": 1})
     with pytest.raises(InputError, match=rf"^{small_disk}/train: the train stage takes at least 0\.000 GiB, but the disk has"):
         train(
-            config, model=made.spec, loss=made.loss, **made.data._asdict(), plan=made.plan, folder=small_disk / "train",
+            config,
+            model=made.spec,
+            loss=made.loss,
+            dataset=made.data,
+            plan=made.plan,
+            folder=small_disk / "train",
             on_progress=lambda _: pytest.fail("it began"),
-        )  # fmt: skip
+        )
     assert {path.name for path in small_disk.iterdir()} == {"already"}
 
 
@@ -64,14 +69,28 @@ def facts(**changes) -> dict:
 def test_export_and_index_begin_only_where_their_arrays_fit(made, small_disk: Path):
     spec = ModelSpec.sized(TwoTowerConfig(), users=10, items=100_000)
     trained = TrainManifest(
-        world_size=2, steps=1, epochs=1, examples=1, final_loss=0.1, samples_per_s=1.0, attempts=1, best_epoch=None,
-        validation={}, warm_from=None, folder=small_disk, **facts(),
-    )  # fmt: skip
+        world_size=2,
+        steps=1,
+        epochs=1,
+        examples=1,
+        final_loss=0.1,
+        samples_per_s=1.0,
+        attempts=1,
+        best_epoch=None,
+        validation={},
+        warm_from=None,
+        folder=small_disk,
+        **facts(),
+    )
     with pytest.raises(InputError, match=rf"^{small_disk}/export: the export stage takes at least 0\.0\d\d GiB, but the disk"):
         export_vectors(
-            CONFIG, model=spec, loss=made.loss, interactions=made.data.interactions, features=None, train=trained,
+            CONFIG,
+            model=spec,
+            loss=made.loss,
+            dataset=Dataset(made.data.interactions),
+            train=trained,
             folder=small_disk / "export",
-        )  # fmt: skip
+        )
     exported = ExportManifest(items=100_000, dim=64, similarity="dot", queries={}, folder=small_disk, **facts())
     with pytest.raises(InputError, match=rf"^{small_disk}/index: the index stage takes at least 0\.073 GiB, but the disk"):
         build_indexes(IndexConfig(), export=exported, folder=small_disk / "index")

@@ -12,7 +12,7 @@ import torch
 from recsys_core.data.events import EventStore
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
-from recsys_core.manifests import ExportManifest, seal
+from recsys_core.manifests import Dataset, ExportManifest, seal
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
 from recsys_core.models.spec import ModelSpec
@@ -177,8 +177,7 @@ def test_validation_while_training_finds_what_the_evaluation_of_the_same_model_f
     trained = train_in_forks(made, tmp_path / "work")
     export = exported(made, trained, tmp_path / "export")
     config = EvaluationConfig(ks=(5,))
-    parts = {"interactions": data.interactions, "embeddings": data.embeddings}
-    metrics = evaluate(config, export=export, **parts, folder=tmp_path / "evaluation").metrics
+    metrics = evaluate(config, export=export, dataset=data, folder=tmp_path / "evaluation").metrics
     assert set(trained.result.validation) == {"recall@5", "ndcg@5", "hit_rate@5"}
     for name, value in trained.result.validation.items():
         assert 0 < value < 1
@@ -225,7 +224,12 @@ def test_users_who_had_seen_all_their_validation_items_are_not_measured(tmp_path
         stage = interactions_stage(tmp_path / name, train=[[0], [1, 2]], validation=validation, test=[[], []], items=3)
         store = EventStore.open(stage)
         validator = Validator(
-            ValidationConfig(), spec=ModelSpec.of(MODEL, interactions=stage), interactions=stage, store=store, process=process,
-            work=tmp_path, alive=tmp_path / "alive",
-        )  # fmt: skip
+            ValidationConfig(),
+            spec=ModelSpec.of(MODEL, dataset=Dataset(stage)),
+            interactions=stage,
+            store=store,
+            process=process,
+            work=tmp_path,
+            alive=tmp_path / "alive",
+        )
         assert validator.can_measure == can_measure

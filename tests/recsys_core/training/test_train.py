@@ -15,7 +15,7 @@ from recsys_core.data.batch_keys import ROWS
 from recsys_core.data.events import EventStore
 from recsys_core.data.features.store import FeatureStore
 from recsys_core.errors import InputError, LaunchError, StageError
-from recsys_core.manifests import PlanManifest, TrainManifest
+from recsys_core.manifests import Dataset, PlanManifest, TrainManifest
 from recsys_core.models.embedding_tables import Lookups, parameter_name
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
 from recsys_core.models.task import RetrievalHead, RetrievalTask
@@ -57,7 +57,7 @@ def run_train(
         config,
         model=made.spec,
         loss=made.loss,
-        **made.data._asdict(),
+        dataset=made.data,
         plan=made.plan,
         folder=folder,
         on_progress=on_progress,
@@ -85,8 +85,7 @@ def export(made: Night, manifest: TrainManifest, folder: Path):
         CONFIG,
         model=made.spec,
         loss=made.loss,
-        interactions=made.data.interactions,
-        features=made.data.features,
+        dataset=Dataset(made.data.interactions, features=made.data.features),
         train=manifest,
         folder=folder,
     )

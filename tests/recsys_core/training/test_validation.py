@@ -6,6 +6,7 @@ import torch
 
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.events import EventStore
+from recsys_core.manifests import Dataset
 from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
@@ -36,7 +37,7 @@ def _validate_new_users(rank: int, folder: Path) -> None:
         items=ITEMS,
     )
     config = TwoTowerConfig(embedding_dim=8, history=HistoryConfig(length=5), query=TowerConfig(layers=(8,)))
-    spec = ModelSpec.of(config, interactions=interactions)
+    spec = ModelSpec.of(config, dataset=Dataset(interactions))
     store, device = EventStore.open(interactions), torch.device("cpu")
     process = Process(rank=rank, world_size=1, device=device)
     for seed in range(3):
@@ -47,8 +48,13 @@ def _validate_new_users(rank: int, folder: Path) -> None:
         for parameter in task.lookups.parameters():
             torch.nn.init.normal_(parameter)
         validator = Validator(
-            ValidationConfig(k=1), spec=spec, interactions=interactions, store=store, process=process, work=folder,
+            ValidationConfig(k=1),
+            spec=spec,
+            interactions=interactions,
+            store=store,
+            process=process,
+            work=folder,
             alive=folder / "alive",
-        )  # fmt: skip
+        )
         measured = validator.measure(Encoder(task, store, Assembler(user=spec.user_in, features=None), process))
         assert measured == {"recall@1": 1.0, "ndcg@1": 1.0, "hit_rate@1": 1.0}

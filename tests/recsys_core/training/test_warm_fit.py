@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from recsys_core.errors import InputError
-from recsys_core.manifests import ExportManifest, FeatureFacts, FeaturesManifest, PlanManifest, TrainManifest, produce
+from recsys_core.manifests import Dataset, ExportManifest, FeatureFacts, FeaturesManifest, PlanManifest, TrainManifest, produce
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import TableOptimizer
@@ -52,9 +52,17 @@ def champion(night: Night) -> Champion:
 
 
 TRAINED = {
-    "world_size": 2, "steps": 1, "epochs": 1, "examples": 1, "final_loss": 1.0, "samples_per_s": 1.0, "attempts": 1,
-    "best_epoch": None, "validation": {}, "warm_nights": 3,
-}  # fmt: skip
+    "world_size": 2,
+    "steps": 1,
+    "epochs": 1,
+    "examples": 1,
+    "final_loss": 1.0,
+    "samples_per_s": 1.0,
+    "attempts": 1,
+    "best_epoch": None,
+    "validation": {},
+    "warm_nights": 3,
+}
 
 
 def open_champion(night: Night) -> Champion | None:
@@ -64,11 +72,11 @@ def open_champion(night: Night) -> Champion | None:
 def changed(night: Night, *, tables: dict[str, TableConfig] | None = None, **settings: Any) -> ModelSpec:
     """The night's model with other settings."""
     config = TwoTowerConfig.model_validate(night.spec.config.model_dump() | settings)
-    return ModelSpec.of(config, interactions=night.interactions, features=night.features, tables=tables)
+    return ModelSpec.of(config, dataset=Dataset(night.interactions, features=night.features), tables=tables)
 
 
 def fit(night: Night, champion: Champion, spec: ModelSpec, *, optimizer: TableOptimizer = ADAGRAD) -> None:
-    require_fit(spec, champion=champion, interactions=night.interactions, features=night.features, optimizer=optimizer)
+    require_fit(spec, champion=champion, dataset=Dataset(night.interactions, features=night.features), optimizer=optimizer)
 
 
 def test_an_equal_model_fits_and_so_does_one_whose_training_alone_is_other(night: Night, champion: Champion) -> None:
@@ -122,33 +130,44 @@ def described(night: Night, **definitions: str) -> FeaturesManifest:
 
 def test_a_hashed_feature_of_another_definition_is_refused(night: Night, champion: Champion) -> None:
     before, tonight = described(night, colour="hash 4"), described(night, colour="hash 8")
-    specs = [ModelSpec.of(night.spec.config, interactions=night.interactions, features=one) for one in (before, tonight)]
+    specs = [
+        ModelSpec.of(
+            night.spec.config,
+            dataset=Dataset(night.interactions, features=one),
+        )
+        for one in (before, tonight)
+    ]
     old = replace(champion, spec=specs[0], features=before, export=champion.export)
     with pytest.raises(InputError, match=r"features: how item.colour is read is hash 8 tonight, and hash 4 in the champion"):
         require_fit(
-            specs[1], champion=old, interactions=night.interactions, features=tonight, optimizer=TableOptimizer(kind="sgd")
+            specs[1], champion=old, dataset=Dataset(night.interactions, features=tonight), optimizer=TableOptimizer(kind="sgd")
         )
 
 
 def test_a_new_item_feature_fits_and_the_projections_of_the_others_keep_their_values(night: Night, champion: Champion) -> None:
     tables = {"item.brand": TableConfig(dim=12), "item.colour": TableConfig(dim=12)}
     old = ModelSpec.of(
-        night.spec.config, interactions=night.interactions, features=night.features, tables={"item.brand": tables["item.brand"]}
+        night.spec.config,
+        dataset=Dataset(night.interactions, features=night.features),
+        tables={"item.brand": tables["item.brand"]},
     )
     tonight = described(night, colour="hash 4")  # in front of the brand
-    spec = ModelSpec.of(night.spec.config, interactions=night.interactions, features=tonight, tables=tables)
+    spec = ModelSpec.of(night.spec.config, dataset=Dataset(night.interactions, features=tonight), tables=tables)
     before = replace(champion, spec=old)
-    require_fit(spec, champion=before, interactions=night.interactions, features=tonight, optimizer=ADAGRAD)
+    require_fit(spec, champion=before, dataset=Dataset(night.interactions, features=tonight), optimizer=ADAGRAD)
     assert "item.colour" not in carried_tables(spec, champion=before)
     brand = torch.rand(8, 12)
     dense = {
-        "query.tower.layers.0.weight": torch.rand(8, 24), "query.tower.layers.0.bias": torch.rand(8),
+        "query.tower.layers.0.weight": torch.rand(8, 24),
+        "query.tower.layers.0.bias": torch.rand(8),
         "item.tower.projections.1.weight": brand,
-    }  # fmt: skip
+    }
     carried = champion_layers(spec, champion=before, dense=dense)
     assert set(carried) == {
-        "query.tower.layers.0.weight", "query.tower.layers.0.bias", "item.tower.projections.2.weight",
-    }  # fmt: skip
+        "query.tower.layers.0.weight",
+        "query.tower.layers.0.bias",
+        "item.tower.projections.2.weight",
+    }
     assert carried["item.tower.projections.2.weight"] is brand
 
 
@@ -170,10 +189,15 @@ def test_the_stage_refuses_before_it_launches_anything(night: Night, champion: C
     plan = plan.model_copy(update={"files": {"plan.json": None}})
     with pytest.raises(InputError, match=r"model.embedding_dim is 16 tonight"):
         train(
-            TrainingConfig(), model=changed(night, embedding_dim=16), loss=LossConfig(), interactions=night.interactions,
-            embeddings=None, features=night.features, plan=plan, folder=tmp_path / "train", on_progress=lambda line: None,
+            TrainingConfig(),
+            model=changed(night, embedding_dim=16),
+            loss=LossConfig(),
+            dataset=Dataset(night.interactions, features=night.features),
+            plan=plan,
+            folder=tmp_path / "train",
+            on_progress=lambda line: None,
             champion=champion,
-        )  # fmt: skip
+        )
     assert not list(tmp_path.glob("train*"))
 
 
@@ -188,10 +212,15 @@ def test_the_stage_trains_from_scratch_where_the_champion_was_trained_on_what_is
     # Layers that the champion does not have: a warm start is refused for them, a full training gets as far as the plan.
     with caplog.at_level(logging.INFO, logger="recsys_core"), pytest.raises(FileNotFoundError, match=r"plan\.json"):
         train(
-            TrainingConfig(), model=changed(night, embedding_dim=16), loss=LossConfig(), interactions=interactions,
-            embeddings=None, features=night.features, plan=plan, folder=tmp_path / "train", on_progress=lambda line: None,
+            TrainingConfig(),
+            model=changed(night, embedding_dim=16),
+            loss=LossConfig(),
+            dataset=Dataset(interactions, features=night.features),
+            plan=plan,
+            folder=tmp_path / "train",
+            on_progress=lambda line: None,
             champion=champion,
-        )  # fmt: skip
+        )
     (line,) = [line for line in caplog.messages if line.startswith("full training: ")]
     assert (
         "the champion (run first) was trained on 30 of tonight's 60 validation and test events: the split has moved back"

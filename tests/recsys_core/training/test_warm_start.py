@@ -21,7 +21,7 @@ from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch_keys import ROWS
 from recsys_core.data.events import EventStore
 from recsys_core.data.features.store import FeatureStore
-from recsys_core.manifests import FeaturesManifest, InteractionsManifest, require_manifest
+from recsys_core.manifests import Dataset, FeaturesManifest, InteractionsManifest, require_manifest
 from recsys_core.models.shards import table_shards
 from recsys_core.models.table_config import TableConfig, random_norm
 from recsys_core.training.adagrad_state import sum_shards
@@ -52,9 +52,12 @@ def champion(first: Night) -> Champion:
 
 def prepare(champion: Champion, night: Night, folder: Path) -> WarmStart:
     return prepare_warm_start(
-        champion, spec=night.spec, interactions=night.interactions, embeddings=night.embeddings, features=night.features,
-        optimizer=TrainingConfig().table_optimizer, folder=folder,
-    )  # fmt: skip
+        champion,
+        spec=night.spec,
+        dataset=Dataset(night.interactions, night.embeddings, night.features),
+        optimizer=TrainingConfig().table_optimizer,
+        folder=folder,
+    )
 
 
 def values(night: Night, table: str) -> list[str | None]:
@@ -72,7 +75,7 @@ def started(job: TrainJob, *, rank: int) -> tuple[DistributedModelParallel, Comb
     assert job.features is not None
     features = require_manifest(job.features, FeaturesManifest)
     store = EventStore.open(interactions)
-    model = first_model(job, store=store, interactions=interactions, features=features, process=process(rank))
+    model = first_model(job, store=store, dataset=Dataset(interactions, features=features), process=process(rank))
     return model, make_optimizer(model, spec=job.spec, config=job.training)
 
 

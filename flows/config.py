@@ -88,10 +88,10 @@ class PipelineConfig(Settings):
                 "the query tower has no feature: set model.user_id to true or model.history.length above 0, or declare "
                 "features of users or of the context"
             )
-        if "ivf_pq" in self.index.built and self.model.output_dim % self.index.subquantizers:
+        if "ivf_pq" in self.index.built_kinds and self.model.output_dim % self.index.pq_m:
             raise ValueError(
-                f"index.subquantizers is {self.index.subquantizers}, but the towers end in {self.model.output_dim} numbers, "
-                "which it does not divide; set index.subquantizers to a divisor, or the last layers to a multiple"
+                f"index.pq_m is {self.index.pq_m}, but the towers end in {self.model.output_dim} numbers, "
+                "which it does not divide; set index.pq_m to a divisor, or the last layers to a multiple"
             )
         if self.loss.kind == "cosine_contrastive" and self.model.similarity != "cosine":
             raise ValueError(

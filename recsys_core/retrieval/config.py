@@ -1,4 +1,4 @@
-"""What the user says about the index."""
+"""Configuration of the FAISS indexes."""
 
 from typing import Literal
 
@@ -10,29 +10,32 @@ IndexKind = Literal["flat", "ivf_flat", "ivf_pq", "hnsw"]
 
 
 class IndexConfig(Settings):
-    """FAISS indexes. The metric is not a choice: it follows the model's similarity."""
+    """FAISS indexes over the item vectors, by inner product. Under cosine similarity the exported vectors are normalised."""
 
-    served: IndexKind = Field("hnsw", description="the kind that goes into the package")
-    kinds: tuple[IndexKind, ...] = Field(
+    served_kind: IndexKind = Field("hnsw", description="index kind of the packaged model")
+    compared_kinds: tuple[IndexKind, ...] = Field(
         (),
-        description="more kinds to build and to compare; flat is always built, the recall of the others is measured against it",
+        description="further index kinds to build and measure. flat is always built, because recall is measured against it",
     )
-    centroids: int = Field(
-        100, ge=1, le=1_000_000, description="IVF: cells (nlist), lowered where the catalogue is too small to train so many"
+    nlist: int = Field(
+        100,
+        ge=1,
+        le=1_000_000,
+        description="IVF: number of cells. A catalogue with fewer than 39 items per cell gets fewer cells",
     )
-    probes: int = Field(16, ge=1, le=1_000_000, description="IVF: cells searched per query (nprobe)")
-    subquantizers: int = Field(8, ge=1, le=16_384, description="PQ: parts of a vector coded separately")
-    bits_per_code: int = Field(8, ge=4, le=12, description="PQ: bits per part")
-    hnsw_links: int = Field(32, ge=4, le=1_024, description="HNSW: links per node (M)")
-    hnsw_build_depth: int = Field(200, ge=8, le=100_000, description="HNSW: candidates while building (efConstruction)")
-    hnsw_search_depth: int = Field(128, ge=8, le=100_000, description="HNSW: candidates while searching (efSearch)")
-    recall_k: int = Field(20, ge=1, le=10_000, description="recall against exact search is measured on the top k")
+    nprobe: int = Field(16, ge=1, le=1_000_000, description="IVF: number of cells searched per query")
+    pq_m: int = Field(8, ge=1, le=16_384, description="product quantization: number of sub-vectors; divides the vector width")
+    pq_nbits: int = Field(8, ge=4, le=12, description="product quantization: bits per sub-vector")
+    hnsw_m: int = Field(32, ge=4, le=1_024, description="HNSW: links per node (M)")
+    ef_construction: int = Field(200, ge=8, le=100_000, description="HNSW: candidate list size while building (efConstruction)")
+    ef_search: int = Field(128, ge=8, le=100_000, description="HNSW: candidate list size while searching (efSearch)")
+    recall_k: int = Field(20, ge=1, le=10_000, description="cut-off K of the recall against exact search")
 
     @property
-    def built(self) -> tuple[IndexKind, ...]:
-        """The kinds that are built: flat first, since the others are measured against it.
+    def built_kinds(self) -> tuple[IndexKind, ...]:
+        """Index kinds to build, without repetitions. flat is first, because the others are measured against it.
 
-        >>> IndexConfig(served="hnsw", kinds=("ivf_pq", "hnsw")).built
+        >>> IndexConfig(served_kind="hnsw", compared_kinds=("ivf_pq", "hnsw")).built_kinds
         ('flat', 'hnsw', 'ivf_pq')
         """
-        return tuple(dict.fromkeys(("flat", self.served, *self.kinds)))
+        return tuple(dict.fromkeys(("flat", self.served_kind, *self.compared_kinds)))

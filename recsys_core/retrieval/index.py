@@ -30,15 +30,15 @@ SERIAL_ITEMS = 100_000
 
 
 def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) -> IndexManifest:
-    """Build `config.built` by inner product; under cosine similarity the exported vectors are normalised.
+    """Build `config.built_kinds` by inner product; under cosine similarity the exported vectors are normalised.
 
     Raises InputError if ivf_pq is built and the vectors cannot be cut into `subquantizers` parts, or if there are fewer
     than two items.
     """
-    if "ivf_pq" in config.built and export.dim % config.subquantizers:
+    if "ivf_pq" in config.built_kinds and export.dim % config.pq_m:
         raise InputError(
-            f"index.subquantizers is {config.subquantizers}, which does not divide the vectors' size {export.dim}; "
-            f"set it to a divisor of {export.dim}, or change the last size of model.query_layers and model.candidate_layers"
+            f"index.pq_m is {config.pq_m}, which does not divide the vectors' size {export.dim}; "
+            f"set it to a divisor of {export.dim}, or change the last size of model.query.layers and model.candidate.layers"
         )
     if export.items < 2:
         raise InputError(f"the catalogue has {export.items} item(s), and an index needs at least 2; give more items")
@@ -48,7 +48,7 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
         query_BD = _queries(export)
         reports: dict[str, IndexReport] = {}
         exact_BK = np.zeros((0, 0), np.int64)
-        for kind in config.built:
+        for kind in config.built_kinds:
             index, parameters = _build(kind, item_ID, config=config)
             faiss.write_index(index, str(out / f"{kind}.faiss"))
             with _threads(1):
@@ -65,7 +65,7 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
                 parameters=parameters,
             )
         return {
-            "served": config.served,
+            "served": config.served_kind,
             "similarity": export.similarity,
             "dim": export.dim,
             "items": export.items,
@@ -79,15 +79,15 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
 
 def bytes_of(config: IndexConfig, *, items: int, dim: int) -> int:
     """What the indexes take at least: vectors or codes, links in hnsw, and a row number per item, in the cells of ivf again."""
-    bits = bits_for(items, wanted=config.bits_per_code)
+    bits = bits_for(items, wanted=config.pq_nbits)
     vector, row = 4 * dim, 8
     per_item: dict[IndexKind, int] = {
         "flat": vector + row,
         "ivf_flat": vector + 2 * row,
-        "ivf_pq": config.subquantizers * bits // 8 + 2 * row,
-        "hnsw": vector + 8 * config.hnsw_links + row,
+        "ivf_pq": config.pq_m * bits // 8 + 2 * row,
+        "hnsw": vector + 8 * config.hnsw_m + row,
     }
-    return items * sum(per_item[kind] for kind in config.built)
+    return items * sum(per_item[kind] for kind in config.built_kinds)
 
 
 def centroids_for(items: int, *, wanted: int) -> int:
@@ -133,28 +133,28 @@ def share_found(
 
 def _build(kind: IndexKind, item_ID: NDArray[np.float32], *, config: IndexConfig) -> tuple[Any, dict[str, int]]:
     items, dim = item_ID.shape
-    lists, bits = centroids_for(items, wanted=config.centroids), bits_for(items, wanted=config.bits_per_code)
+    lists, bits = centroids_for(items, wanted=config.nlist), bits_for(items, wanted=config.pq_nbits)
     parameters: dict[str, int] = {}
     index: Any
     if kind == "flat":
         index = faiss.IndexFlatIP(dim)
     elif kind == "hnsw":
-        index = faiss.IndexHNSWFlat(dim, config.hnsw_links, faiss.METRIC_INNER_PRODUCT)
-        index.hnsw.efConstruction = config.hnsw_build_depth
+        index = faiss.IndexHNSWFlat(dim, config.hnsw_m, faiss.METRIC_INNER_PRODUCT)
+        index.hnsw.efConstruction = config.ef_construction
         parameters = {
-            "M": config.hnsw_links,
-            "efConstruction": config.hnsw_build_depth,
-            "efSearch": config.hnsw_search_depth,
+            "hnsw_m": config.hnsw_m,
+            "ef_construction": config.ef_construction,
+            "ef_search": config.ef_search,
         }
     else:
-        parameters = {"nlist": lists, "nprobe": min(config.probes, lists)}
+        parameters = {"nlist": lists, "nprobe": min(config.nprobe, lists)}
         cells = faiss.IndexFlatIP(dim)
         if kind == "ivf_flat":
             index = faiss.IndexIVFFlat(cells, dim, lists, faiss.METRIC_INNER_PRODUCT)
         else:
-            index = faiss.IndexIVFPQ(cells, dim, lists, config.subquantizers, bits, faiss.METRIC_INNER_PRODUCT)
+            index = faiss.IndexIVFPQ(cells, dim, lists, config.pq_m, bits, faiss.METRIC_INNER_PRODUCT)
             index.pq.cp.min_points_per_centroid = 1
-            parameters |= {"subquantizers": config.subquantizers, "bits_per_code": bits}
+            parameters |= {"pq_m": config.pq_m, "pq_nbits": bits}
         index.cp.min_points_per_centroid = 1
         index.train(_sample(item_ID, rows=SAMPLE_PER_CENTROID * max(lists, 1 << bits)))
 

@@ -49,7 +49,7 @@ def search(
     if kind in ("ivf_flat", "ivf_pq"):
         settings = faiss.SearchParametersIVF(nprobe=parameters["nprobe"])  # type: ignore[call-arg]  # faiss's stubs lag
     elif kind == "hnsw":
-        settings = faiss.SearchParametersHNSW(efSearch=max(parameters["efSearch"], depth))  # type: ignore[attr-defined]
+        settings = faiss.SearchParametersHNSW(efSearch=max(parameters["ef_search"], depth))  # type: ignore[attr-defined]
     score_BN, row_BN = index.search(np.ascontiguousarray(query_BD, dtype=np.float32), depth, params=settings)
     return score_BN, row_BN
 

@@ -33,13 +33,13 @@ from recsys_core.serving.quantise import Quantization, build_tower, save_tower
 from recsys_core.serving.query_batch import served_tables, user_features
 
 DESCRIPTION = "package.json"
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 
 
 class Package(Frozen):
     """package.json: how to read the other files, and the checksum of each."""
 
-    format_version: Literal[2] = FORMAT_VERSION
+    format_version: Literal[3] = FORMAT_VERSION
     model: ModelSpec
     similarity: Literal["cosine", "dot"]
     quantization: Quantization

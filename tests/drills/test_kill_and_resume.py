@@ -36,7 +36,7 @@ def write_config(folder: Path) -> Path:
         },
         "model": {"embedding_dim": 16, "user_id": True},
         "training": {"epochs": 3, "batch_size": 64, "log_every_steps": 5, "checkpoint_every_steps": 10, "warm_start": None},
-        "index": {"centroids": 8},
+        "index": {"nlist": 8},
     }
     file = folder / "nightly.yaml"
     file.write_text(yaml.safe_dump(config))

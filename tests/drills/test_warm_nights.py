@@ -18,7 +18,7 @@ interactions: {paths: data/interactions/*.parquet, timestamp_column: timestamp, 
 embeddings: {paths: data/item_embeddings.parquet, vector_column: embedding}
 model: {embedding_dim: 16, user_id: true}
 training: {epochs: 1, batch_size: 64, warm_start: {full_retrain_every: 3}}
-index: {centroids: 8}
+index: {nlist: 8}
 registry: {smoke_users: 50, margin: 0.9}
 """
 

@@ -223,7 +223,7 @@ def test_a_mistake_in_an_entry_of_the_embeddings_is_named_with_its_place(file: P
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("index={subquantizers: 7, kinds: [ivf_pq]}", "index.subquantizers is 7, but the towers end in 64 numbers"),
+        ("index={pq_m: 7, compared_kinds: [ivf_pq]}", "index.pq_m is 7, but the towers end in 64 numbers"),
         ("sharding.tables.user.sharding_types=[row_wise]", "sharding.tables.user: the model has the tables ['item']"),
         ("interactions={paths: x, split: {kind: files, test: y}}", "model.history.last_item is true, but interactions has nei"),
         ("model.history={length: 0, last_item: false}", "the query tower has no feature: set model.user_id to true or"),

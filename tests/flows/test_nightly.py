@@ -39,7 +39,7 @@ embeddings: {paths: data/item_embeddings.parquet, vector_column: embedding}
 features: {items: {paths: data/item_features.parquet, id_column: item_id, features: [{name: brand}]}}
 model: {embedding_dim: 16, user_id: true}
 training: {epochs: 3, batch_size: 64, log_every_steps: 5, checkpoint_every_steps: 20, warm_start: null}
-index: {centroids: 8}
+index: {nlist: 8}
 registry: {model_name: small, smoke_users: 300}
 """
 

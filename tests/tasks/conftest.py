@@ -138,7 +138,7 @@ def _build(folder: Path, *, confused: bool) -> Stages:
         history_items=table,
         dense={f"query.{name}": value for name, value in QuerySide(spec).state_dict().items()},
     )
-    index = build_indexes(IndexConfig(served="flat", centroids=2, subquantizers=4), export=export, folder=folder / "index")
+    index = build_indexes(IndexConfig(served_kind="flat", nlist=2, pq_m=4), export=export, folder=folder / "index")
     evaluation = evaluate(EvaluationConfig(), export=export, dataset=Dataset(interactions), folder=folder / "evaluation")
     package = build_package(
         PackageConfig(),

@@ -14,7 +14,7 @@ from recsys_core.retrieval.search import load_index, search, search_all
 from tests.recsys_core.evaluation.stages import export_stage
 
 KINDS = get_args(IndexKind)
-CONFIG = IndexConfig(kinds=KINDS, centroids=10, probes=2, subquantizers=4, bits_per_code=6, hnsw_search_depth=16, recall_k=10)
+CONFIG = IndexConfig(compared_kinds=KINDS, nlist=10, nprobe=2, pq_m=4, pq_nbits=6, ef_search=16, recall_k=10)
 
 
 def _export(folder: Path, *, items: int = 800, dim: int = 16, queries: int = 60) -> ExportManifest:
@@ -54,9 +54,9 @@ def test_every_kind_is_built_for_inner_product_and_holds_every_item(built, expor
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_index_takes_at_least_what_is_estimated_before_it_is_built(built, export: ExportManifest, kind: IndexKind) -> None:
-    kinds = CONFIG.model_copy(update={"served": kind, "kinds": ()})
+    kinds = CONFIG.model_copy(update={"served_kind": kind, "compared_kinds": ()})
     estimate = bytes_of(kinds, items=export.items, dim=export.dim)
-    assert estimate <= sum(built.reports[one].bytes for one in kinds.built) < 1.2 * estimate
+    assert estimate <= sum(built.reports[one].bytes for one in kinds.built_kinds) < 1.2 * estimate
 
 
 def test_reported_recall_is_the_overlap_with_brute_force(built, export: ExportManifest) -> None:
@@ -95,20 +95,20 @@ def test_probes_are_what_the_caller_says(built, export: ExportManifest) -> None:
 
 def test_a_catalogue_smaller_than_the_settings_lowers_them(tmp_path: Path) -> None:
     manifest = build_indexes(
-        IndexConfig(kinds=("ivf_pq",), recall_k=50),
+        IndexConfig(compared_kinds=("ivf_pq",), recall_k=50),
         export=_export(tmp_path / "export", items=100, queries=5),
         folder=tmp_path / "index",
     )
-    assert manifest.reports["ivf_pq"].parameters == {"nlist": 2, "nprobe": 2, "subquantizers": 8, "bits_per_code": 6}
+    assert manifest.reports["ivf_pq"].parameters == {"nlist": 2, "nprobe": 2, "pq_m": 8, "pq_nbits": 6}
     tiny = build_indexes(
         IndexConfig(recall_k=5), export=_export(tmp_path / "export2", items=2, queries=1), folder=tmp_path / "index2"
     )
     assert tiny.reports["hnsw"].recall == 1.0
 
 
-def test_subquantizers_that_do_not_divide_the_size_are_refused(tmp_path: Path, export: ExportManifest) -> None:
-    with pytest.raises(InputError, match=r"subquantizers is 5, which does not divide the vectors' size 16"):
-        build_indexes(IndexConfig(kinds=("ivf_pq",), subquantizers=5), export=export, folder=tmp_path / "index")
+def test_a_pq_m_that_does_not_divide_the_width_is_rejected(tmp_path: Path, export: ExportManifest) -> None:
+    with pytest.raises(InputError, match=r"pq_m is 5, which does not divide the vectors' size 16"):
+        build_indexes(IndexConfig(compared_kinds=("ivf_pq",), pq_m=5), export=export, folder=tmp_path / "index")
     assert not any(tmp_path.iterdir())
 
 
@@ -134,10 +134,12 @@ def test_the_plot_is_a_png(built, tmp_path: Path) -> None:
 
 
 def test_only_the_kinds_that_are_asked_for_are_built(tmp_path: Path, export: ExportManifest) -> None:
-    served = build_indexes(IndexConfig(subquantizers=5), export=export, folder=tmp_path / "served")  # 5 is for ivf_pq alone
+    served = build_indexes(IndexConfig(pq_m=5), export=export, folder=tmp_path / "served")  # 5 is for ivf_pq alone
     assert {*served.reports} == {"flat", "hnsw"}
     assert {*served.files} == {"flat.faiss", "hnsw.faiss"}
-    compared = build_indexes(IndexConfig(served="flat", kinds=("ivf_flat",)), export=export, folder=tmp_path / "compared")
+    compared = build_indexes(
+        IndexConfig(served_kind="flat", compared_kinds=("ivf_flat",)), export=export, folder=tmp_path / "compared"
+    )
     assert {*compared.reports} == {"flat", "ivf_flat"}
 
 

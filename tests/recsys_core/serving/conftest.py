@@ -129,7 +129,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
         *,
         index: IndexKind = "flat",
         quantization: str = "none",
-        probes: int = 1,
+        nprobe: int = 1,
         features: Sequence[str] = (),
         **model: object,
     ) -> tuple[World, PackageManifest]:
@@ -157,7 +157,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
             PackageConfig(quantization=quantization),  # type: ignore[arg-type]
             export=export,
             index=build_indexes(
-                IndexConfig(served=index, centroids=7, probes=probes, hnsw_links=4, hnsw_build_depth=8, hnsw_search_depth=8),
+                IndexConfig(served_kind=index, nlist=7, nprobe=nprobe, hnsw_m=4, ef_construction=8, ef_search=8),
                 export=export,
                 folder=folder / "index",
             ),

@@ -159,16 +159,16 @@ def compare_nights(
     items = Change.between(_events_of_items(before), events_I, row_before_I=row_before_I)
     users = Change.between(*(_events_of_users(night) for night in (before, tonight)), row_before_I=row_before_U)
     changes = {
-        "event_drop": 1 - tonight.train_events / before.train_events,
+        "event_drop_share": 1 - tonight.train_events / before.train_events,
         "new_users": users.new,
         "new_items": items.new,
         "vanished_users": users.vanished,
         "vanished_items": items.vanished,
-        "new_users_share": users.new_share,
-        "new_items_share": items.new_share,
-        "vanished_users_share": users.vanished_share,
-        "vanished_items_share": items.vanished_share,
-        "popularity_shift": popularity_shift(last_count_L, count_I, row_before_I=row_before_I),
+        "new_user_share": users.new_share,
+        "new_item_share": items.new_share,
+        "vanished_user_share": users.vanished_share,
+        "vanished_item_share": items.vanished_share,
+        "popularity_psi": popularity_shift(last_count_L, count_I, row_before_I=row_before_I),
     }
     moved = find_movers(before, tonight, before_L=last_count_L, after_I=count_I, row_before_I=row_before_I, count=MOVERS)
     return {name: float(value) for name, value in changes.items()}, moved

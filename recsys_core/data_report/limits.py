@@ -21,21 +21,23 @@ class _Limit(NamedTuple):
 
 LIMITS = (
     _Limit("min_events", "train_events", "training events", "count"),
-    _Limit("max_event_drop", "event_drop", "drop of training events against last night"),
-    _Limit("max_new_users", "new_users_share", "users that last night had not"),
-    _Limit("max_new_items", "new_items_share", "items that last night had not"),
-    _Limit("max_vanished_users", "vanished_users_share", "users of last night that are gone"),
-    _Limit("max_vanished_items", "vanished_items_share", "items of last night that are gone"),
-    _Limit("max_popularity_shift", "popularity_shift", "popularity shift (PSI) against last night", "index"),
-    _Limit("min_items_with_vector", "items_with_vector_share", "items with a pretrained vector"),
-    _Limit("max_nulls", "nulls_share", "nulls in the column with most of them"),
-    _Limit("max_duplicates", "duplicates_share", "events that repeat another one (user, item, time)"),
-    _Limit("max_leaked_events", "leaked_share", "validation and test events with a copy in an earlier part of the split"),
-    _Limit("max_future_events", "future_share", "training events later than their user's first test event"),
+    _Limit("max_event_drop_share", "event_drop_share", "drop of training events against last night"),
+    _Limit("max_new_user_share", "new_user_share", "users that last night had not"),
+    _Limit("max_new_item_share", "new_item_share", "items that last night had not"),
+    _Limit("max_vanished_user_share", "vanished_user_share", "users of last night that are gone"),
+    _Limit("max_vanished_item_share", "vanished_item_share", "items of last night that are gone"),
+    _Limit("max_popularity_psi", "popularity_psi", "popularity shift (PSI) against last night", "index"),
+    _Limit("min_item_vector_share", "item_vector_share", "items with a pretrained vector"),
+    _Limit("max_null_share", "null_share", "nulls in the column with most of them"),
+    _Limit("max_duplicate_share", "duplicate_share", "events that repeat another one (user, item, time)"),
+    _Limit(
+        "max_leaked_event_share", "leaked_event_share", "validation and test events with a copy in an earlier part of the split"
+    ),
+    _Limit("max_future_event_share", "future_event_share", "training events later than their user's first test event"),
     _Limit("max_split_violations", "split_violations", "events on the wrong side of the split, or out of order", "count"),
-    _Limit("max_unseen_test_items", "unseen_test_items_share", "test events of items without a training event"),
-    _Limit("max_unseen_test_users", "unseen_test_users_share", "test users without a training event"),
-    _Limit("max_repeated_test_pairs", "repeated_test_pairs_share", "test events of an item the user had in training"),
+    _Limit("max_unseen_item_share", "unseen_item_share", "test events of items without a training event"),
+    _Limit("max_unseen_user_share", "unseen_user_share", "test users without a training event"),
+    _Limit("max_repeated_pair_share", "repeated_pair_share", "test events of an item the user had in training"),
 )
 
 
@@ -54,9 +56,9 @@ class Check(Frozen):
 def check_limits(metrics: Mapping[str, float], config: DataReportConfig) -> tuple[Check, ...]:
     """Every limit; one without a value, because there was no last night or there are no times, is kept.
 
-    >>> checks = check_limits({"event_drop": 0.75}, DataReportConfig(max_event_drop=0.5))
+    >>> checks = check_limits({"event_drop_share": 0.75}, DataReportConfig(max_event_drop_share=0.5))
     >>> [(check.setting, check.kept, check.shown_value, check.shown_limit) for check in checks if check.value is not None]
-    [('max_event_drop', False, '75 %', 'at most 50 %')]
+    [('max_event_drop_share', False, '75 %', 'at most 50 %')]
     """
     return tuple(_check(limit, metrics.get(limit.metric, math.nan), getattr(config, limit.setting)) for limit in LIMITS)
 
@@ -88,25 +90,25 @@ def breaches_of(checks: tuple[Check, ...]) -> tuple[str, ...]:
 def warnings_of(metrics: Mapping[str, float]) -> tuple[str, ...]:
     """What a person should look at, though no limit is set on it or it is kept."""
     said = []
-    shift = metrics.get("popularity_shift", math.nan)
+    shift = metrics.get("popularity_psi", math.nan)
     if shift >= MODERATE_SHIFT:
         size = "major" if shift >= MAJOR_SHIFT else "moderate"
         said.append(f"popularity moved: PSI {shift:.3f} against last night, which is read as a {size} shift")
     for metric, least, words in (
         (
-            "future_share",
+            "future_event_share",
             0.0,
             "of the training events are later than their user's first test event: a model may learn the answer",
         ),
         (
-            "leaked_share",
+            "leaked_event_share",
             0.0,
             "of the validation and test events have a copy (user, item, time) in an earlier part of the split",
         ),
-        ("duplicates_share", 0.01, "of the events repeat another one (user, item, time)"),
-        ("unseen_test_items_share", 0.5, "of the test events are of items without a training event"),
-        ("unseen_test_users_share", 0.5, "of the test users have no training event"),
-        ("empty_days_share", 0.0, "of the days between the first and the last event have no event: is a partition missing?"),
+        ("duplicate_share", 0.01, "of the events repeat another one (user, item, time)"),
+        ("unseen_item_share", 0.5, "of the test events are of items without a training event"),
+        ("unseen_user_share", 0.5, "of the test users have no training event"),
+        ("empty_day_share", 0.0, "of the days between the first and the last event have no event: is a partition missing?"),
     ):
         if metrics.get(metric, math.nan) > least:
             said.append(f"{_in_words(metrics[metric], 'share')} {words}")

@@ -33,7 +33,7 @@ def sizes(interactions: InteractionsManifest, facts: SplitFacts) -> dict[str, fl
         "items": float(np.sum(facts.events_I > 0)),
         "items_in_catalogue": float(interactions.items),
         "days": float(span),
-        "empty_days_share": 1 - len(facts.days) / span,
+        "empty_day_share": 1 - len(facts.days) / span,
         "history_median": float(np.median(trained_U)),
         "history_p95": float(np.percentile(trained_U, 95)),
         "history_longest": float(trained_U.max()),
@@ -62,18 +62,18 @@ def shares(interactions: InteractionsManifest, facts: SplitFacts, count_I: Ints)
     # Only times tell whether an event is the same one again, and what came before what.
     misplaced = float(facts.misplaced + (facts.unordered if interactions.ordered else 0))
     return {
-        "items_with_vector_share": _ratio(float(vector_I.sum()), float(np.sum(vector_I | (facts.events_I > 0)))),
-        "train_events_with_vector_share": _ratio(float(count_I[vector_I].sum()), train),
+        "item_vector_share": _ratio(float(vector_I.sum()), float(np.sum(vector_I | (facts.events_I > 0)))),
+        "train_event_vector_share": _ratio(float(count_I[vector_I].sum()), train),
         "gini": gini(falling),
         "head_share": _ratio(float(falling[:head].sum()), train),
-        "nulls_share": max((_ratio(column.nulls, rows) for column in interactions.columns.values()), default=math.nan),
-        "duplicates_share": _ratio(facts.duplicates, train + held_out) if timed else math.nan,
-        "repeated_train_pairs_share": _ratio(facts.repeated_train_pairs, train),
-        "repeated_test_pairs_share": _ratio(facts.repeated_test_pairs, test),
-        "unseen_test_items_share": _ratio(float(facts.test_events_I[unseen_I].sum()), test),
-        "unseen_test_users_share": _ratio(float(np.sum(tested_U & (train_end == start[:-1]))), float(tested_U.sum())),
-        "leaked_share": _ratio(facts.leaked, held_out) if timed else math.nan,
-        "future_share": _ratio(facts.future, train) if timed else math.nan,
+        "null_share": max((_ratio(column.nulls, rows) for column in interactions.columns.values()), default=math.nan),
+        "duplicate_share": _ratio(facts.duplicates, train + held_out) if timed else math.nan,
+        "repeated_train_pair_share": _ratio(facts.repeated_train_pairs, train),
+        "repeated_pair_share": _ratio(facts.repeated_test_pairs, test),
+        "unseen_item_share": _ratio(float(facts.test_events_I[unseen_I].sum()), test),
+        "unseen_user_share": _ratio(float(np.sum(tested_U & (train_end == start[:-1]))), float(tested_U.sum())),
+        "leaked_event_share": _ratio(facts.leaked, held_out) if timed else math.nan,
+        "future_event_share": _ratio(facts.future, train) if timed else math.nan,
         "split_violations": misplaced if timed or interactions.ordered else math.nan,
     }
 

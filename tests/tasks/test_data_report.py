@@ -43,11 +43,11 @@ def night(workspace: Path, day: int, *, events: int, **limits: Any) -> DataRepor
 
 def test_a_broken_limit_stops_the_run_and_says_where_to_look(workspace: Path, untracked: None) -> None:
     with pytest.raises(InputError) as caught:
-        night(workspace, 20, events=4, min_events=5, min_items_with_vector=0.5)
+        night(workspace, 20, events=4, min_events=5, min_item_vector_share=0.5)
     said = str(caught.value)
     page = workspace / "runs" / "20261120-020000-aaaa" / "data_report" / "report.html"
     assert "- training events: 4, but data_report.min_events is 5\n" in said
-    assert "- items with a pretrained vector: 0 %, but data_report.min_items_with_vector is 50 %\n" in said
+    assert "- items with a pretrained vector: 0 %, but data_report.min_item_vector_share is 50 %\n" in said
     assert f"look at {page}" in said and "--resume 20261120-020000-aaaa" in said
     assert page.is_file() and "**2 limits broken**" in (workspace / "data-report.md").read_text()
 

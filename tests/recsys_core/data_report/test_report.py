@@ -48,13 +48,13 @@ def test_a_first_night_passes_and_is_compared_with_nothing(tmp_path: Path) -> No
     made = interactions_of(tmp_path / "one", [user(0, 1), user(1, 2)], item_ids=["a", "b", "c"], vector_row=[0, 1, -1])
     manifest, report = report_of(tmp_path, made)
     assert (manifest.breaches, manifest.compared_with, report.last_metrics, report.movers) == ((), None, {}, ())
-    assert "event_drop" not in manifest.metrics
-    assert manifest.metrics["items_with_vector_share"] == pytest.approx(2 / 3)
-    assert manifest.metrics["train_events_with_vector_share"] == 0.75
+    assert "event_drop_share" not in manifest.metrics
+    assert manifest.metrics["item_vector_share"] == pytest.approx(2 / 3)
+    assert manifest.metrics["train_event_vector_share"] == 0.75
     assert [(day.day, day.train, day.test) for day in report.days] == [
         ("1970-01-01", 2, 0), ("1970-01-02", 2, 0), ("1970-04-01", 0, 2),
     ]  # fmt: skip
-    assert manifest.metrics["empty_days_share"] == pytest.approx(88 / 91)
+    assert manifest.metrics["empty_day_share"] == pytest.approx(88 / 91)
     assert manifest.metrics["files_without_checksums"] == 1
     assert set(manifest.files) == {"report.json", "report.html"}
 
@@ -71,7 +71,7 @@ def test_nights_are_compared_by_id_whether_rows_agree_or_not(tmp_path: Path, sam
         after = interactions_of(tmp_path / "two", log, item_ids=["d", "c", "a"], user_ids=[3, 4, 1])
         assert match_rows(before, after, side="items", spill=tmp_path / "spill").tolist() == [-1, 2, 0]
     manifest, report = report_of(tmp_path, after, before=before)
-    wanted = {"new_users": 1, "vanished_users": 1, "new_items": 1, "vanished_items": 1, "event_drop": 0.0}
+    wanted = {"new_users": 1, "vanished_users": 1, "new_items": 1, "vanished_items": 1, "event_drop_share": 0.0}
     assert {name: manifest.metrics[name] for name in wanted} == wanted
     shares = {mover.id: (mover.before, mover.after) for mover in report.movers}
     assert shares["'b'"] == (0.2, 0) and shares["'d'"] == (0, 0.4)
@@ -89,7 +89,7 @@ def test_ids_of_another_type_are_other_ids(tmp_path: Path) -> None:
     before = interactions_of(tmp_path / "one", [user(0, 1)], item_ids=[0, 1])
     after = interactions_of(tmp_path / "two", [user(0, 1)], item_ids=["0", "1"])
     assert match_rows(before, after, side="items", spill=tmp_path).tolist() == [-1, -1]
-    assert report_of(tmp_path, after, before=before)[0].metrics["vanished_items_share"] == 1
+    assert report_of(tmp_path, after, before=before)[0].metrics["vanished_item_share"] == 1
 
 
 def test_a_night_like_the_last_has_no_shift_and_one_turned_around_has_a_large_one(tmp_path: Path) -> None:
@@ -97,18 +97,18 @@ def test_a_night_like_the_last_has_no_shift_and_one_turned_around_has_a_large_on
     before = interactions_of(tmp_path / "one", [user(*row) for row in items], item_ids=range(6))
     same = interactions_of(tmp_path / "two", [user(*row) for row in reversed(items)], item_ids=range(6))
     turned = interactions_of(tmp_path / "three", [user(*([5 - row[0]] * len(row))) for row in items], item_ids=range(6))
-    assert report_of(tmp_path / "a", same, before=before)[0].metrics["popularity_shift"] == 0
+    assert report_of(tmp_path / "a", same, before=before)[0].metrics["popularity_psi"] == 0
     manifest, _ = report_of(tmp_path / "b", turned, before=before)
-    assert manifest.metrics["popularity_shift"] > 0.25 and manifest.breaches == ()
+    assert manifest.metrics["popularity_psi"] > 0.25 and manifest.breaches == ()
     assert "major shift" in " ".join(manifest.warnings)
-    stopped, _ = report_of(tmp_path / "b", turned, before=before, max_popularity_shift=0.25)
-    assert len(stopped.breaches) == 1 and "but data_report.max_popularity_shift is 0.250" in stopped.breaches[0]
+    stopped, _ = report_of(tmp_path / "b", turned, before=before, max_popularity_psi=0.25)
+    assert len(stopped.breaches) == 1 and "but data_report.max_popularity_psi is 0.250" in stopped.breaches[0]
 
 
 def test_new_items_shift_popularity_too(tmp_path: Path) -> None:
     before = interactions_of(tmp_path / "one", [user(*range(10))], item_ids=range(10))
     after = interactions_of(tmp_path / "two", [user(*range(20))], item_ids=range(20))
-    assert report_of(tmp_path, after, before=before)[0].metrics["popularity_shift"] > 1
+    assert report_of(tmp_path, after, before=before)[0].metrics["popularity_psi"] > 1
 
 
 @given(st.lists(st.integers(0, 1_000), min_size=1, max_size=50).filter(any))
@@ -127,10 +127,12 @@ def test_half_the_log_gone_stops_the_night_unless_the_user_says_otherwise(tmp_pa
     before = interactions_of(tmp_path / "one", [user(*[0] * 10)], item_ids=[7])
     after = interactions_of(tmp_path / "two", [user(*[0] * 4)], item_ids=[7])
     manifest, report = report_of(tmp_path, after, before=before)
-    assert manifest.breaches == ("drop of training events against last night: 60 %, but data_report.max_event_drop is 50 %",)
-    assert [check.setting for check in report.checks if not check.kept] == ["max_event_drop"]
+    assert manifest.breaches == (
+        "drop of training events against last night: 60 %, but data_report.max_event_drop_share is 50 %",
+    )
+    assert [check.setting for check in report.checks if not check.kept] == ["max_event_drop_share"]
     assert "1 limit broken: the night stops here" in manifest.path("report.html").read_text()
-    assert report_of(tmp_path, after, before=before, max_event_drop=None)[0].breaches == ()
+    assert report_of(tmp_path, after, before=before, max_event_drop_share=None)[0].breaches == ()
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_half_the_log_gone_stops_the_night_unless_the_user_says_otherwise(tmp_pa
         (TimeSplit(), [([(0, 5 * DAY)], [(0, 3 * DAY)], [(0, 4 * DAY)])], "max_split_violations is 0"),
         (LeaveLastOut(), [([(0, 1), (1, 2)], [], [(1, 3), (2, 4)])], "max_split_violations is 0"),
         (FILES, [([(0, 5), (1, 4)], [], [(1, 9)])], "max_split_violations is 0"),
-        (FILES, [([(0, 1), (1, 2)], [], [(1, 2)])], "max_leaked_events is 1 %"),
+        (FILES, [([(0, 1), (1, 2)], [], [(1, 2)])], "max_leaked_event_share is 1 %"),
     ],
 )
 def test_leaks_that_are_certain_errors_stop_the_night_by_default(
@@ -154,17 +156,19 @@ def test_what_may_be_meant_is_reported_and_stops_only_if_asked_to(tmp_path: Path
     log = [([(0, 1), (1, 50)], [], [(0, 9)]), ([], [], [(2, 9)])]
     made = interactions_of(tmp_path / "one", log, item_ids=range(3))
     manifest, _ = report_of(tmp_path, made)
-    shares = ("future_share", "repeated_test_pairs_share", "unseen_test_items_share", "unseen_test_users_share")
+    shares = ("future_event_share", "repeated_pair_share", "unseen_item_share", "unseen_user_share")
     assert [manifest.metrics[name] for name in shares] == [0.5, 0.5, 0.5, 0.5]
     assert manifest.breaches == () and "later than their user's first test event" in manifest.warnings[0]
-    limits = ("max_future_events", "max_repeated_test_pairs", "max_unseen_test_items", "max_unseen_test_users")
+    limits = ("max_future_event_share", "max_repeated_pair_share", "max_unseen_item_share", "max_unseen_user_share")
     assert len(report_of(tmp_path, made, **dict.fromkeys(limits, 0.4))[0].breaches) == 4
 
 
 def test_a_log_without_times_says_what_it_cannot_tell(tmp_path: Path) -> None:
     made = interactions_of(tmp_path / "one", [user(0, 0)], item_ids=[1], timed=False, ordered=False)
-    manifest, report = report_of(tmp_path, made, max_duplicates=0, max_future_events=0)
-    assert {"duplicates_share", "leaked_share", "future_share", "split_violations", "days"} & set(manifest.metrics) == set()
+    manifest, report = report_of(tmp_path, made, max_duplicate_share=0, max_future_event_share=0)
+    assert {"duplicate_share", "leaked_event_share", "future_event_share", "split_violations", "days"} & set(
+        manifest.metrics
+    ) == set()
     assert manifest.breaches == () and report.days == ()
     assert "no times in the log" in manifest.path("report.html").read_text()
 
@@ -193,7 +197,7 @@ def test_the_page_is_one_file_and_no_word_of_the_data_becomes_markup(tmp_path: P
     facts = {"columns": {HOSTILE: ColumnFacts(nulls=1, first=HOSTILE)}, "set_aside": {HOSTILE: 2}, "bad_rows": {HOSTILE: 1}}
     before = interactions_of(tmp_path / "one", [user(0, 1)], item_ids=[HOSTILE, "x" * 10_000])
     made = interactions_of(tmp_path / "two", [user(0, 0, 1)], item_ids=[HOSTILE, "y" * 10_000], **facts)
-    manifest, report = report_of(tmp_path, made, before=before, max_nulls=0)
+    manifest, report = report_of(tmp_path, made, before=before, max_null_share=0)
     page = manifest.path("report.html").read_text(encoding="utf-8")
     parser = _Tags()
     parser.feed(page)

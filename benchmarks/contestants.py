@@ -37,10 +37,10 @@ from recsys_core.sharding.config import ClusterConfig, ShardingConfig, ShardingK
 from recsys_core.sharding.planner import plan_sharding
 from recsys_core.sharding.sharders import ROW_LOOKUP_KINDS
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.first_model import first_model
 from recsys_core.training.job_spec import Progress, TrainJob
 from recsys_core.training.loop import METRICS_NAME, Training, make_loader
 from recsys_core.training.process_group import Process
+from recsys_core.training.sharded_model import first_model
 
 ROWS, DIM, LAYERS = 1 << 20, 64, (128, 64)
 EVENTS = 3 << 20
@@ -153,7 +153,7 @@ def ours(run: Run, *, folder: Path, process: Process, paced: Paced | None) -> di
     item = "row_wise" if pools else run.kind
     tables = {"user": TableConstraint(sharding_types=(run.kind,)), "item": TableConstraint(sharding_types=(item,))}
     work = folder / run.name
-    if process.leads:
+    if process.is_main:
         plan_sharding(
             ShardingConfig(cluster=cluster, tables=tables), model=spec, batch_size=run.batch_size, folder=work / "plan"
         )
@@ -176,7 +176,7 @@ def ours(run: Run, *, folder: Path, process: Process, paced: Paced | None) -> di
     trainer = Training(job, model=sharded, loader=short, process=process)
     trainer._save = lambda: None  # type: ignore[method-assign]  # a checkpoint of random rows is of no interest here
     trainer.run()
-    if not process.leads:
+    if not process.is_main:
         return {}
     lines = [Progress.model_validate_json(line) for line in (work / METRICS_NAME).read_text().splitlines()]
     counted = [line for line in lines if line.step > run.warm_up]

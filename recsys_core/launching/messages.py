@@ -24,6 +24,8 @@ import recsys_core
 from recsys_core.config import Frozen
 
 FOLDER_VARIABLE, NODE_VARIABLE = "NIGHTJAR_LAUNCH", "NIGHTJAR_NODE"
+STORE_VARIABLE = "NIGHTJAR_STORE"
+"""Environment variable with the rendezvous file of the ranks of one host; unset where ranks of several hosts meet."""
 LAST_LINES = 12
 Message = TypeVar("Message", bound=Frozen)
 

@@ -23,8 +23,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from recsys_core.launching.config import LOOPBACK
+from recsys_core.launching.messages import STORE_VARIABLE
 from recsys_core.launching.network import LOOPBACK_ADDRESS
-from recsys_core.training.process_group import STORE_VARIABLE
 
 BACKEND = "nightjar"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

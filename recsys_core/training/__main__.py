@@ -1,5 +1,6 @@
-"""Entry of every rank: python -m recsys_core.training JOB.json, under torchrun."""
+"""Entry point of every rank: `python -m recsys_core.training JOB.json`, started by torchrun."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -8,15 +9,33 @@ from recsys_core.patches.cpu_features import share_cpu_features
 
 
 def main(job_file: str) -> None:
-    """Joins the group and does what the job file says; an exception is left in the rank's error file for the agent."""
+    """Run the job; torchrun's `record` writes an exception to the rank's error file, where the agent reads it."""
     begin_rank()
     share_cpu_features()
-    # These imports take seconds, in which the rank is tied to its agent already.
+    # torch is imported only now: share_cpu_features has to run before it.
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    from recsys_core.training.jobs import run_job
-
     record(run_job)(Path(job_file))
+
+
+def run_job(job_file: Path) -> None:
+    """Collective. Join the process group and run the TrainJob or ExportJob in `job_file`."""
+    from recsys_core.patches.rank import prepare_rank
+    from recsys_core.sharding.plan_file import PlanFile
+    from recsys_core.training.export import run_export
+    from recsys_core.training.job_spec import JOB, TrainJob
+    from recsys_core.training.loop import run_training
+    from recsys_core.training.process_group import join_process_group
+
+    job = JOB.validate_json(job_file.read_bytes())
+    device = PlanFile.read(job.plan).device
+    if device == "cpu":
+        prepare_rank(rank=int(os.environ["LOCAL_RANK"]), ranks=int(os.environ["LOCAL_WORLD_SIZE"]))
+    with join_process_group(device=device) as process:
+        if isinstance(job, TrainJob):
+            run_training(job, process=process)
+        else:
+            run_export(job, process=process)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class RankWriter:
 
     def build(self, path: Path, *, shape: tuple[int, ...], adds: bool = False) -> None:
         """Makes the array from its parts, on rank 0."""
-        if self._process.leads:
+        if self._process.is_main:
             build_array(path, shape=shape, process=self._process, adds=adds, on_record=self.sign)
 
     def sign(self) -> None:

@@ -14,16 +14,22 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import Dataset, require_manifest
 from recsys_core.models.sampling import negative_share
 from recsys_core.models.task import RetrievalTask
-from recsys_core.training.checkpoint import JOB_COPY, PLAN_COPY, Best, Checkpointer, CheckpointManifest, checkpoint_name
+from recsys_core.training.checkpoint import (
+    JOB_COPY,
+    PLAN_COPY,
+    Best,
+    Checkpointer,
+    CheckpointManifest,
+    checkpoint_name,
+    restore,
+)
 from recsys_core.training.encoding import Encoder
-from recsys_core.training.first_model import first_model
 from recsys_core.training.job_spec import TrainJob, TrainResult
 from recsys_core.training.metrics_log import Meter, refuse_nan
 from recsys_core.training.optimizers import LearningRates, make_optimizer
 from recsys_core.training.process_group import Process
-from recsys_core.training.profiling import profiled
-from recsys_core.training.restore import restore
-from recsys_core.training.step_timer import StepClock
+from recsys_core.training.sharded_model import first_model
+from recsys_core.training.step_timer import StepClock, profiled
 from recsys_core.training.validation import Validator
 from recsys_core.training.warm_start import fill_from_champion, fill_sums
 
@@ -142,7 +148,7 @@ class Training:
         if self._saved != self._done:
             self._save()
         self._checkpointer.finish()
-        if self._process.leads:
+        if self._process.is_main:
             self._write_result()
 
     def _run_epoch(self, epoch: int, *, start_batch: int) -> None:

@@ -1,7 +1,9 @@
 """What training is like: loss, throughput, times, memory, validation metrics, line by line in metrics.jsonl."""
 
 import math
+import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -30,7 +32,7 @@ class Meter:
         self._since = self._started = time.perf_counter()
         self.last_loss = float("nan")
         self.validation: dict[str, float] = {}
-        if process.leads:  # lines after the checkpoint are written again
+        if process.is_main:  # lines after the checkpoint are written again
             lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
             kept = [line for line in lines if line.endswith("\n") and Progress.model_validate_json(line).step <= first_step]
             replacement = path.with_name(path.name + ".new")
@@ -79,7 +81,7 @@ class Meter:
             unfrozen=unfrozen,
             validation=validation or {},
         )
-        if self._process.leads:
+        if self._process.is_main:
             with self._path.open("a") as file:
                 file.write(line.model_dump_json() + "\n")
         self._all_samples += self._samples
@@ -119,3 +121,29 @@ def refuse_nan(loss: Tensor, *, step: int, epoch: int, model: DistributedModelPa
         "lower the learning_rate of training.table_optimizer or training.dense_optimizer, set their clip, or raise "
         "model.temperature"
     )
+
+
+class MetricsTail:
+    """Follows metrics.jsonl; a step that a later attempt repeats is relayed once."""
+
+    def __init__(self, path: Path, on_progress: Callable[[Progress], None]) -> None:
+        self._path, self._on_progress = path, on_progress
+        self._inode = self._offset = self._last_step = 0
+
+    def relay(self) -> None:
+        """Passes on the complete lines not passed on yet."""
+        if not self._path.is_file():
+            return
+        with self._path.open("rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            if inode != self._inode:  # a new attempt put a file in its place that ends at its checkpoint
+                self._inode, self._offset = inode, 0
+            file.seek(self._offset)
+            new = file.read()
+        complete = new[: new.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        for line in complete.splitlines():
+            progress = Progress.model_validate_json(line)
+            if progress.step > self._last_step:
+                self._last_step = progress.step
+                self._on_progress(progress)

@@ -1,8 +1,12 @@
 """Who updates what: tables in the backward pass, towers and replicated tables after it; and how fast, step by step."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
@@ -11,6 +15,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from recsys_core.models.optimizer_config import DenseOptimizer, Schedule, TableOptimizer
+from recsys_core.models.shards import local_shards
 from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.sharded_model import ADAGRAD_EPS
@@ -115,3 +120,53 @@ def _leaves(optimizer: KeyedOptimizer) -> Iterator[KeyedOptimizer]:
             yield from _leaves(part)
     else:
         yield optimizer
+
+
+ADAGRAD = ("rowwise_adagrad", "adagrad")
+_KEYS = ("momentum1", "sum")
+"""What FBGEMM calls the sums of a sharded table, and torch those of a replicated one."""
+
+
+@dataclass(frozen=True)
+class SumShard:
+    """A view into the sums of a rectangle of a table, which starts at (row, column) and is `columns` wide."""
+
+    row: int
+    column: int
+    columns: int
+    sum_RS: Tensor
+
+
+def has_sums(spec: ModelSpec, table: str, *, default: TableOptimizer) -> bool:
+    """Whether `table` is trained by an Adagrad. default: of tables that have no optimizer of their own."""
+    found = spec.tables[table]
+    return not found.frozen and (found.settings.optimizer or default).kind in ADAGRAD
+
+
+def sum_shards(optimizer: KeyedOptimizer, *, spec: ModelSpec, table: str) -> list[SumShard]:
+    """This rank's sums of `table`, from the optimizer that make_optimizer gives; none where another rank has them all."""
+    shards = []
+    state = optimizer.state
+    for name, parameter in optimizer.params.items():
+        if table_of(name, spec) != table:
+            continue
+        value = next(value for key, value in state[parameter].items() if key.rpartition(".")[2] in _KEYS)
+        # Under column-wise sharding TorchRec counts the rows of row-wise sums through all shards: the weights know the place.
+        for weight, sums in zip(local_shards(parameter), _tensors(value), strict=True):
+            columns = weight.weight_RC.shape[1]
+            shards.append(SumShard(weight.row, weight.column, columns, sums[:, None] if sums.dim() == 1 else sums))
+    return shards
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
+
+
+def sums_of(shard: SumShard, *, by_row: bool, dim: int) -> tuple[int, int, Tensor]:
+    """(row, column, values) of what `shard` adds to the sums of the whole table of width `dim`: [rows] or [rows, dim].
+
+    A sum per row is the mean over the shard's own columns: those of all column shards make up the row's by their widths.
+    """
+    if by_row:
+        return shard.row, 0, shard.sum_RS[:, :1] * (shard.columns / dim)
+    return shard.row, shard.column, shard.sum_RS

@@ -1,4 +1,4 @@
-"""One rank: who it is and how it meets the others. Read once, passed down."""
+"""The process group of a job: this rank, its device, and how it joins the other ranks."""
 
 import os
 from collections.abc import Iterator
@@ -9,33 +9,33 @@ from datetime import timedelta
 import torch
 from torch import distributed as dist
 
-STORE_VARIABLE = "NIGHTJAR_STORE"
-"""Environment entry with the file over which the ranks of one host meet; absent where ranks of several hosts meet."""
-GROUP_TIMEOUT_S = 3600.0
-"""Of one collective. A hang is the launcher's to notice: it watches for silence."""
+from recsys_core.launching.messages import STORE_VARIABLE
+
+COLLECTIVE_TIMEOUT_S = 3600.0
+"""Longer than training.heartbeat_timeout_s usually is: the launching process detects a hang first, and reports the stacks."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """This rank of the group."""
+    """This process: its rank, the number of ranks, and the device it trains on."""
 
     rank: int
     world_size: int
     device: torch.device
 
     @property
-    def leads(self) -> bool:
-        """Whether this rank writes what is written once."""
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes every file that is written once."""
         return self.rank == 0
 
 
 @contextmanager
 def join_process_group(*, device: str) -> Iterator[Process]:
-    """Joins the group that torchrun described in the environment: NCCL on GPUs, gloo on CPU."""
-    backend, timeout = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timedelta(seconds=GROUP_TIMEOUT_S)
-    local = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device("cpu")
+    """Join the group that torchrun's environment variables describe: NCCL and gloo on GPUs, gloo on CPUs."""
+    backend, timeout = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    local_device = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
-        torch.cuda.set_device(local)
+        torch.cuda.set_device(local_device)
     if STORE_VARIABLE in os.environ:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.FileStore(os.environ[STORE_VARIABLE], world_size)  # type: ignore[attr-defined]
@@ -43,6 +43,7 @@ def join_process_group(*, device: str) -> Iterator[Process]:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
-    yield Process(rank=dist.get_rank(), world_size=dist.get_world_size(), device=local)
-    # Not after an exception: the other ranks would fail on the closed connection before this one has said why.
+    yield Process(rank=dist.get_rank(), world_size=dist.get_world_size(), device=local_device)
+    # Not in a `finally`: after an exception the other ranks would fail on the closed connection before this rank has reported
+    # its own error.
     dist.destroy_process_group()

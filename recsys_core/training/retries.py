@@ -1,7 +1,6 @@
 """Launches a training until it is done: each attempt a fresh process group, from the last verified checkpoint."""
 
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from recsys_core.sharding.planner import make_plan
 from recsys_core.training.checkpoint import JOB_COPY, latest_checkpoint
 from recsys_core.training.job_spec import Progress, TrainJob
 from recsys_core.training.loop import CHECKPOINTS_NAME, METRICS_NAME, RESULT_NAME
+from recsys_core.training.metrics_log import MetricsTail
 
 logger = logging.getLogger(__name__)
 FAILURES_AT_ONE_SIZE = 2
@@ -122,29 +122,3 @@ def _smaller_clusters(plan: PlanFile) -> Iterator[tuple[int, int]]:
     """Fewer hosts first, then fewer processes on one."""
     yield from ((nodes, plan.processes_per_node) for nodes in range(plan.nodes - 1, 0, -1))
     yield from ((1, processes) for processes in range(plan.processes_per_node - 1, 0, -1))
-
-
-class MetricsTail:
-    """Follows metrics.jsonl; a step that a later attempt repeats is relayed once."""
-
-    def __init__(self, path: Path, on_progress: Callable[[Progress], None]) -> None:
-        self._path, self._on_progress = path, on_progress
-        self._inode = self._offset = self._last_step = 0
-
-    def relay(self) -> None:
-        """Passes on the complete lines not passed on yet."""
-        if not self._path.is_file():
-            return
-        with self._path.open("rb") as file:
-            inode = os.fstat(file.fileno()).st_ino
-            if inode != self._inode:  # a new attempt put a file in its place that ends at its checkpoint
-                self._inode, self._offset = inode, 0
-            file.seek(self._offset)
-            new = file.read()
-        complete = new[: new.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        for line in complete.splitlines():
-            progress = Progress.model_validate_json(line)
-            if progress.step > self._last_step:
-                self._last_step = progress.step
-                self._on_progress(progress)

@@ -1,14 +1,17 @@
 """How long a step takes, how long it waits for data, and how much the lookups read."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from recsys_core.data.batch import Batch
 from recsys_core.models.spec import ModelSpec
+from recsys_core.training.config import ProfileConfig
 from recsys_core.training.process_group import Process
 
 FLOAT32_BYTES = 4
@@ -80,3 +83,22 @@ class StepClock:
         for table in self._tables:
             numbers += values.get((table.sparse, table.feature), 0) * table.dim
         return numbers * FLOAT32_BYTES
+
+
+WARM_UP_STEPS = 2
+
+
+@contextmanager
+def profiled(config: ProfileConfig | None, *, folder: Path, process: Process) -> Iterator[Callable[[], None]]:
+    """Yields what is to be called after each step; leaves rank-<r>.json.gz (chrome://tracing, Perfetto) in `folder`."""
+    if config is None:
+        yield lambda: None
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    trace = folder / f"rank-{process.rank}.json.gz"
+    devices = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if process.device.type == "cuda" else [])
+    when = schedule(wait=config.after_steps, warmup=WARM_UP_STEPS, active=config.steps, repeat=1)
+    with profile(
+        activities=devices, schedule=when, on_trace_ready=lambda done: done.export_chrome_trace(str(trace))
+    ) as running:
+        yield running.step

@@ -18,15 +18,15 @@ from recsys_core.manifests import (
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.config import ShardingConfig
-from recsys_core.training.champion_model import Champion
+from recsys_core.training.champion import Champion
 from recsys_core.training.checkpoint import JOB_COPY, PLAN_COPY
 from recsys_core.training.config import TrainingConfig, WarmStartConfig
 from recsys_core.training.dense_parallel import require_layers
 from recsys_core.training.disk_estimate import training_bytes
 from recsys_core.training.job_spec import Progress, TrainJob, TrainResult
+from recsys_core.training.leaked_events import leak
 from recsys_core.training.loop import CHECKPOINTS_NAME, METRICS_NAME, PROFILE_NAME, RESULT_NAME
 from recsys_core.training.retries import launch_until_done
-from recsys_core.training.warm_leak import leak
 from recsys_core.training.warm_start import prepare_warm_start
 
 logger = logging.getLogger(__name__)

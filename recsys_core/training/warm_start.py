@@ -17,13 +17,11 @@ from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.shards import LocalShard, table_shards
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.task import RetrievalTask
-from recsys_core.training.adagrad_state import has_sums, sum_shards
-from recsys_core.training.champion_model import Champion
+from recsys_core.training.champion import Champion, carried_tables, champion_layers, champion_rows, require_fit
 from recsys_core.training.dense_parallel import fill
-from recsys_core.training.first_model import pretrained_rows
 from recsys_core.training.job_spec import WarmStart
-from recsys_core.training.warm_fit import carried_tables, champion_layers, require_fit
-from recsys_core.training.warm_rows import champion_rows
+from recsys_core.training.optimizers import has_sums, sum_shards
+from recsys_core.training.sharded_model import pretrained_rows
 
 logger = logging.getLogger(__name__)
 DENSE_NAME = "dense.safetensors"

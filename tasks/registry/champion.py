@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from recsys_core.errors import TrackingServerError
-from recsys_core.training.champion_model import Champion
+from recsys_core.training.champion import Champion
 from tasks.registry.mlflow_client import ANSWER_TIMEOUT_S, LOG, RUN_ID_TAG, connect, tracking_uri, within
 from tasks.registry.releases import champion_of
 from tasks.run import Run

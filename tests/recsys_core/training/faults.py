@@ -15,7 +15,7 @@ from recsys_core.manifests import require_manifest, stage_folder
 from recsys_core.training import checkpoint as checkpoints
 from recsys_core.training.checkpoint import CheckpointManifest
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.export_job import RankWriter, run_export
+from recsys_core.training.export import RankWriter, run_export
 from recsys_core.training.job_spec import ExportJob, TrainJob
 from recsys_core.training.loop import METRICS_NAME, Training, run_training
 from recsys_core.training.metrics_log import Meter

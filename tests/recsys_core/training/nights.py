@@ -28,9 +28,9 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.planner import make_plan
-from recsys_core.training.champion_model import Champion
+from recsys_core.training.champion import Champion
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.export_job import run_export
+from recsys_core.training.export import run_export
 from recsys_core.training.job_spec import ExportJob, TrainJob, TrainResult
 from recsys_core.training.loop import CHECKPOINTS_NAME, RESULT_NAME, run_training
 from recsys_core.training.process_group import Process

@@ -30,7 +30,7 @@ def run(job_file: Path) -> None:
     job = json.loads(job_file.read_text())
     with join_process_group(device="cpu") as process:
         alive = Path(job["alive"])
-        if process.leads:
+        if process.is_main:
             alive.touch()
         everyone = torch.ones(1)
         dist.all_reduce(everyone)

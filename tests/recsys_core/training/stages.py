@@ -28,7 +28,7 @@ from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableCons
 from recsys_core.sharding.planner import plan_sharding
 from recsys_core.training.checkpoint import latest_checkpoint
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.export_job import run_export
+from recsys_core.training.export import run_export
 from recsys_core.training.job_spec import ExportJob, Progress, TrainJob, TrainResult
 from recsys_core.training.loop import CHECKPOINTS_NAME, METRICS_NAME, RESULT_NAME, Training, run_training
 from recsys_core.training.process_group import Process

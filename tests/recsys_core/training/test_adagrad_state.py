@@ -4,8 +4,7 @@ import torch
 from recsys_core.manifests import FeatureFacts
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.training.adagrad_state import SumShard, sums_of
-from recsys_core.training.optimizers import table_of
+from recsys_core.training.optimizers import SumShard, sums_of, table_of
 
 
 def test_sums_per_row_of_column_shards_make_up_the_mean_over_the_whole_row() -> None:

@@ -25,12 +25,10 @@ from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.shards import table_shards
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig
-from recsys_core.training.adagrad_state import sum_shards, sums_of
-from recsys_core.training.checkpoint import Best, Checkpointer, CheckpointManifest, checkpoint_name, latest_checkpoint
+from recsys_core.training.checkpoint import Best, Checkpointer, CheckpointManifest, checkpoint_name, latest_checkpoint, restore
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.optimizers import make_optimizer
+from recsys_core.training.optimizers import make_optimizer, sum_shards, sums_of
 from recsys_core.training.process_group import Process
-from recsys_core.training.restore import restore
 from tests.gloo import run_ranks
 from tests.recsys_core.training.small_model import make_batch, sharded_model, small_spec
 

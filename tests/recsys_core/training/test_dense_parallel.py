@@ -23,14 +23,13 @@ from recsys_core.models.shards import table_shards
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig
 from recsys_core.models.task import RetrievalHead
-from recsys_core.training.checkpoint import Checkpointer, checkpoint_name
+from recsys_core.training.checkpoint import Checkpointer, checkpoint_name, restore
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.dense_parallel import local, require_layers, whole
 from recsys_core.training.job_spec import WarmStart
 from recsys_core.training.metrics_log import refuse_nan
 from recsys_core.training.optimizers import LearningRates, make_optimizer
 from recsys_core.training.process_group import Process
-from recsys_core.training.restore import restore
 from recsys_core.training.train import train as train_stage
 from recsys_core.training.warm_start import fill_from_champion
 from tests.gloo import run_ranks

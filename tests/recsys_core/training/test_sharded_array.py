@@ -28,11 +28,11 @@ def write_halves(rank: int, folder: Path) -> None:
     for path, place in ((folder / "rows.npy", by_rows), (folder / "columns.npy", by_columns)):
         with writing_part(path, process=process) as part:
             part.add(place[0].start or 0, place[1].start or 0, WHOLE[place])
-        if process.leads:
+        if process.is_main:
             build_array(path, shape=(ROWS, COLUMNS), process=process, on_record=lambda: None)
     with writing_part(folder / "sums.npy", process=process) as part:
         part.add(0, 0, WHOLE[:, :1])
-    if process.leads:
+    if process.is_main:
         build_array(folder / "sums.npy", shape=(ROWS,), process=process, adds=True, on_record=lambda: None)
 
 
@@ -65,9 +65,9 @@ def fill_the_disk(rank: int, folder: Path, megabytes: float) -> None:
     values = torch.ones(int(megabytes * 2**18) // COLUMNS, COLUMNS)
     try:
         with writing_part(folder / "array.npy", process=process) as part:
-            if process.leads:
+            if process.is_main:
                 part.add(0, 0, values)
-        if process.leads:
+        if process.is_main:
             build_array(folder / "array.npy", shape=tuple(values.shape), process=process, on_record=lambda: None)
     except InputError as error:
         (folder.parent / f"error-{rank}").write_text(str(error))

@@ -27,8 +27,8 @@ from recsys_core.training.config import TrainingConfig
 from recsys_core.training.encoding import Encoder
 from recsys_core.training.export import export_vectors
 from recsys_core.training.job_spec import Progress
+from recsys_core.training.metrics_log import MetricsTail
 from recsys_core.training.process_group import Process
-from recsys_core.training.retries import MetricsTail
 from recsys_core.training.train import train
 from tests.recsys_core.launching.sockets import noticed
 from tests.recsys_core.training.stages import Night, ingest, night

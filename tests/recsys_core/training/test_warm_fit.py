@@ -17,10 +17,9 @@ from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig
-from recsys_core.training.champion_model import Champion
+from recsys_core.training.champion import Champion, carried_tables, champion_layers, require_fit
 from recsys_core.training.config import TrainingConfig, WarmStartConfig
 from recsys_core.training.train import nights_since_full_training, train
-from recsys_core.training.warm_fit import carried_tables, champion_layers, require_fit
 from tests.recsys_core.data.logs import ingest
 from tests.recsys_core.data.tables import write
 from tests.recsys_core.training.nights import Night, make_night

@@ -8,7 +8,7 @@ import pytest
 
 from recsys_core.errors import StageError
 from recsys_core.manifests import InteractionsManifest
-from recsys_core.training.warm_leak import leak
+from recsys_core.training.leaked_events import leak
 from tests.recsys_core.data.logs import DAY, Event, ingest, read, write_log
 
 TIME = {"kind": "time", "test_days": 1, "validation_days": 1}

@@ -24,15 +24,13 @@ from recsys_core.data.features.store import FeatureStore
 from recsys_core.manifests import Dataset, FeaturesManifest, InteractionsManifest, require_manifest
 from recsys_core.models.shards import table_shards
 from recsys_core.models.table_config import TableConfig, random_norm
-from recsys_core.training.adagrad_state import sum_shards
-from recsys_core.training.champion_model import Champion
+from recsys_core.training.champion import Champion, rows_by_value
+from recsys_core.training.checkpoint import restore
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.first_model import first_model
 from recsys_core.training.job_spec import TrainJob, WarmStart
 from recsys_core.training.loop import CHECKPOINTS_NAME, make_loader
-from recsys_core.training.optimizers import make_optimizer
-from recsys_core.training.restore import restore
-from recsys_core.training.warm_rows import rows_by_value
+from recsys_core.training.optimizers import make_optimizer, sum_shards
+from recsys_core.training.sharded_model import first_model
 from recsys_core.training.warm_start import fill_from_champion, fill_sums, prepare_warm_start
 from tests.gloo import run_ranks
 from tests.recsys_core.training.nights import RANKS, Night, crown, make_night, process, train_and_export, train_job

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recsys_core.training.champion_model import Champion
+from recsys_core.training.champion import Champion
 from tasks.registry import champion
 from tasks.registry.champion import CHOICE_NAME, starting_champion
 from tasks.registry.mlflow_client import RUN_ID_TAG

@@ -14,7 +14,7 @@ from recsys_core.data.events import COUNTED_EVENTS, EventStore, Rows, mapped
 from recsys_core.data.jagged import Lists
 from recsys_core.errors import StageError
 from recsys_core.manifests import InteractionsManifest, record_file
-from recsys_core.training.warm_rows import champion_rows
+from recsys_core.training.champion import champion_rows
 
 EVENT_FILES = ("user_offset.npy", "train_end.npy", "validation_end.npy", "event_item.npy", "train_user.npy")
 TIMES = "event_time.npy"

@@ -1,18 +1,118 @@
-"""Whether the champion's tables and layers can go on in tonight's model; found out before anything is launched."""
+"""The model that a night starts from: what its run left behind."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from recsys_core.errors import InputError
-from recsys_core.manifests import Dataset, FeaturesManifest
+from recsys_core.errors import InputError, StageError
+from recsys_core.manifests import (
+    Dataset,
+    ExportManifest,
+    FeaturesManifest,
+    InteractionsManifest,
+    Manifest,
+    TrainManifest,
+    load_manifest,
+    record_file,
+)
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec, Side
+from recsys_core.models.table_config import OFFSET
 from recsys_core.models.towers import ItemSide, QuerySide
-from recsys_core.training.adagrad_state import has_sums
-from recsys_core.training.champion_model import Champion
-from recsys_core.training.warm_rows import vocabulary_name
+from recsys_core.training.optimizers import has_sums
+
+
+@dataclass(frozen=True)
+class Champion:
+    """Stages of the run `run_id`, and the model that it trained."""
+
+    run_id: str
+    spec: ModelSpec
+    train: TrainManifest
+    export: ExportManifest
+    interactions: InteractionsManifest
+    features: FeaturesManifest | None
+
+    @classmethod
+    def open(cls, run_id: str, *, train: Path, export: Path, interactions: Path, features: Path) -> Self | None:
+        """From the folders of the stages; None unless all that the model has is there, and readable by this version.
+
+        The export is compared with its checksums. Of the others only a few files are read, and those are looked at then.
+        """
+        trained = load_manifest(train, TrainManifest, verify=False)
+        exported = load_manifest(export, ExportManifest)
+        log = load_manifest(interactions, InteractionsManifest, verify=False)
+        if trained is None or exported is None or log is None or not all(log.path(name).is_file() for name in log.files):
+            return None
+        try:
+            spec = ModelSpec.model_validate_json(exported.path("model.json").read_bytes())
+        except ValueError:
+            return None
+        described = load_manifest(features, FeaturesManifest, verify=False) if spec.forms else None
+        if spec.forms and described is None:
+            return None
+        return cls(run_id, spec, trained, exported, log, described)
+
+
+IDS = {"item": "items.parquet", OFFSET: "items.parquet", "user": "users.parquet"}
+"""Where the ids of these tables are; all others are of features."""
+
+
+def champion_rows(
+    table: str,
+    *,
+    interactions: tuple[InteractionsManifest, InteractionsManifest],
+    features: tuple[FeaturesManifest | None, FeaturesManifest | None],
+) -> NDArray[np.int64]:
+    """For each row of `table` tonight its row in the champion's table, -1 for none: int64 [rows].
+
+    interactions, features: tonight's, then the champion's. Raises StageError when a file of the champion's has changed.
+    """
+    if table in IDS:
+        tonight, before = (_column(stage, IDS[table], "id") for stage in interactions)
+        return rows_by_value(tonight, before)
+    assert features[0] is not None and features[1] is not None  # the table is in both models
+    name = vocabulary_name(table)
+    if name not in features[0].files:
+        # The same hash, or buckets in the same order; ties among a night's quantiles may have made them fewer.
+        row = np.arange(features[0].features[table].rows)
+        return np.where(row < features[1].features[table].rows, row, -1)
+    tonight, before = (_column(stage, name, "value") for stage in (features[0], features[1]))
+    return rows_by_value(tonight, before)
+
+
+def vocabulary_name(feature: str) -> str:
+    """File of the feature's vocabulary; numbers and hashed features have none."""
+    return f"{feature}.vocabulary.parquet"
+
+
+def rows_by_value(tonight: pa.ChunkedArray, before: pa.ChunkedArray) -> NDArray[np.int64]:
+    """Where each value of `tonight` stands in `before`, -1 where it does not; null is a value. 5 and "5" are the same.
+
+    >>> rows_by_value(pa.chunked_array([["b", "new", "a"]]), pa.chunked_array([["a", "b", "gone"]])).tolist()
+    [1, -1, 0]
+    """
+    if tonight.type != before.type:
+        tonight, before = tonight.cast(pa.string()), before.cast(pa.string())
+    found = pc.index_in(tonight, value_set=before).fill_null(-1)
+    return np.asarray(found.to_numpy(), dtype=np.int64)
+
+
+def _column(stage: Manifest, name: str, column: str) -> pa.ChunkedArray:
+    path: Path = stage.path(name)
+    if record_file(path) != stage.files[name]:
+        raise StageError(f"{path}: changed since it was written; set training.warm_start to null for this night")
+    return pq.read_table(path, columns=[column])[column]
+
 
 SIDES: tuple[Side, Side] = ("query", "item")
 _TEMPERATURE = "objective.log_temperature"

@@ -35,7 +35,7 @@ from recsys_core.patches import cpu_features, lookups
 from recsys_core.patches import rank as rank_patches
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, ShardingKind, TableConstraint
 from recsys_core.sharding.planner import plan_sharding
-from recsys_core.sharding.sharders import ROW_LOOKUP_KINDS
+from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job_spec import Progress, TrainJob
 from recsys_core.training.loop import METRICS_NAME, Training, make_loader
@@ -137,7 +137,7 @@ def ours(run: Run, *, folder: Path, process: Process, paced: Paced | None) -> di
         candidate=TowerConfig(layers=LAYERS, residual=False, dropout=0.0),
     )
     loss = LossConfig(kind="bce", negatives=1)
-    pools = run.kind not in ROW_LOOKUP_KINDS
+    pools = run.kind not in UNPOOLED_SHARDING_TYPES
     spec = ModelSpec.of(
         model, dataset=Dataset(interactions), loss=loss, tables={"user": TableConfig(lookup="bag" if pools else "row")}
     )

@@ -20,7 +20,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig
 from recsys_core.preflight import installed_versions
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig
-from recsys_core.sharding.lookup_stats import Traffic
+from recsys_core.sharding.lookup_stats import LookupStats
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan
 
@@ -28,7 +28,15 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULT, PAGE = ROOT / "benchmarks" / "scale.json", ROOT / "docs" / "scale.md"
 BEGIN, END = "<!-- begin: benchmarks/scale.py -->", "<!-- end: benchmarks/scale.py -->"
 
-HOST = {"hbm_gb": 80, "ddr_gb": 2000, "hbm_gbs": 3350, "intra_gbs": 450, "inter_gbs": 50, "pcie_gbs": 55, "ddr_gbs": 300}
+HOST = {
+    "hbm_gb": 80,
+    "ddr_gb": 2000,
+    "hbm_gb_s": 3350,
+    "intra_host_gb_s": 450,
+    "inter_host_gb_s": 50,
+    "pcie_gb_s": 55,
+    "ddr_gb_s": 300,
+}
 """H100 SXM by its data sheet: NVLink per direction, one 400 Gbit/s port per GPU, PCIe 5."""
 ASSUMED: dict[str, Any] = {
     "dim": 128,
@@ -74,13 +82,13 @@ def spec_of(size: dict[str, Any], *, bags: bool) -> ModelSpec:
 def plan(size: dict[str, Any], *, optimizer: str = "rowwise_adagrad", bags: bool = False) -> PlanFile:
     batch, draws = ASSUMED["batch_size"], ASSUMED["batch_size"] * (1 + ASSUMED["history"])
     distinct = distinct_items(size["items"], draws=draws, negatives=ASSUMED["negatives"], exponent=ASSUMED["zipf_exponent"])
-    cluster = ClusterConfig(device="cuda", nodes=size["nodes"], processes_per_node=size["processes"], **HOST)
+    cluster = ClusterConfig(device="cuda", num_nodes=size["nodes"], processes_per_node=size["processes"], **HOST)
     return make_plan(
         ShardingConfig(cluster=cluster),
         model=spec_of(size, bags=bags),
         batch_size=batch,
         optimizer=TableOptimizer(kind=optimizer),
-        traffic=Traffic(values={"item": distinct / batch, "user": 1.0}, hottest={}),
+        lookup_stats=LookupStats(values_per_query={"item": distinct / batch, "user": 1.0}, hot_row_curve={}),
     )
 
 
@@ -97,7 +105,7 @@ def sent_bytes(made: PlanFile, *, by_row: set[str], number_bytes: int) -> dict[s
             total, outside = total + (ranks - 1) * batch * row, outside + (ranks - local) * batch * row
         elif table.sharding_type == "table_row_wise":  # added up within the host, then sent on
             kept = ranks * batch * row / local
-            away = kept * (made.nodes - 1) / made.nodes
+            away = kept * (made.num_nodes - 1) / made.num_nodes
             total, outside = total + (local - 1) * kept + away, outside + away
         else:  # table_wise: its rank sends to all others
             each = table.values_per_query * batch * row
@@ -150,7 +158,7 @@ def measure(size: dict[str, Any], *, bags: bool = False) -> dict[str, Any]:
         "steps": steps,
         "hours": hours,
         "dollars": hours * made.world_size * ASSUMED["dollars_per_gpu_hour"],
-        "checkpoint_write_s": (weights + state) / 1e9 / ASSUMED["checkpoint_write_gb_per_s_and_host"] / made.nodes,
+        "checkpoint_write_s": (weights + state) / 1e9 / ASSUMED["checkpoint_write_gb_per_s_and_host"] / made.num_nodes,
         "checkpoint_hash_s": (weights + state) / 1e9 / ASSUMED["checkpoint_hash_gb_per_s"],
         "plan_seconds": seconds,
         "naive": {one.name: one.model_dump() for one in made.naive},

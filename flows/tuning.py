@@ -13,7 +13,7 @@ from flows.nightly import ingest
 from recsys_core.errors import InputError
 from recsys_core.manifests import Dataset, EmbeddingsManifest, FeaturesManifest, InteractionsManifest, fingerprint_of
 from recsys_core.models.spec import ModelSpec
-from recsys_core.sharding.lookup_stats import measure_traffic
+from recsys_core.sharding.lookup_stats import measure_lookups
 from recsys_core.sharding.planner import make_plan, plan_sharding
 from recsys_core.training.train import OPERATIONAL
 from tasks.reporting import LOG
@@ -133,7 +133,7 @@ def try_one(config: PipelineConfig, attempt: Attempt, data: Data, *, study: Stud
     try:
         tried = with_settings(config, attempt.settings)
         model = spec_of(tried, data)
-        traffic = measure_traffic(
+        lookup_stats = measure_lookups(
             model,
             batch_size=tried.training.batch_size,
             loss=tried.loss,
@@ -144,7 +144,7 @@ def try_one(config: PipelineConfig, attempt: Attempt, data: Data, *, study: Stud
             model=model,
             batch_size=tried.training.batch_size,
             optimizer=tried.training.table_optimizer,
-            traffic=traffic,
+            lookup_stats=lookup_stats,
             folder=folder / "plan",
         )
     except InputError as error:

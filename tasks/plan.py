@@ -8,7 +8,7 @@ from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding import planner
 from recsys_core.sharding.config import ShardingConfig
-from recsys_core.sharding.lookup_stats import measure_traffic
+from recsys_core.sharding.lookup_stats import measure_lookups
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.config import TrainingConfig
 from tasks.reporting import begin, show_markdown
@@ -28,7 +28,7 @@ def plan_sharding(
 ) -> PlanManifest:
     """Cluster, tables and what the data ask of them -> plan.json and plan.html, shown as an artifact."""
     finish = begin("plan_sharding")
-    traffic = measure_traffic(
+    lookup_stats = measure_lookups(
         model,
         batch_size=training.batch_size,
         loss=loss,
@@ -39,7 +39,7 @@ def plan_sharding(
         model=model,
         batch_size=training.batch_size,
         optimizer=training.table_optimizer,
-        traffic=traffic,
+        lookup_stats=lookup_stats,
         folder=run.stage_folder("plan_sharding"),
     )
     plan = PlanFile.read(manifest.path("plan.json"))

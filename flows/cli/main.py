@@ -92,17 +92,17 @@ def plan(
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs per host; implies device cuda")] = None,
     hbm_gb: Annotated[float | None, typer.Option(min=0.1, help="memory per GPU")] = None,
     ddr_gb: Annotated[float | None, typer.Option(min=0.1, help="main memory per host")] = None,
-    intra_gbs: Annotated[float | None, typer.Option(min=0.1, help="GB/s between two GPUs of a host")] = None,
-    inter_gbs: Annotated[float | None, typer.Option(min=0.1, help="GB/s from a GPU to one of another host")] = None,
-    hbm_gbs: Annotated[float | None, typer.Option(min=0.1, help="GB/s of a GPU's memory")] = None,
+    intra_host_gb_s: Annotated[float | None, typer.Option(min=0.1, help="GB/s between two GPUs of a host")] = None,
+    inter_host_gb_s: Annotated[float | None, typer.Option(min=0.1, help="GB/s from a GPU to one of another host")] = None,
+    hbm_gb_s: Annotated[float | None, typer.Option(min=0.1, help="GB/s of a GPU's memory")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plans the sharding for a cluster that need not exist: reads the data, trains nothing, writes plan.json and plan.html."""
     from flows.cli.plan import plan_for, print_plan
     from flows.config_file import load_config
 
-    asked = {"nodes": nodes, "processes_per_node": gpus_per_node, "hbm_gb": hbm_gb, "ddr_gb": ddr_gb}
-    asked |= {"intra_gbs": intra_gbs, "inter_gbs": inter_gbs, "hbm_gbs": hbm_gbs}
+    asked = {"num_nodes": nodes, "processes_per_node": gpus_per_node, "hbm_gb": hbm_gb, "ddr_gb": ddr_gb}
+    asked |= {"intra_host_gb_s": intra_host_gb_s, "inter_host_gb_s": inter_host_gb_s, "hbm_gb_s": hbm_gb_s}
     cluster: dict[str, int | float | str] = {name: value for name, value in asked.items() if value is not None}
     if gpus_per_node is not None:
         cluster["device"] = "cuda"

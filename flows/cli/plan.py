@@ -14,9 +14,9 @@ from recsys_core.data.interactions.ingest import ingest_interactions
 from recsys_core.manifests import Dataset, EmbeddingsManifest, FeaturesManifest, InteractionsManifest
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.config import ClusterConfig
-from recsys_core.sharding.lookup_stats import measure_traffic
-from recsys_core.sharding.plan_file import PlanFile, as_ranges
-from recsys_core.sharding.plan_page import compared, fast_tier, milliseconds, size
+from recsys_core.sharding.lookup_stats import measure_lookups
+from recsys_core.sharding.plan_file import PlanFile, format_ranges
+from recsys_core.sharding.plan_page import compared_plans, fast_tier, format_bytes, format_milliseconds
 from recsys_core.sharding.planner import make_plan, write_plan
 
 MOST_LINES = 16
@@ -39,13 +39,13 @@ def plan_for(config: PipelineConfig, *, cluster: dict[str, Any]) -> tuple[PlanFi
     wanted = ClusterConfig(**(config.sharding.cluster.model_dump() | cluster))
     sharding = config.sharding.model_copy(update={"cluster": wanted})
     batch_size, optimizer = config.training.batch_size, config.training.table_optimizer
-    traffic = measure_traffic(
+    lookup_stats = measure_lookups(
         model,
         batch_size=batch_size,
         loss=config.loss,
         dataset=Dataset(interactions, features=features),
     )
-    plan = make_plan(sharding, model=model, batch_size=batch_size, optimizer=optimizer, traffic=traffic)
+    plan = make_plan(sharding, model=model, batch_size=batch_size, optimizer=optimizer, lookup_stats=lookup_stats)
     return plan, write_plan(plan, folder)
 
 
@@ -73,14 +73,19 @@ def _ingest(config: PipelineConfig, *, folder: Path) -> Data:
 def print_plan(plan: PlanFile, *, paths: Sequence[Path], console: Console) -> None:
     """Where each table lies, what the ranks hold and take, the same beside simpler plans, and the files that tell more."""
     tables = [
-        [name, f"{t.rows:,} x {t.dim}", t.sharding_type, t.compute_kernel, as_ranges(t.ranks), f"{t.values_per_query:.3g}"]
+        [name, f"{t.rows:,} x {t.dim}", t.sharding_type, t.compute_kernel, format_ranges(t.ranks), f"{t.values_per_query:.3g}"]
         for name, t in plan.tables.items()
     ]
     print_table(["table", "rows x dim", "sharding", "kernel", "ranks", "values/query"], tables, console=console)
     console.print()
-    groups = sorted(plan.alike(), key=lambda group: -group[1].step_ms)
+    groups = sorted(plan.rank_groups(), key=lambda group: -group[1].step_ms)
     ranks = [
-        [as_ranges(ranks), size(one.hbm_bytes), size(one.ddr_bytes), f"{milliseconds(one.step_ms)} ms"]
+        [
+            format_ranges(ranks),
+            format_bytes(one.hbm_bytes),
+            format_bytes(one.ddr_bytes),
+            f"{format_milliseconds(one.step_ms)} ms",
+        ]
         for ranks, one in groups[:MOST_LINES]
     ]
     print_table(["ranks, slowest first", "HBM", "main memory", "est. step"], ranks, console=console)
@@ -90,11 +95,11 @@ def print_plan(plan: PlanFile, *, paths: Sequence[Path], console: Console) -> No
     plans = [
         [
             one.name,
-            f"{milliseconds(one.step_ms)} ms" if one.step_ms is not None else "-",
-            size(one.hbm_bytes),
-            size(one.ddr_bytes),
+            f"{format_milliseconds(one.step_ms)} ms" if one.step_ms is not None else "-",
+            format_bytes(one.hbm_bytes),
+            format_bytes(one.ddr_bytes),
         ]
-        for one in compared(plan)
+        for one in compared_plans(plan)
     ]
     print_table(["compared", "est. step", "HBM at most", "main memory at most"], plans, console=console)
     for one in plan.naive:

@@ -104,7 +104,7 @@ def _join(order: Order, *, folder: LaunchFolder, node: int, host: str, head: str
                 f"{cuda.device_count()}; set sharding.cluster.processes_per_node, or ask the scheduler for more"
             )
     interface, address, listener = LOOPBACK, LOOPBACK_ADDRESS, None
-    if order.nodes > 1:
+    if order.num_nodes > 1:
         interface, address = network_of(order, node=node, host=host, head=(head or "").split(",")[0].strip())
         listener = listen(order, address, host=host) if node == 0 else None
     port = 0 if listener is None else listener.getsockname()[1]

@@ -64,7 +64,7 @@ def launch(
         module=module,
         job=job.absolute(),
         device=plan.device,
-        nodes=plan.nodes,
+        num_nodes=plan.num_nodes,
         processes_per_node=plan.processes_per_node,
         interface=None if launcher.kind == "local" else launcher.network,
         rendezvous_port=0 if launcher.kind == "local" else launcher.rendezvous_port,
@@ -91,10 +91,10 @@ def check_capacity(plan: PlanFile, *, launcher: Launcher) -> None:
     """InputError unless the launcher can start the processes that `plan` was made for, as far as this host can tell."""
     if launcher.kind != "local":
         return
-    if plan.nodes != 1:
+    if plan.num_nodes != 1:
         raise InputError(
-            f"plan.json: made for {plan.nodes} hosts, but launcher.kind is local, which starts processes on one; "
-            "set launcher.kind to torchx, or sharding.cluster.nodes to 1"
+            f"plan.json: made for {plan.num_nodes} hosts, but launcher.kind is local, which starts processes on one; "
+            "set launcher.kind to torchx, or sharding.cluster.num_nodes to 1"
         )
     if plan.device == "cuda" and torch.cuda.device_count() < plan.processes_per_node:
         raise InputError(

@@ -42,7 +42,7 @@ class Order(Frozen):
     module: str
     job: Path
     device: str
-    nodes: int
+    num_nodes: int
     processes_per_node: int
     interface: str | None = None
     rendezvous_port: int
@@ -52,7 +52,7 @@ class Order(Frozen):
     @property
     def world_size(self) -> int:
         """Ranks in all."""
-        return self.nodes * self.processes_per_node
+        return self.num_nodes * self.processes_per_node
 
 
 class Joined(Frozen):

@@ -61,7 +61,7 @@ class Watch:
 
     @property
     def _is_done(self) -> bool:
-        return len(self._folder.done()) == self._order.nodes
+        return len(self._folder.done()) == self._order.num_nodes
 
     def _sign(self) -> tuple[int, int] | None:
         # Compared with itself, never with a clock: the file's times may be those of another host.
@@ -92,22 +92,22 @@ class Watch:
     @property
     def _missing(self) -> list[int]:
         joined = self._folder.joined()
-        return [node for node in range(self._order.nodes) if node not in joined]
+        return [node for node in range(self._order.num_nodes) if node not in joined]
 
     def _await_last_words(self) -> None:
         """One host's failure ends the others'; the cause may be told by any of them."""
         deadline = time.monotonic() + LAST_WORDS_WAIT_S
-        while len(self._folder.failures()) + len(self._folder.done()) < self._order.nodes and time.monotonic() < deadline:
+        while len(self._folder.failures()) + len(self._folder.done()) < self._order.num_nodes and time.monotonic() < deadline:
             time.sleep(POLL_S)
 
     def _error(self, group: Group) -> InputError | StageError:
         failures = self._folder.failures()
         if failures:
-            return error_of(failures, nodes=self._order.nodes, folder=self._folder)
+            return error_of(failures, nodes=self._order.num_nodes, folder=self._folder)
         self._listen(group)
         if free_bytes(self._folder.path) < LEAST_BYTES:
             return too_small(self._folder.path, needed="what hosts and ranks write does not fit")
-        return LaunchError(f"{group.story()}{self._logs(group, range(self._order.nodes))}")
+        return LaunchError(f"{group.story()}{self._logs(group, range(self._order.num_nodes))}")
 
     def _logs(self, group: Group, nodes: range | list[int]) -> str:
         tails = [(node, group.log(node)) for node in nodes]
@@ -137,7 +137,7 @@ class Watch:
         group.end()  # before the logs are read: of ended hosts they can be had
         joined, missing = self._folder.joined(), self._missing
         there = ", ".join(f"node {node} (host {one.host})" for node, one in sorted(joined.items())) or "none"
-        count = f"{len(joined)} of {self._order.nodes} hosts"
+        count = f"{len(joined)} of {self._order.num_nodes} hosts"
         if missing:
             self._listen(group)
             return LaunchError(
@@ -149,5 +149,5 @@ class Watch:
         return LaunchError(
             f"{count} started ({there}), but after {deadline.limit_s:g} s ranks {', '.join(map(str, late))} do not run: the "
             f"hosts did not meet at {joined[0].address}:{joined[0].port} (open launcher.rendezvous_port between them), or "
-            f"starting takes longer here (raise {deadline.setting}){self._logs(group, range(self._order.nodes))}"
+            f"starting takes longer here (raise {deadline.setting}){self._logs(group, range(self._order.num_nodes))}"
         )

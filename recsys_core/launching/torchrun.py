@@ -36,8 +36,8 @@ def run_ranks(order: Order, *, folder: LaunchFolder, node: int, host: str, meeti
     try:
         with _rendezvous(order, node=node, meeting=meeting) as handler:
             config = LaunchConfig(
-                min_nodes=order.nodes,
-                max_nodes=order.nodes,
+                min_nodes=order.num_nodes,
+                max_nodes=order.num_nodes,
                 nproc_per_node=order.processes_per_node,
                 run_id=order.token,
                 rdzv_backend=handler.get_backend(),
@@ -68,7 +68,7 @@ def run_ranks(order: Order, *, folder: LaunchFolder, node: int, host: str, meeti
 
 @contextmanager
 def _rendezvous(order: Order, *, node: int, meeting: Meeting) -> Iterator[RendezvousHandler]:
-    if order.nodes == 1:
+    if order.num_nodes == 1:
         with on_one_host(token=order.token, timeout_s=order.rendezvous_timeout_s) as handler:
             yield handler
         return
@@ -78,7 +78,7 @@ def _rendezvous(order: Order, *, node: int, meeting: Meeting) -> Iterator[Rendez
         listener=meeting.listener,
         token=order.token,
         node=node,
-        nodes=order.nodes,
+        nodes=order.num_nodes,
         timeout_s=order.rendezvous_timeout_s,
     )
 

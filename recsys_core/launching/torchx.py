@@ -39,7 +39,7 @@ def submit(order: Order, folder: LaunchFolder, *, launcher: TorchxLauncher) -> I
             handle = runner.schedule(request)
         except Exception as error:  # whatever a scheduler's client throws
             raise LaunchError(f"{launcher.scheduler} did not take the request: {type(error).__name__}: {error}") from error
-        logger.info("%s: %d hosts x %d processes", handle, order.nodes, order.processes_per_node)
+        logger.info("%s: %d hosts x %d processes", handle, order.num_nodes, order.processes_per_node)
         group = TorchxGroup(runner, handle, folder=folder, is_local=launcher.scheduler in LOCAL_SCHEDULERS)
         try:
             yield group
@@ -60,7 +60,7 @@ def request_of(order: Order, folder: LaunchFolder, *, launcher: TorchxLauncher, 
         args=["-m", "recsys_core.launching.agent", str(folder.order), order.token, macros.replica_id, macros.rank0_env],
         # A replica elsewhere must not take the parent of this very process for its own.
         env={"PYTHONUNBUFFERED": "1", PARENT_VARIABLE: "", **(as_parent() if is_local else {}), **launcher.env},
-        num_replicas=order.nodes,
+        num_replicas=order.num_nodes,
         max_retries=0,
         resource=Resource(
             cpu=launcher.cpus or -1,

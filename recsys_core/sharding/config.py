@@ -21,7 +21,7 @@ class ClusterConfig(Settings):
     """
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes the GPUs of this machine if there are any")
-    nodes: int = Field(1, ge=1, le=100_000, description="hosts")
+    num_nodes: int = Field(1, ge=1, le=100_000, description="Number of hosts")
     processes_per_node: int | None = Field(None, ge=1, le=1_024, description="ranks per host; empty: one per GPU, or 2 on CPU")
     hbm_gb: float | None = Field(
         None, gt=0, le=1e6, description="memory per GPU; empty: that of this machine's GPUs under device auto, else 80"
@@ -34,11 +34,11 @@ class ClusterConfig(Settings):
     )
     ssd_gb: float = Field(0.0, ge=0, le=1e9, description="SSD per host for tables with compute kernel key_value; 0: none")
     ssd_path: FilePath | None = Field(None, description="folder on that SSD; needed for key_value")
-    intra_gbs: float = Field(600.0, gt=0, le=1e6, description="GB/s between two GPUs of a host")
-    inter_gbs: float = Field(12.5, gt=0, le=1e6, description="GB/s from a GPU to one of another host")
-    hbm_gbs: float = Field(897.0, gt=0, le=1e6, description="GB/s of a GPU's memory")
-    ddr_gbs: float = Field(51.0, gt=0, le=1e6, description="GB/s of a host's main memory")
-    pcie_gbs: float = Field(32.0, gt=0, le=1e6, description="GB/s between a GPU and main memory")
+    intra_host_gb_s: float = Field(600.0, gt=0, le=1e6, description="GB/s between two GPUs of a host")
+    inter_host_gb_s: float = Field(12.5, gt=0, le=1e6, description="GB/s from a GPU to one of another host")
+    hbm_gb_s: float = Field(897.0, gt=0, le=1e6, description="GB/s of a GPU's memory")
+    ddr_gb_s: float = Field(51.0, gt=0, le=1e6, description="GB/s of a host's main memory")
+    pcie_gb_s: float = Field(32.0, gt=0, le=1e6, description="GB/s between a GPU and main memory")
 
 
 class TableConstraint(Settings):
@@ -72,7 +72,7 @@ class TableConstraint(Settings):
         return self
 
 
-class CommunicationConfig(Settings):
+class QuantizedCommsConfig(Settings):
     """In what precision rows and their gradients travel between ranks; they are looked up, added up and updated in fp32."""
 
     forward: Precision = Field("fp32", description="of the rows")
@@ -96,6 +96,6 @@ class ShardingConfig(Settings):
 
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="the hosts training runs on")
     tables: dict[str, TableConstraint] = Field(default_factory=dict, description="constraints by table name (item, user)")
-    communication: CommunicationConfig = Field(
-        default_factory=CommunicationConfig, description="fewer bytes between ranks for less precision"
+    quantized_comms: QuantizedCommsConfig = Field(
+        default_factory=QuantizedCommsConfig, description="fewer bytes between ranks for less precision"
     )

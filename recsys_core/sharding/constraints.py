@@ -11,8 +11,8 @@ from recsys_core.errors import InputError
 from recsys_core.models.optimizer_config import GPU_ONLY, TableOptimizer
 from recsys_core.models.spec import ModelSpec, TableSpec, module_name
 from recsys_core.sharding.config import ClusterConfig, ComputeKernel, ShardingConfig, ShardingKind, TableConstraint
-from recsys_core.sharding.lookup_stats import Traffic
-from recsys_core.sharding.sharders import ROW_LOOKUP_KINDS
+from recsys_core.sharding.lookup_stats import LookupStats
+from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
 
 CACHE_LOAD_FACTOR = 0.2
 """Share of the rows that fused_uvm_caching keeps in GPU memory where the user says nothing: TorchRec's own."""
@@ -41,7 +41,7 @@ def check_constraints(config: ShardingConfig, *, model: ModelSpec, device: str, 
     for name in config.tables:
         if name not in model.tables:
             raise InputError(f"sharding.tables.{name}: no such table; the model has {sorted(model.tables)}")
-    _check_communication(config, model)
+    _check_quantized_comms(config, model)
     for name, table in model.tables.items():
         wish = config.tables.get(name, TableConstraint())
         optimizer = optimizer_kind(table, default=default)
@@ -50,32 +50,32 @@ def check_constraints(config: ShardingConfig, *, model: ModelSpec, device: str, 
         _check_optimizer(name, wish, device=device, optimizer=optimizer)
 
 
-def _check_communication(config: ShardingConfig, model: ModelSpec) -> None:
+def _check_quantized_comms(config: ShardingConfig, model: ModelSpec) -> None:
     """What TorchRec cannot send in int8: rows of other widths, and sums that ranks add up on the way."""
-    if config.communication.forward != "int8":
+    if config.quantized_comms.forward != "int8":
         return
     for name, table in model.tables.items():
         if table.dim % INT8_WIDTH:
             raise InputError(
-                f"sharding.communication: int8 takes widths that are multiples of {INT8_WIDTH}, but table {name} has "
+                f"sharding.quantized_comms: int8 takes widths that are multiples of {INT8_WIDTH}, but table {name} has "
                 f"{table.dim}; choose fp16 or bf16, or change tables.{name}.dim"
             )
         kinds = config.tables.get(name, TableConstraint()).sharding_types
         if not table.row_by_row and not set(kinds or WITHIN_HOST) <= set(INT8_KINDS):
             raise InputError(
-                f"sharding.communication: int8 cannot carry the sums that row-wise kinds add up between ranks, but "
+                f"sharding.quantized_comms: int8 cannot carry the sums that row-wise kinds add up between ranks, but "
                 f"sharding.tables.{name}.sharding_types is {list(kinds) if kinds else 'left to the planner'}; choose among "
                 f"{list(INT8_KINDS)}, or fp16 or bf16"
             )
 
 
 def _check_kinds(name: str, table: TableSpec, wish: TableConstraint) -> None:
-    impossible = sorted(set(wish.sharding_types or ()) - set(ROW_LOOKUP_KINDS))
+    impossible = sorted(set(wish.sharding_types or ()) - set(UNPOOLED_SHARDING_TYPES))
     if table.row_by_row and impossible:
         way = ", or set tables.user.lookup to bag" if name == "user" else ""
         raise InputError(
             f"sharding.tables.{name}: {impossible[0]} adds up pooled rows, but the table is looked up row by row; "
-            f"choose among {list(ROW_LOOKUP_KINDS)}{way}"
+            f"choose among {list(UNPOOLED_SHARDING_TYPES)}{way}"
         )
 
 
@@ -135,7 +135,7 @@ def _check_optimizer(name: str, wish: TableConstraint, *, device: str, optimizer
         )
 
 
-def offered_kinds(table: TableSpec, wish: TableConstraint, *, nodes: int, world_size: int) -> tuple[ShardingKind, ...]:
+def offered_kinds(table: TableSpec, wish: TableConstraint, *, num_nodes: int, world_size: int) -> tuple[ShardingKind, ...]:
     """Sharding types the planner chooses from: the user's, else all that differ from each other here.
 
     data_parallel keeps a replica and dense gradients per rank, so it is chosen only where the user asks for it.
@@ -143,19 +143,19 @@ def offered_kinds(table: TableSpec, wish: TableConstraint, *, nodes: int, world_
     return wish.sharding_types or tuple(
         kind
         for kind in ("table_wise", "row_wise", "column_wise", *WITHIN_HOST)
-        if why_not_offered(kind, table, nodes=nodes, world_size=world_size) is None
+        if why_not_offered(kind, table, num_nodes=num_nodes, world_size=world_size) is None
     )
 
 
-def why_not_offered(kind: ShardingKind, table: TableSpec, *, nodes: int, world_size: int) -> str | None:
+def why_not_offered(kind: ShardingKind, table: TableSpec, *, num_nodes: int, world_size: int) -> str | None:
     """Why the planner leaves a type out unless the user asks for it; None where it does not."""
     if kind == "data_parallel":
         return "only where asked for: every rank would hold a copy and exchange gradients as large as the table"
-    if table.row_by_row and kind not in ROW_LOOKUP_KINDS:
+    if table.row_by_row and kind not in UNPOOLED_SHARDING_TYPES:
         return "cannot be: it adds up pooled rows, and the table is looked up row by row"
     if kind != "table_wise" and world_size == 1:
         return "with one rank the same as table_wise"
-    if kind in WITHIN_HOST and nodes == 1:
+    if kind in WITHIN_HOST and num_nodes == 1:
         return f"on one host the same as {'column_wise' if kind == 'table_column_wise' else 'row_wise'}"
     if kind in ("column_wise", "table_column_wise") and table.dim <= WHOLE_COLUMNS:
         return f"columns are cut into pieces of {WHOLE_COLUMNS}, and the table has {table.dim}: the same as table_wise"
@@ -171,12 +171,12 @@ def offered_kernels(wish: TableConstraint, *, device: str) -> tuple[ComputeKerne
     return ("fused", "dense") if device == "cpu" else ("fused", "fused_uvm_caching", "fused_uvm", "dense")
 
 
-def lookups_of(name: str, *, model: ModelSpec, wish: TableConstraint, traffic: Traffic | None) -> float:
+def lookups_of(name: str, *, model: ModelSpec, wish: TableConstraint, lookup_stats: LookupStats | None) -> float:
     """Values per query that `name` is asked for: the user's word, what was measured, or else the most there can be."""
     if wish.pooling_factor is not None:
         return wish.pooling_factor
-    if traffic is not None:
-        return traffic.values[name]
+    if lookup_stats is not None:
+        return lookup_stats.values_per_query[name]
     return 1.0 + model.config.history.length if model.tables[name].side == "item" else 1.0
 
 
@@ -187,7 +187,7 @@ def parameter_constraints(
     device: str,
     world_size: int,
     batch_size: int,
-    traffic: Traffic | None,
+    lookup_stats: LookupStats | None,
     kinds: Mapping[str, tuple[ShardingKind, ...]] | None = None,
     kernels: Mapping[str, tuple[ComputeKernel, ...]] | None = None,
 ) -> dict[str, ParameterConstraints]:
@@ -195,13 +195,15 @@ def parameter_constraints(
     made = {}
     for name, table in model.tables.items():
         wish = config.tables.get(name, TableConstraint())
-        offered = offered_kinds(table, wish, nodes=config.cluster.nodes, world_size=world_size)
-        values = lookups_of(name, model=model, wish=wish, traffic=traffic)
+        offered = offered_kinds(table, wish, num_nodes=config.cluster.num_nodes, world_size=world_size)
+        values = lookups_of(name, model=model, wish=wish, lookup_stats=lookup_stats)
         cache, ssd = None, None
         if device == "cuda":
             share = wish.cache_load_factor or CACHE_LOAD_FACTOR
             lookups = min(float(table.rows), values * batch_size * world_size)
-            cache = CacheParams(load_factor=share, stats=_cache_stats(name, table=table, lookups=lookups, traffic=traffic))
+            cache = CacheParams(
+                load_factor=share, stats=_cache_stats(name, table=table, lookups=lookups, lookup_stats=lookup_stats)
+            )
             if config.cluster.ssd_path is not None:
                 ssd = ssd_parameters(config.cluster.ssd_path)
         made[module_name(name)] = ParameterConstraints(
@@ -219,11 +221,13 @@ def ssd_parameters(path: str) -> KeyValueParams:
     return KeyValueParams(ssd_storage_directory=path, max_l1_cache_size=SSD_CACHE_MB)
 
 
-def _cache_stats(name: str, *, table: TableSpec, lookups: float, traffic: Traffic | None) -> EmbeddingOffloadStats | None:
+def _cache_stats(
+    name: str, *, table: TableSpec, lookups: float, lookup_stats: LookupStats | None
+) -> EmbeddingOffloadStats | None:
     """What TorchRec estimates the misses of a cache by: those of one that holds the hottest rows."""
-    if traffic is None or name not in traffic.hottest:
+    if lookup_stats is None or name not in lookup_stats.hot_row_curve:
         return None
-    shares = torch.tensor((0.0, *traffic.hottest[name]), dtype=torch.float64)
+    shares = torch.tensor((0.0, *lookup_stats.hot_row_curve[name]), dtype=torch.float64)
     return EmbeddingOffloadStats(
         cacheability=float(1 - shares.mean()),
         expected_lookups=round(lookups),

@@ -11,7 +11,7 @@ from recsys_core.sharding.config import ComputeKernel, ShardingKind, TableConstr
 from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, SSD_CACHE_MB, optimizer_kind, why_not_offered
 from recsys_core.sharding.infeasible import why_too_large
 from recsys_core.sharding.plan_file import Alternative, NaivePlan, RankEstimate, TableMemory
-from recsys_core.sharding.torchrec_planner import Search
+from recsys_core.sharding.torchrec_planner import TorchrecPlanner
 
 STATE_PER_WEIGHT = {"sgd": 0.0, "none": 0.0, "adagrad": 1.0, "adam": 2.0, "partial_rowwise_adam": 1.0}
 """Bytes of optimizer state by byte of weights, as TorchRec counts them; rowwise_adagrad: one number per row."""
@@ -21,7 +21,7 @@ NAIVE: tuple[ShardingKind, ...] = ("row_wise", "table_wise")
 _FLOAT_BYTES = 4
 
 
-def rank_estimates(search: Search, options: Mapping[str, ShardingOption]) -> tuple[RankEstimate, ...]:
+def rank_estimates(search: TorchrecPlanner, options: Mapping[str, ShardingOption]) -> tuple[RankEstimate, ...]:
     """Memory and time of each rank under the layouts of `options`, by table."""
     held: list[list[tuple[str, ShardingOption, Shard]]] = [[] for _ in range(search.world_size)]
     for name, option in options.items():
@@ -51,7 +51,7 @@ def rank_estimates(search: Search, options: Mapping[str, ShardingOption]) -> tup
     return tuple(made)
 
 
-def _memory(search: Search, name: str, *, option: ShardingOption, shard: Shard) -> TableMemory:
+def _memory(search: TorchrecPlanner, name: str, *, option: ShardingOption, shard: Shard) -> TableMemory:
     table = search.model.tables[name]
     kind = optimizer_kind(table, default=search.optimizer)
     state = 1 / table.dim if kind == "rowwise_adagrad" else STATE_PER_WEIGHT[kind]
@@ -74,7 +74,7 @@ def _sum(one: TableMemory, other: TableMemory) -> TableMemory:
     return TableMemory(**{name: value + getattr(other, name) for name, value in one.model_dump().items()})
 
 
-def alternatives(search: Search, chosen: Mapping[str, ShardingOption]) -> dict[str, tuple[Alternative, ...]]:
+def alternatives(search: TorchrecPlanner, chosen: Mapping[str, ShardingOption]) -> dict[str, tuple[Alternative, ...]]:
     """By table every sharding type: its estimates alone, and why it was chosen or not."""
     tables = search.model.tables
     every: tuple[ShardingKind, ...] = get_args(ShardingKind)
@@ -95,20 +95,20 @@ def alternatives(search: Search, chosen: Mapping[str, ShardingOption]) -> dict[s
     }
 
 
-def _cannot_be(kind: ShardingKind, table: TableSpec, *, search: Search) -> bool:
-    reason = why_not_offered(kind, table, nodes=search.config.cluster.nodes, world_size=search.world_size)
+def _cannot_be(kind: ShardingKind, table: TableSpec, *, search: TorchrecPlanner) -> bool:
+    reason = why_not_offered(kind, table, num_nodes=search.config.cluster.num_nodes, world_size=search.world_size)
     return reason is not None and reason.startswith("cannot be")
 
 
-def _wish(search: Search, name: str) -> TableConstraint:
+def _wish(search: TorchrecPlanner, name: str) -> TableConstraint:
     return search.config.tables.get(name, TableConstraint())
 
 
 def _alternative(
-    search: Search, name: str, kind: ShardingKind, found: list[ShardingOption], *, chosen: Mapping[str, ShardingOption]
+    search: TorchrecPlanner, name: str, kind: ShardingKind, found: list[ShardingOption], *, chosen: Mapping[str, ShardingOption]
 ) -> Alternative:
     table, allowed = search.model.tables[name], _wish(search, name).sharding_types
-    reason = why_not_offered(kind, table, nodes=search.config.cluster.nodes, world_size=search.world_size)
+    reason = why_not_offered(kind, table, num_nodes=search.config.cluster.num_nodes, world_size=search.world_size)
     if not found:
         return Alternative(sharding_type=kind, verdict=reason or "no kernel for it here")
     taken = chosen[name]
@@ -128,7 +128,7 @@ def _alternative(
 
 
 def _verdict(
-    search: Search,
+    search: TorchrecPlanner,
     name: str,
     option: ShardingOption,
     *,
@@ -163,7 +163,7 @@ def cost_ms(option: ShardingOption) -> float:
     return max(float(shard.perf.total) for shard in option.shards)
 
 
-def step_ms(search: Search, options: Mapping[str, ShardingOption]) -> float:
+def step_ms(search: TorchrecPlanner, options: Mapping[str, ShardingOption]) -> float:
     """Of the slowest rank."""
     return max(rank.step_ms for rank in rank_estimates(search, options))
 
@@ -175,12 +175,12 @@ def _short(option: ShardingOption, usable: Storage) -> int:
     return max(0, *over)
 
 
-def naive_plans(search: Search) -> tuple[NaivePlan, ...]:
+def naive_plans(search: TorchrecPlanner) -> tuple[NaivePlan, ...]:
     """All tables of one sharding type with the plain kernel: what the plan is worth, or why there has to be one."""
     return tuple(_naive(search, kind) for kind in NAIVE)
 
 
-def _naive(search: Search, kind: ShardingKind) -> NaivePlan:
+def _naive(search: TorchrecPlanner, kind: ShardingKind) -> NaivePlan:
     tables: Sequence[str] = list(search.model.tables)
     kinds: dict[str, tuple[ShardingKind, ...]] = dict.fromkeys(tables, (kind,))
     kernels: dict[str, tuple[ComputeKernel, ...]] = dict.fromkeys(tables, ("fused",))

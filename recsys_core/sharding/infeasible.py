@@ -8,7 +8,7 @@ from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
 from recsys_core.errors import InputError
 from recsys_core.sharding.config import ComputeKernel, TableConstraint
-from recsys_core.sharding.torchrec_planner import RESERVED_SHARE, Search
+from recsys_core.sharding.torchrec_planner import RESERVED_SHARE, TorchrecPlanner
 
 MOST_RANKS = 1024
 """Clusters beyond are not tried: a search among them takes minutes."""
@@ -17,7 +17,7 @@ MOST_DDR_GB = 16_384.0
 _TRIES = 3
 
 
-def refusal(search: Search) -> InputError:
+def refusal(search: TorchrecPlanner) -> InputError:
     """What to say when no plan fits."""
     sizes = {name: f"{table.rows:,} x {table.dim}" for name, table in search.model.tables.items()}
     smallest = {name: min(options, key=_size) for name, options in _resident(search).items()}
@@ -36,7 +36,7 @@ def refusal(search: Search) -> InputError:
     )
 
 
-def why_too_large(search: Search, options: Mapping[str, ShardingOption]) -> str:
+def why_too_large(search: TorchrecPlanner, options: Mapping[str, ShardingOption]) -> str:
     """Which table is too large for one rank, or the largest of those that are too large together; and by how much.
 
     options: one layout per table.
@@ -68,7 +68,7 @@ def why_too_large(search: Search, options: Mapping[str, ShardingOption]) -> str:
     return told
 
 
-def _resident(search: Search) -> dict[str, list[ShardingOption]]:
+def _resident(search: TorchrecPlanner) -> dict[str, list[ShardingOption]]:
     """Layouts that keep all rows with the processor that looks them up."""
     found = search.options()
     plain = {
@@ -87,7 +87,7 @@ def _size(option: ShardingOption) -> tuple[int, int]:
     return max(shard.storage.hbm + shard.storage.ddr for shard in option.shards), _total_bytes(option)
 
 
-def _fits(search: Search) -> bool:
+def _fits(search: TorchrecPlanner) -> bool:
     try:
         search.best()
     except PlannerError:
@@ -95,7 +95,7 @@ def _fits(search: Search) -> bool:
     return True
 
 
-def _ways(search: Search, smallest: Mapping[str, ShardingOption]) -> Iterator[str]:
+def _ways(search: TorchrecPlanner, smallest: Mapping[str, ShardingOption]) -> Iterator[str]:
     """Changes that make a plan possible, the cheapest first."""
     yield from _fewer_wishes(search)
     yield from _offloading(search)
@@ -103,13 +103,13 @@ def _ways(search: Search, smallest: Mapping[str, ShardingOption]) -> Iterator[st
     yield from _more_ranks(search, smallest)
 
 
-def _fewer_wishes(search: Search) -> Iterator[str]:
+def _fewer_wishes(search: TorchrecPlanner) -> Iterator[str]:
     for name, wish in search.config.tables.items():
         if wish.sharding_types is not None and _fits(_wishing(search, {name: {"sharding_types": None}})):
             yield f"leave sharding.tables.{name}.sharding_types out"
 
 
-def _offloading(search: Search) -> Iterator[str]:
+def _offloading(search: TorchrecPlanner) -> Iterator[str]:
     """Rows in main memory, where the user has left that out; elsewhere the planner has tried it itself."""
     if search.device == "cpu":
         return
@@ -120,7 +120,7 @@ def _offloading(search: Search) -> Iterator[str]:
             yield f"sharding.tables.{name}.compute_kernels: [fused, fused_uvm_caching] with the main memory there is"
 
 
-def _wishing(search: Search, changes: Mapping[str, dict[str, object]]) -> Search:
+def _wishing(search: TorchrecPlanner, changes: Mapping[str, dict[str, object]]) -> TorchrecPlanner:
     tables = dict(search.config.tables)
     for name, change in changes.items():
         tables[name] = tables.get(name, TableConstraint()).model_copy(update=change)
@@ -128,9 +128,9 @@ def _wishing(search: Search, changes: Mapping[str, dict[str, object]]) -> Search
     return replace(search, config=config)
 
 
-def _more_memory(search: Search, smallest: Mapping[str, ShardingOption]) -> Iterator[str]:
+def _more_memory(search: TorchrecPlanner, smallest: Mapping[str, ShardingOption]) -> Iterator[str]:
     """More main memory: for the tables on CPUs, for rows beside the GPUs else."""
-    need = sum(map(_total_bytes, smallest.values())) / search.config.cluster.nodes / 2**30 / (1 - RESERVED_SHARE)
+    need = sum(map(_total_bytes, smallest.values())) / search.config.cluster.num_nodes / 2**30 / (1 - RESERVED_SHARE)
     kernel = "" if search.device == "cpu" else " (rows in main memory: kernel fused_uvm_caching or fused_uvm)"
     for wanted in (need, 1.25 * need, 2 * need, 4 * need):
         ddr_gb = float(math.ceil(max(wanted, search.ddr_gb) / 16) * 16)
@@ -139,23 +139,23 @@ def _more_memory(search: Search, smallest: Mapping[str, ShardingOption]) -> Iter
             return
 
 
-def _more_ranks(search: Search, smallest: Mapping[str, ShardingOption]) -> Iterator[str]:
+def _more_ranks(search: TorchrecPlanner, smallest: Mapping[str, ShardingOption]) -> Iterator[str]:
     """More GPUs on the host, then more hosts: from the number that could hold the bytes at all."""
     cluster = search.config.cluster
     usable = search.usable.hbm if search.device == "cuda" else search.usable.ddr
     need = math.ceil(sum(map(_total_bytes, smallest.values())) / usable)
-    if search.device == "cuda" and cluster.nodes == 1:
+    if search.device == "cuda" and cluster.num_nodes == 1:
         for processes in (2, 4, MOST_GPUS_PER_NODE):
             hopeless = processes <= search.processes or 2 * processes < need
             if not hopeless and _fits(search.on(processes=processes, processes_per_node=processes)):
                 yield f"sharding.cluster.processes_per_node: {processes}"
                 return
         search = search.on(processes=MOST_GPUS_PER_NODE, processes_per_node=MOST_GPUS_PER_NODE)
-    nodes = max(cluster.nodes + 1, math.ceil(need / search.processes))
+    nodes = max(cluster.num_nodes + 1, math.ceil(need / search.processes))
     for _ in range(_TRIES):
         if nodes * search.processes > MOST_RANKS:
             return
-        if _fits(search.on(nodes=nodes)):
-            yield f"sharding.cluster.nodes: {nodes} with processes_per_node {search.processes}"
+        if _fits(search.on(num_nodes=nodes)):
+            yield f"sharding.cluster.num_nodes: {nodes} with processes_per_node {search.processes}"
             return
         nodes = math.ceil(1.3 * nodes)

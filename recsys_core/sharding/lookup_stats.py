@@ -1,6 +1,6 @@
-"""How many values a batch looks up in each table: measured in what the ingest left, not guessed.
+"""Expected lookups per batch, computed from the ingested data; the planner estimates time and cache misses from them.
 
-Shapes: I items, U users, B queries.
+Shapes: I items, U users, R rows of a table.
 """
 
 from collections.abc import Iterator
@@ -18,140 +18,143 @@ from recsys_core.models.spec import ModelSpec
 
 Floats = NDArray[np.float64]
 CURVE_POINTS = 100
-_AT_ONCE = 1 << 22
+CHUNK_ROWS = 1 << 22
 
 
-class Traffic(Frozen):
-    """What one batch of one rank looks up.
+class LookupStats(Frozen):
+    """Expected lookups of one rank in one batch.
 
-    values: by table, values per query. Item tables are looked up once per distinct item of the batch (candidates, negatives
-    and histories together), so theirs is the expected number of distinct items (times the length of a list) divided by the
-    queries. hottest: by table whose rows' frequencies are known, the share of the lookups that go to the hottest 1 %, 2 %, ...
-    100 % of its rows: what a cache of that size would answer at best.
+    values_per_query: by table. A rank looks up each distinct item of its batch (candidates, negatives and histories together)
+        once, so the value of an item table is the expected number of distinct items divided by the queries of the batch. For a
+        list feature it is multiplied by the mean length of a list.
+    hot_row_curve: by table, the share of the lookups that go to the most frequent 1 %, 2 %, ... 100 % of the rows: the best hit
+        rate of a cache of that size. Only tables whose row frequencies are known have a curve.
     """
 
-    values: dict[str, float]
-    hottest: dict[str, tuple[float, ...]]
+    values_per_query: dict[str, float]
+    hot_row_curve: dict[str, tuple[float, ...]]
 
 
-def measure_traffic(
+def measure_lookups(
     model: ModelSpec,
     *,
     batch_size: int,
     loss: LossConfig,
     dataset: Dataset,
-) -> Traffic:
-    """traffic_of for committed stages."""
+) -> LookupStats:
+    """Return the lookup statistics of the data that the ingest stages wrote; see `lookup_stats_of`."""
     features = None if dataset.features is None else FeatureStore.open(dataset.features)
     store = EventStore.open(dataset.interactions)
-    return traffic_of(model, batch_size=batch_size, loss=loss, store=store, features=features)
+    return lookup_stats_of(model, batch_size=batch_size, loss=loss, store=store, features=features)
 
 
-def traffic_of(
+def lookup_stats_of(
     model: ModelSpec, *, batch_size: int, loss: LossConfig, store: EventStore, features: FeatureStore | None = None
-) -> Traffic:
-    """Traffic of a batch of `batch_size` queries on average over an epoch.
+) -> LookupStats:
+    """Return the mean lookups over the batches of an epoch. batch_size: queries per rank and step.
 
-    The items of a batch (positives, negatives, histories) are taken as drawn independently of each other, histories by the same
-    shares as positives.
+    Positives, negatives and history items are treated as independent draws; history items have the frequencies of positives.
     """
-    trained_U = store.train_end - store.user_offset[:-1]
-    found_I = seen_share(
+    num_train_events_U = store.train_end - store.user_offset[:-1]
+    probability_I = lookup_probability(
         store.item_count,
-        draws=batch_size * (1 + mean_history(trained_U, model=model, ordered=store.ordered)),
+        draws=batch_size * (1 + mean_history_length(num_train_events_U, model=model, ordered=store.ordered)),
         negatives=loss.negatives,
         alpha=loss.negatives_alpha,
     )
-    distinct = max(1.0, float(found_I.sum()))
-    lists = features.features if features is not None else {}
+    num_distinct = max(1.0, float(probability_I.sum()))
+    list_features = features.features if features is not None else {}
     values: dict[str, float] = {}
     for name, table in model.tables.items():
-        offset = lists[name].offset if name in lists else None
+        offset = list_features[name].offset if name in list_features else None
         if table.side == "item":
-            asked = distinct if offset is None else _weighted_length(offset, found_I)
-            values[name] = asked / batch_size
+            values[name] = (num_distinct if offset is None else _weighted_length(offset, probability_I)) / batch_size
         elif offset is None:
             values[name] = 1.0
         elif name.startswith("user."):
-            values[name] = _weighted_length(offset, trained_U) / max(1, store.train_events)
-        else:  # lists of the context, one per event
+            values[name] = _weighted_length(offset, num_train_events_U) / max(1, store.train_events)
+        else:  # a list feature of the context has one list per event
             values[name] = float(offset[-1]) / max(1, len(offset) - 1)
-    hottest = {name: hot_shares(found_I) for name, table in model.tables.items() if table.feature == "item"}
+    curves = {name: hot_row_curve(probability_I) for name, table in model.tables.items() if table.feature == "item"}
     if "user" in model.tables:
-        hottest["user"] = hot_shares(trained_U.astype(np.float64))
-    # Rounded, so that a plan is not another one for its last digits on another machine.
-    return Traffic(values={name: float(f"{value:.6g}") for name, value in values.items()}, hottest=hottest)
+        curves["user"] = hot_row_curve(num_train_events_U.astype(np.float64))
+    # Rounded, because machines differ in the last digits and the plan's fingerprint contains these numbers.
+    return LookupStats(values_per_query={name: float(f"{value:.6g}") for name, value in values.items()}, hot_row_curve=curves)
 
 
-def mean_history(trained_U: NDArray[np.int64], *, model: ModelSpec, ordered: bool) -> float:
-    """Items in the history of a training event on average. trained_U: [users], training events of each.
+def mean_history_length(num_train_events_U: NDArray[np.int64], *, model: ModelSpec, ordered: bool) -> float:
+    """Return the mean number of history items of a training event. num_train_events_U: training events of each user.
 
     >>> from recsys_core.models.config import HistoryConfig, TwoTowerConfig
     >>> model = ModelSpec.sized(TwoTowerConfig(history=HistoryConfig(length=2)), users=1, items=9)
-    >>> mean_history(np.array([4]), model=model, ordered=True)  # 0, 1, 2, 2
+    >>> mean_history_length(np.array([4]), model=model, ordered=True)  # the mean of 0, 1, 2, 2
     1.25
-    >>> mean_history(np.array([4]), model=model, ordered=False)
+    >>> mean_history_length(np.array([4]), model=model, ordered=False)
     2.0
     """
     history = model.config.history
-    events_U, longest = trained_U.astype(np.float64), history.length
+    events_U, longest = num_train_events_U.astype(np.float64), history.length
     if ordered:
-        rising = np.minimum(events_U, longest)
-        total_U = rising * (rising - 1) / 2 + (events_U - rising) * longest
+        # The first `longest` events of a user have histories of 0, 1, 2, ... items; all later ones are full.
+        growing_U = np.minimum(events_U, longest)
+        total_U = growing_U * (growing_U - 1) / 2 + (events_U - growing_U) * longest
     else:
         others_U = events_U if history.with_target else np.maximum(events_U - 1, 0)
         total_U = events_U * np.minimum(others_U, longest)
     return float(total_U.sum() / max(1.0, events_U.sum()))
 
 
-def seen_share(count_I: NDArray[np.int64], *, draws: float, negatives: int, alpha: float) -> Floats:
-    """[items]: probability that a batch asks for each item at all; their sum is the expected number of distinct items.
+def lookup_probability(count_I: NDArray[np.int64], *, draws: float, negatives: int, alpha: float) -> Floats:
+    """Return the probability [I] that a batch looks up each item; their sum is the expected number of distinct items.
 
     Args:
         count_I: training events of each item.
-        draws: positives and history items of the batch, drawn in proportion to count_I.
-        negatives, alpha: items drawn beside them, see `negative_share`.
+        draws: number of positives and history items of the batch; they are drawn in proportion to count_I.
+        negatives: number of drawn negatives of the batch.
+        alpha: exponent of the negatives' distribution, see `negative_share`.
 
-    >>> seen_share(np.array([1, 1]), draws=1, negatives=0, alpha=0.0).tolist()
+    >>> lookup_probability(np.array([1, 1]), draws=1, negatives=0, alpha=0.0).tolist()
     [0.5, 0.5]
-    >>> round(float(seen_share(np.array([1, 1, 1, 1]), draws=4, negatives=0, alpha=0.0).sum()), 4)  # 4 (1 - (3/4)^4)
+    >>> round(float(lookup_probability(np.array([1, 1, 1, 1]), draws=4, negatives=0, alpha=0.0).sum()), 4)  # 4 (1 - (3/4)^4)
     2.7344
     """
-    found_I = np.empty(len(count_I))
+    probability_I = np.empty(len(count_I))
     total = max(1, int(count_I.sum()))
-    drawn_I = negative_share(count_I, alpha) if negatives else None
-    for part in _parts(len(count_I)):
-        # log(1 - 1) is -inf: an item that is always drawn is never missed, which is what its exponential says.
+    negative_share_I = negative_share(count_I, alpha) if negatives else None
+    for chunk in _chunks(len(count_I)):
+        # log1p(-1) is -inf for an item that every draw returns; its exponential is 0, as it should be.
         with np.errstate(divide="ignore"):
-            missed = draws * np.log1p(-count_I[part] / total)
-            if drawn_I is not None:
-                missed += negatives * np.log1p(-np.minimum(drawn_I[part], 1.0))
-        found_I[part] = -np.expm1(missed)
-    return found_I
+            log_missed = draws * np.log1p(-count_I[chunk] / total)
+            if negative_share_I is not None:
+                log_missed += negatives * np.log1p(-np.minimum(negative_share_I[chunk], 1.0))
+        probability_I[chunk] = -np.expm1(log_missed)
+    return probability_I
 
 
-def hot_shares(weight_R: Floats) -> tuple[float, ...]:
-    """Share of the lookups that fall on the hottest 1 %, 2 %, ... 100 % of the rows. weight_R: [rows], how often each is asked.
+def hot_row_curve(weight_R: Floats) -> tuple[float, ...]:
+    """Return the share of the lookups that go to the most frequent 1 %, 2 %, ... 100 % of the rows.
 
-    >>> shares = hot_shares(np.array([6.0, 0, 3, 1]))
+    weight_R: how often each row is looked up, in any unit.
+
+    >>> shares = hot_row_curve(np.array([6.0, 0, 3, 1]))
     >>> [round(shares[percent - 1], 2) for percent in (1, 25, 50, 100)]
     [0.02, 0.6, 0.9, 1.0]
     """
     total = float(weight_R.sum())
     if total == 0:
         return tuple((1 + point) / CURVE_POINTS for point in range(CURVE_POINTS))
-    rising = np.concatenate([[0.0], np.cumsum(np.sort(weight_R)[::-1])]) / total
-    place = np.arange(1, CURVE_POINTS + 1) * len(weight_R) / CURVE_POINTS
-    low = np.minimum(place.astype(np.int64), len(weight_R) - 1)
-    shares: Floats = rising[low] + (place - low) * (rising[low + 1] - rising[low])
+    cumulative = np.concatenate([[0.0], np.cumsum(np.sort(weight_R)[::-1])]) / total
+    num_hot_rows = np.arange(1, CURVE_POINTS + 1) * len(weight_R) / CURVE_POINTS
+    low = np.minimum(num_hot_rows.astype(np.int64), len(weight_R) - 1)
+    shares: Floats = cumulative[low] + (num_hot_rows - low) * (cumulative[low + 1] - cumulative[low])
     return tuple(round(min(1.0, share), 6) for share in shares.tolist())
 
 
 def _weighted_length(offset: NDArray[np.int64], weight: NDArray[np.int64] | Floats) -> float:
-    """Sum over the lists of length times weight."""
-    return sum(float(np.dot(np.diff(offset[part.start : part.stop + 1]), weight[part])) for part in _parts(len(weight)))
+    """Return the sum over all lists of length times weight."""
+    return sum(float(np.dot(np.diff(offset[chunk.start : chunk.stop + 1]), weight[chunk])) for chunk in _chunks(len(weight)))
 
 
-def _parts(rows: int) -> Iterator[slice]:
-    """Pieces of a catalogue: the memory that measuring takes does not grow with it."""
-    return (slice(start, min(rows, start + _AT_ONCE)) for start in range(0, rows, _AT_ONCE))
+def _chunks(size: int) -> Iterator[slice]:
+    """Yield slices of at most CHUNK_ROWS, which bound the memory of the temporary arrays."""
+    return (slice(start, min(size, start + CHUNK_ROWS)) for start in range(0, size, CHUNK_ROWS))

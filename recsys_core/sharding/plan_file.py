@@ -14,7 +14,7 @@ from recsys_core.config import Frozen
 from recsys_core.errors import InputError
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec, module_name
-from recsys_core.sharding.config import ClusterConfig, CommunicationConfig, ComputeKernel, ShardingKind
+from recsys_core.sharding.config import ClusterConfig, ComputeKernel, QuantizedCommsConfig, ShardingKind
 from recsys_core.sharding.constraints import optimizer_kind, ssd_parameters
 
 Measure = Literal["hbm_bytes", "ddr_bytes", "step_ms"]
@@ -40,7 +40,7 @@ class Alternative(Frozen):
 
 
 class TablePlan(Frozen):
-    """How one table is laid out. values_per_query: what the estimates take it to be asked for, see Traffic."""
+    """How one table is laid out. values_per_query: what the estimates take it to be asked for, see LookupStats."""
 
     rows: int
     dim: int
@@ -94,12 +94,12 @@ class PlanFile(Frozen):
     """Content of plan.json. usable_*: bytes per rank that tables and their buffers may take."""
 
     device: Literal["cpu", "cuda"]
-    nodes: int
+    num_nodes: int
     processes_per_node: int
     batch_size: int
     fingerprint: str
     cluster: ClusterConfig
-    communication: CommunicationConfig
+    quantized_comms: QuantizedCommsConfig
     usable_hbm_bytes: int
     usable_ddr_bytes: int
     tables: dict[str, TablePlan]
@@ -109,7 +109,7 @@ class PlanFile(Frozen):
     @property
     def world_size(self) -> int:
         """Ranks in all."""
-        return self.nodes * self.processes_per_node
+        return self.num_nodes * self.processes_per_node
 
     @property
     def step_ms(self) -> float:
@@ -126,7 +126,7 @@ class PlanFile(Frozen):
         """Parses a plan.json."""
         return cls.model_validate_json(path.read_bytes())
 
-    def require(self, *, spec: ModelSpec, world_size: int, optimizer: TableOptimizer | None = None) -> None:
+    def check_matches(self, *, spec: ModelSpec, world_size: int, optimizer: TableOptimizer | None = None) -> None:
         """InputError unless the plan was made for this model and this many ranks, and is as it was made.
 
         optimizer: of tables that have none of their own; without it these are not compared.
@@ -190,17 +190,17 @@ class PlanFile(Frozen):
         """Two tables: where each table lies, and what the ranks are expected to hold and take."""
         lines = ["| table | rows x dim | sharding | kernel | ranks |", "|---|---|---|---|---|"]
         lines += [
-            f"| {name} | {t.rows:,} x {t.dim} | {t.sharding_type} | {t.compute_kernel} | {as_ranges(t.ranks)} |"
+            f"| {name} | {t.rows:,} x {t.dim} | {t.sharding_type} | {t.compute_kernel} | {format_ranges(t.ranks)} |"
             for name, t in self.tables.items()
         ]
         lines += ["", "| ranks | HBM | DDR | est. step |", "|---|---|---|---|"]
         lines += [
-            f"| {as_ranges(ranks)} | {r.hbm_bytes / 2**20:,.1f} MiB | {r.ddr_bytes / 2**20:,.1f} MiB | {r.step_ms:.2f} ms |"
-            for ranks, r in self.alike()
+            f"| {format_ranges(ranks)} | {r.hbm_bytes / 2**20:,.1f} MiB | {r.ddr_bytes / 2**20:,.1f} MiB | {r.step_ms:.2f} ms |"
+            for ranks, r in self.rank_groups()
         ]
         return "\n".join(lines)
 
-    def alike(self) -> list[tuple[tuple[int, ...], RankEstimate]]:
+    def rank_groups(self) -> list[tuple[tuple[int, ...], RankEstimate]]:
         """The ranks with one estimate each for those of which the same is expected."""
         groups: dict[str, list[int]] = {}
         for rank, estimate in enumerate(self.ranks):
@@ -215,10 +215,10 @@ def layout_fingerprint(tables: dict[str, TablePlan], *, device: str, world_size:
     return hashlib.sha256(json.dumps([layout, device, world_size], sort_keys=True).encode()).hexdigest()
 
 
-def as_ranges(ranks: tuple[int, ...]) -> str:
+def format_ranges(ranks: tuple[int, ...]) -> str:
     """Ranks for a reader.
 
-    >>> as_ranges((0, 1, 2, 5)), as_ranges((3,)), as_ranges((0, 1))
+    >>> format_ranges((0, 1, 2, 5)), format_ranges((3,)), format_ranges((0, 1))
     ('0-2, 5', '3', '0, 1')
     """
     runs: list[list[int]] = []

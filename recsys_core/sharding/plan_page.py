@@ -4,7 +4,7 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from recsys_core.sharding.plan_file import Measure, NaivePlan, PlanFile, RankEstimate, as_ranges
+from recsys_core.sharding.plan_file import Measure, NaivePlan, PlanFile, RankEstimate, format_ranges
 
 _TEMPLATE = Path(__file__).with_name("plan.html")
 TIMES = (
@@ -19,13 +19,13 @@ TIMES = (
 def to_html(plan: PlanFile) -> str:
     """The whole page."""
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page.filters |= {"size": size, "ranges": as_ranges, "milliseconds": milliseconds}
+    page.filters |= {"bytes": format_bytes, "ranges": format_ranges, "ms": format_milliseconds}
     template = page.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     tier = fast_tier(plan)
     return template.render(
         plan=plan,
-        compared=compared(plan),
-        groups=plan.alike(),
+        compared=compared_plans(plan),
+        groups=plan.rank_groups(),
         times=TIMES,
         tier=tier,
         tier_name="HBM" if tier == "hbm_bytes" else "main memory",
@@ -43,7 +43,7 @@ def fast_tier(plan: PlanFile) -> Measure:
     return "hbm_bytes" if plan.device == "cuda" else "ddr_bytes"
 
 
-def compared(plan: PlanFile) -> tuple[NaivePlan, ...]:
+def compared_plans(plan: PlanFile) -> tuple[NaivePlan, ...]:
     """The plan beside the naive ones."""
     own = NaivePlan(
         name="as planned",
@@ -67,11 +67,11 @@ def _parts(plan: PlanFile, rank: RankEstimate, table: str) -> list[tuple[str, in
     return [part for part in parts if part[1]]
 
 
-def size(value: float | None) -> str:
+def format_bytes(value: float | None) -> str:
     """Bytes for a reader.
 
-    >>> size(None), size(0), size(1536), size(64 * 2**30), size(3 * 2**40)
-    ('-', '0 B', '1.5 KiB', '64.0 GiB', '3.0 TiB')
+    >>> [format_bytes(value) for value in (None, 0, 1536, 64 * 2**30, 3 * 2**40)]
+    ['-', '0 B', '1.5 KiB', '64.0 GiB', '3.0 TiB']
     """
     if value is None:
         return "-"
@@ -81,11 +81,11 @@ def size(value: float | None) -> str:
     return f"{value:.0f} B"
 
 
-def milliseconds(value: float | None) -> str:
+def format_milliseconds(value: float | None) -> str:
     """Milliseconds for a reader.
 
-    >>> milliseconds(None), milliseconds(0), milliseconds(0.1234), milliseconds(12.34), milliseconds(4321)
-    ('-', '0', '0.12', '12.3', '4,321')
+    >>> [format_milliseconds(value) for value in (None, 0, 0.1234, 12.34, 4321)]
+    ['-', '0', '0.12', '12.3', '4,321']
     """
     if value is None or value == 0:
         return "-" if value is None else "0"

@@ -16,10 +16,10 @@ from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableCons
 from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, check_constraints, lookups_of, optimizer_kind
 from recsys_core.sharding.estimates import alternatives, naive_plans, rank_estimates
 from recsys_core.sharding.infeasible import refusal
-from recsys_core.sharding.lookup_stats import Traffic
+from recsys_core.sharding.lookup_stats import LookupStats
 from recsys_core.sharding.plan_file import Alternative, PlanFile, ShardPlan, TablePlan, layout_fingerprint
 from recsys_core.sharding.plan_page import to_html
-from recsys_core.sharding.torchrec_planner import Search
+from recsys_core.sharding.torchrec_planner import TorchrecPlanner
 
 PLAN_NAME, PAGE_NAME = "plan.json", "plan.html"
 HBM_GB, DDR_GB = 80.0, 16.0
@@ -33,12 +33,12 @@ def plan_sharding(
     batch_size: int,
     folder: Path,
     optimizer: TableOptimizer | None = None,
-    traffic: Traffic | None = None,
+    lookup_stats: LookupStats | None = None,
 ) -> PlanManifest:
     """Stage `plan`: plan.json for the cluster of `config`, and plan.html, which explains it.
 
-    batch_size is per rank; optimizer: the tables' default; traffic: see make_plan. Raises InputError as make_plan does, and for
-    a kernel that can be planned but not trained here.
+    See `make_plan` for the arguments. Raises InputError as `make_plan` does, and for the kernel `key_value`, which can be
+    planned but not trained.
     """
     optimizer = optimizer or TableOptimizer()
     for name, wish in config.tables.items():
@@ -49,13 +49,13 @@ def plan_sharding(
             )
 
     def build(out: Path) -> dict[str, Any]:
-        plan = make_plan(config, model=model, batch_size=batch_size, optimizer=optimizer, traffic=traffic)
+        plan = make_plan(config, model=model, batch_size=batch_size, optimizer=optimizer, lookup_stats=lookup_stats)
         write_plan(plan, out)
         return {"world_size": plan.world_size, "device": plan.device}
 
     device, processes = resolve_cluster(config.cluster)
-    cluster = with_memory(config.cluster)
-    fingerprint = fingerprint_of("plan", config, cluster, model, batch_size, optimizer.kind, device, processes, traffic)
+    cluster = with_default_memory(config.cluster)
+    fingerprint = fingerprint_of("plan", config, cluster, model, batch_size, optimizer.kind, device, processes, lookup_stats)
     return produce(folder, PlanManifest, fingerprint=fingerprint, build=build)
 
 
@@ -74,7 +74,7 @@ def resolve_cluster(cluster: ClusterConfig) -> tuple[Literal["cpu", "cuda"], int
     return device, cluster.processes_per_node or (max(gpus, 1) if device == "cuda" else 2)
 
 
-def with_memory(cluster: ClusterConfig) -> ClusterConfig:
+def with_default_memory(cluster: ClusterConfig) -> ClusterConfig:
     """`cluster` with hbm_gb and ddr_gb filled in: under device auto from this machine, in whole GB so that they last."""
     hbm_gb, ddr_gb = HBM_GB, DDR_GB
     if cluster.device == "auto":
@@ -96,31 +96,31 @@ def make_plan(
     model: ModelSpec,
     batch_size: int,
     optimizer: TableOptimizer | None = None,
-    traffic: Traffic | None = None,
+    lookup_stats: LookupStats | None = None,
 ) -> PlanFile:
     """The planner's best plan. Needs no process group, no GPU and no memory for the tables.
 
     Args:
         batch_size: queries per rank and step.
         optimizer: of tables that have none of their own.
-        traffic: what a batch looks up, as measured; without it, full histories of items that nobody else has.
+        lookup_stats: what a batch looks up, as measured; without it, full histories of items that nobody else has.
 
     Raises:
         InputError: a constraint names an unknown table or what the table, its optimizer or the device cannot have; or no plan
             fits the cluster: then which table, how many bytes short, and what would make it fit.
     """
     device, processes = resolve_cluster(config.cluster)
-    config = config.model_copy(update={"cluster": with_memory(config.cluster)})
+    config = config.model_copy(update={"cluster": with_default_memory(config.cluster)})
     optimizer = optimizer or TableOptimizer()
     check_constraints(config, model=model, device=device, default=optimizer)
-    search = Search(
+    search = TorchrecPlanner(
         config=config,
         model=model,
         batch_size=batch_size,
         device=device,
         processes=processes,
         optimizer=optimizer,
-        traffic=traffic,
+        lookup_stats=lookup_stats,
     )
     try:
         chosen = search.best()
@@ -130,12 +130,12 @@ def make_plan(
     tables = {name: _table_plan(search, name, option=chosen[name], considered=considered[name]) for name in chosen}
     return PlanFile(
         device=device,
-        nodes=config.cluster.nodes,
+        num_nodes=config.cluster.num_nodes,
         processes_per_node=processes,
         batch_size=batch_size,
         fingerprint=layout_fingerprint(tables, device=device, world_size=search.world_size),
         cluster=config.cluster,
-        communication=config.communication,
+        quantized_comms=config.quantized_comms,
         usable_hbm_bytes=search.usable.hbm,
         usable_ddr_bytes=search.usable.ddr,
         tables=tables,
@@ -144,7 +144,9 @@ def make_plan(
     )
 
 
-def _table_plan(search: Search, name: str, *, option: ShardingOption, considered: tuple[Alternative, ...]) -> TablePlan:
+def _table_plan(
+    search: TorchrecPlanner, name: str, *, option: ShardingOption, considered: tuple[Alternative, ...]
+) -> TablePlan:
     table, wish = search.model.tables[name], search.config.tables.get(name)
     shards = tuple(
         ShardPlan(rank=shard.rank, offset=(shard.offset[0], shard.offset[1]), size=(shard.size[0], shard.size[1]))
@@ -161,7 +163,7 @@ def _table_plan(search: Search, name: str, *, option: ShardingOption, considered
         ssd_path=search.config.cluster.ssd_path if option.compute_kernel == "key_value" else None,
         ranks=tuple(shard.rank for shard in shards),
         shards=shards,
-        values_per_query=lookups_of(name, model=search.model, wish=wish or TableConstraint(), traffic=search.traffic),
+        values_per_query=lookups_of(name, model=search.model, wish=wish or TableConstraint(), lookup_stats=search.lookup_stats),
         constraint=_told(wish) if wish is not None else None,
         alternatives=considered,
     )

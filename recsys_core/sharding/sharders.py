@@ -5,18 +5,20 @@ from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_
 from torchrec.distributed.types import ModuleSharder
 
 from recsys_core.patches.lookups import ONE_TABLE_PER_KERNEL, BagSharder, RowSharder
-from recsys_core.sharding.config import CommunicationConfig
+from recsys_core.sharding.config import QuantizedCommsConfig
 
-ROW_LOOKUP_KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel")
+UNPOOLED_SHARDING_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
 """What TorchRec can do with an EmbeddingCollection; the kinds that split a table within a host pool their rows."""
 
 
-def sharders(communication: CommunicationConfig) -> list[ModuleSharder[nn.Module]]:
+def sharders(quantized_comms: QuantizedCommsConfig) -> list[ModuleSharder[nn.Module]]:
     """For pooled tables, and for those looked up row by row."""
     codecs = None
-    if communication != CommunicationConfig():
+    if quantized_comms != QuantizedCommsConfig():
         codecs = get_qcomm_codecs_registry(
-            QCommsConfig(forward_precision=CommType(communication.forward), backward_precision=CommType(communication.backward))
+            QCommsConfig(
+                forward_precision=CommType(quantized_comms.forward), backward_precision=CommType(quantized_comms.backward)
+            )
         )
     return [
         BagSharder(qcomm_codecs_registry=codecs),

@@ -31,7 +31,7 @@ from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.models.task import LOOKUPS_PATH
 from recsys_core.sharding.config import ClusterConfig, ComputeKernel, ShardingConfig, ShardingKind
 from recsys_core.sharding.constraints import optimizer_kind, parameter_constraints
-from recsys_core.sharding.lookup_stats import Traffic
+from recsys_core.sharding.lookup_stats import LookupStats
 from recsys_core.sharding.sharders import sharders
 
 GIB = 2**30
@@ -51,7 +51,7 @@ Kernels = Mapping[str, tuple[ComputeKernel, ...]]
 
 
 @dataclass(frozen=True)
-class Search:
+class TorchrecPlanner:
     """Everything a plan depends on.
 
     `device`, `processes` (per node) and the memory in `config` are those of the user's config with what was left to the machine
@@ -64,23 +64,23 @@ class Search:
     device: Literal["cpu", "cuda"]
     processes: int
     optimizer: TableOptimizer
-    traffic: Traffic | None
+    lookup_stats: LookupStats | None
 
     @property
     def world_size(self) -> int:
         """Ranks in all."""
-        return self.config.cluster.nodes * self.processes
+        return self.config.cluster.num_nodes * self.processes
 
     @property
     def hbm_gb(self) -> float:
         """Memory per GPU."""
-        assert self.config.cluster.hbm_gb is not None  # with_memory
+        assert self.config.cluster.hbm_gb is not None  # with_default_memory
         return self.config.cluster.hbm_gb
 
     @property
     def ddr_gb(self) -> float:
         """Main memory per host."""
-        assert self.config.cluster.ddr_gb is not None  # with_memory
+        assert self.config.cluster.ddr_gb is not None  # with_default_memory
         return self.config.cluster.ddr_gb
 
     @property
@@ -94,7 +94,7 @@ class Search:
     def _ddr(self) -> int:
         return int(self.ddr_gb * GIB * (1 - RESERVED_SHARE) / self.processes)
 
-    def on(self, *, processes: int | None = None, **cluster: Any) -> "Search":
+    def on(self, *, processes: int | None = None, **cluster: Any) -> "TorchrecPlanner":
         """The same for another cluster."""
         changed = ClusterConfig(**(self.config.cluster.model_dump() | cluster))
         return replace(self, config=self.config.model_copy(update={"cluster": changed}), processes=processes or self.processes)
@@ -117,7 +117,7 @@ class Search:
             storage_reservation=FixedPercentageStorageReservation(percentage=RESERVED_SHARE),
         )
         with _quiet():
-            planner.plan(self._module, sharders(self.config.communication))
+            planner.plan(self._module, sharders(self.config.quantized_comms))
         return self._by_table(chosen.options)
 
     def options(self, *, kinds: Kinds | None = None, kernels: Kernels | None = None) -> dict[str, list[ShardingOption]]:
@@ -126,7 +126,7 @@ class Search:
             self._topology, batch_size=self.batch_size, constraints=self._constraints(kinds, kernels)
         )
         with _quiet():
-            found = enumerator.enumerate(self._module, sharders(self.config.communication))
+            found = enumerator.enumerate(self._module, sharders(self.config.quantized_comms))
         return {name: [option for option in found if option.name == module_name(name)] for name in sorted(self.model.tables)}
 
     def _constraints(self, kinds: Kinds | None, kernels: Kernels | None) -> dict[str, ParameterConstraints]:
@@ -136,7 +136,7 @@ class Search:
             device=self.device,
             world_size=self.world_size,
             batch_size=self.batch_size,
-            traffic=self.traffic,
+            lookup_stats=self.lookup_stats,
             kinds=kinds,
             kernels=kernels,
         )
@@ -168,11 +168,11 @@ class Search:
                     ssd_cap_bytes=self.usable.ssd,
                 ),
                 hardware_config=HardwareConfig(
-                    intra_host_bw=cluster.intra_gbs * per_ms,
-                    inter_host_bw=cluster.inter_gbs * per_ms,
-                    hbm_mem_bw=cluster.hbm_gbs * per_ms,
-                    ddr_mem_bw=cluster.ddr_gbs * per_ms,
-                    hbm_to_ddr_mem_bw=cluster.pcie_gbs * per_ms,
+                    intra_host_bw=cluster.intra_host_gb_s * per_ms,
+                    inter_host_bw=cluster.inter_host_gb_s * per_ms,
+                    hbm_mem_bw=cluster.hbm_gb_s * per_ms,
+                    ddr_mem_bw=cluster.ddr_gb_s * per_ms,
+                    hbm_to_ddr_mem_bw=cluster.pcie_gb_s * per_ms,
                 ),
                 # Without this flag TorchRec leaves the bandwidths aside and takes its own.
                 kernel_config=KernelConfig(compute_device=self.device, use_hardware_based_bandwidth=True),

@@ -13,7 +13,7 @@ from recsys_core.launching.config import Launcher
 from recsys_core.launching.launch import launch
 from recsys_core.manifests import Dataset, FeaturesManifest, InteractionsManifest, require_manifest
 from recsys_core.sharding.config import ShardingConfig
-from recsys_core.sharding.lookup_stats import measure_traffic
+from recsys_core.sharding.lookup_stats import measure_lookups
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan
 from recsys_core.training.checkpoint import JOB_COPY, latest_checkpoint
@@ -79,7 +79,7 @@ def launch_until_done(
 
 
 def _lacks_gpus(plan: PlanFile) -> bool:
-    return plan.device == "cuda" and plan.nodes == 1 and torch.cuda.device_count() < plan.processes_per_node
+    return plan.device == "cuda" and plan.num_nodes == 1 and torch.cuda.device_count() < plan.processes_per_node
 
 
 def _with_fewer_ranks(job: TrainJob, *, plan: PlanFile, sharding: ShardingConfig) -> TrainJob | None:
@@ -91,7 +91,7 @@ def _with_fewer_ranks(job: TrainJob, *, plan: PlanFile, sharding: ShardingConfig
             continue
         training = job.training.model_copy(update={"batch_size": job.training.batch_size * plan.world_size // world_size})
         memory = {"hbm_gb": plan.cluster.hbm_gb, "ddr_gb": plan.cluster.ddr_gb}
-        smaller = {"device": plan.device, "nodes": nodes, "processes_per_node": processes}
+        smaller = {"device": plan.device, "num_nodes": nodes, "processes_per_node": processes}
         cluster = sharding.cluster.model_copy(update=smaller | memory)
         try:
             interactions = require_manifest(job.interactions, InteractionsManifest, verify=False)
@@ -101,7 +101,7 @@ def _with_fewer_ranks(job: TrainJob, *, plan: PlanFile, sharding: ShardingConfig
                 model=job.spec,
                 batch_size=training.batch_size,
                 optimizer=training.table_optimizer,
-                traffic=measure_traffic(
+                lookup_stats=measure_lookups(
                     job.spec,
                     batch_size=training.batch_size,
                     loss=job.loss,
@@ -120,5 +120,5 @@ def _with_fewer_ranks(job: TrainJob, *, plan: PlanFile, sharding: ShardingConfig
 
 def _smaller_clusters(plan: PlanFile) -> Iterator[tuple[int, int]]:
     """Fewer hosts first, then fewer processes on one."""
-    yield from ((nodes, plan.processes_per_node) for nodes in range(plan.nodes - 1, 0, -1))
+    yield from ((nodes, plan.processes_per_node) for nodes in range(plan.num_nodes - 1, 0, -1))
     yield from ((1, processes) for processes in range(plan.processes_per_node - 1, 0, -1))

@@ -77,7 +77,7 @@ def build_model(
     item_count_I: [items], training events per item. ranks: see RetrievalHead. optimizer: of tables that have none of their own.
     Raises InputError when the plan is for another model or world size.
     """
-    plan.require(spec=spec, world_size=process.world_size, optimizer=optimizer)
+    plan.check_matches(spec=spec, world_size=process.world_size, optimizer=optimizer)
     torch.manual_seed(seed)  # the towers' layers start equal on every rank
     decay = weight_decay(spec, default=optimizer)
     head = RetrievalHead(spec, loss=loss, item_count_I=item_count_I, ranks=ranks, weight_decay=decay)
@@ -89,7 +89,7 @@ def build_model(
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=process.device,
         plan=plan.to_torchrec(LOOKUPS_PATH, spec=spec),
-        sharders=sharders(plan.communication),
+        sharders=sharders(plan.quantized_comms),
         data_parallel_wrapper=DefaultDataParallelWrapper(params_to_ignore=[f"head.{name}" for name in sharded]),
     )
     state = model.state_dict()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.scale import BEGIN, END, PAGE, RESULT, SIZES, distinct_items, plan, sent_bytes, to_markdown
-from recsys_core.sharding.lookup_stats import seen_share
+from recsys_core.sharding.lookup_stats import lookup_probability
 
 
 def test_the_page_shows_the_numbers_of_the_last_result() -> None:
@@ -19,7 +19,7 @@ def test_the_page_shows_the_numbers_of_the_last_result() -> None:
 def test_distinct_items_of_a_law_are_those_counted_one_by_one(exponent: float) -> None:
     items, draws, negatives = 20_000, 5_000, 300
     count_I = np.rint(1e12 * np.arange(1, items + 1, dtype=np.float64) ** -exponent).astype(np.int64)
-    listed = seen_share(count_I, draws=draws, negatives=negatives, alpha=0.0).sum()
+    listed = lookup_probability(count_I, draws=draws, negatives=negatives, alpha=0.0).sum()
     assert distinct_items(items, draws=draws, negatives=negatives, exponent=exponent) == pytest.approx(listed, rel=0.005)
 
 

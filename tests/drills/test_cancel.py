@@ -26,7 +26,7 @@ NOTICED_WITHIN_S = 5.0  # Prefect's runner asks the server every second
 SERVE = "from flows.nightly import nightly_retrain; nightly_retrain.serve(name='drill', pause_on_shutdown=False)"
 TORCHX = [
     "launcher={kind: torchx, scheduler: local_cwd, env: {OMP_NUM_THREADS: '1'}}",
-    "sharding.cluster={device: cpu, nodes: 2, processes_per_node: 1}",
+    "sharding.cluster={device: cpu, num_nodes: 2, processes_per_node: 1}",
 ]
 
 

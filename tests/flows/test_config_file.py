@@ -81,7 +81,7 @@ def test_a_launcher_lists_its_kinds_and_wants_what_this_host_cannot_know(file: P
     slurm = "launcher={kind: torchx, scheduler: slurm, args: {partition: gpu}}"
     said = "launcher.kind is torchx, but sharding.cluster.device is auto and processes_per_node is empty"
     assert said in message(file, slurm)
-    config = load_config(file, [slurm, "sharding.cluster={device: cuda, nodes: 2, processes_per_node: 8}"])
+    config = load_config(file, [slurm, "sharding.cluster={device: cuda, num_nodes: 2, processes_per_node: 8}"])
     assert isinstance(config.launcher, TorchxLauncher) and config.launcher.args == {"partition": "gpu"}
     kubernetes = "launcher={kind: torchx, scheduler: kubernetes}"
     assert "scheduler is kubernetes, which starts containers, but image is empty" in message(file, kubernetes)

@@ -19,9 +19,9 @@ CLUSTER = [
     "40",
     "--ddr-gb",
     "500",
-    "--inter-gbs",
+    "--inter-host-gb-s",
     "25",
-    "--intra-gbs",
+    "--intra-host-gb-s",
     "300",
 ]
 
@@ -49,7 +49,7 @@ def test_a_plan_is_written_as_json_and_as_a_page_and_shown_as_tables(config: Pat
     plan = PlanFile.read(config.parent / "workspace" / "plan" / "plan.json")
     page = (config.parent / "workspace" / "plan" / "plan.html").read_text()
     assert plan.world_size == 8 and plan.device == "cuda"
-    assert (plan.cluster.inter_gbs, plan.cluster.intra_gbs, plan.cluster.ddr_gb) == (25, 300, 500)
+    assert (plan.cluster.inter_host_gb_s, plan.cluster.intra_host_gb_s, plan.cluster.ddr_gb) == (25, 300, 500)
     assert 1 < plan.tables["item"].values_per_query < 1 + 3 + 4 / 16, "fewer than all draws: each distinct item once"
     for word in ("as planned", "all row_wise", "all table_wise", plan.tables["item"].sharding_type, "plan.html"):
         assert word in answer.output

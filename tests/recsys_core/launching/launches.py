@@ -23,7 +23,7 @@ TWICE_HERE = TorchxLauncher(scheduler="local_cwd", env={"OMP_NUM_THREADS": "1"},
 def plan_of(*, nodes: int, processes: int) -> PlanFile:
     """Of a small model, for so many ranks."""
     return make_plan(
-        ShardingConfig(cluster=ClusterConfig(device="cpu", nodes=nodes, processes_per_node=processes)),
+        ShardingConfig(cluster=ClusterConfig(device="cpu", num_nodes=nodes, processes_per_node=processes)),
         model=ModelSpec.sized(TwoTowerConfig(), users=9, items=9),
         batch_size=1,
     )

@@ -23,7 +23,7 @@ def ordered(folder: Path, **changes: object) -> LaunchFolder:
         module="none",
         job=job,
         device="cpu",
-        nodes=2,
+        num_nodes=2,
         processes_per_node=1,
         rendezvous_port=0,
         rendezvous_timeout_s=0.1,

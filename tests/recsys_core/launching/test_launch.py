@@ -79,7 +79,9 @@ def test_a_disk_that_has_room_for_the_order_alone_is_told_and_not_torchruns_exit
 
 def test_a_plan_for_two_hosts_is_refused_by_the_launcher_of_one_with_the_way_out(tmp_path: Path) -> None:
     plan = plan_of(nodes=2, processes=1)
-    with pytest.raises(InputError, match=r"made for 2 hosts.*set launcher\.kind to torchx, or sharding\.cluster\.nodes to 1"):
+    with pytest.raises(
+        InputError, match=r"made for 2 hosts.*set launcher\.kind to torchx, or sharding\.cluster\.num_nodes to 1"
+    ):
         launch(
             tmp_path / "job", plan=plan, logs=tmp_path / "logs", start_timeout_s=1, silence_timeout_s=1, alive=tmp_path / "a"
         )

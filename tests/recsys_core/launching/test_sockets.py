@@ -26,7 +26,7 @@ STARTED_STATE_S = 6.0
 
 def order(**changes: object) -> Order:
     facts = {
-        "token": "ours", "versions": {}, "module": "none", "job": "/job.json", "device": "cpu", "nodes": 2,
+        "token": "ours", "versions": {}, "module": "none", "job": "/job.json", "device": "cpu", "num_nodes": 2,
         "processes_per_node": 1, "rendezvous_port": 0, "rendezvous_timeout_s": 5.0, "lease_timeout_s": None,
     }  # fmt: skip
     return Order.model_validate(facts | changes)

@@ -24,7 +24,7 @@ def plan_for(made: Night, folder: Path, *, nodes: int) -> PlanManifest:
     """Two ranks, each with half of every table's rows, wherever they run."""
     return plan_sharding(
         ShardingConfig(
-            cluster=ClusterConfig(device="cpu", nodes=nodes, processes_per_node=2 // nodes),
+            cluster=ClusterConfig(device="cpu", num_nodes=nodes, processes_per_node=2 // nodes),
             tables={name: TableConstraint(sharding_types=("row_wise",)) for name in made.spec.tables},
         ),
         model=made.spec,

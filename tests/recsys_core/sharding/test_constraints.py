@@ -8,7 +8,7 @@ from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig
-from recsys_core.sharding.config import ClusterConfig, CommunicationConfig, ShardingConfig, TableConstraint
+from recsys_core.sharding.config import ClusterConfig, QuantizedCommsConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.planner import make_plan
 
 SPEC = ModelSpec.sized(TwoTowerConfig(user_id=True), users=1000, items=500)
@@ -23,17 +23,17 @@ def wished(table: str = "item", *, cluster: dict | None = None, **wish) -> Shard
     )
 
 
-def sent(communication: CommunicationConfig, **wish) -> ShardingConfig:
-    return wished("user", **wish).model_copy(update={"communication": communication})
+def sent(quantized_comms: QuantizedCommsConfig, **wish) -> ShardingConfig:
+    return wished("user", **wish).model_copy(update={"quantized_comms": quantized_comms})
 
 
 CASES = {
     "int8 for sums": (
-        sent(CommunicationConfig(forward="int8")),
+        sent(QuantizedCommsConfig(forward="int8")),
         r"int8 cannot carry the sums.*sharding.tables.user.sharding_types is left to the planner; choose among \['table_wise'",
     ),
     "int8 for some sums": (
-        sent(CommunicationConfig(forward="int8"), sharding_types=("table_wise", "row_wise")),
+        sent(QuantizedCommsConfig(forward="int8"), sharding_types=("table_wise", "row_wise")),
         r"sharding.tables.user.sharding_types is \['table_wise', 'row_wise'\]",
     ),
     "a table that is not there": (
@@ -125,10 +125,10 @@ def test_a_kernel_that_is_asked_for_is_taken_and_the_pooling_factor_is_the_users
 @pytest.mark.parametrize("precision", ["fp16", "int8"])
 def test_gradients_are_not_sent_in_a_precision_that_loses_small_ones(precision):
     with pytest.raises(ValidationError, match=f"backward is {precision}: gradients below .* set backward to bf16"):
-        CommunicationConfig(backward=precision)
+        QuantizedCommsConfig(backward=precision)
 
 
 def test_int8_is_refused_for_a_width_that_it_cannot_carry():
     narrow = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=48), users=1000, items=500)
     with pytest.raises(InputError, match=r"int8 takes widths that are multiples of 32, but table item has 48; choose fp16"):
-        make_plan(sent(CommunicationConfig(forward="int8"), sharding_types=("table_wise",)), model=narrow, batch_size=64)
+        make_plan(sent(QuantizedCommsConfig(forward="int8"), sharding_types=("table_wise",)), model=narrow, batch_size=64)

@@ -8,7 +8,7 @@ from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
-from recsys_core.sharding.lookup_stats import Traffic
+from recsys_core.sharding.lookup_stats import LookupStats
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.plan_page import to_html
 from recsys_core.sharding.planner import make_plan
@@ -19,7 +19,7 @@ MODEL = ModelSpec.sized(
 
 
 def planned(*, tables: dict | None = None, optimizer: str = "rowwise_adagrad", **changes) -> PlanFile:
-    cluster = ClusterConfig(**({"device": "cuda", "nodes": 2, "processes_per_node": 8, "ddr_gb": 1000} | changes))
+    cluster = ClusterConfig(**({"device": "cuda", "num_nodes": 2, "processes_per_node": 8, "ddr_gb": 1000} | changes))
     return make_plan(
         ShardingConfig(cluster=cluster, tables=tables or {}),
         model=MODEL,
@@ -76,7 +76,7 @@ def test_a_type_that_is_faster_alone_may_not_fit_beside_the_other_tables() -> No
     model = ModelSpec.sized(
         TwoTowerConfig(embedding_dim=128), users=1, items=1000, facts={"user.a": large, "user.b": large, "user.c": third}
     )
-    cluster = ClusterConfig(device="cuda", nodes=2, processes_per_node=8)
+    cluster = ClusterConfig(device="cuda", num_nodes=2, processes_per_node=8)
     kernels = {name: TableConstraint(compute_kernels=("fused",)) for name in model.tables}
     plan = make_plan(ShardingConfig(cluster=cluster, tables=kernels), model=model, batch_size=1024)
     rows = [name for name in ("user.a", "user.b", "user.c") if plan.tables[name].sharding_type == "row_wise"]
@@ -98,7 +98,7 @@ def test_one_sharding_type_for_all_is_slower_or_does_not_fit() -> None:
 
 
 def test_more_bandwidth_between_hosts_makes_the_step_shorter() -> None:
-    assert planned(inter_gbs=50.0).step_ms < planned(inter_gbs=12.5).step_ms
+    assert planned(inter_host_gb_s=50.0).step_ms < planned(inter_host_gb_s=12.5).step_ms
 
 
 def test_what_a_batch_looks_up_decides_the_estimates_and_misses_of_a_cache_are_prefetched() -> None:
@@ -107,8 +107,8 @@ def test_what_a_batch_looks_up_decides_the_estimates_and_misses_of_a_cache_are_p
     model = ModelSpec.sized(TwoTowerConfig(embedding_dim=128), users=1, items=10**7)
 
     def step(values: float, hottest: tuple[float, ...]) -> tuple[float, float]:
-        traffic = Traffic(values={"item": values}, hottest={"item": hottest})
-        (rank,) = make_plan(config, model=model, batch_size=1024, traffic=traffic).ranks
+        lookup_stats = LookupStats(values_per_query={"item": values}, hot_row_curve={"item": hottest})
+        (rank,) = make_plan(config, model=model, batch_size=1024, lookup_stats=lookup_stats).ranks
         return rank.step_ms, rank.prefetch_ms
 
     flat = tuple(percent / 100 for percent in range(1, 101))

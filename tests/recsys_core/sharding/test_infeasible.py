@@ -42,16 +42,16 @@ def test_too_few_gpus_are_told_with_the_table_the_bytes_and_numbers_that_fit():
 def test_hosts_are_named_where_one_has_not_enough_gpus():
     larger = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), users=4 * 10**9, items=10**7)
     message = said(ShardingConfig(cluster=cluster()), larger)
-    nodes = re.search(r"sharding.cluster.nodes: (\d+) with processes_per_node 8", message)
+    nodes = re.search(r"sharding.cluster.num_nodes: (\d+) with processes_per_node 8", message)
     assert nodes, message
-    wider = cluster(nodes=int(nodes[1]), processes_per_node=8)
+    wider = cluster(num_nodes=int(nodes[1]), processes_per_node=8)
     assert make_plan(ShardingConfig(cluster=wider), model=larger, batch_size=1024)
-    fewer = cluster(nodes=int(nodes[1]) - 1, processes_per_node=8)
+    fewer = cluster(num_nodes=int(nodes[1]) - 1, processes_per_node=8)
     said(ShardingConfig(cluster=fewer), larger)
 
 
 def test_the_users_own_wish_is_named_where_it_is_in_the_way():
-    roomy = cluster(nodes=2, processes_per_node=8, ddr_gb=2000)
+    roomy = cluster(num_nodes=2, processes_per_node=8, ddr_gb=2000)
     whole = TableConstraint(sharding_types=("table_wise",), compute_kernels=("fused",))
     message = said(ShardingConfig(cluster=roomy, tables={"user": whole}))
     assert "table user needs" in message and "bytes short per rank" in message
@@ -68,7 +68,7 @@ def test_the_users_own_wish_is_named_where_it_is_in_the_way():
 
 
 def test_optimizer_state_is_part_of_what_has_to_fit():
-    sizes = ShardingConfig(cluster=cluster(nodes=2, processes_per_node=8))
+    sizes = ShardingConfig(cluster=cluster(num_nodes=2, processes_per_node=8))
     assert make_plan(sizes, model=HUGE, batch_size=1024)
     message = said(sizes, optimizer=TableOptimizer(kind="adam"))
     assert "table user needs" in message or "table user is the largest" in message

@@ -11,7 +11,7 @@ from recsys_core.models.config import HistoryConfig, TwoTowerConfig
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.sampling import negative_share
 from recsys_core.models.spec import ModelSpec
-from recsys_core.sharding.lookup_stats import traffic_of
+from recsys_core.sharding.lookup_stats import lookup_stats_of
 from tests.recsys_core.data.described import facts, feature_store
 
 USERS, ITEMS, EVENTS, BATCH, NEGATIVES = 300, 2000, 9000, 128, 64
@@ -44,7 +44,7 @@ def test_measured_lookups_are_those_of_real_batches(ordered: bool, length: int, 
     config = TwoTowerConfig(user_id=True, history=HistoryConfig(length=length, last_item=length > 0))
     spec = ModelSpec.sized(config, users=USERS, items=ITEMS, facts=facts())
     loss = LossConfig(negatives=NEGATIVES, negatives_alpha=alpha)
-    traffic = traffic_of(spec, batch_size=BATCH, loss=loss, store=store, features=features)
+    lookup_stats = lookup_stats_of(spec, batch_size=BATCH, loss=loss, store=store, features=features)
     loader = TrainLoader(
         store,
         assembler=Assembler(user=ROWS, features=features),
@@ -61,17 +61,17 @@ def test_measured_lookups_are_those_of_real_batches(ordered: bool, length: int, 
     def looked_up(collection: str, feature: str) -> float:
         return float(np.mean([len(batch.sparse[collection][feature].values()) for batch in batches])) / BATCH
 
-    assert traffic.values["item"] == pytest.approx(looked_up(ROWS, "item"), rel=0.05)
-    assert traffic.values["item.list"] == pytest.approx(looked_up(ROWS, "item.list"), rel=0.05)
-    assert traffic.values["user.list"] == pytest.approx(looked_up(QUERY, "user.list"), rel=0.05)
-    assert traffic.values["context.list"] == pytest.approx(looked_up(QUERY, "context.list"), rel=0.05)
-    assert traffic.values["user"] == traffic.values["user.single"] == 1.0
+    assert lookup_stats.values_per_query["item"] == pytest.approx(looked_up(ROWS, "item"), rel=0.05)
+    assert lookup_stats.values_per_query["item.list"] == pytest.approx(looked_up(ROWS, "item.list"), rel=0.05)
+    assert lookup_stats.values_per_query["user.list"] == pytest.approx(looked_up(QUERY, "user.list"), rel=0.05)
+    assert lookup_stats.values_per_query["context.list"] == pytest.approx(looked_up(QUERY, "context.list"), rel=0.05)
+    assert lookup_stats.values_per_query["user"] == lookup_stats.values_per_query["user.single"] == 1.0
 
 
 def test_the_hottest_rows_get_the_share_of_lookups_that_batches_give_them() -> None:
     store = skewed_store(ordered=True)
     spec = ModelSpec.sized(TwoTowerConfig(user_id=True), users=USERS, items=ITEMS)
-    shares = traffic_of(spec, batch_size=BATCH, loss=LossConfig(), store=store).hottest
+    shares = lookup_stats_of(spec, batch_size=BATCH, loss=LossConfig(), store=store).hot_row_curve
     assert set(shares) == {"item", "user"}
     assert shares["item"][-1] == shares["user"][-1] == 1.0
     assert shares["item"][9] > 0.1, "a tenth of the items is asked for more often than that"

@@ -12,9 +12,9 @@ from recsys_core.models.table_config import TableConfig
 from recsys_core.preflight import cgroup_limits
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.plan_file import PlanFile
-from recsys_core.sharding.planner import make_plan, plan_sharding, with_memory
-from recsys_core.sharding.sharders import ROW_LOOKUP_KINDS
-from recsys_core.sharding.torchrec_planner import Search
+from recsys_core.sharding.planner import make_plan, plan_sharding, with_default_memory
+from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
+from recsys_core.sharding.torchrec_planner import TorchrecPlanner
 
 BAG = TableConfig(lookup="bag")
 SPEC = ModelSpec.sized(TwoTowerConfig(user_id=True), users=1000, items=500, tables={"user": BAG})
@@ -24,7 +24,7 @@ KINDS = ("table_wise", "row_wise", "column_wise", "table_row_wise", "table_colum
 def config(*kinds: str, **cluster) -> ShardingConfig:
     """Every table of one of `kinds`; item tables row_wise where they cannot be."""
     possible = {
-        name: kinds if not table.row_by_row else tuple(k for k in kinds if k in ROW_LOOKUP_KINDS) or ("row_wise",)
+        name: kinds if not table.row_by_row else tuple(k for k in kinds if k in UNPOOLED_SHARDING_TYPES) or ("row_wise",)
         for name, table in SPEC.tables.items()
     }
     tables = {name: TableConstraint(sharding_types=of_table) for name, of_table in possible.items()} if kinds else {}
@@ -35,7 +35,7 @@ def config(*kinds: str, **cluster) -> ShardingConfig:
 def test_every_sharding_type_can_be_planned_on_cpu_for_what_is_pooled(kind):
     plan = make_plan(config(kind), model=SPEC, batch_size=64)
     assert plan.tables["user"].sharding_type == kind
-    assert plan.tables["item"].sharding_type == (kind if kind in ROW_LOOKUP_KINDS else "row_wise")
+    assert plan.tables["item"].sharding_type == (kind if kind in UNPOOLED_SHARDING_TYPES else "row_wise")
 
 
 @pytest.mark.parametrize("kind", KINDS[:-1])
@@ -49,14 +49,16 @@ def test_shards_cover_each_table_exactly_once(kind):
 
 def test_a_plan_for_a_cluster_that_is_not_there_needs_no_memory_for_its_tables():
     huge = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), users=10**9, items=10**8)
-    plan = make_plan(config(device="cuda", nodes=2, processes_per_node=8, hbm_gb=80), model=huge, batch_size=8192)
+    plan = make_plan(config(device="cuda", num_nodes=2, processes_per_node=8, hbm_gb=80), model=huge, batch_size=8192)
     assert plan.world_size == len(plan.ranks) == 16
     assert sum(rank.hbm_bytes for rank in plan.ranks) > (10**9 + 10**8) * 128 * 4
 
 
 def test_twenty_billion_rows_are_planned_row_by_row_beyond_32_bits():
     vast = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), users=19 * 10**9, items=10**9)
-    plan = make_plan(config(device="cuda", nodes=32, processes_per_node=8, hbm_gb=80, ddr_gb=100), model=vast, batch_size=64)
+    plan = make_plan(
+        config(device="cuda", num_nodes=32, processes_per_node=8, hbm_gb=80, ddr_gb=100), model=vast, batch_size=64
+    )
     shards = plan.tables["user"].shards
     assert sum(shard.size[0] for shard in shards) == 19 * 10**9
     assert max(shard.offset[0] for shard in shards) > 2**34
@@ -64,7 +66,7 @@ def test_twenty_billion_rows_are_planned_row_by_row_beyond_32_bits():
     assert max(rank.hbm_bytes for rank in plan.ranks) < 80 * 2**30
     restored = PlanFile.model_validate_json(plan.model_dump_json())
     assert restored == plan
-    restored.require(spec=vast, world_size=256)
+    restored.check_matches(spec=vast, world_size=256)
 
 
 def test_plan_json_reads_back_as_it_was_and_rebuilds_torchrecs_plan(tmp_path):
@@ -80,24 +82,24 @@ def test_plan_json_reads_back_as_it_was_and_rebuilds_torchrecs_plan(tmp_path):
 def test_a_plan_for_another_world_size_or_model_is_refused_with_both_numbers():
     plan = make_plan(config(), model=SPEC, batch_size=64)
     with pytest.raises(InputError, match="made for 2 ranks, but 3 were started"):
-        plan.require(spec=SPEC, world_size=3)
+        plan.check_matches(spec=SPEC, world_size=3)
     with pytest.raises(InputError, match=r"\(500, 64\).*\(501, 64\)"):
-        plan.require(spec=ModelSpec.sized(SPEC.config, users=1000, items=501, tables={"user": BAG}), world_size=2)
+        plan.check_matches(spec=ModelSpec.sized(SPEC.config, users=1000, items=501, tables={"user": BAG}), world_size=2)
 
 
 def test_a_plan_for_another_optimizer_or_one_changed_by_hand_is_refused():
     plan = make_plan(config(), model=SPEC, batch_size=64, optimizer=TableOptimizer(kind="sgd"))
-    plan.require(spec=SPEC, world_size=2, optimizer=TableOptimizer(kind="sgd"))
+    plan.check_matches(spec=SPEC, world_size=2, optimizer=TableOptimizer(kind="sgd"))
     with pytest.raises(InputError, match="table item was planned with optimizer sgd, but it has adagrad"):
-        plan.require(spec=SPEC, world_size=2, optimizer=TableOptimizer(kind="adagrad"))
+        plan.check_matches(spec=SPEC, world_size=2, optimizer=TableOptimizer(kind="adagrad"))
     own = ModelSpec.sized(
         SPEC.config, users=1000, items=500, tables={"user": TableConfig(lookup="bag", optimizer=TableOptimizer(kind="adagrad"))}
     )
     with pytest.raises(InputError, match="table user was planned with optimizer sgd, but it has adagrad"):
-        plan.require(spec=own, world_size=2)
+        plan.check_matches(spec=own, world_size=2)
     item = plan.tables["item"].model_copy(update={"compute_kernel": "fused_uvm"})
     with pytest.raises(InputError, match="changed by hand"):
-        plan.model_copy(update={"tables": plan.tables | {"item": item}}).require(spec=SPEC, world_size=2)
+        plan.model_copy(update={"tables": plan.tables | {"item": item}}).check_matches(spec=SPEC, world_size=2)
 
 
 def test_layouts_are_tried_in_one_order_so_that_among_equal_ones_every_process_chooses_the_same():
@@ -105,14 +107,14 @@ def test_layouts_are_tried_in_one_order_so_that_among_equal_ones_every_process_c
     assert make_plan(tied, model=SPEC, batch_size=64).tables["user"].sharding_type == "table_wise"
     orders = []
     for kinds in (KINDS, KINDS[::-1]):
-        search = Search(
+        search = TorchrecPlanner(
             config=config(*kinds, hbm_gb=80, ddr_gb=16),
             model=SPEC,
             batch_size=64,
             device="cpu",
             processes=2,
             optimizer=TableOptimizer(),
-            traffic=None,
+            lookup_stats=None,
         )
         orders.append([option.sharding_type for option in search.options()["user"]])
     assert sorted(orders[0]) == sorted(KINDS) and orders[0] == orders[1]
@@ -134,12 +136,12 @@ def test_a_cached_table_goes_to_torchrec_with_its_cache_and_may_be_planned_on_an
 
 
 def test_under_device_auto_memory_is_that_of_this_machine_and_otherwise_what_the_config_or_the_default_says() -> None:
-    here = with_memory(ClusterConfig())
+    here = with_default_memory(ClusterConfig())
     limit = min(psutil.virtual_memory().total, cgroup_limits().memory_bytes or psutil.virtual_memory().total) / 2**30
     assert here.ddr_gb is not None and limit - 1 < here.ddr_gb <= limit
-    elsewhere = with_memory(ClusterConfig(device="cuda"))
+    elsewhere = with_default_memory(ClusterConfig(device="cuda"))
     assert (elsewhere.hbm_gb, elsewhere.ddr_gb) == (80, 16)
-    configured = with_memory(ClusterConfig(hbm_gb=40, ddr_gb=3))
+    configured = with_default_memory(ClusterConfig(hbm_gb=40, ddr_gb=3))
     assert (configured.hbm_gb, configured.ddr_gb) == (40, 3)
     plan = make_plan(ShardingConfig(), model=ModelSpec.sized(TwoTowerConfig(), users=9, items=9), batch_size=1)
     assert plan.cluster.ddr_gb == here.ddr_gb

@@ -23,7 +23,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.planner import make_plan
-from recsys_core.sharding.sharders import ROW_LOOKUP_KINDS
+from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
 from recsys_core.training.process_group import Process
 from recsys_core.training.sharded_model import build_model
 from tests.gloo import run_ranks
@@ -94,6 +94,6 @@ def look_up(rank: int, kind: str) -> None:
         assert task.eval().encode_queries(batch).isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ROW_LOOKUP_KINDS)
+@pytest.mark.parametrize("kind", UNPOOLED_SHARDING_TYPES)
 def test_sharded_lookups_give_the_rows_of_whole_tables_also_where_nothing_is_asked_for(kind: str) -> None:
     run_ranks(look_up, world_size=2, arguments=(kind,))

@@ -22,7 +22,7 @@ from recsys_core.models.shards import LocalShard
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig, random_norm
 from recsys_core.models.task import RetrievalHead, RetrievalTask
-from recsys_core.sharding.config import ClusterConfig, CommunicationConfig, ShardingConfig, TableConstraint
+from recsys_core.sharding.config import ClusterConfig, QuantizedCommsConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan
 from recsys_core.training.config import TrainingConfig
@@ -165,13 +165,13 @@ def sharded_model(
     training: TrainingConfig,
     loss: LossConfig,
     process: Process,
-    communication: CommunicationConfig = CommunicationConfig(),  # noqa: B008  it is frozen
+    quantized_comms: QuantizedCommsConfig = QuantizedCommsConfig(),  # noqa: B008  it is frozen
 ) -> tuple[DistributedModelParallel, PlanFile]:
     """The same model on the ranks of the default process group, each table sharded by its kind of `kinds`."""
     sharding = ShardingConfig(
         cluster=ClusterConfig(device="cpu", processes_per_node=process.world_size),
         tables={name: TableConstraint(sharding_types=(kind,)) for name, kind in kinds.items()},
-        communication=communication,
+        quantized_comms=quantized_comms,
     )
     plan = make_plan(sharding, model=spec, batch_size=6, optimizer=training.table_optimizer)
     gradual = {name: rank for name, rank in RANKS.items() if spec.tables[name].settings.transfer == "gradual"}

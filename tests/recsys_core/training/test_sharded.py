@@ -15,8 +15,8 @@ from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
 from recsys_core.models.shards import table_shards
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig
-from recsys_core.sharding.config import CommunicationConfig
-from recsys_core.sharding.sharders import ROW_LOOKUP_KINDS
+from recsys_core.sharding.config import QuantizedCommsConfig
+from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.optimizers import LearningRates, make_optimizer
 from recsys_core.training.process_group import Process
@@ -37,13 +37,13 @@ class Case(NamedTuple):
     kind: str
     loss: LossConfig = LossConfig(negatives=NEGATIVES)
     item_kind: str = "row_wise"
-    communication: CommunicationConfig = CommunicationConfig()
+    quantized_comms: QuantizedCommsConfig = QuantizedCommsConfig()
 
     @property
     def spec(self) -> ModelSpec:
         # TorchRec splits columns from 128 on.
-        dim = 256 if self.kind in COLUMN_KINDS else 32 if self.communication.forward == "int8" else 8
-        user = TableConfig() if self.kind in ROW_LOOKUP_KINDS else TableConfig(lookup="bag")
+        dim = 256 if self.kind in COLUMN_KINDS else 32 if self.quantized_comms.forward == "int8" else 8
+        user = TableConfig() if self.kind in UNPOOLED_SHARDING_TYPES else TableConfig(lookup="bag")
         tables = {"item": TableConfig(transfer="residual"), "user": user, "user.groups": TableConfig(pooling="sum")}
         return small_spec(dim=dim, tables=tables)
 
@@ -60,7 +60,7 @@ class Case(NamedTuple):
 
     def kind_of(self, table: str) -> str:
         by_row = self.spec.tables[table].row_by_row
-        return self.item_kind if by_row and self.kind not in ROW_LOOKUP_KINDS else self.kind
+        return self.item_kind if by_row and self.kind not in UNPOOLED_SHARDING_TYPES else self.kind
 
 
 def queries(step: int) -> int:
@@ -105,7 +105,7 @@ def train_sharded(rank: int, case: Case, expected: Expected) -> None:
     kinds = {name: case.kind_of(name) for name in spec.tables}
     process = Process(rank=rank, world_size=ranks, device=torch.device("cpu"))
     model, plan = sharded_model(
-        spec, kinds=kinds, training=config, loss=case.loss, process=process, communication=case.communication
+        spec, kinds=kinds, training=config, loss=case.loss, process=process, quantized_comms=case.quantized_comms
     )
     executed = {name: table for module in model.plan.plan.values() for name, table in module.items()}
     assert {name.replace("__", "."): table.sharding_type for name, table in executed.items()} == kinds
@@ -122,9 +122,9 @@ def train_sharded(rank: int, case: Case, expected: Expected) -> None:
         mean = pipeline.progress(batches) / ranks
         dist.all_reduce(mean)
         error = "loss of step " + str(step)
-        assert mean.item() == pytest.approx(expected.losses[step], rel=ROUNDING[case.communication.forward]), error
+        assert mean.item() == pytest.approx(expected.losses[step], rel=ROUNDING[case.quantized_comms.forward]), error
     pipeline.detach()
-    if case.communication != CommunicationConfig():
+    if case.quantized_comms != QuantizedCommsConfig():
         assert mean.item() != pytest.approx(expected.losses[step], rel=1e-6), "nothing was rounded"
         return
     for name, whole in expected.tables.items():
@@ -165,7 +165,7 @@ def test_four_ranks_train_the_same_tables_and_layers_as_one_unsharded_process(ki
     [("row_wise", "fp16", "bf16"), ("table_wise", "bf16", "fp32"), ("table_wise", "int8", "bf16")],
 )
 def test_rows_that_travel_in_less_precision_train_nearly_the_same(kind, forward, backward):
-    check(Case(kind, item_kind=kind, communication=CommunicationConfig(forward=forward, backward=backward)))
+    check(Case(kind, item_kind=kind, quantized_comms=QuantizedCommsConfig(forward=forward, backward=backward)))
 
 
 @pytest.mark.parametrize("kind", ["bce", "bpr", "cosine_contrastive"])

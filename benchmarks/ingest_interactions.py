@@ -20,11 +20,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.measuring import cells, in_fresh_process, measured, summary
+from recsys_core.units import DAY_S
 
 MODULE = "benchmarks.ingest_interactions"
 WAYS = ("pandas", "pandas_factorize", "nightjar")
 EVENTS_A_DAY = 2_000_000
-DAY_S = 86_400
 FIRST_S = 1_760_000_000
 SPLIT = {"kind": "time", "test_days": 1, "validation_days": 1}
 

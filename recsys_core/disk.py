@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from recsys_core.errors import InputError, NightjarError
+from recsys_core.units import gib
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 SAYS_FULL = re.compile(
@@ -21,7 +22,7 @@ LEAST_BYTES = 2**16
 def require_free(folder: Path, needed_bytes: int, *, what: str) -> None:
     """InputError unless the disk that `folder` is on, or would be made on, has so much room; `what` begins the message."""
     if free_bytes(folder) < needed_bytes:
-        raise too_small(folder, needed=f"{what} takes at least {gib(needed_bytes)}")
+        raise too_small(folder, needed=f"{what} takes at least {gib(needed_bytes, digits=3)}")
 
 
 @contextmanager
@@ -53,7 +54,7 @@ def too_small(folder: Path, *, needed: str) -> InputError:
     there = _existing(folder)
     mount = next(path for path in (there, *there.parents) if path.is_mount())
     return InputError(
-        f"{folder}: {needed}, but the disk has {gib(free_bytes(folder))} free; "
+        f"{folder}: {needed}, but the disk has {gib(free_bytes(folder), digits=3)} free; "
         f"free some, or set workspace to a folder on a larger disk than the one at {mount}"
     )
 
@@ -61,11 +62,6 @@ def too_small(folder: Path, *, needed: str) -> InputError:
 def free_bytes(folder: Path) -> int:
     """What this user may still write on the disk that `folder` is on, or would be made on."""
     return shutil.disk_usage(_existing(folder)).free
-
-
-def gib(size: int) -> str:
-    """A size for a message: 1.250 GiB."""
-    return f"{size / 2**30:,.3f} GiB"
 
 
 def _existing(folder: Path) -> Path:

@@ -17,11 +17,12 @@ from pathlib import Path
 
 import psutil
 
+from recsys_core.units import GIB, gib
+
 PACKAGES = (
     "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "faiss-cpu", "faiss-gpu", "numpy", "pyarrow", "duckdb",
     "prefect", "mlflow", "fastapi",
 )  # fmt: skip
-GIB = 2**30
 _LEAST_DISK_BYTES = GIB
 _OOM_FILES = ("memory.events", "memory.oom_control")
 _PROBE = """
@@ -67,16 +68,19 @@ class Preflight:
     @property
     def rows(self) -> list[tuple[str, str]]:
         """Name and value of each finding, to be shown as a table."""
-        memory = f"{_gib(self.available_memory_bytes)} available of {_gib(self.memory_bytes)}"
+        memory = f"{gib(self.available_memory_bytes)} available of {gib(self.memory_bytes)}"
         if self.memory_bytes < self.machine_memory_bytes:
-            memory += f" (limit; the machine has {_gib(self.machine_memory_bytes)})"
+            memory += f" (limit; the machine has {gib(self.machine_memory_bytes)})"
         return [
             ("python", f"{platform.python_version()} ({sys.executable})"),
             *((name, self.versions[name]) for name in PACKAGES if name in self.versions),
             ("cores", f"{self.usable_cores:g} usable of {self.machine_cores}"),
             ("memory", memory),
-            ("gpus", "; ".join(f"{gpu.name}, {_gib(gpu.memory_bytes)}" for gpu in self.gpus) or "none that torch can use"),
-            ("free disk", f"{_gib(self.free_disk_bytes)} in {self.folder}"),
+            (
+                "gpus",
+                "; ".join(f"{gpu.name}, {gib(gpu.memory_bytes)}" for gpu in self.gpus) or "none that torch can use",
+            ),
+            ("free disk", f"{gib(self.free_disk_bytes)} in {self.folder}"),
         ]
 
 
@@ -90,7 +94,7 @@ def inspect(folder: Path) -> Preflight:
     free = shutil.disk_usage(_nearest_existing(folder)).free
     if free < _LEAST_DISK_BYTES:
         problems.append(
-            f"{folder}: only {_gib(free)} of disk free, a run needs at least {_gib(_LEAST_DISK_BYTES)}; free some space"
+            f"{folder}: only {gib(free)} of disk free, a run needs at least {gib(_LEAST_DISK_BYTES)}; free some space"
         )
     limits = cgroup_limits()
     memory = psutil.virtual_memory()
@@ -236,7 +240,3 @@ def _release(version: str) -> tuple[int, int]:
     """Major and minor: 2.14.1+cpu -> (2, 14)."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
-
-
-def _gib(count: int) -> str:
-    return f"{count / GIB:.1f} GiB"

@@ -14,6 +14,7 @@ from recsys_core.manifests import (
 )
 from recsys_core.serving import package as package_core
 from recsys_core.serving.config import PackageConfig
+from recsys_core.units import MIB
 from tasks.reporting import begin
 from tasks.run import Run
 
@@ -39,5 +40,5 @@ def build_package(
         evaluation=evaluation,
         folder=run.stage_folder("package"),
     )
-    finish(manifest, f"{manifest.quantization} tower, {manifest.served_index} index, {manifest.bytes / 2**20:,.1f} MiB")
+    finish(manifest, f"{manifest.quantization} tower, {manifest.served_index} index, {manifest.bytes / MIB:,.1f} MiB")
     return manifest

@@ -17,6 +17,7 @@ from recsys_core.parquet.duckdb_session import database
 from recsys_core.parquet.patterns import printable
 from recsys_core.parquet.sources import Source, value_type
 from recsys_core.parquet.sql import quoted, scan_all
+from recsys_core.units import DAY_S
 
 ROWS = 65_536
 _VECTOR_ROWS = 256
@@ -67,7 +68,7 @@ def check_years(config: InteractionsConfig, sources: Sequence[Source]) -> None:
         return
     unit = values.type.unit if pa.types.is_timestamp(values.type) else config.timestamp_unit
     ticks = pc.min_max(values.view(pa.int64()) if pa.types.is_timestamp(values.type) else values.drop_null()).as_py()
-    latest = time.time() + config.max_future_days * 86_400
+    latest = time.time() + config.max_future_days * DAY_S
     if ticks["min"] is None or ticks["max"] < 0:
         return
     newest = ticks["max"] // _PER_S[unit]

@@ -11,9 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from recsys_core.units import DAY_US
+
 TOPICS = 60
 TOPIC_CONCENTRATION = 0.02
-DAY_US = 86_400_000_000
 FIRST_DAY = np.datetime64("2026-01-01T00:00:00", "us")
 POPULARITY_EXPONENT = 0.7
 TOPICS_PER_USER = 2

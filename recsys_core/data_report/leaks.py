@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from recsys_core.data.events import EventStore
 from recsys_core.data.interactions.config import Split
 from recsys_core.manifests import InteractionsManifest
+from recsys_core.units import DAY_US, INT64_MAX
 
 CHUNK_EVENTS = 2_000_000
 """Events looked at together; bounds the memory to about 250 MB however long the log is."""
-DAY_US = 86_400_000_000
-_NEVER = np.iinfo(np.int64).max
+_NEVER = INT64_MAX
 
 Ints = NDArray[np.int64]
 

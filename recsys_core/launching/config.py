@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from recsys_core.config import WEEK_S, FilePath, Name, Settings
+from recsys_core.units import INT64_MAX
 
 LOOPBACK = "lo"
 LOCAL_SCHEDULERS = ("local_cwd",)
@@ -13,7 +14,7 @@ CONTAINER_SCHEDULERS = ("kubernetes", "kubernetes_mcad", "aws_batch", "aws_sagem
 
 Variable = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Value = Annotated[str, Field(max_length=30_000, pattern=r"^[^\x00]*$")]
-Number = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | Annotated[float, Field(ge=-1e300, le=1e300)]
+Number = Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | Annotated[float, Field(ge=-1e300, le=1e300)]
 Argument = Value | Number | bool
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from recsys_core.disk import LEAST_BYTES, SAYS_FULL, free_bytes, too_small
 from recsys_core.errors import InputError, LaunchError, StageError
 from recsys_core.launching.messages import Failure, LaunchFolder, RankFailure
+from recsys_core.units import gib
 
-GIB = 2**30
 SHOWN_CALLS = 6
 WRAPPERS = {"wrapper", "<module>", "_run_code", "_run_module_as_main"}
 """Calls that say nothing about where a rank is."""
@@ -62,7 +62,7 @@ def _order_of(rank: RankFailure) -> int:
 
 
 def _about_memory(rank: RankFailure, host: Failure) -> str:
-    limit = f"{(host.memory_bytes or 0) / GIB:.1f} GiB"
+    limit = gib(host.memory_bytes or 0)
     lower = "lower training.batch_size, use fewer ranks per host or more hosts, or raise the limit"
     if rank.signal == "SIGKILL":
         if host.oom_kills:

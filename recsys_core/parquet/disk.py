@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from recsys_core.disk import FULL, gib, too_small
+from recsys_core.disk import FULL, too_small
+from recsys_core.units import gib
 
 
 def allocate(path: Path, *, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[Any]:
@@ -29,7 +30,7 @@ def allocate(path: Path, *, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray
             if error.errno not in (*FULL, errno.EFBIG):
                 raise
             path.unlink()
-            what = f"{path.name}, {' x '.join(f'{length:,}' for length in shape)} numbers, takes {gib(size)}"
+            what = f"{path.name}, {' x '.join(f'{length:,}' for length in shape)} numbers, takes {gib(size, digits=3)}"
             raise too_small(path.parent, needed=what) from error
     mapped: NDArray[Any] = np.load(path, mmap_mode="r+")
     return mapped

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from recsys_core.manifests import IndexReport
+from recsys_core.units import MIB
 
 
 def plot_indexes(reports: Mapping[str, IndexReport], *, served: str, path: Path) -> Path:
@@ -17,7 +18,7 @@ def plot_indexes(reports: Mapping[str, IndexReport], *, served: str, path: Path)
             report.ms_per_query, report.recall, s=70, zorder=3, edgecolors="#22577a",
             facecolors="#22577a" if kind == served else "white",
         )  # fmt: skip
-        label = f"{kind}  {report.bytes / 2**20:.1f} MiB" + ("  (served)" if kind == served else "")
+        label = f"{kind}  {report.bytes / MIB:.1f} MiB" + ("  (served)" if kind == served else "")
         axes.annotate(label, (report.ms_per_query, report.recall), xytext=(8, -12), textcoords="offset points", fontsize=8)
     axes.set_xscale("log")
     axes.margins(x=0.5, y=0.15)

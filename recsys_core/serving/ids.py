@@ -13,9 +13,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from recsys_core.errors import InputError, shown
+from recsys_core.units import INT64_MAX
 
 Id = int | str
-INT64 = range(-(2**63), 2**63)
+INT64 = range(-INT64_MAX - 1, INT64_MAX + 1)
 EXACT_IN_FLOAT = range(-(2**53) + 1, 2**53)
 _DECIMAL = re.compile(r"0|-?[1-9][0-9]{0,18}")
 

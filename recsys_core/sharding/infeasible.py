@@ -9,6 +9,7 @@ from torchrec.distributed.planner.types import PlannerError, ShardingOption
 from recsys_core.errors import InputError
 from recsys_core.sharding.config import ComputeKernel, TableConstraint
 from recsys_core.sharding.torchrec_planner import RESERVED_SHARE, TorchrecPlanner
+from recsys_core.units import GIB
 
 MOST_RANKS = 1024
 """Clusters beyond are not tried: a search among them takes minutes."""
@@ -130,7 +131,7 @@ def _wishing(search: TorchrecPlanner, changes: Mapping[str, dict[str, object]]) 
 
 def _more_memory(search: TorchrecPlanner, smallest: Mapping[str, ShardingOption]) -> Iterator[str]:
     """More main memory: for the tables on CPUs, for rows beside the GPUs else."""
-    need = sum(map(_total_bytes, smallest.values())) / search.config.cluster.num_nodes / 2**30 / (1 - RESERVED_SHARE)
+    need = sum(map(_total_bytes, smallest.values())) / search.config.cluster.num_nodes / GIB / (1 - RESERVED_SHARE)
     kernel = "" if search.device == "cpu" else " (rows in main memory: kernel fused_uvm_caching or fused_uvm)"
     for wanted in (need, 1.25 * need, 2 * need, 4 * need):
         ddr_gb = float(math.ceil(max(wanted, search.ddr_gb) / 16) * 16)

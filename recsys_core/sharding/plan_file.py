@@ -16,6 +16,7 @@ from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.sharding.config import ClusterConfig, ComputeKernel, QuantizedCommsConfig, ShardingKind
 from recsys_core.sharding.constraints import optimizer_kind, ssd_parameters
+from recsys_core.units import MIB
 
 Measure = Literal["hbm_bytes", "ddr_bytes", "step_ms"]
 
@@ -195,7 +196,7 @@ class PlanFile(Frozen):
         ]
         lines += ["", "| ranks | HBM | DDR | est. step |", "|---|---|---|---|"]
         lines += [
-            f"| {format_ranges(ranks)} | {r.hbm_bytes / 2**20:,.1f} MiB | {r.ddr_bytes / 2**20:,.1f} MiB | {r.step_ms:.2f} ms |"
+            f"| {format_ranges(ranks)} | {r.hbm_bytes / MIB:,.1f} MiB | {r.ddr_bytes / MIB:,.1f} MiB | {r.step_ms:.2f} ms |"
             for ranks, r in self.rank_groups()
         ]
         return "\n".join(lines)

@@ -11,7 +11,7 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import PlanManifest, fingerprint_of, produce
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
-from recsys_core.preflight import GIB, cgroup_limits
+from recsys_core.preflight import cgroup_limits
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, check_constraints, lookups_of, optimizer_kind
 from recsys_core.sharding.estimates import alternatives, naive_plans, rank_estimates
@@ -20,6 +20,7 @@ from recsys_core.sharding.lookup_stats import LookupStats
 from recsys_core.sharding.plan_file import Alternative, PlanFile, ShardPlan, TablePlan, layout_fingerprint
 from recsys_core.sharding.plan_page import to_html
 from recsys_core.sharding.torchrec_planner import TorchrecPlanner
+from recsys_core.units import GIB
 
 PLAN_NAME, PAGE_NAME = "plan.json", "plan.html"
 HBM_GB, DDR_GB = 80.0, 16.0

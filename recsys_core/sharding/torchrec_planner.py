@@ -33,8 +33,8 @@ from recsys_core.sharding.config import ClusterConfig, ComputeKernel, ShardingCo
 from recsys_core.sharding.constraints import optimizer_kind, parameter_constraints
 from recsys_core.sharding.lookup_stats import LookupStats
 from recsys_core.sharding.sharders import sharders
+from recsys_core.units import GIB
 
-GIB = 2**30
 RESERVED_SHARE = 0.15
 """Memory of each rank that is kept for activations, dense layers and input batches."""
 OPTIMIZER_CLASSES = {

@@ -32,6 +32,7 @@ from recsys_core.launching.heartbeat import heartbeat
 from recsys_core.manifests import Manifest, load_manifest, seal
 from recsys_core.training.dense_parallel import local
 from recsys_core.training.process_group import Process
+from recsys_core.units import gib
 
 logger = logging.getLogger(__name__)
 JOB_COPY, PLAN_COPY = "job.json", "plan.json"
@@ -147,7 +148,7 @@ class Checkpointer:
         if self._process.is_main:
             self._folder.mkdir(parents=True, exist_ok=True)
             if shutil.disk_usage(self._folder).free < size:
-                raise too_small(staging, needed=f"a checkpoint takes {size.item() / 2**30:,.3f} GiB")
+                raise too_small(staging, needed=f"a checkpoint takes {gib(int(size.item()), digits=3)}")
 
 
 def _local_bytes(value: object) -> int:

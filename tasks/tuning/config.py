@@ -8,8 +8,9 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from recsys_core.config import WEEK_S, Settings
+from recsys_core.units import INT64_MAX
 
-Number = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | Annotated[float, Field(ge=-1e300, le=1e300)]
+Number = Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | Annotated[float, Field(ge=-1e300, le=1e300)]
 
 
 class RangeConfig(Settings):

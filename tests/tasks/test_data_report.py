@@ -10,12 +10,13 @@ from recsys_core.data.interactions.config import GivenSplit
 from recsys_core.data_report.config import DataReportConfig
 from recsys_core.errors import InputError
 from recsys_core.manifests import DataReportManifest
+from recsys_core.units import DAY_US
 from tasks import data_report
 from tasks.registry import mlflow_client
 from tasks.registry.mlflow_client import connect
 from tasks.registry.tracking import open_run
 from tasks.run import Run
-from tests.recsys_core.data.nights import DAY, interactions_of
+from tests.recsys_core.data.nights import interactions_of
 from tests.tasks.servers import silent
 
 
@@ -34,7 +35,7 @@ def untracked(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def night(workspace: Path, day: int, *, events: int, **limits: Any) -> DataReportManifest:
     """The stage for a log of so many training events."""
     run = Run(f"202611{day}-020000-aaaa", workspace=workspace, experiment="tests")
-    log = [([(0, at * DAY) for at in range(events)], [], [(0, 99 * DAY)])]
+    log = [([(0, at * DAY_US) for at in range(events)], [], [(0, 99 * DAY_US)])]
     interactions = interactions_of(run.stage_folder("ingest_interactions"), log, item_ids=[7])
     run.config_file.write_text("name: tests\n")
     split = GivenSplit(test=("test.parquet",))

@@ -17,10 +17,10 @@ from recsys_core.errors import InputError, shown
 from recsys_core.manifests import IdType
 from recsys_core.parquet.sources import Source
 from recsys_core.parquet.sql import SQL_TYPE
+from recsys_core.units import INT64_MAX
 
 MEMORY_LIMIT = "128MB"
 BATCH_ROWS = 65_536
-INT64_MAX = 2**63 - 1
 STORED: dict[IdType, pa.DataType] = {"int64": pa.int64(), "string": pa.string()}
 
 

@@ -13,9 +13,7 @@ from recsys_core.manifests import IdType
 from recsys_core.parquet.checksums import require_sidecars
 from recsys_core.parquet.sources import Source, id_type, is_list, is_text, open_sources, require_column
 from recsys_core.parquet.sql import SQL_TYPE, quoted, scan_all
-
-MOST_FLOAT32 = "3.4028234663852886e38"
-MOST_INT64 = 2**63 - 1
+from recsys_core.units import FLOAT32_MAX, INT64_MAX
 
 
 @dataclass(frozen=True)
@@ -178,12 +176,12 @@ def _faults(table: FeatureTable) -> Iterator[_Fault]:
         column = quoted(table.id_column)
         yield _Fault(table.id_column, f"{column} IS NULL", "the id is null", "drop the row")
         if table.id_type == "int64":
-            yield _Fault(table.id_column, f"{column} > {MOST_INT64}", "the id is over int64", "write it as a string")
+            yield _Fault(table.id_column, f"{column} > {INT64_MAX}", "the id is over int64", "write it as a string")
     for feature in table.features:
         name, column = feature.source_column, quoted(feature.source_column)
         if table.value_type.get(feature.name) == "int64":
             large = (
-                f"len(list_filter({column}, lambda x: x > {MOST_INT64})) > 0" if feature.is_list else f"{column} > {MOST_INT64}"
+                f"len(list_filter({column}, lambda x: x > {INT64_MAX})) > 0" if feature.is_list else f"{column} > {INT64_MAX}"
             )
             yield _Fault(name, large, "the value is over int64", "write it as a string")
         if feature.weight_column is not None:
@@ -197,7 +195,7 @@ def _faults(table: FeatureTable) -> Iterator[_Fault]:
             # DuckDB holds NaN for the largest number.
             yield _Fault(
                 feature.weight_column,
-                f"len(list_filter({weight}, lambda x: x IS NULL OR x < 0 OR x > {MOST_FLOAT32})) > 0",
+                f"len(list_filter({weight}, lambda x: x IS NULL OR x < 0 OR x > {FLOAT32_MAX})) > 0",
                 "a weight is null, negative or not finite as float32",
                 "mend or drop the row",
             )

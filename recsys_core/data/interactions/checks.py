@@ -11,9 +11,8 @@ import pyarrow as pa
 from recsys_core.data.interactions.config import InteractionsConfig
 from recsys_core.errors import InputError, shown
 from recsys_core.parquet.sources import Source
+from recsys_core.units import DAY_US, FLOAT32_MAX, INT64_MAX
 
-DAY_US = 86_400_000_000
-FLOAT32_MAX = 3.4028234663852886e38
 MEND = "drop these rows, or mend what writes them"
 CLOCK = "is interactions.timestamp_unit right? else mend the clock that writes them, or raise interactions.max_future_days"
 
@@ -48,7 +47,7 @@ def row_checks(config: InteractionsConfig, *, schema: Mapping[str, pa.DataType],
         if name is not None:
             checks += _number_checks(alias, name, schema[name])
     if config.order_column is not None and pa.types.is_uint64(schema[config.order_column]):
-        checks.append(Check(config.order_column, "over int64", "sequence > 9223372036854775807", MEND))
+        checks.append(Check(config.order_column, "over int64", f"sequence > {INT64_MAX}", MEND))
     if config.label_range is not None and config.label_column is not None:
         low, high = config.label_range
         outside = f"isfinite(label::DOUBLE) AND (label::DOUBLE < {low!r} OR label::DOUBLE > {high!r})"  # NaN is above all
@@ -174,9 +173,7 @@ def _id_checks(alias: str, column: str, kind: pa.DataType) -> list[Check]:
     checks = [Check(column, "null", f'"{alias}" IS NULL', MEND)]
     value = kind.value_type if pa.types.is_dictionary(kind) else kind
     if pa.types.is_uint64(value):
-        checks.append(
-            Check(column, "over int64", f'"{alias}" > 9223372036854775807', "ids fit into int64; write them as strings")
-        )
+        checks.append(Check(column, "over int64", f'"{alias}" > {INT64_MAX}', "ids fit into int64; write them as strings"))
     if not pa.types.is_integer(value):
         checks.append(Check(column, "an empty string", f"\"{alias}\" = ''", MEND))
     return checks

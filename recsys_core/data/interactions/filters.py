@@ -6,11 +6,11 @@ from pathlib import Path
 
 import duckdb
 
-from recsys_core.data.interactions.checks import DAY_US
 from recsys_core.data.interactions.config import GivenSplit, InteractionsConfig, LeaveLastOut, LogFilter, TimeSplit
 from recsys_core.errors import InputError
 from recsys_core.manifests import LogPart, SourceFile
 from recsys_core.parquet.sql import SPLITS, scan
+from recsys_core.units import DAY_US
 
 
 def load_log(

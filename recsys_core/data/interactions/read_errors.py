@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from recsys_core.data.interactions.checks import CLOCK, DAY_US, FileFacts, latest_time, value_at
+from recsys_core.data.interactions.checks import CLOCK, FileFacts, latest_time, value_at
 from recsys_core.data.interactions.config import InteractionsConfig
 from recsys_core.errors import InputError, shown
 from recsys_core.parquet.duckdb_session import DAMAGED
@@ -18,6 +18,7 @@ from recsys_core.parquet.guards import verify_pages
 from recsys_core.parquet.patterns import printable
 from recsys_core.parquet.sources import Source
 from recsys_core.parquet.sql import quoted, scan
+from recsys_core.units import DAY_US, INT64_MAX
 
 TICKS_PER_S = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
 _BATCH_ROWS = 262_144
@@ -121,7 +122,7 @@ def _wild_rows(source: Source, column: str, *, latest_us: int) -> NDArray[np.int
         for batch in file.iter_batches(_BATCH_ROWS, columns=[column]):
             time = batch.column(0).view(stored)
             wild = pc.fill_null(
-                pc.or_(pc.less(time, 0), pc.greater(time, pa.scalar(min(latest, 2**63 - 1), pa.int64()))), False
+                pc.or_(pc.less(time, 0), pc.greater(time, pa.scalar(min(latest, INT64_MAX), pa.int64()))), False
             )
             found.append(start + np.flatnonzero(wild.to_numpy(zero_copy_only=False)))
             start += batch.num_rows

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 from recsys_core.data.interactions.config import InteractionsConfig
 from recsys_core.data.interactions.ingest import ingest_interactions
 from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest
+from recsys_core.units import DAY_US
 from tests.recsys_core.data.tables import write
 
-DAY = 86_400_000_000
 Id = int | str
 Event = tuple[Id, Id, Any]
 """User, item, time."""
@@ -45,7 +45,7 @@ def split_by_time(events: Sequence[Event], *, test_days: float, validation_days:
     newest = max(time for _, _, time in events)
     for event in events:
         age = newest - event[2]
-        parts[2 if age < test_days * DAY else 1 if age < (test_days + validation_days) * DAY else 0].append(event)
+        parts[2 if age < test_days * DAY_US else 1 if age < (test_days + validation_days) * DAY_US else 0].append(event)
     return parts
 
 

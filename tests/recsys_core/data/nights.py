@@ -12,7 +12,6 @@ from recsys_core.manifests import InteractionsManifest, SourceFile, fingerprint_
 
 Parts = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]], Sequence[tuple[int, int]]]
 """A user's training, validation and test events: (item row, time in microseconds)."""
-DAY = 86_400_000_000
 
 
 def interactions_of(

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from recsys_core.data.interactions.config import GivenSplit, LeaveLastOut, Split, TimeSplit
 from recsys_core.data_report.leaks import SplitFacts, read_split
-from tests.recsys_core.data.nights import DAY, Parts, interactions_of
+from recsys_core.units import DAY_US
+from tests.recsys_core.data.nights import Parts, interactions_of
 
 FILES = GivenSplit(test=("test.parquet",))
 ITEMS = 5
-part = st.lists(st.tuples(st.integers(0, ITEMS - 1), st.integers(-2, 6).map(lambda half: half * DAY // 2)), max_size=6)
+part = st.lists(st.tuples(st.integers(0, ITEMS - 1), st.integers(-2, 6).map(lambda half: half * DAY_US // 2)), max_size=6)
 ordered_part = part.map(lambda events: sorted(events, key=lambda event: event[1]))
 logs = st.lists(st.tuples(ordered_part, ordered_part, ordered_part), min_size=1, max_size=5)
 
@@ -33,7 +34,7 @@ def test_every_count_is_what_plain_python_counts_however_the_store_is_cut(log: l
     assert facts.test_events_I.tolist() == [sum(at == 2 and item == one for _, at, one, _ in every) for item in range(ITEMS)]
     days = {}
     for _, at, _, time in every:
-        days.setdefault(time // DAY, [0, 0, 0])[at] += 1
+        days.setdefault(time // DAY_US, [0, 0, 0])[at] += 1
     assert {day: parts.tolist() for day, parts in facts.days.items()} == days
     assert facts.duplicates == len(every) - len(set(every))
     trained = [(user, item) for user, at, item, _ in every if at == 0]
@@ -51,7 +52,7 @@ def test_every_count_is_what_plain_python_counts_however_the_store_is_cut(log: l
 @settings(deadline=None, max_examples=60)
 @given(log=logs)
 def test_a_time_split_may_train_on_nothing_after_the_held_out_time_began(log: list[Parts]) -> None:
-    firsts = [min((time for parts in log for _, time in parts[at]), default=99 * DAY) for at in (1, 2)]
+    firsts = [min((time for parts in log for _, time in parts[at]), default=99 * DAY_US) for at in (1, 2)]
     wrong = sum(time > min(firsts) for parts in log for _, time in parts[0]) + sum(
         time > firsts[1] for parts in log for _, time in parts[1]
     )

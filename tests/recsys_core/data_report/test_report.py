@@ -18,7 +18,8 @@ from recsys_core.data_report.page import to_html, to_markdown
 from recsys_core.data_report.report import LastNight, report_data
 from recsys_core.data_report.schema import DataReport
 from recsys_core.manifests import ColumnFacts, DataReportManifest, InteractionsManifest
-from tests.recsys_core.data.nights import DAY, Parts, interactions_of
+from recsys_core.units import DAY_US
+from tests.recsys_core.data.nights import Parts, interactions_of
 
 FILES = GivenSplit(test=("test.parquet",))
 HOSTILE = "<script>alert('&')</script>\u202e\x00\""
@@ -26,7 +27,7 @@ HOSTILE = "<script>alert('&')</script>\u202e\x00\""
 
 def user(*items: int, test: int = 0, at: int = 0) -> Parts:
     """Training events on consecutive days, then one test event."""
-    return [(item, (at + day) * DAY) for day, item in enumerate(items)], [], [(test, 90 * DAY)]
+    return [(item, (at + day) * DAY_US) for day, item in enumerate(items)], [], [(test, 90 * DAY_US)]
 
 
 def report_of(
@@ -138,7 +139,7 @@ def test_half_the_log_gone_stops_the_night_unless_the_user_says_otherwise(tmp_pa
 @pytest.mark.parametrize(
     ("split", "log", "setting"),
     [
-        (TimeSplit(), [([(0, 5 * DAY)], [(0, 3 * DAY)], [(0, 4 * DAY)])], "max_split_violations is 0"),
+        (TimeSplit(), [([(0, 5 * DAY_US)], [(0, 3 * DAY_US)], [(0, 4 * DAY_US)])], "max_split_violations is 0"),
         (LeaveLastOut(), [([(0, 1), (1, 2)], [], [(1, 3), (2, 4)])], "max_split_violations is 0"),
         (FILES, [([(0, 5), (1, 4)], [], [(1, 9)])], "max_split_violations is 0"),
         (FILES, [([(0, 1), (1, 2)], [], [(1, 2)])], "max_leaked_event_share is 1 %"),

@@ -13,7 +13,8 @@ from recsys_core.data.embeddings.ingest import ingest_embeddings
 from recsys_core.data.features.config import FeaturesConfig
 from recsys_core.data.features.ingest import ingest_features
 from recsys_core.manifests import InteractionsManifest
-from tests.recsys_core.data.logs import DAY, ingest
+from recsys_core.units import DAY_US
+from tests.recsys_core.data.logs import ingest
 from tests.recsys_core.data.tables import refusal, write
 
 SPLIT = {"kind": "time", "test_days": 1, "validation_days": 1}
@@ -27,7 +28,7 @@ def with_sidecar(path: str, *, line: str = "{digest}  {name}\n") -> str:
 
 def log_of(folder: Path, day: int = 0) -> str:
     days = [day + one for one in range(4)]
-    return write(folder / f"day-{day}.parquet", user_id=[1, 2, 1, 2], item_id=[1, 2, 1, 2], t=[one * DAY for one in days])
+    return write(folder / f"day-{day}.parquet", user_id=[1, 2, 1, 2], item_id=[1, 2, 1, 2], t=[one * DAY_US for one in days])
 
 
 def read_log(folder: Path, **settings: Any) -> InteractionsManifest:

@@ -9,25 +9,26 @@ import pytest
 from recsys_core.errors import StageError
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.training.leaked_events import leak
-from tests.recsys_core.data.logs import DAY, Event, ingest, read, write_log
+from recsys_core.units import DAY_US
+from tests.recsys_core.data.logs import Event, ingest, read, write_log
 
 TIME = {"kind": "time", "test_days": 1, "validation_days": 1}
 LAST = {"kind": "leave_last_out"}
-START = 20_000 * DAY
+START = 20_000 * DAY_US
 
 
 def log_of(*, users: int = 12, days: int = 10) -> list[Event]:
     """An event of each user on each day, at a minute of their own; items come back now and then."""
     draw = random.Random(5)
     return [
-        (f"u{user}", f"i{draw.randrange(8)}", START + day * DAY + user * 60_000_000)
+        (f"u{user}", f"i{draw.randrange(8)}", START + day * DAY_US + user * 60_000_000)
         for day in range(days)
         for user in range(users)
     ]
 
 
 def until(events: list[Event], day: float) -> list[Event]:
-    return [event for event in events if event[2] < START + day * DAY]
+    return [event for event in events if event[2] < START + day * DAY_US]
 
 
 def night(folder: Path, events: list[Event], *, split: dict[str, Any], **settings: Any) -> InteractionsManifest:
@@ -66,13 +67,13 @@ def test_users_that_are_new_or_numbered_in_another_order_are_no_leak_and_hide_no
     tonight = night(tmp_path / "tonight", renumbered, split=LAST)
     assert read(tonight).users[0] == "a new one"
     assert leak(tonight, champion=champion) == 0
-    moved = night(tmp_path / "moved", [event for event in renumbered if event[2] < START + 9 * DAY], split=LAST)
+    moved = night(tmp_path / "moved", [event for event in renumbered if event[2] < START + 9 * DAY_US], split=LAST)
     # The validation event of each user.
     assert leak(moved, champion=champion) == trained_and_held_out(champion, moved) == 12
 
 
 def test_another_kind_of_split_that_holds_out_what_was_trained_on_is_a_leak(tmp_path: Path) -> None:
-    events = [event for event in log_of() if event[0] != "u3" or event[2] < START + 5 * DAY]  # u3 has been away
+    events = [event for event in log_of() if event[0] != "u3" or event[2] < START + 5 * DAY_US]  # u3 has been away
     by_time = night(tmp_path / "by time", events, split=TIME)
     by_user = night(tmp_path / "by user", events, split=LAST)
     assert leak(by_user, champion=by_time) == trained_and_held_out(by_time, by_user) == 2  # the last two events of u3
@@ -81,9 +82,9 @@ def test_another_kind_of_split_that_holds_out_what_was_trained_on_is_a_leak(tmp_
 
 
 def test_a_log_that_grows_is_no_leak_although_some_users_are_split_for_the_first_time(tmp_path: Path) -> None:
-    events = [("new", "i1", START), ("new", "i2", START + 9 * DAY), *log_of()]
+    events = [("new", "i1", START), ("new", "i2", START + 9 * DAY_US), *log_of()]
     champion = night(tmp_path / "champion", events, split=LAST)
-    tonight = night(tmp_path / "tonight", [*events, ("new", "i3", START + 10 * DAY)], split=LAST)
+    tonight = night(tmp_path / "tonight", [*events, ("new", "i3", START + 10 * DAY_US)], split=LAST)
     assert trained_and_held_out(champion, tonight) == 1  # the validation event of the new user
     assert leak(tonight, champion=champion) == 0
 

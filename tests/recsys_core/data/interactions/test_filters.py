@@ -12,12 +12,13 @@ from pydantic import ValidationError
 
 from recsys_core.data.interactions.config import InteractionsConfig
 from recsys_core.manifests import InteractionsManifest
-from tests.recsys_core.data.logs import DAY, Event, ingest, read, write_log
+from recsys_core.units import DAY_US
+from tests.recsys_core.data.logs import Event, ingest, read, write_log
 from tests.recsys_core.data.tables import refusal, write
 
 LAST_OUT = {"kind": "leave_last_out"}
 events = st.lists(
-    st.tuples(st.integers(0, 5), st.integers(10, 15), st.integers(0, 8).map(lambda day: day * DAY)), min_size=6, max_size=40
+    st.tuples(st.integers(0, 5), st.integers(10, 15), st.integers(0, 8).map(lambda day: day * DAY_US)), min_size=6, max_size=40
 )
 
 
@@ -52,14 +53,14 @@ def test_both_minimums_hold_at_the_end(
 
 
 LOG = [
-    *((1, item, day * DAY) for day, item in enumerate((10, 11, 10, 12, 10))),
-    *((2, item, day * DAY) for day, item in ((3, 10), (3, 10), (4, 11), (4, 12))),
-    *((9, 10 + number % 3, number * DAY // 10) for number in range(30)),
+    *((1, item, day * DAY_US) for day, item in enumerate((10, 11, 10, 12, 10))),
+    *((2, item, day * DAY_US) for day, item in ((3, 10), (3, 10), (4, 11), (4, 12))),
+    *((9, 10 + number % 3, number * DAY_US // 10) for number in range(30)),
 ]  # fmt: skip
 FILTERS = {
     "a rolling window": (
         {"window_days": 2.5},
-        lambda log: [event for event in log if event[2] > 4 * DAY - 2.5 * DAY],
+        lambda log: [event for event in log if event[2] > 4 * DAY_US - 2.5 * DAY_US],
         "outside_window",
     ),
     "exact repeats": ({"duplicates": "exact"}, lambda log: list(dict.fromkeys(log)), "duplicates"),
@@ -180,7 +181,7 @@ def test_settings_that_need_each_other_are_checked(settings: dict[str, object], 
 
 
 def test_the_time_split_starts_from_the_newest_event_above_the_threshold(tmp_path: Path) -> None:
-    log = [(1, 1, 0), (2, 2, 0), (1, 3, 2 * DAY), (1, 4, 9 * DAY)]
+    log = [(1, 1, 0), (2, 2, 0), (1, 3, 2 * DAY_US), (1, 4, 9 * DAY_US)]
     path = write(
         tmp_path / "a.parquet",
         user_id=[u for u, _, _ in log],

@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 
 from recsys_core.data.interactions import incremental as log_parts
 from recsys_core.manifests import InteractionsManifest
-from tests.recsys_core.data.logs import DAY, Event, ingest, read, write_log
+from recsys_core.units import DAY_US
+from tests.recsys_core.data.logs import Event, ingest, read, write_log
 from tests.recsys_core.data.tables import refusal, write
 
 TIME = {"kind": "time", "test_days": 1, "validation_days": 1}
 DAYS: list[list[Event]] = [
     [("ann", "x", 1), ("bob", "x", 2), ("ann", "y", 3)],
-    [("bob", "y", DAY), ("cat", "z", DAY + 1), ("ann", "x", DAY + 2)],
-    [("ann", "z", 2 * DAY), ("bob", "x", 2 * DAY + 1), ("cat", "x", 2 * DAY + 2)],
-    [("dan", "w", 3 * DAY), ("ann", "w", 3 * DAY + 1), ("dan", "x", 3 * DAY + 2)],
+    [("bob", "y", DAY_US), ("cat", "z", DAY_US + 1), ("ann", "x", DAY_US + 2)],
+    [("ann", "z", 2 * DAY_US), ("bob", "x", 2 * DAY_US + 1), ("cat", "x", 2 * DAY_US + 2)],
+    [("dan", "w", 3 * DAY_US), ("ann", "w", 3 * DAY_US + 1), ("dan", "x", 3 * DAY_US + 2)],
 ]
 
 
@@ -86,7 +87,7 @@ def test_a_night_without_anything_new_reads_nothing(tmp_path: Path) -> None:
 
 def test_a_file_that_changed_is_read_again_and_counts_once(tmp_path: Path) -> None:
     first, _ = nights(tmp_path)
-    write_log(tmp_path / "in" / "day1.parquet", [("eve", "v", DAY), ("eve", "x", DAY + 1)])
+    write_log(tmp_path / "in" / "day1.parquet", [("eve", "v", DAY_US), ("eve", "x", DAY_US + 1)])
     made = ingest(tmp_path / "again", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)
     assert made.files_read == 2
     same_events(made, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME))
@@ -120,7 +121,7 @@ def test_a_rebuild_is_due_when_most_ids_are_idle(tmp_path: Path) -> None:
     first = ingest(tmp_path / "night1", partitions(tmp_path / "in", DAYS), split=TIME)
     for number in (0, 1):
         (tmp_path / "in" / f"day{number}.parquet").unlink()
-    new = [[("new", "w", day * DAY), ("ann", "x", day * DAY)] for day in (20, 21, 22)]
+    new = [[("new", "w", day * DAY_US), ("ann", "x", day * DAY_US)] for day in (20, 21, 22)]
     for number, events in enumerate(new):
         write_log(tmp_path / "in" / f"late{number}.parquet", events)
     paths = str(tmp_path / "in" / "late*.parquet")
@@ -146,7 +147,7 @@ def test_an_id_that_a_minimum_kept_out_gets_a_row_when_it_has_enough(tmp_path: P
     first, second = nights(tmp_path, **chosen)
     assert set(rows(first, "users")) == {"ann", "bob"}
     assert rows(first, "users").items() <= rows(second, "users").items()
-    more = write_log(tmp_path / "in" / "day4.parquet", [("cat", "x", 3 * DAY + 5), ("dan", "y", 3 * DAY + 6)])
+    more = write_log(tmp_path / "in" / "day4.parquet", [("cat", "x", 3 * DAY_US + 5), ("dan", "y", 3 * DAY_US + 6)])
     third = ingest(tmp_path / "night3", str(Path(more).parent / "*.parquet"), split=TIME, previous=second, **chosen)
     assert rows(second, "users").items() <= rows(third, "users").items()
     assert set(rows(third, "users")) == {"ann", "bob", "cat", "dan"}
@@ -174,10 +175,10 @@ def test_ids_of_another_column_are_numbered_anew(tmp_path: Path) -> None:
 def test_a_row_from_the_future_counts_once_its_time_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = partitions(tmp_path / "in", DAYS)
     dropping = {"on_bad_rows": "drop", "max_bad_share": 0.5, "max_future_days": 0}
-    monkeypatch.setattr(time, "time_ns", lambda: (3 * DAY - 1) * 1_000)
+    monkeypatch.setattr(time, "time_ns", lambda: (3 * DAY_US - 1) * 1_000)
     first = ingest(tmp_path / "night1", path, split=TIME, **dropping)
     assert first.bad_rows == {"t: in the future": 3}
-    monkeypatch.setattr(time, "time_ns", lambda: 4 * DAY * 1_000)
+    monkeypatch.setattr(time, "time_ns", lambda: 4 * DAY_US * 1_000)
     second = ingest(tmp_path / "night2", path, split=TIME, previous=first, **dropping)
     assert (second.bad_rows, second.files_read) == ({}, 4)
     same_events(second, ingest(tmp_path / "whole", path, split=TIME))
@@ -185,7 +186,7 @@ def test_a_row_from_the_future_counts_once_its_time_has_come(tmp_path: Path, mon
 
 def test_a_bad_new_day_leaves_last_night_as_it_was(tmp_path: Path) -> None:
     first, _ = nights(tmp_path)
-    write(tmp_path / "in" / "day4.parquet", user_id=["ann", None], item_id=["x", "x"], t=[4 * DAY, 4 * DAY])
+    write(tmp_path / "in" / "day4.parquet", user_id=["ann", None], item_id=["x", "x"], t=[4 * DAY_US, 4 * DAY_US])
     with refusal("day4.parquet: column 'user_id', row 1: null"):
         ingest(tmp_path / "bad", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)
     assert not (tmp_path / "bad").exists()
@@ -221,7 +222,7 @@ def test_a_workspace_below_a_folder_named_like_a_key_is_read_as_any_other(tmp_pa
         assert rows(made, "users") == rows(plain, "users") and rows(made, "items") == rows(plain, "items")
 
 
-day = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(0, DAY - 1)), min_size=1, max_size=8)
+day = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(0, DAY_US - 1)), min_size=1, max_size=8)
 days = st.lists(day, min_size=4, max_size=7)
 
 
@@ -230,7 +231,7 @@ days = st.lists(day, min_size=4, max_size=7)
 def test_however_the_days_are_cut_into_nights_the_last_one_has_the_same_events(
     tmp_path_factory: pytest.TempPathFactory, days: list[list[Event]], cuts: set[int], least: int
 ) -> None:
-    log = [[(user, item, day * DAY + time) for user, item, time in events] for day, events in enumerate(days)]
+    log = [[(user, item, day * DAY_US + time) for user, item, time in events] for day, events in enumerate(days)]
     log[0] += [(user, item, time) for user in (8, 9) for item in (8, 9) for time in (1, 2)]  # something is always left
     folder = tmp_path_factory.mktemp("nights")
     test = write_log(folder / "test.parquet", log[0])

@@ -15,7 +15,8 @@ from recsys_core.data.embeddings.config import EmbeddingsConfig
 from recsys_core.data.embeddings.ingest import ingest_embeddings
 from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest
 from recsys_core.manifests.ownership import MARKER
-from tests.recsys_core.data.logs import DAY, Event, check, ingest, leave_last_out, read, split_by_time, write_log
+from recsys_core.units import DAY_US
+from tests.recsys_core.data.logs import Event, check, ingest, leave_last_out, read, split_by_time, write_log
 from tests.recsys_core.data.tables import write
 
 LAST_OUT = {"kind": "leave_last_out"}
@@ -23,7 +24,7 @@ BEAUTY = Path(__file__).parents[5] / "shared" / "data" / "beauty"
 
 int64 = st.integers(-(2**63), 2**63 - 1)
 ids = st.sampled_from([int64, st.text(min_size=1, max_size=3), st.integers(0, 3)])
-times = st.integers(0, 40).map(lambda step: step * DAY // 4)
+times = st.integers(0, 40).map(lambda step: step * DAY_US // 4)
 
 
 @st.composite
@@ -53,7 +54,7 @@ def test_a_time_split_holds_every_event_once_in_order(
 def test_leave_last_out_holds_every_event_once_in_order(
     tmp_path_factory: pytest.TempPathFactory, log: list[Event], min_events: int
 ) -> None:
-    log += [(*log[0][:2], step * DAY) for step in range(min_events)]  # somebody is tested
+    log += [(*log[0][:2], step * DAY_US) for step in range(min_events)]  # somebody is tested
     parts = leave_last_out(log, min_events=min_events)
     folder = tmp_path_factory.mktemp("last")
     path = write_log(folder / "log.parquet", log)
@@ -104,7 +105,7 @@ def big_log(rows: int = 300_000) -> dict[str, np.ndarray]:
     return {
         "user_id": random.integers(0, 3000, rows),
         "item_id": random.zipf(1.5, rows) % 500,
-        "t": random.integers(0, 5000, rows) * DAY // 500,
+        "t": random.integers(0, 5000, rows) * DAY_US // 500,
     }
 
 
@@ -125,7 +126,7 @@ def test_the_result_is_the_same_bytes_for_any_number_of_threads(tmp_path: Path) 
     assert (np.diff(time)[np.diff(same_user) == 0] >= 0).all()
 
 
-MOMENTS = [1_700_000_000_123_456 + step * DAY for step in (0, 5, 9)]
+MOMENTS = [1_700_000_000_123_456 + step * DAY_US for step in (0, 5, 9)]
 MILLIS, SECONDS = ([moment // unit for moment in MOMENTS] for unit in (1000, 1_000_000))
 TIMES: dict[str, tuple[pa.Array, dict[str, str], int]] = {
     "us": (pa.array(MOMENTS, pa.timestamp("us")), {}, 1),
@@ -137,7 +138,7 @@ TIMES: dict[str, tuple[pa.Array, dict[str, str], int]] = {
     "integer ns": (pa.array([moment * 1000 for moment in MOMENTS]), {"timestamp_unit": "ns"}, 1),
     "integer ms": (pa.array(MILLIS, pa.uint64()), {"timestamp_unit": "ms"}, 1000),
     "integer s": (pa.array(SECONDS, pa.int32()), {"timestamp_unit": "s"}, 1_000_000),
-    "date": (pa.array([moment // DAY for moment in MOMENTS], pa.int32()).cast(pa.date32()), {}, DAY),
+    "date": (pa.array([moment // DAY_US for moment in MOMENTS], pa.int32()).cast(pa.date32()), {}, DAY_US),
 }
 
 

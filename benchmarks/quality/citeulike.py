@@ -59,7 +59,7 @@ TEXT: Settings = {
 """Frozen text vectors beside a learned offset, so that an article without an interaction lies among the others."""
 COLD: Settings = {
     "model": {"history": {"items": "vector"}},
-    "training": {"epochs": 12, "validation": {"catalogue": "cold"}},
+    "training": {"epochs": 12, "validation": {"candidates": "cold"}},
 }
 ALL_ARTICLES: Settings = {
     "interactions": {"split": {"validation_share": 0.0, "validation_by": "pair"}},

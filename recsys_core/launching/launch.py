@@ -33,7 +33,7 @@ def launch(
     plan: PlanFile,
     logs: Path,
     start_timeout_s: float,
-    silence_timeout_s: float,
+    heartbeat_timeout_s: float,
     alive: Path,
     poll: Callable[[], None] = lambda: None,
     launcher: Launcher = LocalLauncher(),  # noqa: B008  it is frozen
@@ -75,7 +75,7 @@ def launch(
         "queue": Deadline(0.0 if launcher.kind == "local" else launcher.queue_timeout_s, "launcher.queue_timeout_s"),
         "meeting": Deadline(launcher.rendezvous_timeout_s, "launcher.rendezvous_timeout_s"),
         "start": Deadline(start_timeout_s, "training.start_timeout_s"),
-        "work": Deadline(silence_timeout_s, "training.silence_timeout_s"),
+        "work": Deadline(heartbeat_timeout_s, "training.heartbeat_timeout_s"),
     }
     watch = Watch(order, folder, deadlines=deadlines, alive=alive)
     folder.write("launch.json", order)

@@ -78,7 +78,7 @@ def export_vectors(
             plan=PlanFile.read(job.plan),
             logs=work / "logs",
             start_timeout_s=config.start_timeout_s,
-            silence_timeout_s=config.silence_timeout_s,
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
             alive=work / "alive",
             launcher=launcher,
         )

@@ -35,7 +35,7 @@ class Finished(NamedTuple):
 def launch_until_done(
     job: TrainJob, *, launcher: Launcher, sharding: ShardingConfig | None, on_progress: Callable[[Progress], None]
 ) -> Finished:
-    """Launches `job` up to job.training.attempts times; each line of metrics.jsonl goes to on_progress once.
+    """Launches `job` up to job.training.max_attempts times; each line of metrics.jsonl goes to on_progress once.
 
     Where training.min_processes allows, the second failure in a row is followed by an attempt with fewer processes, for which
     `sharding` is planned again. Raises the last attempt's LaunchError, or at once what a new attempt would only repeat.
@@ -46,7 +46,7 @@ def launch_until_done(
     (work / RESULT_NAME).unlink(missing_ok=True)
     tail = MetricsTail(work / METRICS_NAME, on_progress)
     failures = 0
-    for attempt in range(1, config.attempts + 1):
+    for attempt in range(1, config.max_attempts + 1):
         checkpoint = latest_checkpoint(work / CHECKPOINTS_NAME, fingerprint=job.fingerprint)
         job = job.model_copy(update={"attempt": attempt, "resume": None if checkpoint is None else checkpoint.folder})
         job_file = work / JOB_COPY
@@ -61,16 +61,16 @@ def launch_until_done(
                 plan=plan,
                 logs=work / "logs" / f"attempt-{attempt}",
                 start_timeout_s=config.start_timeout_s,
-                silence_timeout_s=config.silence_timeout_s,
+                heartbeat_timeout_s=config.heartbeat_timeout_s,
                 alive=work / METRICS_NAME,
                 poll=tail.relay,
                 launcher=launcher,
             )
             return Finished(attempt, job.plan)
         except LaunchError as error:
-            if attempt == config.attempts:
+            if attempt == config.max_attempts:
                 raise
-            logger.warning("training attempt %d of %d failed: %s", attempt, config.attempts, error)
+            logger.warning("training attempt %d of %d failed: %s", attempt, config.max_attempts, error)
             failures += 1
             if sharding is not None and (failures >= FAILURES_AT_ONE_SIZE or (launcher.kind == "local" and _lacks_gpus(plan))):
                 smaller = _with_fewer_ranks(job, plan=plan, sharding=sharding)

@@ -33,7 +33,15 @@ logger = logging.getLogger(__name__)
 WARM_NAME = "warm"
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
 """What a file system without hard links answers (SMB, exFAT, some mounts of object stores), and one that is another disk."""
-OPERATIONAL = {"attempts", "profile", "min_processes", "start_timeout_s", "silence_timeout_s", "keep_checkpoints", "warm_start"}
+OPERATIONAL = {
+    "max_attempts",
+    "profile",
+    "min_processes",
+    "start_timeout_s",
+    "heartbeat_timeout_s",
+    "keep_checkpoints",
+    "warm_start",
+}
 """Settings that do not change what is trained: a resumed run may change them and keep its checkpoints. Of warm_start the
 fingerprint holds what it leads to: the champion or none."""
 

@@ -43,7 +43,7 @@ class Validator:
     ) -> None:
         self._config, self._store, self._process, self._work = config, store, process, work
         self._writer = RankWriter(process, alive=alive)
-        self._cold = cold_rows(store, "validation") if config.catalogue == "cold" else None
+        self._cold = cold_rows(store, "validation") if config.candidates == "cold" else None
         users = store.users_with_targets("validation")
         if self._cold is not None and len(users):
             cold = np.zeros(len(store.item_count), np.bool_)
@@ -52,8 +52,8 @@ class Validator:
             users = users[targets.keep(cold[targets.row_T]).length_N > 0]
             if not len(users):
                 raise InputError(
-                    "training.validation.catalogue is cold, but no validation event is of an item without a training event; "
-                    "hold out items (interactions.split.validation_by: item), or set catalogue to all"
+                    "training.validation.candidates is cold, but no validation event is of an item without a training event; "
+                    "hold out items (interactions.split.validation_by: item), or set candidates to all"
                 )
         if len(users) > config.max_users:
             users = np.sort(np.random.default_rng(SAMPLE_SEED).choice(users, config.max_users, replace=False))

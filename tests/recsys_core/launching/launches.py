@@ -40,7 +40,7 @@ def launch_ranks(
     does: dict[int, str],
     *,
     launcher: Launcher = HERE,
-    silence_timeout_s: float = 60.0,
+    heartbeat_timeout_s: float = 60.0,
 ) -> None:
     """Launches two ranks in `folder`, which do what `does` says."""
     nodes = 1 if launcher.kind == "local" else 2
@@ -51,7 +51,7 @@ def launch_ranks(
         plan=plan_of(nodes=nodes, processes=2 // nodes),
         logs=folder / "logs",
         start_timeout_s=120,
-        silence_timeout_s=silence_timeout_s,
+        heartbeat_timeout_s=heartbeat_timeout_s,
         alive=folder / "alive",
         launcher=launcher,
         module=RANKS,

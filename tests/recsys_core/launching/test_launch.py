@@ -33,8 +33,8 @@ def ranks_find_this_tree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_that_hangs_is_named_with_the_function_it_hangs_in_and_nothing_is_left(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"gave no sign of life for 2 s; raise training\.silence_timeout_s") as caught:
-        launch_ranks(tmp_path, {1: "hang"}, silence_timeout_s=2)
+    with pytest.raises(LaunchError, match=r"gave no sign of life for 2 s; raise training\.heartbeat_timeout_s") as caught:
+        launch_ranks(tmp_path, {1: "hang"}, heartbeat_timeout_s=2)
     told = str(caught.value).splitlines()
     assert told[1].startswith("rank 0 (host ") and ": barrier (distributed_c10d.py:" in told[1]
     assert told[2].startswith("rank 1 (host ") and ": wait_for_nobody (ranks.py:" in told[2]
@@ -83,7 +83,7 @@ def test_a_plan_for_two_hosts_is_refused_by_the_launcher_of_one_with_the_way_out
         InputError, match=r"made for 2 hosts.*set launcher\.kind to torchx, or sharding\.cluster\.num_nodes to 1"
     ):
         launch(
-            tmp_path / "job", plan=plan, logs=tmp_path / "logs", start_timeout_s=1, silence_timeout_s=1, alive=tmp_path / "a"
+            tmp_path / "job", plan=plan, logs=tmp_path / "logs", start_timeout_s=1, heartbeat_timeout_s=1, alive=tmp_path / "a"
         )
     assert not (tmp_path / "logs").exists()
 

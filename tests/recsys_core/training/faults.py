@@ -32,7 +32,7 @@ from tests.recsys_core.training.stages import (
 )
 
 TRAINING = TrainingConfig(
-    epochs=3, batch_size=128, log_every_steps=2, checkpoint_every_steps=3, keep_checkpoints=2, attempts=50, seed=5
+    epochs=3, batch_size=128, log_every_steps=2, checkpoint_every_steps=3, keep_checkpoints=2, max_attempts=50, seed=5
 )
 STEPS = 39
 PATIENCE_S, LINES_BETWEEN = 120.0, 3

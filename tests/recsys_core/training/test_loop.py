@@ -170,9 +170,9 @@ def exported(made: Night, trained: Trained, folder) -> ExportManifest:
     )
 
 
-@pytest.mark.parametrize(("catalogue", "prefix"), [("all", "validation"), ("cold", "validation/cold")])
-def test_validation_while_training_finds_what_the_evaluation_of_the_same_model_finds(data, catalogue, prefix, tmp_path):
-    settings = training(epochs=2, validation=ValidationConfig(metric="recall", k=5, catalogue=catalogue))
+@pytest.mark.parametrize(("candidates", "prefix"), [("all", "validation"), ("cold", "validation/cold")])
+def test_validation_while_training_finds_what_the_evaluation_of_the_same_model_finds(data, candidates, prefix, tmp_path):
+    settings = training(epochs=2, validation=ValidationConfig(metric="recall", k=5, candidates=candidates))
     made = night(data, tmp_path / "plan", training=settings)
     trained = train_in_forks(made, tmp_path / "work")
     export = exported(made, trained, tmp_path / "export")

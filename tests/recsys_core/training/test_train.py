@@ -138,7 +138,7 @@ def test_a_finished_stage_is_kept_and_nothing_is_launched(stages, trained):
 
 @pytest.mark.drill
 def test_after_the_last_attempt_the_error_names_rank_and_signal_and_no_process_is_left(stages, tmp_path):
-    config = CONFIG.model_copy(update={"attempts": 1})
+    config = CONFIG.model_copy(update={"max_attempts": 1})
     with pytest.raises(LaunchError, match=r"rank [01] was the first to fail, with signal SIGKILL"):
         run_train(stages, tmp_path / "train", config=config, on_progress=once_at(5, kill_a_rank))
     ours = {"recsys_core.training", "recsys_core.launching.agent"}
@@ -148,7 +148,7 @@ def test_after_the_last_attempt_the_error_names_rank_and_signal_and_no_process_i
 
 @pytest.mark.drill
 def test_a_run_resumed_with_other_settings_starts_anew_and_reports_its_own_steps(stages, tmp_path):
-    once = CONFIG.model_copy(update={"attempts": 1})
+    once = CONFIG.model_copy(update={"max_attempts": 1})
     with pytest.raises(LaunchError):
         run_train(stages, tmp_path / "train", config=once, on_progress=once_at(20, kill_a_rank))
     assert any((tmp_path / "train.work" / "checkpoints").glob("step-*[0-9]"))
@@ -257,7 +257,7 @@ def test_a_file_that_a_new_attempt_puts_in_place_is_followed_from_its_start_even
 
 @pytest.mark.drill
 def test_a_second_failure_goes_on_with_fewer_ranks_and_as_many_examples_per_step(stages, trained, tmp_path):
-    config = CONFIG.model_copy(update={"attempts": 3, "min_processes": 1})
+    config = CONFIG.model_copy(update={"max_attempts": 3, "min_processes": 1})
     seen: list[Progress] = []
     killed: list[int] = []
 

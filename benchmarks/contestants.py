@@ -133,13 +133,13 @@ def ours(run: Run, *, folder: Path, process: Process, paced: Paced | None) -> di
         temperature=1.0,
         user_id=True,
         history=HistoryConfig(length=0, last_item=False),
-        query=TowerConfig(layers=LAYERS, residual=False, dropout=0.0),
-        candidate=TowerConfig(layers=LAYERS, residual=False, dropout=0.0),
+        query=TowerConfig(layers=LAYERS, skip_connection=False, dropout=0.0),
+        candidate=TowerConfig(layers=LAYERS, skip_connection=False, dropout=0.0),
     )
-    loss = LossConfig(kind="bce", negatives=1)
+    loss = LossConfig(kind="bce", num_negatives=1)
     pools = run.kind not in UNPOOLED_SHARDING_TYPES
     spec = ModelSpec.of(
-        model, dataset=Dataset(interactions), loss=loss, tables={"user": TableConfig(lookup="bag" if pools else "row")}
+        model, dataset=Dataset(interactions), loss=loss, tables={"user": TableConfig(lookup="pooled" if pools else "unpooled")}
     )
     training = TrainingConfig(
         epochs=1,

@@ -73,9 +73,9 @@ def distinct_items(items: int, *, draws: int, negatives: int, exponent: float) -
 
 
 def spec_of(size: dict[str, Any], *, bags: bool) -> ModelSpec:
-    """bags: a user's row is pooled with the queries' features (tables.user.lookup: bag)."""
+    """bags: a user's row is pooled with the queries' features (tables.user.lookup: pooled)."""
     config = TwoTowerConfig(embedding_dim=ASSUMED["dim"], user_id=size["users"] > 0)
-    tables = {"user": TableConfig(lookup="bag")} if bags and config.user_id else {}
+    tables = {"user": TableConfig(lookup="pooled")} if bags and config.user_id else {}
     return ModelSpec.sized(config, users=size["users"], items=size["items"], tables=tables)
 
 
@@ -241,7 +241,7 @@ def to_markdown(result: dict[str, Any]) -> str:
     one = result["bags"]
     lines += [
         "",
-        f"And with users in bags (`tables.user.lookup: bag`): {one['fp32']['sent'] / 1e6:,.1f} MB sent per step, lookups "
+        f"And with users in bags (`tables.user.lookup: pooled`): {one['fp32']['sent'] / 1e6:,.1f} MB sent per step, lookups "
         f"{one['lookups_ms']:.2f} ms, step {one['step_ms']:.2f} ms, {one['hours']:.2f} hours, {one['dollars']:,.0f} dollars.",
     ]
     return "\n".join(lines)

@@ -78,9 +78,9 @@ class PipelineConfig(Settings):
                 f"model.history.{setting}, but interactions has neither timestamp_column nor order_column, so no item is the "
                 "last; set one of the columns, or model.history.last_item to false and pooling to mean, sum or attention"
             )
-        if self.interactions.ordered and history.with_target:
+        if self.interactions.ordered and history.include_target:
             raise ValueError(
-                "model.history.with_target is for logs without order; with one, a history is what came before; set it to false"
+                "model.history.include_target is for logs without order, but interactions has an order; set it to false"
             )
         asked = self.features is not None and (self.features.users is not None or self.features.context)
         if not self.model.user_id and history.length == 0 and not asked:

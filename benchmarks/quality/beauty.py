@@ -13,7 +13,7 @@ EPOCHS, LIMITED_EPOCHS = 8, 5
 LEAST_WORD_COUNT = 3
 UNFREEZE = [{"epoch": 2, "share": 0.25}, {"epoch": 3, "share": 0.5}, {"epoch": 4, "share": 1.0}]
 """The usual schedule (none, the top 25 %, the top 50 %, all), an epoch each."""
-LAYERS: Settings = {"model": {"candidate": {"layers": [128, 64], "residual": True}}}
+LAYERS: Settings = {"model": {"candidate": {"layers": [128, 64], "skip_connection": True}}}
 """What is trained on the items' side while their rows are not."""
 
 
@@ -56,9 +56,9 @@ def settings(data: Path) -> Settings:
         },
         "model": {
             "history": {"length": 20, "pooling": "recency"},
-            "query": {"residual": True, "dropout": 0.3},
+            "query": {"skip_connection": True, "dropout": 0.3},
         },
-        "loss": {"kind": "softmax", "negatives": 2048, "mask": "seen"},
+        "loss": {"kind": "softmax", "num_negatives": 2048, "mask_negatives": "seen"},
         "training": {
             "epochs": EPOCHS,
             "batch_size": 512,
@@ -91,7 +91,7 @@ def item_features(items: Path) -> Settings:
                 ],
             }
         },
-        "model": {"history": {"items": "vector"}},
+        "model": {"history": {"item_representation": "candidate_tower"}},
     }
 
 

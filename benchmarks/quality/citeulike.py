@@ -46,10 +46,10 @@ def known_vectors(data: Path, *, folder: Path) -> Path:
 
 
 ARTICLES: Settings = {
-    "model": {"candidate": {"layers": [512, 128], "residual": True}},
+    "model": {"candidate": {"layers": [512, 128], "skip_connection": True}},
     "tables": {"user": {"init_std": 1e-4, "optimizer": {"learning_rate": 0.02}}},
-    "loss": {"kind": "softmax", "negatives": 0, "mask": "seen"},
-    "training": {"epochs": 10, "dense_optimizer": {"decay": "cosine"}},
+    "loss": {"kind": "softmax", "num_negatives": 0, "mask_negatives": "seen"},
+    "training": {"epochs": 10, "dense_optimizer": {"lr_decay": "cosine"}},
 }
 SMALL_STEPS: Settings = {"optimizer": {"learning_rate": 0.02}}
 TEXT: Settings = {
@@ -58,7 +58,7 @@ TEXT: Settings = {
 }
 """Frozen text vectors beside a learned offset, so that an article without an interaction lies among the others."""
 COLD: Settings = {
-    "model": {"history": {"items": "vector"}},
+    "model": {"history": {"item_representation": "candidate_tower"}},
     "training": {"epochs": 12, "validation": {"candidates": "cold"}},
 }
 ALL_ARTICLES: Settings = {
@@ -70,15 +70,15 @@ WARM_TEXT: Settings = merged(TEXT, {"tables": {"item": {"id_dropout": 0.1}}})
 SIMPLEX: Settings = {
     "model": {
         "embedding_dim": 64,
-        "history": {"length": 100, "with_target": True},
-        "query": {"layers": [64], "residual": False},
+        "history": {"length": 100, "include_target": True},
+        "query": {"layers": [64], "skip_connection": False},
     },
-    "loss": {"kind": "cosine_contrastive", "negatives": 1000, "margin": 0.4, "negative_weight": 100},
+    "loss": {"kind": "cosine_contrastive", "num_negatives": 1000, "margin": 0.4, "negative_weight": 100},
     "training": {"epochs": 40},
 }
 FACTORISATION: Settings = {
     "model": {"embedding_dim": 64, "history": {"length": 0}, "query": {"layers": []}},
-    "loss": {"in_batch": False, "negatives": 2048, "logq": "none"},
+    "loss": {"in_batch_negatives": False, "num_negatives": 2048, "logq_correction": "none"},
     "training": {"epochs": 40},
 }
 

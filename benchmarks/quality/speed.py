@@ -29,7 +29,7 @@ def measure(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-AS_FAR_AS_TIMED: Settings = {"loss": {"negatives": 1024}, "training": {"epochs": EPOCHS}}
+AS_FAR_AS_TIMED: Settings = {"loss": {"num_negatives": 1024}, "training": {"epochs": EPOCHS}}
 
 
 def settings(data: Path) -> Settings:

@@ -8,7 +8,7 @@ from recsys_core.data.features.vectors import check_vectors
 from recsys_core.data.first_row_group import check_matches, check_years, vector_length
 from recsys_core.data.interactions.schema import check_interactions
 from recsys_core.errors import InputError
-from recsys_core.models.table_config import require_width
+from recsys_core.models.spec import require_width
 
 
 def check_inputs(config: PipelineConfig) -> dict[str, str]:

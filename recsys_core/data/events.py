@@ -81,17 +81,17 @@ class EventStore:
             )
         return np.float32(total / self.train_events)
 
-    def histories(self, position: Rows, user: Rows, *, max_history: int, with_target: bool = False) -> Lists:
+    def histories(self, position: Rows, user: Rows, *, max_history: int, include_target: bool = False) -> Lists:
         """Up to max_history items for each training event at `position` of `user`.
 
         Ordered logs: the events right before it, oldest first. Others: the user's training events that follow it, around the
-        end to the start (they are stored in random order), without the event itself unless with_target.
+        end to the start (they are stored in random order), without the event itself unless include_target.
         """
         start, end = self.user_offset[user], self.train_end[user]
         if self.ordered:
             length = np.minimum(position - start, max_history)
             return Lists.of_slices(self.event_item, start_N=position - length, end_N=position)
-        first_step = 0 if with_target else 1
+        first_step = 0 if include_target else 1
         length = np.minimum(end - start - first_step, max_history)
         step = ragged_ranges(np.full_like(length, first_step), length)
         size, first = np.repeat(end - start, length), np.repeat(start, length)

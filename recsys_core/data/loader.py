@@ -35,7 +35,7 @@ class TrainLoader:
         batch_size: queries per rank and step; the last batch of an epoch may be smaller.
         assembler: makes the batches; knows which features ride along.
         max_history: items of a history at most; 0: none.
-        with_target: logs without order: the event's own item may be in its history.
+        include_target: logs without order: the event's own item may be in its history.
         negatives: candidates drawn per batch beside the positives.
         negative_share_I: float64 [items], how likely each item is to be drawn.
         planned_ranks: a multiple of world_size: epochs then have the examples and batches that so many ranks would have made of
@@ -52,7 +52,7 @@ class TrainLoader:
         world_size: int,
         seed: int,
         max_history: int,
-        with_target: bool = False,
+        include_target: bool = False,
         negatives: int = 0,
         negative_share_I: NDArray[np.float64] | None = None,
         planned_ranks: int | None = None,
@@ -61,7 +61,7 @@ class TrainLoader:
             raise ValueError(f"negatives is {negatives}, but negative_share_I does not say which items to draw")
         self._store, self._assembler, self._batch_size = store, assembler, batch_size
         self._rank, self._world_size, self._seed = rank, world_size, seed
-        self._max_history, self._with_target = max_history, with_target
+        self._max_history, self._include_target = max_history, include_target
         self._negatives = negatives
         self._negative_cdf_I = np.zeros(0) if negative_share_I is None else np.cumsum(negative_share_I)
         # What leads from the number of a user's example to its place in the log.
@@ -160,7 +160,7 @@ class TrainLoader:
         return float(self._negative_cdf_I[-1]) if len(self._negative_cdf_I) else 0.0
 
     def _history(self, position: Rows, user: Rows) -> Lists:
-        return self._store.histories(position, user, max_history=self._max_history, with_target=self._with_target)
+        return self._store.histories(position, user, max_history=self._max_history, include_target=self._include_target)
 
 
 def query_batch(store: EventStore, user: Rows, split: EvaluationSplit, *, assembler: Assembler, max_history: int) -> Batch:

@@ -1,4 +1,4 @@
-"""What the user says about the two towers."""
+"""Settings of the two towers."""
 
 from typing import Annotated, Literal, Self
 
@@ -6,23 +6,24 @@ from pydantic import Field, model_validator
 
 from recsys_core.config import Settings
 
-MOST_WIDTH = 16_384
-Width = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
-HistoryPooling = Literal["mean", "sum", "recency", "attention"]
+MAX_WIDTH = 16_384
+Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
+PoolingKind = Literal["mean", "sum", "recency", "attention"]
+ItemRepresentation = Literal["embedding", "candidate_tower"]
 
 
 class TowerConfig(Settings):
-    """The layers of one tower, over its features side by side; no activation after the last one."""
+    """The layers of one tower. Their input is the concatenation of its features; the last layer has no activation."""
 
     layers: tuple[Width, ...] | None = Field(
         None,
         max_length=64,
-        description="sizes of the layers; []: the sum of the features; null: in the query tower one layer as wide as the item "
-        "vectors, in the candidate tower none",
+        description="widths of the tower's layers; []: no layers, the features are summed; null: the query tower has one layer "
+        "as wide as the item vectors, the candidate tower has none",
     )
-    residual: bool = Field(False, description="add the sum of the features to what the layers give")
-    layer_norm: bool = Field(False, description="layer norm before each activation")
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the tower's features")
+    skip_connection: bool = Field(False, description="add the sum of the tower's features to the output of its layers")
+    layer_norm: bool = Field(False, description="apply layer norm before each activation")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the features of the tower")
     hidden_dropout: float = Field(0.0, ge=0, lt=1, description="dropout after each activation")
 
 
@@ -33,23 +34,27 @@ class HistoryConfig(Settings):
         20,
         ge=0,
         le=10_000,
-        description="the user's last N items before the event (without order: N of the others); 0: no history",
+        description="number of items in a history: the user's last items before the event, or, in a log without order, any of "
+        "the user's other items; 0: no history",
     )
-    pooling: HistoryPooling = Field(
+    pooling: PoolingKind = Field(
         "mean",
-        description="mean; sum; recency: mean weighted by place, learned; attention: mean weighted by one learned query",
+        description="how the items of a history become one vector. mean; sum; recency: weighted mean, with one learned weight "
+        "per position from the end; attention: weighted mean, with weights from one learned query vector",
     )
-    items: Literal["embedding", "vector"] = Field(
-        "embedding", description="what stands for an item in it: its embedding, or its vector as the candidate tower gives it"
+    item_representation: ItemRepresentation = Field(
+        "embedding",
+        description="vector of an item in a history: embedding: the item's embedding; candidate_tower: the output of the "
+        "candidate tower",
     )
-    last_item: bool = Field(True, description="the last item as a feature of its own")
-    item_dropout: float = Field(0.0, ge=0, lt=1, description="share of a history's items that a training step leaves out")
-    with_target: bool = Field(
-        False, description="logs without order: leave the target among the user's items while training, as SimpleX does"
+    last_item: bool = Field(True, description="use the last item of a history as a separate feature")
+    item_dropout: float = Field(0.0, ge=0, lt=1, description="share of history items that a training step drops at random")
+    include_target: bool = Field(
+        False, description="logs without order: keep the target item in the user's history while training, as SimpleX does"
     )
 
     @model_validator(mode="after")
-    def _has_items(self) -> Self:
+    def _check_last_item(self) -> Self:
         if self.last_item and self.length == 0:
             raise ValueError("last_item is true, but length is 0; set length to 1 or more, or last_item to false")
         return self
@@ -61,53 +66,54 @@ class TwoTowerConfig(Settings):
     embedding_dim: int = Field(
         64,
         ge=4,
-        le=MOST_WIDTH,
+        le=MAX_WIDTH,
         multiple_of=4,
-        description="width in which features are added up; tables of another width are projected to it",
+        description="width at which features are summed; the rows of a table with another width are projected to it",
     )
     user_id: bool = Field(
-        False, description="give each user a row of its own; unknown users are then served by their history alone"
+        False, description="learn an embedding per user; a user without one is then served from the history alone"
     )
-    history: HistoryConfig = Field(default_factory=HistoryConfig, description="the user's items as a feature")
-    query: TowerConfig = Field(default_factory=lambda: TowerConfig(residual=True), description="layers of the query tower")
+    history: HistoryConfig = Field(default_factory=HistoryConfig, description="the user's items, a feature of the query tower")
+    query: TowerConfig = Field(
+        default_factory=lambda: TowerConfig(skip_connection=True), description="layers of the query tower"
+    )
     candidate: TowerConfig = Field(default_factory=TowerConfig, description="layers of the candidate tower")
-    similarity: Literal["cosine", "dot"] = Field("cosine", description="training, index and serving all score by it")
-    temperature: float = Field(0.1, ge=1e-4, le=1e4, description="logits are similarity / temperature")
-    learn_temperature: bool = Field(False, description="train the temperature too, starting from that value")
+    similarity: Literal["cosine", "dot"] = Field("cosine", description="score used by training, index and serving")
+    temperature: float = Field(0.1, ge=1e-4, le=1e4, description="temperature of the loss: logits are similarity / temperature")
+    learn_temperature: bool = Field(False, description="train the temperature, starting from model.temperature")
 
     @model_validator(mode="after")
-    def _towers_meet(self) -> Self:
-        ends = {"query": self.query_layers, "candidate": self.candidate_layers}
-        for name, layers in ends.items():
-            if getattr(self, name).residual and layers and layers[-1] != self.embedding_dim:
+    def _check_widths(self) -> Self:
+        for name, layers in (("query", self.query_layers), ("candidate", self.candidate_layers)):
+            if getattr(self, name).skip_connection and layers and layers[-1] != self.embedding_dim:
                 raise ValueError(
-                    f"{name}.residual adds {self.embedding_dim} numbers (embedding_dim) to the {layers[-1]} of the last layer; "
-                    f"end {name}.layers in {self.embedding_dim}, or set residual to false"
+                    f"{name}.skip_connection adds {self.embedding_dim} numbers (embedding_dim) to the {layers[-1]} of the last "
+                    f"layer; end {name}.layers in {self.embedding_dim}, or set skip_connection to false"
                 )
         query_dim = (self.query_layers or (self.embedding_dim,))[-1]
         if query_dim != self.output_dim:
             raise ValueError(
-                f"the towers do not meet: query.layers end in {query_dim}, candidate.layers in {self.output_dim}; "
-                "give both the same last size, or leave query.layers out"
+                f"the towers have different output widths: query.layers end in {query_dim}, candidate.layers in "
+                f"{self.output_dim}; give both the same last width, or leave query.layers out"
             )
         return self
 
     @property
     def query_layers(self) -> tuple[int, ...]:
-        """Sizes of the query tower's layers, the default filled in."""
+        """Widths of the query tower's layers, with the default filled in."""
         return (self.output_dim,) if self.query.layers is None else self.query.layers
 
     @property
     def candidate_layers(self) -> tuple[int, ...]:
-        """Sizes of the candidate tower's layers, the default filled in."""
+        """Widths of the candidate tower's layers, with the default filled in."""
         return self.candidate.layers or ()
 
     @property
     def output_dim(self) -> int:
-        """Width of the vectors that are compared."""
+        """Width of the query and candidate vectors."""
         return (self.candidate_layers or (self.embedding_dim,))[-1]
 
     @property
     def history_dim(self) -> int:
-        """Width of what stands for an item in a history."""
-        return self.output_dim if self.history.items == "vector" else self.embedding_dim
+        """Width of an item's vector in a history."""
+        return self.output_dim if self.history.item_representation == "candidate_tower" else self.embedding_dim

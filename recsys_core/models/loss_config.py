@@ -1,4 +1,4 @@
-"""What the user says about the loss."""
+"""Settings of the loss."""
 
 from typing import Literal, Self
 
@@ -10,56 +10,71 @@ LossKind = Literal["softmax", "bce", "bpr", "cosine_contrastive"]
 
 
 class DistillationConfig(Settings):
-    """A second loss: items that the pretrained vectors hold similar stay similar."""
+    """A second loss that keeps items similar when their pretrained vectors are similar."""
 
-    weight: float = Field(0.1, gt=0, le=1e6, description="of this loss beside the other")
-    temperature: float = Field(0.1, ge=1e-4, le=1e4, description="of the softmax over similarities")
+    weight: float = Field(0.1, gt=0, le=1e6, description="weight of the distillation loss in the total loss")
+    temperature: float = Field(
+        0.1, ge=1e-4, le=1e4, description="temperature of the softmax over the similarities between items"
+    )
 
 
 class LossConfig(Settings):
-    """What is minimised."""
+    """The retrieval loss, its negatives, and the optional distillation loss."""
 
     kind: LossKind = Field(
         "softmax",
-        description="softmax over the candidates; bce: binary cross-entropy; bpr: pairs; cosine_contrastive: margin (SimpleX)",
+        description="softmax: sampled softmax over the candidates; bce: binary cross-entropy; bpr: pairwise ranking; "
+        "cosine_contrastive: margin on the cosine (SimpleX)",
     )
-    in_batch: bool | None = Field(
-        None, description="the other queries' positives are negatives too; empty: for softmax they are, else not"
+    in_batch_negatives: bool | None = Field(
+        None, description="use the positives of the other queries as negatives; empty: only with kind softmax"
     )
-    negatives: int = Field(512, ge=0, le=1_000_000, description="items drawn per step and rank, shared by its queries")
-    negatives_alpha: float = Field(
-        0.0, ge=0, le=10, description="drawn in proportion to (training events)^alpha; 0: all items with a training event alike"
+    num_negatives: int = Field(
+        512, ge=0, le=1_000_000, description="number of items drawn as negatives per step and rank, shared by all its queries"
     )
-    all_ranks: bool = Field(
-        False, description="share the candidates of all ranks: more negatives for the same work of the towers"
+    negative_sampling_alpha: float = Field(
+        0.0,
+        ge=0,
+        le=10,
+        description="negatives are drawn in proportion to (training events)^alpha; 0: all items with a training event are "
+        "equally likely",
     )
-    logq: Literal["counts", "streaming", "none"] = Field(
+    cross_rank_negatives: bool = Field(
+        False, description="gather the candidates of all ranks: more negatives for the same work in the towers"
+    )
+    logq_correction: Literal["counts", "streaming", "none"] = Field(
         "counts",
-        description="softmax: correct for how often a candidate is sampled (Yi et al., RecSys 2019), known from the counts of "
-        "the ingest or estimated while training",
+        description="softmax: correct logits for how often a candidate is sampled (logQ correction, Yi et al., RecSys 2019). "
+        "counts: from the number of training events; streaming: estimated while training; none: no correction",
     )
-    mask: Literal["none", "positive", "seen"] = Field(
-        "positive", description="never a negative: the query's own positive; seen: nor what is in its history"
+    mask_negatives: Literal["none", "positive", "seen"] = Field(
+        "positive",
+        description="candidates that never count as negatives of a query: positive: the query's own positive; seen: also the "
+        "items of its history; none: all candidates count",
     )
-    margin: float = Field(0.5, ge=-1, le=1, description="cosine_contrastive: a negative below this similarity costs nothing")
+    margin: float = Field(
+        0.5, ge=-1, le=1, description="cosine_contrastive: a negative with a cosine below the margin adds nothing to the loss"
+    )
     negative_weight: float = Field(100.0, gt=0, le=1e6, description="cosine_contrastive: weight of the mean over the negatives")
     distillation: DistillationConfig | None = Field(
-        None, description="keep the pretrained item vectors' similarities; empty: do not"
+        None, description="keep the similarities between the pretrained item vectors; empty: no distillation loss"
     )
 
     @model_validator(mode="after")
-    def _has_negatives(self) -> Self:
-        if not self.uses_batch and self.negatives == 0:
+    def _check_negatives(self) -> Self:
+        if not self.uses_in_batch_negatives and self.num_negatives == 0:
             raise ValueError(
-                f"loss.kind is {self.kind}, which needs negatives, but negatives is 0 and in_batch is not true; set negatives"
+                f"loss.kind is {self.kind}, which needs negatives, but num_negatives is 0 and in_batch_negatives is not true; "
+                "set num_negatives"
             )
-        if self.all_ranks and not self.uses_batch:
+        if self.cross_rank_negatives and not self.uses_in_batch_negatives:
             raise ValueError(
-                f"loss.all_ranks shares in-batch candidates, but loss.kind {self.kind} has none; set in_batch to true"
+                f"loss.cross_rank_negatives shares in-batch candidates, but loss.kind {self.kind} has none; set "
+                "in_batch_negatives to true"
             )
         return self
 
     @property
-    def uses_batch(self) -> bool:
-        """Whether the other queries' positives are negatives."""
-        return self.kind == "softmax" if self.in_batch is None else self.in_batch
+    def uses_in_batch_negatives(self) -> bool:
+        """Whether the positives of the other queries are negatives."""
+        return self.kind == "softmax" if self.in_batch_negatives is None else self.in_batch_negatives

@@ -63,12 +63,16 @@ class Objective(nn.Module):
         self.positive_share_I: Tensor
         self.negative_share_I: Tensor
         self.steps: Tensor
-        if loss.kind == "softmax" and loss.logq != "none":
+        if loss.kind == "softmax" and loss.logq_correction != "none":
             share = item_count_I / max(item_count_I.sum(), 1)
-            drawn = negative_share(item_count_I, loss.negatives_alpha) if loss.negatives else np.zeros(len(item_count_I))
+            drawn = (
+                negative_share(item_count_I, loss.negative_sampling_alpha)
+                if loss.num_negatives
+                else np.zeros(len(item_count_I))
+            )
             for name, value in (("positive_share_I", share), ("negative_share_I", drawn)):
                 self.register_buffer(name, torch.from_numpy(value).float(), persistent=False)
-        streams = loss.kind == "softmax" and loss.logq == "streaming"
+        streams = loss.kind == "softmax" and loss.logq_correction == "streaming"
         self.frequency = StreamingFrequency(spec.items, rate=FREQUENCY_RATE) if streams else None
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64)) if streams else None
 
@@ -129,8 +133,8 @@ class Objective(nn.Module):
         )
 
     def _columns(self, candidate_KO: Tensor, row_K: Tensor, *, size: int) -> Columns:
-        ranks = distributed.get_world_size() if self.loss.all_ranks and distributed.is_initialized() else 1
-        if not self.loss.uses_batch:
+        ranks = distributed.get_world_size() if self.loss.cross_rank_negatives and distributed.is_initialized() else 1
+        if not self.loss.uses_in_batch_negatives:
             return Columns(candidate_KO[size:], row_K[size:], None, 0, len(row_K) - size)
         own_B = torch.arange(size, device=row_K.device)
         if ranks > 1:
@@ -139,14 +143,14 @@ class Objective(nn.Module):
         return Columns(candidate_KO, row_K, own_B, ranks * size, len(row_K) - ranks * size)
 
     def _masked(self, columns: Columns, positive_row_B: Tensor, *, batch: Batch) -> Tensor | None:
-        if self.loss.mask == "none":
+        if self.loss.mask_negatives == "none":
             if columns.own_B is None:
                 return None
             masked_BM = torch.zeros(len(positive_row_B), len(columns.row_M), dtype=torch.bool, device=columns.row_M.device)
             masked_BM.scatter_(1, columns.own_B[:, None], True)
             return masked_BM
         masked_BM = positive_row_B[:, None] == columns.row_M[None, :]
-        if self.loss.mask == "seen":
+        if self.loss.mask_negatives == "seen":
             query_P, column_P = seen_columns(batch.item_row_U[batch.history_T], batch.history_offset, columns.row_M)
             masked_BM[query_P, column_P] = True
         return masked_BM
@@ -160,7 +164,7 @@ class Objective(nn.Module):
 
     def _log_q(self, columns: Columns, positive_row_B: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """log expected counts of the positives and of the columns."""
-        if self.loss.logq == "none":
+        if self.loss.logq_correction == "none":
             return None, None
         if self.frequency is not None and self.training:
             self.frequency.update(self._all_positives(columns, positive_row_B), self.steps)
@@ -174,7 +178,7 @@ class Objective(nn.Module):
 
         # Where hits are masked the positive is there exactly once, whatever was drawn: it needs no correction, and one would
         # be wrong (Khrylchenko et al., "Correcting the LogQ correction", RecSys 2025).
-        return (expected(positive_row_B) if self.loss.mask == "none" else None), expected(columns.row_M)
+        return (expected(positive_row_B) if self.loss.mask_negatives == "none" else None), expected(columns.row_M)
 
 
 def _own_scores(query_BO: Tensor, positive_BO: Tensor, *, precision: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the user says about who moves the parameters, and how fast."""
+"""Settings of the optimizers and their learning-rate schedules."""
 
 import math
 from typing import Literal
@@ -9,69 +9,72 @@ from recsys_core.config import MANY, Settings
 
 TableOptimizerKind = Literal["rowwise_adagrad", "adagrad", "sgd", "adam", "partial_rowwise_adam"]
 GPU_ONLY = ("adam", "partial_rowwise_adam")
-"""FBGEMM has these fused optimizers in CUDA alone; on a CPU adam runs where a table is replicated (data_parallel)."""
+"""FBGEMM has these fused optimizers for CUDA only. On a CPU, adam works for a replicated (data_parallel) table."""
 
-MOST_RATE = 1e6
+MAX_LEARNING_RATE = 1e6
 
 
 class Schedule(Settings):
-    """A learning rate over the steps of a training."""
+    """A learning rate with a linear warm-up and a decay to 0."""
 
-    learning_rate: float = Field(gt=0, le=MOST_RATE, description="full learning rate")
-    warmup_steps: int = Field(100, ge=0, le=MANY, description="steps over which it rises linearly from 0")
-    decay: Literal["none", "linear", "cosine"] = Field(
-        "none", description="how it falls to 0 from the end of the warm-up to the end of the last epoch"
+    learning_rate: float = Field(gt=0, le=MAX_LEARNING_RATE, description="learning rate after the warm-up")
+    warmup_steps: int = Field(
+        100, ge=0, le=MANY, description="number of steps in which the learning rate rises linearly from 0"
+    )
+    lr_decay: Literal["none", "linear", "cosine"] = Field(
+        "none", description="decay of the learning rate to 0, from the end of the warm-up to the end of the last epoch"
     )
 
     def scale(self, step: int, *, total_steps: int) -> float:
-        """Share of the full learning rate at `step` (0-based): a function of the step alone, so there is no state to save.
+        """Return the factor on the learning rate at `step` (0-based). It depends on the step alone: no state is saved.
 
-        >>> [Schedule(learning_rate=1, warmup_steps=1, decay="linear").scale(s, total_steps=5) for s in range(5)]
+        >>> [Schedule(learning_rate=1, warmup_steps=1, lr_decay="linear").scale(s, total_steps=5) for s in range(5)]
         [0.5, 1.0, 0.75, 0.5, 0.25]
         """
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
-        done = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
-        if self.decay == "linear":
-            return 1 - done
-        return (1 + math.cos(math.pi * done)) / 2 if self.decay == "cosine" else 1.0
+        progress = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
+        if self.lr_decay == "linear":
+            return 1 - progress
+        return (1 + math.cos(math.pi * progress)) / 2 if self.lr_decay == "cosine" else 1.0
 
 
 class TableOptimizer(Schedule):
-    """Updates an embedding table in the backward pass."""
+    """Optimizer of an embedding table, fused into the backward pass."""
 
     kind: TableOptimizerKind = Field(
         "rowwise_adagrad",
-        description="one step size per row (rowwise_adagrad) or per number (adagrad); adam and partial_rowwise_adam on GPUs",
+        description="rowwise_adagrad: one step size per row; adagrad: one per number; sgd; adam and partial_rowwise_adam: "
+        "GPUs only",
     )
-    learning_rate: float = Field(0.05, gt=0, le=MOST_RATE, description="full learning rate")
+    learning_rate: float = Field(0.05, gt=0, le=MAX_LEARNING_RATE, description="learning rate after the warm-up")
     weight_decay: float = Field(
         0.0,
         ge=0,
         le=1_000,
-        description="L2 penalty on the rows that a step looks up, each counted once over all ranks (item, user and item_offset "
-        "tables)",
+        description="L2 penalty on the rows that a step looks up, each row counted once over all ranks (tables item, user and "
+        "item_offset)",
     )
-    clip: float | None = Field(
+    gradient_clip_value: float | None = Field(
         None,
         gt=0,
         le=1e9,
-        description="largest absolute value of a number in the gradient of one looked-up row; empty: no limit",
+        description="largest absolute value of a number in the gradient of one row; empty: no clipping",
     )
 
 
 class DenseOptimizer(Schedule):
-    """Updates the towers' layers."""
+    """Optimizer of the towers' layers."""
 
-    kind: Literal["adam", "adagrad", "sgd"] = Field("adam", description="adam: with decoupled weight decay (AdamW)")
-    learning_rate: float = Field(1e-3, gt=0, le=MOST_RATE, description="full learning rate")
+    kind: Literal["adam", "adagrad", "sgd"] = Field("adam", description="adam: AdamW (decoupled weight decay); adagrad; sgd")
+    learning_rate: float = Field(1e-3, gt=0, le=MAX_LEARNING_RATE, description="learning rate after the warm-up")
     weight_decay: float = Field(
         0.0,
         ge=0,
         le=1_000,
-        description="of weight matrices, not of biases, norms, the pooling or the temperature; decoupled for adam, an L2 "
-        "penalty for the others",
+        description="weight decay of weight matrices; biases, norms, history pooling and temperature do not decay. Decoupled "
+        "for adam, an L2 penalty for adagrad and sgd",
     )
-    clip: float | None = Field(
-        None, gt=0, le=1e9, description="largest norm of the gradient of all layers together; empty: no limit"
+    gradient_clip_norm: float | None = Field(
+        None, gt=0, le=1e9, description="largest norm of the gradient of all layers together; empty: no clipping"
     )

@@ -15,7 +15,7 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import Dataset, FeatureFacts
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss_config import LossConfig
-from recsys_core.models.table_config import OFFSET, TEACHER, TableConfig, random_norm, require_width
+from recsys_core.models.table_config import OFFSET, TEACHER, TableConfig, random_norm
 
 Side = Literal["query", "item"]
 NEEDS_VECTORS = ("frozen", "gradual", "residual")
@@ -42,7 +42,7 @@ class TableSpec(Frozen):
     @property
     def row_by_row(self) -> bool:
         """Whether rows come as they are, in one exchange with those of all such tables, or pooled."""
-        return self.side == "item" or (self.feature == "user" and self.settings.lookup != "bag")
+        return self.side == "item" or (self.feature == "user" and self.settings.lookup != "pooled")
 
     @property
     def sparse(self) -> str:
@@ -175,7 +175,7 @@ class ModelSpec(Frozen):
     @property
     def history_std(self) -> float:
         """Standard deviation of the numbers that stand for a random item in a history."""
-        if self.config.history.items == "vector" and self.config.similarity == "cosine":
+        if self.config.history.item_representation == "candidate_tower" and self.config.similarity == "cosine":
             return 1 / math.sqrt(self.config.history_dim)
         return self.tables["item"].settings.init_std
 
@@ -211,7 +211,17 @@ def check_table(name: str, table: TableSpec, *, vectors: int | None) -> None:
     if wish.transfer == "gradual" and name not in ONE_ROW_EACH:
         raise InputError(f"tables.{name}.transfer is gradual, which is for the tables {list(ONE_ROW_EACH)}; set full or frozen")
     if wish.lookup is not None and name != "user":
-        how = "row by row" if table.row_by_row else "pooled"
+        how = "unpooled" if table.row_by_row else "pooled"
         raise InputError(f"tables.{name}.lookup is for the table user; this one is always looked up {how}; leave it out")
     if wish.transfer == "residual" and name != "item":
         raise InputError(f"tables.{name}.transfer is residual, which is for the table item; set full or frozen")
+
+
+def require_width(vectors: int, dim: int, *, table: str) -> None:
+    """Raise InputError unless pretrained vectors of width `vectors` fit a table of width `dim`."""
+    if vectors != dim:
+        shorter = f", or embeddings.pca_dim to {dim}" if vectors > dim else ""
+        raise InputError(
+            f"embeddings: the vectors of table {table!r} have {vectors} numbers, but the table has {dim}; set "
+            f"tables.{table}.dim to {vectors} (a learned layer then projects it to model.embedding_dim){shorter}"
+        )

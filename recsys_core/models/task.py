@@ -16,7 +16,7 @@ from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.objective import Objective
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TEACHER
-from recsys_core.models.towers import ItemSide, QuerySide
+from recsys_core.models.towers import CandidateTower, QueryTower
 from recsys_core.models.weight_decay import row_penalty
 
 LOOKUPS_PATH = "lookups"
@@ -42,8 +42,8 @@ class RetrievalHead(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
-        self.query = QuerySide(spec)
-        self.item = ItemSide(spec)
+        self.query = QueryTower(spec)
+        self.item = CandidateTower(spec)
         self.objective = Objective(spec, loss=loss, item_count_I=item_count_I)
         self.trained_rows = dict.fromkeys(ranks, 0)
         for table, rank in ranks.items():
@@ -62,7 +62,7 @@ class RetrievalHead(nn.Module):
         with torch.autocast(batch.item_row_U.device.type, dtype=torch.bfloat16, enabled=self.bf16):
             item_UD, features, tables = self.items(looked_up, batch)
             chosen_K = batch.candidate_K
-            if self.spec.config.history.items == "vector":
+            if self.spec.config.history.item_representation == "candidate_tower":
                 item_UH = self.item(item_UD, features=features)
                 candidate_KO = item_UH.index_select(0, chosen_K)
             else:
@@ -144,13 +144,13 @@ class RetrievalTask(nn.Module):
         looked_up = self._look_up(batch, self._of_items)
         item_UD, features, _ = self.head.items(looked_up, batch)
         vector_UO = self.head.item(item_UD, features=features)
-        return (vector_UO if self.head.spec.config.history.items == "vector" else item_UD), vector_UO
+        return (vector_UO if self.head.spec.config.history.item_representation == "candidate_tower" else item_UD), vector_UO
 
     def encode_queries(self, batch: Batch) -> Tensor:
         """Query vectors [B, O] of a batch without candidates."""
         looked_up = self._look_up(batch, list(self.lookups))
         item_UD, features, _ = self.head.items(looked_up, batch)
-        vector = self.head.spec.config.history.items == "vector"
+        vector = self.head.spec.config.history.item_representation == "candidate_tower"
         item_UH = self.head.item(item_UD, features=features) if vector else item_UD
         query_BO: Tensor = self.head.queries(looked_up, batch, item_UH=item_UH)[0]
         return query_BO

@@ -17,7 +17,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import OFFSET
 
 
-class Tower(nn.Module):
+class MLP(nn.Module):
     """Features [n, width] of one side -> [n, O]: their sum, layers over them side by side, or both added.
 
     The last layer has no activation, so that a vector can point anywhere. With `residual` it starts at zero: training starts
@@ -27,13 +27,13 @@ class Tower(nn.Module):
     def __init__(self, config: TowerConfig, *, layers: Sequence[int], widths: Sequence[int], dim: int) -> None:
         super().__init__()
         self.input_dropout = nn.Dropout(config.dropout)
-        self.adds = config.residual or not layers
+        self.adds = config.skip_connection or not layers
         if self.adds:
             self.projections = nn.ModuleList(
                 nn.Identity() if width == dim else nn.Linear(width, dim, bias=False) for width in widths
             )
         self.layers = _layers(sum(widths), layers, config=config) if layers else None
-        if self.layers is not None and config.residual:
+        if self.layers is not None and config.skip_connection:
             last = self.layers[-1]
             assert isinstance(last, nn.Linear)
             nn.init.zeros_(last.weight)
@@ -62,7 +62,7 @@ def _layers(width: int, sizes: Sequence[int], *, config: TowerConfig) -> nn.Sequ
     return nn.Sequential(*modules, nn.Linear(width, sizes[-1]))
 
 
-class QuerySide(nn.Module):
+class QueryTower(nn.Module):
     """Everything dense that the query needs, and nothing else: what is served."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -76,7 +76,7 @@ class QuerySide(nn.Module):
         if config.history.length:
             self.pooling = HistoryPooling(config.history, dim=config.history_dim, std=spec.history_std)
             widths = [config.history_dim] * (1 + self.last_item) + widths
-        self.tower = Tower(config.query, layers=config.query_layers, widths=widths, dim=config.embedding_dim)
+        self.tower = MLP(config.query, layers=config.query_layers, widths=widths, dim=config.embedding_dim)
         # The mean over a history of random rows is shorter than one of them.
         self.floor = spec.row_norm / math.sqrt(max(config.history.length, 1))
 
@@ -94,7 +94,7 @@ class QuerySide(nn.Module):
         return direction(query_BO.float(), floor=self.floor) if self.cosine else query_BO.float()
 
 
-class ItemSide(nn.Module):
+class CandidateTower(nn.Module):
     """What an item is: its embedding (trained, frozen, or frozen plus a learned offset), and its vector."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -107,7 +107,7 @@ class ItemSide(nn.Module):
         width = spec.tables["item"].dim
         self.projection = nn.Identity() if width == dim else nn.Linear(width, dim, bias=False)
         widths = [dim, *(spec.tables[name].dim for name in self.features)]
-        self.tower = Tower(config.candidate, layers=config.candidate_layers, widths=widths, dim=dim)
+        self.tower = MLP(config.candidate, layers=config.candidate_layers, widths=widths, dim=dim)
         self.floor = spec.row_norm
 
     def embed(self, looked_up: Mapping[str, Tensor]) -> Tensor:

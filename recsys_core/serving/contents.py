@@ -21,7 +21,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.retrieval.search import load_index, search, search_all, verify_file
 from recsys_core.serving.ids import IdMap
 from recsys_core.serving.package import DESCRIPTION, Package, package_files
-from recsys_core.serving.quantise import QueryTower, load_tower
+from recsys_core.serving.quantise import ServedQueryTower, load_tower
 from recsys_core.serving.query_batch import user_features
 
 
@@ -30,7 +30,7 @@ class PackageContents:
     """What the files of a package hold, checked against each other."""
 
     package: Package
-    tower: QueryTower
+    tower: ServedQueryTower
     features: FeatureStore
     index: Any
     items: IdMap

@@ -17,7 +17,7 @@ from torch.nn.functional import embedding_bag
 
 from recsys_core.errors import StageError
 from recsys_core.models.spec import ModelSpec, module_name
-from recsys_core.models.towers import QuerySide
+from recsys_core.models.towers import QueryTower
 from recsys_core.serving.query_batch import QueryBatch, RowLists, served_tables
 
 Quantization = Literal["int8", "none"]
@@ -85,7 +85,7 @@ class Int8Rows(nn.Module):
         return value_TW.mul_(scale_offset_T2[:, :1]).add_(scale_offset_T2[:, 1:])
 
 
-class QueryTower(nn.Module):
+class ServedQueryTower(nn.Module):
     """Embedding tables and dense layers of the query side; the names of its state are those of tower.safetensors."""
 
     def __init__(self, spec: ModelSpec, *, quantization: Quantization) -> None:
@@ -93,7 +93,7 @@ class QueryTower(nn.Module):
         rows = Int8Rows if quantization == "int8" else FloatRows
         self.spec = spec
         self.tables = nn.ModuleDict({name: rows(*shape) for name, shape in _shapes(spec).items()})
-        self.dense = QuerySide(spec)
+        self.dense = QueryTower(spec)
         self.eval()
 
     @torch.inference_mode()
@@ -122,13 +122,13 @@ def build_tower(
     tables: Mapping[str, NDArray[np.float32]],
     dense: Mapping[str, Tensor],
     quantization: Quantization,
-) -> QueryTower:
+) -> ServedQueryTower:
     """The tower from float tables (arrays may be memory maps) and the dense state of the trained head.
 
     history_items: [items, H], what stands for an item in a history. tables: name -> [rows, width], those of `served_tables`
     at least.
     """
-    tower = QueryTower(spec, quantization=quantization)
+    tower = ServedQueryTower(spec, quantization=quantization)
     weights = {HISTORY: history_items} | {module_name(name): weight for name, weight in tables.items()}
     for name, rows in tower.tables.items():
         assert isinstance(rows, FloatRows | Int8Rows)
@@ -141,15 +141,15 @@ def build_tower(
     return tower
 
 
-def save_tower(tower: QueryTower, path: Path) -> None:
+def save_tower(tower: ServedQueryTower, path: Path) -> None:
     """Writes tower.safetensors. An INT8 table is `code` uint8 [R, W] and `scale_offset` float16 [R, 2]."""
     save_file({name: tensor.detach().contiguous() for name, tensor in tower.state_dict().items()}, path)
 
 
-def load_tower(path: Path, *, spec: ModelSpec, quantization: Quantization) -> QueryTower:
+def load_tower(path: Path, *, spec: ModelSpec, quantization: Quantization) -> ServedQueryTower:
     """What save_tower wrote; StageError for a tensor that is missing, surplus, or of another shape or type."""
     with torch.device("meta"):
-        tower = QueryTower(spec, quantization=quantization)
+        tower = ServedQueryTower(spec, quantization=quantization)
     try:
         tensors = load_file(path)
     except SafetensorError as error:

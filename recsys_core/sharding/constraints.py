@@ -72,7 +72,7 @@ def _check_quantized_comms(config: ShardingConfig, model: ModelSpec) -> None:
 def _check_kinds(name: str, table: TableSpec, wish: TableConstraint) -> None:
     impossible = sorted(set(wish.sharding_types or ()) - set(UNPOOLED_SHARDING_TYPES))
     if table.row_by_row and impossible:
-        way = ", or set tables.user.lookup to bag" if name == "user" else ""
+        way = ", or set tables.user.lookup to pooled" if name == "user" else ""
         raise InputError(
             f"sharding.tables.{name}: {impossible[0]} adds up pooled rows, but the table is looked up row by row; "
             f"choose among {list(UNPOOLED_SHARDING_TYPES)}{way}"

@@ -59,8 +59,8 @@ def lookup_stats_of(
     probability_I = lookup_probability(
         store.item_count,
         draws=batch_size * (1 + mean_history_length(num_train_events_U, model=model, ordered=store.ordered)),
-        negatives=loss.negatives,
-        alpha=loss.negatives_alpha,
+        negatives=loss.num_negatives,
+        alpha=loss.negative_sampling_alpha,
     )
     num_distinct = max(1.0, float(probability_I.sum()))
     list_features = features.features if features is not None else {}
@@ -99,7 +99,7 @@ def mean_history_length(num_train_events_U: NDArray[np.int64], *, model: ModelSp
         growing_U = np.minimum(events_U, longest)
         total_U = growing_U * (growing_U - 1) / 2 + (events_U - growing_U) * longest
     else:
-        others_U = events_U if history.with_target else np.maximum(events_U - 1, 0)
+        others_U = events_U if history.include_target else np.maximum(events_U - 1, 0)
         total_U = events_U * np.minimum(others_U, longest)
     return float(total_U.sum() / max(1.0, events_U.sum()))
 

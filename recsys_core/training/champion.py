@@ -27,7 +27,7 @@ from recsys_core.manifests import (
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec, Side
 from recsys_core.models.table_config import OFFSET
-from recsys_core.models.towers import ItemSide, QuerySide
+from recsys_core.models.towers import CandidateTower, QueryTower
 from recsys_core.training.optimizers import has_sums
 
 
@@ -166,7 +166,7 @@ def architecture(spec: ModelSpec) -> dict[str, object]:
     towers = (("query", config.query, config.query_layers), ("candidate", config.candidate, config.candidate_layers))
     for (name, tower, layers), side in zip(towers, SIDES, strict=True):
         told |= {f"model.{name}.layers": layers}
-        told |= {f"model.{name}.{setting}": getattr(tower, setting) for setting in ("residual", "layer_norm")}
+        told |= {f"model.{name}.{setting}": getattr(tower, setting) for setting in ("skip_connection", "layer_norm")}
         if layers:  # over the inputs side by side: another order would be another model
             told[f"what the {name} tower's layers read"] = tuple(tower_inputs(spec, side))
     return told
@@ -204,7 +204,7 @@ def champion_layers(spec: ModelSpec, *, champion: Champion, dense: Mapping[str, 
 
 def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
-        sides = nn.ModuleDict({"query": QuerySide(spec), "item": ItemSide(spec)})
+        sides = nn.ModuleDict({"query": QueryTower(spec), "item": CandidateTower(spec)})
     return {name: tuple(parameter.shape) for name, parameter in sides.named_parameters()}
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from recsys_core.errors import InputError
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.task import RetrievalHead
-from recsys_core.models.towers import ItemSide, QuerySide, Tower
+from recsys_core.models.towers import MLP, CandidateTower, QueryTower
 from recsys_core.training.config import DenseParallel
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ gives back a hundredth of a GPU's memory, and asks for two all-gathers per layer
 def require_layers(wish: DenseParallel, *, spec: ModelSpec) -> None:
     """InputError where `sharded` is asked for and neither tower has a layer."""
     with torch.device("meta"):
-        modules = _modules(QuerySide(spec), ItemSide(spec))
+        modules = _modules(QueryTower(spec), CandidateTower(spec))
     if wish == "sharded" and not modules:
         raise InputError(
             "training.dense_parallel is sharded, but there is no layer to shard: model.query.layers are "
@@ -61,7 +61,7 @@ def shard_layers(head: RetrievalHead, *, wish: DenseParallel, device: torch.devi
     assert dist.group.WORLD is not None
     mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
     for module in modules:
-        if isinstance(module, Tower):
+        if isinstance(module, MLP):
             for layer in module.layers or ():
                 if isinstance(layer, nn.Linear):
                     fully_shard(layer, mesh=mesh, reshard_after_forward=True)
@@ -72,7 +72,7 @@ def shard_layers(head: RetrievalHead, *, wish: DenseParallel, device: torch.devi
     return {name for name, parameter in head.named_parameters() if isinstance(parameter, DTensor)}
 
 
-def _modules(query: QuerySide, item: ItemSide) -> list[nn.Module]:
+def _modules(query: QueryTower, item: CandidateTower) -> list[nn.Module]:
     """What is sharded: modules that are called, which is when FSDP gathers their parameters, and that have some."""
     return [module for module in (query.tower, item.tower, item.projection) if next(module.parameters(), None) is not None]
 

@@ -89,9 +89,9 @@ def make_loader(job: TrainJob, *, store: EventStore, assembler: Assembler, proce
         world_size=process.world_size,
         seed=job.training.seed,
         max_history=history.length,
-        with_target=history.with_target,
-        negatives=loss.negatives,
-        negative_share_I=negative_share(store.item_count, loss.negatives_alpha) if loss.negatives else None,
+        include_target=history.include_target,
+        negatives=loss.num_negatives,
+        negative_share_I=negative_share(store.item_count, loss.negative_sampling_alpha) if loss.num_negatives else None,
         planned_ranks=job.planned_ranks,
     )
 

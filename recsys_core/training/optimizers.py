@@ -40,18 +40,18 @@ def make_optimizer(model: DistributedModelParallel, *, spec: ModelSpec, config: 
         elif not spec.tables[table].frozen:
             wish = spec.tables[table].settings.optimizer or config.table_optimizer
             made: KeyedOptimizer = KeyedOptimizerWrapper({name: parameter}, lambda p, wish=wish: _replicated(p, wish))
-            if wish.clip is not None:
-                made = GradientClippingOptimizer(made, clipping=GradientClipping.VALUE, max_gradient=wish.clip)
+            if wish.gradient_clip_value is not None:
+                made = GradientClippingOptimizer(made, clipping=GradientClipping.VALUE, max_gradient=wish.gradient_clip_value)
             parts.append((f"{REPLICATED}.{table}", made))
     if dense:
         layers: KeyedOptimizer = KeyedOptimizerWrapper(dense, lambda p: _dense(p, config.dense_optimizer))
-        if config.dense_optimizer.clip is not None:
+        if config.dense_optimizer.gradient_clip_norm is not None:
             # Told which are sharded and over whom; else it takes the norm of what a rank holds, and for them of nothing at all.
             groups = {value: [value.device_mesh.get_group()] for value in dense.values() if isinstance(value, DTensor)}
             layers = GradientClippingOptimizer(
                 layers,
                 clipping=GradientClipping.NORM,
-                max_gradient=config.dense_optimizer.clip,
+                max_gradient=config.dense_optimizer.gradient_clip_norm,
                 enable_global_grad_clip=True,
                 param_to_pgs=groups,
             )

@@ -121,8 +121,8 @@ def _choose_optimizers(lookups: nn.Module, spec: ModelSpec, *, plan: PlanFile, d
         # A frozen table is never stepped; of the optimizers that every device has, SGD alone keeps no state.
         kind, fused, eps = _FUSED["sgd" if table.frozen else wish.kind]
         arguments: dict[str, Any] = {"optimizer": fused, "learning_rate": wish.learning_rate, "eps": eps}
-        if wish.clip is not None:
-            arguments |= {"gradient_clipping": True, "max_gradient": wish.clip}
+        if wish.gradient_clip_value is not None:
+            arguments |= {"gradient_clipping": True, "max_gradient": wish.gradient_clip_value}
         # What TorchRec's apply_optimizer_in_backward leaves for the sharder; called itself, it would first make an optimizer
         # that knows torch's arguments alone, and not FBGEMM's.
         parameter._optimizer_classes = [kind]  # type: ignore[attr-defined]

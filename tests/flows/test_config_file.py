@@ -57,8 +57,8 @@ def test_what_is_left_out_takes_its_default(file: Path) -> None:
         ("model: {max_history: 3}", "model.max_history: unknown key; did you mean model.history?"),
         ("model: {history: {lenght: 3}}", "model.history.lenght: unknown key; did you mean model.history.length?"),
         ("model: {history: {length: 0}}", "model.history: last_item is true, but length is 0; set length"),
-        ("loss: {uniform_negatives: 0}", "loss.uniform_negatives: unknown key; did you mean loss.negatives?"),
-        ("loss: {kind: bce, negatives: 0}", "loss: loss.kind is bce, which needs negatives"),
+        ("loss: {uniform_negatives: 0}", "loss.uniform_negatives: unknown key; did you mean loss.num_negatives?"),
+        ("loss: {kind: bce, num_negatives: 0}", "loss: loss.kind is bce, which needs negatives"),
         ("tables: {item: {dims: 8}}", "tables.item.dims: unknown key; did you mean tables.item.dim?"),
         ("tables: {item.brand: {dims: 8}}", "tables.item.brand.dims: unknown key; did you mean tables.item.brand.dim?"),
         ("tables: {item: {dim: 6}}", "tables.item.dim: Input should be a multiple of 4, but it is 6"),
@@ -252,8 +252,8 @@ UNORDERED = "interactions={paths: x, split: {kind: files, test: y}}"
 
 def test_a_log_without_order_has_neither_a_last_item_nor_a_place_from_the_end(file: Path) -> None:
     no_last = "model.history.last_item=false"
-    assert not load_config(file, [UNORDERED, no_last, "model.history.with_target=true"]).interactions.ordered
-    assert "model.history.with_target is for logs without order" in message(file, "model.history.with_target=true")
+    assert not load_config(file, [UNORDERED, no_last, "model.history.include_target=true"]).interactions.ordered
+    assert "model.history.include_target is for logs without order" in message(file, "model.history.include_target=true")
     said = message(file, UNORDERED, no_last, "model.history.pooling=recency")
     assert "model.history.pooling is recency, but interactions has neither timestamp_column nor order_column" in said
 

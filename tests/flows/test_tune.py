@@ -27,7 +27,7 @@ from tests.flows.tuning import CONFIG
         ("loss.kind: {choices: [bce], low: 1}", "gives choices and low"),
         ("loss.kind: {choices: [softmax, bxe]}", "loss.kind: Input should be 'softmax', 'bce'"),
         ("model.embedding_dim: {low: 16, high: 64}", "model.embedding_dim: Input should be a multiple of 4, but it is 17"),
-        ("loss.negatives: {low: 16, high: 64, step: 0.5}", "loss.negatives: Input should be a valid integer"),
+        ("loss.num_negatives: {low: 16, high: 64, step: 0.5}", "loss.num_negatives: Input should be a valid integer"),
         ("model.user_id: {low: 0, high: 1}", "model.user_id: takes no numbers; give {choices: [...]}"),
         ("tables.brand.dim: {choices: [16, 32]}", "tables.brand: the model has the tables ['item']"),
         ("model.temperature.x: {low: 1, high: 2}", "model.temperature is the value 1.0, not a group of settings"),

@@ -31,7 +31,7 @@ from recsys_core.manifests import (
 )
 from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.towers import QuerySide
+from recsys_core.models.towers import QueryTower
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_indexes
 from recsys_core.serving.config import PackageConfig
@@ -136,7 +136,7 @@ def _build(folder: Path, *, confused: bool) -> Stages:
         spec=spec,
         tables={"item": table},
         history_items=table,
-        dense={f"query.{name}": value for name, value in QuerySide(spec).state_dict().items()},
+        dense={f"query.{name}": value for name, value in QueryTower(spec).state_dict().items()},
     )
     index = build_indexes(IndexConfig(served_kind="flat", nlist=2, pq_m=4), export=export, folder=folder / "index")
     evaluation = evaluate(EvaluationConfig(), export=export, dataset=Dataset(interactions), folder=folder / "evaluation")

@@ -36,7 +36,7 @@ def config(tmp_path: Path) -> Path:
         "interactions": {"paths": log, "timestamp_column": "t", "split": {"kind": "leave_last_out"}},
         "model": {"user_id": True, "history": {"length": 3}},
         "training": {"batch_size": 16},
-        "loss": {"negatives": 4},
+        "loss": {"num_negatives": 4},
     }
     file = tmp_path / "nightly.yaml"
     file.write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML

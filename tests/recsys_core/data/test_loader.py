@@ -96,17 +96,17 @@ def test_over_all_ranks_an_epoch_covers_every_example_at_most_once(
     negatives=st.integers(0, 5),
     max_history=st.integers(0, MAX_HISTORY),
     ordered=st.booleans(),
-    with_target=st.booleans(),
+    include_target=st.booleans(),
 )
 def test_positives_users_and_histories_are_those_of_one_example(
-    log: Users, batch_size: int, negatives: int, max_history: int, ordered: bool, with_target: bool
+    log: Users, batch_size: int, negatives: int, max_history: int, ordered: bool, include_target: bool
 ) -> None:
     counter = iter(range(ITEMS))
     log = [([next(counter) for _ in train], validation, test) for train, validation, test in log]  # an item tells its event
     owner = {item: (row, at) for row, (train, _, _) in enumerate(log) for at, item in enumerate(train)}
     loader = loader_of(
         store_of(log, ordered=ordered),
-        batch_size=batch_size, negatives=negatives, max_history=max_history, with_target=with_target and not ordered,
+        batch_size=batch_size, negatives=negatives, max_history=max_history, include_target=include_target and not ordered,
     )  # fmt: skip
     for batch in (loader.make(0, number) for number in range(len(loader))):
         assert len(batch.candidate_K) == batch.batch_size + negatives
@@ -115,7 +115,7 @@ def test_positives_users_and_histories_are_those_of_one_example(
             row, at = owner[item]
             train = log[row][0]
             before = train[max(0, at - max_history) : at] if max_history else []
-            around = train[at : at + with_target] + train[at + 1 :] + train[:at]
+            around = train[at : at + include_target] + train[at + 1 :] + train[:at]
             assert user.tolist() == [row]
             assert history == (before if ordered else around[:max_history])
 

@@ -22,7 +22,7 @@ def towers(**settings: Any) -> TwoTowerConfig:
 def test_left_out_layers_are_one_as_wide_as_the_items_for_the_query_and_none_for_the_candidate() -> None:
     config = towers()
     assert (config.query_layers, config.candidate_layers, config.output_dim) == ((8,), (), 8)
-    config = towers(candidate={"layers": (16, 12)}, query={"residual": False})
+    config = towers(candidate={"layers": (16, 12)}, query={"skip_connection": False})
     assert (config.query_layers, config.candidate_layers, config.output_dim) == ((12,), (16, 12), 12)
     assert towers(query={"layers": ()}).query_layers == ()
 
@@ -30,7 +30,7 @@ def test_left_out_layers_are_one_as_wide_as_the_items_for_the_query_and_none_for
 def test_a_history_is_as_wide_as_what_stands_for_an_item_in_it() -> None:
     wide = {"candidate": {"layers": (12,)}, "query": {}}
     assert towers(**wide).history_dim == 8
-    assert towers(**wide, history={"items": "vector"}).history_dim == 12
+    assert towers(**wide, history={"item_representation": "candidate_tower"}).history_dim == 12
 
 
 def test_a_last_item_without_a_history_is_refused() -> None:
@@ -39,16 +39,16 @@ def test_a_last_item_without_a_history_is_refused() -> None:
 
 
 @pytest.mark.parametrize("tower", ["query", "candidate"])
-def test_a_residual_tower_has_to_end_in_the_width_of_the_sum(tower: str) -> None:
+def test_a_tower_with_a_skip_connection_has_to_end_in_embedding_dim(tower: str) -> None:
     ends = {"query": {"layers": (16, 12)}, "candidate": {"layers": (16, 12)}}
     assert towers(**ends).output_dim == 12
-    ends[tower] = {"layers": (16, 12), "residual": True}
+    ends[tower] = {"layers": (16, 12), "skip_connection": True}
     with refuses(
-        f"{tower}.residual adds 8 numbers (embedding_dim) to the 12 of the last layer; end {tower}.layers in 8, "
-        "or set residual to false"
+        f"{tower}.skip_connection adds 8 numbers (embedding_dim) to the 12 of the last layer; end {tower}.layers in 8, "
+        "or set skip_connection to false"
     ):
         towers(**ends)
-    assert towers(**{name: {"layers": (16, 8), "residual": True} for name in ends}).output_dim == 8
+    assert towers(**{name: {"layers": (16, 8), "skip_connection": True} for name in ends}).output_dim == 8
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_a_residual_tower_has_to_end_in_the_width_of_the_sum(tower: str) -> None
 )
 def test_towers_of_different_width_are_refused(query: Any, candidate: Any, widths: tuple[int, int]) -> None:
     with refuses(
-        f"the towers do not meet: query.layers end in {widths[0]}, candidate.layers in {widths[1]}; "
-        "give both the same last size, or leave query.layers out"
+        f"the towers have different output widths: query.layers end in {widths[0]}, candidate.layers in {widths[1]}; "
+        "give both the same last width, or leave query.layers out"
     ):
         towers(query={"layers": query}, candidate={"layers": candidate})
 
@@ -66,41 +66,46 @@ def test_towers_of_different_width_are_refused(query: Any, candidate: Any, width
 @given(
     dim=st.sampled_from([4, 8, 64]),
     candidate=st.none() | st.lists(st.integers(1, 99), max_size=3).map(tuple),
-    residual=st.booleans(),
+    skip_connection=st.booleans(),
 )
 def test_the_default_query_tower_meets_every_candidate_tower_it_is_accepted_with(
-    dim: int, candidate: tuple[int, ...] | None, residual: bool
+    dim: int, candidate: tuple[int, ...] | None, skip_connection: bool
 ) -> None:
     try:
         config = TwoTowerConfig(
-            embedding_dim=dim, query=TowerConfig(residual=residual), candidate=TowerConfig(layers=candidate)
+            embedding_dim=dim, query=TowerConfig(skip_connection=skip_connection), candidate=TowerConfig(layers=candidate)
         )
     except ValidationError as error:
-        assert residual and candidate and candidate[-1] != dim, error
+        assert skip_connection and candidate and candidate[-1] != dim, error
     else:
         assert config.query_layers == (config.output_dim,)
 
 
 @pytest.mark.parametrize("kind", ["bce", "bpr", "cosine_contrastive"])
 def test_losses_of_pairs_need_negatives_drawn_or_of_the_batch(kind: Any) -> None:
-    assert LossConfig(kind=kind, negatives=1).uses_batch is False
-    assert LossConfig(kind=kind, negatives=0, in_batch=True).uses_batch is True
-    for settings in ({}, {"in_batch": False}):
-        with refuses(f"loss.kind is {kind}, which needs negatives, but negatives is 0 and in_batch is not true; set negatives"):
-            LossConfig(kind=kind, negatives=0, **settings)
+    assert LossConfig(kind=kind, num_negatives=1).uses_in_batch_negatives is False
+    assert LossConfig(kind=kind, num_negatives=0, in_batch_negatives=True).uses_in_batch_negatives is True
+    for settings in ({}, {"in_batch_negatives": False}):
+        with refuses(
+            f"loss.kind is {kind}, which needs negatives, but num_negatives is 0 and in_batch_negatives is not true; "
+            "set num_negatives"
+        ):
+            LossConfig(kind=kind, num_negatives=0, **settings)
 
 
 def test_a_softmax_has_the_negatives_of_its_batch_unless_told_otherwise() -> None:
-    assert LossConfig(negatives=0).uses_batch is True
-    assert LossConfig(in_batch=False).uses_batch is False
+    assert LossConfig(num_negatives=0).uses_in_batch_negatives is True
+    assert LossConfig(in_batch_negatives=False).uses_in_batch_negatives is False
     with refuses("loss.kind is softmax, which needs negatives"):
-        LossConfig(in_batch=False, negatives=0)
+        LossConfig(in_batch_negatives=False, num_negatives=0)
 
 
 def test_candidates_that_no_batch_has_cannot_be_shared_between_ranks() -> None:
-    assert LossConfig(all_ranks=True).uses_batch
-    with refuses("loss.all_ranks shares in-batch candidates, but loss.kind bpr has none; set in_batch to true"):
-        LossConfig(kind="bpr", all_ranks=True)
+    assert LossConfig(cross_rank_negatives=True).uses_in_batch_negatives
+    with refuses(
+        "loss.cross_rank_negatives shares in-batch candidates, but loss.kind bpr has none; set in_batch_negatives to true"
+    ):
+        LossConfig(kind="bpr", cross_rank_negatives=True)
 
 
 @given(
@@ -112,7 +117,7 @@ def test_candidates_that_no_batch_has_cannot_be_shared_between_ranks() -> None:
 def test_a_schedule_rises_to_the_full_rate_and_never_rises_again(
     warmup: int, total: int, decay: Any, data: st.DataObject
 ) -> None:
-    schedule = Schedule(learning_rate=1.0, warmup_steps=warmup, decay=decay)
+    schedule = Schedule(learning_rate=1.0, warmup_steps=warmup, lr_decay=decay)
     step = data.draw(st.integers(0, total - 1))
     here, after = (schedule.scale(at, total_steps=total) for at in (step, step + 1))
     assert 0 < here <= 1

@@ -93,7 +93,7 @@ def slow(spec: ModelSpec, table: str, weight_RW: Tensor, store: FeatureStore, ow
     sums=st.sets(st.sampled_from(POOLED)),
     frozen=st.sets(st.sampled_from([f"{side}.{form}" for side in SIDES for form in FORMS])),
     wide=st.sets(st.sampled_from(["item", "user", "item.list", "user.number"])),
-    user_lookup=st.sampled_from(["row", "bag"]),
+    user_lookup=st.sampled_from(["unpooled", "pooled"]),
     seed=st.integers(0, 30),
 )
 def test_every_table_gives_the_weighted_sum_or_mean_of_its_rows(

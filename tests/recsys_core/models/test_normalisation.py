@@ -72,7 +72,7 @@ def gradients(task: RetrievalTask, batch: Batch) -> dict[str, Tensor]:
 @pytest.mark.parametrize("items", ["embedding", "vector"])
 def test_no_gradient_is_larger_than_the_loss_warrants(similarity: str, pooling: str, items: str) -> None:
     history = {"pooling": pooling, "items": items, "length": 4, "item_dropout": 0.5}
-    task = fresh({"history": history, "similarity": similarity}, loss={"negatives": 4})
+    task = fresh({"history": history, "similarity": similarity}, loss={"num_negatives": 4})
     floor = NORM / math.sqrt(4) if similarity == "cosine" else 1.0
     for histories in (EMPTY, [[0, 3], [3], []], [[1, 4], [], [8, 8, 3]]):
         found = gradients(task, batch_of(histories=histories))
@@ -86,7 +86,7 @@ def test_no_gradient_is_larger_than_the_loss_warrants(similarity: str, pooling: 
 
 @SIMILARITIES
 def test_users_without_history_or_row_do_not_spoil_what_adam_remembers(similarity: str) -> None:
-    task = fresh({"similarity": similarity}, loss={"negatives": 4})
+    task = fresh({"similarity": similarity}, loss={"num_negatives": 4})
     optimizer = torch.optim.AdamW(task.head.parameters(), lr=1e-3)
     moments = []
     for histories in (EMPTY, [[1, 4], [2], [8, 8, 3]]):
@@ -98,7 +98,7 @@ def test_users_without_history_or_row_do_not_spoil_what_adam_remembers(similarit
 
 @SIMILARITIES
 def test_one_step_of_sgd_leaves_the_layers_of_their_own_size(similarity: str) -> None:
-    task = fresh({"similarity": similarity}, loss={"negatives": 4})
+    task = fresh({"similarity": similarity}, loss={"num_negatives": 4})
     optimizer = torch.optim.SGD(task.head.parameters(), lr=1e-3)
     gradients(task, batch_of(histories=EMPTY))
     optimizer.step()
@@ -107,7 +107,7 @@ def test_one_step_of_sgd_leaves_the_layers_of_their_own_size(similarity: str) ->
 
 
 def test_a_user_without_a_history_learns_a_start() -> None:
-    task = fresh({"history": {"length": 4}}, loss={"negatives": 4})
+    task = fresh({"history": {"length": 4}}, loss={"num_negatives": 4})
     optimizer = torch.optim.AdamW(task.head.parameters(), lr=0.01)
     losses = []
     for _ in range(60):
@@ -120,7 +120,7 @@ def test_a_user_without_a_history_learns_a_start() -> None:
 
 @SIMILARITIES
 def test_rows_of_zeros_learn_as_fast_as_random_ones(similarity: str) -> None:
-    task = fresh({"similarity": similarity}, loss={"negatives": 4, "mask": "positive"})
+    task = fresh({"similarity": similarity}, loss={"num_negatives": 4, "mask_negatives": "positive"})
     items = weight_of(task, "item")
     optimizer = RowWiseAdagrad([items], lr=0.01, eps=1e-8)
     path = torch.zeros(ITEMS)

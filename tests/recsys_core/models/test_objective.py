@@ -88,24 +88,24 @@ def slow(case: Case, loss: LossConfig) -> float:
     query_BO, candidate_KO = case.vectors()
     score_BK = (query_BO @ candidate_KO.T).tolist()
     size, rows = len(case.histories), case.candidates
-    positives, drawn = size if loss.uses_batch else 0, len(rows) - size
-    share, drawn_share = COUNTS / COUNTS.sum(), negative_share(COUNTS, loss.negatives_alpha)
+    positives, drawn = size if loss.uses_in_batch_negatives else 0, len(rows) - size
+    share, drawn_share = COUNTS / COUNTS.sum(), negative_share(COUNTS, loss.negative_sampling_alpha)
 
     def log_q(row: int) -> float:
-        if loss.logq == "none":
+        if loss.logq_correction == "none":
             return 0.0
         return math.log(max(positives * share[row] + drawn * drawn_share[row], float(np.finfo(np.float32).tiny)))
 
     total = 0.0
     for b, history in enumerate(case.histories):
-        hidden = {"none": set(), "positive": {rows[b]}, "seen": {rows[b], *history}}[loss.mask]
-        columns = [k for k in range(0 if loss.uses_batch else size, len(rows)) if k != b and rows[k] not in hidden]
+        hidden = {"none": set(), "positive": {rows[b]}, "seen": {rows[b], *history}}[loss.mask_negatives]
+        columns = [k for k in range(0 if loss.uses_in_batch_negatives else size, len(rows)) if k != b and rows[k] not in hidden]
         weight = 1.0 if case.weights is None else case.weights[b]
         found = one_loss(
             loss,
             score_BK[b][b],
             [score_BK[b][k] for k in columns],
-            log_q_positive=log_q(rows[b]) if loss.mask == "none" else 0.0,
+            log_q_positive=log_q(rows[b]) if loss.mask_negatives == "none" else 0.0,
             log_q_columns=[log_q(rows[k]) for k in columns],
         )
         total += weight * found
@@ -137,16 +137,22 @@ def one_loss(
 @given(
     case=cases(),
     kind=st.sampled_from(KINDS),
-    in_batch=st.sampled_from([None, True, False]),
+    in_batch_negatives=st.sampled_from([None, True, False]),
     mask=st.sampled_from(["none", "positive", "seen"]),
-    logq=st.sampled_from(["counts", "none"]),
+    logq_correction=st.sampled_from(["counts", "none"]),
     alpha=st.sampled_from([0.0, 0.75]),
 )
 def test_every_loss_is_what_a_loop_over_queries_and_columns_gives(
-    case: Case, kind: Any, in_batch: bool | None, mask: Any, logq: Any, alpha: float
+    case: Case, kind: Any, in_batch_negatives: bool | None, mask: Any, logq_correction: Any, alpha: float
 ) -> None:
     loss = LossConfig(
-        kind=kind, in_batch=in_batch, mask=mask, logq=logq, negatives_alpha=alpha, margin=0.1, negative_weight=3.0
+        kind=kind,
+        in_batch_negatives=in_batch_negatives,
+        mask_negatives=mask,
+        logq_correction=logq_correction,
+        negative_sampling_alpha=alpha,
+        margin=0.1,
+        negative_weight=3.0,
     )
     assert value_of(case, loss) == pytest.approx(slow(case, loss), rel=1e-4, abs=1e-5)
 
@@ -154,7 +160,7 @@ def test_every_loss_is_what_a_loop_over_queries_and_columns_gives(
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_drawn_candidates_the_batch_alone_has_the_negatives(kind: Any) -> None:
     case = Case(histories=[[0], [3], []], candidates=[4, 6, 0], weights=None, seed=1)
-    loss = LossConfig(kind=kind, in_batch=True, negatives=0, margin=-1.0)
+    loss = LossConfig(kind=kind, in_batch_negatives=True, num_negatives=0, margin=-1.0)
     if kind == "softmax":  # nothing is drawn, so the expected counts are those of the batch
         share = COUNTS / COUNTS.sum()
         query_BO, candidate_KO = case.vectors()
@@ -167,11 +173,11 @@ def test_without_drawn_candidates_the_batch_alone_has_the_negatives(kind: Any) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("in_batch", [True, False])
-def test_a_query_without_a_negative_left_has_a_finite_loss_and_gradient(kind: Any, in_batch: bool) -> None:
+@pytest.mark.parametrize("in_batch_negatives", [True, False])
+def test_a_query_without_a_negative_left_has_a_finite_loss_and_gradient(kind: Any, in_batch_negatives: bool) -> None:
     case = Case(histories=[[3, 1], [1]], candidates=[3, 3, 1, 3], weights=None, seed=2)
     query_BO, candidate_KO = (vectors.requires_grad_() for vectors in case.vectors())
-    loss = LossConfig(kind=kind, in_batch=in_batch, mask="seen")
+    loss = LossConfig(kind=kind, in_batch_negatives=in_batch_negatives, mask_negatives="seen")
     value = objective_of(loss)(query_BO, candidate_KO, batch=case.batch(), teacher_KT=None)
     value.backward()
     assert value.isfinite() and query_BO.grad is not None and query_BO.grad.isfinite().all()
@@ -179,7 +185,7 @@ def test_a_query_without_a_negative_left_has_a_finite_loss_and_gradient(kind: An
 
 def test_a_masked_column_has_no_gradient() -> None:
     for mask, pushed in (("none", [1, 3, 6]), ("positive", [1, 3, 6]), ("seen", [3, 6])):
-        loss = LossConfig(in_batch=False, mask=mask)  # of item 4 in candidates 4; 1, 3 and 6 are drawn
+        loss = LossConfig(in_batch_negatives=False, mask_negatives=mask)  # of item 4 in candidates 4; 1, 3 and 6 are drawn
         case = Case(histories=[[0, 1]], candidates=[4, 1, 3, 6], weights=None, seed=5)
         query_BO, candidate_KO = case.vectors()
         candidate_KO.requires_grad_()
@@ -205,7 +211,7 @@ def test_a_learned_temperature_starts_at_the_fixed_one_and_has_a_gradient() -> N
 
 
 def test_streamed_shares_stand_in_for_the_counts() -> None:
-    loss = LossConfig(logq="streaming", mask="positive")
+    loss = LossConfig(logq_correction="streaming", mask_negatives="positive")
     objective = objective_of(loss)
     by_hand = StreamingFrequency(ITEMS, rate=FREQUENCY_RATE)
     query_BO, candidate_KO = CASE.vectors()
@@ -226,12 +232,14 @@ def test_streamed_shares_stand_in_for_the_counts() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("logq", ["counts", "streaming", "none"])
+@pytest.mark.parametrize("logq_correction", ["counts", "streaming", "none"])
 @pytest.mark.parametrize("mask", ["none", "positive"])
-def test_no_step_reads_a_number_of_the_accelerator(kind: Any, logq: Any, mask: Any) -> None:
+def test_no_step_reads_a_number_of_the_accelerator(kind: Any, logq_correction: Any, mask: Any) -> None:
     """On the meta device there is no number to read: an attempt raises."""
     meta = torch.device("meta")
-    objective = objective_of(LossConfig(kind=kind, logq=logq, mask=mask), learn_temperature=True).to(meta)
+    objective = objective_of(
+        LossConfig(kind=kind, logq_correction=logq_correction, mask_negatives=mask), learn_temperature=True
+    ).to(meta)
     query_BO, candidate_KO = (vectors.to(meta) for vectors in CASE.vectors())
     for _ in range(2):
         assert objective(query_BO, candidate_KO, batch=CASE.batch().to(meta), teacher_KT=None).shape == ()
@@ -242,7 +250,7 @@ def test_no_step_reads_a_number_of_the_accelerator(kind: Any, logq: Any, mask: A
 def test_a_positive_is_scored_as_precisely_as_the_same_item_among_the_negatives(seed: int) -> None:
     case = Case(histories=[[]], candidates=[4, 4], weights=None, seed=seed)  # drawn once more, and not masked
     with torch.autocast("cpu", torch.bfloat16):
-        value = value_of(case, LossConfig(kind="bpr", in_batch=False, mask="none"), temperature=0.01)
+        value = value_of(case, LossConfig(kind="bpr", in_batch_negatives=False, mask_negatives="none"), temperature=0.01)
     assert value == pytest.approx(math.log(2), abs=1e-6)  # a tie
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from recsys_core.errors import InputError
 from recsys_core.models.config import HistoryConfig, TwoTowerConfig
 from recsys_core.models.optimizer_config import TableOptimizer
-from recsys_core.models.spec import ModelSpec, TableSpec
-from recsys_core.models.table_config import TableConfig, require_width
+from recsys_core.models.spec import ModelSpec, TableSpec, require_width
+from recsys_core.models.table_config import TableConfig
 from tests.recsys_core.data.described import FORMS, ROWS, SIDES, facts
 from tests.recsys_core.models.refused import refuses
 
@@ -46,7 +46,7 @@ def shapes(spec: ModelSpec) -> dict[str, tuple[int, int, str]]:
 def test_a_plain_model_has_one_table_of_items_and_one_of_users_where_wished() -> None:
     assert shapes(sized()) == {"item": (5, DIM, "rows_8")}
     assert shapes(sized(user_id=True)) == {"item": (5, DIM, "rows_8"), "user": (7, DIM, "rows_8")}
-    assert shapes(sized(user_id=True, tables={"user": {"lookup": "bag"}}))["user"] == (7, DIM, "query")
+    assert shapes(sized(user_id=True, tables={"user": {"lookup": "pooled"}}))["user"] == (7, DIM, "query")
 
 
 def test_each_feature_has_a_table_whose_collection_tells_side_and_weights() -> None:

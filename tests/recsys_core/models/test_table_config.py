@@ -47,14 +47,14 @@ def test_a_schedule_that_goes_back_or_stands_still_is_refused(steps: list[tuple[
         back = (data.draw(st.integers(1, epoch)), min(1.0, share + 0.5))
     else:
         back = (epoch + 1, data.draw(st.floats(0, share)))
-    with refuses("unfreeze goes back: epoch "):
+    with refuses("unfreeze does not rise: epoch "):
         gradual(*steps[: at + 1], back)
 
 
 def test_the_refusal_names_both_steps_and_why() -> None:
     with refuses(
-        "unfreeze goes back: epoch 3 share 0.5 is followed by epoch 5 share 0.25; both have to rise, for a row that was "
-        "trained cannot be frozen as it was"
+        "unfreeze does not rise: epoch 3 share 0.5 is followed by epoch 5 share 0.25; make both rise, because a trained "
+        "row cannot be frozen again"
     ):
         gradual((3, 0.5), (5, 0.25))
 
@@ -63,7 +63,7 @@ def test_a_gradual_table_needs_a_schedule_and_no_other_takes_one() -> None:
     with refuses("transfer is gradual, but unfreeze is empty; give it steps such as {epoch: 2, share: 0.25}"):
         gradual()
     for transfer in ("full", "frozen", "residual"):
-        with refuses(f"unfreeze is given, but transfer is {transfer}; set transfer to gradual, or leave unfreeze out"):
+        with refuses(f"unfreeze is not empty, but transfer is {transfer}; set transfer to gradual, or leave unfreeze out"):
             TableConfig.model_validate({"transfer": transfer, "unfreeze": [{"epoch": 1, "share": 1}]})
 
 

@@ -107,12 +107,23 @@ def test_a_plain_dot_product_of_embeddings_is_a_config() -> None:
 
 
 def test_a_matrix_factorisation_with_a_sampled_softmax_is_a_config() -> None:
-    task = task_of(PLAIN, loss={"in_batch": False, "negatives": 4, "negatives_alpha": 0.5, "mask": "none", "logq": "none"})
+    task = task_of(
+        PLAIN,
+        loss={
+            "in_batch_negatives": False,
+            "num_negatives": 4,
+            "negative_sampling_alpha": 0.5,
+            "mask_negatives": "none",
+            "logq_correction": "none",
+        },
+    )
     users, items = weight_of(task, "user"), weight_of(task, "item")
     logits = users[USER] @ items[CANDIDATES].T
     columns = torch.cat([logits.diag()[:, None], logits[:, 3:]], dim=1)
     torch.testing.assert_close(task(batch_of())[0], cross_entropy(columns, torch.zeros(3, dtype=torch.int64)))
-    corrected = task_of(PLAIN, loss={"in_batch": False, "negatives": 4, "negatives_alpha": 0.5, "mask": "none"})
+    corrected = task_of(
+        PLAIN, loss={"in_batch_negatives": False, "num_negatives": 4, "negative_sampling_alpha": 0.5, "mask_negatives": "none"}
+    )
     log_q = torch.from_numpy(4 * negative_share(COUNTS, 0.5)).float().log()
     own = log_q[CANDIDATES[:3]][:, None]
     columns = columns - torch.cat([own, log_q[CANDIDATES[3:]].expand(3, -1)], dim=1)
@@ -123,7 +134,7 @@ def test_simplex_is_a_config() -> None:
     """Mao et al., "SimpleX", CIKM 2021: user row plus mean of the history, cosine, one positive against hard negatives."""
     task = task_of(
         {"user_id": True, "history": {"pooling": "mean", "last_item": False}, "query": {"layers": []}},
-        loss={"kind": "cosine_contrastive", "margin": 0.1, "negative_weight": 3.0, "mask": "none"},
+        loss={"kind": "cosine_contrastive", "margin": 0.1, "negative_weight": 3.0, "mask_negatives": "none"},
     )
     users, items = weight_of(task, "user"), weight_of(task, "item")
     start = task.head.query.pooling.start
@@ -136,7 +147,11 @@ def test_simplex_is_a_config() -> None:
 
 
 def test_a_history_of_vectors_holds_what_the_candidate_tower_gives() -> None:
-    config = {"history": {"items": "vector", "last_item": False}, "candidate": {"layers": [6]}, "query": {"layers": [6]}}
+    config = {
+        "history": {"item_representation": "candidate_tower", "last_item": False},
+        "candidate": {"layers": [6]},
+        "query": {"layers": [6]},
+    }
     task = task_of(config)
     stands, vectors = task.eval().encode_items(Assembler(user=None).items(np.arange(ITEMS)))
     assert stands.shape == (ITEMS, 6) and torch.equal(stands, vectors)
@@ -155,7 +170,9 @@ def test_encoding_is_what_the_loss_compares() -> None:
     config = {"user_id": True, "candidate": {"layers": [5]}, "query": {"layers": [7, 5]}}
     for items in ("embedding", "vector"):
         task = task_of(
-            config | {"history": {"items": items}}, features=keys, loss={"kind": "bce", "in_batch": True, "mask": "none"}
+            config | {"history": {"items": items}},
+            features=keys,
+            loss={"kind": "bce", "in_batch_negatives": True, "mask_negatives": "none"},
         ).eval()
         query_BO = task.encode_queries(batch_of([], features=store))
         candidate_KO = task.encode_items(Assembler(user=ROWS, features=store).items(np.arange(ITEMS)))[1][CANDIDATES]
@@ -257,7 +274,7 @@ def test_items_and_features_of_several_widths_meet_in_one_model() -> None:
 
 
 def test_autocast_leaves_the_loss_close_and_in_full_precision() -> None:
-    task = task_of({"user_id": True, "query": {"layers": [8, 4], "residual": False}})
+    task = task_of({"user_id": True, "query": {"layers": [8, 4], "skip_connection": False}})
     full = task(batch_of())[0]
     task.head.bf16 = True
     half = task(batch_of())[0]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from recsys_core.models.config import TowerConfig, TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import OFFSET, TableConfig
-from recsys_core.models.towers import ItemSide, QuerySide, Tower
+from recsys_core.models.towers import MLP, CandidateTower, QueryTower
 
 NO_HISTORY = {"length": 0, "last_item": False}
 NOTHING = (torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
@@ -22,14 +22,14 @@ def spec(*, tables: dict[str, TableConfig] | None = None, vectors: dict[str, int
     return ModelSpec.sized(model, users=7, items=5, tables=tables, vector_dims=vectors)
 
 
-def residual(**item: Any) -> ItemSide:
+def residual(**item: Any) -> CandidateTower:
     settings_of = TableConfig(transfer="residual", **item)
-    return ItemSide(spec(tables={"item": settings_of}, vectors={"item": item.get("dim", 4)}, similarity="dot"))
+    return CandidateTower(spec(tables={"item": settings_of}, vectors={"item": item.get("dim", 4)}, similarity="dot"))
 
 
 def test_the_last_layer_has_no_activation_so_vectors_point_anywhere() -> None:
     torch.manual_seed(0)
-    side = ItemSide(spec(query={"layers": (8, 4)}, candidate={"layers": (8, 4)}, similarity="dot"))
+    side = CandidateTower(spec(query={"layers": (8, 4)}, candidate={"layers": (8, 4)}, similarity="dot"))
     vectors = side(10 * torch.randn(64, 4), features={})
     assert ((vectors < 0).any(dim=0) & (vectors > 0).any(dim=0)).all()
 
@@ -37,21 +37,21 @@ def test_the_last_layer_has_no_activation_so_vectors_point_anywhere() -> None:
 def test_cosine_vectors_have_unit_length_and_dot_vectors_are_left_as_they_are() -> None:
     items, users = torch.randn(3, 4), torch.randn(2, 4)
     cosine = spec(user_id=True, history=NO_HISTORY, query={"layers": ()})
-    torch.testing.assert_close(ItemSide(cosine)(items, features={}).norm(dim=1), torch.ones(3))
-    torch.testing.assert_close(QuerySide(cosine)(*NOTHING, features={"user": users}).norm(dim=1), torch.ones(2))
+    torch.testing.assert_close(CandidateTower(cosine)(items, features={}).norm(dim=1), torch.ones(3))
+    torch.testing.assert_close(QueryTower(cosine)(*NOTHING, features={"user": users}).norm(dim=1), torch.ones(2))
     dot = spec(user_id=True, history=NO_HISTORY, query={"layers": ()}, similarity="dot")
-    assert torch.equal(ItemSide(dot)(items, features={}), items)
-    assert torch.equal(QuerySide(dot)(*NOTHING, features={"user": users}), users)
+    assert torch.equal(CandidateTower(dot)(items, features={}), items)
+    assert torch.equal(QueryTower(dot)(*NOTHING, features={"user": users}), users)
 
 
 def test_a_plain_dot_product_of_user_and_item_rows_has_no_other_parameter() -> None:
     plain = spec(user_id=True, history=NO_HISTORY, query={"layers": ()}, similarity="dot")
-    assert not list(QuerySide(plain).parameters()) and not list(ItemSide(plain).parameters())
+    assert not list(QueryTower(plain).parameters()) and not list(CandidateTower(plain).parameters())
 
 
 def test_a_query_is_the_sum_of_its_history_its_last_item_and_its_row() -> None:
     items = torch.tensor([[1.0, 0, 0, 0], [0, 2.0, 0, 0]])
-    side = QuerySide(spec(user_id=True, query={"layers": ()}, similarity="dot"))
+    side = QueryTower(spec(user_id=True, query={"layers": ()}, similarity="dot"))
     users = torch.tensor([[0.0, 0, 0, 5], [0, 0, 0, 7]])
     found = side(items, torch.tensor([0, 1]), torch.tensor([0, 2, 2]), features={"user": users})
     # The mean of both items, the second one again, the user.
@@ -62,7 +62,7 @@ def test_a_query_is_the_sum_of_its_history_its_last_item_and_its_row() -> None:
 
 def test_a_tower_that_adds_its_layers_to_the_sum_starts_from_the_plain_sum() -> None:
     torch.manual_seed(0)
-    tower = Tower(TowerConfig(residual=True), layers=(16, 4), widths=(4, 4), dim=4)
+    tower = MLP(TowerConfig(skip_connection=True), layers=(16, 4), widths=(4, 4), dim=4)
     one, other = torch.randn(5, 4), torch.randn(5, 4)
     assert torch.equal(tower([one, other]), one + other)
     tower([one, other]).square().sum().backward()
@@ -70,7 +70,7 @@ def test_a_tower_that_adds_its_layers_to_the_sum_starts_from_the_plain_sum() -> 
 
 
 def test_features_of_another_width_are_projected_and_those_of_this_width_are_not() -> None:
-    tower = Tower(TowerConfig(), layers=(), widths=(4, 6), dim=4)
+    tower = MLP(TowerConfig(), layers=(), widths=(4, 6), dim=4)
     plain, wide = torch.randn(3, 4), torch.randn(3, 6)
     (projection,) = tower.parameters()
     assert projection.shape == (4, 6)
@@ -78,7 +78,7 @@ def test_features_of_another_width_are_projected_and_those_of_this_width_are_not
 
 
 def test_layers_read_the_features_side_by_side_in_order() -> None:
-    tower = Tower(TowerConfig(), layers=(3,), widths=(4, 2), dim=4)
+    tower = MLP(TowerConfig(), layers=(3,), widths=(4, 2), dim=4)
     (layer,) = tower.layers
     one, other = torch.randn(5, 4), torch.randn(5, 2)
     torch.testing.assert_close(tower([one, other]), layer(torch.cat([one, other], dim=1)))
@@ -87,14 +87,14 @@ def test_layers_read_the_features_side_by_side_in_order() -> None:
 
 def test_between_layers_stand_norm_activation_and_dropout_and_none_after_the_last() -> None:
     config = TowerConfig(layer_norm=True, hidden_dropout=0.5)
-    tower = Tower(config, layers=(8, 6, 4), widths=(4,), dim=4)
+    tower = MLP(config, layers=(8, 6, 4), widths=(4,), dim=4)
     kinds = [type(module).__name__ for module in tower.layers]
     assert kinds == ["Linear", "LayerNorm", "ReLU", "Dropout"] * 2 + ["Linear"]
 
 
 def test_dropout_is_for_training_alone() -> None:
     torch.manual_seed(0)
-    tower = Tower(TowerConfig(dropout=0.5), layers=(), widths=(4,), dim=4)
+    tower = MLP(TowerConfig(dropout=0.5), layers=(), widths=(4,), dim=4)
     features = torch.ones(200, 4)
     assert set(tower([features]).unique().tolist()) == {0.0, 2.0}
     assert torch.equal(tower.eval()([features]), features)
@@ -136,11 +136,11 @@ def test_a_query_does_not_depend_on_the_others_of_its_batch(
     lengths: list[int], pooling: Any, layers: Any, similarity: Any, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    side = QuerySide(
+    side = QueryTower(
         spec(
             user_id=True,
             history={"length": 4, "pooling": pooling},
-            query={"layers": layers, "residual": True},
+            query={"layers": layers, "skip_connection": True},
             similarity=similarity,
         )
     )

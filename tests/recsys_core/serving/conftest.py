@@ -13,7 +13,7 @@ from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.manifests import Dataset, PackageManifest
 from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.towers import ItemSide, QuerySide
+from recsys_core.models.towers import CandidateTower, QueryTower
 from recsys_core.retrieval.config import IndexConfig, IndexKind
 from recsys_core.retrieval.index import build_indexes
 from recsys_core.serving.config import PackageConfig
@@ -61,7 +61,7 @@ class World:
             name: random.normal(0, 0.3, (table.rows, table.dim)).astype(np.float32)
             for name, table in sorted(self.spec.tables.items())
         }
-        self.towers = nn.ModuleDict({"query": QuerySide(self.spec), "item": ItemSide(self.spec)}).eval()
+        self.towers = nn.ModuleDict({"query": QueryTower(self.spec), "item": CandidateTower(self.spec)}).eval()
         for name, parameter in self.towers.named_parameters():
             if "recency" in name or "attention" in name:
                 nn.init.normal_(parameter)
@@ -72,7 +72,7 @@ class World:
         with torch.no_grad():
             item_ID = self.towers["item"].embed({"item": torch.from_numpy(self.tables["item"])})
             self.item_vectors = self.towers["item"](item_ID, features={}).numpy()
-        self.history_items = self.item_vectors if config.history.items == "vector" else item_ID.numpy()
+        self.history_items = self.item_vectors if config.history.item_representation == "candidate_tower" else item_ID.numpy()
 
     @property
     def log(self) -> list[list[int]]:

@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_core.data.jagged import Lists
 from recsys_core.errors import StageError
-from recsys_core.serving.quantise import Int8Rows, QueryTower, build_tower, load_tower, save_tower
+from recsys_core.serving.quantise import Int8Rows, ServedQueryTower, build_tower, load_tower, save_tower
 from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEMS, USER_FEATURES, USERS, World, config_of
 
 EMBEDDING_BAG = EmbeddingBagConfig(name="t", num_embeddings=500, embedding_dim=12, feature_names=["f"])
@@ -25,7 +25,7 @@ SHAPES = {
     "history without last item, dot": {"history": {"last_item": False}, "similarity": "dot"},
     "no layers": {"layers": ()},
     "recency": {"history": {"pooling": "recency"}},
-    "attention over vectors": {"history": {"pooling": "attention", "items": "vector"}},
+    "attention over vectors": {"history": {"pooling": "attention", "item_representation": "candidate_tower"}},
     "features of user and event": {"user_id": True, "features": (*USER_FEATURES, *CONTEXT_FEATURES)},
 }
 
@@ -34,7 +34,7 @@ def _world(*, features: tuple[str, ...] = (), **model: object) -> World:
     return World(config_of(**model), features=features)  # type: ignore[arg-type]
 
 
-def _tower(world: World, quantization: str) -> QueryTower:
+def _tower(world: World, quantization: str) -> ServedQueryTower:
     return build_tower(
         world.spec,
         history_items=world.history_items,

@@ -12,7 +12,7 @@ from recsys_core.sharding.config import ClusterConfig, QuantizedCommsConfig, Sha
 from recsys_core.sharding.planner import make_plan
 
 SPEC = ModelSpec.sized(TwoTowerConfig(user_id=True), users=1000, items=500)
-POOLED = ModelSpec.sized(TwoTowerConfig(user_id=True), users=1000, items=500, tables={"user": TableConfig(lookup="bag")})
+POOLED = ModelSpec.sized(TwoTowerConfig(user_id=True), users=1000, items=500, tables={"user": TableConfig(lookup="pooled")})
 """Users in bags."""
 
 
@@ -79,7 +79,7 @@ def test_a_wish_that_cannot_be_met_is_refused_by_name(case):
 
 
 def test_users_by_row_cannot_have_a_type_that_pools_and_are_told_how_they_can():
-    with pytest.raises(InputError, match=r"sharding.tables.user: grid_shard adds up.*or set tables.user.lookup to bag"):
+    with pytest.raises(InputError, match=r"sharding.tables.user: grid_shard adds up.*or set tables.user.lookup to pooled"):
         make_plan(wished("user", sharding_types=("grid_shard",)), model=SPEC, batch_size=64)
     make_plan(wished("user", sharding_types=("grid_shard",)), model=POOLED, batch_size=64)
 

@@ -14,7 +14,7 @@ from recsys_core.sharding.plan_page import to_html
 from recsys_core.sharding.planner import make_plan
 
 MODEL = ModelSpec.sized(
-    TwoTowerConfig(user_id=True, embedding_dim=128), users=10**9, items=10**7, tables={"user": TableConfig(lookup="bag")}
+    TwoTowerConfig(user_id=True, embedding_dim=128), users=10**9, items=10**7, tables={"user": TableConfig(lookup="pooled")}
 )
 
 

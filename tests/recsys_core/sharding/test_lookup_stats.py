@@ -43,7 +43,7 @@ def test_measured_lookups_are_those_of_real_batches(ordered: bool, length: int, 
     features = feature_store(users=USERS, items=ITEMS, events=EVENTS)
     config = TwoTowerConfig(user_id=True, history=HistoryConfig(length=length, last_item=length > 0))
     spec = ModelSpec.sized(config, users=USERS, items=ITEMS, facts=facts())
-    loss = LossConfig(negatives=NEGATIVES, negatives_alpha=alpha)
+    loss = LossConfig(num_negatives=NEGATIVES, negative_sampling_alpha=alpha)
     lookup_stats = lookup_stats_of(spec, batch_size=BATCH, loss=loss, store=store, features=features)
     loader = TrainLoader(
         store,

@@ -16,7 +16,7 @@ from recsys_core.sharding.planner import make_plan, plan_sharding, with_default_
 from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
 from recsys_core.sharding.torchrec_planner import TorchrecPlanner
 
-BAG = TableConfig(lookup="bag")
+BAG = TableConfig(lookup="pooled")
 SPEC = ModelSpec.sized(TwoTowerConfig(user_id=True), users=1000, items=500, tables={"user": BAG})
 KINDS = ("table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard", "data_parallel")
 
@@ -93,7 +93,10 @@ def test_a_plan_for_another_optimizer_or_one_changed_by_hand_is_refused():
     with pytest.raises(InputError, match="table item was planned with optimizer sgd, but it has adagrad"):
         plan.check_matches(spec=SPEC, world_size=2, optimizer=TableOptimizer(kind="adagrad"))
     own = ModelSpec.sized(
-        SPEC.config, users=1000, items=500, tables={"user": TableConfig(lookup="bag", optimizer=TableOptimizer(kind="adagrad"))}
+        SPEC.config,
+        users=1000,
+        items=500,
+        tables={"user": TableConfig(lookup="pooled", optimizer=TableOptimizer(kind="adagrad"))},
     )
     with pytest.raises(InputError, match="table user was planned with optimizer sgd, but it has adagrad"):
         plan.check_matches(spec=own, world_size=2)

@@ -67,7 +67,7 @@ def look_up(rank: int, kind: str) -> None:
     )
     model = build_model(
         spec,
-        loss=LossConfig(negatives=0),
+        loss=LossConfig(num_negatives=0),
         item_count_I=np.ones(ITEMS, np.int64),
         ranks={},
         plan=make_plan(sharding, model=spec, batch_size=4),

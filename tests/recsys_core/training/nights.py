@@ -118,7 +118,7 @@ def train_job(night: Night, *, kind: str = "row_wise", training: TrainingConfig 
         work=work,
         fingerprint="f",
         spec=night.spec,
-        loss=LossConfig(negatives=8),
+        loss=LossConfig(num_negatives=8),
         training=training,
         interactions=night.interactions.folder,
         embeddings=night.embeddings.folder,

@@ -72,8 +72,8 @@ def small_spec(
         embedding_dim=dim,
         user_id=True,
         history=HistoryConfig(length=HISTORY, pooling="attention"),
-        query=TowerConfig(layers=(12, dim), residual=True),
-        candidate=TowerConfig(layers=(dim,), residual=True),
+        query=TowerConfig(layers=(12, dim), skip_connection=True),
+        candidate=TowerConfig(layers=(dim,), skip_connection=True),
     )
     return ModelSpec.sized(
         config,

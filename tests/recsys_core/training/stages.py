@@ -40,7 +40,7 @@ MODEL = TwoTowerConfig(
     embedding_dim=DIM,
     user_id=True,
     history=HistoryConfig(length=8, pooling="recency"),
-    query=TowerConfig(layers=(DIM,), residual=True, dropout=0.2),
+    query=TowerConfig(layers=(DIM,), skip_connection=True, dropout=0.2),
 )
 
 
@@ -111,7 +111,7 @@ def night(
     training: TrainingConfig,
     model: TwoTowerConfig = MODEL,
     tables: dict[str, TableConfig] | None = None,
-    loss: LossConfig = LossConfig(negatives=32),  # noqa: B008  it is frozen
+    loss: LossConfig = LossConfig(num_negatives=32),  # noqa: B008  it is frozen
     sharding: dict[str, TableConstraint] | None = None,
 ) -> Night:
     spec = ModelSpec.of(

@@ -37,7 +37,7 @@ SAVED_BY = {"row_wise": 2, "table_wise": 3, "column_wise": 4}
 """Ranks, by the sharding type that each checkpoint is saved in."""
 STEPS = 3
 TRAINING = TrainingConfig(seed=1)
-LOSS = LossConfig(negatives=5)
+LOSS = LossConfig(num_negatives=5)
 BEST = Best(step=2, metrics={"ndcg@10": 0.5})
 
 

@@ -36,7 +36,7 @@ from tests.gloo import run_ranks
 from tests.recsys_core.training.small_model import make_batch, sharded_model, small_spec
 
 STEPS, NEGATIVES = 6, 5
-LOSS = LossConfig(negatives=NEGATIVES)
+LOSS = LossConfig(num_negatives=NEGATIVES)
 KINDS = {"user": "data_parallel", "user.groups": "table_wise", "user.age": "data_parallel"}
 """Sharding types of tables; the others are row_wise."""
 ROUNDING = {"fp32": 2e-4, "bf16": 1e-2}
@@ -48,7 +48,7 @@ def spec_of(history: HistoryConfig | None = None) -> ModelSpec:
     forms = {"user.groups": "list", "user.age": "number", "item.price": "number"}
     spec = small_spec(forms=forms, tables={"user.age": TableConfig(dim=4), "item": TableConfig(dim=12)})
     towers = {
-        "query": TowerConfig(layers=(13, 6, 8), residual=True, layer_norm=True),
+        "query": TowerConfig(layers=(13, 6, 8), skip_connection=True, layer_norm=True),
         "candidate": TowerConfig(layers=(5, 8)),
         "history": history or spec.config.history,
         "learn_temperature": True,
@@ -110,8 +110,8 @@ def dense_state(made: Made) -> dict[str, np.ndarray]:
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "adam": {},
-    "adam, clipped": {"dense_optimizer": ADAM.model_copy(update={"clip": 0.02})},
-    "adagrad": {"dense_optimizer": DenseOptimizer(kind="adagrad", learning_rate=0.05, clip=0.02)},
+    "adam, clipped": {"dense_optimizer": ADAM.model_copy(update={"gradient_clip_norm": 0.02})},
+    "adagrad": {"dense_optimizer": DenseOptimizer(kind="adagrad", learning_rate=0.05, gradient_clip_norm=0.02)},
     "sgd": {"dense_optimizer": DenseOptimizer(kind="sgd", learning_rate=0.5, weight_decay=0.01)},
     "bf16": {"precision": "bf16"},
 }

@@ -42,7 +42,7 @@ TRAINING = TrainingConfig(
     batch_size=256,
     log_every_steps=2,
     checkpoint_every_steps=4,
-    table_optimizer=TableOptimizer(warmup_steps=5, decay="cosine"),
+    table_optimizer=TableOptimizer(warmup_steps=5, lr_decay="cosine"),
     dense_optimizer=DenseOptimizer(warmup_steps=5),
     seed=3,
 )
@@ -68,24 +68,24 @@ REPLICATED = TableConstraint(sharding_types=("data_parallel",))
 UNUSUAL = {
     "streaming": {
         "model": FORGETFUL,
-        "loss": LossConfig(negatives=32, logq="streaming", all_ranks=True, mask="seen"),
+        "loss": LossConfig(num_negatives=32, logq_correction="streaming", cross_rank_negatives=True, mask_negatives="seen"),
         "tables": {"item": TableConfig(transfer="residual", id_dropout=0.3)},
     },
     "gradual": {
         "tables": {"item": TableConfig(transfer="gradual", unfreeze=(Unfreeze(epoch=2, share=0.4),))},
-        "training": training(table_optimizer=TableOptimizer(kind="adagrad", clip=1.0, weight_decay=0.01)),
+        "training": training(table_optimizer=TableOptimizer(kind="adagrad", gradient_clip_value=1.0, weight_decay=0.01)),
     },
     "replicated": {
         "sharding": dict.fromkeys(("item", "user", "user.groups"), REPLICATED),
         "tables": {
-            "item": TableConfig(optimizer=TableOptimizer(kind="adam", learning_rate=0.01, clip=0.5)),
+            "item": TableConfig(optimizer=TableOptimizer(kind="adam", learning_rate=0.01, gradient_clip_value=0.5)),
             "user": TableConfig(optimizer=TableOptimizer(kind="adagrad")),
         },
-        "training": training(dense_optimizer=DenseOptimizer(kind="adagrad", learning_rate=0.05, clip=1.0)),
+        "training": training(dense_optimizer=DenseOptimizer(kind="adagrad", learning_rate=0.05, gradient_clip_norm=1.0)),
     },
     "sharded layers": {
         "model": MODEL.model_copy(update={"history": MODEL.history.model_copy(update={"pooling": "mean"})}),  # nothing for DDP
-        "training": training(dense_parallel="sharded", dense_optimizer=DenseOptimizer(warmup_steps=5, clip=0.5)),
+        "training": training(dense_parallel="sharded", dense_optimizer=DenseOptimizer(warmup_steps=5, gradient_clip_norm=0.5)),
     },
 }
 

@@ -19,7 +19,7 @@ RATE, DECAY = 0.1, 0.5
 
 def decay_alone(rank: int, kind: str, dense_parallel: DenseParallel) -> None:
     spec = small_spec(forms={})
-    layers = TowerConfig(layers=(12, 8), residual=True, layer_norm=True)
+    layers = TowerConfig(layers=(12, 8), skip_connection=True, layer_norm=True)
     spec = spec.model_copy(update={"config": spec.config.model_copy(update={"query": layers, "learn_temperature": True})})
     dense = DenseOptimizer.model_validate({"kind": kind, "learning_rate": RATE, "weight_decay": DECAY})
     config = TrainingConfig(dense_optimizer=dense, dense_parallel=dense_parallel)

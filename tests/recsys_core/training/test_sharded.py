@@ -35,7 +35,7 @@ class Case(NamedTuple):
     """kind: of the query tables, and of the item tables where they can have it; else those are of `item_kind`."""
 
     kind: str
-    loss: LossConfig = LossConfig(negatives=NEGATIVES)
+    loss: LossConfig = LossConfig(num_negatives=NEGATIVES)
     item_kind: str = "row_wise"
     quantized_comms: QuantizedCommsConfig = QuantizedCommsConfig()
 
@@ -43,7 +43,7 @@ class Case(NamedTuple):
     def spec(self) -> ModelSpec:
         # TorchRec splits columns from 128 on.
         dim = 256 if self.kind in COLUMN_KINDS else 32 if self.quantized_comms.forward == "int8" else 8
-        user = TableConfig() if self.kind in UNPOOLED_SHARDING_TYPES else TableConfig(lookup="bag")
+        user = TableConfig() if self.kind in UNPOOLED_SHARDING_TYPES else TableConfig(lookup="pooled")
         tables = {"item": TableConfig(transfer="residual"), "user": user, "user.groups": TableConfig(pooling="sum")}
         return small_spec(dim=dim, tables=tables)
 
@@ -53,8 +53,8 @@ class Case(NamedTuple):
         kind = "adagrad" if self.kind in COLUMN_KINDS else "rowwise_adagrad"
         return TrainingConfig(
             epochs=1,
-            table_optimizer=TableOptimizer(kind=kind, learning_rate=0.1, warmup_steps=2, decay="linear"),
-            dense_optimizer=DenseOptimizer(kind="sgd", learning_rate=0.1, warmup_steps=1, decay="cosine"),
+            table_optimizer=TableOptimizer(kind=kind, learning_rate=0.1, warmup_steps=2, lr_decay="linear"),
+            dense_optimizer=DenseOptimizer(kind="sgd", learning_rate=0.1, warmup_steps=1, lr_decay="cosine"),
             seed=1,
         )
 
@@ -89,7 +89,7 @@ def train_plain(case: Case, *, ranks: int) -> Expected:
             optimizer.param_groups[0]["lr"] = schedule.learning_rate * schedule.scale(step, total_steps=STEPS)
             optimizer.zero_grad()
         # Ranks that share candidates see what one rank with all their queries would; else their losses are averaged.
-        groups = [list(range(ranks))] if case.loss.all_ranks else [[rank] for rank in range(ranks)]
+        groups = [list(range(ranks))] if case.loss.cross_rank_negatives else [[rank] for rank in range(ranks)]
         batches = [make_batch(spec, ranks=group, step=step, queries=queries(step), negatives=NEGATIVES) for group in groups]
         mean = torch.stack([task(batch)[0] for batch in batches]).mean()
         mean.backward()
@@ -170,10 +170,12 @@ def test_rows_that_travel_in_less_precision_train_nearly_the_same(kind, forward,
 
 @pytest.mark.parametrize("kind", ["bce", "bpr", "cosine_contrastive"])
 def test_every_loss_is_the_same_sharded_and_unsharded(kind):
-    check(Case("row_wise", LossConfig(kind=kind, negatives=NEGATIVES, margin=-0.5)))
+    check(Case("row_wise", LossConfig(kind=kind, num_negatives=NEGATIVES, margin=-0.5)))
 
 
-@pytest.mark.parametrize("logq", ["counts", "streaming"])
-def test_ranks_that_share_candidates_are_one_rank_with_all_their_queries(logq):
-    loss = LossConfig(negatives=NEGATIVES, all_ranks=True, logq=logq, mask="seen")
+@pytest.mark.parametrize("logq_correction", ["counts", "streaming"])
+def test_ranks_that_share_candidates_are_one_rank_with_all_their_queries(logq_correction):
+    loss = LossConfig(
+        num_negatives=NEGATIVES, cross_rank_negatives=True, logq_correction=logq_correction, mask_negatives="seen"
+    )
     check(Case("table_wise", loss))

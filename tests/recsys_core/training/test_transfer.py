@@ -59,7 +59,7 @@ def spec_of(kind: str, **settings: TableConfig) -> ModelSpec:
 def train_rank(rank: int, folder: Path, spec: ModelSpec, kind: str, training: TrainingConfig, epochs: int) -> None:
     process = Process(rank=rank, world_size=2, device=torch.device("cpu"))
     kinds = dict.fromkeys(spec.tables, kind)
-    model, _ = sharded_model(spec, kinds=kinds, training=training, loss=LossConfig(negatives=NEGATIVES), process=process)
+    model, _ = sharded_model(spec, kinds=kinds, training=training, loss=LossConfig(num_negatives=NEGATIVES), process=process)
     optimizer = make_optimizer(model, spec=spec, config=training)
     rates = LearningRates(optimizer, spec=spec, config=training, total_steps=epochs * STEPS)
     pipeline = TrainPipelineSparseDist(model, optimizer, process.device)
@@ -189,8 +189,8 @@ def test_weight_decay_pulls_the_rows_of_a_step_towards_zero_and_no_others(kind, 
 @pytest.mark.parametrize("kind", ["row_wise", "data_parallel"])
 def test_clip_bounds_what_a_step_changes(kind, tmp_path):
     limit, rate = 0.001, 0.5
-    clipped = TableOptimizer(kind="sgd", learning_rate=rate, warmup_steps=0, clip=limit)
-    free = clipped.model_copy(update={"clip": None})
+    clipped = TableOptimizer(kind="sgd", learning_rate=rate, warmup_steps=0, gradient_clip_value=limit)
+    free = clipped.model_copy(update={"gradient_clip_value": None})
     run = train(tmp_path, spec_of(kind, item=TableConfig(optimizer=clipped), user=TableConfig(optimizer=free)), kind=kind)
     step = {name: np.abs(run.tables[1][name] - run.tables[0][name]).max() for name in ("item", "user")}
     # A fused kernel clips the gradient of each lookup, of which a step has one per rank and distinct item.

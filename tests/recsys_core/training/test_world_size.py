@@ -32,7 +32,7 @@ TRAINING = TrainingConfig(
     dense_optimizer=DenseOptimizer(kind="sgd", learning_rate=0.05, warmup_steps=0),
     seed=1,
 )
-LOSS = LossConfig(negatives=NEGATIVES, all_ranks=True)
+LOSS = LossConfig(num_negatives=NEGATIVES, cross_rank_negatives=True)
 
 
 def part_of(spec: ModelSpec, *, parts: range, step: int) -> Batch:
@@ -83,7 +83,7 @@ def trained(ranks: int, *, lookup: str, folder: Path) -> dict[str, NDArray[np.fl
     return found | whole
 
 
-@pytest.mark.parametrize("lookup", ["row", "bag"])
+@pytest.mark.parametrize("lookup", ["unpooled", "pooled"])
 def test_weights_of_events_and_decay_of_tables_mean_the_same_for_any_number_of_ranks(lookup: str, tmp_path: Path) -> None:
     one = trained(1, lookup=lookup, folder=tmp_path)
     assert {"losses", "table item_offset", "table user", "layer query.pooling.start"} <= set(one)

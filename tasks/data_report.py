@@ -9,7 +9,7 @@ from recsys_core.data_report.config import DataReportConfig
 from recsys_core.data_report.page import to_markdown
 from recsys_core.errors import InputError
 from recsys_core.manifests import DataReportManifest, InteractionsManifest, load_manifest
-from tasks.registry.tracking import deliver_data_report
+from tasks.registry.tracking import log_data_report_or_warn
 from tasks.reporting import LOG, begin, show_markdown
 from tasks.run import STAGES, Run
 
@@ -23,7 +23,7 @@ def check_data(config: DataReportConfig, *, split: Split, interactions: Interact
     )
     page = manifest.path("report.html")
     show_markdown("data-report", to_markdown(manifest, page=page))
-    deliver_data_report(run, manifest)
+    log_data_report_or_warn(run, manifest)
     for words in manifest.warnings:
         LOG.warning("data: %s", words)
     if manifest.breaches:

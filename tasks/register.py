@@ -23,7 +23,7 @@ from recsys_core.manifests import (
 from tasks.registry import tracking
 from tasks.registry.config import RegistryConfig
 from tasks.registry.gate import pass_gate
-from tasks.registry.mlflow_client import connect, persist, tracking_uri
+from tasks.registry.mlflow_client import call_with_retries, connect, tracking_uri
 from tasks.registry.versions import version_for
 from tasks.reporting import begin
 from tasks.run import Run
@@ -44,7 +44,7 @@ def register(
     run: Run,
 ) -> RegistrationManifest:
     """Package -> registered version with an alias, and all that is known of the run in MLflow."""
-    finish, mlflow = begin("register"), partial(persist, uri=tracking_uri(run.workspace))
+    finish, mlflow = begin("register"), partial(call_with_retries, uri=tracking_uri(run.workspace))
 
     def build(folder: Path) -> dict[str, Any]:
         client = mlflow(lambda: connect(run.workspace))

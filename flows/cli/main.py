@@ -216,11 +216,11 @@ def releases(file: File, overrides: Sets = None, as_json: AsJson = False) -> Non
 
     config = load_config(file, overrides or ())
     prepare(config.workspace)
-    from tasks.registry.mlflow_client import ANSWER_TIMEOUT_S, connect, within
+    from tasks.registry.mlflow_client import call_with_deadline, connect
     from tasks.registry.releases import list_releases
 
     client = connect(config.workspace)
-    rows = within(ANSWER_TIMEOUT_S, lambda: list_releases(client, config.registry.model_name), uri=client.tracking_uri)
+    rows = call_with_deadline(lambda: list_releases(client, config.registry.model_name), uri=client.tracking_uri)
     if as_json:
         sys.stdout.write(json.dumps(rows) + "\n")
     elif rows:

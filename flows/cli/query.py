@@ -8,7 +8,7 @@ import pandas as pd
 from flows.config import PipelineConfig
 from recsys_core.config import Frozen
 from recsys_core.errors import InputError, NightjarError, StageError, redacted
-from tasks.registry.mlflow_client import ANSWER_TIMEOUT_S, connect, tracking_error, within
+from tasks.registry.mlflow_client import call_with_deadline, connect, tracking_error
 from tasks.registry.model_uri import load_model
 from tasks.registry.releases import champion_uri
 
@@ -33,8 +33,7 @@ def recommend(config: PipelineConfig, *, user: str, k: int, model_uri: str | Non
     """The top `k` of the champion, or of the version that `model_uri` names, for one user of the log."""
     client = connect(config.workspace)
     address = redacted(client.tracking_uri)
-    uri, name, version = within(
-        ANSWER_TIMEOUT_S,
+    uri, name, version = call_with_deadline(
         lambda: _resolve(model_uri or champion_uri(client, config.registry.model_name), client),
         uri=client.tracking_uri,
     )

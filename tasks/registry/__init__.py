@@ -1,1 +1,1 @@
-"""The MLflow side: tracking, model registry, smoke test, gate and promotion."""
+"""MLflow: tracking, model registry, smoke test, champion gate and promotion."""

@@ -1,4 +1,4 @@
-"""What the user says about tracking, registry and promotion."""
+"""Config of MLflow tracking, the model registry and the champion gate."""
 
 from typing import Literal
 
@@ -10,21 +10,28 @@ ServedMetric = Literal["recall@20", "hit_rate@10", "ndcg@20"]
 
 
 class RegistryConfig(Settings):
-    """Where the result is registered, and when it becomes the champion."""
+    """The MLflow experiment and registered model of a run, and the rule that promotes a version to champion."""
 
     model_name: str = Field(
         "nightjar",
         max_length=128,
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$",
-        description="registered model in MLflow; letters, digits, _ and -",
+        description="name of the registered model in MLflow: letters, digits, _ and -",
     )
-    experiment: Name = Field("nightjar", description="MLflow experiment that the runs go to")
+    experiment: Name = Field("nightjar", description="MLflow experiment in which runs are tracked")
     metric: ServedMetric = Field(
-        "recall@20", description="decides between the new version and the champion, both as they are served"
+        "recall@20", description="metric by which a new version is compared with the champion, both as they are served"
     )
-    margin: float = Field(
-        0.02, ge=0, lt=1, description="relative: the new version becomes champion when its metric >= champion's * (1 - margin)"
+    max_relative_drop: float = Field(
+        0.02,
+        ge=0,
+        lt=1,
+        description="largest relative drop of the metric: a new version becomes champion if its metric is at least "
+        "(1 - max_relative_drop) times the champion's",
     )
-    smoke_users: int = Field(
-        2_000, ge=1, le=10_000_000, description="test users (a fixed sample) asked of the loaded version, and of the champion"
+    smoke_test_users: int = Field(
+        2_000,
+        ge=1,
+        le=10_000_000,
+        description="number of test users in the smoke test, the same sample for the new version and the champion",
     )

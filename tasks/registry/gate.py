@@ -1,15 +1,19 @@
-"""The gate: a version is tried in a fresh process, as it will be served, and compared with the champion on the same users.
+"""Champion gate: smoke test of a new version, comparison with the champion on the same users, promotion.
 
-A champion that does not load is replaced: the new version is compared with the last former champion that loads, or, where none
-does, with popularity. The better one becomes champion.
+1. Smoke test: the new version recommends items to a sample of test users in a fresh process, as it will be served.
+2. Comparison: the champion recommends items to the same users. The new version is promoted unless `registry.metric` dropped by
+   more than `registry.max_relative_drop`.
+3. Fallback: if the champion does not load, the new version is compared with the last former champion that loads, and the winner
+   becomes champion. If no former champion loads either, the new version must be at least as good as popularity.
+4. Promotion: the winner gets the alias `champion`, a new version that lost gets `challenger`.
 """
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -19,55 +23,61 @@ from mlflow.entities.model_registry import ModelVersion
 from recsys_core.errors import StageError
 from recsys_core.manifests import EvaluationManifest, InteractionsManifest
 from tasks.registry.config import RegistryConfig
-from tasks.registry.mlflow_client import LOG, persist
+from tasks.registry.mlflow_client import LOG, call_with_retries
 from tasks.registry.promotion import move_champion
 from tasks.registry.releases import ALARM_TAG, BROKEN_TAG, METRICS_TAG, REASONS_TAG, SMOKE_TAG, champion_of, former_champions
 from tasks.registry.smoke_test import (
     NotFetchedError,
-    Trial,
+    ServedSample,
     UnusableVersionError,
-    answer_by_popularity,
-    ask,
-    find_faults,
-    measure,
-    prepare_trial,
+    invalid_answers,
+    predict_in_subprocess,
+    prepare_sample,
+    recommend_popular,
+    served_metrics,
 )
 from tasks.registry.tracking import as_metrics, log_metrics
 
-FORMER_CHAMPIONS = 3
-"""Former champions that are loaded, at most, to find one to compare with."""
-_TAG_CHARACTERS = 500
+MAX_FORMER_CHAMPIONS = 3
+"""Number of former champions that the fallback tries to load."""
+_MAX_TAG_LENGTH = 500
 
 T = TypeVar("T")
 
 
-class Verdict(NamedTuple):
-    """Whether a version becomes champion, and why.
+@dataclass(frozen=True)
+class Verdict:
+    """Result of a comparison.
 
-    metrics: of all that were compared; alarm: what is wrong with the champion; restored: the new champion, a former one.
+    Attributes:
+        promoted: whether the new version becomes champion.
+        reason: the comparison in one sentence.
+        metrics: metrics of all compared versions, as <served | champion | former_champion | popularity>/<metric>.
+        alarm: why the champion was replaced without a comparison; None if it loads.
+        reinstated: the former champion that becomes champion again, if any.
     """
 
     promoted: bool
     reason: str
     metrics: dict[str, float]
     alarm: str | None = None
-    restored: ModelVersion | None = None
+    reinstated: ModelVersion | None = None
 
 
 @dataclass(frozen=True)
 class _Gate:
-    """A version on trial, and the metrics of the others, by version number, that it was compared with."""
+    """The new version, the users that all versions are measured on, and the metrics measured so far by version number."""
 
     version: ModelVersion
     config: RegistryConfig
     client: MlflowClient
-    trial: Trial
+    sample: ServedSample
     evaluation: EvaluationManifest
     measured: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def mlflow(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Calls MLflow, again where it does not work for a while."""
-        return persist(partial(call, *args, **kwargs), uri=self.client.tracking_uri)
+        """Return call(*args, **kwargs), retried while MLflow is temporarily unavailable."""
+        return call_with_retries(partial(call, *args, **kwargs), uri=self.client.tracking_uri)
 
     def set_tag(self, version: ModelVersion, name: str, value: str) -> None:
         self.mlflow(self.client.set_model_version_tag, version.name, version.version, name, value)
@@ -82,14 +92,18 @@ def pass_gate(
     evaluation: EvaluationManifest,
     folder: Path,
 ) -> dict[str, Any]:
-    """Tries `version`, gives it the alias it earns, and tags it with the reasons; returns fields of RegistrationManifest.
+    """Test `version`, compare it with the champion, set its alias and its tags; return the fields of RegistrationManifest.
 
-    A version that fails the smoke test is tagged so, gets no alias and raises StageError. Answers stay in `folder`.
+    Args:
+        folder: receives the users of the smoke test and each version's recommendations.
+
+    Raises:
+        StageError: the version failed the smoke test, or no version can be champion.
     """
-    trial = prepare_trial(interactions, users=config.smoke_users, folder=folder / "trial")
-    gate = _Gate(version, config, client, trial, evaluation)
-    verdict = _settle(gate, _smoke_test(gate))
-    assert version.run_id is not None  # version_for makes a version from a run
+    sample = prepare_sample(interactions, max_users=config.smoke_test_users, folder=folder / "smoke_test")
+    gate = _Gate(version, config, client, sample, evaluation)
+    verdict = _compare_and_promote(gate, _smoke_test(gate))
+    assert version.run_id is not None  # version_for creates every version from an MLflow run
     gate.mlflow(log_metrics, client, version.run_id, as_metrics(verdict.metrics))
     facts = {
         "model_name": version.name,
@@ -105,24 +119,27 @@ def pass_gate(
     return facts
 
 
-def judge(
-    metrics: dict[str, float], *, config: RegistryConfig, other: str, name: str = "champion", margin: float | None = None
-) -> Verdict:
-    """Compares served/<metric> with <other>/<metric>; `name`: of the other; margin: config.margin unless given.
+def _smoke_test(gate: _Gate) -> dict[str, float]:
+    """Return served/<metric> of the new version; raise StageError if its answers are invalid."""
+    version = gate.version
+    try:
+        answers = _predict(gate, version)
+        problems = invalid_answers(answers, sample=gate.sample)
+        if problems:
+            uri = f"models:/{version.name}/{version.version}"
+            raise UnusableVersionError(f"{uri}: the smoke test found {'; '.join(problems)}")
+    except UnusableVersionError as error:
+        gate.set_tag(version, SMOKE_TAG, f"failed: {error}"[:_MAX_TAG_LENGTH])
+        raise
+    gate.set_tag(version, SMOKE_TAG, "passed")
+    return {f"served/{name}": value for name, value in served_metrics(answers, sample=gate.sample).items()}
 
-    >>> metrics = {"served/recall@20": 0.2, "champion/recall@20": 0.25}
-    >>> judge(metrics, config=RegistryConfig(), other="champion", name="version 3").reason
-    'recall@20 is 0.2000, less than 0.98 of the 0.2500 of version 3'
+
+def _compare_and_promote(gate: _Gate, served: dict[str, float]) -> Verdict:
+    """Compare the new version with the champion and set the aliases.
+
+    If another run promoted its version meanwhile, compare again, with the new champion.
     """
-    share = 1 - (config.margin if margin is None else margin)
-    new, old = metrics[f"served/{config.metric}"], metrics[f"{other}/{config.metric}"]
-    promoted = new >= old * share
-    relation = "at least" if promoted else "less than"
-    return Verdict(promoted, f"{config.metric} is {new:.4f}, {relation} {share:g} of the {old:.4f} of {name}", metrics)
-
-
-def _settle(gate: _Gate, served: dict[str, float]) -> Verdict:
-    """Gives the aliases; compares again where another version became champion during the comparison."""
     version, client = gate.version, gate.client
     while True:
         champion = gate.mlflow(champion_of, client, version.name)
@@ -131,94 +148,116 @@ def _settle(gate: _Gate, served: dict[str, float]) -> Verdict:
         gate.set_tag(version, REASONS_TAG, verdict.reason)
         if verdict.alarm is not None:
             gate.set_tag(version, ALARM_TAG, verdict.alarm)
-        heir = version if verdict.promoted else verdict.restored
-        move = partial(move_champion, instead_of=champion, keep_former=verdict.alarm is None, trial_of=version)
-        if heir is None or gate.mlflow(move, client, heir):
+        winner = version if verdict.promoted else verdict.reinstated
+        if winner is None:  # the champion keeps its alias
+            break
+        # A champion that does not load cannot serve as a former champion later.
+        move = partial(move_champion, expected_champion=champion, mark_as_former=verdict.alarm is None, turn_version=version)
+        if gate.mlflow(move, client, winner):
             break
         LOG.info("%s: another version became champion; version %s is compared with it", version.name, version.version)
     if not verdict.promoted:
         gate.mlflow(client.set_registered_model_alias, version.name, "challenger", version.version)
     if verdict.alarm is not None:
         LOG.error("%s: %s", version.name, verdict.alarm)
-        if heir is None:
+        if winner is None:
             raise StageError(f"{version.name}: {verdict.alarm}; {verdict.reason}")
     return verdict
 
 
 def _compare(gate: _Gate, served: dict[str, float], *, champion: ModelVersion | None) -> Verdict:
+    """Compare the new version, whose metrics are `served`, with the champion."""
     version = gate.version
     if champion is None:
         return Verdict(True, "there was no champion", served)
-    if str(champion.version) == str(version.version):  # promoted before the run was interrupted: the first verdict holds
+    if str(champion.version) == str(version.version):
+        # The run was interrupted after the promotion and resumed: repeat the first verdict.
         tags = gate.mlflow(gate.client.get_model_version, version.name, version.version).tags
         return Verdict(True, tags[REASONS_TAG], json.loads(tags[METRICS_TAG]), tags.get(ALARM_TAG))
     try:
         metrics = served | _measure(gate, champion, name="champion")
     except UnusableVersionError as error:
-        return _compare_without(gate, served, champion=champion, problem=str(error))
-    return judge(metrics, config=gate.config, other="champion", name=f"version {champion.version}")
+        broken = f"the champion, version {champion.version}, does not load ({error})"
+        return _compare_with_former_champion(gate, served, broken=broken) or _compare_with_popularity(
+            gate, served, broken=broken
+        )
+    return judge(metrics, config=gate.config, baseline="champion", label=f"version {champion.version}")
 
 
-def _compare_without(gate: _Gate, served: dict[str, float], *, champion: ModelVersion, problem: str) -> Verdict:
-    """The verdict where the champion does not load: against the last former champion that does, or popularity."""
-    version, broken = gate.version, f"the champion, version {champion.version}, does not load ({problem})"
-    for former in gate.mlflow(former_champions, gate.client, champion.name)[:FORMER_CHAMPIONS]:
+def _compare_with_former_champion(gate: _Gate, served: dict[str, float], *, broken: str) -> Verdict | None:
+    """Compare with the last former champion that loads; return None if none loads. The winner becomes champion."""
+    for former in gate.mlflow(former_champions, gate.client, gate.version.name)[:MAX_FORMER_CHAMPIONS]:
         try:
             metrics = served | _measure(gate, former, name="former_champion")
         except UnusableVersionError:
             continue
-        verdict = judge(metrics, config=gate.config, other="former_champion", name=f"version {former.version}")
-        heir = version if verdict.promoted else former
-        alarm = f"{broken}; version {heir.version} is champion instead"
-        return verdict._replace(alarm=alarm, restored=None if verdict.promoted else former)
-    popular_I = np.load(gate.evaluation.path("popularity.npy")).astype(np.int64)
-    popular = measure(answer_by_popularity(gate.trial, popular_I=popular_I), trial=gate.trial)
-    metrics = served | {f"popularity/{name}": value for name, value in popular.items()}
-    verdict = judge(metrics, config=gate.config, other="popularity", name="popularity", margin=0.0)
-    instead = f"version {version.version} is champion instead" if verdict.promoted else "no other version can be champion"
-    return verdict._replace(alarm=f"{broken}; {instead}")
+        verdict = judge(metrics, config=gate.config, baseline="former_champion", label=f"version {former.version}")
+        winner = gate.version if verdict.promoted else former
+        alarm = f"{broken}; version {winner.version} is champion instead"
+        return replace(verdict, alarm=alarm, reinstated=None if verdict.promoted else former)
+    return None
+
+
+def _compare_with_popularity(gate: _Gate, served: dict[str, float], *, broken: str) -> Verdict:
+    """Compare with popularity, the baseline of last resort: a version that is worse than popularity is not promoted."""
+    popular_item_I = np.load(gate.evaluation.path("popularity.npy")).astype(np.int64)
+    answers = recommend_popular(gate.sample, popular_item_I=popular_item_I)
+    metrics = {f"popularity/{name}": value for name, value in served_metrics(answers, sample=gate.sample).items()}
+    exact = gate.config.model_copy(update={"max_relative_drop": 0.0})
+    verdict = judge(served | metrics, config=exact, baseline="popularity", label="popularity")
+    result = f"version {gate.version.version} is champion instead" if verdict.promoted else "no other version can be champion"
+    return replace(verdict, alarm=f"{broken}; {result}")
+
+
+def judge(metrics: dict[str, float], *, config: RegistryConfig, baseline: str, label: str) -> Verdict:
+    """Promote the new version if served/<metric> is at least (1 - max_relative_drop) times <baseline>/<metric>.
+
+    Args:
+        label: name of the baseline in the reason.
+
+    >>> metrics = {"served/recall@20": 0.2, "champion/recall@20": 0.25}
+    >>> judge(metrics, config=RegistryConfig(), baseline="champion", label="version 3").reason
+    'recall@20 is 0.2000, less than 0.98 of the 0.2500 of version 3'
+    """
+    share = 1 - config.max_relative_drop
+    new, old = metrics[f"served/{config.metric}"], metrics[f"{baseline}/{config.metric}"]
+    promoted = new >= old * share
+    relation = "at least" if promoted else "less than"
+    return Verdict(promoted, f"{config.metric} is {new:.4f}, {relation} {share:g} of the {old:.4f} of {label}", metrics)
 
 
 def _measure(gate: _Gate, version: ModelVersion, *, name: str) -> dict[str, float]:
-    """<name>/<metric> of `version` on the trial; UnusableVersionError, and a tag of the version, if it does not load."""
+    """Return <name>/<metric> of a registered version on the users of the smoke test.
+
+    A version that does not load is tagged and raises UnusableVersionError; the tag is removed once the version loads again.
+    """
     number = str(version.version)
     if number not in gate.measured:
         try:
-            answers = _ask_other(gate, version)
+            answers = _predict_existing(gate, version)
         except UnusableVersionError as error:
-            gate.set_tag(version, BROKEN_TAG, str(error)[:_TAG_CHARACTERS])
+            gate.set_tag(version, BROKEN_TAG, str(error)[:_MAX_TAG_LENGTH])
             raise
         if BROKEN_TAG in version.tags:
             gate.mlflow(gate.client.delete_model_version_tag, version.name, version.version, BROKEN_TAG)
-        gate.measured[number] = measure(answers, trial=gate.trial)
+        gate.measured[number] = served_metrics(answers, sample=gate.sample)
     return {f"{name}/{metric}": value for metric, value in gate.measured[number].items()}
 
 
-def _ask_other(gate: _Gate, version: ModelVersion) -> pa.ListArray:
+def _predict_existing(gate: _Gate, version: ModelVersion) -> pa.ListArray:
+    """Return the recommendations of a version of an earlier run; UnusableVersionError if its files are gone."""
     try:
-        return _ask(gate, version)
+        return _predict(gate, version)
     except NotFetchedError as error:
-        _ask(gate, gate.version)  # raises where the reason is MLflow, and not the files of `version`
+        _predict(gate, gate.version)  # raises if MLflow itself is down; then the version is not to blame
         raise UnusableVersionError(str(error)) from None
 
 
-def _ask(gate: _Gate, version: ModelVersion) -> pa.ListArray:
-    uri, file = f"models:/{version.name}/{version.version}", f"answers-{version.version}.parquet"
+def _predict(gate: _Gate, version: ModelVersion) -> pa.ListArray:
     return gate.mlflow(
-        ask, gate.trial, model_uri=uri, tracking_uri=gate.client.tracking_uri, answers=gate.trial.file.with_name(file)
+        predict_in_subprocess,
+        gate.sample,
+        model_uri=f"models:/{version.name}/{version.version}",
+        tracking_uri=gate.client.tracking_uri,
+        output_file=gate.sample.file.with_name(f"answers-{version.version}.parquet"),
     )
-
-
-def _smoke_test(gate: _Gate) -> dict[str, float]:
-    """served/<metric> of the version. StageError if it does not answer as it must."""
-    version = gate.version
-    try:
-        answers = _ask(gate, version)
-        faults = find_faults(answers, trial=gate.trial)
-        if faults:
-            raise UnusableVersionError(f"models:/{version.name}/{version.version}: the smoke test found {'; '.join(faults)}")
-    except UnusableVersionError as error:
-        gate.set_tag(version, SMOKE_TAG, f"failed: {error}"[:_TAG_CHARACTERS])
-        raise
-    gate.set_tag(version, SMOKE_TAG, "passed")
-    return {f"served/{name}": value for name, value in measure(answers, trial=gate.trial).items()}

@@ -1,6 +1,6 @@
-"""The MLflow client: address, bounded waits, retries, and failures in one sentence without secrets.
+"""MLflow client: server address, deadlines, retries, and errors in one sentence without passwords.
 
-It imports no stage and no model code: `nightjar releases` needs nothing else.
+The module imports no stage and no model code, so `nightjar releases` starts fast.
 """
 
 import logging
@@ -21,15 +21,15 @@ from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_de
 from recsys_core.errors import NightjarError, TrackingServerError, redacted
 
 LOG = logging.getLogger("nightjar")
-# MLflow logs each database error with its SQL and a traceback before it raises it.
+# MLflow logs each database error with its SQL and a traceback before it raises the error.
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 RUN_ID_TAG = "nightjar.run_id"
 ANSWER_TIMEOUT_S = 15.0
-"""Time for MLflow to answer a command, or a stage that can do without the answer."""
+"""Deadline of a call whose result is optional, or for which a user waits."""
 RETRY_TIMEOUT_S = 120.0
-"""Time from the first attempt after which a registration starts no further attempt."""
-_SHOWN_CHARACTERS = 300
+"""A registration retries a failed call for this long."""
+_MAX_MESSAGE_LENGTH = 300
 _TRANSIENT = ("DEADLINE_EXCEEDED", "INTERNAL_ERROR", "REQUEST_LIMIT_EXCEEDED", "TEMPORARILY_UNAVAILABLE")
 _FAILURES = (MlflowException, requests.RequestException, SQLAlchemyError)
 
@@ -37,21 +37,25 @@ T = TypeVar("T")
 
 
 def tracking_uri(workspace: Path) -> str:
-    """MLFLOW_TRACKING_URI, or the sqlite database in the workspace."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{_embedded(workspace)}"
+    """Return MLFLOW_TRACKING_URI, or the URI of the sqlite database in the workspace."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{_embedded_database(workspace)}"
 
 
 def connect(workspace: Path) -> MlflowClient:
-    """A client of a server that answers. TrackingServerError if there is no answer within ANSWER_TIMEOUT_S."""
+    """Return a client of a server that answers; raise TrackingServerError if it does not within ANSWER_TIMEOUT_S."""
     workspace.mkdir(parents=True, exist_ok=True)
     uri = tracking_uri(workspace)
-    if not os.environ.get("MLFLOW_TRACKING_URI") and not _embedded(workspace).exists():
-        return _open(uri, workspace=workspace)  # creating the database takes seconds and waits for no server
-    return within(ANSWER_TIMEOUT_S, lambda: _open(uri, workspace=workspace), uri=uri)
+    if not os.environ.get("MLFLOW_TRACKING_URI") and not _embedded_database(workspace).exists():
+        return _open(uri, workspace=workspace)  # MLflow creates the database, which takes seconds: no deadline
+    return call_with_deadline(lambda: _open(uri, workspace=workspace), uri=uri)
 
 
-def within(timeout_s: float, call: Callable[[], T], *, uri: str) -> T:
-    """What `call` returns. TrackingServerError if it fails or takes longer than `timeout_s`; its thread then ends by itself."""
+def call_with_deadline(call: Callable[[], T], *, uri: str) -> T:
+    """Return call(), run in a thread; raise TrackingServerError if it fails or takes longer than ANSWER_TIMEOUT_S.
+
+    A call that takes longer is not stopped: its thread ends when the call returns.
+    """
+    timeout_s = ANSWER_TIMEOUT_S
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -71,8 +75,25 @@ def within(timeout_s: float, call: Callable[[], T], *, uri: str) -> T:
         raise tracking_error(error, uri=uri) from None
 
 
-def persist(call: Callable[[], T], *, uri: str) -> T:
-    """What `call`, which must be repeatable, returns; a failure that may pass is retried with backoff for RETRY_TIMEOUT_S."""
+def call_or_warn(call: Callable[[MlflowClient], T], *, workspace: Path, warning: str) -> T | None:
+    """Return call(client); if MLflow fails or exceeds a deadline, log `warning` with the reason and return None.
+
+    Connecting and calling have a deadline of ANSWER_TIMEOUT_S each.
+    """
+    try:
+        client = connect(workspace)
+        return call_with_deadline(lambda: call(client), uri=client.tracking_uri)
+    except TrackingServerError as error:
+        LOG.warning("%s (%s)", warning, error)
+        return None
+
+
+def call_with_retries(call: Callable[[], T], *, uri: str) -> T:
+    """Return call(), which must be repeatable; a transient failure is retried with backoff for RETRY_TIMEOUT_S.
+
+    Raises:
+        TrackingServerError: the failure is permanent, or the last attempt failed too.
+    """
 
     def warn(state: RetryCallState) -> None:
         if state.attempt_number == 1 and state.outcome is not None:
@@ -94,13 +115,13 @@ def persist(call: Callable[[], T], *, uri: str) -> T:
 
 
 def tracking_error(error: Exception, *, uri: str) -> TrackingServerError:
-    """One sentence: the address without its password, and the first line of what lies at the root of `error`."""
+    """Convert `error` to one sentence: the address without its password, and the first line of the root cause."""
     if isinstance(error, TrackingServerError):
         return error
     root: BaseException = error
     while cause := root.__cause__ or root.__context__:
         root = cause
-    message = next(iter(str(root).splitlines()), "")[:_SHOWN_CHARACTERS]
+    message = next(iter(str(root).splitlines()), "")[:_MAX_MESSAGE_LENGTH]
     name = "" if isinstance(root, MlflowException) else f"{type(root).__name__}: "
     return _unavailable(f"{name}{message}", uri=uri)
 
@@ -108,11 +129,12 @@ def tracking_error(error: Exception, *, uri: str) -> TrackingServerError:
 def _open(uri: str, *, workspace: Path) -> MlflowClient:
     client = MlflowClient(uri)
     with FileLock(workspace / ".mlflow.lock"):  # two processes that migrate a new sqlite file at once break it
-        client.search_experiments(max_results=1)
+        # Any request tests the server. MLflow's registry store imports faster than its tracking store.
+        client.search_registered_models(max_results=1)
     return client
 
 
-def _embedded(workspace: Path) -> Path:
+def _embedded_database(workspace: Path) -> Path:
     return workspace.absolute() / "mlflow.db"
 
 

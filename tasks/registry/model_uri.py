@@ -1,6 +1,6 @@
-"""Registered versions loaded by URI, with the package that was registered.
+"""Model URIs of MLflow: loading a registered version and verifying its package.
 
-It imports recsys_core only for an error: a version runs the code that it was logged with where no other is loaded yet.
+The module imports recsys_core only to raise an error: a version must run with the copy of recsys_core that was logged with it.
 """
 
 import mlflow.pyfunc
@@ -10,33 +10,35 @@ from mlflow.store.artifact.utils.models import get_model_name_and_version
 
 PACKAGE_SHA256_TAG = "nightjar.package_sha256"
 PACKAGE_SHA256 = "package_sha256"
-"""Key of the model config, in MLmodel, with the sha256 of package.json."""
+"""Key of the model config in MLmodel that holds the sha256 of package.json."""
 
 
 def load_model(uri: str, *, client: MlflowClient) -> PyFuncModel:
-    """The model at `uri`; one that names a version is compared with the sha256 in the version's tag, not with MLmodel's.
+    """Load the model at `uri`. The package of a registered version must have the sha256 in the version's tag.
 
-    Raises StageError for a version without the tag, or whose package was changed.
+    Raises:
+        StageError: the version does not have the tag, or its package was changed.
     """
     uri, config = resolve(uri, client=client)
     return mlflow.pyfunc.load_model(uri, model_config=config)
 
 
 def resolve(uri: str, *, client: MlflowClient) -> tuple[str, dict[str, str] | None]:
-    """The URI of the version itself, since an alias may move, and the model config with the sha256 of the version's tag.
+    """Replace an alias in `uri` by the version number and return it with the model config for `load_model`.
 
-    A run, a folder or a logged model keeps its URI and has no config: its MLmodel holds the sha256.
+    The config holds the sha256 in the version's tag. It is None for the URI of a run, a folder or a logged model: there the
+    sha256 in MLmodel applies.
     """
-    named: tuple[str, ...] = get_model_name_and_version(client, uri) if uri.startswith("models:/") else ()
-    if len(named) != 2:
+    name_and_version: tuple[str, ...] = get_model_name_and_version(client, uri) if uri.startswith("models:/") else ()
+    if len(name_and_version) != 2:
         return uri, None
-    name, number = named
+    name, number = name_and_version
     sha256 = client.get_model_version(name, number).tags.get(PACKAGE_SHA256_TAG)
     if sha256 is None:
         from recsys_core.errors import StageError
 
         raise StageError(
-            f"models:/{name}/{number} has no tag {PACKAGE_SHA256_TAG}, so its package cannot be verified; register the model "
-            "again, and remove the version's alias if it has one"
+            f"models:/{name}/{number} does not have the tag {PACKAGE_SHA256_TAG}, so its package cannot be verified; register "
+            "the model again, and remove the version's alias if it has one"
         )
     return f"models:/{name}/{number}", {PACKAGE_SHA256: sha256}

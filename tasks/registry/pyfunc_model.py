@@ -1,4 +1,4 @@
-"""The model's code as MLflow stores and runs it (models from code): raw ids in, raw ids out, nothing pickled."""
+"""MLflow model of the retriever, logged as code ("models from code") instead of a pickle: raw ids in, raw ids out."""
 
 import functools
 from pathlib import Path
@@ -15,16 +15,16 @@ from recsys_core.serving.retriever import Retriever
 
 
 class NightjarModel(PythonModel):
-    """Recommends items the user has not had.
+    """Recommends items that are not in the user's history.
 
-    Served, it answers `{"predictions": [{"item_ids": [...], "scores": [...], "error": null}]}`, one entry per row in the order
-    of the rows. A row whose user_id or history cannot be read has an error in words and empty lists.
+    A server responds with `{"predictions": [{"item_ids": [...], "scores": [...], "error": null}]}`, one prediction per input
+    row, in the same order. A row with an invalid user_id or history has an error message and empty lists.
     """
 
-    refuses_unknown_params = True
+    rejects_unknown_params = True
 
     def load_context(self, context: PythonModelContext) -> None:
-        """Loads the package that was logged with the model; StageError with the name of a file that was changed since."""
+        """Load the package that was logged with the model; raise StageError if a file was changed since."""
         sha256 = (context.model_config or {}).get("package_sha256")
         if not isinstance(sha256, str):
             raise StageError("MLmodel: the python_function flavor has no config package_sha256; download the version again")
@@ -33,16 +33,20 @@ class NightjarModel(PythonModel):
     def predict(
         self, context: PythonModelContext, model_input: pd.DataFrame, params: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
-        """`user_id` per row, optionally `history`: item ids in time order, instead of the user's own log; null keeps the log.
+        """Recommend items for each row of `model_input`.
 
-        params: k, and exclude_log (Retriever.recommend says what they do). A param with a wrong value fails the request.
+        Args:
+            context: not used.
+            model_input: column user_id, and optionally history: a list of item ids in time order that replaces the user's
+                history in the log. A null history keeps the log's.
+            params: k and exclude_log, see Retriever.recommend. An invalid value fails the whole request.
         """
-        asked = {"k": 10, "exclude_log": True} | (params or {})
+        arguments = {"k": 10, "exclude_log": True} | (params or {})
         histories = model_input["history"].tolist() if "history" in model_input else None
         try:
-            if empty := [name for name, value in asked.items() if value is None]:
-                raise InputError(f"params: {empty[0]} is null; give it a value, or leave it out")
-            answers = self.retriever.answer(model_input["user_id"].tolist(), histories=histories, **asked)
+            if nulls := [name for name, value in arguments.items() if value is None]:
+                raise InputError(f"params: {nulls[0]} is null; set a value, or leave it out")
+            answers = self.retriever.answer(model_input["user_id"].tolist(), histories=histories, **arguments)
         except InputError as error:
             raise MlflowException.invalid_parameter_value(str(error)) from error
         return [
@@ -51,27 +55,27 @@ class NightjarModel(PythonModel):
         ]
 
 
-def _refuse_unknown_params() -> None:
-    """Makes PyFuncModel.predict refuse params that the signature of a NightjarModel does not declare.
+def _reject_unknown_params() -> None:
+    """Patch PyFuncModel.predict to reject params that are not in the signature of a NightjarModel.
 
-    MLflow 3.17 drops them with a warning before it calls the model's own predict, and has no setting for it.
+    MLflow 3.17 drops unknown params with a warning before it calls the model's predict, and has no setting to change that.
     """
     predict = PyFuncModel.predict
-    if hasattr(predict, "refuses_unknown_params"):  # MLflow runs this file at every load
+    if hasattr(predict, "rejects_unknown_params"):  # already patched: MLflow runs this file at every load
         return
 
     @functools.wraps(predict)
     def checked(self: PyFuncModel, data: Any, params: dict[str, Any] | None = None) -> Any:
         model = getattr(self._model_impl, "python_model", None)
-        if getattr(model, "refuses_unknown_params", False) and isinstance(params, dict):
+        if getattr(model, "rejects_unknown_params", False) and isinstance(params, dict):
             declared = [spec.name for spec in self.metadata.get_params_schema().params]
             if unknown := [str(name) for name in params if name not in declared]:
                 raise MlflowException.invalid_parameter_value(f"params: unknown {', '.join(unknown)}; the model has {declared}")
         return predict(self, data, params=params)
 
-    checked.refuses_unknown_params = True  # type: ignore[attr-defined]
+    checked.rejects_unknown_params = True  # type: ignore[attr-defined]
     PyFuncModel.predict = checked  # type: ignore[method-assign]
 
 
-_refuse_unknown_params()
+_reject_unknown_params()
 set_model(NightjarModel())

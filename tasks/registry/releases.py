@@ -1,4 +1,4 @@
-"""The registered versions as MLflow has them: tags, champions, the list of `nightjar releases`. Imports no model code."""
+"""Registered versions: tags, current and former champions, the rows of `nightjar releases`. Imports no model code."""
 
 import json
 from datetime import UTC, datetime
@@ -11,18 +11,21 @@ from recsys_core.errors import InputError, redacted
 from tasks.registry.mlflow_client import RUN_ID_TAG
 
 SMOKE_TAG = "nightjar.smoke"
+"""Result of the smoke test: "passed", or "failed" with the reason."""
 REASONS_TAG = "nightjar.reasons"
+"""Result of the comparison with the champion, in one sentence."""
 METRICS_TAG = "nightjar.metrics"
+"""Metrics of all compared versions, as JSON."""
 ALARM_TAG = "nightjar.alarm"
-"""On a version that was compared while the champion did not load: what was wrong."""
+"""Set on a version that was compared while the champion did not load: the champion's error."""
 BROKEN_TAG = "nightjar.broken"
-"""On a version that did not load when another one was compared with it: the last line of its process."""
+"""Set on a version that did not load during a comparison: the last line of its process. Removed once it loads again."""
 FORMER_CHAMPION_TAG = "nightjar.champion_until"
-"""On a version that loaded when another one replaced it as champion: seconds since 1970."""
+"""Set on a champion that loaded when another version replaced it: seconds since 1970."""
 
 
 def champion_of(client: MlflowClient, model_name: str) -> ModelVersion | None:
-    """The version with the alias champion; None where there is none, or no such model yet."""
+    """Return the version with the alias champion; None if there is no champion or no such model."""
     try:
         aliases = client.get_registered_model(model_name).aliases
     except MlflowException as error:
@@ -33,24 +36,25 @@ def champion_of(client: MlflowClient, model_name: str) -> ModelVersion | None:
 
 
 def champion_uri(client: MlflowClient, model_name: str) -> str:
-    """models:/<name>/<version> of the champion; InputError if there is none yet."""
+    """Return models:/<name>/<version> of the champion; raise InputError if there is no champion."""
     champion = champion_of(client, model_name)
     if champion is None:
         raise InputError(
-            f"the registered model {model_name!r} has no champion in {redacted(client.tracking_uri)}; `nightjar run` makes one"
+            f"the registered model {model_name!r} has no champion in {redacted(client.tracking_uri)}; "
+            "register one with `nightjar run`"
         )
     return f"models:/{model_name}/{champion.version}"
 
 
 def former_champions(client: MlflowClient, model_name: str) -> list[ModelVersion]:
-    """Versions that were replaced as champion, the last one first, without those that did not load since."""
+    """Return the versions that were replaced as champion, the most recent first, without those that did not load since."""
     versions = client.search_model_versions(f"name = '{model_name}'")
     former = [version for version in versions if FORMER_CHAMPION_TAG in version.tags and BROKEN_TAG not in version.tags]
     return sorted(former, key=lambda version: (-int(version.tags[FORMER_CHAMPION_TAG]), -int(version.version)))
 
 
 def list_releases(client: MlflowClient, model_name: str) -> list[dict[str, object]]:
-    """All versions, newest first: version, alias, promoted-or-not reasons, served metrics, run_id, and when (UTC)."""
+    """Return one dictionary per version, the newest first: version, aliases, tags, served metrics, run and creation (UTC)."""
     versions = client.search_model_versions(f"name = '{model_name}'")
     aliases = client.get_registered_model(model_name).aliases if versions else {}
     return [

@@ -1,6 +1,6 @@
-"""`python -m tasks.registry.smoke_process MODEL_URI CASES ANSWERS`: query a version in a process with nothing else loaded.
+"""Subprocess of the smoke test: `python -m tasks.registry.smoke_process MODEL_URI INPUT OUTPUT --k K`.
 
-It imports no recsys_core of its own, so that what answers is the code that was logged with the version.
+It does not import recsys_core, so the version answers with the code that was logged with it.
 """
 
 import argparse
@@ -17,32 +17,33 @@ from mlflow import MlflowClient
 
 from tasks.registry.model_uri import resolve
 
-NOT_FETCHED = 3
-"""Exit code where the version's files could not be read from MLflow; any other failure is 1."""
+EXIT_NOT_FETCHED = 3
+"""Exit code if the version could not be downloaded from MLflow; any other failure exits with 1."""
 
 
 def main() -> None:
-    """CASES: parquet with user_id and history (list of item ids); ANSWERS gets item_ids and scores (lists), row by row."""
+    """Read user_id and history (item ids) from INPUT; write item_ids and scores, one list per input row, to OUTPUT."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model_uri")
-    parser.add_argument("cases", type=Path)
-    parser.add_argument("answers", type=Path)
+    parser.add_argument("input", type=Path)
+    parser.add_argument("output", type=Path)
     parser.add_argument("--k", type=int, required=True)
     arguments = parser.parse_args()
-    cases = pq.read_table(arguments.cases)
-    questions = pd.DataFrame({"user_id": cases["user_id"].to_pylist(), "history": cases["history"].to_pylist()})
+    table = pq.read_table(arguments.input)
+    requests = pd.DataFrame({"user_id": table["user_id"].to_pylist(), "history": table["history"].to_pylist()})
     try:
         uri, config = resolve(arguments.model_uri, client=MlflowClient())
         folder = mlflow.artifacts.download_artifacts(uri)
     except Exception as error:  # whatever MLflow, an artifact store or the network raises
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201  the last line is the reason
-        sys.exit(NOT_FETCHED)
+        # The parent reports the last line of stderr as the reason.
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(EXIT_NOT_FETCHED)
     model = mlflow.pyfunc.load_model(folder, model_config=config)
-    answers: Any = model.predict(questions, params={"k": arguments.k, "exclude_log": False})
-    item_type = cases.schema.field("history").type
+    answers: Any = model.predict(requests, params={"k": arguments.k, "exclude_log": False})
+    item_type = table.schema.field("history").type
     item_ids = pa.array([answer["item_ids"] for answer in answers], type=item_type)
     scores = pa.array([answer["scores"] for answer in answers], type=pa.list_(pa.float64()))
-    pq.write_table(pa.table({"item_ids": item_ids, "scores": scores}), arguments.answers)
+    pq.write_table(pa.table({"item_ids": item_ids, "scores": scores}), arguments.output)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A version on trial: asked for test users' items in a fresh process; its answers are checked and measured.
+"""Smoke test of registered versions: recommendations for a sample of test users from a fresh process, validated and measured.
 
-Legend: N users on trial, K items asked for. A pair is `case * items + item row`: one number for "this user, this item".
+The new version and the versions that it is compared with answer the same sample.
 """
 
 import os
@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,137 +21,181 @@ from recsys_core.data.events import EventStore
 from recsys_core.errors import StageError, TrackingServerError, redacted
 from recsys_core.evaluation.metrics import TargetRanks, hit_rate, ndcg, recall
 from recsys_core.manifests import InteractionsManifest
-from tasks.registry.smoke_process import NOT_FETCHED
+from tasks.registry.smoke_process import EXIT_NOT_FETCHED
 
 K = 20
-"""Items asked for: the deepest cut-off of the served metrics."""
+"""Number of items that a version recommends to each user: the largest cut-off of the served metrics."""
 _TIMEOUT_S = 1_800.0
-_SEED = 0
-_ENDED_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
+_SAMPLE_SEED = 0
+_KILLED = (-signal.SIGKILL, -signal.SIGTERM)
 
 Ints = npt.NDArray[np.int64]
 
 
 class UnusableVersionError(StageError):
-    """A version that does not load or does not answer."""
+    """The version does not load, does not answer, or gives invalid answers."""
 
 
 class NotFetchedError(TrackingServerError):
-    """A version whose files were not read: MLflow does not work, or they are gone."""
+    """The version's files could not be downloaded: MLflow does not work, or the files are gone."""
 
 
 @dataclass(frozen=True)
-class Trial:
-    """The same users and questions for every version that is compared. `file`: parquet with user_id, history."""
+class ServedSample:
+    """A sample of test users with their histories. A pair is the integer `user_index * num_items + item_row`.
+
+    Attributes:
+        file: parquet file with the columns user_id and history, the ids of the items before the test period.
+        item_ids: ids of the catalogue by item row.
+        num_seen_U: number of distinct items in each user's history.
+        seen_pair_L: pairs of users and items of their histories, ascending.
+        target_pair_T: pairs of users and items of the test period that are not in their histories, ascending.
+    """
 
     file: Path
     item_ids: pa.Array
-    seen_N: Ints
-    seen_pairs: Ints
-    target_pairs: Ints
+    num_seen_U: Ints
+    seen_pair_L: Ints
+    target_pair_T: Ints
 
     @property
-    def users(self) -> int:
-        """How many users are asked about."""
-        return len(self.seen_N)
+    def num_users(self) -> int:
+        """Number of users in the sample."""
+        return len(self.num_seen_U)
+
+    @property
+    def num_items(self) -> int:
+        """Number of items in the catalogue."""
+        return len(self.item_ids)
 
 
-def prepare_trial(interactions: InteractionsManifest, *, users: int, folder: Path) -> Trial:
-    """A fixed sample of `users` test users, each with all it had before the test as an explicit history of raw ids."""
+def prepare_sample(interactions: InteractionsManifest, *, max_users: int, folder: Path) -> ServedSample:
+    """Draw up to `max_users` users with test events, with a fixed seed, and write their histories to `folder`.
+
+    Raises:
+        StageError: all test items of all users are in their histories, so no metric can be computed.
+    """
     store = EventStore.open(interactions)
-    rows_N = np.sort(np.random.default_rng(_SEED).permutation(store.users_with_targets("test"))[:users])
-    before, targets = store.before(rows_N, "test"), store.targets(rows_N, "test")
+    user_row_U = np.sort(np.random.default_rng(_SAMPLE_SEED).permutation(store.users_with_targets("test"))[:max_users])
+    history, targets = store.before(user_row_U, "test"), store.targets(user_row_U, "test")
     item_ids = pq.read_table(interactions.path("items.parquet"), columns=["id"])["id"].combine_chunks()
-    user_ids = pq.read_table(interactions.path("users.parquet"), columns=["id"])["id"].take(pa.array(rows_N))
-    history = pa.ListArray.from_arrays(before.offset, item_ids.take(pa.array(before.row_T)))
+    user_ids = pq.read_table(interactions.path("users.parquet"), columns=["id"])["id"].take(pa.array(user_row_U))
+    history_ids = pa.ListArray.from_arrays(history.offset, item_ids.take(pa.array(history.row_T)))
     folder.mkdir()
-    pq.write_table(pa.table({"user_id": user_ids, "history": history}), folder / "cases.parquet")
-    seen = before.distinct(rows=len(item_ids))
-    new = targets.distinct(rows=len(item_ids)).without(seen, rows=len(item_ids))
-    if not len(new.row_T):
-        raise StageError(f"none of {len(rows_N):,} test users has a target it had not before, so no version can be measured")
-    return Trial(
-        file=folder / "cases.parquet",
+    file = folder / "cases.parquet"
+    pq.write_table(pa.table({"user_id": user_ids, "history": history_ids}), file)
+    seen = history.distinct(rows=len(item_ids))
+    new_targets = targets.distinct(rows=len(item_ids)).without(seen, rows=len(item_ids))
+    if not len(new_targets.row_T):
+        raise StageError(
+            f"none of {len(user_row_U):,} test users has a test item that is not in the user's history, so no version can be "
+            "measured; choose another test period in interactions.split"
+        )
+    return ServedSample(
+        file=file,
         item_ids=item_ids,
-        seen_N=seen.length_N,
-        seen_pairs=seen.keys_T(rows=len(item_ids)),
-        target_pairs=new.keys_T(rows=len(item_ids)),
+        num_seen_U=seen.length_N,
+        seen_pair_L=seen.keys_T(rows=len(item_ids)),
+        target_pair_T=new_targets.keys_T(rows=len(item_ids)),
     )
 
 
-def ask(trial: Trial, *, model_uri: str, tracking_uri: str, answers: Path) -> pa.ListArray:
-    """The K items that the version recommends to each user on trial.
+def predict_in_subprocess(sample: ServedSample, *, model_uri: str, tracking_uri: str, output_file: Path) -> pa.ListArray:
+    """Return the ids of the K items that the version at `model_uri` recommends to each user, computed in a fresh process.
 
-    UnusableVersionError, or NotFetchedError, with the last line of a failed process.
+    Raises:
+        UnusableVersionError: the process failed; the message ends with the last line of its stderr.
+        NotFetchedError: the version could not be downloaded.
+        StageError: a signal ended the process.
     """
     root = str(Path(__file__).parents[2])
     environment = os.environ | {
         "MLFLOW_TRACKING_URI": tracking_uri,
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
     }
-    command = [sys.executable, "-m", "tasks.registry.smoke_process", model_uri, str(trial.file), str(answers), "--k", str(K)]
+    arguments = [model_uri, str(sample.file), str(output_file), "--k", str(K)]
+    command = [sys.executable, "-m", "tasks.registry.smoke_process", *arguments]
     try:
         subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except subprocess.CalledProcessError as error:
         last_line = ((error.stderr or "").strip().splitlines() or ["no message"])[-1]
         reason = redacted(f"{model_uri}: does not answer in a fresh process (exit {error.returncode}): {last_line}")
-        if error.returncode == NOT_FETCHED:
+        if error.returncode == EXIT_NOT_FETCHED:
             raise NotFetchedError(reason) from None
-        if error.returncode in _ENDED_FROM_OUTSIDE:
-            raise StageError(f"{reason}; a signal ended it, memory may be short") from None
+        if error.returncode in _KILLED:
+            raise StageError(f"{reason}; a signal ended the process, perhaps for lack of memory") from None
         raise UnusableVersionError(reason) from None
     except subprocess.TimeoutExpired:
-        raise UnusableVersionError(f"{model_uri}: no answer for {trial.users:,} users within {_TIMEOUT_S:,.0f} s") from None
-    return pq.read_table(answers)["item_ids"].combine_chunks()
+        raise UnusableVersionError(
+            f"{model_uri}: no answer for {sample.num_users:,} users within {_TIMEOUT_S:,.0f} s"
+        ) from None
+    return pq.read_table(output_file)["item_ids"].combine_chunks()
 
 
-def answer_by_popularity(trial: Trial, *, popular_I: Ints) -> pa.ListArray:
-    """The K most popular items (`popular_I`: item rows by falling popularity) that each user did not have before."""
-    items = len(trial.item_ids)
-    first = np.searchsorted(trial.seen_pairs, np.arange(trial.users + 1) * items)
-    row_lists = []
-    for case in range(trial.users):
-        seen = trial.seen_pairs[first[case] : first[case + 1]] - case * items
-        head = popular_I[: K + len(seen)]
-        row_lists.append(head[~np.isin(head, seen)][:K])
-    offsets = np.cumsum([0, *map(len, row_lists)])
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), trial.item_ids.take(pa.array(np.concatenate(row_lists))))
+def recommend_popular(sample: ServedSample, *, popular_item_I: Ints) -> pa.ListArray:
+    """Return the ids of the K most popular items that are not in each user's history.
+
+    Args:
+        popular_item_I: item rows, the most popular first.
+    """
+    first_seen = np.searchsorted(sample.seen_pair_L, np.arange(sample.num_users + 1) * sample.num_items)
+    rows_by_user = []
+    for user in range(sample.num_users):
+        seen_rows = sample.seen_pair_L[first_seen[user] : first_seen[user + 1]] - user * sample.num_items
+        candidates = popular_item_I[: K + len(seen_rows)]
+        rows_by_user.append(candidates[~np.isin(candidates, seen_rows)][:K])
+    offsets = np.cumsum([0, *map(len, rows_by_user)])
+    item_ids = sample.item_ids.take(pa.array(np.concatenate(rows_by_user)))
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), item_ids)
 
 
-def find_faults(answers: pa.ListArray, *, trial: Trial) -> list[str]:
-    """What no served answer may be: of the wrong length, an unknown id (-1 too), seen before, twice the same."""
-    case, row, count_N = _answered(answers, trial)
-    items = len(trial.item_ids)
-    wanted_N = np.minimum(K, items - trial.seen_N)
-    known = row >= 0
-    pairs = case[known] * items + row[known]
-    faults = {
-        f"users with other than {K} items (or all unseen ones)": int(np.sum(count_N != wanted_N)),
-        "items that are not in the catalogue": int(np.sum(~known)),
-        "items the user had before": int(np.isin(pairs, trial.seen_pairs).sum()),
+def invalid_answers(answers: pa.ListArray, *, sample: ServedSample) -> list[str]:
+    """Describe and count the invalid recommendations: wrong number of items, unknown, already seen or repeated items."""
+    recommended = _parse(answers, sample)
+    expected_U = np.minimum(K, sample.num_items - sample.num_seen_U)
+    is_known_L = recommended.item_row_L >= 0
+    pairs = recommended.user_L[is_known_L] * sample.num_items + recommended.item_row_L[is_known_L]
+    counts = {
+        f"users with other than {K} items (or all unseen ones)": int(np.sum(recommended.num_items_U != expected_U)),
+        "items that are not in the catalogue": int(np.sum(~is_known_L)),
+        "items the user had before": int(np.isin(pairs, sample.seen_pair_L).sum()),
         "items recommended twice to one user": len(pairs) - len(np.unique(pairs)),
     }
-    return [f"{count:,} {fault} (of {trial.users:,} users)" for fault, count in faults.items() if count]
+    return [f"{count:,} {problem} (of {sample.num_users:,} users)" for problem, count in counts.items() if count]
 
 
-def measure(answers: pa.ListArray, *, trial: Trial) -> dict[str, float]:
-    """recall@20, hit_rate@10, ndcg@20 over the users with a target they had not before, as in the exact evaluation."""
-    case, row, count_N = _answered(answers, trial)
-    items = len(trial.item_ids)
-    pairs = np.where(row >= 0, case * items + row, -1)
-    rank = np.arange(len(case)) - np.repeat(np.cumsum(count_N) - count_N, count_N)
-    _, target_place, answer_place = np.intersect1d(trial.target_pairs, pairs, return_indices=True)
-    rank_P = np.full(len(trial.target_pairs), items)
-    rank_P[target_place] = rank[answer_place]
-    ranks = TargetRanks.of_pairs(user_P=trial.target_pairs // items, rank_P=rank_P, candidates_E=items - trial.seen_N)
+def served_metrics(answers: pa.ListArray, *, sample: ServedSample) -> dict[str, float]:
+    """Return the mean recall@20, hit_rate@10 and ndcg@20 over the users with a target that is not in their history.
+
+    The definitions are those of the exact evaluation. A target that is not recommended has the lowest possible rank.
+    """
+    recommended = _parse(answers, sample)
+    num_items = sample.num_items
+    pair_L = np.where(recommended.item_row_L >= 0, recommended.user_L * num_items + recommended.item_row_L, -1)
+    first_U = np.cumsum(recommended.num_items_U) - recommended.num_items_U
+    position_L = np.arange(len(pair_L)) - np.repeat(first_U, recommended.num_items_U)
+    _, hit_targets, hit_answers = np.intersect1d(sample.target_pair_T, pair_L, return_indices=True)
+    target_position_T = np.full(len(sample.target_pair_T), num_items)
+    target_position_T[hit_targets] = position_L[hit_answers]
+    ranks = TargetRanks.of_pairs(
+        user_P=sample.target_pair_T // num_items, rank_P=target_position_T, candidates_E=num_items - sample.num_seen_U
+    )
     per_user = {"recall@20": recall(ranks, k=20), "hit_rate@10": hit_rate(ranks, k=10), "ndcg@20": ndcg(ranks, k=20)}
     return {name: float(value_U.mean()) for name, value_U in per_user.items()}
 
 
-def _answered(answers: pa.ListArray, trial: Trial) -> tuple[Ints, Ints, Ints]:
-    """Case and item row (-1: not in the catalogue) of every recommended item, and how many each user got."""
-    if len(answers) != trial.users:
-        raise StageError(f"{trial.file}: {trial.users:,} users were asked about, {len(answers):,} answers came")
-    count_N = pc.list_value_length(answers).to_numpy(zero_copy_only=False).astype(np.int64)
-    row = pc.fill_null(pc.index_in(answers.flatten(), value_set=trial.item_ids), -1).to_numpy(zero_copy_only=False)
-    return np.repeat(np.arange(trial.users), count_N), row.astype(np.int64), count_N
+class _Recommended(NamedTuple):
+    """The recommended items of all users, concatenated. item_row_L is -1 for an item that is not in the catalogue."""
+
+    user_L: Ints
+    item_row_L: Ints
+    num_items_U: Ints
+
+
+def _parse(answers: pa.ListArray, sample: ServedSample) -> _Recommended:
+    if len(answers) != sample.num_users:
+        raise StageError(f"{sample.file}: {sample.num_users:,} users, but {len(answers):,} answers")
+    num_items_U = pc.list_value_length(answers).to_numpy(zero_copy_only=False).astype(np.int64)
+    rows = pc.fill_null(pc.index_in(answers.flatten(), value_set=sample.item_ids), -1)
+    item_row_L = rows.to_numpy(zero_copy_only=False).astype(np.int64)
+    return _Recommended(np.repeat(np.arange(sample.num_users), num_items_U), item_row_L, num_items_U)

@@ -1,13 +1,12 @@
-"""The MLflow side of a run: one MLflow run per nightjar run, found again on resume, and metrics relayed while they come."""
+"""MLflow tracking: one MLflow run per nightjar run, reused on resume; params, metrics, artifacts and live training metrics."""
 
 import json
-import logging
 import math
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,7 +17,6 @@ from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, Metric, Param, RunStatus, ViewType
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NAME
 
-from recsys_core.errors import TrackingServerError
 from recsys_core.evaluation.report import plot_loss, plot_recall
 from recsys_core.manifests import (
     DataReportManifest,
@@ -32,49 +30,51 @@ from recsys_core.manifests import (
 )
 from recsys_core.retrieval.plot import plot_indexes
 from recsys_core.training.job_spec import Progress
-from tasks.registry.mlflow_client import ANSWER_TIMEOUT_S, RUN_ID_TAG, connect, tracking_error, tracking_uri, within
+from tasks.registry.mlflow_client import ANSWER_TIMEOUT_S, LOG, RUN_ID_TAG, call_or_warn, connect, tracking_error, tracking_uri
 from tasks.run import Run
 
-LOG = logging.getLogger("nightjar")
 TRAINING_METRICS = ("loss", "learning_rate", "samples_per_s", "embedding_bytes_per_s", "epoch")
-_FLUSH_EVERY_S = 1.0
+_FLUSH_INTERVAL_S = 1.0
 _METRICS_PER_CALL = 900
 _PARAMS_PER_CALL = 100
-_PATHS_SHOWN = 100
+_MAX_PATHS = 100
+"""Number of input paths in the source of an MLflow dataset; data_fingerprints.json holds all of them."""
 
 
 def open_run(client: MlflowClient, run: Run) -> str:
-    """Id of the MLflow run that belongs to `run`; created if there is none."""
+    """Return the id of the MLflow run of `run`; create the experiment and the MLflow run if they do not exist."""
     with FileLock(run.workspace / ".mlflow.lock"):
         experiment = client.get_experiment_by_name(run.experiment)
         if experiment is None:
-            # An artifact location is fixed for good, and defaults to the folder the process happens to be in.
+            # MLflow never changes the artifact location of an experiment; its default is relative to the current folder.
             location = None if os.environ.get("MLFLOW_TRACKING_URI") else (run.workspace.absolute() / "mlartifacts").as_uri()
             experiment_id = client.create_experiment(run.experiment, artifact_location=location)
         else:
             experiment_id = experiment.experiment_id
-        found = client.search_runs(
-            [experiment_id], f"tags.`{RUN_ID_TAG}` = '{run.run_id}'", ViewType.ACTIVE_ONLY, max_results=1
-        )
-        if found:
-            return str(found[0].info.run_id)
+        query = f"tags.`{RUN_ID_TAG}` = '{run.run_id}'"
+        existing_runs = client.search_runs([experiment_id], query, ViewType.ACTIVE_ONLY, max_results=1)
+        if existing_runs:
+            return str(existing_runs[0].info.run_id)
         return str(client.create_run(experiment_id, tags={RUN_ID_TAG: run.run_id, MLFLOW_RUN_NAME: run.run_id}).info.run_id)
 
 
 def log_params(client: MlflowClient, mlflow_run_id: str, *, config_file: Path) -> None:
-    """The settings in `config_file`, flat. MLflow keeps a param's first value: what a resume changed goes into a tag."""
+    """Log the settings in `config_file` under dotted names.
+
+    MLflow does not change the value of a param: settings that a resumed run changed are logged as a tag.
+    """
     settings = flatten(yaml.safe_load(config_file.read_text(encoding="utf-8")))
-    present = client.get_run(mlflow_run_id).data.params
-    fresh = [Param(key, value) for key, value in settings.items() if key not in present]
-    for start in range(0, len(fresh), _PARAMS_PER_CALL):
-        client.log_batch(mlflow_run_id, params=fresh[start : start + _PARAMS_PER_CALL])
-    changed = {key: value for key, value in settings.items() if present.get(key, value) != value}
+    logged_params = client.get_run(mlflow_run_id).data.params
+    new_params = [Param(key, value) for key, value in settings.items() if key not in logged_params]
+    for start in range(0, len(new_params), _PARAMS_PER_CALL):
+        client.log_batch(mlflow_run_id, params=new_params[start : start + _PARAMS_PER_CALL])
+    changed = {key: value for key, value in settings.items() if logged_params.get(key, value) != value}
     if changed:
         client.set_tag(mlflow_run_id, "nightjar.changed_on_resume", json.dumps(changed))
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings as dotted names and strings.
+    """Convert nested settings to strings under dotted names.
 
     >>> flatten({"model": {"layers": [64, 32]}, "name": "nightly"})
     {'model.layers': '[64, 32]', 'name': 'nightly'}
@@ -89,30 +89,28 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def log_training_metrics(client: MlflowClient, mlflow_run_id: str, *, metrics_file: Path) -> None:
-    """What the relay could not deliver of `metrics_file` (metrics.jsonl)."""
+    """Log the steps in `metrics_file` (metrics.jsonl) that MetricRelay could not log."""
     lines = [Progress.model_validate_json(line) for line in metrics_file.read_text().splitlines()]
     now_ms = int(metrics_file.stat().st_mtime * 1000)
     logged = logged_steps(client, mlflow_run_id)
-    log_metrics(
-        client,
-        mlflow_run_id,
-        [metric for line in lines if line.step not in logged for metric in training_metrics(line, time_ms=now_ms)],
-    )
+    missing_lines = [line for line in lines if line.step not in logged]
+    metrics = [metric for line in missing_lines for metric in training_metrics(line, time_ms=now_ms)]
+    log_metrics(client, mlflow_run_id, metrics)
 
 
 def logged_steps(client: MlflowClient, mlflow_run_id: str) -> set[int]:
-    """Training steps that MLflow has: they are not logged again."""
+    """Return the training steps that are in MLflow, which would count twice if they were logged again."""
     return {metric.step for metric in client.get_metric_history(mlflow_run_id, "train/loss")}
 
 
 def log_metrics(client: MlflowClient, mlflow_run_id: str, metrics: Sequence[Metric]) -> None:
-    """As few calls as MLflow allows: one call costs about as much as one metric."""
+    """Log `metrics` in as few calls as MLflow allows: a call costs about as much as a metric."""
     for start in range(0, len(metrics), _METRICS_PER_CALL):
         client.log_batch(mlflow_run_id, metrics=metrics[start : start + _METRICS_PER_CALL])
 
 
 def training_metrics(line: Progress, *, time_ms: int) -> list[Metric]:
-    """One line of metrics.jsonl."""
+    """Convert one line of metrics.jsonl to MLflow metrics."""
     values = line.model_dump(include=set(TRAINING_METRICS))
     values |= {f"{name}_ms_per_step": ms for name, ms in line.ms_per_step.items()}
     values |= {f"{name}_bytes": size for name, size in line.memory_bytes.items()}
@@ -121,7 +119,7 @@ def training_metrics(line: Progress, *, time_ms: int) -> list[Metric]:
 
 
 def as_metrics(values: Mapping[str, float]) -> list[Metric]:
-    """Flat metrics under names that MLflow takes: it refuses '@'. A value that was not defined (nan) is left out."""
+    """Convert `values` to MLflow metrics: "@" is not allowed in a name and becomes "_at_"; NaN values are left out."""
     now_ms = int(time.time() * 1000)
     return [Metric(name.replace("@", "_at_"), value, now_ms, 0) for name, value in values.items() if not math.isnan(value)]
 
@@ -136,19 +134,19 @@ def log_results(
     evaluation: EvaluationManifest,
     index: IndexManifest,
 ) -> None:
-    """Params, what the relay could not deliver, metrics, the config, the plan, and the pictures."""
+    """Log the params, all metrics, the config, the sharding plan and the plots of a finished run."""
     log_params(client, mlflow_run_id, config_file=run.config_file)
     log_training_metrics(client, mlflow_run_id, metrics_file=train.path("metrics.jsonl"))
     recalls = {f"index/{kind}/recall": report.recall for kind, report in index.reports.items()}
     best = {} if train.best_epoch is None else {"train/best_epoch": train.best_epoch}
     values = {**evaluation.metrics, **recalls, **best, "train/final_loss": train.final_loss}
     log_metrics(client, mlflow_run_id, as_metrics(values))
-    pictures = (
+    plots = (
         plot_loss(train, path=run.folder / "loss.png"),
         plot_recall(evaluation.metrics, path=run.folder / "recall.png"),
         plot_indexes(index.reports, served=index.served, path=run.folder / "indexes.png"),
     )
-    for file in (run.config_file, plan.path("plan.json"), *pictures):
+    for file in (run.config_file, plan.path("plan.json"), *plots):
         client.log_artifact(mlflow_run_id, str(file))
 
 
@@ -159,52 +157,44 @@ def log_data(
     stages: Sequence[EmbeddingsManifest | InteractionsManifest | None],
     report: DataReportManifest,
 ) -> None:
-    """The input files as they were read: as datasets of the run, and whole in data_fingerprints.json; and the data report."""
-    if "data/breaches" not in client.get_run(mlflow_run_id).data.metrics:  # it could not be delivered when it was made
+    """Log the input files, as datasets of the run and in data_fingerprints.json, and the data report unless it is logged."""
+    if "data/breaches" not in client.get_run(mlflow_run_id).data.metrics:  # log_data_report_or_warn failed
         log_data_report(client, mlflow_run_id, report)
     sources = {stage.kind: stage.sources for stage in stages if stage is not None}
-    content = {kind: [source.model_dump() for source in files] for kind, files in sources.items()}
-    client.log_dict(mlflow_run_id, content, "data_fingerprints.json")
+    files_by_kind = {kind: [source.model_dump() for source in files] for kind, files in sources.items()}
+    client.log_dict(mlflow_run_id, files_by_kind, "data_fingerprints.json")
     datasets = [
-        # MLflow keeps 36 characters of a digest.
-        Dataset(kind, fingerprint_of(content[kind])[:36], "local", json.dumps([file.path for file in files[:_PATHS_SHOWN]]))
+        # MLflow allows 36 characters in a digest.
+        Dataset(kind, fingerprint_of(files_by_kind[kind])[:36], "local", json.dumps([file.path for file in files[:_MAX_PATHS]]))
         for kind, files in sources.items()
     ]
     client.log_inputs(mlflow_run_id, [DatasetInput(dataset) for dataset in datasets])
 
 
 def log_data_report(client: MlflowClient, mlflow_run_id: str, report: DataReportManifest) -> None:
-    """report.html, and its metrics as data/<name>."""
+    """Log report.html and the metrics of the data report, as data/<name>."""
     values = {f"data/{name}": value for name, value in report.metrics.items()}
     log_metrics(client, mlflow_run_id, as_metrics({**values, "data/breaches": float(len(report.breaches))}))
     client.log_artifact(mlflow_run_id, str(report.path("report.html")), "data_report")
 
 
-def deliver_data_report(run: Run, report: DataReportManifest) -> None:
-    """The report on its way to MLflow; what an outage kept back is made up for at registration."""
+def log_data_report_or_warn(run: Run, report: DataReportManifest) -> None:
+    """Log the data report; if MLflow does not work, log a warning, and the report is logged at registration instead."""
 
-    def deliver(client: MlflowClient) -> None:
+    def log(client: MlflowClient) -> None:
         mlflow_run_id = open_run(client, run)
         log_params(client, mlflow_run_id, config_file=run.config_file)
         log_data_report(client, mlflow_run_id, report)
         client.set_terminated(mlflow_run_id, RunStatus.to_string(RunStatus.FAILED if report.breaches else RunStatus.FINISHED))
 
-    deliver_or_warn(deliver, workspace=run.workspace, what="data report", going_on="it is logged at registration")
-
-
-def deliver_or_warn(deliver: Callable[[MlflowClient], None], *, workspace: Path, what: str, going_on: str) -> None:
-    """Calls `deliver`, which logs to MLflow; an outage costs a warning and at most twice ANSWER_TIMEOUT_S."""
-    try:
-        client = connect(workspace)
-        within(ANSWER_TIMEOUT_S, lambda: deliver(client), uri=client.tracking_uri)
-    except TrackingServerError as error:
-        LOG.warning("the %s is not in MLflow; %s (%s)", what, going_on, error)
+    warning = "could not log the data report to MLflow; it will be logged at registration"
+    call_or_warn(log, workspace=run.workspace, warning=warning)
 
 
 class MetricRelay:
-    """Training metrics on their way to MLflow, from a thread of its own: an outage there neither stops nor slows training.
+    """Logs training metrics to MLflow from a thread, so that an outage of MLflow neither stops nor slows training.
 
-    What could not be delivered is warned about once, and is made up for when the version is registered.
+    After the first failure it logs one warning and stops; the missing metrics are logged at registration.
     """
 
     def __init__(self, run: Run) -> None:
@@ -224,7 +214,7 @@ class MetricRelay:
         self._thread.join(2 * ANSWER_TIMEOUT_S)
 
     def send(self, line: Progress) -> None:
-        """Takes one line of metrics.jsonl; returns at once."""
+        """Queue one line of metrics.jsonl and return at once."""
         self._lines.put((int(time.time() * 1000), line))
 
     def _relay(self) -> None:
@@ -236,18 +226,15 @@ class MetricRelay:
             logged = logged_steps(client, mlflow_run_id)
             closing = False
             while not closing:
-                closing = self._closing.wait(_FLUSH_EVERY_S)
-                arrived = [self._lines.get() for _ in range(self._lines.qsize())]
-                fresh = [(time_ms, line) for time_ms, line in arrived if line.step not in logged]
-                log_metrics(
-                    client,
-                    mlflow_run_id,
-                    [metric for time_ms, line in fresh for metric in training_metrics(line, time_ms=time_ms)],
-                )
-                logged.update(line.step for _, line in fresh)
+                closing = self._closing.wait(_FLUSH_INTERVAL_S)
+                queued = [self._lines.get() for _ in range(self._lines.qsize())]
+                new_lines = [(time_ms, line) for time_ms, line in queued if line.step not in logged]
+                metrics = [metric for time_ms, line in new_lines for metric in training_metrics(line, time_ms=time_ms)]
+                log_metrics(client, mlflow_run_id, metrics)
+                logged.update(line.step for _, line in new_lines)
             client.set_terminated(mlflow_run_id, self._status)
-        except Exception as error:  # whatever MLflow, its database or the network throws: training goes on
+        except Exception as error:  # whatever MLflow, its database or the network raises
             LOG.warning(
-                "training metrics are not logged from now on; training continues, they are logged at registration (%s)",
+                "could not log training metrics to MLflow; training continues, they will be logged at registration (%s)",
                 tracking_error(error, uri=tracking_uri(self._run.workspace)),
             )

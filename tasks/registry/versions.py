@@ -1,4 +1,4 @@
-"""Versions in MLflow's model registry, made once per package."""
+"""Versions in MLflow's model registry: one per package and run, with signature, requirements and the model's own code."""
 
 from importlib import metadata
 from pathlib import Path
@@ -25,7 +25,7 @@ from tasks.run import Run
 
 PACKAGE_TAG = "nightjar.package"
 _MODEL_CODE = Path(__file__).with_name("pyfunc_model.py")
-_NEEDED_TO_SERVE = ("mlflow", "numpy", "pandas", "pyarrow", "pydantic", "safetensors", "torch")
+_SERVING_LIBRARIES = ("mlflow", "numpy", "pandas", "pyarrow", "pydantic", "safetensors", "torch")
 
 
 def version_for(
@@ -37,10 +37,10 @@ def version_for(
     interactions: InteractionsManifest,
     run: Run,
 ) -> ModelVersion:
-    """The registered version of `package` that this run made, now or before it was interrupted."""
+    """Return the registered version of `package`; create it unless this run did before it was interrupted."""
     model_name = config.model_name
     tags = {RUN_ID_TAG: run.run_id, PACKAGE_TAG: package.fingerprint, PACKAGE_SHA256_TAG: description_sha256(package)}
-    # Two runs in one workspace may register the same model at the same time.
+    # Two runs in one workspace may create the same model at the same time.
     with FileLock(run.workspace / ".mlflow.lock"):
         try:
             client.create_registered_model(model_name)
@@ -51,8 +51,8 @@ def version_for(
         if tags.items() <= version.tags.items():
             return version
     mlflow.set_tracking_uri(tracking_uri(run.workspace))
-    logged = _log_model(package, mlflow_run_id=mlflow_run_id, interactions=interactions)
-    return client.create_model_version(model_name, logged.model_uri, run_id=mlflow_run_id, tags=tags, model_id=logged.model_id)
+    model = _log_model(package, mlflow_run_id=mlflow_run_id, interactions=interactions)
+    return client.create_model_version(model_name, model.model_uri, run_id=mlflow_run_id, tags=tags, model_id=model.model_id)
 
 
 def _log_model(package: PackageManifest, *, mlflow_run_id: str, interactions: InteractionsManifest) -> ModelInfo:
@@ -70,9 +70,9 @@ def _log_model(package: PackageManifest, *, mlflow_run_id: str, interactions: In
 
 
 def signature_for(interactions: InteractionsManifest) -> ModelSignature:
-    """user_id, and a history if the caller knows better, to item ids and scores, or to an error; ids as they are in the log.
+    """Return the signature: user_id and an optional history in; item ids and scores, or an error, out.
 
-    Inputs are of any type: MLflow fails the whole request for one value of another type than a column's, a null included.
+    The inputs have type Any: with a stricter type MLflow rejects a whole request for a single value of another type or a null.
     """
     item = DataType.long if interactions.item_id_type == "int64" else DataType.string
     return ModelSignature(
@@ -94,12 +94,12 @@ def _example(interactions: InteractionsManifest) -> pd.DataFrame:
 
 
 def pinned_requirements() -> list[str]:
-    """What serving imports, in the versions that this environment has, by the names and numbers of public indexes.
+    """Return the libraries that serving imports as name==version, with names and versions of public package indexes.
 
-    The builds for CPU and GPU of faiss share their versions and the name of the module; serving runs on a CPU.
+    Serving runs on a CPU, so faiss-gpu is replaced by faiss-cpu of the same version.
     """
-    versions = {name: metadata.version(name) for name in _NEEDED_TO_SERVE}
+    versions = {name: metadata.version(name) for name in _SERVING_LIBRARIES}
     installed = {distribution.name for distribution in metadata.distributions()}
     versions["faiss-cpu"] = metadata.version("faiss-cpu" if "faiss-cpu" in installed else "faiss-gpu")
-    # A local part, as in 2.14.1+cpu, names a build that only some indexes have.
+    # A local version such as 2.14.1+cpu is not on PyPI.
     return [f"{name}=={version.partition('+')[0]}" for name, version in sorted(versions.items())]

@@ -8,7 +8,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunStatus, ViewType
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
 
-from tasks.registry.tracking import as_metrics, deliver_or_warn, log_metrics, log_params, open_run
+from tasks.registry.mlflow_client import call_or_warn
+from tasks.registry.tracking import as_metrics, log_metrics, log_params, open_run
 from tasks.run import Run
 from tasks.tuning.study import Ending, Tried
 
@@ -42,7 +43,7 @@ def deliver_study(
             client.log_artifact(parent, str(file))
         client.set_terminated(parent, RunStatus.to_string(RunStatus.FINISHED if best else RunStatus.FAILED))
 
-    deliver_or_warn(deliver, workspace=run.workspace, what="progress of the trials", going_on="tuning continues")
+    call_or_warn(deliver, workspace=run.workspace, warning="could not log the trials to MLflow; tuning continues")
 
 
 def deliver_trials(client: MlflowClient, parent: str, tried: Sequence[Tried], *, metric: str) -> None:

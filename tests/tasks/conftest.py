@@ -39,7 +39,7 @@ from recsys_core.serving.package import build_package
 from recsys_core.training.job_spec import Progress
 from tasks.registry import gate
 from tasks.registry.mlflow_client import connect
-from tasks.registry.smoke_test import K, Trial, UnusableVersionError
+from tasks.registry.smoke_test import K, ServedSample, UnusableVersionError
 from tests.recsys_core.evaluation.stages import export_stage, interactions_stage
 
 ITEMS, USERS, DIM, CLUSTERS = 120, 30, 8, 4
@@ -65,23 +65,23 @@ def workspace(tmp_path: Path, new_database: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture
-def asked_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Versions answer in this process, which is quicker; the list holds those that were asked."""
-    asked: list[str] = []
+def predicted_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run predict_in_subprocess in this process, which is faster; the list holds the URIs of its calls."""
+    uris: list[str] = []
 
-    def ask(trial: Trial, *, model_uri: str, tracking_uri: str, answers: Path) -> pa.ListArray:
-        asked.append(model_uri)
+    def predict(sample: ServedSample, *, model_uri: str, tracking_uri: str, output_file: Path) -> pa.ListArray:
+        uris.append(model_uri)
         mlflow.set_tracking_uri(tracking_uri)
-        cases = pq.read_table(trial.file).to_pydict()
+        cases = pq.read_table(sample.file).to_pydict()
         try:
             model = mlflow.pyfunc.load_model(model_uri)
         except Exception as error:
             raise UnusableVersionError(f"{model_uri}: {error}") from None
-        answered = model.predict(pd.DataFrame(cases), params={"k": K, "exclude_log": False})
-        return pa.array([answer["item_ids"] for answer in answered])
+        answers = model.predict(pd.DataFrame(cases), params={"k": K, "exclude_log": False})
+        return pa.array([answer["item_ids"] for answer in answers])
 
-    monkeypatch.setattr(gate, "ask", ask)
-    return asked
+    monkeypatch.setattr(gate, "predict_in_subprocess", predict)
+    return uris
 
 
 class Stages(NamedTuple):

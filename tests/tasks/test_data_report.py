@@ -29,7 +29,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def untracked(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_report, "deliver_data_report", lambda run, report: None)
+    monkeypatch.setattr(data_report, "log_data_report_or_warn", lambda run, report: None)
 
 
 def night(workspace: Path, day: int, *, events: int, **limits: Any) -> DataReportManifest:
@@ -88,7 +88,10 @@ def test_an_outage_of_mlflow_is_a_warning_and_the_night_goes_on(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
     assert night(workspace, 20, events=10).breaches == ()
-    assert "the data report is not in MLflow; it is logged at registration (MLflow at http://127.0.0.1:9" in caplog.text
+    assert (
+        "could not log the data report to MLflow; it will be logged at registration (MLflow at http://127.0.0.1:9"
+        in caplog.text
+    )
 
 
 def test_a_tracking_server_that_never_answers_delays_the_night_by_a_bounded_time(
@@ -99,5 +102,5 @@ def test_a_tracking_server_that_never_answers_delays_the_night_by_a_bounded_time
     with silent() as address:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
         assert night(workspace, 20, events=10).breaches == ()
-    assert "the data report is not in MLflow; it is logged at registration" in caplog.text
+    assert "could not log the data report to MLflow; it will be logged at registration" in caplog.text
     assert "no answer within 0.5 s" in caplog.text

@@ -14,7 +14,7 @@ from recsys_core.errors import InputError, StageError
 from tasks.registry import gate
 from tasks.registry.mlflow_client import connect
 from tasks.registry.releases import champion_uri, list_releases
-from tasks.registry.smoke_test import K, Trial
+from tasks.registry.smoke_test import K, ServedSample
 from tests.tasks.conftest import ITEMS, STEPS, Stages
 from tests.tasks.registration import aliases, do_register, run_of, version_tags
 
@@ -50,7 +50,9 @@ def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(works
     assert release["metrics"] == made.metrics
 
 
-def test_what_was_logged_holds_no_pickle_and_its_own_code(workspace: Path, stages: BuildStages, asked_here: list[str]) -> None:
+def test_what_was_logged_holds_no_pickle_and_its_own_code(
+    workspace: Path, stages: BuildStages, predicted_here: list[str]
+) -> None:
     do_register(stages(), run_of(workspace, "one"))
     (model,) = (workspace / "mlartifacts" / "models").iterdir()
     files = {str(path.relative_to(model / "artifacts")) for path in model.rglob("*") if path.is_file()}
@@ -62,7 +64,7 @@ def test_what_was_logged_holds_no_pickle_and_its_own_code(workspace: Path, stage
 
 
 def test_a_worse_version_is_challenger_and_the_same_again_is_champion(
-    workspace: Path, stages: BuildStages, asked_here: list[str]
+    workspace: Path, stages: BuildStages, predicted_here: list[str]
 ) -> None:
     do_register(stages(), run_of(workspace, "one"))
     worse = do_register(stages(confused=True), run_of(workspace, "two"))
@@ -76,12 +78,12 @@ def test_a_worse_version_is_challenger_and_the_same_again_is_champion(
     same = do_register(stages(), run_of(workspace, "three"))
     assert (same.version, same.alias) == ("3", "champion")
     assert aliases(client) == {"champion": "3", "challenger": "2"}
-    assert asked_here == [f"models:/m/{version}" for version in (1, 2, 1, 3, 1)]
+    assert predicted_here == [f"models:/m/{version}" for version in (1, 2, 1, 3, 1)]
 
 
 @pytest.mark.parametrize("killed_after", ["the alias", "the version"])
 def test_a_run_killed_while_it_registers_finds_its_version_again(
-    workspace: Path, stages: BuildStages, asked_here: list[str], killed_after: str
+    workspace: Path, stages: BuildStages, predicted_here: list[str], killed_after: str
 ) -> None:
     do_register(stages(confused=True), run_of(workspace, "zero"))
     undisturbed = do_register(stages(), run_of(workspace, "one"))
@@ -98,19 +100,19 @@ def test_a_run_killed_while_it_registers_finds_its_version_again(
     assert aliases(client)["champion"] == "2"
 
 
-def test_a_finished_registration_is_kept(workspace: Path, stages: BuildStages, asked_here: list[str]) -> None:
+def test_a_finished_registration_is_kept(workspace: Path, stages: BuildStages, predicted_here: list[str]) -> None:
     first = do_register(stages(), run_of(workspace, "one"))
     assert do_register(stages(), run_of(workspace, "one")) == first
-    assert len(asked_here) == 1
+    assert len(predicted_here) == 1
 
 
 def test_a_version_that_fails_the_smoke_test_gets_no_alias_and_says_why(
     workspace: Path, stages: BuildStages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def answer_nonsense(trial: Trial, **_: object) -> pa.ListArray:
-        return pa.array([[-1] * K] * trial.users)
+    def recommend_unknown_items(sample: ServedSample, **_: object) -> pa.ListArray:
+        return pa.array([[-1] * K] * sample.num_users)
 
-    monkeypatch.setattr(gate, "ask", answer_nonsense)
+    monkeypatch.setattr(gate, "predict_in_subprocess", recommend_unknown_items)
     run = run_of(workspace, "one")
     with pytest.raises(StageError, match="600 items that are not in the catalogue"):
         do_register(stages(), run)
@@ -123,14 +125,17 @@ def test_a_version_that_fails_the_smoke_test_gets_no_alias_and_says_why(
 
 
 def test_a_version_that_cannot_be_fetched_fails_with_the_last_line_of_its_process(workspace: Path, stages: BuildStages) -> None:
-    trial = gate.prepare_trial(stages().interactions, users=3, folder=workspace / "trial")
-    with pytest.raises(StageError, match=r"models:/nobody/1: does not answer in a fresh process \(exit 3\): .*nobody"):
-        gate.ask(
-            trial, model_uri="models:/nobody/1", tracking_uri=connect(workspace).tracking_uri, answers=workspace / "answers"
+    sample = gate.prepare_sample(stages().interactions, max_users=3, folder=workspace / "sample")
+    with pytest.raises(StageError, match=r"models:/absent/1: does not answer in a fresh process \(exit 3\): .*absent"):
+        gate.predict_in_subprocess(
+            sample,
+            model_uri="models:/absent/1",
+            tracking_uri=connect(workspace).tracking_uri,
+            output_file=workspace / "answers.parquet",
         )
 
 
-def test_the_logged_model_takes_and_gives_raw_ids(workspace: Path, stages: BuildStages, asked_here: list[str]) -> None:
+def test_the_logged_model_takes_and_gives_raw_ids(workspace: Path, stages: BuildStages, predicted_here: list[str]) -> None:
     do_register(stages(), run_of(workspace, "one"))
     model = mlflow.pyfunc.load_model("models:/m@champion")
     users = pd.DataFrame({"user_id": ["user-0", "user-1"]})

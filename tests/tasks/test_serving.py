@@ -216,7 +216,7 @@ def test_a_version_without_the_checksum_in_its_tags_is_refused(workspace: Path) 
     version: ModelVersion = client.get_model_version("m", "1")
     client.delete_model_version_tag("m", "1", PACKAGE_SHA256_TAG)
     try:
-        with pytest.raises(StageError, match=f"models:/m/1 has no tag {PACKAGE_SHA256_TAG}"):
+        with pytest.raises(StageError, match=f"models:/m/1 does not have the tag {PACKAGE_SHA256_TAG}"):
             load_model(URI, client=client)
     finally:
         client.set_model_version_tag("m", "1", PACKAGE_SHA256_TAG, version.tags[PACKAGE_SHA256_TAG])

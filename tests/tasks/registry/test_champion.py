@@ -1,69 +1,73 @@
-"""Which run a night starts from: asked once, written down, and never in the way of the night."""
+"""The champion that a run starts from: read once from a real MLflow, saved, and never a reason to fail."""
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from recsys_core.training.champion import Champion
-from tasks.registry import champion
 from tasks.registry.champion import CHOICE_NAME, starting_champion
-from tasks.registry.mlflow_client import RUN_ID_TAG
+from tasks.registry.mlflow_client import RUN_ID_TAG, connect
 from tasks.run import Run
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run("20261121-020000-ab12", workspace=tmp_path, experiment="e")
+def run(workspace: Path) -> Run:
+    return Run("20261121-020000-ab12", workspace=workspace, experiment="e")
+
+
+@pytest.fixture(autouse=True)
+def complete_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run has all its stages in the workspace."""
+    monkeypatch.setattr(Champion, "open", lambda run_id, **folders: SimpleNamespace(run_id=run_id, **folders))
 
 
 @pytest.fixture
-def crowned(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
-    """What the registry says: the run of the champion, None for no champion; every run has left all its stages."""
-    says: dict[str, str | None] = {"run": None}
+def set_champion(workspace: Path) -> Callable[[str], None]:
+    """Registers a version of a run and makes it champion of the model "shop"."""
+    client = connect(workspace)
 
-    def champion_of(client: object, model_name: str) -> SimpleNamespace | None:
-        return None if says["run"] is None else SimpleNamespace(tags={RUN_ID_TAG: says["run"]})
+    def register(run_id: str) -> None:
+        if not client.search_registered_models():
+            client.create_registered_model("shop")
+        version = client.create_model_version("shop", f"file://{workspace}/model", tags={RUN_ID_TAG: run_id})
+        client.set_registered_model_alias("shop", "champion", version.version)
 
-    monkeypatch.setattr(champion, "connect", lambda workspace: None)  # a new MLflow database takes seconds
-    monkeypatch.setattr(champion, "champion_of", champion_of)
-    monkeypatch.setattr(Champion, "open", lambda run_id, **folders: SimpleNamespace(run_id=run_id, **folders))
-    return says
+    return register
 
 
-def test_a_first_night_is_a_full_training_and_stays_one_when_it_is_resumed(
-    run: Run, crowned: dict[str, str | None], caplog: pytest.LogCaptureFixture
+def test_a_first_run_is_a_full_training_and_stays_one_when_it_is_resumed(
+    run: Run, set_champion: Callable[[str], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="nightjar"):
         assert starting_champion("shop", run=run) is None
     assert "full training: shop has no champion yet, or had none when this run began" in caplog.messages
-    crowned["run"] = "another"
+    set_champion("another")
     assert starting_champion("shop", run=run) is None
 
 
-def test_a_resumed_run_starts_from_the_champion_that_it_began_with(run: Run, crowned: dict[str, str | None]) -> None:
-    crowned["run"] = "last"
-    first = starting_champion("shop", run=run)
-    crowned["run"] = "newer"
-    again = starting_champion("shop", run=run)
-    assert first is not None and again is not None
-    assert first.run_id == again.run_id == "last"
-    assert first.export == run.workspace / "runs/last/export"
-    assert json.loads((run.folder / CHOICE_NAME).read_bytes()) == {"run_id": "last"}
+def test_a_resumed_run_starts_from_the_champion_that_it_began_with(run: Run, set_champion: Callable[[str], None]) -> None:
+    set_champion("first")
+    champion = starting_champion("shop", run=run)
+    set_champion("newer")
+    resumed = starting_champion("shop", run=run)
+    assert champion is not None and resumed is not None
+    assert champion.run_id == resumed.run_id == "first"
+    assert champion.export == run.workspace / "runs/first/export"
+    assert json.loads((run.folder / CHOICE_NAME).read_bytes()) == {"run_id": "first"}
 
 
-def test_a_champion_whose_folder_is_gone_means_a_full_training_and_one_line_in_the_log(
-    run: Run, crowned: dict[str, str | None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_champion_whose_stages_are_gone_means_a_full_training_and_one_line_in_the_log(
+    run: Run, set_champion: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    crowned["run"] = "removed"
+    set_champion("removed")
     monkeypatch.setattr(Champion, "open", lambda run_id, **folders: None)
+    monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="nightjar"):
         assert starting_champion("shop", run=run) is None
-    (line,) = caplog.messages
-    assert line.startswith("full training: the champion is of run removed, of which ")
-
-
-def test_a_registry_without_the_model_has_no_champion(run: Run) -> None:
-    assert starting_champion("shop", run=run) is None
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "nightjar"]
+    assert line.startswith("full training: stages of run removed, which trained the champion, are missing in ")

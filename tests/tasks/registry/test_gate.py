@@ -13,7 +13,7 @@ from recsys_core.errors import StageError, TrackingServerError
 from tasks.registry import gate, mlflow_client
 from tasks.registry.mlflow_client import connect
 from tasks.registry.releases import BROKEN_TAG
-from tasks.registry.smoke_test import NotFetchedError, Trial
+from tasks.registry.smoke_test import NotFetchedError, ServedSample
 from tests.tasks.conftest import Stages
 from tests.tasks.registration import aliases, do_register, run_of, version_tags
 
@@ -41,32 +41,32 @@ def flip_a_bit(workspace: Path, version: str) -> None:
 
 
 def test_a_run_that_promotes_while_another_compares_is_compared_with(
-    workspace: Path, stages: BuildStages, asked_here: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     do_register(stages(confused=True), run_of(workspace, "one"))
-    ask, others = gate.ask, [stages()]
+    predict, others = gate.predict_in_subprocess, [stages()]
 
-    def promote_meanwhile(trial: Trial, *, model_uri: str, **rest: Any) -> pa.ListArray:
-        answers = ask(trial, model_uri=model_uri, **rest)
+    def promote_meanwhile(sample: ServedSample, *, model_uri: str, **rest: Any) -> pa.ListArray:
+        answers = predict(sample, model_uri=model_uri, **rest)
         if model_uri == "models:/m/1" and others:
             do_register(others.pop(), run_of(workspace, "better"))
         return answers
 
-    monkeypatch.setattr(gate, "ask", promote_meanwhile)
+    monkeypatch.setattr(gate, "predict_in_subprocess", promote_meanwhile)
     slower = do_register(stages(confused=True), run_of(workspace, "slower"))
     assert aliases(connect(workspace)) == {"champion": "3", "challenger": "2"}
     assert (slower.alias, slower.reasons[0].endswith("of version 3")) == ("challenger", True)
-    assert asked_here.count("models:/m/2") == 1  # its own answers are used again
+    assert predicted_here.count("models:/m/2") == 1  # its own answers are used again
 
 
 def test_a_champion_with_a_flipped_bit_is_replaced_and_reported(
     workspace: Path, stages: BuildStages, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:
-    in_fresh_processes = gate.ask
-    request.getfixturevalue("asked_here")
+    in_fresh_processes = gate.predict_in_subprocess
+    request.getfixturevalue("predicted_here")
     do_register(stages(), run_of(workspace, "one"))
     flip_a_bit(workspace, "1")
-    request.getfixturevalue("monkeypatch").setattr(gate, "ask", in_fresh_processes)
+    request.getfixturevalue("monkeypatch").setattr(gate, "predict_in_subprocess", in_fresh_processes)
     made = do_register(stages(), run_of(workspace, "two"))
     assert (made.alias, aliases(connect(workspace))) == ("champion", {"champion": "2"})
     assert made.reasons[0].endswith("of popularity")
@@ -79,7 +79,7 @@ def test_a_champion_with_a_flipped_bit_is_replaced_and_reported(
 
 
 def test_a_version_worse_than_the_last_champion_that_loads_lets_that_one_be_champion_again(
-    workspace: Path, stages: BuildStages, asked_here: list[str]
+    workspace: Path, stages: BuildStages, predicted_here: list[str]
 ) -> None:
     for run_id in ("one", "two"):
         do_register(stages(), run_of(workspace, run_id))
@@ -93,12 +93,12 @@ def test_a_version_worse_than_the_last_champion_that_loads_lets_that_one_be_cham
 
 
 def test_where_no_version_can_be_champion_the_stage_fails_until_the_champion_loads_again(
-    workspace: Path, stages: BuildStages, asked_here: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     do_register(stages(), run_of(workspace, "one"))
     kept = shutil.copytree(package_of(workspace, "1"), workspace / "kept")
     flip_a_bit(workspace, "1")
-    monkeypatch.setattr(gate, "answer_by_popularity", lambda trial, **_: trial_targets(trial))
+    monkeypatch.setattr(gate, "recommend_popular", lambda sample, **_: all_targets(sample))
     with pytest.raises(
         StageError, match=r"^m: the champion, version 1, does not load .*; no other version can be champion; rec"
     ):
@@ -112,28 +112,28 @@ def test_where_no_version_can_be_champion_the_stage_fails_until_the_champion_loa
     assert BROKEN_TAG not in version_tags(client, "1")
 
 
-def trial_targets(trial: Trial) -> pa.ListArray:
+def all_targets(sample: ServedSample) -> pa.ListArray:
     """Perfect answers: popularity that no version reaches."""
-    items = len(trial.item_ids)
-    rows = [[pair % items for pair in trial.target_pairs if pair // items == case] for case in range(trial.users)]
-    return pa.array([[trial.item_ids[int(row)].as_py() for row in user_rows] for user_rows in rows])
+    items = sample.num_items
+    rows = [[pair % items for pair in sample.target_pair_T if pair // items == user] for user in range(sample.num_users)]
+    return pa.array([[sample.item_ids[int(row)].as_py() for row in user_rows] for user_rows in rows])
 
 
 @pytest.mark.parametrize("cause", ["the files of the champion are gone", "MLflow does not work"])
 def test_a_champion_that_cannot_be_fetched_is_broken_only_where_mlflow_works(
-    workspace: Path, stages: BuildStages, asked_here: list[str], monkeypatch: pytest.MonkeyPatch, cause: str
+    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch, cause: str
 ) -> None:
     do_register(stages(), run_of(workspace, "one"))
-    ask, unreachable = gate.ask, {"models:/m/1"}
+    predict, unreachable = gate.predict_in_subprocess, {"models:/m/1"}
 
-    def fetch(trial: Trial, *, model_uri: str, **rest: Any) -> pa.ListArray:
+    def fetch(sample: ServedSample, *, model_uri: str, **rest: Any) -> pa.ListArray:
         if model_uri in unreachable:
             if cause == "MLflow does not work":
                 unreachable.add("models:/m/2")
             raise NotFetchedError(f"{model_uri}: not fetched")
-        return ask(trial, model_uri=model_uri, **rest)
+        return predict(sample, model_uri=model_uri, **rest)
 
-    monkeypatch.setattr(gate, "ask", fetch)
+    monkeypatch.setattr(gate, "predict_in_subprocess", fetch)
     monkeypatch.setattr(mlflow_client, "RETRY_TIMEOUT_S", 0.0)
     if cause == "MLflow does not work":
         with pytest.raises(TrackingServerError, match="models:/m/2: not fetched"):

@@ -13,7 +13,7 @@ from mlflow.exceptions import MlflowException
 from recsys_core.errors import TrackingServerError
 from tasks.registry import mlflow_client
 from tasks.registry.champion import starting_champion
-from tasks.registry.mlflow_client import connect, persist, within
+from tasks.registry.mlflow_client import call_with_deadline, call_with_retries, connect
 from tasks.registry.tracking import MetricRelay
 from tasks.run import Run
 from tests.tasks.conftest import progress
@@ -80,7 +80,7 @@ def test_a_locked_database_is_one_sentence(workspace: Path) -> None:
     with sqlite3.connect(workspace / "mlflow.db") as other:
         other.execute("begin exclusive")
         with pytest.raises(TrackingServerError, match=f"^MLflow at sqlite:///{workspace}/mlflow.db does not work: no answer"):
-            persist(lambda: connect(workspace), uri=f"sqlite:///{workspace}/mlflow.db")
+            call_with_retries(lambda: connect(workspace), uri=f"sqlite:///{workspace}/mlflow.db")
 
 
 def test_what_may_pass_is_tried_again_and_warned_about_once(
@@ -89,7 +89,7 @@ def test_what_may_pass_is_tried_again_and_warned_about_once(
     monkeypatch.setattr(mlflow_client, "RETRY_TIMEOUT_S", 60.0)
     with answering((500, ""), (503, ""), (200, "{}")) as address:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-        assert persist(lambda: connect(tmp_path), uri=address).tracking_uri == address
+        assert call_with_retries(lambda: connect(tmp_path), uri=address).tracking_uri == address
     (warning,) = [record.getMessage() for record in caplog.records if record.name == "nightjar"]
     assert warning.startswith(f"MLflow at {address} does not work: ")
     assert warning.endswith("; retrying for up to 60 s")
@@ -104,13 +104,13 @@ def test_what_another_attempt_cannot_change_is_not_tried_again(monkeypatch: pyte
         raise MlflowException.invalid_parameter_value(f"{URI} refuses")
 
     with pytest.raises(TrackingServerError, match=r"^MLflow at http://ada:\*\*\*@host/mlflow does not work: "):
-        persist(refuse, uri=URI)
+        call_with_retries(refuse, uri=URI)
     assert attempts == [1]
 
 
 def test_a_mistake_in_the_program_is_not_taken_for_an_outage() -> None:
     with pytest.raises(KeyError):
-        persist(lambda: {}["absent"], uri=URI)
+        call_with_retries(lambda: {}["absent"], uri=URI)
 
 
 def test_a_timeout_within_the_call_names_its_own_reason() -> None:
@@ -118,4 +118,4 @@ def test_a_timeout_within_the_call_names_its_own_reason() -> None:
         raise TimeoutError("reading")
 
     with pytest.raises(TrackingServerError, match="TimeoutError: reading"):
-        within(60.0, end, uri=URI)
+        call_with_deadline(end, uri=URI)

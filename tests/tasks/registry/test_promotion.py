@@ -25,7 +25,7 @@ client = MlflowClient(sys.argv[1])
 old, new = (client.get_model_version("m", number) for number in ("1", sys.argv[2]))
 print("ready", flush=True)
 sys.stdin.readline()
-print(move_champion(client, new, instead_of=old, keep_former=True, trial_of=new))
+print(move_champion(client, new, expected_champion=old, mark_as_former=True, turn_version=new))
 """
 
 
@@ -73,7 +73,9 @@ def test_of_threads_that_compared_with_the_same_champion_one_moves_the_alias(
     def move(version: ModelVersion) -> None:
         client = connect(workspace)
         start.wait()
-        moved[str(version.version)] = move_champion(client, version, instead_of=versions[0], keep_former=True, trial_of=version)
+        moved[str(version.version)] = move_champion(
+            client, version, expected_champion=versions[0], mark_as_former=True, turn_version=version
+        )
 
     threads = [threading.Thread(target=move, args=(version,)) for version in versions[1:]]
     for thread in threads:
@@ -91,7 +93,7 @@ def test_the_turn_of_a_process_that_died_is_passed_over(
     client = connect(workspace)
     client.set_model_version_tag("m", "2", TURN_TAG, turn)
     monkeypatch.setattr(promotion, "ABANDONED_S", 1.0)
-    assert move_champion(client, versions[2], instead_of=versions[0], keep_former=True, trial_of=versions[2])
+    assert move_champion(client, versions[2], expected_champion=versions[0], mark_as_former=True, turn_version=versions[2])
     assert champion(client) == "3"
 
 
@@ -106,5 +108,5 @@ def test_a_turn_that_was_passed_over_moves_nothing(
         return read(client, model_name)
 
     monkeypatch.setattr(promotion, "champion_of", lose_the_turn)
-    assert not move_champion(client, versions[1], instead_of=versions[0], keep_former=True, trial_of=versions[1])
+    assert not move_champion(client, versions[1], expected_champion=versions[0], mark_as_former=True, turn_version=versions[1])
     assert champion(client) == "1"

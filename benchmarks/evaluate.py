@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.measuring import in_fresh_process
-from recsys_core.data.jagged import Lists
+from recsys_core.data.jagged import JaggedArray
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import all_metrics
 from recsys_core.evaluation.ranking import rank_catalogue
@@ -38,36 +38,40 @@ HERE = Path(__file__).parent
 CONTESTANTS = ("numpy", "ours")
 
 
-def draw(queries: int) -> tuple[NDArray[np.float32], NDArray[np.float32], Lists, Lists]:
+def draw(queries: int) -> tuple[NDArray[np.float32], NDArray[np.float32], JaggedArray, JaggedArray]:
     """Query vectors, item vectors, seen items and targets; no target is seen."""
     random = np.random.default_rng(0)
     query_ED = random.normal(size=(queries, DIM)).astype(np.float32)
     item_ID = random.normal(size=(ITEMS, DIM)).astype(np.float32)
     count = round(queries * TARGETS_PER_QUERY)
     pairs = [np.sort(random.integers(0, queries, size)) for size in (count, count * SEEN_PER_TARGET)]
-    targets, seen = (Lists.of_owners(owner, random.integers(0, ITEMS, len(owner)), count=queries) for owner in pairs)
-    targets, seen = targets.distinct(rows=ITEMS), seen.distinct(rows=ITEMS)
-    return query_ED, item_ID, seen, targets.without(seen, rows=ITEMS)
+    targets, seen = (JaggedArray.from_pairs(owner, random.integers(0, ITEMS, len(owner)), num_lists=queries) for owner in pairs)
+    targets, seen = targets.distinct(bound=ITEMS), seen.distinct(bound=ITEMS)
+    return query_ED, item_ID, seen, targets.difference(seen, bound=ITEMS)
 
 
-def evaluate_with_numpy(query_ED: NDArray[np.float32], item_ID: NDArray[np.float32], seen: Lists, targets: Lists) -> float:
+def evaluate_with_numpy(
+    query_ED: NDArray[np.float32], item_ID: NDArray[np.float32], seen: JaggedArray, targets: JaggedArray
+) -> float:
     """Recall@20, mean over the queries with a target."""
     hits_E = np.zeros(len(query_ED))
     for start in range(0, len(query_ED), CHUNK):
         end = min(start + CHUNK, len(query_ED))
         score_CI = query_ED[start:end] @ item_ID.T
-        part = seen.part(start, end)
-        score_CI[part.owner_T, part.row_T] = -np.inf
+        part = seen.slice(start, end)
+        score_CI[part.list_index_L, part.values_L] = -np.inf
         top_CK = np.argpartition(score_CI, ITEMS - K, axis=1)[:, ITEMS - K :]
         key_CK = np.arange(end - start)[:, None] * ITEMS + top_CK
-        part = targets.part(start, end)
-        is_hit_T = np.isin(part.keys_T(rows=ITEMS), key_CK)
-        hits_E[start:end] = np.bincount(part.owner_T, weights=is_hit_T, minlength=end - start)
-    has_target_E = targets.length_N > 0
-    return float((hits_E[has_target_E] / targets.length_N[has_target_E]).mean())
+        part = targets.slice(start, end)
+        is_hit_T = np.isin(part.pair_keys(bound=ITEMS), key_CK)
+        hits_E[start:end] = np.bincount(part.list_index_L, weights=is_hit_T, minlength=end - start)
+    has_target_E = targets.lengths > 0
+    return float((hits_E[has_target_E] / targets.lengths[has_target_E]).mean())
 
 
-def evaluate_with_ours(query_ED: NDArray[np.float32], item_ID: NDArray[np.float32], seen: Lists, targets: Lists) -> float:
+def evaluate_with_ours(
+    query_ED: NDArray[np.float32], item_ID: NDArray[np.float32], seen: JaggedArray, targets: JaggedArray
+) -> float:
     """The same, from all metrics with the default cut-offs."""
     config = EvaluationConfig()
     ranking = rank_catalogue(

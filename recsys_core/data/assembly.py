@@ -15,7 +15,7 @@ from recsys_core.data.batch import Batch, keyed_jagged
 from recsys_core.data.batch_keys import QUERY, QUERY_WEIGHTED, ROWS
 from recsys_core.data.events import Rows
 from recsys_core.data.features.store import Feature, FeatureStore
-from recsys_core.data.jagged import Lists, single
+from recsys_core.data.jagged import JaggedArray
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Assembler:
         *,
         user: Rows,
         position: Rows,
-        history: Lists,
+        history: JaggedArray,
         candidate: Rows,
         weight: NDArray[np.float32] | None = None,
     ) -> Batch:
@@ -44,16 +44,16 @@ class Assembler:
         position: [B], where in the log each query's event is, for features of the event. candidate: [K], item rows, the B
         positives first; may be empty where queries alone are encoded.
         """
-        code, item = pd.factorize(np.concatenate([candidate, history.row_T]))
+        code, item = pd.factorize(np.concatenate([candidate, history.values_L]))
         item = _at_least_one(item)  # no candidate and no history points at it
         sparse, item_weight = self._queries(user, position=position), {}
-        lists = {"item": single(item)}
+        lists = {"item": JaggedArray.from_single_values(item)}
         for key, feature in self._side("item"):
             lists[key], weight_T = feature.at(item)
             if weight_T is not None:
                 item_weight[key] = torch.from_numpy(weight_T)
         if self.user == ROWS:
-            lists["user"] = single(_at_least_one(user))
+            lists["user"] = JaggedArray.from_single_values(_at_least_one(user))
         sparse[ROWS] = keyed_jagged(lists, samples=max(len(item), len(user)))
         return Batch(
             sparse=sparse,
@@ -69,11 +69,11 @@ class Assembler:
     def items(self, item: Rows) -> Batch:
         """`item` alone, in that order; no query."""
         nobody = np.zeros(0, np.int64)
-        return self.batch(user=nobody, position=nobody, history=Lists.empty(0), candidate=item)
+        return self.batch(user=nobody, position=nobody, history=JaggedArray.empty(0), candidate=item)
 
     def _queries(self, user: Rows, *, position: Rows) -> dict[str, KeyedJaggedTensor]:
-        plain = {"user": single(user)} if self.user == QUERY else {}
-        weighted: dict[str, Lists] = {}
+        plain = {"user": JaggedArray.from_single_values(user)} if self.user == QUERY else {}
+        weighted: dict[str, JaggedArray] = {}
         weights: list[NDArray[np.float32]] = []
         for side, index in (("user", user), ("context", position)):
             for key, feature in self._side(side):

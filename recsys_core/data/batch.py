@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from recsys_core.data.jagged import Lists
+from recsys_core.data.jagged import JaggedArray
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
 
 
 def keyed_jagged(
-    features: Mapping[str, Lists], *, samples: int, weight_T: NDArray[np.float32] | None = None
+    features: Mapping[str, JaggedArray], *, samples: int, weight_T: NDArray[np.float32] | None = None
 ) -> KeyedJaggedTensor:
     """`features` over `samples` samples, a list each; a feature of fewer has empty lists after its last.
 
@@ -76,10 +76,10 @@ def keyed_jagged(
     lengths: NDArray[np.int32] = np.zeros((len(features), samples), np.int32)
     for row, feature in zip(lengths, features.values(), strict=True):
         np.subtract(feature.offset[1:], feature.offset[:-1], out=row[: len(feature)], casting="unsafe")
-    values = [len(feature.row_T) for feature in features.values()]
+    values = [len(feature.values_L) for feature in features.values()]
     return KeyedJaggedTensor(
         keys=list(features),
-        values=torch.from_numpy(np.concatenate([feature.row_T for feature in features.values()])),
+        values=torch.from_numpy(np.concatenate([feature.values_L for feature in features.values()])),
         weights=None if weight_T is None else torch.from_numpy(weight_T),
         lengths=torch.from_numpy(lengths.reshape(-1)),
         stride=samples,

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from recsys_core.data.jagged import Lists, ragged_ranges
+from recsys_core.data.jagged import JaggedArray, ragged_ranges
 from recsys_core.errors import InputError
 from recsys_core.manifests import InteractionsManifest
 
@@ -81,7 +81,7 @@ class EventStore:
             )
         return np.float32(total / self.train_events)
 
-    def histories(self, position: Rows, user: Rows, *, max_history: int, include_target: bool = False) -> Lists:
+    def histories(self, position: Rows, user: Rows, *, max_history: int, include_target: bool = False) -> JaggedArray:
         """Up to max_history items for each training event at `position` of `user`.
 
         Ordered logs: the events right before it, oldest first. Others: the user's training events that follow it, around the
@@ -90,34 +90,34 @@ class EventStore:
         start, end = self.user_offset[user], self.train_end[user]
         if self.ordered:
             length = np.minimum(position - start, max_history)
-            return Lists.of_slices(self.event_item, start_N=position - length, end_N=position)
+            return JaggedArray.from_slices(self.event_item, start=position - length, end=position)
         first_step = 0 if include_target else 1
         length = np.minimum(end - start - first_step, max_history)
         step = ragged_ranges(np.full_like(length, first_step), length)
         size, first = np.repeat(end - start, length), np.repeat(start, length)
         place = first + (np.repeat(position - start, length) + step) % size
-        return Lists.of_lengths(length, self.event_item[place])
+        return JaggedArray.from_lengths(length, self.event_item[place])
 
     def users_with_targets(self, split: EvaluationSplit) -> Rows:
         """Rows of the users that have events in `split`."""
         start, end = self._segment(split)
         return np.flatnonzero(end > start)
 
-    def targets(self, user: Rows, split: EvaluationSplit) -> Lists:
+    def targets(self, user: Rows, split: EvaluationSplit) -> JaggedArray:
         """Items of each user's events in `split`."""
         start, end = self._segment(split)
-        return Lists.of_slices(self.event_item, start_N=start[user], end_N=end[user])
+        return JaggedArray.from_slices(self.event_item, start=start[user], end=end[user])
 
     def first_of(self, user: Rows, split: EvaluationSplit) -> Rows:
         """Position of each user's first event in `split` (of the event after it where there is none)."""
         return self._segment(split)[0][user]
 
-    def before(self, user: Rows, split: EvaluationSplit, *, last: int | None = None) -> Lists:
+    def before(self, user: Rows, split: EvaluationSplit, *, last: int | None = None) -> JaggedArray:
         """Items of each user's events before `split`, oldest first; only the last `last` of them where given."""
         end = self._segment(split)[0][user]
         start = self.user_offset[user]
         first = start if last is None else np.maximum(start, end - last)
-        return Lists.of_slices(self.event_item, start_N=first, end_N=end)
+        return JaggedArray.from_slices(self.event_item, start=first, end=end)
 
     def counts_before(self, split: EvaluationSplit) -> Rows:
         """[items]: events of each item before `split`."""
@@ -126,7 +126,7 @@ class EventStore:
         # As many events at once as there are counters: neither the log nor the counters are held twice.
         first = np.searchsorted(self.user_offset, np.arange(0, len(self.event_item), max(items, COUNTED_EVENTS)))
         for start, stop in pairwise([*np.unique(first).tolist(), len(self.train_end)]):
-            count += np.bincount(self.before(np.arange(start, stop), split).row_T, minlength=items)
+            count += np.bincount(self.before(np.arange(start, stop), split).values_L, minlength=items)
         return count
 
     def _segment(self, split: EvaluationSplit) -> tuple[Rows, Rows]:

@@ -1,6 +1,6 @@
-"""Ragged lists of rows as CSR, without a loop per list.
+"""Jagged arrays (lists of different lengths in CSR form), processed without a Python loop over the lists.
 
-Shapes: N lists, T rows in all of them together.
+Shapes: L values of all lists together. Arrays with one entry per list have no shape letter.
 """
 
 from dataclasses import dataclass
@@ -9,117 +9,118 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+Ints = NDArray[np.int64]
 
-def ragged_ranges(start_N: NDArray[Any], length_N: NDArray[Any]) -> NDArray[np.int64]:
-    """start, start + 1, ... for each pair, concatenated.
+
+def ragged_ranges(start: NDArray[Any], lengths: NDArray[Any]) -> Ints:
+    """Return start, start + 1, ..., start + length - 1 for each pair of start and length, concatenated.
 
     >>> ragged_ranges(np.array([10, 50]), np.array([3, 2])).tolist()
     [10, 11, 12, 50, 51]
     """
-    end_N = np.cumsum(length_N)
-    return np.repeat(start_N - end_N + length_N, length_N) + np.arange(end_N[-1] if len(end_N) else 0)
+    end = np.cumsum(lengths)
+    return np.repeat(start - end + lengths, lengths) + np.arange(end[-1] if len(end) else 0)
 
 
 @dataclass(frozen=True)
-class Lists:
-    """List n is row_T[offset[n]:offset[n + 1]]; `offset` is int64 [N + 1], `row_T` int64 [T]."""
+class JaggedArray:
+    """List i is values_L[offset[i]:offset[i + 1]].
 
-    offset: NDArray[np.int64]
-    row_T: NDArray[np.int64]
+    offset: int64, one entry more than there are lists. values_L: int64, usually rows of a table.
+    """
+
+    offset: Ints
+    values_L: Ints
 
     @classmethod
-    def of_slices(cls, values: NDArray[Any], *, start_N: NDArray[np.int64], end_N: NDArray[np.int64]) -> Self:
-        """List n is a copy of values[start_N[n]:end_N[n]].
+    def from_slices(cls, values: NDArray[Any], *, start: Ints, end: Ints) -> Self:
+        """Copy values[start[i]:end[i]] to list i.
 
-        >>> Lists.of_slices(np.array([5, 6, 7, 8]), start_N=np.array([2, 0]), end_N=np.array([4, 1])).row_T.tolist()
+        >>> JaggedArray.from_slices(np.array([5, 6, 7, 8]), start=np.array([2, 0]), end=np.array([4, 1])).values_L.tolist()
         [7, 8, 5]
         """
-        length_N = end_N - start_N
-        return cls.of_lengths(length_N, values[ragged_ranges(start_N, length_N)])
+        lengths = end - start
+        return cls.from_lengths(lengths, values[ragged_ranges(start, lengths)])
 
     @classmethod
-    def of_lengths(cls, length_N: NDArray[Any], row_T: NDArray[Any]) -> Self:
-        """From all lists one after the other, and how long each is."""
-        return cls(np.concatenate([[0], np.cumsum(length_N)]).astype(np.int64), row_T.astype(np.int64, copy=False))
+    def from_lengths(cls, lengths: NDArray[Any], values_L: NDArray[Any]) -> Self:
+        """Split `values_L` into consecutive lists of these lengths."""
+        return cls(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), values_L.astype(np.int64, copy=False))
 
     @classmethod
-    def of_owners(cls, owner_T: NDArray[np.int64], row_T: NDArray[np.int64], *, count: int) -> Self:
-        """From pairs (list, row) sorted by list."""
-        offset = np.concatenate([[0], np.cumsum(np.bincount(owner_T, minlength=count))]).astype(np.int64)
-        return cls(offset, row_T.astype(np.int64))
+    def from_pairs(cls, list_index_L: Ints, values_L: Ints, *, num_lists: int) -> Self:
+        """Build `num_lists` lists from pairs (list index, value) that are sorted by list index."""
+        return cls.from_lengths(np.bincount(list_index_L, minlength=num_lists), values_L)
 
     @classmethod
-    def empty(cls, count: int) -> Self:
-        """`count` lists with nothing in them."""
-        return cls(np.zeros(count + 1, np.int64), np.zeros(0, np.int64))
+    def from_single_values(cls, values: Ints) -> Self:
+        """Build one list of length 1 from each value."""
+        return cls(np.arange(len(values) + 1), values)
+
+    @classmethod
+    def empty(cls, num_lists: int) -> Self:
+        """Build `num_lists` empty lists."""
+        return cls(np.zeros(num_lists + 1, np.int64), np.zeros(0, np.int64))
 
     def __len__(self) -> int:
         return len(self.offset) - 1
 
     @property
-    def length_N(self) -> NDArray[np.int64]:
-        """Rows per list."""
+    def lengths(self) -> Ints:
+        """Number of values of each list."""
         return np.diff(self.offset)
 
     @property
-    def owner_T(self) -> NDArray[np.int64]:
-        """The list each row belongs to."""
-        return np.repeat(np.arange(len(self)), self.length_N)
+    def list_index_L(self) -> Ints:
+        """Index of the list that each value belongs to."""
+        return np.repeat(np.arange(len(self)), self.lengths)
 
-    def last(self, count: int) -> "Lists":
-        """The last `count` rows of each list, in their order; all of them where there are fewer.
+    def last(self, count: int) -> "JaggedArray":
+        """Keep the last `count` values of each list, in order.
 
-        >>> Lists(np.array([0, 3, 4]), np.array([4, 1, 2, 7])).last(2).row_T.tolist()
+        >>> JaggedArray(np.array([0, 3, 4]), np.array([4, 1, 2, 7])).last(2).values_L.tolist()
         [1, 2, 7]
         """
-        end_N = self.offset[1:]
-        return Lists.of_slices(self.row_T, start_N=np.maximum(self.offset[:-1], end_N - count), end_N=end_N)
+        end = self.offset[1:]
+        return JaggedArray.from_slices(self.values_L, start=np.maximum(self.offset[:-1], end - count), end=end)
 
-    def part(self, start: int, end: int) -> "Lists":
-        """Lists start..end, as a view."""
-        rows = self.row_T[self.offset[start] : self.offset[end]]
-        return Lists(self.offset[start : end + 1] - self.offset[start], rows)
+    def slice(self, start: int, end: int) -> "JaggedArray":
+        """Return the lists from `start` to before `end`; their values are a view."""
+        values_L = self.values_L[self.offset[start] : self.offset[end]]
+        return JaggedArray(self.offset[start : end + 1] - self.offset[start], values_L)
 
-    def take(self, list_M: NDArray[Any]) -> "Lists":
-        """The chosen lists, in that order."""
-        return Lists.of_slices(self.row_T, start_N=self.offset[list_M], end_N=self.offset[list_M + 1])
+    def take(self, list_index: NDArray[Any]) -> "JaggedArray":
+        """Return the lists at these indices, in this order."""
+        return JaggedArray.from_slices(self.values_L, start=self.offset[list_index], end=self.offset[list_index + 1])
 
-    def keep(self, mask_T: NDArray[np.bool_]) -> "Lists":
-        """The same lists with only the marked rows."""
-        return Lists.of_owners(self.owner_T[mask_T], self.row_T[mask_T], count=len(self))
+    def filter(self, mask_L: NDArray[np.bool_]) -> "JaggedArray":
+        """Keep the values where `mask_L` is true; the number of lists stays the same."""
+        return JaggedArray.from_pairs(self.list_index_L[mask_L], self.values_L[mask_L], num_lists=len(self))
 
-    def keys_T(self, *, rows: int) -> NDArray[np.int64]:
-        """One number per (list, row), where every row is below `rows`."""
-        return self.owner_T * rows + self.row_T
+    def pair_keys(self, *, bound: int) -> Ints:
+        """Encode each pair (list index, value) as one integer; all values have to be below `bound`."""
+        return self.list_index_L * bound + self.values_L
 
-    def distinct(self, *, rows: int) -> "Lists":
-        """Each list's rows once, ascending.
+    def distinct(self, *, bound: int) -> "JaggedArray":
+        """Sort each list and drop its duplicates; all values have to be below `bound`.
 
-        >>> Lists(np.array([0, 3, 4]), np.array([4, 1, 4, 1])).distinct(rows=5)
-        Lists(offset=array([0, 2, 3]), row_T=array([1, 4, 1]))
+        >>> JaggedArray(np.array([0, 3, 4]), np.array([4, 1, 4, 1])).distinct(bound=5)
+        JaggedArray(offset=array([0, 2, 3]), values_L=array([1, 4, 1]))
         """
-        key = np.unique(self.keys_T(rows=rows))
-        return Lists.of_owners(key // rows, key % rows, count=len(self))
+        key = np.unique(self.pair_keys(bound=bound))
+        return JaggedArray.from_pairs(key // bound, key % bound, num_lists=len(self))
 
-    def union(self, other: "Lists", *, rows: int) -> "Lists":
-        """What either has, each row once, ascending."""
-        key = np.union1d(self.keys_T(rows=rows), other.keys_T(rows=rows))
-        return Lists.of_owners(key // rows, key % rows, count=len(self))
+    def union(self, other: "JaggedArray", *, bound: int) -> "JaggedArray":
+        """Merge list i with list i of `other`, sorted and without duplicates; all values have to be below `bound`."""
+        key = np.union1d(self.pair_keys(bound=bound), other.pair_keys(bound=bound))
+        return JaggedArray.from_pairs(key // bound, key % bound, num_lists=len(self))
 
-    def replaced(self, other: "Lists", *, where_N: NDArray[np.bool_]) -> "Lists":
-        """The same lists, but those of `other` where marked."""
-        start_N = np.where(where_N, len(self.row_T) + other.offset[:-1], self.offset[:-1])
-        return Lists.of_slices(
-            np.concatenate([self.row_T, other.row_T]),
-            start_N=start_N,
-            end_N=start_N + np.where(where_N, other.length_N, self.length_N),
-        )
+    def difference(self, other: "JaggedArray", *, bound: int) -> "JaggedArray":
+        """Drop the values of list i that are in list i of `other`; all values have to be below `bound`."""
+        return self.filter(~np.isin(self.pair_keys(bound=bound), other.pair_keys(bound=bound)))
 
-    def without(self, other: "Lists", *, rows: int) -> "Lists":
-        """Each list without the rows that the same list of `other` has."""
-        return self.keep(~np.isin(self.keys_T(rows=rows), other.keys_T(rows=rows)))
-
-
-def single(row_N: NDArray[np.int64]) -> Lists:
-    """N lists of one row each."""
-    return Lists(np.arange(len(row_N) + 1), row_N)
+    def replace(self, other: "JaggedArray", *, where: NDArray[np.bool_]) -> "JaggedArray":
+        """Return list i of `other` where `where` is true, list i of this array elsewhere."""
+        start = np.where(where, len(self.values_L) + other.offset[:-1], self.offset[:-1])
+        values = np.concatenate([self.values_L, other.values_L])
+        return JaggedArray.from_slices(values, start=start, end=start + np.where(where, other.lengths, self.lengths))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import Batch
 from recsys_core.data.events import EvaluationSplit, EventStore, Rows
-from recsys_core.data.jagged import Lists
+from recsys_core.data.jagged import JaggedArray
 from recsys_core.data.shuffle import shuffled
 
 ROWS_AT_ONCE = 20_000
@@ -149,7 +149,7 @@ class TrainLoader:
         return self._assembler.batch(
             user=user,
             position=position,
-            history=self._history(position, user) if self._max_history else Lists.empty(len(user)),
+            history=self._history(position, user) if self._max_history else JaggedArray.empty(len(user)),
             candidate=np.concatenate([store.event_item[position].astype(np.int64), drawn_N]),
             weight=None if store.event_weight is None else store.event_weight[position] / self._mean_weight,
         )
@@ -159,7 +159,7 @@ class TrainLoader:
         """What the shares add up to: one, but for rounding, and a number drawn must not lie beyond it."""
         return float(self._negative_cdf_I[-1]) if len(self._negative_cdf_I) else 0.0
 
-    def _history(self, position: Rows, user: Rows) -> Lists:
+    def _history(self, position: Rows, user: Rows) -> JaggedArray:
         return self._store.histories(position, user, max_history=self._max_history, include_target=self._include_target)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag, normalize
 
 from recsys_core.data.events import EvaluationSplit, EventStore
-from recsys_core.data.jagged import Lists
+from recsys_core.data.jagged import JaggedArray
 from recsys_core.manifests import InteractionsManifest
 
 BELOW_ANY_COSINE = -4.0
@@ -38,7 +38,7 @@ def popularity_before(split: EvaluationSplit, *, store: EventStore, interactions
 
 
 def zero_shot_vectors(
-    vectors_RD: NDArray[np.float32], *, vector_row_I: NDArray[Any], histories: Lists
+    vectors_RD: NDArray[np.float32], *, vector_row_I: NDArray[Any], histories: JaggedArray
 ) -> tuple[Tensor, Tensor]:
     """(query_E(D+1), item_I(D+1)): cosine of each item with the mean of the history's normalised vectors.
 
@@ -50,9 +50,9 @@ def zero_shot_vectors(
     item_ID[has_vector_I] = normalize(
         torch.from_numpy(vectors_RD[vector_row_I[has_vector_I.numpy()]].astype(np.float32)), dim=1
     )
-    known = histories.keep(has_vector_I.numpy()[histories.row_T])
+    known = histories.filter(has_vector_I.numpy()[histories.values_L])
     query_ED = embedding_bag(
-        torch.from_numpy(known.row_T), item_ID, torch.from_numpy(known.offset), mode="mean", include_last_offset=True
+        torch.from_numpy(known.values_L), item_ID, torch.from_numpy(known.offset), mode="mean", include_last_offset=True
     )
     penalty_I1 = torch.where(has_vector_I, 0.0, BELOW_ANY_COSINE)[:, None]
     return (

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recsys_core.data.events import EvaluationSplit, EventStore
-from recsys_core.data.jagged import Lists
+from recsys_core.data.jagged import JaggedArray
 from recsys_core.evaluation.ranking import Ranking, rank_served
 
 
@@ -28,8 +28,8 @@ def rank_among(
     item_ID: Tensor,
     order_I: NDArray[Any],
     candidate_rows: NDArray[np.int64],
-    seen: Lists,
-    targets: Lists,
+    seen: JaggedArray,
+    targets: JaggedArray,
     k: int,
 ) -> Ranking:
     """Rank the items of `candidate_rows` alone, for the queries that have a target among them.
@@ -45,8 +45,8 @@ def rank_among(
     Below, of five items the last two are candidates; the second query alone has a target among them, and 7 is above 6.
 
     >>> item_ID = torch.tensor([[9.0], [8.0], [5.0], [7.0], [6.0]])
-    >>> targets = Lists(np.array([0, 1, 3]), np.array([0, 1, 4]))
-    >>> known, order, none = np.ones(2, bool), np.arange(5), Lists.empty(2)
+    >>> targets = JaggedArray(np.array([0, 1, 3]), np.array([0, 1, 4]))
+    >>> known, order, none = np.ones(2, bool), np.arange(5), JaggedArray.empty(2)
     >>> ranking = rank_among(
     ...     torch.ones(2, 1), known_E=known, item_ID=item_ID, order_I=order, candidate_rows=np.array([3, 4]), seen=none,
     ...     targets=targets, k=2,
@@ -57,7 +57,7 @@ def rank_among(
     place_I = np.full(len(item_ID), -1, np.int64)
     place_I[candidate_rows] = np.arange(len(candidate_rows))
     placed = _placed(targets, place_I)
-    asked = np.flatnonzero(placed.length_N)
+    asked = np.flatnonzero(placed.lengths)
     place_order_I = place_I[order_I]
     return rank_served(
         query_ED[torch.from_numpy(asked)],
@@ -70,8 +70,8 @@ def rank_among(
     )
 
 
-def _placed(lists: Lists, place_I: NDArray[np.int64]) -> Lists:
+def _placed(lists: JaggedArray, place_I: NDArray[np.int64]) -> JaggedArray:
     """The rows that have a place, as their places."""
-    place_T = place_I[lists.row_T]
-    kept = lists.keep(place_T >= 0)
-    return Lists(kept.offset, place_T[place_T >= 0])
+    place_T = place_I[lists.values_L]
+    kept = lists.filter(place_T >= 0)
+    return JaggedArray(kept.offset, place_T[place_T >= 0])

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recsys_core.data.events import EvaluationSplit, EventStore
-from recsys_core.data.jagged import Lists
+from recsys_core.data.jagged import JaggedArray
 from recsys_core.errors import InputError, StageError
 from recsys_core.evaluation import baselines, metrics
 from recsys_core.evaluation.cold import cold_rows, rank_among
@@ -44,8 +44,8 @@ class Questions:
     """
 
     query_ED: Tensor
-    history: Lists
-    targets: Lists
+    history: JaggedArray
+    targets: JaggedArray
     new_E: NDArray[np.bool_]
     known_E: NDArray[np.bool_]
     popular_I: NDArray[np.int32]
@@ -160,7 +160,7 @@ def _questions(
         history=history,
         targets=store.targets(users, split),
         new_E=store.train_end[users] == store.user_offset[users],
-        known_E=spec.knows(history_length_B=history.length_N, user_row_B=users),
+        known_E=spec.knows(history_length_B=history.lengths, user_row_B=users),
         popular_I=baselines.popularity_before(split, store=store, interactions=interactions),
     )
 
@@ -181,7 +181,7 @@ def _cold_metrics(
         item_ID=item_ID,
         order_I=questions.popular_I,
         candidate_rows=cold_C,
-        seen=Lists.empty(len(questions.history)),  # a cold item is in no history
+        seen=JaggedArray.empty(len(questions.history)),  # a cold item is in no history
         targets=questions.targets,
         k=0,
     )
@@ -214,8 +214,8 @@ def _rank_popularity(questions: Questions, *, config: EvaluationConfig) -> Ranki
     return rank_by_order(questions.popular_I, seen=seen, targets=questions.targets, k=max(config.ks))
 
 
-def _seen(questions: Questions, *, config: EvaluationConfig) -> Lists:
-    return questions.history if config.exclude_seen else Lists.empty(len(questions.history))
+def _seen(questions: Questions, *, config: EvaluationConfig) -> JaggedArray:
+    return questions.history if config.exclude_seen else JaggedArray.empty(len(questions.history))
 
 
 def all_metrics(prefix: str, ranking: Ranking, *, config: EvaluationConfig) -> dict[str, float]:

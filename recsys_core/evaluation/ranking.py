@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recsys_core.data.jagged import Lists
+from recsys_core.data.jagged import JaggedArray
 from recsys_core.errors import StageError
 
 CHUNK_SCORES = 1 << 22
@@ -70,8 +70,8 @@ def rank_catalogue(
     query_ED: Tensor,
     *,
     item_ID: Tensor,
-    seen: Lists,
-    targets: Lists,
+    seen: JaggedArray,
+    targets: JaggedArray,
     k: int,
     on_progress: Callable[[int], None] = ignore,
 ) -> Ranking:
@@ -94,7 +94,7 @@ def rank_catalogue(
     rankable, seen, seen_targets = _rankable(targets, seen=seen, items=len(item_ID))
     k = min(k, len(item_ID))
     top_EK = np.full((len(query_ED), k), -1, np.int32)
-    rank_P = np.zeros(len(rankable.row_T), np.int64)
+    rank_P = np.zeros(len(rankable.values_L), np.int64)
 
     # From here on an item is a column, which is its place in `tie_order`: of equal scores the lower column comes first.
     row_of = tie_order(len(item_ID))
@@ -107,9 +107,9 @@ def rank_catalogue(
     def rank(start: int) -> int:
         end = min(start + step, len(query_ED))
         score_CI = (query_ED[start:end] @ column_DI).numpy()
-        seen_part, target_part = seen.part(start, end), rankable.part(start, end)
-        score_CI[seen_part.owner_T, column_of[seen_part.row_T]] = -np.inf
-        target_column_T = column_of[target_part.row_T]
+        seen_part, target_part = seen.slice(start, end), rankable.slice(start, end)
+        score_CI[seen_part.list_index_L, column_of[seen_part.values_L]] = -np.inf
+        target_column_T = column_of[target_part.values_L]
         for query, score_I in enumerate(score_CI):
             pairs = slice(*target_part.offset[query : query + 2])
             rank_P[rankable.offset[start] :][pairs] = [_rank(score_I, column) for column in target_column_T[pairs]]
@@ -125,22 +125,22 @@ def rank_catalogue(
     finally:
         torch.set_num_threads(threads)  # threads that start later take over the number that was set last
     return Ranking(
-        query_P=rankable.owner_T,
-        target_row_P=rankable.row_T,
+        query_P=rankable.list_index_L,
+        target_row_P=rankable.values_L,
         rank_P=rank_P,
-        candidates_E=len(item_ID) - seen.length_N,
+        candidates_E=len(item_ID) - seen.lengths,
         top_EK=top_EK,
         seen_targets=seen_targets,
         items=len(item_ID),
     )
 
 
-def rank_by_order(order_I: NDArray[Any], *, seen: Lists, targets: Lists, k: int) -> Ranking:
+def rank_by_order(order_I: NDArray[Any], *, seen: JaggedArray, targets: JaggedArray, k: int) -> Ranking:
     """Rank all items but the seen ones in one order for every query, without a score per query and item.
 
     order_I: all item rows, best first. Others as in `rank_catalogue`.
 
-    >>> lists = Lists(np.array([0, 1]), np.array([2])), Lists(np.array([0, 1]), np.array([1]))
+    >>> lists = JaggedArray(np.array([0, 1]), np.array([2])), JaggedArray(np.array([0, 1]), np.array([1]))
     >>> ranking = rank_by_order(np.array([2, 0, 1]), seen=lists[0], targets=lists[1], k=3)
     >>> ranking.rank_P.tolist(), ranking.top_EK.tolist()
     ([1], [[0, 1, -1]])
@@ -151,19 +151,19 @@ def rank_by_order(order_I: NDArray[Any], *, seen: Lists, targets: Lists, k: int)
     place_of = np.empty(items, np.int64)
     place_of[order_I] = np.arange(items)
     # Keys of one number per (query, place), which grow with both.
-    seen_T = np.sort(seen.owner_T * items + place_of[seen.row_T])
-    target_place_P = place_of[rankable.row_T]
-    above_P = np.searchsorted(seen_T, rankable.owner_T * items + target_place_P) - seen.offset[rankable.owner_T]
+    seen_T = np.sort(seen.list_index_L * items + place_of[seen.values_L])
+    target_place_P = place_of[rankable.values_L]
+    above_P = np.searchsorted(seen_T, rankable.list_index_L * items + target_place_P) - seen.offset[rankable.list_index_L]
     # Of place s, the n-th seen one of its query, n are seen above: it moves the j-th unseen item down where s - n <= j.
-    unseen_above_T = seen_T % max(1, items) - (np.arange(len(seen_T)) - seen.offset[seen.owner_T])
+    unseen_above_T = seen_T % max(1, items) - (np.arange(len(seen_T)) - seen.offset[seen.list_index_L])
     query_E1, j_K = np.arange(len(seen))[:, None], np.arange(k)
-    moved_EK = np.searchsorted(seen.owner_T * items + unseen_above_T, query_E1 * items + j_K, side="right")
+    moved_EK = np.searchsorted(seen.list_index_L * items + unseen_above_T, query_E1 * items + j_K, side="right")
     place_EK = j_K + moved_EK - seen.offset[:-1, None]
-    candidates_E = items - seen.length_N
+    candidates_E = items - seen.lengths
     top_EK = np.where(j_K < candidates_E[:, None], order_I[np.minimum(place_EK, items - 1)], -1)
     return Ranking(
-        query_P=rankable.owner_T,
-        target_row_P=rankable.row_T,
+        query_P=rankable.list_index_L,
+        target_row_P=rankable.values_L,
         rank_P=target_place_P - above_P,
         candidates_E=candidates_E,
         top_EK=top_EK.astype(np.int32),
@@ -178,8 +178,8 @@ def rank_served(
     known_E: NDArray[np.bool_],
     item_ID: Tensor,
     order_I: NDArray[Any],
-    seen: Lists,
-    targets: Lists,
+    seen: JaggedArray,
+    targets: JaggedArray,
     k: int,
     on_progress: Callable[[int], None] = ignore,
 ) -> Ranking:
@@ -206,11 +206,11 @@ def tie_order(items: int) -> NDArray[np.int64]:
     return np.random.default_rng(TIE_SEED).permutation(items)
 
 
-def _rankable(targets: Lists, *, seen: Lists, items: int) -> tuple[Lists, Lists, int]:
+def _rankable(targets: JaggedArray, *, seen: JaggedArray, items: int) -> tuple[JaggedArray, JaggedArray, int]:
     """Targets that are not seen, the seen items, and the number of targets among them; each item once."""
-    seen, distinct = seen.distinct(rows=items), targets.distinct(rows=items)
-    rankable = distinct.without(seen, rows=items)
-    return rankable, seen, len(distinct.row_T) - len(rankable.row_T)
+    seen, distinct = seen.distinct(bound=items), targets.distinct(bound=items)
+    rankable = distinct.difference(seen, bound=items)
+    return rankable, seen, len(distinct.values_L) - len(rankable.values_L)
 
 
 def _rank(score_I: NDArray[Any], column: int) -> int:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recsys_core.data.features.store import FeatureForm, FeatureStore
-from recsys_core.data.jagged import Lists, single
+from recsys_core.data.jagged import JaggedArray
 from recsys_core.models.spec import ModelSpec
 
 
@@ -47,19 +47,19 @@ class Questions:
     spec: ModelSpec
     features: FeatureStore
 
-    def batch(self, user_row_B: NDArray[np.int64], history: Lists) -> QueryBatch:
+    def batch(self, user_row_B: NDArray[np.int64], history: JaggedArray) -> QueryBatch:
         """user_row_B: -1 for a user without a row. history: item rows per query, oldest first; the newest are used."""
         recent = history.last(self.spec.config.history.length)
         known_B = user_row_B >= 0
         features = {}
         for name in served_tables(self.spec):
             if name == "user":
-                lists, weight_T = single(user_row_B[known_B]), None
+                lists, weight_T = JaggedArray.from_single_values(user_row_B[known_B]), None
             else:
                 lists, weight_T = self.features.features[name].at(user_row_B[known_B])
             length_B = np.zeros(len(user_row_B), np.int64)
-            length_B[known_B] = lists.length_N
-            features[name] = _row_lists(Lists.of_lengths(length_B, lists.row_T), weight_T)
+            length_B[known_B] = lists.lengths
+            features[name] = _row_lists(JaggedArray.from_lengths(length_B, lists.values_L), weight_T)
         return QueryBatch(history=_row_lists(recent, None), features=features)
 
 
@@ -73,9 +73,9 @@ def served_tables(spec: ModelSpec) -> list[str]:
     return (["user"] if spec.config.user_id else []) + list(user_features(spec))
 
 
-def _row_lists(lists: Lists, weight_T: NDArray[np.float32] | None) -> RowLists:
+def _row_lists(lists: JaggedArray, weight_T: NDArray[np.float32] | None) -> RowLists:
     return RowLists(
-        row_T=torch.from_numpy(lists.row_T),
+        row_T=torch.from_numpy(lists.values_L),
         offset=torch.from_numpy(lists.offset),
         weight_T=None if weight_T is None else torch.from_numpy(weight_T),
     )

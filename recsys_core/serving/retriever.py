@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from recsys_core.data.jagged import Lists
+from recsys_core.data.jagged import JaggedArray
 from recsys_core.errors import InputError
 from recsys_core.retrieval.search import search, search_all
 from recsys_core.serving.contents import PackageContents, read_package
@@ -124,10 +124,10 @@ class Retriever:
         self, user_row_B: NDArray[np.int64], *, given: Sequence[Sequence[Id] | None] | None, k: int, exclude_log: bool
     ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]:
         history, seen = self._histories(user_row_B, given=given, exclude_log=exclude_log)
-        wanted_B = np.minimum(k, len(self._items) - seen.length_N)
+        wanted_B = np.minimum(k, len(self._items) - seen.lengths)
         asked = _Answers(seen=seen, wanted_B=wanted_B, k=k, items=len(self._items))
 
-        known_B = self.package.model.knows(history_length_B=history.length_N, user_row_B=user_row_B)
+        known_B = self.package.model.knows(history_length_B=history.lengths, user_row_B=user_row_B)
         known = np.flatnonzero(known_B)
         if len(known):
             query_BO = self._tower(self._questions.batch(user_row_B[known], history.take(known))).numpy()
@@ -146,20 +146,20 @@ class Retriever:
 
     def _histories(
         self, user_row_B: NDArray[np.int64], *, given: Sequence[Sequence[Id] | None] | None, exclude_log: bool
-    ) -> tuple[Lists, Lists]:
+    ) -> tuple[JaggedArray, JaggedArray]:
         """(what the query is made of, what may not be answered)."""
         start_B = np.where(user_row_B >= 0, self._user_offset[user_row_B], 0)
         end_B = np.where(user_row_B >= 0, self._user_offset[user_row_B + 1], 0)
-        stored = Lists.of_slices(self._event_item, start_N=start_B, end_N=end_B)
+        stored = JaggedArray.from_slices(self._event_item, start=start_B, end=end_B)
         items = len(self._items)
         if given is None:
-            return stored, stored.distinct(rows=items)
+            return stored, stored.distinct(bound=items)
         length_B = np.array([0 if ids is None else len(ids) for ids in given], np.int64)
         row_T = self._items.rows([item_id for ids in given if ids is not None for item_id in ids])
-        explicit = Lists.of_owners(np.repeat(np.arange(len(given)), length_B), row_T, count=len(given)).keep(row_T >= 0)
+        explicit = JaggedArray.from_lengths(length_B, row_T).filter(row_T >= 0)
         is_given_B = np.array([ids is not None for ids in given])
-        history = stored.replaced(explicit, where_N=is_given_B)
-        return history, stored.union(explicit, rows=items) if exclude_log else history.distinct(rows=items)
+        history = stored.replace(explicit, where=is_given_B)
+        return history, stored.union(explicit, bound=items) if exclude_log else history.distinct(bound=items)
 
     def _retrieve(self, asked_B: NDArray[np.int64], query_BO: NDArray[np.float32], *, asked: "_Answers") -> None:
         """Fetches k more than were seen, in groups of like depth; queries that the index leaves short go over all vectors."""
@@ -180,10 +180,10 @@ class Retriever:
 class _Answers:
     """The answers to a batch while they are collected: what each query wants, may not get, and has got."""
 
-    def __init__(self, *, seen: Lists, wanted_B: NDArray[np.int64], k: int, items: int) -> None:
+    def __init__(self, *, seen: JaggedArray, wanted_B: NDArray[np.int64], k: int, items: int) -> None:
         self._seen, self._items = seen, items
         self.wanted_B = wanted_B
-        self.depth_B = np.maximum(1, wanted_B + np.where(wanted_B > 0, seen.length_N, 0))
+        self.depth_B = np.maximum(1, wanted_B + np.where(wanted_B > 0, seen.lengths, 0))
         self.found_B = np.zeros(len(wanted_B), np.int64)
         self.row_BK = np.full((len(wanted_B), k), -1, np.int64)
         self.score_BK = np.zeros((len(wanted_B), k), np.float32)
@@ -191,7 +191,7 @@ class _Answers:
     def fill(self, asked_B: NDArray[np.int64], row_BN: NDArray[np.int64], score_BN: NDArray[np.float32]) -> None:
         """Answers the queries `asked_B` anew with the first unseen of the given candidates."""
         key_BN = np.arange(len(asked_B))[:, None] * self._items + row_BN
-        keep_BN = (row_BN >= 0) & ~np.isin(key_BN, self._seen.take(asked_B).keys_T(rows=self._items))
+        keep_BN = (row_BN >= 0) & ~np.isin(key_BN, self._seen.take(asked_B).pair_keys(bound=self._items))
         place_BN = keep_BN.cumsum(axis=1) - 1
         keep_BN &= place_BN < self.wanted_B[asked_B][:, None]
         target_B1 = np.broadcast_to(asked_B[:, None], keep_BN.shape)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recsys_core.data.events import COUNTED_EVENTS, EventStore, Rows, mapped
-from recsys_core.data.jagged import Lists
+from recsys_core.data.jagged import JaggedArray
 from recsys_core.errors import StageError
 from recsys_core.manifests import InteractionsManifest, record_file
 from recsys_core.training.champion import champion_rows
@@ -84,8 +84,8 @@ class HeldOut:
         """The events of each user from the position `first_U` on. time: of each event; None: all the same."""
         items, end_U = len(store.item_count), store.user_offset[1:]
         user_H = np.repeat(np.arange(len(first_U)), end_U - first_U)
-        pair_H = user_H * items + Lists.of_slices(store.event_item, start_N=first_U, end_N=end_U).row_T
-        when_H = np.zeros_like(pair_H) if time is None else Lists.of_slices(time, start_N=first_U, end_N=end_U).row_T
+        pair_H = user_H * items + JaggedArray.from_slices(store.event_item, start=first_U, end=end_U).values_L
+        when_H = np.zeros_like(pair_H) if time is None else JaggedArray.from_slices(time, start=first_U, end=end_U).values_L
         pairs, place_H = np.unique(pair_H, return_inverse=True)
         times, moment_H = np.unique(when_H, return_inverse=True)
         return cls(items, pairs, times, np.unique(place_H * len(times) + moment_H))

@@ -49,7 +49,7 @@ class Validator:
             cold = np.zeros(len(store.item_count), np.bool_)
             cold[self._cold] = True
             targets = store.targets(users, "validation")
-            users = users[targets.keep(cold[targets.row_T]).length_N > 0]
+            users = users[targets.filter(cold[targets.values_L]).lengths > 0]
             if not len(users):
                 raise InputError(
                     "training.validation.candidates is cold, but no validation event is of an item without a training event; "
@@ -58,9 +58,9 @@ class Validator:
         if len(users) > config.max_users:
             users = np.sort(np.random.default_rng(SAMPLE_SEED).choice(users, config.max_users, replace=False))
         # Without a target that its user had not seen there is nothing to rank: the mean over such users alone is no number.
-        unseen = store.targets(users, "validation").without(store.before(users, "validation"), rows=len(store.item_count))
-        self._users = users[unseen.length_N > 0]
-        history_length = store.before(self._users, "validation").length_N
+        unseen = store.targets(users, "validation").difference(store.before(users, "validation"), bound=len(store.item_count))
+        self._users = users[unseen.lengths > 0]
+        history_length = store.before(self._users, "validation").lengths
         self._known = spec.knows(history_length_B=history_length, user_row_B=self._users)
         self._popular_I = np.arange(spec.items, dtype=np.int32)
         if not self._known.all():  # the order has no use otherwise, and every rank reads all ids for it

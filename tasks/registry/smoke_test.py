@@ -80,13 +80,13 @@ def prepare_sample(interactions: InteractionsManifest, *, max_users: int, folder
     history, targets = store.before(user_row_U, "test"), store.targets(user_row_U, "test")
     item_ids = pq.read_table(interactions.path("items.parquet"), columns=["id"])["id"].combine_chunks()
     user_ids = pq.read_table(interactions.path("users.parquet"), columns=["id"])["id"].take(pa.array(user_row_U))
-    history_ids = pa.ListArray.from_arrays(history.offset, item_ids.take(pa.array(history.row_T)))
+    history_ids = pa.ListArray.from_arrays(history.offset, item_ids.take(pa.array(history.values_L)))
     folder.mkdir()
     file = folder / "cases.parquet"
     pq.write_table(pa.table({"user_id": user_ids, "history": history_ids}), file)
-    seen = history.distinct(rows=len(item_ids))
-    new_targets = targets.distinct(rows=len(item_ids)).without(seen, rows=len(item_ids))
-    if not len(new_targets.row_T):
+    seen = history.distinct(bound=len(item_ids))
+    new_targets = targets.distinct(bound=len(item_ids)).difference(seen, bound=len(item_ids))
+    if not len(new_targets.values_L):
         raise StageError(
             f"none of {len(user_row_U):,} test users has a test item that is not in the user's history, so no version can be "
             "measured; choose another test period in interactions.split"
@@ -94,9 +94,9 @@ def prepare_sample(interactions: InteractionsManifest, *, max_users: int, folder
     return ServedSample(
         file=file,
         item_ids=item_ids,
-        num_seen_U=seen.length_N,
-        seen_pair_L=seen.keys_T(rows=len(item_ids)),
-        target_pair_T=new_targets.keys_T(rows=len(item_ids)),
+        num_seen_U=seen.lengths,
+        seen_pair_L=seen.pair_keys(bound=len(item_ids)),
+        target_pair_T=new_targets.pair_keys(bound=len(item_ids)),
     )
 
 

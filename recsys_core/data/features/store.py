@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recsys_core.data.events import Rows, mapped
-from recsys_core.data.jagged import Lists, ragged_ranges
+from recsys_core.data.jagged import JaggedArray, ragged_ranges
 from recsys_core.manifests import FeatureFacts, FeaturesManifest
 
 FeatureForm = Literal["single", "list", "weighted_list", "number"]
@@ -27,15 +27,15 @@ class Feature:
     offset: Rows | None
     weight: NDArray[np.float32] | None
 
-    def at(self, index: Rows) -> tuple[Lists, NDArray[np.float32] | None]:
+    def at(self, index: Rows) -> tuple[JaggedArray, NDArray[np.float32] | None]:
         """The lists of `index` and, where the feature is weighted, a weight for each of their rows."""
         if self.offset is None:
-            lists = Lists(np.arange(len(index) + 1), self.row[index].astype(np.int64))
+            lists = JaggedArray(np.arange(len(index) + 1), self.row[index].astype(np.int64))
             return lists, None if self.weight is None else self.weight[index]
         start = self.offset[index]
         length = self.offset[index + 1] - start
         place = ragged_ranges(start, length)
-        return Lists.of_lengths(length, self.row[place]), None if self.weight is None else self.weight[place]
+        return JaggedArray.from_lengths(length, self.row[place]), None if self.weight is None else self.weight[place]
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,15 @@ from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import Batch, keyed_jagged
 from recsys_core.data.batch_keys import QUERY, QUERY_WEIGHTED, ROWS
 from recsys_core.data.features.store import FeatureStore
-from recsys_core.data.jagged import Lists
+from recsys_core.data.jagged import JaggedArray
 from tests.recsys_core.data.described import FORMS, SIDES, feature_store, values_of
 
 USERS, ITEMS, EVENTS = 5, 9, 20
 histories = st.lists(st.lists(st.integers(0, ITEMS - 1), max_size=4), min_size=1, max_size=5)
 
 
-def lists_of(history: list[list[int]]) -> Lists:
-    return Lists.of_lengths(
+def lists_of(history: list[list[int]]) -> JaggedArray:
+    return JaggedArray.from_lengths(
         np.array([len(one) for one in history], np.int64), np.array([item for one in history for item in one], np.int64)
     )
 
@@ -143,5 +143,5 @@ def test_keyed_lists_stand_key_by_key_and_so_do_their_weights() -> None:
 
 @pytest.mark.parametrize("samples", [0, 3])
 def test_empty_lists_are_kept(samples: int) -> None:
-    jagged = keyed_jagged({"a": Lists.empty(samples)}, samples=samples)
+    jagged = keyed_jagged({"a": JaggedArray.empty(samples)}, samples=samples)
     assert rows_of(jagged, "a") == [[]] * samples

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recsys_core.data.events import EvaluationSplit, EventStore
-from recsys_core.data.jagged import Lists, ragged_ranges
+from recsys_core.data.jagged import JaggedArray, ragged_ranges
 from tests.recsys_core.data.logs import ingest, write_log
 
 Nested = list[list[int]]
@@ -37,9 +37,9 @@ def store_of(log: Users, *, ordered: bool = True) -> EventStore:
     )
 
 
-def lists_of(ragged: Lists) -> Nested:
-    assert ragged.offset[-1] == len(ragged.row_T) and ragged.row_T.dtype == np.int64
-    return [ragged.row_T[start:stop].tolist() for start, stop in pairwise(ragged.offset)]
+def lists_of(ragged: JaggedArray) -> Nested:
+    assert ragged.offset[-1] == len(ragged.values_L) and ragged.values_L.dtype == np.int64
+    return [ragged.values_L[start:stop].tolist() for start, stop in pairwise(ragged.offset)]
 
 
 def train_positions(store: EventStore) -> tuple[np.ndarray, np.ndarray]:
@@ -89,7 +89,7 @@ def test_an_unordered_history_is_other_training_events_of_the_user_each_once(log
 def test_in_unordered_histories_no_event_of_a_user_is_favoured(log: Users, max_history: int) -> None:
     where = store_of(places(log), ordered=False)
     position, user = train_positions(where)
-    drawn = np.bincount(where.histories(position, user, max_history=max_history).row_T, minlength=len(where.event_item))
+    drawn = np.bincount(where.histories(position, user, max_history=max_history).values_L, minlength=len(where.event_item))
     for train, _, _ in places(log):
         assert len(set(drawn[train].tolist())) == 1
 
@@ -119,7 +119,7 @@ def test_the_store_opens_what_the_ingest_wrote(tmp_path: Path, timed: bool) -> N
     assert (store.ordered, store.train_events, store.event_item.tolist()[-1]) == (timed, 7, 0)
     assert store.users_with_targets("test").tolist() == [0]
     position, user = train_positions(store)
-    lengths = store.histories(position, user, max_history=3).length_N.tolist()
+    lengths = store.histories(position, user, max_history=3).lengths.tolist()
     assert lengths == ([0, 1, 2, 3, 3, 3, 0] if timed else [3] * 6 + [0])
 
 

@@ -2,12 +2,12 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from recsys_core.data.jagged import Lists
+from recsys_core.data.jagged import JaggedArray
 from recsys_core.evaluation import baselines
 
 
-def _lists(*rows: list[int]) -> Lists:
-    return Lists(np.cumsum([0, *map(len, rows)]), np.array([row for part in rows for row in part], np.int64))
+def _lists(*rows: list[int]) -> JaggedArray:
+    return JaggedArray(np.cumsum([0, *map(len, rows)]), np.array([row for part in rows for row in part], np.int64))
 
 
 def test_equal_counts_go_by_the_value_of_integers_and_the_letters_of_strings() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recsys_core.data.events import EventStore
-from recsys_core.data.jagged import Lists
+from recsys_core.data.jagged import JaggedArray
 from recsys_core.evaluation.cold import cold_rows, rank_among
 from recsys_core.evaluation.ranking import rank_served
 
@@ -14,8 +14,8 @@ ITEMS, QUERIES = 9, 5
 row_lists = st.lists(st.lists(st.integers(0, ITEMS - 1), max_size=4), min_size=QUERIES, max_size=QUERIES)
 
 
-def _lists(python: list[list[int]]) -> Lists:
-    return Lists(np.cumsum([0, *map(len, python)]), np.array([row for rows in python for row in rows], np.int64))
+def _lists(python: list[list[int]]) -> JaggedArray:
+    return JaggedArray(np.cumsum([0, *map(len, python)]), np.array([row for rows in python for row in rows], np.int64))
 
 
 @settings(deadline=None)

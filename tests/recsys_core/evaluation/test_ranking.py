@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recsys_core.data.jagged import Lists
+from recsys_core.data.jagged import JaggedArray
 from recsys_core.errors import StageError
 from recsys_core.evaluation import ranking as exact
 from recsys_core.evaluation.ranking import Ranking, rank_by_order, rank_catalogue, rank_served, tie_order
@@ -15,9 +15,9 @@ ITEMS, QUERIES = 9, 5
 row_lists = st.lists(st.lists(st.integers(0, ITEMS - 1), max_size=4), min_size=QUERIES, max_size=QUERIES)
 
 
-def _lists(python: list[list[int]]) -> Lists:
+def _lists(python: list[list[int]]) -> JaggedArray:
     offset = np.concatenate([[0], np.cumsum([len(rows) for rows in python])]).astype(np.int64)
-    return Lists(offset, np.array([row for rows in python for row in rows], np.int64))
+    return JaggedArray(offset, np.array([row for rows in python for row in rows], np.int64))
 
 
 Ranked = dict[tuple[int, int], int]
@@ -97,9 +97,9 @@ def test_queries_of_which_nothing_is_known_are_ranked_in_the_order_that_is_serve
 
 def test_a_model_that_scores_all_items_the_same_ranks_like_chance_and_not_like_popularity() -> None:
     items, queries = 2_000, 300
-    popular = Lists(np.arange(queries + 1), np.arange(queries) % 100)  # rows are numbered by falling popularity
+    popular = JaggedArray(np.arange(queries + 1), np.arange(queries) % 100)  # rows are numbered by falling popularity
     ranking = rank_catalogue(
-        torch.ones((queries, 4)), item_ID=torch.ones((items, 4)), seen=Lists.empty(queries), targets=popular, k=100
+        torch.ones((queries, 4)), item_ID=torch.ones((items, 4)), seen=JaggedArray.empty(queries), targets=popular, k=100
     )
     assert 0.4 < ranking.rank_P.mean() / items < 0.6
     assert 0.4 < ranking.top_EK.mean() / items < 0.6
@@ -138,4 +138,4 @@ def test_a_vector_that_is_not_finite_is_refused() -> None:
     item = torch.ones((3, 2))
     item[1, 0] = torch.nan
     with pytest.raises(StageError, match="item vector 1 "):
-        rank_catalogue(torch.ones((1, 2)), item_ID=item, seen=Lists.empty(1), targets=Lists.empty(1), k=1)
+        rank_catalogue(torch.ones((1, 2)), item_ID=item, seen=JaggedArray.empty(1), targets=JaggedArray.empty(1), k=1)

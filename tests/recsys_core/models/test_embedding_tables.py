@@ -16,7 +16,7 @@ from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import Batch
 from recsys_core.data.batch_keys import QUERY, QUERY_WEIGHTED, ROWS
 from recsys_core.data.features.store import Feature, FeatureStore
-from recsys_core.data.jagged import Lists
+from recsys_core.data.jagged import JaggedArray
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.embedding_tables import Lookups, parameter_name, table_outputs
 from recsys_core.models.spec import ModelSpec
@@ -59,7 +59,7 @@ def batch_of(history: list[list[int]], store: FeatureStore, *, user_in: str = RO
     return Assembler(user=user_in, features=store).batch(
         user=user,
         position=3 * user,
-        history=Lists.of_lengths(
+        history=JaggedArray.from_lengths(
             np.array([len(one) for one in history], np.int64), np.array([i for one in history for i in one], np.int64)
         ),
         candidate=user,

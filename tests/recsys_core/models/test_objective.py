@@ -16,7 +16,7 @@ from torch import Tensor
 
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import Batch
-from recsys_core.data.jagged import Lists
+from recsys_core.data.jagged import JaggedArray
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss_config import DistillationConfig, LossConfig
 from recsys_core.models.losses import distillation_loss
@@ -43,7 +43,7 @@ class Case:
         return Assembler(user=None).batch(
             user=user,
             position=user,
-            history=Lists.of_lengths(np.array([len(one) for one in self.histories]), np.array(flat, np.int64)),
+            history=JaggedArray.from_lengths(np.array([len(one) for one in self.histories]), np.array(flat, np.int64)),
             candidate=np.array(self.candidates, np.int64),
             weight=None if self.weights is None else np.array(self.weights, np.float32),
         )

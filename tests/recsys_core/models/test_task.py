@@ -15,7 +15,7 @@ from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import Batch
 from recsys_core.data.batch_keys import ROWS
 from recsys_core.data.features.store import FeatureStore
-from recsys_core.data.jagged import Lists
+from recsys_core.data.jagged import JaggedArray
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.embedding_tables import Lookups, parameter_name
 from recsys_core.models.loss_config import LossConfig
@@ -83,7 +83,7 @@ def batch_of(
     return Assembler(user=ROWS, features=features).batch(
         user=np.array(users),
         position=np.array(users),
-        history=Lists.of_lengths(
+        history=JaggedArray.from_lengths(
             np.array([len(one) for one in histories]), np.array([i for one in histories for i in one], np.int64)
         ),
         candidate=np.array(candidates, np.int64),

@@ -11,7 +11,7 @@ from torchrec.inference.modules import quantize_embeddings
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recsys_core.data.jagged import Lists
+from recsys_core.data.jagged import JaggedArray
 from recsys_core.errors import StageError
 from recsys_core.serving.quantise import Int8Rows, ServedQueryTower, build_tower, load_tower, save_tower
 from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEMS, USER_FEATURES, USERS, World, config_of
@@ -51,7 +51,7 @@ def test_the_served_tower_gives_the_vectors_of_the_float_tower(model: dict, tmp_
     users, histories = [*range(USERS), -1, -1], [*world.log, [5, 6], []]
     expected = np.stack([world.query(None if user < 0 else user, rows) for user, rows in zip(users, histories, strict=True)])
     asked = world.questions.batch(
-        np.array(users), Lists.of_lengths(np.array([*map(len, histories)]), np.concatenate(histories).astype(np.int64))
+        np.array(users), JaggedArray.from_lengths(np.array([*map(len, histories)]), np.concatenate(histories).astype(np.int64))
     )
     for quantization in ("none", "int8"):
         tower = _tower(world, quantization)
@@ -70,7 +70,7 @@ def test_the_served_tower_gives_the_vectors_of_the_float_tower(model: dict, tmp_
 
 def test_nobody_asked_is_nothing_answered() -> None:
     world = _world(user_id=True, features=USER_FEATURES)
-    asked = world.questions.batch(np.zeros(0, np.int64), Lists.empty(0))
+    asked = world.questions.batch(np.zeros(0, np.int64), JaggedArray.empty(0))
     assert _tower(world, "int8")(asked).shape == (0, 16)
 
 

@@ -12,7 +12,7 @@ from torch import distributed as dist
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch_keys import ROWS
 from recsys_core.data.features.store import FeatureStore
-from recsys_core.data.jagged import Lists
+from recsys_core.data.jagged import JaggedArray
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.embedding_tables import table_outputs
 from recsys_core.models.initialisation import fill_random
@@ -82,7 +82,9 @@ def look_up(rank: int, kind: str) -> None:
         batch = Assembler(user=ROWS, features=store).batch(
             user=users,
             position=3 * users,
-            history=Lists.of_lengths(np.array([len(one) for one in history]), np.array([i for one in history for i in one])),
+            history=JaggedArray.from_lengths(
+                np.array([len(one) for one in history]), np.array([i for one in history for i in one])
+            ),
             candidate=np.zeros(0, np.int64),
         )
         looked_up = task._look_up(batch, list(task.lookups))

@@ -12,7 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import Batch
 from recsys_core.data.features.store import Feature, FeatureForm, FeatureStore
-from recsys_core.data.jagged import Lists
+from recsys_core.data.jagged import JaggedArray
 from recsys_core.manifests import FeatureFacts
 from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
 from recsys_core.models.embedding_tables import Lookups, parameter_name
@@ -130,7 +130,7 @@ def make_batch(spec: ModelSpec, *, ranks: Sequence[int], step: int, queries: int
     return assembler.batch(
         user=drawn["user"],
         position=drawn["position"],
-        history=Lists.of_lengths(drawn["length"], drawn["row"]),
+        history=JaggedArray.from_lengths(drawn["length"], drawn["row"]),
         candidate=np.concatenate([drawn["positive"], drawn["negative"]]),
     )
 

@@ -149,7 +149,7 @@ def test_a_user_is_asked_about_with_the_features_of_the_first_event_of_the_split
 def test_lists_keep_their_own_values(made: tuple[EventStore, FeatureStore]) -> None:
     lists, weight = made[1].features["item.tags"].at(np.array([7, 0, 3]))
     # t0 is the most frequent tag, t2 the rarest.
-    assert (lists.row_T.tolist(), lists.length_N.tolist()) == ([1, 2, 3, 1, 2, 3], [3, 0, 3])
+    assert (lists.values_L.tolist(), lists.lengths.tolist()) == ([1, 2, 3, 1, 2, 3], [3, 0, 3])
     assert weight is not None and weight.tolist() == WEIGHT["item.tags"][7] + WEIGHT["item.tags"][3]
 
 
@@ -177,7 +177,7 @@ def test_the_forms_tell_how_many_values_there_are_and_whether_with_weights(tmp_p
     store = FeatureStore.read(stage.folder, {"item.number": "number"})
     assert set(store.features) == {"item.number"}
     lists, weight = store.features["item.number"].at(np.array([1, 0]))
-    assert lists.length_N.tolist() == [1, 1] and weight is not None and weight.tolist() == [1.0, -1.0]
+    assert lists.lengths.tolist() == [1, 1] and weight is not None and weight.tolist() == [1.0, -1.0]
 
 
 def test_features_change_nothing_else_about_a_batch(made: tuple[EventStore, FeatureStore]) -> None:

@@ -14,9 +14,8 @@ from yaml import YAMLError
 from flows import yaml_loader
 from flows.config import PipelineConfig
 from recsys_core.data.interactions.config import Split
-from recsys_core.errors import InputError, shown
+from recsys_core.errors import InputError, printable, shown
 from recsys_core.launching.config import Launcher
-from recsys_core.parquet.patterns import printable
 from tasks.tuning.config import RangeConfig, label_of
 
 VARIED = ("model", "tables", "loss", "training", "sharding")
@@ -154,7 +153,7 @@ def _parsed(text: str, *, subject: str) -> Any:
 
 
 def _override(raw: dict[str, Any], override: str) -> None:
-    given = f"--set {printable(override) if len(override) <= 200 else printable(override[:197]) + '...'}"
+    given = f"--set {printable(override, at_most=200)}"
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
         raise InputError(f"{given}: expected a.b=value, e.g. --set training.batch_size=8192")

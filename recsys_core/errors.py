@@ -1,10 +1,12 @@
 """What can go wrong, by whose fault it is. The class decides the exit code of the command line."""
 
 import re
+from collections.abc import Sequence
 from datetime import date
 from decimal import Decimal
 
 SHOWN_CHARACTERS = 80
+_LINE_CHARACTERS = 300
 _USER_INFO = re.compile(r"(\b[a-z][a-z0-9+.-]*://)([^\s:@/]*)(:?)\S*@", re.IGNORECASE)
 _QUERY_VALUE = re.compile(r"([?&][^\s=&]+=)[^\s&'\"]+")
 
@@ -50,7 +52,9 @@ def forget_frames(error: BaseException | None) -> None:
 
 
 def shown(value: object) -> str:
-    """A value of the input for a message: on one line, no control characters or direction marks, not endless.
+    """Format an input value for a message: quoted if it is text, on one line, at most 80 characters.
+
+    Control characters and text-direction marks are escaped.
 
     >>> print(shown("a\\nb"), shown(None), shown(date(2026, 11, 19)), shown("a\\u202eb"))
     'a\\nb' null 2026-11-19 'a\\u202eb'
@@ -59,9 +63,39 @@ def shown(value: object) -> str:
     """
     plain = value is None or isinstance(value, date | Decimal)
     text = "null" if value is None else str(value) if plain else repr(value)
-    if not text.isprintable():
-        text = ascii(value)
-    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+    return _shortened(text if text.isprintable() else ascii(value), SHOWN_CHARACTERS)
+
+
+def shown_names(names: Sequence[str], *, at_most: int = 50) -> str:
+    """Format names, such as the columns of a file, for a message; only the first `at_most` are listed.
+
+    >>> shown_names(["user_id", "item_id", "time"], at_most=2)
+    "['user_id', 'item_id'] and 1 more"
+    """
+    more = f" and {len(names) - at_most} more" if len(names) > at_most else ""
+    return f"[{', '.join(shown(name) for name in names[:at_most])}]{more}"
+
+
+def printable(text: str, *, at_most: int | None = None) -> str:
+    r"""Escape the characters of a path or a text that would break a message; cut it after `at_most` characters.
+
+    >>> print(printable("a\nb\x1b[31m.parquet"))
+    a\nb\x1b[31m.parquet
+    """
+    escaped = "".join(
+        char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode("ascii") for char in text
+    )
+    return escaped if at_most is None else _shortened(escaped, at_most)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message for another message, or the name of its class if it has no message."""
+    lines = str(error).splitlines()
+    return printable(lines[0], at_most=_LINE_CHARACTERS) if lines else type(error).__name__
+
+
+def _shortened(text: str, at_most: int) -> str:
+    return text if len(text) <= at_most else text[: at_most - 3] + "..."
 
 
 def redacted(text: str) -> str:

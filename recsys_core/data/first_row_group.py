@@ -12,9 +12,8 @@ import pyarrow.compute as pc
 
 from recsys_core.data.embeddings.schema import VectorFiles, refuse_wider
 from recsys_core.data.interactions.config import InteractionsConfig
-from recsys_core.errors import InputError, shown
+from recsys_core.errors import InputError, first_line, shown
 from recsys_core.parquet.duckdb_session import database
-from recsys_core.parquet.patterns import printable
 from recsys_core.parquet.sources import Source, value_type
 from recsys_core.parquet.sql import quoted, scan_all
 from recsys_core.units import DAY_S
@@ -38,7 +37,7 @@ def first_values(sources: Sequence[Source], column: str, *, rows: int = ROWS) ->
         with source.open(page_checksum_verification=True) as file:
             batch = next(file.iter_batches(rows, row_groups=[group], columns=[column]), None)
     except (pa.ArrowException, OSError, UnicodeError) as error:
-        why = printable(str(error).splitlines()[0])[:200]
+        why = first_line(error)
         raise InputError(f"{source.name}: column {column!r}: damaged, or not readable ({why}); write the file again") from error
     return None if batch is None else batch.column(0)
 

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from recsys_core.config import Frozen
+from recsys_core.errors import shown
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.parquet.sql import scan
 
@@ -19,7 +20,6 @@ BUCKETS = 10
 SMOOTHING = 0.001
 MOVERS = 10
 _BATCH_ROWS = 1_000_000
-_ID_SHOWN = 80
 
 Ints = NDArray[np.int64]
 
@@ -184,17 +184,6 @@ def read_ids(manifest: InteractionsManifest, rows: Ints) -> list[str]:
                 found[row] = shown(batch.column("id")[row - start].as_py())
             start += batch.num_rows
     return [found[row] for row in rows.tolist()]
-
-
-def shown(value: object) -> str:
-    """A user's value for a reader.
-
-    >>> print(shown("it is\\x00"), shown(7), len(shown("a" * 10_000)))
-    'it is\\x00' 7 80
-    """
-    text = repr(value)
-    half = (_ID_SHOWN - 3) // 2
-    return text if len(text) <= _ID_SHOWN else f"{text[: half + 1]} … {text[-half:]}"
 
 
 def _rows(manifest: InteractionsManifest, side: str) -> int:

@@ -11,8 +11,8 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from recsys_core.data_report.drift import shown
 from recsys_core.data_report.schema import DataReport, Day
+from recsys_core.errors import SHOWN_CHARACTERS, printable
 from recsys_core.manifests import DataReportManifest
 
 _TEMPLATE = Path(__file__).with_suffix(".html")
@@ -57,7 +57,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
 def to_html(report: DataReport, *, run: str) -> str:
     """The whole page, for the run named `run`."""
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page.filters |= {"number": number, "change": change, "plain": lambda text: shown(text)[1:-1]}
+    page.filters |= {"number": number, "change": change, "plain": lambda text: printable(text, at_most=SHOWN_CHARACTERS)}
     plots = {
         "Events per day": plot_days(report.days),
         "Popularity of items": plot_popularity(report),

@@ -7,8 +7,8 @@ from functools import partial
 
 import pyarrow as pa
 
-from recsys_core.errors import InputError
-from recsys_core.parquet.patterns import SIDECAR, printable
+from recsys_core.errors import InputError, first_line, shown
+from recsys_core.parquet.patterns import SIDECAR
 from recsys_core.parquet.retries import retrying
 from recsys_core.parquet.sources import Source
 
@@ -41,13 +41,13 @@ def _expected(source: Source) -> str:
             text = bytes(file.read(_MOST_BYTES)).decode(errors="replace")
     except (pa.ArrowException, OSError) as error:
         raise InputError(
-            f"{source.name}{SIDECAR}: cannot be read ({printable(str(error).splitlines()[0])}), but checksums is sidecar; "
+            f"{source.name}{SIDECAR}: cannot be read ({first_line(error)}), but checksums is sidecar; "
             "write it with sha256sum, or set checksums to pages"
         ) from None
     match = _LINE.fullmatch(text)
     if match is None:
         raise InputError(
-            f"{source.name}{SIDECAR}: holds {printable(text[:60])!r}, expected one line of 64 hexadecimal digits and the name "
+            f"{source.name}{SIDECAR}: holds {shown(text)}, expected one line of 64 hexadecimal digits and the name "
             "of the file; write it with sha256sum"
         )
     return match[1].lower()
@@ -60,5 +60,5 @@ def _sha256(source: Source) -> str:
             while block := file.read(_BLOCK_BYTES):
                 digest.update(block)
     except pa.ArrowException as error:
-        raise InputError(f"{source.name}: cannot be read: {printable(str(error).splitlines()[0])}") from error
+        raise InputError(f"{source.name}: cannot be read: {first_line(error)}") from error
     return digest.hexdigest()

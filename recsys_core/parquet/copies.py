@@ -9,10 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recsys_core.errors import InputError
+from recsys_core.errors import InputError, first_line
 from recsys_core.parquet.footers import Footer
 from recsys_core.parquet.locations import Location
-from recsys_core.parquet.patterns import printable
 from recsys_core.parquet.retries import is_passing, retrying
 
 _BATCH_ROWS = 65_536
@@ -39,7 +38,7 @@ def copy_columns(location: Location, footer: Footer, *, columns: Sequence[str], 
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             free = shutil.disk_usage(target.parent).free
             raise InputError(_full(location, target, needed=needed, free=free)) from error
-        why = printable(str(error).splitlines()[0]) if str(error) else type(error).__name__
+        why = first_line(error)
         trouble = "the store stopped answering" if is_passing(error) else "damaged, or not readable"
         raise InputError(f"{location.name}: {trouble}, at row {copy.rows:,}: {why}") from error
 

@@ -8,7 +8,7 @@ from typing import Any
 import duckdb
 
 from recsys_core.disk import too_small
-from recsys_core.errors import InputError
+from recsys_core.errors import InputError, first_line
 
 DAMAGED = (duckdb.Error, duckdb.IOException, duckdb.InvalidInputException)
 """What a damaged file ends in (the base class itself: a broken page header); their other subclasses are our mistakes."""
@@ -29,13 +29,13 @@ def database(
         with duckdb.connect(config=settings) as connection:
             yield connection
     except duckdb.OutOfMemoryException as error:
-        told = str(error).splitlines()[0]
+        told = first_line(error)
         # Nowhere left to spill to.
         if "failed to offload" in told.lower() or ("temp" in told.lower() and "director" in told.lower()):
             raise too_small(spill, needed=f"what {wanted} take beyond {setting} is spilled here") from error
         raise InputError(f"{setting} is {memory_limit}, which is too little: {told}") from error
     except duckdb.Error as error:
-        told = str(error).splitlines()[0]
+        told = first_line(error)
         if "no space left" in told.lower():
             raise too_small(spill.parent, needed=f"{wanted} does not fit") from error
         if type(error) not in DAMAGED:

@@ -18,9 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from recsys_core.errors import InputError
+from recsys_core.errors import InputError, first_line, shown
 from recsys_core.parquet.locations import Location
-from recsys_core.parquet.patterns import printable
 from recsys_core.parquet.retries import retrying
 
 _MAGIC = b"PAR1"
@@ -96,7 +95,7 @@ def _told(location: Location, step: Any) -> Any:
     try:
         return step()
     except (_UntrueError, pa.ArrowException, OSError, UnicodeError, MemoryError) as error:
-        why = printable(str(error).splitlines()[0])[:300] if str(error) else type(error).__name__
+        why = first_line(error)
         raise InputError(f"{location.name}: not a readable parquet file ({location.bytes:,} bytes): {why}") from error
 
 
@@ -191,7 +190,7 @@ def _check(facts_GL: dict[str, NDArray[np.int64]], rows: int, leaves: Sequence[L
             group, leaf = (int(index) for index in np.argwhere(wrong_GL)[0])
             numbers = {name: int(array[group, leaf]) for name, array in facts_GL.items()}
             numbers["end"] = numbers["start"] + numbers["total_compressed_size"]
-            place = f"row group {group}, column {printable(leaves[leaf].path)[:80]!r} claims "
+            place = f"row group {group}, column {shown(leaves[leaf].path)} claims "
             raise _UntrueError(place + told.format(**numbers, data_end=data_end))
 
     if rows < 0:

@@ -7,8 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recsys_core.errors import InputError
-from recsys_core.parquet.patterns import printable
+from recsys_core.errors import InputError, first_line, shown_names
 from recsys_core.parquet.sources import Source
 
 HARMLESS_BYTES = 1 << 30
@@ -53,10 +52,10 @@ def refuse_bombs(
 
 def _refuse(name: str, decoded: float, size: int, columns: Sequence[str], *, max_expansion: float, setting: str) -> None:
     if decoded > HARMLESS_BYTES and decoded > max_expansion * size:
-        shown = [column if len(column) <= 80 else column[:77] + "..." for column in columns[:10]]
         raise InputError(
-            f"{name}: {size:,} bytes that decode to {decoded:,.0f} or more in the columns {shown}, {decoded / size:,.0f} times "
-            f"as much: is this a decompression bomb? {setting} is {max_expansion:g}; raise it if the file is sound"
+            f"{name}: {size:,} bytes that decode to {decoded:,.0f} or more in the columns "
+            f"{shown_names(columns, at_most=10)}, {decoded / size:,.0f} times as much: "
+            f"is this a decompression bomb? {setting} is {max_expansion:g}; raise it if the file is sound"
         )
 
 
@@ -134,7 +133,7 @@ def has_checksums(source: Source, columns: Sequence[str]) -> bool:
         with source.location.filesystem.open_input_file(source.location.path) as file:
             return any(_checksum_stored(file.read_at(_HEADER_BYTES, start)) for start in starts)
     except _BROKEN as error:
-        raise InputError(f"{source.name}: cannot be read: {printable(str(error).splitlines()[0])}") from error
+        raise InputError(f"{source.name}: cannot be read: {first_line(error)}") from error
 
 
 def _checksum_stored(header: bytes) -> bool:
@@ -197,5 +196,5 @@ def _located(source: Source, columns: Sequence[str], found: BaseException | None
 
 
 def _damaged(source: Source, column: str, error: BaseException | None, *, rows: str = "") -> str:
-    told = printable(str(error).splitlines()[0])[:200] if error is not None and str(error) else "rows are missing"
+    told = first_line(error) if error is not None else "rows are missing"
     return f"{source.name}: column {column!r}{rows}: a page is damaged ({told}); copy or write the file anew"

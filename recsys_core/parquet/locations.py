@@ -11,8 +11,8 @@ from urllib.parse import parse_qsl, quote, unquote
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from recsys_core.errors import InputError
-from recsys_core.parquet.patterns import URI, is_uri, matches, parts_of, printable, set_aside, split_glob
+from recsys_core.errors import InputError, first_line, printable
+from recsys_core.parquet.patterns import URI, is_uri, matches, parts_of, set_aside, split_glob
 from recsys_core.parquet.retries import retrying
 
 _SCHEMES = {"s3": "s3", "gs": "gs", "gcs": "gs", "file": "file"}
@@ -215,7 +215,7 @@ def _is_utf8(name: str) -> bool:
 
 def _why(error: BaseException) -> str:
     """What a store answered, in words that say what to do."""
-    told = printable(str(error).splitlines()[0] if str(error) else type(error).__name__)
+    told = first_line(error)
     if isinstance(error, FileNotFoundError) or "NO_SUCH_BUCKET" in told or getattr(error, "errno", None) == errno.ENOENT:
         return f"no such bucket or folder ({told})"
     if "ACCESS_DENIED" in told or "INVALID_ACCESS_KEY" in told or "SIGNATURE" in told or "403" in told:

@@ -6,8 +6,7 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
-from recsys_core.errors import InputError
-from recsys_core.parquet.patterns import printable
+from recsys_core.errors import InputError, printable
 
 NULL = "__HIVE_DEFAULT_PARTITION__"
 

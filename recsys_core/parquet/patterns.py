@@ -1,4 +1,4 @@
-"""Names of files: globs, read alike on a disk and in a store, and how messages show a name."""
+"""Names of files: globs, read alike on a disk and in a store."""
 
 import glob
 import re
@@ -17,17 +17,6 @@ def is_uri(pattern: str) -> bool:
     (True, False, False)
     """
     return URI.fullmatch(pattern) is not None
-
-
-def printable(name: str) -> str:
-    r"""`name` on one line of a message.
-
-    >>> print(printable("a\nb\x1b[31m.parquet"))
-    a\nb\x1b[31m.parquet
-    """
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode("ascii") for char in name
-    )
 
 
 def split_glob(pattern: str) -> tuple[str, list[str]]:

@@ -15,13 +15,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recsys_core.errors import InputError
+from recsys_core.errors import InputError, first_line, shown_names
 from recsys_core.manifests import IdType, SourceFile
 from recsys_core.parquet.copies import copy_columns
 from recsys_core.parquet.footers import Footer, read_footers
 from recsys_core.parquet.locations import Location, find
 from recsys_core.parquet.partitions import NULL, partition_of, partition_type
-from recsys_core.parquet.patterns import printable
 from recsys_core.parquet.retries import retrying
 
 
@@ -79,7 +78,7 @@ class Source:
             # With the footer that was checked: no other one is trusted.
             return pq.ParquetFile(path, filesystem=filesystem, metadata=self.footer.metadata, **options)
         except (pa.ArrowException, OSError) as error:
-            raise InputError(f"{self.name}: cannot be read: {printable(str(error).splitlines()[0])}") from error
+            raise InputError(f"{self.name}: cannot be read: {first_line(error)}") from error
 
 
 def open_sources(patterns: Sequence[str], *, setting: str, data_root: Path | None = None) -> tuple[Source, ...]:
@@ -165,7 +164,7 @@ def require_column(source: Source, column: str, *, setting: str) -> pa.DataType:
     if count == 0:
         near = difflib.get_close_matches(column, source.columns, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise InputError(f"{source.name}: no column {column!r} ({setting}); {hint}it has {_shortened(source.columns)}")
+        raise InputError(f"{source.name}: no column {column!r} ({setting}); {hint}it has {shown_names(source.columns)}")
     return source.schema.field(column).type
 
 
@@ -291,12 +290,6 @@ def literal(path: Path) -> str:
     'log/day[[]1].parquet'
     """
     return re.sub(r"[*?\[]", r"[\g<0>]", str(path))
-
-
-def _shortened(names: Sequence[str]) -> str:
-    """A table may have thousands of columns, or names without end."""
-    shown = [name if len(name) <= 80 else name[:77] + "..." for name in names[:50]]
-    return f"{shown}" + (f" and {len(names) - 50} more" if len(names) > 50 else "")
 
 
 def _names(sources: Sequence[Source]) -> str:

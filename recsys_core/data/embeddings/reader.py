@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from recsys_core.data.embeddings.row_problems import Findings, Flaw
 from recsys_core.data.embeddings.schema import VectorFiles
-from recsys_core.errors import InputError
+from recsys_core.errors import InputError, first_line
 from recsys_core.parquet.disk import allocate
 from recsys_core.parquet.sources import Source
 from recsys_core.parquet.sql import quoted, scan
@@ -137,7 +137,7 @@ def batches_of(
     except (pa.ArrowException, OSError) as error:
         for column in columns:
             _refuse_null_of_fixed_size(source, path, column)
-        raise InputError(f"{source.name}: damaged: {str(error).splitlines()[0]}; write it anew") from error
+        raise InputError(f"{source.name}: damaged: {first_line(error)}; write it anew") from error
 
 
 def _one_ahead(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

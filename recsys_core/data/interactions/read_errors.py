@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from recsys_core.data.interactions.checks import CLOCK, FileFacts, latest_time, value_at
 from recsys_core.data.interactions.config import InteractionsConfig
-from recsys_core.errors import InputError, shown
+from recsys_core.errors import InputError, first_line, shown
 from recsys_core.parquet.duckdb_session import DAMAGED
 from recsys_core.parquet.guards import verify_pages
-from recsys_core.parquet.patterns import printable
 from recsys_core.parquet.sources import Source
 from recsys_core.parquet.sql import quoted, scan
 from recsys_core.units import DAY_US, INT64_MAX
@@ -82,7 +81,7 @@ def _refuse_unread(source: Source, path: Path, config: InteractionsConfig) -> No
             except duckdb.ConversionException:  # a time: see _refuse_wild_times
                 continue
             except duckdb.Error as error:
-                told = printable(str(error).splitlines()[0]).replace(str(path), source.name)
+                told = first_line(error).replace(str(path), source.name)
                 raise InputError(
                     f"{source.name}: column {column!r}: damaged, or not what its type says ({told}); copy or write it anew"
                 ) from error

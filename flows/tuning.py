@@ -1,7 +1,6 @@
 """The tuning: trials of settings on one ingest. The validation split decides; nothing here reads the test split."""
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from prefect import flow
@@ -11,7 +10,7 @@ from flows.config import PipelineConfig
 from flows.config_file import dump_config, to_paste, with_settings
 from flows.nightly import ingest
 from recsys_core.errors import InputError
-from recsys_core.manifests import Dataset, EmbeddingsManifest, FeaturesManifest, InteractionsManifest, fingerprint_of
+from recsys_core.manifests import Dataset, fingerprint_of
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.lookup_stats import measure_lookups
 from recsys_core.sharding.planner import make_plan, plan_sharding
@@ -27,21 +26,12 @@ PLACE = "tuning"
 """Folder of the workspace."""
 
 
-@dataclass(frozen=True)
-class Data:
-    """What all trials train on."""
-
-    interactions: InteractionsManifest
-    embeddings: EmbeddingsManifest | None
-    features: FeaturesManifest | None
-
-
 @flow(name="tune", flow_run_name="tune-{config.name}")
 def tune_settings(config: PipelineConfig) -> Study:
     """Searches the ranges in `tuning` for the settings that validate best; goes on with a study of the same config and data."""
     tuning, started = config.tuning, time.monotonic()
     assert tuning is not None and config.training.validation is not None
-    run = Run("data", workspace=config.workspace.absolute(), experiment=config.registry.experiment, place=PLACE)
+    run = Run("data", workspace=config.workspace.absolute(), experiment=config.registry.experiment, parent=PLACE)
     with run.lock():
         data = read_data(config, run)
         check_values(config, tuning, data)
@@ -56,33 +46,23 @@ def tune_settings(config: PipelineConfig) -> Study:
     return study
 
 
-def read_data(config: PipelineConfig, run: Run) -> Data:
-    """The ingests of a night."""
-    found = dict(ingest(config, run))
-    embeddings, interactions, features = (
-        found[stage] for stage in ("ingest_embeddings", "ingest_interactions", "ingest_features")
-    )
-    assert isinstance(interactions, InteractionsManifest)
-    assert isinstance(embeddings, EmbeddingsManifest | None) and isinstance(features, FeaturesManifest | None)
-    if interactions.validation_events == 0:
+def read_data(config: PipelineConfig, run: Run) -> Dataset:
+    """Ingest the data as a run does; InputError if the validation split is empty."""
+    dataset = ingest(config, run)
+    if dataset.interactions.validation_events == 0:
         raise InputError(
             "tuning compares trials on the validation split, but it holds no event; set interactions.split so that it does, "
             "e.g. {kind: time, validation_days: 1}"
         )
-    return Data(interactions, embeddings, features)
+    return dataset
 
 
-def spec_of(config: PipelineConfig, data: Data) -> ModelSpec:
-    """The model that `config` describes; InputError where it does not fit the data."""
-    return ModelSpec.of(
-        config.model,
-        dataset=Dataset(data.interactions, data.embeddings, data.features),
-        tables=config.tables,
-        loss=config.loss,
-    )
+def spec_of(config: PipelineConfig, data: Dataset) -> ModelSpec:
+    """Return the model of `config`; InputError if it does not fit the data."""
+    return ModelSpec.of(config.model, dataset=data, tables=config.tables, loss=config.loss)
 
 
-def check_values(config: PipelineConfig, tuning: TuningConfig, data: Data) -> None:
+def check_values(config: PipelineConfig, tuning: TuningConfig, data: Dataset) -> None:
     """InputError for a value of a range that, alone, fits neither the data nor the cluster: no hour is spent before that."""
     for name, wish in tuning.ranges.items():
         for probe in wish.probes:
@@ -103,7 +83,7 @@ def check_values(config: PipelineConfig, tuning: TuningConfig, data: Data) -> No
                 ) from None
 
 
-def open_study(config: PipelineConfig, tuning: TuningConfig, data: Data, *, workspace: Path) -> Study:
+def open_study(config: PipelineConfig, tuning: TuningConfig, data: Dataset, *, workspace: Path) -> Study:
     """The study of this config on these data; what does not change a trial's result may have changed since."""
     assert config.training.validation is not None
     training = config.training.model_dump(exclude=OPERATIONAL)
@@ -127,7 +107,7 @@ def open_study(config: PipelineConfig, tuning: TuningConfig, data: Data, *, work
     return study
 
 
-def try_one(config: PipelineConfig, attempt: Attempt, data: Data, *, study: Study, trials: int) -> Result:
+def try_one(config: PipelineConfig, attempt: Attempt, data: Dataset, *, study: Study, trials: int) -> Result:
     """How a trial ends; one whose settings contradict each other, though each alone is good, fails at once."""
     folder = study.folder / f"trial-{attempt.number}"
     try:
@@ -137,7 +117,7 @@ def try_one(config: PipelineConfig, attempt: Attempt, data: Data, *, study: Stud
             model,
             batch_size=tried.training.batch_size,
             loss=tried.loss,
-            dataset=Dataset(data.interactions, features=data.features),
+            dataset=data,
         )
         plan = plan_sharding(
             tried.sharding,
@@ -154,9 +134,7 @@ def try_one(config: PipelineConfig, attempt: Attempt, data: Data, *, study: Stud
         loss=tried.loss,
         model=model,
         plan=plan,
-        interactions=data.interactions,
-        embeddings=data.embeddings,
-        features=data.features,
+        dataset=data,
         launcher=config.launcher,
         metric=study.metric,
         folder=folder,

@@ -1,4 +1,4 @@
-"""One adapter per stage: manifests in, one core call, manifest out."""
+"""Prefect tasks: one adapter per stage (manifests in, one call of recsys_core, manifest out), MLflow and tuning."""
 
 import os
 

@@ -1,41 +1,35 @@
 """Stage `export`."""
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from recsys_core.launching.config import Launcher
-from recsys_core.manifests import Dataset, ExportManifest, FeaturesManifest, InteractionsManifest, TrainManifest
+from recsys_core.manifests import Dataset, ExportManifest, TrainManifest
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training import export as export_core
 from recsys_core.training.config import TrainingConfig
-from tasks.reporting import begin
 from tasks.run import Run
+from tasks.stage import stage
 
 
-@task(name="export", cache_policy=NO_CACHE)
+@stage("export")
 def export_vectors(
     config: TrainingConfig,
     *,
     model: ModelSpec,
     loss: LossConfig,
-    interactions: InteractionsManifest,
-    features: FeaturesManifest | None,
-    train: TrainManifest,
+    dataset: Dataset,
+    trained: TrainManifest,
     launcher: Launcher,
     run: Run,
-) -> ExportManifest:
-    """Checkpoint -> item vectors, query vectors, tables."""
-    finish = begin("export")
+) -> tuple[ExportManifest, str]:
+    """Compute item vectors, query vectors and tables from the checkpoint."""
     manifest = export_core.export_vectors(
         config,
         model=model,
         loss=loss,
-        dataset=Dataset(interactions, features=features),
-        train=train,
+        dataset=dataset,
+        train=trained,
         folder=run.stage_folder("export"),
         launcher=launcher,
     )
     queries = ", ".join(f"{count:,} {split} queries" for split, count in manifest.queries.items())
-    finish(manifest, f"{manifest.items:,} x {manifest.dim} item vectors, {queries}")
-    return manifest
+    return manifest, f"{manifest.items:,} x {manifest.dim} item vectors, {queries}"

@@ -1,44 +1,30 @@
 """Stage `package`."""
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
-from recsys_core.manifests import (
-    Dataset,
-    EvaluationManifest,
-    ExportManifest,
-    FeaturesManifest,
-    IndexManifest,
-    InteractionsManifest,
-    PackageManifest,
-)
+from recsys_core.manifests import Dataset, EvaluationManifest, ExportManifest, IndexManifest, PackageManifest
 from recsys_core.serving import package as package_core
 from recsys_core.serving.config import PackageConfig
 from recsys_core.units import MIB
-from tasks.reporting import begin
 from tasks.run import Run
+from tasks.stage import stage
 
 
-@task(name="package", cache_policy=NO_CACHE)
+@stage("package")
 def build_package(
     config: PackageConfig,
     *,
     export: ExportManifest,
     index: IndexManifest,
-    interactions: InteractionsManifest,
-    features: FeaturesManifest | None,
+    dataset: Dataset,
     evaluation: EvaluationManifest,
     run: Run,
-) -> PackageManifest:
-    """Query tower, index and ids -> one folder that serves."""
-    finish = begin("package")
+) -> tuple[PackageManifest, str]:
+    """Write the query tower, the served index and the ids into one folder that can be served."""
     manifest = package_core.build_package(
         config,
         export=export,
         index=index,
-        dataset=Dataset(interactions, features=features),
+        dataset=dataset,
         evaluation=evaluation,
         folder=run.stage_folder("package"),
     )
-    finish(manifest, f"{manifest.quantization} tower, {manifest.served_index} index, {manifest.bytes / MIB:,.1f} MiB")
-    return manifest
+    return manifest, f"{manifest.quantization} tower, {manifest.served_index} index, {manifest.bytes / MIB:,.1f} MiB"

@@ -1,9 +1,6 @@
 """Stage `plan_sharding`."""
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
-from recsys_core.manifests import Dataset, FeaturesManifest, InteractionsManifest, PlanManifest
+from recsys_core.manifests import Dataset, PlanManifest
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding import planner
@@ -11,39 +8,25 @@ from recsys_core.sharding.config import ShardingConfig
 from recsys_core.sharding.lookup_stats import measure_lookups
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.config import TrainingConfig
-from tasks.reporting import begin, show_markdown
+from tasks.reporting import show_markdown
 from tasks.run import Run
+from tasks.stage import stage
 
 
-@task(name="plan_sharding", cache_policy=NO_CACHE)
+@stage("plan_sharding")
 def plan_sharding(
-    config: ShardingConfig,
-    *,
-    model: ModelSpec,
-    training: TrainingConfig,
-    loss: LossConfig,
-    interactions: InteractionsManifest,
-    features: FeaturesManifest | None,
-    run: Run,
-) -> PlanManifest:
-    """Cluster, tables and what the data ask of them -> plan.json and plan.html, shown as an artifact."""
-    finish = begin("plan_sharding")
-    lookup_stats = measure_lookups(
-        model,
-        batch_size=training.batch_size,
-        loss=loss,
-        dataset=Dataset(interactions, features=features),
-    )
+    config: ShardingConfig, *, model: ModelSpec, loss: LossConfig, training: TrainingConfig, dataset: Dataset, run: Run
+) -> tuple[PlanManifest, str]:
+    """Plan where the shards of each table go; write plan.json and plan.html."""
     manifest = planner.plan_sharding(
         config,
         model=model,
         batch_size=training.batch_size,
         optimizer=training.table_optimizer,
-        lookup_stats=lookup_stats,
+        lookup_stats=measure_lookups(model, batch_size=training.batch_size, loss=loss, dataset=dataset),
         folder=run.stage_folder("plan_sharding"),
     )
     plan = PlanFile.read(manifest.path("plan.json"))
     show_markdown("sharding-plan", plan.to_markdown())
     tables = ", ".join(f"{name} {table.sharding_type}" for name, table in plan.tables.items())
-    finish(manifest, f"{plan.world_size} {plan.device} ranks: {tables}")
-    return manifest
+    return manifest, f"{plan.world_size} {plan.device} ranks: {tables}"

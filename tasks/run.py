@@ -1,4 +1,4 @@
-"""One night's run: its id, and where its stages lie."""
+"""A run: its id, its folder, its stages, and the locks that keep other processes out."""
 
 import json
 import os
@@ -14,7 +14,23 @@ from typing import Literal
 from filelock import FileLock, Timeout
 
 from recsys_core.errors import InputError, shown
-from recsys_core.manifests import ManifestT, load_manifest, own
+from recsys_core.manifests import (
+    DataReportManifest,
+    EmbeddingsManifest,
+    EvaluationManifest,
+    ExportManifest,
+    FeaturesManifest,
+    IndexManifest,
+    InteractionsManifest,
+    Manifest,
+    ManifestT,
+    PackageManifest,
+    PlanManifest,
+    RegistrationManifest,
+    TrainManifest,
+    load_manifest,
+    own,
+)
 
 StageName = Literal[
     "ingest_embeddings",
@@ -29,79 +45,85 @@ StageName = Literal[
     "package",
     "register",
 ]
-STAGES: dict[StageName, str] = {
-    "ingest_embeddings": "embeddings",
-    "ingest_interactions": "interactions",
-    "ingest_features": "features",
-    "check_data": "data_report",
-    "plan_sharding": "plan",
-    "train": "train",
-    "export": "export",
-    "evaluate": "evaluation",
-    "build_index": "index",
-    "package": "package",
-    "register": "registration",
+STAGES: dict[StageName, type[Manifest]] = {
+    "ingest_embeddings": EmbeddingsManifest,
+    "ingest_interactions": InteractionsManifest,
+    "ingest_features": FeaturesManifest,
+    "check_data": DataReportManifest,
+    "plan_sharding": PlanManifest,
+    "train": TrainManifest,
+    "export": ExportManifest,
+    "evaluate": EvaluationManifest,
+    "build_index": IndexManifest,
+    "package": PackageManifest,
+    "register": RegistrationManifest,
 }
-"""Stage -> its folder in the run, in the order of the chain."""
+"""The stages in their order, each with the manifest it writes into the folder of its name."""
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
-"""A run id is the name of one folder, never a path."""
+"""A run id names one folder; it is never a path."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """`workspace` holds all runs and the embedded MLflow; `experiment` is the MLflow experiment this run is tracked in.
+    """One run of the pipeline.
 
-    place: the folder of the workspace that holds it, `runs` for nights.
+    Attributes:
+        run_id: name of the run's folder.
+        workspace: folder of all runs and of the embedded MLflow.
+        experiment: MLflow experiment of the run.
+        parent: folder of the workspace that holds the run's folder.
+        until: last stage to run; None: all stages.
     """
 
     run_id: str
     workspace: Path
     experiment: str
-    place: str = "runs"
+    parent: str = "runs"
+    until: StageName | None = None
 
     def __post_init__(self) -> None:
-        """Raises InputError for a run id that is none."""
+        """Raise InputError for an invalid run id."""
         if RUN_ID.fullmatch(self.run_id) is None:
             raise InputError(
-                f"run id {shown(self.run_id)}: a run id has letters, digits, - and _ alone, such as 20261121-070312-ab12; name "
-                f"a folder of {self.workspace / self.place}"
+                f"run id {shown(self.run_id)}: a run id consists of letters, digits, - and _, such as 20261121-070312-ab12; "
+                f"name a folder of {self.workspace / self.parent}"
             )
 
     @property
     def folder(self) -> Path:
         """`<workspace>/runs/<run_id>`."""
-        return self.workspace / self.place / self.run_id
+        return self.workspace / self.parent / self.run_id
 
     @property
     def config_file(self) -> Path:
-        """The config this run was last started with."""
+        """The config that the run was last started with."""
         return self.folder / "config.yaml"
 
     def stage_folder(self, stage: StageName) -> Path:
-        """Where `stage` (a key of STAGES) leaves its files and manifest."""
-        return self.folder / STAGES[stage]
+        """Return the folder of the stage's files and manifest."""
+        return self.folder / stage
 
-    def last_night(
+    def previous(
         self, stage: StageName, manifest_type: type[ManifestT], *, where: Callable[[ManifestT], bool] = lambda _: True
     ) -> ManifestT | None:
-        """The manifest of `stage` in the newest run before this one that has it whole, and `where` holds."""
-        earlier = sorted(
+        """Return the manifest of `stage` from the newest earlier run that has completed it and for which `where` holds."""
+        earlier_runs = sorted(
             (path for path in self.folder.parent.glob("*") if path.is_dir() and path.name < self.run_id), reverse=True
         )
-        found = (load_manifest(path / STAGES[stage], manifest_type) for path in earlier)
-        return next((manifest for manifest in found if manifest is not None and where(manifest)), None)
+        manifests = (load_manifest(path / stage, manifest_type) for path in earlier_runs)
+        return next((manifest for manifest in manifests if manifest is not None and where(manifest)), None)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keeps a second process out of this run; InputError if one is already in it, or nightjar did not make its folder."""
+        """Lock the run's folder; InputError if another process has locked it, or if nightjar did not create it."""
         own(self.folder)
         lock = FileLock(self.folder / ".lock")
         try:
             lock.acquire(timeout=0)
         except Timeout:
             raise InputError(
-                f"{self.folder}: another process is working on run {self.run_id}; wait for it, or start a new run"
+                f"{self.folder}: another process is working on run {self.run_id}; wait for it to end, or start a new run"
             ) from None
         try:
             yield
@@ -111,9 +133,9 @@ class Run:
 
 @contextmanager
 def workspace_lock(workspace: Path, *, run_id: str) -> Iterator[None]:
-    """Keeps a second command out of `workspace`; InputError names the first by its pid and run.
+    """Lock `workspace` for one command; InputError names the pid and run of the process that holds the lock.
 
-    The kernel releases the lock of a process that died, however it died.
+    The kernel releases the lock when its process ends, however it ends.
     """
     workspace.mkdir(parents=True, exist_ok=True)
     lock, holder = FileLock(workspace / ".command.lock"), workspace / ".command.json"
@@ -121,7 +143,7 @@ def workspace_lock(workspace: Path, *, run_id: str) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         raise InputError(
-            f"{workspace}: {_holder(holder)} works in this workspace; wait for it, or set workspace to another folder"
+            f"{workspace}: {_holder(holder)} is using this workspace; wait for it to end, or set workspace to another folder"
         ) from None
     try:
         holder.write_text(json.dumps({"pid": os.getpid(), "run_id": run_id}))
@@ -133,12 +155,12 @@ def workspace_lock(workspace: Path, *, run_id: str) -> Iterator[None]:
 
 def _holder(file: Path) -> str:
     try:
-        found = json.loads(file.read_text())
-        return f"process {found['pid']} with run {found['run_id']}"
-    except (OSError, ValueError):  # it has just begun, or just ended
+        holder = json.loads(file.read_text())
+        return f"process {holder['pid']} with run {holder['run_id']}"
+    except (OSError, ValueError):  # the process has just started or just ended
         return "another process"
 
 
 def new_run_id() -> str:
-    """UTC time and four random hex digits, so that names sort by time: 20261121-070312-ab12."""
+    """Return the UTC time and four random hex digits, e.g. 20261121-070312-ab12: names sort by time."""
     return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"

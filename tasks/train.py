@@ -1,18 +1,8 @@
 """Stage `train`."""
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from recsys_core.evaluation.report import plot_loss
 from recsys_core.launching.config import Launcher
-from recsys_core.manifests import (
-    Dataset,
-    EmbeddingsManifest,
-    FeaturesManifest,
-    InteractionsManifest,
-    PlanManifest,
-    TrainManifest,
-)
+from recsys_core.manifests import Dataset, PlanManifest, TrainManifest
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.config import ShardingConfig
@@ -21,39 +11,38 @@ from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job_spec import Progress
 from tasks.registry.champion import starting_champion
 from tasks.registry.tracking import MetricRelay
-from tasks.reporting import TrainingProgress, begin, show_image, training_facts
+from tasks.reporting import TrainingProgress, show_image, training_facts
 from tasks.run import Run
+from tasks.stage import stage
 
 
-@task(name="train", cache_policy=NO_CACHE)
+@stage("train")
 def train(
     config: TrainingConfig,
     *,
     model: ModelSpec,
     loss: LossConfig,
-    interactions: InteractionsManifest,
-    embeddings: EmbeddingsManifest | None,
-    features: FeaturesManifest | None,
+    dataset: Dataset,
     plan: PlanManifest,
     sharding: ShardingConfig,
-    model_name: str,
     launcher: Launcher,
+    model_name: str,
     run: Run,
-) -> TrainManifest:
-    """torchrun, here or on many hosts -> checkpoint; its metrics go to MLflow, the terminal and a Prefect artifact at once."""
-    finish, shown = begin("train"), TrainingProgress()
+) -> tuple[TrainManifest, str]:
+    """Train with torchrun on this host or on many; metrics go to MLflow, the terminal and a Prefect artifact at once."""
+    progress_artifact = TrainingProgress()
     champion = starting_champion(model_name, run=run) if config.warm_start is not None else None
     with MetricRelay(run) as relay:
 
         def on_progress(progress: Progress) -> None:
             relay.send(progress)
-            shown.send(progress)
+            progress_artifact.send(progress)
 
         manifest = train_core.train(
             config,
             model=model,
             loss=loss,
-            dataset=Dataset(interactions, embeddings, features),
+            dataset=dataset,
             plan=plan,
             sharding=sharding,
             folder=run.stage_folder("train"),
@@ -62,5 +51,4 @@ def train(
             launcher=launcher,
         )
     show_image("training-loss", plot_loss(manifest, path=run.folder / "loss.png"))
-    finish(manifest, shown.finish(training_facts(manifest, config=config)))
-    return manifest
+    return manifest, progress_artifact.finish(training_facts(manifest, config=config))

@@ -11,7 +11,7 @@ from flows.config import PipelineConfig
 from recsys_core.data.embeddings.ingest import ingest_embeddings
 from recsys_core.data.features.ingest import ingest_features
 from recsys_core.data.interactions.ingest import ingest_interactions
-from recsys_core.manifests import Dataset, EmbeddingsManifest, FeaturesManifest, InteractionsManifest
+from recsys_core.manifests import Dataset
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.config import ClusterConfig
 from recsys_core.sharding.lookup_stats import measure_lookups
@@ -20,7 +20,6 @@ from recsys_core.sharding.plan_page import compared_plans, fast_tier, format_byt
 from recsys_core.sharding.planner import make_plan, write_plan
 
 MOST_LINES = 16
-Data = tuple[EmbeddingsManifest | None, InteractionsManifest, FeaturesManifest | None]
 
 
 def plan_for(config: PipelineConfig, *, cluster: dict[str, Any]) -> tuple[PlanFile, tuple[Path, Path]]:
@@ -29,10 +28,10 @@ def plan_for(config: PipelineConfig, *, cluster: dict[str, Any]) -> tuple[PlanFi
     They and the ingests are kept in <workspace>/plan.
     """
     folder = config.workspace / "plan"
-    embeddings, interactions, features = _ingest(config, folder=folder)
+    dataset = _ingest(config, folder=folder)
     model = ModelSpec.of(
         config.model,
-        dataset=Dataset(interactions, embeddings, features),
+        dataset=dataset,
         tables=config.tables,
         loss=config.loss,
     )
@@ -43,20 +42,20 @@ def plan_for(config: PipelineConfig, *, cluster: dict[str, Any]) -> tuple[PlanFi
         model,
         batch_size=batch_size,
         loss=config.loss,
-        dataset=Dataset(interactions, features=features),
+        dataset=dataset,
     )
     plan = make_plan(sharding, model=model, batch_size=batch_size, optimizer=optimizer, lookup_stats=lookup_stats)
     return plan, write_plan(plan, folder)
 
 
-def _ingest(config: PipelineConfig, *, folder: Path) -> Data:
+def _ingest(config: PipelineConfig, *, folder: Path) -> Dataset:
     root = config.data_root
     embeddings = (
         ingest_embeddings(config.embeddings, folder=folder / "embeddings", data_root=root) if config.embeddings else None
     )
     interactions = ingest_interactions(config.log, embeddings=embeddings, folder=folder / "interactions", data_root=root)
     if config.features is None:
-        return embeddings, interactions, None
+        return Dataset(interactions, embeddings)
     features = ingest_features(
         config.features,
         interactions=interactions,
@@ -67,7 +66,7 @@ def _ingest(config: PipelineConfig, *, folder: Path) -> Data:
         folder=folder / "features",
         data_root=root,
     )
-    return embeddings, interactions, features
+    return Dataset(interactions, embeddings, features)
 
 
 def print_plan(plan: PlanFile, *, paths: Sequence[Path], console: Console) -> None:

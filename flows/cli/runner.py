@@ -16,42 +16,14 @@ from recsys_core.disk import full_disk_is_told
 from recsys_core.errors import InputError, NightjarError, StageError, TrackingServerError, redacted
 from recsys_core.evaluation.report import metric_table
 from recsys_core.manifests import (
-    DataReportManifest,
-    EmbeddingsManifest,
     EvaluationManifest,
-    ExportManifest,
-    FeaturesManifest,
-    IndexManifest,
-    InteractionsManifest,
     Manifest,
-    PackageManifest,
-    PlanManifest,
     RegistrationManifest,
     TrainManifest,
     load_manifest,
     require_own,
 )
 from tasks.run import STAGES, Run, StageName, new_run_id, workspace_lock
-
-MANIFESTS: dict[StageName, type[Manifest]] = dict(
-    zip(
-        STAGES,
-        (
-            EmbeddingsManifest,
-            InteractionsManifest,
-            FeaturesManifest,
-            DataReportManifest,
-            PlanManifest,
-            TrainManifest,
-            ExportManifest,
-            EvaluationManifest,
-            IndexManifest,
-            PackageManifest,
-            RegistrationManifest,
-        ),
-        strict=True,
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -126,7 +98,7 @@ def run_night(
             raise with_traceback_kept(error, folder=run.folder) from error
     names = list(STAGES)
     done = names[: names.index(until) + 1] if until else names  # what lies there of later stages is of an earlier run
-    stages = {stage: load_manifest(run.stage_folder(stage), MANIFESTS[stage], verify=False) for stage in done}
+    stages = {stage: load_manifest(run.stage_folder(stage), STAGES[stage], verify=False) for stage in done}
     return Outcome(run, {stage: manifest for stage, manifest in stages.items() if manifest is not None})
 
 

@@ -12,7 +12,7 @@ from prefect.cache_policies import NO_CACHE
 
 from recsys_core.errors import InputError, StageError
 from recsys_core.launching.config import Launcher
-from recsys_core.manifests import Dataset, EmbeddingsManifest, FeaturesManifest, InteractionsManifest, PlanManifest
+from recsys_core.manifests import Dataset, PlanManifest
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training import train as train_core
@@ -31,9 +31,7 @@ class TrialSetup:
     loss: LossConfig
     model: ModelSpec
     plan: PlanManifest
-    interactions: InteractionsManifest
-    embeddings: EmbeddingsManifest | None
-    features: FeaturesManifest | None
+    dataset: Dataset
     launcher: Launcher
     metric: str
     folder: Path
@@ -72,7 +70,7 @@ def train_trial(setup: TrialSetup, *, on_progress: Callable[[Progress], None]) -
         setup.training,
         model=setup.model,
         loss=setup.loss,
-        dataset=Dataset(setup.interactions, setup.embeddings, setup.features),
+        dataset=setup.dataset,
         plan=setup.plan,
         folder=setup.folder / "train",
         on_progress=on_progress,

@@ -6,7 +6,6 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from mlflow.pyfunc import scoring_server
 
 from flows import nightly
 from flows.cli.config_template import starter_config
-from flows.config import PipelineConfig
 from recsys_core.data.synthetic import generate
 from recsys_core.errors import InputError
 from recsys_core.manifests import RegistrationManifest
@@ -196,10 +194,7 @@ def test_a_challenger_and_a_champion_that_does_not_load_end_the_flow_in_states_o
         alarm=alarm, mlflow_run_id="r", metrics={}, fingerprint="f", seconds=1.0, files={}, folder=tmp_path,
     )  # fmt: skip
 
-    def night(config: PipelineConfig, run: Run) -> Iterator[tuple[str, RegistrationManifest]]:
-        yield "register", registration
-
-    monkeypatch.setattr(nightly, "night", night)
+    monkeypatch.setattr(nightly, "retrain", lambda config, run: registration)
     config = starter_config().anchored(tmp_path)
     state = nightly.nightly_retrain.fn(config, run_id="r")
     assert (state.name, state.is_completed()) == (name, True)
@@ -217,21 +212,7 @@ def test_the_flow_touches_no_folder_that_a_run_id_leads_to_and_nightjar_did_not_
     if run_id == "link":
         (tmp_path / "workspace/runs").mkdir(parents=True)
         (tmp_path / "workspace/runs/link").symlink_to(theirs)
-    with pytest.raises(InputError, match=r"a run id has letters|holds files, but not the marker|is a link"):
+    with pytest.raises(InputError, match=r"a run id consists of letters|holds files, but not the marker|is a link"):
         nightly.nightly_retrain.fn(starter_config().anchored(tmp_path), run_id=run_id)
     assert (theirs / "config.yaml").read_text() == (theirs / "embeddings" / "mine.npy").read_text() == "kept"
     assert sorted(path.name for path in theirs.rglob("*")) == ["config.yaml", "embeddings", "mine.npy"]
-
-
-def test_until_ends_the_flow_after_that_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-
-    def night(config: PipelineConfig, run: Run) -> Iterator[tuple[str, None]]:
-        for stage in STAGES:
-            done.append(stage)
-            yield stage, None
-
-    monkeypatch.setattr(nightly, "night", night)
-    state = nightly.nightly_retrain.fn(starter_config().anchored(tmp_path), run_id="r", until="train")
-    assert (state.name, state.is_completed()) == ("StoppedEarly", True)
-    assert done == ["ingest_embeddings", "ingest_interactions", "ingest_features", "check_data", "plan_sharding", "train"]

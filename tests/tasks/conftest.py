@@ -23,7 +23,6 @@ from recsys_core.manifests import (
     Dataset,
     EvaluationManifest,
     IndexManifest,
-    InteractionsManifest,
     PackageManifest,
     PlanManifest,
     TrainManifest,
@@ -87,10 +86,10 @@ def predicted_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 class Stages(NamedTuple):
     """What `register` takes."""
 
-    interactions: InteractionsManifest
-    data_report: DataReportManifest
+    dataset: Dataset
+    report: DataReportManifest
     plan: PlanManifest
-    train: TrainManifest
+    trained: TrainManifest
     evaluation: EvaluationManifest
     index: IndexManifest
     package: PackageManifest
@@ -155,7 +154,9 @@ def _build(folder: Path, *, confused: bool) -> Stages:
         last_night=None,
         folder=folder / "data_report",
     )
-    return Stages(interactions, data_report, _plan(folder / "plan"), _train(folder / "train"), evaluation, index, package)
+    return Stages(
+        Dataset(interactions), data_report, _plan(folder / "plan"), _train(folder / "train"), evaluation, index, package
+    )
 
 
 def _plan(folder: Path) -> PlanManifest:

@@ -9,8 +9,7 @@ import pytest
 from recsys_core.data.interactions.config import GivenSplit
 from recsys_core.data_report.config import DataReportConfig
 from recsys_core.errors import InputError
-from recsys_core.manifests import DataReportManifest
-from recsys_core.units import DAY_US
+from recsys_core.manifests import DataReportManifest, Dataset
 from tasks import data_report
 from tasks.registry import mlflow_client
 from tasks.registry.mlflow_client import connect
@@ -39,17 +38,17 @@ def night(workspace: Path, day: int, *, events: int, **limits: Any) -> DataRepor
     interactions = interactions_of(run.stage_folder("ingest_interactions"), log, item_ids=[7])
     run.config_file.write_text("name: tests\n")
     split = GivenSplit(test=("test.parquet",))
-    return data_report.check_data.fn(DataReportConfig(**limits), split=split, interactions=interactions, run=run)
+    return data_report.check_data.fn(DataReportConfig(**limits), split=split, dataset=Dataset(interactions), run=run)[0]
 
 
 def test_a_broken_limit_stops_the_run_and_says_where_to_look(workspace: Path, untracked: None) -> None:
     with pytest.raises(InputError) as caught:
         night(workspace, 20, events=4, min_events=5, min_item_vector_share=0.5)
     said = str(caught.value)
-    page = workspace / "runs" / "20261120-020000-aaaa" / "data_report" / "report.html"
+    page = workspace / "runs" / "20261120-020000-aaaa" / "check_data" / "report.html"
     assert "- training events: 4, but data_report.min_events is 5\n" in said
     assert "- items with a pretrained vector: 0 %, but data_report.min_item_vector_share is 50 %\n" in said
-    assert f"look at {page}" in said and "--resume 20261120-020000-aaaa" in said
+    assert f"see {page}" in said and "--resume 20261120-020000-aaaa" in said
     assert page.is_file() and "**2 limits broken**" in (workspace / "data-report.md").read_text()
 
 
@@ -88,10 +87,7 @@ def test_an_outage_of_mlflow_is_a_warning_and_the_night_goes_on(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
     assert night(workspace, 20, events=10).breaches == ()
-    assert (
-        "could not log the data report to MLflow; it will be logged at registration (MLflow at http://127.0.0.1:9"
-        in caplog.text
-    )
+    assert "the data report is not in MLflow; it is logged at registration (MLflow at http://127.0.0.1:9" in caplog.text
 
 
 def test_a_tracking_server_that_never_answers_delays_the_night_by_a_bounded_time(
@@ -102,5 +98,5 @@ def test_a_tracking_server_that_never_answers_delays_the_night_by_a_bounded_time
     with silent() as address:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
         assert night(workspace, 20, events=10).breaches == ()
-    assert "could not log the data report to MLflow; it will be logged at registration" in caplog.text
+    assert "the data report is not in MLflow; it is logged at registration" in caplog.text
     assert "no answer within 0.5 s" in caplog.text

@@ -125,7 +125,7 @@ def test_a_version_that_fails_the_smoke_test_gets_no_alias_and_says_why(
 
 
 def test_a_version_that_cannot_be_fetched_fails_with_the_last_line_of_its_process(workspace: Path, stages: BuildStages) -> None:
-    sample = gate.prepare_sample(stages().interactions, max_users=3, folder=workspace / "sample")
+    sample = gate.prepare_sample(stages().dataset.interactions, max_users=3, folder=workspace / "sample")
     with pytest.raises(StageError, match=r"models:/absent/1: does not answer in a fresh process \(exit 3\): .*absent"):
         gate.predict_in_subprocess(
             sample,

@@ -17,7 +17,7 @@ from tests.tasks.conftest import Stages
 @pytest.fixture
 def trained(stages: Callable[..., Stages]) -> TrainManifest:
     """One epoch of training, whose model has an ndcg@10 of 0.5."""
-    return stages(confused=False).train
+    return stages(confused=False).trained
 
 
 def test_the_line_of_training_says_that_it_stopped_early_and_which_epoch_was_best(trained: TrainManifest) -> None:

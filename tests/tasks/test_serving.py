@@ -61,7 +61,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, stages: BuildStages) -> 
             config=RegistryConfig(model_name="m"),
             client=client,
             mlflow_run_id=tracking.open_run(client, run),
-            interactions=stages().interactions,
+            interactions=stages().dataset.interactions,
             run=run,
         )
         yield run.workspace

@@ -53,7 +53,7 @@ def test_a_version_is_made_tried_and_promoted_on_a_server(
     run = Run("one", workspace=tmp_path / "workspace", experiment="tests")
     run.folder.mkdir(parents=True)
     run.config_file.write_text("name: tests\n")
-    made = register.fn(RegistryConfig(model_name="m"), embeddings=None, run=run, **stages()._asdict())
+    made = register.fn(RegistryConfig(model_name="m"), run=run, **stages()._asdict())[0]
     assert (made.version, made.alias) == ("1", "champion")
     assert champion_uri(connect(run.workspace), "m") == "models:/m/1"
     assert not (run.workspace / "mlflow.db").exists()

@@ -1,0 +1,53 @@
+"""Stages as Prefect tasks: their log lines, skipped stages, and the end of a run at `until`."""
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+from prefect.logging import disable_run_logger
+from prefect.testing.utilities import prefect_test_harness
+
+from recsys_core.manifests import PlanManifest, produce
+from tasks.run import Run, StageName
+from tasks.stage import StoppedEarly, stage
+
+
+@stage("plan_sharding")
+def plan(folder: Path | None, *, run: Run) -> tuple[PlanManifest | None, str]:
+    if folder is None:
+        return None, "nothing to plan"
+    manifest = produce(folder, PlanManifest, fingerprint="f", build=lambda out: {"world_size": 2, "device": "cpu"})
+    return manifest, "2 cpu ranks"
+
+
+def run_of(folder: Path, *, until: StageName | None = None) -> Run:
+    return Run("r", workspace=folder, experiment="e", until=until)
+
+
+@pytest.fixture(scope="module")
+def prefect_server():
+    with prefect_test_harness(), disable_run_logger():
+        yield
+
+
+def test_a_stage_returns_its_manifest_and_logs_whether_it_was_kept_or_skipped(
+    tmp_path: Path, prefect_server: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
+    assert plan(tmp_path / "plan", run=run_of(tmp_path)) == plan(tmp_path / "plan", run=run_of(tmp_path))
+    assert plan(None, run=run_of(tmp_path)) is None
+    lines = [record.getMessage() for record in caplog.records if hasattr(record, "stage_line")]
+    patterns = (
+        r"plan_sharding +2 cpu ranks +\d+\.\d s",
+        r"plan_sharding +2 cpu ranks +\(kept\)",
+        r"plan_sharding +nothing .*\(skipped\)",
+    )
+    assert [bool(re.fullmatch(pattern, line)) for pattern, line in zip(patterns, lines, strict=True)] == [True] * 3
+
+
+def test_the_run_ends_after_the_stage_that_until_names_and_its_manifest_is_there(tmp_path: Path, prefect_server: None) -> None:
+    with pytest.raises(StoppedEarly, match="plan_sharding"):
+        plan(tmp_path / "plan", run=run_of(tmp_path, until="plan_sharding"))
+    assert (tmp_path / "plan" / "manifest.json").is_file()
+    plan(tmp_path / "plan", run=run_of(tmp_path, until="train"))

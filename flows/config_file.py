@@ -13,6 +13,7 @@ from yaml import YAMLError
 
 from flows import yaml_loader
 from flows.config import PipelineConfig
+from recsys_core.atomic import write_text
 from recsys_core.data.interactions.config import Split
 from recsys_core.errors import InputError, printable, shown
 from recsys_core.launching.config import Launcher
@@ -256,6 +257,4 @@ def nested_models(annotation: Any) -> Iterator[type[BaseModel]]:
 def dump_config(config: PipelineConfig, path: Path) -> None:
     """Writes `config` so that load_config reads it back; replaced atomically, since a resumed run writes it again."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    staging = path.with_suffix(".tmp")
-    staging.write_text(yaml_loader.dump(config.model_dump(mode="json")), encoding="utf-8")
-    staging.replace(path)
+    write_text(path, yaml_loader.dump(config.model_dump(mode="json")))

@@ -11,6 +11,7 @@ import sys
 from contextlib import closing, suppress
 from pathlib import Path
 
+from recsys_core.atomic import replacing
 from recsys_core.parent_process import die_with_parent
 
 
@@ -86,10 +87,8 @@ def _cache() -> Path:
 
 def _copy(source: Path, target: Path) -> None:
     """Puts a copy of a sqlite database there, whole or not at all."""
-    staging = target.with_name(f".{target.name}.{os.getpid()}")
-    with closing(sqlite3.connect(source)) as read, closing(sqlite3.connect(staging)) as write:
+    with replacing(target) as temporary, closing(sqlite3.connect(source)) as read, closing(sqlite3.connect(temporary)) as write:
         read.backup(write)
-    staging.replace(target)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from recsys_core.atomic import replacing
 from recsys_core.units import DAY_US
 
 TOPICS = 60
@@ -105,6 +106,6 @@ def _write_vectors(rng: np.random.Generator, path: Path, topic_IT: NDArray[np.fl
     vectors_ID = topic_IT @ directions_TD + rng.normal(scale=0.35, size=(len(topic_IT), dim))
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(vectors_ID.astype(np.float32).ravel()), dim)
     shuffled = rng.permutation(len(topic_IT))
-    staging = path.with_suffix(".tmp")
-    pq.write_table(pa.table({"item_id": np.arange(len(topic_IT)) + 1000, "embedding": vectors}).take(shuffled), staging)
-    staging.replace(path)  # written last and at once: where it is, the catalogue is complete
+    table = pa.table({"item_id": np.arange(len(topic_IT)) + 1000, "embedding": vectors}).take(shuffled)
+    with replacing(path) as temporary:  # the last file of the catalogue: if it exists, the catalogue is complete
+        pq.write_table(table, temporary)

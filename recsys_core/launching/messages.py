@@ -21,6 +21,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 import recsys_core
+from recsys_core.atomic import write_text
 from recsys_core.config import Frozen
 
 FOLDER_VARIABLE, NODE_VARIABLE = "NIGHTJAR_LAUNCH", "NIGHTJAR_NODE"
@@ -154,9 +155,7 @@ class LaunchFolder:
 
     def renew_lease(self, token: str, count: int) -> None:
         """Says that the attempt `token` is still wanted."""
-        staging = self.path / ".lease"
-        staging.write_text(f"{token} {count}")
-        staging.replace(self.lease)
+        write_text(self.lease, f"{token} {count}")
 
     def lease_of(self, token: str) -> str | None:
         """What stands in `lease`; None where it is gone or another attempt's."""

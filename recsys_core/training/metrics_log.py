@@ -12,6 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from recsys_core.atomic import write_text
 from recsys_core.errors import StageError
 from recsys_core.models.shards import table_shards
 from recsys_core.models.spec import ModelSpec
@@ -35,9 +36,7 @@ class Meter:
         if process.is_main:  # lines after the checkpoint are written again
             lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
             kept = [line for line in lines if line.endswith("\n") and Progress.model_validate_json(line).step <= first_step]
-            replacement = path.with_name(path.name + ".new")
-            replacement.write_text("".join(kept))
-            replacement.replace(path)  # whoever follows the file sees another inode, never a line that changes under it
+            write_text(path, "".join(kept))  # a reader of the file keeps the old inode, so no line changes while it is read
             if kept:
                 self.last_loss = Progress.model_validate_json(kept[-1]).loss
 

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from recsys_core.atomic import write_text
 from recsys_core.training.champion import Champion
 from tasks.registry.mlflow_client import LOG, RUN_ID_TAG, call_or_warn
 from tasks.registry.releases import champion_of
@@ -46,6 +47,4 @@ def starting_champion(model_name: str, *, run: Run) -> Champion | None:
 
 def _write(path: Path, content: dict[str, str | None]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    staging = path.with_suffix(".tmp")
-    staging.write_text(json.dumps(content))
-    staging.replace(path)
+    write_text(path, json.dumps(content))

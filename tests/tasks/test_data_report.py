@@ -10,6 +10,7 @@ from recsys_core.data.interactions.config import GivenSplit
 from recsys_core.data_report.config import DataReportConfig
 from recsys_core.errors import InputError
 from recsys_core.manifests import DataReportManifest, Dataset
+from recsys_core.units import DAY_US
 from tasks import data_report
 from tasks.registry import mlflow_client
 from tasks.registry.mlflow_client import connect

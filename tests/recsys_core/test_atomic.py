@@ -1,0 +1,27 @@
+from pathlib import Path
+
+import pytest
+
+from recsys_core.atomic import replacing, write_text
+
+
+def test_text_replaces_the_file_and_leaves_no_temporary_file(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    for text in ("first", "second: é"):
+        write_text(path, text)
+        assert path.read_text(encoding="utf-8") == text
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_an_error_keeps_the_old_file_and_removes_the_temporary_one(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    path.write_text("old")
+
+    def write_half() -> None:
+        with replacing(path) as temporary:
+            temporary.write_text("ne")
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        write_half()
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]

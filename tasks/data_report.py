@@ -19,7 +19,7 @@ def check_data(config: DataReportConfig, *, split: Split, dataset: Dataset, run:
         config,
         split=split,
         interactions=dataset.interactions,
-        last_night=_reference_run(run),
+        previous=_reference_run(run),
         folder=run.stage_folder("check_data"),
     )
     page = manifest.path("report.html")
@@ -36,11 +36,11 @@ def check_data(config: DataReportConfig, *, split: Split, dataset: Dataset, run:
     return manifest, f"all limits hold, compared with {manifest.compared_with or 'no earlier run'}"
 
 
-def _reference_run(run: Run) -> report_core.LastNight | None:
+def _reference_run(run: Run) -> report_core.PreviousRun | None:
     """Return the newest earlier run that violated no limit: a second bad run in a row must not pass."""
     report = run.previous("check_data", DataReportManifest, where=lambda earlier: not earlier.breaches)
     if report is None:
         return None
     earlier_run = report.folder.parent
     interactions = load_manifest(earlier_run / "ingest_interactions", InteractionsManifest)
-    return None if interactions is None else report_core.LastNight(earlier_run.name, interactions, report.metrics)
+    return None if interactions is None else report_core.PreviousRun(earlier_run.name, interactions, report.metrics)

@@ -1,4 +1,4 @@
-"""What the user allows the night's data to be before a night is stopped."""
+"""Limits on the ingested data, checked before training."""
 
 from pydantic import Field
 
@@ -6,63 +6,64 @@ from recsys_core.config import MANY, Settings
 
 
 class DataReportConfig(Settings):
-    """Limits on the data of a night; beyond one of them it ends before training, with exit code 2. Empty: reported only.
+    """Limits on the ingested data. A run whose data breaks a limit stops before training, with exit code 2.
 
-    "Last night" is the newest earlier run in the workspace whose data passed its report; without one, limits that compare
-    two nights are not applied.
+    A value without a limit is only reported.
+    "Previous run" is the newest earlier run in the workspace that broke no limit. Limits that compare two runs do not apply to
+    the first run.
     """
 
-    min_events: int | None = Field(None, ge=1, le=1_000 * MANY, description="fewest training events")
+    min_events: int | None = Field(None, ge=1, le=1_000 * MANY, description="smallest number of training events")
     max_event_drop_share: float | None = Field(
-        0.5, gt=0, le=1, description="by how large a share training events may fall from last night to tonight"
+        0.5, gt=0, le=1, description="largest share by which the number of training events may fall since the previous run"
     )
     max_new_user_share: float | None = Field(
-        None, ge=0, le=1, description="largest share of tonight's users that last night had not"
+        None, ge=0, le=1, description="largest share of users without an event in the previous run"
     )
     max_new_item_share: float | None = Field(
-        None, ge=0, le=1, description="largest share of tonight's items that last night had not"
+        None, ge=0, le=1, description="largest share of items without an event in the previous run"
     )
     max_vanished_user_share: float | None = Field(
-        None, ge=0, le=1, description="largest share of last night's users gone tonight"
+        None, ge=0, le=1, description="largest share of the previous run's users without an event in this run"
     )
     max_vanished_item_share: float | None = Field(
-        None, ge=0, le=1, description="largest share of last night's items gone tonight"
+        None, ge=0, le=1, description="largest share of the previous run's items without an event in this run"
     )
     max_popularity_psi: float | None = Field(
         None,
         gt=0,
         le=1_000,
-        description="largest population stability index of item popularity against last night; 0.1 is usually read as a "
-        "moderate, 0.25 as a major shift, and the report warns of both",
+        description="largest population stability index (PSI) of item popularity against the previous run. By the usual rule "
+        "of thumb 0.1 is a moderate and 0.25 a major shift; the report warns of both",
     )
     min_item_vector_share: float | None = Field(
         None, ge=0, le=1, description="smallest share of items with a pretrained vector"
     )
     max_null_share: float | None = Field(None, ge=0, le=1, description="largest share of nulls in any column of the log")
     max_duplicate_share: float | None = Field(
-        None, ge=0, le=1, description="largest share of events that repeat another one: same user, item and time"
+        None, ge=0, le=1, description="largest share of events that repeat another event: same user, item and time"
     )
     max_leaked_event_share: float | None = Field(
         0.01,
         ge=0,
         le=1,
-        description="largest share of validation and test events that stand in an earlier part of the split too",
+        description="largest share of validation and test events that are also in an earlier part of the split",
     )
     max_future_event_share: float | None = Field(
-        None, ge=0, le=1, description="largest share of training events later than their own user's first test event"
+        None, ge=0, le=1, description="largest share of training events later than the first test event of the same user"
     )
     max_split_violations: int | None = Field(
         0,
         ge=0,
         le=1_000 * MANY,
-        description="events that break what the split promises, e.g. training events after the test began",
+        description="largest number of events that contradict the split, e.g. training events after the start of the test",
     )
     max_unseen_item_share: float | None = Field(
-        None, ge=0, le=1, description="largest share of test events of items without a training event"
+        None, ge=0, le=1, description="largest share of test events whose item has no training event"
     )
     max_unseen_user_share: float | None = Field(
         None, ge=0, le=1, description="largest share of test users without a training event"
     )
     max_repeated_pair_share: float | None = Field(
-        None, ge=0, le=1, description="largest share of test events of an item that the user had in training already"
+        None, ge=0, le=1, description="largest share of test events whose user and item are also a pair in training"
     )

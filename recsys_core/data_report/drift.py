@@ -1,6 +1,6 @@
-"""Tonight's users and items beside last night's: who is new, who is gone, and how far popularity moved.
+"""Drift between two runs: new and vanished users and items, and the shift of item popularity.
 
-Shapes: I items of tonight, L of last night; B buckets.
+Shapes: I items and U users of this run. Arrays over the items or users of the previous run are named `previous_...`.
 """
 
 from dataclasses import dataclass
@@ -16,150 +16,168 @@ from recsys_core.errors import shown
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.parquet.sql import scan
 
-BUCKETS = 10
+NUM_BUCKETS = 10
 SMOOTHING = 0.001
-MOVERS = 10
+NUM_MOVERS = 10
 _BATCH_ROWS = 1_000_000
 
 Ints = NDArray[np.int64]
 
 
 class Mover(Frozen):
-    """An item and its share of the training events, last night and tonight."""
+    """An item whose share of the training events changed, with the share in the previous run and in this run."""
 
     id: str
-    before: float
-    after: float
+    previous: float
+    current: float
 
 
 @dataclass(frozen=True)
-class Change:
-    """How one side, users or items, changed. Only those with an event count."""
+class Turnover:
+    """New and vanished users (or items). Only users (or items) with at least one event are counted."""
 
     new: int
     vanished: int
     new_share: float
-    """Of tonight's."""
+    """Share of this run's users or items that are new."""
     vanished_share: float
-    """Of last night's."""
+    """Share of the previous run's users or items that vanished."""
 
     @classmethod
-    def between(cls, before_L: Ints, after_I: Ints, *, row_before_I: Ints) -> "Change":
-        """before_L and after_I: events by row; row_before_I: last night's row of each of tonight's, -1 where it had none.
+    def between(cls, previous_count: Ints, count_I: Ints, *, previous_row_I: Ints) -> "Turnover":
+        """Compare event counts by row. previous_row_I: row in the previous run, -1 for a new id.
 
-        >>> Change.between(np.array([3, 1, 0]), np.array([2, 0, 4, 5]), row_before_I=np.array([0, 1, 2, -1]))
-        Change(new=2, vanished=1, new_share=0.6666666666666666, vanished_share=0.5)
+        >>> Turnover.between(np.array([3, 1, 0]), np.array([2, 0, 4, 5]), previous_row_I=np.array([0, 1, 2, -1]))
+        Turnover(new=2, vanished=1, new_share=0.6666666666666666, vanished_share=0.5)
         """
-        there = after_I > 0
-        known = row_before_I >= 0
-        was_there = np.zeros(len(after_I), bool)
-        was_there[known] = before_L[row_before_I[known]] > 0
-        new, stayed = int(np.sum(there & ~was_there)), int(np.sum(there & was_there))
-        vanished = int(np.sum(before_L > 0)) - stayed
+        is_present_I = count_I > 0
+        is_matched_I = previous_row_I >= 0
+        was_present_I = np.zeros(len(count_I), bool)
+        was_present_I[is_matched_I] = previous_count[previous_row_I[is_matched_I]] > 0
+        new, stayed = int(np.sum(is_present_I & ~was_present_I)), int(np.sum(is_present_I & was_present_I))
+        vanished = int(np.sum(previous_count > 0)) - stayed
         return cls(new, vanished, _share(new, new + stayed), _share(vanished, vanished + stayed))
 
 
-def match_rows(before: InteractionsManifest, after: InteractionsManifest, *, side: str, spill: Path) -> Ints:
-    """Last night's row of each of tonight's `side` ("users" or "items"), -1 where it had none; by id unless rows agree."""
-    rows, last_rows = (_rows(manifest, side) for manifest in (after, before))
-    if after.continues == before.fingerprint:  # of two nights that continued one and the same, new rows may differ
-        same: Ints = np.arange(rows)
-        same[last_rows:] = -1
-        return same
-    matched = np.full(rows, -1, np.int64)
-    kind = f"{side.removesuffix('s')}_id_type"
-    if getattr(before, kind) != getattr(after, kind):  # 1 and "1" are different ids
-        return matched
-    later, earlier = (
+def match_rows(previous: InteractionsManifest, current: InteractionsManifest, *, side: str, spill: Path) -> Ints:
+    """Return the previous run's row of each of this run's users or items, int64, -1 for new ids.
+
+    Rows are matched by id. If this run continues the vocabulary of the previous run, they are equal.
+
+    Args:
+        side: "users" or "items".
+        spill: folder for DuckDB's temporary files.
+    """
+    num_rows, num_previous_rows = (_num_rows(manifest, side) for manifest in (current, previous))
+    # Two runs that both continue a third run are matched by id: their new rows may differ.
+    if current.continues == previous.fingerprint:
+        same_rows: Ints = np.arange(num_rows)
+        same_rows[num_previous_rows:] = -1
+        return same_rows
+    matched_rows = np.full(num_rows, -1, np.int64)
+    id_type = f"{side.removesuffix('s')}_id_type"
+    if getattr(previous, id_type) != getattr(current, id_type):  # 1 and "1" are different ids
+        return matched_rows
+    current_ids, previous_ids = (
         f"(SELECT id, file_row_number AS row FROM {scan(manifest.path(f'{side}.parquet'), options='file_row_number = true')})"
-        for manifest in (after, before)
+        for manifest in (current, previous)
     )
-    query = f"SELECT a.row AS after, b.row AS before FROM {later} a JOIN {earlier} b USING (id)"
+    query = f"SELECT c.row AS current, p.row AS previous FROM {current_ids} c JOIN {previous_ids} p USING (id)"
     with duckdb.connect(config={"temp_directory": str(spill), "memory_limit": "2GB"}) as connection:
         for batch in connection.sql(query).to_arrow_reader(_BATCH_ROWS):
-            matched[batch.column("after").to_numpy()] = batch.column("before").to_numpy()
-    return matched
+            matched_rows[batch.column("current").to_numpy()] = batch.column("previous").to_numpy()
+    return matched_rows
 
 
-def popularity_buckets(events_L: Ints) -> Ints:
-    """Items in ten buckets of about a tenth of the events each: 0 holds the most frequent items, ties by row.
+def popularity_buckets(count_I: Ints) -> Ints:
+    """Assign items to ten buckets with about a tenth of the events each. Bucket 0 has the most popular items; ties go by row.
 
     >>> popularity_buckets(np.array([5, 50, 25, 20, 0])).tolist()
     [9, 0, 5, 7, 9]
     """
-    order = np.argsort(-events_L, kind="stable")
-    sorted_L = events_L[order]
-    above_L = np.cumsum(sorted_L) - sorted_L
-    bucket_L = np.empty(len(events_L), np.int64)
-    bucket_L[order] = np.minimum(BUCKETS * above_L // max(int(sorted_L.sum()), 1), BUCKETS - 1)
-    return bucket_L
+    order_I = np.argsort(-count_I, kind="stable")
+    sorted_count_I = count_I[order_I]
+    events_above_I = np.cumsum(sorted_count_I) - sorted_count_I
+    bucket_I = np.empty(len(count_I), np.int64)
+    bucket_I[order_I] = np.minimum(NUM_BUCKETS * events_above_I // max(int(sorted_count_I.sum()), 1), NUM_BUCKETS - 1)
+    return bucket_I
 
 
-def stability_index(before_B: Ints, after_B: Ints, *, smoothing: float = SMOOTHING) -> float:
-    """Population stability index between two counts over the same buckets: sum of (a - b) * ln(a / b) over their shares.
+def stability_index(previous_count: Ints, count: Ints, *, smoothing: float = SMOOTHING) -> float:
+    """Return the population stability index between two counts over the same buckets: sum of (a - b) * ln(a / b).
 
-    `smoothing` is added to each share before they are scaled to one again, so that an empty bucket counts, but not without
-    end. 0 where the shares agree; the rule of thumb calls 0.1 a moderate and 0.25 a major shift (Siddiqi, Credit Risk
-    Scorecards, 2006; Yurdakul, Statistical Properties of Population Stability Index, 2018).
+    a and b are the shares of a bucket in the two counts. `smoothing` is added to each share, and the shares are rescaled to a
+    sum of 1, so that an empty bucket has a large but finite effect. The index is 0 for equal shares. By the rule of thumb 0.1
+    is a moderate and 0.25 a major shift (Siddiqi, Credit Risk Scorecards, 2006; Yurdakul, Statistical Properties of
+    Population Stability Index, 2018).
 
-    Half and half becomes three quarters and a quarter: 0.25 * ln(1.5) + 0.25 * ln(2) = 0.2747.
+    Below, the shares (0.5, 0.5) become (0.75, 0.25): 0.25 * ln(1.5) + 0.25 * ln(2) = 0.2747.
 
     >>> round(stability_index(np.array([5, 5]), np.array([30, 10]), smoothing=0), 4)
     0.2747
     >>> stability_index(np.array([5, 5]), np.array([10, 10]))
     0.0
     """
-    before, after = (
-        (count_B / count_B.sum() + smoothing) / (1 + smoothing * len(count_B))
-        for count_B in (np.asarray(before_B), np.asarray(after_B))
+    previous_share, share = (
+        (bucket_count / bucket_count.sum() + smoothing) / (1 + smoothing * len(bucket_count))
+        for bucket_count in (np.asarray(previous_count), np.asarray(count))
     )
-    return float(np.sum((after - before) * np.log(after / before)))
+    return float(np.sum((share - previous_share) * np.log(share / previous_share)))
 
 
-def popularity_shift(before_L: Ints, after_I: Ints, *, row_before_I: Ints) -> float:
-    """Stability index of training events over last night's popularity buckets, and one more for items that it had not.
+def popularity_psi(previous_count: Ints, count_I: Ints, *, previous_row_I: Ints) -> float:
+    """Return the stability index of training events over the previous run's popularity buckets and one bucket for new items.
 
-    >>> popularity_shift(np.array([4, 4]), np.array([8, 8]), row_before_I=np.array([1, 0]))
+    >>> popularity_psi(np.array([4, 4]), np.array([8, 8]), previous_row_I=np.array([1, 0]))
     0.0
     """
-    bucket_L = popularity_buckets(before_L)
-    known = row_before_I >= 0
-    after_B = np.bincount(bucket_L[row_before_I[known]], after_I[known], minlength=BUCKETS + 1)
-    after_B[BUCKETS] = after_I[~known].sum()
-    return stability_index(np.bincount(bucket_L, before_L, minlength=BUCKETS + 1), after_B)
+    previous_bucket = popularity_buckets(previous_count)
+    is_matched_I = previous_row_I >= 0
+    bucket_count = np.bincount(previous_bucket[previous_row_I[is_matched_I]], count_I[is_matched_I], minlength=NUM_BUCKETS + 1)
+    bucket_count[NUM_BUCKETS] = count_I[~is_matched_I].sum()
+    return stability_index(np.bincount(previous_bucket, previous_count, minlength=NUM_BUCKETS + 1), bucket_count)
 
 
 def find_movers(
-    before: InteractionsManifest, after: InteractionsManifest, *, before_L: Ints, after_I: Ints, row_before_I: Ints, count: int
+    previous: InteractionsManifest,
+    current: InteractionsManifest,
+    *,
+    previous_count: Ints,
+    count_I: Ints,
+    previous_row_I: Ints,
+    num_movers: int = NUM_MOVERS,
 ) -> tuple[Mover, ...]:
-    """The items whose share of the training events changed most."""
-    known = row_before_I >= 0
-    lost_L = np.ones(len(before_L), bool)
-    lost_L[row_before_I[known]] = False
-    share_before_I, share_after_I = np.zeros(len(after_I)), after_I / after_I.sum()
-    share_before_I[known] = (before_L / before_L.sum())[row_before_I[known]]
-    gone = np.flatnonzero(lost_L)
-    gone = gone[np.argsort(-before_L[gone], kind="stable")[:count]]
-    moved = np.argsort(-np.abs(share_after_I - share_before_I), kind="stable")[:count]
-    rows = [
-        *zip(read_ids(after, moved), share_before_I[moved].tolist(), share_after_I[moved].tolist(), strict=True),
-        *zip(read_ids(before, gone), (before_L[gone] / before_L.sum()).tolist(), [0.0] * len(gone), strict=True),
+    """Return the items whose share of the training events changed most, largest change first."""
+    is_matched_I = previous_row_I >= 0
+    previous_share, share_I = previous_count / previous_count.sum(), count_I / count_I.sum()
+    share_before_I = np.zeros(len(count_I))
+    share_before_I[is_matched_I] = previous_share[previous_row_I[is_matched_I]]
+    moved_rows = np.argsort(-np.abs(share_I - share_before_I), kind="stable")[:num_movers]
+
+    is_removed = np.ones(len(previous_count), bool)  # no longer in the vocabulary
+    is_removed[previous_row_I[is_matched_I]] = False
+    removed_rows = np.flatnonzero(is_removed)
+    removed_rows = removed_rows[np.argsort(-previous_count[removed_rows], kind="stable")[:num_movers]]
+
+    changes = [
+        *zip(read_ids(current, moved_rows), share_before_I[moved_rows].tolist(), share_I[moved_rows].tolist(), strict=True),
+        *zip(read_ids(previous, removed_rows), previous_share[removed_rows].tolist(), [0.0] * len(removed_rows), strict=True),
     ]
-    rows = sorted((row for row in rows if row[1] != row[2]), key=lambda row: -abs(row[2] - row[1]))
-    return tuple(Mover(id=item, before=share, after=now) for item, share, now in rows[:count])
+    changes = sorted((change for change in changes if change[1] != change[2]), key=lambda change: -abs(change[2] - change[1]))
+    return tuple(Mover(id=item_id, previous=before, current=now) for item_id, before, now in changes[:num_movers])
 
 
-def compare_nights(
-    before: InteractionsManifest, tonight: InteractionsManifest, *, events_I: Ints, spill: Path
+def compare_runs(
+    previous: InteractionsManifest, current: InteractionsManifest, *, events_I: Ints, spill: Path
 ) -> tuple[dict[str, float], tuple[Mover, ...]]:
-    """Metrics of the change, and the items that moved most. events_I: tonight's events of each item, in all parts."""
-    last_count_L, count_I = (np.load(night.path("item_count.npy"), mmap_mode="r") for night in (before, tonight))
-    row_before_I = match_rows(before, tonight, side="items", spill=spill)
-    row_before_U = match_rows(before, tonight, side="users", spill=spill)
-    items = Change.between(_events_of_items(before), events_I, row_before_I=row_before_I)
-    users = Change.between(*(_events_of_users(night) for night in (before, tonight)), row_before_I=row_before_U)
-    changes = {
-        "event_drop_share": 1 - tonight.train_events / before.train_events,
+    """Return the metrics of the change, and the items that moved most. events_I: this run's events per item in all parts."""
+    previous_count, count_I = (np.load(manifest.path("item_count.npy"), mmap_mode="r") for manifest in (previous, current))
+    previous_row_I = match_rows(previous, current, side="items", spill=spill)
+    previous_row_U = match_rows(previous, current, side="users", spill=spill)
+    items = Turnover.between(_events_per_item(previous), events_I, previous_row_I=previous_row_I)
+    users = Turnover.between(_events_per_user(previous), _events_per_user(current), previous_row_I=previous_row_U)
+    metrics = {
+        "event_drop_share": 1 - current.train_events / previous.train_events,
         "new_users": users.new,
         "new_items": items.new,
         "vanished_users": users.vanished,
@@ -168,25 +186,25 @@ def compare_nights(
         "new_item_share": items.new_share,
         "vanished_user_share": users.vanished_share,
         "vanished_item_share": items.vanished_share,
-        "popularity_psi": popularity_shift(last_count_L, count_I, row_before_I=row_before_I),
+        "popularity_psi": popularity_psi(previous_count, count_I, previous_row_I=previous_row_I),
     }
-    moved = find_movers(before, tonight, before_L=last_count_L, after_I=count_I, row_before_I=row_before_I, count=MOVERS)
-    return {name: float(value) for name, value in changes.items()}, moved
+    movers = find_movers(previous, current, previous_count=previous_count, count_I=count_I, previous_row_I=previous_row_I)
+    return {name: float(value) for name, value in metrics.items()}, movers
 
 
 def read_ids(manifest: InteractionsManifest, rows: Ints) -> list[str]:
-    """The item ids of a few rows, as they are shown: quoted, control and direction marks escaped, long ones cut."""
-    found: dict[int, str] = {}
+    """Return the item ids of a few rows, quoted and escaped for display."""
+    id_of_row: dict[int, str] = {}
     start = 0
     with pq.ParquetFile(manifest.path("items.parquet")) as file:
         for batch in file.iter_batches(65_536, columns=["id"]):
             for row in rows[(rows >= start) & (rows < start + batch.num_rows)].tolist():
-                found[row] = shown(batch.column("id")[row - start].as_py())
+                id_of_row[row] = shown(batch.column("id")[row - start].as_py())
             start += batch.num_rows
-    return [found[row] for row in rows.tolist()]
+    return [id_of_row[row] for row in rows.tolist()]
 
 
-def _rows(manifest: InteractionsManifest, side: str) -> int:
+def _num_rows(manifest: InteractionsManifest, side: str) -> int:
     return manifest.users if side == "users" else manifest.items
 
 
@@ -194,14 +212,14 @@ def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
-def _events_of_users(interactions: InteractionsManifest) -> Ints:
+def _events_per_user(interactions: InteractionsManifest) -> Ints:
     events_U: Ints = np.diff(np.load(interactions.path("user_offset.npy"), mmap_mode="r"))
     return events_U
 
 
-def _events_of_items(interactions: InteractionsManifest, *, chunk: int = 16_000_000) -> Ints:
+def _events_per_item(interactions: InteractionsManifest, *, chunk_events: int = 16_000_000) -> Ints:
     event_item = np.load(interactions.path("event_item.npy"), mmap_mode="r")
-    total = np.zeros(interactions.items, np.int64)
-    for start in range(0, len(event_item), chunk):
-        total += np.bincount(event_item[start : start + chunk], minlength=interactions.items)
-    return total
+    events_I = np.zeros(interactions.items, np.int64)
+    for start in range(0, len(event_item), chunk_events):
+        events_I += np.bincount(event_item[start : start + chunk_events], minlength=interactions.items)
+    return events_I

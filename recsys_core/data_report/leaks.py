@@ -1,6 +1,6 @@
-"""What the event store holds, read back as training reads it: events per day, repetitions, and leaks across the split.
+"""Leaks across the split: one pass over the event store that counts repetitions, leaks and misplaced events.
 
-Shapes: I items, U users of a chunk, T their events. Part 0 of the split is training, 1 validation, 2 test.
+Shapes: I items, U users of a chunk, E events of a chunk. The parts of the split: 0 training, 1 validation, 2 test.
 """
 
 from collections.abc import Iterator
@@ -16,151 +16,172 @@ from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US, INT64_MAX
 
 CHUNK_EVENTS = 2_000_000
-"""Events looked at together; bounds the memory to about 250 MB however long the log is."""
+"""Events per chunk; bounds the memory to about 250 MB for a log of any length."""
 _NEVER = INT64_MAX
 
 Ints = NDArray[np.int64]
 
 
 @dataclass
-class SplitFacts:
-    """Counts over the whole store; those that need times stay 0 without them."""
+class SplitCounts:
+    """Counts over the whole event store. Counts that need timestamps stay 0 without them."""
 
     events_I: Ints
     test_events_I: Ints
-    days: dict[int, Ints] = field(default_factory=dict)
-    """Day since 1970 -> events of each part."""
+    events_by_day: dict[int, Ints] = field(default_factory=dict)
+    """Days since 1970 -> number of events in each part, int64 [3]."""
     duplicates: int = 0
-    """Events that repeat another one of the same part: user, item and time."""
+    """Events that repeat another event of the same part: same user, item and time."""
     repeated_train_pairs: int = 0
-    """Training events of an item that the user had in training before."""
+    """Training events whose user and item already occurred in an earlier training event."""
     repeated_test_pairs: int = 0
-    """Test events of an item that the user had in training."""
-    leaked: int = 0
+    """Test events whose user and item occur in training."""
+    leaked_events: int = 0
     """Validation and test events with a copy (user, item, time) in an earlier part."""
-    future: int = 0
-    """Training events later than their own user's first test event."""
-    misplaced: int = 0
-    """Events that break what the kind of split promises."""
-    unordered: int = 0
-    """Events stored behind a later one of the same user and part: a history would hold the future."""
+    future_events: int = 0
+    """Training events later than the first test event of their user."""
+    misplaced_events: int = 0
+    """Events that contradict the kind of split; see `count_split`."""
+    unordered_events: int = 0
+    """Events stored after a later event of the same user and part. Histories would contain the future."""
 
 
-def read_split(interactions: InteractionsManifest, *, split: Split, chunk_events: int = CHUNK_EVENTS) -> SplitFacts:
-    """One pass over the store, a chunk of users at a time. What `misplaced` counts:
+def count_split(interactions: InteractionsManifest, *, split: Split, chunk_events: int = CHUNK_EVENTS) -> SplitCounts:
+    """Read the event store once, in chunks of users.
 
-    time: training events after the first validation or test event, and validation events after the first test event.
-    leave_last_out: test and validation events of a user beyond the first, and any that is earlier than the user's part before.
-    files: nothing; what the user held out is the user's to know.
+    `misplaced_events` depends on split.kind:
+
+    - time: training events after the first validation or test event, and validation events after the first test event.
+    - leave_last_out: validation and test events beyond the first of each user, and those earlier than an earlier part of the
+      same user.
+    - files: none, because the user chose the split.
     """
     store = EventStore.open(interactions)
-    timed = "event_time.npy" in interactions.files
-    time = np.load(interactions.path("event_time.npy"), mmap_mode="r") if timed else None
-    cuts = _first_times(store, time) if time is not None and split.kind == "time" else (_NEVER, _NEVER)
-    facts = SplitFacts(*np.zeros((2, interactions.items), np.int64))
+    is_timed = "event_time.npy" in interactions.files
+    event_time = np.load(interactions.path("event_time.npy"), mmap_mode="r") if is_timed else None
+    counts = SplitCounts(*np.zeros((2, interactions.items), np.int64))
+    first_times = (_NEVER, _NEVER)
+    if event_time is not None and split.kind == "time":
+        first_times = _first_times(store, event_time)
+
     for first, last in _user_chunks(store.user_offset, events=chunk_events):
         start, stop = int(store.user_offset[first]), int(store.user_offset[last])
-        if start == stop:  # users of earlier nights, without an event tonight
+        if start == stop:  # users of earlier runs without an event in this run
             continue
-        ends_U3 = np.stack(
+        end_U3 = np.stack(
             [store.train_end[first:last], store.validation_end[first:last], store.user_offset[first + 1 : last + 1]], axis=1
         )
-        starts_U3 = np.column_stack([store.user_offset[first:last], ends_U3[:, :2]])
+        start_U3 = np.column_stack([store.user_offset[first:last], end_U3[:, :2]])
         chunk = _Chunk(
-            length_U3=ends_U3 - starts_U3,
-            item_T=store.event_item[start:stop].astype(np.int64),
-            time_T=None if time is None else np.asarray(time[start:stop]),
+            length_U3=end_U3 - start_U3,
+            item_E=store.event_item[start:stop].astype(np.int64),
+            time_E=None if event_time is None else np.asarray(event_time[start:stop]),
         )
-        facts.events_I += np.bincount(chunk.item_T, minlength=interactions.items)
-        facts.test_events_I += np.bincount(chunk.item_T[chunk.part_T == 2], minlength=interactions.items)
-        _count_repetitions(chunk, facts, items=interactions.items)
+        counts.events_I += np.bincount(chunk.item_E, minlength=interactions.items)
+        counts.test_events_I += np.bincount(chunk.item_E[chunk.part_E == 2], minlength=interactions.items)
+        _count_repetitions(chunk, counts, num_items=interactions.items)
         if split.kind == "leave_last_out":
-            facts.misplaced += int(np.maximum(chunk.length_U3[:, 1:] - 1, 0).sum())
-        if chunk.time_T is not None:
-            _count_times(chunk, chunk.time_T, facts, split=split, cuts=cuts)
-    return facts
+            counts.misplaced_events += int(np.maximum(chunk.length_U3[:, 1:] - 1, 0).sum())
+        if chunk.time_E is not None:
+            _count_by_time(chunk, chunk.time_E, counts, split=split, first_times=first_times)
+    return counts
 
 
 @dataclass
 class _Chunk:
-    """Events of consecutive users: by user, part, time."""
+    """Events of consecutive users, sorted by user, part and time."""
 
     length_U3: Ints
-    item_T: Ints
-    time_T: Ints | None
+    """Number of events of each user in each part."""
+    item_E: Ints
+    time_E: Ints | None
 
     @cached_property
-    def segment_T(self) -> Ints:
-        """3 * user + part, users counted from 0 in the chunk."""
+    def segment_E(self) -> Ints:
+        """3 * user + part of each event, with users numbered from 0 in the chunk."""
         return np.repeat(np.arange(self.length_U3.size), self.length_U3.ravel())
 
     @cached_property
-    def part_T(self) -> Ints:
-        """0 training, 1 validation, 2 test."""
-        return self.segment_T % 3
+    def user_E(self) -> Ints:
+        """User of each event, numbered from 0 in the chunk."""
+        return self.segment_E // 3
 
-    def edges_U3(self, values_T: Ints, *, last: bool, empty: int) -> Ints:
-        """First (or last) value of each user's part; `empty` where it has no events."""
+    @cached_property
+    def part_E(self) -> Ints:
+        """Part of each event: 0 training, 1 validation, 2 test."""
+        return self.segment_E % 3
+
+    def first_U3(self, value_E: Ints, *, empty: int) -> Ints:
+        """Return the value of the first event of each user in each part; `empty` for a part without events."""
         end_U3 = np.cumsum(self.length_U3.ravel()).reshape(-1, 3)
-        place_U3 = end_U3 - 1 if last else end_U3 - self.length_U3
-        return np.where(self.length_U3 > 0, values_T[np.clip(place_U3, 0, len(values_T) - 1)], empty)
+        return self._at(end_U3 - self.length_U3, value_E, empty=empty)
+
+    def last_U3(self, value_E: Ints, *, empty: int) -> Ints:
+        """Return the value of the last event of each user in each part; `empty` for a part without events."""
+        end_U3 = np.cumsum(self.length_U3.ravel()).reshape(-1, 3)
+        return self._at(end_U3 - 1, value_E, empty=empty)
+
+    def _at(self, index_U3: Ints, value_E: Ints, *, empty: int) -> Ints:
+        return np.where(self.length_U3 > 0, value_E[np.clip(index_U3, 0, len(value_E) - 1)], empty)
 
 
 def _user_chunks(user_offset: Ints, *, events: int) -> Iterator[tuple[int, int]]:
-    """First and last (exclusive) user of each chunk: as many as have `events` events together, at least one."""
-    users, first = len(user_offset) - 1, 0
-    while first < users:
+    """Yield (first, last) user of each chunk, last exclusive. A chunk has at most `events` events, or a single user."""
+    num_users, first = len(user_offset) - 1, 0
+    while first < num_users:
         last = int(np.searchsorted(user_offset, user_offset[first] + events, side="right")) - 1
-        last = min(max(last, first + 1), users)
+        last = min(max(last, first + 1), num_users)
         yield first, last
         first = last
 
 
-def _first_times(store: EventStore, time: Ints) -> tuple[int, int]:
-    """When the first validation event and the first test event happened."""
-    firsts = []
+def _first_times(store: EventStore, event_time: Ints) -> tuple[int, int]:
+    """Return the times of the first validation event and of the first test event."""
+    first_times = []
     for start, end in ((store.train_end, store.validation_end), (store.validation_end, store.user_offset[1:])):
-        heads = start[end > start]
-        firsts.append(int(time[heads].min()) if len(heads) else _NEVER)
-    return firsts[0], firsts[1]
+        first_events = start[end > start]
+        first_times.append(int(event_time[first_events].min()) if len(first_events) else _NEVER)
+    return first_times[0], first_times[1]
 
 
-def _count_repetitions(chunk: _Chunk, facts: SplitFacts, *, items: int) -> None:
-    key_T = chunk.segment_T // 3 * items + chunk.item_T
-    order = np.argsort(key_T, kind="stable")  # the events of a user and item stay by part and time
-    key_T, part_T = key_T[order], chunk.part_T[order]
-    same_T = np.concatenate([[False], key_T[1:] == key_T[:-1]])
-    first_part_T = part_T[np.maximum.accumulate(np.where(same_T, 0, np.arange(len(key_T))))]
-    facts.repeated_train_pairs += int(np.sum(same_T & (part_T == 0)))
-    facts.repeated_test_pairs += int(np.sum((part_T == 2) & (first_part_T == 0)))
-    if chunk.time_T is None:
+def _count_repetitions(chunk: _Chunk, counts: SplitCounts, *, num_items: int) -> None:
+    # Sort by (user, item); the stable sort keeps the order by part and time within a pair.
+    pair_E = chunk.user_E * num_items + chunk.item_E
+    order = np.argsort(pair_E, kind="stable")
+    pair_E, part_E = pair_E[order], chunk.part_E[order]
+    is_repeated_E = np.concatenate([[False], pair_E[1:] == pair_E[:-1]])
+    first_part_E = part_E[np.maximum.accumulate(np.where(is_repeated_E, 0, np.arange(len(pair_E))))]
+    counts.repeated_train_pairs += int(np.sum(is_repeated_E & (part_E == 0)))
+    counts.repeated_test_pairs += int(np.sum((part_E == 2) & (first_part_E == 0)))
+    if chunk.time_E is None:
         return
-    time_T = chunk.time_T[order]
-    copy_T = np.concatenate([[False], (time_T[1:] == time_T[:-1]) & (part_T[1:] == part_T[:-1])])
-    facts.duplicates += int(np.sum(same_T & copy_T))
-    # Copies in different parts are not neighbours yet: of the pairs that several parts have, by time.
-    spread = np.isin(key_T, key_T[part_T != first_part_T])
-    key_T, part_T, time_T = key_T[spread], part_T[spread], time_T[spread]
-    order = np.lexsort((part_T, time_T, key_T))
-    key_T, part_T, time_T = key_T[order], part_T[order], time_T[order]
-    new_T = np.concatenate([[True], (key_T[1:] != key_T[:-1]) | (time_T[1:] != time_T[:-1])])[: len(key_T)]
-    first_part_T = part_T[np.maximum.accumulate(np.where(new_T, np.arange(len(key_T)), 0))]
-    facts.leaked += int(np.sum(part_T > first_part_T))
+    time_E = chunk.time_E[order]
+    is_same_time_E = np.concatenate([[False], (time_E[1:] == time_E[:-1]) & (part_E[1:] == part_E[:-1])])
+    counts.duplicates += int(np.sum(is_repeated_E & is_same_time_E))
+
+    # Copies in different parts are not neighbours in this order. Sort the pairs that occur in several parts by time.
+    in_several_parts = np.isin(pair_E, pair_E[part_E != first_part_E])
+    pair_E, part_E, time_E = pair_E[in_several_parts], part_E[in_several_parts], time_E[in_several_parts]
+    order = np.lexsort((part_E, time_E, pair_E))
+    pair_E, part_E, time_E = pair_E[order], part_E[order], time_E[order]
+    is_first_E = np.concatenate([[True], (pair_E[1:] != pair_E[:-1]) | (time_E[1:] != time_E[:-1])])[: len(pair_E)]
+    first_part_E = part_E[np.maximum.accumulate(np.where(is_first_E, np.arange(len(pair_E)), 0))]
+    counts.leaked_events += int(np.sum(part_E > first_part_E))
 
 
-def _count_times(chunk: _Chunk, time_T: Ints, facts: SplitFacts, *, split: Split, cuts: tuple[int, int]) -> None:
-    day_D, count_D = np.unique(time_T // DAY_US * 3 + chunk.part_T, return_counts=True)
-    for day, part, count in zip((day_D // 3).tolist(), (day_D % 3).tolist(), count_D.tolist(), strict=True):
-        facts.days.setdefault(day, np.zeros(3, np.int64))[part] += count
-    neighbours = chunk.segment_T[1:] == chunk.segment_T[:-1]
-    facts.unordered += int(np.sum(neighbours & (time_T[1:] < time_T[:-1])))
-    first_U3 = chunk.edges_U3(time_T, last=False, empty=_NEVER)
-    last_U3 = chunk.edges_U3(time_T, last=True, empty=-_NEVER)
-    facts.future += int(np.sum((chunk.part_T == 0) & (time_T > first_U3[chunk.segment_T // 3, 2])))
+def _count_by_time(chunk: _Chunk, time_E: Ints, counts: SplitCounts, *, split: Split, first_times: tuple[int, int]) -> None:
+    day_and_part, num_events = np.unique(time_E // DAY_US * 3 + chunk.part_E, return_counts=True)
+    for day, part, count in zip((day_and_part // 3).tolist(), (day_and_part % 3).tolist(), num_events.tolist(), strict=True):
+        counts.events_by_day.setdefault(day, np.zeros(3, np.int64))[part] += count
+    is_same_segment = chunk.segment_E[1:] == chunk.segment_E[:-1]
+    counts.unordered_events += int(np.sum(is_same_segment & (time_E[1:] < time_E[:-1])))
+    first_U3 = chunk.first_U3(time_E, empty=_NEVER)
+    last_U3 = chunk.last_U3(time_E, empty=-_NEVER)
+    counts.future_events += int(np.sum((chunk.part_E == 0) & (time_E > first_U3[chunk.user_E, 2])))
     if split.kind == "time":
-        validation, test = cuts
-        facts.misplaced += int(np.sum((chunk.part_T == 0) & (time_T > min(validation, test))))
-        facts.misplaced += int(np.sum((chunk.part_T == 1) & (time_T > test)))
+        first_validation, first_test = first_times
+        counts.misplaced_events += int(np.sum((chunk.part_E == 0) & (time_E > min(first_validation, first_test))))
+        counts.misplaced_events += int(np.sum((chunk.part_E == 1) & (time_E > first_test)))
     if split.kind == "leave_last_out":
-        facts.misplaced += int(np.sum(first_U3[:, 1] < last_U3[:, 0]))
-        facts.misplaced += int(np.sum(first_U3[:, 2] < np.maximum(last_U3[:, 0], last_U3[:, 1])))
+        counts.misplaced_events += int(np.sum(first_U3[:, 1] < last_U3[:, 0]))
+        counts.misplaced_events += int(np.sum(first_U3[:, 2] < np.maximum(last_U3[:, 0], last_U3[:, 1])))

@@ -1,4 +1,4 @@
-"""Stage `data_report`: what the night's data is, how it differs from last night's, and whether it may be trained on."""
+"""Stage `data_report`: statistics of the ingested data, drift since the previous run, leaks, and limits."""
 
 import math
 from collections.abc import Mapping
@@ -10,20 +10,26 @@ import numpy as np
 
 from recsys_core.data.interactions.config import Split
 from recsys_core.data_report.config import DataReportConfig
-from recsys_core.data_report.drift import Mover, compare_nights
-from recsys_core.data_report.leaks import read_split
-from recsys_core.data_report.limits import breaches_of, check_limits, warnings_of
+from recsys_core.data_report.drift import Mover, compare_runs
+from recsys_core.data_report.leaks import count_split
+from recsys_core.data_report.limits import check_limits, describe_breaches, find_warnings
 from recsys_core.data_report.page import to_html
 from recsys_core.data_report.schema import DataReport, Day
-from recsys_core.data_report.statistics import history_classes, popularity_curve, shares, sizes, train_lengths
+from recsys_core.data_report.statistics import (
+    history_histogram,
+    popularity_curve,
+    share_metrics,
+    size_metrics,
+    train_lengths,
+)
 from recsys_core.manifests import DataReportManifest, InteractionsManifest, fingerprint_of, produce
 
 
 @dataclass(frozen=True)
-class LastNight:
-    """The night that tonight is compared with; `metrics` are those of its own report."""
+class PreviousRun:
+    """The earlier run that this run is compared with: its name, its interactions, and the metrics of its own report."""
 
-    run: str
+    name: str
     interactions: InteractionsManifest
     metrics: Mapping[str, float]
 
@@ -33,17 +39,17 @@ def report_data(
     *,
     split: Split,
     interactions: InteractionsManifest,
-    last_night: LastNight | None,
+    previous: PreviousRun | None,
     folder: Path,
 ) -> DataReportManifest:
-    """Measures the event store that training will read, compares it with `last_night`, and checks the limits of `config`.
+    """Measure the event store, compare it with the previous run, check the limits, and write report.json and report.html.
 
-    Memory does not grow with the number of events: they are read in chunks of users. Broken limits are in the manifest's
-    `breaches`; whether the run ends there is the caller's to decide.
+    Memory does not grow with the number of events, because they are read in chunks of users. Broken limits are listed in the
+    manifest's `breaches`; the caller decides whether the run stops.
     """
 
     def build(out: Path) -> dict[str, Any]:
-        report = measure(config, split=split, interactions=interactions, last_night=last_night, spill=out / "spill")
+        report = measure(config, split=split, interactions=interactions, previous=previous, spill=out / "spill")
         if (out / "spill").exists():
             (out / "spill").rmdir()
         (out / "report.json").write_text(report.model_dump_json(indent=2), encoding="utf-8")
@@ -56,7 +62,7 @@ def report_data(
         }
 
     fingerprint = fingerprint_of(
-        "data_report", config, split, interactions, last_night and [last_night.run, last_night.interactions]
+        "data_report", config, split, interactions, previous and [previous.name, previous.interactions]
     )
     return produce(folder, DataReportManifest, fingerprint=fingerprint, build=build)
 
@@ -66,50 +72,50 @@ def measure(
     *,
     split: Split,
     interactions: InteractionsManifest,
-    last_night: LastNight | None,
+    previous: PreviousRun | None,
     spill: Path,
 ) -> DataReport:
-    """The report itself, nothing written but what DuckDB spills to `spill`."""
-    facts = read_split(interactions, split=split)
+    """Return the report without writing it. spill: folder for DuckDB's temporary files."""
+    counts = count_split(interactions, split=split)
     count_I = np.load(interactions.path("item_count.npy"), mmap_mode="r")
-    last_count_L = np.zeros(0, np.int64)
-    metrics = sizes(interactions, facts) | shares(interactions, facts, count_I)
-    moved: tuple[Mover, ...] = ()
-    if last_night is not None:
-        last_count_L = np.load(last_night.interactions.path("item_count.npy"), mmap_mode="r")
-        changes, moved = compare_nights(last_night.interactions, interactions, events_I=facts.events_I, spill=spill)
-        metrics |= changes
+    metrics = size_metrics(interactions, counts) | share_metrics(interactions, counts, count_I)
+    previous_count = np.zeros(0, np.int64)
+    movers: tuple[Mover, ...] = ()
+    if previous is not None:
+        previous_count = np.load(previous.interactions.path("item_count.npy"), mmap_mode="r")
+        drift_metrics, movers = compare_runs(previous.interactions, interactions, events_I=counts.events_I, spill=spill)
+        metrics |= drift_metrics
     checks = check_limits(metrics, config)
     return DataReport(
-        compared_with=last_night and last_night.run,
-        night=interactions.night,
+        compared_with=previous and previous.name,
+        vocabulary_run=interactions.night,
         rebuilt=interactions.rebuilt,
         first_time=interactions.first_time,
         last_time=interactions.last_time,
         split=split.kind,
-        files=len(interactions.sources),
-        rows=sum(source.rows for source in interactions.sources),
-        files_read=interactions.files_read,
-        rows_read=interactions.rows_read,
-        metrics=known(metrics),
-        last_metrics={} if last_night is None else known(last_night.metrics),
+        num_files=len(interactions.sources),
+        num_rows=sum(source.rows for source in interactions.sources),
+        num_files_read=interactions.files_read,
+        num_rows_read=interactions.rows_read,
+        metrics=without_nan(metrics),
+        previous_metrics={} if previous is None else without_nan(previous.metrics),
         checks=checks,
-        breaches=breaches_of(checks),
-        warnings=warnings_of(metrics),
+        breaches=describe_breaches(checks),
+        warnings=find_warnings(metrics),
         columns=interactions.columns,
         set_aside=interactions.set_aside,
         bad_rows=interactions.bad_rows,
         days=tuple(
             Day(day=str(np.datetime64(day, "D")), train=int(parts[0]), validation=int(parts[1]), test=int(parts[2]))
-            for day, parts in sorted(facts.days.items())
+            for day, parts in sorted(counts.events_by_day.items())
         ),
-        history_lengths=history_classes(train_lengths(interactions)),
+        history_lengths=history_histogram(train_lengths(interactions)),
         popularity=popularity_curve(count_I),
-        last_popularity=popularity_curve(last_count_L),
-        movers=moved,
+        previous_popularity=popularity_curve(previous_count),
+        movers=movers,
     )
 
 
-def known(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Without what could not be measured."""
+def without_nan(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Drop the metrics that could not be measured."""
     return {name: float(value) for name, value in metrics.items() if not math.isnan(value)}

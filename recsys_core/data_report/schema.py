@@ -1,4 +1,4 @@
-"""What a data report says, as report.json has it and report.html shows it."""
+"""Contents of report.json, which report.html shows."""
 
 from recsys_core.config import Frozen
 from recsys_core.data_report.drift import Mover
@@ -7,7 +7,7 @@ from recsys_core.manifests import ColumnFacts
 
 
 class Day(Frozen):
-    """Events of one UTC day, by part of the split."""
+    """Number of events of one UTC day in each part of the split."""
 
     day: str
     train: int
@@ -16,22 +16,24 @@ class Day(Frozen):
 
 
 class DataReport(Frozen):
-    """report.json; report.html shows the same."""
+    """report.json. Fields named `previous_...` are empty for the first run."""
 
     compared_with: str | None
-    night: int
+    """Name of the previous run."""
+    vocabulary_run: int
+    """1 for the run that built the vocabulary, one more for each run that continued it."""
     rebuilt: str | None
+    """Why the vocabulary was rebuilt; None if it was continued."""
     first_time: str | None
     last_time: str | None
     split: str
-    files: int
-    rows: int
-    files_read: int
-    rows_read: int
+    num_files: int
+    num_rows: int
+    num_files_read: int
+    num_rows_read: int
     metrics: dict[str, float]
-    """What could be measured."""
-    last_metrics: dict[str, float]
-    """The same of last night; empty without one."""
+    """Metrics that could be measured."""
+    previous_metrics: dict[str, float]
     checks: tuple[Check, ...]
     breaches: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -40,8 +42,8 @@ class DataReport(Frozen):
     bad_rows: dict[str, int]
     days: tuple[Day, ...]
     history_lengths: tuple[tuple[str, int], ...]
-    """Users by number of training events, in classes."""
+    """(range of training events, number of users in it)."""
     popularity: tuple[tuple[int, float], ...]
-    """Share of the training events of the item with the n-th most of them, at some n."""
-    last_popularity: tuple[tuple[int, float], ...]
+    """(popularity rank from 1, share of the training events), for some ranks."""
+    previous_popularity: tuple[tuple[int, float], ...]
     movers: tuple[Mover, ...]

@@ -1,4 +1,4 @@
-"""One night's log in numbers: sizes, shares, how events are spread over users and items.
+"""Statistics of one run's log: sizes, shares, and the distribution of events over users and items.
 
 Shapes: I items, U users.
 """
@@ -8,114 +8,119 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from recsys_core.data_report.leaks import SplitFacts
+from recsys_core.data_report.leaks import SplitCounts
 from recsys_core.manifests import InteractionsManifest
 
 HEAD_SHARE = 0.01
-"""The head: this share of the items that have training events, the most frequent ones."""
+"""Share of the items with training events that counts as the head: the most popular ones."""
 _CURVE_POINTS = 60
-_BOUNDS = ("user_offset", "train_end", "validation_end")
 
 Ints = NDArray[np.int64]
 
 
-def sizes(interactions: InteractionsManifest, facts: SplitFacts) -> dict[str, float]:
-    """Counts, the span in days, and how long histories are."""
-    offset = np.load(interactions.path("user_offset.npy"), mmap_mode="r")
+def size_metrics(interactions: InteractionsManifest, counts: SplitCounts) -> dict[str, float]:
+    """Return numbers of events, users, items and days, and the lengths of histories."""
+    user_offset = np.load(interactions.path("user_offset.npy"), mmap_mode="r")
     length_U = train_lengths(interactions)
-    trained_U = length_U[length_U > 0]
-    span = (max(facts.days) - min(facts.days) + 1) if facts.days else math.nan
+    positive_length_U = length_U[length_U > 0]
+    num_days = max(counts.events_by_day) - min(counts.events_by_day) + 1 if counts.events_by_day else math.nan
     return {
         "train_events": float(interactions.train_events),
         "validation_events": float(interactions.validation_events),
         "test_events": float(interactions.test_events),
-        "users": float(np.sum(np.diff(offset) > 0)),
-        "items": float(np.sum(facts.events_I > 0)),
+        "users": float(np.sum(np.diff(user_offset) > 0)),
+        "items": float(np.sum(counts.events_I > 0)),
         "items_in_catalogue": float(interactions.items),
-        "days": float(span),
-        "empty_day_share": 1 - len(facts.days) / span,
-        "history_median": float(np.median(trained_U)),
-        "history_p95": float(np.percentile(trained_U, 95)),
-        "history_longest": float(trained_U.max()),
-        "files_without_checksums": float(_without_checksums(interactions)),
+        "days": float(num_days),
+        "empty_day_share": 1 - len(counts.events_by_day) / num_days,
+        "history_median": float(np.median(positive_length_U)),
+        "history_p95": float(np.percentile(positive_length_U, 95)),
+        "history_longest": float(positive_length_U.max()),
+        "files_without_checksums": float(_num_files_without_checksums(interactions)),
     }
 
 
-def _without_checksums(interactions: InteractionsManifest) -> int:
-    """Files of the log whose pages have no checksum, so that a flipped bit in them cannot be noticed."""
-    with_some = {file.source for part in interactions.parts for file in part.files if file.checksums}
-    return sum(source not in with_some for source in interactions.sources)
-
-
-def shares(interactions: InteractionsManifest, facts: SplitFacts, count_I: Ints) -> dict[str, float]:
-    """Shares and indexes; nan for what cannot be told from this log. count_I: training events by item row."""
-    train, test = interactions.train_events, interactions.test_events
-    held_out = interactions.validation_events + test
-    timed = "event_time.npy" in interactions.files
-    vector_I = np.load(interactions.path("vector_row.npy"), mmap_mode="r") >= 0
-    rows = sum(source.rows for source in interactions.sources)
-    falling = np.sort(count_I[count_I > 0])[::-1]
-    head = max(1, math.ceil(HEAD_SHARE * len(falling)))
-    unseen_I = count_I == 0
-    start, train_end, validation_end = (np.load(interactions.path(f"{name}.npy"), mmap_mode="r") for name in _BOUNDS)
-    tested_U = start[1:] > validation_end
-    # Only times tell whether an event is the same one again, and what came before what.
-    misplaced = float(facts.misplaced + (facts.unordered if interactions.ordered else 0))
+def share_metrics(interactions: InteractionsManifest, counts: SplitCounts, count_I: Ints) -> dict[str, float]:
+    """Return shares and indexes; NaN for a metric that this log does not define. count_I: training events of each item."""
+    num_train, num_test = interactions.train_events, interactions.test_events
+    num_held_out = interactions.validation_events + num_test
+    num_rows = sum(source.rows for source in interactions.sources)
+    user_offset, train_end, validation_end = (
+        np.load(interactions.path(f"{name}.npy"), mmap_mode="r") for name in ("user_offset", "train_end", "validation_end")
+    )
+    has_vector_I = np.load(interactions.path("vector_row.npy"), mmap_mode="r") >= 0
+    descending_count_I = np.sort(count_I[count_I > 0])[::-1]
+    head_size = max(1, math.ceil(HEAD_SHARE * len(descending_count_I)))
+    has_test_U = user_offset[1:] > validation_end
+    has_no_train_U = train_end == user_offset[:-1]
+    # Without timestamps, equal events cannot be told from repeated ones, and only the order of the split can be checked.
+    is_timed = "event_time.npy" in interactions.files
+    split_violations = float(counts.misplaced_events + (counts.unordered_events if interactions.ordered else 0))
+    null_shares = [_ratio(column.nulls, num_rows) for column in interactions.columns.values()]
     return {
-        "item_vector_share": _ratio(float(vector_I.sum()), float(np.sum(vector_I | (facts.events_I > 0)))),
-        "train_event_vector_share": _ratio(float(count_I[vector_I].sum()), train),
-        "gini": gini(falling),
-        "head_share": _ratio(float(falling[:head].sum()), train),
-        "null_share": max((_ratio(column.nulls, rows) for column in interactions.columns.values()), default=math.nan),
-        "duplicate_share": _ratio(facts.duplicates, train + held_out) if timed else math.nan,
-        "repeated_train_pair_share": _ratio(facts.repeated_train_pairs, train),
-        "repeated_pair_share": _ratio(facts.repeated_test_pairs, test),
-        "unseen_item_share": _ratio(float(facts.test_events_I[unseen_I].sum()), test),
-        "unseen_user_share": _ratio(float(np.sum(tested_U & (train_end == start[:-1]))), float(tested_U.sum())),
-        "leaked_event_share": _ratio(facts.leaked, held_out) if timed else math.nan,
-        "future_event_share": _ratio(facts.future, train) if timed else math.nan,
-        "split_violations": misplaced if timed or interactions.ordered else math.nan,
+        "item_vector_share": _ratio(float(has_vector_I.sum()), float(np.sum(has_vector_I | (counts.events_I > 0)))),
+        "train_event_vector_share": _ratio(float(count_I[has_vector_I].sum()), num_train),
+        "gini": gini(descending_count_I),
+        "head_share": _ratio(float(descending_count_I[:head_size].sum()), num_train),
+        "null_share": max(null_shares, default=math.nan),
+        "duplicate_share": _ratio(counts.duplicates, num_train + num_held_out) if is_timed else math.nan,
+        "repeated_train_pair_share": _ratio(counts.repeated_train_pairs, num_train),
+        "repeated_pair_share": _ratio(counts.repeated_test_pairs, num_test),
+        "unseen_item_share": _ratio(float(counts.test_events_I[count_I == 0].sum()), num_test),
+        "unseen_user_share": _ratio(float(np.sum(has_test_U & has_no_train_U)), float(has_test_U.sum())),
+        "leaked_event_share": _ratio(counts.leaked_events, num_held_out) if is_timed else math.nan,
+        "future_event_share": _ratio(counts.future_events, num_train) if is_timed else math.nan,
+        "split_violations": split_violations if is_timed or interactions.ordered else math.nan,
     }
 
 
 def gini(count_I: Ints) -> float:
-    """How unevenly events are spread over items: 0 for equal counts, near 1 when one item has all.
+    """Return the Gini coefficient of the counts: 0 for equal counts, near 1 if one item has all events.
 
     >>> gini(np.array([2, 2, 2, 2])), gini(np.array([0, 0, 0, 8]))
     (0.0, 0.75)
     """
-    rising_I = np.sort(count_I)
-    n = len(rising_I)
-    if n == 0 or rising_I[-1] == 0:
+    ascending_count_I = np.sort(count_I)
+    num_items = len(ascending_count_I)
+    if num_items == 0 or ascending_count_I[-1] == 0:
         return 0.0
-    return float(2 * np.dot(np.arange(1, n + 1, dtype=np.float64), rising_I) / (n * rising_I.sum()) - (n + 1) / n)
+    ordinal_I = np.arange(1, num_items + 1, dtype=np.float64)
+    weighted_sum = np.dot(ordinal_I, ascending_count_I)
+    return float(2 * weighted_sum / (num_items * ascending_count_I.sum()) - (num_items + 1) / num_items)
 
 
-def history_classes(length_U: Ints) -> tuple[tuple[str, int], ...]:
-    """Users by number of training events, in classes that double.
+def history_histogram(length_U: Ints) -> tuple[tuple[str, int], ...]:
+    """Return (range of training events, number of users), with ranges that double.
 
-    >>> history_classes(np.array([0, 1, 2, 3, 4, 4, 9]))
+    >>> history_histogram(np.array([0, 1, 2, 3, 4, 4, 9]))
     (('0', 1), ('1', 1), ('2-3', 2), ('4-7', 2), ('8-15', 1))
     """
-    class_U = np.frexp(np.asarray(length_U, np.float64))[1]  # 0 -> 0, 1 -> 1, 2 and 3 -> 2, 4 to 7 -> 3
+    range_U = np.frexp(np.asarray(length_U, np.float64))[1]  # 0 -> 0, 1 -> 1, 2 and 3 -> 2, 4 to 7 -> 3
     names = [str(low) if low == high else f"{low:,}-{high:,}" for low, high in ((2**n // 2, 2**n - 1) for n in range(64))]
-    return tuple((names[number], count) for number, count in enumerate(np.bincount(class_U).tolist()))
+    return tuple((names[number], num_users) for number, num_users in enumerate(np.bincount(range_U).tolist()))
 
 
 def train_lengths(interactions: InteractionsManifest) -> Ints:
-    """[users]: training events of each."""
+    """Return the number of training events of each user, [U]."""
     start, end = (np.load(interactions.path(f"{name}.npy"), mmap_mode="r") for name in ("user_offset", "train_end"))
     length_U: Ints = end - start[:-1]
     return length_U
 
 
 def popularity_curve(count_I: Ints) -> tuple[tuple[int, float], ...]:
-    """Rank (from 1) and share, evenly spread over the logarithm of the rank."""
-    falling = np.sort(count_I[count_I > 0])[::-1]
-    if not len(falling):
+    """Return (popularity rank from 1, share of the events), at ranks evenly spaced on a logarithmic scale."""
+    descending_count_I = np.sort(count_I[count_I > 0])[::-1]
+    if not len(descending_count_I):
         return ()
-    ranks = np.unique(np.geomspace(1, len(falling), _CURVE_POINTS).round().astype(np.int64))
-    return tuple(zip(ranks.tolist(), (falling[ranks - 1] / falling.sum()).tolist(), strict=True))
+    popularity_rank = np.unique(np.geomspace(1, len(descending_count_I), _CURVE_POINTS).round().astype(np.int64))
+    share = descending_count_I[popularity_rank - 1] / descending_count_I.sum()
+    return tuple(zip(popularity_rank.tolist(), share.tolist(), strict=True))
+
+
+def _num_files_without_checksums(interactions: InteractionsManifest) -> int:
+    """Count the files without page checksums: a flipped bit in them cannot be detected."""
+    with_checksums = {file.source for part in interactions.parts for file in part.files if file.checksums}
+    return sum(source not in with_checksums for source in interactions.sources)
 
 
 def _ratio(part: float, whole: float) -> float:

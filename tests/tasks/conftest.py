@@ -151,7 +151,7 @@ def _build(folder: Path, *, confused: bool) -> Stages:
         DataReportConfig(),
         split=GivenSplit(test=("test.parquet",)),
         interactions=interactions,
-        last_night=None,
+        previous=None,
         folder=folder / "data_report",
     )
     return Stages(

@@ -1,4 +1,4 @@
-"""The data report as a night meets it: what it is compared with, what it tells MLflow, and how it stops a run."""
+"""Stage `check_data`: the previous run that it compares with, logging to MLflow, and broken limits."""
 
 import logging
 from pathlib import Path
@@ -32,8 +32,8 @@ def untracked(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_report, "log_data_report_or_warn", lambda run, report: None)
 
 
-def night(workspace: Path, day: int, *, events: int, **limits: Any) -> DataReportManifest:
-    """The stage for a log of so many training events."""
+def check(workspace: Path, day: int, *, events: int, **limits: Any) -> DataReportManifest:
+    """Run the stage for a log of `events` training events on one day of November."""
     run = Run(f"202611{day}-020000-aaaa", workspace=workspace, experiment="tests")
     log = [([(0, at * DAY_US) for at in range(events)], [], [(0, 99 * DAY_US)])]
     interactions = interactions_of(run.stage_folder("ingest_interactions"), log, item_ids=[7])
@@ -42,37 +42,37 @@ def night(workspace: Path, day: int, *, events: int, **limits: Any) -> DataRepor
     return data_report.check_data.fn(DataReportConfig(**limits), split=split, dataset=Dataset(interactions), run=run)[0]
 
 
-def test_a_broken_limit_stops_the_run_and_says_where_to_look(workspace: Path, untracked: None) -> None:
+def test_a_broken_limit_raises_an_error_that_names_the_page(workspace: Path, untracked: None) -> None:
     with pytest.raises(InputError) as caught:
-        night(workspace, 20, events=4, min_events=5, min_item_vector_share=0.5)
-    said = str(caught.value)
+        check(workspace, 20, events=4, min_events=5, min_item_vector_share=0.5)
+    message = str(caught.value)
     page = workspace / "runs" / "20261120-020000-aaaa" / "check_data" / "report.html"
-    assert "- training events: 4, but data_report.min_events is 5\n" in said
-    assert "- items with a pretrained vector: 0 %, but data_report.min_item_vector_share is 50 %\n" in said
-    assert f"see {page}" in said and "--resume 20261120-020000-aaaa" in said
+    assert "- training events: 4, but data_report.min_events requires at least 5\n" in message
+    assert "- items with a pretrained vector: 0 %, but data_report.min_item_vector_share requires at least 50 %\n" in message
+    assert f"see {page}" in message and "--resume 20261120-020000-aaaa" in message
     assert page.is_file() and "**2 limits broken**" in (workspace / "data-report.md").read_text()
 
 
-def test_a_resume_with_the_limit_lifted_goes_on(workspace: Path, untracked: None) -> None:
+def test_a_resumed_run_with_a_relaxed_limit_continues(workspace: Path, untracked: None) -> None:
     with pytest.raises(InputError):
-        night(workspace, 20, events=4, min_events=5)
+        check(workspace, 20, events=4, min_events=5)
     with pytest.raises(InputError):
-        night(workspace, 20, events=4, min_events=5)
-    assert night(workspace, 20, events=4).breaches == ()
+        check(workspace, 20, events=4, min_events=5)
+    assert check(workspace, 20, events=4).breaches == ()
 
 
-def test_a_bad_night_is_no_measure_for_the_next_one(workspace: Path, untracked: None) -> None:
-    assert night(workspace, 20, events=40).compared_with is None
-    for day in (21, 22):  # the second would pass beside the first
-        with pytest.raises(InputError, match="drop of training events against last night: 90 %"):
-            night(workspace, day, events=4)
-    assert night(workspace, 23, events=30).compared_with == "20261120-020000-aaaa"
+def test_a_run_that_broke_a_limit_is_not_compared_with(workspace: Path, untracked: None) -> None:
+    assert check(workspace, 20, events=40).compared_with is None
+    for day in (21, 22):  # compared with day 21, day 22 would pass
+        with pytest.raises(InputError, match="drop of training events since the previous run: 90 %"):
+            check(workspace, day, events=4)
+    assert check(workspace, 23, events=30).compared_with == "20261120-020000-aaaa"
 
 
-def test_mlflow_gets_page_and_metrics_also_of_a_night_that_is_stopped(workspace: Path) -> None:
-    night(workspace, 20, events=10)
+def test_page_and_metrics_are_logged_to_mlflow_also_when_a_limit_is_broken(workspace: Path) -> None:
+    check(workspace, 20, events=10)
     with pytest.raises(InputError):
-        night(workspace, 21, events=10, min_events=11)
+        check(workspace, 21, events=10, min_events=11)
     client = connect(workspace)
     for run_id, breaches, status in (("20261120-020000-aaaa", 0, "FINISHED"), ("20261121-020000-aaaa", 1, "FAILED")):
         found = client.get_run(open_run(client, Run(run_id, workspace=workspace, experiment="tests")))
@@ -81,23 +81,26 @@ def test_mlflow_gets_page_and_metrics_also_of_a_night_that_is_stopped(workspace:
         assert [file.path for file in client.list_artifacts(found.info.run_id, "data_report")] == ["data_report/report.html"]
 
 
-def test_an_outage_of_mlflow_is_a_warning_and_the_night_goes_on(
+def test_an_outage_of_mlflow_is_a_warning_and_the_run_continues(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # a port without a server
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
-    assert night(workspace, 20, events=10).breaches == ()
-    assert "the data report is not in MLflow; it is logged at registration (MLflow at http://127.0.0.1:9" in caplog.text
+    assert check(workspace, 20, events=10).breaches == ()
+    assert (
+        "could not log the data report to MLflow; it will be logged at registration (MLflow at http://127.0.0.1:9"
+        in caplog.text
+    )
 
 
-def test_a_tracking_server_that_never_answers_delays_the_night_by_a_bounded_time(
+def test_a_tracking_server_that_never_answers_delays_the_run_by_a_bounded_time(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(mlflow_client, "ANSWER_TIMEOUT_S", 0.5)
     monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
     with silent() as address:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-        assert night(workspace, 20, events=10).breaches == ()
-    assert "the data report is not in MLflow; it is logged at registration" in caplog.text
+        assert check(workspace, 20, events=10).breaches == ()
+    assert "could not log the data report to MLflow; it will be logged at registration" in caplog.text
     assert "no answer within 0.5 s" in caplog.text

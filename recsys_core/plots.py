@@ -1,0 +1,96 @@
+"""Style of all figures: size, fonts, colours, and output as PNG files or as SVG elements of an HTML page.
+
+matplotlib is imported where a figure is created, because most commands draw nothing.
+"""
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from markupsafe import Markup
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK: Final = "#36424f"
+GRID: Final = "#dfe4ea"
+BLUE: Final = "#22577a"
+GREEN: Final = "#57a773"
+ORANGE: Final = "#e0a030"
+GREY: Final = "#b4bcc5"
+
+_CSS_VARIABLES = {INK: "ink", GRID: "line", BLUE: "blue", GREEN: "green", ORANGE: "orange", GREY: "grey"}
+"""Colour -> variable of html_page.html. In an SVG the variables follow the page's light or dark scheme."""
+_STYLE: Mapping[str, Any] = {
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": GRID,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "xtick.color": GRID,
+    "ytick.color": GRID,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "legend.labelcolor": INK,
+}
+
+
+def new_figure(*, title: str = "", grid_axis: str = "both", size: tuple[float, float] = (6.4, 3.8)) -> "tuple[Figure, Axes]":
+    """Create a figure with one pair of axes. grid_axis: "x", "y" or "both"; size: width and height in inches."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({**_STYLE, "axes.grid.axis": grid_axis}):
+        figure = Figure(figsize=size, dpi=130, layout="constrained")
+        axes = figure.add_subplot()
+        axes.set_title(title)
+    return figure, axes
+
+
+def second_axis(axes: "Axes") -> "Axes":
+    """Add a y axis on the right that shares the x axis."""
+    import matplotlib
+
+    with matplotlib.rc_context({**_STYLE, "axes.grid": False, "axes.spines.right": True}):
+        return axes.twinx()
+
+
+def legend_above(axes: "Axes") -> None:
+    """Place a one-line legend above the axes, where it hides no data."""
+    axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="lower right", bbox_to_anchor=(1, 1), ncols=4, borderaxespad=0.2)
+
+
+def save_png(figure: "Figure", path: Path) -> Path:
+    """Write the figure as a PNG file. Return `path`."""
+    figure.savefig(path, facecolor="white")
+    return path
+
+
+def to_svg(figure: "Figure") -> Markup:
+    """Return the figure as an <svg> element with a transparent background. The same figure gives the same text."""
+    import matplotlib
+
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "nightjar", "font.family": "sans-serif"}):
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = file.getvalue()
+    svg = svg[svg.index("<svg") :]
+    for colour, variable in _CSS_VARIABLES.items():
+        svg = svg.replace(colour, f"var(--{variable})")
+    return Markup(svg)

@@ -4,7 +4,6 @@ matplotlib is imported where a figure is created, because most commands draw not
 """
 
 import io
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,7 +22,7 @@ GREY: Final = "#b4bcc5"
 
 _CSS_VARIABLES = {INK: "ink", GRID: "line", BLUE: "blue", GREEN: "green", ORANGE: "orange", GREY: "grey"}
 """Colour -> variable of html_page.html. In an SVG the variables follow the page's light or dark scheme."""
-_STYLE: Mapping[str, Any] = {
+_STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 9,
     "text.color": INK,

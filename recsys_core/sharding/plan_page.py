@@ -1,9 +1,8 @@
-"""plan.html: a sharding plan for a reader, one page without network or script; the template engine escapes every name."""
+"""plan.html: the sharding plan as one HTML page."""
 
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
-
+from recsys_core.html_page import render_page
 from recsys_core.sharding.plan_file import Measure, NaivePlan, PlanFile, RankEstimate, format_ranges
 
 _TEMPLATE = Path(__file__).with_name("plan.html")
@@ -17,17 +16,15 @@ TIMES = (
 
 
 def to_html(plan: PlanFile) -> str:
-    """The whole page."""
-    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page.filters |= {"bytes": format_bytes, "ranges": format_ranges, "ms": format_milliseconds}
-    template = page.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    """Render the page."""
     tier = fast_tier(plan)
-    return template.render(
+    return render_page(
+        _TEMPLATE,
+        filters={"bytes": format_bytes, "ranges": format_ranges, "ms": format_milliseconds},
         plan=plan,
         compared=compared_plans(plan),
         groups=plan.rank_groups(),
         times=TIMES,
-        tier=tier,
         tier_name="HBM" if tier == "hbm_bytes" else "main memory",
         usable=plan.usable_hbm_bytes if tier == "hbm_bytes" else plan.usable_ddr_bytes,
         fullest=max(getattr(rank, tier) for rank in plan.ranks),

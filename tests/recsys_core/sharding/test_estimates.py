@@ -122,6 +122,6 @@ def test_the_page_names_every_table_and_reason_and_loads_nothing() -> None:
     page = to_html(plan)
     for table in plan.tables.values():
         assert all(one.verdict in page for one in table.alternatives)
-    assert "asked for: sharding_types: row_wise" in page and plan.naive[1].problem in page
+    assert "constraint: sharding_types: row_wise" in page and plan.naive[1].problem in page
     assert plan.fingerprint[:12] in page
     assert "<script" not in page and "http" not in page.replace("http-equiv", "") and "prefers-color-scheme: dark" in page

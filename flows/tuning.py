@@ -14,7 +14,6 @@ from recsys_core.manifests import Dataset, fingerprint_of
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.lookup_stats import measure_lookups
 from recsys_core.sharding.planner import make_plan, plan_sharding
-from recsys_core.training.train import OPERATIONAL
 from tasks.reporting import LOG
 from tasks.run import Run, new_run_id
 from tasks.tuning.config import TuningConfig, label_of
@@ -86,7 +85,7 @@ def check_values(config: PipelineConfig, tuning: TuningConfig, data: Dataset) ->
 def open_study(config: PipelineConfig, tuning: TuningConfig, data: Dataset, *, workspace: Path) -> Study:
     """The study of this config on these data; what does not change a trial's result may have changed since."""
     assert config.training.validation is not None
-    training = config.training.model_dump(exclude=OPERATIONAL)
+    training = config.training.result_settings()
     search = tuning.model_dump(exclude={"trials", "timeout_s"})
     name = fingerprint_of(
         "study",

@@ -14,6 +14,10 @@ WEEK_S = 604_800
 MOST_PATH_CHARACTERS = 4_096
 
 
+OPERATIONAL = "operational"
+"""Annotation of a setting that does not change the result: a resumed run may change it and keeps its completed stages."""
+
+
 class Frozen(BaseModel):
     """Immutable pydantic model that refuses unknown keys."""
 
@@ -36,6 +40,15 @@ class Settings(Frozen):
             if field is not None and any(isinstance(one, bool) for one in values) and not _takes_truth(field.annotation):
                 raise ValueError(f"{name} is {str(value).lower()}, which is no value of this setting; see `nightjar init`")
         return given
+
+    @classmethod
+    def operational(cls) -> set[str]:
+        """Return the names of the settings annotated as OPERATIONAL."""
+        return {name for name, field in cls.model_fields.items() if OPERATIONAL in field.metadata}
+
+    def result_settings(self) -> dict[str, Any]:
+        """Return the settings that change the result, for a fingerprint."""
+        return self.model_dump(mode="json", exclude=self.operational())
 
 
 def _takes_truth(annotation: Any) -> bool:

@@ -1,10 +1,10 @@
 """Settings of the training: loop, optimizers, validation, checkpoints, restarts."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from recsys_core.config import MANY, WEEK_S, Settings
+from recsys_core.config import MANY, OPERATIONAL, WEEK_S, Settings
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
 
 ValidationMetric = Literal["recall", "ndcg", "hit_rate"]
@@ -65,7 +65,8 @@ class TrainingConfig(Settings):
         default_factory=ValidationConfig,
         description="Validation during training; empty: none, the last epoch's model is the result",
     )
-    warm_start: WarmStartConfig | None = Field(
+    # The fingerprint of a training holds the champion it starts from instead.
+    warm_start: Annotated[WarmStartConfig | None, OPERATIONAL] = Field(
         default_factory=WarmStartConfig, description="Start from the champion if there is one; empty: always train from scratch"
     )
     seed: int = Field(7, ge=0, le=2**32 - 1, description="Seed of initialisation, shuffling, dropout and negative sampling")
@@ -73,22 +74,24 @@ class TrainingConfig(Settings):
     checkpoint_every_steps: int = Field(
         1000, ge=1, le=MANY, description="Steps between two checkpoints; the best and the last step are saved too"
     )
-    keep_checkpoints: int = Field(
+    keep_checkpoints: Annotated[int, OPERATIONAL] = Field(
         2, ge=1, le=10_000, description="Number of newest checkpoints that are kept, in addition to the best one"
     )
-    profile: ProfileConfig | None = Field(None, description="Record some steps with torch.profiler; empty: no recording")
-    max_attempts: int = Field(
+    profile: Annotated[ProfileConfig | None, OPERATIONAL] = Field(
+        None, description="Record some steps with torch.profiler; empty: no recording"
+    )
+    max_attempts: Annotated[int, OPERATIONAL] = Field(
         2, ge=1, le=1_000, description="Maximum number of launches; a failed launch restarts from the last checkpoint"
     )
-    min_processes: int | None = Field(
+    min_processes: Annotated[int | None, OPERATIONAL] = Field(
         None,
         ge=1,
         le=1_000_000,
         description="After two failures in a row, continue with fewer ranks, down to this many; empty: never use fewer ranks",
     )
-    start_timeout_s: float = Field(
+    start_timeout_s: Annotated[float, OPERATIONAL] = Field(
         180.0, gt=0, le=WEEK_S, description="Longest time until the first heartbeat of the ranks, in s"
     )
-    heartbeat_timeout_s: float = Field(
+    heartbeat_timeout_s: Annotated[float, OPERATIONAL] = Field(
         600.0, gt=0, le=WEEK_S, description="Longest time without a heartbeat during training, in s"
     )

@@ -33,17 +33,6 @@ logger = logging.getLogger(__name__)
 WARM_NAME = "warm"
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
 """What a file system without hard links answers (SMB, exFAT, some mounts of object stores), and one that is another disk."""
-OPERATIONAL = {
-    "max_attempts",
-    "profile",
-    "min_processes",
-    "start_timeout_s",
-    "heartbeat_timeout_s",
-    "keep_checkpoints",
-    "warm_start",
-}
-"""Settings that do not change what is trained: a resumed run may change them and keep its checkpoints. Of warm_start the
-fingerprint holds what it leads to: the champion or none."""
 
 
 def train(
@@ -71,7 +60,7 @@ def train(
     """
     require_layers(config.dense_parallel, spec=model)
     interactions, embeddings, features = dataset.interactions, dataset.embeddings, dataset.features
-    lasting = config.model_dump(exclude=OPERATIONAL)
+    lasting = config.result_settings()
     warm_nights = nights_since_full_training(config.warm_start, champion=champion)
     leaks = leak(interactions, champion=champion.interactions) if champion is not None and warm_nights else 0
     source = champion if warm_nights and not leaks else None

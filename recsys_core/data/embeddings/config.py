@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from recsys_core.config import MANY, Checksums, Column, Paths, Settings
+from recsys_core.config import MANY, OPERATIONAL, Checksums, Column, Paths, Settings
 
 
 class IdMapConfig(Settings):
@@ -41,16 +41,18 @@ class EmbeddingsConfig(Settings):
     checksums: Checksums = "pages"
     on_bad_rows: Literal["fail", "drop"] = Field("fail", description="what to do with a row that holds no usable vector or id")
     max_bad_share: float = Field(0.01, ge=0, le=1, description="with on_bad_rows drop: fail when more than this share is bad")
-    max_expansion_ratio: int = Field(
+    max_expansion_ratio: Annotated[int, OPERATIONAL] = Field(
         1_000,
         ge=1,
         le=MANY,
         description="a file that unpacks to more than 1 GiB and this many times its size is refused unread",
     )
-    batch_rows: int = Field(
+    batch_rows: Annotated[int, OPERATIONAL] = Field(
         65_536, ge=1, le=16_777_216, description="rows read at a time at most; fewer where vectors are long"
     )
-    threads: int | None = Field(None, ge=1, le=1_024, description="files and row groups read at once; all cores when empty")
+    threads: Annotated[int | None, OPERATIONAL] = Field(
+        None, ge=1, le=1_024, description="files and row groups read at once; all cores when empty"
+    )
 
     @model_validator(mode="after")
     def _one_layout(self) -> Self:

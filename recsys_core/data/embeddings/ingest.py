@@ -29,9 +29,6 @@ from recsys_core.parquet.disk import allocate
 from recsys_core.parquet.duckdb_session import database
 from recsys_core.parquet.sources import local_files
 
-HOW_ONLY = {"batch_rows", "threads", "max_expansion_ratio"}
-"""Settings that do not change what comes out."""
-
 
 def ingest_embeddings(
     configs: Sequence[EmbeddingsConfig], *, folder: Path, data_root: Path | None = None
@@ -51,7 +48,7 @@ def ingest_embeddings(
             tables[table] = _build_table(entries, table=table, out=out)
         return {"tables": tables, "sources": records}
 
-    settings = [config.model_dump(mode="json", exclude=HOW_ONLY) for config in configs]
+    settings = [config.result_settings() for config in configs]
     return produce(folder, EmbeddingsManifest, fingerprint=fingerprint_of("embeddings", settings, records), build=build)
 
 

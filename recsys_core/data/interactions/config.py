@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from recsys_core.config import MANY, MOST_DAYS, Checksums, Column, Paths, Settings
+from recsys_core.config import MANY, MOST_DAYS, OPERATIONAL, Checksums, Column, Paths, Settings
 
 _UNITS = {"K": 1_000, "M": 1_000_000, "G": 1_000_000_000, "T": 1_000_000_000_000}
 
@@ -136,14 +136,18 @@ class InteractionsConfig(Settings):
     max_bad_share: float = Field(
         0.01, ge=0, lt=1, description="on_bad_rows: drop stops all the same above this share of bad rows"
     )
-    max_expansion_ratio: int = Field(
+    max_expansion_ratio: Annotated[int, OPERATIONAL] = Field(
         1_000,
         ge=1,
         le=MANY,
         description="a file that unpacks to more than 1 GiB and this many times its size is refused unread",
     )
-    memory_limit: MemoryLimit = Field("1GB", description="memory DuckDB may use; beyond it spills to disk")
-    threads: int | None = Field(None, ge=1, le=1_024, description="threads of DuckDB; all cores when empty")
+    memory_limit: Annotated[MemoryLimit, OPERATIONAL] = Field(
+        "1GB", description="memory DuckDB may use; beyond it spills to disk"
+    )
+    threads: Annotated[int | None, OPERATIONAL] = Field(
+        None, ge=1, le=1_024, description="threads of DuckDB; all cores when empty"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

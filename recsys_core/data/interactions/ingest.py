@@ -18,9 +18,6 @@ from recsys_core.manifests import EmbeddingsManifest, IdType, InteractionsManife
 from recsys_core.parquet.duckdb_session import database
 from recsys_core.parquet.sql import SPLITS
 
-HOW_ONLY = {"memory_limit", "threads", "max_expansion_ratio"}
-"""Settings that do not change what comes out."""
-
 
 def ingest_interactions(
     config: InteractionsConfig,
@@ -55,7 +52,7 @@ def ingest_interactions(
                 f"{vectors[table].id_type}; write both as one type"
             )
     records = tuple(source.record for source in found.sources)
-    settings = config.model_dump(mode="json", exclude=HOW_ONLY)
+    settings = config.result_settings()
     fingerprint = fingerprint_of("interactions", settings, embeddings, records, previous)
 
     def build(out: Path) -> dict[str, Any]:

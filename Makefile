@@ -1,4 +1,4 @@
-# `make` lists the targets. The first one that needs the virtual environment makes it from the locks.
+# `make` lists the targets. The first target that needs the virtual environment creates it from the lock files.
 PYTHON ?= python3
 DEVICE ?= cpu
 ARGS ?=
@@ -11,45 +11,55 @@ LOCKS_cpu := bootstrap torch cuda cpu
 LOCKS_gpu := bootstrap gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test drills bench-nightly bench-ingest bench-quality bench-scale bench-train bench-evaluate lint lock clean
+.PHONY: help setup demo test drills bench-nightly bench-ingest bench-quality bench-scale bench-train bench-evaluate lint words \
+        spelling docs lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
-	@echo "  variables: PYTHON=python3 (3.11 to 3.13), DEVICE=cpu or gpu, WORKERS=4, ARGS passed to demo, test and lock"
+	@echo "  variables: PYTHON=python3 (3.11 to 3.13), DEVICE=cpu or gpu, WORKERS=4, ARGS for demo, test, drills and lock"
 
-setup: $(PROJECT) ## make .venv from the locks, with nightjar in it
+setup: $(PROJECT) ## create .venv from the lock files and install nightjar into it
 
-demo: setup ## a whole nightly run on generated data
+demo: setup ## execute a complete run on generated data
 	$(BIN)/nightjar demo $(ARGS)
 
-test: setup ## all tests, in WORKERS processes
+test: setup ## run all tests in WORKERS processes
 	$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-drills: setup ## slow failure drills: nights killed in every stage, a hundred kills, hosts that do not come, cancelling, tuning
+drills: setup ## run the slow failure tests: SIGKILL in every stage, 100 random kills, missing hosts, cancellation
 	$(BIN)/pytest -m drill $(ARGS)
 
-bench-nightly: setup ## whole nights on the demo and on public data; writes benchmarks/nightly.md
+bench-nightly: setup ## measure complete runs on the demo and on public data; writes benchmarks/nightly.md
 	$(BIN)/python -m benchmarks.nightly
 
-bench-ingest: setup ## the ingest beside pandas, the loader beside training; writes benchmarks/ingest.md
+bench-ingest: setup ## compare the ingest with pandas and measure the loader; writes benchmarks/ingest.md
 	$(BIN)/python -m benchmarks.ingest
 
-bench-quality: setup ## transfer, features, cold items on public data, 3 seeds, about an hour; writes benchmarks/quality
+bench-quality: setup ## compare models on public data with 3 seeds (about an hour); writes benchmarks/quality
 	$(BIN)/python -m benchmarks.quality
 
-bench-train: setup ## the training step beside TorchRec's example, and by sharding type; writes benchmarks/train.md
+bench-train: setup ## compare the training step with TorchRec's example and measure sharding types; writes benchmarks/train.md
 	$(BIN)/python -m benchmarks.train
 
-bench-evaluate: setup ## the exact evaluation compared with plain numpy, quiet and under load; writes benchmarks/evaluate.md
+bench-evaluate: setup ## compare the exact evaluation with plain numpy; writes benchmarks/evaluate.md
 	$(BIN)/python -m benchmarks.evaluate
 
-bench-scale: setup ## three sizes on paper, up to 20 billion rows; writes benchmarks/scale.json and the tables of docs/scale.md
+bench-scale: setup ## plan three model sizes up to 20 billion rows; writes benchmarks/scale.json and the tables of docs/scale.md
 	$(BIN)/python -m benchmarks.scale
 
-lint: setup ## ruff and mypy
+lint: setup ## run ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+words: ## check that no file uses a word that CONTRIBUTING.md rules out
+	@$(PYTHON) infra/words.py
+
+spelling: setup ## check the spelling of code and docs
+	$(BIN)/codespell $$(git ls-files '*.py' '*.md' '*.yaml' '*.html' '*.toml' Makefile)
+
+docs: setup ## generate docs/config.md from the config schema
+	$(BIN)/python -m infra.config_reference
 
 lock: ## resolve pyproject.toml into infra/locks
 	@test -x $(BIN)/uv || infra/install.sh $(VENV) tools $(PYTHON)
@@ -59,9 +69,9 @@ clean: ## remove the environment and all caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# An environment belongs to one device and one state of its locks: it is made anew, so nothing stale stays in it.
+# An environment belongs to one device and one state of the lock files. It is always created from scratch.
 $(ENVIRONMENT): infra/install.sh $(foreach lock,$(LOCKS_$(DEVICE)),infra/locks/$(lock).txt)
-	@echo "making $(VENV) for DEVICE=$(DEVICE)"
+	@echo "creating $(VENV) for DEVICE=$(DEVICE)"
 	@infra/install.sh $(VENV) $(DEVICE) $(PYTHON)
 	@touch $@
 

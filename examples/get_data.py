@@ -47,7 +47,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, table in tables.items():
         pq.write_table(table, folder / f"{name}.parquet", write_page_checksum=True)
-        print(f"{folder / name}.parquet: {table.num_rows:,} rows")
+        sys.stdout.write(f"{folder / name}.parquet: {table.num_rows:,} rows\n")
 
 
 def beauty_tables() -> dict[str, pa.Table]:
@@ -133,7 +133,7 @@ def read_lines(archive: zipfile.ZipFile, name: str) -> list[str]:
 
 def download(url: str) -> bytes:
     """Return the content at an https URL."""
-    print(f"downloading {url}", file=sys.stderr)
+    sys.stderr.write(f"downloading {url}\n")
     with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
         content: bytes = response.read()
     return content

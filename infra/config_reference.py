@@ -19,7 +19,7 @@ HEADER = """\
 All settings of the config file. This page is generated from the schema by `make docs`; do not edit it.
 
 `nightjar init` writes a config with the most important settings. A setting without a default is required. `null` means that a
-setting is not set. `<name>` stands for a name that you choose. Every setting can also be set on the command line:
+setting is not set. Replace `<name>` with a name of your own. Every setting can also be set on the command line:
 `--set training.epochs=3`.
 """
 
@@ -67,6 +67,8 @@ def rows(settings: list[tuple[str, FieldInfo]]) -> str:
     """Return a Markdown table of settings."""
     lines = ["| setting | default | description |", "|---|---|---|"]
     for name, field in settings:
+        if name == "kind" and not field.description:  # the title of the table names it
+            continue
         lines.append(f"| `{name}` | {default(field)} | {cell(field)} |")
     return "\n".join(lines) + "\n"
 
@@ -88,9 +90,11 @@ def cell(field: FieldInfo) -> str:
 
 
 def sentence(field: FieldInfo) -> str:
-    """Return the description of a setting with a capital letter and a full stop."""
+    """Return the description of a setting as a sentence. A first word that is a value or a setting keeps its case."""
     text = field.description or ""
-    return text[:1].upper() + text[1:] + ("" if not text or text.endswith(".") else ".")
+    if text.partition(" ")[0].isalpha():
+        text = text[0].upper() + text[1:]
+    return text if not text or text.endswith(".") else f"{text}."
 
 
 def literals(annotation: Any) -> Iterator[str]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the virtual environment from the locks: infra/install.sh FOLDER DEVICE PYTHON, DEVICE being cpu, gpu or tools (uv alone).
+# Create a virtual environment from the lock files. Usage: infra/install.sh FOLDER DEVICE PYTHON. DEVICE is cpu, gpu or tools (only uv).
 set -euo pipefail
 venv=$1 device=$2 python=$3
 locks=infra/locks
@@ -25,7 +25,7 @@ rm -rf "$venv"
 "$venv/bin/python" -m pip install --quiet --no-compile --require-hashes -r "$locks/bootstrap.txt"
 
 install() {
-    # Bytecode is compiled here, by all cores: each of the many processes of a run would else compile what it imports.
+    # Compile bytecode once, on all cores. Otherwise each process of a run compiles its imports.
     "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps --require-hashes --compile-bytecode -r "$locks/$1.txt"
 }
 
@@ -33,8 +33,8 @@ case $device in
     tools) ;;
     gpu) install gpu ;;
     cpu)
-        # pip picks the build, so that its settings (a CPU index, a folder of wheels) decide; the lock's hashes judge the file.
-        # Not in one step: among hashed candidates pip puts a wheel in a folder, whose hash it does not know yet, last.
+        # pip selects the build by its settings (a CPU index, a folder of wheels); the hashes of the lock verify the file.
+        # Two steps, because pip ranks a wheel in a folder last if hashes are required in the same step.
         wheels=$(mktemp -d)
         trap 'rm -rf "$wheels"' EXIT
         "$venv/bin/python" -m pip download --quiet --no-deps --dest "$wheels" "$(grep -o '^torch==[0-9.]*' "$locks/torch.txt")"

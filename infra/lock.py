@@ -1,6 +1,6 @@
-"""Resolves pyproject.toml into the hashed locks of infra/locks. Run it as `make lock`; see infra/README.md.
+"""Resolution of pyproject.toml into the hashed lock files of infra/locks: `make lock`; see infra/README.md.
 
-Pins that are already in a lock are kept; arguments are handed to uv: `make lock ARGS="--upgrade-package prefect==3.8.9"`.
+Versions that are already locked are kept. Arguments are passed to uv: `make lock ARGS="--upgrade-package prefect==3.8.9"`.
 """
 
 import re
@@ -11,37 +11,39 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = ROOT / "infra" / "locks"
-# Universal: markers decide at installation, so one lock serves every Python; fewest: with the same versions on each.
+# --universal: one lock file for all Pythons, with markers. --fork-strategy fewest: the same versions on each Python.
 FLAGS = ["--universal", "--python-version", "3.11", "--fork-strategy", "fewest", "--generate-hashes"]
 FLAGS += ["--no-header", "--no-annotate", "--quiet"]
 TORCH = "2.14.1"
 
-# sha256 of CPU builds of torch that PyPI does not have: torch.txt accepts them beside PyPI's own builds. None was looked up for
-# 2.14.1; infra/README.md says how to add one.
+# sha256 of CPU builds of torch that are not on PyPI. torch.txt accepts them in addition to PyPI's builds. infra/README.md
+# describes how to add one.
 TORCH_CPU_BUILDS: tuple[str, ...] = ()
 
 FILES = {
-    "bootstrap.txt": "The installer of the other locks.",
-    "cpu.txt": "Everything for DEVICE=cpu but torch, Linux x86-64 and aarch64. Installed with --no-deps after torch.txt.",
-    "torch.txt": "torch for DEVICE=cpu: whichever build the index of this machine offers.",
-    "cuda.txt": "What torch needs where the build from torch.txt is a CUDA one.",
-    "gpu.txt": "Everything for DEVICE=gpu, Linux x86-64, CUDA. Resolved, not yet run on a machine with a GPU.",
+    "bootstrap.txt": "The installer of the other lock files.",
+    "cpu.txt": "Everything for DEVICE=cpu except torch, Linux x86-64 and aarch64. Installed with --no-deps after torch.txt.",
+    "torch.txt": "torch for DEVICE=cpu: the build that the package index of this machine offers.",
+    "cuda.txt": "Requirements of torch if the build of torch.txt is a CUDA build.",
+    "gpu.txt": "Everything for DEVICE=gpu, Linux x86-64, CUDA. Resolved, not yet tested on a machine with a GPU.",
 }
 
 
 def lock(uv: str, *, options: list[str]) -> None:
-    """Writes all files of infra/locks, keeping the pins that are there."""
+    """Write all files of infra/locks, keeping versions that are already locked."""
     LOCKS.mkdir(exist_ok=True)
     pins = "\n".join(pin for path in LOCKS.glob("*.txt") for pin in re.findall(r"(?m)^[a-z0-9][^\s;]*", path.read_text()))
     project = [str(ROOT / "pyproject.toml"), "--group", f"{ROOT / 'pyproject.toml'}:dev", "--extra", "torchx"]
     bootstrap = compile_lock(uv, sources=["-"], stdin="uv", pins=pins, options=options)
-    # torchrec asks for fbgemm-gpu, the CUDA build, which has the import name of fbgemm-gpu-cpu and must not lie beside it.
+    # torchrec requires fbgemm-gpu, the CUDA build. It has the import name of fbgemm-gpu-cpu, so only one may be installed.
     cpu = compile_lock(uv, sources=[*project, "--extra", "cpu"], exclude="fbgemm-gpu", pins=pins, options=options)
     gpu = compile_lock(uv, sources=[*project, "--extra", "gpu"], pins=pins, options=options)
 
     torch = {"torch": cpu["torch"] + "".join(f" \\\n    --hash=sha256:{sha256}" for sha256 in TORCH_CPU_BUILDS)}
     if not torch["torch"].startswith(f"torch=={TORCH} "):
-        raise SystemExit(f"pyproject.toml wants {torch['torch'].split()[0]}, but TORCH_CPU_BUILDS is of {TORCH}; change both")
+        raise SystemExit(
+            f"pyproject.toml requires {torch['torch'].split()[0]}, but TORCH_CPU_BUILDS is for torch=={TORCH}; change both"
+        )
     cuda = {name: block for name, block in cpu.items() if re.match(r"(nvidia|cuda)-|triton$", name)}
     cpu = {name: block for name, block in cpu.items() if name not in cuda and name != "torch"}
     for (name, title), blocks in zip(FILES.items(), (bootstrap, cpu, torch, cuda, gpu), strict=True):
@@ -53,9 +55,9 @@ def lock(uv: str, *, options: list[str]) -> None:
 def compile_lock(
     uv: str, *, sources: list[str], pins: str, options: list[str], exclude: str = "", stdin: str | None = None
 ) -> dict[str, str]:
-    """The resolution for all supported Pythons: package name -> its lines (pin, marker, hashes).
+    """Return the resolution for all supported Pythons: package name -> its lines (version, marker, hashes).
 
-    uv takes the versions in its output file for preferences, so `pins` keep what was locked before.
+    `pins` are written into uv's output file first, because uv prefers the versions of an existing output file.
     """
     with tempfile.TemporaryDirectory() as folder:
         output, excludes = Path(folder, "lock.txt"), Path(folder, "excludes.txt")

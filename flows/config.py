@@ -17,7 +17,7 @@ from recsys_core.launching.config import Launcher, LocalLauncher
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.table_config import OFFSET, TableConfig
-from recsys_core.parquet.patterns import is_uri
+from recsys_core.parquet.locations import is_uri
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.serving.config import PackageConfig
 from recsys_core.sharding.config import ShardingConfig

@@ -12,7 +12,7 @@ from flows.cli import output
 from flows.cli.interruption import interruptible
 from flows.config import PipelineConfig
 from flows.prefect_server import EmbeddedServer, prefect_session
-from recsys_core.disk import full_disk_is_told
+from recsys_core.disk import explain_disk_full
 from recsys_core.errors import InputError, NightjarError, StageError, TrackingServerError, redacted
 from recsys_core.evaluation.report import metric_table
 from recsys_core.manifests import (
@@ -88,7 +88,7 @@ def run_night(
             with prefect_session(server, log=config.workspace / "prefect.log"):
                 from flows.nightly import nightly_retrain
 
-                with full_disk_is_told(run.folder):
+                with explain_disk_full(run.folder):
                     nightly_retrain.with_options(on_running=[interruption.note])(config, run_id=run.run_id, until=until)
         except TrackingServerError as error:
             raise StageError(f"{error}; the run continues with --resume {run.run_id}") from None

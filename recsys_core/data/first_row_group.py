@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 from recsys_core.data.embeddings.schema import VectorFiles, refuse_wider
 from recsys_core.data.interactions.config import InteractionsConfig
 from recsys_core.errors import InputError, first_line, shown
-from recsys_core.parquet.duckdb_session import database
-from recsys_core.parquet.sources import Source, value_type
-from recsys_core.parquet.sql import quoted, scan_all
+from recsys_core.parquet.columns import value_type
+from recsys_core.parquet.duckdb_session import database, quoted, scan_all
+from recsys_core.parquet.sources import Source
 from recsys_core.units import DAY_S
 
 ROWS = 65_536
@@ -32,7 +32,7 @@ def first_values(sources: Sequence[Source], column: str, *, rows: int = ROWS) ->
     source = next(source for source in sources if source.record.rows)
     if column not in source.schema.names:
         return None
-    group = next(index for index, count in enumerate(source.footer.group_rows_G) if count)
+    group = next(index for index, count in enumerate(source.footer.group_rows) if count)
     try:
         with source.open(page_checksum_verification=True) as file:
             batch = next(file.iter_batches(rows, row_groups=[group], columns=[column]), None)
@@ -126,7 +126,7 @@ def _any_match(config: InteractionsConfig, log: Sequence[Source], column: str, e
     with (
         tempfile.TemporaryDirectory(prefix="nightjar-ids-") as folder,
         database(
-            memory_limit=config.memory_limit, threads=config.threads, spill=Path(folder), wanted="the ids of log and vectors"
+            memory_limit=config.memory_limit, threads=config.threads, spill=Path(folder), subject="the ids of log and vectors"
         ) as connection,
     ):
         ours = f"SELECT {quoted(column)}::VARCHAR AS id FROM {_scan(log)}"

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from recsys_core.config import Frozen
 from recsys_core.errors import shown
 from recsys_core.manifests import InteractionsManifest
-from recsys_core.parquet.sql import scan
+from recsys_core.parquet.duckdb_session import scan
 
 NUM_BUCKETS = 10
 SMOOTHING = 0.001

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from recsys_core.disk import is_full_disk, too_small
+from recsys_core.disk import disk_full_error, is_disk_full
 from recsys_core.launching.config import LOOPBACK
 from recsys_core.launching.messages import (
     FOLDER_VARIABLE,
@@ -113,8 +113,8 @@ def _join(order: Order, *, folder: LaunchFolder, node: int, host: str, head: str
     except FileExistsError:
         raise Unfit(f"host {host} (node {node}) was started a second time for the same attempt; start a new one") from None
     except OSError as error:
-        if is_full_disk(error):
-            raise _NotShared(str(too_small(folder.path, needed=f"host {host} (node {node}) has to write here"))) from None
+        if is_disk_full(error):
+            raise _NotShared(str(disk_full_error(folder.path, needed=f"host {host} (node {node}) has to write here"))) from None
         raise _NotShared(
             f"host {host} (node {node}) cannot write into {folder.path}: {error.strerror}; mount the workspace writable there"
         ) from None

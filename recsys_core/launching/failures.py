@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 
-from recsys_core.disk import LEAST_BYTES, SAYS_FULL, free_bytes, too_small
+from recsys_core.disk import DISK_FULL_MESSAGE, MIN_STAGE_BYTES, disk_full_error, free_bytes
 from recsys_core.errors import InputError, LaunchError, StageError
 from recsys_core.launching.messages import Failure, LaunchFolder, RankFailure
 from recsys_core.units import gib
@@ -34,9 +34,9 @@ def error_of(failures: Iterable[Failure], *, nodes: int, folder: LaunchFolder) -
     if said:  # a sentence for the user, which every new attempt would raise again
         return (InputError if said[1] == "InputError" else StageError)(said[2].strip())
     where = f" on host {host.host}" if nodes > 1 else ""
-    full = SAYS_FULL.search(f"{rank.traceback}\n{rank.last_lines}")
-    if full or free_bytes(folder.path) < LEAST_BYTES:
-        return too_small(folder.path, needed=f"what rank {rank.rank}{where} writes does not fit{_line_of(full)}")
+    full = DISK_FULL_MESSAGE.search(f"{rank.traceback}\n{rank.last_lines}")
+    if full or free_bytes(folder.path) < MIN_STAGE_BYTES:
+        return disk_full_error(folder.path, needed=f"what rank {rank.rank}{where} writes does not fit{_line_of(full)}")
     how = "an exception" if rank.traceback else f"signal {rank.signal}" if rank.signal else f"exit code {rank.exit_code}"
     told = [f"rank {rank.rank}{where} was the first to fail, with {how}{_about_memory(rank, host)}:"]
     if _order_of(rank) == PEER:

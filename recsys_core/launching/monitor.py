@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from recsys_core.disk import LEAST_BYTES, free_bytes, too_small
+from recsys_core.disk import MIN_STAGE_BYTES, disk_full_error, free_bytes
 from recsys_core.errors import InputError, LaunchError, StageError
 from recsys_core.launching.agent import SAYS
 from recsys_core.launching.failures import error_of, where_ranks_are
@@ -105,8 +105,8 @@ class Watch:
         if failures:
             return error_of(failures, nodes=self._order.num_nodes, folder=self._folder)
         self._listen(group)
-        if free_bytes(self._folder.path) < LEAST_BYTES:
-            return too_small(self._folder.path, needed="what hosts and ranks write does not fit")
+        if free_bytes(self._folder.path) < MIN_STAGE_BYTES:
+            return disk_full_error(self._folder.path, needed="what hosts and ranks write does not fit")
         return LaunchError(f"{group.story()}{self._logs(group, range(self._order.num_nodes))}")
 
     def _logs(self, group: Group, nodes: range | list[int]) -> str:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 
 from recsys_core import __version__
 from recsys_core.config import Frozen
-from recsys_core.disk import LEAST_BYTES, full_disk_is_told, require_free
+from recsys_core.disk import MIN_STAGE_BYTES, explain_disk_full, require_free
 from recsys_core.errors import StageError
 from recsys_core.manifests.ownership import MARKER, own, remove_own
 
@@ -93,10 +93,10 @@ def produce(
     staging = folder.with_name(folder.name + ".tmp")
     for outdated in (folder, staging):
         remove_own(outdated)
-    require_free(folder, max(needs_bytes, LEAST_BYTES), what=f"the {manifest_type.kind} stage")
+    require_free(folder, max(needs_bytes, MIN_STAGE_BYTES), what=f"the {manifest_type.kind} stage")
     started = time.perf_counter()
     try:
-        with full_disk_is_told(folder):
+        with explain_disk_full(folder):
             own(staging)
             facts = build(staging)
             return seal(staging, folder, manifest_type, fingerprint=fingerprint, seconds=time.perf_counter() - started, **facts)

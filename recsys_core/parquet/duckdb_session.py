@@ -1,26 +1,33 @@
-"""DuckDB as a stage uses it: bounded in memory, spilling into the stage's own folder, its errors told as ours."""
+"""DuckDB sessions with bounded memory that spill to a folder, and SQL fragments for scanning parquet files."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import duckdb
 
-from recsys_core.disk import too_small
+from recsys_core.disk import disk_full_error
 from recsys_core.errors import InputError, first_line
 
-DAMAGED = (duckdb.Error, duckdb.IOException, duckdb.InvalidInputException)
-"""What a damaged file ends in (the base class itself: a broken page header); their other subclasses are our mistakes."""
+DAMAGED_FILE_ERRORS = (duckdb.Error, duckdb.IOException, duckdb.InvalidInputException)
+"""Exact classes that DuckDB raises for a damaged file (the base class: a broken page header). Other classes are our bugs."""
+SQL_TYPE = {"int64": "BIGINT", "string": "VARCHAR"}
 
 
 @contextmanager
 def database(
-    *, memory_limit: str, threads: int | None, spill: Path, wanted: str, setting: str = "interactions.memory_limit"
+    *, memory_limit: str, threads: int | None, spill: Path, subject: str, setting: str = "interactions.memory_limit"
 ) -> Iterator[duckdb.DuckDBPyConnection]:
-    """A database in memory that spills to `spill`. InputError where memory or disk are too small, or a file is damaged.
+    """Open an in-memory database that spills to the folder `spill`.
 
-    wanted: what is made, for messages. setting: what memory_limit is called there.
+    Args:
+        subject: what the queries produce, in the plural, for messages: "the events".
+        setting: config key of memory_limit, for messages.
+
+    Raises:
+        InputError: memory or disk are too small, or a file is damaged.
     """
     settings: dict[str, Any] = {"memory_limit": memory_limit, "temp_directory": str(spill)}
     if threads is not None:
@@ -29,15 +36,49 @@ def database(
         with duckdb.connect(config=settings) as connection:
             yield connection
     except duckdb.OutOfMemoryException as error:
-        told = first_line(error)
-        # Nowhere left to spill to.
-        if "failed to offload" in told.lower() or ("temp" in told.lower() and "director" in told.lower()):
-            raise too_small(spill, needed=f"what {wanted} take beyond {setting} is spilled here") from error
-        raise InputError(f"{setting} is {memory_limit}, which is too little: {told}") from error
+        message = first_line(error)
+        # DuckDB reports a spill folder without room as out of memory.
+        if "failed to offload" in message.lower() or ("temp" in message.lower() and "director" in message.lower()):
+            raise disk_full_error(spill, needed=f"DuckDB spills {subject} beyond {setting} to this folder") from error
+        raise InputError(f"{setting} is {memory_limit}, which is too little: {message}") from error
     except duckdb.Error as error:
-        told = first_line(error)
-        if "no space left" in told.lower():
-            raise too_small(spill.parent, needed=f"{wanted} does not fit") from error
-        if type(error) not in DAMAGED:
+        message = first_line(error)
+        if "no space left" in message.lower():
+            raise disk_full_error(spill.parent, needed=f"{subject} do not fit") from error
+        if type(error) not in DAMAGED_FILE_ERRORS:
             raise
-        raise InputError(f"{wanted}: {told}") from error
+        raise InputError(f"{subject}: {message}") from error
+
+
+def quoted(name: str, *, mark: str = '"') -> str:
+    """Quote `name` as an SQL identifier, or with mark "'" as a string.
+
+    >>> print(quoted("it's", mark="'"))
+    'it''s'
+    """
+    return mark + name.replace(mark, 2 * mark) + mark
+
+
+def scan(path: Path, *, options: str = "") -> str:
+    """Return read_parquet(...) for one file; folder names such as key=value do not become columns.
+
+    >>> print(scan(Path("it's.parquet"), options="file_row_number = true"))
+    read_parquet('it''s.parquet', hive_partitioning = false, file_row_number = true)
+    """
+    return f"read_parquet({_file_name(path)}, hive_partitioning = false{', ' + options if options else ''})"
+
+
+def scan_all(paths: Sequence[Path]) -> str:
+    """Return read_parquet(...) for several input files as one table; a column missing in a file is null."""
+    # Without can_have_nan DuckDB 2.0 takes pyarrow's statistics as proof that there is no NaN (duckdb/duckdb#25521).
+    names = ", ".join(map(_file_name, paths))
+    return f"read_parquet([{names}], union_by_name = true, hive_partitioning = false, can_have_nan = true)"
+
+
+def _file_name(path: Path) -> str:
+    """Quote a path; *, ? and [ are escaped, since read_parquet would expand them.
+
+    >>> print(_file_name(Path("log/day[1].parquet")))
+    'log/day[[]1].parquet'
+    """
+    return quoted(re.sub(r"[*?\[]", r"[\g<0>]", str(path)), mark="'")

@@ -1,200 +1,262 @@
-"""Two looks at a new file before its rows are used: does it blow up, and are its pages whole?"""
+"""Checks of an input file before its rows are used: decompression bombs, damaged pages, and sha256 files.
 
+`check_expansion` bounds the memory of the other checks, so it comes first.
+"""
+
+import hashlib
+import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recsys_core.errors import InputError, first_line, shown_names
+from recsys_core.errors import InputError, first_line, shown, shown_names
+from recsys_core.parquet.locations import SIDECAR, retrying
 from recsys_core.parquet.sources import Source
+from recsys_core.units import GIB, MIB
 
-HARMLESS_BYTES = 1 << 30
-"""What decodes to no more than this is never taken for a bomb."""
-_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
-"""Bytes of a decoded value; of a string, those of its offset."""
-_HEADER_BYTES = 64
-_NEXT_NUMBER = b"\x15"
-"""Thrift's compact protocol: the next field is a 32-bit number."""
-_BATCH_BYTES = 64 * 1024 * 1024
+HARMLESS_BYTES = GIB
+"""Data that decodes to at most this size is never rejected as a decompression bomb."""
+_VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
+"""Bytes of a decoded value; for a string, of its offset."""
+_PAGE_HEADER_BYTES = 64
+_NEXT_INT32_FIELD = b"\x15"
+"""Byte of Thrift's compact protocol: the next field is a 32-bit integer."""
+_BATCH_BYTES = 64 * MIB
 _BATCH_ROWS = 262_144
-_BROKEN = (pa.ArrowException, OSError, UnicodeError)
+_READ_ERRORS = (pa.ArrowException, OSError, UnicodeError)
+_MAX_SIDECAR_BYTES = 10_000
+_SIDECAR_LINE = re.compile(r"\\?([0-9a-fA-F]{64})([ \t]+\*?[^\n]*)?\s*")
 
 
-def refuse_bombs(
-    sources: Sequence[Source], *, columns: Sequence[str], max_expansion: float, setting: str, texts: bool = True
+def check_expansion(
+    sources: Sequence[Source], *, columns: Sequence[str], max_expansion_ratio: float, setting: str, texts: bool = True
 ) -> None:
-    """Refuses files whose `columns` decode to more than 1 GiB and more than `max_expansion` times the bytes of the file.
+    """Reject decompression bombs: `columns` that decode to more than 1 GiB and more than a multiple of the file's size.
 
-    Numbers and lists are counted from the footers, so in no time and no memory. The length of strings is not in a footer: the
-    dictionaries are read too (0.2 s for 20 million rows), and their use is counted only where it could come to that much.
+    The sizes of numbers and lists are computed from the footers, without reading data. The footer does not contain the lengths
+    of strings, so their dictionaries are read too (0.2 s for 20 million rows), and their values only if these may be too large.
 
     Args:
-        setting: the config key of max_expansion, for messages.
-        texts: whether strings are counted; a reader that keeps them in dictionaries need not.
+        max_expansion_ratio: largest ratio of decoded bytes to bytes of the file.
+        setting: config key of max_expansion_ratio, for messages.
+        texts: whether to count the characters of strings; false if the reader keeps strings in dictionaries.
 
     Raises:
-        InputError: a file, or all together, would decode to more; or a dictionary cannot be read.
+        InputError: one file, or all files together, decode to more; or a dictionary cannot be read.
     """
-    sizes = []
+
+    def check(name: str, decoded_bytes: float, file_bytes: int) -> None:
+        if decoded_bytes > HARMLESS_BYTES and decoded_bytes > max_expansion_ratio * file_bytes:
+            raise InputError(
+                f"{name}: {file_bytes:,} bytes that decode to {decoded_bytes:,.0f} or more in the columns "
+                f"{shown_names(columns, at_most=10)}, {decoded_bytes / file_bytes:,.0f} times as much: "
+                f"is this a decompression bomb? {setting} is {max_expansion_ratio:g}; raise it if the file is sound"
+            )
+
+    total = 0.0
     for source in sources:
-        decoded = _fixed_bytes(source, columns)
-        _refuse(source.name, decoded, source.record.bytes, columns, max_expansion=max_expansion, setting=setting)
-        limit = max(HARMLESS_BYTES, max_expansion * source.record.bytes)
-        decoded += _text_bytes(source, columns, enough=limit - decoded) if texts else 0
-        _refuse(source.name, decoded, source.record.bytes, columns, max_expansion=max_expansion, setting=setting)
-        sizes.append(decoded)
-    total = sum(source.record.bytes for source in sources)
-    first, more = sources[0].name, len(sources) - 1
-    _refuse(f"{first} and {more} more", sum(sizes), total, columns, max_expansion=max_expansion, setting=setting)
+        decoded_bytes = _decoded_bytes_by_footer(source, columns)
+        check(source.name, decoded_bytes, source.record.bytes)
+        if texts:
+            limit = max(HARMLESS_BYTES, max_expansion_ratio * source.record.bytes)
+            decoded_bytes += _text_bytes(source, columns, stop_above=limit - decoded_bytes)
+            check(source.name, decoded_bytes, source.record.bytes)
+        total += decoded_bytes
+    check(f"{sources[0].name} and {len(sources) - 1} more", total, sum(source.record.bytes for source in sources))
 
 
-def _refuse(name: str, decoded: float, size: int, columns: Sequence[str], *, max_expansion: float, setting: str) -> None:
-    if decoded > HARMLESS_BYTES and decoded > max_expansion * size:
-        raise InputError(
-            f"{name}: {size:,} bytes that decode to {decoded:,.0f} or more in the columns "
-            f"{shown_names(columns, at_most=10)}, {decoded / size:,.0f} times as much: "
-            f"is this a decompression bomb? {setting} is {max_expansion:g}; raise it if the file is sound"
-        )
-
-
-def _fixed_bytes(source: Source, columns: Sequence[str]) -> float:
+def _decoded_bytes_by_footer(source: Source, columns: Sequence[str]) -> float:
     """Bytes of the decoded columns, without the characters of strings in dictionaries."""
     footer = source.footer
     leaves = footer.leaves_of(columns)
-    width_L = np.array([footer.leaves[leaf].width or _WIDTHS.get(footer.leaves[leaf].physical_type, 8) for leaf in leaves])
-    # As float: a count that lies may well be near the end of int64.
-    decoded = float(np.maximum(footer.values_GL[:, leaves] * width_L.astype(float), footer.uncompressed_GL[:, leaves]).sum())
-    # A null among lists of a fixed size is one value in the file, and a whole list in memory.
+    widths = (footer.leaves[leaf].width or _VALUE_BYTES.get(footer.leaves[leaf].physical_type, 8) for leaf in leaves)
+    value_bytes = np.array([*widths])
+    # float: a corrupt count may be near the end of int64.
+    by_chunk = np.maximum(footer.num_values[:, leaves] * value_bytes.astype(float), footer.uncompressed_bytes[:, leaves])
+    decoded_bytes = float(by_chunk.sum())
+    # A null in a column of fixed-size lists is one value in the file, but a whole list in memory.
     for column in set(columns) & set(source.schema.names):
         kind = source.schema.field(source.schema.names.index(column)).type
         if pa.types.is_fixed_size_list(kind):
-            decoded = max(decoded, source.record.rows * float(kind.list_size) * max(1, _bits(kind.value_type) // 8))
-    return decoded
+            element_bytes = max(1, _bit_width(kind.value_type) // 8)
+            decoded_bytes = max(decoded_bytes, source.record.rows * float(kind.list_size) * element_bytes)
+    return decoded_bytes
 
 
-def _bits(kind: pa.DataType) -> int:
+def _bit_width(kind: pa.DataType) -> int:
     try:
         return int(kind.bit_width)
-    except ValueError:  # of variable length
+    except ValueError:  # a type of variable length
         return 8
 
 
-def _text_bytes(source: Source, columns: Sequence[str], *, enough: float) -> int:
-    """Bytes of the characters of all strings that stand in dictionaries; stops counting beyond `enough`."""
-    footer, decoded = source.footer, 0
+def _text_bytes(source: Source, columns: Sequence[str], *, stop_above: float) -> int:
+    """Count the bytes of all strings that the file stores in dictionaries; stop once they are more than `stop_above`."""
+    footer, num_bytes = source.footer, 0
     texts = [leaf for leaf in footer.leaves_of(columns) if footer.leaves[leaf].physical_type == "BYTE_ARRAY"]
-    # No string is longer than its chunk.
-    if (footer.values_GL[:, texts].astype(float) * footer.uncompressed_GL[:, texts]).sum() <= enough:
+    # A string is at most as long as its column chunk.
+    if (footer.num_values[:, texts].astype(float) * footer.uncompressed_bytes[:, texts]).sum() <= stop_above:
         return 0
     for leaf in texts:
         path = footer.leaves[leaf].path
         try:
             with source.open(read_dictionary=[path]) as file:
-                for group in range(len(footer.group_rows_G)):
-                    longest = _longest(next(file.iter_batches(1, row_groups=[group], columns=[path]), None))
-                    values = int(footer.values_GL[group, leaf])
-                    if decoded + values * longest <= enough:
-                        decoded += values * longest
+                for group in range(len(footer.group_rows)):
+                    longest = _longest_text(next(file.iter_batches(1, row_groups=[group], columns=[path]), None))
+                    num_values = int(footer.num_values[group, leaf])
+                    if num_bytes + num_values * longest <= stop_above:
+                        num_bytes += num_values * longest
                         continue
                     for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=[path]):
-                        decoded += _used(batch)
-                        if decoded > enough:
-                            return decoded
-        except _BROKEN as error:
-            raise InputError(_damaged(source, path, error)) from error
-    return decoded
+                        num_bytes += _text_bytes_of_batch(batch)
+                        if num_bytes > stop_above:
+                            return num_bytes
+        except _READ_ERRORS as error:
+            raise _damaged_page(source, path, error) from error
+    return num_bytes
 
 
 def _dictionary(batch: pa.RecordBatch) -> pa.DictionaryArray | None:
+    """The strings of a batch of one column, without the lists and structs around them; None if they are not in a dictionary."""
     array = batch.column(0)
     while pa.types.is_nested(array.type) and not pa.types.is_dictionary(array.type):
         array = array.flatten() if not pa.types.is_struct(array.type) else array.field(0)
     return array if pa.types.is_dictionary(array.type) else None
 
 
-def _longest(batch: pa.RecordBatch | None) -> int:
+def _longest_text(batch: pa.RecordBatch | None) -> int:
     array = _dictionary(batch) if batch is not None else None
     return 0 if array is None else int(pc.max(pc.binary_length(array.dictionary)).as_py() or 0)
 
 
-def _used(batch: pa.RecordBatch) -> int:
+def _text_bytes_of_batch(batch: pa.RecordBatch) -> int:
     array = _dictionary(batch)
-    return (
-        0 if array is None else int(pc.sum(pc.binary_length(array.dictionary).take(array.indices).cast("int64")).as_py() or 0)
-    )
+    if array is None:
+        return 0
+    return int(pc.sum(pc.binary_length(array.dictionary).take(array.indices).cast("int64")).as_py() or 0)
 
 
-def has_checksums(source: Source, columns: Sequence[str]) -> bool:
-    """Whether the first page of one of `columns` has a checksum, or a header that does not read as it should."""
-    starts = {int(start) for start in source.footer.start_GL[:1, source.footer.leaves_of(columns)].flat}
+def has_page_checksums(source: Source, columns: Sequence[str]) -> bool:
+    """Whether the first page of one of `columns` has a checksum; also true if its header cannot be parsed."""
+    starts = {int(start) for start in source.footer.page_start[:1, source.footer.leaves_of(columns)].flat}
     try:
         with source.location.filesystem.open_input_file(source.location.path) as file:
-            return any(_checksum_stored(file.read_at(_HEADER_BYTES, start)) for start in starts)
-    except _BROKEN as error:
+            return any(_has_checksum(file.read_at(_PAGE_HEADER_BYTES, start)) for start in starts)
+    except _READ_ERRORS as error:
         raise InputError(f"{source.name}: cannot be read: {first_line(error)}") from error
 
 
-def _checksum_stored(header: bytes) -> bool:
-    """A page header in Thrift's compact protocol begins with three numbers (kind, two sizes); a fourth is the CRC-32."""
-    at = 0
+def _has_checksum(page_header: bytes) -> bool:
+    """Parse a page header in Thrift's compact protocol: three integers (page type and two sizes), then the optional CRC-32."""
+    position = 0
     for _ in range(3):
-        if header[at : at + 1] != _NEXT_NUMBER:
+        if page_header[position : position + 1] != _NEXT_INT32_FIELD:
             return True
-        at += 1
-        while at < len(header) and header[at] & 0x80:  # all bytes of a number but its last
-            at += 1
-        at += 1
-    return header[at : at + 1] == _NEXT_NUMBER
+        position += 1
+        while position < len(page_header) and page_header[position] & 0x80:  # every byte of an integer but its last
+            position += 1
+        position += 1
+    return page_header[position : position + 1] == _NEXT_INT32_FIELD
 
 
 def verify_pages(source: Source, columns: Sequence[str]) -> None:
-    """Reads `columns` once, comparing each page with its checksum where the writer stored one.
+    """Decode `columns` once, and compare each page with its checksum if the writer stored one.
 
-    A flipped byte in a page with a checksum is always found; in one without, only what cannot be decoded. After refuse_bombs:
-    memory is bounded by a batch of 64 MiB or 262,144 rows.
+    With a checksum every flipped byte of a page is detected; without, only bytes that cannot be decoded. Memory is bounded by a
+    batch of 64 MiB or 262,144 rows.
 
     Raises:
-        InputError: a page is damaged; names the file, the column and the rows of its row group.
+        InputError: a page is damaged; names the file, the column and the rows of the row group.
     """
     names = [column for column in dict.fromkeys(columns) if column in source.schema.names]
     try:
         with source.open(page_checksum_verification=True) as file:
-            rows = sum(_rows(file, source, names))
-    except _BROKEN as error:
-        raise InputError(_located(source, names, error)) from error
-    if names and rows != source.record.rows:
-        raise InputError(_located(source, names, None))
+            num_rows = sum(_batch_lengths(file, source, names))
+    except _READ_ERRORS as error:
+        raise _locate_damage(source, names, error) from error
+    if names and num_rows != source.record.rows:
+        raise _locate_damage(source, names, None)
 
 
-def _rows(file: pq.ParquetFile, source: Source, columns: Sequence[str], groups: Sequence[int] | None = None) -> Iterator[int]:
+def _batch_lengths(
+    file: pq.ParquetFile, source: Source, columns: Sequence[str], groups: Sequence[int] | None = None
+) -> Iterator[int]:
     if not columns:
         return
-    row_bytes = int(_fixed_bytes(source, columns)) // max(1, source.record.rows) + 1
-    size = max(1, min(_BATCH_ROWS, _BATCH_BYTES // row_bytes))
-    for batch in file.iter_batches(size, row_groups=groups, columns=list(columns)):
+    row_bytes = int(_decoded_bytes_by_footer(source, columns)) // max(1, source.record.rows) + 1
+    batch_rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // row_bytes))
+    for batch in file.iter_batches(batch_rows, row_groups=groups, columns=list(columns)):
         yield batch.num_rows
 
 
-def _located(source: Source, columns: Sequence[str], found: BaseException | None) -> str:
-    """The message for the first row group of the first column that does not read."""
+def _locate_damage(source: Source, columns: Sequence[str], first_error: BaseException | None) -> InputError:
+    """Return the error for the first row group and column that cannot be read."""
     start = 0
-    for group in range(len(source.footer.group_rows_G)):
-        wanted = int(source.footer.group_rows_G[group])
+    for group, group_rows in enumerate(source.footer.group_rows.tolist()):
         for column in columns:
-            why: BaseException | None = None
+            error: BaseException | None = None
             try:
                 with source.open(page_checksum_verification=True) as file:
-                    whole = sum(_rows(file, source, [column], [group])) == wanted
-            except _BROKEN as error:
-                whole, why = False, error
-            if not whole:
-                return _damaged(source, column, why, rows=f", rows {start:,} to {start + wanted - 1:,}")
-        start += wanted
-    return _damaged(source, columns[0], found)
+                    is_complete = sum(_batch_lengths(file, source, [column], [group])) == group_rows
+            except _READ_ERRORS as read_error:
+                is_complete, error = False, read_error
+            if not is_complete:
+                return _damaged_page(source, column, error, rows=f", rows {start:,} to {start + group_rows - 1:,}")
+        start += group_rows
+    return _damaged_page(source, columns[0], first_error)
 
 
-def _damaged(source: Source, column: str, error: BaseException | None, *, rows: str = "") -> str:
-    told = first_line(error) if error is not None else "rows are missing"
-    return f"{source.name}: column {column!r}{rows}: a page is damaged ({told}); copy or write the file anew"
+def _damaged_page(source: Source, column: str, error: BaseException | None, *, rows: str = "") -> InputError:
+    why = first_line(error) if error is not None else "rows are missing"
+    return InputError(f"{source.name}: column {column!r}{rows}: a page is damaged ({why}); copy or write the file again")
+
+
+def require_sidecars(sources: Sequence[Source]) -> None:
+    """Raise InputError for a file without a valid sha256 file next to it; the file itself is not read."""
+    for source in sources:
+        _read_sidecar(source)
+
+
+def verify_sidecars(sources: Sequence[Source]) -> None:
+    """Hash each file, and raise InputError if its sha256 differs from the one in its sidecar, as sha256sum writes it."""
+    for source in sources:
+        expected, actual = _read_sidecar(source), retrying(partial(_sha256, source))
+        if actual != expected:
+            raise InputError(
+                f"{source.name}: its sha256 is {actual}, but {expected} in {source.name}{SIDECAR}: one of them is damaged or "
+                "out of date; copy or write the file again, then its sidecar"
+            )
+
+
+def _read_sidecar(source: Source) -> str:
+    location = source.location
+    try:
+        with location.filesystem.open_input_stream(location.path + SIDECAR) as file:
+            text = bytes(file.read(_MAX_SIDECAR_BYTES)).decode(errors="replace")
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(
+            f"{source.name}{SIDECAR}: cannot be read ({first_line(error)}), but checksums is sidecar; "
+            "write it with sha256sum, or set checksums to pages"
+        ) from None
+    match = _SIDECAR_LINE.fullmatch(text)
+    if match is None:
+        raise InputError(
+            f"{source.name}{SIDECAR}: holds {shown(text)}, expected one line of 64 hexadecimal digits and the name "
+            "of the file; write it with sha256sum"
+        )
+    return match[1].lower()
+
+
+def _sha256(source: Source) -> str:
+    digest = hashlib.sha256()
+    try:
+        with source.location.filesystem.open_input_stream(source.location.path) as file:
+            while block := file.read(MIB):
+                digest.update(block)
+    except pa.ArrowException as error:
+        raise InputError(f"{source.name}: cannot be read: {first_line(error)}") from error
+    return digest.hexdigest()

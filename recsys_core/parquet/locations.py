@@ -1,124 +1,184 @@
-"""Where input files are: paths, globs and folders, on a disk or in an object store, through pyarrow's filesystems."""
+"""Input files on local disks and in object stores: paths, globs, folders and URIs, through pyarrow's filesystems."""
 
 import errno
 import glob
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import parse_qsl, quote, unquote
 
 import pyarrow as pa
 import pyarrow.fs as pafs
+import tenacity
 
 from recsys_core.errors import InputError, first_line, printable
-from recsys_core.parquet.patterns import URI, is_uri, matches, parts_of, set_aside, split_glob
-from recsys_core.parquet.retries import retrying
 
+SIDECAR = ".sha256"
+"""Suffix of the file that holds the checksum of another file."""
+_URI = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?]*)(/.*?|)(?:\?([a-z_]+=[^?]*))?", re.DOTALL | re.IGNORECASE)
 _SCHEMES = {"s3": "s3", "gs": "gs", "gcs": "gs", "file": "file"}
 _OPTIONS = ("endpoint_override", "scheme", "region", "project", "retry_limit_seconds", "tls_ca_file_path")
+_ATTEMPTS = 3
+"""The SDKs of the stores retry inside each of these attempts."""
+# pyarrow raises OSError for a lost connection, a damaged page and a rejected key; only the text differs.
+_TEMPORARY = re.compile(
+    r"NETWORK_CONNECTION|curlCode|REQUEST_TIMEOUT|SLOW_DOWN|THROTTLING|INTERNAL_FAILURE|SERVICE_UNAVAILABLE|HTTP status 5\d\d"
+    r"|HTTP response code 5\d\d|UNAVAILABLE|DEADLINE_EXCEEDED|Connection reset|timed out"
+)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
 class Location:
-    """A file that is there. `name` is what messages and manifests call it: a local path, or a URI without its options."""
+    """An existing file. `name` identifies it in messages and manifests: a local path, or a URI without options."""
 
     name: str
     path: str
-    """As `filesystem` knows it."""
+    """Path within `filesystem`."""
     bytes: int
     modified_ns: int
     filesystem: pafs.FileSystem = field(repr=False)
     inode: tuple[int, int] | None = None
-    """Device and number of a local file, the same under all its names."""
+    """Device and inode of a local file: equal for all names of the file."""
 
     @property
     def local(self) -> bool:
-        """Whether `path` is one of this machine."""
+        """Whether the file is on this machine."""
         return isinstance(self.filesystem, pafs.LocalFileSystem)
 
 
 def find(pattern: str, *, setting: str, data_root: Path | None = None) -> Iterator[Location]:
-    """The files that `pattern` names, unsorted: one file, those a glob matches, or all *.parquet below a folder.
+    """Find the files of a path, a glob or a folder, in no particular order.
 
-    In folders and globs, files and folders that start with _ or . are passed over (half-written or not data, by custom), unless
-    the glob itself names such.
+    A folder means all *.parquet files in it and below it. Folders and globs skip names that start with _ or . (by convention
+    such files are incomplete or not data), unless a component of the glob starts with one of these characters.
 
     Raises:
-        InputError: nothing is there, the store refuses, or a file lies outside of `data_root`.
+        InputError: no file matches, the store rejects the request, or a file is outside `data_root`.
     """
     if not is_uri(pattern):
-        paths = _local(pattern, shown=printable(pattern), setting=setting)
+        paths = _find_local(pattern, shown=printable(pattern), setting=setting)
     else:
         filesystem, path, prefix = connect(pattern, setting=setting)
         if not isinstance(filesystem, pafs.LocalFileSystem):
             if data_root is not None:
                 raise InputError(
-                    f"{setting}: {prefix}/{path}: lies in another store, not below data_root ({data_root}); "
+                    f"{setting}: {prefix}/{path}: is in an object store, not below data_root ({data_root}); "
                     "copy it there, or unset data_root"
                 )
-            yield from _remote(filesystem, path, prefix=prefix, setting=setting)
+            yield from _find_remote(filesystem, path, prefix=prefix, setting=setting)
             return
-        paths = _local(path, shown=printable(pattern), setting=setting)
+        paths = _find_local(path, shown=printable(pattern), setting=setting)
     root = data_root.resolve() if data_root is not None else None
     filesystem = pafs.LocalFileSystem()
-    for found in paths:
-        name = printable(found)
-        if not _is_utf8(found):
+    for path in paths:
+        name = printable(path)
+        if not _is_utf8(path):
             raise InputError(f"{setting}: {name}: the name of the file is not UTF-8; rename it")
-        target = Path(found).resolve()
+        target = Path(path).resolve()
         if root is not None and not target.is_relative_to(root):
             raise InputError(
                 f"{setting}: {name}: leads to {printable(str(target))}, which is not below data_root ({root}); "
                 "move the file there, or change data_root"
             )
         status = target.stat()
-        yield Location(name, found, status.st_size, status.st_mtime_ns, filesystem, (status.st_dev, status.st_ino))
+        yield Location(name, path, status.st_size, status.st_mtime_ns, filesystem, (status.st_dev, status.st_ino))
 
 
-def _local(pattern: str, *, shown: str, setting: str) -> list[str]:
+def is_uri(pattern: str) -> bool:
+    """Whether `pattern` is a URI such as s3://bucket/log, not a path.
+
+    >>> is_uri("s3://bucket/log"), is_uri("log/dt=2026-11-19"), is_uri("/a//b")
+    (True, False, False)
+    """
+    return _URI.fullmatch(pattern) is not None
+
+
+def connect(uri: str, *, setting: str) -> tuple[pafs.FileSystem, str, str]:
+    """Return the filesystem of `uri`, the path in it, and the prefix that makes a URI of such a path again."""
+    match = _URI.fullmatch(uri)
+    assert match is not None  # is_uri
+    raw_scheme, authority, path, query = match.groups()
+    user, _, host = authority.rpartition("@")
+    shown = printable(f"{raw_scheme}://{host}{path}")
+    scheme = _SCHEMES.get(raw_scheme.lower())
+    if scheme is None:
+        raise InputError(f"{setting}: {shown}: {raw_scheme}:// is not supported; use a local path, file://, s3:// or gs://")
+    if user and not (scheme == "gs" and user == "anonymous"):
+        raise InputError(
+            f"{setting}: {shown}: holds credentials; remove them and set them in the environment "
+            "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or GOOGLE_APPLICATION_CREDENTIALS)"
+        )
+    options = dict(parse_qsl(query or "", keep_blank_values=True))
+    unknown = sorted(set(options) - set(_OPTIONS))
+    if unknown:
+        raise InputError(f"{setting}: {shown}: unknown options {unknown}; the options are {list(_OPTIONS)}")
+    if scheme == "file":
+        if host not in ("", "localhost"):
+            raise InputError(f"{setting}: {shown}: names another machine; a local file is file:///and/its/path")
+        return pafs.LocalFileSystem(), unquote(path), "file:/"
+    if not host:
+        raise InputError(f"{setting}: {shown}: names no bucket; write {raw_scheme}://bucket/path")
+    # pyarrow's parser rejects the characters of a glob, so only the bucket goes through it.
+    encoded_options = "&".join(f"{key}={quote(value)}" for key, value in options.items())
+    bucket = f"{scheme}://{authority}?{encoded_options}"
+    try:
+        filesystem, _ = retrying(lambda: pafs.FileSystem.from_uri(bucket))
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{setting}: {shown}: {_explain_store_error(error)}") from error
+    return filesystem, host + unquote(path).rstrip("/"), f"{raw_scheme.lower()}:/"
+
+
+def _find_local(pattern: str, *, shown: str, setting: str) -> list[str]:
     if "\0" in pattern:
-        raise InputError(f"{setting}: {shown}: a path holds no NUL")
+        raise InputError(f"{setting}: {shown}: a path must not contain NUL")
     try:
         return _local_files(pattern, shown=shown, setting=setting)
-    except OSError as error:  # a name that is too long, a folder that may not be entered
+    except OSError as error:  # the name is too long, or a folder is not accessible
         raise InputError(f"{setting}: {shown}: {error.strerror}; check the path and its permissions") from error
 
 
 def _local_files(pattern: str, *, shown: str, setting: str) -> list[str]:
-    # A file of exactly this name is meant, even if the name reads as a pattern.
+    # A file of exactly this name takes precedence over reading the name as a glob.
     if Path(pattern).is_file():
         return [pattern]
     if Path(pattern).is_dir():
-        found = [path for path in _walk(pattern, ()) if path.endswith(".parquet") and not set_aside(path, below=pattern)]
-        if not found:
+        files = [path for path in _walk(pattern, ()) if path.endswith(".parquet") and not _is_skipped(path, below=pattern)]
+        if not files:
             raise InputError(f"{setting}: no *.parquet file in or below the folder {shown}")
     elif not glob.has_magic(pattern):
         raise InputError(f"{setting}: no such file: {shown}")
     else:
-        matched = _glob(pattern)
-        found = [path for path in matched if Path(path).is_file()]
-        if not found:
-            folders = f"; {len(matched)} folders do: end it in /**/*.parquet for what is in them" if matched else ""
-            raise InputError(f"{setting}: no file matches: {shown}{folders}")
-    return found
+        matching_paths = _glob(pattern)
+        files = [path for path in matching_paths if Path(path).is_file()]
+        if not files:
+            raise InputError(f"{setting}: no file matches: {shown}{_folder_hint(len(matching_paths))}")
+    return files
+
+
+def _folder_hint(num_folders: int) -> str:
+    return f"; {num_folders} folders match: append /**/*.parquet to read the files below them" if num_folders else ""
 
 
 def _glob(pattern: str) -> list[str]:
-    base, tail = split_glob(pattern)
-    if "**" in tail:  # glob follows links that lead back up again and again
-        below = _walk(base or ".", ())
-        found = [path if base else os.path.relpath(path, ".") for path in below]
-        found = [path for path in found if matches(parts_of(path, base), tail)]
+    base, tail = _split_glob(pattern)
+    if "**" in tail:  # glob.glob follows links to parent folders again and again
+        paths = [path if base else os.path.relpath(path, ".") for path in _walk(base or ".", ())]
+        paths = [path for path in paths if _matches(_components(path, base), tail)]
     else:
-        found = glob.glob(pattern)  # noqa: PTH207  # the pattern may be absolute
-    return found if any(part[0] in "_." for part in tail if part) else [p for p in found if not set_aside(p, below=base)]
+        paths = glob.glob(pattern)  # noqa: PTH207  # the pattern may be absolute
+    return paths if _names_skipped_files(tail) else [path for path in paths if not _is_skipped(path, below=base)]
 
 
-def _walk(folder: str, above: tuple[str, ...]) -> Iterator[str]:
-    """All files below `folder`, through links too, except a link to a folder that we are in."""
-    real = os.path.realpath(folder)
-    if real in above:
+def _walk(folder: str, parents: tuple[str, ...]) -> Iterator[str]:
+    """Yield all files below `folder`, also through links, except links to one of the `parents`."""
+    real_path = os.path.realpath(folder)
+    if real_path in parents:
         return
     try:
         with os.scandir(folder) as entries:
@@ -127,82 +187,78 @@ def _walk(folder: str, above: tuple[str, ...]) -> Iterator[str]:
         raise InputError(f"{printable(folder)}: the folder cannot be listed: {error.strerror}") from error
     for path, is_folder in children:
         if is_folder:
-            yield from _walk(path, (*above, real))
-        elif Path(path).is_file():  # no dangling link, no pipe
+            yield from _walk(path, (*parents, real_path))
+        elif Path(path).is_file():  # neither a dangling link nor a pipe
             yield path
 
 
-def connect(uri: str, *, setting: str) -> tuple[pafs.FileSystem, str, str]:
-    """The filesystem of `uri`, the path in it, and the scheme with what stands before that path."""
-    match = URI.fullmatch(uri)
-    assert match is not None  # is_uri
-    given, authority, path, query = match.groups()
-    user, _, host = authority.rpartition("@")
-    shown = printable(f"{given}://{host}{path}")
-    scheme = _SCHEMES.get(given.lower())
-    if scheme is None:
-        raise InputError(f"{setting}: {shown}: {given}:// is not known; give a local path, or file://, s3:// or gs://")
-    if user and not (scheme == "gs" and user == "anonymous"):
-        raise InputError(
-            f"{setting}: {shown}: holds credentials; take them out and give them in the environment "
-            "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or GOOGLE_APPLICATION_CREDENTIALS)"
-        )
-    options = dict(parse_qsl(query or "", keep_blank_values=True))
-    unknown = sorted(set(options) - set(_OPTIONS))
-    if unknown:
-        raise InputError(f"{setting}: {shown}: unknown options {unknown}; there are {list(_OPTIONS)}")
-    if scheme == "file":
-        if host not in ("", "localhost"):
-            raise InputError(f"{setting}: {shown}: names another machine; a local file is file:///and/its/path")
-        return pafs.LocalFileSystem(), unquote(path), "file:/"
-    if not host:
-        raise InputError(f"{setting}: {shown}: names no bucket; write {given}://bucket/path")
-    # Only the bucket goes through pyarrow's parser, which refuses the characters of a glob.
-    asked = "&".join(f"{key}={quote(value)}" for key, value in options.items())
-    bucket = f"{scheme}://{authority}?{asked}"
-    try:
-        filesystem, _ = retrying(lambda: pafs.FileSystem.from_uri(bucket))
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{setting}: {shown}: {_why(error)}") from error
-    return filesystem, host + unquote(path).rstrip("/"), f"{given.lower()}:/"
-
-
-def _remote(filesystem: pafs.FileSystem, path: str, *, prefix: str, setting: str) -> Iterator[Location]:
+def _find_remote(filesystem: pafs.FileSystem, path: str, *, prefix: str, setting: str) -> Iterator[Location]:
     shown = printable(f"{prefix}/{path}")
 
-    def listing(selector: pafs.FileSelector | str) -> list[pafs.FileInfo]:
+    def list_files(selector: pafs.FileSelector | str) -> list[pafs.FileInfo]:
         try:
-            found = retrying(lambda: filesystem.get_file_info(selector))
+            infos = retrying(lambda: filesystem.get_file_info(selector))
         except (pa.ArrowException, OSError) as error:
-            raise InputError(f"{setting}: {shown}: {_why(error)}") from error
-        return found if isinstance(found, list) else [found]
+            raise InputError(f"{setting}: {shown}: {_explain_store_error(error)}") from error
+        return infos if isinstance(infos, list) else [infos]
 
-    (itself,) = listing(path)
-    if itself.type == pafs.FileType.File:
-        files = [itself]
-    elif itself.type == pafs.FileType.Directory:
-        below = listing(pafs.FileSelector(path, recursive=True))
-        files = [info for info in below if info.path.endswith(".parquet") and not set_aside(info.path, below=path)]
+    (path_info,) = list_files(path)
+    if path_info.type == pafs.FileType.File:
+        files = [path_info]
+    elif path_info.type == pafs.FileType.Directory:
+        below = list_files(pafs.FileSelector(path, recursive=True))
+        files = [info for info in below if info.path.endswith(".parquet") and not _is_skipped(info.path, below=path)]
         files = [info for info in files if info.type == pafs.FileType.File]
         if not files:
             raise InputError(f"{setting}: no *.parquet file in or below the folder {shown}")
-    elif listing(bucket := path.partition("/")[0])[0].type == pafs.FileType.NotFound:
+    elif list_files(bucket := path.partition("/")[0])[0].type == pafs.FileType.NotFound:
         raise InputError(f"{setting}: no such bucket: {printable(f'{prefix}/{bucket}')}")
     elif not glob.has_magic(path):
         raise InputError(f"{setting}: no such file: {shown}")
     else:
-        base, tail = split_glob(path)
-        below = listing(pafs.FileSelector(base, recursive=len(tail) > 1 or tail == ["**"], allow_not_found=True))
-        named = any(part[0] in "_." for part in tail if part)
-        matched = [info for info in below if matches(parts_of(info.path, base), tail)]
-        files = [
-            info for info in matched if info.type == pafs.FileType.File and (named or not set_aside(info.path, below=base))
-        ]
+        base, tail = _split_glob(path)
+        below = list_files(pafs.FileSelector(base, recursive=len(tail) > 1 or tail == ["**"], allow_not_found=True))
+        matching = [info for info in below if _matches(_components(info.path, base), tail)]
+        files = [info for info in matching if info.type == pafs.FileType.File]
+        if not _names_skipped_files(tail):
+            files = [info for info in files if not _is_skipped(info.path, below=base)]
         if not files:
-            folders = f"; {len(matched)} folders do: end it in /**/*.parquet for what is in them" if matched else ""
-            raise InputError(f"{setting}: no file matches: {shown}{folders}")
+            raise InputError(f"{setting}: no file matches: {shown}{_folder_hint(len(matching))}")
     for info in files:
         yield Location(printable(f"{prefix}/{info.path}"), info.path, info.size, info.mtime_ns or 0, filesystem)
+
+
+def _split_glob(pattern: str) -> tuple[str, list[str]]:
+    """Split a glob into the folder before its first component with a wildcard, and the components from there."""
+    components = pattern.split("/")
+    first = next(index for index, component in enumerate(components) if glob.has_magic(component))
+    base = "/".join(components[:first])
+    return base or ("/" if pattern.startswith("/") else ""), [component for component in components[first:] if component]
+
+
+def _components(path: str, base: str) -> list[str]:
+    return [component for component in path.removeprefix(base).split("/") if component]
+
+
+def _matches(components: Sequence[str], tail: Sequence[str]) -> bool:
+    """Whether a path matches a glob, component by component; ** matches any number of folders."""
+    if not tail:
+        return not components
+    if tail[0] == "**":
+        if len(tail) == 1:
+            return bool(components)
+        return any(_matches(components[start:], tail[1:]) for start in range(len(components)))
+    return bool(components) and fnmatchcase(components[0], tail[0]) and _matches(components[1:], tail[1:])
+
+
+def _names_skipped_files(tail: Sequence[str]) -> bool:
+    return any(component[0] in "_." for component in tail)
+
+
+def _is_skipped(path: str, *, below: str) -> bool:
+    """Whether folders and globs skip `path`: a name starts with _ or ., or the file is a checksum."""
+    hidden = any(component[0] in "_." and component not in (".", "..") for component in _components(path, below))
+    return path.endswith(SIDECAR) or hidden
 
 
 def _is_utf8(name: str) -> bool:
@@ -213,11 +269,28 @@ def _is_utf8(name: str) -> bool:
     return True
 
 
-def _why(error: BaseException) -> str:
-    """What a store answered, in words that say what to do."""
-    told = first_line(error)
-    if isinstance(error, FileNotFoundError) or "NO_SUCH_BUCKET" in told or getattr(error, "errno", None) == errno.ENOENT:
-        return f"no such bucket or folder ({told})"
-    if "ACCESS_DENIED" in told or "INVALID_ACCESS_KEY" in told or "SIGNATURE" in told or "403" in told:
-        return f"the store refuses these credentials; check those in the environment ({told})"
-    return f"the store does not answer as it should ({told})"
+def retrying(call: Callable[[], T]) -> T:
+    """Return the result of `call`, which runs up to three times while the network or the store fails temporarily."""
+    attempts = tenacity.Retrying(
+        retry=tenacity.retry_if_exception(is_temporary),
+        stop=tenacity.stop_after_attempt(_ATTEMPTS),
+        wait=tenacity.wait_random_exponential(multiplier=0.2, max=10),
+        reraise=True,
+    )
+    return attempts(call)
+
+
+def is_temporary(error: BaseException) -> bool:
+    """Whether a retry may succeed: the network failed, or the store is overloaded."""
+    return isinstance(error, ConnectionError | TimeoutError) or (
+        isinstance(error, OSError) and bool(_TEMPORARY.search(str(error)))
+    )
+
+
+def _explain_store_error(error: BaseException) -> str:
+    message = first_line(error)
+    if isinstance(error, FileNotFoundError) or "NO_SUCH_BUCKET" in message or getattr(error, "errno", None) == errno.ENOENT:
+        return f"no such bucket or folder ({message})"
+    if "ACCESS_DENIED" in message or "INVALID_ACCESS_KEY" in message or "SIGNATURE" in message or "403" in message:
+        return f"the store rejects these credentials; check those in the environment ({message})"
+    return f"the store fails ({message})"

@@ -26,7 +26,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from recsys_core.config import Frozen
-from recsys_core.disk import full_disk_is_told, too_small
+from recsys_core.disk import disk_full_error, explain_disk_full
 from recsys_core.errors import StageError
 from recsys_core.launching.heartbeat import heartbeat
 from recsys_core.manifests import Manifest, load_manifest, seal
@@ -114,7 +114,7 @@ class Checkpointer:
         """Waits until the last save is committed; raises what went wrong with it."""
         if self._running is not None:
             running, self._running = self._running, None
-            with full_disk_is_told(self._folder):
+            with explain_disk_full(self._folder):
                 running.result()
 
     def _commit(self, written: "Future[None]", staging: Path, target: Path, step: int, best: Best | None) -> None:
@@ -148,7 +148,7 @@ class Checkpointer:
         if self._process.is_main:
             self._folder.mkdir(parents=True, exist_ok=True)
             if shutil.disk_usage(self._folder).free < size:
-                raise too_small(staging, needed=f"a checkpoint takes {gib(int(size.item()), digits=3)}")
+                raise disk_full_error(staging, needed=f"a checkpoint takes {gib(int(size.item()), digits=3)}")
 
 
 def _local_bytes(value: object) -> int:

@@ -15,6 +15,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.events import EvaluationSplit, EventStore, Rows
 from recsys_core.data.features.store import FeatureStore
+from recsys_core.disk import save_npy
 from recsys_core.launching.config import Launcher, LocalLauncher
 from recsys_core.launching.launch import launch
 from recsys_core.manifests import (
@@ -31,7 +32,6 @@ from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.shards import table_shards
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.task import RetrievalTask
-from recsys_core.parquet.disk import save
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.checkpoint import PLAN_COPY, restore
 from recsys_core.training.config import TrainingConfig
@@ -145,7 +145,7 @@ def _write_vectors(encoder: Encoder, *, job: ExportJob, writer: RankWriter) -> N
     for split in SPLITS:
         users = store.users_with_targets(split)
         if process.is_main:
-            save(job.out / f"query_users_{split}.npy", users)
+            save_npy(job.out / f"query_users_{split}.npy", users)
         path = job.out / f"query_vectors_{split}.npy"
 
         def encode(rows: Rows, users: Rows = users, split: EvaluationSplit = split) -> tuple[torch.Tensor, ...]:

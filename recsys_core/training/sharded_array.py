@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch import distributed as dist
 
-from recsys_core.disk import full_disk_is_told
+from recsys_core.disk import allocate_npy, explain_disk_full
 from recsys_core.errors import StageError
-from recsys_core.parquet.disk import allocate
 from recsys_core.training.process_group import Process
 
 Place = tuple[slice, slice]
@@ -44,7 +43,7 @@ class Part:
 @contextmanager
 def writing_part(path: Path, *, process: Process) -> Iterator[Part]:
     """Collective. This rank's part of the array that belongs to `path`; afterwards every rank can read all parts."""
-    with full_disk_is_told(path.parent), _part(path, process.rank).open("wb") as file:
+    with explain_disk_full(path.parent), _part(path, process.rank).open("wb") as file:
         yield Part(file)
         file.flush()
         os.fsync(file.fileno())
@@ -62,7 +61,7 @@ def build_array(
     if 0 in shape:
         np.save(path, np.empty(shape, np.float32))
     else:
-        target = allocate(path, dtype=np.float32, shape=shape)
+        target = allocate_npy(path, dtype=np.float32, shape=shape)
         fill_array(path, target, process=process, adds=adds, on_record=on_record)
         assert isinstance(target, np.memmap)
         target.flush()

@@ -15,8 +15,8 @@ from recsys_core.data.embeddings.row_problems import Findings, Flaw
 from recsys_core.data.embeddings.schema import VectorFiles
 from recsys_core.errors import InputError, shown
 from recsys_core.manifests import IdType
+from recsys_core.parquet.duckdb_session import SQL_TYPE
 from recsys_core.parquet.sources import Source
-from recsys_core.parquet.sql import SQL_TYPE
 from recsys_core.units import INT64_MAX
 
 MEMORY_LIMIT = "128MB"

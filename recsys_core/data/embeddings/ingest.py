@@ -22,12 +22,12 @@ from recsys_core.data.embeddings.projection import SAMPLE_ROWS, Projection, unit
 from recsys_core.data.embeddings.reader import BATCH_BYTES, read_vectors
 from recsys_core.data.embeddings.row_problems import Findings
 from recsys_core.data.embeddings.schema import VectorFiles, check_embeddings, refuse_wider, require_one_dim
+from recsys_core.disk import allocate_npy
 from recsys_core.errors import InputError
 from recsys_core.manifests import EmbeddingsManifest, VectorTable, fingerprint_of, produce
-from recsys_core.parquet.checksums import verify_sidecars
-from recsys_core.parquet.disk import allocate
 from recsys_core.parquet.duckdb_session import database
-from recsys_core.parquet.sources import local_files
+from recsys_core.parquet.guards import verify_sidecars
+from recsys_core.parquet.local_copies import local_files
 
 
 def ingest_embeddings(
@@ -77,7 +77,7 @@ def _build_table(entries: Sequence[VectorFiles], *, table: str, out: Path) -> Ve
             memory_limit=MEMORY_LIMIT,
             threads=threads,
             spill=scratch / "spill",
-            wanted=f"the ids of the {table} vectors",
+            subject=f"the ids of the {table} vectors",
             setting="the memory for ids",
         ) as connection:
             ids = TableIds(connection, id_type=entries[0].id_type)
@@ -150,7 +150,7 @@ def _write_matrix(entries: Sequence[_Entry], *, ids: TableIds, target: Path) -> 
     dims = [entry.files.config.pca_dim or np.load(entry.matrix, mmap_mode="r").shape[1] for entry in entries]
     for entry, dim in zip(entries, dims, strict=True):
         require_one_dim(entry.files, dim, before=entries[0].files, before_dim=dims[0])
-    out_RD = allocate(target, dtype=np.float32, shape=(ids.rows, dims[0]))
+    out_RD = allocate_npy(target, dtype=np.float32, shape=(ids.rows, dims[0]))
     start = 0
     for index, (entry, projection) in enumerate(zip(entries, projections, strict=True)):
         for block_ND in _blocks(entry, index, ids=ids):

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from recsys_core.data.embeddings.row_problems import Findings, Flaw
 from recsys_core.data.embeddings.schema import VectorFiles
+from recsys_core.disk import allocate_npy
 from recsys_core.errors import InputError, first_line
-from recsys_core.parquet.disk import allocate
+from recsys_core.parquet.duckdb_session import quoted, scan
 from recsys_core.parquet.sources import Source
-from recsys_core.parquet.sql import quoted, scan
 
 PAGE_BUFFER_BYTES = 256 * 1024
 COLUMNS_AT_A_TIME = 8
@@ -67,7 +67,7 @@ def read_vectors(
         raise InputError(
             f"{files.sources[0].name}: column {files.columns[0]!r}: vectors of {dim:,} numbers; at most {LONGEST_VECTOR:,}"
         )
-    matrix_RD = allocate(out, dtype=np.float32, shape=(files.rows, dim))
+    matrix_RD = allocate_npy(out, dtype=np.float32, shape=(files.rows, dim))
     threads = config.threads or len(os.sched_getaffinity(0))
     normalise = config.normalise and config.pca_dim is None
     rows = min(config.batch_rows, max(64, BATCH_BYTES // (4 * min(dim, COLUMNS_AT_A_TIME * 8))))

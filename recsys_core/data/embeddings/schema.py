@@ -10,9 +10,9 @@ import pyarrow as pa
 from recsys_core.data.embeddings.config import EmbeddingsConfig
 from recsys_core.errors import InputError
 from recsys_core.manifests import IdType
-from recsys_core.parquet.checksums import require_sidecars
-from recsys_core.parquet.guards import refuse_bombs
-from recsys_core.parquet.sources import Source, id_type, open_sources, require_column
+from recsys_core.parquet.columns import id_type, require_column
+from recsys_core.parquet.guards import check_expansion, require_sidecars
+from recsys_core.parquet.sources import Source, open_sources
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ def _check_entry(config: EmbeddingsConfig, *, setting: str, data_root: Path | No
                 f"{columns[0]} to {columns[-1]}, in {sources[0].name}; give every file the same columns"
             )
     _refuse_mixed_types(sources, columns)
-    refuse_bombs(
+    check_expansion(
         sources,
         columns=(config.id_column, *columns),
-        max_expansion=config.max_expansion_ratio,
+        max_expansion_ratio=config.max_expansion_ratio,
         setting=f"{setting}.max_expansion_ratio",
     )
     id_map: tuple[Source, ...] = ()

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from recsys_core.data.features.config import FeatureConfig
 from recsys_core.data.features.numeric import moments, quantiles, standardised
 from recsys_core.data.features.vectors import vector_rows
+from recsys_core.disk import allocate_npy
 from recsys_core.errors import InputError
 from recsys_core.manifests import FeatureFacts, IdType
-from recsys_core.parquet.disk import allocate
-from recsys_core.parquet.sql import SQL_TYPE, scan
+from recsys_core.parquet.duckdb_session import SQL_TYPE, scan
 
 BATCH_ROWS = 1_000_000
 
@@ -169,7 +169,7 @@ class Encoding:
             yield tuple(column.to_numpy(zero_copy_only=False) for column in batch.columns)
 
     def _array(self, name: str, *, dtype: type[np.generic], rows: int) -> NDArray[Any]:
-        return allocate(self.out / f"{self.key}.{name}.npy", dtype=dtype, shape=(rows,))
+        return allocate_npy(self.out / f"{self.key}.{name}.npy", dtype=dtype, shape=(rows,))
 
     def _write_single(self) -> FeatureFacts:
         array = self._array("row", dtype=np.int32, rows=self.rows)

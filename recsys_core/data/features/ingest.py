@@ -26,10 +26,10 @@ from recsys_core.manifests import (
     produce,
     record_file,
 )
-from recsys_core.parquet.checksums import verify_sidecars
-from recsys_core.parquet.duckdb_session import database
-from recsys_core.parquet.sources import local_files, open_sources
-from recsys_core.parquet.sql import quoted, scan, scan_all
+from recsys_core.parquet.duckdb_session import database, quoted, scan, scan_all
+from recsys_core.parquet.guards import verify_sidecars
+from recsys_core.parquet.local_copies import local_files
+from recsys_core.parquet.sources import open_sources
 
 BATCH_ROWS = 1_000_000
 CONTEXT_NAME = "context.parquet"
@@ -74,7 +74,7 @@ def ingest_features(
         facts: dict[str, FeatureTableFacts] = {}
         for table in tables:
             # A database of its own for each side: what it holds is let go of before the next.
-            with database(memory_limit=memory_limit, threads=threads, spill=scratch / "spill", wanted=WANTED) as connection:
+            with database(memory_limit=memory_limit, threads=threads, spill=scratch / "spill", subject=WANTED) as connection:
                 found = _load(connection, table, interactions=interactions, scratch=scratch)
                 if found is not None:
                     facts[table.side] = found

@@ -10,9 +10,10 @@ import pyarrow as pa
 from recsys_core.data.features.config import FeatureConfig, FeaturesConfig, Side
 from recsys_core.errors import SHOWN_CHARACTERS, InputError, shown
 from recsys_core.manifests import IdType
-from recsys_core.parquet.checksums import require_sidecars
-from recsys_core.parquet.sources import Source, id_type, is_list, is_text, open_sources, require_column
-from recsys_core.parquet.sql import SQL_TYPE, quoted, scan_all
+from recsys_core.parquet.columns import id_type, is_list, is_text, require_column
+from recsys_core.parquet.duckdb_session import SQL_TYPE, quoted, scan_all
+from recsys_core.parquet.guards import require_sidecars
+from recsys_core.parquet.sources import Source, open_sources
 from recsys_core.units import FLOAT32_MAX, INT64_MAX
 
 

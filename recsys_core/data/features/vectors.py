@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from recsys_core.data.features.schema import FeatureTable
 from recsys_core.errors import InputError
 from recsys_core.manifests import IdType
-from recsys_core.parquet.sql import scan
+from recsys_core.parquet.duckdb_session import scan
 
 BATCH_ROWS = 1_000_000
 IDS = ("item", "user")

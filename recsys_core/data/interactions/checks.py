@@ -156,7 +156,7 @@ def value_at(source: Source, column: str, row: int) -> Any:
     if column in source.partition:
         return source.constant(column)
     with source.open() as file:
-        for group, rows in enumerate(source.footer.group_rows_G):
+        for group, rows in enumerate(source.footer.group_rows):
             if row < rows:
                 scalar = file.read_row_group(group, columns=[column]).column(0)[row]
                 if pa.types.is_timestamp(scalar.type) and scalar.type.unit == "ns":  # Python has no nanoseconds

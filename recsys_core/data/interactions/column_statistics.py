@@ -9,7 +9,7 @@ from recsys_core.data.interactions.config import InteractionsConfig
 from recsys_core.data.interactions.filters import as_time
 from recsys_core.data.interactions.schema import InteractionsInput
 from recsys_core.manifests import ColumnFacts, LogPart, ReadFile
-from recsys_core.parquet.sql import scan
+from recsys_core.parquet.duckdb_session import scan
 
 LONG_ID = 1_000
 

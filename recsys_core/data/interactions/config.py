@@ -6,6 +6,9 @@ from pydantic import AfterValidator, Field, model_validator
 
 from recsys_core.config import MANY, MOST_DAYS, OPERATIONAL, Checksums, Column, Paths, Settings
 
+SPLITS = ("train", "validation", "test")
+"""The code of a split is its index here; the events of a user are stored in this order."""
+
 _UNITS = {"K": 1_000, "M": 1_000_000, "G": 1_000_000_000, "T": 1_000_000_000_000}
 
 

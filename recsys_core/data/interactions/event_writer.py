@@ -14,11 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from recsys_core.data.interactions.config import InteractionsConfig
+from recsys_core.data.interactions.config import SPLITS, InteractionsConfig
 from recsys_core.data.interactions.filters import rider_columns
 from recsys_core.data.interactions.vocabulary import Vocabulary
-from recsys_core.parquet.disk import allocate, save
-from recsys_core.parquet.sql import SPLITS
+from recsys_core.disk import allocate_npy, save_npy
 
 BATCH_ROWS = 1_000_000
 Counts = NDArray[np.int64]
@@ -48,11 +47,11 @@ class EventWriter:
             f"SELECT {', '.join(columns)} FROM log{join_user}{join_item} ORDER BY u, split, position, i"
             + "".join(f", log.{name}" for name in riders)
         ).to_arrow_reader(BATCH_ROWS)
-        arrays = {"i": allocate(self._out / "event_item.npy", dtype=np.int32, shape=(events,))}
+        arrays = {"i": allocate_npy(self._out / "event_item.npy", dtype=np.int32, shape=(events,))}
         if self._config.timestamp_column is not None:
-            arrays["position"] = allocate(self._out / "event_time.npy", dtype=np.int64, shape=(events,))
+            arrays["position"] = allocate_npy(self._out / "event_time.npy", dtype=np.int64, shape=(events,))
         if "weight" in riders:
-            arrays["weight"] = allocate(self._out / "event_weight.npy", dtype=np.float32, shape=(events,))
+            arrays["weight"] = allocate_npy(self._out / "event_weight.npy", dtype=np.float32, shape=(events,))
         start = 0
         with _ContextFile(self._out / "context.parquet", self._config.context_columns) as context:
             for batch in _larger(reader):
@@ -79,13 +78,13 @@ class EventWriter:
             "item_rank": rank,
             "vector_row": self._items.vector_row,
         }.items():
-            save(self._out / f"{name}.npy", array)
+            save_npy(self._out / f"{name}.npy", array)
         if (self._users.vector_row >= 0).any():
-            save(self._out / "user_vector_row.npy", self._users.vector_row)
+            save_npy(self._out / "user_vector_row.npy", self._users.vector_row)
         self._write_train_user(by_split["train"])
 
     def _write_train_user(self, train_count: Counts) -> None:
-        array = allocate(self._out / "train_user.npy", dtype=np.int32, shape=(int(train_count.sum()),))
+        array = allocate_npy(self._out / "train_user.npy", dtype=np.int32, shape=(int(train_count.sum()),))
         start = 0
         for first in range(0, len(train_count), BATCH_ROWS):
             counts = train_count[first : first + BATCH_ROWS]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import duckdb
 
-from recsys_core.data.interactions.config import GivenSplit, InteractionsConfig, LeaveLastOut, LogFilter, TimeSplit
+from recsys_core.data.interactions.config import SPLITS, GivenSplit, InteractionsConfig, LeaveLastOut, LogFilter, TimeSplit
 from recsys_core.errors import InputError
 from recsys_core.manifests import LogPart, SourceFile
-from recsys_core.parquet.sql import SPLITS, scan
+from recsys_core.parquet.duckdb_session import scan
 from recsys_core.units import DAY_US
 
 

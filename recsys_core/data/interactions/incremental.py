@@ -18,10 +18,11 @@ from recsys_core.data.interactions.read_errors import damage_is_told, refuse_unt
 from recsys_core.data.interactions.schema import InteractionsInput
 from recsys_core.errors import InputError
 from recsys_core.manifests import IdType, InteractionsManifest, LogPart, ReadFile, SourceFile, fingerprint_of
-from recsys_core.parquet.checksums import verify_sidecars
-from recsys_core.parquet.guards import has_checksums, verify_pages
-from recsys_core.parquet.sources import Source, local_files, require_column
-from recsys_core.parquet.sql import SQL_TYPE, quoted, scan, scan_all
+from recsys_core.parquet.columns import require_column
+from recsys_core.parquet.duckdb_session import SQL_TYPE, quoted, scan, scan_all
+from recsys_core.parquet.guards import has_page_checksums, verify_pages, verify_sidecars
+from recsys_core.parquet.local_copies import local_files
+from recsys_core.parquet.sources import Source
 
 MICROSECONDS = {"s": "* 1000000", "ms": "* 1000", "us": "", "ns": "// 1000"}
 PAIR, ITEM = 'hash("user"::VARCHAR, item::VARCHAR', "hash(item::VARCHAR"
@@ -102,7 +103,7 @@ def read_part(
     }
     if config.checksums == "sidecar":
         verify_sidecars(sources)
-    checksummed = [has_checksums(source, config.columns) for source in sources]
+    checksummed = [has_page_checksums(source, config.columns) for source in sources]
     for source, has_some in zip(sources, checksummed, strict=True):
         if source.local and has_some:  # of remote ones they are compared while copying
             verify_pages(source, config.columns)

@@ -7,7 +7,7 @@ from typing import Any
 import duckdb
 
 from recsys_core.data.interactions.column_statistics import bad_rows, column_facts
-from recsys_core.data.interactions.config import InteractionsConfig, LogFilter
+from recsys_core.data.interactions.config import SPLITS, InteractionsConfig, LogFilter
 from recsys_core.data.interactions.event_writer import EventWriter
 from recsys_core.data.interactions.filters import check_log, load_log
 from recsys_core.data.interactions.incremental import gather_parts
@@ -16,7 +16,6 @@ from recsys_core.data.interactions.vocabulary import number, open_ids, write_ids
 from recsys_core.errors import InputError
 from recsys_core.manifests import EmbeddingsManifest, IdType, InteractionsManifest, fingerprint_of, produce
 from recsys_core.parquet.duckdb_session import database
-from recsys_core.parquet.sql import SPLITS
 
 
 def ingest_interactions(
@@ -58,7 +57,7 @@ def ingest_interactions(
     def build(out: Path) -> dict[str, Any]:
         spill = out / "spill"
         with database(
-            memory_limit=config.memory_limit, threads=config.threads, spill=spill, wanted="interactions"
+            memory_limit=config.memory_limit, threads=config.threads, spill=spill, subject="interactions"
         ) as connection:
             facts = _ingest(connection, config, found, embeddings, out, previous=previous, fingerprint=fingerprint)
         shutil.rmtree(spill, ignore_errors=True)

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from recsys_core.data.interactions.checks import CLOCK, FileFacts, latest_time, value_at
 from recsys_core.data.interactions.config import InteractionsConfig
 from recsys_core.errors import InputError, first_line, shown
-from recsys_core.parquet.duckdb_session import DAMAGED
+from recsys_core.parquet.duckdb_session import DAMAGED_FILE_ERRORS, quoted, scan
 from recsys_core.parquet.guards import verify_pages
 from recsys_core.parquet.sources import Source
-from recsys_core.parquet.sql import quoted, scan
 from recsys_core.units import DAY_US, INT64_MAX
 
 TICKS_PER_S = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
@@ -37,7 +36,7 @@ def damage_is_told(config: InteractionsConfig, sources: Sequence[Source], paths:
         name = next((source.name for source in sources if _has_null_id(source, config)), sources[0].name)
         raise InputError(_UNTRUE_NULLS.format(name=name)) from error
     except (duckdb.Error, pa.ArrowException, OSError) as error:
-        read = isinstance(error, (duckdb.ConversionException, pa.ArrowException, OSError)) or type(error) in DAMAGED
+        read = isinstance(error, (duckdb.ConversionException, pa.ArrowException, OSError)) or type(error) in DAMAGED_FILE_ERRORS
         if read and "no space left" not in str(error).lower():
             for source in sources:
                 verify_pages(source, config.columns)

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from recsys_core.data.interactions.config import GivenSplit, InteractionsConfig
+from recsys_core.data.interactions.config import SPLITS, GivenSplit, InteractionsConfig
 from recsys_core.errors import InputError
 from recsys_core.manifests import IdType, SourceFile
-from recsys_core.parquet.checksums import require_sidecars
-from recsys_core.parquet.guards import refuse_bombs
-from recsys_core.parquet.sources import Source, id_type, open_sources, refuse_second_names, require_column, same_types
-from recsys_core.parquet.sql import SPLITS
+from recsys_core.parquet.columns import id_type, require_column, require_same_types
+from recsys_core.parquet.guards import check_expansion, require_sidecars
+from recsys_core.parquet.sources import Source, check_distinct_files, open_sources
 
 
 @dataclass(frozen=True)
@@ -59,11 +58,11 @@ def check_interactions(config: InteractionsConfig, *, data_root: Path | None = N
                 kind = require_column(source, column, setting=f"interactions.{setting}")
                 number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
                 _require(number or pa.types.is_boolean(kind), source, column, kind, "a number")
-    same_types(found, config.context_columns)
-    refuse_bombs(
+    require_same_types(found, config.context_columns)
+    check_expansion(
         found,
         columns=config.columns,
-        max_expansion=config.max_expansion_ratio,
+        max_expansion_ratio=config.max_expansion_ratio,
         setting="interactions.max_expansion_ratio",
         texts=False,
     )
@@ -78,7 +77,7 @@ def _refuse_twice(given: Mapping[str, Sequence[Source]]) -> None:
             if other != name:
                 raise InputError(f"{source.name}: given for {other} and for {name}; a test on what was trained on says nothing")
     locations = [source.location for group in given.values() for source in group]
-    refuse_second_names(locations, setting=f"interactions, {' and '.join(given)}")
+    check_distinct_files(locations, setting=f"interactions, {' and '.join(given)}")
 
 
 def _check_times(sources: Sequence[Source], column: str) -> None:

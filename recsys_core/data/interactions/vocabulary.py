@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from recsys_core.manifests import IdType, InteractionsManifest
-from recsys_core.parquet.sql import SQL_TYPE, quoted, scan
+from recsys_core.parquet.duckdb_session import SQL_TYPE, quoted, scan
 
 
 @dataclass(frozen=True)

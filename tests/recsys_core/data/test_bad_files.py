@@ -52,7 +52,7 @@ def damaged(path: Path, cut: Callable[[bytes], bytes]) -> Path:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (lambda whole: b"", "not a readable parquet file (0 bytes): it is empty; write it anew"),
+        (lambda whole: b"", "not a readable parquet file (0 bytes): it is empty; write it again"),
         (lambda whole: whole[: len(whole) // 2], "it begins as parquet, but its end is missing: truncated; copy"),
         (lambda whole: whole[:-1], "its end is missing: truncated"),
         (lambda whole: b"id,item\n1,2\n", "(12 bytes): it has no parquet footer; name parquet files only"),
@@ -72,7 +72,7 @@ def test_files_that_are_not_there(tmp_path: Path, stage: Stage) -> None:
 @BOTH
 def test_tables_without_rows(tmp_path: Path, stage: Stage) -> None:
     pq.write_table(pa.table(GOOD).slice(0, 0), tmp_path / "a.parquet")
-    refuses(stage(tmp_path / "a.parquet"), tmp_path, f"{tmp_path}/a.parquet: no rows; check what writes this table")
+    refuses(stage(tmp_path / "a.parquet"), tmp_path, f"{tmp_path}/a.parquet: no rows; check the job that writes this table")
 
 
 @BOTH
@@ -173,9 +173,9 @@ def test_text_that_is_none_is_named(tmp_path: Path) -> None:
     for column, settings in (("item_id", {}), ("place", {"context_columns": ("place",)})):
         path = write(tmp_path / "a.parquet", **(GOOD | {column: broken}))
         said = f"{path}: column {column!r}: damaged, or not what its type says ("
-        refuses(interactions(path, **settings), tmp_path, said, "is not valid UTF8!); copy or write it anew")
+        refuses(interactions(path, **settings), tmp_path, said, "is not valid UTF8!); copy or write it again")
     path = write(tmp_path / "a.parquet", **(GOOD | {"item_id": broken}))
-    refuses(embeddings(path), tmp_path, f"{path}: column 'item_id': damaged, or no UTF-8 (", "write it anew")
+    refuses(embeddings(path), tmp_path, f"{path}: column 'item_id': damaged, or no UTF-8 (", "write it again")
 
 
 def test_a_checksum_inside_a_compressed_page_is_not_read_over(tmp_path: Path) -> None:

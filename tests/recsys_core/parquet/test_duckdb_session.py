@@ -9,8 +9,8 @@ from tests.recsys_core.data.tables import refusal
 def test_a_disk_too_small_to_spill_to_is_not_taken_for_too_little_memory(tmp_path: Path) -> None:
     spill = tmp_path / "spill"
     with (
-        refusal(str(spill), "what the ids take beyond the memory for ids is spilled here, but the disk has "),
-        database(memory_limit="20MB", threads=1, spill=spill, wanted="the ids", setting="the memory for ids") as connection,
+        refusal(str(spill), "DuckDB spills the ids beyond the memory for ids to this folder, but the disk has "),
+        database(memory_limit="20MB", threads=1, spill=spill, subject="the ids", setting="the memory for ids") as connection,
     ):
         connection.execute("SET max_temp_directory_size = '1MB'")
         connection.execute("CREATE TABLE ids AS SELECT md5(range::VARCHAR) || md5(range::VARCHAR) AS id FROM range(2000000)")

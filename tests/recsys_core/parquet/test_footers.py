@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recsys_core.parquet.guards import refuse_bombs, verify_pages
+from recsys_core.parquet.guards import check_expansion, verify_pages
 from recsys_core.parquet.sources import open_sources
 from tests.recsys_core.data.hostile import patch_footer
 from tests.recsys_core.data.tables import refusal, write
@@ -41,7 +41,7 @@ def test_the_sound_file_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"", "it is empty; write it anew"),
+        (b"", "it is empty; write it again"),
         (b"id,item\n1,2\n3,4\n", "it has no parquet footer; name parquet files only"),
         (b"PAR1" + b"\0" * 100, "it begins as parquet, but its end is missing: truncated"),
         (b"PAR1" + b"\0" * 50 + b"PARE", "its footer is encrypted"),
@@ -128,7 +128,7 @@ def test_every_single_flipped_byte_of_a_footer_is_refused_or_harmless(tmp_path: 
         except ValueError as error:  # an InputError, and nothing else of its family
             assert type(error).__name__ == "InputError" and "\n" not in str(error)
             continue
-        assert source.record.rows == source.footer.group_rows_G.sum() == 2 * ROWS
+        assert source.record.rows == source.footer.group_rows.sum() == 2 * ROWS
 
 
 @pytest.mark.parametrize("rows", [0, 1])
@@ -144,5 +144,5 @@ def test_columns_of_any_name_are_found(tmp_path: Path) -> None:
     names = ['a"; DROP TABLE log; --', "it's", "a.b", "a", "ключ\u202e", "x" * 10_000, ""]
     (source,) = open_sources([write(tmp_path / "x.parquet", **{name: [1] for name in names})], setting="s")
     assert source.schema.names == names
-    refuse_bombs([source], columns=names, max_expansion=1000, setting="s")
+    check_expansion([source], columns=names, max_expansion_ratio=1000, setting="s")
     verify_pages(source, names)

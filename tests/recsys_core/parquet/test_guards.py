@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recsys_core.errors import InputError
-from recsys_core.parquet.guards import refuse_bombs, verify_pages
+from recsys_core.parquet.guards import check_expansion, verify_pages
 from recsys_core.parquet.sources import open_sources
 from tests.recsys_core.data.hostile import list_bomb, text_bomb
 from tests.recsys_core.data.tables import refusal, write
@@ -19,22 +19,22 @@ from tests.recsys_core.data.tables import refusal, write
 ALL = ["user", "item", "t"]
 JUDGE = """
 import resource, sys
-from recsys_core.parquet.guards import refuse_bombs
+from recsys_core.parquet.guards import check_expansion
 from recsys_core.parquet.sources import open_sources
 from recsys_core.errors import InputError
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 open_sources([sys.argv[1]], setting="s")
 before = peak()
 try:
-    refuse_bombs(open_sources([sys.argv[1]], setting="s"), columns=sys.argv[2:], max_expansion=1000, setting="s")
+    check_expansion(open_sources([sys.argv[1]], setting="s"), columns=sys.argv[2:], max_expansion_ratio=1000, setting="s")
 except InputError as error:
     print((peak() - before) // 1024, "MiB", error)
 """
 
 
-def gate(paths: str | list[str], *columns: str, max_expansion: float = 1000) -> None:
+def gate(paths: str | list[str], *columns: str, max_expansion_ratio: float = 1000) -> None:
     found = open_sources([paths] if isinstance(paths, str) else paths, setting="s")
-    refuse_bombs(found, columns=columns, max_expansion=max_expansion, setting="interactions.max_expansion_ratio")
+    check_expansion(found, columns=columns, max_expansion_ratio=max_expansion_ratio, setting="interactions.max_expansion_ratio")
 
 
 def test_bombs_are_refused_within_a_few_megabytes(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_bomb_is_named_with_its_sizes_and_the_setting_lets_it_in(tmp_path: Pat
         f"bomb.parquet: {size:,} bytes that decode to 9,0", "in the columns ['vector']", "interactions.max_expansion_ratio is"
     ):
         gate(path, "vector")
-    gate(path, "vector", max_expansion=1e9)
+    gate(path, "vector", max_expansion_ratio=1e9)
     gate(path, "item_id")
 
 
@@ -62,7 +62,7 @@ def test_a_string_that_stands_in_the_file_once_counts_as_often_as_it_is_used(tmp
     path = text_bomb(tmp_path / "bomb.parquet")
     with refusal("bomb.parquet: ", "is this a decompression bomb?"):
         gate(path, "user_id")
-    gate(path, "user_id", max_expansion=1e9)
+    gate(path, "user_id", max_expansion_ratio=1e9)
 
 
 def test_one_long_string_among_many_short_ones_is_no_bomb(tmp_path: Path) -> None:
@@ -92,7 +92,8 @@ def test_many_small_bombs_are_one_bomb(tmp_path: Path) -> None:
 
 
 def test_data_that_packs_well_but_is_not_large_is_no_bomb(tmp_path: Path) -> None:
-    gate(write(tmp_path / "a.parquet", x=pa.nulls(5_000_000, pa.int64()), t=["same"] * 5_000_000), "x", "t", max_expansion=1.1)
+    path = write(tmp_path / "a.parquet", x=pa.nulls(5_000_000, pa.int64()), t=["same"] * 5_000_000)
+    gate(path, "x", "t", max_expansion_ratio=1.1)
 
 
 def log(path: Path, *, checksums: bool, compression: str = "snappy", dictionary: bool = True) -> bytes:
@@ -113,7 +114,7 @@ def verdict(path: Path) -> str | None:
     """What verify_pages says, if anything."""
     try:
         (source,) = open_sources([str(path)], setting="s")
-        refuse_bombs([source], columns=ALL, max_expansion=1000, setting="s")
+        check_expansion([source], columns=ALL, max_expansion_ratio=1000, setting="s")
         verify_pages(source, ALL)
     except InputError as error:
         return str(error)
@@ -139,7 +140,7 @@ def test_a_flipped_byte_in_the_values_of_a_page_with_a_checksum_is_always_found(
         told = verdict(path)
         assert told is not None
         assert f"a.parquet: column 'item', rows {start:,} to {start + 1999:,}: a page is damaged (" in told
-        assert "copy or write the file anew" in told and "\n" not in told
+        assert "copy or write the file again" in told and "\n" not in told
 
 
 @pytest.mark.parametrize("compression", ["snappy", "zstd"])

@@ -57,7 +57,7 @@ def test_a_folder_whose_own_path_has_a_dot_or_a_pattern_is_read(tmp_path: Path) 
 def test_a_glob_that_matches_folders_alone_says_so(tmp_path: Path) -> None:
     for day in (1, 2):
         write(tmp_path / f"dt={day}" / "a.parquet", x=[1])
-    with refusal("s: no file matches: ", "dt=*; 2 folders do: end it in /**/*.parquet"):
+    with refusal("s: no file matches: ", "dt=*; 2 folders match: append /**/*.parquet"):
         names(tmp_path / "dt=*", tmp_path)
     assert names(tmp_path / "dt=*" / "**" / "*.parquet", tmp_path) == ["dt=1/a.parquet", "dt=2/a.parquet"]
 
@@ -93,7 +93,7 @@ def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_path_with_a_nul_is_refused() -> None:
-    with refusal(r"s: a\x00b: a path holds no NUL"):
+    with refusal(r"s: a\x00b: a path must not contain NUL"):
         open_sources(["a\0b"], setting="s")
 
 
@@ -194,11 +194,11 @@ def test_a_file_uri_is_a_local_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("uri", "told"),
     [
-        ("http://host/log.parquet", "s: http://host/log.parquet: http:// is not known; give a local path, or file://, s3://"),
+        ("http://host/log.parquet", "s: http://host/log.parquet: http:// is not supported; use a local path, file://, s3://"),
         ("file://other/log.parquet", "s: file://other/log.parquet: names another machine"),
         ("s3:///log.parquet", "s: s3:///log.parquet: names no bucket; write s3://bucket/path"),
-        ("gs://me:hunter2@bucket/log", "s: gs://bucket/log: holds credentials; take them out"),
-        ("s3://bucket/log?allow_bucket_creation=true", "unknown options ['allow_bucket_creation']; there are"),
+        ("gs://me:hunter2@bucket/log", "s: gs://bucket/log: holds credentials; remove them"),
+        ("s3://bucket/log?allow_bucket_creation=true", "unknown options ['allow_bucket_creation']; the options are"),
     ],
 )
 def test_a_uri_that_cannot_be_meant_is_refused(uri: str, told: str) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from recsys_core.parquet.sources import id_type, open_sources, require_column, same_types
+from recsys_core.parquet.columns import id_type, require_column, require_same_types
+from recsys_core.parquet.sources import open_sources
 from tests.recsys_core.data.tables import refusal, write
 
 
@@ -103,11 +104,11 @@ def test_columns_of_different_types_are_refused_with_both_files_and_types(
     write(tmp_path / "a.parquet", y=[0], x=one)
     write(tmp_path / "b.parquet", y=[0], x=other)
     found = open_sources([str(tmp_path)], setting="s")
-    same_types(found, ["y"])
+    require_same_types(found, ["y"])
     with refusal(
         "b.parquet: column 'x' is ", str(other.type)[:4], ", but ", str(one.type)[:4], "a.parquet; write one type in all files"
     ):
-        same_types(found, ["y", "x"])
+        require_same_types(found, ["y", "x"])
 
 
 @pytest.mark.parametrize(
@@ -123,4 +124,4 @@ def test_columns_of_different_types_are_refused_with_both_files_and_types(
 def test_widths_and_units_may_differ(tmp_path: Path, one: pa.Array, other: pa.Array) -> None:
     write(tmp_path / "a.parquet", x=one)
     write(tmp_path / "b.parquet", x=other)
-    same_types(open_sources([str(tmp_path)], setting="s"), ["x"])
+    require_same_types(open_sources([str(tmp_path)], setting="s"), ["x"])

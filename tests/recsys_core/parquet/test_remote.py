@@ -13,7 +13,8 @@ import pytest
 
 from recsys_core.errors import InputError
 from recsys_core.parquet import locations
-from recsys_core.parquet.sources import local_files, open_sources
+from recsys_core.parquet.local_copies import local_files
+from recsys_core.parquet.sources import open_sources
 from tests.recsys_core.data.stores import KEY, Store, running
 from tests.recsys_core.data.tables import refusal, write
 
@@ -125,7 +126,7 @@ def test_a_copy_goes_on_where_the_network_broke_off(tmp_path: Path, store: Store
                 raise OSError("AWS Error NETWORK_CONNECTION during GetObject operation: curlCode: 52")
             yield from batches
 
-    monkeypatch.setattr("recsys_core.parquet.copies.pq.ParquetFile", Breaking)
+    monkeypatch.setattr("recsys_core.parquet.local_copies.pq.ParquetFile", Breaking)
     with local_files([source], columns=["user_id", "item_id"], scratch=tmp_path) as (file,):
         assert pq.read_table(file) == wanted
     assert opened[:6] == [[0], [1], [2], [2], [3], [3]]
@@ -174,9 +175,9 @@ def test_a_damaged_page_in_a_store_is_found_while_it_is_copied(tmp_path: Path, s
 def test_a_full_disk_is_said_before_anything_is_copied(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     days(tmp_path, store)
     sources = open_sources([store.uri("log")], setting="s")
-    monkeypatch.setattr("recsys_core.parquet.copies.shutil.disk_usage", lambda _: SimpleNamespace(free=7))
+    monkeypatch.setattr("recsys_core.parquet.local_copies.shutil.disk_usage", lambda _: SimpleNamespace(free=7))
     copying = local_files(sources, columns=["user_id"], scratch=tmp_path)
-    with refusal("part-0.parquet: its copy needs about ", "where 7 are free; make room"), copying:
+    with refusal("part-0.parquet: its copy needs about ", "where 7 are free; free some space"), copying:
         raise AssertionError
 
 
@@ -185,7 +186,7 @@ def test_what_is_not_in_the_store_is_named(store: Store) -> None:
     for pattern, told in (
         ("gone.parquet", "s: no such file: s3://bucket/gone.parquet"),
         ("log/*.parquet", "s: no file matches: s3://bucket/log/*.parquet"),
-        ("lo*", "s: no file matches: s3://bucket/lo*; 1 folders do"),
+        ("lo*", "s: no file matches: s3://bucket/lo*; 1 folders match"),
         ("log", "s: no *.parquet file in or below the folder s3://bucket/log"),
     ):
         with refusal(told):
@@ -196,7 +197,7 @@ def test_what_is_not_in_the_store_is_named(store: Store) -> None:
 
 def test_refused_credentials_are_said_to_be_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "stranger")
-    with refusal("s: s3://bucket/log: the store refuses these credentials; check those in the environment"):
+    with refusal("s: s3://bucket/log: the store rejects these credentials; check those in the environment"):
         open_sources([store.uri("log")], setting="s")
 
 
@@ -229,7 +230,7 @@ def test_an_object_that_is_replaced_after_the_check_is_refused(tmp_path: Path, s
 
 
 def test_files_in_a_store_are_not_below_data_root(tmp_path: Path, store: Store) -> None:
-    with refusal("s: s3://bucket/log: lies in another store, not below data_root", str(tmp_path)):
+    with refusal("s: s3://bucket/log: is in an object store, not below data_root", str(tmp_path)):
         open_sources([store.uri("log")], setting="s", data_root=tmp_path)
 
 

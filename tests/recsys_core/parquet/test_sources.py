@@ -6,7 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recsys_core.parquet.sources import id_type, literal, open_sources, require_column
+from recsys_core.parquet.columns import id_type, require_column
+from recsys_core.parquet.sources import open_sources
 from tests.recsys_core.data.tables import refusal, write
 
 
@@ -114,7 +115,3 @@ def test_ids_of_different_types_in_two_files_are_refused_with_both_names(tmp_pat
     found = open_sources([str(tmp_path / "*.parquet")], setting="s")
     with refusal("b.parquet: column 'id' is string, but int64 in ", "a.parquet"):
         id_type(found, "id", setting="t")
-
-
-def test_a_name_without_pattern_characters_is_left_as_it_is() -> None:
-    assert literal(Path("/data/day-01 {x}'s.parquet")) == "/data/day-01 {x}'s.parquet"

@@ -194,7 +194,7 @@ def test_what_is_wrong_between_two_files_names_both(tmp_path: Path, other: dict[
 def test_damage_behind_an_intact_footer_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", item_id=np.arange(5000), v=list(np.ones((5000, 4))))
     damage_data(path)
-    refuses(lambda folder: ingest(folder, path), tmp_path, "a.parquet: damaged: ", "write it anew")
+    refuses(lambda folder: ingest(folder, path), tmp_path, "a.parquet: damaged: ", "write it again")
 
 
 BAD = {"item_id": [1, 2, None, 2, *range(3, 99)], "v": [[1.0], [np.nan], [1.0], [4.0], [0.0], *([[1.0]] * 94)]}

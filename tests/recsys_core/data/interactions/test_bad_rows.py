@@ -204,5 +204,5 @@ def test_a_null_that_the_statistics_deny_is_found(tmp_path: Path) -> None:
         whole = path.read_bytes()
         start = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
         path.write_bytes(whole[:start] + whole[start:].replace(b"\x16\x02", b"\x16\x00"))  # Thrift's 64-bit 1 becomes 0
-        said = f"{path}: damaged: its statistics say that no value is null, but some are; copy or write the file anew"
+        said = f"{path}: damaged: its statistics say that no value is null, but some are; copy or write the file again"
         refuses(lambda folder, path=path: ingest(folder, str(path), split=LAST_OUT, **WEIGHT), tmp_path, said)

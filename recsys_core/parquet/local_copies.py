@@ -1,0 +1,115 @@
+"""Local copies of remote parquet: the needed columns only, streamed, resumed after a network failure."""
+
+import errno
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recsys_core.errors import InputError, first_line
+from recsys_core.parquet.footers import Footer
+from recsys_core.parquet.locations import Location, is_temporary, retrying
+from recsys_core.parquet.sources import Source
+
+_BATCH_ROWS = 65_536
+_BUFFER_BYTES = 256 * 1024 * 1024
+
+
+@contextmanager
+def local_files(sources: Sequence[Source], *, columns: Sequence[str], scratch: Path) -> Iterator[list[Path]]:
+    """Yield a local parquet file for each source, with at least `columns` and the rows in the same order.
+
+    A local source is its own file. A remote source is copied into `scratch`, with only `columns`, and its pages are verified;
+    hive keys are not columns of a file, so the copy does not have them either. The copies are removed at the end.
+
+    Raises:
+        InputError: a store stops answering, the disk is full, or a remote file is damaged.
+    """
+    scratch.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="remote-", dir=scratch))
+    try:
+        yield [
+            source.path if source.local else _copy(source, columns, folder / f"{index:06d}.parquet")
+            for index, source in enumerate(sources)
+        ]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _copy(source: Source, columns: Sequence[str], target: Path) -> Path:
+    """Copy `columns` of a remote file.
+
+    Memory is bounded by the larger of a batch of 65,536 rows and a quarter of a gigabyte of compressed pages.
+    """
+    names = [name for name in dict.fromkeys(columns) if name in source.schema.names]
+    # If all columns are hive keys, one column of the file has to carry the number of rows.
+    copy = _ResumableCopy(source.location, source.footer, columns=names or source.schema.names[:1], target=target)
+    free = shutil.disk_usage(target.parent).free
+    if copy.compressed_bytes > free:
+        raise _disk_full(source, target, needed=copy.compressed_bytes, free=free)
+    try:
+        retrying(copy.resume)
+        copy.close()
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            free = shutil.disk_usage(target.parent).free
+            raise _disk_full(source, target, needed=copy.compressed_bytes, free=free) from error
+        problem = "the store stopped answering" if is_temporary(error) else "damaged, or not readable"
+        raise InputError(f"{source.name}: {problem}, at row {copy.num_rows:,}: {first_line(error)}") from error
+    return target
+
+
+def _disk_full(source: Source, target: Path, *, needed: int, free: int) -> InputError:
+    return InputError(
+        f"{source.name}: its copy needs about {needed:,} bytes in {target.parent}, where {free:,} are free; "
+        "free some space, or move the workspace"
+    )
+
+
+class _ResumableCopy:
+    """A copy that counts the rows it has written, so that a retry continues after them."""
+
+    def __init__(self, location: Location, footer: Footer, *, columns: Sequence[str], target: Path) -> None:
+        self._location, self._footer, self._columns, self._target = location, footer, list(columns), target
+        self._writer: pq.ParquetWriter | None = None
+        self._group, self._num_rows_in_group = 0, 0
+        self.num_rows = 0
+        bytes_per_group = footer.compressed_bytes[:, footer.leaves_of(self._columns)].sum(axis=1)
+        self.compressed_bytes = int(bytes_per_group.sum())
+        # A small row group is fetched in one request; a large one streams through a buffer per column.
+        self._fetch_options: dict[str, Any] = {"pre_buffer": True}
+        if bytes_per_group.max(initial=0) > _BUFFER_BYTES:
+            buffer_size = max(64 * 1024, min(8 * 1024 * 1024, _BUFFER_BYTES // max(1, len(self._columns))))
+            self._fetch_options = {"pre_buffer": False, "buffer_size": buffer_size}
+
+    def resume(self) -> None:
+        """Copy the rows that are not written yet."""
+        with pq.ParquetFile(
+            self._location.path,
+            filesystem=self._location.filesystem,
+            metadata=self._footer.metadata,
+            page_checksum_verification=True,
+            **self._fetch_options,
+        ) as file:
+            if self._writer is None:
+                schema = pa.schema([file.schema_arrow.field(column) for column in self._columns])
+                self._writer = pq.ParquetWriter(self._target, schema)
+            while self._group < file.num_row_groups:
+                num_to_skip = self._num_rows_in_group
+                for batch in file.iter_batches(_BATCH_ROWS, row_groups=[self._group], columns=self._columns):
+                    new_rows = batch.slice(min(num_to_skip, batch.num_rows))
+                    num_to_skip -= batch.num_rows - new_rows.num_rows
+                    if new_rows.num_rows:
+                        self._writer.write_batch(new_rows.select(self._columns))
+                        self._num_rows_in_group += new_rows.num_rows
+                        self.num_rows += new_rows.num_rows
+                self._group, self._num_rows_in_group = self._group + 1, 0
+
+    def close(self) -> None:
+        assert self._writer is not None  # resume
+        self._writer.close()

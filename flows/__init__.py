@@ -1,3 +1,34 @@
-"""Prefect flows and the command line."""
+"""Prefect flows, the command line, and the Python API for notebooks.
+
+>>> from flows import load_config, nightly_retrain, open_run
+"""
+
+from typing import TYPE_CHECKING, Any
 
 import tasks as _tasks  # noqa: F401  sets the environment that prefect reads when it is imported
+
+if TYPE_CHECKING:
+    from flows.config import PipelineConfig as PipelineConfig
+    from flows.config_file import load_config as load_config
+    from flows.nightly import nightly_retrain as nightly_retrain
+    from flows.results import RunResults as RunResults
+    from flows.results import open_run as open_run
+    from flows.tuning import tune_settings as tune_settings
+
+_MODULES = {
+    "PipelineConfig": "flows.config",
+    "load_config": "flows.config_file",
+    "nightly_retrain": "flows.nightly",
+    "RunResults": "flows.results",
+    "open_run": "flows.results",
+    "tune_settings": "flows.tuning",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: Prefect and torch take seconds."""
+    from importlib import import_module
+
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

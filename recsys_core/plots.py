@@ -52,27 +52,34 @@ _STYLE: dict[Any, Any] = {
 
 def new_figure(*, title: str = "", grid_axis: str = "both", size: tuple[float, float] = (6.4, 3.8)) -> "tuple[Figure, Axes]":
     """Create a figure with one pair of axes. grid_axis: "x", "y" or "both"; size: width and height in inches."""
+    figure, (axes,) = new_panels(1, title=title, grid_axis=grid_axis, size=size)
+    return figure, axes
+
+
+def new_panels(
+    count: int, *, title: str, grid_axis: str = "both", size: tuple[float, float] = (6.4, 5.4)
+) -> "tuple[Figure, list[Axes]]":
+    """Create a figure with `count` axes below each other that share the x axis; the title is above the first."""
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({**_STYLE, "axes.grid.axis": grid_axis}):
         figure = Figure(figsize=size, dpi=130, layout="constrained")
-        axes = figure.add_subplot()
-        axes.set_title(title)
-    return figure, axes
-
-
-def second_axis(axes: "Axes") -> "Axes":
-    """Add a y axis on the right that shares the x axis."""
-    import matplotlib
-
-    with matplotlib.rc_context({**_STYLE, "axes.grid": False, "axes.spines.right": True}):
-        return axes.twinx()
+        panels = list(figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0])
+        panels[0].set_title(title)
+    return figure, panels
 
 
 def legend_above(axes: "Axes") -> None:
-    """Place a one-line legend above the axes, where it hides no data."""
-    axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="lower right", bbox_to_anchor=(1, 1), ncols=4, borderaxespad=0.2)
+    """Place a one-line legend between the title and the axes, where it hides no data."""
+    axes.legend(
+        frameon=False, fontsize=8, labelcolor=INK, loc="lower left", bbox_to_anchor=(0, 1), ncols=4,
+        borderaxespad=0.2, borderpad=0.2, handlelength=1.6,
+    )  # fmt: skip
+    import matplotlib
+
+    with matplotlib.rc_context(_STYLE):
+        axes.set_title(axes.get_title(loc="left"), pad=22)
 
 
 def save_png(figure: "Figure", path: Path) -> Path:

@@ -108,7 +108,7 @@ def print_metrics(table: MetricTable, *, console: Console) -> None:
             name,
             *(
                 Text("-" if value is None else f"{value:.4f}", "bold" if value == best else "")
-                for value, best in zip(values, table.best_beside(name), strict=True)
+                for value, best in zip(values, table.best_comparable(name), strict=True)
             ),
         ]
         for name, values in table.rows.items()

@@ -1,55 +1,65 @@
-"""Metrics and training as tables and pictures, for the terminal, Prefect and MLflow."""
+"""Evaluation and training results as tables and figures, for the terminal, Prefect and MLflow."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from recsys_core import plots
 from recsys_core.config import Frozen
 from recsys_core.manifests import TrainManifest
 
-COLOURS = {"model": "#22577a", "popularity": "#c7c7c7", "zero_shot": "#57a773"}
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = {"model": plots.BLUE, "popularity": plots.GREY, "zero_shot": plots.GREEN}
 COLUMNS = ("recall@20", "ndcg@10", "hit_rate@10", "mrr", "auc", "coverage@20")
-COLD = ", cold"
-"""Ends the name of a row that is about cold items ranked among themselves."""
+MAX_LABELLED_EPOCHS = 15
+COLD_SUFFIX = ", cold"
+"""Ends the name of a row whose metrics rank cold items among cold items."""
 
 
 class MetricTable(Frozen):
-    """One row per contender, one value per column; None where it was not measured. note: how many items the cold rows rank."""
+    """Metrics of the model and its baselines: one row per ranker, one value per column, None if it was not measured."""
 
     columns: tuple[str, ...]
     rows: dict[str, tuple[float | None, ...]]
     note: str = ""
+    """Number of items and users of the cold rows; empty without them."""
 
-    def best_beside(self, name: str) -> tuple[float, ...]:
-        """The highest value of each column among the rows that ranked the same items as row `name`.
+    def best_comparable(self, name: str) -> tuple[float, ...]:
+        """Return the highest value of each column among the rows that rank the same items as the row `name`.
 
         >>> rows = {"model": (0.2,), "popularity": (0.3,), "model, cold": (0.9,)}
-        >>> MetricTable(columns=("recall@20",), rows=rows).best_beside("model")
+        >>> MetricTable(columns=("recall@20",), rows=rows).best_comparable("model")
         (0.3,)
         """
-        rivals = [values for other, values in self.rows.items() if other.endswith(COLD) == name.endswith(COLD)]
-        return tuple(max(value or 0.0 for value in column) for column in zip(*rivals, strict=True))
+        is_cold = name.endswith(COLD_SUFFIX)
+        comparable_rows = [values for other, values in self.rows.items() if other.endswith(COLD_SUFFIX) == is_cold]
+        return tuple(max(value or 0.0 for value in column) for column in zip(*comparable_rows, strict=True))
 
 
 def metric_table(metrics: Mapping[str, float], *, columns: Sequence[str] = COLUMNS) -> MetricTable:
-    """The model's test metrics beside its baselines; below them the same for cold items, where there are some.
+    """Build the table of the model's test metrics and its baselines, followed by the rows for cold items if they were measured.
 
     >>> metric_table({"test/mrr": 0.5, "baseline/popularity/mrr": 0.25}, columns=["mrr"]).rows
     {'model': (0.5,), 'popularity': (0.25,)}
     """
-    contenders = _contenders(metrics)
-    shown = tuple(column for column in columns if column in contenders["model"])
-    cold = {f"{name}{COLD}": _under("cold/", values) for name, values in contenders.items()}
-    measured = {name: values for name, values in cold.items() if values.keys() & set(shown)}
-    rows = {name: tuple(values.get(column) for column in shown) for name, values in (contenders | measured).items()}
-    counts = cold[f"model{COLD}"]
-    note = f"cold: {counts['items']:,.0f} items without an earlier event, for {counts['users']:,.0f} users" if measured else ""
-    return MetricTable(columns=shown, rows=rows, note=note)
+    rankers = _metrics_by_ranker(metrics)
+    shown_columns = tuple(column for column in columns if column in rankers["model"])
+    cold_rankers = {f"{name}{COLD_SUFFIX}": _with_prefix("cold/", values) for name, values in rankers.items()}
+    measured = {name: values for name, values in cold_rankers.items() if values.keys() & set(shown_columns)}
+    rows = {name: tuple(values.get(column) for column in shown_columns) for name, values in (rankers | measured).items()}
+    note = ""
+    if measured:
+        counts = cold_rankers[f"model{COLD_SUFFIX}"]
+        note = f"cold: {counts['items']:,.0f} items without an earlier event, for {counts['users']:,.0f} users"
+    return MetricTable(columns=shown_columns, rows=rows, note=note)
 
 
 def to_markdown(table: MetricTable) -> str:
-    """The table in GitHub's markdown.
+    """Return the table in GitHub's Markdown.
 
     >>> print(to_markdown(MetricTable(columns=("mrr", "auc"), rows={"model": (0.5, None)})))
     | | mrr | auc |
@@ -63,64 +73,94 @@ def to_markdown(table: MetricTable) -> str:
 
 
 def plot_recall(metrics: Mapping[str, float], *, path: Path) -> Path:
-    """Writes a png with recall@K by K, model and baselines side by side. Returns `path`."""
-    from matplotlib.figure import Figure  # most commands draw nothing
-
-    contenders = _contenders(metrics)
-    ks = sorted(int(found[1]) for name in contenders["model"] if (found := re.fullmatch(r"recall@(\d+)", name)))
-    figure = Figure(figsize=(6.4, 3.6), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    width = 0.8 / len(contenders)
-    for number, (name, values) in enumerate(contenders.items()):
-        left = [place + (number - (len(contenders) - 1) / 2) * width for place in range(len(ks))]
-        bars = axes.bar(left, [values[f"recall@{k}"] for k in ks], width * 0.94, label=name, color=COLOURS[name])
-        axes.bar_label(bars, fmt="%.3f", fontsize=7, padding=2)
-    axes.set_xticks(range(len(ks)), [f"@{k}" for k in ks])
-    axes.set_ylabel("recall on the test split")
-    axes.legend(frameon=False, loc="upper left")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
-    return path
+    """Write a PNG with the recall of the model and its baselines at each cut-off K. Return `path`."""
+    rankers = _metrics_by_ranker(metrics)
+    cut_offs = sorted(int(name.removeprefix("recall@")) for name in rankers["model"] if re.fullmatch(r"recall@\d+", name))
+    figure, axes = plots.new_figure(title="Recall on the test split, full catalogue", grid_axis="y")
+    bar_width = 0.8 / len(rankers)
+    for number, (name, values) in enumerate(rankers.items()):
+        offset = (number - (len(rankers) - 1) / 2) * bar_width
+        positions = [index + offset for index in range(len(cut_offs))]
+        recalls = [values[f"recall@{k}"] for k in cut_offs]
+        bars = axes.bar(positions, recalls, bar_width * 0.94, label=name.replace("_", "-"), color=COLOURS[name])
+        axes.bar_label(bars, fmt="%.3f", fontsize=7, padding=2, color=plots.INK)
+    axes.set_xticks(range(len(cut_offs)), [str(k) for k in cut_offs])
+    axes.set_xlabel("cut-off K")
+    axes.set_ylabel("recall@K (share of the test items found)")
+    plots.legend_above(axes)
+    return plots.save_png(figure, path)
 
 
 def plot_loss(train: TrainManifest, *, path: Path) -> Path:
-    """Write a png of the training loss, and of the validation metrics after each epoch. Return `path`.
+    """Write a PNG of the training loss and, below it, the validation metrics after each epoch. Return `path`.
 
-    An epoch ends at each vertical line. The loss falls in steps there, where items are seen again.
+    The loss falls in steps: at the start of an epoch the model sees the same events again, and has already learned from them.
+    The dotted lines mark the ends of the epochs, and the mean loss of each epoch shows the trend.
     """
-    from matplotlib.figure import Figure  # most commands draw nothing
-
     text = train.path("metrics.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines() if line.strip()]
-    figure = Figure(figsize=(6.4, 3.2), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], color=COLOURS["model"], linewidth=1.6)
-    axes.set_xlabel("step; dotted: end of an epoch")
-    axes.set_ylabel("training loss", color=COLOURS["model"])
-    for end in {line["epoch"]: line["step"] for line in lines}.values():
-        axes.axvline(end, color="#999999", linewidth=0.7, linestyle=":", zorder=0)
-    measured = {line["epoch"]: line for line in lines if line["validation"]}
-    if measured:
-        right = axes.twinx()
-        for name, style in zip(next(iter(measured.values()))["validation"], ("--", "-", ":"), strict=False):
-            points = [(line["step"], line["validation"][name]) for line in measured.values()]
-            right.plot(*zip(*points, strict=True), style, marker="o", markersize=3, color=COLOURS["zero_shot"], label=name)
-        if train.best_epoch in measured:
-            best = measured[train.best_epoch]["step"]
-            right.axvline(best, color=COLOURS["zero_shot"], linewidth=1.2, zorder=0, label=f"best epoch: {train.best_epoch}")
-        right.set_ylabel("validation", color=COLOURS["zero_shot"])
-        right.set_ylim(bottom=0)
-        right.spines["top"].set_visible(False)
-        right.legend(frameon=False, fontsize=7, loc="best")
-    axes.spines["top"].set_visible(False)
-    figure.savefig(path)
-    return path
+    records = [json.loads(line) for line in text.splitlines() if line.strip()]
+    by_epoch: dict[int, list[dict[str, Any]]] = {}
+    for record in records:
+        by_epoch.setdefault(record["epoch"], []).append(record)
+    validated = [record for record in records if record["validation"]]
+
+    figure, panels = plots.new_panels(
+        2 if validated else 1,
+        title="Training loss and validation metrics" if validated else "Training loss",
+        grid_axis="y",
+        size=(6.4, 5.8 if validated else 3.8),
+    )
+    loss_axes = panels[0]
+    loss_axes.plot(
+        [record["step"] for record in records], [record["loss"] for record in records],
+        color=plots.BLUE, linewidth=1.0, alpha=0.55, label="loss",
+    )  # fmt: skip
+    first_step = 0
+    for epoch, epoch_records in by_epoch.items():
+        last_step = epoch_records[-1]["step"]
+        mean_loss = sum(record["loss"] for record in epoch_records) / len(epoch_records)
+        loss_axes.hlines(
+            mean_loss, first_step, last_step, color=plots.BLUE, linewidth=2, label=None if first_step else "mean of the epoch"
+        )
+        for axes in panels:
+            axes.axvline(last_step, color=plots.GREY, linewidth=1.0, linestyle=":", zorder=0.5)
+        if len(by_epoch) <= MAX_LABELLED_EPOCHS:
+            panels[-1].text(
+                (first_step + last_step) / 2, 0.02, str(epoch) if first_step else f"epoch {epoch}",
+                transform=panels[-1].get_xaxis_transform(), ha="center", fontsize=7.5, color=plots.INK,
+            )  # fmt: skip
+        first_step = last_step
+    loss_axes.set_ylabel("training loss")
+    plots.legend_above(loss_axes)
+    loss_axes.text(
+        0.99, 0.97, "The loss steps down at each new epoch (dotted lines):\nthe model sees the same events again.",
+        transform=loss_axes.transAxes, ha="right", va="top", fontsize=7.5, color=plots.INK, backgroundcolor="white",
+    )  # fmt: skip
+
+    if validated:
+        _plot_validation(panels[1], validated, best_epoch=train.best_epoch)
+    panels[-1].set_xlabel("training step (dotted lines: ends of the epochs)")
+    return plots.save_png(figure, path)
 
 
-def _contenders(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+def _plot_validation(axes: "Axes", validated: Sequence[Mapping[str, Any]], *, best_epoch: int | None) -> None:
+    colours = (plots.GREEN, plots.ORANGE, plots.GREY)
+    for name, colour in zip(validated[0]["validation"], colours, strict=False):
+        points = [(record["step"], record["validation"][name]) for record in validated]
+        axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=4, linewidth=1.6, label=name)
+    for record in validated:
+        if record["epoch"] == best_epoch:
+            axes.axvline(record["step"], color=plots.BLUE, linewidth=1.4, zorder=0.6, label=f"best epoch: {best_epoch}")
+    axes.set_ylabel("metric on the validation split")
+    axes.set_ylim(bottom=0)
+    plots.legend_above(axes)
+
+
+def _metrics_by_ranker(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return the test metrics of the model and of each baseline, without their prefixes."""
     baselines = sorted({name.split("/")[1] for name in metrics if name.startswith("baseline/")})
-    return {"model": _under("test/", metrics)} | {name: _under(f"baseline/{name}/", metrics) for name in baselines}
+    return {"model": _with_prefix("test/", metrics)} | {name: _with_prefix(f"baseline/{name}/", metrics) for name in baselines}
 
 
-def _under(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+def _with_prefix(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
     return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}

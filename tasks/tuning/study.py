@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import optuna
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from optuna.trial import FrozenTrial, TrialState
 
+from recsys_core import plots
 from recsys_core.config import Frozen
-from recsys_core.evaluation.report import COLOURS
 from recsys_core.manifests import own
 from tasks.tuning.config import RangeConfig, TuningConfig, label_of
 
@@ -157,22 +155,19 @@ def best_first(tried: Sequence[Tried]) -> list[Tried]:
 
 
 def plot_history(study: Study, *, path: Path) -> Path:
-    """Writes a png of the metric by trial, and of the best one so far. Returns `path`."""
-    figure = Figure(figsize=(6.4, 3.6), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
+    """Write a PNG of the metric by trial and of the best metric so far. Return `path`."""
+    figure, axes = plots.new_figure(title=f"Tuning study {study.name}")
     points: dict[Ending, list[tuple[int, float]]] = {"complete": [], "pruned": [], "failed": []}
     for trial in study.tried:
         if trial.value is not None:
             points[trial.ending].append((trial.number, trial.value))
-    colours: dict[Ending, str] = {"complete": COLOURS["model"], "pruned": COLOURS["popularity"]}
+    colours: dict[Ending, str] = {"complete": plots.BLUE, "pruned": plots.GREY}
     for ending, colour in colours.items():
         axes.scatter([x for x, _ in points[ending]], [y for _, y in points[ending]], s=18, color=colour, label=ending)
     best_so_far = [*accumulate((value for _, value in points["complete"]), max)]
-    axes.step([x for x, _ in points["complete"]], best_so_far, where="post", color=COLOURS["zero_shot"], label="best so far")
-    axes.set_xlabel("trial")
+    axes.step([x for x, _ in points["complete"]], best_so_far, where="post", color=plots.GREEN, label="best so far")
+    axes.set_xlabel("trial number")
     axes.set_ylabel(f"{study.metric} on the validation split")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
-    return path
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    plots.legend_above(axes)
+    return plots.save_png(figure, path)

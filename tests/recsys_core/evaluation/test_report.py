@@ -35,8 +35,8 @@ def test_cold_items_have_rows_of_their_own_below_and_their_number_is_said() -> N
     table = metric_table(METRICS | cold | {"baseline/zero_shot/recall@20": 0.3})
     assert list(table.rows) == ["model", "popularity", "zero_shot", "model, cold", "zero_shot, cold"]
     assert table.rows["model, cold"] == (0.7, None)
-    assert table.best_beside("popularity") == (0.4, 0.1)
-    assert table.best_beside("model, cold") == (0.8, 0.0)
+    assert table.best_comparable("popularity") == (0.4, 0.1)
+    assert table.best_comparable("model, cold") == (0.8, 0.0)
     assert to_markdown(table).splitlines()[-3] == "| zero_shot, cold | 0.8000 | - |"
     assert to_markdown(table).splitlines()[-1] == "cold: 1,200 items without an earlier event, for 5 users"
 

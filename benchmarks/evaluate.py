@@ -41,23 +41,23 @@ CONTESTANTS = ("numpy", "ours")
 def draw(queries: int) -> tuple[NDArray[np.float32], NDArray[np.float32], JaggedArray, JaggedArray]:
     """Query vectors, item vectors, seen items and targets; no target is seen."""
     random = np.random.default_rng(0)
-    query_ED = random.normal(size=(queries, DIM)).astype(np.float32)
+    query_BD = random.normal(size=(queries, DIM)).astype(np.float32)
     item_ID = random.normal(size=(ITEMS, DIM)).astype(np.float32)
     count = round(queries * TARGETS_PER_QUERY)
     pairs = [np.sort(random.integers(0, queries, size)) for size in (count, count * SEEN_PER_TARGET)]
     targets, seen = (JaggedArray.from_pairs(owner, random.integers(0, ITEMS, len(owner)), num_lists=queries) for owner in pairs)
     targets, seen = targets.distinct(bound=ITEMS), seen.distinct(bound=ITEMS)
-    return query_ED, item_ID, seen, targets.difference(seen, bound=ITEMS)
+    return query_BD, item_ID, seen, targets.difference(seen, bound=ITEMS)
 
 
 def evaluate_with_numpy(
-    query_ED: NDArray[np.float32], item_ID: NDArray[np.float32], seen: JaggedArray, targets: JaggedArray
+    query_BD: NDArray[np.float32], item_ID: NDArray[np.float32], seen: JaggedArray, targets: JaggedArray
 ) -> float:
     """Recall@20, mean over the queries with a target."""
-    hits_E = np.zeros(len(query_ED))
-    for start in range(0, len(query_ED), CHUNK):
-        end = min(start + CHUNK, len(query_ED))
-        score_CI = query_ED[start:end] @ item_ID.T
+    hits_E = np.zeros(len(query_BD))
+    for start in range(0, len(query_BD), CHUNK):
+        end = min(start + CHUNK, len(query_BD))
+        score_CI = query_BD[start:end] @ item_ID.T
         part = seen.slice(start, end)
         score_CI[part.list_index_L, part.values_L] = -np.inf
         top_CK = np.argpartition(score_CI, ITEMS - K, axis=1)[:, ITEMS - K :]
@@ -70,12 +70,12 @@ def evaluate_with_numpy(
 
 
 def evaluate_with_ours(
-    query_ED: NDArray[np.float32], item_ID: NDArray[np.float32], seen: JaggedArray, targets: JaggedArray
+    query_BD: NDArray[np.float32], item_ID: NDArray[np.float32], seen: JaggedArray, targets: JaggedArray
 ) -> float:
     """The same, from all metrics with the default cut-offs."""
     config = EvaluationConfig()
     ranking = rank_catalogue(
-        torch.from_numpy(query_ED), item_ID=torch.from_numpy(item_ID), seen=seen, targets=targets, k=max(config.ks)
+        torch.from_numpy(query_BD), item_ID=torch.from_numpy(item_ID), seen=seen, targets=targets, k=max(config.ks)
     )
     return all_metrics("test", ranking, config=config)[f"test/recall@{K}"]
 

@@ -1,7 +1,8 @@
-"""Items without an event ranked among themselves: how well vectors and features alone place an item.
+"""Ranking of cold items among cold items. It measures vectors and features alone, because cold items have no events.
 
-In a ranking of the full catalogue such an item stands behind most that have events, whatever the model knows of it.
-Shapes: E queries, I items, C candidates, D width, T rows of all lists.
+In a ranking of the full catalogue most cold items are below the items with events, even if the model places them well.
+
+Shapes: B queries, I items, C candidates, D width, L entries of all lists.
 """
 
 from typing import Any
@@ -17,14 +18,14 @@ from recsys_core.evaluation.ranking import Ranking, rank_served
 
 
 def cold_rows(store: EventStore, split: EvaluationSplit) -> NDArray[np.int64]:
-    """Rows of the items without any event before `split`, ascending."""
+    """Return the rows of the items without an event before `split`, ascending."""
     return np.flatnonzero(store.counts_before(split) == 0)
 
 
 def rank_among(
-    query_ED: Tensor,
+    query_BD: Tensor,
     *,
-    known_E: NDArray[np.bool_],
+    is_known_B: NDArray[np.bool_],
     item_ID: Tensor,
     order_I: NDArray[Any],
     candidate_rows: NDArray[np.int64],
@@ -32,46 +33,50 @@ def rank_among(
     targets: JaggedArray,
     k: int,
 ) -> Ranking:
-    """Rank the items of `candidate_rows` alone, for the queries that have a target among them.
+    """Rank only the items of `candidate_rows`, for the queries with a target among them.
+
+    In the returned ranking, items are indexes into `candidate_rows`, and queries are renumbered without those that have no
+    target among the candidates.
 
     Args:
-        query_ED, known_E, item_ID, order_I: as in `rank_served`. candidate_rows: int64 [C], distinct rows of item_ID,
-            ascending. seen, targets: item rows per query; those that are no candidates are passed over. k: length of the top
-            list.
+        query_BD, is_known_B, item_ID, order_I: as in `rank_served`.
+        candidate_rows: int64 [C], distinct rows of item_ID, ascending.
+        seen, targets: item rows of each query; rows that are not candidates are ignored.
+        k: length of the top list.
 
-    In the ranking an item is its place in `candidate_rows`, and queries are counted without those that have no target.
-    Raises StageError if a vector is not finite.
+    Raises:
+        StageError: a vector is not finite.
 
-    Below, of five items the last two are candidates; the second query alone has a target among them, and 7 is above 6.
+    Below, the last two of five items are candidates. Only the second query has a target among them (the item with score 6),
+    and the item with score 7 is ranked above it.
 
     >>> item_ID = torch.tensor([[9.0], [8.0], [5.0], [7.0], [6.0]])
     >>> targets = JaggedArray(np.array([0, 1, 3]), np.array([0, 1, 4]))
-    >>> known, order, none = np.ones(2, bool), np.arange(5), JaggedArray.empty(2)
     >>> ranking = rank_among(
-    ...     torch.ones(2, 1), known_E=known, item_ID=item_ID, order_I=order, candidate_rows=np.array([3, 4]), seen=none,
-    ...     targets=targets, k=2,
+    ...     torch.ones(2, 1), is_known_B=np.ones(2, bool), item_ID=item_ID, order_I=np.arange(5),
+    ...     candidate_rows=np.array([3, 4]), seen=JaggedArray.empty(2), targets=targets, k=2,
     ... )
-    >>> ranking.query_P.tolist(), ranking.target_row_P.tolist(), ranking.rank_P.tolist(), ranking.top_EK.tolist()
+    >>> ranking.query_T.tolist(), ranking.item_T.tolist(), ranking.position_T.tolist(), ranking.top_BK.tolist()
     ([0], [1], [1], [[0, 1]])
     """
-    place_I = np.full(len(item_ID), -1, np.int64)
-    place_I[candidate_rows] = np.arange(len(candidate_rows))
-    placed = _placed(targets, place_I)
-    asked = np.flatnonzero(placed.lengths)
-    place_order_I = place_I[order_I]
+    candidate_index_I = np.full(len(item_ID), -1, np.int64)
+    candidate_index_I[candidate_rows] = np.arange(len(candidate_rows))
+    candidate_targets = _to_candidates(targets, candidate_index_I)
+    queries = np.flatnonzero(candidate_targets.lengths)
+    candidate_order_I = candidate_index_I[order_I]
     return rank_served(
-        query_ED[torch.from_numpy(asked)],
-        known_E=known_E[asked],
+        query_BD[torch.from_numpy(queries)],
+        is_known_B=is_known_B[queries],
         item_ID=item_ID[torch.from_numpy(candidate_rows)],
-        order_I=place_order_I[place_order_I >= 0],
-        seen=_placed(seen.take(asked), place_I),
-        targets=placed.take(asked),
+        order_I=candidate_order_I[candidate_order_I >= 0],
+        seen=_to_candidates(seen.take(queries), candidate_index_I),
+        targets=candidate_targets.take(queries),
         k=k,
     )
 
 
-def _placed(lists: JaggedArray, place_I: NDArray[np.int64]) -> JaggedArray:
-    """The rows that have a place, as their places."""
-    place_T = place_I[lists.values_L]
-    kept = lists.filter(place_T >= 0)
-    return JaggedArray(kept.offset, place_T[place_T >= 0])
+def _to_candidates(items: JaggedArray, candidate_index_I: NDArray[np.int64]) -> JaggedArray:
+    """Replace item rows by candidate indexes, and drop the items that are not candidates."""
+    candidate_index_L = candidate_index_I[items.values_L]
+    is_candidate_L = candidate_index_L >= 0
+    return JaggedArray(items.filter(is_candidate_L).offset, candidate_index_L[is_candidate_L])

@@ -1,4 +1,4 @@
-"""What the user says about evaluation."""
+"""Configuration of the evaluation."""
 
 from typing import Annotated
 
@@ -13,11 +13,14 @@ class EvaluationConfig(Settings):
     """Metrics over the full catalogue."""
 
     ks: tuple[CutOff, ...] = Field(
-        (10, 20, 50, 100), min_length=1, max_length=100, description="cut-offs of Recall, NDCG, Precision, HitRate and coverage"
+        (10, 20, 50, 100),
+        min_length=1,
+        max_length=100,
+        description="cut-offs K of Recall@K, NDCG@K, Precision@K, HitRate@K and Coverage@K",
     )
     exclude_seen: bool = Field(
-        True, description="items the user had before the split are neither ranked nor counted as targets"
+        True, description="exclude the items that the user had before the split from the ranking and from the targets"
     )
     max_users: int | None = Field(
-        None, ge=1, le=MANY, description="evaluate a fixed random sample of this many users; empty: all"
+        None, ge=1, le=MANY, description="number of users to evaluate, drawn at random with a fixed seed; empty for all users"
     )

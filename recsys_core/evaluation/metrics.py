@@ -1,9 +1,9 @@
-"""Ranking metrics from exact ranks. Every function gives one value per user, so that users can be compared in pairs.
+"""Ranking metrics from the exact positions of the targets. Each function returns one value per user, for paired comparisons.
 
-Definitions follow Järvelin and Kekäläinen (TOIS 2002) for NDCG with binary gains, and Manning, Raghavan and Schütze,
-Introduction to Information Retrieval (2008), chapter 8, for the others.
+NDCG with binary gains follows Järvelin and Kekäläinen (TOIS 2002). The other metrics follow Manning, Raghavan and Schütze,
+Introduction to Information Retrieval (2008), chapter 8.
 
-Shapes: P (user, target) pairs, U users with at least one target, E users asked, K cut-off.
+Shapes: B queries, U users with at least one target, T (user, target) pairs, K cut-off.
 """
 
 from dataclasses import dataclass
@@ -16,146 +16,171 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class TargetRanks:
-    """Where each target came among its user's ranked candidates.
+class TargetPositions:
+    """Position of each target in the ranking of its user.
 
-    rank_P: int64 [P], 0-based, ascending within a user; user_P: int64 [P], 0..U-1, ascending; candidates_U: int64 [U], items
-    ranked for the user; targets_U: int64 [U], at least 1.
+    Attributes:
+        position_T: int64, 0 for the best item, ascending within a user.
+        user_T: int64, 0 to U - 1, ascending.
+        num_candidates_U: int64, number of ranked items.
+        num_targets_U: int64, at least 1.
     """
 
-    rank_P: NDArray[np.int64]
-    user_P: NDArray[np.int64]
-    candidates_U: NDArray[np.int64]
-    targets_U: NDArray[np.int64]
+    position_T: NDArray[np.int64]
+    user_T: NDArray[np.int64]
+    num_candidates_U: NDArray[np.int64]
+    num_targets_U: NDArray[np.int64]
 
     @classmethod
-    def of_pairs(cls, *, user_P: NDArray[Any], rank_P: NDArray[Any], candidates_E: NDArray[Any]) -> Self:
-        """From pairs in any order. Users without a pair drop out; the others are numbered anew, ascending.
+    def from_pairs(cls, *, user_T: NDArray[Any], position_T: NDArray[Any], num_candidates_B: NDArray[Any]) -> Self:
+        """Build from pairs in any order. Users without a pair are dropped, and the others are renumbered from 0 to U - 1.
 
-        >>> TargetRanks.of_pairs(user_P=np.array([5, 2, 5]), rank_P=np.array([3, 0, 1]), candidates_E=np.full(6, 4)).rank_P
+        >>> TargetPositions.from_pairs(
+        ...     user_T=np.array([5, 2, 5]), position_T=np.array([3, 0, 1]), num_candidates_B=np.full(6, 4)
+        ... ).position_T
         array([0, 1, 3])
         """
-        order = np.lexsort((rank_P, user_P))
-        user, number_P, targets_U = np.unique(user_P[order], return_inverse=True, return_counts=True)
-        return cls(rank_P[order].astype(np.int64), number_P.astype(np.int64), candidates_E[user].astype(np.int64), targets_U)
+        order_T = np.lexsort((position_T, user_T))
+        user_U, new_user_T, num_targets_U = np.unique(user_T[order_T], return_inverse=True, return_counts=True)
+        return cls(
+            position_T=position_T[order_T].astype(np.int64),
+            user_T=new_user_T.astype(np.int64),
+            num_candidates_U=num_candidates_B[user_U].astype(np.int64),
+            num_targets_U=num_targets_U,
+        )
 
     @property
-    def users(self) -> int:
-        """U."""
-        return len(self.targets_U)
+    def num_users(self) -> int:
+        """Return U."""
+        return len(self.num_targets_U)
 
     @property
-    def first_U(self) -> NDArray[np.int64]:
-        """Position of each user's best-ranked target among the pairs."""
-        return np.concatenate([[0], np.cumsum(self.targets_U)[:-1]]).astype(np.int64)
+    def first_target_U(self) -> NDArray[np.int64]:
+        """Return the index of each user's best-ranked target among the pairs."""
+        return np.concatenate([[0], np.cumsum(self.num_targets_U)[:-1]]).astype(np.int64)
 
     @property
-    def ordinal_P(self) -> NDArray[np.int64]:
-        """How many targets of the same user are ranked above."""
-        return np.arange(len(self.rank_P)) - np.repeat(self.first_U, self.targets_U)
+    def num_targets_above_T(self) -> NDArray[np.int64]:
+        """Return the number of targets of the same user that are ranked above each target."""
+        return np.arange(len(self.position_T)) - np.repeat(self.first_target_U, self.num_targets_U)
 
-    def per_user(self, value_P: NDArray[Any]) -> Floats:
-        """Sums over each user's targets."""
-        return np.bincount(self.user_P, weights=value_P, minlength=self.users).astype(np.float64)
-
-
-def hits(ranks: TargetRanks, *, k: int) -> Floats:
-    """Targets among the first k, [U]."""
-    return ranks.per_user(ranks.rank_P < k)
+    def sum_per_user(self, value_T: NDArray[Any]) -> Floats:
+        """Sum the values of each user's targets, [U]."""
+        return np.bincount(self.user_T, weights=value_T, minlength=self.num_users).astype(np.float64)
 
 
-def recall(ranks: TargetRanks, *, k: int) -> Floats:
-    """Share of a user's targets among the first k, [U].
+def hits(targets: TargetPositions, *, k: int) -> Floats:
+    """Return the number of targets among the first k items, [U]."""
+    return targets.sum_per_user(targets.position_T < k)
 
-    >>> two_users = TargetRanks.of_pairs(user_P=np.array([0, 0, 1]), rank_P=np.array([0, 2, 3]), candidates_E=np.array([6, 4]))
-    >>> recall(two_users, k=2).tolist()
+
+def recall(targets: TargetPositions, *, k: int) -> Floats:
+    """Return the share of each user's targets that are among the first k items, [U].
+
+    >>> targets = TargetPositions.from_pairs(
+    ...     user_T=np.array([0, 0, 1]), position_T=np.array([0, 2, 3]), num_candidates_B=np.array([6, 4])
+    ... )
+    >>> recall(targets, k=2).tolist()
     [0.5, 0.0]
     """
-    return hits(ranks, k=k) / ranks.targets_U
+    return hits(targets, k=k) / targets.num_targets_U
 
 
-def precision(ranks: TargetRanks, *, k: int) -> Floats:
-    """Share of targets among the first k, [U]; the denominator is k, however short the list.
+def precision(targets: TargetPositions, *, k: int) -> Floats:
+    """Return the share of targets among the first k items, [U]. The denominator is k even if fewer items are ranked.
 
-    >>> two_users = TargetRanks.of_pairs(user_P=np.array([0, 0, 1]), rank_P=np.array([0, 2, 3]), candidates_E=np.array([6, 4]))
-    >>> precision(two_users, k=4).tolist()
+    >>> targets = TargetPositions.from_pairs(
+    ...     user_T=np.array([0, 0, 1]), position_T=np.array([0, 2, 3]), num_candidates_B=np.array([6, 4])
+    ... )
+    >>> precision(targets, k=4).tolist()
     [0.5, 0.25]
     """
-    return hits(ranks, k=k) / k
+    return hits(targets, k=k) / k
 
 
-def hit_rate(ranks: TargetRanks, *, k: int) -> Floats:
-    """1 for a user with any target among the first k, else 0, [U].
+def hit_rate(targets: TargetPositions, *, k: int) -> Floats:
+    """Return 1 for a user with a target among the first k items, otherwise 0, [U].
 
-    >>> two_users = TargetRanks.of_pairs(user_P=np.array([0, 0, 1]), rank_P=np.array([0, 2, 3]), candidates_E=np.array([6, 4]))
-    >>> hit_rate(two_users, k=3).tolist()
+    >>> targets = TargetPositions.from_pairs(
+    ...     user_T=np.array([0, 0, 1]), position_T=np.array([0, 2, 3]), num_candidates_B=np.array([6, 4])
+    ... )
+    >>> hit_rate(targets, k=3).tolist()
     [1.0, 0.0]
     """
-    return (hits(ranks, k=k) > 0).astype(np.float64)
+    return (hits(targets, k=k) > 0).astype(np.float64)
 
 
-def ndcg(ranks: TargetRanks, *, k: int) -> Floats:
-    """Discounted gain of the first k over that of the best possible order, [U]; gains are 0 or 1.
+def ndcg(targets: TargetPositions, *, k: int) -> Floats:
+    """Return the discounted gain of the first k items divided by that of the ideal order, [U]. Gains are 0 or 1.
 
-    The ideal list has min(k, targets) targets on top. Below, the first user's gain is 1/log2(2) + 1/log2(4) = 1.5, the ideal
-    1/log2(2) + 1/log2(3) = 1.6309.
+    The ideal order has min(k, number of targets) targets at the top. Below, the gain of the first user is
+    1/log2(2) + 1/log2(4) = 1.5, and the ideal gain is 1/log2(2) + 1/log2(3) = 1.6309.
 
-    >>> two_users = TargetRanks.of_pairs(user_P=np.array([0, 0, 1]), rank_P=np.array([0, 2, 2]), candidates_E=np.array([6, 4]))
-    >>> ndcg(two_users, k=3).round(4).tolist()
+    >>> targets = TargetPositions.from_pairs(
+    ...     user_T=np.array([0, 0, 1]), position_T=np.array([0, 2, 2]), num_candidates_B=np.array([6, 4])
+    ... )
+    >>> ndcg(targets, k=3).round(4).tolist()
     [0.9197, 0.5]
     """
-    gain_P: Floats = np.where(ranks.rank_P < k, 1 / np.log2(ranks.rank_P + 2.0), 0.0)
+    gain_T: Floats = np.where(targets.position_T < k, 1 / np.log2(targets.position_T + 2.0), 0.0)
     ideal_K: Floats = np.cumsum(1 / np.log2(np.arange(k) + 2.0))
-    ideal_U: Floats = ideal_K[np.minimum(ranks.targets_U, k) - 1]
-    return ranks.per_user(gain_P) / ideal_U
+    ideal_U: Floats = ideal_K[np.minimum(targets.num_targets_U, k) - 1]
+    return targets.sum_per_user(gain_T) / ideal_U
 
 
-def reciprocal_rank(ranks: TargetRanks) -> Floats:
-    """1 / (1-based rank of the best target), [U]; its mean is the MRR.
+def reciprocal_rank(targets: TargetPositions) -> Floats:
+    """Return 1 / (1-based position of the best-ranked target), [U]. The mean over users is the MRR.
 
-    >>> two_users = TargetRanks.of_pairs(user_P=np.array([0, 0, 1]), rank_P=np.array([1, 2, 3]), candidates_E=np.array([6, 4]))
-    >>> reciprocal_rank(two_users).tolist()
+    >>> targets = TargetPositions.from_pairs(
+    ...     user_T=np.array([0, 0, 1]), position_T=np.array([1, 2, 3]), num_candidates_B=np.array([6, 4])
+    ... )
+    >>> reciprocal_rank(targets).tolist()
     [0.5, 0.25]
     """
-    inverse_U: Floats = 1 / (ranks.rank_P[ranks.first_U] + 1)
+    inverse_U: Floats = 1 / (targets.position_T[targets.first_target_U] + 1)
     return inverse_U
 
 
-def average_precision(ranks: TargetRanks, *, k: int) -> Floats:
-    """Precision at each target among the first k, summed and divided by min(k, targets), [U]; its mean is the MAP@k.
+def average_precision(targets: TargetPositions, *, k: int) -> Floats:
+    """Return the sum of the precisions at each target among the first k items, divided by min(k, number of targets), [U].
 
-    Below, the first user's targets stand on places 1 and 3: (1/1 + 2/3) / 2.
+    The mean over users is the MAP@k. Below, the targets of the first user have the 1-based positions 1 and 3:
+    (1/1 + 2/3) / 2.
 
-    >>> two_users = TargetRanks.of_pairs(user_P=np.array([0, 0, 1]), rank_P=np.array([0, 2, 3]), candidates_E=np.array([6, 4]))
-    >>> average_precision(two_users, k=4).round(4).tolist()
+    >>> targets = TargetPositions.from_pairs(
+    ...     user_T=np.array([0, 0, 1]), position_T=np.array([0, 2, 3]), num_candidates_B=np.array([6, 4])
+    ... )
+    >>> average_precision(targets, k=4).round(4).tolist()
     [0.8333, 0.25]
     """
-    precision_P = (ranks.ordinal_P + 1) / (ranks.rank_P + 1)
-    return ranks.per_user(np.where(ranks.rank_P < k, precision_P, 0.0)) / np.minimum(ranks.targets_U, k)
+    precision_T = (targets.num_targets_above_T + 1) / (targets.position_T + 1)
+    return targets.sum_per_user(np.where(targets.position_T < k, precision_T, 0.0)) / np.minimum(targets.num_targets_U, k)
 
 
-def auc(ranks: TargetRanks) -> Floats:
-    """Share of a user's other candidates that rank below a target, averaged over the targets, [U]; NaN without others.
+def auc(targets: TargetPositions) -> Floats:
+    """Return the share of the non-targets that are ranked below a target, averaged over the targets, [U]; NaN without any.
 
-    Below, the first user has 6 candidates, 4 of them no target: none stands above the target on place 1, one above the target
-    on place 3, so (4/4 + 3/4) / 2. The second user's target is last of four.
+    Below, the first user has 6 candidates, of which 4 are not targets. All 4 are below the target at position 1, and 3 are
+    below the target at position 3: (4/4 + 3/4) / 2. The target of the second user is the last of four candidates.
 
-    >>> two_users = TargetRanks.of_pairs(user_P=np.array([0, 0, 1]), rank_P=np.array([0, 2, 3]), candidates_E=np.array([6, 4]))
-    >>> auc(two_users).tolist()
+    >>> targets = TargetPositions.from_pairs(
+    ...     user_T=np.array([0, 0, 1]), position_T=np.array([0, 2, 3]), num_candidates_B=np.array([6, 4])
+    ... )
+    >>> auc(targets).tolist()
     [0.875, 0.0]
     """
-    others_U = (ranks.candidates_U - ranks.targets_U).astype(np.float64)
-    above_U = ranks.per_user(ranks.rank_P - ranks.ordinal_P)
+    num_others_U = (targets.num_candidates_U - targets.num_targets_U).astype(np.float64)
+    num_above_U = targets.sum_per_user(targets.position_T - targets.num_targets_above_T)
     with np.errstate(invalid="ignore"):
-        return 1.0 - above_U / ranks.targets_U / others_U
+        return 1.0 - num_above_U / targets.num_targets_U / num_others_U
 
 
-def coverage(top_EK: NDArray[np.int32], *, k: int, items: int) -> float:
-    """Share of the catalogue that is among anybody's first k; -1 in `top_EK` means no item.
+def coverage(top_BK: NDArray[np.int32], *, k: int, num_items: int) -> float:
+    """Return the share of the catalogue that is among the first k items of at least one query; -1 in `top_BK` is no item.
 
-    >>> coverage(np.array([[3, 1, 2], [3, 0, -1]], np.int32), k=2, items=4)
+    >>> coverage(np.array([[3, 1, 2], [3, 0, -1]], np.int32), k=2, num_items=4)
     0.75
     """
-    is_covered_I = np.zeros(items + 1, np.bool_)
-    is_covered_I[top_EK[:, :k]] = True
-    return float(np.count_nonzero(is_covered_I[:items]) / items)
+    is_covered_I = np.zeros(num_items + 1, np.bool_)
+    is_covered_I[top_BK[:, :k]] = True
+    return float(np.count_nonzero(is_covered_I[:num_items]) / num_items)

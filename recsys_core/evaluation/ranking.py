@@ -1,6 +1,7 @@
-"""Exact ranking of the full catalogue, in bounded memory.
+"""Exact ranking of the full catalogue with bounded memory.
 
-Shapes: E queries, I items, D width, C queries of a chunk, P (query, target) pairs, K length of the list.
+Shapes: B queries, I items, D width, K length of the top list, T (query, target) pairs, C items as columns of a score matrix,
+L entries of the seen items of all queries.
 """
 
 from collections.abc import Callable
@@ -16,216 +17,246 @@ from torch import Tensor
 
 from recsys_core.data.jagged import JaggedArray
 from recsys_core.errors import StageError
+from recsys_core.evaluation.metrics import TargetPositions
 
 CHUNK_SCORES = 1 << 22
-"""Scores that a thread computes at a time: 16 MiB in float32."""
-LEAST_QUERIES = 16
-"""Queries of a chunk, however many items: one reading of the item vectors should serve several."""
-ALL_SCORES = 1 << 28
-"""Scores held by all threads together: 1 GiB in float32. Large catalogues are ranked by fewer threads."""
-MOST_IN_BLOCK = 64
+"""Scores that one thread computes at once: 16 MiB in float32."""
+MIN_CHUNK_QUERIES = 16
+"""Smallest number of queries per chunk, so that one pass over the item vectors serves several queries."""
+MAX_SCORES = 1 << 28
+"""Scores of all threads together: 1 GiB in float32. For a large catalogue fewer threads run."""
+MAX_BLOCK_SIZE = 64
 TIE_SEED = 0
 
 
-def ignore(queries: int) -> None:
+def no_progress(num_queries: int) -> None:
     """Report no progress."""
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """What ranking the whole catalogue gave.
+    """Top items of each query, and the position of each target.
 
-    query_P int64 [P], ascending, target_row_P int64 [P], rank_P int64 [P] (0-based): the targets that could be ranked.
-    candidates_E int64 [E]: items ranked per query. top_EK int32 [E, K]: best item rows, -1 after the last candidate.
-    seen_targets: targets left out because the query's user had seen them. items: I, the catalogue.
+    Attributes:
+        query_T: int64, ascending; item_T: int64, item rows; position_T: int64, 0 for the best item. These describe the targets
+            that were ranked.
+        num_candidates_B: int64, number of ranked items.
+        top_BK: int32, rows of the best items; -1 after the last candidate.
+        num_seen_targets: number of targets that were excluded because the user had seen them.
+        num_items: size of the catalogue.
     """
 
-    query_P: NDArray[np.int64]
-    target_row_P: NDArray[np.int64]
-    rank_P: NDArray[np.int64]
-    candidates_E: NDArray[np.int64]
-    top_EK: NDArray[np.int32]
-    seen_targets: int
-    items: int
+    query_T: NDArray[np.int64]
+    item_T: NDArray[np.int64]
+    position_T: NDArray[np.int64]
+    num_candidates_B: NDArray[np.int64]
+    top_BK: NDArray[np.int32]
+    num_seen_targets: int
+    num_items: int
+
+    def target_positions(self, mask_T: NDArray[np.bool_] | None = None) -> TargetPositions:
+        """Return the positions of the targets, or of the marked targets, for the metrics."""
+        mask = slice(None) if mask_T is None else mask_T
+        return TargetPositions.from_pairs(
+            user_T=self.query_T[mask], position_T=self.position_T[mask], num_candidates_B=self.num_candidates_B
+        )
 
     @classmethod
-    def joined(cls, first: Self, second: Self, *, is_second_E: NDArray[np.bool_]) -> Self:
-        """One ranking of all queries from those of two groups of them, each in the order of the queries."""
-        place_E = np.concatenate([np.flatnonzero(~is_second_E), np.flatnonzero(is_second_E)])
-        order_E = np.argsort(place_E)
-        query_P = place_E[np.concatenate([first.query_P, second.query_P + len(first.candidates_E)])]
-        order_P = np.argsort(query_P, kind="stable")
+    def merge(cls, first: Self, second: Self, *, is_second_B: NDArray[np.bool_]) -> Self:
+        """Merge the rankings of two groups of queries. is_second_B: which queries belong to the second group."""
+        query_of_merged_B = np.concatenate([np.flatnonzero(~is_second_B), np.flatnonzero(is_second_B)])
+        order_B = np.argsort(query_of_merged_B)
+        query_T = query_of_merged_B[np.concatenate([first.query_T, second.query_T + len(first.num_candidates_B)])]
+        order_T = np.argsort(query_T, kind="stable")
         return cls(
-            query_P=query_P[order_P],
-            target_row_P=np.concatenate([first.target_row_P, second.target_row_P])[order_P],
-            rank_P=np.concatenate([first.rank_P, second.rank_P])[order_P],
-            candidates_E=np.concatenate([first.candidates_E, second.candidates_E])[order_E],
-            top_EK=np.concatenate([first.top_EK, second.top_EK])[order_E],
-            seen_targets=first.seen_targets + second.seen_targets,
-            items=first.items,
+            query_T=query_T[order_T],
+            item_T=np.concatenate([first.item_T, second.item_T])[order_T],
+            position_T=np.concatenate([first.position_T, second.position_T])[order_T],
+            num_candidates_B=np.concatenate([first.num_candidates_B, second.num_candidates_B])[order_B],
+            top_BK=np.concatenate([first.top_BK, second.top_BK])[order_B],
+            num_seen_targets=first.num_seen_targets + second.num_seen_targets,
+            num_items=first.num_items,
         )
 
 
 def rank_catalogue(
-    query_ED: Tensor,
+    query_BD: Tensor,
     *,
     item_ID: Tensor,
     seen: JaggedArray,
     targets: JaggedArray,
     k: int,
-    on_progress: Callable[[int], None] = ignore,
+    on_progress: Callable[[int], None] = no_progress,
 ) -> Ranking:
-    """Rank all items but the seen ones by inner product, for every query; equal scores go by `tie_order`.
+    """Rank all unseen items by inner product for every query. Equal scores are ordered by `tie_order`.
+
+    A target that the user has seen is excluded. The other targets of a user are candidates like any item. The queries are
+    ranked in chunks by as many threads as torch uses.
 
     Args:
-        query_ED, item_ID: of one floating type. seen, targets: item rows per query. k: length of the top list; 0 for none.
-        on_progress: called with the number of queries ranked since the last call.
+        query_BD, item_ID: vectors of the same floating-point type.
+        seen, targets: item rows of each query.
+        k: length of the top list; 0 for no top list.
+        on_progress: called with the number of queries ranked since the previous call.
 
-    A target that is seen is no target; the other targets of a user are candidates like any item. Threads, as many as torch
-    uses, each rank chunks of queries on their own: none waits for another before the end. Raises StageError if a vector is
-    not finite.
+    Raises:
+        StageError: a vector is not finite.
     """
-    for name, vectors in (("query", query_ED), ("item", item_ID)):
+    for name, vectors in (("query", query_BD), ("item", item_ID)):
         if not torch.isfinite(vectors).all():
             row = int(torch.nonzero(~torch.isfinite(vectors).all(dim=1))[0])
-            raise StageError(
-                f"{name} vector {row} has a number that is not finite; training diverged: lower its learning rates"
-            )
-    rankable, seen, seen_targets = _rankable(targets, seen=seen, items=len(item_ID))
-    k = min(k, len(item_ID))
-    top_EK = np.full((len(query_ED), k), -1, np.int32)
-    rank_P = np.zeros(len(rankable.values_L), np.int64)
+            raise StageError(f"{name} vector {row} is not finite: training diverged; lower the learning rates")
+    num_queries, num_items = len(query_BD), len(item_ID)
+    targets, seen, num_seen_targets = _exclude_seen(targets, seen=seen, num_items=num_items)
+    k = min(k, num_items)
+    top_BK = np.full((num_queries, k), -1, np.int32)
+    position_T = np.zeros(len(targets.values_L), np.int64)
 
-    # From here on an item is a column, which is its place in `tie_order`: of equal scores the lower column comes first.
-    row_of = tie_order(len(item_ID))
-    column_of = np.argsort(row_of)
-    column_DI = item_ID[torch.from_numpy(row_of)].T
-    threads = torch.get_num_threads()
-    workers = max(1, min(threads, ALL_SCORES // (LEAST_QUERIES * max(1, len(item_ID)))))
-    step = max(LEAST_QUERIES, CHUNK_SCORES // max(1, len(item_ID)))
+    # Columns of the score matrix are items in `tie_order`: of equal scores, the lower column is ranked first.
+    row_C = tie_order(num_items)
+    column_I = np.argsort(row_C)
+    item_DC = item_ID[torch.from_numpy(row_C)].T
+    num_threads = torch.get_num_threads()
+    num_workers = max(1, min(num_threads, MAX_SCORES // (MIN_CHUNK_QUERIES * max(1, num_items))))
+    chunk_queries = max(MIN_CHUNK_QUERIES, CHUNK_SCORES // max(1, num_items))
 
-    def rank(start: int) -> int:
-        end = min(start + step, len(query_ED))
-        score_CI = (query_ED[start:end] @ column_DI).numpy()
-        seen_part, target_part = seen.slice(start, end), rankable.slice(start, end)
-        score_CI[seen_part.list_index_L, column_of[seen_part.values_L]] = -np.inf
-        target_column_T = column_of[target_part.values_L]
-        for query, score_I in enumerate(score_CI):
-            pairs = slice(*target_part.offset[query : query + 2])
-            rank_P[rankable.offset[start] :][pairs] = [_rank(score_I, column) for column in target_column_T[pairs]]
+    def rank_chunk(start: int) -> int:
+        end = min(start + chunk_queries, num_queries)
+        score_BC = (query_BD[start:end] @ item_DC).numpy()
+        chunk_seen, chunk_targets = seen.slice(start, end), targets.slice(start, end)
+        score_BC[chunk_seen.list_index_L, column_I[chunk_seen.values_L]] = -np.inf
+        column_T = column_I[chunk_targets.values_L]
+        for query, score_C in enumerate(score_BC):
+            own_targets = slice(*chunk_targets.offset[query : query + 2])
+            positions = [_position(score_C, column) for column in column_T[own_targets]]
+            position_T[targets.offset[start] :][own_targets] = positions
             if k:
-                top = _top(score_I, k=k)
-                top_EK[start + query, : len(top)] = row_of[top]
+                top_columns = _top_columns(score_C, k=k)
+                top_BK[start + query, : len(top_columns)] = row_C[top_columns]
         return end - start
 
     try:
-        with ThreadPoolExecutor(workers, initializer=partial(torch.set_num_threads, threads // workers)) as pool:
-            for queries in pool.map(rank, range(0, len(query_ED), step)):
-                on_progress(queries)
+        with ThreadPoolExecutor(num_workers, initializer=partial(torch.set_num_threads, num_threads // num_workers)) as pool:
+            for num_ranked in pool.map(rank_chunk, range(0, num_queries, chunk_queries)):
+                on_progress(num_ranked)
     finally:
-        torch.set_num_threads(threads)  # threads that start later take over the number that was set last
+        torch.set_num_threads(num_threads)  # new threads inherit the number that was set last
     return Ranking(
-        query_P=rankable.list_index_L,
-        target_row_P=rankable.values_L,
-        rank_P=rank_P,
-        candidates_E=len(item_ID) - seen.lengths,
-        top_EK=top_EK,
-        seen_targets=seen_targets,
-        items=len(item_ID),
+        query_T=targets.list_index_L,
+        item_T=targets.values_L,
+        position_T=position_T,
+        num_candidates_B=num_items - seen.lengths,
+        top_BK=top_BK,
+        num_seen_targets=num_seen_targets,
+        num_items=num_items,
     )
 
 
 def rank_by_order(order_I: NDArray[Any], *, seen: JaggedArray, targets: JaggedArray, k: int) -> Ranking:
-    """Rank all items but the seen ones in one order for every query, without a score per query and item.
+    """Rank the unseen items of every query in one fixed order, without computing a score per query and item.
 
-    order_I: all item rows, best first. Others as in `rank_catalogue`.
+    Args:
+        order_I: all item rows, best first.
+        seen, targets, k: as in `rank_catalogue`.
 
-    >>> lists = JaggedArray(np.array([0, 1]), np.array([2])), JaggedArray(np.array([0, 1]), np.array([1]))
-    >>> ranking = rank_by_order(np.array([2, 0, 1]), seen=lists[0], targets=lists[1], k=3)
-    >>> ranking.rank_P.tolist(), ranking.top_EK.tolist()
+    >>> seen, targets = JaggedArray(np.array([0, 1]), np.array([2])), JaggedArray(np.array([0, 1]), np.array([1]))
+    >>> ranking = rank_by_order(np.array([2, 0, 1]), seen=seen, targets=targets, k=3)
+    >>> ranking.position_T.tolist(), ranking.top_BK.tolist()
     ([1], [[0, 1, -1]])
     """
-    items = len(order_I)
-    rankable, seen, seen_targets = _rankable(targets, seen=seen, items=items)
-    k = min(k, items)
-    place_of = np.empty(items, np.int64)
-    place_of[order_I] = np.arange(items)
-    # Keys of one number per (query, place), which grow with both.
-    seen_T = np.sort(seen.list_index_L * items + place_of[seen.values_L])
-    target_place_P = place_of[rankable.values_L]
-    above_P = np.searchsorted(seen_T, rankable.list_index_L * items + target_place_P) - seen.offset[rankable.list_index_L]
-    # Of place s, the n-th seen one of its query, n are seen above: it moves the j-th unseen item down where s - n <= j.
-    unseen_above_T = seen_T % max(1, items) - (np.arange(len(seen_T)) - seen.offset[seen.list_index_L])
-    query_E1, j_K = np.arange(len(seen))[:, None], np.arange(k)
-    moved_EK = np.searchsorted(seen.list_index_L * items + unseen_above_T, query_E1 * items + j_K, side="right")
-    place_EK = j_K + moved_EK - seen.offset[:-1, None]
-    candidates_E = items - seen.lengths
-    top_EK = np.where(j_K < candidates_E[:, None], order_I[np.minimum(place_EK, items - 1)], -1)
+    num_items = len(order_I)
+    targets, seen, num_seen_targets = _exclude_seen(targets, seen=seen, num_items=num_items)
+    k = min(k, num_items)
+    order_index_I = np.empty(num_items, np.int64)
+    order_index_I[order_I] = np.arange(num_items)
+
+    # One sortable number per (query, index in the order).
+    seen_key_L = np.sort(seen.list_index_L * num_items + order_index_I[seen.values_L])
+    order_index_T = order_index_I[targets.values_L]
+    target_key_T = targets.list_index_L * num_items + order_index_T
+    num_seen_above_T = np.searchsorted(seen_key_L, target_key_T) - seen.offset[targets.list_index_L]
+
+    # The n-th seen item of a query, at index s of the order, has s - n unseen items above it. It therefore shifts every unseen
+    # item whose position is at least s - n one place down the order.
+    seen_number_L = np.arange(len(seen_key_L)) - seen.offset[seen.list_index_L]
+    unseen_above_L = seen_key_L % max(1, num_items) - seen_number_L
+    query_B1, position_K = np.arange(len(seen))[:, None], np.arange(k)
+    num_shifts_BK = np.searchsorted(
+        seen.list_index_L * num_items + unseen_above_L, query_B1 * num_items + position_K, side="right"
+    )
+    order_index_BK = position_K + num_shifts_BK - seen.offset[:-1, None]
+    num_candidates_B = num_items - seen.lengths
+    is_candidate_BK = position_K < num_candidates_B[:, None]
+    top_BK = np.where(is_candidate_BK, order_I[np.minimum(order_index_BK, num_items - 1)], -1)
     return Ranking(
-        query_P=rankable.list_index_L,
-        target_row_P=rankable.values_L,
-        rank_P=target_place_P - above_P,
-        candidates_E=candidates_E,
-        top_EK=top_EK.astype(np.int32),
-        seen_targets=seen_targets,
-        items=items,
+        query_T=targets.list_index_L,
+        item_T=targets.values_L,
+        position_T=order_index_T - num_seen_above_T,
+        num_candidates_B=num_candidates_B,
+        top_BK=top_BK.astype(np.int32),
+        num_seen_targets=num_seen_targets,
+        num_items=num_items,
     )
 
 
 def rank_served(
-    query_ED: Tensor,
+    query_BD: Tensor,
     *,
-    known_E: NDArray[np.bool_],
+    is_known_B: NDArray[np.bool_],
     item_ID: Tensor,
     order_I: NDArray[Any],
     seen: JaggedArray,
     targets: JaggedArray,
     k: int,
-    on_progress: Callable[[int], None] = ignore,
+    on_progress: Callable[[int], None] = no_progress,
 ) -> Ranking:
-    """Rank as `Retriever` answers: by inner product where known_E, in `order_I` (popularity) for the other queries."""
-    known, unknown = np.flatnonzero(known_E), np.flatnonzero(~known_E)
-    scored = rank_catalogue(
-        query_ED[torch.from_numpy(known)],
+    """Rank as the Retriever does: by inner product where is_known_B, by popularity for the other queries.
+
+    order_I: all item rows by falling popularity. The other arguments are those of `rank_catalogue`.
+    """
+    known, unknown = np.flatnonzero(is_known_B), np.flatnonzero(~is_known_B)
+    by_score = rank_catalogue(
+        query_BD[torch.from_numpy(known)],
         item_ID=item_ID,
         seen=seen.take(known),
         targets=targets.take(known),
         k=k,
         on_progress=on_progress,
     )
-    popular = rank_by_order(order_I, seen=seen.take(unknown), targets=targets.take(unknown), k=k)
+    by_popularity = rank_by_order(order_I, seen=seen.take(unknown), targets=targets.take(unknown), k=k)
     on_progress(len(unknown))
-    return Ranking.joined(scored, popular, is_second_E=~known_E)
+    return Ranking.merge(by_score, by_popularity, is_second_B=~is_known_B)
 
 
-def tie_order(items: int) -> NDArray[np.int64]:
-    """Item rows in the order in which equal scores are ranked: a fixed permutation.
+def tie_order(num_items: int) -> NDArray[np.int64]:
+    """Return the item rows in the order that ranks equal scores: a fixed random permutation.
 
-    Rows are numbered by falling popularity, so in their own order a model that scores all items the same would rank like it.
+    Rows are numbered by falling popularity. In row order, a model with equal scores for all items would rank like popularity.
     """
-    return np.random.default_rng(TIE_SEED).permutation(items)
+    return np.random.default_rng(TIE_SEED).permutation(num_items)
 
 
-def _rankable(targets: JaggedArray, *, seen: JaggedArray, items: int) -> tuple[JaggedArray, JaggedArray, int]:
-    """Targets that are not seen, the seen items, and the number of targets among them; each item once."""
-    seen, distinct = seen.distinct(bound=items), targets.distinct(bound=items)
-    rankable = distinct.difference(seen, bound=items)
-    return rankable, seen, len(distinct.values_L) - len(rankable.values_L)
+def _exclude_seen(targets: JaggedArray, *, seen: JaggedArray, num_items: int) -> tuple[JaggedArray, JaggedArray, int]:
+    """Return the distinct unseen targets, the distinct seen items, and the number of distinct targets that were seen."""
+    seen, distinct_targets = seen.distinct(bound=num_items), targets.distinct(bound=num_items)
+    unseen_targets = distinct_targets.difference(seen, bound=num_items)
+    return unseen_targets, seen, len(distinct_targets.values_L) - len(unseen_targets.values_L)
 
 
-def _rank(score_I: NDArray[Any], column: int) -> int:
-    """Number of columns above `column`: those with a higher score, and those before it with the same score."""
-    score = score_I[column]
-    return int(np.count_nonzero(score_I[:column] >= score) + np.count_nonzero(score_I[column + 1 :] > score))
+def _position(score_C: NDArray[Any], column: int) -> int:
+    """Count the columns that are ranked above `column`: higher scores, and equal scores in lower columns."""
+    score = score_C[column]
+    return int(np.count_nonzero(score_C[:column] >= score) + np.count_nonzero(score_C[column + 1 :] > score))
 
 
-def _top(score_I: NDArray[Any], *, k: int) -> NDArray[np.int64]:
-    """Columns of the k best scores, equal scores by ascending column; fewer where the others are -inf."""
-    # The k-th highest of the maxima of at least k blocks is a lower bound that few scores exceed, found in one pass.
-    size = max(1, min(MOST_IN_BLOCK, len(score_I) // (4 * k)))
-    blocks = len(score_I) // size
-    highest = score_I[: size * blocks].reshape(size, blocks).max(axis=0)
-    bound = np.partition(highest, blocks - k)[blocks - k]
-    candidate = np.flatnonzero(score_I >= bound)
-    best = candidate[np.argsort(-score_I[candidate], kind="stable")[:k]]
-    return best[score_I[best] > -np.inf]
+def _top_columns(score_C: NDArray[Any], *, k: int) -> NDArray[np.int64]:
+    """Return the columns of the k best scores, equal scores by ascending column. Columns with score -inf are left out."""
+    # Split the scores into at least k blocks. The k-th highest block maximum is a lower bound of the k-th best score that few
+    # scores exceed, and finding it takes one pass.
+    block_size = max(1, min(MAX_BLOCK_SIZE, len(score_C) // (4 * k)))
+    num_blocks = len(score_C) // block_size
+    block_max = score_C[: block_size * num_blocks].reshape(block_size, num_blocks).max(axis=0)
+    lower_bound = np.partition(block_max, num_blocks - k)[num_blocks - k]
+    columns = np.flatnonzero(score_C >= lower_bound)
+    best = columns[np.argsort(-score_C[columns], kind="stable")[:k]]
+    return best[score_C[best] > -np.inf]

@@ -120,7 +120,12 @@ def plot_loss(train: TrainManifest, *, path: Path) -> Path:
         last_step = epoch_records[-1]["step"]
         mean_loss = sum(record["loss"] for record in epoch_records) / len(epoch_records)
         loss_axes.hlines(
-            mean_loss, first_step, last_step, color=plots.BLUE, linewidth=2, label=None if first_step else "mean of the epoch"
+            mean_loss,
+            first_step,
+            last_step,
+            color=plots.BLUE,
+            linewidth=2,
+            label="_nolegend_" if first_step else "mean of the epoch",
         )
         for axes in panels:
             axes.axvline(last_step, color=plots.GREY, linewidth=1.0, linestyle=":", zorder=0.5)

@@ -14,7 +14,6 @@ from recsys_core.errors import InputError
 from recsys_core.evaluation import metrics
 from recsys_core.evaluation.baselines import popularity_before
 from recsys_core.evaluation.cold import cold_rows, rank_among
-from recsys_core.evaluation.metrics import TargetRanks
 from recsys_core.evaluation.ranking import rank_served
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.models.spec import ModelSpec
@@ -98,14 +97,16 @@ class Validator:
             seen, targets = self._store.before(users, "validation"), self._store.targets(users, "validation")
             known, order = self._known[places], self._popular_I
             if self._cold is None:
-                ranking = rank_served(query_EO, known_E=known, item_ID=all_IO, order_I=order, seen=seen, targets=targets, k=0)
+                ranking = rank_served(
+                    query_EO, is_known_B=known, item_ID=all_IO, order_I=order, seen=seen, targets=targets, k=0
+                )
             else:
                 ranking = rank_among(
-                    query_EO, known_E=known, item_ID=all_IO, order_I=order, candidate_rows=self._cold, seen=seen,
+                    query_EO, is_known_B=known, item_ID=all_IO, order_I=order, candidate_rows=self._cold, seen=seen,
                     targets=targets, k=0,
                 )  # fmt: skip
-            ranks = TargetRanks.of_pairs(user_P=ranking.query_P, rank_P=ranking.rank_P, candidates_E=ranking.candidates_E)
-            sums[0] += ranks.users
+            ranks = ranking.target_positions()
+            sums[0] += ranks.num_users
             for place, metric in enumerate(_METRICS.values(), 1):
                 sums[place] += metric(ranks, k=config.k).sum()
         sums = sums.to(self._process.device)

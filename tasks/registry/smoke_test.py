@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from recsys_core.data.events import EventStore
 from recsys_core.errors import StageError, TrackingServerError, redacted
-from recsys_core.evaluation.metrics import TargetRanks, hit_rate, ndcg, recall
+from recsys_core.evaluation.metrics import TargetPositions, hit_rate, ndcg, recall
 from recsys_core.manifests import InteractionsManifest
 from tasks.registry.smoke_process import EXIT_NOT_FETCHED
 
@@ -177,8 +177,8 @@ def served_metrics(answers: pa.ListArray, *, sample: ServedSample) -> dict[str, 
     _, hit_targets, hit_answers = np.intersect1d(sample.target_pair_T, pair_L, return_indices=True)
     target_position_T = np.full(len(sample.target_pair_T), num_items)
     target_position_T[hit_targets] = position_L[hit_answers]
-    ranks = TargetRanks.of_pairs(
-        user_P=sample.target_pair_T // num_items, rank_P=target_position_T, candidates_E=num_items - sample.num_seen_U
+    ranks = TargetPositions.from_pairs(
+        user_T=sample.target_pair_T // num_items, position_T=target_position_T, num_candidates_B=num_items - sample.num_seen_U
     )
     per_user = {"recall@20": recall(ranks, k=20), "hit_rate@10": hit_rate(ranks, k=10), "ndcg@20": ndcg(ranks, k=20)}
     return {name: float(value_U.mean()) for name, value_U in per_user.items()}

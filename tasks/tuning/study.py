@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import optuna
+from matplotlib.ticker import MaxNLocator
 from optuna.trial import FrozenTrial, TrialState
 
 from recsys_core import plots
@@ -168,6 +169,6 @@ def plot_history(study: Study, *, path: Path) -> Path:
     axes.step([x for x, _ in points["complete"]], best_so_far, where="post", color=plots.GREEN, label="best so far")
     axes.set_xlabel("trial number")
     axes.set_ylabel(f"{study.metric} on the validation split")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     plots.legend_above(axes)
     return plots.save_png(figure, path)

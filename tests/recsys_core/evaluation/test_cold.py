@@ -1,4 +1,4 @@
-"""Ranking among chosen items against a ranking of the catalogue from which the others are taken out."""
+"""Ranking among candidates, compared with a full ranking without the other items."""
 
 import numpy as np
 import torch
@@ -20,34 +20,33 @@ def _lists(python: list[list[int]]) -> JaggedArray:
 
 @settings(deadline=None)
 @given(st.integers(0, 10_000), row_lists, row_lists, st.sets(st.integers(0, ITEMS - 1)))
-def test_it_is_the_full_ranking_with_the_other_items_taken_out(
+def test_ranking_among_candidates_equals_the_full_ranking_without_the_other_items(
     seed: int, seen: list[list[int]], targets: list[list[int]], candidates: set[int]
 ) -> None:
     random = np.random.default_rng(seed)
-    # Whole numbers in a narrow range: many ties, and sums that are exact in any order.
     query, item = (torch.tensor(random.integers(-1, 2, (rows, 3)), dtype=torch.float32) for rows in (QUERIES, ITEMS))
-    chosen = np.array(sorted(candidates), np.int64)
-    # Without ties: among fewer items equal scores go by another permutation.
+    candidate_rows = np.array(sorted(candidates), np.int64)
+    # The scores have no ties: among fewer items, another permutation orders equal scores.
     query, item = query.double(), item.double() + torch.tensor(random.permutation(ITEMS))[:, None] / 1e3
     known, order = random.random(QUERIES) < 0.7, random.permutation(ITEMS)
-    given = {"known_E": known, "order_I": order, "seen": _lists(seen), "targets": _lists(targets), "k": ITEMS}
-    whole = rank_served(query + 1e-3, item_ID=item, **given)
-    found = rank_among(query + 1e-3, item_ID=item, candidate_rows=chosen, **given)
+    arguments = {"known_E": known, "order_I": order, "seen": _lists(seen), "targets": _lists(targets), "k": ITEMS}
+    full_ranking = rank_served(query + 1e-3, item_ID=item, **arguments)
+    ranking = rank_among(query + 1e-3, item_ID=item, candidate_rows=candidate_rows, **arguments)
 
-    asked = [number for number in range(QUERIES) if candidates & set(targets[number])]
-    order = [[row for row in whole.top_EK[number].tolist() if row in candidates] for number in asked]
-    assert [[int(chosen[place]) for place in top if place >= 0] for top in found.top_EK.tolist()] == order
-    assert found.candidates_E.tolist() == [len(rows) for rows in order]
-    assert found.items == len(candidates)
-    pairs = zip(found.query_P.tolist(), chosen[found.target_row_P].tolist(), found.rank_P.tolist(), strict=True)
+    queries = [number for number in range(QUERIES) if candidates & set(targets[number])]
+    order = [[row for row in full_ranking.top_BK[number].tolist() if row in candidates] for number in queries]
+    assert [[int(candidate_rows[index]) for index in top if index >= 0] for top in ranking.top_BK.tolist()] == order
+    assert ranking.num_candidates_B.tolist() == [len(rows) for rows in order]
+    assert ranking.num_items == len(candidates)
+    pairs = zip(ranking.query_T.tolist(), candidate_rows[ranking.item_T].tolist(), ranking.position_T.tolist(), strict=True)
     assert set(pairs) == {
         (at, row, order[at].index(row))
-        for at, number in enumerate(asked)
+        for at, number in enumerate(queries)
         for row in candidates & set(targets[number]) - set(seen[number])
     }
 
 
-def test_an_item_is_cold_until_anybody_has_it() -> None:
+def test_an_item_is_cold_until_its_first_event() -> None:
     # One user: training has item 0, validation 2, the test 3; item 1 is in no event at all.
     store = EventStore(
         ordered=True, user_offset=np.array([0, 3]), train_end=np.array([1]), validation_end=np.array([2]),

@@ -56,7 +56,7 @@ def _run(
 
 def test_hand_counted_metrics_of_a_small_log(tmp_path: Path) -> None:
     found = _run(tmp_path, EvaluationConfig(ks=(1, 2))).metrics
-    # Unseen ranks: user 0: item 3 first. User 1: 5, 4, 3: ranks 0 and 2. User 2: 4 comes after 1, 2, 3. User 3: 5, then 1.
+    # Unseen items in order: user 0: 3 first. User 1: 5, 4, 3. User 2: 1, 2, 3, then 4. User 3: 5, then 1.
     assert found["test/users"] == 4
     assert found["test/targets"] == 5
     assert found["test/seen_targets"] == 1
@@ -71,36 +71,36 @@ def test_hand_counted_metrics_of_a_small_log(tmp_path: Path) -> None:
     assert found["test/slice/known_users/targets"] == 4
 
 
-def test_cold_items_are_ranked_among_cold_items_for_the_users_who_took_one(tmp_path: Path) -> None:
+def test_cold_items_are_ranked_among_cold_items_for_users_with_a_cold_target(tmp_path: Path) -> None:
     found = _run(tmp_path, EvaluationConfig(ks=(1, 2)), embeddings=True).metrics
-    # Nobody had items 3, 4 and 5 before the test. User 0: 3 is first. User 1: 5, 4, 3. User 2: 3, 4, 5.
+    # No user had items 3, 4 and 5 before the test. User 0: 3 is first. User 1: 5, 4, 3. User 2: 3, 4, 5.
     assert (found["test/cold/users"], found["test/cold/items"]) == (3, 3)
     assert found["test/cold/recall@1"] == pytest.approx((1 + 1 / 2 + 0) / 3)
     assert found["test/cold/recall@2"] == pytest.approx((1 + 1 / 2 + 1) / 3)
     assert found["test/cold/hit_rate@1"] == pytest.approx(2 / 3)
     assert found["test/cold/ndcg@2"] == pytest.approx((1 + 1 / (1 + math.log(2, 3)) + math.log(2, 3)) / 3)
-    # Item 3 alone has a vector: it is above 4 and 5 for everybody.
+    # Of the cold items only item 3 has a vector, so it is ranked first.
     assert found["baseline/zero_shot/cold/recall@1"] == pytest.approx((1 + 1 / 2 + 0) / 3)
     assert found["baseline/zero_shot/cold/users"] == 3
-    # In validation, users 0, 1 and 3 took items that training knows.
+    # All validation items occur in training.
     assert not [name for name in found if name.startswith(("validation/cold", "baseline/popularity/cold"))]
 
 
-def test_validation_holds_an_item_for_cold_that_training_has_not(tmp_path: Path) -> None:
+def test_an_item_without_a_training_event_is_cold_in_validation(tmp_path: Path) -> None:
     validation = [[4], [1], [], [0]]
     found = _run(tmp_path, EvaluationConfig(ks=(1,)), validation=validation).metrics
-    # Training has items 0, 1 and 2. User 0 asks for 3, then 4, then 5.
+    # Training has items 0, 1 and 2. User 0 ranks 3, then 4, then 5.
     assert (found["validation/cold/users"], found["validation/cold/items"]) == (1, 3)
     assert found["validation/cold/recall@1"] == 0
-    assert found["test/cold/items"] == 2  # 4 is known by then
+    assert found["test/cold/items"] == 2  # item 4 has a validation event
 
 
-def test_where_nobody_took_a_cold_item_there_are_no_such_metrics(tmp_path: Path) -> None:
+def test_without_a_cold_target_there_are_no_cold_metrics(tmp_path: Path) -> None:
     found = _run(tmp_path, EvaluationConfig(ks=(1,)), embeddings=True, test=[[2, 0], [], [1], [1]]).metrics
     assert not [name for name in found if "/cold/" in name]
 
 
-def test_a_cut_off_that_holds_all_cold_items_is_left_out(tmp_path: Path) -> None:
+def test_cut_offs_of_at_least_the_number_of_cold_items_are_left_out(tmp_path: Path) -> None:
     found = _run(tmp_path, EvaluationConfig(ks=(2, 3, 10)), embeddings=True).metrics
     assert found["test/cold/items"] == 3
     cut_offs = {name.partition("@")[2] for name in found if "/cold/" in name and "@" in name}
@@ -108,11 +108,9 @@ def test_a_cut_off_that_holds_all_cold_items_is_left_out(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("reads_users", [False, True])
-def test_users_of_whom_nothing_is_known_are_measured_by_popularity_as_they_are_served(
-    reads_users: bool, tmp_path: Path
-) -> None:
+def test_unknown_users_are_ranked_by_popularity_as_they_are_served(reads_users: bool, tmp_path: Path) -> None:
     # User 1 has no event before the test. The vector would put item 3 first; popularity puts it last.
-    spec = ModelSpec.sized(TwoTowerConfig(user_id=reads_users), users=2, items=4)
+    spec = ModelSpec.sized(TwoTowerConfig(user_id=reads_users), users=2, num_items=4)
     manifest = evaluate(
         EvaluationConfig(ks=(1, 3)),
         export=export_stage(
@@ -136,16 +134,16 @@ def test_progress_ends_with_all_queries(tmp_path: Path) -> None:
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
-def test_popularity_counts_what_was_before_the_test_and_is_kept(tmp_path: Path) -> None:
+def test_popularity_counts_the_events_before_the_test_and_is_saved(tmp_path: Path) -> None:
     manifest = _run(tmp_path, EvaluationConfig(ks=(2,)))
-    # Before the test: item 0 four times, 1 and 2 twice each, the rest never.
+    # Before the test: item 0 four times, 1 and 2 twice each, the other items never.
     assert np.load(manifest.path("popularity.npy")).tolist() == [0, 1, 2, 3, 4, 5]
-    # User 3 had item 0, so item 1 comes first; the others' targets lie behind.
+    # User 3 had item 0, so item 1 comes first. The targets of the other users are ranked lower.
     assert manifest.metrics["baseline/popularity/recall@2"] == pytest.approx((1 + 1 / 2 + 0 + 1) / 4)
     assert "baseline/zero_shot/recall@2" not in manifest.metrics
 
 
-def test_zero_shot_is_measured_where_vectors_are_given(tmp_path: Path) -> None:
+def test_zero_shot_is_measured_if_there_are_pretrained_vectors(tmp_path: Path) -> None:
     assert 0 <= _run(tmp_path, EvaluationConfig(ks=(2,)), embeddings=True).metrics["baseline/zero_shot/ndcg@2"] <= 1
 
 
@@ -161,14 +159,14 @@ def test_a_sample_of_users_is_the_same_every_time(tmp_path: Path) -> None:
     assert first["test/users"] == 2
 
 
-def test_a_log_without_test_events_is_refused(tmp_path: Path) -> None:
+def test_a_log_without_test_events_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no event is in the test split"):
         _run(tmp_path, EvaluationConfig(), test=[[], [], [], []])
     assert not (tmp_path / "evaluation").exists()
 
 
 @pytest.mark.skipif(not BEAUTY.is_dir(), reason="the public Beauty data is not on this machine")
-def test_popularity_on_beauty_is_what_others_count(tmp_path: Path) -> None:
+def test_popularity_on_beauty_equals_published_counts(tmp_path: Path) -> None:
     log = pq.read_table(BEAUTY / "interactions.parquet").sort_by([("user_id", "ascending"), ("position", "ascending")])
     ids, item = np.unique(log["item_id"].to_numpy(), return_inverse=True)
     per_user = np.split(item, np.flatnonzero(np.diff(log["user_id"].to_numpy())) + 1)

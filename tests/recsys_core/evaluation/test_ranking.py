@@ -1,4 +1,4 @@
-"""Ranking the catalogue against a sort in plain Python."""
+"""Exact ranking compared with a sort in plain Python."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from recsys_core.data.jagged import JaggedArray
 from recsys_core.errors import StageError
-from recsys_core.evaluation import ranking as exact
+from recsys_core.evaluation import ranking as ranking_module
 from recsys_core.evaluation.ranking import Ranking, rank_by_order, rank_catalogue, rank_served, tie_order
 
 ITEMS, QUERIES = 9, 5
@@ -20,33 +20,33 @@ def _lists(python: list[list[int]]) -> JaggedArray:
     return JaggedArray(offset, np.array([row for rows in python for row in rows], np.int64))
 
 
-Ranked = dict[tuple[int, int], int]
+Positions = dict[tuple[int, int], int]
 
 
-def _oracle(score: np.ndarray, *, seen: list[list[int]], targets: list[list[int]]) -> tuple[Ranked, list[list[int]]]:
-    """(query, target) -> rank, and the whole order of each query, by a sort with ties in `tie_order`."""
-    place = {row: place for place, row in enumerate(tie_order(score.shape[1]).tolist())}
+def _oracle(score: np.ndarray, *, seen: list[list[int]], targets: list[list[int]]) -> tuple[Positions, list[list[int]]]:
+    """Return the position of each (query, target) and the full order of each query, by a sort with ties in `tie_order`."""
+    tie_index = {row: index for index, row in enumerate(tie_order(score.shape[1]).tolist())}
     orders = [
-        sorted(set(range(score.shape[1])) - set(seen[q]), key=lambda row: (-score_I[row], place[row]))
+        sorted(set(range(score.shape[1])) - set(seen[q]), key=lambda row: (-score_I[row], tie_index[row]))
         for q, score_I in enumerate(score)
     ]
     return {(q, t): order.index(t) for q, order in enumerate(orders) for t in {*targets[q]} - {*seen[q]}}, orders
 
 
-def _check(ranking: Ranking, *, ranks: Ranked, orders: list[list[int]], k: int) -> None:
-    pairs = zip(ranking.query_P.tolist(), ranking.target_row_P.tolist(), ranking.rank_P.tolist(), strict=True)
-    assert [*pairs] == [(q, t, ranks[q, t]) for q, t in sorted(ranks)]
-    assert [[row for row in top if row >= 0] for top in ranking.top_EK.tolist()] == [order[:k] for order in orders]
-    assert ranking.candidates_E.tolist() == [len(order) for order in orders]
+def _check(ranking: Ranking, *, positions: Positions, orders: list[list[int]], k: int) -> None:
+    pairs = zip(ranking.query_T.tolist(), ranking.item_T.tolist(), ranking.position_T.tolist(), strict=True)
+    assert [*pairs] == [(q, t, positions[q, t]) for q, t in sorted(positions)]
+    assert [[row for row in top if row >= 0] for top in ranking.top_BK.tolist()] == [order[:k] for order in orders]
+    assert ranking.num_candidates_B.tolist() == [len(order) for order in orders]
 
 
 @settings(deadline=None)
 @given(st.integers(0, 10_000), row_lists, row_lists, st.integers(0, ITEMS + 3))
-def test_ranks_and_top_lists_equal_a_sort_with_ties_in_a_fixed_permutation(
+def test_positions_and_top_lists_equal_a_sort_with_ties_in_a_fixed_permutation(
     seed: int, seen: list[list[int]], targets: list[list[int]], k: int
 ) -> None:
     random = np.random.default_rng(seed)
-    # Whole numbers in a narrow range: many ties, and sums that are exact in any order.
+    # Small integers give many ties, and sums that are exact in any order.
     query, item = random.integers(-1, 2, (QUERIES, 3)), random.integers(-1, 2, (ITEMS, 3))
     ranking = rank_catalogue(
         torch.tensor(query, dtype=torch.float32),
@@ -55,25 +55,25 @@ def test_ranks_and_top_lists_equal_a_sort_with_ties_in_a_fixed_permutation(
         targets=_lists(targets),
         k=k,
     )
-    ranks, orders = _oracle(query @ item.T, seen=seen, targets=targets)
-    _check(ranking, ranks=ranks, orders=orders, k=k)
-    assert ranking.seen_targets == sum(len(set(t) & set(s)) for t, s in zip(targets, seen, strict=True))
+    positions, orders = _oracle(query @ item.T, seen=seen, targets=targets)
+    _check(ranking, ranks=positions, orders=orders, k=k)
+    assert ranking.num_seen_targets == sum(len(set(t) & set(s)) for t, s in zip(targets, seen, strict=True))
 
 
 @settings(deadline=None)
 @given(st.permutations(range(ITEMS)), row_lists, row_lists, st.integers(0, ITEMS + 3))
-def test_ranking_by_one_order_equals_ranking_by_scores_that_fall_along_it(
+def test_ranking_by_one_order_equals_ranking_by_falling_scores(
     order: list[int], seen: list[list[int]], targets: list[list[int]], k: int
 ) -> None:
     ranking = rank_by_order(np.array(order), seen=_lists(seen), targets=_lists(targets), k=k)
     score = np.tile(-np.argsort(order), (QUERIES, 1))
-    ranks, orders = _oracle(score, seen=seen, targets=targets)
-    _check(ranking, ranks=ranks, orders=orders, k=k)
+    positions, orders = _oracle(score, seen=seen, targets=targets)
+    _check(ranking, ranks=positions, orders=orders, k=k)
 
 
 @settings(deadline=None)
 @given(st.integers(0, 10_000), row_lists, row_lists, st.lists(st.booleans(), min_size=QUERIES, max_size=QUERIES))
-def test_queries_of_which_nothing_is_known_are_ranked_in_the_order_that_is_served(
+def test_unknown_queries_are_ranked_by_popularity(
     seed: int, seen: list[list[int]], targets: list[list[int]], known: list[bool]
 ) -> None:
     random = np.random.default_rng(seed)
@@ -81,7 +81,7 @@ def test_queries_of_which_nothing_is_known_are_ranked_in_the_order_that_is_serve
     counted: list[int] = []
     ranking = rank_served(
         torch.tensor(query, dtype=torch.float32),
-        known_E=np.array(known),
+        is_known_B=np.array(known),
         item_ID=torch.tensor(item, dtype=torch.float32),
         order_I=order,
         seen=_lists(seen),
@@ -90,29 +90,29 @@ def test_queries_of_which_nothing_is_known_are_ranked_in_the_order_that_is_serve
         on_progress=counted.append,
     )
     score = np.where(np.array(known)[:, None], query @ item.T, -np.argsort(order))
-    ranks, orders = _oracle(score, seen=seen, targets=targets)
-    _check(ranking, ranks=ranks, orders=orders, k=4)
+    positions, orders = _oracle(score, seen=seen, targets=targets)
+    _check(ranking, ranks=positions, orders=orders, k=4)
     assert sum(counted) == QUERIES
 
 
-def test_a_model_that_scores_all_items_the_same_ranks_like_chance_and_not_like_popularity() -> None:
+def test_a_model_with_equal_scores_ranks_at_random_and_not_by_popularity() -> None:
     items, queries = 2_000, 300
     popular = JaggedArray(np.arange(queries + 1), np.arange(queries) % 100)  # rows are numbered by falling popularity
     ranking = rank_catalogue(
         torch.ones((queries, 4)), item_ID=torch.ones((items, 4)), seen=JaggedArray.empty(queries), targets=popular, k=100
     )
-    assert 0.4 < ranking.rank_P.mean() / items < 0.6
-    assert 0.4 < ranking.top_EK.mean() / items < 0.6
+    assert 0.4 < ranking.position_T.mean() / items < 0.6
+    assert 0.4 < ranking.top_BK.mean() / items < 0.6
 
 
-def test_the_size_of_the_chunks_and_the_number_of_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunk_size_and_number_of_threads_do_not_change_the_ranking(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(3)
     query, item = (torch.tensor(random.integers(-2, 3, shape), dtype=torch.float32) for shape in ((40, 4), (30, 4)))
     seen = _lists([random.integers(0, 30, 3).tolist() for _ in range(40)])
     targets = _lists([random.integers(0, 30, 4).tolist() for _ in range(40)])
     whole = rank_catalogue(query, item_ID=item, seen=seen, targets=targets, k=7)
-    monkeypatch.setattr(exact, "LEAST_QUERIES", 1)
-    monkeypatch.setattr(exact, "CHUNK_SCORES", 70)
+    monkeypatch.setattr(ranking_module, "MIN_CHUNK_QUERIES", 1)
+    monkeypatch.setattr(ranking_module, "CHUNK_SCORES", 70)
     threads = torch.get_num_threads()
     for count in (1, 3):
         torch.set_num_threads(count)
@@ -121,20 +121,20 @@ def test_the_size_of_the_chunks_and_the_number_of_threads_change_nothing(monkeyp
             assert torch.get_num_threads() == count
         finally:
             torch.set_num_threads(threads)
-        np.testing.assert_array_equal(whole.rank_P, small.rank_P)
-        np.testing.assert_array_equal(whole.top_EK, small.top_EK)
+        np.testing.assert_array_equal(whole.position_T, small.position_T)
+        np.testing.assert_array_equal(whole.top_BK, small.top_BK)
 
 
-def test_scores_of_a_catalogue_of_many_blocks_are_ranked_like_those_of_a_small_one() -> None:
+def test_a_catalogue_of_many_blocks_is_ranked_exactly() -> None:
     random = np.random.default_rng(5)
     query, item = (torch.tensor(random.integers(-3, 4, shape), dtype=torch.float32) for shape in ((6, 3), (3_001, 3)))
     seen, targets = ([random.integers(0, 3_001, n).tolist() for _ in range(6)] for n in (50, 9))
     ranking = rank_catalogue(query, item_ID=item, seen=_lists(seen), targets=_lists(targets), k=20)
-    ranks, orders = _oracle((query @ item.T).numpy(), seen=seen, targets=targets)
-    _check(ranking, ranks=ranks, orders=orders, k=20)
+    positions, orders = _oracle((query @ item.T).numpy(), seen=seen, targets=targets)
+    _check(ranking, ranks=positions, orders=orders, k=20)
 
 
-def test_a_vector_that_is_not_finite_is_refused() -> None:
+def test_a_vector_that_is_not_finite_is_rejected() -> None:
     item = torch.ones((3, 2))
     item[1, 0] = torch.nan
     with pytest.raises(StageError, match="item vector 1 "):

@@ -2,7 +2,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
+from recsys_core import plots
 from recsys_core.evaluation.report import metric_table, plot_loss, plot_recall, to_markdown
 from recsys_core.manifests import TrainManifest, produce
 from recsys_core.training.job_spec import Progress
@@ -18,14 +20,14 @@ METRICS = {
 }
 
 
-def test_the_table_sets_the_model_beside_its_baselines() -> None:
+def test_the_table_lists_the_model_and_its_baselines() -> None:
     table = metric_table(METRICS)
     assert table.columns == ("recall@20", "mrr")
     assert table.rows == {"model": (0.4, 0.1), "popularity": (0.1, 0.03)}
     assert to_markdown(table).splitlines()[-1] == "| popularity | 0.1000 | 0.0300 |"
 
 
-def test_cold_items_have_rows_of_their_own_below_and_their_number_is_said() -> None:
+def test_cold_items_have_their_own_rows_and_a_note_with_their_number() -> None:
     cold = {
         "test/cold/recall@20": 0.7,
         "test/cold/users": 5.0,
@@ -41,7 +43,7 @@ def test_cold_items_have_rows_of_their_own_below_and_their_number_is_said() -> N
     assert to_markdown(table).splitlines()[-1] == "cold: 1,200 items without an earlier event, for 5 users"
 
 
-def test_cold_items_that_all_fit_into_the_shown_cut_offs_have_no_row() -> None:
+def test_cold_metrics_at_cut_offs_that_are_not_shown_have_no_row() -> None:
     table = metric_table(METRICS | {"test/cold/users": 2.0, "test/cold/items": 3.0, "test/cold/recall@2": 0.5})
     assert list(table.rows) == ["model", "popularity"]
     assert table.note == ""
@@ -68,10 +70,26 @@ def train_stage(folder: Path, *, best_epoch: int | None) -> TrainManifest:
     return produce(folder, TrainManifest, fingerprint="train", build=build)
 
 
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are saved during the test."""
+    saved: list[Figure] = []
+    save_png = plots.save_png
+    monkeypatch.setattr(plots, "save_png", lambda figure, path: saved.append(figure) or save_png(figure, path))
+    return saved
+
+
 @pytest.mark.parametrize("best_epoch", [None, 3])
-def test_plots_are_png_files(best_epoch: int | None, tmp_path: Path) -> None:
-    for path in (
-        plot_recall(METRICS, path=tmp_path / "recall.png"),
-        plot_loss(train_stage(tmp_path / "train", best_epoch=best_epoch), path=tmp_path / "loss.png"),
-    ):
-        assert path.read_bytes().startswith(b"\x89PNG")
+def test_the_training_plot_has_a_panel_of_validation_metrics_if_they_were_measured(
+    best_epoch: int | None, figures: list[Figure], tmp_path: Path
+) -> None:
+    path = plot_loss(train_stage(tmp_path / "train", best_epoch=best_epoch), path=tmp_path / "loss.png")
+    assert path.is_file()
+    labels = [axes.get_legend_handles_labels()[1] for axes in figures[0].axes]
+    validation_labels = ["recall@10", "ndcg@10", "best epoch: 3"]
+    assert labels == [["loss", "mean of the epoch"], *([validation_labels] if best_epoch else [])]
+
+
+def test_the_recall_plot_has_a_bar_per_ranker_and_cut_off(figures: list[Figure], tmp_path: Path) -> None:
+    assert plot_recall(METRICS, path=tmp_path / "recall.png").is_file()
+    assert [bar.get_height() for bar in figures[0].axes[0].patches] == [0.2, 0.4, 0.05, 0.1]

@@ -170,7 +170,7 @@ def ours(run: Run, *, folder: Path, process: Process, paced: Paced | None) -> di
         plan=work / "plan" / "plan.json",
     )
     store = EventStore.open(interactions)
-    loader = make_loader(job, store=store, assembler=Assembler(user=job.spec.user_in, features=None), process=process)
+    loader = make_loader(job, store=store, assembler=Assembler(user=job.spec.user_batch_key, features=None), process=process)
     short: Any = Steps(loader, steps=run.steps, made="made" in run.name, paced=paced)
     sharded = first_model(job, store=store, dataset=Dataset(interactions), process=process)
     trainer = Training(job, model=sharded, loader=short, process=process)

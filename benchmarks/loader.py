@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch_keys import ROWS
+from recsys_core.data.batch_keys import UNPOOLED
 from recsys_core.data.events import EventStore, mapped
 from recsys_core.data.features.store import Feature, FeatureStore
 from recsys_core.data.loader import TrainLoader
@@ -90,7 +90,7 @@ def _loader(folder: Path, case: str, *, batch_size: int, rank: int, world_size: 
     return TrainLoader(
         store,
         assembler=Assembler(
-            user=None if history else ROWS,
+            user=None if history else UNPOOLED,
             features=FeatureStore({name: features.features[name] for name in wanted}) if wanted else None,
         ),
         batch_size=batch_size,

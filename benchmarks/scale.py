@@ -76,7 +76,7 @@ def spec_of(size: dict[str, Any], *, bags: bool) -> ModelSpec:
     """bags: a user's row is pooled with the queries' features (tables.user.lookup: pooled)."""
     config = TwoTowerConfig(embedding_dim=ASSUMED["dim"], user_id=size["users"] > 0)
     tables = {"user": TableConfig(lookup="pooled")} if bags and config.user_id else {}
-    return ModelSpec.sized(config, users=size["users"], items=size["items"], tables=tables)
+    return ModelSpec.sized(config, num_users=size["users"], num_items=size["items"], tables=tables)
 
 
 def plan(size: dict[str, Any], *, optimizer: str = "rowwise_adagrad", bags: bool = False) -> PlanFile:
@@ -118,7 +118,7 @@ def measure(size: dict[str, Any], *, bags: bool = False) -> dict[str, Any]:
     started = time.perf_counter()
     made = plan(size, bags=bags)
     seconds = time.perf_counter() - started
-    by_row = {name for name, table in spec_of(size, bags=bags).tables.items() if table.row_by_row}
+    by_row = {name for name, table in spec_of(size, bags=bags).tables.items() if table.unpooled}
     fullest = max(made.ranks, key=lambda rank: rank.hbm_bytes)
     columns = ASSUMED["batch_size"] + ASSUMED["negatives"]
     towers_ms = 6 * ASSUMED["batch_size"] * columns * ASSUMED["dim"] / ASSUMED["tower_tflops"] / 1e9

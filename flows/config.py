@@ -16,6 +16,7 @@ from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.launching.config import Launcher, LocalLauncher
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.table_checks import check_distillation, check_table_names, check_vectors_exist
 from recsys_core.models.table_config import OFFSET, TableConfig
 from recsys_core.parquet.locations import is_uri
 from recsys_core.retrieval.config import IndexConfig
@@ -105,30 +106,20 @@ class PipelineConfig(Settings):
                 f"{cluster.processes_per_node or 'empty'}, which would be taken from this host; set device to cpu or cuda, and "
                 "processes_per_node to the ranks of one host"
             )
-        self._tables_are_there()
+        self._check_tables()
         return self
 
-    def _tables_are_there(self) -> None:
-        """Every setting that names a table names one that the model will have; what is frozen has vectors."""
-        tables = self.table_names
-        for where, named in (("tables", self.tables), ("sharding.tables", self.sharding.tables)):
-            for table in named:
-                if table not in tables:
-                    raise ValueError(
-                        f"{where}.{table}: the model has the tables {sorted(tables)}; "
-                        + ("set model.user_id to true" if table == "user" else "name one of them, or declare the feature")
-                    )
-        vectors = {entry.table for entry in self.embeddings}
-        if "user" in vectors and not self.model.user_id:
-            raise ValueError("embeddings has vectors of users, but the model has no table for them; set model.user_id to true")
+    def _check_tables(self) -> None:
+        """Raise InputError if a setting names an unknown table, or needs pretrained vectors that are not declared."""
+        check_table_names("tables", self.tables, tables=self.table_names)
+        check_table_names("sharding.tables", self.sharding.tables, tables=self.table_names)
+        tables_with_vectors = {entry.table for entry in self.embeddings}
+        if "user" in tables_with_vectors and not self.model.user_id:
+            raise ValueError("embeddings has vectors of users, but the model has no user table; set model.user_id to true")
         for name, settings in self.tables.items():
-            if settings.transfer != "full" and name not in vectors:
-                raise ValueError(
-                    f"tables.{name}.transfer is {settings.transfer}, but embeddings has no vectors of table {name!r} (it has "
-                    f"{sorted(vectors) or 'none'}); add them, or set transfer to full"
-                )
-        if self.loss.distillation is not None and "item" not in vectors:
-            raise ValueError("loss.distillation keeps the item vectors' similarities, but embeddings has none")
+            check_vectors_exist(name, settings, tables_with_vectors=tables_with_vectors)
+        if self.loss.distillation is not None:
+            check_distillation(tables_with_vectors)
 
     @property
     def table_names(self) -> set[str]:

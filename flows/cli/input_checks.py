@@ -8,7 +8,7 @@ from recsys_core.data.features.vectors import check_vectors
 from recsys_core.data.first_row_group import check_matches, check_years, vector_length
 from recsys_core.data.interactions.schema import check_interactions
 from recsys_core.errors import InputError
-from recsys_core.models.spec import require_width
+from recsys_core.models.table_checks import check_width
 
 
 def check_inputs(config: PipelineConfig) -> dict[str, str]:
@@ -30,7 +30,7 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
         dim = vector_length(vectors)
         if dim is not None:
             settings = config.tables.get(table)
-            require_width(dim, (settings and settings.dim) or config.model.embedding_dim, table=table)
+            check_width(dim, (settings and settings.dim) or config.model.embedding_dim, table=table)
         width = f"{dim} numbers each" if dim else "of lengths that differ in the first rows"
         facts[vectors.setting] = f"{vectors.rows:,} vectors of {table} in {len(vectors.sources)} files, {width}"
     columns = {"item": config.log.item_column, "user": config.log.user_column}

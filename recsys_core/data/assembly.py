@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_core.data.batch import Batch, keyed_jagged
-from recsys_core.data.batch_keys import QUERY, QUERY_WEIGHTED, ROWS
+from recsys_core.data.batch_keys import POOLED, POOLED_WEIGHTED, UNPOOLED
 from recsys_core.data.events import Rows
 from recsys_core.data.features.store import Feature, FeatureStore
 from recsys_core.data.jagged import JaggedArray
@@ -52,15 +52,15 @@ class Assembler:
             lists[key], weight_T = feature.at(item)
             if weight_T is not None:
                 item_weight[key] = torch.from_numpy(weight_T)
-        if self.user == ROWS:
+        if self.user == UNPOOLED:
             lists["user"] = JaggedArray.from_single_values(_at_least_one(user))
-        sparse[ROWS] = keyed_jagged(lists, samples=max(len(item), len(user)))
+        sparse[UNPOOLED] = keyed_jagged(lists, samples=max(len(item), len(user)))
         return Batch(
             sparse=sparse,
             batch_size=len(user),
-            item_row_U=torch.from_numpy(item),
-            candidate_K=torch.from_numpy(code[: len(candidate)]),
-            history_T=torch.from_numpy(code[len(candidate) :]),
+            item_row_V=torch.from_numpy(item),
+            candidate_C=torch.from_numpy(code[: len(candidate)]),
+            history_H=torch.from_numpy(code[len(candidate) :]),
             history_offset=torch.from_numpy(history.offset),
             item_weight=item_weight,
             weight=None if weight is None else torch.from_numpy(weight),
@@ -72,7 +72,7 @@ class Assembler:
         return self.batch(user=nobody, position=nobody, history=JaggedArray.empty(0), candidate=item)
 
     def _queries(self, user: Rows, *, position: Rows) -> dict[str, KeyedJaggedTensor]:
-        plain = {"user": JaggedArray.from_single_values(user)} if self.user == QUERY else {}
+        plain = {"user": JaggedArray.from_single_values(user)} if self.user == POOLED else {}
         weighted: dict[str, JaggedArray] = {}
         weights: list[NDArray[np.float32]] = []
         for side, index in (("user", user), ("context", position)):
@@ -85,9 +85,9 @@ class Assembler:
                     weights.append(weight_T)
         sparse = {}
         if plain:
-            sparse[QUERY] = keyed_jagged(plain, samples=len(user))
+            sparse[POOLED] = keyed_jagged(plain, samples=len(user))
         if weighted:
-            sparse[QUERY_WEIGHTED] = keyed_jagged(weighted, samples=len(user), weight_T=np.concatenate(weights))
+            sparse[POOLED_WEIGHTED] = keyed_jagged(weighted, samples=len(user), weight_T=np.concatenate(weights))
         return sparse
 
     def _side(self, side: str) -> list[tuple[str, Feature]]:

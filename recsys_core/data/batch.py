@@ -26,13 +26,13 @@ class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
     """
 
     sparse: dict[str, KeyedJaggedTensor]
-    """By ROWS, QUERY and QUERY_WEIGHTED (recsys_core.data.batch_keys); the last two only where a feature wants them."""
+    """By UNPOOLED, POOLED and POOLED_WEIGHTED (recsys_core.data.batch_keys); the last two only where a feature wants them."""
     batch_size: int
-    item_row_U: Tensor
+    item_row_V: Tensor
     """int64 [U]: rows of the catalogue."""
-    candidate_K: Tensor
+    candidate_C: Tensor
     """int64 [K], places among the U: the B positives, then the N drawn ones."""
-    history_T: Tensor
+    history_H: Tensor
     """int64 [T], places among the U: the histories one after the other, each oldest first."""
     history_offset: Tensor
     """int64 [B + 1]."""
@@ -43,7 +43,7 @@ class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         """The same on `device`."""
-        if self.item_row_U.device == device:
+        if self.item_row_V.device == device:
             return self
         return self._moved(lambda part: part.to(device, non_blocking=non_blocking))
 

@@ -1,5 +1,5 @@
-"""Keys of `Batch.sparse`, in a module that needs no torch: the model's spec is read where nothing is trained."""
+"""Keys of `Batch.sparse`. The module does not import torch, because model specs are also read where torch is not loaded."""
 
-ROWS, QUERY, QUERY_WEIGHTED = "rows", "query", "query_weighted"
-"""What is looked up row by row (features of the U items, and the B users), features of the B queries that are pooled, and those
-that have weights."""
+UNPOOLED, POOLED, POOLED_WEIGHTED = "unpooled", "pooled", "pooled_weighted"
+"""UNPOOLED: features of items, and users; one embedding per value. POOLED: features of queries; one vector per query.
+POOLED_WEIGHTED: features of queries with weights."""

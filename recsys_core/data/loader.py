@@ -15,6 +15,7 @@ from recsys_core.data.batch import Batch
 from recsys_core.data.events import EvaluationSplit, EventStore, Rows
 from recsys_core.data.jagged import JaggedArray
 from recsys_core.data.shuffle import shuffled
+from recsys_core.seeds import negatives_key
 
 ROWS_AT_ONCE = 20_000
 """Events and drawn candidates of the batches that are made in one go, if it is more than one batch: waking a thread, and
@@ -139,7 +140,7 @@ class TrainLoader:
         """[batches, N]: the candidates drawn for each of these batches."""
         # Numbers that are found by counting: those of a batch are the same wherever the drawing begins.
         counts = -(-self._negatives // PHILOX_NUMBERS)
-        key = np.random.SeedSequence([self._seed, epoch, self._rank]).generate_state(2, np.uint64)
+        key = negatives_key(self._seed, epoch=epoch, rank=self._rank)
         generator = np.random.Generator(np.random.Philox(key=key, counter=first * counts))
         number_bN = generator.random((stop - first, counts * PHILOX_NUMBERS))[:, : self._negatives]
         return np.searchsorted(self._negative_cdf_I, number_bN * self._total_share, side="right")

@@ -31,8 +31,7 @@ from recsys_core.manifests import (
     produce,
 )
 from recsys_core.models.spec import ModelSpec
-
-SAMPLE_SEED = 0
+from recsys_core.seeds import EVALUATION_USERS_SEED
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ def _load_queries(
     vectors = np.load(export.path(f"query_vectors_{split}.npy"), mmap_mode="r")
     sample = np.arange(len(users))
     if config.max_users is not None and config.max_users < len(users):
-        sample = np.sort(np.random.default_rng(SAMPLE_SEED).choice(len(users), config.max_users, replace=False))
+        sample = np.sort(np.random.default_rng(EVALUATION_USERS_SEED).choice(len(users), config.max_users, replace=False))
     users = users[sample]
     history = store.before(users, split)
     spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())

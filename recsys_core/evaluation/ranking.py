@@ -18,6 +18,7 @@ from torch import Tensor
 from recsys_core.data.jagged import JaggedArray
 from recsys_core.errors import StageError
 from recsys_core.evaluation.metrics import TargetPositions
+from recsys_core.seeds import TIE_ORDER_SEED
 
 CHUNK_SCORES = 1 << 22
 """Scores that one thread computes at once: 16 MiB in float32."""
@@ -26,7 +27,6 @@ MIN_CHUNK_QUERIES = 16
 MAX_SCORES = 1 << 28
 """Scores of all threads together: 1 GiB in float32. For a large catalogue fewer threads run."""
 MAX_BLOCK_SIZE = 64
-TIE_SEED = 0
 
 
 def no_progress(num_queries: int) -> None:
@@ -233,7 +233,7 @@ def tie_order(num_items: int) -> NDArray[np.int64]:
 
     Rows are numbered by falling popularity. In row order, a model with equal scores for all items would rank like popularity.
     """
-    return np.random.default_rng(TIE_SEED).permutation(num_items)
+    return np.random.default_rng(TIE_ORDER_SEED).permutation(num_items)
 
 
 def _exclude_seen(targets: JaggedArray, *, seen: JaggedArray, num_items: int) -> tuple[JaggedArray, JaggedArray, int]:

@@ -1,123 +1,148 @@
-"""The embedding tables as TorchRec modules, and what comes out of them.
+"""Embedding tables as TorchRec modules: EmbeddingCollection for items and users, EmbeddingBagCollection for query features.
 
-Features of queries are pooled inside an EmbeddingBagCollection. Items and users are looked up row by row in an
-EmbeddingCollection: each distinct item of a batch once, so that it can be a candidate, a part of many histories, frozen or not,
-by its own row (docs/adr/0005). Tables that never change sit in collections of their own, outside of autograd.
-
-Shapes: B queries, U distinct items, T values of one list feature.
+Item and user embeddings are unpooled: each distinct item of a batch is looked up once, and its row serves as a candidate and in
+any number of histories (docs/adr/0005). Features of queries are pooled by the EmbeddingBagCollection. Frozen tables are in
+collections of their own, which run without autograd.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.nn.functional import embedding_bag
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from recsys_core.data.batch import Batch
-from recsys_core.data.batch_keys import QUERY, QUERY_WEIGHTED
+from recsys_core.data.batch_keys import POOLED, POOLED_WEIGHTED
 from recsys_core.models.spec import ModelSpec, Side, TableSpec, module_name
 
-LookedUp = dict[str, Any]
-"""Output of each collection: {feature: JaggedTensor} of rows as they are, or a KeyedTensor of pooled ones."""
+CollectionOutputs = dict[str, Any]
+"""Output by collection: {feature: JaggedTensor} of an EmbeddingCollection, KeyedTensor of an EmbeddingBagCollection."""
+_TINY = torch.finfo(torch.float32).tiny
 
 
-class Lookups(nn.ModuleDict):
+class EmbeddingTables(nn.ModuleDict):
     """All tables of a model, by collection (see TableSpec.collection)."""
 
     def __init__(self, spec: ModelSpec, *, device: torch.device) -> None:
         super().__init__()
-        for name in sorted({table.collection for table in spec.tables.values()}):
-            tables = {n: table for n, table in spec.tables.items() if table.collection == name}
-            if next(iter(tables.values())).row_by_row:
-                self[name] = EmbeddingCollection(tables=[_rows(n, table) for n, table in tables.items()], device=device)
+        for collection in sorted({table.collection for table in spec.tables.values()}):
+            tables = {name: table for name, table in spec.tables.items() if table.collection == collection}
+            if next(iter(tables.values())).unpooled:
+                self[collection] = EmbeddingCollection(
+                    tables=[_unpooled_config(name, table) for name, table in tables.items()], device=device
+                )
             else:
-                self[name] = EmbeddingBagCollection(
-                    tables=[bag_config(n, table) for n, table in tables.items()],
-                    is_weighted=name.startswith(QUERY_WEIGHTED),
+                self[collection] = EmbeddingBagCollection(
+                    tables=[pooled_config(name, table) for name, table in tables.items()],
+                    is_weighted=collection.startswith(POOLED_WEIGHTED),
                     device=device,
                 )
 
 
 def parameter_name(spec: ModelSpec, table: str) -> str:
-    """Where the weights of `table` are, below the Lookups module."""
-    held = spec.tables[table]
-    holder = "embeddings" if held.row_by_row else "embedding_bags"
-    return f"{held.collection}.{holder}.{module_name(table)}.weight"
+    """Return the name of the weights of `table` among the parameters of EmbeddingTables."""
+    table_spec = spec.tables[table]
+    module_dict = "embeddings" if table_spec.unpooled else "embedding_bags"
+    return f"{table_spec.collection}.{module_dict}.{module_name(table)}.weight"
 
 
-def _rows(name: str, table: TableSpec) -> EmbeddingConfig:
+def _unpooled_config(name: str, table: TableSpec) -> EmbeddingConfig:
     return EmbeddingConfig(
-        name=module_name(name), num_embeddings=table.rows, embedding_dim=table.dim, feature_names=[table.feature]
+        name=module_name(name), num_embeddings=table.num_rows, embedding_dim=table.dim, feature_names=[table.feature]
     )
 
 
-def bag_config(name: str, table: TableSpec) -> EmbeddingBagConfig:
-    """Pooled by sum; `pooled` divides afterwards.
+def pooled_config(name: str, table: TableSpec) -> EmbeddingBagConfig:
+    """Return the config of a pooled table. TorchRec sums; `table_outputs` divides by the length for a mean.
 
-    Under grid_shard TorchRec 1.9 divides a mean by the part of the bag that a rank holds; of row_wise
-    meta-pytorch/torchrec#2362 reports the same, and it is fixed.
+    TorchRec's own mean is wrong under grid_shard: TorchRec 1.9 divides by the length of the part that a rank holds.
+    meta-pytorch/torchrec#2362 reports the same fault for row_wise, where it is fixed.
     """
     return EmbeddingBagConfig(
         name=module_name(name),
-        num_embeddings=table.rows,
+        num_embeddings=table.num_rows,
         embedding_dim=table.dim,
         feature_names=[table.feature],
         pooling=PoolingType.SUM,
     )
 
 
-def table_outputs(spec: ModelSpec, looked_up: LookedUp, batch: Batch, *, side: Side) -> dict[str, Tensor]:
-    """Per table of `side` a row for each of the B queries or U items: [n, width of the table]."""
-    bags: dict[str, dict[str, Tensor]] = {}
-    found = {}
+def table_outputs(spec: ModelSpec, embeddings: CollectionOutputs, batch: Batch, *, side: Side) -> dict[str, Tensor]:
+    """Return one vector per query (side query, [B, D]) or per distinct item (side item, [V, D]), by table of `side`."""
+    pooled: dict[str, dict[str, Tensor]] = {}
+    outputs = {}
     for name, table in spec.on_side(side).items():
-        output, form = spec.output_name(name), spec.forms.get(name, "single")
-        if table.row_by_row:
-            jagged = looked_up[table.collection][output]
-            samples = len(batch.item_row_U) if side == "item" else batch.batch_size
-            one_each = form in ("single", "number")
-            rows: Tensor = jagged.values()
-            weight_T = batch.item_weight.get(name)
-            if one_each:
-                if len(rows) > samples:  # nobody was asked for, and one row looked up all the same
-                    rows = rows[:samples]
-                found[name] = rows if weight_T is None else rows * weight_T[:, None]
-            else:
-                offset = jagged.offsets()[: samples + 1]
-                found[name] = _pool(rows, offset, weight_T=weight_T, mean=table.settings.pooling == "mean")
+        output_name = spec.output_name(name)
+        if table.unpooled:
+            num_vectors = len(batch.item_row_V) if side == "item" else batch.batch_size
+            outputs[name] = _unpooled_output(spec, name, embeddings[table.collection][output_name], batch, num_vectors)
             continue
-        if table.collection not in bags:
-            bags[table.collection] = looked_up[table.collection].to_dict()
-        sum_BW = bags[table.collection][output]
-        if form in ("list", "weighted_list") and table.settings.pooling == "mean":
-            sum_BW = sum_BW / _bag_sizes(batch, name, weighted=table.weighted)[:, None]
-        found[name] = sum_BW
-    return found
+        if table.collection not in pooled:
+            pooled[table.collection] = embeddings[table.collection].to_dict()
+        output_BD = pooled[table.collection][output_name]
+        if spec.forms.get(name) in ("list", "weighted_list") and table.settings.pooling == "mean":
+            output_BD = output_BD / _list_weights(batch, name, weighted=table.weighted)[:, None]
+        outputs[name] = output_BD
+    return outputs
 
 
-def _pool(value_TW: Tensor, offset: Tensor, *, weight_T: Tensor | None, mean: bool) -> Tensor:
-    """Lists of rows -> a row for each list, weighted; zeros for an empty one."""
-    place_T = torch.arange(len(value_TW), device=value_TW.device)
-    weight_T = torch.ones_like(value_TW[:, 0]) if weight_T is None else weight_T
+def _unpooled_output(spec: ModelSpec, name: str, jagged: Any, batch: Batch, num_vectors: int) -> Tensor:
+    value_LD: Tensor = jagged.values()
+    weight_L = batch.item_weight.get(name)
+    if spec.forms.get(name, "single") in ("single", "number"):
+        if len(value_LD) > num_vectors:  # a batch without a value looks up one row, because FBGEMM rejects an empty lookup
+            value_LD = value_LD[:num_vectors]
+        return value_LD if weight_L is None else value_LD * weight_L[:, None]
+    offset = jagged.offsets()[: num_vectors + 1]
+    return _pool(value_LD, offset, weight_L=weight_L, mean=spec.tables[name].settings.pooling == "mean")
+
+
+def _pool(value_LD: Tensor, offset: Tensor, *, weight_L: Tensor | None, mean: bool) -> Tensor:
+    """Pool each list of rows into one vector; an empty list gives zeros."""
+    index_L = torch.arange(len(value_LD), device=value_LD.device)
+    weight_L = torch.ones_like(value_LD[:, 0]) if weight_L is None else weight_L
     if mean:
-        total = torch.segment_reduce(weight_T, "sum", offsets=offset.long(), initial=0.0)
-        weight_T = weight_T / torch.repeat_interleave(total.clamp(min=_TINY), offset.diff(), output_size=len(weight_T))
+        total = torch.segment_reduce(weight_L, "sum", offsets=offset.long(), initial=0.0)
+        weight_L = weight_L / torch.repeat_interleave(total.clamp(min=_TINY), offset.diff(), output_size=len(weight_L))
     pooled: Tensor = embedding_bag(
-        place_T, value_TW, offset.long(), mode="sum", per_sample_weights=weight_T, include_last_offset=True
+        index_L, value_LD, offset.long(), mode="sum", per_sample_weights=weight_L, include_last_offset=True
     )
     return pooled
 
 
-_TINY = torch.finfo(torch.float32).tiny
-
-
-def _bag_sizes(batch: Batch, feature: str, *, weighted: bool) -> Tensor:
-    """[B]: values of each bag, or the sum of their weights; 1 for an empty one."""
-    jagged = batch.sparse[QUERY_WEIGHTED if weighted else QUERY][feature]
+def _list_weights(batch: Batch, feature: str, *, weighted: bool) -> Tensor:
+    """Return the length of each query's list, or the sum of its weights; 1 for an empty list. Shape [B]."""
+    jagged = batch.sparse[POOLED_WEIGHTED if weighted else POOLED][feature]
     if not weighted:
         length_B: Tensor = jagged.lengths().clamp(min=1)
         return length_B
-    total = torch.segment_reduce(jagged.weights(), "sum", offsets=jagged.offsets().long(), initial=0.0)
-    return torch.where(total > 0, total, 1.0)
+    total_B = torch.segment_reduce(jagged.weights(), "sum", offsets=jagged.offsets().long(), initial=0.0)
+    return torch.where(total_B > 0, total_B, 1.0)
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """A rectangle of a table on this rank: a view of its memory, and the row and column where it starts in the table."""
+
+    row: int
+    column: int
+    weight_RD: Tensor
+
+
+def local_shards(value: Any) -> list[LocalShard]:
+    """Return this rank's shards of a value in a sharded model's state dict. A data-parallel table is one shard."""
+    if isinstance(value, ShardedTensor):
+        shards = ((shard.metadata.shard_offsets, shard.tensor) for shard in value.local_shards())
+        return [LocalShard(row, column, tensor) for (row, column), tensor in shards]
+    return [LocalShard(0, 0, value)]
+
+
+def table_shards(state: Mapping[str, Any], *, table: str) -> list[LocalShard]:
+    """Return this rank's shards of `table` from the state dict of a (sharded) RetrievalTask; empty if it has none."""
+    value = next((value for key, value in state.items() if key.endswith(f".{module_name(table)}.weight")), None)
+    return local_shards(value) if value is not None else []

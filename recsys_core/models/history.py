@@ -1,7 +1,4 @@
-"""A user's items become one vector.
-
-Shapes: B queries, U distinct items, T items of all histories, H width of what stands for an item.
-"""
+"""Pooling of a user's history into one vector: mean, sum, learned recency weights, or attention."""
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +8,18 @@ from recsys_core.models.config import HistoryConfig
 
 
 class HistoryPooling(nn.Module):
-    """Weighted sums over the items of each history; the weights are one, learned by place, or given by one learned query.
+    """Weighted sum of the item vectors of each history.
 
-    recency: weight exp(a[p]) for the item p places before the end, a learned, zero at first, so that training starts from the
-    mean. attention: weight exp(q . x / sqrt(H)) for item x, q learned, zero at first (one head of Yang et al., "Hierarchical
-    Attention Networks", NAACL 2016). Both are divided by their sum over the history.
+    mean and sum: all items have weight 1. recency: the item at position p from the end has weight exp(a[p]) with a learned
+    vector a. attention: item x has weight exp(q . x / sqrt(D)) with a learned query q (one head of Yang et al., "Hierarchical
+    Attention Networks", NAACL 2016). a and q start at zero, so that training starts from the mean. Except for sum, the weights
+    are divided by their sum over the history.
 
-    A history without an item counts as a history of one item, `start`, which is learned.
+    An empty history gives the learned vector `start`.
 
     Args:
-        std: standard deviation of the first values of `start`.
+        dim: width of an item vector.
+        std: standard deviation of the initial values of `start`.
     """
 
     def __init__(self, config: HistoryConfig, *, dim: int, std: float) -> None:
@@ -32,47 +31,52 @@ class HistoryPooling(nn.Module):
         if self.kind == "attention":
             self.attention = nn.Parameter(torch.zeros(dim))
 
-    def forward(self, item_UH: Tensor, item_T: Tensor, offset: Tensor) -> Tensor:
-        """Pooled histories [B, H]; `start` for an empty one, and for one of which dropout leaves no item.
+    def forward(self, item_VD: Tensor, history_H: Tensor, offset: Tensor) -> Tensor:
+        """Return the pooled histories [B, D]; `start` for a history that is empty, or that dropout left empty.
 
-        item_T: which of the U items, oldest first within a history; offset: int64 [B + 1], where each history starts and ends.
+        Args:
+            item_VD: vectors of the distinct items of the batch.
+            history_H: index into `item_VD` of each history entry, oldest first within a history.
+            offset: int64 [B + 1], the bounds of each history in `history_H`.
         """
         length_B = offset.diff()
-        owner_T = torch.repeat_interleave(torch.arange(len(length_B), device=offset.device), length_B, output_size=len(item_T))
-        weight_T = self._weights(item_UH, item_T, owner_T=owner_T, offset=offset)
-        if self.training and self.item_dropout:
-            weight_T = weight_T * (torch.rand_like(weight_T) >= self.item_dropout)
-        total_B = torch.zeros(len(length_B), dtype=weight_T.dtype, device=weight_T.device).index_add(0, owner_T, weight_T)
-        if self.kind != "sum":
-            weight_T = weight_T / total_B.clamp(min=torch.finfo(weight_T.dtype).tiny)[owner_T]
-        pooled_BH: Tensor = embedding_bag(
-            item_T, item_UH, offset, mode="sum", per_sample_weights=weight_T.to(item_UH.dtype), include_last_offset=True
+        query_H = torch.repeat_interleave(
+            torch.arange(len(length_B), device=offset.device), length_B, output_size=len(history_H)
         )
-        return torch.where(total_B[:, None] > 0, pooled_BH, self.start.to(pooled_BH.dtype))
+        weight_H = self._weights(item_VD, history_H, query_H=query_H, offset=offset)
+        if self.training and self.item_dropout:
+            weight_H = weight_H * (torch.rand_like(weight_H) >= self.item_dropout)
+        total_B = torch.zeros(len(length_B), dtype=weight_H.dtype, device=weight_H.device).index_add(0, query_H, weight_H)
+        if self.kind != "sum":
+            weight_H = weight_H / total_B.clamp(min=torch.finfo(weight_H.dtype).tiny)[query_H]
+        pooled_BD: Tensor = embedding_bag(
+            history_H, item_VD, offset, mode="sum", per_sample_weights=weight_H.to(item_VD.dtype), include_last_offset=True
+        )
+        return torch.where(total_B[:, None] > 0, pooled_BD, self.start.to(pooled_BD.dtype))
 
-    def _weights(self, item_UH: Tensor, item_T: Tensor, *, owner_T: Tensor, offset: Tensor) -> Tensor:
+    def _weights(self, item_VD: Tensor, history_H: Tensor, *, query_H: Tensor, offset: Tensor) -> Tensor:
         if self.kind == "recency":
-            age_T = offset[1:][owner_T] - 1 - torch.arange(len(item_T), device=item_T.device)
-            weight_T: Tensor = self.recency.exp()[age_T]
-            return weight_T
+            position_from_end_H = offset[1:][query_H] - 1 - torch.arange(len(history_H), device=history_H.device)
+            weight_H: Tensor = self.recency.exp()[position_from_end_H]
+            return weight_H
         if self.kind == "attention":
-            score_T = (item_UH @ self.attention / self.attention.shape[0] ** 0.5)[item_T]
-            # Less the highest of its own history: that of the batch would leave nothing of a history far below it.
-            highest_B = score_T.new_full((len(offset) - 1,), -torch.inf).scatter_reduce(0, owner_T, score_T.detach(), "amax")
-            attention_T: Tensor = (score_T - highest_B[owner_T]).exp()
-            return attention_T
-        return torch.ones(len(item_T), device=item_T.device)
+            score_H = (item_VD @ self.attention / self.attention.shape[0] ** 0.5)[history_H]
+            # Subtract the maximum of each history, not of the batch: a history far below the batch's maximum would underflow.
+            max_B = score_H.new_full((len(offset) - 1,), -torch.inf).scatter_reduce(0, query_H, score_H.detach(), "amax")
+            attention_H: Tensor = (score_H - max_B[query_H]).exp()
+            return attention_H
+        return torch.ones(len(history_H), device=history_H.device)
 
 
-def last_items(item_UH: Tensor, item_T: Tensor, offset: Tensor, *, start: Tensor) -> Tensor:
-    """[B, H]: the last item of each history; `start` [H] where there is none.
+def last_items(item_VD: Tensor, history_H: Tensor, offset: Tensor, *, start: Tensor) -> Tensor:
+    """Return the vector of the last item of each history [B, D]; `start` [D] for an empty history.
 
     >>> items = torch.tensor([[1.0], [2.0], [3.0]])
     >>> last_items(items, torch.tensor([0, 2]), torch.tensor([0, 2, 2]), start=torch.tensor([7.0])).tolist()
     [[3.0], [7.0]]
     """
-    filled_B = offset.diff() > 0
-    last_B = item_T[(offset[1:] - 1).clamp(min=0)] if len(item_T) else torch.zeros_like(offset[1:])
-    if not len(item_UH):
-        return start.expand(len(filled_B), -1)
-    return torch.where(filled_B[:, None], item_UH[last_B], start.to(item_UH.dtype))
+    has_item_B = offset.diff() > 0
+    last_B = history_H[(offset[1:] - 1).clamp(min=0)] if len(history_H) else torch.zeros_like(offset[1:])
+    if not len(item_VD):
+        return start.expand(len(has_item_B), -1)
+    return torch.where(has_item_B[:, None], item_VD[last_B], start.to(item_VD.dtype))

@@ -1,7 +1,4 @@
-"""Vectors of unit length whose gradients stay bounded.
-
-Shapes: n vectors, O their width.
-"""
+"""Normalisation to unit length with a bounded gradient."""
 
 from typing import Any
 
@@ -11,35 +8,35 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import normalize
 
 
-def direction(vector_nO: Tensor, *, floor: float) -> Tensor:
-    """Each vector divided by its length; zeros stay zeros.
+def unit_vectors(vector_BD: Tensor, *, min_norm: float) -> Tensor:
+    """Divide each vector by its length; a zero vector stays zero.
 
-    The gradient of x / |x| grows without limit as |x| falls. Here a vector shorter than `floor` has the gradient of a vector of
-    length `floor` in the same direction, and zeros have the incoming gradient over `floor`. No gradient is therefore larger
-    than the incoming one over `floor`, and zeros do not stay where they are.
+    The gradient of x / |x| grows without limit as |x| goes to 0. Here a vector shorter than `min_norm` has the gradient of a
+    vector of length `min_norm` in the same direction, and a zero vector has the incoming gradient divided by `min_norm`. The
+    gradient is therefore never larger than the incoming gradient divided by `min_norm`, and zero vectors are trained too.
 
     Args:
-        floor: length at which a vector counts as short.
+        min_norm: length below which the gradient is limited.
 
     >>> zeros = torch.zeros(1, 2, requires_grad=True)
-    >>> direction(zeros, floor=0.5).sum().backward()
+    >>> unit_vectors(zeros, min_norm=0.5).sum().backward()
     >>> zeros.grad.tolist()
     [[2.0, 2.0]]
     """
-    unit_nO: Tensor = _Direction.apply(vector_nO, floor)
-    return unit_nO
+    unit_BD: Tensor = _UnitVectors.apply(vector_BD, min_norm)
+    return unit_BD
 
 
-class _Direction(torch.autograd.Function):
+class _UnitVectors(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, vector_nO: Tensor, floor: float) -> Tensor:
-        unit_nO = normalize(vector_nO, dim=1)
-        ctx.save_for_backward(unit_nO, vector_nO.norm(dim=1, keepdim=True).clamp(min=floor))
-        return unit_nO
+    def forward(ctx: Any, vector_BD: Tensor, min_norm: float) -> Tensor:
+        unit_BD = normalize(vector_BD, dim=1)
+        ctx.save_for_backward(unit_BD, vector_BD.norm(dim=1, keepdim=True).clamp(min=min_norm))
+        return unit_BD
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_nO: Tensor) -> tuple[Tensor, None]:
-        unit_nO, length_n1 = ctx.saved_tensors
-        along_n1 = (gradient_nO * unit_nO).sum(dim=1, keepdim=True)
-        return (gradient_nO - along_n1 * unit_nO) / length_n1, None
+    def backward(ctx: Any, gradient_BD: Tensor) -> tuple[Tensor, None]:
+        unit_BD, norm_B1 = ctx.saved_tensors
+        along_B1 = (gradient_BD * unit_BD).sum(dim=1, keepdim=True)
+        return (gradient_BD - along_B1 * unit_BD) / norm_B1, None

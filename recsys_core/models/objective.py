@@ -1,7 +1,4 @@
-"""From query and candidate vectors to the loss: which candidates are negatives of whom, and what their scores cost.
-
-Shapes: B queries, K = B + N candidates, M columns that count as negatives, O output width, I items.
-"""
+"""The training objective: candidates of all ranks, masked negatives, logQ correction, and the configured loss."""
 
 import math
 from dataclasses import dataclass
@@ -9,10 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from recsys_core.data.batch import Batch
+from recsys_core.models.collectives import gather_candidates, gather_rows
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.losses import (
     bce_loss,
@@ -21,14 +20,7 @@ from recsys_core.models.losses import (
     distillation_loss,
     softmax_loss,
 )
-from recsys_core.models.sampling import (
-    StreamingFrequency,
-    gather_candidates,
-    gather_rows,
-    log_expected_count,
-    negative_share,
-    seen_columns,
-)
+from recsys_core.models.sampling import StreamingFrequency, log_expected_count, negative_share, seen_columns
 from recsys_core.models.spec import ModelSpec
 
 FREQUENCY_RATE = 0.01
@@ -37,154 +29,186 @@ FREQUENCY_RATE = 0.01
 
 @dataclass(frozen=True)
 class Columns:
-    """The candidates that stand as columns: vectors [M, O], catalogue rows [M], and which column is query b's own positive."""
+    """The N candidates whose scores are the columns of the score matrix.
 
-    vector_MO: Tensor
-    row_M: Tensor
+    Attributes:
+        vector_ND: candidate vectors.
+        item_row_N: item rows.
+        own_B: column of each query's own positive; None if the positives are not columns.
+        num_positives: number of columns that are in-batch positives, over all gathered ranks.
+        num_negatives: number of columns that were drawn, over all gathered ranks.
+    """
+
+    vector_ND: Tensor
+    item_row_N: Tensor
     own_B: Tensor | None
-    positives: int
-    negatives: int
+    num_positives: int
+    num_negatives: int
 
 
 class Objective(nn.Module):
-    """Loss and temperature.
+    """Compute the loss of a batch; holds the temperature.
 
     Args:
-        item_count_I: training events per item; what the logQ correction and the drawing of negatives go by.
+        item_count_I: number of training events per item, for the logQ correction.
+        group: process group of the ranks that train together; None for a single process.
     """
 
-    def __init__(self, spec: ModelSpec, *, loss: LossConfig, item_count_I: NDArray[np.int64]) -> None:
+    def __init__(
+        self, spec: ModelSpec, *, loss: LossConfig, item_count_I: NDArray[np.int64], group: ProcessGroup | None
+    ) -> None:
         super().__init__()
         self.loss = loss
-        self.floor = spec.row_norm
+        self.group = group
+        self.min_norm = spec.row_norm
         temperature = torch.tensor(math.log(spec.config.temperature))
         self.log_temperature = nn.Parameter(temperature) if spec.config.learn_temperature else None
         self.fixed_temperature = spec.config.temperature
         self.positive_share_I: Tensor
         self.negative_share_I: Tensor
         self.steps: Tensor
-        if loss.kind == "softmax" and loss.logq_correction != "none":
-            share = item_count_I / max(item_count_I.sum(), 1)
-            drawn = (
-                negative_share(item_count_I, loss.negative_sampling_alpha)
-                if loss.num_negatives
-                else np.zeros(len(item_count_I))
-            )
-            for name, value in (("positive_share_I", share), ("negative_share_I", drawn)):
-                self.register_buffer(name, torch.from_numpy(value).float(), persistent=False)
-        streams = loss.kind == "softmax" and loss.logq_correction == "streaming"
-        self.frequency = StreamingFrequency(spec.items, rate=FREQUENCY_RATE) if streams else None
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64)) if streams else None
+        self.frequency: StreamingFrequency | None = None
+        if loss.kind != "softmax" or loss.logq_correction == "none":
+            return
+        positive_share_I = item_count_I / max(item_count_I.sum(), 1)
+        negative_share_I = np.zeros(len(item_count_I))
+        if loss.num_negatives:
+            negative_share_I = negative_share(item_count_I, loss.negative_sampling_alpha)
+        self.register_buffer("positive_share_I", torch.from_numpy(positive_share_I).float(), persistent=False)
+        self.register_buffer("negative_share_I", torch.from_numpy(negative_share_I).float(), persistent=False)
+        if loss.logq_correction == "streaming":
+            self.frequency = StreamingFrequency(spec.num_items, rate=FREQUENCY_RATE)
+            self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     @property
     def temperature(self) -> Tensor | float:
-        """What scores are divided by."""
+        """The divisor of the scores."""
         return self.fixed_temperature if self.log_temperature is None else self.log_temperature.exp()
 
-    def forward(self, query_BO: Tensor, candidate_KO: Tensor, *, batch: Batch, teacher_KT: Tensor | None) -> Tensor:
-        """Scalar loss. teacher_KT: the pretrained vectors of the candidates, where they are distilled; zeros for none."""
-        loss = self._retrieval(query_BO, candidate_KO, batch=batch)
-        distillation = self.loss.distillation
-        if distillation is None or teacher_KT is None:
-            return loss
-        known_K, row_K, size = teacher_KT.any(dim=1), batch.candidate_K, batch.batch_size
-        kept = distillation_loss(
-            candidate_KO[:size],
-            candidate_KO,
-            teacher_BT=teacher_KT[:size],
-            teacher_KT=teacher_KT,
-            known_B=known_K[:size],
-            known_K=known_K,
-            same_BK=row_K[:size, None] == row_K[None, :],
-            temperature=distillation.temperature,
-            floor=self.floor,
-        )
-        return loss + distillation.weight * kept
+    def forward(self, query_BD: Tensor, candidate_CD: Tensor, *, batch: Batch, teacher_CD: Tensor | None) -> Tensor:
+        """Return the scalar loss.
 
-    def _retrieval(self, query_BO: Tensor, candidate_KO: Tensor, *, batch: Batch) -> Tensor:
-        row_K = batch.item_row_U[batch.candidate_K]
-        size = batch.batch_size
-        columns = self._columns(candidate_KO, row_K, size=size)
-        negative_BM = functional.linear(query_BO, columns.vector_MO)
-        positive_B = _own_scores(query_BO, candidate_KO[:size], precision=negative_BM.dtype)
-        masked_BM = self._masked(columns, row_K[:size], batch=batch)
+        Args:
+            query_BD: query vectors.
+            candidate_CD: vectors of the rank's own candidates: the B positives, then the drawn negatives.
+            teacher_CD: pretrained vectors of the candidates, zeros for a candidate without one; None without distillation.
+        """
+        loss = self._retrieval_loss(query_BD, candidate_CD, batch=batch)
+        distillation = self.loss.distillation
+        if distillation is None or teacher_CD is None:
+            return loss
+        has_teacher_C, item_C, batch_size = teacher_CD.any(dim=1), batch.candidate_C, batch.batch_size
+        return loss + distillation.weight * distillation_loss(
+            candidate_CD[:batch_size],
+            candidate_CD,
+            teacher_BD=teacher_CD[:batch_size],
+            teacher_CD=teacher_CD,
+            has_teacher_B=has_teacher_C[:batch_size],
+            has_teacher_C=has_teacher_C,
+            same_item_BC=item_C[:batch_size, None] == item_C[None, :],
+            temperature=distillation.temperature,
+            min_norm=self.min_norm,
+        )
+
+    def _retrieval_loss(self, query_BD: Tensor, candidate_CD: Tensor, *, batch: Batch) -> Tensor:
+        item_row_C = batch.item_row_V[batch.candidate_C]
+        item_row_B = item_row_C[: batch.batch_size]
+        columns = self._columns(candidate_CD, item_row_C, batch_size=batch.batch_size)
+        negative_BN = functional.linear(query_BD, columns.vector_ND)
+        positive_B = _positive_scores(query_BD, candidate_CD[: batch.batch_size], precision=negative_BN.dtype)
+        masked_BN = self._masked(columns, item_row_B, batch=batch)
         loss, weight_B, temperature = self.loss, batch.weight, self.temperature
         if loss.kind == "cosine_contrastive":
             return cosine_contrastive_loss(
                 positive_B,
-                negative_BM,
-                masked_BN=masked_BM,
+                negative_BN,
+                masked_BN=masked_BN,
                 margin=loss.margin,
                 negative_weight=loss.negative_weight,
                 weight_B=weight_B,
             )
         if loss.kind != "softmax":
-            pairwise = bce_loss if loss.kind == "bce" else bpr_loss
-            return pairwise(positive_B, negative_BM, masked_BN=masked_BM, temperature=temperature, weight_B=weight_B)
-        log_q_B, log_q_M = self._log_q(columns, row_K[:size])
+            pairwise_loss = bce_loss if loss.kind == "bce" else bpr_loss
+            return pairwise_loss(positive_B, negative_BN, masked_BN=masked_BN, temperature=temperature, weight_B=weight_B)
+        log_q_B, log_q_N = self._log_q(columns, item_row_B)
         return softmax_loss(
             positive_B,
-            negative_BM,
-            masked_BN=masked_BM,
+            negative_BN,
+            masked_BN=masked_BN,
             temperature=temperature,
             log_q_B=log_q_B,
-            log_q_N=log_q_M,
+            log_q_N=log_q_N,
             weight_B=weight_B,
         )
 
-    def _columns(self, candidate_KO: Tensor, row_K: Tensor, *, size: int) -> Columns:
-        ranks = distributed.get_world_size() if self.loss.cross_rank_negatives and distributed.is_initialized() else 1
+    def _columns(self, candidate_CD: Tensor, item_row_C: Tensor, *, batch_size: int) -> Columns:
+        num_candidates = len(item_row_C)
         if not self.loss.uses_in_batch_negatives:
-            return Columns(candidate_KO[size:], row_K[size:], None, 0, len(row_K) - size)
-        own_B = torch.arange(size, device=row_K.device)
-        if ranks > 1:
-            own_B = own_B + distributed.get_rank() * len(row_K)
-            candidate_KO, row_K = gather_candidates(candidate_KO, row_K)
-        return Columns(candidate_KO, row_K, own_B, ranks * size, len(row_K) - ranks * size)
+            num_negatives = num_candidates - batch_size
+            return Columns(candidate_CD[batch_size:], item_row_C[batch_size:], None, 0, num_negatives)
+        own_B = torch.arange(batch_size, device=item_row_C.device)
+        world_size = 1
+        if self.loss.cross_rank_negatives and self.group is not None and self.group.size() > 1:
+            world_size = self.group.size()
+            own_B = own_B + self.group.rank() * num_candidates
+            candidate_CD, item_row_C = gather_candidates(candidate_CD, item_row_C, group=self.group)
+        num_positives = world_size * batch_size
+        return Columns(candidate_CD, item_row_C, own_B, num_positives, len(item_row_C) - num_positives)
 
-    def _masked(self, columns: Columns, positive_row_B: Tensor, *, batch: Batch) -> Tensor | None:
+    def _masked(self, columns: Columns, item_row_B: Tensor, *, batch: Batch) -> Tensor | None:
+        """Return True for each candidate that must not count as a negative of the query."""
         if self.loss.mask_negatives == "none":
             if columns.own_B is None:
                 return None
-            masked_BM = torch.zeros(len(positive_row_B), len(columns.row_M), dtype=torch.bool, device=columns.row_M.device)
-            masked_BM.scatter_(1, columns.own_B[:, None], True)
-            return masked_BM
-        masked_BM = positive_row_B[:, None] == columns.row_M[None, :]
+            device = columns.item_row_N.device
+            masked_BN = torch.zeros(len(item_row_B), len(columns.item_row_N), dtype=torch.bool, device=device)
+            masked_BN.scatter_(1, columns.own_B[:, None], True)
+            return masked_BN
+        masked_BN = item_row_B[:, None] == columns.item_row_N[None, :]
         if self.loss.mask_negatives == "seen":
-            query_P, column_P = seen_columns(batch.item_row_U[batch.history_T], batch.history_offset, columns.row_M)
-            masked_BM[query_P, column_P] = True
-        return masked_BM
+            history_row_H = batch.item_row_V[batch.history_H]
+            query_index, column_index = seen_columns(history_row_H, batch.history_offset, columns.item_row_N)
+            masked_BN[query_index, column_index] = True
+        return masked_BN
 
-    def _all_positives(self, columns: Columns, positive_row_B: Tensor) -> Tensor:
-        """The positives of all ranks, in the same order on each: every rank keeps the same estimate."""
-        if columns.positives > len(positive_row_B):  # the columns are of all ranks: nothing has to be sent
-            ranks = columns.positives // len(positive_row_B)
-            return columns.row_M.view(ranks, -1)[:, : len(positive_row_B)].flatten()
-        return gather_rows(positive_row_B)
-
-    def _log_q(self, columns: Columns, positive_row_B: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """log expected counts of the positives and of the columns."""
+    def _log_q(self, columns: Columns, item_row_B: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the log expected counts of the positives and of the columns."""
         if self.loss.logq_correction == "none":
             return None, None
         if self.frequency is not None and self.training:
-            self.frequency.update(self._all_positives(columns, positive_row_B), self.steps)
+            self.frequency.update(self._positives_of_all_ranks(columns, item_row_B), self.steps)
             self.steps += 1
+        # With masked duplicates the positive occurs exactly once among the columns, however often it was drawn: correcting its
+        # logit would be wrong (Khrylchenko et al., "Correcting the LogQ correction", RecSys 2025).
+        log_q_B = self._log_expected_count(item_row_B, columns) if self.loss.mask_negatives == "none" else None
+        return log_q_B, self._log_expected_count(columns.item_row_N, columns)
 
-        def expected(row_n: Tensor) -> Tensor:
-            share_n = self.positive_share_I[row_n] if self.frequency is None else self.frequency.log_share(row_n).exp()
-            return log_expected_count(
-                share_n, self.negative_share_I[row_n], positives=columns.positives, negatives=columns.negatives
-            )
+    def _log_expected_count(self, item_row_N: Tensor, columns: Columns) -> Tensor:
+        if self.frequency is None:
+            positive_share_N = self.positive_share_I[item_row_N]
+        else:
+            positive_share_N = self.frequency.log_share(item_row_N).exp()
+        return log_expected_count(
+            positive_share_N,
+            self.negative_share_I[item_row_N],
+            num_positives=columns.num_positives,
+            num_negatives=columns.num_negatives,
+        )
 
-        # Where hits are masked the positive is there exactly once, whatever was drawn: it needs no correction, and one would
-        # be wrong (Khrylchenko et al., "Correcting the LogQ correction", RecSys 2025).
-        return (expected(positive_row_B) if self.loss.mask_negatives == "none" else None), expected(columns.row_M)
+    def _positives_of_all_ranks(self, columns: Columns, item_row_B: Tensor) -> Tensor:
+        """Return the positives of all ranks in the same order on each rank, so that every rank has the same estimate."""
+        batch_size = len(item_row_B)
+        if columns.num_positives > batch_size:  # the columns are already gathered
+            world_size = columns.num_positives // batch_size
+            return columns.item_row_N.view(world_size, -1)[:, :batch_size].flatten()
+        return gather_rows(item_row_B, group=self.group)
 
 
-def _own_scores(query_BO: Tensor, positive_BO: Tensor, *, precision: torch.dtype) -> Tensor:
-    """Score [B] of each query with its own positive, rounded as a matrix product in `precision` rounds it.
+def _positive_scores(query_BD: Tensor, positive_BD: Tensor, *, precision: torch.dtype) -> Tensor:
+    """Return the score of each query with its own positive, with the rounding of a matrix product in `precision`.
 
-    Where negatives are scored in bf16, a positive in float32 would be above or below the same item among them by the rounding.
+    If negatives are scored in bf16 and the positive in float32, the positive and the same item among the negatives would have
+    different scores.
     """
-    query_BO, positive_BO = query_BO.to(precision).float(), positive_BO.to(precision).float()
-    return (query_BO * positive_BO).sum(dim=1).to(precision)
+    query_BD, positive_BD = query_BD.to(precision).float(), positive_BD.to(precision).float()
+    return (query_BD * positive_BD).sum(dim=1).to(precision)

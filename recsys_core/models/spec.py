@@ -1,4 +1,4 @@
-"""A model config together with what the data gave it: all that is needed to build the towers, to plan and to serve them."""
+"""ModelSpec: the model config together with the sizes of the data; input of the towers, the planner and serving."""
 
 import math
 from collections.abc import Mapping
@@ -9,24 +9,28 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from recsys_core.config import Frozen
-from recsys_core.data.batch_keys import QUERY, QUERY_WEIGHTED, ROWS
+from recsys_core.data.batch_keys import POOLED, POOLED_WEIGHTED, UNPOOLED
 from recsys_core.data.features.store import FeatureForm, feature_form
 from recsys_core.errors import InputError
 from recsys_core.manifests import Dataset, FeatureFacts
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.table_checks import (
+    check_distillation,
+    check_table_names,
+    check_table_settings,
+    check_vectors_exist,
+    check_width,
+)
 from recsys_core.models.table_config import OFFSET, TEACHER, TableConfig, random_norm
 
 Side = Literal["query", "item"]
-NEEDS_VECTORS = ("frozen", "gradual", "residual")
-ONE_ROW_EACH = ("item", "user")
-"""Tables of which an item or a query has one row, so that a row alone can be frozen."""
 
 
 class TableSpec(Frozen):
-    """One embedding table, and the feature that is looked up in it."""
+    """One embedding table and the feature that is looked up in it."""
 
-    rows: int
+    num_rows: int
     dim: int
     feature: str
     side: Side
@@ -36,37 +40,42 @@ class TableSpec(Frozen):
 
     @property
     def frozen(self) -> bool:
-        """Whether no step changes a row: the table then has no optimizer, and no gradient is computed."""
+        """Whether the table is never trained: it then has no optimizer, and no gradient is computed."""
         return self.settings.transfer in ("frozen", "residual")
 
     @property
-    def row_by_row(self) -> bool:
-        """Whether rows come as they are, in one exchange with those of all such tables, or pooled."""
+    def unpooled(self) -> bool:
+        """Whether lookups return single rows (all such tables share one exchange between ranks), not pooled vectors."""
         return self.side == "item" or (self.feature == "user" and self.settings.lookup != "pooled")
 
     @property
-    def sparse(self) -> str:
-        """Where its feature is in `Batch.sparse`."""
-        return ROWS if self.row_by_row else QUERY_WEIGHTED if self.weighted else QUERY
+    def batch_key(self) -> str:
+        """Key of the table's feature in `Batch.sparse`."""
+        if self.unpooled:
+            return UNPOOLED
+        return POOLED_WEIGHTED if self.weighted else POOLED
 
     @property
     def collection(self) -> str:
-        """The TorchRec module that holds it, see `sparse`.
+        """Name of the TorchRec collection that holds the table.
 
-        Rows of another width are in another one: TorchRec refuses an EmbeddingCollection of several widths.
+        Unpooled tables of another width are in another collection: an EmbeddingCollection has one width only.
         """
-        width = f"_{self.dim}" if self.row_by_row else ""
-        return f"{self.sparse}{width}{'_frozen' if self.frozen else ''}"
+        width = f"_{self.dim}" if self.unpooled else ""
+        return f"{self.batch_key}{width}{'_frozen' if self.frozen else ''}"
 
 
 class ModelSpec(Frozen):
-    """Towers, tables and features. `forms`: <side>.<name> of each feature beyond ids -> how many values, and weights or not."""
+    """Towers, tables and features of a model."""
 
     config: TwoTowerConfig
-    users: int
-    items: int
+    num_users: int
+    num_items: int
     tables: dict[str, TableSpec]
-    forms: dict[str, FeatureForm] = Field(default_factory=dict)
+    forms: dict[str, FeatureForm] = Field(
+        default_factory=dict,
+        description="form of each feature (single, list, weighted_list, number), by <side>.<name>; ids are not listed",
+    )
 
     @classmethod
     def of(
@@ -77,13 +86,17 @@ class ModelSpec(Frozen):
         tables: Mapping[str, TableConfig] | None = None,
         loss: LossConfig | None = None,
     ) -> Self:
-        """The spec for these data; InputError when vectors do not fit their table, or a setting names no table."""
+        """Return the spec for a dataset.
+
+        Raises:
+            InputError: pretrained vectors do not fit their table, or a setting names an unknown table.
+        """
         facts = dataset.features.features if dataset.features is not None else {}
         dims = {name: table.dim for name, table in dataset.embeddings.tables.items()} if dataset.embeddings is not None else {}
         return cls.sized(
             config,
-            users=dataset.interactions.users,
-            items=dataset.interactions.items,
+            num_users=dataset.interactions.users,
+            num_items=dataset.interactions.items,
             facts=facts,
             vector_dims=dims,
             tables=tables or {},
@@ -95,133 +108,120 @@ class ModelSpec(Frozen):
         cls,
         config: TwoTowerConfig,
         *,
-        users: int,
-        items: int,
+        num_users: int,
+        num_items: int,
         facts: Mapping[str, FeatureFacts] | None = None,
         vector_dims: Mapping[str, int] | None = None,
         tables: Mapping[str, TableConfig] | None = None,
         distils: bool = False,
     ) -> Self:
-        """The same from plain numbers. vector_dims: width of the pretrained vectors of each table that has some."""
-        settings, facts, dims = dict(tables or {}), facts or {}, vector_dims or {}
+        """Return the spec for sizes given as numbers, without a dataset.
+
+        Args:
+            facts: ingested features, by <side>.<name>.
+            vector_dims: width of the pretrained vectors, by table that has some.
+            tables: settings by table.
+            distils: whether the loss has a distillation term.
+        """
+        settings, facts, vector_dims = tables or {}, facts or {}, vector_dims or {}
         forms = {key: feature_form(fact) for key, fact in facts.items()}
 
-        def table(name: str, rows: int, *, feature: str, side: Side, weighted: bool = False) -> TableSpec:
-            wish = settings.pop(name, TableConfig())
-            made = TableSpec(
-                rows=rows,
-                dim=wish.dim or config.embedding_dim,
+        def table(name: str, num_rows: int, *, feature: str, side: Side, weighted: bool = False) -> TableSpec:
+            table_settings = settings.get(name, TableConfig())
+            return TableSpec(
+                num_rows=num_rows,
+                dim=table_settings.dim or config.embedding_dim,
                 feature=feature,
                 side=side,
                 weighted=weighted,
-                settings=wish,
-                pretrained=name in dims,
+                settings=table_settings,
+                pretrained=name in vector_dims,
             )
-            check_table(name, made, vectors=dims.get(name))
-            return made
 
-        made = {"item": table("item", items, feature="item", side="item")}
-        if made["item"].settings.transfer == "residual":
-            wish = settings.pop(OFFSET, TableConfig())
-            if wish.dim not in (None, config.embedding_dim):
-                raise InputError(
-                    f"tables.{OFFSET}.dim is {wish.dim}, but offsets are added up in model.embedding_dim, which is "
-                    f"{config.embedding_dim}; leave it out"
-                )
-            wish = wish.model_copy(update={"missing": "zero", "dim": config.embedding_dim})
-            made[OFFSET] = TableSpec(rows=items, dim=config.embedding_dim, feature="item", side="item", settings=wish)
-            check_table(OFFSET, made[OFFSET], vectors=None)
+        specs = {"item": table("item", num_items, feature="item", side="item")}
+        if specs["item"].settings.transfer == "residual":
+            specs[OFFSET] = _offset_table(settings.get(OFFSET, TableConfig()), num_items, dim=config.embedding_dim)
         if distils:
-            if "item" not in dims:
-                raise InputError("loss.distillation keeps the item vectors' similarities, but embeddings has no item vectors")
-            frozen = TableConfig(transfer="frozen", dim=dims["item"], rescale=False, missing="zero")
-            made[TEACHER] = TableSpec(
-                rows=items, dim=dims["item"], feature="item", side="item", settings=frozen, pretrained=True
-            )
+            check_distillation(vector_dims)
+            specs[TEACHER] = _teacher_table(num_items, dim=vector_dims["item"])
         if config.user_id:
-            made["user"] = table("user", users, feature="user", side="query")
+            specs["user"] = table("user", num_users, feature="user", side="query")
         for key, fact in facts.items():
             side: Side = "item" if key.startswith("item.") else "query"
             weighted = side == "query" and forms[key] in ("weighted_list", "number")
-            made[key] = table(key, fact.rows, feature=key, side=side, weighted=weighted)
-        for name in settings:
-            raise InputError(f"tables.{name}: the model has no such table; it has {sorted(made)}")
-        return cls(config=config, users=users, items=items, tables=made, forms=forms)
+            specs[key] = table(key, fact.rows, feature=key, side=side, weighted=weighted)
+        configurable = {name: spec for name, spec in specs.items() if name != TEACHER}
+        check_table_names("tables", settings, tables=configurable)
+        for name, spec in configurable.items():
+            check_vectors_exist(name, spec.settings, tables_with_vectors=vector_dims)
+            if name in vector_dims:
+                check_width(vector_dims[name], spec.dim, table=name)
+            check_table_settings(name, spec.settings)
+        return cls(config=config, num_users=num_users, num_items=num_items, tables=specs, forms=forms)
 
     def on_side(self, side: Side) -> dict[str, TableSpec]:
-        """The tables that the queries, or the items, are looked up in."""
+        """Return the tables of `side`, by name."""
         return {name: table for name, table in self.tables.items() if table.side == side}
 
     def features(self, side: Side) -> list[str]:
-        """Declared features that a tower reads, in order."""
+        """Return the names of the declared features that the tower of `side` reads, in order."""
         return [key for key in self.forms if self.tables[key].side == side]
 
     def knows(self, *, history_length_B: NDArray[np.int64], user_row_B: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether anything is known of each query's user, bool [B]; the others are served, and measured, by popularity.
+        """Return whether the model has any input about the user of each query, bool [B].
 
-        history_length_B: items that the user had before. user_row_B: row of the user, -1 for a user without one. Known is a
-        user with a history that the model reads, or with a row in a table that is looked up by user.
+        A user is known with a history that the model reads, or with a row in a table that is looked up by user. Other users
+        are served and evaluated by popularity.
+
+        Args:
+            history_length_B: number of items in the user's history.
+            user_row_B: row of the user, -1 for a user without one.
         """
-        by_user = self.config.user_id or any(key.startswith("user.") for key in self.forms)
+        reads_user_row = self.config.user_id or any(key.startswith("user.") for key in self.forms)
         has_history_B = (history_length_B > 0) & (self.config.history.length > 0)
-        known_B: NDArray[np.bool_] = has_history_B | ((user_row_B >= 0) & by_user)
+        known_B: NDArray[np.bool_] = has_history_B | ((user_row_B >= 0) & reads_user_row)
         return known_B
 
     @property
     def row_norm(self) -> float:
-        """Length that a random item row is expected to have; a vector that is shorter counts as short, see `direction`."""
+        """Expected length of a random item row; `unit_vectors` limits the gradient of shorter vectors."""
         return random_norm(self.tables["item"].settings.init_std, self.config.embedding_dim)
 
     @property
     def history_std(self) -> float:
-        """Standard deviation of the numbers that stand for a random item in a history."""
+        """Standard deviation of the numbers in a random item's vector in a history."""
         if self.config.history.item_representation == "candidate_tower" and self.config.similarity == "cosine":
             return 1 / math.sqrt(self.config.history_dim)
         return self.tables["item"].settings.init_std
 
     @property
-    def user_in(self) -> str | None:
-        """Where users are in `Batch.sparse`; None where they have no table of their own."""
-        return self.tables["user"].sparse if self.config.user_id else None
+    def user_batch_key(self) -> str | None:
+        """Key of the users in `Batch.sparse`; None if the model has no user table."""
+        return self.tables["user"].batch_key if self.config.user_id else None
 
     def output_name(self, table: str) -> str:
-        """How the table's collection names its lookup: TorchRec appends the table where a feature reads several."""
+        """Return the name of the table's output. TorchRec appends the table's name if a feature is looked up in several."""
         spec = self.tables[table]
         sharing = [t for t in self.tables.values() if t.collection == spec.collection and t.feature == spec.feature]
         return spec.feature if len(sharing) == 1 else f"{spec.feature}@{module_name(table)}"
 
 
 def module_name(table: str) -> str:
-    """Name of a table as a submodule, which must not hold a dot."""
+    """Return the name of a table as a submodule, which must not contain a dot."""
     return table.replace(".", "__")
 
 
-def check_table(name: str, table: TableSpec, *, vectors: int | None) -> None:
-    """InputError unless the table's settings can be met. vectors: width of its pretrained vectors, None without any."""
-    wish = table.settings
-    if vectors is None and wish.transfer in NEEDS_VECTORS:
+def _offset_table(settings: TableConfig, num_items: int, *, dim: int) -> TableSpec:
+    """Return the table of learned offsets that are added to frozen item embeddings."""
+    if settings.dim not in (None, dim):
         raise InputError(
-            f"tables.{name}.transfer is {wish.transfer}, but embeddings has no vectors of table {name!r}; add them, or set "
-            "transfer to full"
+            f"tables.{OFFSET}.dim is {settings.dim}, but offsets are added at model.embedding_dim, which is {dim}; leave it out"
         )
-    if vectors is not None:
-        require_width(vectors, table.dim, table=name)
-    if wish.optimizer is not None and wish.optimizer.weight_decay and name not in (*ONE_ROW_EACH, OFFSET):
-        raise InputError(f"tables.{name}.optimizer.weight_decay is for the tables {[*ONE_ROW_EACH, OFFSET]}; leave it out")
-    if wish.transfer == "gradual" and name not in ONE_ROW_EACH:
-        raise InputError(f"tables.{name}.transfer is gradual, which is for the tables {list(ONE_ROW_EACH)}; set full or frozen")
-    if wish.lookup is not None and name != "user":
-        how = "unpooled" if table.row_by_row else "pooled"
-        raise InputError(f"tables.{name}.lookup is for the table user; this one is always looked up {how}; leave it out")
-    if wish.transfer == "residual" and name != "item":
-        raise InputError(f"tables.{name}.transfer is residual, which is for the table item; set full or frozen")
+    settings = settings.model_copy(update={"missing": "zero", "dim": dim})
+    return TableSpec(num_rows=num_items, dim=dim, feature="item", side="item", settings=settings)
 
 
-def require_width(vectors: int, dim: int, *, table: str) -> None:
-    """Raise InputError unless pretrained vectors of width `vectors` fit a table of width `dim`."""
-    if vectors != dim:
-        shorter = f", or embeddings.pca_dim to {dim}" if vectors > dim else ""
-        raise InputError(
-            f"embeddings: the vectors of table {table!r} have {vectors} numbers, but the table has {dim}; set "
-            f"tables.{table}.dim to {vectors} (a learned layer then projects it to model.embedding_dim){shorter}"
-        )
+def _teacher_table(num_items: int, *, dim: int) -> TableSpec:
+    """Return the frozen table of the pretrained item vectors, unscaled, zero for items without one."""
+    settings = TableConfig(transfer="frozen", dim=dim, rescale=False, missing="zero")
+    return TableSpec(num_rows=num_items, dim=dim, feature="item", side="item", settings=settings, pretrained=True)

@@ -17,6 +17,7 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import ExportManifest, IndexManifest, IndexReport, fingerprint_of, produce
 from recsys_core.retrieval.config import IndexConfig, IndexKind
 from recsys_core.retrieval.search import search
+from recsys_core.seeds import INDEX_ORDER_SEED, INDEX_SAMPLE_SEED
 
 POINTS_PER_CENTROID = 39
 """Below it FAISS calls a k-means undertrained."""
@@ -24,7 +25,6 @@ SAMPLE_PER_CENTROID = 256
 """Above it FAISS would subsample anyway."""
 ADD_ROWS = 65_536
 MEASURED_QUERIES = 2_000
-ORDER_SEED = 0
 SERIAL_ITEMS = 100_000
 """Up to here HNSW is built on one thread: links then don't depend on timing, and a rerun gives the same index."""
 
@@ -160,7 +160,7 @@ def _build(kind: IndexKind, item_ID: NDArray[np.float32], *, config: IndexConfig
 
     # Equal scores are found by the order in which vectors are added. Rows are numbered by falling popularity: in that order
     # a model that scores all items the same would be served as popularity.
-    order_I = np.random.default_rng(ORDER_SEED).permutation(items)
+    order_I = np.random.default_rng(INDEX_ORDER_SEED).permutation(items)
     with_rows = faiss.IndexIDMap(index)
     with _threads(1 if kind == "hnsw" and items <= SERIAL_ITEMS else faiss.omp_get_max_threads()):
         for start in range(0, items, ADD_ROWS):
@@ -173,7 +173,7 @@ def _sample(item_ID: NDArray[np.float32], *, rows: int) -> NDArray[np.float32]:
     """Rows to train on, in ascending order so that the memory map is read once from front to back."""
     if rows >= len(item_ID):
         return np.ascontiguousarray(item_ID)
-    chosen = np.sort(np.random.default_rng(0).choice(len(item_ID), rows, replace=False))
+    chosen = np.sort(np.random.default_rng(INDEX_SAMPLE_SEED).choice(len(item_ID), rows, replace=False))
     return item_ID[chosen]
 
 

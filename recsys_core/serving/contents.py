@@ -55,20 +55,20 @@ def _read_contents(folder: Path, package: Package) -> PackageContents:
     _verify_files(folder, package)
     spec = package.model
     user_offset, event_item = _read_events(folder, spec)
-    popularity_I = _read_array(folder / "popularity.npy", np.int32, rows=spec.items)
-    if not np.array_equal(np.sort(popularity_I), np.arange(spec.items)):
-        raise _unfit(folder / "popularity.npy", "an order that repeats or lacks items", f"each of {spec.items} items once")
+    popularity_I = _read_array(folder / "popularity.npy", np.int32, rows=spec.num_items)
+    if not np.array_equal(np.sort(popularity_I), np.arange(spec.num_items)):
+        raise _unfit(folder / "popularity.npy", "an order that repeats or lacks items", f"each of {spec.num_items} items once")
     return PackageContents(
         package=package,
         tower=load_tower(folder / "tower.safetensors", spec=spec, quantization=package.quantization),
         features=_read_features(folder, spec),
         index=_read_index(folder / "index.faiss", package),
-        items=_read_ids(folder / "item_ids.parquet", name="item_id", rows=spec.items),
-        users=_read_ids(folder / "user_ids.parquet", name="user_id", rows=spec.users),
+        items=_read_ids(folder / "item_ids.parquet", name="item_id", rows=spec.num_items),
+        users=_read_ids(folder / "user_ids.parquet", name="user_id", rows=spec.num_users),
         user_offset=user_offset,
         event_item=event_item,
         popularity_I=popularity_I,
-        popularity_share_I=_read_array(folder / "popularity_share.npy", np.float32, rows=spec.items),
+        popularity_share_I=_read_array(folder / "popularity_share.npy", np.float32, rows=spec.num_items),
     )
 
 
@@ -102,7 +102,7 @@ def _verify_files(folder: Path, package: Package) -> None:
 
 
 def _read_index(path: Path, package: Package) -> Any:
-    items, dim = package.model.items, package.model.config.output_dim
+    items, dim = package.model.num_items, package.model.config.output_dim
     with _reading(path):
         index = load_index(path, record=package.files[path.name])
         if (index.ntotal, index.d) != (items, dim):
@@ -117,9 +117,9 @@ def _read_index(path: Path, package: Package) -> Any:
 def _read_events(folder: Path, spec: ModelSpec) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     offset_path, item_path = folder / "user_offset.npy", folder / "event_item.npy"
     event_item = _read_array(item_path, np.int32)
-    user_offset = _read_array(offset_path, np.int64, rows=spec.users + 1)
+    user_offset = _read_array(offset_path, np.int64, rows=spec.num_users + 1)
     _check_offset(offset_path, user_offset, values=len(event_item))
-    _check_rows(item_path, event_item, rows=spec.items)
+    _check_rows(item_path, event_item, rows=spec.num_items)
     return user_offset, event_item
 
 
@@ -127,11 +127,11 @@ def _read_features(folder: Path, spec: ModelSpec) -> FeatureStore:
     features = {}
     for key, form in user_features(spec).items():
         path, is_list = folder / f"{key}.row.npy", form in ("list", "weighted_list")
-        row = _read_array(path, np.int32, rows=None if is_list else spec.users)
-        _check_rows(path, row, rows=spec.tables[key].rows)
+        row = _read_array(path, np.int32, rows=None if is_list else spec.num_users)
+        _check_rows(path, row, rows=spec.tables[key].num_rows)
         offset = weight = None
         if is_list:
-            offset = _read_array(folder / f"{key}.offset.npy", np.int64, rows=spec.users + 1)
+            offset = _read_array(folder / f"{key}.offset.npy", np.int64, rows=spec.num_users + 1)
             _check_offset(folder / f"{key}.offset.npy", offset, values=len(row))
         if form in ("weighted_list", "number"):
             weight = _read_array(folder / f"{key}.weight.npy", np.float32, rows=len(row))

@@ -168,8 +168,8 @@ def load_tower(path: Path, *, spec: ModelSpec, quantization: Quantization) -> Se
 
 def _shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Rows and width of each table, by its name as a submodule."""
-    history = {HISTORY: (spec.items, spec.config.history_dim)} if spec.config.history.length else {}
-    return history | {module_name(name): (spec.tables[name].rows, spec.tables[name].dim) for name in served_tables(spec)}
+    history = {HISTORY: (spec.num_items, spec.config.history_dim)} if spec.config.history.length else {}
+    return history | {module_name(name): (spec.tables[name].num_rows, spec.tables[name].dim) for name in served_tables(spec)}
 
 
 def _described(tensor: Tensor) -> str:

@@ -61,7 +61,7 @@ def _check_quantized_comms(config: ShardingConfig, model: ModelSpec) -> None:
                 f"{table.dim}; choose fp16 or bf16, or change tables.{name}.dim"
             )
         kinds = config.tables.get(name, TableConstraint()).sharding_types
-        if not table.row_by_row and not set(kinds or WITHIN_HOST) <= set(INT8_KINDS):
+        if not table.unpooled and not set(kinds or WITHIN_HOST) <= set(INT8_KINDS):
             raise InputError(
                 f"sharding.quantized_comms: int8 cannot carry the sums that row-wise kinds add up between ranks, but "
                 f"sharding.tables.{name}.sharding_types is {list(kinds) if kinds else 'left to the planner'}; choose among "
@@ -71,7 +71,7 @@ def _check_quantized_comms(config: ShardingConfig, model: ModelSpec) -> None:
 
 def _check_kinds(name: str, table: TableSpec, wish: TableConstraint) -> None:
     impossible = sorted(set(wish.sharding_types or ()) - set(UNPOOLED_SHARDING_TYPES))
-    if table.row_by_row and impossible:
+    if table.unpooled and impossible:
         way = ", or set tables.user.lookup to pooled" if name == "user" else ""
         raise InputError(
             f"sharding.tables.{name}: {impossible[0]} adds up pooled rows, but the table is looked up row by row; "
@@ -151,7 +151,7 @@ def why_not_offered(kind: ShardingKind, table: TableSpec, *, num_nodes: int, wor
     """Why the planner leaves a type out unless the user asks for it; None where it does not."""
     if kind == "data_parallel":
         return "only where asked for: every rank would hold a copy and exchange gradients as large as the table"
-    if table.row_by_row and kind not in UNPOOLED_SHARDING_TYPES:
+    if table.unpooled and kind not in UNPOOLED_SHARDING_TYPES:
         return "cannot be: it adds up pooled rows, and the table is looked up row by row"
     if kind != "table_wise" and world_size == 1:
         return "with one rank the same as table_wise"
@@ -200,7 +200,7 @@ def parameter_constraints(
         cache, ssd = None, None
         if device == "cuda":
             share = wish.cache_load_factor or CACHE_LOAD_FACTOR
-            lookups = min(float(table.rows), values * batch_size * world_size)
+            lookups = min(float(table.num_rows), values * batch_size * world_size)
             cache = CacheParams(
                 load_factor=share, stats=_cache_stats(name, table=table, lookups=lookups, lookup_stats=lookup_stats)
             )
@@ -232,5 +232,5 @@ def _cache_stats(
         cacheability=float(1 - shares.mean()),
         expected_lookups=round(lookups),
         mrc_hist_counts=shares.diff().clamp(min=0),
-        height=table.rows,
+        height=table.num_rows,
     )

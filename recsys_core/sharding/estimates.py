@@ -64,7 +64,7 @@ def _memory(search: TorchrecPlanner, name: str, *, option: ShardingOption, shard
         # Beside the rows and their state 4 bytes per row and 16 per cached one, for who is in the cache and since when.
         cache = math.ceil(share * weights * (1 + state) + rows * (4 + 16 * share))
     elif option.compute_kernel == "key_value":
-        cache = min(SSD_CACHE_MB << 20, math.ceil(table.rows * CACHE_LOAD_FACTOR * table.dim * _FLOAT_BYTES))
+        cache = min(SSD_CACHE_MB << 20, math.ceil(table.num_rows * CACHE_LOAD_FACTOR * table.dim * _FLOAT_BYTES))
     resident = 0 if option.compute_kernel in ("fused_uvm", "fused_uvm_caching", "key_value") else weights + optimizer
     return TableMemory(weights=weights, optimizer=optimizer, cache=cache, buffers=max(0, fast - resident - cache))
 

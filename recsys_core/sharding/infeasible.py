@@ -20,7 +20,7 @@ _TRIES = 3
 
 def refusal(search: TorchrecPlanner) -> InputError:
     """What to say when no plan fits."""
-    sizes = {name: f"{table.rows:,} x {table.dim}" for name, table in search.model.tables.items()}
+    sizes = {name: f"{table.num_rows:,} x {table.dim}" for name, table in search.model.tables.items()}
     smallest = {name: min(options, key=_size) for name, options in _resident(search).items()}
     ways = list(_ways(search, smallest))
     out = (

@@ -86,7 +86,7 @@ def mean_history_length(num_train_events_U: NDArray[np.int64], *, model: ModelSp
     """Return the mean number of history items of a training event. num_train_events_U: training events of each user.
 
     >>> from recsys_core.models.config import HistoryConfig, TwoTowerConfig
-    >>> model = ModelSpec.sized(TwoTowerConfig(history=HistoryConfig(length=2)), users=1, items=9)
+    >>> model = ModelSpec.sized(TwoTowerConfig(history=HistoryConfig(length=2)), num_users=1, num_items=9)
     >>> mean_history_length(np.array([4]), model=model, ordered=True)  # the mean of 0, 1, 2, 2
     1.25
     >>> mean_history_length(np.array([4]), model=model, ordered=False)

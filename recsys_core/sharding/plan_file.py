@@ -138,7 +138,7 @@ class PlanFile(Frozen):
                 f"plan again, or start {self.world_size}"
             )
         planned = {name: (table.rows, table.dim) for name, table in self.tables.items()}
-        wanted = {name: (table.rows, table.dim) for name, table in spec.tables.items()}
+        wanted = {name: (table.num_rows, table.dim) for name, table in spec.tables.items()}
         if planned != wanted:
             raise InputError(f"plan.json: made for tables {planned}, but the model has {wanted}; plan again")
         for name, table in spec.tables.items():

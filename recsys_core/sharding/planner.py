@@ -155,7 +155,7 @@ def _table_plan(
     )
     cached = option.compute_kernel == "fused_uvm_caching"
     return TablePlan(
-        rows=table.rows,
+        rows=table.num_rows,
         dim=table.dim,
         optimizer=optimizer_kind(table, default=search.optimizer),
         sharding_type=option.sharding_type,

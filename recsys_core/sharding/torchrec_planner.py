@@ -25,10 +25,10 @@ from torchrec.distributed.planner.types import (
 from torchrec.optim.optimizers import SGD, Adagrad, Adam, PartialRowWiseAdam
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from recsys_core.models.embedding_tables import Lookups, parameter_name
+from recsys_core.models.embedding_tables import EmbeddingTables, parameter_name
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec, module_name
-from recsys_core.models.task import LOOKUPS_PATH
+from recsys_core.models.task import TABLES_PATH
 from recsys_core.sharding.config import ClusterConfig, ComputeKernel, ShardingConfig, ShardingKind
 from recsys_core.sharding.constraints import optimizer_kind, parameter_constraints
 from recsys_core.sharding.lookup_stats import LookupStats
@@ -147,12 +147,12 @@ class TorchrecPlanner:
 
     @cached_property
     def _module(self) -> nn.Module:
-        lookups = Lookups(self.model, device=torch.device("meta"))
+        lookups = EmbeddingTables(self.model, device=torch.device("meta"))
         parameters = dict(lookups.named_parameters())
         for name, table in self.model.tables.items():
             kind = optimizer_kind(table, default=self.optimizer)
             parameters[parameter_name(self.model, name)]._optimizer_classes = [OPTIMIZER_CLASSES[kind]]  # type: ignore[attr-defined]
-        return nn.ModuleDict({LOOKUPS_PATH: lookups})
+        return nn.ModuleDict({TABLES_PATH: lookups})
 
     @cached_property
     def _topology(self) -> Topology:

@@ -31,7 +31,7 @@ def training_bytes(config: TrainingConfig, *, model: ModelSpec, work: Path, step
 def export_bytes(default: TableOptimizer, *, model: ModelSpec) -> int:
     """What the export's arrays take; one of them is on the disk twice while it is put together."""
     widths = model.config.history_dim, model.config.output_dim
-    arrays = [model.items * width * FLOAT_BYTES for width in widths]
+    arrays = [model.num_items * width * FLOAT_BYTES for width in widths]
     arrays += [_weights(table) for table in model.tables.values()]
     sums = [
         _state(table, default=default)
@@ -42,11 +42,11 @@ def export_bytes(default: TableOptimizer, *, model: ModelSpec) -> int:
 
 
 def _weights(table: TableSpec) -> int:
-    return table.rows * table.dim * FLOAT_BYTES
+    return table.num_rows * table.dim * FLOAT_BYTES
 
 
 def _state(table: TableSpec, *, default: TableOptimizer) -> int:
     if table.frozen:
         return 0
     per_row, per_number = _STATE_PER_ROW[(table.settings.optimizer or default).kind]
-    return table.rows * (per_row + per_number * table.dim) * FLOAT_BYTES
+    return table.num_rows * (per_row + per_number * table.dim) * FLOAT_BYTES

@@ -28,10 +28,11 @@ from recsys_core.manifests import (
     produce,
     require_manifest,
 )
+from recsys_core.models.embedding_tables import table_shards
 from recsys_core.models.loss_config import LossConfig
-from recsys_core.models.shards import table_shards
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.task import RetrievalTask
+from recsys_core.seeds import EXPORT_SEED
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.checkpoint import PLAN_COPY, restore
 from recsys_core.training.config import TrainingConfig
@@ -84,7 +85,12 @@ def export_vectors(
         )
         (out / "model.json").write_text(model.model_dump_json(indent=2))
         queries = {split: len(np.load(out / f"query_users_{split}.npy")) for split in SPLITS}
-        return {"items": model.items, "dim": model.config.output_dim, "similarity": model.config.similarity, "queries": queries}
+        return {
+            "items": model.num_items,
+            "dim": model.config.output_dim,
+            "similarity": model.config.similarity,
+            "queries": queries,
+        }
 
     manifest = produce(
         folder,
@@ -113,13 +119,13 @@ def run_export(job: ExportJob, *, process: Process) -> None:
         process=process,
         optimizer=job.training.table_optimizer,
         dense_parallel=job.training.dense_parallel,
-        seed=0,
+        seed=EXPORT_SEED,
     )
     optimizer = make_optimizer(model, spec=job.spec, config=job.training)
     restore(model, optimizer, checkpoint=job.checkpoint)
     model.eval()
     task: RetrievalTask = get_unwrapped_module(model)
-    assembler = Assembler(user=job.spec.user_in, features=None if features is None else FeatureStore.open(features))
+    assembler = Assembler(user=job.spec.user_batch_key, features=None if features is None else FeatureStore.open(features))
     writer = RankWriter(process, alive=job.work / "alive")
     with torch.no_grad():
         _write_vectors(Encoder(task, store, assembler, process), job=job, writer=writer)
@@ -139,9 +145,9 @@ def _write_vectors(encoder: Encoder, *, job: ExportJob, writer: RankWriter) -> N
     widths = {job.out / "history_items.npy": config.history_dim, job.out / "item_vectors.npy": config.output_dim}
     with ExitStack() as stack:
         items = [stack.enter_context(writing_part(path, process=process)) for path in widths]
-        writer.write(items, count=job.spec.items, encode=encoder.items, what="item_vectors.npy")
+        writer.write(items, count=job.spec.num_items, encode=encoder.items, what="item_vectors.npy")
     for path, width in widths.items():
-        writer.build(path, shape=(job.spec.items, width))
+        writer.build(path, shape=(job.spec.num_items, width))
     for split in SPLITS:
         users = store.users_with_targets(split)
         if process.is_main:
@@ -162,9 +168,9 @@ def _write_tables(model: DistributedModelParallel, *, job: ExportJob, writer: Ra
         path = job.out / f"table_{name}.npy"
         with writing_part(path, process=process) as part:
             for shard in table_shards(state, table=name) if _writes(plan, name, process=process) else ():
-                part.add(shard.row, shard.column, shard.weight_RC)
+                part.add(shard.row, shard.column, shard.weight_RD)
                 writer.sign()
-        writer.build(path, shape=(table.rows, table.dim))
+        writer.build(path, shape=(table.num_rows, table.dim))
 
 
 def _write_sums(optimizer: CombinedOptimizer, *, job: ExportJob, writer: RankWriter, process: Process) -> None:
@@ -182,7 +188,7 @@ def _write_sums(optimizer: CombinedOptimizer, *, job: ExportJob, writer: RankWri
             for shard in shards if _writes(plan, name, process=process) else ():
                 part.add(*sums_of(shard, by_row=by_row, dim=table.dim))
         # The columns of one row may lie on several ranks: their shares of its sum add up.
-        writer.build(path, shape=(table.rows,) if by_row else (table.rows, table.dim), adds=by_row)
+        writer.build(path, shape=(table.num_rows,) if by_row else (table.num_rows, table.dim), adds=by_row)
 
 
 def _writes(plan: PlanFile, table: str, *, process: Process) -> bool:

@@ -14,6 +14,7 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import Dataset, require_manifest
 from recsys_core.models.sampling import negative_share
 from recsys_core.models.task import RetrievalTask
+from recsys_core.seeds import step_seed
 from recsys_core.training.checkpoint import (
     JOB_COPY,
     PLAN_COPY,
@@ -44,7 +45,7 @@ def run_training(job: TrainJob, *, process: Process) -> None:
     dataset = Dataset.open(interactions=job.interactions, embeddings=job.embeddings, features=job.features)
     interactions, features = dataset.interactions, dataset.features
     store = EventStore.open(interactions)
-    assembler = Assembler(user=job.spec.user_in, features=None if features is None else FeatureStore.open(features))
+    assembler = Assembler(user=job.spec.user_batch_key, features=None if features is None else FeatureStore.open(features))
     loader = make_loader(job, store=store, assembler=assembler, process=process)
     if len(loader) == 0:
         raise InputError(
@@ -160,7 +161,7 @@ class Training:
             self._rates.set_step(self._done)
             # Dropout as a function of (seed, step, rank): nothing to save, and a resumed run draws the same.
             # Of the device's generator alone: torch.manual_seed also notes where it was called from, which takes a millisecond.
-            self._generator.manual_seed((self._config.seed * 1_000_003 + self._done) * 4_099 + self._process.rank)
+            self._generator.manual_seed(step_seed(self._config.seed, step=self._done, rank=self._process.rank))
             with self._clock.step(is_sample=self._done % self._config.log_every_steps == 0):
                 loss = self._pipeline.progress(batches)
             self._after_step()

@@ -14,7 +14,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys_core.atomic import write_text
 from recsys_core.errors import StageError
-from recsys_core.models.shards import table_shards
+from recsys_core.models.embedding_tables import table_shards
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training.dense_parallel import local
 from recsys_core.training.job_spec import Progress
@@ -104,7 +104,7 @@ def refuse_nan(loss: Tensor, *, step: int, epoch: int, model: DistributedModelPa
     told = []
     for table in spec.tables:
         for shard in table_shards(state, table=table):
-            bad = torch.nonzero(~torch.isfinite(shard.weight_RC).all(dim=1))
+            bad = torch.nonzero(~torch.isfinite(shard.weight_RD).all(dim=1))
             if len(bad):
                 told.append(f"table {table}: {len(bad)} rows here are not finite, the first is row {shard.row + int(bad[0])}")
                 break

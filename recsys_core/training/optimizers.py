@@ -14,8 +14,8 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from recsys_core.models.embedding_tables import local_shards
 from recsys_core.models.optimizer_config import DenseOptimizer, Schedule, TableOptimizer
-from recsys_core.models.shards import local_shards
 from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.sharded_model import ADAGRAD_EPS
@@ -153,7 +153,7 @@ def sum_shards(optimizer: KeyedOptimizer, *, spec: ModelSpec, table: str) -> lis
         value = next(value for key, value in state[parameter].items() if key.rpartition(".")[2] in _KEYS)
         # Under column-wise sharding TorchRec counts the rows of row-wise sums through all shards: the weights know the place.
         for weight, sums in zip(local_shards(parameter), _tensors(value), strict=True):
-            columns = weight.weight_RC.shape[1]
+            columns = weight.weight_RD.shape[1]
             shards.append(SumShard(weight.row, weight.column, columns, sums[:, None] if sums.dim() == 1 else sums))
     return shards
 

@@ -18,22 +18,22 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from recsys_core.data.events import EventStore, mapped
 from recsys_core.manifests import Dataset, InteractionsManifest
-from recsys_core.models.embedding_tables import parameter_name
+from recsys_core.models.embedding_tables import parameter_name, table_shards
 from recsys_core.models.initialisation import (
-    blank_rows,
     copy_pretrained,
     fill_missing,
     fill_random,
     mean_vector,
     no_vectors,
     rows_with_vector,
+    zero_rows,
 )
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import TableOptimizer
-from recsys_core.models.shards import table_shards
-from recsys_core.models.spec import ONE_ROW_EACH, ModelSpec
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.table_checks import ID_TABLES
 from recsys_core.models.table_config import OFFSET, TEACHER, random_norm
-from recsys_core.models.task import LOOKUPS_PATH, RetrievalHead, RetrievalTask
+from recsys_core.models.task import TABLES_PATH, RetrievalHead, RetrievalTask
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.sharders import sharders
 from recsys_core.training.config import DenseParallel
@@ -80,15 +80,22 @@ def build_model(
     plan.check_matches(spec=spec, world_size=process.world_size, optimizer=optimizer)
     torch.manual_seed(seed)  # the towers' layers start equal on every rank
     decay = weight_decay(spec, default=optimizer)
-    head = RetrievalHead(spec, loss=loss, item_count_I=item_count_I, ranks=ranks, weight_decay=decay)
+    head = RetrievalHead(
+        spec,
+        loss=loss,
+        item_count_I=item_count_I,
+        popularity_rank=ranks,
+        weight_decay=decay,
+        group=dist.group.WORLD,
+    )
     task = RetrievalTask(head, device=process.device)
-    _choose_optimizers(task.lookups, spec, plan=plan, default=optimizer)
+    _choose_optimizers(task.embedding_tables, spec, plan=plan, default=optimizer)
     sharded = shard_layers(head, wish=dense_parallel, device=process.device)
     model = DistributedModelParallel(
         task,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=process.device,
-        plan=plan.to_torchrec(LOOKUPS_PATH, spec=spec),
+        plan=plan.to_torchrec(TABLES_PATH, spec=spec),
         sharders=sharders(plan.quantized_comms),
         data_parallel_wrapper=DefaultDataParallelWrapper(params_to_ignore=[f"head.{name}" for name in sharded]),
     )
@@ -105,7 +112,7 @@ def weight_decay(spec: ModelSpec, *, default: TableOptimizer) -> dict[str, float
     wishes = {
         name: (table.settings.optimizer or default).weight_decay
         for name, table in spec.tables.items()
-        if name in (*ONE_ROW_EACH, OFFSET) and not table.frozen
+        if name in (*ID_TABLES, OFFSET) and not table.frozen
     }
     return {name: strength for name, strength in wishes.items() if strength}
 
@@ -138,10 +145,12 @@ def fill_pretrained(model: DistributedModelParallel, *, spec: ModelSpec, pretrai
     for name, table in spec.tables.items():
         settings, found = table.settings, pretrained.get(name)
         norm = random_norm(settings.init_std, table.dim) if settings.rescale else None
-        vector_row = found.vector_row if found is not None else no_vectors(table.rows)
+        vector_row = found.vector_row if found is not None else no_vectors(table.num_rows)
         if found is not None:
-            missing = table.rows - sum(len(rows) for rows in rows_with_vector(vector_row))
-            logger.info("table %s: %d of %d rows have no vector; they start %s", name, missing, table.rows, settings.missing)
+            missing = table.num_rows - sum(len(rows) for rows in rows_with_vector(vector_row))
+            logger.info(
+                "table %s: %d of %d rows have no vector; they start %s", name, missing, table.num_rows, settings.missing
+            )
         mean_D = None
         if settings.missing == "mean" and found is not None:
             mean_D = mean_vector(found.vectors, vector_row=vector_row, norm=norm)
@@ -157,7 +166,7 @@ def blank_users(model: DistributedModelParallel, *, known: NDArray[np.bool_]) ->
     """Zero rows for users of whom nothing is known (known: [users]); they are then served by their history alone."""
     with torch.no_grad():
         for shard in table_shards(model.state_dict(), table="user"):
-            blank_rows(shard, blank=~known)
+            zero_rows(shard, is_zero_R=~known)
 
 
 def first_model(
@@ -225,6 +234,6 @@ def pretrained_rows(
         else:
             assert features is not None
             path = features.path(f"{source}.vector_row.npy")
-        vector_row = no_vectors(table.rows) if path is None else mapped(path)
+        vector_row = no_vectors(table.num_rows) if path is None else mapped(path)
         found[name] = PretrainedRows(mapped(embeddings.vectors(source)), vector_row)
     return found

@@ -81,7 +81,7 @@ class StepClock:
         }
         numbers = 0
         for table in self._tables:
-            numbers += values.get((table.sparse, table.feature), 0) * table.dim
+            numbers += values.get((table.batch_key, table.feature), 0) * table.dim
         return numbers * FLOAT32_BYTES
 
 

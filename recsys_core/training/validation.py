@@ -17,12 +17,12 @@ from recsys_core.evaluation.cold import cold_rows, rank_among
 from recsys_core.evaluation.ranking import rank_served
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.models.spec import ModelSpec
+from recsys_core.seeds import VALIDATION_USERS_SEED
 from recsys_core.training.config import ValidationConfig
 from recsys_core.training.encoding import Encoder, RankWriter
 from recsys_core.training.process_group import Process
 from recsys_core.training.sharded_array import fill_array, remove_part, writing_part
 
-SAMPLE_SEED = 1
 _METRICS = {"recall": metrics.recall, "ndcg": metrics.ndcg, "hit_rate": metrics.hit_rate}
 
 
@@ -55,13 +55,13 @@ class Validator:
                     "hold out items (interactions.split.validation_by: item), or set candidates to all"
                 )
         if len(users) > config.max_users:
-            users = np.sort(np.random.default_rng(SAMPLE_SEED).choice(users, config.max_users, replace=False))
+            users = np.sort(np.random.default_rng(VALIDATION_USERS_SEED).choice(users, config.max_users, replace=False))
         # Without a target that its user had not seen there is nothing to rank: the mean over such users alone is no number.
         unseen = store.targets(users, "validation").difference(store.before(users, "validation"), bound=len(store.item_count))
         self._users = users[unseen.lengths > 0]
         history_length = store.before(self._users, "validation").lengths
         self._known = spec.knows(history_length_B=history_length, user_row_B=self._users)
-        self._popular_I = np.arange(spec.items, dtype=np.int32)
+        self._popular_I = np.arange(spec.num_items, dtype=np.int32)
         if not self._known.all():  # the order has no use otherwise, and every rank reads all ids for it
             self._popular_I = popularity_before("validation", store=store, interactions=interactions)
 
@@ -83,8 +83,8 @@ class Validator:
         spec = task.head.spec
         path = self._work / "validation_items"
         with writing_part(path, process=self._process) as part:
-            self._writer.write([part], count=spec.items, encode=lambda rows: encoder.items(rows)[1:], what="validation")
-        item_IO = np.zeros((spec.items, spec.config.output_dim), np.float32)
+            self._writer.write([part], count=spec.num_items, encode=lambda rows: encoder.items(rows)[1:], what="validation")
+        item_IO = np.zeros((spec.num_items, spec.config.output_dim), np.float32)
         fill_array(path, item_IO, process=self._process, on_record=self._writer.sign)
         remove_part(path, process=self._process)
         all_IO = torch.from_numpy(item_IO)

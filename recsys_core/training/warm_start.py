@@ -12,9 +12,9 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from recsys_core.data.events import mapped
 from recsys_core.manifests import Dataset
+from recsys_core.models.embedding_tables import LocalShard, table_shards
 from recsys_core.models.initialisation import copy_pretrained
 from recsys_core.models.optimizer_config import TableOptimizer
-from recsys_core.models.shards import LocalShard, table_shards
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.task import RetrievalTask
 from recsys_core.training.champion import Champion, carried_tables, champion_layers, champion_rows, require_fit

@@ -21,12 +21,12 @@ from recsys_core.data.events import EventStore
 from recsys_core.errors import StageError, TrackingServerError, redacted
 from recsys_core.evaluation.metrics import TargetPositions, hit_rate, ndcg, recall
 from recsys_core.manifests import InteractionsManifest
+from recsys_core.seeds import SMOKE_TEST_USERS_SEED
 from tasks.registry.smoke_process import EXIT_NOT_FETCHED
 
 K = 20
 """Number of items that a version recommends to each user: the largest cut-off of the served metrics."""
 _TIMEOUT_S = 1_800.0
-_SAMPLE_SEED = 0
 _KILLED = (-signal.SIGKILL, -signal.SIGTERM)
 
 Ints = npt.NDArray[np.int64]
@@ -76,7 +76,7 @@ def prepare_sample(interactions: InteractionsManifest, *, max_users: int, folder
         StageError: all test items of all users are in their histories, so no metric can be computed.
     """
     store = EventStore.open(interactions)
-    user_row_U = np.sort(np.random.default_rng(_SAMPLE_SEED).permutation(store.users_with_targets("test"))[:max_users])
+    user_row_U = np.sort(np.random.default_rng(SMOKE_TEST_USERS_SEED).permutation(store.users_with_targets("test"))[:max_users])
     history, targets = store.before(user_row_U, "test"), store.targets(user_row_U, "test")
     item_ids = pq.read_table(interactions.path("items.parquet"), columns=["id"])["id"].combine_chunks()
     user_ids = pq.read_table(interactions.path("users.parquet"), columns=["id"])["id"].take(pa.array(user_row_U))

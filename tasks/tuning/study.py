@@ -16,6 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 from recsys_core import plots
 from recsys_core.config import Frozen
 from recsys_core.manifests import own
+from recsys_core.seeds import trial_seed
 from tasks.tuning.config import RangeConfig, TuningConfig, label_of
 
 Ending = Literal["complete", "pruned", "failed"]
@@ -24,7 +25,6 @@ STATES: dict[Ending, TrialState] = {
     "pruned": TrialState.PRUNED,
     "failed": TrialState.FAIL,
 }
-_SEEDS_APART = 100_003
 
 
 class Result(Frozen):
@@ -128,8 +128,7 @@ class Study:
         """The trial that an earlier process left unfinished, or a new one."""
         left = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         number = left[0].number if left else len(self._study.get_trials(deepcopy=False))
-        # The search begins anew with each process: with one seed for all it would draw its first settings again.
-        self._study.sampler = optuna.samplers.TPESampler(seed=self._config.seed * _SEEDS_APART + number)
+        self._study.sampler = optuna.samplers.TPESampler(seed=trial_seed(self._config.seed, trial=number))
         trial = optuna.Trial(self._study, left[0]._trial_id) if left else self._study.ask()
         known = set(left[0].intermediate_values) if left else set()
         return Attempt(trial, ranges=self._config.ranges, known_epochs=known)

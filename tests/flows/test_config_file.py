@@ -212,7 +212,7 @@ def test_embeddings_are_one_group_of_settings_or_a_list_of_them(file: Path) -> N
         ("{paths: a, vector_column: v, table: ../x}", "embeddings.table: String should match pattern"),
         (
             "{paths: a, vector_column: v, table: user}",
-            "embeddings has vectors of users, but the model has no table for them; set",
+            "embeddings has vectors of users, but the model has no user table; set",
         ),
     ],
 )
@@ -224,10 +224,10 @@ def test_a_mistake_in_an_entry_of_the_embeddings_is_named_with_its_place(file: P
     ("override", "said"),
     [
         ("index={pq_m: 7, compared_kinds: [ivf_pq]}", "index.pq_m is 7, but the towers end in 64 numbers"),
-        ("sharding.tables.user.sharding_types=[row_wise]", "sharding.tables.user: the model has the tables ['item']"),
+        ("sharding.tables.user.sharding_types=[row_wise]", "sharding.tables.user: the model has no such table; it has"),
         ("interactions={paths: x, split: {kind: files, test: y}}", "model.history.last_item is true, but interactions has nei"),
         ("model.history={length: 0, last_item: false}", "the query tower has no feature: set model.user_id to true or"),
-        ("tables.user.dim=8", "tables.user: the model has the tables ['item']; set model.user_id to true"),
+        ("tables.user.dim=8", "tables.user: the model has no such table; it has ['item']; set model.user_id"),
         (
             "tables.item.transfer=frozen",
             "tables.item.transfer is frozen, but embeddings has no vectors of table 'item' (it has",
@@ -244,7 +244,7 @@ def test_a_setting_of_a_table_that_the_model_has_not_names_those_it_has(file: Pa
     for table in ("item.brand", "item_offset", "item_teacher"):
         for group in ("tables", "sharding.tables"):
             said = message(file, f"{group}={{{table}: {{}}}}")
-            assert f"{group}.{table}: the model has the tables ['item']; name one of them, or declare the feature" in said
+            assert f"{group}.{table}: the model has no such table; it has ['item']; name one of them, or declare" in said
 
 
 UNORDERED = "interactions={paths: x, split: {kind: files, test: y}}"
@@ -267,7 +267,9 @@ def test_vectors_are_distilled_only_where_there_are_some(file: Path) -> None:
     vectors = "embeddings={paths: a, vector_column: v}"
     distils = "loss.distillation={weight: 0.5}"
     assert load_config(file, [vectors, distils]).loss.distillation is not None
-    assert "loss.distillation keeps the item vectors' similarities, but embeddings has none" in message(file, distils)
+    assert "loss.distillation keeps the similarities of the pretrained item vectors, but embeddings has no vectors" in message(
+        file, distils
+    )
 
 
 def test_the_tables_are_those_of_ids_features_and_offsets(file: Path) -> None:

@@ -29,7 +29,7 @@ from tests.flows.tuning import CONFIG
         ("model.embedding_dim: {low: 16, high: 64}", "model.embedding_dim: Input should be a multiple of 4, but it is 17"),
         ("loss.num_negatives: {low: 16, high: 64, step: 0.5}", "loss.num_negatives: Input should be a valid integer"),
         ("model.user_id: {low: 0, high: 1}", "model.user_id: takes no numbers; give {choices: [...]}"),
-        ("tables.brand.dim: {choices: [16, 32]}", "tables.brand: the model has the tables ['item']"),
+        ("tables.brand.dim: {choices: [16, 32]}", "tables.brand: the model has no such table; it has ['item']"),
         ("model.temperature.x: {low: 1, high: 2}", "model.temperature is the value 1.0, not a group of settings"),
         ("interactions.min_events: {low: 1, high: 2}", "interactions.min_events: all trials share one ingest"),
         ("index.kind: {choices: [flat]}", "index.kind: all trials share one ingest and end with training"),

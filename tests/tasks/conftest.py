@@ -125,7 +125,7 @@ def _build(folder: Path, *, confused: bool) -> Stages:
     if confused:
         table = table[random.permutation(ITEMS)]
     config = TwoTowerConfig(embedding_dim=DIM, query=TowerConfig(layers=()), history=HistoryConfig(length=5))
-    spec = ModelSpec.sized(config, users=USERS, items=ITEMS)
+    spec = ModelSpec.sized(config, num_users=USERS, num_items=ITEMS)
     vectors = table / np.linalg.norm(table, axis=1, keepdims=True)
     queries = np.stack([vectors[rows[1:6]].mean(axis=0) for rows in own])
     export = export_stage(

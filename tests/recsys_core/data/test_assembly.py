@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import Batch, keyed_jagged
-from recsys_core.data.batch_keys import QUERY, QUERY_WEIGHTED, ROWS
+from recsys_core.data.batch_keys import POOLED, POOLED_WEIGHTED, UNPOOLED
 from recsys_core.data.features.store import FeatureStore
 from recsys_core.data.jagged import JaggedArray
 from tests.recsys_core.data.described import FORMS, SIDES, feature_store, values_of
@@ -29,7 +29,7 @@ def made(
     history: list[list[int]],
     candidate: list[int],
     *,
-    user: str | None = ROWS,
+    user: str | None = UNPOOLED,
     features: FeatureStore | None = None,
     weight: list[float] | None = None,
 ) -> Batch:
@@ -55,31 +55,31 @@ def rows_of(jagged: KeyedJaggedTensor, key: str, *, samples: int | None = None) 
 @given(history=histories, candidate=st.lists(st.integers(0, ITEMS - 1), max_size=6))
 def test_every_item_is_there_once_and_places_lead_back_to_the_rows(history: list[list[int]], candidate: list[int]) -> None:
     batch = made(history, candidate)
-    distinct = batch.item_row_U.tolist()
+    distinct = batch.item_row_V.tolist()
     assert sorted(distinct) == sorted({*candidate, *(item for one in history for item in one)} or {0})
-    assert rows_of(batch.sparse[ROWS], "item", samples=len(distinct)) == [[row] for row in distinct]
-    assert rows_of(batch.sparse[ROWS], "user", samples=len(history)) == [[row] for row in range(len(history))]
-    assert [distinct[place] for place in batch.candidate_K.tolist()] == candidate
+    assert rows_of(batch.sparse[UNPOOLED], "item", samples=len(distinct)) == [[row] for row in distinct]
+    assert rows_of(batch.sparse[UNPOOLED], "user", samples=len(history)) == [[row] for row in range(len(history))]
+    assert [distinct[place] for place in batch.candidate_C.tolist()] == candidate
     offset = batch.history_offset.tolist()
-    found = [[distinct[place] for place in batch.history_T[start:end].tolist()] for start, end in pairwise(offset)]
+    found = [[distinct[place] for place in batch.history_H[start:end].tolist()] for start, end in pairwise(offset)]
     assert found == history
     assert batch.batch_size == len(history)
 
 
 def test_a_candidate_twice_and_in_a_history_is_one_place() -> None:
     batch = made([[7, 4], []], [4, 2, 4])
-    assert batch.item_row_U.tolist() == [4, 2, 7]
-    assert (batch.candidate_K.tolist(), batch.history_T.tolist()) == ([0, 1, 0], [2, 0])
+    assert batch.item_row_V.tolist() == [4, 2, 7]
+    assert (batch.candidate_C.tolist(), batch.history_H.tolist()) == ([0, 1, 0], [2, 0])
     assert batch.history_offset.tolist() == [0, 2, 2]
 
 
 def test_without_any_item_one_row_is_looked_up_that_nothing_points_at() -> None:
     batch = made([[], []], [], features=feature_store(users=USERS, items=ITEMS, events=EVENTS))
-    assert (batch.item_row_U.tolist(), rows_of(batch.sparse[ROWS], "item", samples=1)) == ([0], [[0]])
-    assert batch.candidate_K.tolist() == batch.history_T.tolist() == [] and batch.history_offset.tolist() == [0, 0, 0]
+    assert (batch.item_row_V.tolist(), rows_of(batch.sparse[UNPOOLED], "item", samples=1)) == ([0], [[0]])
+    assert batch.candidate_C.tolist() == batch.history_H.tolist() == [] and batch.history_offset.tolist() == [0, 0, 0]
     for form in FORMS:
-        rows_of(batch.sparse[ROWS], f"item.{form}", samples=1)
-    assert rows_of(batch.sparse[ROWS], "user") == [[0], [1]]
+        rows_of(batch.sparse[UNPOOLED], f"item.{form}", samples=1)
+    assert rows_of(batch.sparse[UNPOOLED], "user") == [[0], [1]]
 
 
 @settings(deadline=None, max_examples=40)
@@ -87,16 +87,16 @@ def test_without_any_item_one_row_is_looked_up_that_nothing_points_at() -> None:
 def test_each_side_brings_its_features_with_their_weights(history: list[list[int]], candidate: list[int], seed: int) -> None:
     store = feature_store(users=USERS, items=ITEMS, events=EVENTS, seed=seed)
     batch = made(history, candidate, features=store)
-    assert batch.sparse[ROWS].keys() == ["item", *(f"item.{form}" for form in FORMS), "user"]
-    assert batch.sparse[QUERY].keys() == ["user.single", "user.list", "context.single", "context.list"]
+    assert batch.sparse[UNPOOLED].keys() == ["item", *(f"item.{form}" for form in FORMS), "user"]
+    assert batch.sparse[POOLED].keys() == ["user.single", "user.list", "context.single", "context.list"]
     weighted = [f"{side}.{form}" for side in ("user", "context") for form in ("weighted_list", "number")]
-    assert batch.sparse[QUERY_WEIGHTED].keys() == weighted
-    owners = {"user": range(len(history)), "context": range(0, 3 * len(history), 3), "item": batch.item_row_U.tolist()}
+    assert batch.sparse[POOLED_WEIGHTED].keys() == weighted
+    owners = {"user": range(len(history)), "context": range(0, 3 * len(history), 3), "item": batch.item_row_V.tolist()}
     for side in SIDES:
         for form in FORMS:
             key = f"{side}.{form}"
             wanted = [values_of(store, key, owner) for owner in owners[side]]
-            jagged = batch.sparse[ROWS if side == "item" else QUERY_WEIGHTED if key in weighted else QUERY]
+            jagged = batch.sparse[UNPOOLED if side == "item" else POOLED_WEIGHTED if key in weighted else POOLED]
             assert rows_of(jagged, key, samples=len(wanted)) == [rows for rows, _ in wanted]
             weights = [weight for _, several in wanted for weight in several or ()]
             if key in weighted:
@@ -111,11 +111,11 @@ def test_users_are_where_their_table_looks_for_them_and_nothing_is_where_no_feat
     def keys(user: str | None) -> dict[str, list[str]]:
         return {name: jagged.keys() for name, jagged in made([[1]], [2], user=user).sparse.items()}
 
-    assert keys(ROWS) == {ROWS: ["item", "user"]}
-    assert keys(QUERY) == {ROWS: ["item"], QUERY: ["user"]}
-    assert keys(None) == {ROWS: ["item"]}
+    assert keys(UNPOOLED) == {UNPOOLED: ["item", "user"]}
+    assert keys(POOLED) == {UNPOOLED: ["item"], POOLED: ["user"]}
+    assert keys(None) == {UNPOOLED: ["item"]}
     numbers = FeatureStore({"user.number": feature_store(users=USERS, items=1, events=1).features["user.number"]})
-    assert set(made([[1]], [2], user=None, features=numbers).sparse) == {ROWS, QUERY_WEIGHTED}
+    assert set(made([[1]], [2], user=None, features=numbers).sparse) == {UNPOOLED, POOLED_WEIGHTED}
 
 
 def test_weights_are_those_of_the_queries() -> None:
@@ -126,12 +126,12 @@ def test_weights_are_those_of_the_queries() -> None:
 
 def test_items_alone_come_in_their_order_and_with_their_features() -> None:
     store = feature_store(users=USERS, items=ITEMS, events=EVENTS)
-    for user in (None, QUERY, ROWS):
+    for user in (None, POOLED, UNPOOLED):
         batch = Assembler(user=user, features=store).items(np.array([6, 0, 3]))
-        assert (batch.batch_size, batch.item_row_U.tolist(), batch.candidate_K.tolist()) == (0, [6, 0, 3], [0, 1, 2])
+        assert (batch.batch_size, batch.item_row_V.tolist(), batch.candidate_C.tolist()) == (0, [6, 0, 3], [0, 1, 2])
         wanted = [values_of(store, "item.list", item)[0] for item in (6, 0, 3)]
-        assert rows_of(batch.sparse[ROWS], "item.list", samples=3) == wanted
-        assert batch.sparse[QUERY].values().tolist() == batch.sparse[QUERY_WEIGHTED].values().tolist() == []
+        assert rows_of(batch.sparse[UNPOOLED], "item.list", samples=3) == wanted
+        assert batch.sparse[POOLED].values().tolist() == batch.sparse[POOLED_WEIGHTED].values().tolist() == []
 
 
 def test_keyed_lists_stand_key_by_key_and_so_do_their_weights() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import Batch
-from recsys_core.data.batch_keys import ROWS
+from recsys_core.data.batch_keys import UNPOOLED
 from recsys_core.data.events import EventStore
 from recsys_core.data.loader import READ_AHEAD, TrainLoader, query_batch
 from recsys_core.errors import InputError
@@ -23,14 +23,14 @@ from recsys_core.models.sampling import negative_share
 from tests.recsys_core.data.test_events import Users, store_of, users
 
 MAX_HISTORY, ITEMS = 3, 10_000
-TENSORS = ("item_row_U", "candidate_K", "history_T", "history_offset")
+TENSORS = ("item_row_V", "candidate_C", "history_H", "history_offset")
 
 
 def loader_of(store: EventStore, **settings_of: Any) -> TrainLoader:
     """By default every item is as likely to be drawn as another."""
     items = len(store.item_count)
     base = {"batch_size": 4, "rank": 0, "world_size": 1, "seed": 5, "max_history": MAX_HISTORY, "negatives": 0}
-    base |= {"assembler": Assembler(user=ROWS), "negative_share_I": np.full(items, 1 / items)}
+    base |= {"assembler": Assembler(user=UNPOOLED), "negative_share_I": np.full(items, 1 / items)}
     return TrainLoader(store, **(base | settings_of))
 
 
@@ -42,7 +42,7 @@ def numbered(sizes: list[int]) -> Users:
 
 def candidates(batch: Batch) -> list[int]:
     """Catalogue rows of the K candidates."""
-    return batch.item_row_U[batch.candidate_K].tolist()
+    return batch.item_row_V[batch.candidate_C].tolist()
 
 
 def positives(batch: Batch) -> list[int]:
@@ -51,7 +51,7 @@ def positives(batch: Batch) -> list[int]:
 
 def histories(batch: Batch) -> list[list[int]]:
     """Catalogue rows, per query."""
-    row_T = batch.item_row_U[batch.history_T]
+    row_T = batch.item_row_V[batch.history_H]
     return [row_T[start:end].tolist() for start, end in pairwise(batch.history_offset.tolist())]
 
 
@@ -109,8 +109,8 @@ def test_positives_users_and_histories_are_those_of_one_example(
         batch_size=batch_size, negatives=negatives, max_history=max_history, include_target=include_target and not ordered,
     )  # fmt: skip
     for batch in (loader.make(0, number) for number in range(len(loader))):
-        assert len(batch.candidate_K) == batch.batch_size + negatives
-        users_B = batch.sparse[ROWS]["user"].to_dense()[: batch.batch_size]
+        assert len(batch.candidate_C) == batch.batch_size + negatives
+        users_B = batch.sparse[UNPOOLED]["user"].to_dense()[: batch.batch_size]
         for item, history, user in zip(positives(batch), histories(batch), users_B, strict=True):
             row, at = owner[item]
             train = log[row][0]
@@ -126,8 +126,8 @@ def test_an_item_is_looked_up_once_however_often_it_occurs(log: Users, batch_siz
     loader = loader_of(store_of(log, ordered=ordered), batch_size=batch_size, negatives=negatives)
     for batch in loader.epoch(0):
         occurring = set(candidates(batch)) | {item for history in histories(batch) for item in history}
-        assert sorted(batch.item_row_U.tolist()) == sorted(occurring)
-        assert batch.sparse[ROWS]["item"].values().tolist() == batch.item_row_U.tolist()
+        assert sorted(batch.item_row_V.tolist()) == sorted(occurring)
+        assert batch.sparse[UNPOOLED]["item"].values().tolist() == batch.item_row_V.tolist()
 
 
 def test_negatives_come_from_the_whole_catalogue_and_differ_by_rank_and_batch() -> None:
@@ -284,15 +284,15 @@ def test_the_batch_moves_as_a_whole() -> None:
 def test_a_query_batch_holds_each_user_as_it_stood_before_the_split() -> None:
     store = store_of([([1, 2, 3], [4], [5]), ([6], [], [7]), ([8, 9], [10], [])])
     for split, wanted in (("test", [[3, 4], [6]]), ("validation", [[2, 3], [6]])):
-        batch = query_batch(store, np.array([0, 1]), split, assembler=Assembler(user=ROWS), max_history=2)
+        batch = query_batch(store, np.array([0, 1]), split, assembler=Assembler(user=UNPOOLED), max_history=2)
         assert histories(batch) == wanted
-        assert batch.sparse[ROWS]["user"].values().tolist() == [0, 1]
+        assert batch.sparse[UNPOOLED]["user"].values().tolist() == [0, 1]
         assert candidates(batch) == []
 
 
 def test_without_a_history_a_query_batch_points_at_no_item() -> None:
     store = store_of([([1, 2, 3], [4], [5])])
-    batch = query_batch(store, np.array([0, 0]), "test", assembler=Assembler(user=ROWS), max_history=0)
+    batch = query_batch(store, np.array([0, 0]), "test", assembler=Assembler(user=UNPOOLED), max_history=0)
     assert histories(batch) == [[], []] and candidates(batch) == []
 
 

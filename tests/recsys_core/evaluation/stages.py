@@ -115,7 +115,7 @@ def export_stage(
     spec: empty: of a model that reads histories alone.
     """
     users = 1 + max((user for split_users, _ in queries.values() for user in split_users), default=0)
-    model = spec or ModelSpec.sized(TwoTowerConfig(), users=users, items=len(item_vectors))
+    model = spec or ModelSpec.sized(TwoTowerConfig(), num_users=users, num_items=len(item_vectors))
 
     def build(out: Path) -> dict[str, Any]:
         np.save(out / "item_vectors.npy", item_vectors.astype(np.float32))

@@ -24,7 +24,7 @@ def plan_of(*, nodes: int, processes: int) -> PlanFile:
     """Of a small model, for so many ranks."""
     return make_plan(
         ShardingConfig(cluster=ClusterConfig(device="cpu", num_nodes=nodes, processes_per_node=processes)),
-        model=ModelSpec.sized(TwoTowerConfig(), users=9, items=9),
+        model=ModelSpec.sized(TwoTowerConfig(), num_users=9, num_items=9),
         batch_size=1,
     )
 

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import Batch
-from recsys_core.data.batch_keys import QUERY, QUERY_WEIGHTED, ROWS
+from recsys_core.data.batch_keys import POOLED, POOLED_WEIGHTED, UNPOOLED
 from recsys_core.data.features.store import Feature, FeatureStore
 from recsys_core.data.jagged import JaggedArray
 from recsys_core.models.config import TwoTowerConfig
-from recsys_core.models.embedding_tables import Lookups, parameter_name, table_outputs
+from recsys_core.models.embedding_tables import EmbeddingTables, parameter_name, table_outputs
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig
 from tests.recsys_core.data.described import FORMS, SIDES, facts, feature_store, values_of
 
 USERS, ITEMS, EVENTS = 5, 9, 20
-POOLED = [f"{side}.{form}" for side in SIDES for form in ("list", "weighted_list")]
+LISTS = [f"{side}.{form}" for side in SIDES for form in ("list", "weighted_list")]
 
 
 def spec_of(
@@ -36,8 +36,8 @@ def spec_of(
 ) -> ModelSpec:
     return ModelSpec.sized(
         TwoTowerConfig(embedding_dim=4, user_id=True),
-        users=USERS,
-        items=ITEMS,
+        num_users=USERS,
+        num_items=ITEMS,
         facts=facts(*features),
         vector_dims=vectors,
         tables={name: TableConfig.model_validate(wish) for name, wish in (tables or {}).items()},
@@ -45,15 +45,15 @@ def spec_of(
     )
 
 
-def lookups_of(spec: ModelSpec, *, seed: int = 0) -> Lookups:
+def lookups_of(spec: ModelSpec, *, seed: int = 0) -> EmbeddingTables:
     torch.manual_seed(seed)
-    lookups = Lookups(spec, device=torch.device("cpu"))
+    lookups = EmbeddingTables(spec, device=torch.device("cpu"))
     for parameter in lookups.parameters():
         nn.init.normal_(parameter)
     return lookups
 
 
-def batch_of(history: list[list[int]], store: FeatureStore, *, user_in: str = ROWS) -> Batch:
+def batch_of(history: list[list[int]], store: FeatureStore, *, user_in: str = UNPOOLED) -> Batch:
     """Query n is of user n and event 3 n; its positive is item n."""
     user = np.arange(len(history))
     return Assembler(user=user_in, features=store).batch(
@@ -66,9 +66,9 @@ def batch_of(history: list[list[int]], store: FeatureStore, *, user_in: str = RO
     )
 
 
-def look_up(lookups: Lookups, batch: Batch) -> dict[str, Any]:
+def look_up(lookups: EmbeddingTables, batch: Batch) -> dict[str, Any]:
     def sparse(name: str) -> str:
-        return ROWS if name.startswith(ROWS) else name.removesuffix("_frozen")
+        return UNPOOLED if name.startswith(UNPOOLED) else name.removesuffix("_frozen")
 
     return {name: lookup(batch.sparse[sparse(name)]) for name, lookup in lookups.items()}
 
@@ -90,7 +90,7 @@ def slow(spec: ModelSpec, table: str, weight_RW: Tensor, store: FeatureStore, ow
 @settings(deadline=None, max_examples=40)
 @given(
     history=st.lists(st.lists(st.integers(0, ITEMS - 1), max_size=4), min_size=1, max_size=5),
-    sums=st.sets(st.sampled_from(POOLED)),
+    sums=st.sets(st.sampled_from(LISTS)),
     frozen=st.sets(st.sampled_from([f"{side}.{form}" for side in SIDES for form in FORMS])),
     wide=st.sets(st.sampled_from(["item", "user", "item.list", "user.number"])),
     user_lookup=st.sampled_from(["unpooled", "pooled"]),
@@ -110,9 +110,9 @@ def test_every_table_gives_the_weighted_sum_or_mean_of_its_rows(
     tables["user"]["lookup"] = user_lookup
     spec = spec_of(tables=tables, vectors={name: tables[name]["dim"] for name in frozen})
     store = feature_store(users=USERS, items=ITEMS, events=EVENTS, seed=seed)
-    batch, lookups = batch_of(history, store, user_in=spec.tables["user"].sparse), lookups_of(spec, seed=seed)
+    batch, lookups = batch_of(history, store, user_in=spec.tables["user"].batch_key), lookups_of(spec, seed=seed)
     looked_up, weights = look_up(lookups, batch), dict(lookups.named_parameters())
-    owners = {"user": range(len(history)), "context": range(0, 3 * len(history), 3), "item": batch.item_row_U.tolist()}
+    owners = {"user": range(len(history)), "context": range(0, 3 * len(history), 3), "item": batch.item_row_V.tolist()}
     found = table_outputs(spec, looked_up, batch, side="query") | table_outputs(spec, looked_up, batch, side="item")
     assert set(found) == set(spec.tables)
     for name, value in found.items():
@@ -158,18 +158,18 @@ def test_tables_that_share_the_items_each_give_their_own_rows(transfer: str, dis
     shared = {"item"} | ({"item_offset"} if transfer == "residual" else set()) | ({"item_teacher"} if distils else set())
     assert set(found) == shared | {f"item.{form}" for form in FORMS}
     for name in shared:
-        assert torch.equal(found[name], weights[parameter_name(spec, name)][batch.item_row_U])
+        assert torch.equal(found[name], weights[parameter_name(spec, name)][batch.item_row_V])
 
 
 def test_each_collection_holds_the_tables_of_its_side_weights_and_state() -> None:
     spec = spec_of(tables={"user.list": {"transfer": "frozen"}}, vectors={"user.list": 4})
     lookups = lookups_of(spec)
-    assert set(lookups) == {"rows_4", QUERY, QUERY_WEIGHTED, "query_frozen"}
+    assert set(lookups) == {"unpooled_4", POOLED, POOLED_WEIGHTED, "pooled_frozen"}
     assert {parameter_name(spec, name) for name in spec.tables} == {name for name, _ in lookups.named_parameters()}
-    assert parameter_name(spec, "item.list") == "rows_4.embeddings.item__list.weight"
-    assert parameter_name(spec, "user") == "rows_4.embeddings.user.weight"
-    assert parameter_name(spec, "user.list") == "query_frozen.embedding_bags.user__list.weight"
-    assert lookups[QUERY_WEIGHTED].is_weighted() and not lookups[QUERY].is_weighted()
+    assert parameter_name(spec, "item.list") == "unpooled_4.embeddings.item__list.weight"
+    assert parameter_name(spec, "user") == "unpooled_4.embeddings.user.weight"
+    assert parameter_name(spec, "user.list") == "pooled_frozen.embedding_bags.user__list.weight"
+    assert lookups[POOLED_WEIGHTED].is_weighted() and not lookups[POOLED].is_weighted()
 
 
 def test_the_gradient_of_a_row_is_what_it_weighs() -> None:
@@ -182,7 +182,7 @@ def test_the_gradient_of_a_row_is_what_it_weighs() -> None:
         (found,) = torch.autograd.grad(
             outputs[name].sum(), [dict(lookups.named_parameters())[parameter_name(spec, name)]], retain_graph=True
         )
-        owners = {"item": batch.item_row_U.tolist(), "user": [0, 1], "context": [0, 3]}[name.split(".")[0]]
+        owners = {"item": batch.item_row_V.tolist(), "user": [0, 1], "context": [0, 3]}[name.split(".")[0]]
         wanted = torch.zeros_like(found)
         for owner in owners:
             rows, weights = values_of(store, name, owner)

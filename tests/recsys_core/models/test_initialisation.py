@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recsys_core.models import initialisation as pretrained
+from recsys_core.models.embedding_tables import LocalShard
 from recsys_core.models.initialisation import (
-    blank_rows,
     copy_pretrained,
     fill_missing,
     fill_random,
@@ -17,8 +17,8 @@ from recsys_core.models.initialisation import (
     no_vectors,
     rescaled,
     rows_with_vector,
+    zero_rows,
 )
-from recsys_core.models.shards import LocalShard
 from recsys_core.models.table_config import random_norm
 
 ROWS, DIM, STD = 23, 8, 0.02
@@ -84,11 +84,11 @@ def test_rows_without_a_vector_take_the_mean_or_zero_and_the_others_are_kept():
         torch.testing.assert_close(shard[[0, 5, 11]], expected.expand(3, 4))
 
 
-def test_blank_rows_are_zero_in_whatever_shard_they_lie_and_others_are_kept():
-    blank = np.zeros(ROWS, bool)
-    blank[[3, 9]] = True
+def test_zero_rows_sets_the_marked_rows_of_any_shard_and_keeps_the_others():
+    is_zero_R = np.zeros(ROWS, bool)
+    is_zero_R[[3, 9]] = True
     shard = torch.full((6, 4), 7.0)
-    blank_rows(LocalShard(4, 4, shard), blank=blank)
+    zero_rows(LocalShard(4, 4, shard), is_zero_R=is_zero_R)
     assert (shard[5] == 0).all() and (shard[:5] == 7).all()
 
 
@@ -136,7 +136,7 @@ def test_a_table_of_many_rows_is_filled_without_a_copy_of_its_row_numbers():
     finally:
         tracemalloc.stop()
     assert peak < rows, f"{peak:,} bytes for {rows:,} rows"
-    assert shard.weight_RC.mean() == pytest.approx(0.9)
+    assert shard.weight_RD.mean() == pytest.approx(0.9)
 
 
 def test_rows_with_a_vector_come_in_chunks_and_in_order():

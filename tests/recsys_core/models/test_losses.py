@@ -23,7 +23,7 @@ every_loss = pytest.mark.parametrize("name", LOSSES)
 
 def test_logq_lowers_the_logit_of_a_popular_candidate():
     # All scores are 0. The positive is expected once (log 1 = 0); its columns are expected three times and once.
-    log_q_N = log_expected_count(torch.tensor([0.75, 0.25]), torch.zeros(2), positives=4, negatives=0)
+    log_q_N = log_expected_count(torch.tensor([0.75, 0.25]), torch.zeros(2), num_positives=4, num_negatives=0)
     positive_B, negative_BN = torch.zeros(1), torch.zeros(1, 2, requires_grad=True)
     loss = partial(softmax_loss, positive_B, masked_BN=None, temperature=1.0, weight_B=None)
 
@@ -59,7 +59,9 @@ def learned_choice(correction, *, mask_hits, batch_size=128, steps=120):
     own_BB = torch.eye(batch_size, dtype=torch.bool)
     for step in range(steps):
         item_B = torch.multinomial(CHOICE_QI, batch_size // 2, replacement=True).T.flatten()
-        log_q_B = log_expected_count(popularity_I[item_B], torch.zeros(batch_size), positives=batch_size - 1, negatives=0)
+        log_q_B = log_expected_count(
+            popularity_I[item_B], torch.zeros(batch_size), num_positives=batch_size - 1, num_negatives=0
+        )
         positive, columns = {"none": (None, None), "wrong sign": (-1, -1), "columns": (None, 1), "both": (1, 1)}[correction]
         loss = softmax_loss(
             score_QI[query_B, item_B],
@@ -223,22 +225,22 @@ def test_bce_can_reach_zero_because_scores_can_be_negative():
 @given(st.integers(0, 10_000), st.lists(st.booleans(), min_size=3, max_size=3), st.lists(st.booleans(), min_size=4, max_size=4))
 def test_distillation_is_the_kl_divergence_over_the_known_pairs(seed, known_B, known_K):
     generator = torch.Generator().manual_seed(seed)
-    student_BO, student_KO, teacher_BT, teacher_KT = (
+    student_BO, student_KO, teacher_BD, teacher_CD = (
         torch.randn(rows, width, generator=generator) for rows, width in [(3, 2), (4, 2), (3, 5), (4, 5)]
     )
-    same_BK = torch.randint(0, 3, (3, 1), generator=generator) == torch.randint(0, 3, (4,), generator=generator)
+    same_item_BC = torch.randint(0, 3, (3, 1), generator=generator) == torch.randint(0, 3, (4,), generator=generator)
     student_BO.requires_grad_()
     student_KO.requires_grad_()
     loss = distillation_loss(
         student_BO,
         student_KO,
-        teacher_BT=teacher_BT,
-        teacher_KT=teacher_KT,
-        known_B=torch.tensor(known_B),
-        known_K=torch.tensor(known_K),
-        same_BK=same_BK,
+        teacher_BD=teacher_BD,
+        teacher_CD=teacher_CD,
+        has_teacher_B=torch.tensor(known_B),
+        has_teacher_C=torch.tensor(known_K),
+        same_item_BC=same_item_BC,
         temperature=T,
-        floor=0.01,
+        min_norm=0.01,
     )
 
     def shares(row_O, column_KO, columns):
@@ -247,9 +249,9 @@ def test_distillation_is_the_kl_divergence_over_the_known_pairs(seed, known_B, k
 
     divergences = []
     for b in range(3):
-        columns = [k for k in range(4) if known_K[k] and not same_BK[b, k].item()]
+        columns = [k for k in range(4) if known_K[k] and not same_item_BC[b, k].item()]
         if known_B[b] and columns:
-            pairs = zip(shares(teacher_BT[b], teacher_KT, columns), shares(student_BO[b], student_KO, columns), strict=True)
+            pairs = zip(shares(teacher_BD[b], teacher_CD, columns), shares(student_BO[b], student_KO, columns), strict=True)
             divergences.append(sum(p * math.log(p / q) for p, q in pairs))
     assert loss.item() == pytest.approx(sum(divergences) / 3, rel=1e-4, abs=1e-6)
     loss.backward()
@@ -261,32 +263,32 @@ def test_distillation_is_zero_where_the_student_agrees_with_a_wider_teacher():
     torch.manual_seed(0)
     student_KO = torch.randn(6, 3)
     wider_OT = torch.linalg.qr(torch.randn(5, 5)).Q[:3]  # keeps every angle
-    teacher_KT = 4 * student_KO @ wider_OT
+    teacher_CD = 4 * student_KO @ wider_OT
     known_K = torch.ones(6, dtype=torch.bool)
-    settings_ = {"known_B": known_K, "known_K": known_K, "same_BK": torch.eye(6, dtype=torch.bool)}
-    settings_ |= {"temperature": 0.05, "floor": 0.01}
-    agree = distillation_loss(student_KO, student_KO, teacher_BT=teacher_KT, teacher_KT=teacher_KT, **settings_)
+    settings_ = {"has_teacher_B": known_K, "has_teacher_C": known_K, "same_item_BC": torch.eye(6, dtype=torch.bool)}
+    settings_ |= {"temperature": 0.05, "min_norm": 0.01}
+    agree = distillation_loss(student_KO, student_KO, teacher_BD=teacher_CD, teacher_CD=teacher_CD, **settings_)
     assert abs(agree.item()) < 1e-6
     with torch.autocast("cpu", torch.bfloat16):  # not even then is it off by the rounding of bfloat16
-        agree = distillation_loss(student_KO, student_KO, teacher_BT=teacher_KT, teacher_KT=teacher_KT, **settings_)
+        agree = distillation_loss(student_KO, student_KO, teacher_BD=teacher_CD, teacher_CD=teacher_CD, **settings_)
     assert abs(agree.item()) < 1e-6 and agree.dtype == torch.float32
 
 
 def test_the_teacher_gets_no_gradient_and_need_not_have_a_direction_where_unknown():
     student_KO = torch.eye(3, requires_grad=True)
-    teacher_KT = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]], requires_grad=True)
+    teacher_CD = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]], requires_grad=True)
     known_K = torch.tensor([True, True, False])
     loss = distillation_loss(
         student_KO,
         student_KO,
-        teacher_BT=teacher_KT,
-        teacher_KT=teacher_KT,
-        known_B=known_K,
-        known_K=known_K,
-        same_BK=None,
+        teacher_BD=teacher_CD,
+        teacher_CD=teacher_CD,
+        has_teacher_B=known_K,
+        has_teacher_C=known_K,
+        same_item_BC=None,
         temperature=1.0,
-        floor=0.01,
+        min_norm=0.01,
     )
     loss.backward()
-    assert loss.item() > 0 and teacher_KT.grad is None
+    assert loss.item() > 0 and teacher_CD.grad is None
     assert student_KO.grad.isfinite().all() and (student_KO.grad[2] == 0).all()

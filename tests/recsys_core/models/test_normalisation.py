@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from recsys_core.data.batch import Batch
-from recsys_core.models.normalisation import direction
+from recsys_core.models.normalisation import unit_vectors
 from recsys_core.models.task import RetrievalTask
 from tests.recsys_core.models.test_task import ITEMS, batch_of, task_of, weight_of
 
@@ -30,24 +30,24 @@ SIMILARITIES = pytest.mark.parametrize("similarity", ["cosine", "dot"])
 @given(
     seed=st.integers(0, 99),
     lengths=st.lists(st.sampled_from([0.0, 1e-30, 1e-8, 0.1, 0.5, 3.0, 1e4]), min_size=1, max_size=6),
-    floor=st.sampled_from([0.01, 0.5]),
+    min_norm=st.sampled_from([0.01, 0.5]),
 )
-def test_a_direction_is_the_normalised_vector_and_its_gradient_is_bounded_by_the_floor(
-    seed: int, lengths: list[float], floor: float
+def test_unit_vectors_have_length_one_and_a_gradient_bounded_by_min_norm(
+    seed: int, lengths: list[float], min_norm: float
 ) -> None:
     torch.manual_seed(seed)
     length_n1 = torch.tensor(lengths)[:, None]
     vector_nO = (normalize(torch.randn(len(lengths), 5), dim=1) * length_n1).requires_grad_()
     gradient_nO = torch.randn(len(lengths), 5)
-    unit_nO = direction(vector_nO, floor=floor)
+    unit_nO = unit_vectors(vector_nO, min_norm=min_norm)
     exact_nO = normalize(vector_nO, dim=1)
     torch.testing.assert_close(unit_nO, exact_nO, rtol=0, atol=0)
     (found_nO,) = torch.autograd.grad(unit_nO, vector_nO, gradient_nO)
     (wide_nO,) = torch.autograd.grad(exact_nO, vector_nO, gradient_nO)
-    assert (found_nO.norm(dim=1) <= gradient_nO.norm(dim=1) / floor * (1 + 1e-5)).all()
-    is_long_n = length_n1[:, 0] >= floor
+    assert (found_nO.norm(dim=1) <= gradient_nO.norm(dim=1) / min_norm * (1 + 1e-5)).all()
+    is_long_n = length_n1[:, 0] >= min_norm
     torch.testing.assert_close(found_nO[is_long_n], wide_nO[is_long_n], rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(found_nO[length_n1[:, 0] == 0], gradient_nO[length_n1[:, 0] == 0] / floor)
+    torch.testing.assert_close(found_nO[length_n1[:, 0] == 0], gradient_nO[length_n1[:, 0] == 0] / min_norm)
 
 
 def fresh(config: dict[str, Any], **more: Any) -> RetrievalTask:
@@ -55,7 +55,7 @@ def fresh(config: dict[str, Any], **more: Any) -> RetrievalTask:
     task = task_of(config | {"temperature": TEMPERATURE}, **more)
     torch.manual_seed(1)
     with torch.no_grad():
-        for parameter in task.lookups.parameters():
+        for parameter in task.embedding_tables.parameters():
             parameter.normal_(0.0, STD)
         weight_of(task, "item")[[0, 3]] = 0.0
     return task
@@ -69,19 +69,19 @@ def gradients(task: RetrievalTask, batch: Batch) -> dict[str, Tensor]:
 
 @SIMILARITIES
 @pytest.mark.parametrize("pooling", ["mean", "sum", "recency", "attention"])
-@pytest.mark.parametrize("items", ["embedding", "vector"])
-def test_no_gradient_is_larger_than_the_loss_warrants(similarity: str, pooling: str, items: str) -> None:
-    history = {"pooling": pooling, "items": items, "length": 4, "item_dropout": 0.5}
+@pytest.mark.parametrize("item_representation", ["embedding", "candidate_tower"])
+def test_no_gradient_is_larger_than_the_loss_warrants(similarity: str, pooling: str, item_representation: str) -> None:
+    history = {"pooling": pooling, "item_representation": item_representation, "length": 4, "item_dropout": 0.5}
     task = fresh({"history": history, "similarity": similarity}, loss={"num_negatives": 4})
-    floor = NORM / math.sqrt(4) if similarity == "cosine" else 1.0
+    min_norm = NORM / math.sqrt(4) if similarity == "cosine" else 1.0
     for histories in (EMPTY, [[0, 3], [3], []], [[1, 4], [], [8, 8, 3]]):
         found = gradients(task, batch_of(histories=histories))
         # The softmax moves each of the B scores by at most 2 / (temperature B), a unit vector by that much, and what is
-        # normalised to it by that over the floor.
+        # normalised to it by that over the min_norm.
         bias = next(value for name, value in found.items() if name.endswith("query.tower.layers.0.bias"))
-        assert 0 < bias.norm() <= 2 / TEMPERATURE / floor
+        assert 0 < bias.norm() <= 2 / TEMPERATURE / min_norm
         # A row is in several histories, candidates and, as a vector, behind two normalisations.
-        assert all(value.norm() < 10 * 2 / TEMPERATURE / floor / NORM for value in found.values())
+        assert all(value.norm() < 10 * 2 / TEMPERATURE / min_norm / NORM for value in found.values())
 
 
 @SIMILARITIES

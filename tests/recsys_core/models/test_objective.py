@@ -74,13 +74,15 @@ CASE = Case(histories=[[0, 1], [3], []], candidates=[4, 6, 0, 1, 3, 6], weights=
 
 def objective_of(loss: LossConfig, **config: Any) -> Objective:
     spec = ModelSpec.sized(
-        TwoTowerConfig.model_validate({"embedding_dim": WIDTH, "temperature": TEMPERATURE, **config}), users=1, items=ITEMS
+        TwoTowerConfig.model_validate({"embedding_dim": WIDTH, "temperature": TEMPERATURE, **config}),
+        num_users=1,
+        num_items=ITEMS,
     )
-    return Objective(spec, loss=loss, item_count_I=COUNTS)
+    return Objective(spec, loss=loss, item_count_I=COUNTS, group=None)
 
 
-def value_of(case: Case, loss: LossConfig, *, teacher_KT: Tensor | None = None, **config: Any) -> float:
-    return objective_of(loss, **config)(*case.vectors(), batch=case.batch(), teacher_KT=teacher_KT).item()
+def value_of(case: Case, loss: LossConfig, *, teacher_CD: Tensor | None = None, **config: Any) -> float:
+    return objective_of(loss, **config)(*case.vectors(), batch=case.batch(), teacher_CD=teacher_CD).item()
 
 
 def slow(case: Case, loss: LossConfig) -> float:
@@ -178,7 +180,7 @@ def test_a_query_without_a_negative_left_has_a_finite_loss_and_gradient(kind: An
     case = Case(histories=[[3, 1], [1]], candidates=[3, 3, 1, 3], weights=None, seed=2)
     query_BO, candidate_KO = (vectors.requires_grad_() for vectors in case.vectors())
     loss = LossConfig(kind=kind, in_batch_negatives=in_batch_negatives, mask_negatives="seen")
-    value = objective_of(loss)(query_BO, candidate_KO, batch=case.batch(), teacher_KT=None)
+    value = objective_of(loss)(query_BO, candidate_KO, batch=case.batch(), teacher_CD=None)
     value.backward()
     assert value.isfinite() and query_BO.grad is not None and query_BO.grad.isfinite().all()
 
@@ -189,7 +191,7 @@ def test_a_masked_column_has_no_gradient() -> None:
         case = Case(histories=[[0, 1]], candidates=[4, 1, 3, 6], weights=None, seed=5)
         query_BO, candidate_KO = case.vectors()
         candidate_KO.requires_grad_()
-        objective_of(loss)(query_BO, candidate_KO, batch=case.batch(), teacher_KT=None).backward()
+        objective_of(loss)(query_BO, candidate_KO, batch=case.batch(), teacher_CD=None).backward()
         assert candidate_KO.grad is not None
         moved = [row for row, gradient in zip(case.candidates, candidate_KO.grad, strict=True) if gradient.any()]
         assert moved == [4, *pushed]
@@ -199,13 +201,13 @@ def test_a_learned_temperature_starts_at_the_fixed_one_and_has_a_gradient() -> N
     for kind in ("softmax", "bce", "bpr"):
         loss = LossConfig(kind=kind)
         learned = objective_of(loss, learn_temperature=True)
-        value = learned(*CASE.vectors(), batch=CASE.batch(), teacher_KT=None)
+        value = learned(*CASE.vectors(), batch=CASE.batch(), teacher_CD=None)
         assert value.item() == pytest.approx(value_of(CASE, loss), rel=1e-6)
         value.backward()
         assert learned.log_temperature is not None and learned.log_temperature.grad.abs() > 0
         with torch.no_grad():
             learned.log_temperature.fill_(math.log(2.0))
-        halved = learned(*CASE.vectors(), batch=CASE.batch(), teacher_KT=None).item()
+        halved = learned(*CASE.vectors(), batch=CASE.batch(), teacher_CD=None).item()
         assert halved == pytest.approx(value_of(CASE, loss, temperature=2.0), rel=1e-6)
     assert not list(objective_of(LossConfig()).parameters())
 
@@ -217,7 +219,7 @@ def test_streamed_shares_stand_in_for_the_counts() -> None:
     query_BO, candidate_KO = CASE.vectors()
     size, rows = 3, torch.tensor(CASE.candidates)
     for step in range(3):
-        found = objective(query_BO, candidate_KO, batch=CASE.batch(), teacher_KT=None)
+        found = objective(query_BO, candidate_KO, batch=CASE.batch(), teacher_CD=None)
         by_hand.update(rows[:size], torch.tensor(step))
         expected_K = size * by_hand.log_share(rows).exp() + 3 * torch.from_numpy(negative_share(COUNTS, 0.0))[rows].float()
         logits_BK = query_BO @ candidate_KO.T / TEMPERATURE - expected_K.log()
@@ -227,7 +229,7 @@ def test_streamed_shares_stand_in_for_the_counts() -> None:
         torch.testing.assert_close(found, wanted)
     assert int(objective.steps) == 3 and {"steps", "frequency.gap_I"} <= set(objective.state_dict())
     before = objective.frequency.gap_I.clone()
-    objective.eval()(query_BO, candidate_KO, batch=CASE.batch(), teacher_KT=None)
+    objective.eval()(query_BO, candidate_KO, batch=CASE.batch(), teacher_CD=None)
     assert int(objective.steps) == 3 and torch.equal(objective.frequency.gap_I, before)  # it learns while training alone
 
 
@@ -242,7 +244,7 @@ def test_no_step_reads_a_number_of_the_accelerator(kind: Any, logq_correction: A
     ).to(meta)
     query_BO, candidate_KO = (vectors.to(meta) for vectors in CASE.vectors())
     for _ in range(2):
-        assert objective(query_BO, candidate_KO, batch=CASE.batch().to(meta), teacher_KT=None).shape == ()
+        assert objective(query_BO, candidate_KO, batch=CASE.batch().to(meta), teacher_CD=None).shape == ()
 
 
 @settings(deadline=None, max_examples=30)
@@ -265,16 +267,16 @@ def test_distillation_adds_the_divergence_from_the_teacher_of_those_it_knows(kin
     torch.manual_seed(0)
     teacher_IT = torch.randn(ITEMS, 5)
     teacher_IT[[1, 6]] = 0.0  # no vector
-    teacher_KT = teacher_IT[CASE.candidates]
+    teacher_CD = teacher_IT[CASE.candidates]
     _, candidate_KO = CASE.vectors()
     rows = torch.tensor(CASE.candidates)
     known_K = torch.tensor([row not in (1, 6) for row in CASE.candidates])
     added = distillation_loss(
-        candidate_KO[:3], candidate_KO, teacher_BT=teacher_KT[:3], teacher_KT=teacher_KT,
-        known_B=known_K[:3], known_K=known_K, same_BK=rows[:3, None] == rows, temperature=0.3, floor=0.01,
+        candidate_KO[:3], candidate_KO, teacher_BD=teacher_CD[:3], teacher_CD=teacher_CD,
+        has_teacher_B=known_K[:3], has_teacher_C=known_K, same_item_BC=rows[:3, None] == rows, temperature=0.3, min_norm=0.01,
     )  # fmt: skip
     assert added > 0.01
-    assert value_of(CASE, loss, teacher_KT=teacher_KT) == pytest.approx(value_of(CASE, plain) + 0.25 * added.item(), rel=1e-5)
-    assert value_of(CASE, loss, teacher_KT=torch.zeros(6, 5)) == pytest.approx(value_of(CASE, plain), rel=1e-6)
-    agreeing = value_of(CASE, loss, teacher_KT=candidate_KO * 3)
+    assert value_of(CASE, loss, teacher_CD=teacher_CD) == pytest.approx(value_of(CASE, plain) + 0.25 * added.item(), rel=1e-5)
+    assert value_of(CASE, loss, teacher_CD=torch.zeros(6, 5)) == pytest.approx(value_of(CASE, plain), rel=1e-6)
+    agreeing = value_of(CASE, loss, teacher_CD=candidate_KO * 3)
     assert agreeing == pytest.approx(value_of(CASE, plain), rel=1e-5)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import distributed as dist
 
 from recsys_core.errors import InputError
+from recsys_core.models.collectives import gather_candidates
 from recsys_core.models.losses import softmax_loss
 from recsys_core.models.sampling import (
     StreamingFrequency,
-    gather_candidates,
     log_expected_count,
     negative_share,
     seen_columns,
@@ -22,7 +22,7 @@ from tests.gloo import run_ranks
 
 
 def test_the_expected_count_of_an_item_that_is_never_drawn_has_a_finite_log():
-    log_q_K = log_expected_count(torch.tensor([0.0, 0.5]), torch.tensor([0.0, 0.0]), positives=4, negatives=2)
+    log_q_K = log_expected_count(torch.tensor([0.0, 0.5]), torch.tensor([0.0, 0.0]), num_positives=4, num_negatives=2)
     assert log_q_K.isfinite().all() and log_q_K[0] < -80 and log_q_K[1].item() == pytest.approx(np.log(2))
 
 
@@ -30,7 +30,7 @@ def test_the_expected_count_is_that_of_the_draws():
     rng = np.random.default_rng(0)
     positive_I, negative_I = np.array([0.6, 0.3, 0.1]), negative_share(np.array([6, 3, 1]), 0.0)
     drawn_I = rng.multinomial(20, positive_I, 4000).mean(0) + rng.multinomial(5, negative_I, 4000).mean(0)
-    log_q_I = log_expected_count(torch.from_numpy(positive_I), torch.from_numpy(negative_I), positives=20, negatives=5)
+    log_q_I = log_expected_count(torch.from_numpy(positive_I), torch.from_numpy(negative_I), num_positives=20, num_negatives=5)
     np.testing.assert_allclose(log_q_I.exp(), drawn_I, rtol=0.05)
 
 
@@ -163,7 +163,7 @@ def compare_gathered(rank: int) -> None:
     torch.stack(each).mean().backward()
 
     query_BO, candidate_KO = (values[rank].clone().requires_grad_() for values in (QUERIES_W, CANDIDATES_W))
-    gathered_KO, gathered_row_K = gather_candidates(candidate_KO, ROWS_W[rank])
+    gathered_KO, gathered_row_K = gather_candidates(candidate_KO, ROWS_W[rank], group=dist.group.WORLD)
     assert torch.equal(gathered_KO, all_KO) and torch.equal(gathered_row_K, all_row_K)
     loss = gathered_loss(query_BO, candidate_KO, ROWS_W[rank], gathered_KO, gathered_row_K)
     assert loss.item() == pytest.approx(each[rank].item(), rel=1e-6)
@@ -180,5 +180,5 @@ def test_two_ranks_have_the_gradients_of_one_process_over_all_candidates():
 
 def test_one_process_gathers_what_it_was_given():
     candidate_KO, row_K = torch.ones(2, 3, requires_grad=True), torch.tensor([1, 2])
-    all_KO, all_row_K = gather_candidates(candidate_KO, row_K)
+    all_KO, all_row_K = gather_candidates(candidate_KO, row_K, group=None)
     assert all_KO is candidate_KO and all_row_K is row_K

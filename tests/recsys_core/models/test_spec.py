@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from recsys_core.errors import InputError
 from recsys_core.models.config import HistoryConfig, TwoTowerConfig
 from recsys_core.models.optimizer_config import TableOptimizer
-from recsys_core.models.spec import ModelSpec, TableSpec, require_width
+from recsys_core.models.spec import ModelSpec, TableSpec
+from recsys_core.models.table_checks import check_width
 from recsys_core.models.table_config import TableConfig
 from tests.recsys_core.data.described import FORMS, ROWS, SIDES, facts
 from tests.recsys_core.models.refused import refuses
@@ -30,8 +31,8 @@ def sized(
 ) -> ModelSpec:
     return ModelSpec.sized(
         TwoTowerConfig.model_validate({"embedding_dim": DIM, **config}),
-        users=7,
-        items=5,
+        num_users=7,
+        num_items=5,
         facts=facts(*features) if features else None,
         vector_dims=vectors,
         tables={name: TableConfig.model_validate(wish) for name, wish in (tables or {}).items()},
@@ -40,13 +41,13 @@ def sized(
 
 
 def shapes(spec: ModelSpec) -> dict[str, tuple[int, int, str]]:
-    return {name: (table.rows, table.dim, table.collection) for name, table in spec.tables.items()}
+    return {name: (table.num_rows, table.dim, table.collection) for name, table in spec.tables.items()}
 
 
 def test_a_plain_model_has_one_table_of_items_and_one_of_users_where_wished() -> None:
-    assert shapes(sized()) == {"item": (5, DIM, "rows_8")}
-    assert shapes(sized(user_id=True)) == {"item": (5, DIM, "rows_8"), "user": (7, DIM, "rows_8")}
-    assert shapes(sized(user_id=True, tables={"user": {"lookup": "pooled"}}))["user"] == (7, DIM, "query")
+    assert shapes(sized()) == {"item": (5, DIM, "unpooled_8")}
+    assert shapes(sized(user_id=True)) == {"item": (5, DIM, "unpooled_8"), "user": (7, DIM, "unpooled_8")}
+    assert shapes(sized(user_id=True, tables={"user": {"lookup": "pooled"}}))["user"] == (7, DIM, "pooled")
 
 
 def test_each_feature_has_a_table_whose_collection_tells_side_and_weights() -> None:
@@ -56,7 +57,7 @@ def test_each_feature_has_a_table_whose_collection_tells_side_and_weights() -> N
     for side in SIDES:
         for form in FORMS:
             weighted = side != "item" and form in ("weighted_list", "number")
-            collection = "rows_8" if side == "item" else "query_weighted" if weighted else "query"
+            collection = "unpooled_8" if side == "item" else "pooled_weighted" if weighted else "pooled"
             assert shapes(spec)[f"{side}.{form}"] == (ROWS, DIM, collection)
             assert spec.forms[f"{side}.{form}"] == form
     assert spec.features("item") == [f"item.{form}" for form in FORMS]
@@ -72,7 +73,7 @@ def test_a_frozen_table_is_in_a_collection_of_its_own() -> None:
         vectors={"item": DIM, "user": DIM, "item.single": DIM, "user.weighted_list": DIM},
     )
     assert [table.collection for table in spec.tables.values()] == [
-        "rows_8_frozen", "rows_8_frozen", "rows_8_frozen", "query_weighted_frozen",
+        "unpooled_8_frozen", "unpooled_8_frozen", "unpooled_8_frozen", "pooled_weighted_frozen",
     ]  # fmt: skip
     assert all(table.frozen and table.pretrained for table in spec.tables.values())
 
@@ -80,12 +81,18 @@ def test_a_frozen_table_is_in_a_collection_of_its_own() -> None:
 def test_tables_of_different_widths_are_in_different_collections_unless_they_are_pooled() -> None:
     features = ("item.single", "user.single", "user.list")
     spec = sized(user_id=True, features=features, tables={name: {"dim": 12} for name in ("item", "user", "user.list")})
-    assert [table.collection for table in spec.tables.values()] == ["rows_12", "rows_12", "rows_8", "query", "query"]
+    assert [table.collection for table in spec.tables.values()] == [
+        "unpooled_12",
+        "unpooled_12",
+        "unpooled_8",
+        "pooled",
+        "pooled",
+    ]
 
 
 def test_a_gradual_table_is_trained_and_so_has_an_optimizer_from_the_start() -> None:
     spec = sized(tables={"item": GRADUAL}, vectors={"item": DIM})
-    assert not spec.tables["item"].frozen and spec.tables["item"].collection == "rows_8"
+    assert not spec.tables["item"].frozen and spec.tables["item"].collection == "unpooled_8"
 
 
 def test_residual_items_are_frozen_beside_offsets_that_start_at_zero_in_the_width_of_the_sum() -> None:
@@ -94,7 +101,7 @@ def test_residual_items_are_frozen_beside_offsets_that_start_at_zero_in_the_widt
         tables={"item": RESIDUAL | {"dim": 12}, "item_offset": {"optimizer": optimizer.model_dump()}},
         vectors={"item": 12},
     )
-    assert shapes(spec) == {"item": (5, 12, "rows_12_frozen"), "item_offset": (5, DIM, "rows_8")}
+    assert shapes(spec) == {"item": (5, 12, "unpooled_12_frozen"), "item_offset": (5, DIM, "unpooled_8")}
     offset = spec.tables["item_offset"]
     assert (offset.settings.missing, offset.settings.optimizer, offset.settings.dim) == ("zero", optimizer, DIM)
     assert not offset.frozen and not offset.pretrained and offset.feature == "item"
@@ -102,7 +109,7 @@ def test_residual_items_are_frozen_beside_offsets_that_start_at_zero_in_the_widt
 
 def test_a_teacher_is_frozen_as_it_came_zero_where_there_is_no_vector() -> None:
     spec = sized(tables={"item": {"dim": 12}}, vectors={"item": 12}, distils=True)
-    assert shapes(spec) == {"item": (5, 12, "rows_12"), "item_teacher": (5, 12, "rows_12_frozen")}
+    assert shapes(spec) == {"item": (5, 12, "unpooled_12"), "item_teacher": (5, 12, "unpooled_12_frozen")}
     teacher = spec.tables["item_teacher"]
     assert (teacher.settings.missing, teacher.settings.rescale, teacher.pretrained) == ("zero", False, True)
 
@@ -127,22 +134,21 @@ def test_a_table_is_as_wide_as_wished_and_else_as_the_sum() -> None:
 @pytest.mark.parametrize("transfer", ["frozen", "gradual", "residual"])
 def test_what_is_kept_of_vectors_needs_vectors(table: str, transfer: str) -> None:
     wish = GRADUAL if transfer == "gradual" else {"transfer": transfer}
-    with refuses(
-        f"tables.{table}.transfer is {transfer}, but embeddings has no vectors of table {table!r}; add them, or set transfer "
-        "to full"
-    ):
+    with refuses(f"tables.{table}.transfer is {transfer}, but embeddings has no vectors of table {table!r} (it has none)"):
         sized(user_id=True, features=("item.single",), tables={table: wish})
 
 
 def test_a_row_of_a_list_cannot_be_unfrozen_alone() -> None:
     assert sized(user_id=True, tables={"user": GRADUAL}, vectors={"user": DIM}).tables["user"].pretrained
-    with refuses("tables.user.list.transfer is gradual, which is for the tables ['item', 'user']; set full or frozen"):
+    with refuses(
+        "tables.user.list.transfer is gradual, which is only for the tables ['item', 'user']; set it to full or frozen"
+    ):
         sized(features=("user.list",), tables={"user.list": GRADUAL}, vectors={"user.list": DIM})
 
 
 @pytest.mark.parametrize("table", ["user", "item.single"])
 def test_only_items_have_offsets(table: str) -> None:
-    with refuses(f"tables.{table}.transfer is residual, which is for the table item; set full or frozen"):
+    with refuses(f"tables.{table}.transfer is residual, which is only for the table item; set it to full or frozen"):
         sized(user_id=True, features=("item.single",), tables={table: RESIDUAL}, vectors={table: DIM})
 
 
@@ -150,7 +156,9 @@ def test_decay_is_for_tables_whose_rows_a_step_looks_up_one_by_one() -> None:
     decay = {"optimizer": {"weight_decay": 0.1}}
     sized(user_id=True, tables={"item": decay, "user": decay})
     sized(tables={"item": RESIDUAL, "item_offset": decay}, vectors={"item": DIM})
-    with refuses("tables.item.single.optimizer.weight_decay is for the tables ['item', 'user', 'item_offset']; leave it out"):
+    with refuses(
+        "tables.item.single.optimizer.weight_decay is only for the tables ['item', 'user', 'item_offset']; leave it out"
+    ):
         sized(features=("item.single",), tables={"item.single": decay})
 
 
@@ -168,7 +176,7 @@ def test_vectors_of_another_width_than_their_table_are_refused_with_both_ways_ou
 @given(vectors=st.integers(1, 99), dim=st.integers(1, 99))
 def test_only_vectors_of_the_tables_own_width_fit(vectors: int, dim: int) -> None:
     try:
-        require_width(vectors, dim, table="item")
+        check_width(vectors, dim, table="item")
     except InputError as error:
         assert vectors != dim and ("pca_dim" in str(error)) == (vectors > dim)
     else:
@@ -188,12 +196,14 @@ def test_offsets_are_always_trained() -> None:
 
 def test_offsets_have_the_width_of_the_sum() -> None:
     sized(tables={"item": RESIDUAL, "item_offset": {"dim": DIM}}, vectors={"item": DIM})
-    with refuses("tables.item_offset.dim is 16, but offsets are added up in model.embedding_dim, which is 8; leave it out"):
+    with refuses("tables.item_offset.dim is 16, but offsets are added at model.embedding_dim, which is 8; leave it out"):
         sized(tables={"item": RESIDUAL, "item_offset": {"dim": 16}}, vectors={"item": DIM})
 
 
 def test_distillation_needs_vectors_of_items() -> None:
-    with refuses("loss.distillation keeps the item vectors' similarities, but embeddings has no item vectors"):
+    with refuses(
+        "loss.distillation keeps the similarities of the pretrained item vectors, but embeddings has no vectors of table"
+    ):
         sized(distils=True, user_id=True, vectors={"user": DIM})
 
 
@@ -215,6 +225,6 @@ def test_a_spec_is_read_back_from_its_json() -> None:
     ],
 )
 def test_a_user_is_known_by_a_history_that_is_read_or_by_a_row_in_a_table_of_users(settings, forms, known) -> None:
-    spec = ModelSpec(config=TwoTowerConfig(**settings), users=2, items=3, tables={}, forms=forms)
+    spec = ModelSpec(config=TwoTowerConfig(**settings), num_users=2, num_items=3, tables={}, forms=forms)
     length, row = np.array([2, 0, 2, 0]), np.array([0, 1, -1, -1])
     assert spec.knows(history_length_B=length, user_row_B=row).tolist() == known

@@ -13,11 +13,11 @@ from torch.nn.functional import cross_entropy, normalize
 
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import Batch
-from recsys_core.data.batch_keys import ROWS
+from recsys_core.data.batch_keys import UNPOOLED
 from recsys_core.data.features.store import FeatureStore
 from recsys_core.data.jagged import JaggedArray
 from recsys_core.models.config import TwoTowerConfig
-from recsys_core.models.embedding_tables import Lookups, parameter_name
+from recsys_core.models.embedding_tables import EmbeddingTables, parameter_name
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.sampling import negative_share
 from recsys_core.models.spec import ModelSpec
@@ -40,15 +40,15 @@ def task_of(
     tables: dict[str, Any] | None = None,
     vectors: dict[str, int] | None = None,
     features: tuple[str, ...] = (),
-    ranks: dict[str, list[int]] | None = None,
+    popularity_rank: dict[str, list[int]] | None = None,
     weight_decay: dict[str, float] | None = None,
 ) -> RetrievalTask:
     """With real tables in place of those that wait for a sharding plan."""
     wish = LossConfig.model_validate(loss or {})
     spec = ModelSpec.sized(
         TwoTowerConfig.model_validate({"embedding_dim": 4, **config}),
-        users=USERS,
-        items=ITEMS,
+        num_users=USERS,
+        num_items=ITEMS,
         facts=facts(*features) if features else None,
         vector_dims=vectors,
         tables={name: TableConfig.model_validate(of) for name, of in (tables or {}).items()},
@@ -59,18 +59,19 @@ def task_of(
         spec,
         loss=wish,
         item_count_I=COUNTS,
-        ranks={name: np.array(rank) for name, rank in (ranks or {}).items()},
+        popularity_rank={name: np.array(rank) for name, rank in (popularity_rank or {}).items()},
         weight_decay=weight_decay or {},
+        group=None,
     )
     task = RetrievalTask(head, device=torch.device("cpu"))
-    task.lookups = Lookups(spec, device=torch.device("cpu"))
-    for parameter in task.lookups.parameters():
+    task.embedding_tables = EmbeddingTables(spec, device=torch.device("cpu"))
+    for parameter in task.embedding_tables.parameters():
         nn.init.normal_(parameter)
     return task
 
 
 def weight_of(task: RetrievalTask, table: str) -> Tensor:
-    return task.lookups.get_parameter(parameter_name(task.head.spec, table))
+    return task.embedding_tables.get_parameter(parameter_name(task.head.spec, table))
 
 
 def batch_of(
@@ -80,7 +81,7 @@ def batch_of(
     users: list[int] = USER,
     histories: list[list[int]] = HISTORY,
 ) -> Batch:
-    return Assembler(user=ROWS, features=features).batch(
+    return Assembler(user=UNPOOLED, features=features).batch(
         user=np.array(users),
         position=np.array(users),
         history=JaggedArray.from_lengths(
@@ -92,7 +93,7 @@ def batch_of(
 
 def scores(task: RetrievalTask) -> Tensor:
     """Of each query with every item of the catalogue [B, I]."""
-    everything = Assembler(user=ROWS).items(np.arange(ITEMS))
+    everything = Assembler(user=UNPOOLED).items(np.arange(ITEMS))
     return task.eval().encode_queries(batch_of([])) @ task.encode_items(everything)[1].T
 
 
@@ -168,15 +169,15 @@ def test_encoding_is_what_the_loss_compares() -> None:
     every = feature_store(users=USERS, items=ITEMS, events=USERS).features
     store = FeatureStore({key: every[key] for key in keys})
     config = {"user_id": True, "candidate": {"layers": [5]}, "query": {"layers": [7, 5]}}
-    for items in ("embedding", "vector"):
+    for item_representation in ("embedding", "candidate_tower"):
         task = task_of(
-            config | {"history": {"items": items}},
+            config | {"history": {"item_representation": item_representation}},
             features=keys,
             loss={"kind": "bce", "in_batch_negatives": True, "mask_negatives": "none"},
         ).eval()
         query_BO = task.encode_queries(batch_of([], features=store))
-        candidate_KO = task.encode_items(Assembler(user=ROWS, features=store).items(np.arange(ITEMS)))[1][CANDIDATES]
-        wanted = task.head.objective(query_BO, candidate_KO, batch=batch_of(features=store), teacher_KT=None)
+        candidate_KO = task.encode_items(Assembler(user=UNPOOLED, features=store).items(np.arange(ITEMS)))[1][CANDIDATES]
+        wanted = task.head.objective(query_BO, candidate_KO, batch=batch_of(features=store), teacher_CD=None)
         torch.testing.assert_close(task(batch_of(features=store))[0], wanted)
 
 
@@ -207,7 +208,7 @@ def test_an_epoch_trains_the_most_frequent_rows_of_a_gradual_table_and_no_other(
         PLAIN | {"history": {"length": 3, "last_item": False}},
         tables={"item": {"transfer": "gradual", "unfreeze": [{"epoch": 2, "share": 1 / 3}, {"epoch": 4, "share": 1}]}},
         vectors={"item": 4},
-        ranks={"item": rank},
+        popularity_rank={"item": rank},
         weight_decay=decay,
     )
     looked_up = {*CANDIDATES, *(item for one in HISTORY for item in one)}
@@ -226,7 +227,7 @@ def test_a_gradual_table_of_users_is_unfrozen_by_their_rank() -> None:
         PLAIN,
         tables={"user": {"transfer": "gradual", "unfreeze": [{"epoch": 1, "share": 0.5}]}},
         vectors={"user": 4},
-        ranks={"user": [0, 3, 1, 4, 2, 5]},
+        popularity_rank={"user": [0, 3, 1, 4, 2, 5]},
     )
     task.head.set_epoch(1)
     assert moved(task, "user") == {0, 2}

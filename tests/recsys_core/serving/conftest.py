@@ -56,9 +56,9 @@ class World:
         self.features = FeatureStore(
             {key: value for key, value in feature_store(users=USERS, items=ITEMS, events=1).features.items() if key in features}
         )
-        self.spec = ModelSpec.sized(config, users=USERS, items=ITEMS, facts=self.facts)
+        self.spec = ModelSpec.sized(config, num_users=USERS, num_items=ITEMS, facts=self.facts)
         self.tables = {
-            name: random.normal(0, 0.3, (table.rows, table.dim)).astype(np.float32)
+            name: random.normal(0, 0.3, (table.num_rows, table.dim)).astype(np.float32)
             for name, table in sorted(self.spec.tables.items())
         }
         self.towers = nn.ModuleDict({"query": QueryTower(self.spec), "item": CandidateTower(self.spec)}).eval()

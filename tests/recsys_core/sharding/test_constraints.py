@@ -11,8 +11,10 @@ from recsys_core.models.table_config import TableConfig
 from recsys_core.sharding.config import ClusterConfig, QuantizedCommsConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.planner import make_plan
 
-SPEC = ModelSpec.sized(TwoTowerConfig(user_id=True), users=1000, items=500)
-POOLED = ModelSpec.sized(TwoTowerConfig(user_id=True), users=1000, items=500, tables={"user": TableConfig(lookup="pooled")})
+SPEC = ModelSpec.sized(TwoTowerConfig(user_id=True), num_users=1000, num_items=500)
+POOLED = ModelSpec.sized(
+    TwoTowerConfig(user_id=True), num_users=1000, num_items=500, tables={"user": TableConfig(lookup="pooled")}
+)
 """Users in bags."""
 
 
@@ -101,7 +103,7 @@ def test_adam_on_a_cpu_is_for_replicated_tables_and_frozen_tables_have_no_optimi
     plan = make_plan(ShardingConfig(cluster=cpu, tables=replicated), model=SPEC, batch_size=64, optimizer=adam)
     assert {table.compute_kernel for table in plan.tables.values()} == {"dense"}
     frozen = ModelSpec.sized(
-        TwoTowerConfig(), users=9, items=9, vector_dims={"item": 64}, tables={"item": TableConfig(transfer="frozen")}
+        TwoTowerConfig(), num_users=9, num_items=9, vector_dims={"item": 64}, tables={"item": TableConfig(transfer="frozen")}
     )
     table = make_plan(ShardingConfig(cluster=cpu), model=frozen, batch_size=64, optimizer=adam).tables["item"]
     assert table.sharding_type != "data_parallel" and table.optimizer == "none"
@@ -129,6 +131,6 @@ def test_gradients_are_not_sent_in_a_precision_that_loses_small_ones(precision):
 
 
 def test_int8_is_refused_for_a_width_that_it_cannot_carry():
-    narrow = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=48), users=1000, items=500)
+    narrow = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=48), num_users=1000, num_items=500)
     with pytest.raises(InputError, match=r"int8 takes widths that are multiples of 32, but table item has 48; choose fp16"):
         make_plan(sent(QuantizedCommsConfig(forward="int8"), sharding_types=("table_wise",)), model=narrow, batch_size=64)

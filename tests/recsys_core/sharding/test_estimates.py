@@ -14,7 +14,10 @@ from recsys_core.sharding.plan_page import to_html
 from recsys_core.sharding.planner import make_plan
 
 MODEL = ModelSpec.sized(
-    TwoTowerConfig(user_id=True, embedding_dim=128), users=10**9, items=10**7, tables={"user": TableConfig(lookup="pooled")}
+    TwoTowerConfig(user_id=True, embedding_dim=128),
+    num_users=10**9,
+    num_items=10**7,
+    tables={"user": TableConfig(lookup="pooled")},
 )
 
 
@@ -74,7 +77,10 @@ def test_a_type_that_is_faster_alone_may_not_fit_beside_the_other_tables() -> No
     counted = {"values": 0, "out_of_vocabulary": 0, "missing": 0, "definition": "", "continued": False}
     large, third = (FeatureFacts(kind="categorical", rows=rows, **counted) for rows in (9 * 10**8, 3 * 10**8))
     model = ModelSpec.sized(
-        TwoTowerConfig(embedding_dim=128), users=1, items=1000, facts={"user.a": large, "user.b": large, "user.c": third}
+        TwoTowerConfig(embedding_dim=128),
+        num_users=1,
+        num_items=1000,
+        facts={"user.a": large, "user.b": large, "user.c": third},
     )
     cluster = ClusterConfig(device="cuda", num_nodes=2, processes_per_node=8)
     kernels = {name: TableConstraint(compute_kernels=("fused",)) for name in model.tables}
@@ -104,7 +110,7 @@ def test_more_bandwidth_between_hosts_makes_the_step_shorter() -> None:
 def test_what_a_batch_looks_up_decides_the_estimates_and_misses_of_a_cache_are_prefetched() -> None:
     cached = {"item": TableConstraint(compute_kernels=("fused_uvm_caching",))}
     config = ShardingConfig(cluster=ClusterConfig(device="cuda"), tables=cached)
-    model = ModelSpec.sized(TwoTowerConfig(embedding_dim=128), users=1, items=10**7)
+    model = ModelSpec.sized(TwoTowerConfig(embedding_dim=128), num_users=1, num_items=10**7)
 
     def step(values: float, hottest: tuple[float, ...]) -> tuple[float, float]:
         lookup_stats = LookupStats(values_per_query={"item": values}, hot_row_curve={"item": hottest})

@@ -11,7 +11,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.planner import make_plan
 
-HUGE = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), users=10**9, items=10**7)
+HUGE = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), num_users=10**9, num_items=10**7)
 
 
 def said(config: ShardingConfig, model: ModelSpec = HUGE, **arguments) -> str:
@@ -40,7 +40,7 @@ def test_too_few_gpus_are_told_with_the_table_the_bytes_and_numbers_that_fit():
 
 
 def test_hosts_are_named_where_one_has_not_enough_gpus():
-    larger = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), users=4 * 10**9, items=10**7)
+    larger = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), num_users=4 * 10**9, num_items=10**7)
     message = said(ShardingConfig(cluster=cluster()), larger)
     nodes = re.search(r"sharding.cluster.num_nodes: (\d+) with processes_per_node 8", message)
     assert nodes, message
@@ -75,7 +75,7 @@ def test_optimizer_state_is_part_of_what_has_to_fit():
 
 
 def test_too_little_memory_on_a_cpu_is_told_too():
-    model = ModelSpec.sized(TwoTowerConfig(embedding_dim=64), users=1, items=10**8)
+    model = ModelSpec.sized(TwoTowerConfig(embedding_dim=64), num_users=1, num_items=10**8)
     message = said(ShardingConfig(cluster=ClusterConfig(device="cpu", ddr_gb=8)), model)
     ddr_gb = re.search(r"sharding.cluster.ddr_gb: (\d+)", message)
     assert "of main memory" in message and ddr_gb, message

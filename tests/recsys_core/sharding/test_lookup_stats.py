@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch_keys import QUERY, ROWS
+from recsys_core.data.batch_keys import POOLED, UNPOOLED
 from recsys_core.data.events import EventStore
 from recsys_core.data.loader import TrainLoader
 from recsys_core.models.config import HistoryConfig, TwoTowerConfig
@@ -42,12 +42,12 @@ def test_measured_lookups_are_those_of_real_batches(ordered: bool, length: int, 
     store = skewed_store(ordered=ordered)
     features = feature_store(users=USERS, items=ITEMS, events=EVENTS)
     config = TwoTowerConfig(user_id=True, history=HistoryConfig(length=length, last_item=length > 0))
-    spec = ModelSpec.sized(config, users=USERS, items=ITEMS, facts=facts())
+    spec = ModelSpec.sized(config, num_users=USERS, num_items=ITEMS, facts=facts())
     loss = LossConfig(num_negatives=NEGATIVES, negative_sampling_alpha=alpha)
     lookup_stats = lookup_stats_of(spec, batch_size=BATCH, loss=loss, store=store, features=features)
     loader = TrainLoader(
         store,
-        assembler=Assembler(user=ROWS, features=features),
+        assembler=Assembler(user=UNPOOLED, features=features),
         batch_size=BATCH,
         rank=0,
         world_size=1,
@@ -61,16 +61,16 @@ def test_measured_lookups_are_those_of_real_batches(ordered: bool, length: int, 
     def looked_up(collection: str, feature: str) -> float:
         return float(np.mean([len(batch.sparse[collection][feature].values()) for batch in batches])) / BATCH
 
-    assert lookup_stats.values_per_query["item"] == pytest.approx(looked_up(ROWS, "item"), rel=0.05)
-    assert lookup_stats.values_per_query["item.list"] == pytest.approx(looked_up(ROWS, "item.list"), rel=0.05)
-    assert lookup_stats.values_per_query["user.list"] == pytest.approx(looked_up(QUERY, "user.list"), rel=0.05)
-    assert lookup_stats.values_per_query["context.list"] == pytest.approx(looked_up(QUERY, "context.list"), rel=0.05)
+    assert lookup_stats.values_per_query["item"] == pytest.approx(looked_up(UNPOOLED, "item"), rel=0.05)
+    assert lookup_stats.values_per_query["item.list"] == pytest.approx(looked_up(UNPOOLED, "item.list"), rel=0.05)
+    assert lookup_stats.values_per_query["user.list"] == pytest.approx(looked_up(POOLED, "user.list"), rel=0.05)
+    assert lookup_stats.values_per_query["context.list"] == pytest.approx(looked_up(POOLED, "context.list"), rel=0.05)
     assert lookup_stats.values_per_query["user"] == lookup_stats.values_per_query["user.single"] == 1.0
 
 
 def test_the_hottest_rows_get_the_share_of_lookups_that_batches_give_them() -> None:
     store = skewed_store(ordered=True)
-    spec = ModelSpec.sized(TwoTowerConfig(user_id=True), users=USERS, items=ITEMS)
+    spec = ModelSpec.sized(TwoTowerConfig(user_id=True), num_users=USERS, num_items=ITEMS)
     shares = lookup_stats_of(spec, batch_size=BATCH, loss=LossConfig(), store=store).hot_row_curve
     assert set(shares) == {"item", "user"}
     assert shares["item"][-1] == shares["user"][-1] == 1.0

@@ -17,14 +17,14 @@ from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
 from recsys_core.sharding.torchrec_planner import TorchrecPlanner
 
 BAG = TableConfig(lookup="pooled")
-SPEC = ModelSpec.sized(TwoTowerConfig(user_id=True), users=1000, items=500, tables={"user": BAG})
+SPEC = ModelSpec.sized(TwoTowerConfig(user_id=True), num_users=1000, num_items=500, tables={"user": BAG})
 KINDS = ("table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard", "data_parallel")
 
 
 def config(*kinds: str, **cluster) -> ShardingConfig:
     """Every table of one of `kinds`; item tables row_wise where they cannot be."""
     possible = {
-        name: kinds if not table.row_by_row else tuple(k for k in kinds if k in UNPOOLED_SHARDING_TYPES) or ("row_wise",)
+        name: kinds if not table.unpooled else tuple(k for k in kinds if k in UNPOOLED_SHARDING_TYPES) or ("row_wise",)
         for name, table in SPEC.tables.items()
     }
     tables = {name: TableConstraint(sharding_types=of_table) for name, of_table in possible.items()} if kinds else {}
@@ -48,14 +48,14 @@ def test_shards_cover_each_table_exactly_once(kind):
 
 
 def test_a_plan_for_a_cluster_that_is_not_there_needs_no_memory_for_its_tables():
-    huge = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), users=10**9, items=10**8)
+    huge = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), num_users=10**9, num_items=10**8)
     plan = make_plan(config(device="cuda", num_nodes=2, processes_per_node=8, hbm_gb=80), model=huge, batch_size=8192)
     assert plan.world_size == len(plan.ranks) == 16
     assert sum(rank.hbm_bytes for rank in plan.ranks) > (10**9 + 10**8) * 128 * 4
 
 
 def test_twenty_billion_rows_are_planned_row_by_row_beyond_32_bits():
-    vast = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), users=19 * 10**9, items=10**9)
+    vast = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), num_users=19 * 10**9, num_items=10**9)
     plan = make_plan(
         config(device="cuda", num_nodes=32, processes_per_node=8, hbm_gb=80, ddr_gb=100), model=vast, batch_size=64
     )
@@ -74,7 +74,9 @@ def test_plan_json_reads_back_as_it_was_and_rebuilds_torchrecs_plan(tmp_path):
     assert isinstance(manifest, PlanManifest) and manifest.world_size == 2
     plan = PlanFile.read(manifest.path("plan.json"))
     assert plan == make_plan(config("row_wise"), model=SPEC, batch_size=64)
-    sharding = plan.to_torchrec("lookups", spec=SPEC).plan[f"lookups.{SPEC.tables['item'].collection}"]["item"]
+    sharding = plan.to_torchrec("embedding_tables", spec=SPEC).plan[f"embedding_tables.{SPEC.tables['item'].collection}"][
+        "item"
+    ]
     assert sharding.sharding_type == "row_wise"
     assert [shard.shard_sizes for shard in sharding.sharding_spec.shards] == [[250, 64], [250, 64]]
 
@@ -84,7 +86,7 @@ def test_a_plan_for_another_world_size_or_model_is_refused_with_both_numbers():
     with pytest.raises(InputError, match="made for 2 ranks, but 3 were started"):
         plan.check_matches(spec=SPEC, world_size=3)
     with pytest.raises(InputError, match=r"\(500, 64\).*\(501, 64\)"):
-        plan.check_matches(spec=ModelSpec.sized(SPEC.config, users=1000, items=501, tables={"user": BAG}), world_size=2)
+        plan.check_matches(spec=ModelSpec.sized(SPEC.config, num_users=1000, num_items=501, tables={"user": BAG}), world_size=2)
 
 
 def test_a_plan_for_another_optimizer_or_one_changed_by_hand_is_refused():
@@ -94,8 +96,8 @@ def test_a_plan_for_another_optimizer_or_one_changed_by_hand_is_refused():
         plan.check_matches(spec=SPEC, world_size=2, optimizer=TableOptimizer(kind="adagrad"))
     own = ModelSpec.sized(
         SPEC.config,
-        users=1000,
-        items=500,
+        num_users=1000,
+        num_items=500,
         tables={"user": TableConfig(lookup="pooled", optimizer=TableOptimizer(kind="adagrad"))},
     )
     with pytest.raises(InputError, match="table user was planned with optimizer sgd, but it has adagrad"):
@@ -126,7 +128,9 @@ def test_layouts_are_tried_in_one_order_so_that_among_equal_ones_every_process_c
 def test_a_cached_table_goes_to_torchrec_with_its_cache_and_may_be_planned_on_an_ssd_but_not_trained(tmp_path):
     cached = TableConstraint(compute_kernels=("fused_uvm_caching",), cache_load_factor=0.3)
     plan = make_plan(ShardingConfig(cluster=ClusterConfig(device="cuda"), tables={"item": cached}), model=SPEC, batch_size=64)
-    parameter = plan.to_torchrec("lookups", spec=SPEC).plan[f"lookups.{SPEC.tables['item'].collection}"]["item"]
+    parameter = plan.to_torchrec("embedding_tables", spec=SPEC).plan[f"embedding_tables.{SPEC.tables['item'].collection}"][
+        "item"
+    ]
     assert parameter.compute_kernel == "fused_uvm_caching" and parameter.cache_params.load_factor == 0.3
     on_disk = ShardingConfig(
         cluster=ClusterConfig(device="cuda", ssd_gb=100, ssd_path="/ssd"),
@@ -146,5 +150,5 @@ def test_under_device_auto_memory_is_that_of_this_machine_and_otherwise_what_the
     assert (elsewhere.hbm_gb, elsewhere.ddr_gb) == (80, 16)
     configured = with_default_memory(ClusterConfig(hbm_gb=40, ddr_gb=3))
     assert (configured.hbm_gb, configured.ddr_gb) == (40, 3)
-    plan = make_plan(ShardingConfig(), model=ModelSpec.sized(TwoTowerConfig(), users=9, items=9), batch_size=1)
+    plan = make_plan(ShardingConfig(), model=ModelSpec.sized(TwoTowerConfig(), num_users=9, num_items=9), batch_size=1)
     assert plan.cluster.ddr_gb == here.ddr_gb

@@ -10,15 +10,14 @@ from torch import Tensor
 from torch import distributed as dist
 
 from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch_keys import ROWS
+from recsys_core.data.batch_keys import UNPOOLED
 from recsys_core.data.features.store import FeatureStore
 from recsys_core.data.jagged import JaggedArray
 from recsys_core.models.config import TwoTowerConfig
-from recsys_core.models.embedding_tables import table_outputs
+from recsys_core.models.embedding_tables import LocalShard, table_outputs
 from recsys_core.models.initialisation import fill_random
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import TableOptimizer
-from recsys_core.models.shards import LocalShard
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
@@ -37,8 +36,8 @@ HISTORIES = {"both ranks": ([[1, 2], [3]], [[4, 4], []]), "one rank": ([[], []],
 def spec_of() -> ModelSpec:
     return ModelSpec.sized(
         TwoTowerConfig(embedding_dim=4, user_id=True),
-        users=USERS,
-        items=ITEMS,
+        num_users=USERS,
+        num_items=ITEMS,
         facts=facts(),
         vector_dims={"item.single": 4},
         tables={"item": TableConfig(dim=8), "item.single": TableConfig(transfer="frozen")},
@@ -47,7 +46,7 @@ def spec_of() -> ModelSpec:
 
 def slow(spec: ModelSpec, table: str, store: FeatureStore, owners: list[int]) -> Tensor:
     """Weighted means (of lists) and weighted rows, in a loop over a table that is whole."""
-    weight_RW = torch.empty(spec.tables[table].rows, spec.tables[table].dim)
+    weight_RW = torch.empty(spec.tables[table].num_rows, spec.tables[table].dim)
     fill_random(LocalShard(0, 0, weight_RW), table=table, dim=weight_RW.shape[1], seed=SEED, std=0.02)
     found = torch.zeros(len(owners), weight_RW.shape[1])
     for place, owner in enumerate(owners):
@@ -79,7 +78,7 @@ def look_up(rank: int, kind: str) -> None:
     task, store = model.module, feature_store(users=USERS, items=ITEMS, events=EVENTS)
     for case, histories in HISTORIES.items():
         users, history = np.array([2 * rank, 1]), histories[rank]
-        batch = Assembler(user=ROWS, features=store).batch(
+        batch = Assembler(user=UNPOOLED, features=store).batch(
             user=users,
             position=3 * users,
             history=JaggedArray.from_lengths(
@@ -87,9 +86,9 @@ def look_up(rank: int, kind: str) -> None:
             ),
             candidate=np.zeros(0, np.int64),
         )
-        looked_up = task._look_up(batch, list(task.lookups))
+        looked_up = task._look_up(batch, list(task.embedding_tables))
         found = table_outputs(spec, looked_up, batch, side="query") | table_outputs(spec, looked_up, batch, side="item")
-        owners = {"user": users.tolist(), "context": (3 * users).tolist(), "item": batch.item_row_U.tolist()}
+        owners = {"user": users.tolist(), "context": (3 * users).tolist(), "item": batch.item_row_V.tolist()}
         for name, value in found.items():
             wanted = slow(spec, name, store, owners[name.split(".")[0]])
             torch.testing.assert_close(value, wanted, msg=lambda text, where=f"{case}, {name}": f"{where}: {text}")

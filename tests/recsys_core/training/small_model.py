@@ -15,10 +15,9 @@ from recsys_core.data.features.store import Feature, FeatureForm, FeatureStore
 from recsys_core.data.jagged import JaggedArray
 from recsys_core.manifests import FeatureFacts
 from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
-from recsys_core.models.embedding_tables import Lookups, parameter_name
+from recsys_core.models.embedding_tables import EmbeddingTables, LocalShard, parameter_name
 from recsys_core.models.initialisation import copy_pretrained, fill_missing, fill_random
 from recsys_core.models.loss_config import LossConfig
-from recsys_core.models.shards import LocalShard
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig, random_norm
 from recsys_core.models.task import RetrievalHead, RetrievalTask
@@ -77,8 +76,8 @@ def small_spec(
     )
     return ModelSpec.sized(
         config,
-        users=USERS,
-        items=ITEMS,
+        num_users=USERS,
+        num_items=ITEMS,
         facts={name: _facts(form) for name, form in forms.items()},
         vector_dims={name: (tables or {}).get(name, TableConfig()).dim or dim for name in vectors},
         tables=tables,
@@ -90,8 +89,8 @@ def pretrained_of(spec: ModelSpec) -> dict[str, PretrainedRows]:
     found = {}
     for name, table in spec.tables.items():
         if table.pretrained:
-            vectors = np.random.default_rng(table.rows).normal(size=(table.rows, table.dim)).astype(np.float32)
-            row = np.arange(table.rows)
+            vectors = np.random.default_rng(table.num_rows).normal(size=(table.num_rows, table.dim)).astype(np.float32)
+            row = np.arange(table.num_rows)
             found[name] = PretrainedRows(vectors, np.where(row % 5 == 4, -1, row[::-1]))
     return found
 
@@ -115,7 +114,7 @@ def make_batch(spec: ModelSpec, *, ranks: Sequence[int], step: int, queries: int
     Histories have 0 to HISTORY items, so that the number of distinct items differs by rank and step.
     """
     assembler = Assembler(
-        user=spec.user_in, features=FeatureStore({key: _feature(key, form) for key, form in spec.forms.items()})
+        user=spec.user_batch_key, features=FeatureStore({key: _feature(key, form) for key, form in spec.forms.items()})
     )
     parts: dict[str, list[Any]] = {name: [] for name in ("user", "position", "positive", "negative", "length", "row")}
     for rank in ranks:
@@ -139,11 +138,12 @@ def plain_task(spec: ModelSpec, *, loss: LossConfig, seed: int) -> tuple[Retriev
     """The task with its tables as ordinary parameters, by name; the first values are those of every sharding."""
     torch.manual_seed(seed)
     task = RetrievalTask(
-        RetrievalHead(spec, loss=loss, item_count_I=COUNTS, ranks={}, weight_decay={}), device=torch.device("cpu")
+        RetrievalHead(spec, loss=loss, item_count_I=COUNTS, popularity_rank={}, weight_decay={}, group=None),
+        device=torch.device("cpu"),
     )
-    task.lookups = Lookups(spec, device=torch.device("cpu"))
-    assert {type(collection) for collection in task.lookups.values()} <= {EmbeddingBagCollection, EmbeddingCollection}
-    parameters = dict(task.lookups.named_parameters())
+    task.embedding_tables = EmbeddingTables(spec, device=torch.device("cpu"))
+    assert {type(collection) for collection in task.embedding_tables.values()} <= {EmbeddingBagCollection, EmbeddingCollection}
+    parameters = dict(task.embedding_tables.named_parameters())
     tables = {name: parameters[parameter_name(spec, name)] for name in spec.tables}
     vectors = pretrained_of(spec)
     with torch.no_grad():
@@ -151,7 +151,7 @@ def plain_task(spec: ModelSpec, *, loss: LossConfig, seed: int) -> tuple[Retriev
             whole = LocalShard(0, 0, tables[name])
             fill_random(whole, table=name, dim=table.dim, seed=seed, std=table.settings.init_std)
             if table.settings.missing == "zero":
-                fill_missing(whole, vector_row=np.full(table.rows, -1), value_D=None)
+                fill_missing(whole, vector_row=np.full(table.num_rows, -1), value_D=None)
             if name in vectors:
                 norm = random_norm(table.settings.init_std, table.dim)
                 copy_pretrained(whole, vectors=vectors[name].vectors, vector_row=vectors[name].vector_row, norm=norm)

@@ -24,13 +24,13 @@ def test_sums_per_number_land_where_their_columns_are() -> None:
 @pytest.mark.parametrize(
     ("parameter", "table"),
     [
-        ("lookups.item.embeddings.item.weight", "item"),
-        ("lookups.item.embeddings.item__brand.weight", "item.brand"),
-        ("replicated.item.lookups.rows_8.embeddings.user.weight", "user"),
+        ("embedding_tables.item.embeddings.item.weight", "item"),
+        ("embedding_tables.item.embeddings.item__brand.weight", "item.brand"),
+        ("replicated.item.embedding_tables.unpooled_8.embeddings.user.weight", "user"),
         ("dense.head.item.tower.layers.0.weight", None),
     ],
 )
 def test_a_parameter_belongs_to_the_table_it_is_of_whatever_its_collection_is_called(parameter: str, table: str | None) -> None:
     brand = FeatureFacts(kind="categorical", rows=5, values=3, out_of_vocabulary=0, missing=0, definition="{}", continued=False)
-    spec = ModelSpec.sized(TwoTowerConfig(user_id=True), users=3, items=4, facts={"item.brand": brand})
+    spec = ModelSpec.sized(TwoTowerConfig(user_id=True), num_users=3, num_items=4, facts={"item.brand": brand})
     assert table_of(parameter, spec) == table

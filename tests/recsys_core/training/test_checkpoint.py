@@ -20,9 +20,9 @@ from torchrec.optim.keyed import CombinedOptimizer
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import load_manifest, stage_folder
 from recsys_core.manifests.ownership import MARKER
+from recsys_core.models.embedding_tables import table_shards
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import TableOptimizer
-from recsys_core.models.shards import table_shards
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig
 from recsys_core.training.checkpoint import Best, Checkpointer, CheckpointManifest, checkpoint_name, latest_checkpoint, restore
@@ -82,20 +82,20 @@ def whole_state(made: Made, spec: ModelSpec) -> dict[str, np.ndarray]:
     parts: dict[str, list[Any]] = {}
     state = made.model.state_dict()
     for name in spec.tables:
-        parts[name] = [(shard.row, shard.column, shard.weight_RC.numpy()) for shard in table_shards(state, table=name)]
+        parts[name] = [(shard.row, shard.column, shard.weight_RD.numpy()) for shard in table_shards(state, table=name)]
         parts[f"{name} sums"] = sum_shards(made.optimizer, spec=spec, table=name)
     gathered: list[dict[str, list[Any]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(gathered, parts)
     for name, table in spec.tables.items():
-        found[name] = np.full((table.rows, table.dim), np.nan, np.float32)
+        found[name] = np.full((table.num_rows, table.dim), np.nan, np.float32)
         by_row = table.settings.optimizer is None
-        found[f"{name} sums"] = np.zeros(table.rows if by_row else (table.rows, table.dim), np.float32)
+        found[f"{name} sums"] = np.zeros(table.num_rows if by_row else (table.num_rows, table.dim), np.float32)
         for one in gathered:
             for row, column, value in one[name]:
                 found[name][row : row + len(value), column : column + value.shape[1]] = value
             for shard in one[f"{name} sums"]:
                 row, column, value = sums_of(shard, by_row=by_row, dim=table.dim)
-                sums = found[f"{name} sums"].reshape(table.rows, -1)
+                sums = found[f"{name} sums"].reshape(table.num_rows, -1)
                 sums[row : row + len(value), column : column + value.shape[1]] += value.numpy()
     flat, _ = flatten_state_dict({"model": state, "optimizer": made.optimizer.state_dict()})
     return found | {key: np.array(value) for key, value in flat.items() if not isinstance(value, ShardedTensor)}
@@ -150,7 +150,7 @@ def load_into(rank: int, checkpoint: Path, spec: ModelSpec, message: str) -> Non
 def test_a_checkpoint_of_another_model_is_refused_with_tables_and_shapes(saved):
     checkpoint = saved / "row_wise" / checkpoint_name(STEPS)
     spec = spec_of()
-    user = spec.tables["user"].model_copy(update={"rows": spec.tables["user"].rows + 1})
+    user = spec.tables["user"].model_copy(update={"num_rows": spec.tables["user"].num_rows + 1})
     larger = spec.model_copy(update={"tables": spec.tables | {"user": user}})
     told = r"user.weight is \[50, 256\] in the checkpoint, \[51, 256\] in the model"
     run_ranks(load_into, world_size=2, arguments=(checkpoint, larger, told))

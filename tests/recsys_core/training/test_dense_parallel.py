@@ -17,9 +17,9 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from recsys_core.errors import InputError, StageError
 from recsys_core.models.config import HistoryConfig, TowerConfig
+from recsys_core.models.embedding_tables import table_shards
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import DenseOptimizer
-from recsys_core.models.shards import table_shards
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig
 from recsys_core.models.task import RetrievalHead
@@ -94,7 +94,7 @@ def train(made: Made, rank: int, spec: ModelSpec, *, steps: range, **settings: A
         rates.set_step(step)
         losses.append(pipeline.progress(batches).item())
     if steps:
-        assert len(pipeline._pipelined_modules) == len(made.model.module.lookups)
+        assert len(pipeline._pipelined_modules) == len(made.model.module.embedding_tables)
         pipeline.detach()
     return losses
 
@@ -118,7 +118,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def local_tables(made: Made, name: str) -> list[np.ndarray]:
-    return [shard.weight_RC.numpy() for shard in table_shards(made.model.state_dict(), table=name)]
+    return [shard.weight_RD.numpy() for shard in table_shards(made.model.state_dict(), table=name)]
 
 
 def step_both(rank: int, names: list[str], spec: ModelSpec) -> None:
@@ -150,7 +150,7 @@ def test_steps_with_sharded_layers_are_those_with_replicated_ones(world_size, na
 
 
 def encode_both(rank: int) -> None:
-    spec = spec_of(HistoryConfig(length=4, pooling="recency", items="vector"))
+    spec = spec_of(HistoryConfig(length=4, pooling="recency", item_representation="candidate_tower"))
     found: list[list[torch.Tensor]] = []
     for mode in ("replicated", "sharded"):
         made = make(rank, spec, dense_parallel=mode)

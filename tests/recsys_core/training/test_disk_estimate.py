@@ -67,7 +67,7 @@ def facts(**changes) -> dict:
 
 
 def test_export_and_index_begin_only_where_their_arrays_fit(made, small_disk: Path):
-    spec = ModelSpec.sized(TwoTowerConfig(), users=10, items=100_000)
+    spec = ModelSpec.sized(TwoTowerConfig(), num_users=10, num_items=100_000)
     trained = TrainManifest(
         world_size=2,
         steps=1,

@@ -10,9 +10,9 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from recsys_core.models.embedding_tables import table_shards
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
-from recsys_core.models.shards import table_shards
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig
 from recsys_core.sharding.config import QuantizedCommsConfig
@@ -59,7 +59,7 @@ class Case(NamedTuple):
         )
 
     def kind_of(self, table: str) -> str:
-        by_row = self.spec.tables[table].row_by_row
+        by_row = self.spec.tables[table].unpooled
         return self.item_kind if by_row and self.kind not in UNPOOLED_SHARDING_TYPES else self.kind
 
 
@@ -129,11 +129,11 @@ def train_sharded(rank: int, case: Case, expected: Expected) -> None:
         return
     for name, whole in expected.tables.items():
         shards = table_shards(model.state_dict(), table=name)
-        held = torch.tensor(float(sum(shard.weight_RC.numel() for shard in shards)))
+        held = torch.tensor(float(sum(shard.weight_RD.numel() for shard in shards)))
         dist.all_reduce(held)
         assert held == whole.size * (ranks if kinds[name] == "data_parallel" else 1)
         for shard in shards:
-            rows, columns = shard.weight_RC.shape
+            rows, columns = shard.weight_RD.shape
             part = whole[shard.row : shard.row + rows, shard.column : shard.column + columns]
             # Adagrad turns the rounding of a gradient near zero into a part of a whole step.
             far = (
@@ -141,7 +141,7 @@ def train_sharded(rank: int, case: Case, expected: Expected) -> None:
                 if config.table_optimizer.kind == "rowwise_adagrad"
                 else {"rtol": 1e-3, "atol": 1e-4}
             )
-            np.testing.assert_allclose(shard.weight_RC.numpy(), part, **far, err_msg=name)
+            np.testing.assert_allclose(shard.weight_RD.numpy(), part, **far, err_msg=name)
     for name, value in get_unwrapped_module(model).head.state_dict().items():
         np.testing.assert_allclose(value.numpy(), expected.layers[name], rtol=1e-4, atol=1e-6, err_msg=name)
 

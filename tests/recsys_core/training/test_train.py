@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch_keys import ROWS
+from recsys_core.data.batch_keys import UNPOOLED
 from recsys_core.data.events import EventStore
 from recsys_core.data.features.store import FeatureStore
 from recsys_core.errors import InputError, LaunchError, StageError
 from recsys_core.manifests import Dataset, PlanManifest, TrainManifest
-from recsys_core.models.embedding_tables import Lookups, parameter_name
+from recsys_core.models.embedding_tables import EmbeddingTables, parameter_name
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
 from recsys_core.models.task import RetrievalHead, RetrievalTask
 from recsys_core.serving.quantise import build_tower
@@ -161,7 +161,7 @@ def test_a_run_resumed_with_other_settings_starts_anew_and_reports_its_own_steps
 
 def test_bad_input_that_only_the_ranks_can_see_is_an_input_error_and_is_not_tried_again(stages, tmp_path):
     item = stages.spec.tables["item"]
-    tables = stages.spec.tables | {"item": item.model_copy(update={"rows": item.rows + 1})}
+    tables = stages.spec.tables | {"item": item.model_copy(update={"num_rows": item.num_rows + 1})}
     with pytest.raises(InputError, match="made for tables"):
         run_train(stages._replace(spec=stages.spec.model_copy(update={"tables": tables})), tmp_path / "train")
 
@@ -187,17 +187,18 @@ def test_exported_vectors_are_those_of_the_unsharded_model(stages, exported):
     store = EventStore.open(stages.data.interactions)
     spec, cpu = stages.spec, torch.device("cpu")
     task = RetrievalTask(
-        RetrievalHead(spec, loss=stages.loss, item_count_I=store.item_count, ranks={}, weight_decay={}), device=cpu
+        RetrievalHead(spec, loss=stages.loss, item_count_I=store.item_count, popularity_rank={}, weight_decay={}, group=None),
+        device=cpu,
     )
-    task.lookups = Lookups(spec, device=cpu)
+    task.embedding_tables = EmbeddingTables(spec, device=cpu)
     for name in spec.tables:
         table = torch.from_numpy(np.load(exported.path(f"table_{name}.npy")))
-        task.lookups.get_parameter(parameter_name(spec, name)).data.copy_(table)
+        task.embedding_tables.get_parameter(parameter_name(spec, name)).data.copy_(table)
     task.head.load_state_dict(load_file(exported.path("dense.safetensors")))
-    assembler = Assembler(user=ROWS, features=FeatureStore.open(stages.data.features))
+    assembler = Assembler(user=UNPOOLED, features=FeatureStore.open(stages.data.features))
     encoder = Encoder(task.eval(), store, assembler, Process(rank=0, world_size=1, device=cpu))
     with torch.no_grad():
-        history_item, item = encoder.items(np.arange(spec.items))
+        history_item, item = encoder.items(np.arange(spec.num_items))
         close = {"rtol": 1e-4, "atol": 1e-5}
         np.testing.assert_allclose(np.load(exported.path("history_items.npy")), history_item, **close)
         np.testing.assert_allclose(np.load(exported.path("item_vectors.npy")), item, **close)

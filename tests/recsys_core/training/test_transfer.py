@@ -10,10 +10,10 @@ import torch
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-from recsys_core.data.batch_keys import ROWS
+from recsys_core.data.batch_keys import UNPOOLED
+from recsys_core.models.embedding_tables import table_shards
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
-from recsys_core.models.shards import table_shards
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import OFFSET, TableConfig, Unfreeze
 from recsys_core.training.config import TrainingConfig
@@ -76,7 +76,7 @@ def train_rank(rank: int, folder: Path, spec: ModelSpec, kind: str, training: Tr
             pipeline.detach()
         for name in spec.tables:
             for shard in table_shards(model.state_dict(), table=name):
-                found[f"{epoch}/{name}/{shard.row}/{shard.column}"] = shard.weight_RC.numpy().copy()
+                found[f"{epoch}/{name}/{shard.row}/{shard.column}"] = shard.weight_RD.numpy().copy()
     np.savez(folder / f"{rank}.npz", **found)
     state = {name: sorted(value) for name, value in optimizer.state_dict()["state"].items()}
     (folder / f"{rank}.json").write_text(json.dumps(state))
@@ -85,7 +85,7 @@ def train_rank(rank: int, folder: Path, spec: ModelSpec, kind: str, training: Tr
 def train(folder: Path, spec: ModelSpec, *, kind: str, training: TrainingConfig | None = None, epochs: int = 1) -> Run:
     run_ranks(train_rank, world_size=2, arguments=(folder, spec, kind, training or training_of(), epochs))
     tables = [
-        {name: np.full((table.rows, table.dim), np.nan, np.float32) for name, table in spec.tables.items()}
+        {name: np.full((table.num_rows, table.dim), np.nan, np.float32) for name, table in spec.tables.items()}
         for _ in range(epochs + 1)
     ]
     state: dict[str, list[str]] = {}
@@ -107,8 +107,8 @@ def looked_up(spec: ModelSpec, *, epoch: int) -> dict[str, np.ndarray]:
     found = {"item": np.zeros(ITEMS, bool), "user": np.zeros(USERS, bool)}
     for step in range((epoch - 1) * STEPS, epoch * STEPS):
         batch = make_batch(spec, ranks=[0, 1], step=step, queries=QUERIES, negatives=NEGATIVES)
-        found["item"][batch.item_row_U] = True
-        found["user"][batch.sparse[ROWS]["user"].values()] = True
+        found["item"][batch.item_row_V] = True
+        found["user"][batch.sparse[UNPOOLED]["user"].values()] = True
     return found
 
 

@@ -42,10 +42,12 @@ def _validate_new_users(rank: int, folder: Path) -> None:
     process = Process(rank=rank, world_size=1, device=device)
     for seed in range(3):
         torch.manual_seed(seed)
-        head = RetrievalHead(spec, loss=LossConfig(), item_count_I=store.item_count, ranks={}, weight_decay={})
+        head = RetrievalHead(
+            spec, loss=LossConfig(), item_count_I=store.item_count, popularity_rank={}, weight_decay={}, group=None
+        )
         task = RetrievalTask(head, device=device)
-        task.lookups.to_empty(device=device)
-        for parameter in task.lookups.parameters():
+        task.embedding_tables.to_empty(device=device)
+        for parameter in task.embedding_tables.parameters():
             torch.nn.init.normal_(parameter)
         validator = Validator(
             ValidationConfig(k=1),
@@ -56,5 +58,5 @@ def _validate_new_users(rank: int, folder: Path) -> None:
             work=folder,
             alive=folder / "alive",
         )
-        measured = validator.measure(Encoder(task, store, Assembler(user=spec.user_in, features=None), process))
+        measured = validator.measure(Encoder(task, store, Assembler(user=spec.user_batch_key, features=None), process))
         assert measured == {"recall@1": 1.0, "ndcg@1": 1.0, "hit_rate@1": 1.0}

@@ -18,11 +18,11 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer
 
 from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch_keys import ROWS
+from recsys_core.data.batch_keys import UNPOOLED
 from recsys_core.data.events import EventStore
 from recsys_core.data.features.store import FeatureStore
 from recsys_core.manifests import Dataset, FeaturesManifest, InteractionsManifest, require_manifest
-from recsys_core.models.shards import table_shards
+from recsys_core.models.embedding_tables import table_shards
 from recsys_core.models.table_config import TableConfig, random_norm
 from recsys_core.training.champion import Champion, rows_by_value
 from recsys_core.training.checkpoint import restore
@@ -82,7 +82,7 @@ def check_start(rank: int, job: TrainJob, expected: Path) -> None:
     assert job.warm is not None
     model, optimizer = started(job, rank=rank)
     before = {
-        name: [shard.weight_RC.clone() for shard in table_shards(model.state_dict(), table=name)] for name in job.spec.tables
+        name: [shard.weight_RD.clone() for shard in table_shards(model.state_dict(), table=name)] for name in job.spec.tables
     }
     fill_from_champion(model, warm=job.warm)
     fill_sums(optimizer, spec=job.spec, default=job.training.table_optimizer, warm=job.warm)
@@ -91,7 +91,7 @@ def check_start(rank: int, job: TrainJob, expected: Path) -> None:
         shards = table_shards(model.state_dict(), table=name)
         for shard, old_RC in zip(shards, before[name], strict=True):
             wanted_RC = wanted_RD[shard.row : shard.row + len(old_RC)]
-            torch.testing.assert_close(shard.weight_RC, torch.where(wanted_RC.isnan(), old_RC, wanted_RC), rtol=0, atol=0)
+            torch.testing.assert_close(shard.weight_RD, torch.where(wanted_RC.isnan(), old_RC, wanted_RC), rtol=0, atol=0)
         (sums,) = sum_shards(optimizer, spec=job.spec, table=name)
         wanted_R = sums_R[sums.row : sums.row + len(sums.sum_RS)]
         torch.testing.assert_close(sums.sum_RS[:, 0], wanted_R.nan_to_num(0.0), rtol=0, atol=0)
@@ -138,15 +138,15 @@ def check_new_items(rank: int, job: TrainJob, rows: list[int], vector_ND: NDArra
     fill_from_champion(model, warm=job.warm)
     for shard in table_shards(model.state_dict(), table="item"):
         for row, vector_D in zip(rows, torch.from_numpy(vector_ND), strict=True):
-            if shard.row <= row < shard.row + len(shard.weight_RC):
+            if shard.row <= row < shard.row + len(shard.weight_RD):
                 wanted_D = vector_D * random_norm(0.02, len(vector_D)) / vector_D.norm()
-                torch.testing.assert_close(shard.weight_RC[row - shard.row], wanted_D)
+                torch.testing.assert_close(shard.weight_RD[row - shard.row], wanted_D)
 
 
 def test_a_new_item_starts_from_its_vector(first: Night, champion: Champion, tmp_path: Path) -> None:
     second = make_night(tmp_path / "second", 2, after=first)
     vector_row = np.load(second.interactions.path("vector_row.npy"))
-    rows = [row for row in range(first.spec.items, second.spec.items) if vector_row[row] >= 0]
+    rows = [row for row in range(first.spec.num_items, second.spec.num_items) if vector_row[row] >= 0]
     vectors = np.load(second.embeddings.vectors("item"))[vector_row[rows]]
     job = train_job(second).model_copy(update={"warm": prepare(champion, second, tmp_path / "warm")})
     run_ranks(check_new_items, world_size=RANKS, arguments=(job, rows, vectors))
@@ -164,12 +164,12 @@ def step(job: TrainJob, *, rank: int, checkpoint: Path | None, sums: bool = True
             fill_sums(optimizer, spec=job.spec, default=job.training.table_optimizer, warm=job.warm)
     interactions = require_manifest(job.interactions, InteractionsManifest)
     assert job.features is not None
-    assembler = Assembler(user=ROWS, features=FeatureStore.open(require_manifest(job.features, FeaturesManifest)))
+    assembler = Assembler(user=UNPOOLED, features=FeatureStore.open(require_manifest(job.features, FeaturesManifest)))
     loader = make_loader(job, store=EventStore.open(interactions), assembler=assembler, process=process(rank))
     pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
     pipeline.progress(iter([loader.make(7, 0)]))
     return [
-        (shard.weight_RC.clone(), found.sum_RS.clone())
+        (shard.weight_RD.clone(), found.sum_RS.clone())
         for shard, found in zip(
             table_shards(model.state_dict(), table="item"), sum_shards(optimizer, spec=job.spec, table="item"), strict=True
         )
@@ -181,8 +181,8 @@ def goes_on(rank: int, job: TrainJob, out: Path) -> None:
     (checkpoint,) = (job.work / CHECKPOINTS_NAME).glob("step-*[0-9]")
     warm = job.model_copy(update={"warm": WarmStart(run_id="first", export=out, prepared=out)})
     uninterrupted, carried = step(job, rank=rank, checkpoint=checkpoint), step(warm, rank=rank, checkpoint=None)
-    for (weight_RC, sum_RS), (warm_RC, warm_RS) in zip(uninterrupted, carried, strict=True):
-        torch.testing.assert_close(warm_RC, weight_RC, rtol=1e-5, atol=1e-7)
+    for (weight_RD, sum_RS), (warm_RC, warm_RS) in zip(uninterrupted, carried, strict=True):
+        torch.testing.assert_close(warm_RC, weight_RD, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(warm_RS, sum_RS, rtol=1e-5, atol=1e-9)
     jolted = step(warm, rank=rank, checkpoint=None, sums=False)
     assert any((weight - jolt).abs().max() > 1e-3 for (weight, _), (jolt, _) in zip(uninterrupted, jolted, strict=True))
@@ -202,7 +202,7 @@ def test_the_next_step_of_a_table_is_the_one_that_the_champion_would_have_taken(
     out = tmp_path / "export"
     out.mkdir()
     for name, table in night.spec.tables.items():
-        np.save(out / f"rows_{name}.npy", np.arange(table.rows))
+        np.save(out / f"rows_{name}.npy", np.arange(table.num_rows))
     run_ranks(goes_on, world_size=RANKS, arguments=(train_job(night, kind=kind, training=training), out))
 
 

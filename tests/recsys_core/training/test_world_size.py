@@ -12,9 +12,9 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from recsys_core.data.batch import Batch
+from recsys_core.models.embedding_tables import table_shards
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
-from recsys_core.models.shards import table_shards
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig
 from recsys_core.training.config import TrainingConfig
@@ -61,7 +61,7 @@ def train(rank: int, lookup: str, folder: Path) -> None:
     found = {"losses": np.array(losses)} if rank == 0 else {}
     for name in spec.tables:
         for shard in table_shards(model.state_dict(), table=name):
-            found[f"table {name}/{shard.row}"] = shard.weight_RC.numpy()
+            found[f"table {name}/{shard.row}"] = shard.weight_RD.numpy()
     if rank == 0:
         layers = get_unwrapped_module(model).head.named_parameters()
         found |= {f"layer {name}": value.detach().numpy() for name, value in layers}

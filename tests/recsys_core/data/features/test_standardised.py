@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch_keys import ROWS
+from recsys_core.data.batch_keys import UNPOOLED
 from recsys_core.data.features.config import FeaturesConfig
 from recsys_core.data.features.ingest import ingest_features
 from recsys_core.data.features.store import FeatureStore
@@ -111,7 +111,7 @@ def test_the_store_gives_each_number_as_the_weight_of_its_row(tmp_path: Path) ->
     assert (lists.values_L.tolist(), lists.lengths.tolist()) == ([1, 0, 1], [1, 1, 1])
     assert weight is not None and weight.tolist() == [2.5, 0.0, -1.0]
     batch = Assembler(user=None, features=store).items(np.array([1, 6]))
-    assert batch.sparse[ROWS]["item.price"].lengths().tolist() == [1, 1]
+    assert batch.sparse[UNPOOLED]["item.price"].lengths().tolist() == [1, 1]
     assert batch.item_weight["item.price"].tolist() == [1.0, 2.5]
 
 

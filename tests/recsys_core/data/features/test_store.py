@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import Batch
-from recsys_core.data.batch_keys import ROWS
+from recsys_core.data.batch_keys import UNPOOLED
 from recsys_core.data.events import EventStore
 from recsys_core.data.features.config import FeaturesConfig
 from recsys_core.data.features.ingest import ingest_features
@@ -84,7 +84,7 @@ def loader_of(made: tuple[EventStore, FeatureStore], *, with_features: bool = Tr
     store, features = made
     return TrainLoader(
         store,
-        assembler=Assembler(user=ROWS, features=features if with_features else None),
+        assembler=Assembler(user=UNPOOLED, features=features if with_features else None),
         batch_size=7, rank=0, world_size=1, seed=4, max_history=3, negatives=5, negative_share_I=np.full(ITEMS, 1 / ITEMS),
     )  # fmt: skip
 
@@ -100,7 +100,7 @@ def samples(jagged: KeyedJaggedTensor, *, weights: bool = False) -> dict[str, li
 
 def per_item(batch: Batch, key: str) -> list[list[float]]:
     """Weights of each distinct item's values."""
-    lengths = batch.sparse[ROWS][key].lengths().tolist()
+    lengths = batch.sparse[UNPOOLED][key].lengths().tolist()
     return [part.tolist() for part in batch.item_weight[key].split(lengths)]
 
 
@@ -113,11 +113,11 @@ def test_each_query_has_the_features_of_its_user_and_event_and_each_item_its_own
     positions = []
     for batch in (loader.make(0, number) for number in range(len(loader))):
         assert batch.weight is not None
-        query, likes = samples(batch.sparse["query"]), samples(batch.sparse["query_weighted"])["user.likes"]
-        much, items = samples(batch.sparse["query_weighted"], weights=True)["user.likes"], samples(batch.sparse[ROWS])
+        query, likes = samples(batch.sparse["pooled"]), samples(batch.sparse["pooled_weighted"])["user.likes"]
+        much, items = samples(batch.sparse["pooled_weighted"], weights=True)["user.likes"], samples(batch.sparse[UNPOOLED])
         assert set(query) == {"user.age", "context.device"}
         assert set(items) == {"item", "item.brand", "item.tags", "user"} and set(batch.item_weight) == {"item.tags"}
-        for place, item in enumerate(batch.item_row_U.tolist()):
+        for place, item in enumerate(batch.item_row_V.tolist()):
             assert items["item"][place] == [item]
             assert items["item.brand"][place] == [features.features["item.brand"].row[item]]
             assert len(items["item.tags"][place]) == len(DESCRIBED["item.tags"][item])
@@ -130,7 +130,7 @@ def test_each_query_has_the_features_of_its_user_and_event_and_each_item_its_own
             # The device tells the event; its weight and its item have to be of the same one.
             positions.append(int(np.flatnonzero(device == query["context.device"][sample])[0]))
             assert batch.weight[sample].item() == pytest.approx(positions[-1] / 4 / store.mean_weight())
-            assert store.event_item[positions[-1]] == batch.item_row_U[batch.candidate_K[sample]]
+            assert store.event_item[positions[-1]] == batch.item_row_V[batch.candidate_C[sample]]
             assert store.user_offset[user] <= positions[-1] < store.train_end[user]
     assert len(set(positions)) == len(positions) == store.train_events
 
@@ -141,9 +141,9 @@ def test_a_user_is_asked_about_with_the_features_of_the_first_event_of_the_split
     store, features = made
     users = np.array([4, 1])
     for split, first in (("validation", store.train_end), ("test", store.validation_end)):
-        batch = query_batch(store, users, split, assembler=Assembler(user=ROWS, features=features), max_history=2)
+        batch = query_batch(store, users, split, assembler=Assembler(user=UNPOOLED, features=features), max_history=2)
         wanted = features.features["context.device"].row[first[users]].tolist()
-        assert batch.sparse["query"]["context.device"].values().tolist() == wanted
+        assert batch.sparse["pooled"]["context.device"].values().tolist() == wanted
 
 
 def test_lists_keep_their_own_values(made: tuple[EventStore, FeatureStore]) -> None:
@@ -182,19 +182,19 @@ def test_the_forms_tell_how_many_values_there_are_and_whether_with_weights(tmp_p
 
 def test_features_change_nothing_else_about_a_batch(made: tuple[EventStore, FeatureStore]) -> None:
     with_features, without = loader_of(made).make(1, 2), loader_of(made, with_features=False).make(1, 2)
-    assert set(without.sparse) == {ROWS} and without.item_weight == {}
-    assert without.sparse[ROWS].keys() == ["item", "user"]
-    for name in ("item_row_U", "candidate_K", "history_T", "history_offset"):
+    assert set(without.sparse) == {UNPOOLED} and without.item_weight == {}
+    assert without.sparse[UNPOOLED].keys() == ["item", "user"]
+    for name in ("item_row_V", "candidate_C", "history_H", "history_offset"):
         assert torch.equal(getattr(without, name), getattr(with_features, name))
-    assert samples(without.sparse[ROWS])["user"] == samples(with_features.sparse[ROWS])["user"]
+    assert samples(without.sparse[UNPOOLED])["user"] == samples(with_features.sparse[UNPOOLED])["user"]
 
 
 def test_the_whole_batch_moves(made: tuple[EventStore, FeatureStore]) -> None:
     batch = loader_of(made).make(0, 0).to(torch.device("meta"))
     assert batch.weight is not None
-    weighted = batch.sparse["query_weighted"]
+    weighted = batch.sparse["pooled_weighted"]
     parts = [weighted.values(), weighted.weights(), weighted.lengths(), batch.weight, batch.item_weight["item.tags"]]
-    parts += [batch.item_row_U, batch.candidate_K, batch.history_T, batch.history_offset]
+    parts += [batch.item_row_V, batch.candidate_C, batch.history_H, batch.history_offset]
     parts += [sparse.values() for sparse in batch.sparse.values()]
     assert {part.device.type for part in parts} == {"meta"}
 
@@ -205,4 +205,4 @@ def test_a_log_without_weights_has_none(tmp_path: Path) -> None:
     assert store.event_weight is None
     loader = TrainLoader(store, assembler=Assembler(user=None), batch_size=2, rank=0, world_size=1, seed=0, max_history=1)
     batch = loader.make(0, 0)
-    assert batch.weight is None and set(batch.sparse) == {ROWS}
+    assert batch.weight is None and set(batch.sparse) == {UNPOOLED}

@@ -1,0 +1,60 @@
+"""Checks of table settings against the model's tables and the pretrained vectors; used by the config and by ModelSpec."""
+
+from collections.abc import Collection, Iterable
+
+from recsys_core.errors import InputError
+from recsys_core.models.table_config import OFFSET, TableConfig
+
+ID_TABLES = ("item", "user")
+"""Tables in which each item or user has exactly one row, so that single rows can be frozen."""
+
+
+def check_table_names(setting: str, names: Iterable[str], *, tables: Collection[str]) -> None:
+    """Raise InputError if `setting` (such as "tables") names a table that the model does not have."""
+    for name in names:
+        if name not in tables:
+            fix = "set model.user_id to true" if name == "user" else "name one of them, or declare the feature"
+            raise InputError(f"{setting}.{name}: the model has no such table; it has {sorted(tables)}; {fix}")
+
+
+def check_vectors_exist(name: str, settings: TableConfig, *, tables_with_vectors: Collection[str]) -> None:
+    """Raise InputError if table `name` has a transfer that needs pretrained vectors, but there are none."""
+    if settings.transfer != "full" and name not in tables_with_vectors:
+        raise InputError(
+            f"tables.{name}.transfer is {settings.transfer}, but embeddings has no vectors of table {name!r} (it has "
+            f"{sorted(tables_with_vectors) or 'none'}); add them, or set transfer to full"
+        )
+
+
+def check_distillation(tables_with_vectors: Collection[str]) -> None:
+    """Raise InputError if there are no pretrained item vectors, which loss.distillation needs."""
+    if "item" not in tables_with_vectors:
+        raise InputError(
+            "loss.distillation keeps the similarities of the pretrained item vectors, but embeddings has no vectors of table "
+            f"'item' (it has {sorted(tables_with_vectors) or 'none'}); add them, or leave loss.distillation out"
+        )
+
+
+def check_width(vector_dim: int, table_dim: int, *, table: str) -> None:
+    """Raise InputError if the pretrained vectors of a table have another width than the table."""
+    if vector_dim != table_dim:
+        or_project = f", or embeddings.pca_dim to {table_dim}" if vector_dim > table_dim else ""
+        raise InputError(
+            f"embeddings: the vectors of table {table!r} have {vector_dim} numbers, but the table has {table_dim}; set "
+            f"tables.{table}.dim to {vector_dim} (a learned layer then projects it to model.embedding_dim){or_project}"
+        )
+
+
+def check_table_settings(name: str, settings: TableConfig) -> None:
+    """Raise InputError if table `name` does not support one of its settings."""
+    decayed_tables = [*ID_TABLES, OFFSET]
+    if settings.optimizer is not None and settings.optimizer.weight_decay and name not in decayed_tables:
+        raise InputError(f"tables.{name}.optimizer.weight_decay is only for the tables {decayed_tables}; leave it out")
+    if settings.transfer == "gradual" and name not in ID_TABLES:
+        raise InputError(
+            f"tables.{name}.transfer is gradual, which is only for the tables {list(ID_TABLES)}; set it to full or frozen"
+        )
+    if settings.transfer == "residual" and name != "item":
+        raise InputError(f"tables.{name}.transfer is residual, which is only for the table item; set it to full or frozen")
+    if settings.lookup is not None and name != "user":
+        raise InputError(f"tables.{name}.lookup is only for the table user; leave it out")

@@ -1,7 +1,7 @@
-"""The ingest beside pandas, and the loader beside the training step.
+"""Benchmark of the ingest, compared with pandas, and of the loader.
 
 make bench-ingest                    # writes benchmarks/ingest.json and ingest.md; about 15 minutes and 10 GB of disk
-    python -m benchmarks.ingest loader   # one part anew: interactions, vectors or loader
+python -m benchmarks.ingest loader   # repeats one part: interactions, vectors or loader
 """
 
 import json
@@ -23,11 +23,11 @@ PARTS: dict[str, Any] = {
 
 
 def main() -> None:
-    """Measures the parts that the arguments name, or all; each is written down as soon as it is there."""
-    wanted = [title for title in PARTS if not sys.argv[1:] or title.lower() in sys.argv[1:]]
+    """Measure the parts named by the arguments, or all parts, and write the results after each part."""
+    titles = [title for title in PARTS if not sys.argv[1:] or title.lower() in sys.argv[1:]]
     versions = installed_versions()
     results: dict[str, Any] = json.loads((FOLDER / "ingest.json").read_text()) if sys.argv[1:] else {}
-    for title in wanted:
+    for title in titles:
         sys.stderr.write(f"{title} ...\n")
         results[title.lower()] = PARTS[title].measure() | {
             "date": f"{datetime.now(UTC):%Y-%m-%d}",
@@ -40,12 +40,17 @@ def main() -> None:
 
 
 def _to_markdown(results: dict[str, Any]) -> str:
-    lines = ["By `make bench-ingest`.", ""]
+    lines = ["Measured by `make bench-ingest`.", ""]
     for title in (title for title in PARTS if title.lower() in results):
-        found = results[title.lower()]
-        made = f"Made on {found['date']} on {found['cores']} cores; "
-        made += ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-        lines += [f"## {title}", "", f"{made}.", "", PARTS[title].to_markdown(found)]
+        result = results[title.lower()]
+        versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+        lines += [
+            f"## {title}",
+            "",
+            f"Measured on {result['date']} on {result['cores']} cores; {versions}.",
+            "",
+            PARTS[title].to_markdown(result),
+        ]
     return "\n".join(lines)
 
 

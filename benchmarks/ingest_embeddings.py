@@ -1,13 +1,13 @@
-"""Pretrained vectors from parquet to memory that ranks share: nightjar's stage beside pandas, stack and share_memory_.
+"""Benchmark of the ingest of pretrained vectors, from parquet to memory shared by all ranks, compared with pandas.
 
-    python -m benchmarks.ingest_embeddings            # prints the table, and the figures as JSON on the last line
+    python -m benchmarks.ingest_embeddings            # prints the table, and the numbers as JSON on the last line
 
-`pandas` reads, stacks (rows, or single columns) and shares; `pandas_block` takes a wide frame's block as it is and puts it into
-row order, which is quicker than stacking.
-Each measurement is a process of its own; the two ways alternate. Seconds are without imports. Ours is the whole stage: checks,
-hashes, fsync and rename, after which every rank maps the matrix; the pandas way ends with the tensor in shared memory.
-Anonymous memory is RssAnon of /proc/self/status, sampled every 5 ms, interpreter and libraries included; pages of the mapped
-matrix and of shared memory are not in it.
+- `pandas` reads the file, stacks rows or columns, and moves the tensor to shared memory.
+- `pandas_block` copies the block of a wide data frame instead of stacking its columns, which is faster.
+- `nightjar` is the complete stage: checks, hashes, fsync and rename. Afterwards every rank maps the matrix.
+
+Each measurement is a separate process, and the methods alternate. Import time is excluded. Anonymous memory is RssAnon of
+/proc/self/status, sampled every 5 ms. It includes the interpreter and libraries, but not mapped files and shared memory.
 """
 
 import json
@@ -25,12 +25,12 @@ import pyarrow.parquet as pq
 from benchmarks.measuring import cells, in_fresh_process, measured, summary
 
 LAYOUTS = {"list": ("pandas", "nightjar"), "wide": ("pandas", "pandas_block", "nightjar")}
-"""The ways for each layout, the one that the others are held against first."""
+"""Methods for each layout of the file; the first one is the reference."""
 PREFIX = "dim_"
 
 
 def write_vectors(folder: Path, *, rows: int, dim: int) -> None:
-    """list.parquet and wide.parquet with the same random float32 vectors, ids shuffled, as pyarrow writes them by default."""
+    """Write the same random float32 vectors with shuffled ids as list.parquet and wide.parquet."""
     random = np.random.default_rng(0)
     vectors = random.standard_normal((rows, dim), dtype=np.float32)
     ids = random.permutation(rows)
@@ -42,8 +42,8 @@ def write_vectors(folder: Path, *, rows: int, dim: int) -> None:
 
 
 def measure(*, rows: int = 1_000_000, dim: int = 128, repeats: int = 3) -> dict[str, Any]:
-    """layout -> way -> seconds (of each run) and peak_anon_bytes (the largest); plus the sizes."""
-    found: dict[str, Any] = {"rows": rows, "dim": dim, "cores": len(os.sched_getaffinity(0))}
+    """Return layout -> method -> seconds of each run and peak_anon_bytes, and the sizes."""
+    results: dict[str, Any] = {"rows": rows, "dim": dim, "cores": len(os.sched_getaffinity(0))}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_vectors(folder, rows=rows, dim=dim)
@@ -52,23 +52,23 @@ def measure(*, rows: int = 1_000_000, dim: int = 128, repeats: int = 3) -> dict[
             for _ in range(repeats):
                 for way in ways:
                     runs[way].append(in_fresh_process("benchmarks.ingest_embeddings", way, str(folder / f"{layout}.parquet")))
-            found[layout] = {way: summary(made) for way, made in runs.items()}
-    return found
+            results[layout] = {way: summary(measurements) for way, measurements in runs.items()}
+    return results
 
 
-def to_markdown(found: dict[str, Any]) -> str:
-    """One line per layout and way."""
+def to_markdown(results: dict[str, Any]) -> str:
+    """Return one table line per layout and method."""
     lines = [
-        f"{found['rows']:,} x {found['dim']} float32 in one file; median, and all runs in brackets.",
+        f"{results['rows']:,} x {results['dim']} float32 in one file; median, and all runs in brackets.",
         "",
-        "| layout | way | seconds | times faster than pandas | peak anonymous MB | of these before the start |",
+        "| layout | method | seconds | speed-up over pandas | peak anonymous MB | of which at the start |",
         "|:---|:---|---:|---:|---:|---:|",
     ]
     for layout, ways in LAYOUTS.items():
         for way in ways:
-            made = found[layout][way]
-            row = [layout, way, *cells(made, against=[found[layout][ways[0]]]), f"{made['start_anon_bytes'] / 1e6:,.0f}"]
-            lines.append(f"| {' | '.join(row)} |")
+            result, reference = results[layout][way], results[layout][ways[0]]
+            line = [layout, way, *cells(result, references=[reference]), f"{result['start_anon_bytes'] / 1e6:,.0f}"]
+            lines.append(f"| {' | '.join(line)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -99,14 +99,15 @@ def _nightjar_way(file: Path, folder: Path) -> Callable[[], object]:
 
 
 def main() -> None:
+    """Measure one method if arguments name it, otherwise all."""
     if len(sys.argv) == 3:
         way, file = sys.argv[1], Path(sys.argv[2])
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             work = _nightjar_way(file, Path(folder)) if way == "nightjar" else _pandas_way(file, block=way == "pandas_block")
             sys.stdout.write(json.dumps(measured(work)) + "\n")
         return
-    found = measure()
-    sys.stdout.write(to_markdown(found) + "\n" + json.dumps(found) + "\n")
+    results = measure()
+    sys.stdout.write(to_markdown(results) + "\n" + json.dumps(results) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""The interaction log from parquet to a vocabulary and a sorted CSR store: nightjar's stage beside pandas.
+"""Benchmark of the ingest of the interaction log, from parquet to vocabularies and a sorted CSR store, compared with pandas.
 
-    python -m benchmarks.ingest_interactions          # prints the table; `make bench-ingest` writes it down
+    python -m benchmarks.ingest_interactions          # prints the tables; `make bench-ingest` writes them
 
-Two pandas ways, both with string ids, a time split, rows by falling frequency, the sort by user, split, time and item, and the
-arrays written with numpy: `pandas` as it is usually written (value_counts, get_indexer), `pandas_factorize` tuned (factorize,
-counts of the codes). Neither checks a row, hashes or syncs a file, or leaves anything that a second night could go on from; the
-stage does. Each measurement is a process of its own, the ways alternate; seconds are without imports.
+Two pandas programs serve as references: `pandas` in the usual form (value_counts, get_indexer), and `pandas_factorize`, tuned
+(factorize, counts of codes). Both split by time, number string ids by decreasing frequency, sort by user, split, time and
+item, and write the arrays with numpy. Unlike the stage, they do not check rows, hash or sync files, or support a second run
+that continues from the first. Each measurement is a separate process, the methods alternate, and import time is excluded.
 """
 
 import json
@@ -30,7 +30,7 @@ SPLIT = {"kind": "time", "test_days": 1, "validation_days": 1}
 
 
 def write_log(folder: Path, *, days: int, users: int, items: int, first_day: int = 0) -> None:
-    """A file per day with EVENTS_A_DAY events: string ids, some far more frequent than others, times in order."""
+    """Write one file per day with EVENTS_A_DAY events: string ids with skewed frequencies, in time order."""
     user_id = pa.array([f"user-{number:07d}" for number in range(users)])
     item_id = pa.array([f"item-{number:06d}" for number in range(items)])
     folder.mkdir(exist_ok=True)
@@ -45,7 +45,7 @@ def write_log(folder: Path, *, days: int, users: int, items: int, first_day: int
 
 
 def measure(*, repeats: int = 3) -> dict[str, Any]:
-    """20 million events in all ways, a second night with one more day, and 100 million events in nightjar alone."""
+    """Measure 20 million events with all methods, a second run with one more day, and 100 million events with nightjar."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_log(folder / "small", days=10, users=1_000_000, items=200_000)
@@ -54,41 +54,41 @@ def measure(*, repeats: int = 3) -> dict[str, Any]:
             for way in WAYS:
                 runs[way].append(in_fresh_process(MODULE, way, str(folder / "small"), str(folder / "out"), "1GB"))
         write_log(folder / "small", days=1, users=1_000_000, items=200_000, first_day=10)
-        second = in_fresh_process(MODULE, "second_night", str(folder / "small"), str(folder / "out"), "1GB")
+        second = in_fresh_process(MODULE, "second_run", str(folder / "small"), str(folder / "out"), "1GB")
         write_log(folder / "large", days=50, users=5_000_000, items=1_000_000)
-        # The same limit for both, in one run: what a larger log costs, not what more memory does.
+        # Both logs with the same memory limit, so that only the size of the log differs.
         logs = {name: folder / name for name in ("small", "large")}
         same_limit = {
             name: in_fresh_process(MODULE, "nightjar", str(log), str(folder / "out"), "4GB") for name, log in logs.items()
         }
     return {
-        "ways": {way: summary(made) for way, made in runs.items()},
+        "ways": {way: summary(measurements) for way, measurements in runs.items()},
         "second_night": second,
-        "same_limit": {name: made | {"seconds": round(made["seconds"], 2)} for name, made in same_limit.items()},
+        "same_limit": {name: result | {"seconds": round(result["seconds"], 2)} for name, result in same_limit.items()},
     }
 
 
-def to_markdown(found: dict[str, Any]) -> str:
-    """Three tables: beside pandas, the second night, the large log."""
-    ways = found["ways"]
+def to_markdown(results: dict[str, Any]) -> str:
+    """Return three tables: the comparison with pandas, the second run, and the large log."""
+    ways = results["ways"]
     lines = [
         f"{10 * EVENTS_A_DAY:,} events, 1,000,000 users and 200,000 items with string ids, 10 files; memory_limit 1GB; "
         "median, and all runs in brackets.",
         "",
-        "| way | seconds | times faster than pandas | than pandas_factorize | peak anonymous MB |",
+        "| method | seconds | speed-up over pandas | over pandas_factorize | peak anonymous MB |",
         "|:---|---:|---:|---:|---:|",
-        *(f"| {' | '.join([way, *cells(ways[way], against=[ways[other] for other in WAYS[:2]])])} |" for way in WAYS),
+        *(f"| {' | '.join([way, *cells(ways[way], references=[ways[other] for other in WAYS[:2]])])} |" for way in WAYS),
         "",
-        "The next night, one more file of 2,000,000 events; an id whose row changed would be counted.",
+        "A second run with one more file of 2,000,000 events. Every id keeps its row.",
         "",
         "| | seconds | files read | rows read | events in the store | rows that changed |",
         "|:---|---:|---:|---:|---:|---:|",
     ]
     for name in ("first", "second"):
-        row = found["second_night"][name]
+        run = results["second_night"][name]
         lines.append(
-            f"| {name} night | {row['seconds']:.2f} | {row['files_read']} | {row['rows_read']:,} | {row['events']:,} "
-            f"| {row['rows_changed']:,} |"
+            f"| {name} run | {run['seconds']:.2f} | {run['files_read']} | {run['rows_read']:,} | {run['events']:,} "
+            f"| {run['rows_changed']:,} |"
         )
     lines += [
         "",
@@ -98,9 +98,9 @@ def to_markdown(found: dict[str, Any]) -> str:
         "| events | seconds | microseconds per event | peak anonymous MB |",
         "|---:|---:|---:|---:|",
     ]
-    for made in found["same_limit"].values():
-        per_event = 1e6 * made["seconds"] / made["events"]
-        lines.append(f"| {made['events']:,} | {made['seconds']:.1f} | {per_event:.3f} | {made['peak_anon_bytes'] / 1e6:,.0f} |")
+    for run in results["same_limit"].values():
+        per_event = 1e6 * run["seconds"] / run["events"]
+        lines.append(f"| {run['events']:,} | {run['seconds']:.1f} | {per_event:.3f} | {run['peak_anon_bytes'] / 1e6:,.0f} |")
     return "\n".join(lines) + "\n"
 
 
@@ -145,44 +145,44 @@ def _nightjar(paths: list[Path], folder: Path, *, memory_limit: str, previous: A
     return ingest_interactions(config, embeddings=None, folder=folder, previous=previous)
 
 
-def _two_nights(paths: list[Path], out: Path, *, memory_limit: str) -> dict[str, Any]:
+def _two_runs(paths: list[Path], out: Path, *, memory_limit: str) -> dict[str, Any]:
     first = _nightjar(paths[:-1], out / "first", memory_limit=memory_limit)
     second = _nightjar(paths, out / "second", memory_limit=memory_limit, previous=first)
     changed = 0
     for side in ("users", "items"):
-        before, after = (pq.read_table(night.path(f"{side}.parquet"), columns=["id"]).column("id") for night in (first, second))
+        before, after = (pq.read_table(run.path(f"{side}.parquet"), columns=["id"]).column("id") for run in (first, second))
         changed += int((before.to_numpy() != after.slice(0, len(before)).to_numpy()).sum())
     return {
         name: {
-            "seconds": night.seconds,
-            "files_read": night.files_read,
-            "rows_read": night.rows_read,
-            "events": night.train_events + night.validation_events + night.test_events,
+            "seconds": run.seconds,
+            "files_read": run.files_read,
+            "rows_read": run.rows_read,
+            "events": run.train_events + run.validation_events + run.test_events,
             "rows_changed": changed,
         }
-        for name, night in {"first": first, "second": second}.items()
+        for name, run in {"first": first, "second": second}.items()
     }
 
 
-def _answer(way: str, paths: list[Path], out: Path, memory_limit: str) -> dict[str, Any]:
-    if way == "second_night":
-        return _two_nights(paths, out, memory_limit=memory_limit)
+def _measure_one(way: str, paths: list[Path], out: Path, memory_limit: str) -> dict[str, Any]:
+    if way == "second_run":
+        return _two_runs(paths, out, memory_limit=memory_limit)
     events = sum(pq.read_metadata(path).num_rows for path in paths)
     if way == "nightjar":
-        from recsys_core.data.interactions import ingest  # noqa: F401  so that the import is not measured
+        from recsys_core.data.interactions import ingest  # noqa: F401  imported before the measurement
 
         return measured(lambda: _nightjar(paths, out / "stage", memory_limit=memory_limit)) | {"events": events}
     return measured(_pandas_way(paths, out, tuned=way == "pandas_factorize")) | {"events": events}
 
 
 def main() -> None:
-    """One measurement where arguments say which, else all."""
+    """Measure one method if arguments name it, otherwise all."""
     if len(sys.argv) == 5:
         way, folder, out, memory_limit = sys.argv[1:]
         Path(out).mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out) as scratch:
-            answer = _answer(way, sorted(Path(folder).glob("*.parquet")), Path(scratch), memory_limit)
-        sys.stdout.write(json.dumps(answer) + "\n")
+            result = _measure_one(way, sorted(Path(folder).glob("*.parquet")), Path(scratch), memory_limit)
+        sys.stdout.write(json.dumps(result) + "\n")
         return
     sys.stdout.write(to_markdown(measure()))
 

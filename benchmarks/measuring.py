@@ -1,4 +1,4 @@
-"""Seconds and anonymous memory of one piece of work in a process of its own."""
+"""Measurement of seconds and anonymous memory in separate processes."""
 
 import json
 import subprocess
@@ -15,34 +15,36 @@ SAMPLE_S = 0.005
 
 
 def in_fresh_process(module: str, *arguments: str) -> dict[str, Any]:
-    """The answer of `python -m module arguments`, which ends in one line of JSON."""
-    done = subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    """Run `python -m module arguments`, and return the JSON of its last output line."""
+    process = subprocess.run(
+        [sys.executable, "-m", module, *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
+    )
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return result
 
 
 def measured(work: Callable[[], object]) -> dict[str, Any]:
-    """Seconds, and RssAnon of /proc/self/status before the start and at its highest; pages of mapped files are not in it."""
+    """Return the seconds of `work`, and RssAnon of /proc/self/status at the start and at its peak, without mapped files."""
     start_bytes = _anon_bytes()
-    peak, over = [start_bytes], threading.Event()
+    samples, is_over = [start_bytes], threading.Event()
 
     def sample() -> None:
-        while not over.wait(SAMPLE_S):
-            peak.append(_anon_bytes())
+        while not is_over.wait(SAMPLE_S):
+            samples.append(_anon_bytes())
 
     sampler = threading.Thread(target=sample)
     sampler.start()
     started = time.perf_counter()
-    kept = work()
+    result = work()
     seconds = time.perf_counter() - started
-    over.set()
+    is_over.set()
     sampler.join()
-    del kept
-    return {"seconds": seconds, "peak_anon_bytes": max(peak), "start_anon_bytes": start_bytes}
+    del result  # was kept alive until the last sample
+    return {"seconds": seconds, "peak_anon_bytes": max(samples), "start_anon_bytes": start_bytes}
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds of each run, the highest of the peaks."""
+    """Return the seconds of each run and the highest peak."""
     return {
         "seconds": [round(run["seconds"], 2) for run in runs],
         "peak_anon_bytes": max(int(run["peak_anon_bytes"]) for run in runs),
@@ -50,12 +52,12 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def cells(made: dict[str, Any], *, against: Sequence[dict[str, Any]]) -> list[str]:
-    """Median and all runs, how many times faster than each of `against`, peak memory in MB and as a share of each."""
-    seconds = median(made["seconds"])
-    runs = ", ".join(f"{value:.2f}" for value in sorted(made["seconds"]))
-    faster = [f"{median(other['seconds']) / seconds:.1f}" for other in against]
-    return [f"{seconds:.2f} ({runs})", *faster, f"{made['peak_anon_bytes'] / 1e6:,.0f}"]
+def cells(measurement: dict[str, Any], *, references: Sequence[dict[str, Any]]) -> list[str]:
+    """Return table cells: the median and all runs, the speed-up over each reference, and the peak memory in MB."""
+    seconds = median(measurement["seconds"])
+    runs = ", ".join(f"{value:.2f}" for value in sorted(measurement["seconds"]))
+    faster = [f"{median(other['seconds']) / seconds:.1f}" for other in references]
+    return [f"{seconds:.2f} ({runs})", *faster, f"{measurement['peak_anon_bytes'] / 1e6:,.0f}"]
 
 
 def _anon_bytes() -> int:

@@ -1,8 +1,8 @@
-"""Whole nights on the demo's data and on Amazon Beauty: metrics beside baselines, and seconds per stage.
+"""Benchmark of complete runs on the demo data and on Amazon Beauty: metrics, baselines, and seconds per stage.
 
     make bench-nightly          # writes benchmarks/nightly.json and benchmarks/nightly.md
 
-Beauty is left out where ../shared/data/beauty is absent.
+Beauty needs `python examples/get_data.py beauty`; it is skipped if data/beauty does not exist.
 """
 
 import json
@@ -18,53 +18,53 @@ from recsys_core.preflight import installed_versions
 
 ROOT = Path(__file__).resolve().parents[1]
 NIGHTJAR = [sys.executable, "-m", "flows.cli"]
-NIGHTS = {
+RUNS = {
     "demo": ["demo", "--workspace", "{workspace}"],
     "beauty": ["run", "examples/beauty.yaml", "--set", "workspace={workspace}"],
 }
 METRICS = ("recall@20", "hit_rate@10", "ndcg@10", "mrr", "auc")
-CONTENDERS = {"model": "test", "popularity": "baseline/popularity", "zero_shot": "baseline/zero_shot"}
+METRIC_PREFIXES = {"model": "test", "popularity": "baseline/popularity", "zero_shot": "baseline/zero_shot"}
 
 
-def run_night(arguments: list[str]) -> dict[str, Any]:
-    """One night in a workspace of its own; its --json answer without anything that names a path."""
+def execute_run(arguments: list[str]) -> dict[str, Any]:
+    """Execute one run in a new workspace, and return the metrics and seconds of its --json output, without paths."""
     with tempfile.TemporaryDirectory() as workspace:
-        command = [*NIGHTJAR, *(part.format(workspace=workspace) for part in arguments), "--json"]
-        done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    answer = json.loads(done.stdout.splitlines()[-1])
+        command = [*NIGHTJAR, *(argument.format(workspace=workspace) for argument in arguments), "--json"]
+        process = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    output = json.loads(process.stdout.splitlines()[-1])
     return {
         "metrics": {
-            **{name: {m: answer["metrics"].get(f"{p}/{m}") for m in METRICS} for name, p in CONTENDERS.items()},
-            "served": {m: answer["metrics"].get(f"served/{m}") for m in METRICS},
+            **{name: {m: output["metrics"].get(f"{p}/{m}") for m in METRICS} for name, p in METRIC_PREFIXES.items()},
+            "served": {m: output["metrics"].get(f"served/{m}") for m in METRICS},
         },
-        "seconds": {stage: round(facts["seconds"], 1) for stage, facts in answer["stages"].items()},
+        "seconds": {stage: round(result["seconds"], 1) for stage, result in output["stages"].items()},
     }
 
 
 def to_markdown(results: dict[str, Any]) -> str:
-    """One table per night."""
-    lines = [f"Made on {results['date']} on {results['machine']} by `make bench-nightly`; one run each.", ""]
-    for name, night in results["nights"].items():
+    """Return one table per run."""
+    lines = [f"Measured on {results['date']} on {results['machine']} by `make bench-nightly`; one run each.", ""]
+    for name, run in results["nights"].items():
         lines += [f"## {name}", "", "| | " + " | ".join(METRICS) + " |", "|:---|" + "---:|" * len(METRICS)]
-        for contender, values in night["metrics"].items():
-            shown = ("-" if values[m] is None else f"{values[m]:.4f}" for m in METRICS)
-            lines.append(f"| {contender} | " + " | ".join(shown) + " |")
-        seconds = ", ".join(f"{stage} {value:g}" for stage, value in night["seconds"].items())
+        for model, values in run["metrics"].items():
+            cells = ("-" if values[m] is None else f"{values[m]:.4f}" for m in METRICS)
+            lines.append(f"| {model} | " + " | ".join(cells) + " |")
+        seconds = ", ".join(f"{stage} {value:g}" for stage, value in run["seconds"].items())
         lines += ["", f"Seconds: {seconds}.", ""]
-    lines.append("`served` is the INT8 tower and the index, asked in a fresh process for a sample of 2,000 test users.")
+    lines.append("`served` is the INT8 tower and the index, measured in a new process on a sample of 2,000 test users.")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    nights = {
-        name: arguments for name, arguments in NIGHTS.items() if name != "beauty" or (ROOT / "../shared/data/beauty").is_dir()
-    }
+    """Execute the runs, and write nightly.json and nightly.md."""
+    has_beauty = (ROOT / "data" / "beauty").is_dir()
+    runs = {name: arguments for name, arguments in RUNS.items() if name != "beauty" or has_beauty}
     versions = installed_versions()
     results = {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "machine": f"{len(os.sched_getaffinity(0))} cores",
         "versions": {name: versions[name] for name in ("torch", "torchrec", "prefect", "mlflow") if name in versions},
-        "nights": {name: run_night(arguments) for name, arguments in nights.items()},
+        "nights": {name: execute_run(arguments) for name, arguments in runs.items()},
     }
     (ROOT / "benchmarks" / "nightly.json").write_text(json.dumps(results, indent=2) + "\n")
     (ROOT / "benchmarks" / "nightly.md").write_text(to_markdown(results))

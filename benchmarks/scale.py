@@ -1,8 +1,8 @@
-"""Three sizes on paper: what the planner says of them, and what follows from it under assumptions that are all named here.
+"""Estimates for three model sizes from the sharding planner, with all assumptions named here.
 
     make bench-scale          # writes benchmarks/scale.json and the tables of docs/scale.md; no GPU, under two minutes
 
-Nothing is measured but the seconds that planning takes; the loader's rate is that of benchmarks/ingest.md.
+Only the planning time is measured. The loader's throughput comes from benchmarks/ingest.md.
 """
 
 import json
@@ -59,76 +59,77 @@ LARGEST = "20 B rows, 32 x 8 GPUs"
 
 
 def distinct_items(items: int, *, draws: int, negatives: int, exponent: float) -> float:
-    """Expected number of different items in a batch: `draws` by a Zipf law and `negatives` evenly.
+    """Return the expected number of distinct items in a batch of `draws` Zipf draws and `negatives` uniform draws.
 
-    Summed over ranks up to 1,000 and integrated beyond, for a catalogue of a thousand million need not be listed.
+    The sum runs over the 1,000 most popular items; the rest is integrated, so the catalogue of 10^9 items is not listed.
     """
     head = np.arange(1, min(items, 1000) + 1, dtype=np.float64)
     edge = np.geomspace(1000.5, items + 0.5, 4001) if items > 1000 else np.empty(0)
     middle = np.sqrt(edge[1:] * edge[:-1])
-    rank, width = np.concatenate([head, middle]), np.concatenate([np.ones_like(head), np.diff(edge)])
-    share = rank**-exponent
+    popularity_rank, width = np.concatenate([head, middle]), np.concatenate([np.ones_like(head), np.diff(edge)])
+    share = popularity_rank**-exponent
     share /= (share * width).sum()
     return float((width * -np.expm1(draws * np.log1p(-share) + negatives * np.log1p(-1 / items))).sum())
 
 
-def spec_of(size: dict[str, Any], *, bags: bool) -> ModelSpec:
-    """bags: a user's row is pooled with the queries' features (tables.user.lookup: pooled)."""
+def spec_of(size: dict[str, Any], *, pooled_users: bool) -> ModelSpec:
+    """Return the model of one size; `pooled_users` sets tables.user.lookup to pooled."""
     config = TwoTowerConfig(embedding_dim=ASSUMED["dim"], user_id=size["users"] > 0)
-    tables = {"user": TableConfig(lookup="pooled")} if bags and config.user_id else {}
+    tables = {"user": TableConfig(lookup="pooled")} if pooled_users and config.user_id else {}
     return ModelSpec.sized(config, num_users=size["users"], num_items=size["items"], tables=tables)
 
 
-def plan(size: dict[str, Any], *, optimizer: str = "rowwise_adagrad", bags: bool = False) -> PlanFile:
+def plan(size: dict[str, Any], *, optimizer: str = "rowwise_adagrad", pooled_users: bool = False) -> PlanFile:
+    """Return the planner's plan for one size."""
     batch, draws = ASSUMED["batch_size"], ASSUMED["batch_size"] * (1 + ASSUMED["history"])
     distinct = distinct_items(size["items"], draws=draws, negatives=ASSUMED["negatives"], exponent=ASSUMED["zipf_exponent"])
     cluster = ClusterConfig(device="cuda", num_nodes=size["nodes"], processes_per_node=size["processes"], **HOST)
     return make_plan(
         ShardingConfig(cluster=cluster),
-        model=spec_of(size, bags=bags),
+        model=spec_of(size, pooled_users=pooled_users),
         batch_size=batch,
         optimizer=TableOptimizer(kind=optimizer),
         lookup_stats=LookupStats(values_per_query={"item": distinct / batch, "user": 1.0}, hot_row_curve={}),
     )
 
 
-def sent_bytes(made: PlanFile, *, by_row: set[str], number_bytes: int) -> dict[str, float]:
-    """Bytes that the busiest rank sends per step for rows and their gradients, and how many of them leave the host."""
-    ranks, local, batch = made.world_size, made.processes_per_node, made.batch_size
+def sent_bytes(plan_file: PlanFile, *, unpooled_tables: set[str], number_bytes: int) -> dict[str, float]:
+    """Return the bytes that the busiest rank sends per step for rows and gradients: in total and between hosts."""
+    ranks, local, batch = plan_file.world_size, plan_file.processes_per_node, plan_file.batch_size
     total = outside = 0.0
-    for name, table in made.tables.items():
-        row = table.dim * number_bytes
-        if name in by_row and table.sharding_type == "row_wise":
-            each = table.values_per_query * batch * row
+    for name, table in plan_file.tables.items():
+        row_bytes = table.dim * number_bytes
+        if name in unpooled_tables and table.sharding_type == "row_wise":
+            each = table.values_per_query * batch * row_bytes
             total, outside = total + each * (ranks - 1) / ranks, outside + each * (ranks - local) / ranks
-        elif table.sharding_type == "row_wise":  # a sum for every query of every rank, most of them zeros
-            total, outside = total + (ranks - 1) * batch * row, outside + (ranks - local) * batch * row
-        elif table.sharding_type == "table_row_wise":  # added up within the host, then sent on
-            kept = ranks * batch * row / local
-            away = kept * (made.num_nodes - 1) / made.num_nodes
-            total, outside = total + (local - 1) * kept + away, outside + away
-        else:  # table_wise: its rank sends to all others
-            each = table.values_per_query * batch * row
+        elif table.sharding_type == "row_wise":  # a partial sum for every query of every rank, mostly zeros
+            total, outside = total + (ranks - 1) * batch * row_bytes, outside + (ranks - local) * batch * row_bytes
+        elif table.sharding_type == "table_row_wise":  # added up within the host, then sent to the other hosts
+            within_host = ranks * batch * row_bytes / local
+            between_hosts = within_host * (plan_file.num_nodes - 1) / plan_file.num_nodes
+            total, outside = total + (local - 1) * within_host + between_hosts, outside + between_hosts
+        else:  # table_wise: the rank of the table sends to all others
+            each = table.values_per_query * batch * row_bytes
             total, outside = total + (ranks - 1) * each, outside + (ranks - local) * each
     return {"sent": 2 * total, "between_hosts": 2 * outside}  # rows forward, gradients backward
 
 
-def measure(size: dict[str, Any], *, bags: bool = False) -> dict[str, Any]:
-    """Everything that is told of one size."""
+def measure(size: dict[str, Any], *, pooled_users: bool = False) -> dict[str, Any]:
+    """Return all estimates for one size."""
     started = time.perf_counter()
-    made = plan(size, bags=bags)
+    plan_file = plan(size, pooled_users=pooled_users)
     seconds = time.perf_counter() - started
-    by_row = {name for name, table in spec_of(size, bags=bags).tables.items() if table.unpooled}
-    fullest = max(made.ranks, key=lambda rank: rank.hbm_bytes)
+    unpooled_tables = {name for name, table in spec_of(size, pooled_users=pooled_users).tables.items() if table.unpooled}
+    fullest = max(plan_file.ranks, key=lambda rank: rank.hbm_bytes)
     columns = ASSUMED["batch_size"] + ASSUMED["negatives"]
     towers_ms = 6 * ASSUMED["batch_size"] * columns * ASSUMED["dim"] / ASSUMED["tower_tflops"] / 1e9
-    comms_ms = max(rank.forward_comms_ms + rank.backward_comms_ms for rank in made.ranks)
+    comms_ms = max(rank.forward_comms_ms + rank.backward_comms_ms for rank in plan_file.ranks)
     loader_ms = 1000 * ASSUMED["batch_size"] / ASSUMED["loader_samples_per_s_and_rank"]
-    step_ms = max(made.step_ms + towers_ms, loader_ms)
-    steps = math.ceil(size["examples"] / ASSUMED["batch_size"] / made.world_size)
+    step_ms = max(plan_file.step_ms + towers_ms, loader_ms)
+    steps = math.ceil(size["examples"] / ASSUMED["batch_size"] / plan_file.world_size)
     hours = steps * step_ms / 3.6e6
-    weights = sum(sum(table.weights for table in rank.tables.values()) for rank in made.ranks)
-    state = sum(sum(table.optimizer for table in rank.tables.values()) for rank in made.ranks)
+    weights = sum(sum(table.weights for table in rank.tables.values()) for rank in plan_file.ranks)
+    state = sum(sum(table.optimizer for table in rank.tables.values()) for rank in plan_file.ranks)
     return {
         "tables": {
             name: {
@@ -137,60 +138,60 @@ def measure(size: dict[str, Any], *, bags: bool = False) -> dict[str, Any]:
                 "kernel": t.compute_kernel,
                 "values_per_query": t.values_per_query,
             }
-            for name, t in made.tables.items()
+            for name, t in plan_file.tables.items()
         },
-        "gpus": made.world_size,
+        "gpus": plan_file.world_size,
         "weights_bytes": weights,
         "optimizer_bytes": state,
         "rank_hbm_bytes": fullest.hbm_bytes,
-        "rank_ddr_bytes": max(rank.ddr_bytes for rank in made.ranks),
+        "rank_ddr_bytes": max(rank.ddr_bytes for rank in plan_file.ranks),
         "rank_buffer_bytes": sum(table.buffers for table in fullest.tables.values()),
-        "usable_hbm_bytes": made.usable_hbm_bytes,
-        "fp32": sent_bytes(made, by_row=by_row, number_bytes=4),
-        "fp16": sent_bytes(made, by_row=by_row, number_bytes=2),
-        "lookups_ms": made.step_ms,
+        "usable_hbm_bytes": plan_file.usable_hbm_bytes,
+        "fp32": sent_bytes(plan_file, unpooled_tables=unpooled_tables, number_bytes=4),
+        "fp16": sent_bytes(plan_file, unpooled_tables=unpooled_tables, number_bytes=2),
+        "lookups_ms": plan_file.step_ms,
         "comms_ms": comms_ms,
         "towers_ms": towers_ms,
         "loader_ms": loader_ms,
         "step_ms": step_ms,
-        "step_ms_fp16": max(made.step_ms - comms_ms / 2 + towers_ms, loader_ms),
+        "step_ms_fp16": max(plan_file.step_ms - comms_ms / 2 + towers_ms, loader_ms),
         "examples": size["examples"],
         "steps": steps,
         "hours": hours,
-        "dollars": hours * made.world_size * ASSUMED["dollars_per_gpu_hour"],
-        "checkpoint_write_s": (weights + state) / 1e9 / ASSUMED["checkpoint_write_gb_per_s_and_host"] / made.num_nodes,
+        "dollars": hours * plan_file.world_size * ASSUMED["dollars_per_gpu_hour"],
+        "checkpoint_write_s": (weights + state) / 1e9 / ASSUMED["checkpoint_write_gb_per_s_and_host"] / plan_file.num_nodes,
         "checkpoint_hash_s": (weights + state) / 1e9 / ASSUMED["checkpoint_hash_gb_per_s"],
         "plan_seconds": seconds,
-        "naive": {one.name: one.model_dump() for one in made.naive},
+        "naive": {one.name: one.model_dump() for one in plan_file.naive},
     }
 
 
 def optimizers() -> dict[str, Any]:
-    """The largest size with other optimizers: bytes of one GPU, or why not."""
-    found: dict[str, Any] = {}
+    """Return the memory of one GPU for the largest size with other optimizers, or the planner's error."""
+    results: dict[str, Any] = {}
     for kind in ("sgd", "rowwise_adagrad", "adagrad", "adam"):
         try:
-            made = plan(SIZES[LARGEST], optimizer=kind)
+            plan_file = plan(SIZES[LARGEST], optimizer=kind)
         except InputError as error:
-            found[kind] = {"refused": str(error)}
+            results[kind] = {"refused": str(error)}
             continue
-        fullest = max(made.ranks, key=lambda rank: rank.hbm_bytes)
-        kernels = sorted({table.compute_kernel for table in made.tables.values()})
-        found[kind] = {
+        fullest = max(plan_file.ranks, key=lambda rank: rank.hbm_bytes)
+        kernels = sorted({table.compute_kernel for table in plan_file.tables.values()})
+        results[kind] = {
             "rank_hbm_bytes": fullest.hbm_bytes,
             "rank_ddr_bytes": fullest.ddr_bytes,
-            "lookups_ms": made.step_ms,
+            "lookups_ms": plan_file.step_ms,
             "kernels": kernels,
         }
-    return found
+    return results
 
 
 def to_markdown(result: dict[str, Any]) -> str:
-    """The tables of docs/scale.md."""
+    """Return the tables of docs/scale.md."""
     sizes = result["sizes"]
 
-    def line(words: str, shown: Any) -> str:
-        return f"| {words} | " + " | ".join(shown(one) for one in sizes.values()) + " |"
+    def line(label: str, cell: Any) -> str:
+        return f"| {label} | " + " | ".join(cell(size) for size in sizes.values()) + " |"
 
     lines = ["| | " + " | ".join(sizes) + " |", "|:---|" + "---:|" * len(sizes)]
     for table in ("item", "user"):
@@ -203,58 +204,59 @@ def to_markdown(result: dict[str, Any]) -> str:
             )
         )
     lines += [
-        line("different items in a rank's batch", lambda o: f"{o['tables']['item']['values_per_query'] * 8192:,.0f}"),
+        line("distinct items in a rank's batch", lambda o: f"{o['tables']['item']['values_per_query'] * 8192:,.0f}"),
         line("weights, GB", lambda o: f"{o['weights_bytes'] / 1e9:,.1f}"),
         line("row-wise Adagrad state, GB", lambda o: f"{o['optimizer_bytes'] / 1e9:,.2f}"),
         line(
-            "fullest GPU, GB of the usable", lambda o: f"{o['rank_hbm_bytes'] / 1e9:.1f} of {o['usable_hbm_bytes'] / 1e9:.1f}"
+            "fullest GPU, GB used of usable", lambda o: f"{o['rank_hbm_bytes'] / 1e9:.1f} of {o['usable_hbm_bytes'] / 1e9:.1f}"
         ),
-        line("of that, buffers of a step, GB", lambda o: f"{o['rank_buffer_bytes'] / 1e9:.2f}"),
+        line("of which buffers of a step, GB", lambda o: f"{o['rank_buffer_bytes'] / 1e9:.2f}"),
         line("sent by the busiest GPU per step, fp32, MB", lambda o: f"{o['fp32']['sent'] / 1e6:,.1f}"),
-        line("of that between hosts, MB", lambda o: f"{o['fp32']['between_hosts'] / 1e6:,.1f}"),
-        line("sent with fp16 comms, MB", lambda o: f"{o['fp16']['sent'] / 1e6:,.1f}"),
+        line("of which between hosts, MB", lambda o: f"{o['fp32']['between_hosts'] / 1e6:,.1f}"),
+        line("sent with fp16 communication, MB", lambda o: f"{o['fp16']['sent'] / 1e6:,.1f}"),
         line("lookups, ms (planner)", lambda o: f"{o['lookups_ms']:.2f}"),
-        line("of that comms, ms (planner)", lambda o: f"{o['comms_ms']:.2f}"),
+        line("of which communication, ms (planner)", lambda o: f"{o['comms_ms']:.2f}"),
         line("towers and scores, ms", lambda o: f"{o['towers_ms']:.2f}"),
         line("loader, ms", lambda o: f"{o['loader_ms']:.2f}"),
         line("**step, ms**", lambda o: f"**{o['step_ms']:.2f}**"),
-        line("step with fp16 comms, ms", lambda o: f"{o['step_ms_fp16']:.2f}"),
-        line("examples of a night", lambda o: f"{o['examples']:,}"),
+        line("step with fp16 communication, ms", lambda o: f"{o['step_ms_fp16']:.2f}"),
+        line("examples of an epoch", lambda o: f"{o['examples']:,}"),
         line("steps", lambda o: f"{o['steps']:,}"),
         line("**hours**", lambda o: f"**{o['hours']:.2f}**"),
         line("**dollars**", lambda o: f"**{o['dollars']:,.{1 if o['dollars'] < 10 else 0}f}**"),
-        line("a checkpoint, written, s", lambda o: f"{o['checkpoint_write_s']:,.0f}"),
-        line("a checkpoint, hashed by one host, s", lambda o: f"{o['checkpoint_hash_s']:,.0f}"),
-        line("planning took, s", lambda o: f"{o['plan_seconds']:.1f}"),
+        line("write a checkpoint, s", lambda o: f"{o['checkpoint_write_s']:,.0f}"),
+        line("hash a checkpoint on one host, s", lambda o: f"{o['checkpoint_hash_s']:,.0f}"),
+        line("planning time, s", lambda o: f"{o['plan_seconds']:.1f}"),
     ]
-    lines += ["", f"The same {LARGEST.split(',')[0]} with other optimizers:", "", "| optimizer | |", "|:---|:---|"]
-    for kind, found in result["optimizers"].items():
-        if "refused" in found:
-            told = found["refused"].split("input): ")[1]
+    lines += ["", f"{LARGEST.split(',')[0]} with other optimizers:", "", "| optimizer | memory per GPU |", "|:---|:---|"]
+    for kind, estimate in result["optimizers"].items():
+        if "refused" in estimate:
+            cell = estimate["refused"].split("input): ")[1]
         else:
-            hbm, ddr = found["rank_hbm_bytes"] / 1e9, found["rank_ddr_bytes"] / 1e9
-            told = (
-                f"{hbm:.1f} GB of HBM and {ddr:.1f} GB of main memory per GPU, kernels {', '.join(found['kernels'])}, "
-                f"lookups {found['lookups_ms']:,.1f} ms"
+            hbm, ddr = estimate["rank_hbm_bytes"] / 1e9, estimate["rank_ddr_bytes"] / 1e9
+            cell = (
+                f"{hbm:.1f} GB of HBM and {ddr:.1f} GB of main memory per GPU, kernels {', '.join(estimate['kernels'])}, "
+                f"lookups {estimate['lookups_ms']:,.1f} ms"
             )
-        lines.append(f"| {kind} | {told} |")
-    one = result["bags"]
+        lines.append(f"| {kind} | {cell} |")
+    pooled = result["bags"]
     lines += [
         "",
-        f"And with users in bags (`tables.user.lookup: pooled`): {one['fp32']['sent'] / 1e6:,.1f} MB sent per step, lookups "
-        f"{one['lookups_ms']:.2f} ms, step {one['step_ms']:.2f} ms, {one['hours']:.2f} hours, {one['dollars']:,.0f} dollars.",
+        f"With pooled user lookups (`tables.user.lookup: pooled`): {pooled['fp32']['sent'] / 1e6:,.1f} MB sent per step, "
+        f"lookups {pooled['lookups_ms']:.2f} ms, step {pooled['step_ms']:.2f} ms, {pooled['hours']:.2f} hours, "
+        f"{pooled['dollars']:,.0f} dollars.",
     ]
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Plans, writes scale.json, and puts the tables into docs/scale.md."""
+    """Plan all sizes, and write scale.json and the tables of docs/scale.md."""
     result = {
         "versions": {name: version for name, version in installed_versions().items() if name in ("torch", "torchrec")},
         "assumed": ASSUMED | {"host": HOST},
         "sizes": {name: measure(size) for name, size in SIZES.items()},
         "optimizers": optimizers(),
-        "bags": measure(SIZES[LARGEST], bags=True),
+        "bags": measure(SIZES[LARGEST], pooled_users=True),
     }
     RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     page = PAGE.read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
-"""The training loop of TorchRec's retrieval example, written again for a comparison: random batches, TorchRec's defaults.
+"""The training loop of TorchRec's retrieval example, rewritten for a comparison: random batches, TorchRec's defaults.
 
-Two tables looked up in one EmbeddingBagCollection, an MLP on each side, binary cross-entropy of the dot products, row-wise
-Adagrad in the backward pass, Adam for the MLPs, DistributedModelParallel with what it chooses by itself, and its pipeline.
+Two tables in one EmbeddingBagCollection, an MLP per tower, binary cross-entropy of the dot products, row-wise Adagrad in the
+backward pass, Adam for the MLPs, DistributedModelParallel with its default plan, and TrainPipelineSparseDist.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +28,7 @@ FEATURES = ("userId", "movieId")
 
 
 class Task(nn.Module):
-    """(loss, the rest) of a batch of pairs and their labels."""
+    """The two-tower model. The forward pass returns (loss, (loss, logits, labels)) for a batch of pairs and labels."""
 
     def __init__(self, *, rows: int, dim: int, layers: list[int], device: torch.device) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Task(nn.Module):
 def train(
     *, rows: int, dim: int, layers: list[int], batch_size: int, paced: Callable[[Iterable[Batch]], Iterator[Batch]]
 ) -> None:
-    """Trains on as many batches as `paced` lets through."""
+    """Train on the batches that `paced` yields."""
     device = torch.device("cpu")
     task = Task(rows=rows, dim=dim, layers=layers, device=device)
     apply_optimizer_in_backward(RowWiseAdagrad, task.ebc.parameters(), {"lr": 0.01})

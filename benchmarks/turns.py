@@ -1,7 +1,7 @@
-"""Contestants that are all up and run one at a time, a window of steps each, in turns.
+"""Interleaved timing of several trainers: all are started, and they run one at a time, for a window of steps in each round.
 
-A machine's speed changes from one second to the next. Contestants that follow each other within seconds feel the same of it,
-so a round of windows gives ratios that can be compared where runs of minutes, one after the other, cannot.
+The speed of a machine changes within seconds. Windows of one round see similar conditions, so their ratios are comparable;
+ratios between separate runs of several minutes are not.
 """
 
 import time
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Turns:
-    """A rank's side: the parent's word is waited for before each window, and answered with the seconds that it took."""
+    """The side of a rank: it waits for the parent before each window, and sends back the seconds of the window."""
 
     def __init__(self, pipe: Connection, *, window: int, windows: int) -> None:
         self._pipe = pipe
@@ -22,28 +22,28 @@ class Turns:
 
     @property
     def steps(self) -> int:
-        """In all windows."""
+        """Number of steps in all windows."""
         return self.window * self.windows
 
     def paced(self, batches: Iterable[T]) -> Iterator[T]:
-        """The batches of all windows. A window lasts from when its first batch is asked for to when the next window's is."""
-        coming = iter(batches)
+        """Yield the batches of all windows. A window ends when the trainer requests the first batch of the next one."""
+        remaining = iter(batches)
         for _ in range(self.windows):
             self._pipe.recv()
             started = time.perf_counter()
-            yield from islice(coming, self.window)
+            yield from islice(remaining, self.window)
             self._pipe.send(time.perf_counter() - started)
 
 
 def run_window(pipes: Sequence[Connection]) -> float:
-    """Seconds that the slowest rank of one contestant took."""
+    """Run a window of one contestant, and return the seconds of its slowest rank."""
     for pipe in pipes:
         pipe.send(None)
     return max(float(pipe.recv()) for pipe in pipes)
 
 
 def take_turns(contestants: Mapping[str, Sequence[Connection]], *, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each contestant's window in each round. The pipes lead to its ranks."""
+    """Return the seconds of each contestant in each round, given the pipes to its ranks."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, pipes in contestants.items():

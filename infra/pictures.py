@@ -49,7 +49,7 @@ def terminal_svg(session: str, *, title: str, columns: int) -> str:
 
 
 def final_lines(session: str) -> list[str]:
-    """Return the last state of each line: progress bars overwrite lines with cursor movements.
+    """Return the final state of each line, after cursor movements of progress bars.
 
     >>> final_lines("a\\nepoch 1\\r\\x1b[2Kepoch 2\\n\\x1b[1A\\x1b[2Kdone\\n")
     ['a', 'done']
@@ -67,7 +67,7 @@ def final_lines(session: str) -> list[str]:
             lines[row] = ""
         elif escape is None or escape[2] == "m":
             lines[row] += piece
-    return [line for line in lines if _ESCAPE.sub("", line).strip()]
+    return "\n".join(lines).strip("\n").split("\n")
 
 
 def screenshot(source: str, *, target: Path, width: int, height: int) -> None:
@@ -76,7 +76,7 @@ def screenshot(source: str, *, target: Path, width: int, height: int) -> None:
     if chromium is None:
         sys.exit("no chromium on the PATH; install it to make screenshots")
     url = source if "://" in source else Path(source).resolve().as_uri()
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=1"]
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=20000"]
     subprocess.run(
         [chromium, *flags, f"--window-size={width},{height}", f"--screenshot={target.resolve()}", url],
         check=True,

@@ -1,4 +1,4 @@
-"""docs/scale.md says what benchmarks/scale.json says, and the formulas behind it hold where they can be checked."""
+"""The estimates of docs/scale.md: the page shows the stored result, and the formulas agree with the planner."""
 
 import json
 
@@ -16,17 +16,19 @@ def test_the_page_shows_the_numbers_of_the_last_result() -> None:
 
 
 @pytest.mark.parametrize("exponent", [0.8, 1.0, 1.2])
-def test_distinct_items_of_a_law_are_those_counted_one_by_one(exponent: float) -> None:
+def test_distinct_items_of_a_zipf_law_equal_a_count_over_all_items(exponent: float) -> None:
     items, draws, negatives = 20_000, 5_000, 300
     count_I = np.rint(1e12 * np.arange(1, items + 1, dtype=np.float64) ** -exponent).astype(np.int64)
-    listed = lookup_probability(count_I, draws=draws, negatives=negatives, alpha=0.0).sum()
-    assert distinct_items(items, draws=draws, negatives=negatives, exponent=exponent) == pytest.approx(listed, rel=0.005)
+    counted = lookup_probability(count_I, draws=draws, negatives=negatives, alpha=0.0).sum()
+    assert distinct_items(items, draws=draws, negatives=negatives, exponent=exponent) == pytest.approx(counted, rel=0.005)
 
 
-def test_bytes_of_rows_looked_up_one_by_one_are_what_the_planner_divides_by_the_bandwidth() -> None:
+def test_the_bytes_of_unpooled_rows_equal_the_bytes_that_the_planner_divides_by_the_bandwidth() -> None:
     size = SIZES["1 B rows, 2 x 8 GPUs"] | {"users": 0}
-    made = plan(size)
-    assert made.tables["item"].sharding_type == "row_wise"
-    sent = sent_bytes(made, by_row={"item"}, number_bytes=4)["sent"] * 16 / 15  # the planner counts what stays too
-    assert sent / 2 / 2**30 / 50 * 1000 == pytest.approx(made.ranks[0].forward_comms_ms, rel=0.001)
-    assert sent_bytes(made, by_row={"item"}, number_bytes=2)["sent"] * 2 == pytest.approx(sent * 15 / 16)
+    plan_file = plan(size)
+    assert plan_file.tables["item"].sharding_type == "row_wise"
+    sent = (
+        sent_bytes(plan_file, unpooled_tables={"item"}, number_bytes=4)["sent"] * 16 / 15
+    )  # the planner also counts rows that stay on their rank
+    assert sent / 2 / 2**30 / 50 * 1000 == pytest.approx(plan_file.ranks[0].forward_comms_ms, rel=0.001)
+    assert sent_bytes(plan_file, unpooled_tables={"item"}, number_bytes=2)["sent"] * 2 == pytest.approx(sent * 15 / 16)

@@ -1,4 +1,4 @@
-"""Contestants run one at a time, a window each."""
+"""Benchmark contestants take turns: one runs a window of steps while the others wait."""
 
 import threading
 import time
@@ -9,8 +9,8 @@ import pytest
 from benchmarks.turns import Turns, run_window, take_turns
 
 
-def test_each_runs_its_window_while_the_others_wait_and_the_slowest_rank_counts() -> None:
-    ran: list[tuple[str, int]] = []
+def test_each_contestant_runs_its_window_alone_and_its_slowest_rank_counts() -> None:
+    executed: list[tuple[str, int]] = []
     pipes, threads = {}, []
     for name, pauses in (("ours", [0.0, 0.05]), ("theirs", [0.0, 0.0])):
         ends = [Pipe() for _ in pauses]
@@ -19,7 +19,7 @@ def test_each_runs_its_window_while_the_others_wait_and_the_slowest_rank_counts(
 
             def rank(turns: Turns, name: str, pause: float) -> None:
                 for batch in turns.paced(range(100)):
-                    ran.append((name, batch))
+                    executed.append((name, batch))
                     time.sleep(pause)
 
             threads.append(threading.Thread(target=rank, args=(Turns(there, window=2, windows=3), name, pause)))
@@ -30,7 +30,7 @@ def test_each_runs_its_window_while_the_others_wait_and_the_slowest_rank_counts(
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
-    blocks = [ran[start : start + 4] for start in range(0, len(ran), 4)]
+    blocks = [executed[start : start + 4] for start in range(0, len(executed), 4)]
     assert [{name for name, _ in block} for block in blocks] == [
         {"ours"},
         {"ours"},
@@ -39,12 +39,12 @@ def test_each_runs_its_window_while_the_others_wait_and_the_slowest_rank_counts(
         {"theirs"},
         {"theirs"},
     ]
-    assert sorted(batch for name, batch in ran if name == "ours") == sorted([*range(6), *range(6)])
-    assert {name: len(of_one) for name, of_one in seconds.items()} == {"ours": 2, "theirs": 2}
-    assert all(one >= 2 * 0.05 for one in seconds["ours"])
+    assert sorted(batch for name, batch in executed if name == "ours") == sorted([*range(6), *range(6)])
+    assert {name: len(windows) for name, windows in seconds.items()} == {"ours": 2, "theirs": 2}
+    assert all(window >= 2 * 0.05 for window in seconds["ours"])
 
 
-def test_a_rank_that_ends_early_is_told_as_such() -> None:
+def test_a_rank_that_ends_early_raises_an_error() -> None:
     here, there = Pipe()
     there.close()
     with pytest.raises((EOFError, BrokenPipeError)):

@@ -1,0 +1,121 @@
+"""Checks of the documentation: YAML blocks load, commands and options exist, setting names are in the schema."""
+
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from flows.cli.main import app
+from flows.config import PipelineConfig
+from flows.config_file import load_config, setting_names
+from infra.config_reference import PAGE, reference
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), *(ROOT / "infra").glob("*.md")]
+BASE = {
+    "interactions": {"paths": "log.parquet", "timestamp_column": "timestamp"},
+    "embeddings": {"paths": "vectors.parquet", "vector_column": "vector"},
+    "features": {"context": [{"name": "device"}]},
+    "model": {"user_id": True},
+}
+"""Settings that the snippets of the documentation rely on."""
+SETTINGS = set(setting_names(PipelineConfig))
+GROUPS = {name.partition(".")[0] for name in SETTINGS}
+COMMAND = get_command(app)
+
+
+def blocks(language: str) -> list[Any]:
+    pattern = re.compile(rf"^( *)```{language}\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+    return [
+        pytest.param(match[2], id=f"{page.relative_to(ROOT)}-{index}")
+        for page in PAGES
+        for index, match in enumerate(pattern.finditer(page.read_text(encoding="utf-8")))
+    ]
+
+
+def commands() -> Iterator[Any]:
+    for page in PAGES:
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
+            code = [line] if line.startswith("    ") else re.findall(r"`([^`]+)`", line)
+            for text in code:
+                match = re.match(r"\s*(?:\$ )?(nightjar [a-z].*)", text)
+                if match:
+                    yield pytest.param(match[1].partition("  #")[0], id=f"{page.relative_to(ROOT)}:{number}")
+
+
+def named_settings() -> Iterator[Any]:
+    for page in PAGES:
+        if page == PAGE or page.parent.name == "adr":
+            continue
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
+            for text in re.findall(r"`([^`]+)`", line):
+                name = text.partition(":")[0].removeprefix("--set ").partition("=")[0].strip()
+                is_dotted = re.fullmatch(r"[a-z_]+(\.(<name>|[a-z_]+|\"[a-z_.]+\"))+", name) is not None
+                if is_dotted and name.partition(".")[0] in GROUPS and not name.endswith(".json"):
+                    yield pytest.param(name, id=f"{page.relative_to(ROOT)}:{number}-{name}")
+
+
+def merged(base: Any, update: Any) -> Any:
+    if not isinstance(base, dict) or not isinstance(update, dict):
+        return update
+    return {**base, **{name: merged(base.get(name), value) for name, value in update.items()}}
+
+
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_a_yaml_block_of_the_documentation_is_a_valid_config(text: str, tmp_path: Path) -> None:
+    config = merged(BASE, yaml.safe_load(text))
+    (tmp_path / "nightly.yaml").write_text(yaml.safe_dump(config))
+    load_config(tmp_path / "nightly.yaml")
+
+
+@pytest.mark.parametrize("text", blocks("python"))
+def test_a_python_block_of_the_documentation_compiles(text: str) -> None:
+    compile(textwrap.dedent(text), "documentation", "exec")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+def test_an_example_is_a_valid_config(path: Path) -> None:
+    load_config(path)
+
+
+@pytest.mark.parametrize("line", commands())
+def test_a_command_of_the_documentation_exists_with_its_options(line: str) -> None:
+    words = shlex.split(line)[1:]
+    subcommand = COMMAND.commands.get(words[0])  # type: ignore[attr-defined]
+    assert subcommand is not None, f"nightjar {words[0]} does not exist"
+    options = {option for parameter in subcommand.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    unknown = [word for word in words[1:] if word.startswith("-") and word.partition("=")[0] not in options]
+    assert not unknown, f"nightjar {words[0]} has no {unknown}; it has {sorted(options)}"
+
+
+@pytest.mark.parametrize("name", named_settings())
+def test_a_setting_named_in_the_documentation_exists(name: str) -> None:
+    plain = re.sub(r"<name>|\"[a-z_.]+\"", "*", name)
+    assert any(fnmatchcase(plain, setting) or fnmatchcase(setting, plain) for setting in SETTINGS), name
+
+
+def test_the_config_reference_is_current() -> None:
+    assert PAGE.read_text(encoding="utf-8") == reference(), "run make docs"
+
+
+def test_every_link_of_the_documentation_leads_to_a_file_and_heading() -> None:
+    missing = []
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)\s]*)\)", page.read_text(encoding="utf-8")):
+            path, _, anchor = target.partition("#")
+            file = (page.parent / path).resolve() if path else page
+            if not file.exists() or (anchor and anchor not in anchors(file)):
+                missing.append(f"{page.relative_to(ROOT)}: {target}")
+    assert missing == []
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

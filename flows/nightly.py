@@ -31,6 +31,9 @@ def nightly_retrain(config: PipelineConfig, run_id: str | None = None, until: St
         config: input, model, training and promotion.
         run_id: a run to resume; its complete stages are kept. Empty: a new run.
         until: the last stage to run. Empty: all stages.
+
+    Returns:
+        The manifest of the registered version; None if the run stops before `register`.
     """
     run = Run(run_id or _run_id(), workspace=config.workspace.absolute(), experiment=config.registry.experiment, until=until)
     with run.lock():
@@ -43,8 +46,9 @@ def nightly_retrain(config: PipelineConfig, run_id: str | None = None, until: St
         f"{registration.model_name} version {registration.version} is {registration.alias}: {'; '.join(registration.reasons)}"
     )
     if registration.alarm is not None:
-        return Completed(name="BrokenChampion", message=f"{registration.alarm}; {outcome}")
-    return Completed(message=outcome) if registration.promoted else Completed(name="NotPromoted", message=outcome)
+        return Completed(name="BrokenChampion", message=f"{registration.alarm}; {outcome}", data=registration)
+    name = "Completed" if registration.promoted else "NotPromoted"
+    return Completed(name=name, message=outcome, data=registration)
 
 
 def retrain(config: PipelineConfig, run: Run) -> RegistrationManifest:

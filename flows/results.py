@@ -30,40 +30,40 @@ class RunResults:
 
     Attributes:
         run: the run, with its folder.
-        manifests: the manifest of each completed stage.
+        stages: the manifest of each completed stage.
     """
 
     run: Run
-    manifests: dict[StageName, Manifest]
+    stages: dict[StageName, Manifest]
 
     @classmethod
     def read(cls, run: Run, *, until: StageName | None = None) -> "RunResults":
         """Read the manifests in the run's folder, up to the stage `until`, without verifying checksums."""
         names = list(STAGES)
-        stages = names if until is None else names[: names.index(until) + 1]
-        manifests = {stage: load_manifest(run.stage_folder(stage), STAGES[stage], verify=False) for stage in stages}
+        chosen = names if until is None else names[: names.index(until) + 1]
+        manifests = {stage: load_manifest(run.stage_folder(stage), STAGES[stage], verify=False) for stage in chosen}
         return cls(run, {stage: manifest for stage, manifest in manifests.items() if manifest is not None})
 
     @property
     def dataset(self) -> Dataset:
         """The ingested data; StageError if the interactions are not ingested yet."""
-        if "ingest_interactions" not in self.manifests:
+        if "ingest_interactions" not in self.stages:
             raise StageError(f"{self.run.folder} has no completed stage ingest_interactions; resume the run")
         return Dataset(
-            cast(InteractionsManifest, self.manifests["ingest_interactions"]),
-            cast(EmbeddingsManifest | None, self.manifests.get("ingest_embeddings")),
-            cast(FeaturesManifest | None, self.manifests.get("ingest_features")),
+            cast(InteractionsManifest, self.stages["ingest_interactions"]),
+            cast(EmbeddingsManifest | None, self.stages.get("ingest_embeddings")),
+            cast(FeaturesManifest | None, self.stages.get("ingest_features")),
         )
 
     @property
     def registration(self) -> RegistrationManifest | None:
         """The registered version; None if the run has not registered one."""
-        return cast(RegistrationManifest | None, self.manifests.get("register"))
+        return cast(RegistrationManifest | None, self.stages.get("register"))
 
     @property
     def metrics(self) -> dict[str, float]:
         """Exact metrics of the model and the baselines, and the metrics of the new version and the champion as served."""
-        evaluation = cast(EvaluationManifest | None, self.manifests.get("evaluate"))
+        evaluation = cast(EvaluationManifest | None, self.stages.get("evaluate"))
         exact = {} if evaluation is None else evaluation.metrics
         return exact | ({} if self.registration is None else self.registration.metrics)
 
@@ -76,6 +76,14 @@ class RunResults:
         if not path.is_file():
             raise StageError(f"{path} does not exist: the run has no completed stage train; resume the run")
         return pd.json_normalize([json.loads(line) for line in path.read_text().splitlines()])
+
+    @property
+    def report(self) -> Path:
+        """The data report, an HTML page; StageError if the data is not checked yet."""
+        path = self.run.stage_folder("check_data") / "report.html"
+        if not path.is_file():
+            raise StageError(f"{path} does not exist: the run has no completed stage check_data; resume the run")
+        return path
 
     @property
     def pages(self) -> dict[str, Path]:
@@ -98,7 +106,7 @@ class RunResults:
             "alarm": version and version.alarm,
             # JSON cannot represent NaN.
             "metrics": {name: None if math.isnan(value) else value for name, value in self.metrics.items()},
-            "stages": {stage: {"seconds": round(manifest.seconds, 3)} for stage, manifest in self.manifests.items()},
+            "stages": {stage: {"seconds": round(manifest.seconds, 3)} for stage, manifest in self.stages.items()},
         }
         return json.dumps(content, allow_nan=False)
 

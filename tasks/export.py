@@ -31,5 +31,5 @@ def export_vectors(
         folder=run.stage_folder("export"),
         launcher=launcher,
     )
-    queries = ", ".join(f"{count:,} {split} queries" for split, count in manifest.queries.items())
-    return manifest, f"{manifest.items:,} x {manifest.dim} item vectors, {queries}"
+    queries = ", ".join(f"{count:,} {split} queries" for split, count in manifest.num_queries.items())
+    return manifest, f"{manifest.num_items:,} x {manifest.dim} item vectors, {queries}"

@@ -39,7 +39,7 @@ def ingest_interactions(
     )
     num_events = manifest.train_events + manifest.validation_events + manifest.test_events
     files = f"{manifest.files_read} of {len(manifest.sources)} files read"
-    return manifest, f"{num_events:,} events, {manifest.users:,} users, {manifest.items:,} items, {files}"
+    return manifest, f"{num_events:,} events, {manifest.num_users:,} users, {manifest.num_items:,} items, {files}"
 
 
 @stage("ingest_features")

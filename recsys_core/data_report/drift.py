@@ -205,7 +205,7 @@ def read_ids(manifest: InteractionsManifest, rows: Ints) -> list[str]:
 
 
 def _num_rows(manifest: InteractionsManifest, side: str) -> int:
-    return manifest.users if side == "users" else manifest.items
+    return manifest.num_users if side == "users" else manifest.num_items
 
 
 def _share(part: int, whole: int) -> float:
@@ -219,7 +219,7 @@ def _events_per_user(interactions: InteractionsManifest) -> Ints:
 
 def _events_per_item(interactions: InteractionsManifest, *, chunk_events: int = 16_000_000) -> Ints:
     event_item = np.load(interactions.path("event_item.npy"), mmap_mode="r")
-    events_I = np.zeros(interactions.items, np.int64)
+    events_I = np.zeros(interactions.num_items, np.int64)
     for start in range(0, len(event_item), chunk_events):
-        events_I += np.bincount(event_item[start : start + chunk_events], minlength=interactions.items)
+        events_I += np.bincount(event_item[start : start + chunk_events], minlength=interactions.num_items)
     return events_I

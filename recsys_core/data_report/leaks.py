@@ -59,7 +59,7 @@ def count_split(interactions: InteractionsManifest, *, split: Split, chunk_event
     store = EventStore.open(interactions)
     is_timed = "event_time.npy" in interactions.files
     event_time = np.load(interactions.path("event_time.npy"), mmap_mode="r") if is_timed else None
-    counts = SplitCounts(*np.zeros((2, interactions.items), np.int64))
+    counts = SplitCounts(*np.zeros((2, interactions.num_items), np.int64))
     first_times = (_NEVER, _NEVER)
     if event_time is not None and split.kind == "time":
         first_times = _first_times(store, event_time)
@@ -77,9 +77,9 @@ def count_split(interactions: InteractionsManifest, *, split: Split, chunk_event
             item_E=store.event_item[start:stop].astype(np.int64),
             time_E=None if event_time is None else np.asarray(event_time[start:stop]),
         )
-        counts.events_I += np.bincount(chunk.item_E, minlength=interactions.items)
-        counts.test_events_I += np.bincount(chunk.item_E[chunk.part_E == 2], minlength=interactions.items)
-        _count_repetitions(chunk, counts, num_items=interactions.items)
+        counts.events_I += np.bincount(chunk.item_E, minlength=interactions.num_items)
+        counts.test_events_I += np.bincount(chunk.item_E[chunk.part_E == 2], minlength=interactions.num_items)
+        _count_repetitions(chunk, counts, num_items=interactions.num_items)
         if split.kind == "leave_last_out":
             counts.misplaced_events += int(np.maximum(chunk.length_U3[:, 1:] - 1, 0).sum())
         if chunk.time_E is not None:

@@ -30,7 +30,7 @@ def size_metrics(interactions: InteractionsManifest, counts: SplitCounts) -> dic
         "test_events": float(interactions.test_events),
         "users": float(np.sum(np.diff(user_offset) > 0)),
         "items": float(np.sum(counts.events_I > 0)),
-        "items_in_catalogue": float(interactions.items),
+        "items_in_catalogue": float(interactions.num_items),
         "days": float(num_days),
         "empty_day_share": 1 - len(counts.events_by_day) / num_days,
         "history_median": float(np.median(positive_length_U)),

@@ -89,9 +89,10 @@ def evaluate(
         StageError: the export and the interactions have different numbers of items, or a vector is not finite.
     """
     interactions, embeddings = dataset.interactions, dataset.item_vectors
-    if export.items != interactions.items:
+    if export.num_items != interactions.num_items:
         raise StageError(
-            f"{export.folder} has {export.items} items, but {interactions.folder} has {interactions.items}; export again"
+            f"{export.folder} has {export.num_items} items, but {interactions.folder} has {interactions.num_items};"
+            " export again"
         )
 
     def build(out: Path) -> dict[str, Any]:
@@ -99,12 +100,12 @@ def evaluate(
         store = EventStore.open(interactions)
         num_rankings = {"validation": 1, "test": 1 if embeddings is None else 2}  # popularity is not counted
         num_queries = {
-            split: min(count, config.max_users or count) * num_rankings[split] for split, count in export.queries.items()
+            split: min(count, config.max_users or count) * num_rankings[split] for split, count in export.num_queries.items()
         }
         progress = _Progress(sum(num_queries.values()), on_progress)
         values: dict[str, float] = {}
 
-        if export.queries.get("validation", 0):
+        if export.num_queries.get("validation", 0):
             queries = _load_queries("validation", config=config, store=store, export=export, interactions=interactions)
             ranking = _rank(queries, item_ID, config=config, progress=progress)
             if len(ranking.position_T):
@@ -112,7 +113,7 @@ def evaluate(
             cold_C = cold_rows(store, "validation")
             values |= _cold_metrics("validation", queries, item_ID, cold_C=cold_C, config=config)
 
-        if not export.queries.get("test", 0):
+        if not export.num_queries.get("test", 0):
             raise InputError("the test split has no event, so nothing can be evaluated; change interactions.split")
         queries = _load_queries("test", config=config, store=store, export=export, interactions=interactions)
         ranking = _rank(queries, item_ID, config=config, progress=progress)

@@ -1,4 +1,4 @@
-"""Contracts between stages: see stage_folder for how they are kept."""
+"""Manifests: the typed output of each stage, read by the stages after it."""
 
 from recsys_core.manifests.data_stages import (
     ColumnFacts,

@@ -1,4 +1,4 @@
-"""What the stages that read the input leave behind."""
+"""Manifests of the stages that read the input: interactions, embeddings, features, data report."""
 
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -10,12 +10,12 @@ from recsys_core.manifests.stage_folder import Manifest
 
 
 class SourceFile(Frozen):
-    """One input file as it was when it was read."""
+    """One input file, with its state at the time it was read."""
 
     path: str
     bytes: int
     rows: int
-    modified_ns: int = Field(description="time of the last modification: a footer does not change with every value")
+    modified_ns: int = Field(description="modification time; the footer alone does not show every change of a value")
     footer_sha256: str = Field(description="sha256 of the parquet footer: layout, sizes and statistics")
 
 
@@ -29,16 +29,18 @@ class VectorTable(Frozen):
     dim: int
     id_type: IdType
     explained_variance: float | None = Field(
-        None, description="share of the variance that a projection kept, where there is one"
+        None, description="share of the variance that the projection keeps; null without a projection"
     )
-    dropped: dict[str, int] = Field(default_factory=dict, description="rows dropped under on_bad_rows: drop, by flaw")
-    unmapped: int = Field(0, description="vectors left out because the id map has no id of ours for them")
-    overridden: int = Field(0, description="vectors left out because an earlier entry has one for the id")
+    dropped: dict[str, int] = Field(default_factory=dict, description="rows dropped by on_bad_rows: drop, by problem")
+    unmapped: int = Field(0, description="vectors ignored because the id map does not list their id")
+    overridden: int = Field(0, description="vectors ignored because an earlier entry of `embeddings` has one for the same id")
 
 
 class EmbeddingsManifest(Manifest):
-    """For each table <table>.vectors.npy, float32 [rows, dim] in the order of entries, files and rows in them, and
-    <table>.ids.parquet: column `id`, one per row of the matrix.
+    """Pretrained vectors by embedding table.
+
+    Files per table: <table>.vectors.npy, float32 [rows, dim], in the order of the configured entries, their files and rows;
+    <table>.ids.parquet, column `id`, the id of each row of the matrix.
     """
 
     kind: ClassVar[str] = "embeddings"
@@ -46,152 +48,171 @@ class EmbeddingsManifest(Manifest):
     sources: tuple[SourceFile, ...]
 
     def vectors(self, table: str) -> Path:
-        """The matrix of `table`."""
+        """Return the path of the matrix of `table`."""
         return self.path(f"{table}.vectors.npy")
 
     def ids(self, table: str) -> Path:
-        """The ids of the rows of the matrix."""
+        """Return the path of the ids of the matrix's rows."""
         return self.path(f"{table}.ids.parquet")
 
 
 class ColumnFacts(Frozen):
-    """What was found in one column of the log."""
+    """Statistics of one column of the interaction log."""
 
     nulls: int = 0
     out_of_range: int = 0
-    distinct: int | None = Field(None, description="for ids: how many there are")
-    odd: int = Field(0, description="for ids: how many have control characters or more than 1,000 characters")
+    distinct: int | None = Field(None, description="number of distinct values, for id columns")
+    odd: int = Field(0, description="for id columns: number of ids with control characters or more than 1,000 characters")
     first: str | None = Field(None, description="smallest value, for times, labels and weights")
-    last: str | None = None
+    last: str | None = Field(None, description="largest value, for times, labels and weights")
 
 
 class ReadFile(Frozen):
-    """One file of the log as it was read into a part: what was found in it, and what was left out."""
+    """One file of the interaction log as it was read into a part: statistics and removed rows."""
 
     source: SourceFile
-    bad_rows: dict[str, int] = Field(description="by `<column>: <reason>`")
-    below_threshold: int
-    spans: dict[str, tuple[float, float]] = Field(
-        description="smallest and largest value of the columns that are numbers or times"
+    bad_rows: dict[str, int] = Field(description="number of dropped rows, by `<column>: <reason>`")
+    below_threshold: int = Field(description="number of rows whose label is below the threshold")
+    spans: dict[str, tuple[float, float]] = Field(description="smallest and largest value of each numeric or time column")
+    checksums: bool = Field(
+        False, description="whether the pages have checksums; also false for a file that was read before this field existed"
     )
-    checksums: bool = Field(False, description="whether its pages have any; false too for a file read before this was noted")
 
 
 class LogPart(Frozen):
-    """The events of the files that one night read, as codes, in one parquet file; later nights take it over as it is.
+    """The events of the files that one run read, encoded in one parquet file. Later runs reuse the file unchanged.
 
     Columns: source (index into `files`), user and item (codes: rows of user_ids.parquet and item_ids.parquet), position.
     """
 
     file: str
-    reading: str = Field(description="fingerprint of the settings that decide what is read and how")
+    reading: str = Field(description="fingerprint of the settings that affect how the files are read")
     files: tuple[ReadFile, ...]
 
 
 class InteractionsManifest(Manifest):
-    """The vocabulary and the event log as CSR by user.
+    """Vocabularies of users and items, and the event log in CSR format by user.
 
-    users.parquet / items.parquet: column `id` (its position is the row), `train_count` and `events`. A night that builds the
-    vocabulary numbers by falling number of events in the files, ties by ascending id, ids that have only a vector last; a
-    later night keeps every row and appends new ids in that order. item_rank.npy int64 [items]: 0 for the item with the most
-    training events, ties by row. user_ids.parquet / item_ids.parquet: `id` and `row` (null: not in the vocabulary) of every
-    id ever read; its position is the code that the parts use.
-    user_offset.npy int64 [users + 1]: user u's events are event_item[user_offset[u]:user_offset[u + 1]], ordered by
-    (split, time): train, then validation, then test. train_end.npy / validation_end.npy int64 [users]: absolute positions
-    where the user's train / validation events end. event_item.npy int32 [events]. event_time.npy int64 [events]
-    (microseconds; only where the log has timestamps). event_weight.npy float32 [events] (only with a weight column).
-    context.parquet: the context columns as they came, row k for event_item[k]. train_user.npy int32 [train_events]: user of
-    the k-th training event, counted in CSR order. item_count.npy int64 [items]: train_count. vector_row.npy int64 [items]:
-    row in the embeddings' item.vectors.npy, -1 without a vector. user_vector_row.npy int64 [users]: the same for
-    user.vectors.npy; only where there are vectors of users.
+    Vocabulary:
+        users.parquet, items.parquet: columns `id`, `train_count` and `events`; the position of an id is its row. A run that
+            builds the vocabulary numbers ids by descending number of events in the files, ties by ascending id; ids with only
+            a vector come last. A later run keeps every row and appends new ids in the same order.
+        item_rank.npy: int64 [items], popularity rank; 0 for the item with the most training events, ties by row.
+        item_count.npy: int64 [items], train_count.
+        user_ids.parquet, item_ids.parquet: columns `id` and `row` (null: not in the vocabulary) of every id ever read. The
+            position of an id is its code in the parts.
+
+    Events, ordered by user, then split (train, validation, test), then time:
+        user_offset.npy: int64 [users + 1]. The events of user u are event_item[user_offset[u]:user_offset[u + 1]].
+        train_end.npy, validation_end.npy: int64 [users], index where the user's train and validation events end.
+        event_item.npy: int32 [events], item rows.
+        event_time.npy: int64 [events], microseconds; only if the log has timestamps.
+        event_weight.npy: float32 [events]; only with a weight column.
+        context.parquet: the context columns as they were read; row k belongs to event_item[k].
+        train_user.npy: int32 [train_events], user of the k-th training event in CSR order.
+
+    Vectors:
+        vector_row.npy: int64 [items], row in the embeddings' item.vectors.npy, -1 without a vector.
+        user_vector_row.npy: int64 [users], row in user.vectors.npy; only if there are vectors of users.
     """
 
     kind: ClassVar[str] = "interactions"
-    users: int
-    items: int
+    num_users: int
+    num_items: int
     train_events: int
     validation_events: int
     test_events: int
     ordered: bool
     items_with_vector: int
-    items_vector_only: int = Field(description="in the catalogue through their vector alone (cold)")
+    items_vector_only: int = Field(description="items that are in the catalogue only because they have a vector (cold items)")
     user_id_type: IdType
     item_id_type: IdType
     id_columns: tuple[str, str] = Field(
-        description="what the ids were read from: an id of another column is another user or item"
+        description="columns of user and item ids; a changed column rebuilds the vocabulary, because its ids mean other things"
     )
     first_time: str | None = None
     last_time: str | None = None
-    lineage: str = Field(description="the night that built the vocabulary which this one continues")
-    continues: str | None = Field(None, description="fingerprint of the night whose rows all mean the same ids here")
-    night: int = Field(description="1 for the night that built the vocabulary, one more for each that continued it")
-    rebuilt: str | None = Field(description="why the vocabulary was built anew; none where last night's was continued")
-    idle_users: int = Field(description="users in the vocabulary without an event tonight")
-    idle_items: int = Field(description="items in the vocabulary with neither event nor vector tonight")
-    rows_read: int = Field(description="rows of the files read tonight; the others were kept from last night")
+    lineage: str = Field(description="fingerprint of the run that built this vocabulary")
+    continues: str | None = Field(
+        None, description="fingerprint of the previous run, whose rows mean the same ids; null if the vocabulary was rebuilt"
+    )
+    run_number: int = Field(description="number of runs with this vocabulary: 1 for the run that built it")
+    rebuild_reason: str | None = Field(description="why the vocabulary was rebuilt; null if it was continued")
+    idle_users: int = Field(description="number of users in the vocabulary without an event in this run")
+    idle_items: int = Field(description="number of items in the vocabulary without an event or a vector in this run")
+    rows_read: int = Field(description="rows of the files that this run read; other rows come from the previous run's parts")
     files_read: int
-    columns: dict[str, ColumnFacts] = Field(description="per column of the log, over all files")
-    set_aside: dict[str, int] = Field(description="events left out on purpose, by reason, e.g. window, duplicate, bot_user")
-    bad_rows: dict[str, int] = Field(description="rows dropped under on_bad_rows: drop, by `<column>: <reason>`")
+    columns: dict[str, ColumnFacts] = Field(description="statistics by column of the log, over all files")
+    removed_events: dict[str, int] = Field(description="events removed by filters, by reason such as window or duplicate")
+    bad_rows: dict[str, int] = Field(description="rows dropped by on_bad_rows: drop, by `<column>: <reason>`")
     parts: tuple[LogPart, ...]
     sources: tuple[SourceFile, ...]
 
 
 class FeatureFacts(Frozen):
-    """One feature as it was ingested."""
+    """One ingested feature."""
 
     kind: Literal["categorical", "list", "weighted_list", "numeric"]
-    rows: int = Field(description="rows of its embedding table, row 0 (out of vocabulary) included")
-    values: int = Field(description="values stored, over all users, items or events")
+    rows: int = Field(description="rows of the feature's embedding table, including row 0 (out of vocabulary)")
+    values: int = Field(description="number of stored values, over all users, items or events")
     out_of_vocabulary: int = Field(description="values stored as row 0: unseen, below min_count, null or NaN")
-    missing: int = Field(description="users, items or events without it: not in the table, null, NaN, or an empty list")
-    truncated: int = Field(0, description="lists longer than max_values, of which the first values were kept")
-    boundaries: tuple[float, ...] | None = Field(None, description="numeric: row 1 + n holds values from boundary n on")
-    mean: float | None = Field(None, description="numeric, standardised: what is taken off a value")
-    std: float | None = Field(None, description="numeric, standardised: what it is divided by then; 0: every weight is 0")
-    definition: str = Field(description="a later night continues the vocabulary of an equal definition")
-    continued: bool = Field(description="whether last night's vocabulary, boundaries or mean were kept")
-    new_values: int = Field(0, description="values that got a row tonight")
-    with_vector: int = Field(0, description="values of its vocabulary that have a pretrained vector")
+    missing: int = Field(
+        description="users, items or events without the feature: not in the table, null, NaN, or an empty list"
+    )
+    truncated: int = Field(0, description="lists longer than max_values; only their first values were kept")
+    boundaries: tuple[float, ...] | None = Field(
+        None, description="numeric: bucket boundaries; row 1 + n holds values from boundary n on"
+    )
+    mean: float | None = Field(None, description="numeric, standardised: subtracted from each value")
+    std: float | None = Field(None, description="numeric, standardised: divisor of each value; 0: all weights are 0")
+    definition: str = Field(description="settings of the feature; a later run with equal settings continues the vocabulary")
+    continued: bool = Field(description="whether the previous run's vocabulary, boundaries or mean were kept")
+    new_values: int = Field(0, description="values that got a new row in this run")
+    with_vector: int = Field(0, description="values of the vocabulary with a pretrained vector")
 
     @property
     def weighted(self) -> bool:
-        """Whether each of its values has a weight beside its row."""
+        """Whether each value has a weight in addition to its row."""
         return self.kind == "weighted_list" or self.mean is not None
 
 
 class FeatureTableFacts(Frozen):
-    """A feature table beside the catalogue."""
+    """One input table of features."""
 
     rows: int
-    not_in_catalogue: int = Field(description="rows whose id the catalogue has not; ignored")
-    without_row: int = Field(description="ids of the catalogue that the table has not")
+    not_in_catalogue: int = Field(description="rows whose id is not in the catalogue; ignored")
+    without_row: int = Field(description="ids of the catalogue that have no row in the table")
 
 
 class FeaturesManifest(Manifest):
-    """Features in the order of the rows that they belong to: <side>.<name> with side user, item or context.
+    """Features <side>.<name> with side user, item or context, as arrays in the order of users, items or events.
 
-    One value each (categorical, numeric): <side>.<name>.row.npy int32 [rows]. Lists: <side>.<name>.offset.npy int64 [rows + 1]
-    and .row.npy int32 [values] as CSR, .weight.npy float32 [values] where weighted. A standardised number: row 1 and the number
-    as its weight (.weight.npy float32 [rows], -10 to 10); row 0 and weight 0 without one. Rows are those of users.parquet,
-    items.parquet and, for the context, of event_item.npy. <side>.<name>.vocabulary.parquet (not for numeric and hashed
-    features): column `value`, whose position is the row, and `count`; line 0 has value null and stands for all that is out of
-    vocabulary. <side>.<name>.vector_row.npy int64 [rows of its table]: row in the embeddings' <side>.<name>.vectors.npy, -1
-    without a vector and for row 0; only where there are vectors of the feature.
+    The owners of a feature are the rows of users.parquet or items.parquet or, for context features, the events of
+    event_item.npy. Files per feature:
+
+        <side>.<name>.row.npy: int32 [owners] for one value each (categorical, numeric); int32 [values] for lists.
+        <side>.<name>.offset.npy: int64 [owners + 1], bounds of each list; only for lists.
+        <side>.<name>.weight.npy: float32, one weight per value; only for weighted lists and standardised numbers. A
+            standardised number is stored as row 1 with the number as its weight (-10 to 10); a missing one as row 0 with
+            weight 0.
+        <side>.<name>.vocabulary.parquet: columns `value` and `count`; the position of a value is its row. Row 0 has value null
+            and stands for all values out of vocabulary. Not for numeric and hashed features.
+        <side>.<name>.vector_row.npy: int64, for each row of the embedding table its row in the embeddings'
+            <side>.<name>.vectors.npy, -1 without a vector and for row 0; only if there are vectors of the feature.
     """
 
     kind: ClassVar[str] = "features"
-    lineage: str = Field(description="that of the interactions: whose rows the arrays follow")
+    lineage: str = Field(description="lineage of the interactions whose rows the arrays follow")
     features: dict[str, FeatureFacts]
-    tables: dict[str, FeatureTableFacts] = Field(description="per side that has a table: user, item")
+    tables: dict[str, FeatureTableFacts] = Field(description="statistics of the input table, by side (user, item)")
     sources: tuple[SourceFile, ...]
 
 
 class DataReportManifest(Manifest):
-    """report.json (recsys_core.data.report.DataReport) and report.html, one page for a browser."""
+    """report.json (recsys_core.data_report.schema.DataReport) and report.html, one page for a browser."""
 
     kind: ClassVar[str] = "data_report"
-    metrics: dict[str, float] = Field(description="flat; only what could be measured")
-    breaches: tuple[str, ...] = Field(description="limits that the data breaks, each with value, limit and setting")
+    metrics: dict[str, float] = Field(description="metrics by name; a metric that could not be measured is left out")
+    breaches: tuple[str, ...] = Field(description="violated limits, each with value, limit and setting")
     warnings: tuple[str, ...]
-    compared_with: str | None = Field(description="the run whose data this was compared with")
+    compared_with: str | None = Field(description="run whose data this run's data was compared with")

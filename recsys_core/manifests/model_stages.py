@@ -1,4 +1,4 @@
-"""What the stages from the plan to the registration leave behind."""
+"""Manifests of the stages from the sharding plan to the registration."""
 
 from typing import ClassVar, Literal
 
@@ -9,7 +9,7 @@ from recsys_core.manifests.stage_folder import Manifest
 
 
 class PlanManifest(Manifest):
-    """plan.json (recsys_core.sharding.plan_file.PlanFile): what training executes."""
+    """plan.json (recsys_core.sharding.plan_file.PlanFile): the sharding that training executes."""
 
     kind: ClassVar[str] = "plan"
     world_size: int
@@ -17,8 +17,10 @@ class PlanManifest(Manifest):
 
 
 class TrainManifest(Manifest):
-    """checkpoint/ (torch.distributed.checkpoint), metrics.jsonl, model.json (ModelSpec), plan.json (that was
-    executed last), and where asked for profile/.
+    """The trained model and its metrics.
+
+    Files: checkpoint/ (torch.distributed.checkpoint), metrics.jsonl, model.json (ModelSpec), plan.json (the plan executed last)
+    and, with training.profile, profile/.
     """
 
     kind: ClassVar[str] = "train"
@@ -29,40 +31,45 @@ class TrainManifest(Manifest):
     final_loss: float
     samples_per_s: float
     attempts: int
-    best_epoch: int | None = Field(description="the epoch whose model this is; none where nothing was measured")
-    validation: dict[str, float] = Field(description="of that model on the validation split, e.g. ndcg@10")
-    warm_from: str | None = Field(None, description="run whose model this one started from; none: trained from scratch")
-    warm_nights: int = Field(0, description="trainings since the last from scratch, along the runs that each started from")
+    best_epoch: int | None = Field(description="epoch of the kept model; null without validation")
+    validation: dict[str, float] = Field(description="metrics of the kept model on the validation split, e.g. ndcg@10")
+    warm_from: str | None = Field(None, description="run whose model this training started from; null: trained from scratch")
+    num_warm_starts: int = Field(0, description="number of warm starts in a row since the last training from scratch")
 
 
 class ExportManifest(Manifest):
-    """What serving and evaluation need, each rank having written its own rows.
+    """Vectors and parameters for evaluation, index and serving. Each rank writes its own rows.
 
-    item_vectors.npy float32 [items, dim]; for split in (validation, test): query_vectors_<split>.npy float32 [n, dim] and
-    query_users_<split>.npy int64 [n] (user rows; users with at least one target in that split; history before the split).
-    Vectors are scored by inner product: with cosine similarity they are already normalised.
-    history_items.npy float32 [items, width]: what stands for each item in a history. table_<name>.npy float32 [rows, dim]: the
-    embedding tables; state_<name>.npy: what Adagrad has summed up for them, float32 [rows] (rowwise_adagrad) or [rows, dim]
-    (adagrad), of trained tables with one of these optimizers; dense.safetensors: all that is not a table; model.json:
-    recsys_core.models.spec.ModelSpec.
+    Vectors are scored by inner product: under cosine similarity they are already normalised. Files:
+
+        item_vectors.npy: float32 [items, dim].
+        query_vectors_<split>.npy: float32 [queries, dim]; split is validation or test. One query per user with at least one
+            event in the split; the history is from before the split.
+        query_users_<split>.npy: int64 [queries], user rows.
+        history_items.npy: float32 [items, width], vector of each item in a history.
+        table_<name>.npy: float32 [rows, dim], the embedding tables.
+        state_<name>.npy: float32 [rows] (rowwise_adagrad) or [rows, dim] (adagrad), the Adagrad accumulator of each trained
+            table with one of these optimizers.
+        dense.safetensors: all other parameters.
+        model.json: recsys_core.models.spec.ModelSpec.
     """
 
     kind: ClassVar[str] = "export"
-    items: int
+    num_items: int
     dim: int
     similarity: Literal["cosine", "dot"]
-    queries: dict[str, int]
+    num_queries: dict[str, int] = Field(description="number of queries by split")
 
 
 class EvaluationManifest(Manifest):
-    """metrics.json (flat) and popularity.npy int32 [items]: item rows by falling popularity over train and validation."""
+    """metrics.json, and popularity.npy int32 [items]: item rows by descending popularity over train and validation."""
 
     kind: ClassVar[str] = "evaluation"
-    metrics: dict[str, float] = Field(description="flat, e.g. test/recall@20, baseline/popularity/recall@20")
+    metrics: dict[str, float] = Field(description="metrics by name, e.g. test/recall@20, baseline/popularity/recall@20")
 
 
 class IndexReport(Frozen):
-    """One index beside exact search, on the evaluation queries."""
+    """One index compared with exact search, measured on evaluation queries."""
 
     recall: float = Field(description="share of the exact top `k` that the index returns")
     k: int
@@ -72,18 +79,18 @@ class IndexReport(Frozen):
 
 
 class IndexManifest(Manifest):
-    """<kind>.faiss for each built kind; `served` is the one that goes into the package."""
+    """<kind>.faiss for each built kind."""
 
     kind: ClassVar[str] = "index"
-    served: str
+    served: str = Field(description="kind of the index that goes into the package")
     similarity: Literal["cosine", "dot"]
     dim: int
-    items: int
+    num_items: int
     reports: dict[str, IndexReport]
 
 
 class PackageManifest(Manifest):
-    """package/: everything a recsys_core.serving.retriever.Retriever loads, with checksums of its own."""
+    """package/: the files that recsys_core.serving.retriever.Retriever loads, with their own checksums."""
 
     kind: ClassVar[str] = "package"
     bytes: int
@@ -92,14 +99,14 @@ class PackageManifest(Manifest):
 
 
 class RegistrationManifest(Manifest):
-    """registration.json: the model version that MLflow gave."""
+    """registration.json: the registered MLflow model version."""
 
     kind: ClassVar[str] = "registration"
     model_name: str
     version: str
     alias: Literal["champion", "challenger"]
     promoted: bool
-    reasons: tuple[str, ...]
-    alarm: str | None = Field(None, description="what was wrong with the champion that this version was to be compared with")
+    reasons: tuple[str, ...] = Field(description="why the version was promoted or not")
+    alarm: str | None = Field(None, description="why the current champion could not be used for a comparison; null: it could")
     mlflow_run_id: str
     metrics: dict[str, float]

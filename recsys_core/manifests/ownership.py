@@ -1,4 +1,4 @@
-"""The marker in each folder that nightjar made: nothing without it is removed or written over."""
+"""Marker file in each folder that nightjar created; a folder without it is never removed or overwritten."""
 
 import os
 import shutil
@@ -7,11 +7,11 @@ from pathlib import Path
 from recsys_core.errors import InputError
 
 MARKER = ".nightjar"
-_TEXT = "nightjar made this folder, and may replace or remove what is in it.\n"
+_TEXT = "nightjar created this folder, and may replace or remove the files in it.\n"
 
 
 def own(folder: Path) -> None:
-    """Makes `folder`, or takes one that is empty or has the marker. Raises InputError as require_own does."""
+    """Create `folder` with the marker, or mark an empty folder. Raise InputError like `require_own`."""
     require_own(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / MARKER).exists():
@@ -19,25 +19,25 @@ def own(folder: Path) -> None:
 
 
 def require_own(folder: Path) -> None:
-    """InputError for a link, for a file, and for a folder that holds files but no marker; none of them is touched."""
+    """Raise InputError if `folder` is a link, a file, or a folder with files but no marker. The function changes nothing."""
     if not os.path.lexists(folder):
         return
     if folder.is_symlink() or not folder.is_dir():
         raise InputError(
-            f"{folder}: is {'a link' if folder.is_symlink() else 'a file'}, where nightjar keeps a folder of its own and "
-            "removes what is in it; move it away"
+            f"{folder}: is {'a link' if folder.is_symlink() else 'a file'}, but nightjar needs a folder of its own here, in "
+            "which it may replace and remove files; move it away"
         )
     if not (folder / MARKER).is_file() and any(folder.iterdir()):
         raise InputError(
-            f"{folder}: holds files, but not the marker {MARKER} that nightjar leaves in each folder it makes; nothing in it "
-            f"is replaced or removed. Move it away, or, if nightjar made it, put an empty file {MARKER} into it"
+            f"{folder}: holds files, but not the marker {MARKER} of a folder that nightjar created, so nothing in it is "
+            f"replaced or removed; move it away, or, if nightjar created it, create an empty file {MARKER} in it"
         )
 
 
 def remove_own(folder: Path) -> None:
-    """Removes `folder` where nightjar made it, the marker last, so that a kill in between leaves what can be removed later.
+    """Remove a folder that nightjar created. Raise InputError like `require_own`.
 
-    Raises InputError as require_own does.
+    The marker is removed last, so that a folder that was removed only in part can still be removed later.
     """
     require_own(folder)
     if not folder.exists():

@@ -1,8 +1,8 @@
-"""Contracts between stages: a stage is a folder whose manifest.json was written last.
+"""Stage folders: files and a manifest, committed atomically, reused if inputs and settings are unchanged.
 
-A stage builds its files in `<folder>.tmp`, everything is hashed and fsynced, manifest.json is written, and the folder is
-renamed into place. A folder without a valid manifest is removed and redone. The fingerprint says
-which inputs and which settings a stage came from, so a resumed run keeps exactly what is still true.
+A stage writes its files to `<folder>.tmp`. Then all files are hashed and fsynced, manifest.json is written, and the folder is
+renamed into place. A folder without a valid manifest is removed and built again. The manifest's fingerprint identifies the
+inputs and settings of the stage: a resumed run reuses a stage if its fingerprint is still the same.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ from recsys_core.errors import StageError
 from recsys_core.manifests.ownership import MARKER, own, remove_own
 
 MANIFEST_NAME = "manifest.json"
-_HASHED_AT_ONCE = 4
-_NO_MANIFEST = (ValueError, KeyError, TypeError, AttributeError)  # what reading damaged JSON can end in
+_HASH_THREADS = 4
+_DAMAGED_JSON_ERRORS = (ValueError, KeyError, TypeError, AttributeError)
 
 
 class FileRecord(Frozen):
@@ -36,20 +36,22 @@ class FileRecord(Frozen):
 
 
 class Manifest(Frozen):
-    """What every stage leaves behind. `folder` is where it was found and is not written."""
+    """Base of the manifests of all stages. `folder` is the folder that was read; it is not written to the file."""
 
     kind: ClassVar[str]
 
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = 2
     fingerprint: str
     seconds: float
     files: dict[str, FileRecord]
     folder: Path = Field(exclude=True)
 
     def path(self, name: str) -> Path:
-        """The file `name` of this stage; raises StageError if the manifest does not list it."""
+        """Return the path of the file `name`; raise StageError if the manifest does not list it."""
         if name not in self.files:
-            raise StageError(f"{self.folder}: the {self.kind} manifest lists no file {name!r}; it has {sorted(self.files)}")
+            raise StageError(
+                f"{self.folder}: the {self.kind} manifest does not list the file {name!r}; it lists {sorted(self.files)}"
+            )
         return self.folder / name
 
 
@@ -57,7 +59,7 @@ ManifestT = TypeVar("ManifestT", bound=Manifest)
 
 
 def fingerprint_of(*parts: object) -> str:
-    """sha256 over nightjar's version, configs, manifests (by their own fingerprint) and plain values, in order."""
+    """Return a sha256 over nightjar's version and `parts`: configs, manifests (by their fingerprints) and plain values."""
     return hashlib.sha256(json.dumps([__version__, *(_canonical(part) for part in parts)], sort_keys=True).encode()).hexdigest()
 
 
@@ -81,15 +83,18 @@ def produce(
     build: Callable[[Path], Mapping[str, Any]],
     needs_bytes: int = 0,
 ) -> ManifestT:
-    """The stage in `folder`: reused if it is complete and came from `fingerprint`, else built anew and committed atomically.
+    """Return the stage in `folder` if it is complete and has `fingerprint`; otherwise build it and commit it atomically.
 
-    `build` writes files into the folder it is given and returns the manifest's own fields. needs_bytes: what it is known to
-    write. Raises InputError where the disk has less room, or fills up, or where something is in the folder's place that
-    nightjar did not make.
+    Args:
+        build: writes the files of the stage into the folder that it is passed, and returns the fields of the manifest.
+        needs_bytes: number of bytes that `build` will write at least.
+
+    Raises:
+        InputError: the disk has too little space or fills up, or `folder` is not a folder that nightjar created.
     """
-    found = load_manifest(folder, manifest_type)
-    if found is not None and found.fingerprint == fingerprint:
-        return found
+    previous = load_manifest(folder, manifest_type)
+    if previous is not None and previous.fingerprint == fingerprint:
+        return previous
     staging = folder.with_name(folder.name + ".tmp")
     for outdated in (folder, staging):
         remove_own(outdated)
@@ -106,7 +111,7 @@ def produce(
 
 
 def seal(staging: Path, folder: Path, manifest_type: type[ManifestT], **fields: Any) -> ManifestT:
-    """Commits the files in `staging` as the stage in `folder`: hash, fsync, manifest last, rename."""
+    """Commit the files in `staging` as the stage in `folder`: hash, fsync, write the manifest, rename."""
     (staging / MARKER).touch()
     manifest = manifest_type(**fields, files=_record_files(staging), folder=folder)
     content = manifest.model_dump(mode="json")
@@ -119,9 +124,10 @@ def seal(staging: Path, folder: Path, manifest_type: type[ManifestT], **fields: 
 
 
 def load_manifest(folder: Path, manifest_type: type[ManifestT], *, verify: bool = True) -> ManifestT | None:
-    """The manifest of `folder`, or None where there is no complete, unchanged stage.
+    """Return the manifest of `folder`, or None if the stage is incomplete or one of its files changed.
 
-    verify: compare the sha256 of every file, not only its size; the ranks of a run that has just been verified need not.
+    Args:
+        verify: compare the sha256 of every file; False: compare sizes only, for ranks whose launcher has just verified.
     """
     try:
         content: dict[str, Any] = json.loads((folder / MANIFEST_NAME).read_bytes())
@@ -132,37 +138,39 @@ def load_manifest(folder: Path, manifest_type: type[ManifestT], *, verify: bool 
             (folder / name).stat().st_size == record.bytes and (not verify or record_file(folder / name) == record)
             for name, record in manifest.files.items()
         )
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, *_NO_MANIFEST):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, *_DAMAGED_JSON_ERRORS):
         return None
     return manifest if intact else None
 
 
 def require_manifest(folder: Path, manifest_type: type[ManifestT], *, verify: bool = True) -> ManifestT:
-    """load_manifest for a stage that must be there; raises StageError otherwise."""
+    """Return the manifest of `folder`; raise StageError if the stage is incomplete or one of its files changed."""
     manifest = load_manifest(folder, manifest_type, verify=verify)
     if manifest is None:
-        raise StageError(f"{folder}: no complete {manifest_type.kind} stage, or a file of it changed; run it again")
+        raise StageError(
+            f"{folder}: the {manifest_type.kind} stage is incomplete, or one of its files changed; run the stage again"
+        )
     return manifest
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    """The manifest's checksum of itself: a flipped bit in a metric would else go unnoticed."""
+    """Return the manifest's checksum of itself, which detects a flipped bit in a metric."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _record_files(folder: Path) -> dict[str, FileRecord]:
-    """Hashes all files while the disk takes them in: both wait for no one but themselves, and neither holds the GIL."""
+    """Hash and fsync all files in parallel: fsync waits for the disk, hashing uses a core, and both release the GIL."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MARKER)
-    with ThreadPoolExecutor(2 * _HASHED_AT_ONCE) as pool:
-        synced = [pool.submit(_fsync, path) for path in paths]
+    with ThreadPoolExecutor(2 * _HASH_THREADS) as pool:
+        fsyncs = [pool.submit(_fsync, path) for path in paths]
         records = dict(zip((str(path.relative_to(folder)) for path in paths), pool.map(record_file, paths), strict=True))
-        for done in synced:
-            done.result()
+        for fsync in fsyncs:
+            fsync.result()
     return records
 
 
 def record_file(path: Path) -> FileRecord:
-    """Size and sha256 of `path` as it is now."""
+    """Return size and sha256 of `path`."""
     with path.open("rb") as file:
         return FileRecord(bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 

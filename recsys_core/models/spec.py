@@ -95,8 +95,8 @@ class ModelSpec(Frozen):
         dims = {name: table.dim for name, table in dataset.embeddings.tables.items()} if dataset.embeddings is not None else {}
         return cls.sized(
             config,
-            num_users=dataset.interactions.users,
-            num_items=dataset.interactions.items,
+            num_users=dataset.interactions.num_users,
+            num_items=dataset.interactions.num_items,
             facts=facts,
             vector_dims=dims,
             tables=tables or {},

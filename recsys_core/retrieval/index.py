@@ -40,8 +40,8 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
             f"index.pq_m is {config.pq_m}, which does not divide the vectors' size {export.dim}; "
             f"set it to a divisor of {export.dim}, or change the last size of model.query.layers and model.candidate.layers"
         )
-    if export.items < 2:
-        raise InputError(f"the catalogue has {export.items} item(s), and an index needs at least 2; give more items")
+    if export.num_items < 2:
+        raise InputError(f"the catalogue has {export.num_items} item(s), and an index needs at least 2; give more items")
 
     def build(out: Path) -> dict[str, Any]:
         item_ID = np.load(export.path("item_vectors.npy"), mmap_mode="r")
@@ -53,7 +53,9 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
             faiss.write_index(index, str(out / f"{kind}.faiss"))
             with _threads(1):
                 started = time.perf_counter()
-                _, row_BK = search(index, query_BD, kind=kind, depth=min(config.recall_k, export.items), parameters=parameters)
+                _, row_BK = search(
+                    index, query_BD, kind=kind, depth=min(config.recall_k, export.num_items), parameters=parameters
+                )
                 seconds = time.perf_counter() - started
             if kind == "flat":
                 exact_BK = row_BK
@@ -68,12 +70,12 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
             "served": config.served_kind,
             "similarity": export.similarity,
             "dim": export.dim,
-            "items": export.items,
+            "num_items": export.num_items,
             "reports": reports,
         }
 
     fingerprint = fingerprint_of("index", config, export)
-    needs_bytes = bytes_of(config, items=export.items, dim=export.dim)
+    needs_bytes = bytes_of(config, items=export.num_items, dim=export.dim)
     return produce(folder, IndexManifest, fingerprint=fingerprint, build=build, needs_bytes=needs_bytes)
 
 

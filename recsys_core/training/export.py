@@ -86,10 +86,10 @@ def export_vectors(
         (out / "model.json").write_text(model.model_dump_json(indent=2))
         queries = {split: len(np.load(out / f"query_users_{split}.npy")) for split in SPLITS}
         return {
-            "items": model.num_items,
+            "num_items": model.num_items,
             "dim": model.config.output_dim,
             "similarity": model.config.similarity,
-            "queries": queries,
+            "num_queries": queries,
         }
 
     manifest = produce(

@@ -61,9 +61,9 @@ def train(
     require_layers(config.dense_parallel, spec=model)
     interactions, embeddings, features = dataset.interactions, dataset.embeddings, dataset.features
     lasting = config.result_settings()
-    warm_nights = nights_since_full_training(config.warm_start, champion=champion)
-    leaks = leak(interactions, champion=champion.interactions) if champion is not None and warm_nights else 0
-    source = champion if warm_nights and not leaks else None
+    num_warm_starts = nights_since_full_training(config.warm_start, champion=champion)
+    leaks = leak(interactions, champion=champion.interactions) if champion is not None and num_warm_starts else 0
+    source = champion if num_warm_starts and not leaks else None
     fingerprint = fingerprint_of(
         "train", lasting, model, loss, interactions, embeddings, features, plan, source and source.export
     )
@@ -93,7 +93,7 @@ def train(
         elif champion is not None and config.warm_start is not None:
             logger.info(
                 "full training: night %d since the last one (training.warm_start.full_retrain_every is %d)",
-                champion.train.warm_nights + 1,
+                champion.train.num_warm_starts + 1,
                 config.warm_start.full_retrain_every,
             )
         job = TrainJob(
@@ -116,7 +116,11 @@ def train(
         if (work / PROFILE_NAME).is_dir():
             shutil.copytree(work / PROFILE_NAME, out / PROFILE_NAME)
         (out / "model.json").write_text(model.model_dump_json(indent=2))
-        facts = {"attempts": attempts, "warm_from": source and source.run_id, "warm_nights": warm_nights if source else 0}
+        facts = {
+            "attempts": attempts,
+            "warm_from": source and source.run_id,
+            "num_warm_starts": num_warm_starts if source else 0,
+        }
         return result.model_dump(exclude={"checkpoint"}) | facts
 
     steps = interactions.train_events // (config.batch_size * plan.world_size)
@@ -127,10 +131,10 @@ def train(
 
 
 def nights_since_full_training(config: WarmStartConfig | None, *, champion: Champion | None) -> int:
-    """What TrainManifest.warm_nights will be: one more than the champion's; 0 where tonight's training is a full one."""
+    """What TrainManifest.num_warm_starts will be: one more than the champion's; 0 where tonight's training is a full one."""
     if config is None or champion is None:
         return 0
-    nights = champion.train.warm_nights + 1
+    nights = champion.train.num_warm_starts + 1
     return nights if nights < config.full_retrain_every else 0
 
 

@@ -42,14 +42,14 @@ def test_the_second_night_starts_from_the_first_unless_a_full_training_is_due(tm
     generate(tmp_path / "data", users=200, items=120, events=4_000, days=10, dim=16, cold_items=10)
     (tmp_path / "nightly.yaml").write_text(CONFIG)
     first, said = night(tmp_path)
-    assert (first.warm_from, first.warm_nights) == (None, 0)
+    assert (first.warm_from, first.num_warm_starts) == (None, 0)
     assert "full training: nightjar has no champion yet" in said
 
     second, said = night(tmp_path, "--until", "train")
-    assert (second.warm_from, second.warm_nights) == (first.folder.parent.name, 1)
+    assert (second.warm_from, second.num_warm_starts) == (first.folder.parent.name, 1)
     assert f"warm start from run {second.warm_from}: table item: 120 of 120 rows from the champion, 0 new" in said
 
     run_id = second.folder.parent.name
     due, said = night(tmp_path, "--until", "train", "--resume", run_id, "--set", "training.warm_start.full_retrain_every=1")
-    assert (due.warm_from, due.warm_nights) == (None, 0)
+    assert (due.warm_from, due.num_warm_starts) == (None, 0)
     assert "full training: night 1 since the last one (training.warm_start.full_retrain_every is 1)" in said

@@ -130,9 +130,9 @@ def _load(
 def _rows(table: FeatureTable, interactions: InteractionsManifest) -> int:
     """How many users, items or events there are."""
     if table.side == "user":
-        return interactions.users
+        return interactions.num_users
     if table.side == "item":
-        return interactions.items
+        return interactions.num_items
     return interactions.train_events + interactions.validation_events + interactions.test_events
 
 

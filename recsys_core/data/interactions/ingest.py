@@ -103,8 +103,8 @@ def _ingest(
     for vocabulary, counts in ((users, writer.user_count_US), (items, writer.item_count_IS)):
         write_ids(connection, vocabulary, train_count=counts[:, 0], events=counts.sum(axis=1), out=out)
     return facts | {
-        "users": len(users),
-        "items": len(items),
+        "num_users": len(users),
+        "num_items": len(items),
         **dict(zip((f"{split}_events" for split in SPLITS), writer.user_count_US.sum(axis=0).tolist(), strict=True)),
         "ordered": config.ordered,
         "id_columns": (config.user_column, config.item_column),
@@ -112,14 +112,14 @@ def _ingest(
         "items_vector_only": int((with_vector & ~present).sum()),
         "continues": continued.fingerprint if continued else None,
         "lineage": continued.lineage if continued else fingerprint,
-        "night": continued.night + 1 if continued else 1,
-        "rebuilt": rebuilt,
+        "run_number": continued.run_number + 1 if continued else 1,
+        "rebuild_reason": rebuilt,
         "idle_users": int((~writer.user_count_US.any(axis=1)).sum()),
         "idle_items": int((~present & ~with_vector).sum()),
         "rows_read": sum(source.record.rows for source in fresh),
         "files_read": len(fresh),
         "columns": column_facts(connection, config, found, parts=parts, out=out),
-        "set_aside": aside,
+        "removed_events": aside,
         "bad_rows": bad_rows(parts, found),
         "parts": parts,
     }
@@ -136,11 +136,11 @@ def _why_rebuild(config: InteractionsConfig, types: tuple[IdType, IdType], previ
         return f"the ids are read from {columns}, and were from {previous.id_columns}"
     if types != (previous.user_id_type, previous.item_id_type):
         return f"the ids are {types[0]} and {types[1]}, and were {previous.user_id_type} and {previous.item_id_type}"
-    if previous.night >= config.vocabulary.rebuild_after_runs:
-        return f"it was continued for {previous.night} nights (interactions.vocabulary.rebuild_after_runs)"
+    if previous.run_number >= config.vocabulary.rebuild_after_runs:
+        return f"it was continued for {previous.run_number} nights (interactions.vocabulary.rebuild_after_runs)"
     for side, idle, rows in (
-        ("users", previous.idle_users, previous.users),
-        ("items", previous.idle_items, previous.items),
+        ("users", previous.idle_users, previous.num_users),
+        ("items", previous.idle_items, previous.num_items),
     ):
         if idle > config.vocabulary.max_idle_share * rows:
             return f"{idle:,} of {rows:,} {side} had no event last night (interactions.vocabulary.max_idle_share)"

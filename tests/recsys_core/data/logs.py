@@ -86,7 +86,7 @@ def read(made: InteractionsManifest) -> Store:
             part.extend((user, store.items[arrays["event_item"][at]], time[at]) for at in range(bounds[code], bounds[code + 1]))
     assert arrays["user_offset"][0] == 0 and arrays["user_offset"][-1] == len(arrays["event_item"])
     assert [len(part) for part in store.parts] == [made.train_events, made.validation_events, made.test_events]
-    assert (made.users, made.items) == (len(store.users), len(store.items))
+    assert (made.num_users, made.num_items) == (len(store.users), len(store.items))
     assert [store.users[row] for row in arrays["train_user"]] == [user for user, _, _ in store.parts[0]]
     assert arrays["item_count"].tolist() == store.item_counts
     return store

@@ -50,12 +50,12 @@ def interactions_of(
         train, validation, test = length_U3.sum(axis=0).tolist()
         source = SourceFile(path="log.parquet", bytes=1, rows=len(events), modified_ns=1, footer_sha256="")
         return {
-            "users": len(users), "items": len(item_ids), "train_events": train, "validation_events": validation,
+            "num_users": len(users), "num_items": len(item_ids), "train_events": train, "validation_events": validation,
             "test_events": test, "ordered": ordered, "items_with_vector": 0, "items_vector_only": 0,
-            "user_id_type": types["users"], "item_id_type": types["items"], "lineage": str(folder), "night": 1,
-            "rebuilt": "the first night", "id_columns": ("user_id", "item_id"),
+            "user_id_type": types["users"], "item_id_type": types["items"], "lineage": str(folder), "run_number": 1,
+            "rebuild_reason": "the first night", "id_columns": ("user_id", "item_id"),
             "idle_users": 0, "idle_items": 0, "parts": (), "rows_read": len(events), "files_read": 1,
-            "columns": {}, "set_aside": {}, "bad_rows": {}, "sources": (source,),
+            "columns": {}, "removed_events": {}, "bad_rows": {}, "sources": (source,),
         } | facts  # fmt: skip
 
     fingerprint = fingerprint_of("by hand", str(users), item_ids, facts)

@@ -28,10 +28,10 @@ def test_both_ingests_take_what_is_generated(folder: Path, tmp_path: Path) -> No
     log = InteractionsConfig(paths=str(folder / "interactions" / "*.parquet"), timestamp_column="timestamp", threads=1)
     made = ingest_interactions(log, embeddings=embeddings, folder=tmp_path / "interactions")
     table = embeddings.tables["item"]
-    assert (table.rows, table.dim, made.items, made.items_with_vector) == (400, 8, 400, 400)
+    assert (table.rows, table.dim, made.num_items, made.items_with_vector) == (400, 8, 400, 400)
     assert made.train_events + made.validation_events + made.test_events == 6000
     assert min(made.validation_events, made.test_events) > 300
-    assert (made.user_id_type, made.item_id_type, made.users <= 200) == ("string", "int64", True)
+    assert (made.user_id_type, made.item_id_type, made.num_users <= 200) == ("string", "int64", True)
 
 
 def test_cold_items_have_vectors_and_no_event_before_the_last_two_days(folder: Path) -> None:

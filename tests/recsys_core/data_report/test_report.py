@@ -197,7 +197,11 @@ class _Tags(HTMLParser):
 
 
 def test_the_page_is_one_file_and_escapes_all_values_of_the_data(tmp_path: Path) -> None:
-    facts = {"columns": {HOSTILE: ColumnFacts(nulls=1, first=HOSTILE)}, "set_aside": {HOSTILE: 2}, "bad_rows": {HOSTILE: 1}}
+    facts = {
+        "columns": {HOSTILE: ColumnFacts(nulls=1, first=HOSTILE)},
+        "removed_events": {HOSTILE: 2},
+        "bad_rows": {HOSTILE: 1},
+    }
     before = interactions_of(tmp_path / "one", [user(0, 1)], item_ids=[HOSTILE, "x" * 10_000])
     interactions = interactions_of(tmp_path / "two", [user(0, 0, 1)], item_ids=[HOSTILE, "y" * 10_000], **facts)
     manifest, report = report_of(tmp_path, interactions, before=before, max_null_share=0)

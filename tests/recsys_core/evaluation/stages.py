@@ -56,8 +56,8 @@ def interactions_stage(
         pq.write_table(pa.table({"id": item_column, "train_count": count}), out / "items.parquet")
         pq.write_table(pa.table({"id": user_column, "train_count": parts[0]}), out / "users.parquet")
         return {
-            "users": len(train),
-            "items": items,
+            "num_users": len(train),
+            "num_items": items,
             "train_events": sum(parts[0]),
             "validation_events": sum(parts[1]),
             "test_events": sum(parts[2]),
@@ -68,8 +68,8 @@ def interactions_stage(
             "item_id_type": "string" if pa.types.is_string(item_column.type) else "int64",
             "sources": (),
             "lineage": "interactions",
-            "night": 1,
-            "rebuilt": "there is no earlier night",
+            "run_number": 1,
+            "rebuild_reason": "there is no earlier night",
             **dict.fromkeys(("idle_users", "idle_items", "rows_read", "files_read"), 0),
             "id_columns": ("user_id", "item_id"),
             **{name: {} for name in ("columns", "set_aside", "bad_rows")},
@@ -129,10 +129,10 @@ def export_stage(
         if spec is not None:
             save_file(dict(dense or {}), out / "dense.safetensors")
         return {
-            "items": len(item_vectors),
+            "num_items": len(item_vectors),
             "dim": item_vectors.shape[1],
             "similarity": "dot" if spec is None else spec.config.similarity,
-            "queries": {split: len(users) for split, (users, _) in queries.items()},
+            "num_queries": {split: len(users) for split, (users, _) in queries.items()},
         }
 
     return produce(folder, ExportManifest, fingerprint="export", build=build)

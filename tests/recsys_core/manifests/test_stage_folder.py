@@ -69,7 +69,7 @@ def test_the_manifest_lists_every_file_with_size_and_hash(tmp_path: Path) -> Non
 
 
 def test_a_file_that_is_not_listed_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(StageError, match=r"squares manifest lists no file 'roots\.txt'; it has \['deep/cubes\.txt'"):
+    with pytest.raises(StageError, match=r"squares manifest does not list the file 'roots\.txt'; it lists \['deep/cubes\.txt'"):
         make(tmp_path / "stage").path("roots.txt")
 
 
@@ -143,7 +143,7 @@ def test_a_missing_or_longer_file_is_noticed_even_without_hashing(tmp_path: Path
         made = make(tmp_path / "stage")
         damage(made.path("squares.txt"))
         assert load_manifest(tmp_path / "stage", SquaresManifest, verify=False) is None
-        with pytest.raises(StageError, match="no complete squares stage"):
+        with pytest.raises(StageError, match="the squares stage is incomplete"):
             require_manifest(tmp_path / "stage", SquaresManifest)
 
 
@@ -156,7 +156,7 @@ def test_a_manifest_of_another_kind_or_format_counts_as_none(tmp_path: Path) -> 
     assert load_manifest(tmp_path / "stage", CubesManifest) is None
     content = json.loads((tmp_path / "stage" / MANIFEST_NAME).read_text())
     del content["sha256"]
-    content["format_version"] = 2
+    content["format_version"] = 3
     content["sha256"] = stage_folder._digest(content)
     (tmp_path / "stage" / MANIFEST_NAME).write_text(json.dumps(content))
     assert load_manifest(tmp_path / "stage", SquaresManifest) is None

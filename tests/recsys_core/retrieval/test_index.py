@@ -49,13 +49,13 @@ def test_every_kind_is_built_for_inner_product_and_holds_every_item(built, expor
     for kind in KINDS:
         index = load_index(built.path(f"{kind}.faiss"), record=built.files[f"{kind}.faiss"])
         assert index.metric_type == faiss.METRIC_INNER_PRODUCT
-        assert index.ntotal == export.items
+        assert index.ntotal == export.num_items
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_index_takes_at_least_what_is_estimated_before_it_is_built(built, export: ExportManifest, kind: IndexKind) -> None:
     kinds = CONFIG.model_copy(update={"served_kind": kind, "compared_kinds": ()})
-    estimate = bytes_of(kinds, items=export.items, dim=export.dim)
+    estimate = bytes_of(kinds, items=export.num_items, dim=export.dim)
     assert estimate <= sum(built.reports[one].bytes for one in kinds.built_kinds) < 1.2 * estimate
 
 
@@ -74,10 +74,10 @@ def test_reported_recall_is_the_overlap_with_brute_force(built, export: ExportMa
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_searching_all_is_never_short_and_exact_up_to_the_codes(kind: IndexKind, built, export: ExportManifest) -> None:
-    query, exact_row, exact_score = _exact(export, export.items)
+    query, exact_row, exact_score = _exact(export, export.num_items)
     index = load_index(built.path(f"{kind}.faiss"), record=built.files[f"{kind}.faiss"])
-    score, row = search_all(index, query, kind=kind, depth=export.items)
-    assert (np.sort(row, axis=1) == np.arange(export.items)).all()
+    score, row = search_all(index, query, kind=kind, depth=export.num_items)
+    assert (np.sort(row, axis=1) == np.arange(export.num_items)).all()
     if kind != "ivf_pq":
         np.testing.assert_allclose(score, exact_score, rtol=1e-4, atol=1e-4)
         assert np.mean(row == exact_row) > 0.99
@@ -87,10 +87,10 @@ def test_probes_are_what_the_caller_says(built, export: ExportManifest) -> None:
     query, _, _ = _exact(export, 1)
     index = load_index(built.path("ivf_flat.faiss"), record=built.files["ivf_flat.faiss"])
     few, many = (
-        (search(index, query, kind="ivf_flat", depth=export.items, parameters={"nprobe": probes})[1] >= 0).sum()
+        (search(index, query, kind="ivf_flat", depth=export.num_items, parameters={"nprobe": probes})[1] >= 0).sum()
         for probes in (1, 5)
     )
-    assert few < many < export.items * len(query)
+    assert few < many < export.num_items * len(query)
 
 
 def test_a_catalogue_smaller_than_the_settings_lowers_them(tmp_path: Path) -> None:

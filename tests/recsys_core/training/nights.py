@@ -149,7 +149,7 @@ def crown(night: Night) -> Champion:
     def build(out: Path) -> dict[str, Any]:
         run_ranks(train_and_export, world_size=RANKS, arguments=(job, out))
         (out / "model.json").write_text(night.spec.model_dump_json())
-        return {"items": night.spec.num_items, "dim": DIM, "similarity": "cosine", "queries": {}}
+        return {"num_items": night.spec.num_items, "dim": DIM, "similarity": "cosine", "num_queries": {}}
 
     def trained(out: Path) -> dict[str, Any]:
         result = TrainResult.model_validate_json((job.work / RESULT_NAME).read_bytes())

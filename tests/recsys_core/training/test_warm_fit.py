@@ -41,7 +41,7 @@ def champion(night: Night) -> Champion:
         for table in night.spec.tables:
             (out / f"state_{table}.npy").touch()
         (out / "model.json").write_text(night.spec.model_dump_json())
-        return {"items": 1, "dim": 8, "similarity": "cosine", "queries": {}}
+        return {"num_items": 1, "dim": 8, "similarity": "cosine", "num_queries": {}}
 
     produce(night.folder / "export", ExportManifest, fingerprint="export", build=build)
     produce(night.folder / "train", TrainManifest, fingerprint="train", build=lambda out: TRAINED)
@@ -60,7 +60,7 @@ TRAINED = {
     "attempts": 1,
     "best_epoch": None,
     "validation": {},
-    "warm_nights": 3,
+    "num_warm_starts": 3,
 }
 
 
@@ -230,7 +230,7 @@ def test_the_stage_trains_from_scratch_where_the_champion_was_trained_on_what_is
 @pytest.mark.parametrize(("every", "nights"), [(7, 4), (5, 4), (4, 0), (1, 0), (None, 0)], ids=lambda value: str(value))
 def test_every_so_many_nights_the_training_is_a_full_one(champion: Champion, every: int | None, nights: int) -> None:
     config = None if every is None else WarmStartConfig(full_retrain_every=every)
-    assert champion.train.warm_nights == 3
+    assert champion.train.num_warm_starts == 3
     assert nights_since_full_training(config, champion=champion) == nights
     assert nights_since_full_training(config, champion=None) == 0
 

@@ -145,7 +145,7 @@ def test_dropped_rows_are_counted_by_reason_and_all_others_are_kept(tmp_path: Pa
     facts = made.columns["user_id"]
     assert (facts.nulls, facts.out_of_range) == (counts["user_id: null"], counts["user_id: an empty string"])
     below = [sum(x is not None and x < 1 for x in columns["x"]) for columns, _ in logs]
-    assert 0 < made.set_aside["below_threshold"] <= sum(below)
+    assert 0 < made.removed_events["below_threshold"] <= sum(below)
     refuses(
         lambda folder: ingest(folder, *paths, split=LAST_OUT, max_bad_share=0.1, **settings), tmp_path,
         "0.parquet: column ", " rows in all; ", " of 1,200 rows are bad, a share of 0.", ", above interactions.max_bad_share",

@@ -47,7 +47,7 @@ def test_both_minimums_hold_at_the_end(
     chosen = {"min_user_events": users, "min_item_events": items}
     made = ingest(folder / "stage", write_log(folder / "log.parquet", log), split=LAST_OUT, filter=chosen)
     assert kept(made) == sorted(wanted)
-    assert made.set_aside == ({"rare": len(log) - len(wanted)} if len(wanted) < len(log) else {})
+    assert made.removed_events == ({"rare": len(log) - len(wanted)} if len(wanted) < len(log) else {})
     assert set(read(made).users) == {user for user, _, _ in wanted}
     assert set(read(made).items) == {item for _, item, _ in wanted}
 
@@ -92,13 +92,13 @@ def test_a_filter_keeps_what_it_says_and_counts_the_rest(tmp_path: Path, case: s
     assert sorted((user, time) for user, _, time in kept(made)) == sorted((user, time) for user, _, time in wanted)
     if reason != "over_cap":  # of events at one time, which are the newest is settled by the vocabulary
         assert kept(made) == wanted
-    assert made.set_aside == {reason: len(LOG) - len(wanted)}
+    assert made.removed_events == {reason: len(LOG) - len(wanted)}
 
 
 def test_users_busier_than_a_person_are_set_aside_with_their_events(tmp_path: Path) -> None:
     made = ingest(tmp_path / "stage", write_log(tmp_path / "log.parquet", LOG), split=LAST_OUT, filter={"bot_threshold": 10})
     assert read(made).users == [1, 2]
-    assert made.set_aside == {"bot_users": 1, "bot_events": 30}
+    assert made.removed_events == {"bot_users": 1, "bot_events": 30}
 
 
 @pytest.mark.parametrize("filters", [{}, {"max_user_events": 3}, {"duplicates": "last"}])

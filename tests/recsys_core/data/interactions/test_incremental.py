@@ -66,8 +66,8 @@ def test_only_the_new_day_is_read_and_every_id_keeps_its_row(tmp_path: Path, mon
     for side in ("users", "items"):
         assert rows(first, side).items() <= rows(second, side).items()
     assert list(rows(second, "users"))[3:] == ["dan"] and list(rows(second, "items"))[3:] == ["w"]
-    assert (first.lineage, first.night, second.night) == (second.lineage, 1, 2)
-    assert second.rebuilt is None
+    assert (first.lineage, first.run_number, second.run_number) == (second.lineage, 1, 2)
+    assert second.rebuild_reason is None
     same_events(second, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME))
 
 
@@ -81,7 +81,7 @@ def test_a_night_without_anything_new_reads_nothing(tmp_path: Path) -> None:
     first, _ = nights(tmp_path)
     (tmp_path / "in" / "day3.parquet").unlink()
     again = ingest(tmp_path / "again", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)
-    assert (again.files_read, again.night) == (0, 2)
+    assert (again.files_read, again.run_number) == (0, 2)
     assert read(again) == read(first)
 
 
@@ -97,7 +97,7 @@ def test_files_that_are_gone_take_their_events_along_and_leave_their_ids(tmp_pat
     first = ingest(tmp_path / "night1", partitions(tmp_path / "in", DAYS), split=TIME)
     (tmp_path / "in" / "day3.parquet").unlink()
     made = ingest(tmp_path / "night2", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)
-    assert (made.files_read, made.users, made.idle_users, made.idle_items) == (0, 4, 1, 1)
+    assert (made.files_read, made.num_users, made.idle_users, made.idle_items) == (0, 4, 1, 1)
     assert rows(made, "users") == rows(first, "users")
     assert sum(len(part) for part in read(made).parts) == 9
 
@@ -111,8 +111,8 @@ def test_files_that_are_gone_take_their_events_along_and_leave_their_ids(tmp_pat
 )
 def test_a_rebuild_numbers_anew_by_frequency(tmp_path: Path, settings: dict[str, Any], why: str) -> None:
     first, second = nights(tmp_path, **settings)
-    assert second.rebuilt is not None and why in second.rebuilt
-    assert (second.night, second.files_read, second.lineage == first.lineage) == (1, 4, False)
+    assert second.rebuild_reason is not None and why in second.rebuild_reason
+    assert (second.run_number, second.files_read, second.lineage == first.lineage) == (1, 4, False)
     counts = [sum(event[1] == item for day in DAYS for event in day) for item in rows(second, "items")]
     assert counts == sorted(counts, reverse=True)
 
@@ -126,10 +126,10 @@ def test_a_rebuild_is_due_when_most_ids_are_idle(tmp_path: Path) -> None:
         write_log(tmp_path / "in" / f"late{number}.parquet", events)
     paths = str(tmp_path / "in" / "late*.parquet")
     second = ingest(tmp_path / "night2", paths, split=TIME, previous=first)
-    assert (second.rebuilt, second.idle_users, second.users) == (None, 3, 5)
+    assert (second.rebuild_reason, second.idle_users, second.num_users) == (None, 3, 5)
     third = ingest(tmp_path / "night3", paths, split=TIME, previous=second)
-    assert third.rebuilt is not None and "3 of 5 users had no event last night" in third.rebuilt
-    assert (third.users, third.idle_users) == (2, 0)
+    assert third.rebuild_reason is not None and "3 of 5 users had no event last night" in third.rebuild_reason
+    assert (third.num_users, third.idle_users) == (2, 0)
 
 
 def test_other_reading_settings_read_all_files_again_and_keep_the_rows(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_other_reading_settings_read_all_files_again_and_keep_the_rows(tmp_path:
     paths = str(tmp_path / "in" / "*.parquet")
     first = ingest(tmp_path / "night1", paths, split=TIME)
     second = ingest(tmp_path / "night2", paths, split=TIME, previous=first, label_column="stars", label_threshold=3)
-    assert (second.files_read, second.night, second.set_aside) == (4, 2, {"below_threshold": 4})
+    assert (second.files_read, second.run_number, second.removed_events) == (4, 2, {"below_threshold": 4})
     assert rows(second, "users") == rows(first, "users")
 
 
@@ -168,7 +168,7 @@ def test_ids_of_another_column_are_numbered_anew(tmp_path: Path) -> None:
     first = ingest(tmp_path / "night1", partitions(tmp_path / "in", DAYS), split=TIME)
     turned = {"user_column": "item_id", "item_column": "user_id"}
     second = ingest(tmp_path / "night2", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first, **turned)
-    assert second.rebuilt is not None and "('item_id', 'user_id')" in second.rebuilt
+    assert second.rebuild_reason is not None and "('item_id', 'user_id')" in second.rebuild_reason
     assert set(rows(second, "users")) == set(rows(first, "items"))
 
 
@@ -248,5 +248,5 @@ def test_however_the_days_are_cut_into_nights_the_last_one_has_the_same_events(
     same_events(made, whole)
     rank = np.load(made.path("item_rank.npy"))
     counts = np.load(made.path("item_count.npy"))
-    assert sorted(rank.tolist()) == list(range(made.items))
+    assert sorted(rank.tolist()) == list(range(made.num_items))
     assert (np.diff(counts[np.argsort(rank)]) <= 0).all()

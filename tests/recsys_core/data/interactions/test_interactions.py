@@ -46,7 +46,7 @@ def test_a_time_split_holds_every_event_once_in_order(
     split = {"kind": "time", "test_days": test_days, "validation_days": validation_days}
     made = ingest(folder / "stage", write_log(folder / "log.parquet", log), split=split)
     check(made, parts)
-    assert (made.set_aside, made.items_with_vector, made.items_vector_only, made.ordered) == ({}, 0, 0, True)
+    assert (made.removed_events, made.items_with_vector, made.items_vector_only, made.ordered) == ({}, 0, 0, True)
 
 
 @settings(max_examples=40, deadline=None)
@@ -175,7 +175,7 @@ def test_events_below_the_label_threshold_are_counted_and_left_out(tmp_path: Pat
     path = write_log(tmp_path / "log.parquet", log, stars=label)
     made = ingest(tmp_path / "stage", path, split=LAST_OUT, label_column="stars", label_threshold=threshold)
     check(made, leave_last_out([log[0], log[2], log[3], log[5]], min_events=3))
-    assert made.set_aside == {"below_threshold": 2}
+    assert made.removed_events == {"below_threshold": 2}
 
 
 def test_the_label_threshold_holds_for_given_test_files_too(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_the_label_threshold_holds_for_given_test_files_too(tmp_path: Path) -> N
     test = write_log(tmp_path / "b.parquet", [(1, 3, 3), (1, 4, 4)], stars=[1, 5])
     made = ingest(tmp_path / "stage", train, split={"kind": "files", "test": test}, label_column="stars", label_threshold=2)
     check(made, ([(1, 1, 1), (2, 1, 1)], [], [(1, 4, 4)]))
-    assert made.set_aside == {"below_threshold": 2}
+    assert made.removed_events == {"below_threshold": 2}
 
 
 def test_the_validation_share_is_held_out_of_train_alone_and_the_same_every_time(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_data_real_beauty_gives_the_numbers_of_the_literature(tmp_path: Path) ->
     )
     path = str(BEAUTY / "interactions.parquet")
     made = ingest(tmp_path / "stage", path, split=LAST_OUT, order_column="position", embeddings=embeddings)
-    assert (made.users, made.items, made.items_with_vector) == (22_363, 12_101, 12_101)
+    assert (made.num_users, made.num_items, made.items_with_vector) == (22_363, 12_101, 12_101)
     assert (made.train_events, made.validation_events, made.test_events) == (198_502 - 2 * 22_363, 22_363, 22_363)
     assert targets_never_seen(made) == {"train": 138, "train and validation": 52}
 

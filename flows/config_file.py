@@ -1,150 +1,157 @@
-"""From a YAML file and `--set a.b=c` to a PipelineConfig; whatever is wrong becomes one readable InputError."""
+"""Config files: YAML and `--set a.b=value` to a PipelineConfig, and back. Any problem becomes one readable InputError."""
 
-import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import ValidationError
 from yaml import YAMLError
 
 from flows import yaml_loader
 from flows.config import PipelineConfig
+from flows.config_errors import dotted_key, relevant_errors, sentence_of
 from recsys_core.atomic import write_text
-from recsys_core.data.interactions.config import Split
 from recsys_core.errors import InputError, printable, shown
-from recsys_core.launching.config import Launcher
 from tasks.tuning.config import RangeConfig, label_of
 
-VARIED = ("model", "tables", "loss", "training", "sharding")
+TUNABLE_GROUPS = ("model", "tables", "loss", "training", "sharding")
 """Groups of settings that `nightjar tune` may vary."""
-_STEP = r'(?:"[^"]+"|[^".]+)'
-FIXED = {
+NOT_TUNABLE = {
     "training.validation": "trials are compared by it, so it is the same for all; leave it out",
     "training.warm_start": "trials start from scratch; leave it out",
 }
-MOST_PROBLEMS = 20
-"""Listed in one message."""
+MAX_PROBLEMS = 20
+"""Number of problems listed in one message."""
+_NAME = r'(?:"[^"]+"|[^".]+)'
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
-    """The config in `path` with `overrides` ("training.batch_size=8192", value in YAML) put over it.
+    """Read the config in `path` with `overrides` applied, such as "training.batch_size=8192" with the value in YAML.
 
-    A name with a dot in it is quoted: 'tables."item.brand".dim=8'.
-
-    Relative paths, in the file and in overrides alike, are taken from the folder of the file. Raises InputError.
+    A name that contains a dot is quoted: 'tables."item.brand".dim=8'. Relative paths, in the file and in overrides, are
+    relative to the folder of the file. Raises InputError.
     """
     raw = _read(path)
     for override in overrides:
-        _override(raw, override)
+        _apply_override(raw, override)
     try:
         config = PipelineConfig.model_validate(raw)
     except ValidationError as error:
-        details = _details(error)
-        problems = [_sentence(detail, raw) for detail in details[:MOST_PROBLEMS]]
-        raise _listed(path, problems, more=len(details) - len(problems)) from None
+        details = relevant_errors(error)
+        problems = [sentence_of(detail, raw) for detail in details[:MAX_PROBLEMS]]
+        raise _input_error(path, problems, num_more=len(details) - len(problems)) from None
     if config.tuning is None:
         return config.anchored(path.parent)
-    wrong: list[str] = []
-    ranges = {name: _checked_range(config, name, wish, problems=wrong) for name, wish in config.tuning.ranges.items()}
-    if wrong:
-        raise _listed(path, [f"tuning.ranges: {problem}" for problem in wrong])
+    range_problems: list[str] = []
+    ranges: dict[str, RangeConfig] = {}
+    for name, value_range in config.tuning.ranges.items():
+        try:
+            ranges[name] = _check_range(config, name, value_range)
+        except InputError:  # the name of the setting is invalid
+            raise
+        except ValueError as error:
+            range_problems += [f"tuning.ranges: {line}" for line in str(error).splitlines()]
+    if range_problems:
+        raise _input_error(path, range_problems)
     tuning = config.tuning.model_copy(update={"ranges": ranges})
     return config.model_copy(update={"tuning": tuning}).anchored(path.parent)
 
 
 def with_settings(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineConfig:
-    """`config` with other values of some settings, by dotted name, and without tuning; InputError if they contradict."""
-    found, _, problems = _tried(config, settings)
-    if found is None:
-        raise InputError("; ".join(problems))
-    return found
+    """Return `config` without tuning and with `settings`, by dotted name, replaced; InputError if they contradict others."""
+    candidate = _validate(config, settings)
+    if candidate.config is None:
+        raise InputError("; ".join(candidate.problems))
+    return candidate.config
 
 
-def to_paste(config: PipelineConfig, settings: Mapping[str, Any]) -> str:
-    """YAML of what `settings` set in `config`, for the user's own file; a list of which they set a part is given whole."""
+def settings_as_yaml(config: PipelineConfig, settings: Mapping[str, Any]) -> str:
+    """Return YAML of `settings` for the user's file. A list that contains one of the settings is written as a whole."""
     raw = with_settings(config, settings).model_dump(mode="json")
     groups: dict[str, Any] = {}
     for dotted in settings:
-        whole = re.sub(r"\.\d+(\..*)?$", "", dotted)
-        _put(groups, whole, _at(raw, whole), given=dotted)
+        without_index = re.sub(r"\.\d+(\..*)?$", "", dotted)
+        _put(groups, without_index, _get(raw, without_index), source=dotted)
     return yaml_loader.dump(groups)
 
 
-def _listed(path: Path, problems: Sequence[str], *, more: int = 0) -> InputError:
-    rest = [f"and {more:,} more"] if more else []
-    return InputError("\n".join([f"{path}:", *(f"  {problem}" for problem in (*problems, *rest))]))
+def dump_config(config: PipelineConfig, path: Path) -> None:
+    """Write `config` in a form that load_config reads back. The file is replaced atomically: a resumed run writes it again."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, yaml_loader.dump(config.model_dump(mode="json")))
 
 
-def _tried(config: PipelineConfig, settings: Mapping[str, Any]) -> tuple[PipelineConfig | None, bool, list[str]]:
-    """(the config or None, whether a setting itself is wrong and not only what it is combined with, what is wrong)."""
+def _input_error(path: Path, problems: Sequence[str], *, num_more: int = 0) -> InputError:
+    more = [f"and {num_more:,} more"] if num_more else []
+    return InputError("\n".join([f"{path}:", *(f"  {problem}" for problem in (*problems, *more))]))
+
+
+class _Candidate(NamedTuple):
+    """Result of validating changed settings: the config, or the problems and whether the settings themselves have them."""
+
+    config: PipelineConfig | None
+    is_own_fault: bool = False
+    problems: tuple[str, ...] = ()
+
+
+def _validate(config: PipelineConfig, settings: Mapping[str, Any]) -> _Candidate:
+    """Validate `config` with `settings` replaced. A setting may be valid itself and contradict another setting."""
     raw = config.model_dump(mode="json") | {"tuning": None}
     for dotted, value in settings.items():
-        _put(raw, dotted, value, given=f"tuning.ranges.{dotted}")
+        _put(raw, dotted, value, source=f"tuning.ranges.{dotted}")
     try:
-        return PipelineConfig.model_validate(raw), False, []
+        return _Candidate(PipelineConfig.model_validate(raw))
     except ValidationError as error:
-        details = _details(error)
+        details = relevant_errors(error)
         names = tuple(name.replace('"', "") for name in settings)
-        own = [detail for detail in details if detail["type"] != "value_error" or _dotted(detail["loc"], raw).startswith(names)]
-        return None, bool(own), [_sentence(detail, raw) for detail in own or details]
+        own = [
+            detail for detail in details if detail["type"] != "value_error" or dotted_key(detail["loc"], raw).startswith(names)
+        ]
+        return _Candidate(None, bool(own), tuple(sentence_of(detail, raw) for detail in own or details))
 
 
-def _checked_range(config: PipelineConfig, dotted: str, wish: RangeConfig, *, problems: list[str]) -> RangeConfig:
-    """The range in the type of its setting; whatever its setting does not take is added to `problems`."""
-    if dotted.partition(".")[0] not in VARIED or "." not in dotted:
-        problems.append(
-            f"{dotted}: all trials share one ingest and end with training, so what varies is a setting of {', '.join(VARIED)}"
+def _check_range(config: PipelineConfig, dotted: str, value_range: RangeConfig) -> RangeConfig:
+    """Return the range in the type of its setting; raise ValueError, one problem per line, if no trial could use it."""
+    if dotted.partition(".")[0] not in TUNABLE_GROUPS or "." not in dotted:
+        raise ValueError(
+            f"{dotted}: all trials share one ingest and end after training, so a range can only be given for settings of "
+            f"{', '.join(TUNABLE_GROUPS)}"
         )
-        return wish
-    fixed = next((why for group, why in FIXED.items() if f"{dotted}.".startswith(f"{group}.")), None)
-    if fixed is not None:
-        problems.append(f"{dotted}: {fixed}")
-        return wish
-    answers = [(probe, *_tried(config, {dotted: probe})) for probe in wish.probes]
-    good = {label_of(probe): _at(found.model_dump(mode="json"), dotted) for probe, found, _, _ in answers if found is not None}
-    # Two settings that contradict each other may both vary; one that goes with no value of the range at all is wrong.
-    wrong = [told for _, _, is_own, told in answers if is_own] or [told for _, _, _, told in answers if not good]
-    if wrong:
-        problems.extend(wrong[0])
-        return wish
+    for group, reason in NOT_TUNABLE.items():
+        if f"{dotted}.".startswith(f"{group}."):
+            raise ValueError(f"{dotted}: {reason}")
+    candidates = [(probe, _validate(config, {dotted: probe})) for probe in value_range.probes]
+    parsed = {
+        label_of(probe): _get(candidate.config.model_dump(mode="json"), dotted)
+        for probe, candidate in candidates
+        if candidate.config is not None
+    }
+    # A value that contradicts another setting is allowed, since both may vary, unless no value of the range is valid.
+    invalid = [candidate for _, candidate in candidates if candidate.is_own_fault or not parsed]
+    if invalid:
+        raise ValueError("\n".join(invalid[0].problems))
     try:
-        return wish.typed(good)
+        return value_range.converted(parsed)
     except ValueError as error:
-        problems.append(f"{dotted}: {error}")
-        return wish
-
-
-def _at(raw: Any, dotted: str) -> Any:
-    for key in _steps(dotted, given=dotted):
-        raw = raw[int(key)] if isinstance(raw, list) else raw[key]
-    return raw
-
-
-def _details(error: ValidationError) -> list[ErrorDetails]:
-    """A key that is not known is also one that is missing elsewhere: unknown keys come first and alone."""
-    details = error.errors(include_url=False)
-    return [detail for detail in details if detail["type"] == "extra_forbidden"] or details
+        raise ValueError(f"{dotted}: {error}") from None
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         with path.open(encoding="utf-8") as file:
-            text = file.read(yaml_loader.MOST_CHARACTERS + 1)
+            text = file.read(yaml_loader.MAX_CHARACTERS + 1)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; `nightjar init {path}` writes one") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
-    raw = _parsed(text, subject=f"{path}:")
+    raw = _parse(text, subject=f"{path}:")
     if not isinstance(raw, dict):
         raise InputError(f"{path}: holds {type(raw).__name__}, expected a mapping with keys like interactions: and workspace:")
     return raw
 
 
-def _parsed(text: str, *, subject: str) -> Any:
+def _parse(text: str, *, subject: str) -> Any:
     try:
         return yaml_loader.load(text)
     except YAMLError as error:
@@ -153,108 +160,51 @@ def _parsed(text: str, *, subject: str) -> Any:
         raise InputError(f"{subject} {error}") from None
 
 
-def _override(raw: dict[str, Any], override: str) -> None:
-    given = f"--set {printable(override, at_most=200)}"
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    source = f"--set {printable(override, at_most=200)}"
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
-        raise InputError(f"{given}: expected a.b=value, e.g. --set training.batch_size=8192")
-    _put(raw, dotted.strip(), _parsed(text, subject=f"{given}: the value"), given=given)
+        raise InputError(f"{source}: expected a.b=value, e.g. --set training.batch_size=8192")
+    _put(raw, dotted.strip(), _parse(text, subject=f"{source}: the value"), source=source)
 
 
-def _steps(dotted: str, *, given: str) -> list[str]:
-    """a."b.c".d -> a, b.c, d."""
-    if re.fullmatch(rf"{_STEP}(\.{_STEP})*", dotted) is None:
-        raise InputError(f'{given}: expected a.b=value, names without quotes, or all in quotes where they hold a dot: a."b.c"')
-    steps = [quoted or plain for quoted, plain in re.findall(r'"([^"]+)"|([^".]+)', dotted)]
-    if len(steps) > yaml_loader.MOST_DEPTH:
-        raise InputError(f"{given}: {len(steps):,} names, one inside the other, and no setting is that deep")
-    return steps
+def _split(dotted: str, *, source: str) -> list[str]:
+    """Split a."b.c".d into a, b.c, d."""
+    if re.fullmatch(rf"{_NAME}(\.{_NAME})*", dotted) is None:
+        raise InputError(
+            f'{source}: expected a.b=value; quote a name that contains a dot, and no part of any other name: a."b.c"=value'
+        )
+    names = [quoted or plain for quoted, plain in re.findall(r'"([^"]+)"|([^".]+)', dotted)]
+    if len(names) > yaml_loader.MAX_DEPTH:
+        raise InputError(f"{source}: {len(names):,} nested names, but no setting is nested that deep")
+    return names
 
 
-def _put(raw: dict[str, Any], dotted: str, value: Any, *, given: str) -> None:
-    """Sets raw[a][b] for the name a.b; groups that are not there are made. given: what the user wrote, for errors."""
-    *parents, last = _steps(dotted, given=given)
+def _get(raw: Any, dotted: str) -> Any:
+    for key in _split(dotted, source=dotted):
+        raw = raw[int(key)] if isinstance(raw, list) else raw[key]
+    return raw
+
+
+def _put(raw: dict[str, Any], dotted: str, value: Any, *, source: str) -> None:
+    """Set raw[a][b] for the name a.b and create missing groups.
+
+    Args:
+        source: the user's text, for error messages.
+    """
+    *parents, last = _split(dotted, source=source)
     level: Any = raw
-    for position, key in enumerate(parents):
+    for depth, key in enumerate(parents):
         if isinstance(level, list):
             if not (key.isdecimal() and key.isascii() and int(key[:9]) < len(level)):
-                place = ".".join(parents[:position])
-                raise InputError(f"{given}: {place} is a list of {len(level)}; name one by its number, from 0")
+                parent = ".".join(parents[:depth])
+                raise InputError(f"{source}: {parent} is a list of {len(level)}; name one by its number, from 0")
             level = level[int(key[:9])]
         else:
             level[key] = {} if level.get(key) is None else level[key]
             level = level[key]
-        if not isinstance(level, dict | list) or (isinstance(level, list) and position + 1 == len(parents)):
-            place = ".".join(parents[: position + 1])
-            raise InputError(f"{given}: {place} is the value {shown(level)}, not a group of settings")
+        is_list_entry = isinstance(level, list) and depth + 1 == len(parents)
+        if not isinstance(level, dict | list) or is_list_entry:
+            group = ".".join(parents[: depth + 1])
+            raise InputError(f"{source}: {group} is the value {shown(level)}, not a group of settings")
     level[last] = value
-
-
-def _sentence(detail: ErrorDetails, raw: Mapping[str, Any]) -> str:
-    place = printable(_dotted(detail["loc"], raw))
-    place = place if len(place) <= 200 else place[:197] + "..."
-    match detail["type"]:
-        case "extra_forbidden":
-            return f"{place}: unknown key; {_nearest(place)}"
-        case "missing":
-            return f"{place}: is missing and has no default; set it"
-        case "union_tag_not_found" | "union_tag_invalid":
-            union = Launcher if place == "launcher" else Split
-            kinds = ", ".join(member.model_fields["kind"].default for member in nested_models(union))
-            return f"{place}: set kind to one of {kinds}"
-        case "value_error":
-            message = detail["msg"].removeprefix("Value error, ")
-            return f"{place}: {message}" if place else message
-        case _:
-            return f"{place}: {detail['msg']}, but it is {shown(detail['input'])}"
-
-
-def _dotted(loc: tuple[int | str, ...], raw: Any) -> str:
-    # pydantic puts the chosen member of a union into the location; what the user wrote has no such level.
-    names: list[str] = []
-    for position, step in enumerate(loc):
-        is_last = position == len(loc) - 1
-        if step in raw if isinstance(raw, dict) else isinstance(raw, list) and isinstance(step, int) and step < len(raw):
-            raw = raw[step]
-        elif not is_last or isinstance(step, int) or not isinstance(raw, dict):
-            continue
-        names.append(str(step))
-    return ".".join(names)
-
-
-def _nearest(dotted: str) -> str:
-    known = sorted(set(setting_names(PipelineConfig)))
-    dotted = re.sub(r"\.\d+(?=\.)", "", dotted)  # the place in a list of groups
-    parent, _, name = dotted.rpartition(".")
-    siblings = {path.rpartition(".")[2] for path in known if fnmatchcase(parent, path.rpartition(".")[0])}
-    close = difflib.get_close_matches(name, siblings, n=1)
-    if close:
-        return f"did you mean {parent}{'.' if parent else ''}{close[0]}?"
-    elsewhere = [path for path in known if path.rpartition(".")[2] == name]
-    if not elsewhere and siblings:
-        return f"known here: {', '.join(sorted(siblings))}"
-    elsewhere = elsewhere or difflib.get_close_matches(dotted, known, n=1)
-    return f"did you mean {' or '.join(elsewhere)}?" if elsewhere else f"{parent} is not a group of settings"
-
-
-def setting_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Dotted names of all settings of `model`, groups included, over all members of unions; `*` is a key of the user's own."""
-    for name, field in model.model_fields.items():
-        yield prefix + name
-        inner = f"{prefix}{name}.*." if get_origin(field.annotation) is dict else f"{prefix}{name}."
-        for member in nested_models(field.annotation):
-            yield from setting_names(member, inner)
-
-
-def nested_models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The pydantic models that a field with this annotation may hold."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from nested_models(argument)
-
-
-def dump_config(config: PipelineConfig, path: Path) -> None:
-    """Writes `config` so that load_config reads it back; replaced atomically, since a resumed run writes it again."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, yaml_loader.dump(config.model_dump(mode="json")))

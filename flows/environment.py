@@ -1,4 +1,4 @@
-"""What has to be set before Prefect or MLflow is imported: an embedded home, a quiet console."""
+"""Environment variables and log settings that must be set before Prefect or MLflow is imported."""
 
 import logging
 import os
@@ -10,12 +10,15 @@ from recsys_core.errors import InputError
 
 
 def prepare(workspace: Path, *, verbose: bool = False) -> None:
-    """Embeds Prefect in `workspace` unless the user's own server or home is set. Call before importing flows.nightly."""
+    """Set the folder of Prefect and the log levels of Prefect and MLflow, unless the user has set them.
+
+    Call before a flow is imported. Raises InputError if `workspace` is not writable.
+    """
     require_writable(workspace)
     workspace.mkdir(parents=True, exist_ok=True)
     defaults = {
         "PREFECT_HOME": str((workspace / "prefect").absolute()),
-        # The terminal is ours; Prefect's own view of the run is in its log and its UI.
+        # Prefect's messages are in its log and its UI, not in the terminal.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO" if verbose else "CRITICAL",
         "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
         "MLFLOW_LOGGING_LEVEL": "INFO" if verbose else "WARNING",
@@ -25,24 +28,24 @@ def prepare(workspace: Path, *, verbose: bool = False) -> None:
 
 
 def require_writable(workspace: Path) -> None:
-    """InputError unless `workspace` is a folder, or can be made, and takes a file; leaves nothing behind."""
+    """Raise InputError unless files can be written to `workspace`, or the folder can be created. Creates nothing."""
     try:
-        there = next(path for path in (workspace, *workspace.parents) if os.path.lexists(path))
-        if not there.is_dir():
-            raise InputError(f"workspace {workspace}: {there} is no folder; set workspace to a folder")
-        with tempfile.TemporaryFile(dir=there):
+        existing = next(path for path in (workspace, *workspace.parents) if os.path.lexists(path))
+        if not existing.is_dir():
+            raise InputError(f"workspace {workspace}: {existing} is not a folder; set workspace to a folder")
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         raise InputError(
-            f"workspace {workspace}: cannot be written: {error.strerror}; check its permissions, or set another"
+            f"workspace {workspace}: cannot be written: {error.strerror}; check its permissions, or set another workspace"
         ) from None
 
 
 def quieten() -> None:
-    """Keeps libraries' remarks off a terminal that shows a run. Call before importing any of them."""
-    # One that logs through the root logger before anyone has configured it makes it print everything.
+    """Silence log messages and warnings of libraries. Call before importing them."""
+    # Logging through an unconfigured root logger would install a handler that prints to stderr.
     logging.getLogger().addHandler(logging.NullHandler())
-    # TorchRec traces the model with torch.fx, which remarks on a function TorchRec calls.
+    # TorchRec traces the model with torch.fx, which logs a warning about a function of TorchRec.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)

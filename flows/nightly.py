@@ -93,8 +93,12 @@ def ingest(config: PipelineConfig, run: Run) -> Dataset:
     """Ingest pretrained embeddings, the interaction log and features."""
     root = config.data_root
     embeddings = stages.ingest_embeddings(config.embeddings, data_root=root, run=run)
-    interactions = stages.ingest_interactions(config.log, embeddings=embeddings, data_root=root, run=run)
+    interactions = stages.ingest_interactions(config.interactions_with_context, embeddings=embeddings, data_root=root, run=run)
     features = stages.ingest_features(
-        config.features, log=config.log, dataset=Dataset(interactions, embeddings), data_root=root, run=run
+        config.features,
+        log=config.interactions_with_context,
+        dataset=Dataset(interactions, embeddings),
+        data_root=root,
+        run=run,
     )
     return Dataset(interactions, embeddings, features)

@@ -1,6 +1,7 @@
-"""The process of the embedded Prefect server: python -m flows.prefect_process FD, where FD is a listening socket.
+"""Process of the embedded Prefect server: `python -m flows.prefect_process FD`, where FD is a listening socket.
 
-It imports what Prefect needs while the run's config is read, and Prefect itself once its environment arrives on stdin.
+The process imports Prefect's libraries while the command reads its config. It imports Prefect itself after it has received its
+environment on stdin, because Prefect reads its settings at import.
 """
 
 import json
@@ -16,18 +17,18 @@ from recsys_core.parent_process import die_with_parent
 
 
 def main() -> None:
-    """Serves Prefect's API on the given socket until SIGTERM, or until the parent is gone."""
+    """Serve Prefect's API on the socket until SIGTERM, or until the parent process ends."""
     die_with_parent()
     listener = socket.socket(fileno=int(sys.argv[1]))
     _import_libraries()
-    orders = sys.stdin.buffer.read()
-    if not orders:  # the config was wrong: there is nothing to serve
+    start_message = sys.stdin.buffer.read()
+    if not start_message:  # the command has ended, e.g. because its config was invalid
         return
-    begin = json.loads(orders)
-    log = os.open(begin["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    start = json.loads(start_message)
+    log = os.open(start["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(begin["environment"])
+    os.environ.update(start["environment"])
     import uvicorn
 
     migrate()
@@ -37,7 +38,7 @@ def main() -> None:
 
 
 def _import_libraries() -> None:
-    """Imports the libraries of Prefect that read no setting of Prefect's."""
+    """Import the libraries of Prefect that do not read Prefect's settings."""
     import docket  # noqa: F401
     import fastapi  # noqa: F401
     import pendulum  # noqa: F401
@@ -45,10 +46,10 @@ def _import_libraries() -> None:
 
 
 def migrate() -> None:
-    """Brings the database of PREFECT_HOME to the schema of the installed Prefect, unless it has it.
+    """Migrate the database in PREFECT_HOME to the schema of the installed Prefect.
 
-    A new one is copied from the user's cache: Prefect's migrations of an empty database take seconds. A database that the user
-    has put elsewhere is left to Prefect.
+    A new database is copied from the user's cache, because Prefect's migrations of an empty database take seconds. A database
+    that the user has configured elsewhere is migrated by Prefect itself.
     """
     import asyncio
 
@@ -64,7 +65,7 @@ def migrate() -> None:
     settings.server.database.migrate_on_start = False
     settings.home.mkdir(parents=True, exist_ok=True)
     marker, template = database.with_suffix(".version"), _cache() / f"prefect-{prefect.__version__}.db"
-    with FileLock(settings.home / ".migration.lock"):  # two first runs in one workspace
+    with FileLock(settings.home / ".migration.lock"):  # two runs may create the database at the same time
         is_new = not database.is_file()
         if not is_new and marker.is_file() and marker.read_text() == prefect.__version__:
             return
@@ -75,7 +76,7 @@ def migrate() -> None:
 
             asyncio.run(provide_database_interface().create_db())
             if is_new:
-                with suppress(OSError):  # a user without a home of their own migrates each new workspace
+                with suppress(OSError):  # without a writable cache each new workspace is migrated
                     template.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                     _copy(database, template)
         marker.write_text(prefect.__version__)
@@ -86,7 +87,7 @@ def _cache() -> Path:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Puts a copy of a sqlite database there, whole or not at all."""
+    """Copy a sqlite database atomically."""
     with replacing(target) as temporary, closing(sqlite3.connect(source)) as read, closing(sqlite3.connect(temporary)) as write:
         read.backup(write)
 

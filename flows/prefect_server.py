@@ -1,7 +1,8 @@
-"""The embedded Prefect server as the command line sees it: a process of its own session, supervised, that ends with this one.
+"""Embedded Prefect server: a supervised subprocess that ends with the command.
 
-Signals of the terminal do not reach it, so it answers until the run is closed. The listening socket belongs to this process:
-when the server dies, clients wait in the socket's queue for the one that takes its place on the same database.
+The server has its own session, so Ctrl-C in the terminal does not end it before the run is closed. The command owns the
+listening socket. If the server dies, the command starts another one on the same socket and database, and clients wait in the
+socket's queue meanwhile.
 """
 
 import json
@@ -26,20 +27,20 @@ from recsys_core.parent_process import as_parent
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
-MOST_RESTARTS = 5
-LAST_LINES = 5
+MAX_RESTARTS = 5
+NUM_LOG_LINES = 5
 BACKLOG = 1024
-LEAST_BYTES = 2**25
-"""Of a new database, its log and the files of a run's start."""
+MIN_FREE_BYTES = 2**25
+"""Disk space for a new database, its log and the first files of a run."""
 LOG = logging.getLogger("nightjar")
 
 
 class EmbeddedServer:
-    """Starts to import at once; serves after `begin`, answers after `wait`."""
+    """The server process. It imports libraries at once, starts to serve after `begin`, and answers after `wait`."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server((HOST, 0), backlog=BACKLOG)
-        self._orders: dict[str, str] = {}
+        self._environment: dict[str, str] = {}
         self._log: Path | None = None
         self._log_start = self._restarts = 0
         self._stopping = threading.Event()
@@ -48,40 +49,43 @@ class EmbeddedServer:
 
     @property
     def api(self) -> str:
-        """The address of the API."""
+        """Address of the API."""
         return f"http://{HOST}:{self._listener.getsockname()[1]}/api"
 
     @property
     def pid(self) -> int:
-        """Of the process that serves now."""
+        """Process id of the current server."""
         return self._process.pid
 
     def begin(self, *, log: Path) -> None:
-        """Serves the database of PREFECT_HOME and sets PREFECT_API_URL and its secret here; the server's output goes to `log`.
+        """Let the server open the database in PREFECT_HOME, and set PREFECT_API_URL and its password in this process.
 
         Call before Prefect is imported.
+
+        Args:
+            log: file for the output of the server.
         """
         for folder in (log.parent, Path(os.environ.get("PREFECT_HOME", log.parent))):
-            require_free(folder, LEAST_BYTES, what="the embedded Prefect server with its database")
-        secret = f"nightjar:{secrets.token_urlsafe(32)}"  # every user of this host can reach the port
+            require_free(folder, MIN_FREE_BYTES, what="the embedded Prefect server with its database")
+        secret = f"nightjar:{secrets.token_urlsafe(32)}"  # other users of this host can connect to the port
         self._log, self._log_start = log, log.stat().st_size if log.is_file() else 0
         os.environ.update(PREFECT_API_URL=self.api, PREFECT_API_AUTH_STRING=secret)
-        self._orders = {
+        self._environment = {
             **os.environ,
             "PREFECT_SERVER_API_AUTH_STRING": secret,
             "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
-            # Blocks are for the UI, whose own server registers them.
+            # Blocks are used by the UI only, whose server registers them.
             "PREFECT_API_BLOCKS_REGISTER_ON_START": "false",
             "PREFECT_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",
             "PREFECT_UI_ENABLED": "0",
             "PREFECT__SERVER_EPHEMERAL": "1",
             "PREFECT__SERVER_FINAL": "1",
         }
-        self._give_orders()
+        self._send_start_message()
 
     def wait(self) -> None:
-        """Returns once the server answers and supervises it from then on. Raises StageError if it ends, with its last lines."""
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback is never behind a proxy
+        """Wait until the server answers, then supervise it; raise StageError with its last log lines if it ends before."""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy cannot reach the loopback address
         deadline = time.monotonic() + START_TIMEOUT_S
         while self._process.poll() is None and time.monotonic() < deadline:
             try:
@@ -89,15 +93,15 @@ class EmbeddedServer:
                     self._supervisor = threading.Thread(target=self._supervise, daemon=True)
                     self._supervisor.start()
                     return
-            except OSError:  # refused, reset, timed out: not there yet
+            except OSError:  # refused, reset or timed out: the server is not ready
                 time.sleep(0.1)
         if self._log is not None:
-            require_free(self._log.parent, LEAST_BYTES, what="the embedded Prefect server, which has ended,")
-        late = f"gave no answer within {START_TIMEOUT_S:g} s" if self._process.poll() is None else self._ending()
-        raise StageError(f"the embedded Prefect server {late}{self._last_lines()}")
+            require_free(self._log.parent, MIN_FREE_BYTES, what="the embedded Prefect server, which has ended,")
+        problem = f"did not answer within {START_TIMEOUT_S:g} s" if self._process.poll() is None else self._ending()
+        raise StageError(f"the embedded Prefect server {problem}{self._last_lines()}")
 
     def stop(self) -> None:
-        """Ends the server; what it holds in memory is written first."""
+        """Stop the server, which writes its state to the database first."""
         self._stopping.set()
         self._process.terminate()
         try:
@@ -120,13 +124,13 @@ class EmbeddedServer:
             start_new_session=True,
         )
 
-    def _give_orders(self) -> None:
-        """Through a pipe: a command line is everybody's to read."""
+    def _send_start_message(self) -> None:
+        """Send log file and environment, which holds the password, through a pipe: any user can read a command line."""
         assert self._process.stdin is not None
         try:
             with self._process.stdin as pipe:
-                pipe.write(json.dumps({"log": str(self._log), "environment": self._orders}).encode())
-        except BrokenPipeError:  # it is dead: `wait` and the supervisor see that
+                pipe.write(json.dumps({"log": str(self._log), "environment": self._environment}).encode())
+        except BrokenPipeError:  # the process has ended, which `wait` or the supervisor reports
             pass
 
     def _supervise(self) -> None:
@@ -134,41 +138,43 @@ class EmbeddedServer:
             self._process.wait()
             if self._stopping.is_set():
                 return
-            if self._restarts == MOST_RESTARTS:
+            if self._restarts == MAX_RESTARTS:
                 LOG.error(
                     "the embedded Prefect server %s again, after %d restarts%s",
                     self._ending(),
                     self._restarts,
                     self._last_lines(),
                 )
-                self._listener.close()  # clients fail at once instead of waiting for nobody
+                self._listener.close()  # clients fail at once instead of waiting for a server
                 return
             self._restarts += 1
-            LOG.warning("the embedded Prefect server %s; another one takes its place%s", self._ending(), self._last_lines())
+            LOG.warning("the embedded Prefect server %s; another one is started%s", self._ending(), self._last_lines())
             self._process = self._start()
-            self._give_orders()
+            self._send_start_message()
 
     def _ending(self) -> str:
         code = self._process.returncode
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def _last_lines(self) -> str:
-        """What the server wrote last, of the part of the log that is its own."""
+        """Return the last log lines of this server, after those of earlier servers."""
         if self._log is None or not self._log.is_file():
             return ""
         with self._log.open("rb") as file:
             file.seek(self._log_start)
-            lines = file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
-        return "\n".join((f"; the last lines of {self._log}:", *lines)) if lines else f"; {self._log} has no line of it"
+            lines = file.read().decode(errors="replace").splitlines()[-NUM_LOG_LINES:]
+        return (
+            "\n".join((f"; the last lines of {self._log}:", *lines)) if lines else f"; {self._log} has no line of this server"
+        )
 
 
 @contextmanager
 def embedded_server() -> Iterator[EmbeddedServer | None]:
-    """A server for the body; None where PREFECT_API_URL names the user's own."""
+    """Yield a server, which is stopped after the body; None if PREFECT_API_URL names another server."""
     if "PREFECT_API_URL" in os.environ:
         yield None
         return
-    theirs = os.environ.get("PREFECT_API_AUTH_STRING")
+    users_password = os.environ.get("PREFECT_API_AUTH_STRING")
     server = EmbeddedServer()
     try:
         yield server
@@ -176,20 +182,24 @@ def embedded_server() -> Iterator[EmbeddedServer | None]:
         server.stop()
         os.environ.pop("PREFECT_API_URL", None)
         os.environ.pop("PREFECT_API_AUTH_STRING", None)
-        if theirs is not None:
-            os.environ["PREFECT_API_AUTH_STRING"] = theirs
+        if users_password is not None:
+            os.environ["PREFECT_API_AUTH_STRING"] = users_password
 
 
 @contextmanager
 def prefect_session(server: EmbeddedServer | None, *, log: Path) -> Iterator[None]:
-    """A body that may import Prefect and call flows; what it logs is sent before the server ends."""
+    """Run a body that imports Prefect and calls flows; send its log records before the server ends.
+
+    Args:
+        log: file for the output of the server.
+    """
     if server is not None:
         server.begin(log=log)
-    from prefect.logging.handlers import APILogWorker  # seconds, while the server starts
+    from prefect.logging.handlers import APILogWorker  # takes seconds, while the server starts
 
     if server is not None:
         server.wait()
     try:
         yield
     finally:
-        APILogWorker.drain_all()  # Prefect does so while it exits, too late for the server
+        APILogWorker.drain_all()  # Prefect sends them at exit, when the server has ended

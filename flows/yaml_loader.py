@@ -1,6 +1,6 @@
-"""YAML by the core schema of YAML 1.2, of bounded size: no sexagesimal numbers, no octal 012, no `yes` for true.
+"""YAML 1.2 (core schema) with limits on size and nesting.
 
-PyYAML reads YAML 1.1, in which `1:30` is 90, `012` is 10 and `yes` is true.
+PyYAML reads YAML 1.1, in which `1:30` is 90, `012` is 10 and `yes` is true. YAML 1.2 reads a string, 12 and a string.
 """
 
 import re
@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 import yaml
 from yaml.nodes import CollectionNode, MappingNode, Node, ScalarNode
 
-MOST_CHARACTERS = 1 << 20
-MOST_DEPTH = 32
-"""Groups and lists inside each other; a config has eight."""
-MOST_NODES = 20_000
-"""Keys and values, those behind aliases counted each time."""
+MAX_CHARACTERS = 1 << 20
+MAX_DEPTH = 32
+"""Nesting depth of groups and lists; a config has eight levels."""
+MAX_NODES = 20_000
+"""Number of keys and values; an alias counts as the nodes that it refers to."""
 
 _TAG = "tag:yaml.org,2002:"
-_PLAIN = {
+_SCALARS = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
@@ -29,11 +29,11 @@ _PLAIN = {
 
 
 class TooLargeError(Exception):
-    """A document beyond the bounds; the message is the rest of a sentence."""
+    """The document exceeds a limit. The message continues a sentence that begins with the document's name."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Knows the tags of the core schema alone, and refuses a key that is given twice."""
+    """Supports the tags of the core schema only, and rejects duplicate keys."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  the base declares it so
     yaml_constructors: ClassVar[dict[str | None, Any]] = {}
@@ -43,7 +43,9 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                raise yaml.constructor.ConstructorError(None, None, "a list or a group is no key", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key must be a scalar, not a list or a group", key_node.start_mark
+                )
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
             seen.add(key)
@@ -51,7 +53,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes a string that YAML 1.1 or 1.2 would read as something else."""
+    """Quotes a string that YAML 1.1 or 1.2 would read as another type."""
 
 
 def _construct_bool(_: _Loader, node: ScalarNode) -> bool:
@@ -63,8 +65,8 @@ def _construct_int(_: _Loader, node: ScalarNode) -> int:
     base = {"0o": 8, "0x": 16}.get(text[:2], 10)
     try:
         return int(text, base)
-    except ValueError as error:  # of thousands of digits, or text under !!int
-        raise yaml.constructor.ConstructorError(None, None, f"no whole number: {error}", node.start_mark) from None
+    except ValueError as error:  # thousands of digits, or text tagged !!int
+        raise yaml.constructor.ConstructorError(None, None, f"not a whole number: {error}", node.start_mark) from None
 
 
 def _construct_float(_: _Loader, node: ScalarNode) -> float:
@@ -72,10 +74,10 @@ def _construct_float(_: _Loader, node: ScalarNode) -> float:
     try:
         return float(text.replace(".inf", "inf").replace(".nan", "nan"))
     except ValueError as error:
-        raise yaml.constructor.ConstructorError(None, None, f"no number: {error}", node.start_mark) from None
+        raise yaml.constructor.ConstructorError(None, None, f"not a number: {error}", node.start_mark) from None
 
 
-for _kind, (_pattern, _first) in _PLAIN.items():
+for _kind, (_pattern, _first) in _SCALARS.items():
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(f"{_TAG}{_kind}", re.compile(rf"^(?:{_pattern})$(?!\n)"), _first)
 _Loader.yaml_constructors |= {
@@ -90,29 +92,31 @@ _Loader.yaml_constructors |= {
 
 
 def load(text: str) -> Any:
-    """The value of one YAML document.
+    """Parse one YAML document.
 
     >>> load("{a: 012, b: 1:30, c: yes, d: 1e-3, e: 0o14}")
     {'a': 12, 'b': '1:30', 'c': 'yes', 'd': 0.001, 'e': 12}
 
-    Raises yaml.YAMLError for what is not YAML of the core schema, and TooLargeError for a document beyond the bounds.
+    Raises:
+        yaml.YAMLError: the text is not YAML of the core schema.
+        TooLargeError: the document exceeds a limit.
     """
-    if len(text) > MOST_CHARACTERS:
-        raise TooLargeError(f"has more than {MOST_CHARACTERS:,} characters; name files by folder or glob")
-    _require_depth(text)
+    if len(text) > MAX_CHARACTERS:
+        raise TooLargeError(f"has more than {MAX_CHARACTERS:,} characters; name files by folder or glob")
+    _check_depth(text)
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
         if node is None:
             return None
-        _count(node, {})
+        _count_nodes(node, {})
         return loader.construct_document(node)
     finally:
         loader.dispose()
 
 
 def dump(value: Any, **options: Any) -> str:
-    """`value` as YAML that `load`, and a reader of YAML 1.1, reads back as it is; keys keep their order.
+    """Format `value` as YAML that both YAML 1.1 and 1.2 read back unchanged; keys keep their order.
 
     >>> dump({"name": "1e5", "rate": 1e-05, "text": "yes"}).split()
     ['name:', "'1e5'", 'rate:', '1.0e-05', 'text:', "'yes'"]
@@ -120,42 +124,45 @@ def dump(value: Any, **options: Any) -> str:
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, **options))
 
 
-def _require_depth(text: str) -> None:
-    """Counts with the parser, which does not call itself; the steps after it do."""
+def _check_depth(text: str) -> None:
+    """Limit nesting with the parser, which is iterative; composing and constructing nodes are recursive."""
     depth = nodes = 0
     for event in yaml.parse(text, Loader=_Loader):
         line = event.start_mark.line + 1 if event.start_mark is not None else 0
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         nodes += isinstance(event, yaml.NodeEvent)
         if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag is not None:
-            raise yaml.YAMLError(f"line {line}: the tag {event.tag!r} is not of the core schema; leave tags out")
-        if depth > MOST_DEPTH:
-            raise TooLargeError(f"nests groups more than {MOST_DEPTH} deep in line {line}, and no setting is")
-        if nodes > MOST_NODES:
+            raise yaml.YAMLError(f"line {line}: the tag {event.tag!r} is not in the core schema; leave tags out")
+        if depth > MAX_DEPTH:
+            raise TooLargeError(f"nests groups more than {MAX_DEPTH} deep in line {line}, but no setting is nested that deep")
+        if nodes > MAX_NODES:
             raise _too_many()
 
 
-def _count(node: Node, known: dict[int, int | None]) -> int:
-    """Keys and values below `node`, itself included, an alias counted as what it stands for."""
+def _count_nodes(node: Node, size_by_id: dict[int, int | None]) -> int:
+    """Count `node` and the keys and values below it; an alias counts as the nodes that it refers to.
+
+    Args:
+        size_by_id: sizes of the collections counted so far; None while a collection is being counted.
+    """
     if not isinstance(node, CollectionNode):
         return 1
-    if id(node) in known:
-        size = known[id(node)]
+    if id(node) in size_by_id:
+        size = size_by_id[id(node)]
         if size is None:
             line = node.start_mark.line + 1 if node.start_mark is not None else 0
-            raise TooLargeError(f"has an alias in line {line} for a group that holds the alias itself; write the group out")
+            raise TooLargeError(f"has an alias in line {line} for a group that contains the alias; write the group out")
         return size
-    known[id(node)] = None
-    children = [part for pair in node.value for part in pair] if isinstance(node, MappingNode) else node.value
-    size = 1 + sum(_count(child, known) for child in children)
-    if size > MOST_NODES:
+    size_by_id[id(node)] = None
+    children = [item for pair in node.value for item in pair] if isinstance(node, MappingNode) else node.value
+    size = 1 + sum(_count_nodes(child, size_by_id) for child in children)
+    if size > MAX_NODES:
         raise _too_many()
-    known[id(node)] = size
+    size_by_id[id(node)] = size
     return size
 
 
 def _too_many() -> TooLargeError:
     return TooLargeError(
-        f"holds more than {MOST_NODES:,} keys and values, aliases counted each time; name files by folder or glob, and "
-        "write fewer"
+        f"holds more than {MAX_NODES:,} keys and values, aliases counted each time; name files by folder or glob"
     )

@@ -44,7 +44,7 @@ def without_folders(settings: Any) -> Any:
 def train_only(settings: Settings, *, folder: Path) -> list[tuple[float, Progress]]:
     """Lines of metrics.jsonl, and when each was seen in seconds, with as many ranks as the config says, by default two."""
     config = PipelineConfig.model_validate(settings)
-    interactions = ingest_interactions(config.log, embeddings=None, folder=folder / "interactions")
+    interactions = ingest_interactions(config.interactions_with_context, embeddings=None, folder=folder / "interactions")
     spec = ModelSpec.of(config.model, dataset=Dataset(interactions), tables=config.tables, loss=config.loss)
     shutil.rmtree(folder / "train", ignore_errors=True)
     plan = plan_sharding(
@@ -116,7 +116,7 @@ def _run(experiment: Experiment, *, folder: Path, core: int) -> dict[str, Any]:
     own = folder / f"core-{core}" / "run"
     shutil.rmtree(own, ignore_errors=True)
     embeddings = ingest_embeddings(config.embeddings, folder=shared / "embeddings") if config.embeddings else None
-    interactions = ingest_interactions(config.log, embeddings=embeddings, folder=shared / "interactions")
+    interactions = ingest_interactions(config.interactions_with_context, embeddings=embeddings, folder=shared / "interactions")
     features = None
     if config.features is not None:
         features = ingest_features(

@@ -1,59 +1,114 @@
-"""The commented config that `nightjar init` writes, made from the models' own descriptions so that it cannot go stale."""
+"""The commented config file of `nightjar init`, generated from the descriptions of the config models."""
 
 import json
 import textwrap
-from collections.abc import Iterator
-from typing import Any, get_args
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from flows import yaml_loader
 from flows.config import PipelineConfig
-from flows.config_file import nested_models
+from flows.config_errors import nested_models
 from recsys_core.data.embeddings.config import EmbeddingsConfig
 from recsys_core.data.interactions.config import InteractionsConfig
 
-HEADER = """\
-# A night of nightjar: every setting, with its default where it has one. What you leave out takes the default.
-# Paths are relative to the folder of this file. Check it with `nightjar validate`.
-"""
+HEADER = "# Config of nightjar. Relative paths are relative to the folder of this file. Check it with `nightjar validate`.\n"
+HEADER_IMPORTANT = "# These are the important settings; `nightjar init --all` writes every setting.\n"
+HEADER_ALL = "# These are all settings; a setting that you delete has its default.\n"
+IMPORTANT_SETTINGS = (
+    "workspace",
+    "interactions.paths",
+    "interactions.user_column",
+    "interactions.item_column",
+    "interactions.timestamp_column",
+    "interactions.timestamp_unit",
+    "interactions.label_column",
+    "interactions.label_threshold",
+    "interactions.split.kind",
+    "interactions.split.test_days",
+    "interactions.split.validation_days",
+    "embeddings.paths",
+    "embeddings.id_column",
+    "embeddings.vector_column",
+    "features",
+    "model.embedding_dim",
+    "model.history.length",
+    "model.query.layers",
+    "model.candidate.layers",
+    "model.temperature",
+    "loss.kind",
+    "loss.num_negatives",
+    "training.epochs",
+    "training.batch_size",
+    "training.dense_optimizer.learning_rate",
+    "training.table_optimizer.learning_rate",
+    "index.served_kind",
+    "registry.model_name",
+    "registry.max_relative_drop",
+)
+"""Settings that `nightjar init` writes. It also writes every setting whose value is not the default."""
 _WIDTH = 128
 _COMMENT_COLUMN = 42
 
 
 def starter_config() -> PipelineConfig:
-    """The smallest config that shows every group of settings: a log with timestamps, and pretrained vectors."""
+    """Return a minimal config that has every group of settings: a log with timestamps, and pretrained vectors."""
     return PipelineConfig(
         interactions=InteractionsConfig(paths=("data/interactions/*.parquet",), timestamp_column="timestamp"),
         embeddings=(EmbeddingsConfig(paths=("data/item_embeddings.parquet",), vector_column="embedding"),),
     )
 
 
-def to_commented_yaml(config: PipelineConfig) -> str:
-    """`config` as YAML in which each setting stands beside its description and choices; loads back to an equal config."""
-    return HEADER + "\n".join(_lines(config, depth=0)) + "\n"
+def to_commented_yaml(config: PipelineConfig, *, notes: Mapping[str, str] | None = None, every_setting: bool = True) -> str:
+    """Format `config` as YAML with the description and choices of each setting. The text loads back to an equal config.
+
+    Args:
+        notes: comments by dotted name, written above the setting.
+        every_setting: write all settings, instead of IMPORTANT_SETTINGS and those that differ from their default.
+    """
+    header = HEADER + (HEADER_ALL if every_setting else HEADER_IMPORTANT)
+    template = _Template(notes or {}, None if every_setting else IMPORTANT_SETTINGS)
+    return header + "\n".join(template.lines(config)) + "\n"
 
 
-def _lines(model: BaseModel, *, depth: int) -> Iterator[str]:
-    for name, field in type(model).model_fields.items():
-        value = getattr(model, name)
-        if depth == 0 and list(nested_models(field.annotation)):
-            yield ""
-        if isinstance(value, BaseModel):
-            yield from _with_comment(f"{'  ' * depth}{name}:", _comment(field))
-            yield from _lines(value, depth=depth + 1)
-        elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
-            yield from _with_comment(f"{'  ' * depth}{name}:", _comment(field))
-            for entry in value:
-                lines = _lines(entry, depth=depth + 1)
-                # One entry needs no list around it, and can then be reached by --set.
-                yield from lines if len(value) == 1 else _as_item(lines, depth=depth)
-        else:
-            yield from _with_comment(f"{'  ' * depth}{name}: {_scalar(value)}", _comment(field))
+class _Template(NamedTuple):
+    """Notes by dotted name, and the settings to write: None for all."""
+
+    notes: Mapping[str, str]
+    names: Collection[str] | None
+
+    def lines(self, model: BaseModel, *, group: str = "", depth: int = 0) -> Iterator[str]:
+        """Yield the lines of `model`, the group of settings with the dotted name `group`."""
+        indent = "  " * depth
+        for name, field in type(model).model_fields.items():
+            value, dotted = getattr(model, name), f"{group}.{name}" if group else name
+            if not self._is_written(dotted, field, value):
+                continue
+            if depth == 0 and list(nested_models(field.annotation)):
+                yield ""
+            if dotted in self.notes:
+                yield f"{indent}# {self.notes[dotted]}"
+            if isinstance(value, BaseModel):
+                yield from _with_comment(f"{indent}{name}:", _comment(field))
+                yield from self.lines(value, group=dotted, depth=depth + 1)
+            elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+                yield from _with_comment(f"{indent}{name}:", _comment(field))
+                is_single_group = len(value) == 1 and dotted == "embeddings"  # can be reached by --set without an index
+                for entry in value:
+                    entry_lines = self.lines(entry, group=dotted, depth=depth + 1)
+                    yield from entry_lines if is_single_group else _as_list_entry(entry_lines, depth=depth)
+            else:
+                yield from _with_comment(f"{indent}{name}: {_scalar(value)}", _comment(field))
+
+    def _is_written(self, dotted: str, field: FieldInfo, value: Any) -> bool:
+        if self.names is None or field.is_required() or value != field.get_default(call_default_factory=True):
+            return True
+        return any(name == dotted or name.startswith(f"{dotted}.") for name in self.names)
 
 
-def _as_item(lines: Iterator[str], *, depth: int) -> Iterator[str]:
+def _as_list_entry(lines: Iterator[str], *, depth: int) -> Iterator[str]:
     indent = "  " * depth
     for index, line in enumerate(lines):
         yield f"{indent}{'- ' if index == 0 else '  '}{line[len(indent) + 2 :]}"
@@ -86,7 +141,7 @@ def _with_comment(setting: str, comment: str) -> Iterator[str]:
         yield setting
         return
     column = max(_COMMENT_COLUMN, len(setting) + 2)
-    first, *rest = textwrap.wrap(comment, _WIDTH - column - 2)
+    first, *others = textwrap.wrap(comment, _WIDTH - column - 2)
     yield f"{setting.ljust(column)}# {first}"
-    for line in rest:
+    for line in others:
         yield f"{' ' * column}# {line}"

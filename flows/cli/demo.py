@@ -1,4 +1,4 @@
-"""The demo's data and config."""
+"""`nightjar demo`: generated data and its config."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from recsys_core.training.config import TrainingConfig
 
 
 def write_demo(workspace: Path) -> Path:
-    """Generates `<workspace>/data` and writes `<workspace>/nightly.yaml`, each unless it is there; returns the config file."""
+    """Generate `<workspace>/data` and write `<workspace>/nightly.yaml`, unless they exist; return the config file."""
     file = workspace / "nightly.yaml"
     if not (workspace / "data" / "item_embeddings.parquet").is_file():
         generate(workspace / "data")
@@ -22,7 +22,7 @@ def write_demo(workspace: Path) -> Path:
 
 
 def demo_config() -> PipelineConfig:
-    """A month of the generated log: the last two days are the test, the day before them the validation."""
+    """Return a config for a month of the generated log: two days of test events, and one day of validation events before."""
     return PipelineConfig(
         name="demo",
         workspace=Path(),

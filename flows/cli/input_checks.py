@@ -1,4 +1,4 @@
-"""What can be said about the input without a run: files, schemas, and one row group."""
+"""Input checks before a run: existence of the files, columns, types, and the values of one row group."""
 
 from flows.config import PipelineConfig
 from flows.environment import require_writable
@@ -12,29 +12,29 @@ from recsys_core.models.table_checks import check_width
 
 
 def check_inputs(config: PipelineConfig) -> dict[str, str]:
-    """Files, rows, columns and types of all inputs, from the footers and one row group of each; raises InputError."""
+    """Check the footers and one row group of all inputs; return one line about each input. Raises InputError."""
     require_writable(config.workspace)
-    log = check_interactions(config.log, data_root=config.data_root)
-    check_years(config.log, log.given["train"])
+    log = check_interactions(config.interactions_with_context, data_root=config.data_root)
+    check_years(config.interactions_with_context, log.given["train"])
     events = sum(source.record.rows for source in log.sources)
     facts = {"interactions": f"{events:,} rows in {len(log.sources)} files, users {log.user_id_type}, items {log.item_id_type}"}
     embeddings = check_embeddings(config.embeddings, data_root=config.data_root)
     for vectors in embeddings:
         table = vectors.config.table
-        wanted = {"item": log.item_id_type, "user": log.user_id_type}.get(table, vectors.id_type)
-        if vectors.id_type != wanted:
+        expected_type = {"item": log.item_id_type, "user": log.user_id_type}.get(table, vectors.id_type)
+        if vectors.id_type != expected_type:
             raise InputError(
-                f"{vectors.setting}: the ids of the vectors are {vectors.id_type}, but those of the log's {table}s are "
-                f"{wanted}; write both as one type"
+                f"{vectors.setting}: the ids of the vectors are {vectors.id_type}, but the ids of the log's {table}s are "
+                f"{expected_type}; write both with the same type"
             )
         dim = vector_length(vectors)
         if dim is not None:
             settings = config.tables.get(table)
             check_width(dim, (settings and settings.dim) or config.model.embedding_dim, table=table)
-        width = f"{dim} numbers each" if dim else "of lengths that differ in the first rows"
+        width = f"{dim} numbers each" if dim else "lengths differ in the first rows"
         facts[vectors.setting] = f"{vectors.rows:,} vectors of {table} in {len(vectors.sources)} files, {width}"
-    columns = {"item": config.log.item_column, "user": config.log.user_column}
-    check_matches(config.log, log.sources, embeddings, columns=columns)
+    columns = {"item": config.interactions_with_context.item_column, "user": config.interactions_with_context.user_column}
+    check_matches(config.interactions_with_context, log.sources, embeddings, columns=columns)
     if config.features is not None:
         tables = check_features(
             config.features,

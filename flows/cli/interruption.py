@@ -1,8 +1,8 @@
-"""SIGINT and SIGTERM during a run: it unwinds, what it started ends, and the last line says how to resume.
+"""SIGINT and SIGTERM during a run: the run ends, its processes end, and the last line tells the user how to resume.
 
-Prefect and the stages see an exception in the main thread. A main thread in native code (a matrix product, a query, an index)
-does not see it in time; then a thread writes the run's end to Prefect and ends the process. Processes that the run started end
-with it (recsys_core.parent_process).
+The signal raises an exception in the main thread, which Prefect and the stages handle as Ctrl-C. Native code (a matrix product,
+a query, an index) delays the exception. If the main thread has not ended after UNWIND_S, a second thread reports the end of the
+run to Prefect and ends the process. Processes that the run started end with it (recsys_core.parent_process).
 """
 
 import os
@@ -19,51 +19,56 @@ from recsys_core.errors import NightjarError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 UNWIND_S = 4.0
-"""How long the main thread has. With what follows the process ends within 10 s of the signal."""
+"""Time for the main thread to end. With REPORT_S, the process ends within 10 s of the signal."""
 REPORT_S = 3.0
+"""Time for the report to Prefect."""
 SHOW_CURSOR = "\x1b[?25h"
 
 
 class Interrupted(NightjarError):
-    """A signal ended the run; the exit code is the shell's, 128 and the signal's number."""
+    """A signal ended the run. The exit code is the shell's: 128 plus the number of the signal."""
 
-    def __init__(self, number: int, *, way_out: str) -> None:
-        super().__init__(f"interrupted by {signal.Signals(number).name}; {way_out}")
+    def __init__(self, number: int, *, how_to_resume: str) -> None:
+        super().__init__(f"interrupted by {signal.Signals(number).name}; {how_to_resume}")
         self.exit_code = 128 + number
 
 
 class _Unwind(KeyboardInterrupt):
-    """In the main thread: what Prefect and everything else take for Ctrl-C."""
+    """Raised in the main thread by the signal. Prefect and libraries handle it as Ctrl-C."""
 
 
 class Interruption:
-    """What is known of the signal and of the run that it ends."""
+    """State shared by the signal handler and the watching thread: the signal, and the flow run that it ends."""
 
-    def __init__(self, way_out: Callable[[], str]) -> None:
-        self._way_out = way_out
+    def __init__(self, how_to_resume: Callable[[], str]) -> None:
+        self._how_to_resume = how_to_resume
         self._unwinding = False
         self.number: int | None = None
         self.flow_run: Any = None
         self.ended = threading.Event()
 
-    def note(self, flow: Any, flow_run: Any, state: Any) -> None:
-        """A hook for Prefect: the flow run that has begun."""
+    def set_flow_run(self, flow: Any, flow_run: Any, state: Any) -> None:
+        """Remember the flow run; Prefect calls this hook when the flow starts."""
         self.flow_run = flow_run
 
     @property
     def error(self) -> Interrupted:
-        """What the person reads."""
+        """The error with the message for the user."""
         assert self.number is not None
-        return Interrupted(self.number, way_out=self._way_out())
+        return Interrupted(self.number, how_to_resume=self._how_to_resume())
 
     def unwind(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler."""
+        """Handle a signal: raise in the main thread, once."""
         if not self._unwinding:
             self.number, self._unwinding = number, True
             raise _Unwind
 
     def watch(self, signals: socket.socket) -> None:
-        """Ends the process UNWIND_S after the first signal, or with the second. signals: a byte for each, none at the end."""
+        """End the process UNWIND_S after the first signal, or at the second signal, if the main thread has not ended.
+
+        Args:
+            signals: receives one byte per signal, and is closed after the run.
+        """
         while (first := signals.recv(1)) and first[0] not in SIGNALS:
             pass
         if not first:
@@ -80,7 +85,7 @@ class Interruption:
             end_process(self.error)
 
     def _report(self) -> None:
-        """Tells Prefect that the flow run and its task runs are over."""
+        """Set the flow run and its unfinished task runs to Crashed in Prefect."""
         if self.flow_run is None:
             return
         from prefect.client.orchestration import get_client
@@ -98,18 +103,19 @@ class Interruption:
 
 
 def _hide_unwind(unraisable: Any) -> None:
-    """Report nothing where the signal arrived in a finalizer, which cannot raise: the watching thread then ends the process."""
+    """Print nothing if the signal arrived in a finalizer, which cannot raise: the watching thread ends the process."""
     if unraisable.exc_type is not _Unwind:
         sys.__unraisablehook__(unraisable)
 
 
 @contextmanager
-def interruptible(way_out: Callable[[], str]) -> Iterator[Interruption]:
-    """Raises Interrupted where a signal ended the body; a body that does not end takes the process with it.
+def interruptible(how_to_resume: Callable[[], str]) -> Iterator[Interruption]:
+    """Raise Interrupted if a signal ended the body. If the body does not end in time, the process is ended.
 
-    way_out: how to resume, asked when the signal has come.
+    Args:
+        how_to_resume: returns the advice for the user; called after the signal.
     """
-    interruption = Interruption(way_out)
+    interruption = Interruption(how_to_resume)
     signals, wakeup = socket.socketpair()
     wakeup.setblocking(False)
     handlers = {number: signal.signal(number, interruption.unwind) for number in SIGNALS}
@@ -122,7 +128,7 @@ def interruptible(way_out: Callable[[], str]) -> Iterator[Interruption]:
     except BaseException:
         if interruption.number is None:
             raise
-        raise interruption.error from None  # whatever the signal led to
+        raise interruption.error from None  # whatever error the signal caused
     finally:
         interruption.ended.set()
         signal.set_wakeup_fd(before)
@@ -135,7 +141,7 @@ def interruptible(way_out: Callable[[], str]) -> Iterator[Interruption]:
 
 
 def end_process(error: Interrupted) -> None:
-    """Ends the process with the error's line as the last one: what libraries do at exit waits for servers and prints."""
+    """Print the error as the last line and end the process without the exit handlers of libraries, which wait and print."""
     reset = SHOW_CURSOR if sys.stderr.isatty() else ""
     os.write(2, f"{reset}{error}\n".encode())
     os._exit(error.exit_code)

@@ -1,4 +1,4 @@
-"""The `nightjar` command. Exit codes: 0 done, 2 the config or the input is wrong, 130 SIGINT, 143 SIGTERM, 1 anything else."""
+"""The `nightjar` command. Exit codes: 0 success, 1 failure, 2 invalid config or input, 130 SIGINT, 143 SIGTERM."""
 
 import shlex
 import sys
@@ -19,13 +19,31 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Retrains a two-tower retrieval model every night: parquet in, a gated, registered, servable retriever out.",
 )
-File = Annotated[Path, typer.Argument(help="the config, see `nightjar init`")]
-Sets = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a setting, e.g. training.epochs=3")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="one JSON object as the last line on stdout")]
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
+        from importlib.metadata import version
+
+        output.out.print(f"nightjar {version('nightjar')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
+    """Options of every command."""
+
+
+DEFAULT_FILE = Path("nightly.yaml")
+File = Annotated[Path, typer.Argument(help="config file, written by `nightjar init`")]
+Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="replace a setting, e.g. training.epochs=3")]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line of stdout")]
 Until = Annotated[str | None, typer.Option(help="stop after this stage, e.g. evaluate")]
-Verbose = Annotated[bool, typer.Option(help="show Prefect's own log too")]
+Verbose = Annotated[bool, typer.Option(help="also show Prefect's log")]
 
 
 @app.command(epilog="Example: nightjar demo --workspace demo")
@@ -35,31 +53,41 @@ def demo(
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """A whole night on a generated catalogue: topics, skewed popularity, drift, items that arrive on the last days."""
+    """Run the whole pipeline on a generated dataset with topics, skewed popularity, drift and new items."""
     from flows.cli.demo import write_demo
 
     run(write_demo(workspace), overrides=overrides, as_json=as_json, verbose=verbose)
 
 
-@app.command(epilog="Example: nightjar init nightly.yaml")
-def init(file: Annotated[Path, typer.Argument(help="file to write")] = Path("nightly.yaml")) -> None:
-    """Writes a config with every setting and what it means."""
+@app.command(epilog="Example: nightjar init --log ratings.parquet --items movies.parquet --vectors vectors.parquet")
+def init(
+    file: Annotated[Path, typer.Argument(help="file to write")] = DEFAULT_FILE,
+    log: Annotated[Path | None, typer.Option(help="parquet file, folder or glob with the interaction log")] = None,
+    items: Annotated[Path | None, typer.Option(help="parquet file with features of the items")] = None,
+    vectors: Annotated[Path | None, typer.Option(help="parquet file with pretrained vectors of the items")] = None,
+    every_setting: Annotated[bool, typer.Option("--all", help="write every setting, not only the important ones")] = False,
+) -> None:
+    """Write a config with the important settings and their descriptions; fill in the columns of the given files."""
     from flows.cli.config_template import starter_config, to_commented_yaml
     from recsys_core.errors import InputError
 
     if file.exists():
         raise InputError(f"{file}: exists already; remove it, or name another file")
     if not file.parent.is_dir():
-        raise InputError(f"{file}: there is no folder {file.parent}; make it first")
-    file.write_text(to_commented_yaml(starter_config()), encoding="utf-8")
-    output.out.print(
-        f"wrote {file}; put your paths and columns in, then: nightjar validate {file}", markup=False, soft_wrap=True
-    )
+        raise InputError(f"{file}: the folder {file.parent} does not exist; create it first")
+    config, notes = starter_config(), dict[str, str]()
+    if log is not None or items is not None or vectors is not None:
+        from flows.cli.column_guesses import guess_config
+
+        config, notes = guess_config(config, log=log, items=items, vectors=vectors, folder=file.parent)
+    file.write_text(to_commented_yaml(config, notes=notes, every_setting=every_setting), encoding="utf-8")
+    todo = "check the guessed columns" if notes else "set your paths and columns"
+    output.out.print(f"wrote {file}; {todo}, then: nightjar validate {file}", markup=False, soft_wrap=True)
 
 
 @app.command(epilog="Example: nightjar validate nightly.yaml --set model.embedding_dim=128")
-def validate(file: File, overrides: Sets = None) -> None:
-    """Checks the config, and the files, columns and types of the input, without running."""
+def validate(file: File = DEFAULT_FILE, overrides: Sets = None) -> None:
+    """Check the config, and the files, columns and types of the input, without a run."""
     from flows.config_file import load_config
 
     config = load_config(file, overrides or ())
@@ -67,26 +95,26 @@ def validate(file: File, overrides: Sets = None) -> None:
 
     facts = check_inputs(config)
     output.print_facts(facts, console=output.out)
-    output.out.print(f"{file}: good; run it with: nightjar run {file}", markup=False, soft_wrap=True)
+    output.out.print(f"{file}: OK. Run it with: nightjar run {file}", markup=False, soft_wrap=True)
 
 
 @app.command(epilog="Example: nightjar doctor")
-def doctor(folder: Annotated[Path, typer.Option(help="where the workspace will be")] = Path()) -> None:
-    """Says whether versions fit together, and what this machine has."""
+def doctor(folder: Annotated[Path, typer.Option(help="folder of the workspace")] = Path()) -> None:
+    """Check the versions of the libraries and the hardware of this machine."""
     from recsys_core.preflight import inspect
 
-    found = inspect(folder)
-    output.print_facts(dict(found.rows), console=output.out)
-    for problem in found.problems:
+    inspection = inspect(folder)
+    output.print_facts(dict(inspection.rows), console=output.out)
+    for problem in inspection.problems:
         output.out.print(f"problem: {problem}", style="red", markup=False, soft_wrap=True)
-    if found.problems:
+    if inspection.problems:
         raise typer.Exit(1)
-    output.out.print("all well")
+    output.out.print("No problems found.")
 
 
 @app.command(epilog="Example: nightjar plan nightly.yaml --nodes 2 --gpus-per-node 8 --hbm-gb 80")
 def plan(
-    file: File,
+    file: File = DEFAULT_FILE,
     overrides: Sets = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="hosts")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs per host; implies device cuda")] = None,
@@ -97,95 +125,97 @@ def plan(
     hbm_gb_s: Annotated[float | None, typer.Option(min=0.1, help="GB/s of a GPU's memory")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Plans the sharding for a cluster that need not exist: reads the data, trains nothing, writes plan.json and plan.html."""
+    """Plan the sharding for any cluster, without training: ingest the data, write plan.json and plan.html."""
     from flows.cli.plan import plan_for, print_plan
     from flows.config_file import load_config
 
-    asked = {"num_nodes": nodes, "processes_per_node": gpus_per_node, "hbm_gb": hbm_gb, "ddr_gb": ddr_gb}
-    asked |= {"intra_host_gb_s": intra_host_gb_s, "inter_host_gb_s": inter_host_gb_s, "hbm_gb_s": hbm_gb_s}
-    cluster: dict[str, int | float | str] = {name: value for name, value in asked.items() if value is not None}
+    options = {"num_nodes": nodes, "processes_per_node": gpus_per_node, "hbm_gb": hbm_gb, "ddr_gb": ddr_gb}
+    options |= {"intra_host_gb_s": intra_host_gb_s, "inter_host_gb_s": inter_host_gb_s, "hbm_gb_s": hbm_gb_s}
+    cluster: dict[str, int | float | str] = {name: value for name, value in options.items() if value is not None}
     if gpus_per_node is not None:
         cluster["device"] = "cuda"
-    made, paths = plan_for(load_config(file, overrides or ()), cluster=cluster)
+    sharding_plan, paths = plan_for(load_config(file, overrides or ()), cluster=cluster)
     if as_json:
-        sys.stdout.write(made.model_dump_json() + "\n")
+        sys.stdout.write(sharding_plan.model_dump_json() + "\n")
     else:
-        print_plan(made, paths=paths, console=output.out)
+        print_plan(sharding_plan, paths=paths, console=output.out)
 
 
 @app.command(epilog="Example: nightjar run nightly.yaml --set training.batch_size=8192 --resume 20261121-070312-ab12")
 def run(
-    file: File,
+    file: File = DEFAULT_FILE,
     overrides: Sets = None,
     until: Until = None,
-    resume: Annotated[str | None, typer.Option(metavar="RUN_ID", help="go on with this run at its first missing stage")] = None,
+    resume: Annotated[str | None, typer.Option(metavar="RUN_ID", help="resume this run at its first incomplete stage")] = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """One night: ingest, plan, train, export, evaluate, index, package, register."""
+    """Run the pipeline: ingest, plan, train, export, evaluate, index, package, register."""
     from flows.prefect_server import embedded_server
 
-    with embedded_server() as server:  # it imports while the config and the input are read
+    with embedded_server() as server:  # it starts while the config and the input are read
         from flows.cli.input_checks import check_inputs
-        from flows.cli.runner import print_outcome, run_night
+        from flows.cli.runner import Command, print_results, run_nightly
         from flows.config_file import load_config
         from recsys_core.errors import InputError
         from tasks.run import STAGES
 
-        last = next((stage for stage in STAGES if stage == until), None)
-        if until is not None and last is None:
-            raise InputError(f"--until {until}: no such stage; there are {', '.join(STAGES)}")
+        last_stage = next((stage for stage in STAGES if stage == until), None)
+        if until is not None and last_stage is None:
+            raise InputError(f"--until {until}: no such stage; the stages are {', '.join(STAGES)}")
         config = load_config(file, overrides or ())
         check_inputs(config)
         prepare(config.workspace, verbose=verbose)
-        command = as_command("run", file, overrides)
-        outcome = run_night(config, resume=resume, until=last, server=server, command=command)
+        command = Command(config, server, text=as_command("run", file, overrides))
+        results = run_nightly(command, resume=resume, until=last_stage)
     if as_json:
-        sys.stdout.write(outcome.as_json() + "\n")
+        sys.stdout.write(results.as_json() + "\n")
     else:
-        print_outcome(outcome, file=file, overrides=overrides or ())
+        print_results(results, file=file, overrides=overrides or ())
 
 
 @app.command(epilog="Example: nightjar tune nightly.yaml --trials 40")
 def tune(
-    file: File,
+    file: File = DEFAULT_FILE,
     overrides: Sets = None,
-    trials: Annotated[int | None, typer.Option(min=1, help="trainings in all, instead of tuning.trials")] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="number of trials, instead of tuning.trials")] = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Tries settings within the ranges of `tuning`; the validation split decides. The same command goes on where it stopped."""
+    """Search the ranges in `tuning` for the settings that validate best. The same command resumes an interrupted search."""
     from flows.prefect_server import embedded_server
 
     with embedded_server() as server:
+        from flows.cli import tune as tuning
         from flows.cli.input_checks import check_inputs
-        from flows.cli.tune import as_json as to_json
-        from flows.cli.tune import check_tunable, print_study, run_study
+        from flows.cli.runner import Command
         from flows.config_file import load_config
 
         config = load_config(file, overrides or ())
-        check_tunable(config, file=file)
+        tuning.check_tunable(config, file=file)
         check_inputs(config)
         if trials is not None and config.tuning is not None:
             config = config.model_copy(update={"tuning": config.tuning.model_copy(update={"trials": trials})})
         prepare(config.workspace, verbose=verbose)
-        study = run_study(config, server=server, command=as_command("tune", file, overrides, trials=trials))
+        study = tuning.run_study(Command(config, server, text=as_command("tune", file, overrides, trials=trials)))
     if as_json:
-        sys.stdout.write(to_json(study) + "\n")
+        sys.stdout.write(tuning.as_json(study) + "\n")
     else:
-        print_study(study, file=file)
+        tuning.print_study(study, file=file)
 
 
-@app.command(epilog="Example: nightjar query nightly.yaml --user 42 -k 10")
+@app.command(epilog="Example: nightjar query --user 42 -k 10")
 def query(
-    file: File,
-    user: Annotated[str, typer.Option(help="user id as in the log; unknown users get what is popular")],
-    k: Annotated[int, typer.Option("-k", min=1, help="items wanted")] = 10,
-    model: Annotated[str | None, typer.Option(metavar="URI", help="another version, e.g. models:/nightjar/3")] = None,
+    user: Annotated[str, typer.Option(help="user id as in the log; unknown users get the most popular items")],
+    file: File = DEFAULT_FILE,
+    k: Annotated[int, typer.Option("-k", min=1, help="number of items to return")] = 10,
+    model: Annotated[
+        str | None, typer.Option(metavar="URI", help="a version other than the champion, e.g. models:/nightjar/3")
+    ] = None,
     overrides: Sets = None,
     as_json: AsJson = False,
 ) -> None:
-    """Asks the champion (or --model) what to recommend to a user."""
+    """Recommend items to a user with the champion, or with --model."""
     from flows.config_file import load_config
 
     config = load_config(file, overrides or ())
@@ -207,9 +237,9 @@ def query(
     output.print_table(["item", "score"], rows, console=output.out)
 
 
-@app.command(epilog="Example: nightjar releases nightly.yaml")
-def releases(file: File, overrides: Sets = None, as_json: AsJson = False) -> None:
-    """The registered versions: alias, served metrics, run."""
+@app.command(epilog="Example: nightjar releases")
+def releases(file: File = DEFAULT_FILE, overrides: Sets = None, as_json: AsJson = False) -> None:
+    """List the registered versions with alias, served metrics and run."""
     import json
 
     from flows.config_file import load_config
@@ -226,17 +256,19 @@ def releases(file: File, overrides: Sets = None, as_json: AsJson = False) -> Non
     elif rows:
         output.print_releases(rows, console=output.out)
     else:
-        output.out.print(f"no version of {config.registry.model_name} yet; make one with: nightjar run {file}", soft_wrap=True)
+        output.out.print(
+            f"no version of {config.registry.model_name} yet; register one with: nightjar run {file}", soft_wrap=True
+        )
 
 
-@app.command(epilog="Example: nightjar ui nightly.yaml --mlflow-port 5001")
+@app.command(epilog="Example: nightjar ui --mlflow-port 5001")
 def ui(
-    file: File,
+    file: File = DEFAULT_FILE,
     overrides: Sets = None,
     prefect_port: Annotated[int, typer.Option(help="port of the Prefect UI")] = 4200,
     mlflow_port: Annotated[int, typer.Option(help="port of the MLflow UI")] = 5000,
 ) -> None:
-    """Prefect and MLflow in the browser, on this machine only, until Ctrl-C."""
+    """Serve the Prefect and MLflow UIs on this machine until Ctrl-C."""
     from flows.config_file import load_config
 
     config = load_config(file, overrides or ())
@@ -247,7 +279,7 @@ def ui(
 
 
 def as_command(name: str, file: Path, overrides: list[str] | None, *, trials: int | None = None) -> str:
-    """The command line, as a shell takes it.
+    """Return the command line, quoted for a shell.
 
     >>> as_command("run", Path("nightly.yaml"), ["model.query.layers=[64, 32]"])
     "nightjar run nightly.yaml --set 'model.query.layers=[64, 32]'"
@@ -259,7 +291,7 @@ def as_command(name: str, file: Path, overrides: list[str] | None, *, trials: in
 
 
 def main() -> None:
-    """Entry of the `nightjar` command: one clear message and an exit code for what is foreseen."""
+    """Run the `nightjar` command; print one message and exit with a code for every expected error."""
     quieten()
     try:
         app()

@@ -1,4 +1,4 @@
-"""What a person sees in a terminal: a line per stage, a bar while training, and the tables at the end."""
+"""Terminal output: a line per stage, a progress bar, tables, and pairs of a name and a value."""
 
 import logging
 import sys
@@ -6,28 +6,29 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
 from rich.text import Text
 
-from recsys_core.evaluation.report import MetricTable
+if TYPE_CHECKING:
+    from recsys_core.evaluation.report import MetricTable
 
-WIDTH_OF_A_FILE = 200
-"""Columns where the output goes to no terminal: nothing is folded."""
-log = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else WIDTH_OF_A_FILE)
-"""Everything that is not the answer goes here."""
-out = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)
-"""The answer."""
-_STAGE_WIDTH, _FACTS_WIDTH, _TOOK_WIDTH, _LEAST_ROOM = 20, 70, 10, 20
-"""Columns of a stage line; the facts get what is left."""
+FILE_WIDTH = 200
+"""Width of output that does not go to a terminal. Text is not folded at this width."""
+log = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else FILE_WIDTH)
+"""Progress, warnings and errors, on stderr."""
+out = Console(highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
+"""The result of the command, on stdout."""
+_STAGE_WIDTH, _DURATION_WIDTH, _MIN_FACTS_WIDTH, _MAX_FACTS_WIDTH = 19, 9, 20, 90
+"""Widths of the columns of a stage line. The facts have the rest of the terminal's width."""
 
 
 class _StageLines(logging.Handler):
-    """Draws the records of tasks.reporting: finished stages as lines, the running one as a bar."""
+    """Prints the log records of tasks.reporting: a line for a finished stage, a bar for the running one."""
 
     def __init__(self, bar: Progress) -> None:
         super().__init__(logging.DEBUG)
@@ -51,40 +52,43 @@ class _StageLines(logging.Handler):
 
 
 def folded(text: str, *, width: int) -> str:
-    """The text in lines of at most `width` columns; a longer word, such as a path, stays whole. A file is not folded.
+    """Fold `text` into lines of at most `width` columns. A longer word, such as a path, is not broken.
 
     >>> folded("the config is in /a/long/path.yaml", width=16).splitlines()
     ['the config is in', '/a/long/path.yaml']
     """
-    if width >= WIDTH_OF_A_FILE:
+    if width >= FILE_WIDTH:
         return text
     lines = (textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""] for line in text.splitlines())
     return "\n".join(chain.from_iterable(lines))
 
 
-def stage_line(stage: str, facts: str, took: str, *, width: int) -> str:
-    """The line of a finished stage; facts that do not fit go on below their start.
+def stage_line(stage: str, facts: str, duration: str, *, width: int) -> str:
+    """Format the line of a finished stage. In a narrow terminal the last facts are left out; Prefect's log has all of them.
 
     >>> print(stage_line("train", "1,000 steps, loss 0.5000, stopped early after epoch 3 of 10", "1.5 s", width=66))
-    train                1,000 steps, loss 0.5000, stopped       1.5 s
-                         early after epoch 3 of 10
+    train               1,000 steps, loss 0.5000                 1.5 s
     """
-    room = max(_LEAST_ROOM, min(max(_FACTS_WIDTH, len(facts)), width - _STAGE_WIDTH - _TOOK_WIDTH - 2))
-    first, *others = folded(facts, width=room).splitlines() or [""]
-    lines = [f"{stage:<{_STAGE_WIDTH}} {first:<{room}} {took:>{_TOOK_WIDTH}}"]
-    return "\n".join([*lines, *(" " * (_STAGE_WIDTH + 1) + line for line in others)])
+    if width >= FILE_WIDTH:
+        room = max(_MAX_FACTS_WIDTH, len(facts))
+    else:
+        room = min(_MAX_FACTS_WIDTH, max(_MIN_FACTS_WIDTH, width - _STAGE_WIDTH - _DURATION_WIDTH - 2))
+    while len(facts) > room and ", " in facts:
+        facts = facts.rpartition(", ")[0]
+    if len(facts) > room:
+        facts = facts[: room - 1] + "…"
+    return f"{stage:<{_STAGE_WIDTH}} {facts:<{room}} {duration:>{_DURATION_WIDTH}}"
 
 
 @contextmanager
 def stage_lines() -> Iterator[None]:
-    """Shows a run's progress on stderr while the body runs."""
+    """Print the stages of a run and their progress to stderr while the body runs."""
     logger = logging.getLogger("nightjar")
     bar = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[note]}"),
-        TimeElapsedColumn(),
+        BarColumn(bar_width=12),
+        TextColumn("{task.fields[note]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
         TimeRemainingColumn(),
         console=log,
         transient=True,
@@ -101,8 +105,12 @@ def stage_lines() -> Iterator[None]:
             logging.getLogger("recsys_core").removeHandler(handler)
 
 
-def print_metrics(table: MetricTable, *, console: Console) -> None:
-    """Contenders by row, metrics by column, the best of each column in bold; cold items have a best of their own."""
+def print_metrics(table: "MetricTable", *, served: Mapping[str, float], console: Console) -> None:
+    """Print models and baselines by row and metrics by column. The best value of each column is bold.
+
+    Args:
+        served: metrics of the registered version and those compared with it, as <version>/<metric>, from the smoke test.
+    """
     rows: list[list[str | Text]] = [
         [
             name,
@@ -113,13 +121,17 @@ def print_metrics(table: MetricTable, *, console: Console) -> None:
         ]
         for name, values in table.rows.items()
     ]
+    for version in dict.fromkeys(name.partition("/")[0] for name in served):
+        values = [served.get(f"{version}/{column}") for column in table.columns]
+        label = "as served" if version == "served" else f"{version.replace('_', ' ')}, served"
+        rows.append([label, *("-" if value is None else f"{value:.4f}" for value in values)])
     print_table(["test", *table.columns], rows, console=console)
     if table.note:
         console.print(table.note, style="dim")
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *, console: Console) -> None:
-    """A plain table; the first column left, numbers right."""
+    """Print a table without borders; the first column is aligned left, the others right."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right")
@@ -129,14 +141,14 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *,
 
 
 def print_facts(facts: Mapping[str, str], *, console: Console) -> None:
-    """Two columns: what, and its value."""
+    """Print names and values in two columns."""
     width = max(len(name) for name in facts)
     for name, value in facts.items():
         console.print(f"[dim]{name.ljust(width)}[/]  {escape(value)}", soft_wrap=True)
 
 
 def print_releases(releases: Sequence[Mapping[str, Any]], *, console: Console) -> None:
-    """One row per version: alias, when, served metrics, why."""
+    """Print one row per version: alias, creation, served metrics, run and reason."""
     names = sorted({name for release in releases for name in release["metrics"] if name.startswith("served/")})
     rows = [
         [
@@ -149,5 +161,5 @@ def print_releases(releases: Sequence[Mapping[str, Any]], *, console: Console) -
         ]
         for release in releases
     ]
-    columns = ["version", "alias", "made (UTC)", *(name.removeprefix("served/") for name in names), "run", "why"]
+    columns = ["version", "alias", "created (UTC)", *(name.removeprefix("served/") for name in names), "run", "reason"]
     print_table(columns, rows, console=console)

@@ -1,4 +1,4 @@
-"""A plan for a cluster that need not exist: from the input to plan.json and plan.html, and what a terminal shows of it."""
+"""`nightjar plan`: a sharding plan for any cluster, written to plan.json and plan.html, with tables for the terminal."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,13 +19,16 @@ from recsys_core.sharding.plan_file import PlanFile, format_ranges
 from recsys_core.sharding.plan_page import compared_plans, fast_tier, format_bytes, format_milliseconds
 from recsys_core.sharding.planner import make_plan, write_plan
 
-MOST_LINES = 16
+MAX_RANK_LINES = 16
 
 
 def plan_for(config: PipelineConfig, *, cluster: dict[str, Any]) -> tuple[PlanFile, tuple[Path, Path]]:
-    """The plan for `config`'s data on its cluster with `cluster` put over it, and where plan.json and plan.html lie.
+    """Ingest the data, plan the sharding and return the plan with the paths of plan.json and plan.html.
 
-    They and the ingests are kept in <workspace>/plan.
+    The plan and the ingested data are kept in <workspace>/plan.
+
+    Args:
+        cluster: settings of the cluster that replace those of sharding.cluster.
     """
     folder = config.workspace / "plan"
     dataset = _ingest(config, folder=folder)
@@ -35,8 +38,8 @@ def plan_for(config: PipelineConfig, *, cluster: dict[str, Any]) -> tuple[PlanFi
         tables=config.tables,
         loss=config.loss,
     )
-    wanted = ClusterConfig(**(config.sharding.cluster.model_dump() | cluster))
-    sharding = config.sharding.model_copy(update={"cluster": wanted})
+    planned_cluster = ClusterConfig(**(config.sharding.cluster.model_dump() | cluster))
+    sharding = config.sharding.model_copy(update={"cluster": planned_cluster})
     batch_size, optimizer = config.training.batch_size, config.training.table_optimizer
     lookup_stats = measure_lookups(
         model,
@@ -53,7 +56,9 @@ def _ingest(config: PipelineConfig, *, folder: Path) -> Dataset:
     embeddings = (
         ingest_embeddings(config.embeddings, folder=folder / "embeddings", data_root=root) if config.embeddings else None
     )
-    interactions = ingest_interactions(config.log, embeddings=embeddings, folder=folder / "interactions", data_root=root)
+    interactions = ingest_interactions(
+        config.interactions_with_context, embeddings=embeddings, folder=folder / "interactions", data_root=root
+    )
     if config.features is None:
         return Dataset(interactions, embeddings)
     features = ingest_features(
@@ -70,10 +75,17 @@ def _ingest(config: PipelineConfig, *, folder: Path) -> Dataset:
 
 
 def print_plan(plan: PlanFile, *, paths: Sequence[Path], console: Console) -> None:
-    """Where each table lies, what the ranks hold and take, the same beside simpler plans, and the files that tell more."""
+    """Print the placement of each table, memory and time by rank, and a comparison with simpler plans."""
     tables = [
-        [name, f"{t.rows:,} x {t.dim}", t.sharding_type, t.compute_kernel, format_ranges(t.ranks), f"{t.values_per_query:.3g}"]
-        for name, t in plan.tables.items()
+        [
+            name,
+            f"{table.rows:,} x {table.dim}",
+            table.sharding_type,
+            table.compute_kernel,
+            format_ranges(table.ranks),
+            f"{table.values_per_query:.3g}",
+        ]
+        for name, table in plan.tables.items()
     ]
     print_table(["table", "rows x dim", "sharding", "kernel", "ranks", "values/query"], tables, console=console)
     console.print()
@@ -81,32 +93,32 @@ def print_plan(plan: PlanFile, *, paths: Sequence[Path], console: Console) -> No
     ranks = [
         [
             format_ranges(ranks),
-            format_bytes(one.hbm_bytes),
-            format_bytes(one.ddr_bytes),
-            f"{format_milliseconds(one.step_ms)} ms",
+            format_bytes(load.hbm_bytes),
+            format_bytes(load.ddr_bytes),
+            f"{format_milliseconds(load.step_ms)} ms",
         ]
-        for ranks, one in groups[:MOST_LINES]
+        for ranks, load in groups[:MAX_RANK_LINES]
     ]
     print_table(["ranks, slowest first", "HBM", "main memory", "est. step"], ranks, console=console)
-    if len(groups) > MOST_LINES:
-        console.print(f"... and {len(groups) - MOST_LINES} more, see {paths[1].name}", markup=False)
+    if len(groups) > MAX_RANK_LINES:
+        console.print(f"... and {len(groups) - MAX_RANK_LINES} more, see {paths[1].name}", markup=False)
     console.print()
     plans = [
         [
-            one.name,
-            f"{format_milliseconds(one.step_ms)} ms" if one.step_ms is not None else "-",
-            format_bytes(one.hbm_bytes),
-            format_bytes(one.ddr_bytes),
+            candidate.name,
+            f"{format_milliseconds(candidate.step_ms)} ms" if candidate.step_ms is not None else "-",
+            format_bytes(candidate.hbm_bytes),
+            format_bytes(candidate.ddr_bytes),
         ]
-        for one in compared_plans(plan)
+        for candidate in compared_plans(plan)
     ]
-    print_table(["compared", "est. step", "HBM at most", "main memory at most"], plans, console=console)
-    for one in plan.naive:
-        if one.problem is not None:
-            console.print(f"{one.name}: {one.problem}", style="yellow", markup=False, soft_wrap=True)
+    print_table(["plan", "est. step", "max. HBM", "max. main memory"], plans, console=console)
+    for naive in plan.naive:
+        if naive.problem is not None:
+            console.print(f"{naive.name}: {naive.problem}", style="yellow", markup=False, soft_wrap=True)
     console.print(
-        f"largest over mean of the ranks: memory {plan.imbalance(fast_tier(plan)):.2f}, time {plan.imbalance('step_ms'):.2f}; "
-        f"why each table lies so: {paths[1]} (and {paths[0].name})",
+        f"maximum / mean over the ranks: memory {plan.imbalance(fast_tier(plan)):.2f}, time {plan.imbalance('step_ms'):.2f}; "
+        f"the reasons for each placement: {paths[1]} (and {paths[0].name})",
         markup=False,
         soft_wrap=True,
     )

@@ -1,4 +1,4 @@
-"""The registered versions: ask one."""
+"""`nightjar query`: recommendations of a registered version for one user."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ from tasks.registry.releases import champion_uri
 
 
 class RankedItem(Frozen):
-    """One recommendation."""
+    """A recommended item."""
 
     item_id: int | str
     score: float
 
 
 class Answer(Frozen):
-    """What `nightjar query` prints with --json. known_user: whether the log that the model saw had an event of the user."""
+    """Result of `nightjar query`, printed by --json. known_user: whether the model's log has an event of the user."""
 
     model: str
     version: str
@@ -30,7 +30,7 @@ class Answer(Frozen):
 
 
 def recommend(config: PipelineConfig, *, user: str, k: int, model_uri: str | None) -> Answer:
-    """The top `k` of the champion, or of the version that `model_uri` names, for one user of the log."""
+    """Return the top `k` items for a user from the champion, or from the version at `model_uri`."""
     client = connect(config.workspace)
     address = redacted(client.tracking_uri)
     uri, name, version = call_with_deadline(
@@ -46,7 +46,7 @@ def recommend(config: PipelineConfig, *, user: str, k: int, model_uri: str | Non
         raise tracking_error(error, uri=client.tracking_uri) from None
     except NightjarError:
         raise
-    except Exception as error:  # whatever reading a damaged model raises
+    except Exception as error:  # whatever a damaged model raises
         raise StageError(redacted(f"{uri}: cannot be loaded from {address}: {type(error).__name__}: {error}")) from None
     answers: Any = model.predict(pd.DataFrame({"user_id": [user]}), params={"k": k})
     (answer,) = answers
@@ -58,7 +58,7 @@ def recommend(config: PipelineConfig, *, user: str, k: int, model_uri: str | Non
 
 
 def _resolve(uri: str, client: mlflow.MlflowClient) -> tuple[str, str, str]:
-    """The address with the number in place of an alias, name and version; an address of another kind as it is."""
+    """Return the URI with the version number in place of an alias, the name and the version."""
     name, at, alias = uri.removeprefix("models:/").partition("@")
     if not at:
         name, _, version = name.rpartition("/")

@@ -1,4 +1,4 @@
-"""A tuning as the command line starts it: the flow, its outcome as one object, its table."""
+"""`nightjar tune`: run the tuning flow and print its trials."""
 
 import json
 import shlex
@@ -7,23 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.cli import output
-from flows.cli.interruption import interruptible
-from flows.cli.runner import with_traceback_kept
+from flows.cli.runner import Command, run_flow
 from flows.config import PipelineConfig
-from flows.prefect_server import EmbeddedServer, prefect_session
-from recsys_core.errors import InputError, NightjarError, StageError
-from tasks.run import workspace_lock
-from tasks.tuning.config import label_of
+from recsys_core.errors import InputError, StageError
+from tasks.tuning.config import label_of, short_label
 
 if TYPE_CHECKING:
     from tasks.tuning.study import Study
 
 
 def check_tunable(config: PipelineConfig, *, file: Path) -> None:
-    """InputError unless the config says what to vary and how to compare."""
+    """Raise InputError unless the config has ranges to search and a validation metric to compare trials by."""
     if config.tuning is None:
         raise InputError(
-            f"{file}: has no tuning; say what to vary, e.g. "
+            f"{file}: tuning is not set; name the settings to vary, e.g. "
             "tuning: {ranges: {model.temperature: {low: 0.03, high: 0.3, log: true}}}"
         )
     if config.training.validation is None:
@@ -32,46 +29,42 @@ def check_tunable(config: PipelineConfig, *, file: Path) -> None:
         )
 
 
-def run_study(config: PipelineConfig, *, server: EmbeddedServer | None, command: str) -> "Study":
-    """Runs the flow to its end. Raises what it raises, and StageError where no trial came to its end.
+def run_study(command: Command) -> "Study":
+    """Run the tuning flow to its end; raise StageError if no trial is complete."""
 
-    server, command: as in flows.cli.runner.
-    """
-    folder = config.workspace / "tuning"
-    with (
-        workspace_lock(config.workspace, run_id="tuning"),
-        output.stage_lines(),
-        interruptible(lambda: f"resume with: {command}") as interruption,
-    ):
-        try:
-            with prefect_session(server, log=config.workspace / "prefect.log"):
-                from flows.tuning import tune_settings
+    def load_flow() -> Any:
+        from flows.tuning import tune_settings
 
-                study: Study = tune_settings.with_options(on_running=[interruption.note])(config)
-        except NightjarError:
-            raise
-        except Exception as error:  # whatever a library throws: the person sees one line, the traceback is kept
-            raise with_traceback_kept(error, folder=folder) from error
-    tried = study.tried
-    if study.best is None:
-        why = f"; trial {tried[-1].number} {tried[-1].ending}: {tried[-1].reason}" if tried else ""
-        raise StageError(f"none of {len(tried)} trials came to its end{why}\nall of them: {study.folder}")
+        return tune_settings
+
+    study: Study = run_flow(
+        load_flow,
+        command,
+        run_id="tuning",
+        folder=command.config.workspace / "tuning",
+        how_to_resume=lambda: f"resume with: {command.text}",
+        parameters={},
+    )
+    trials = study.finished_trials
+    if study.best_trial is None:
+        last = f"; trial {trials[-1].number} {trials[-1].ending}: {trials[-1].reason}" if trials else ""
+        raise StageError(f"none of {len(trials)} trials is complete{last}\nthe trials are in {study.folder}")
     return study
 
 
 def as_json(study: "Study") -> str:
-    """The line that --json prints."""
+    """Return the line that --json prints."""
     from tasks.tuning.study import best_first
 
-    trials = [trial.model_dump(mode="json") for trial in best_first(study.tried)]
+    trials = [trial.model_dump(mode="json") for trial in best_first(study.finished_trials)]
     return json.dumps({"study": study.name, "folder": str(study.folder), "metric": study.metric, "trials": trials})
 
 
 def print_study(study: "Study", *, file: Path) -> None:
-    """The trials, best first, and the best settings: as YAML, and as a command."""
+    """Print the trials, the best first, and the best settings as YAML and as a command."""
     from tasks.tuning.study import best_first
 
-    console, best = output.out, study.best
+    console, best = output.out, study.best_trial
     assert best is not None
     rows = [
         [
@@ -79,37 +72,28 @@ def print_study(study: "Study", *, file: Path) -> None:
             "-" if trial.value is None else f"{trial.value:.4f}",
             str(max(trial.epochs, default=0)),
             f"{trial.seconds:,.0f}",
-            *(shortened(trial.settings[name]) if name in trial.settings else "-" for name in best.settings),
+            *(short_label(trial.settings[name]) if name in trial.settings else "-" for name in best.settings),
             trial.ending,
         ]
-        for trial in best_first(study.tried)
+        for trial in best_first(study.finished_trials)
     ]
-    console.print(f"\n[bold]Trials[/], best first: {study.metric} on the validation split")
+    console.print(f"\n[bold]Trials[/], the best first: {study.metric} on the validation split")
     output.print_table(["trial", study.metric, "epochs", "seconds", *best.settings, "ended"], rows, console=console)
     console.print("\n[bold]The best settings[/], for your file")
     console.print(study.best_file.read_text(encoding="utf-8"), markup=False, soft_wrap=True)
     facts = {
         "saved": str(study.best_file),
-        "picture": str(study.history_file),
-        "run it": f"nightjar run {file} {as_overrides(best.settings)}",
-        "more": f"nightjar tune {file} --trials {2 * len(study.tried)}",
+        "plot": str(study.history_file),
+        "run": f"nightjar run {file} {as_overrides(best.settings)}",
+        "continue": f"nightjar tune {file} --trials {2 * len(study.finished_trials)}",
     }
     output.print_facts(facts, console=console)
 
 
 def as_overrides(settings: Mapping[str, Any]) -> str:
-    """The settings as --set takes them, quoted for a shell.
+    """Format settings as --set options, quoted for a shell.
 
     >>> as_overrides({"loss.kind": "bce", "model.query.layers": [64, 32]})
     "--set loss.kind=bce --set 'model.query.layers=[64, 32]'"
     """
     return " ".join(f"--set {shlex.quote(f'{name}={label_of(value)}')}" for name, value in settings.items())
-
-
-def shortened(value: object) -> str:
-    """A setting's value for a table.
-
-    >>> shortened(0.0123456), shortened("softmax"), shortened([64, 32])
-    ('0.01235', 'softmax', '[64, 32]')
-    """
-    return f"{value:.4g}" if isinstance(value, float) else label_of(value)

@@ -1,4 +1,4 @@
-"""Both UIs on one machine."""
+"""`nightjar ui`: serve the Prefect and MLflow UIs on this machine."""
 
 import os
 import secrets
@@ -18,9 +18,10 @@ HOST = "127.0.0.1"
 
 
 def serve(config: PipelineConfig, *, prefect_port: int, mlflow_port: int) -> None:
-    """Starts Prefect's and MLflow's servers on the workspace's own databases; both end with this process.
+    """Serve the databases of the workspace until Ctrl-C.
 
-    A server of the user's own (PREFECT_API_URL, MLFLOW_TRACKING_URI) is shown instead. InputError where a port is in use.
+    If PREFECT_API_URL or MLFLOW_TRACKING_URI names a server, its address is printed instead. Raises InputError if a port is in
+    use.
     """
     facts: dict[str, str] = {}
     commands: list[list[str]] = []
@@ -31,13 +32,13 @@ def serve(config: PipelineConfig, *, prefect_port: int, mlflow_port: int) -> Non
     else:
         facts["Prefect"] = _require_free(prefect_port, option="--prefect-port")
         facts |= _protect(environment)
-        environment["PREFECT_SERVER_UI_API_URL"] = f"{facts['Prefect']}/api"  # the page asks port 4200 by default
+        environment["PREFECT_SERVER_UI_API_URL"] = f"{facts['Prefect']}/api"  # the page uses port 4200 by default
         commands.append([sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(prefect_port)])
     if own_mlflow.startswith(("http://", "https://")):
         facts["MLflow"] = own_mlflow
     else:
         facts["MLflow"] = _require_free(mlflow_port, option="--mlflow-port")
-        environment["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # saves about a gigabyte of workers nobody uses here
+        environment["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # its workers would take about 1 GB
         commands.append(_mlflow_command(config.workspace, port=mlflow_port))
     if commands:
         _serve(commands, environment=environment, facts=facts, log_file=config.workspace / "ui.log")
@@ -46,9 +47,9 @@ def serve(config: PipelineConfig, *, prefect_port: int, mlflow_port: int) -> Non
 
 
 def _require_free(port: int, *, option: str) -> str:
-    """The address of a server on `port`; InputError where something listens there."""
+    """Return the address of a server on `port`; raise InputError if the port is in use."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what an ended server leaves behind does not count
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections of an ended server
         try:
             probe.bind((HOST, port))
         except OSError as error:
@@ -57,7 +58,7 @@ def _require_free(port: int, *, option: str) -> str:
 
 
 def _protect(environment: dict[str, str]) -> dict[str, str]:
-    """Gives Prefect's server a password, unless the user has set one, and returns it for the terminal alone."""
+    """Set a password for Prefect's server, unless the user has set one; return it for the terminal."""
     if "PREFECT_SERVER_API_AUTH_STRING" in environment:
         return {}
     password = f"nightjar:{secrets.token_urlsafe(12)}"
@@ -66,7 +67,7 @@ def _protect(environment: dict[str, str]) -> dict[str, str]:
 
 
 def _mlflow_command(workspace: Path, *, port: int) -> list[str]:
-    from tasks.registry.mlflow_client import connect, tracking_uri  # seconds, before which a port in use is reported
+    from tasks.registry.mlflow_client import connect, tracking_uri  # takes seconds, so ports are checked before
 
     connect(workspace)
     return [
@@ -76,7 +77,7 @@ def _mlflow_command(workspace: Path, *, port: int) -> list[str]:
 
 
 def _serve(commands: list[list[str]], *, environment: dict[str, str], facts: dict[str, str], log_file: Path) -> None:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager stops it as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager stops the command like Ctrl-C
     os.environ.update(as_parent())  # die_with_parent reads it between fork and exec
     with log_file.open("ab") as log:
         servers = [

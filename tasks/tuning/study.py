@@ -1,10 +1,11 @@
-"""The search for settings: Optuna's study in a sqlite file, what it tries next, and what has been found.
+"""Hyperparameter search: an Optuna study in a sqlite file.
 
-A trial that was interrupted is gone on with under its number, and each trial draws from a random state of its own: a study
-that was interrupted ends as it would have.
+An interrupted trial is resumed under its number, and every trial has a sampler with its own seed. An interrupted study
+therefore tries the same settings as an undisturbed one.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -27,8 +28,13 @@ STATES: dict[Ending, TrialState] = {
 }
 
 
-class Result(Frozen):
-    """How one trial ended. value: the metric of its best epoch; None where none was measured."""
+class TrialResult(Frozen):
+    """How a trial ended.
+
+    Attributes:
+        value: metric of the best epoch; None if no epoch was validated.
+        reason: why the trial failed.
+    """
 
     ending: Ending
     value: float | None = None
@@ -36,53 +42,50 @@ class Result(Frozen):
     reason: str = ""
 
 
-class Tried(Result):
-    """A finished trial. `epochs`: the metric by epoch (1-based)."""
+class FinishedTrial(TrialResult):
+    """A finished trial: its number, its settings, and the metric by epoch (1-based)."""
 
     number: int
     settings: dict[str, Any]
     epochs: dict[int, float]
 
 
-class Attempt:
-    """A trial on its way: its number (0-based), the settings it tries, and where it tells how it goes."""
+@dataclass(frozen=True)
+class RunningTrial:
+    """A running trial: its settings, and the Optuna trial that it reports to."""
 
-    def __init__(self, trial: optuna.Trial, *, ranges: dict[str, RangeConfig], known_epochs: set[int]) -> None:
-        self.trial, self.number = trial, trial.number
-        self.settings = {name: suggest(trial, name, wish) for name, wish in ranges.items()}
-        self._known_epochs = known_epochs
+    settings: dict[str, Any]
+    optuna_trial: optuna.Trial
+    reported_epochs: frozenset[int]
+    """Epochs that were reported before an interruption: Optuna warns about a second report."""
+
+    @property
+    def number(self) -> int:
+        """Number of the trial in the study, from 0."""
+        return self.optuna_trial.number
 
     def report(self, epoch: int, value: float) -> None:
-        """Takes the metric after `epoch`."""
-        if epoch not in self._known_epochs:  # told before the interruption
-            self.trial.report(value, epoch)
+        """Record the metric after `epoch`."""
+        if epoch not in self.reported_epochs:
+            self.optuna_trial.report(value, epoch)
 
-    def require_hope(self) -> None:
-        """Raises optuna.TrialPruned if the median of the complete trials was better after as many epochs."""
-        if self.trial.should_prune():
+    def raise_if_pruned(self) -> None:
+        """Raise optuna.TrialPruned if the metric is below the median of the complete trials at the same epoch."""
+        if self.optuna_trial.should_prune():
             raise optuna.TrialPruned
 
 
-def suggest(trial: optuna.Trial, name: str, wish: RangeConfig) -> Any:
-    """The value that `trial` has, or draws, for the setting `name`."""
-    if wish.choices is not None:  # by label: Optuna stores no lists
-        return {label_of(choice): choice for choice in wish.choices}[
-            trial.suggest_categorical(name, [*map(label_of, wish.choices)])
-        ]
-    assert wish.low is not None and wish.high is not None
-    if isinstance(wish.low, int):
-        return trial.suggest_int(name, wish.low, int(wish.high), log=wish.log, step=int(wish.step or 1))
-    return trial.suggest_float(name, wish.low, wish.high, log=wish.log, step=wish.step)
-
-
 class Study:
-    """All trials of one search; the higher the metric, the better. `folder` holds study.db and what is written about it."""
+    """All trials of one search, which maximises the metric. `folder` holds study.db and the reports about it."""
 
     def __init__(self, config: TuningConfig, *, folder: Path, metric: str, run_id: str) -> None:
-        """Opens the study in `folder`, or makes it. run_id: of the MLflow run of a new study."""
+        """Open the study in `folder`, or create it. `run_id` becomes the name of the MLflow run of a new study."""
         own(folder)
-        optuna.logging.set_verbosity(optuna.logging.ERROR)  # the terminal is ours
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.folder, self.metric, self.name = folder, metric, folder.name
+        self.config_file = folder / "config.yaml"
+        self.best_file = folder / "best.yaml"
+        self.history_file = folder / "history.png"
         self._config = config
         self._study = optuna.create_study(
             storage=f"sqlite:///{folder / 'study.db'}",
@@ -95,79 +98,79 @@ class Study:
             self._study.set_user_attr("run_id", run_id)
 
     @property
-    def config_file(self) -> Path:
-        """The config that the study was last started with."""
-        return self.folder / "config.yaml"
-
-    @property
-    def best_file(self) -> Path:
-        """The best settings so far, to be pasted into a config."""
-        return self.folder / "best.yaml"
-
-    @property
-    def history_file(self) -> Path:
-        """The picture of `plot_history`."""
-        return self.folder / "history.png"
-
-    @property
     def run_id(self) -> str:
         """Name of the study's MLflow run."""
         return str(self._study.user_attrs["run_id"])
 
     @property
-    def tried(self) -> list[Tried]:
-        """The finished trials, in order."""
-        return [self._as_tried(trial) for trial in self._study.get_trials(deepcopy=False, states=tuple(STATES.values()))]
+    def finished_trials(self) -> list[FinishedTrial]:
+        """The finished trials by number."""
+        return [self._finished(trial) for trial in self._study.get_trials(deepcopy=False, states=tuple(STATES.values()))]
 
     @property
-    def best(self) -> Tried | None:
-        """The complete trial with the highest metric, the earliest of equals."""
-        return next((trial for trial in best_first(self.tried) if trial.ending == "complete"), None)
+    def best_trial(self) -> FinishedTrial | None:
+        """The complete trial with the highest metric; the first of several equal ones; None if no trial is complete."""
+        return next((trial for trial in best_first(self.finished_trials) if trial.ending == "complete"), None)
 
-    def next(self) -> Attempt:
-        """The trial that an earlier process left unfinished, or a new one."""
-        left = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        number = left[0].number if left else len(self._study.get_trials(deepcopy=False))
+    def start_trial(self) -> RunningTrial:
+        """Resume the trial that was interrupted, or start a new one."""
+        interrupted = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        number = interrupted[0].number if interrupted else len(self._study.get_trials(deepcopy=False))
         self._study.sampler = optuna.samplers.TPESampler(seed=trial_seed(self._config.seed, trial=number))
-        trial = optuna.Trial(self._study, left[0]._trial_id) if left else self._study.ask()
-        known = set(left[0].intermediate_values) if left else set()
-        return Attempt(trial, ranges=self._config.ranges, known_epochs=known)
+        trial = optuna.Trial(self._study, interrupted[0]._trial_id) if interrupted else self._study.ask()
+        return RunningTrial(
+            settings={name: _suggest(trial, name, value_range) for name, value_range in self._config.ranges.items()},
+            optuna_trial=trial,
+            reported_epochs=frozenset(interrupted[0].intermediate_values if interrupted else ()),
+        )
 
-    def end(self, attempt: Attempt, result: Result) -> None:
-        """Writes down how a trial ended."""
-        attempt.trial.set_user_attr("result", result.model_dump(mode="json"))
+    def finish_trial(self, trial: RunningTrial, result: TrialResult) -> None:
+        """Record how a trial ended."""
+        trial.optuna_trial.set_user_attr("result", result.model_dump(mode="json"))
         value = result.value if result.ending == "complete" else None
-        self._study.tell(attempt.trial, value, state=STATES[result.ending])
+        self._study.tell(trial.optuna_trial, value, state=STATES[result.ending])
 
-    def _as_tried(self, trial: FrozenTrial) -> Tried:
-        labels = {
-            name: {label_of(choice): choice for choice in wish.choices}
-            for name, wish in self._config.ranges.items()
-            if wish.choices is not None
-        }
-        settings = {name: labels[name][value] if name in labels else value for name, value in trial.params.items()}
-        return Tried(number=trial.number, settings=settings, epochs=trial.intermediate_values, **trial.user_attrs["result"])
+    def plot_history(self) -> None:
+        """Write a plot of the metric by trial, and of the best metric so far, to `history_file`."""
+        figure, axes = plots.new_figure(title=f"Tuning study {self.name}")
+        values: dict[Ending, dict[int, float]] = {"complete": {}, "pruned": {}, "failed": {}}
+        for trial in self.finished_trials:
+            if trial.value is not None:
+                values[trial.ending][trial.number] = trial.value
+        axes.scatter([*values["complete"]], [*values["complete"].values()], s=18, color=plots.BLUE, label="complete")
+        axes.scatter([*values["pruned"]], [*values["pruned"].values()], s=18, color=plots.GREY, label="pruned")
+        best_so_far = [*accumulate(values["complete"].values(), max)]
+        axes.step([*values["complete"]], best_so_far, where="post", color=plots.GREEN, label="best so far")
+        axes.set_xlabel("trial number")
+        axes.set_ylabel(f"{self.metric} on the validation split")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        plots.legend_above(axes)
+        plots.save_png(figure, self.history_file)
+
+    def _finished(self, trial: FrozenTrial) -> FinishedTrial:
+        settings = {name: _choice(self._config.ranges[name], value) for name, value in trial.params.items()}
+        return FinishedTrial(
+            number=trial.number, settings=settings, epochs=trial.intermediate_values, **trial.user_attrs["result"]
+        )
 
 
-def best_first(tried: Sequence[Tried]) -> list[Tried]:
-    """Complete trials by falling metric, then the pruned ones, then the failed ones."""
-    return sorted(tried, key=lambda trial: ([*STATES].index(trial.ending), -(trial.value or 0.0), trial.number))
+def best_first(trials: Sequence[FinishedTrial]) -> list[FinishedTrial]:
+    """Sort: complete trials by falling metric, then pruned trials, then failed trials."""
+    return sorted(trials, key=lambda trial: ([*STATES].index(trial.ending), -(trial.value or 0.0), trial.number))
 
 
-def plot_history(study: Study, *, path: Path) -> Path:
-    """Write a PNG of the metric by trial and of the best metric so far. Return `path`."""
-    figure, axes = plots.new_figure(title=f"Tuning study {study.name}")
-    points: dict[Ending, list[tuple[int, float]]] = {"complete": [], "pruned": [], "failed": []}
-    for trial in study.tried:
-        if trial.value is not None:
-            points[trial.ending].append((trial.number, trial.value))
-    colours: dict[Ending, str] = {"complete": plots.BLUE, "pruned": plots.GREY}
-    for ending, colour in colours.items():
-        axes.scatter([x for x, _ in points[ending]], [y for _, y in points[ending]], s=18, color=colour, label=ending)
-    best_so_far = [*accumulate((value for _, value in points["complete"]), max)]
-    axes.step([x for x, _ in points["complete"]], best_so_far, where="post", color=plots.GREEN, label="best so far")
-    axes.set_xlabel("trial number")
-    axes.set_ylabel(f"{study.metric} on the validation split")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    plots.legend_above(axes)
-    return plots.save_png(figure, path)
+def _suggest(trial: optuna.Trial, name: str, value_range: RangeConfig) -> Any:
+    """Return the value of the setting `name` in `trial`, drawn if the trial has none yet."""
+    if value_range.choices is not None:  # by label: Optuna cannot store a list
+        return _choice(value_range, trial.suggest_categorical(name, [*map(label_of, value_range.choices)]))
+    assert value_range.low is not None and value_range.high is not None
+    if isinstance(value_range.low, int):
+        return trial.suggest_int(
+            name, value_range.low, int(value_range.high), log=value_range.log, step=int(value_range.step or 1)
+        )
+    return trial.suggest_float(name, value_range.low, value_range.high, log=value_range.log, step=value_range.step)
+
+
+def _choice(value_range: RangeConfig, value: Any) -> Any:
+    """Return the choice whose label is `value`; a number of a range without choices as it is."""
+    return value if value_range.choices is None else {label_of(choice): choice for choice in value_range.choices}[value]

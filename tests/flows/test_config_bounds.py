@@ -1,4 +1,4 @@
-"""Every number and name of a config has bounds, and whatever a file holds ends in a config or in one InputError."""
+"""Config limits: every number and text is bounded, and any file gives either a config or one InputError."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,8 @@ from yaml import YAMLError
 
 from flows import yaml_loader
 from flows.config import PipelineConfig
-from flows.config_file import dump_config, load_config, setting_names
+from flows.config_errors import setting_names
+from flows.config_file import dump_config, load_config
 from recsys_core.errors import InputError
 
 GOOD = {"interactions": {"paths": "log/*.parquet", "timestamp_column": "ts"}}
@@ -34,7 +35,7 @@ def message(file: Path, *overrides: str, text: str | None = None) -> str:
 
 
 def leaves(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """The parts of a JSON schema that have a plain type, with where they are."""
+    """Yield the parts of a JSON schema that have a plain type, with their paths."""
     if isinstance(schema, dict):
         if isinstance(schema.get("type"), str):
             yield path, schema
@@ -60,7 +61,7 @@ def test_every_number_has_both_bounds_and_every_text_a_length() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "expected"),
     [
         ("training.dense_optimizer.learning_rate=.inf", "should be a finite number"),
         ("training.dense_optimizer.learning_rate=1e308", "less than or equal to 1000"),
@@ -92,11 +93,11 @@ def test_every_number_has_both_bounds_and_every_text_a_length() -> None:
         ("=1", "expected a.b=value"),
         (".=1", "expected a.b=value"),
         ("training..epochs=1", "expected a.b=value"),
-        ("a." * 40 + "b=1", "41 names, one inside the other"),
+        ("a." * 40 + "b=1", "41 nested names"),
     ],
 )
-def test_a_value_that_no_run_can_use_is_refused_with_its_place(file: Path, override: str, said: str) -> None:
-    assert said in message(file, override)
+def test_an_invalid_value_is_rejected_with_its_key(file: Path, override: str, expected: str) -> None:
+    assert expected in message(file, override)
 
 
 def test_numbers_are_those_of_yaml_1_2(file: Path) -> None:
@@ -107,7 +108,7 @@ def test_numbers_are_those_of_yaml_1_2(file: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_name_with_a_dot_is_reached_in_quotes(file: Path) -> None:
+def test_a_name_with_a_dot_is_written_in_quotes(file: Path) -> None:
     brand = "features={items: {paths: p, id_column: id, features: [{name: brand}]}}"
     config = load_config(file, [brand, 'tables."item.brand".dim=8', 'sharding.tables."item.brand".pooling_factor=2'])
     assert config.tables["item.brand"].dim == 8
@@ -115,7 +116,7 @@ def test_a_name_with_a_dot_is_reached_in_quotes(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("a: " + "[" * 3_000, "nests groups more than 32 deep in line 1"),
         ("{a: " * 3_000, "nests groups more than 32 deep in line 1"),
@@ -125,18 +126,20 @@ def test_a_name_with_a_dot_is_reached_in_quotes(file: Path) -> None:
             "a0: &a0 [1, 1, 1]\n" + "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)),
             "holds more than 20,000 keys and values, aliases counted each time",
         ),
-        ("a: &a [*a]", "has an alias in line 1 for a group that holds the alias itself"),
+        ("a: &a [*a]", "has an alias in line 1 for a group that contains the alias"),
         ("a: '" + "x" * (1 << 20) + "'", "has more than 1,048,576 characters"),
-        ("a: " + "9" * 5_000, "is not valid YAML: no whole number"),
+        ("a: " + "9" * 5_000, "is not valid YAML: not a whole number"),
         ("a: !!python/name:os.system", "is not valid YAML: line 1: the tag"),
-        ("? [a]\n: 1", "a list or a group is no key"),
+        ("? [a]\n: 1", "a key must be a scalar"),
     ],
     ids=range(10),
 )
-def test_a_document_that_would_take_a_minute_or_the_stack_is_refused_in_few_words(file: Path, text: str, said: str) -> None:
-    told = message(file, text=text)
-    assert said in told
-    assert len(told) < 20_000
+def test_a_document_that_would_take_a_minute_or_overflow_the_stack_is_rejected_with_a_short_message(
+    file: Path, text: str, expected: str
+) -> None:
+    error = message(file, text=text)
+    assert expected in error
+    assert len(error) < 20_000
 
 
 HOSTILE = [
@@ -200,11 +203,11 @@ def test_any_text_ends_in_a_config_or_in_one_message(tmp_path: Path, text: str) 
 
 @settings(max_examples=100, deadline=None)
 @given(values)
-def test_what_is_dumped_is_loaded_as_it_was(value: Any) -> None:
+def test_dumped_values_load_back_unchanged(value: Any) -> None:
     def same(one: Any, other: Any) -> bool:
         return repr(one) == repr(other)
 
     try:
         assert same(yaml_loader.load(yaml_loader.dump(value)), value)
-    except YAMLError as error:  # what no YAML document holds: half a character
+    except YAMLError as error:  # YAML cannot hold an unpaired surrogate
         assert "special characters" in str(error)

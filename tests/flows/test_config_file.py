@@ -1,11 +1,10 @@
-"""One readable message for whatever is wrong with a config."""
+"""Config files: defaults, overrides, and one readable message for each problem."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from flows.cli.config_template import starter_config, to_commented_yaml
 from flows.config import PipelineConfig
 from flows.config_file import load_config
 from recsys_core.data.embeddings.config import EmbeddingsConfig
@@ -32,7 +31,7 @@ def message(file: Path, *overrides: str, text: str | None = None) -> str:
     return str(caught.value)
 
 
-def test_what_is_left_out_takes_its_default(file: Path) -> None:
+def test_a_missing_setting_has_its_default(file: Path) -> None:
     config = load_config(file)
     assert config == PipelineConfig(
         workspace=file.parent / "workspace",
@@ -41,7 +40,7 @@ def test_what_is_left_out_takes_its_default(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("training: {batchsize: 3}", "training.batchsize: unknown key; did you mean training.batch_size?"),
         ("batch_size: 3", "batch_size: unknown key; did you mean training.batch_size?"),
@@ -66,16 +65,16 @@ def test_what_is_left_out_takes_its_default(file: Path) -> None:
         ("registry: {model_name: a/b}", "registry.model_name: String should match pattern"),
     ],
 )
-def test_each_mistake_is_named_with_its_place(file: Path, text: str, said: str) -> None:
-    assert said in message(file, text=GOOD + text)
+def test_each_mistake_is_reported_with_its_key(file: Path, text: str, expected: str) -> None:
+    assert expected in message(file, text=GOOD + text)
 
 
-def test_a_key_inside_the_split_is_named_without_the_name_of_the_union(file: Path) -> None:
+def test_a_key_of_a_split_is_reported_without_the_name_of_the_union_member(file: Path) -> None:
     text = "interactions: {paths: x, timestamp_column: ts, split: {kind: time, test_day: 1}}"
     assert "interactions.split.test_day: unknown key; did you mean interactions.split.test_days?" in message(file, text=text)
 
 
-def test_a_launcher_lists_its_kinds_and_wants_what_this_host_cannot_know(file: Path) -> None:
+def test_a_launcher_without_kind_or_image_is_rejected(file: Path) -> None:
     assert "launcher: set kind to one of local, torchx" in message(file, "launcher.scheduler=slurm")
     assert "launcher: set kind to one of local, torchx" in message(file, "launcher={kind: slurm}")
     slurm = "launcher={kind: torchx, scheduler: slurm, args: {partition: gpu}}"
@@ -88,20 +87,20 @@ def test_a_launcher_lists_its_kinds_and_wants_what_this_host_cannot_know(file: P
 
 
 def test_a_split_without_a_known_kind_lists_the_kinds(file: Path) -> None:
-    said = "interactions.split: set kind to one of time, leave_last_out, files"
-    assert said in message(file, "interactions.split={test_days: 1}")
-    assert said in message(file, "interactions.split.kind=weekly")
+    expected = "interactions.split: set kind to one of time, leave_last_out, files"
+    assert expected in message(file, "interactions.split={test_days: 1}")
+    assert expected in message(file, "interactions.split.kind=weekly")
 
 
-def test_unknown_keys_are_told_all_at_once(file: Path) -> None:
-    said = message(file, text=GOOD + "training: {batchsize: 3, epoch: 2}\nevaluation: {k: [10]}\n")
-    assert [line.split(":")[0].strip() for line in said.splitlines()[1:]] == [
+def test_all_unknown_keys_are_reported_at_once(file: Path) -> None:
+    error = message(file, text=GOOD + "training: {batchsize: 3, epoch: 2}\nevaluation: {k: [10]}\n")
+    assert [line.split(":")[0].strip() for line in error.splitlines()[1:]] == [
         "training.batchsize", "training.epoch", "evaluation.k",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("interactions: [", "is not valid YAML"),
         ("- a list", "holds list, expected a mapping"),
@@ -111,11 +110,11 @@ def test_unknown_keys_are_told_all_at_once(file: Path) -> None:
         ("!!python/object/apply:os.system [ls]", "is not valid YAML"),
     ],
 )
-def test_a_file_that_is_no_config_is_refused(file: Path, text: str, said: str) -> None:
-    assert said in message(file, text=text)
+def test_a_file_that_is_not_a_config_is_rejected(file: Path, text: str, expected: str) -> None:
+    assert expected in message(file, text=text)
 
 
-def test_a_missing_file_says_how_to_get_one(tmp_path: Path) -> None:
+def test_the_message_about_a_missing_file_names_nightjar_init(tmp_path: Path) -> None:
     path = tmp_path / "absent.yaml"
     assert message(path) == f"{path}: no such file; `nightjar init {path}` writes one"
 
@@ -146,7 +145,7 @@ def test_overrides_are_yaml_and_reach_any_depth(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "expected"),
     [
         ("training.batchsize=3", "training.batchsize: unknown key; did you mean training.batch_size?"),
         ("training", "expected a.b=value"),
@@ -154,8 +153,8 @@ def test_overrides_are_yaml_and_reach_any_depth(file: Path) -> None:
         ("name.x=1", "name is the value 'demo', not a group of settings"),
     ],
 )
-def test_a_wrong_override_is_refused_like_a_wrong_file(file: Path, override: str, said: str) -> None:
-    assert said in message(file, override, text=GOOD + "name: demo\n")
+def test_an_invalid_override_is_rejected_like_an_invalid_file(file: Path, override: str, expected: str) -> None:
+    assert expected in message(file, override, text=GOOD + "name: demo\n")
 
 
 def test_an_entry_of_a_list_is_reached_by_its_number(file: Path) -> None:
@@ -163,13 +162,13 @@ def test_an_entry_of_a_list_is_reached_by_its_number(file: Path) -> None:
     file.write_text(two)
     config = load_config(file, ["embeddings.1.pca_dim=8"])
     assert [entry.pca_dim for entry in config.embeddings] == [None, 8]
-    said = "--set embeddings.2.pca_dim=8: embeddings is a list of 2; name one by its number, from 0"
-    assert said in message(file, "embeddings.2.pca_dim=8")
+    expected = "--set embeddings.2.pca_dim=8: embeddings is a list of 2; name one by its number, from 0"
+    assert expected in message(file, "embeddings.2.pca_dim=8")
     assert "embeddings is a list of 2" in message(file, "embeddings.first.pca_dim=8")
     assert "not a group of settings" in message(file, "embeddings.1=8")
 
 
-def test_relative_paths_are_taken_from_the_folder_of_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_are_relative_to_the_folder_of_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     config = load_config(
         file,
@@ -203,7 +202,7 @@ def test_embeddings_are_one_group_of_settings_or_a_list_of_them(file: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("{paths: a, vector_colum: v}", "embeddings.vector_colum: unknown key; did you mean embeddings.vector_column?"),
         ("[{paths: a, vector_colum: v}]", "embeddings.0.vector_colum: unknown key; did you mean embeddings.vector_column?"),
@@ -216,14 +215,14 @@ def test_embeddings_are_one_group_of_settings_or_a_list_of_them(file: Path) -> N
         ),
     ],
 )
-def test_a_mistake_in_an_entry_of_the_embeddings_is_named_with_its_place(file: Path, text: str, said: str) -> None:
-    assert said in message(file, text=f"{GOOD}embeddings: {text}")
+def test_a_mistake_in_an_embeddings_entry_is_reported_with_its_key(file: Path, text: str, expected: str) -> None:
+    assert expected in message(file, text=f"{GOOD}embeddings: {text}")
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "expected"),
     [
-        ("index={pq_m: 7, compared_kinds: [ivf_pq]}", "index.pq_m is 7, but the towers end in 64 numbers"),
+        ("index={pq_m: 7, compared_kinds: [ivf_pq]}", "index.pq_m is 7, but does not divide the vector width 64"),
         ("sharding.tables.user.sharding_types=[row_wise]", "sharding.tables.user: the model has no such table; it has"),
         ("interactions={paths: x, split: {kind: files, test: y}}", "model.history.last_item is true, but interactions has nei"),
         ("model.history={length: 0, last_item: false}", "the query tower has no feature: set model.user_id to true or"),
@@ -234,36 +233,36 @@ def test_a_mistake_in_an_entry_of_the_embeddings_is_named_with_its_place(file: P
         ),
     ],
 )
-def test_stages_that_contradict_each_other_are_refused_with_the_way_out(file: Path, override: str, said: str) -> None:
-    found = message(file, override)
-    assert said in found
-    assert "set " in found
+def test_contradicting_stages_are_rejected_with_advice(file: Path, override: str, expected: str) -> None:
+    error = message(file, override)
+    assert expected in error
+    assert "set " in error
 
 
-def test_a_setting_of_a_table_that_the_model_has_not_names_those_it_has(file: Path) -> None:
+def test_a_setting_of_an_unknown_table_lists_the_known_tables(file: Path) -> None:
     for table in ("item.brand", "item_offset", "item_teacher"):
         for group in ("tables", "sharding.tables"):
-            said = message(file, f"{group}={{{table}: {{}}}}")
-            assert f"{group}.{table}: the model has no such table; it has ['item']; name one of them, or declare" in said
+            error = message(file, f"{group}={{{table}: {{}}}}")
+            assert f"{group}.{table}: the model has no such table; it has ['item']; name one of them, or declare" in error
 
 
 UNORDERED = "interactions={paths: x, split: {kind: files, test: y}}"
 
 
-def test_a_log_without_order_has_neither_a_last_item_nor_a_place_from_the_end(file: Path) -> None:
+def test_a_log_without_order_has_neither_a_last_item_nor_recency_pooling(file: Path) -> None:
     no_last = "model.history.last_item=false"
     assert not load_config(file, [UNORDERED, no_last, "model.history.include_target=true"]).interactions.ordered
     assert "model.history.include_target is for logs without order" in message(file, "model.history.include_target=true")
-    said = message(file, UNORDERED, no_last, "model.history.pooling=recency")
-    assert "model.history.pooling is recency, but interactions has neither timestamp_column nor order_column" in said
+    error = message(file, UNORDERED, no_last, "model.history.pooling=recency")
+    assert "model.history.pooling is recency, but interactions has neither timestamp_column nor order_column" in error
 
 
-def test_a_margin_of_cosines_needs_cosines(file: Path) -> None:
-    said = message(file, "loss.kind=cosine_contrastive", "model.similarity=dot")
-    assert "loss.kind is cosine_contrastive, whose margin is a cosine, but model.similarity is dot; set it to cosine" in said
+def test_a_cosine_loss_needs_cosine_similarity(file: Path) -> None:
+    error = message(file, "loss.kind=cosine_contrastive", "model.similarity=dot")
+    assert "loss.kind is cosine_contrastive, whose margin is a cosine, but model.similarity is dot; set it to cosine" in error
 
 
-def test_vectors_are_distilled_only_where_there_are_some(file: Path) -> None:
+def test_distillation_needs_pretrained_item_vectors(file: Path) -> None:
     vectors = "embeddings={paths: a, vector_column: v}"
     distils = "loss.distillation={weight: 0.5}"
     assert load_config(file, [vectors, distils]).loss.distillation is not None
@@ -272,7 +271,7 @@ def test_vectors_are_distilled_only_where_there_are_some(file: Path) -> None:
     )
 
 
-def test_the_tables_are_those_of_ids_features_and_offsets(file: Path) -> None:
+def test_the_model_has_tables_of_ids_features_and_offsets(file: Path) -> None:
     users, items = (
         f"{side}: {{paths: p, id_column: id, features: [{{name: {name}}}]}}"
         for side, name in (("users", "age"), ("items", "brand"))
@@ -289,28 +288,9 @@ def test_the_tables_are_those_of_ids_features_and_offsets(file: Path) -> None:
     assert config.table_names == {"item", "item_offset", "user", "user.age", "item.brand", "context.device"}
 
 
-def test_uris_stay_what_they_are_and_data_root_is_relative_to_the_file(file: Path) -> None:
+def test_uris_are_unchanged_and_data_root_is_relative_to_the_file(file: Path) -> None:
     uris = ["s3://bucket/log/dt=*/*.parquet?region=eu-west-1", "gs://bucket/log", "file:///data/log"]
     config = load_config(file, [f"interactions.paths={json.dumps([*uris, 'log'])}", "data_root=../data"])
     assert config.interactions.paths == (*uris, str(file.parent / "log"))
     assert config.data_root == file.parent.parent / "data"
     assert load_config(file).data_root is None
-
-
-def test_the_starter_config_loads_back_to_itself(tmp_path: Path) -> None:
-    file = tmp_path / "nightly.yaml"
-    file.write_text(to_commented_yaml(starter_config()))
-    assert load_config(file) == starter_config().anchored(tmp_path)
-    assert load_config(file, ["embeddings.pca_dim=8"]).embeddings[0].pca_dim == 8
-    second = EmbeddingsConfig(paths=("b.parquet",), table="item.brand", dimension_prefix="d")
-    both = starter_config().model_copy(update={"embeddings": (*starter_config().embeddings, second)})
-    file.write_text(to_commented_yaml(both))
-    assert load_config(file) == both.anchored(tmp_path)
-
-
-def test_the_starter_config_explains_every_setting_in_lines_that_fit(tmp_path: Path) -> None:
-    lines = to_commented_yaml(starter_config()).splitlines()
-    assert max(map(len, lines)) <= 128
-    uncommented = [line for line in lines if line.strip() and "#" not in line]
-    assert uncommented == ["    kind: time", "  kind: local"]
-    assert any("(cosine | dot)" in line for line in lines)

@@ -1,4 +1,4 @@
-"""The embedded Prefect server: closed to other users, replaced when it dies, and its last lines where it cannot start."""
+"""The embedded Prefect server: it needs a password, is restarted when it dies, and reports why it cannot start."""
 
 import os
 import signal
@@ -17,8 +17,8 @@ from recsys_core.errors import StageError
 
 
 @contextmanager
-def own_home(folder: Path) -> Iterator[None]:
-    """No server and no setting of whoever runs the tests."""
+def isolated_home(folder: Path) -> Iterator[None]:
+    """Remove the environment's Prefect settings and use a new PREFECT_HOME."""
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if name.startswith("PREFECT_"):
@@ -29,7 +29,7 @@ def own_home(folder: Path) -> Iterator[None]:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Path]:
-    with own_home(tmp_path):
+    with isolated_home(tmp_path):
         yield tmp_path
 
 
@@ -40,7 +40,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(log: Path) -> Iterator[EmbeddedServer]:
-    with own_home(log.parent), embedded_server() as server:
+    with isolated_home(log.parent), embedded_server() as server:
         assert server is not None
         server.begin(log=log)
         server.wait()
@@ -48,7 +48,7 @@ def server(log: Path) -> Iterator[EmbeddedServer]:
 
 
 def status(url: str, *, secret: str | None = None) -> int:
-    """Of a POST that reads flow runs."""
+    """Return the HTTP status of a request for flow runs."""
     manager = urllib.request.HTTPPasswordMgrWithPriorAuth()
     if secret is not None:
         manager.add_password(None, url, *secret.split(":", 1), is_authenticated=True)
@@ -61,7 +61,7 @@ def status(url: str, *, secret: str | None = None) -> int:
         return error.code
 
 
-def test_only_who_has_the_secret_is_answered_and_no_command_line_or_log_holds_it(server: EmbeddedServer, log: Path) -> None:
+def test_requests_need_the_password_and_no_command_line_or_log_holds_it(server: EmbeddedServer, log: Path) -> None:
     secret = os.environ["PREFECT_API_AUTH_STRING"]
     assert status(server.api) == 401
     assert status(server.api, secret="nightjar:guess") == 401
@@ -75,7 +75,7 @@ def test_the_server_is_in_a_session_of_its_own(server: EmbeddedServer) -> None:
     assert os.getsid(server.pid) == server.pid != os.getsid(0)
 
 
-def test_a_server_that_is_killed_is_replaced_and_a_client_that_asks_meanwhile_waits(
+def test_a_killed_server_is_restarted_and_clients_wait_meanwhile(
     server: EmbeddedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     secret, first = os.environ["PREFECT_API_AUTH_STRING"], server.pid
@@ -83,10 +83,10 @@ def test_a_server_that_is_killed_is_replaced_and_a_client_that_asks_meanwhile_wa
     psutil.wait_procs([psutil.Process(first)] if psutil.pid_exists(first) else [], timeout=10)
     assert status(server.api, secret=secret) == 200
     assert server.pid != first
-    assert "the embedded Prefect server was ended by SIGKILL; another one takes its place" in caplog.text
+    assert "the embedded Prefect server was ended by SIGKILL; another one is started" in caplog.text
 
 
-def test_a_server_that_cannot_start_says_why(home: Path) -> None:
+def test_the_error_of_a_server_that_cannot_start_has_its_last_log_lines(home: Path) -> None:
     (home / "prefect").mkdir()
     (home / "prefect" / "prefect.db").write_bytes(b"no database" * 100)
     with embedded_server() as server:

@@ -1,4 +1,4 @@
-"""The command as a person or a script meets it: exit codes, what goes to stdout, what to stderr."""
+"""The `nightjar` command: exit codes, stdout and stderr."""
 
 import os
 import subprocess
@@ -39,11 +39,13 @@ def nightjar(*arguments: str | Path, monkeypatch: pytest.MonkeyPatch) -> int:
     return int(caught.value.code or 0)
 
 
-def test_help_is_quick_and_each_command_shows_an_example() -> None:
-    told = "import sys\nfrom flows.cli import main\nsys.argv = ['nightjar', '--help']\ntry: main()\nexcept SystemExit: pass\n"
+def test_help_imports_no_heavy_library_and_each_command_has_an_example() -> None:
+    program = (
+        "import sys\nfrom flows.cli import main\nsys.argv = ['nightjar', '--help']\ntry: main()\nexcept SystemExit: pass\n"
+    )
     heavy = "print(*(name for name in ('torch', 'prefect', 'mlflow', 'pandas', 'pyarrow') if name in sys.modules))"
     root = Path(cli.__file__).parents[1]
-    answer = subprocess.run([sys.executable, "-c", told + heavy], capture_output=True, text=True, cwd=root)
+    answer = subprocess.run([sys.executable, "-c", program + heavy], capture_output=True, text=True, cwd=root)
     assert answer.stdout.splitlines()[-1] == ""
     for command in ("demo", "init", "validate", "doctor", "plan", "run", "tune", "query", "releases", "ui"):
         assert f" {command} " in answer.stdout
@@ -69,7 +71,7 @@ def test_a_command_that_reads_no_data_imports_no_heavy_library(tmp_path: Path, a
     assert answer.stdout.splitlines()[-2:] == [str(code), ""], answer.stderr
 
 
-def test_init_writes_a_config_and_never_over_another(
+def test_init_writes_a_config_and_does_not_overwrite_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "mine.yaml"
@@ -109,9 +111,9 @@ def test_bad_config_and_bad_input_exit_with_2_and_one_message_before_anything_is
 ) -> None:
     monkeypatch.setattr(cli, "prepare", lambda *_, **__: None)  # it sets up Prefect for a process of its own
     assert nightjar(command, file, "--set", override, monkeypatch=monkeypatch) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert all(word in said.err for word in words), said.err
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert all(word in printed.err for word in words), printed.err
     assert not (file.parent / "workspace" / "runs").exists()
 
 
@@ -120,16 +122,16 @@ def test_bad_config_and_bad_input_exit_with_2_and_one_message_before_anything_is
     [
         (
             ["run", "--until", "trian"],
-            "no such stage; there are ingest_embeddings, ingest_interactions, ingest_features, check_data, plan_sharding",
+            "no such stage; the stages are ingest_embeddings, ingest_interactions, ingest_features, check_data, plan_sharding",
         ),
         (["run", "--resume", "20200101-000000-0000"], "no such run"),
         (["run", "--resume", "../.."], "run id '../..': a run id has letters, digits, - and _ alone"),
         (["run", "--set", "workspace=/proc/none"], "workspace /proc/none: cannot be written"),
-        (["query", "--user", "1", "--set", "workspace=/dev/null/x"], "workspace /dev/null/x: /dev/null is no folder"),
+        (["query", "--user", "1", "--set", "workspace=/dev/null/x"], "workspace /dev/null/x: /dev/null is not a folder"),
         (["query", "--user", "1", "--json"], "has no champion"),
     ],
 )
-def test_what_is_not_there_is_said_in_one_message_without_a_traceback(file: Path, arguments: list[str], words: str) -> None:
+def test_an_input_error_is_one_message_without_a_traceback(file: Path, arguments: list[str], words: str) -> None:
     command, *rest = arguments
     answer = subprocess.run(
         [sys.executable, "-m", "flows.cli", command, str(file), *rest],
@@ -144,16 +146,16 @@ def test_what_is_not_there_is_said_in_one_message_without_a_traceback(file: Path
 
 
 @pytest.mark.parametrize("command", ["validate", "run"])
-def test_a_footer_that_lies_ends_the_command_with_2_and_one_line(
+def test_a_corrupt_footer_exits_with_2_and_one_line(
     file: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cli, "prepare", lambda *_, **__: None)
     log = file.parent / "log.parquet"
     log.write_bytes(log.read_bytes()[:-100] + b"PAR1")
     assert nightjar(command, file, monkeypatch=monkeypatch) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith(f"error: {log}: not a readable parquet file (") and said.err.count("\n") == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"error: {log}: not a readable parquet file (") and printed.err.count("\n") == 1
 
 
 def test_a_bad_row_ends_a_run_with_2_and_one_message_that_no_id_can_break(file: Path) -> None:

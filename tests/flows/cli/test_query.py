@@ -1,4 +1,4 @@
-"""`query` and `releases` with an MLflow in trouble: exit code 1 and one sentence, soon and without a password."""
+"""`query` and `releases` without a healthy MLflow: exit code 1 and one sentence, in time and without a password."""
 
 import sys
 from collections.abc import Callable
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from flows.cli import main as cli
-from flows.cli import runner as night
+from flows.cli import runner
 from flows.cli.config_template import starter_config
-from flows.cli.runner import run_night, with_traceback_kept
+from flows.cli.runner import Command, run_nightly, save_traceback
 from recsys_core.errors import StageError, TrackingServerError
 from recsys_core.manifests.ownership import own
 from tasks.registry import mlflow_client
@@ -54,17 +54,17 @@ def test_a_command_ends_with_one_sentence_and_exit_code_1(
     assert "s3cret" not in line
 
 
-def test_the_traceback_of_an_unforeseen_error_holds_no_password(tmp_path: Path) -> None:
+def test_the_traceback_of_an_unexpected_error_holds_no_password(tmp_path: Path) -> None:
     try:
         raise ValueError("cannot parse postgresql://ada:s3cret@db/mlflow")
     except ValueError as error:
-        kept = with_traceback_kept(error, folder=tmp_path)
-    assert "postgresql://ada:***@db/mlflow" in str(kept)
+        saved = save_traceback(error, folder=tmp_path)
+    assert "postgresql://ada:***@db/mlflow" in str(saved)
     assert "ValueError: cannot parse postgresql://ada:***@db/mlflow" in (tmp_path / "error.log").read_text()
-    assert "s3cret" not in str(kept) + (tmp_path / "error.log").read_text()
+    assert "s3cret" not in str(saved) + (tmp_path / "error.log").read_text()
 
 
-def test_a_night_that_mlflow_ends_names_the_run_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_because_of_mlflow_names_the_run_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = starter_config().anchored(tmp_path)
     run_folder = config.workspace / "runs" / "r"
     own(run_folder)
@@ -73,7 +73,7 @@ def test_a_night_that_mlflow_ends_names_the_run_to_resume(tmp_path: Path, monkey
     def end(*_: object, **__: object) -> None:
         raise TrackingServerError("MLflow does not work")
 
-    monkeypatch.setattr(night, "prefect_session", end)
-    with pytest.raises(StageError, match=r"^MLflow does not work; the run continues with --resume r$"):
-        run_night(config, resume="r", until=None, server=None, command="nightjar run")
+    monkeypatch.setattr(runner, "prefect_session", end)
+    with pytest.raises(StageError, match=r"^MLflow does not work; resume the run with --resume r$"):
+        run_nightly(Command(config, None, text="nightjar run"), resume="r", until=None)
     assert not (run_folder / "error.log").exists()

@@ -1,0 +1,97 @@
+"""Validation errors of a config as sentences: the key as the user wrote it, the problem, and the nearest valid key."""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from flows.config import PipelineConfig
+from recsys_core.data.interactions.config import Split
+from recsys_core.errors import printable, shown
+from recsys_core.launching.config import Launcher
+
+
+def relevant_errors(error: ValidationError) -> Sequence[ErrorDetails]:
+    """Return the unknown keys if there are any, else all errors: a misspelt key is also reported as a missing one."""
+    details = error.errors(include_url=False)
+    return [detail for detail in details if detail["type"] == "extra_forbidden"] or details
+
+
+def sentence_of(detail: ErrorDetails, raw: Mapping[str, Any]) -> str:
+    """Describe one validation error of the settings `raw`: the dotted key, the problem, and what to do."""
+    key = printable(dotted_key(detail["loc"], raw), at_most=200)
+    match detail["type"]:
+        case "extra_forbidden":
+            return f"{key}: unknown key; {_suggestion(key)}"
+        case "missing":
+            return f"{key}: is missing and has no default; set it"
+        case "union_tag_not_found" | "union_tag_invalid":
+            union = Launcher if key == "launcher" else Split
+            kinds = ", ".join(member.model_fields["kind"].default for member in nested_models(union))
+            return f"{key}: set kind to one of {kinds}"
+        case "value_error":
+            message = detail["msg"].removeprefix("Value error, ")
+            return f"{key}: {message}" if key else message
+        case _:
+            return f"{key}: {detail['msg']}, but it is {shown(detail['input'])}"
+
+
+def dotted_key(loc: tuple[int | str, ...], raw: Any) -> str:
+    """Return pydantic's location as the dotted key of the settings `raw`.
+
+    A location also names the chosen member of a union, which is not a key of the file.
+    """
+    names: list[str] = []
+    level = raw
+    for index, step in enumerate(loc):
+        if _contains(level, step):
+            level = level[step]
+            names.append(str(step))
+        elif index == len(loc) - 1 and isinstance(step, str) and isinstance(level, dict):
+            names.append(step)  # a missing key
+    return ".".join(names)
+
+
+def _contains(level: Any, step: int | str) -> bool:
+    if isinstance(level, dict):
+        return step in level
+    return isinstance(level, list) and isinstance(step, int) and step < len(level)
+
+
+def _suggestion(key: str) -> str:
+    valid_keys = sorted(set(setting_names(PipelineConfig)))
+    key = re.sub(r"\.\d+(?=\.)", "", key)  # the index in a list of groups
+    parent, _, name = key.rpartition(".")
+    siblings = {path.rpartition(".")[2] for path in valid_keys if fnmatchcase(parent, path.rpartition(".")[0])}
+    similar = difflib.get_close_matches(name, siblings, n=1)
+    if similar:
+        return f"did you mean {parent}{'.' if parent else ''}{similar[0]}?"
+    elsewhere = [path for path in valid_keys if path.rpartition(".")[2] == name]
+    if not elsewhere and siblings:
+        return f"known here: {', '.join(sorted(siblings))}"
+    elsewhere = elsewhere or difflib.get_close_matches(key, valid_keys, n=1)
+    return f"did you mean {' or '.join(elsewhere)}?" if elsewhere else f"{parent} is not a group of settings"
+
+
+def setting_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of all settings of `model`, groups and all members of unions included.
+
+    `*` stands for a key that the user chooses, such as the name of a table.
+    """
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        inner = f"{prefix}{name}.*." if get_origin(field.annotation) is dict else f"{prefix}{name}."
+        for member in nested_models(field.annotation):
+            yield from setting_names(member, inner)
+
+
+def nested_models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the pydantic models that a field with this annotation may hold."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from nested_models(argument)

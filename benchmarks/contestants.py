@@ -1,4 +1,4 @@
-"""Who is compared: TorchRec's retrieval example, and our trainer fed in several ways, each with its ranks."""
+"""Contestants of the training benchmark: TorchRec's retrieval example and nightjar's trainer, each with its ranks."""
 
 import multiprocessing
 import os
@@ -45,31 +45,31 @@ from recsys_core.training.sharded_model import first_model
 ROWS, DIM, LAYERS = 1 << 20, 64, (128, 64)
 EVENTS = 3 << 20
 WARM_UP, WINDOW, WINDOWS = 20, 20, 3
-"""Steps that are not counted, steps that are timed together, and how often, where sharding types are measured."""
+"""For the comparison of sharding types: steps before the measurement, steps per timed window, number of windows."""
 BEST_KIND: ShardingKind = "table_wise"
-"""Of both tables in the comparison: what the example's planner chooses too."""
-EXAMPLE, PREPARED, OURS, MADE = "example", "example, its ranks prepared as ours", "ours, fp32", "ours, made beforehand"
-CONTESTANTS = (EXAMPLE, PREPARED, OURS, MADE, "ours, bf16")
+"""Sharding type of both tables in the comparison. TorchRec's planner chooses it for the example too."""
+EXAMPLE, PREPARED, OURS, PREPARED_BATCHES = "example", "example, prepared ranks", "ours, fp32", "ours, prepared batches"
+CONTESTANTS = (EXAMPLE, PREPARED, OURS, PREPARED_BATCHES, "ours, bf16")
 CPU_FEATURES = "cpu features"
 REPLACED = {
-    "bags of one": (lookups, "patch_cpu_kernels"),
+    "unpooled lookups": (lookups, "patch_cpu_kernels"),
     "freed memory": (rank_patches, "keep_freed_memory"),
     "own cores": (rank_patches, "keep_to_own_cores"),
     "batch work": (rank_patches, "run_as_batch_work"),
 }
 PATCHES = (CPU_FEATURES, *REPLACED)
-"""Those that make a step faster; REPLACED: the function that is left out where the patch is."""
+"""Patches that make a step faster. REPLACED maps each to the function that is replaced by a no-op without the patch."""
 Paced = Callable[[Iterable[Any]], Iterator[Any]]
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
 def without(patch: str) -> str:
-    """Name of the contestant that is ours, fp32 but for `patch`."""
+    """Return the name of the contestant `ours, fp32` without `patch`."""
     return f"ours, without {patch}"
 
 
 class Run(NamedTuple):
-    """One contestant. kind: of the user table (a bag of one where it has to be), and of the item table where it can have it."""
+    """One contestant. `kind` is the sharding type of the user table, and of the item table if unpooled tables support it."""
 
     name: str
     batch_size: int
@@ -81,51 +81,51 @@ class Run(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """All."""
+        """Number of all steps."""
         return self.warm_up + self.windows * self.window
 
 
 def write_log(folder: Path) -> InteractionsManifest:
-    """Pairs drawn alike from all users and items, each of which occurs, as parquet; and what the ingest makes of them."""
+    """Write random pairs in which every user and item occurs as a parquet log, and ingest it."""
     rng = np.random.default_rng(0)
-    more = EVENTS - ROWS
-    user = np.concatenate([rng.permutation(ROWS), rng.integers(0, ROWS, more)])
-    item = np.concatenate([rng.permutation(ROWS), rng.integers(0, ROWS, more)])
+    num_extra = EVENTS - ROWS
+    user = np.concatenate([rng.permutation(ROWS), rng.integers(0, ROWS, num_extra)])
+    item = np.concatenate([rng.permutation(ROWS), rng.integers(0, ROWS, num_extra)])
     table = pa.table({"user_id": user, "item_id": item})
     pq.write_table(table, folder / "log.parquet")
-    pq.write_table(table.slice(0, 1_000), folder / "test.parquet")  # asked for by the split, never looked at
+    pq.write_table(table.slice(0, 1_000), folder / "test.parquet")  # required by the split, never used
     split = GivenSplit(test=(str(folder / "test.parquet"),), validation_share=0.0)
     config = InteractionsConfig(paths=(str(folder / "log.parquet"),), split=split)
     return ingest_interactions(config, embeddings=None, folder=folder / "interactions")
 
 
 class Steps:
-    """An epoch of as many batches as are wanted: from the loader, or made beforehand."""
+    """One long epoch with a fixed number of batches, from the loader or prepared in advance."""
 
-    def __init__(self, loader: TrainLoader, *, steps: int, made: bool, paced: Paced | None) -> None:
+    def __init__(self, loader: TrainLoader, *, steps: int, prepared: bool, paced: Paced | None) -> None:
         self._loader, self._steps, self._paced = loader, steps, paced
         self.epoch_samples = steps * loader.batch_samples(0)
-        self._made = [loader.make(0, step) for step in range(min(steps, len(loader)))] if made else None
+        self._prepared = [loader.make(0, step) for step in range(min(steps, len(loader)))] if prepared else None
 
     def __len__(self) -> int:
         return self._steps
 
     def batch_samples(self, batch: int) -> int:
-        """Queries of each batch: every epoch's last one is whole too."""
+        """Return the number of queries of a batch. The last batch of an epoch is full too."""
         return self._loader.batch_samples(0)
 
     def epoch(self, epoch: int, *, start_batch: int) -> Iterator[Batch]:
-        """The batches."""
+        """Yield the batches."""
         batches = chain.from_iterable(self._epochs())
         yield from islice(batches, self._steps) if self._paced is None else self._paced(batches)
 
     def _epochs(self) -> Iterator[Iterable[Batch]]:
         for epoch in count():
-            yield self._loader.epoch(epoch) if self._made is None else self._made
+            yield self._loader.epoch(epoch) if self._prepared is None else self._prepared
 
 
 def ours(run: Run, *, folder: Path, process: Process, paced: Paced | None) -> dict[str, Any]:
-    """Samples per second over the counted windows, and the mean of their times."""
+    """Train, and return the samples per second and the mean step times of the timed windows."""
     interactions = require_manifest(folder / "interactions", InteractionsManifest, verify=False)
     model = TwoTowerConfig(
         embedding_dim=DIM,
@@ -137,9 +137,12 @@ def ours(run: Run, *, folder: Path, process: Process, paced: Paced | None) -> di
         candidate=TowerConfig(layers=LAYERS, skip_connection=False, dropout=0.0),
     )
     loss = LossConfig(kind="bce", num_negatives=1)
-    pools = run.kind not in UNPOOLED_SHARDING_TYPES
+    is_pooled = run.kind not in UNPOOLED_SHARDING_TYPES
     spec = ModelSpec.of(
-        model, dataset=Dataset(interactions), loss=loss, tables={"user": TableConfig(lookup="pooled" if pools else "unpooled")}
+        model,
+        dataset=Dataset(interactions),
+        loss=loss,
+        tables={"user": TableConfig(lookup="pooled" if is_pooled else "unpooled")},
     )
     training = TrainingConfig(
         epochs=1,
@@ -150,7 +153,7 @@ def ours(run: Run, *, folder: Path, process: Process, paced: Paced | None) -> di
         precision="bf16" if "bf16" in run.name else "fp32",
     )
     cluster = ClusterConfig(device="cpu", processes_per_node=run.ranks)
-    item = "row_wise" if pools else run.kind
+    item = "row_wise" if is_pooled else run.kind
     tables = {"user": TableConstraint(sharding_types=(run.kind,)), "item": TableConstraint(sharding_types=(item,))}
     work = folder / run.name
     if process.is_main:
@@ -171,21 +174,21 @@ def ours(run: Run, *, folder: Path, process: Process, paced: Paced | None) -> di
     )
     store = EventStore.open(interactions)
     loader = make_loader(job, store=store, assembler=Assembler(user=job.spec.user_batch_key, features=None), process=process)
-    short: Any = Steps(loader, steps=run.steps, made="made" in run.name, paced=paced)
+    limited: Any = Steps(loader, steps=run.steps, prepared=run.name == PREPARED_BATCHES, paced=paced)
     sharded = first_model(job, store=store, dataset=Dataset(interactions), process=process)
-    trainer = Training(job, model=sharded, loader=short, process=process)
-    trainer._save = lambda: None  # type: ignore[method-assign]  # a checkpoint of random rows is of no interest here
+    trainer = Training(job, model=sharded, loader=limited, process=process)
+    trainer._save = lambda: None  # type: ignore[method-assign]  # no checkpoints in a benchmark
     trainer.run()
     if not process.is_main:
         return {}
     lines = [Progress.model_validate_json(line) for line in (work / METRICS_NAME).read_text().splitlines()]
-    counted = [line for line in lines if line.step > run.warm_up]
-    times = {name: statistics.fmean(line.ms_per_step[name] for line in counted) for name in counted[0].ms_per_step}
-    return {"samples_per_s": statistics.harmonic_mean([line.samples_per_s for line in counted]), "ms_per_step": times}
+    timed = [line for line in lines if line.step > run.warm_up]
+    times = {name: statistics.fmean(line.ms_per_step[name] for line in timed) for name in timed[0].ms_per_step}
+    return {"samples_per_s": statistics.harmonic_mean([line.samples_per_s for line in timed]), "ms_per_step": times}
 
 
 def _rank(run: Run, rank: int, folder: Path, pipe: Connection, is_paced: bool) -> None:
-    torch.set_num_threads(1)  # torchrun's own default too
+    torch.set_num_threads(1)  # also torchrun's default
     for patch, (module, function) in REPLACED.items():
         if run.name == without(patch):
             setattr(module, function, lambda *_, **__: None)
@@ -200,31 +203,33 @@ def _rank(run: Run, rank: int, folder: Path, pipe: Connection, is_paced: bool) -
         torchrec_loop.train(rows=ROWS, dim=DIM, layers=list(LAYERS), batch_size=run.batch_size, paced=paced)
     else:
         process = Process(rank=rank, world_size=run.ranks, device=torch.device("cpu"))
-        answer = ours(run, folder=folder, process=process, paced=paced)
+        result = ours(run, folder=folder, process=process, paced=paced)
         if rank == 0 and not is_paced:
-            pipe.send(answer)
+            pipe.send(result)
     dist.barrier()
     dist.destroy_process_group()
 
 
 @contextmanager
 def started(run: Run, *, folder: Path, is_paced: bool) -> Iterator[list[Connection]]:
-    """The ranks of one contestant, by a pipe to each; they are done when it is left."""
+    """Start the ranks of one contestant, yield a pipe to each, and wait for their end on exit."""
     pipes, ranks = [], []
     if run.name not in (EXAMPLE, without(CPU_FEATURES)):
-        os.environ["LD_PRELOAD"] = str(cpu_features.library())  # share_cpu_features() for processes that import torch at once
+        os.environ["LD_PRELOAD"] = str(
+            cpu_features.library()
+        )  # instead of share_cpu_features(), because a spawned process imports torch first
     for rank in range(run.ranks):
         here, there = _CONTEXT.Pipe()
         ranks.append(_CONTEXT.Process(target=_rank, args=(run, rank, folder, there, is_paced)))
         ranks[-1].start()
-        there.close()  # so that a rank's end is seen
+        there.close()  # otherwise the end of a rank is not detected
         pipes.append(here)
     os.environ.pop("LD_PRELOAD", None)
     try:
         yield pipes
     finally:
         for pipe in pipes:
-            pipe.close()  # a rank that still waits for its turn ends
+            pipe.close()  # ends a rank that waits for its turn
         for process in ranks:
             process.join()
     shutil.rmtree(folder / run.name, ignore_errors=True)

@@ -1,9 +1,9 @@
-"""How fast the loader makes batches, alone and two at once.
+"""Benchmark of the loader: batches per second in one process and in two concurrent processes.
 
-    python -m benchmarks.loader          # prints the table; `make bench-ingest` puts them into its own
+    python -m benchmarks.loader          # prints the table; `make bench-ingest` includes it
 
-A store of 20,000,000 events lies in a temporary folder. Speeds are what a trainer sees that does nothing but take batches.
-What the loader costs a training step is told by benchmarks/train.py.
+The loader reads a store of 20,000,000 events in a temporary folder, and no training runs. benchmarks/train.py measures the
+effect of the loader on the training step.
 """
 
 import multiprocessing
@@ -34,22 +34,22 @@ CASES = {
         ("user.segment", "user.interests", "item.brand", "item.price", "item.tags", "context.device"),
     ),
 }
-"""Items of a history at most, and features beside the ids."""
+"""Case -> (maximal length of a history, features in addition to the ids)."""
 FEATURES = {
     "user.segment": (USERS, 0), "user.interests": (USERS, 5), "item.brand": (ITEMS, 0), "item.price": (ITEMS, 0),
     "item.tags": (ITEMS, 4), "context.device": (EVENTS, 0),
 }  # fmt: skip
-"""Rows of the side, and for lists the mean length; item.tags is weighted."""
+"""Feature -> (number of users, items or events, mean length of a list or 0). item.tags is weighted."""
 SEGMENTS, SEGMENT_SAMPLES = 4, 100_000
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
 def write_store(folder: Path) -> None:
-    """Random events and features, as the ingest stages write them."""
+    """Write random events and features in the format of the ingest stages."""
     rng = np.random.default_rng(0)
     length = rng.multinomial(EVENTS, rng.dirichlet(np.full(USERS, 2.0))).astype(np.int64)
     offset = np.concatenate([[0], np.cumsum(length)])
-    item = (ITEMS * rng.random(EVENTS) ** 3).astype(np.int32)  # a few items have most of the events
+    item = (ITEMS * rng.random(EVENTS) ** 3).astype(np.int32)  # skewed popularity
     arrays = {
         "user_offset": offset,
         "train_end": offset[1:],
@@ -71,7 +71,7 @@ def write_store(folder: Path) -> None:
 
 
 def open_store(folder: Path) -> tuple[EventStore, FeatureStore]:
-    """Maps what write_store left in `folder`."""
+    """Map the arrays of write_store in `folder`."""
     names = ("user_offset", "train_end", "validation_end", "event_item", "train_user", "item_count", "vector_row")
     store = EventStore(ordered=True, **{name: mapped(folder / f"{name}.npy") for name in names})
 
@@ -86,53 +86,53 @@ def open_store(folder: Path) -> tuple[EventStore, FeatureStore]:
 
 def _loader(folder: Path, case: str, *, batch_size: int, rank: int, world_size: int) -> TrainLoader:
     store, features = open_store(folder)
-    history, wanted = CASES[case]
+    max_history, feature_names = CASES[case]
     return TrainLoader(
         store,
         assembler=Assembler(
-            user=None if history else UNPOOLED,
-            features=FeatureStore({name: features.features[name] for name in wanted}) if wanted else None,
+            user=None if max_history else UNPOOLED,
+            features=FeatureStore({name: features.features[name] for name in feature_names}) if feature_names else None,
         ),
         batch_size=batch_size,
         rank=rank,
         world_size=world_size,
         seed=1,
-        max_history=history,
+        max_history=max_history,
     )
 
 
-def _alone(folder: Path, case: str, batch_size: int, rank: int, world_size: int, start: Any, answers: Any) -> None:
-    """Samples per second of one rank."""
+def _load(folder: Path, case: str, batch_size: int, rank: int, world_size: int, start: Any, results: Any) -> None:
+    """Put the samples per second of one rank into `results`."""
     torch.set_num_threads(1)
     loader = _loader(folder, case, batch_size=batch_size, rank=rank, world_size=world_size)
     batches = (batch for epoch in range(1_000) for batch in loader.epoch(epoch))
     for _ in range(WARM_UP_BATCHES):
         next(batches)
     start.wait()
-    began, samples = time.perf_counter(), 0
-    while time.perf_counter() - began < SECONDS:
+    started, samples = time.perf_counter(), 0
+    while time.perf_counter() - started < SECONDS:
         samples += next(batches).batch_size
-    answers.put(samples / (time.perf_counter() - began))
+    results.put(samples / (time.perf_counter() - started))
     batches.close()
 
 
-def measure_alone(folder: Path, case: str, *, batch_size: int, processes: int) -> float:
-    """Samples per second and rank, the slowest of `processes` that load at once."""
-    start, answers = _CONTEXT.Barrier(processes), _CONTEXT.Queue()
+def measure_speed(folder: Path, case: str, *, batch_size: int, processes: int) -> float:
+    """Return the samples per second of the slowest of several concurrent processes."""
+    start, results = _CONTEXT.Barrier(processes), _CONTEXT.Queue()
     ranks = [
-        _CONTEXT.Process(target=_alone, args=(folder, case, batch_size, rank, processes, start, answers))
+        _CONTEXT.Process(target=_load, args=(folder, case, batch_size, rank, processes, start, results))
         for rank in range(processes)
     ]
-    return float(min(_answers(ranks, answers)))
+    return float(min(_collect(ranks, results)))
 
 
-def _answers(ranks: list[Any], answers: Any) -> list[Any]:
+def _collect(ranks: list[Any], results: Any) -> list[Any]:
     for rank in ranks:
         rank.start()
-    found: list[Any] = []
-    while len(found) < len(ranks):
+    values: list[Any] = []
+    while len(values) < len(ranks):
         try:
-            found.append(answers.get(timeout=1))
+            values.append(results.get(timeout=1))
         except queue.Empty:
             if any(rank.exitcode for rank in ranks):
                 for rank in ranks:
@@ -140,11 +140,11 @@ def _answers(ranks: list[Any], answers: Any) -> list[Any]:
                 raise
     for rank in ranks:
         rank.join()
-    return found
+    return values
 
 
 def measure() -> dict[str, Any]:
-    """All figures: {"alone": [...]}."""
+    """Return all measurements: {"alone": [...]}."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_store(folder)
@@ -153,7 +153,7 @@ def measure() -> dict[str, Any]:
                 "case": case,
                 "batch_size": batch_size,
                 "processes": processes,
-                "samples_per_s": measure_alone(folder, case, batch_size=batch_size, processes=processes),
+                "samples_per_s": measure_speed(folder, case, batch_size=batch_size, processes=processes),
             }
             for case in CASES
             for batch_size in BATCH_SIZES
@@ -163,11 +163,11 @@ def measure() -> dict[str, Any]:
 
 
 def to_markdown(results: dict[str, Any]) -> str:
-    """The table."""
+    """Return the table."""
     lines = [
-        f"The loader alone, {EVENTS:,} events, one thread per rank, samples/s and rank:",
+        f"The loader without training, {EVENTS:,} events, one thread per rank, samples/s per rank:",
         "",
-        "| | batch | 1 process | 2 at once |",
+        "| | batch | 1 process | 2 processes |",
         "|:---|---:|---:|---:|",
     ]
     speeds = {(row["case"], row["batch_size"], row["processes"]): row["samples_per_s"] for row in results["alone"]}

@@ -1,11 +1,12 @@
-"""The training step beside TorchRec's retrieval example, without each patch, by sharding type; writes train.json and train.md.
+"""Benchmark of the training step: compared with TorchRec's retrieval example, without each patch, and by sharding type.
 
-    make bench-train                      # everything, about 25 minutes
+    make bench-train                      # everything, about 25 minutes; writes train.json and train.md
     python -m benchmarks.train --rounds 3 --parts compared
-    python -m benchmarks.train --parts patches      # what each of recsys_core/patches brings
+    python -m benchmarks.train --parts patches      # the effect of each patch of recsys_core/patches
 
-Two tables of 1,048,576 x 64, an MLP [128, 64] on each side, binary cross-entropy, two gloo ranks. Our trainer reads what the
-ingest made of a parquet log; in `made beforehand` its very batches lie ready. The contestants take turns (benchmarks/turns.py).
+Two tables of 1,048,576 x 64, an MLP [128, 64] per tower, binary cross-entropy, two gloo ranks. nightjar's trainer reads an
+ingested parquet log. `ours, prepared batches` trains on the same batches, loaded in advance. The contestants take turns
+(benchmarks/turns.py).
 """
 
 import argparse
@@ -28,10 +29,10 @@ from benchmarks.contestants import (
     DIM,
     EXAMPLE,
     LAYERS,
-    MADE,
     OURS,
     PATCHES,
     PREPARED,
+    PREPARED_BATCHES,
     ROWS,
     Run,
     started,
@@ -43,7 +44,7 @@ from recsys_core.preflight import installed_versions
 from recsys_core.sharding.config import ShardingKind
 
 TURN = {1024: 200, 8192: 50}
-"""Batch sizes of the comparison, and steps of a turn: two seconds or so, so that what lay ready before it counts little."""
+"""Batch size -> steps per turn. A turn takes about two seconds, so batches prefetched before it have little effect."""
 LARGEST = max(TURN)
 KINDS: tuple[ShardingKind, ...] = (
     "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard", "data_parallel",
@@ -53,72 +54,73 @@ PARTS = ("compared", "patches", "by_kind")
 
 
 def measure(run: Run, *, folder: Path) -> dict[str, Any]:
-    """Rank 0's answer."""
+    """Return the measurement of rank 0."""
     with started(run, folder=folder, is_paced=False) as pipes:
-        found: dict[str, Any] = pipes[0].recv()
-    say(f"{run.name}, batch {run.batch_size}, {run.ranks} ranks, {run.kind}: {found['samples_per_s']:,.0f}/s")
-    return found
+        result: dict[str, Any] = pipes[0].recv()
+    say(f"{run.name}, batch {run.batch_size}, {run.ranks} ranks, {run.kind}: {result['samples_per_s']:,.0f}/s")
+    return result
 
 
 def say(line: str) -> None:
-    """At once, also into a pipe."""
+    """Print a line and flush, so that it also appears at once in a pipe."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 def compare(folder: Path, *, names: Sequence[str], rounds: int) -> list[dict[str, Any]]:
-    """Samples per second of each contestant in each round, after a first one that does not count."""
-    found = []
+    """Return the samples per second of each contestant in each round, after a warm-up round."""
+    results = []
     for batch_size, steps in TURN.items():
         with ExitStack() as stack:
             pipes = {}
             for name in names:
                 run = Run(name, batch_size, warm_up=0, window=steps, windows=1 + rounds)
                 pipes[name] = stack.enter_context(started(run, folder=folder, is_paced=True))
-                run_window(pipes[name])  # before the next one starts, so that none runs beside another
+                run_window(pipes[name])  # before the next contestant starts, so that only one runs at a time
             seconds = take_turns(pipes, rounds=rounds)
-        for name, of_one in seconds.items():
-            speeds = [run.ranks * batch_size * steps / one for one in of_one]
+        for name, turn_seconds in seconds.items():
+            speeds = [run.ranks * batch_size * steps / turn for turn in turn_seconds]
             say(f"{name}, batch {batch_size}: {statistics.median(speeds):,.0f}/s")
-            found.append({"name": name, "batch_size": batch_size, "samples_per_s": speeds})
-    return found
+            results.append({"name": name, "batch_size": batch_size, "samples_per_s": speeds})
+    return results
 
 
 def by_kind(folder: Path) -> list[dict[str, Any]]:
-    """Every sharding type at 1, 2 and 4 ranks; four share two cores on a machine that has no more."""
-    found = []
+    """Measure every sharding type with 1, 2 and 4 ranks."""
+    results = []
     for ranks in (1, 2, 4):
         for kind in KINDS:
-            # Replicas send all of a table's gradient in every step, which takes seconds.
-            few = {"warm_up": 2, "window": 2, "windows": 1} if kind == "data_parallel" else {}
-            run = Run("ours, fp32", LARGEST, ranks=ranks, kind=kind, **few)
-            found.append({"kind": kind, "ranks": ranks} | measure(run, folder=folder))
-    return found
+            # Replicas exchange the gradient of the whole table in every step, which takes seconds.
+            steps = {"warm_up": 2, "window": 2, "windows": 1} if kind == "data_parallel" else {}
+            run = Run("ours, fp32", LARGEST, ranks=ranks, kind=kind, **steps)
+            results.append({"kind": kind, "ranks": ranks} | measure(run, folder=folder))
+    return results
 
 
 def to_markdown(results: dict[str, Any]) -> str:
-    """Both tables."""
+    """Return the report."""
     lines = [
         "# The training step",
         "",
-        f"Made on {results['date']} on {results['cores']} cores by `make bench-train`: torch {results['versions']['torch']}, "
-        f"torchrec {results['versions']['torchrec']}. Two tables of {ROWS:,} x {DIM}, MLP {list(LAYERS)}, BCE, "
-        f"2 gloo ranks. Samples/s over both ranks. All contestants were up and ran one at a time, about two seconds in each of "
-        f"{len(results['compared'][0]['samples_per_s'])} rounds: medians, and between which values half of the rounds lie.",
+        f"Measured on {results['date']} on {results['cores']} cores by `make bench-train`: "
+        f"torch {results['versions']['torch']}, torchrec {results['versions']['torchrec']}. Two tables of {ROWS:,} x {DIM}, MLP {list(LAYERS)}, BCE, "
+        f"2 gloo ranks. Samples/s over both ranks. All contestants were started and ran in turns of about two seconds, in "
+        f"{len(results['compared'][0]['samples_per_s'])} rounds: medians, and in brackets the quartiles.",
         "",
-        "| batch per rank | | samples/s | to the example | to it prepared as ours | to made beforehand |",
+        "| batch per rank | | samples/s | to the example | to the prepared example | to prepared batches |",
         "|---:|:---|---:|---:|---:|---:|",
     ]
-    speeds = {(one["batch_size"], one["name"]): np.array(one["samples_per_s"]) for one in results["compared"]}
-    for (batch_size, name), of_one in speeds.items():
-        ratios = [_middle(of_one / speeds[batch_size, peer], ".2f") for peer in (EXAMPLE, PREPARED, MADE)]
-        lines.append(f"| {batch_size:,} | {name} | {_middle(of_one, ',.0f')} | {' | '.join(ratios)} |")
+    speeds = {(row["batch_size"], row["name"]): np.array(row["samples_per_s"]) for row in results["compared"]}
+    for (batch_size, name), samples_per_s in speeds.items():
+        ratios = [_quartiles(samples_per_s / speeds[batch_size, peer], ".2f") for peer in (EXAMPLE, PREPARED, PREPARED_BATCHES)]
+        lines.append(f"| {batch_size:,} | {name} | {_quartiles(samples_per_s, ',.0f')} | {' | '.join(ratios)} |")
     lines += [
         "",
-        "`example`: the loop of TorchRec's retrieval example on RandomRecDataset (benchmarks/torchrec_loop.py), as torchrun",
-        "starts it; then with what nightjar gives the process of a rank (recsys_core/patches): cores of its own, the kernel's",
-        "policy for batch work, freed memory kept, and the CPU's features, which FBGEMM otherwise does not see.",
-        "`ours`: this project's trainer, from parquet, one drawn negative beside the positives. Ratios are of each round.",
+        "`example` is the loop of TorchRec's retrieval example on RandomRecDataset (benchmarks/torchrec_loop.py), started as",
+        "by torchrun. The prepared example also has the process settings of nightjar's ranks (recsys_core/patches): pinned cores,",
+        "the kernel's batch scheduling policy, freed memory kept, and the CPU features that FBGEMM does not detect by itself.",
+        "`ours` is nightjar's trainer on an ingested parquet log, with one drawn negative in addition to the positives. Ratios",
+        "are computed per round.",
     ]
     if "patches" in results:
         lines += patches_to_markdown(results["patches"])
@@ -126,10 +128,10 @@ def to_markdown(results: dict[str, Any]) -> str:
         return "\n".join(lines) + "\n"
     lines += [
         "",
-        f"By sharding type of the users' table (in a bag where the type pools), batch {LARGEST:,} per rank; the item",
-        "table has the same type where rows looked up one by one can, else row_wise. Columns are cut from a width of 128 on:",
-        "here the column-wise types leave the tables whole. Four ranks share the cores where there are only two. Milliseconds",
-        "of a step and of waiting for data, mean over the ranks (recsys_core/training/step_timer.py):",
+        f"By sharding type of the user table, batch {LARGEST:,} per rank. The user table is pooled if the type requires it.",
+        "The item table has the same type, or row_wise if unpooled tables do not support it. Tables narrower than 128 are not",
+        "split by columns, so the column-wise types leave the tables whole here. Four ranks share two cores. Milliseconds of a",
+        "step and of waiting for data, means over the ranks (recsys_core/training/step_timer.py):",
         "",
         "| ranks | sharding type | samples/s | step | data |",
         "|---:|:---|---:|---:|---:|",
@@ -141,43 +143,44 @@ def to_markdown(results: dict[str, Any]) -> str:
 
 
 def patches_to_markdown(compared: list[dict[str, Any]]) -> list[str]:
-    """How much longer a step takes without each patch."""
-    speeds = {(one["name"], one["batch_size"]): np.array(one["samples_per_s"]) for one in compared}
+    """Return the table of the step time without each patch, relative to the step time with all patches."""
+    speeds = {(row["name"], row["batch_size"]): np.array(row["samples_per_s"]) for row in compared}
     lines = [
         "",
-        "`ours, fp32` without one patch at a time (recsys_core/patches), in turns as above: how much longer a step takes.",
+        "Step time of `ours, fp32` without one patch of recsys_core/patches, relative to the step time with all patches:",
         "",
         f"| without | {' | '.join(f'batch {batch_size:,}' for batch_size in TURN)} |",
         f"|:---|{'---:|' * len(TURN)}",
     ]
     for patch in PATCHES:
-        ratios = [_middle(speeds[OURS, batch_size] / speeds[without(patch), batch_size], ".2f") for batch_size in TURN]
+        ratios = [_quartiles(speeds[OURS, batch_size] / speeds[without(patch), batch_size], ".2f") for batch_size in TURN]
         lines.append(f"| {patch} | {' | '.join(ratios)} |")
     return lines
 
 
-def _middle(values: NDArray[np.float64], form: str) -> str:
+def _quartiles(values: NDArray[np.float64], form: str) -> str:
     low, median, high = np.quantile(values, [0.25, 0.5, 0.75])
     return f"{median:{form}} ({low:{form}} to {high:{form}})"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure the selected parts, and write train.json and train.md after each part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    wanted = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     file = HERE / "train.json"
     results: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
     versions = installed_versions()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_log(folder)
-        for part in wanted.parts:
+        for part in options.parts:
             if part == "by_kind":
                 results[part] = by_kind(folder)
             else:
                 names = CONTESTANTS if part == "compared" else (OURS, *map(without, PATCHES))
-                results[part] = compare(folder, names=names, rounds=wanted.rounds)
+                results[part] = compare(folder, names=names, rounds=options.rounds)
             results |= {
                 "date": f"{datetime.now(UTC):%Y-%m-%d}",
                 "cores": len(os.sched_getaffinity(0)),

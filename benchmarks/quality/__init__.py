@@ -1,1 +1,1 @@
-"""How good the models are on public data, by config alone. See __main__."""
+"""Benchmark of recommendation quality on public data; see __main__."""

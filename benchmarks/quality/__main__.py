@@ -1,9 +1,10 @@
-"""Quality on public data: transfer strategies, cold items, little data, collaborative filtering; mean and spread over seeds.
+"""Benchmark of recommendation quality on public data: transfer, cold items, little data, collaborative filtering.
 
-    make bench-quality                                # all of it; writes benchmarks/quality/results.json and report.md
-    python -m benchmarks.quality beauty --missing     # one part, and of it what results.json has not
+    make bench-quality                                # all parts; writes benchmarks/quality/results.json and report.md
+    python -m benchmarks.quality beauty --missing     # the experiments of one part without a result
 
-Every choice (epoch, settings) is made on validation data; test data is looked at once, for the table.
+The report has the mean and the standard deviation over seeds. Epochs and settings are chosen on validation data. Test data is
+used once, for the tables.
 """
 
 import argparse
@@ -29,43 +30,44 @@ CORES = sorted(os.sched_getaffinity(0))
 
 
 def all_experiments(folder: Path, *, seeds: range) -> list[Experiment]:
-    """What the data that are there allow."""
-    found: list[Experiment] = []
+    """Return the experiments of all datasets that exist in DATA."""
+    experiments: list[Experiment] = []
     if (DATA / "beauty").is_dir():
-        found += beauty.experiments(DATA / "beauty", folder=folder, seeds=seeds)
+        experiments += beauty.experiments(DATA / "beauty", folder=folder, seeds=seeds)
     if (DATA / "citeulike_t").is_dir():
-        found += citeulike.experiments(DATA / "citeulike_t", folder=folder, seeds=seeds)
-    return found
+        experiments += citeulike.experiments(DATA / "citeulike_t", folder=folder, seeds=seeds)
+    return experiments
 
 
 def main() -> None:
+    """Run the selected experiments, and write results.json after each one and the report at the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=PARTS, help=f"of {', '.join(PARTS)}; none: all")
+    parser.add_argument("parts", nargs="*", default=PARTS, help=f"parts to run: {', '.join(PARTS)} (default: all)")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--missing", action="store_true", help="only what results.json has not")
-    parser.add_argument("--variant", help="only variants with this in their name")
+    parser.add_argument("--missing", action="store_true", help="only experiments without a result in results.json")
+    parser.add_argument("--variant", help="only variants whose name contains this text")
     arguments = parser.parse_args()
     file = HERE / "results.json"
     results: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {"runs": {}}
     with tempfile.TemporaryDirectory() as name:
-        wanted = [
-            one
-            for one in all_experiments(Path(name), seeds=range(arguments.seeds))
-            if one.part in arguments.parts and (arguments.variant or "") in one.variant
+        selected = [
+            experiment
+            for experiment in all_experiments(Path(name), seeds=range(arguments.seeds))
+            if experiment.part in arguments.parts and (arguments.variant or "") in experiment.variant
         ]
         if arguments.missing:
-            wanted = [one for one in wanted if one.key not in results["runs"]]
+            selected = [experiment for experiment in selected if experiment.key not in results["runs"]]
         cores = multiprocessing.Manager().Queue()
         for core in CORES:
             cores.put(core)
         with ProcessPoolExecutor(len(CORES), mp_context=multiprocessing.get_context("spawn")) as pool:
-            running = {pool.submit(run, one, folder=Path(name), cores=cores): one for one in wanted}
-            for number, done in enumerate(as_completed(running), 1):
-                one = running[done]
-                results["runs"][one.key] = done.result()
+            running = {pool.submit(run, experiment, folder=Path(name), cores=cores): experiment for experiment in selected}
+            for number, future in enumerate(as_completed(running), 1):
+                key = running[future].key
+                results["runs"][key] = future.result()
                 results["runs"] = dict(sorted(results["runs"].items()))
                 file.write_text(json.dumps(results, indent=1) + "\n")
-                sys.stdout.write(f"{number} of {len(wanted)}: {one.key}: {_headline(results['runs'][one.key])}\n")
+                sys.stdout.write(f"{number} of {len(selected)}: {key}: {_headline(results['runs'][key])}\n")
                 sys.stdout.flush()
         if "speed" in arguments.parts:
             results["runs"] |= speed.measure(Path(name))
@@ -80,10 +82,10 @@ def main() -> None:
 
 
 def _headline(result: dict[str, Any]) -> str:
-    shown = {name: value for name, value in result["metrics"].items() if name.startswith("test/") and "slice" not in name}
+    metrics = {name: value for name, value in result["metrics"].items() if name.startswith("test/") and "slice" not in name}
     names = ("test/hit_rate@10", "test/ndcg@10", "test/recall@20", "test/cold/recall@20")
     best = f"epoch {result['best_epoch']} of {len(result['validation'])}"
-    return best + ", " + ", ".join(f"{name} {shown[name]:.4f}" for name in names if name in shown)
+    return best + ", " + ", ".join(f"{name} {metrics[name]:.4f}" for name in names if name in metrics)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Amazon Beauty: each user's last item is the test, the one before it the validation, all items not yet had are ranked."""
+"""Experiments on Amazon Beauty with the split of the literature: the last item of a user is the test item, all are ranked."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +12,13 @@ from benchmarks.quality.experiment import Experiment, Settings, merged
 EPOCHS, LIMITED_EPOCHS = 8, 5
 LEAST_WORD_COUNT = 3
 UNFREEZE = [{"epoch": 2, "share": 0.25}, {"epoch": 3, "share": 0.5}, {"epoch": 4, "share": 1.0}]
-"""The usual schedule (none, the top 25 %, the top 50 %, all), an epoch each."""
+"""The usual schedule, one epoch each: no rows, the most frequent 25 %, 50 %, all."""
 LAYERS: Settings = {"model": {"candidate": {"layers": [128, 64], "skip_connection": True}}}
-"""What is trained on the items' side while their rows are not."""
+"""Layers of the candidate tower, which are trained while the item rows are frozen."""
 
 
 def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experiment]:
-    """Transfer strategies side by side, with ids alone and with the items' attributes and words; then with little data."""
+    """Yield the transfer strategies with ids only and with item features, and trainings on few users."""
     base = settings(data)
     vectors: Settings = {"embeddings": [{"paths": str(data / "item_embeddings.parquet"), "vector_column": "embedding"}]}
     features = item_features(prepare_items(data, folder=folder))
@@ -34,20 +34,20 @@ def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experimen
         "pretrained, full, features": merged(base, vectors, features),
     }
     for seed in seeds:
-        for name, one in variants.items():
-            yield Experiment("beauty", name, seed, one)
+        for name, variant in variants.items():
+            yield Experiment("beauty", name, seed, variant)
         for share in (10, 1):
-            weighted = limited(data, percent=share, seed=seed, folder=folder)
-            few = {
-                "interactions": {"paths": str(weighted), "weight_column": "weight"},
+            log = limited_log(data, percent=share, seed=seed, folder=folder)
+            on_few_users = {
+                "interactions": {"paths": str(log), "weight_column": "weight"},
                 "training": {"epochs": LIMITED_EPOCHS},
             }
-            yield Experiment("limited", f"random, {share} % of users", seed, merged(base, few))
-            yield Experiment("limited", f"pretrained, full, {share} % of users", seed, merged(base, vectors, few))
+            yield Experiment("limited", f"random, {share} % of users", seed, merged(base, on_few_users))
+            yield Experiment("limited", f"pretrained, full, {share} % of users", seed, merged(base, vectors, on_few_users))
 
 
 def settings(data: Path) -> Settings:
-    """Common to all variants."""
+    """Return the settings of all variants."""
     return {
         "interactions": {
             "paths": str(data / "interactions.parquet"),
@@ -70,7 +70,7 @@ def settings(data: Path) -> Settings:
 
 
 def prepare_items(data: Path, *, folder: Path) -> Path:
-    """items.parquet with the words of the text as a list column."""
+    """Write items.parquet with the words of the text as a list column."""
     table = pq.read_table(data / "items.parquet")
     words = pc.split_pattern_regex(pc.utf8_lower(table["text"]), "[^a-z0-9]+")
     path = folder / "items.parquet"
@@ -79,7 +79,7 @@ def prepare_items(data: Path, *, folder: Path) -> Path:
 
 
 def item_features(items: Path) -> Settings:
-    """Attributes and words as features of the items, which then stand in histories as the candidate tower gives them."""
+    """Return the settings for attributes and words as item features, with histories encoded by the candidate tower."""
     return {
         "features": {
             "items": {
@@ -95,11 +95,11 @@ def item_features(items: Path) -> Settings:
     }
 
 
-def limited(data: Path, *, percent: int, seed: int, folder: Path) -> Path:
-    """The log with weight 1 for the events of `percent` % of the users and 0 for the others', who are still asked for."""
+def limited_log(data: Path, *, percent: int, seed: int, folder: Path) -> Path:
+    """Write the log with event weight 1 for `percent` % of the users and 0 for the others. All users are evaluated."""
     table = pq.read_table(data / "interactions.parquet")
     user = table["user_id"].to_numpy()
-    chosen = ((user * 2_654_435_761 + seed * 40_503) % 2**32) % 100 < percent
+    is_chosen = ((user * 2_654_435_761 + seed * 40_503) % 2**32) % 100 < percent
     path = folder / f"interactions-{percent}-{seed}.parquet"
-    pq.write_table(table.append_column("weight", pa.array(chosen.astype("float32"))), path)
+    pq.write_table(table.append_column("weight", pa.array(is_chosen.astype("float32"))), path)
     return path

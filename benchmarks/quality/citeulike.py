@@ -1,4 +1,4 @@
-"""citeulike_t: articles and who saved them. Cold articles among cold ones; warm ones with and without the text."""
+"""Experiments on citeulike_t (users and saved articles): cold articles, warm articles with and without text, ids only."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from benchmarks.quality.experiment import Experiment, Settings, merged
 
 
 def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experiment]:
-    """Cold start, warm with and without text, and two models of the literature on ids alone."""
+    """Yield the experiments on cold articles, on warm articles with and without text, and two published models on ids only."""
     vectors: Settings = {"embeddings": [{"paths": str(data / "item_embeddings.parquet"), "vector_column": "embedding"}]}
     known: Settings = {"embeddings": [{"paths": str(known_vectors(data, folder=folder)), "vector_column": "embedding"}]}
     cold = merged(settings(data, test="cold"), ARTICLES, known, TEXT, COLD)
@@ -26,13 +26,13 @@ def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experimen
         },
     }
     for seed in seeds:
-        for part, ones in variants.items():
-            for name, one in ones.items():
-                yield Experiment(part, name, seed, one)
+        for part, part_variants in variants.items():
+            for name, variant in part_variants.items():
+                yield Experiment(part, name, seed, variant)
 
 
 def known_vectors(data: Path, *, folder: Path) -> Path:
-    """Vectors of the articles in the training log and of the cold ones: what only the warm test has is no candidate."""
+    """Write the vectors of training and cold articles. Articles that occur only in the warm test are not candidates."""
     known = pa.concat_arrays(
         [
             pq.read_table(data / name, columns=["item_id"])["item_id"].combine_chunks()
@@ -53,10 +53,10 @@ ARTICLES: Settings = {
 }
 SMALL_STEPS: Settings = {"optimizer": {"learning_rate": 0.02}}
 TEXT: Settings = {
-    # Vectors of length 1, so that an offset, which moves by about the learning rate times 11 at first, does not drown them.
+    # Vectors of length 1: the first step of an offset has about 11 times the learning rate and must stay small next to them.
     "tables": {"item": {"transfer": "residual", "init_std": 128**-0.5, "id_dropout": 0.5}, "item_offset": SMALL_STEPS}
 }
-"""Frozen text vectors beside a learned offset, so that an article without an interaction lies among the others."""
+"""Frozen text vectors plus a learned offset, so that articles without interactions are comparable with the others."""
 COLD: Settings = {
     "model": {"history": {"item_representation": "candidate_tower"}},
     "training": {"epochs": 12, "validation": {"candidates": "cold"}},
@@ -65,7 +65,7 @@ ALL_ARTICLES: Settings = {
     "interactions": {"split": {"validation_share": 0.0, "validation_by": "pair"}},
     "training": {"validation": None},
 }
-"""Nothing held out: as many epochs as the runs that hold articles out found best."""
+"""No validation: the number of epochs is the best one of the experiments with validation."""
 WARM_TEXT: Settings = merged(TEXT, {"tables": {"item": {"id_dropout": 0.1}}})
 SIMPLEX: Settings = {
     "model": {
@@ -84,7 +84,7 @@ FACTORISATION: Settings = {
 
 
 def settings(data: Path, *, test: str) -> Settings:
-    """Common to all variants. Held out for validation: 10 % of the articles for cold ones, else 10 % of the pairs."""
+    """Return the settings of all variants. Validation: 10 % of the articles for cold tests, otherwise 10 % of the pairs."""
     return {
         "interactions": {
             "paths": str(data / "train.parquet"),

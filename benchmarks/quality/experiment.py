@@ -1,4 +1,4 @@
-"""One training, measured: the stages of a night from parquet to metrics, without flow and registry."""
+"""Execution of one experiment: the stages from parquet to metrics, without Prefect flow and registry."""
 
 import hashlib
 import os
@@ -29,7 +29,7 @@ ONE_RANK: Settings = {"sharding": {"cluster": {"device": "cpu", "processes_per_n
 
 
 def without_folders(settings: Any) -> Any:
-    """The settings with files named by their last part, since the folders are those of one machine.
+    """Return the settings with file names instead of paths.
 
     >>> without_folders({"paths": "/data/beauty/items.parquet", "dim": 4})
     {'paths': 'items.parquet', 'dim': 4}
@@ -42,7 +42,7 @@ def without_folders(settings: Any) -> Any:
 
 
 def train_only(settings: Settings, *, folder: Path) -> list[tuple[float, Progress]]:
-    """Lines of metrics.jsonl, and when each was seen in seconds, with as many ranks as the config says, by default two."""
+    """Train without evaluation, and return the lines of metrics.jsonl with the time at which each was read."""
     config = PipelineConfig.model_validate(settings)
     interactions = ingest_interactions(config.interactions_with_context, embeddings=None, folder=folder / "interactions")
     spec = ModelSpec.of(config.model, dataset=Dataset(interactions), tables=config.tables, loss=config.loss)
@@ -69,7 +69,7 @@ def train_only(settings: Settings, *, folder: Path) -> list[tuple[float, Progres
 
 @dataclass(frozen=True)
 class Experiment:
-    """A config, named by what it is part of and what is different in it."""
+    """The settings of one training, named by part of the report and variant."""
 
     part: str
     variant: str
@@ -78,12 +78,12 @@ class Experiment:
 
     @property
     def key(self) -> str:
-        """Of its result."""
+        """Key of the result in results.json."""
         return f"{self.part}/{self.variant}/{self.seed}"
 
 
 def merged(*layers: Mapping[str, Any]) -> Settings:
-    """Settings put over each other, group by group.
+    """Return the settings of all layers; later layers override single settings of earlier ones.
 
     >>> merged({"model": {"user_id": True}}, {"model": {"embedding_dim": 8}})
     {'model': {'user_id': True, 'embedding_dim': 8}}
@@ -97,20 +97,20 @@ def merged(*layers: Mapping[str, Any]) -> Settings:
 
 
 def run(experiment: Experiment, *, folder: Path, cores: "Queue[int]") -> dict[str, Any]:
-    """Trains and evaluates on one of the free `cores`, so that as many go at once."""
+    """Train and evaluate on one of the free `cores`. Each core runs one experiment at a time."""
     core = cores.get()
     try:
         os.sched_setaffinity(0, {core})
-        torch.set_num_threads(1)  # two threads on one core would wait for each other
+        torch.set_num_threads(1)  # one thread per core
         return _run(experiment, folder=folder, core=core)
     finally:
         cores.put(core)
 
 
 def _run(experiment: Experiment, *, folder: Path, core: int) -> dict[str, Any]:
-    """Validation by epoch, test metrics of the best epoch."""
+    """Return the validation metrics of each epoch and the test metrics of the best epoch."""
     config = PipelineConfig.model_validate(merged(ONE_RANK, experiment.settings, {"training": {"seed": experiment.seed}}))
-    # Ingests are shared by all experiments that read the same; each core makes its own, so that none waits.
+    # Experiments with the same input share an ingest. Each core has its own, so that no core waits for another one.
     inputs = config.model_dump_json(include={"interactions", "embeddings", "features"})
     shared = folder / f"core-{core}" / hashlib.sha256(inputs.encode()).hexdigest()[:12]
     own = folder / f"core-{core}" / "run"
@@ -159,11 +159,13 @@ def _run(experiment: Experiment, *, folder: Path, core: int) -> dict[str, Any]:
         train=trained,
         folder=own / "export",
     )
-    found = evaluate(config.evaluation, export=export, dataset=Dataset(interactions, embeddings), folder=own / "evaluation")
+    evaluation = evaluate(
+        config.evaluation, export=export, dataset=Dataset(interactions, embeddings), folder=own / "evaluation"
+    )
     return {
         "validation": [line.validation for line in lines if line.validation],
         "best_epoch": trained.best_epoch,
-        "metrics": {name: value for name, value in found.metrics.items() if not name.startswith("validation/")},
+        "metrics": {name: value for name, value in evaluation.metrics.items() if not name.startswith("validation/")},
         "samples_per_s": max(line.samples_per_s for line in lines),
         "settings": without_folders(experiment.settings),
     }

@@ -1,4 +1,4 @@
-"""The tables and curves of results.json: mean and standard deviation over the seeds."""
+"""Report of the quality benchmark: tables and curves with means and standard deviations over seeds."""
 
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,16 @@ Runs = dict[str, dict[int, dict[str, Any]]]
 
 TABLES = {
     "beauty": ("Amazon Beauty", ("test/hit_rate@10", "test/ndcg@10", "test/recall@20")),
-    "limited": ("Amazon Beauty, training events of few users, all users asked", ("test/hit_rate@10", "test/ndcg@10")),
+    "limited": ("Amazon Beauty, trained on few users, evaluated on all users", ("test/hit_rate@10", "test/ndcg@10")),
     "cold": ("citeulike_t, cold articles among cold articles", ("test/cold/recall@20", "test/cold/ndcg@20")),
     "warm": ("citeulike_t, all articles", ("test/recall@20", "test/ndcg@20")),
-    "collaborative": ("citeulike_t, ids alone", ("test/recall@20", "test/ndcg@20")),
+    "collaborative": ("citeulike_t, ids only", ("test/recall@20", "test/ndcg@20")),
 }
 BASELINES = {"popularity": "baseline/popularity", "zero-shot": "baseline/zero_shot"}
 
 
 def write_report(results: dict[str, Any], *, folder: Path) -> None:
-    """report.md and curves.png beside results.json."""
+    """Write report.md and curves.png into `folder`."""
     parts: dict[str, Runs] = {}
     for key, result in results["runs"].items():
         part, variant, seed = key.split("/")
@@ -31,8 +31,8 @@ def write_report(results: dict[str, Any], *, folder: Path) -> None:
     lines = [
         "# Quality on public data",
         "",
-        f"Made on {results['date']} on {results['machine']} by `make bench-quality`. Mean and standard deviation over seeds;",
-        "the epoch is chosen on the validation split, the test split is looked at once. Settings of each run: results.json.",
+        f"Measured on {results['date']} on {results['machine']} by `make bench-quality`. Means and standard deviations over",
+        "seeds. The epoch is chosen on the validation split, and the test split is used once. results.json has all settings.",
     ]
     for part, (title, metrics) in TABLES.items():
         if part in parts:
@@ -49,19 +49,21 @@ def _table(runs: Runs, metrics: tuple[str, ...]) -> list[str]:
     names = [name.removeprefix("test/") for name in metrics]
     lines = ["| | seeds | " + " | ".join(names) + " | best epoch |", "|:---|---:|" + "---:|" * (len(names) + 1)]
     for variant, seeds in runs.items():
-        cells = [_spread([one["metrics"][name] for one in seeds.values()]) for name in metrics]
-        epochs = ", ".join(str(one["best_epoch"] or "-") for one in seeds.values())
+        cells = [_spread([result["metrics"][name] for result in seeds.values()]) for name in metrics]
+        epochs = ", ".join(str(result["best_epoch"] or "-") for result in seeds.values())
         lines.append(f"| {variant} | {len(seeds)} | " + " | ".join(cells) + f" | {epochs} |")
     for name, prefix in BASELINES.items():
-        wanted = [f"{prefix}/{metric.removeprefix('test/')}" for metric in metrics]
-        found = next((one["metrics"] for seeds in runs.values() for one in seeds.values() if wanted[0] in one["metrics"]), None)
-        if found is not None:
-            lines.append(f"| {name} | | " + " | ".join(f"{found[metric]:.4f}" for metric in wanted) + " | |")
+        keys = [f"{prefix}/{metric.removeprefix('test/')}" for metric in metrics]
+        all_metrics = [
+            result["metrics"] for seeds in runs.values() for result in seeds.values() if keys[0] in result["metrics"]
+        ]
+        if all_metrics:  # the same in all results
+            lines.append(f"| {name} | | " + " | ".join(f"{all_metrics[0][key]:.4f}" for key in keys) + " | |")
     return lines
 
 
 def _spread(values: list[float]) -> str:
-    """Mean and standard deviation.
+    """Format the mean and the standard deviation.
 
     >>> _spread([0.1, 0.3])
     '.2000 ± .1414'
@@ -70,16 +72,16 @@ def _spread(values: list[float]) -> str:
     return " ± ".join(number.lstrip("0") for number in numbers)
 
 
-def _curve(one: dict[str, Any]) -> list[float]:
-    return [metrics["ndcg@10"] for metrics in one["validation"]]
+def _curve(result: dict[str, Any]) -> list[float]:
+    return [metrics["ndcg@10"] for metrics in result["validation"]]
 
 
 def _first_to_reach(runs: Runs) -> list[str]:
-    """When each variant first reaches the best validation value of the random one of its kind, by seed."""
+    """Return the table of the epochs in which each variant reaches the best validation value of random initialisation."""
     lines = [
-        "When a variant first reaches the best validation NDCG@10 of random initialisation, and when random does, by seed:",
+        "Epoch in which a variant first reaches the best validation NDCG@10 of random initialisation, by seed:",
         "",
-        "| | reached in epoch | random needs | share |",
+        "| | epoch | epoch of random initialisation | ratio |",
         "|:---|---:|---:|---:|",
     ]
     for variant, seeds in runs.items():
@@ -87,21 +89,21 @@ def _first_to_reach(runs: Runs) -> list[str]:
         if variant == base or base not in runs:
             continue
         reached, needed = [], []
-        for seed, one in seeds.items():
+        for seed, result in seeds.items():
             if seed in runs[base]:
                 random = _curve(runs[base][seed])
                 needed.append(1 + int(np.argmax(random)))
-                reached.append(next((epoch for epoch, value in enumerate(_curve(one), 1) if value >= max(random)), None))
+                reached.append(next((epoch for epoch, value in enumerate(_curve(result), 1) if value >= max(random)), None))
         share = "-" if None in reached else f"{sum(filter(None, reached)) / sum(needed):.2f}"
-        shown = ", ".join("never" if epoch is None else str(epoch) for epoch in reached)
-        lines.append(f"| {variant} | {shown} | {', '.join(map(str, needed))} | {share} |")
+        epochs = ", ".join("never" if epoch is None else str(epoch) for epoch in reached)
+        lines.append(f"| {variant} | {epochs} | {', '.join(map(str, needed))} | {share} |")
     return lines
 
 
 def _plot_curves(runs: Runs, *, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for variant, seeds in runs.items():
-        curves = np.array([_curve(one) for one in seeds.values()])
+        curves = np.array([_curve(result) for result in seeds.values()])
         epochs = np.arange(1, curves.shape[1] + 1)
         style = "--" if variant.startswith("random") else "-"
         (line,) = axes.plot(epochs, curves.mean(axis=0), style, label=variant, marker="o", markersize=3)
@@ -118,6 +120,7 @@ def _plot_curves(runs: Runs, *, path: Path) -> None:
 def _speed(runs: Runs) -> list[str]:
     lines = ["| | training pairs | seconds per epoch |", "|:---|---:|---:|"]
     for variant, seeds in runs.items():
-        for one in seeds.values():
-            lines.append(f"| {variant} | {one['pairs']:,} | {', '.join(f'{value:.1f}' for value in one['epoch_s'])} |")
+        for result in seeds.values():
+            seconds = ", ".join(f"{value:.1f}" for value in result["epoch_s"])
+            lines.append(f"| {variant} | {result['pairs']:,} | {seconds} |")
     return lines

@@ -103,7 +103,8 @@ def to_markdown(results: dict[str, Any]) -> str:
         "# The training step",
         "",
         f"Measured on {results['date']} on {results['cores']} cores by `make bench-train`: "
-        f"torch {results['versions']['torch']}, torchrec {results['versions']['torchrec']}. Two tables of {ROWS:,} x {DIM}, MLP {list(LAYERS)}, BCE, "
+        f"torch {results['versions']['torch']}, torchrec {results['versions']['torchrec']}. "
+        f"Two tables of {ROWS:,} x {DIM}, MLP {list(LAYERS)}, BCE, "
         f"2 gloo ranks. Samples/s over both ranks. All contestants were started and ran in turns of about two seconds, in "
         f"{len(results['compared'][0]['samples_per_s'])} rounds: medians, and in brackets the quartiles.",
         "",
@@ -117,8 +118,8 @@ def to_markdown(results: dict[str, Any]) -> str:
     lines += [
         "",
         "`example` is the loop of TorchRec's retrieval example on RandomRecDataset (benchmarks/torchrec_loop.py), started as",
-        "by torchrun. The prepared example also has the process settings of nightjar's ranks (recsys_core/patches): pinned cores,",
-        "the kernel's batch scheduling policy, freed memory kept, and the CPU features that FBGEMM does not detect by itself.",
+        "by torchrun. The prepared example also has the process settings of nightjar's ranks (recsys_core/patches): pinned",
+        "cores, the batch scheduling policy, freed memory kept, and the CPU features that FBGEMM does not detect by itself.",
         "`ours` is nightjar's trainer on an ingested parquet log, with one drawn negative in addition to the positives. Ratios",
         "are computed per round.",
     ]

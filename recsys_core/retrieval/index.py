@@ -1,6 +1,6 @@
 """Stage `build_index`: FAISS indexes over the exported item vectors, each measured against exact search.
 
-Shapes: I items, D width, B queries, K recall_k, R rows given by an index.
+Shapes: I items, D width, B queries, K recall_k, N rows returned by an index.
 """
 
 import time
@@ -19,48 +19,48 @@ from recsys_core.retrieval.config import IndexConfig, IndexKind
 from recsys_core.retrieval.search import search
 from recsys_core.seeds import INDEX_ORDER_SEED, INDEX_SAMPLE_SEED
 
-POINTS_PER_CENTROID = 39
-"""Below it FAISS calls a k-means undertrained."""
+MIN_ITEMS_PER_CENTROID = 39
+"""With fewer items per centroid, FAISS warns that k-means is undertrained."""
 SAMPLE_PER_CENTROID = 256
-"""Above it FAISS would subsample anyway."""
+"""FAISS uses at most this many vectors per centroid for k-means."""
 ADD_ROWS = 65_536
 MEASURED_QUERIES = 2_000
 SERIAL_ITEMS = 100_000
-"""Up to here HNSW is built on one thread: links then don't depend on timing, and a rerun gives the same index."""
+"""Up to this size, HNSW is built by one thread. Its links then do not depend on timing, and a rerun gives the same index."""
 
 
 def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) -> IndexManifest:
-    """Build `config.built_kinds` by inner product; under cosine similarity the exported vectors are normalised.
+    """Build the indexes of `config.built_kinds`, and measure recall and latency of each on the test queries.
 
-    Raises InputError if ivf_pq is built and the vectors cannot be cut into `subquantizers` parts, or if there are fewer
-    than two items.
+    Raises:
+        InputError: ivf_pq is built and pq_m does not divide the vector width, there are fewer than two items, or the test split
+            is empty.
     """
     if "ivf_pq" in config.built_kinds and export.dim % config.pq_m:
         raise InputError(
-            f"index.pq_m is {config.pq_m}, which does not divide the vectors' size {export.dim}; "
+            f"index.pq_m is {config.pq_m}, which does not divide the vector width {export.dim}; "
             f"set it to a divisor of {export.dim}, or change the last size of model.query.layers and model.candidate.layers"
         )
     if export.num_items < 2:
-        raise InputError(f"the catalogue has {export.num_items} item(s), and an index needs at least 2; give more items")
+        raise InputError(f"the catalogue has {export.num_items} item(s), but an index needs at least 2; add items")
 
     def build(out: Path) -> dict[str, Any]:
         item_ID = np.load(export.path("item_vectors.npy"), mmap_mode="r")
-        query_BD = _queries(export)
+        query_BD = _load_queries(export)
+        depth = min(config.recall_k, export.num_items)
         reports: dict[str, IndexReport] = {}
-        exact_BK = np.zeros((0, 0), np.int64)
+        exact_row_BK = np.zeros((0, 0), np.int64)
         for kind in config.built_kinds:
-            index, parameters = _build(kind, item_ID, config=config)
+            index, parameters = _build_index(kind, item_ID, config=config)
             faiss.write_index(index, str(out / f"{kind}.faiss"))
-            with _threads(1):
+            with _num_threads(1):
                 started = time.perf_counter()
-                _, row_BK = search(
-                    index, query_BD, kind=kind, depth=min(config.recall_k, export.num_items), parameters=parameters
-                )
+                _, row_BK = search(index, query_BD, kind=kind, depth=depth, parameters=parameters)
                 seconds = time.perf_counter() - started
             if kind == "flat":
-                exact_BK = row_BK
+                exact_row_BK = row_BK
             reports[kind] = IndexReport(
-                recall=share_found(row_BK, exact_BK=exact_BK, query_BD=query_BD, item_ID=item_ID),
+                recall=recall_of_exact(row_BK, exact_row_BK=exact_row_BK, query_BD=query_BD, item_ID=item_ID),
                 k=config.recall_k,
                 ms_per_query=1000 * seconds / len(query_BD),
                 bytes=(out / f"{kind}.faiss").stat().st_size,
@@ -75,67 +75,72 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
         }
 
     fingerprint = fingerprint_of("index", config, export)
-    needs_bytes = bytes_of(config, items=export.num_items, dim=export.dim)
+    needs_bytes = estimate_bytes(config, num_items=export.num_items, dim=export.dim)
     return produce(folder, IndexManifest, fingerprint=fingerprint, build=build, needs_bytes=needs_bytes)
 
 
-def bytes_of(config: IndexConfig, *, items: int, dim: int) -> int:
-    """What the indexes take at least: vectors or codes, links in hnsw, and a row number per item, in the cells of ivf again."""
-    bits = bits_for(items, wanted=config.pq_nbits)
+def estimate_bytes(config: IndexConfig, *, num_items: int, dim: int) -> int:
+    """Return a lower bound of the size of all indexes: vectors or codes, row numbers, and the links of HNSW."""
     vector, row = 4 * dim, 8
-    per_item: dict[IndexKind, int] = {
+    code = config.pq_m * usable_pq_nbits(num_items, requested=config.pq_nbits) // 8
+    bytes_per_item: dict[IndexKind, int] = {
         "flat": vector + row,
-        "ivf_flat": vector + 2 * row,
-        "ivf_pq": config.pq_m * bits // 8 + 2 * row,
+        "ivf_flat": vector + 2 * row,  # IVF stores the row number also in its cells
+        "ivf_pq": code + 2 * row,
         "hnsw": vector + 8 * config.hnsw_m + row,
     }
-    return items * sum(per_item[kind] for kind in config.built_kinds)
+    return num_items * sum(bytes_per_item[kind] for kind in config.built_kinds)
 
 
-def centroids_for(items: int, *, wanted: int) -> int:
-    """`wanted`, or as many as the items can train.
+def usable_nlist(num_items: int, *, requested: int) -> int:
+    """Return the requested number of cells, or the largest number that the items can train.
 
-    >>> centroids_for(12_101, wanted=100), centroids_for(390, wanted=100), centroids_for(20, wanted=100)
+    >>> usable_nlist(12_101, requested=100), usable_nlist(390, requested=100), usable_nlist(20, requested=100)
     (100, 10, 1)
     """
-    return max(1, min(wanted, items // POINTS_PER_CENTROID))
+    return max(1, min(requested, num_items // MIN_ITEMS_PER_CENTROID))
 
 
-def bits_for(items: int, *, wanted: int) -> int:
-    """`wanted`, or the most bits whose centroids are no more than the items, which is all that FAISS insists on.
+def usable_pq_nbits(num_items: int, *, requested: int) -> int:
+    """Return the requested bits, or the largest number of bits for which there is an item per centroid, as FAISS requires.
 
-    The rule of 39 points guards centroids trained on a sample against what they have not seen; here a small catalogue is
-    its own sample, so fewer bits would only lose precision.
+    The rule of 39 items per centroid does not apply: it ensures that centroids trained on a sample fit the other vectors, and
+    a small catalogue is trained on all its vectors.
 
-    >>> bits_for(12_101, wanted=8), bits_for(256, wanted=8), bits_for(255, wanted=8), bits_for(2, wanted=8)
-    (8, 8, 7, 1)
+    >>> usable_pq_nbits(12_101, requested=8), usable_pq_nbits(256, requested=8), usable_pq_nbits(255, requested=8)
+    (8, 8, 7)
     """
-    return min(wanted, items.bit_length() - 1)
+    return min(requested, num_items.bit_length() - 1)
 
 
-def share_found(
-    row_BR: NDArray[np.int64], *, exact_BK: NDArray[np.int64], query_BD: NDArray[np.float32], item_ID: NDArray[np.float32]
+def recall_of_exact(
+    row_BN: NDArray[np.int64],
+    *,
+    exact_row_BK: NDArray[np.int64],
+    query_BD: NDArray[np.float32],
+    item_ID: NDArray[np.float32],
 ) -> float:
-    """Share of the exact top k that an index gives, over all queries; -1 is no row.
+    """Return the share of the exact top K that an index returns, over all queries. Row -1 is no item.
 
-    An item that scores as high as the last of the exact ones counts like it: exact search chooses among equals by chance.
+    An item with the same score as the last exact item counts as correct, because exact search breaks ties arbitrarily.
 
     >>> item_ID = np.array([[3], [2], [2], [1]], np.float32)
-    >>> share_found(np.array([[0, 2], [3, -1]]), exact_BK=np.array([[0, 1], [0, 1]]), query_BD=np.ones((2, 1)), item_ID=item_ID)
+    >>> exact_row_BK = np.array([[0, 1], [0, 1]])
+    >>> recall_of_exact(np.array([[0, 2], [3, -1]]), exact_row_BK=exact_row_BK, query_BD=np.ones((2, 1)), item_ID=item_ID)
     0.5
     """
-    right = 0
-    for query_D, row_R, exact_K in zip(query_BD, row_BR, exact_BK, strict=True):
-        row_R = row_R[row_R >= 0]
-        score_T = (item_ID[np.concatenate([exact_K, row_R])] * query_D).sum(axis=1)
-        least = score_T[: len(exact_K)].min()
-        right += min(len(exact_K), int(np.count_nonzero(score_T[len(exact_K) :] >= least)))
-    return right / exact_BK.size
+    num_correct = 0
+    for query_D, row_N, exact_row_K in zip(query_BD, row_BN, exact_row_BK, strict=True):
+        returned_rows = row_N[row_N >= 0]
+        scores = (item_ID[np.concatenate([exact_row_K, returned_rows])] * query_D).sum(axis=1)
+        exact_scores, returned_scores = scores[: len(exact_row_K)], scores[len(exact_row_K) :]
+        num_correct += min(len(exact_row_K), int(np.count_nonzero(returned_scores >= exact_scores.min())))
+    return num_correct / exact_row_BK.size
 
 
-def _build(kind: IndexKind, item_ID: NDArray[np.float32], *, config: IndexConfig) -> tuple[Any, dict[str, int]]:
-    items, dim = item_ID.shape
-    lists, bits = centroids_for(items, wanted=config.nlist), bits_for(items, wanted=config.pq_nbits)
+def _build_index(kind: IndexKind, item_ID: NDArray[np.float32], *, config: IndexConfig) -> tuple[Any, dict[str, int]]:
+    """Return the index and the parameters that it was built with, under the names of the settings."""
+    num_items, dim = item_ID.shape
     parameters: dict[str, int] = {}
     index: Any
     if kind == "flat":
@@ -149,45 +154,48 @@ def _build(kind: IndexKind, item_ID: NDArray[np.float32], *, config: IndexConfig
             "ef_search": config.ef_search,
         }
     else:
-        parameters = {"nlist": lists, "nprobe": min(config.nprobe, lists)}
-        cells = faiss.IndexFlatIP(dim)
+        nlist = usable_nlist(num_items, requested=config.nlist)
+        nbits = usable_pq_nbits(num_items, requested=config.pq_nbits)
+        parameters = {"nlist": nlist, "nprobe": min(config.nprobe, nlist)}
+        quantizer = faiss.IndexFlatIP(dim)
         if kind == "ivf_flat":
-            index = faiss.IndexIVFFlat(cells, dim, lists, faiss.METRIC_INNER_PRODUCT)
+            index = faiss.IndexIVFFlat(quantizer, dim, nlist, faiss.METRIC_INNER_PRODUCT)
         else:
-            index = faiss.IndexIVFPQ(cells, dim, lists, config.pq_m, bits, faiss.METRIC_INNER_PRODUCT)
+            index = faiss.IndexIVFPQ(quantizer, dim, nlist, config.pq_m, nbits, faiss.METRIC_INNER_PRODUCT)
             index.pq.cp.min_points_per_centroid = 1
-            parameters |= {"pq_m": config.pq_m, "pq_nbits": bits}
+            parameters |= {"pq_m": config.pq_m, "pq_nbits": nbits}
         index.cp.min_points_per_centroid = 1
-        index.train(_sample(item_ID, rows=SAMPLE_PER_CENTROID * max(lists, 1 << bits)))
+        index.train(_sample(item_ID, num_rows=SAMPLE_PER_CENTROID * max(nlist, 1 << nbits)))
 
-    # Equal scores are found by the order in which vectors are added. Rows are numbered by falling popularity: in that order
-    # a model that scores all items the same would be served as popularity.
-    order_I = np.random.default_rng(INDEX_ORDER_SEED).permutation(items)
-    with_rows = faiss.IndexIDMap(index)
-    with _threads(1 if kind == "hnsw" and items <= SERIAL_ITEMS else faiss.omp_get_max_threads()):
-        for start in range(0, items, ADD_ROWS):
+    # FAISS returns equal scores in the order in which vectors were added. Rows are numbered by falling popularity. If they were
+    # added in row order, a model with equal scores for all items would be served like popularity.
+    order_I = np.random.default_rng(INDEX_ORDER_SEED).permutation(num_items)
+    index_with_rows = faiss.IndexIDMap(index)
+    with _num_threads(1 if kind == "hnsw" and num_items <= SERIAL_ITEMS else faiss.omp_get_max_threads()):
+        for start in range(0, num_items, ADD_ROWS):
             rows = order_I[start : start + ADD_ROWS]
-            with_rows.add_with_ids(np.ascontiguousarray(item_ID[rows]), rows)
-    return with_rows, parameters
+            index_with_rows.add_with_ids(np.ascontiguousarray(item_ID[rows]), rows)
+    return index_with_rows, parameters
 
 
-def _sample(item_ID: NDArray[np.float32], *, rows: int) -> NDArray[np.float32]:
-    """Rows to train on, in ascending order so that the memory map is read once from front to back."""
-    if rows >= len(item_ID):
-        return np.ascontiguousarray(item_ID)
-    chosen = np.sort(np.random.default_rng(INDEX_SAMPLE_SEED).choice(len(item_ID), rows, replace=False))
-    return item_ID[chosen]
+def _sample(vectors: NDArray[np.float32], *, num_rows: int) -> NDArray[np.float32]:
+    """Draw rows at random, ascending so that a memory map is read once from front to back."""
+    if num_rows >= len(vectors):
+        return np.ascontiguousarray(vectors)
+    rows = np.sort(np.random.default_rng(INDEX_SAMPLE_SEED).choice(len(vectors), num_rows, replace=False))
+    return vectors[rows]
 
 
-def _queries(export: ExportManifest) -> NDArray[np.float32]:
-    vectors_ED: NDArray[np.float32] = np.load(export.path("query_vectors_test.npy"))
-    if len(vectors_ED) == 0:
-        raise InputError("no event is in the test split, so the indexes cannot be measured; change interactions.split")
-    return _sample(vectors_ED, rows=MEASURED_QUERIES)
+def _load_queries(export: ExportManifest) -> NDArray[np.float32]:
+    query_BD: NDArray[np.float32] = np.load(export.path("query_vectors_test.npy"))
+    if len(query_BD) == 0:
+        raise InputError("the test split has no event, so the indexes cannot be measured; change interactions.split")
+    return _sample(query_BD, num_rows=MEASURED_QUERIES)
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def _num_threads(count: int) -> Iterator[None]:
+    """Set the number of FAISS threads for a `with` block."""
     before = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(count)
     try:

@@ -1,6 +1,6 @@
-"""Reading an index and asking it, with every search setting given explicitly. An index is an IndexIDMap from item rows.
+"""Load and search FAISS indexes. Search parameters are passed with each call, and an index maps vectors to item rows.
 
-Shapes: B queries, D width, N depth.
+Shapes: B queries, D width, N search depth.
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ from recsys_core.retrieval.config import IndexKind
 
 
 def load_index(path: Path, *, record: FileRecord) -> Any:
-    """The index in `path`; raises StageError if it is not the file that was recorded.
+    """Read the index in `path`. Raises StageError if the file differs from its record.
 
-    The hash comes before faiss, which reads most corrupted files without a word and hangs on others
+    The checksum is verified first, because faiss silently reads most corrupt files and hangs on others
     (facebookresearch/faiss#5400).
     """
     verify_file(path, record=record)
@@ -27,23 +27,23 @@ def load_index(path: Path, *, record: FileRecord) -> Any:
 
 
 def verify_file(path: Path, *, record: FileRecord) -> None:
-    """Raises StageError if the file is missing or differs from its record."""
+    """Raise StageError if the file is missing or differs from its record."""
     if not path.is_file():
         raise StageError(f"{path}: the file is missing; build or copy it again")
-    found = record_file(path)
-    if found != record:
+    actual = record_file(path)
+    if actual != record:
         raise StageError(
-            f"{path}: {found.bytes} bytes with sha256 {found.sha256}, but {record.bytes} bytes with sha256 {record.sha256} "
-            "were written; the file was changed or cut off, build or copy it again"
+            f"{path}: the file has {actual.bytes} bytes with sha256 {actual.sha256}, but {record.bytes} bytes with sha256 "
+            f"{record.sha256} were written; the file was changed. Build or copy it again"
         )
 
 
 def search(
     index: Any, query_BD: NDArray[np.float32], *, kind: IndexKind, depth: int, parameters: Mapping[str, int]
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Inner products [B, N] and item rows [B, N], best first; row -1 where the index found fewer than `depth`.
+    """Return inner products [B, N] and item rows [B, N], best first. Row -1 fills up lists shorter than `depth`.
 
-    parameters: of the index's IndexReport; nprobe for the IVF kinds, efSearch for hnsw (raised to `depth` if smaller).
+    parameters: those of the IndexReport: nprobe for the IVF kinds, ef_search for hnsw (raised to `depth` if smaller).
     """
     settings: Any = None
     if kind in ("ivf_flat", "ivf_pq"):
@@ -57,9 +57,9 @@ def search(
 def search_all(
     index: Any, query_BD: NDArray[np.float32], *, kind: IndexKind, depth: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """As `search`, but over every stored vector: never short, and exact up to the codes of ivf_pq."""
+    """Search all stored vectors. The lists are never short, and exact up to the quantization of ivf_pq."""
     vectors: Any = faiss.downcast_index(index.index)
     if kind == "hnsw":
-        score_BN, place_BN = search(vectors.storage, query_BD, kind="flat", depth=depth, parameters={})
-        return score_BN, faiss.vector_to_array(index.id_map)[place_BN]
+        score_BN, index_BN = search(vectors.storage, query_BD, kind="flat", depth=depth, parameters={})
+        return score_BN, faiss.vector_to_array(index.id_map)[index_BN]
     return search(index, query_BD, kind=kind, depth=depth, parameters={"nprobe": getattr(vectors, "nlist", 0)})

@@ -1,4 +1,4 @@
-"""What the user says about the package."""
+"""Configuration of the model package."""
 
 from typing import Literal
 
@@ -8,8 +8,9 @@ from recsys_core.config import Settings
 
 
 class PackageConfig(Settings):
-    """The servable retriever."""
+    """The packaged model."""
 
     quantization: Literal["int8", "none"] = Field(
-        "int8", description="embedding tables of the query tower in INT8 (row-wise scale) or fp32"
+        "int8",
+        description="precision of the query tower's embedding tables: int8 (with a scale and offset per row), or none (fp32)",
     )

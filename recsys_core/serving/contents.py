@@ -1,7 +1,8 @@
-"""Verified reading of a package: checksums first, then each file against package.json.
+"""Read a model package and verify it: the checksums first, then the contents of each file against package.json.
 
-package.json lists the size and sha256 of every other file; its own sha256 is kept outside the folder, on the version.
-Shapes: U users, E events, I items, T values of one feature.
+package.json has the size and sha256 of every other file. Its own sha256 is stored outside the package, with the model version.
+
+Shapes: U users, E events, I items, L values of one feature.
 """
 
 import hashlib
@@ -20,14 +21,14 @@ from recsys_core.errors import StageError
 from recsys_core.models.spec import ModelSpec
 from recsys_core.retrieval.search import load_index, search, search_all, verify_file
 from recsys_core.serving.ids import IdMap
-from recsys_core.serving.package import DESCRIPTION, Package, package_files
+from recsys_core.serving.package import DESCRIPTION, FORMAT_VERSION, Package, package_files
 from recsys_core.serving.quantise import ServedQueryTower, load_tower
 from recsys_core.serving.query_batch import user_features
 
 
 @dataclass(frozen=True)
 class PackageContents:
-    """What the files of a package hold, checked against each other."""
+    """The verified contents of a package."""
 
     package: Package
     tower: ServedQueryTower
@@ -42,12 +43,13 @@ class PackageContents:
 
 
 def read_package(folder: Path, *, sha256: str) -> PackageContents:
-    """Reads the package in `folder`. sha256: that of package.json when it was written.
+    """Read the package in `folder`. sha256: expected checksum of package.json.
 
-    Raises StageError with the name of a file that is missing, surplus, changed, or does not fit the others.
+    Raises StageError with the name of a file that is missing, surplus or changed, or that does not match package.json.
     """
     package = _read_description(folder / DESCRIPTION, sha256=sha256)
-    with _reading(folder / DESCRIPTION):  # what its values alone can cause: each other file is named where it is read
+    # An error in a file is reported with the name of that file. Other errors are caused by the values of package.json.
+    with _errors_of(folder / DESCRIPTION):
         return _read_contents(folder, package)
 
 
@@ -57,7 +59,9 @@ def _read_contents(folder: Path, package: Package) -> PackageContents:
     user_offset, event_item = _read_events(folder, spec)
     popularity_I = _read_array(folder / "popularity.npy", np.int32, rows=spec.num_items)
     if not np.array_equal(np.sort(popularity_I), np.arange(spec.num_items)):
-        raise _unfit(folder / "popularity.npy", "an order that repeats or lacks items", f"each of {spec.num_items} items once")
+        raise _mismatch(
+            folder / "popularity.npy", "an order that repeats or lacks items", f"each of {spec.num_items} items once"
+        )
     return PackageContents(
         package=package,
         tower=load_tower(folder / "tower.safetensors", spec=spec, quantization=package.quantization),
@@ -77,22 +81,24 @@ def _read_description(path: Path, *, sha256: str) -> Package:
         content = path.read_bytes()
     except OSError as error:
         raise StageError(f"{path}: cannot be read ({error.strerror}); package the model again") from error
-    if (found := hashlib.sha256(content).hexdigest()) != sha256:
+    if (actual := hashlib.sha256(content).hexdigest()) != sha256:
         raise StageError(
-            f"{path}: the sha256 is {found}, but the file was written with {sha256}; it was changed, download or package the "
-            "model again"
+            f"{path}: the sha256 is {actual}, but the file was written with {sha256}; the file was changed. Download or "
+            "package the model again"
         )
     try:
         return Package.model_validate_json(content)
     except ValidationError as error:
-        raise StageError(f"{path}: not a package description of this version; package the model again: {error}") from error
+        raise StageError(
+            f"{path}: not a package description of format {FORMAT_VERSION}; package the model again: {error}"
+        ) from error
 
 
 def _verify_files(folder: Path, package: Package) -> None:
-    """The folder holds the files that the model needs, as package.json lists them, and nothing else."""
+    """Raise StageError unless the folder has exactly the files of the model, with the recorded checksums."""
     needed = package_files(package.model)
     for name in sorted(needed ^ package.files.keys()):
-        reason = "does not list it" if name in needed else "lists it, but the model has no such file"
+        reason = "does not list it" if name in needed else "lists it, but the model does not use it"
         raise StageError(f"{folder / name}: {DESCRIPTION} {reason}; package the model again")
     for name in sorted({path.name for path in folder.iterdir()} - needed - {DESCRIPTION}):
         raise StageError(f"{folder / name}: {DESCRIPTION} does not list this file; remove it, or package the model again")
@@ -103,11 +109,11 @@ def _verify_files(folder: Path, package: Package) -> None:
 
 def _read_index(path: Path, package: Package) -> Any:
     items, dim = package.model.num_items, package.model.config.output_dim
-    with _reading(path):
+    with _errors_of(path):
         index = load_index(path, record=package.files[path.name])
         if (index.ntotal, index.d) != (items, dim):
-            raise _unfit(path, f"{index.ntotal} vectors of {index.d} numbers", f"{items} of {dim}")
-        # The index is of the kind, and the parameters are those, that package.json names.
+            raise _mismatch(path, f"{index.ntotal} vectors of width {index.d}", f"{items} vectors of width {dim}")
+        # One search of each sort verifies that kind and parameters in package.json match the index.
         kind, query = package.index_kind, np.zeros((1, dim), np.float32)
         search(index, query, kind=kind, depth=1, parameters=package.index_parameters)
         search_all(index, query, kind=kind, depth=1)
@@ -140,43 +146,43 @@ def _read_features(folder: Path, spec: ModelSpec) -> FeatureStore:
 
 
 def _read_ids(path: Path, *, name: str, rows: int) -> IdMap:
-    with _reading(path):
+    with _errors_of(path):
         ids = IdMap.read(path, name=name)
     if len(ids) != rows:
-        raise _unfit(path, f"{len(ids)} ids", str(rows))
+        raise _mismatch(path, f"{len(ids)} ids", str(rows))
     return ids
 
 
 def _read_array(path: Path, dtype: type[np.generic], *, rows: int | None = None) -> NDArray[Any]:
-    with _reading(path):
+    with _errors_of(path):
         array: NDArray[Any] = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     if array.dtype != dtype or array.ndim != 1 or (rows is not None and len(array) != rows):
         needed = f"{np.dtype(dtype)} [{'any' if rows is None else rows}]"
-        raise _unfit(path, f"{array.dtype} {list(array.shape)}", needed)
+        raise _mismatch(path, f"{array.dtype} {list(array.shape)}", needed)
     return array
 
 
 def _check_offset(path: Path, offset: NDArray[np.int64], *, values: int) -> None:
     if (offset[0], offset[-1]) != (0, values) or (np.diff(offset) < 0).any():
-        raise _unfit(path, "positions that do not rise", f"positions that rise from 0 to {values}")
+        raise _mismatch(path, "offsets that decrease or have the wrong ends", f"offsets that increase from 0 to {values}")
 
 
-def _check_rows(path: Path, row_T: NDArray[np.int32], *, rows: int) -> None:
-    low, high = (int(row_T.min()), int(row_T.max())) if len(row_T) else (0, 0)
-    if low < 0 or (len(row_T) and high >= rows):
-        raise _unfit(path, f"rows {low} to {high}", f"rows 0 to {rows - 1}")
+def _check_rows(path: Path, row_L: NDArray[np.int32], *, rows: int) -> None:
+    low, high = (int(row_L.min()), int(row_L.max())) if len(row_L) else (0, 0)
+    if low < 0 or (len(row_L) and high >= rows):
+        raise _mismatch(path, f"rows {low} to {high}", f"rows 0 to {rows - 1}")
 
 
-def _unfit(path: Path, found: str, needed: str) -> StageError:
-    return StageError(f"{path}: the file holds {found}, but the model needs {needed}; package the model again")
+def _mismatch(path: Path, actual: str, expected: str) -> StageError:
+    return StageError(f"{path}: the file has {actual}, but the model needs {expected}; package the model again")
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turns what numpy, pyarrow, faiss and torch raise for contents that they cannot use into a StageError with the file."""
+def _errors_of(path: Path) -> Iterator[None]:
+    """Convert errors of numpy, pyarrow, faiss and torch about invalid contents to a StageError with the file name."""
     try:
         yield
     except StageError:
         raise
-    except Exception as error:  # they have no base in common
+    except Exception as error:  # these libraries have no common base class
         raise StageError(f"{path}: cannot be read ({type(error).__name__}: {error}); package the model again") from error

@@ -1,4 +1,4 @@
-"""Between the user's ids and our rows."""
+"""Lookup of table rows by user or item id."""
 
 import re
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ _DECIMAL = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
 class IdMap:
-    """The column `id` of a parquet file, whose position is the row; int64 or string.
+    """Map between ids (int64 or string) and table rows. The row of an id is its index in the column `id` of a parquet file.
 
-    Looked up by binary search over 64-bit keys (the integers themselves, or hashes of the strings): 16 bytes per id beside
-    the ids, where a dictionary takes ten times that.
+    The lookup is a binary search over 64-bit keys: the integers themselves, or hashes of the strings. It needs 16 bytes per id
+    in addition to the ids, about a tenth of a dictionary.
     """
 
     def __init__(self, ids: pa.Array, *, name: str) -> None:
-        """`name` is what messages call an id, e.g. "user_id"."""
+        """name: name of the ids in error messages, e.g. "user_id"."""
         self._name = name
         self._is_text = not pa.types.is_integer(ids.type)
         self._ids = ids.cast(pa.large_string() if self._is_text else pa.int64())
@@ -40,7 +40,7 @@ class IdMap:
 
     @classmethod
     def read(cls, path: Path, *, name: str) -> "IdMap":
-        """From a parquet file with a column `id`."""
+        """Read the column `id` of a parquet file."""
         column = pq.read_table(path, columns=["id"])["id"]
         return cls(
             column.cast(pa.int64() if pa.types.is_integer(column.type) else pa.large_string()).combine_chunks(), name=name
@@ -50,7 +50,7 @@ class IdMap:
         return len(self._ids)
 
     def rows(self, ids: Sequence[Id] | NDArray[Any]) -> NDArray[np.int64]:
-        """Row of each id, -1 for ids not in the map. Raises InputError for values that cannot be such an id.
+        """Return the row of each id, -1 for an unknown id. Raises InputError for an invalid id.
 
         >>> IdMap(pa.array(["b", "a"]), name="item_id").rows(["a", "z", "b"])
         array([ 1, -1,  0])
@@ -58,29 +58,29 @@ class IdMap:
         row = np.full(len(ids), -1, np.int64)
         if len(ids) == 0 or len(self) == 0:
             return row
-        asked = self.parse(ids)
-        first = np.searchsorted(self._sorted_key, self._keys(asked))
-        for step in range(self._longest_run):  # longer than one only where hashes of strings collide
+        parsed = self.parse(ids)
+        first = np.searchsorted(self._sorted_key, self._keys(parsed))
+        for step in range(self._longest_run):  # more than one step only if string hashes collide
             candidate = self._row_by_key[np.minimum(first + step, len(self) - 1)]
-            is_same = pc.equal(self._ids.take(pa.array(candidate)), asked).to_numpy(zero_copy_only=False)
+            is_same = pc.equal(self._ids.take(pa.array(candidate)), parsed).to_numpy(zero_copy_only=False)
             row[is_same] = candidate[is_same]
         return row
 
     def ids(self, rows: NDArray[np.integer[Any]]) -> NDArray[Any]:
-        """The ids of rows: int64, or an object array of str."""
+        """Return the ids of the rows: int64, or an object array of str."""
         ids: NDArray[Any] = self._ids.take(pa.array(rows)).to_numpy(zero_copy_only=False)
         return ids
 
     def _keys(self, ids: pa.Array) -> NDArray[Any]:
         values: NDArray[Any] = ids.to_numpy(zero_copy_only=False)
-        # NumPy's own StringDType will not do: searchsorted on it fails or misses for strings of 16 bytes and more (NumPy 2.4).
+        # NumPy's StringDType cannot be used: its searchsorted fails or misses strings of 16 bytes and more (NumPy 2.4).
         return pd.util.hash_array(values, categorize=False) if self._is_text else values
 
     def parse(self, ids: Sequence[Any] | NDArray[Any]) -> pa.Array:
-        """`ids` in the type of the map. Raises InputError for the first value that cannot be such an id.
+        """Convert ids to the type of the map. Raises InputError for the first invalid id.
 
-        Integers may come as whole floats, which is what pandas makes of a column with a missing value, as far as a float is
-        exact, and as decimal strings.
+        Integer ids may also be decimal strings, or whole floats below 2**53, because pandas converts an integer column with a
+        missing value to floats.
         """
         kind, arrow = (str, pa.large_string()) if self._is_text else (int, pa.int64())
         is_exact = isinstance(ids, np.ndarray) and ids.dtype == np.int64 and not self._is_text
@@ -88,35 +88,34 @@ class IdMap:
             try:
                 return pa.array(ids, arrow)
             except (OverflowError, UnicodeEncodeError):
-                pass  # parsed one by one for the value to name
+                pass  # parse one by one, so that the error names the value
         return pa.array([self._text(value) if self._is_text else self._integer(value) for value in ids], arrow)
 
     def _text(self, value: Any) -> str:
         if not isinstance(value, str):
-            self._refuse(value, "is not a string, but the model was trained on string ids")
+            self._reject(value, "is not a string, but the model was trained on string ids")
         try:
             value.encode()
         except UnicodeEncodeError:
-            self._refuse(value, "is not valid Unicode")
+            self._reject(value, "is not valid Unicode")
         return str(value)
 
     def _integer(self, value: Any) -> int:
         is_float = isinstance(value, float | np.floating) and float(value).is_integer()
         is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
         if not (is_float or is_whole or (isinstance(value, str) and _DECIMAL.fullmatch(value))):
-            self._refuse(value, "is not an integer, but the model was trained on integer ids")
+            self._reject(value, "is not an integer, but the model was trained on integer ids")
         number = int(value)
         if is_float and number not in EXACT_IN_FLOAT:
-            self._refuse(value, "is a float that stands for several integers; send an integer, or a decimal string")
+            self._reject(value, "is a float too large to be an exact integer; send an integer, or a decimal string")
         if number not in INT64:
-            self._refuse(value, "is not an integer of 64 bits")
+            self._reject(value, "is not a 64-bit integer")
         return number
 
-    def _refuse(self, value: Any, reason: str) -> NoReturn:
-        missing = is_missing(value)
-        raise InputError(f"{self._name} is missing" if missing else f"{self._name} {shown(value)} {reason}")
+    def _reject(self, value: Any, reason: str) -> NoReturn:
+        raise InputError(f"{self._name} is missing" if is_missing(value) else f"{self._name} {shown(value)} {reason}")
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a cell of a request is null: None, NaN, pandas.NA or NaT."""
+    """Return whether a request value is null: None, NaN, pandas.NA or NaT."""
     return value is None or (pd.api.types.is_scalar(value) and bool(pd.isna(value)))

@@ -1,4 +1,4 @@
-"""Stage `package`: everything that serving needs, in one folder that can be moved anywhere.
+"""Stage `package`: the model package, a self-contained folder with all files that serving needs.
 
 Shapes: I items.
 """
@@ -37,7 +37,7 @@ FORMAT_VERSION: Final = 3
 
 
 class Package(Frozen):
-    """package.json: how to read the other files, and the checksum of each."""
+    """package.json: the model, the index, and the size and checksum of every other file."""
 
     format_version: Literal[3] = FORMAT_VERSION
     model: ModelSpec
@@ -57,13 +57,17 @@ def build_package(
     evaluation: EvaluationManifest,
     folder: Path,
 ) -> PackageManifest:
-    """Writes folder/package/.
+    """Write folder/package/.
 
-    tower.safetensors: query tower. index.faiss: the served index. item_ids.parquet, user_ids.parquet: column `id` by row.
-    user_offset.npy, event_item.npy: all events by user (train, validation and test, since serving sees the whole log).
-    popularity.npy int32 [I]: item rows by falling popularity; popularity_share.npy float32 [I]: their share of the events
-    before the test, in the same order. user.<feature>.*.npy: features of users, as in FeaturesManifest. package.json: see
-    Package.
+    Files:
+
+    - tower.safetensors: the query tower. index.faiss: the served index.
+    - item_ids.parquet, user_ids.parquet: column `id`, in the order of the rows.
+    - user_offset.npy, event_item.npy: all events by user; serving uses training, validation and test events.
+    - popularity.npy int32 [I]: item rows by falling popularity. popularity_share.npy float32 [I]: their shares of the events
+      before the test, in the same order.
+    - user.<feature>.*.npy: user features in the format of FeaturesManifest.
+    - package.json: `Package`.
     """
 
     interactions, features = dataset.interactions, dataset.features
@@ -92,7 +96,7 @@ def build_package(
         np.save(package / "popularity_share.npy", _popularity_share(interactions, np.load(package / "popularity.npy")))
 
         files = {path.name: record_file(path) for path in sorted(package.iterdir())}
-        described = Package(
+        description = Package(
             model=spec,
             similarity=export.similarity,
             quantization=config.quantization,
@@ -100,39 +104,44 @@ def build_package(
             index_parameters=index.reports[index.served].parameters,
             files=files,
         )
-        (package / DESCRIPTION).write_text(described.model_dump_json(indent=2))
+        (package / DESCRIPTION).write_text(description.model_dump_json(indent=2))
         return {
             "bytes": sum(path.stat().st_size for path in package.iterdir()),
             "served_index": index.served,
             "quantization": config.quantization,
         }
 
-    parts = ("package", FORMAT_VERSION, config, export, index, interactions, features, evaluation)
-    copies = index.files[f"{index.served}.faiss"], *(interactions.files[name] for name in ("user_offset.npy", "event_item.npy"))
-    needs_bytes = sum(record.bytes for record in copies)
-    return produce(folder, PackageManifest, fingerprint=fingerprint_of(*parts), build=build, needs_bytes=needs_bytes)
+    fingerprint_parts = ("package", FORMAT_VERSION, config, export, index, interactions, features, evaluation)
+    copied_files = (
+        index.files[f"{index.served}.faiss"],
+        *(interactions.files[name] for name in ("user_offset.npy", "event_item.npy")),
+    )
+    needs_bytes = sum(record.bytes for record in copied_files)
+    return produce(
+        folder, PackageManifest, fingerprint=fingerprint_of(*fingerprint_parts), build=build, needs_bytes=needs_bytes
+    )
 
 
 def description_sha256(package: PackageManifest) -> str:
-    """sha256 of package.json: what a reader of the package compares it with."""
+    """Return the sha256 of package.json, which readers of the package verify."""
     return package.files[f"package/{DESCRIPTION}"].sha256
 
 
 def package_files(spec: ModelSpec) -> set[str]:
-    """Names of the files of a package besides package.json."""
+    """Return the names of the files of a package except package.json."""
     arrays = ("user_offset.npy", "event_item.npy", "popularity.npy", "popularity_share.npy")
     return {"tower.safetensors", "index.faiss", "item_ids.parquet", "user_ids.parquet", *arrays, *feature_files(spec)}
 
 
 def feature_files(spec: ModelSpec) -> list[str]:
-    """Names of the arrays that hold the features of users, as in FeaturesManifest."""
-    parts = {
+    """Return the names of the arrays of user features."""
+    arrays_by_form = {
         "single": ("row",),
         "list": ("row", "offset"),
         "weighted_list": ("row", "offset", "weight"),
         "number": ("row", "weight"),
     }
-    return [f"{key}.{part}.npy" for key, form in user_features(spec).items() for part in parts[form]]
+    return [f"{key}.{array}.npy" for key, form in user_features(spec).items() for array in arrays_by_form[form]]
 
 
 def _popularity_share(interactions: InteractionsManifest, order_I: NDArray[np.int32]) -> NDArray[np.float32]:

@@ -1,6 +1,6 @@
-"""Input of the query tower: the histories of users and their features, as rows of the served tables.
+"""Input of the served query tower: histories and features of users, as rows of the embedding tables.
 
-Shapes: B queries, T rows of all lists of one feature.
+Shapes: B queries, L entries of all lists of one feature.
 """
 
 from dataclasses import dataclass
@@ -16,23 +16,23 @@ from recsys_core.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
-class RowLists:
-    """A list of table rows for each of B queries, and a weight for each row where the feature has weights."""
+class JaggedRows:
+    """A list of table rows for each query, with one weight per row if the feature is weighted."""
 
-    row_T: Tensor
-    """int64 [T]."""
+    row_L: Tensor
+    """int64."""
     offset: Tensor
-    """int64 [B + 1]: list b is row_T[offset[b]:offset[b + 1]]."""
-    weight_T: Tensor | None = None
-    """float32 [T]."""
+    """int64 [B + 1]: list b is row_L[offset[b]:offset[b + 1]]."""
+    weight_L: Tensor | None = None
+    """float32."""
 
 
 @dataclass(frozen=True)
 class QueryBatch:
-    """B queries: item rows of each history, oldest first, and rows of each table in `served_tables`."""
+    """Item rows of each history, oldest first, and the rows of each table in `served_tables`."""
 
-    history: RowLists
-    features: dict[str, RowLists]
+    history: JaggedRows
+    features: dict[str, JaggedRows]
 
     @property
     def size(self) -> int:
@@ -41,41 +41,46 @@ class QueryBatch:
 
 
 @dataclass(frozen=True)
-class Questions:
-    """Makes the tower's input. features: those of users."""
+class QueryBatchBuilder:
+    """Builds query batches for a model from user rows and histories. features: the features of users."""
 
     spec: ModelSpec
     features: FeatureStore
 
-    def batch(self, user_row_B: NDArray[np.int64], history: JaggedArray) -> QueryBatch:
-        """user_row_B: -1 for a user without a row. history: item rows per query, oldest first; the newest are used."""
+    def build(self, user_row_B: NDArray[np.int64], history: JaggedArray) -> QueryBatch:
+        """Build the batch of B queries.
+
+        Args:
+            user_row_B: -1 for a user who is not in the vocabulary. Such a user has no features.
+            history: item rows, oldest first. Only the newest items are used, up to the history length of the model.
+        """
         recent = history.last(self.spec.config.history.length)
-        known_B = user_row_B >= 0
+        is_known_B = user_row_B >= 0
         features = {}
         for name in served_tables(self.spec):
             if name == "user":
-                lists, weight_T = JaggedArray.from_single_values(user_row_B[known_B]), None
+                lists, weight_L = JaggedArray.from_single_values(user_row_B[is_known_B]), None
             else:
-                lists, weight_T = self.features.features[name].at(user_row_B[known_B])
+                lists, weight_L = self.features.features[name].at(user_row_B[is_known_B])
             length_B = np.zeros(len(user_row_B), np.int64)
-            length_B[known_B] = lists.lengths
-            features[name] = _row_lists(JaggedArray.from_lengths(length_B, lists.values_L), weight_T)
-        return QueryBatch(history=_row_lists(recent, None), features=features)
+            length_B[is_known_B] = lists.lengths
+            features[name] = _to_tensors(JaggedArray.from_lengths(length_B, lists.values_L), weight_L)
+        return QueryBatch(history=_to_tensors(recent, None), features=features)
 
 
 def user_features(spec: ModelSpec) -> dict[str, FeatureForm]:
-    """Form of each feature of users; those of events are not known when serving."""
+    """Return the form of each user feature. Features of events are not available at serving time."""
     return {key: form for key, form in spec.forms.items() if key.startswith("user.")}
 
 
 def served_tables(spec: ModelSpec) -> list[str]:
-    """Tables that a query looks up besides the history: the users' own, and one for each feature of users."""
+    """Return the names of the tables that a query looks up besides the history: the user table and the user features."""
     return (["user"] if spec.config.user_id else []) + list(user_features(spec))
 
 
-def _row_lists(lists: JaggedArray, weight_T: NDArray[np.float32] | None) -> RowLists:
-    return RowLists(
-        row_T=torch.from_numpy(lists.values_L),
+def _to_tensors(lists: JaggedArray, weight_L: NDArray[np.float32] | None) -> JaggedRows:
+    return JaggedRows(
+        row_L=torch.from_numpy(lists.values_L),
         offset=torch.from_numpy(lists.offset),
-        weight_T=None if weight_T is None else torch.from_numpy(weight_T),
+        weight_L=None if weight_L is None else torch.from_numpy(weight_L),
     )

@@ -1,6 +1,6 @@
-"""Answers from a package: raw ids in, raw ids and scores out.
+"""Retriever: recommend items for user ids from a model package.
 
-Shapes: B queries, I items, N candidates fetched, K items answered at most.
+Shapes: B queries, I items, D width, N fetched candidates, K recommended items at most.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,18 @@ from recsys_core.errors import InputError
 from recsys_core.retrieval.search import search, search_all
 from recsys_core.serving.contents import PackageContents, read_package
 from recsys_core.serving.ids import Id, is_missing
-from recsys_core.serving.query_batch import Questions
+from recsys_core.serving.query_batch import QueryBatchBuilder
 
-ANSWER_BUDGET = 1 << 20
-"""Candidates held at a time; a batch whose answer would be larger is worked off in parts."""
-BATCH = 1024
+MAX_BATCH_RESULTS = 1 << 20
+"""Largest number of recommended items (B * K) per batch; a larger request is split."""
+MAX_BATCH_QUERIES = 1024
+
+History = Sequence[Id] | None
+"""Item ids in time order; None for the history that is stored in the package."""
 
 
-class Answer(NamedTuple):
-    """Items and scores for one row of a request, best first; `error` says why there are none for a row that is wrong."""
+class Recommendation(NamedTuple):
+    """Recommended items and scores for one row of a request, best first. An invalid row has an error and no items."""
 
     item_ids: NDArray[Any]
     scores: NDArray[np.float32]
@@ -31,170 +34,196 @@ class Answer(NamedTuple):
 
 
 class Retriever:
-    """A loaded package. It holds no state besides, so threads may share it."""
+    """A loaded model package. It has no mutable state, so threads may share it."""
 
     def __init__(self, contents: PackageContents) -> None:
         self.package = contents.package
-        self._tower, self._questions = contents.tower, Questions(contents.package.model, contents.features)
-        self._index, self._items, self._users = contents.index, contents.items, contents.users
+        self._tower = contents.tower
+        self._batches = QueryBatchBuilder(contents.package.model, contents.features)
+        self._index = contents.index
+        self._item_ids, self._user_ids = contents.items, contents.users
         self._user_offset, self._event_item = contents.user_offset, contents.event_item
         self._popularity_I, self._popularity_share_I = contents.popularity_I, contents.popularity_share_I
 
     @classmethod
     def load(cls, folder: Path, *, sha256: str) -> Self:
-        """Reads the package in `folder`; see read_package for sha256 and errors."""
+        """Load the package in `folder`. See `read_package` for sha256 and errors."""
         return cls(read_package(folder, sha256=sha256))
-
-    def answer(
-        self, user_ids: Sequence[Any], *, k: int, histories: Sequence[Any] | None = None, exclude_log: bool = True
-    ) -> list[Answer]:
-        """`recommend` for rows of a request, where a row with a value that is not an id gets an error and no items.
-
-        histories: a history that is missing (None or NaN) leaves the stored one. Raises InputError if k is below 1.
-        """
-        given = [None] * len(user_ids) if histories is None else histories
-        good_users, good_histories = [], []
-        errors: dict[int, str] = {}
-        for place, (user_id, history) in enumerate(zip(user_ids, given, strict=True)):
-            try:
-                self._users.parse([user_id])
-                good_histories.append(self._history(history))
-                good_users.append(user_id)
-            except InputError as error:
-                errors[place] = str(error)
-        usable = None if histories is None else good_histories
-        answered = zip(*self.recommend(good_users, k=k, histories=usable, exclude_log=exclude_log), strict=True)
-        nothing: tuple[NDArray[Any], NDArray[np.float32]] = (np.zeros(0, np.int64), np.zeros(0, np.float32))
-        places = range(len(user_ids))
-        return [Answer(*(nothing if place in errors else next(answered)), error=errors.get(place)) for place in places]
-
-    def _history(self, given: Any) -> list[Id] | None:
-        """The history of one row of a request, None where it is missing; InputError if it is not a list of ids."""
-        if is_missing(given):
-            return None
-        if not isinstance(given, list | tuple | np.ndarray):
-            raise InputError(f"history is of type {type(given).__name__}; give a list of item ids, or leave it out")
-        try:
-            self._items.parse(given)
-        except InputError as error:
-            raise InputError(f"history: {error}") from None
-        return list(given)
 
     def recommend(
         self,
         user_ids: Sequence[Id],
-        *,
         k: int,
-        histories: Sequence[Sequence[Id] | None] | None = None,
+        *,
+        histories: Sequence[History] | None = None,
         exclude_log: bool = True,
     ) -> tuple[list[NDArray[Any]], list[NDArray[np.float32]]]:
-        """For each user the best min(k, unseen) items, best first, as (item ids, scores).
+        """Recommend the k best unseen items for each user, best first; fewer if the user has seen nearly all items.
 
-        histories: per user, item ids in time order, which take the place of the stored history; None leaves it. Ids that
-        the model does not know are ignored. Never answered: what a user has in the log, and what is in the given history.
-        exclude_log: false lets items of the log come back to a user whose history is given, as if the log ended there; a
-        version is measured so on events that its log already holds.
-        Score: inner product of query and item; for users of whom nothing is known, the item's share of all events.
-        Raises InputError if k is below 1, or if histories and user_ids differ in length.
+        The score is the inner product of query and item vector. For a user without history and features it is the item's share
+        of all events.
+
+        Args:
+            user_ids: may contain ids that the model does not have.
+            k: number of items.
+            histories: one per user. A history replaces the user's stored history; None keeps it. Unknown item ids are ignored.
+            exclude_log: also exclude the items that the user has in the log. With False, only the items of the given history
+                are excluded, as if the log ended with it. This is how a version is measured on events that its log contains.
+
+        Returns:
+            (item ids, scores), one array per user.
+
+        Raises:
+            InputError: k is below 1, an id is invalid, or histories and user_ids have different lengths.
         """
         if k < 1:
-            raise InputError(f"k is {k}; ask for at least 1 item")
+            raise InputError(f"k is {k}; it must be at least 1")
         if histories is not None and len(histories) != len(user_ids):
-            raise InputError(f"{len(histories)} histories for {len(user_ids)} users; give one per user, or none at all")
-        k = min(k, len(self._items))
-        step = min(BATCH, max(1, ANSWER_BUDGET // k))
-        user_row = self._users.rows(user_ids)
-        ids: list[NDArray[Any]] = []
+            raise InputError(f"{len(histories)} histories for {len(user_ids)} users; pass one history per user, or none")
+        k = min(k, len(self._item_ids))
+        batch_size = min(MAX_BATCH_QUERIES, max(1, MAX_BATCH_RESULTS // k))
+        user_rows = self._user_ids.rows(user_ids)
+        item_ids: list[NDArray[Any]] = []
         scores: list[NDArray[np.float32]] = []
-        for start in range(0, len(user_row), step):
-            part = slice(start, start + step)
-            row_BK, score_BK, found_B = self._answer(
-                user_row[part], given=histories and histories[part], k=k, exclude_log=exclude_log
+        for start in range(0, len(user_rows), batch_size):
+            batch = slice(start, start + batch_size)
+            history, excluded = self._histories(
+                user_rows[batch], replacements=histories and histories[batch], exclude_log=exclude_log
             )
-            ids += [self._items.ids(row_K[:found]) for row_K, found in zip(row_BK, found_B, strict=True)]
-            scores += [score_K[:found] for score_K, found in zip(score_BK, found_B, strict=True)]
-        return ids, scores
+            top_items = self._top_items(user_rows[batch], history=history, excluded=excluded, k=k)
+            for row_K, score_K, num_items in zip(top_items.row_BK, top_items.score_BK, top_items.num_items_B, strict=True):
+                item_ids.append(self._item_ids.ids(row_K[:num_items]))
+                scores.append(score_K[:num_items])
+        return item_ids, scores
 
-    def knows(self, user_ids: Sequence[Id]) -> NDArray[np.bool_]:
-        """[users]: whether the log had an event of each. Raises InputError for values that cannot be such an id."""
-        known_B: NDArray[np.bool_] = self._users.rows(user_ids) >= 0
-        return known_B
+    def recommend_rows(
+        self, user_ids: Sequence[Any], k: int, *, histories: Sequence[Any] | None = None, exclude_log: bool = True
+    ) -> list[Recommendation]:
+        """Call `recommend` for the rows of a request. A row with an invalid value gets an error, and the others are served.
 
-    def _answer(
-        self, user_row_B: NDArray[np.int64], *, given: Sequence[Sequence[Id] | None] | None, k: int, exclude_log: bool
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]:
-        history, seen = self._histories(user_row_B, given=given, exclude_log=exclude_log)
-        wanted_B = np.minimum(k, len(self._items) - seen.lengths)
-        asked = _Answers(seen=seen, wanted_B=wanted_B, k=k, items=len(self._items))
+        histories: a missing history (None or NaN) keeps the stored one. Raises InputError if k is below 1.
+        """
+        row_histories = [None] * len(user_ids) if histories is None else histories
+        valid_users, valid_histories = [], []
+        errors: dict[int, str] = {}
+        for row, (user_id, history) in enumerate(zip(user_ids, row_histories, strict=True)):
+            try:
+                self._user_ids.parse([user_id])
+                valid_histories.append(self._parse_history(history))
+                valid_users.append(user_id)
+            except InputError as error:
+                errors[row] = str(error)
+        item_ids, scores = self.recommend(
+            valid_users, k, histories=None if histories is None else valid_histories, exclude_log=exclude_log
+        )
+        results = zip(item_ids, scores, strict=True)
+        no_items: tuple[NDArray[Any], NDArray[np.float32]] = (np.zeros(0, np.int64), np.zeros(0, np.float32))
+        return [
+            Recommendation(*no_items, error=errors[row]) if row in errors else Recommendation(*next(results), error=None)
+            for row in range(len(user_ids))
+        ]
 
-        known_B = self.package.model.knows(history_length_B=history.lengths, user_row_B=user_row_B)
-        known = np.flatnonzero(known_B)
+    def is_known(self, user_ids: Sequence[Id]) -> NDArray[np.bool_]:
+        """Return whether each user has an event in the log. Raises InputError for an invalid id."""
+        is_known_B: NDArray[np.bool_] = self._user_ids.rows(user_ids) >= 0
+        return is_known_B
+
+    def _parse_history(self, history: Any) -> list[Id] | None:
+        if is_missing(history):
+            return None
+        if not isinstance(history, list | tuple | np.ndarray):
+            raise InputError(f"history is of type {type(history).__name__}; pass a list of item ids, or leave it out")
+        try:
+            self._item_ids.parse(history)
+        except InputError as error:
+            raise InputError(f"history: {error}") from None
+        return list(history)
+
+    def _histories(
+        self, user_row_B: NDArray[np.int64], *, replacements: Sequence[History] | None, exclude_log: bool
+    ) -> tuple[JaggedArray, JaggedArray]:
+        """Return the item rows of the histories that the query tower reads, and the item rows that are excluded."""
+        start_B = np.where(user_row_B >= 0, self._user_offset[user_row_B], 0)
+        end_B = np.where(user_row_B >= 0, self._user_offset[user_row_B + 1], 0)
+        stored = JaggedArray.from_slices(self._event_item, start=start_B, end=end_B)
+        num_items = len(self._item_ids)
+        if replacements is None:
+            return stored, stored.distinct(bound=num_items)
+        length_B = np.array([0 if history is None else len(history) for history in replacements], np.int64)
+        rows = self._item_ids.rows([item_id for history in replacements if history is not None for item_id in history])
+        replacing = JaggedArray.from_lengths(length_B, rows).filter(rows >= 0)
+        is_replaced_B = np.array([history is not None for history in replacements])
+        history = stored.replace(replacing, where=is_replaced_B)
+        return history, stored.union(replacing, bound=num_items) if exclude_log else history.distinct(bound=num_items)
+
+    def _top_items(self, user_row_B: NDArray[np.int64], *, history: JaggedArray, excluded: JaggedArray, k: int) -> "_TopItems":
+        top_items = _TopItems(excluded=excluded, k=k, catalogue_size=len(self._item_ids))
+        is_known_B = self.package.model.knows(history_length_B=history.lengths, user_row_B=user_row_B)
+        known = np.flatnonzero(is_known_B)
         if len(known):
-            query_BO = self._tower(self._questions.batch(user_row_B[known], history.take(known))).numpy()
-            self._retrieve(known, query_BO, asked=asked)
-        unknown = np.flatnonzero(~known_B)
+            query_BD = self._tower(self._batches.build(user_row_B[known], history.take(known))).numpy()
+            self._fill_by_index(top_items, known, query_BD)
+        unknown = np.flatnonzero(~is_known_B)
         if len(unknown):
-            depth = int(asked.depth_B[unknown].max())
+            depth = int(top_items.depth_B[unknown].max())
             shape = (len(unknown), depth)
-            asked.fill(
+            top_items.fill(
                 unknown,
                 np.broadcast_to(self._popularity_I[:depth].astype(np.int64), shape),
                 np.broadcast_to(self._popularity_share_I[:depth], shape),
             )
-        assert (asked.found_B == wanted_B).all()
-        return asked.row_BK, asked.score_BK, asked.found_B
+        assert (top_items.num_items_B == top_items.num_requested_B).all()
+        return top_items
 
-    def _histories(
-        self, user_row_B: NDArray[np.int64], *, given: Sequence[Sequence[Id] | None] | None, exclude_log: bool
-    ) -> tuple[JaggedArray, JaggedArray]:
-        """(what the query is made of, what may not be answered)."""
-        start_B = np.where(user_row_B >= 0, self._user_offset[user_row_B], 0)
-        end_B = np.where(user_row_B >= 0, self._user_offset[user_row_B + 1], 0)
-        stored = JaggedArray.from_slices(self._event_item, start=start_B, end=end_B)
-        items = len(self._items)
-        if given is None:
-            return stored, stored.distinct(bound=items)
-        length_B = np.array([0 if ids is None else len(ids) for ids in given], np.int64)
-        row_T = self._items.rows([item_id for ids in given if ids is not None for item_id in ids])
-        explicit = JaggedArray.from_lengths(length_B, row_T).filter(row_T >= 0)
-        is_given_B = np.array([ids is not None for ids in given])
-        history = stored.replace(explicit, where=is_given_B)
-        return history, stored.union(explicit, bound=items) if exclude_log else history.distinct(bound=items)
+    def _fill_by_index(self, top_items: "_TopItems", queries: NDArray[np.int64], query_BD: NDArray[np.float32]) -> None:
+        """Search the index for `queries`, whose vectors are query_BD.
 
-    def _retrieve(self, asked_B: NDArray[np.int64], query_BO: NDArray[np.float32], *, asked: "_Answers") -> None:
-        """Fetches k more than were seen, in groups of like depth; queries that the index leaves short go over all vectors."""
+        Queries of similar depth are searched together. An approximate index may return too few items; such queries are searched
+        again over all vectors.
+        """
         kind, parameters = self.package.index_kind, self.package.index_parameters
-        depth_B = asked.depth_B[asked_B]
-        group_B = np.ceil(np.log2(np.maximum(depth_B, 1))).astype(np.int64)
-        for group in np.unique(group_B):
-            of_group = np.flatnonzero(group_B == group)
-            depth = int(depth_B[of_group].max())
-            score_BN, row_BN = search(self._index, query_BO[of_group], kind=kind, depth=depth, parameters=parameters)
-            asked.fill(asked_B[of_group], row_BN, score_BN)
-            short = of_group[asked.found_B[asked_B[of_group]] < asked.wanted_B[asked_B[of_group]]]
+        depth_B = top_items.depth_B[queries]
+        log_depth_B = np.ceil(np.log2(np.maximum(depth_B, 1))).astype(np.int64)
+        for log_depth in np.unique(log_depth_B):
+            group = np.flatnonzero(log_depth_B == log_depth)
+            depth = int(depth_B[group].max())
+            score_BN, row_BN = search(self._index, query_BD[group], kind=kind, depth=depth, parameters=parameters)
+            top_items.fill(queries[group], row_BN, score_BN)
+            short = group[top_items.is_short(queries[group])]
             if len(short):
-                score_BN, row_BN = search_all(self._index, query_BO[short], kind=kind, depth=depth)
-                asked.fill(asked_B[short], row_BN, score_BN)
+                score_BN, row_BN = search_all(self._index, query_BD[short], kind=kind, depth=depth)
+                top_items.fill(queries[short], row_BN, score_BN)
 
 
-class _Answers:
-    """The answers to a batch while they are collected: what each query wants, may not get, and has got."""
+class _TopItems:
+    """The best items that are not excluded, for each query of a batch.
 
-    def __init__(self, *, seen: JaggedArray, wanted_B: NDArray[np.int64], k: int, items: int) -> None:
-        self._seen, self._items = seen, items
-        self.wanted_B = wanted_B
-        self.depth_B = np.maximum(1, wanted_B + np.where(wanted_B > 0, seen.lengths, 0))
-        self.found_B = np.zeros(len(wanted_B), np.int64)
-        self.row_BK = np.full((len(wanted_B), k), -1, np.int64)
-        self.score_BK = np.zeros((len(wanted_B), k), np.float32)
+    Attributes:
+        num_requested_B: number of items to recommend: k, or fewer if fewer items are left.
+        depth_B: number of candidates to fetch so that enough of them are not excluded.
+        num_items_B: number of items in row_BK and score_BK, the item rows and scores.
+    """
 
-    def fill(self, asked_B: NDArray[np.int64], row_BN: NDArray[np.int64], score_BN: NDArray[np.float32]) -> None:
-        """Answers the queries `asked_B` anew with the first unseen of the given candidates."""
-        key_BN = np.arange(len(asked_B))[:, None] * self._items + row_BN
-        keep_BN = (row_BN >= 0) & ~np.isin(key_BN, self._seen.take(asked_B).pair_keys(bound=self._items))
-        place_BN = keep_BN.cumsum(axis=1) - 1
-        keep_BN &= place_BN < self.wanted_B[asked_B][:, None]
-        target_B1 = np.broadcast_to(asked_B[:, None], keep_BN.shape)
-        self.row_BK[target_B1[keep_BN], place_BN[keep_BN]] = row_BN[keep_BN]
-        self.score_BK[target_B1[keep_BN], place_BN[keep_BN]] = score_BN[keep_BN]
-        self.found_B[asked_B] = keep_BN.sum(axis=1)
+    def __init__(self, *, excluded: JaggedArray, k: int, catalogue_size: int) -> None:
+        self._excluded, self._catalogue_size = excluded, catalogue_size
+        self.num_requested_B = np.minimum(k, catalogue_size - excluded.lengths)
+        self.depth_B = np.maximum(1, self.num_requested_B + np.where(self.num_requested_B > 0, excluded.lengths, 0))
+        self.num_items_B = np.zeros(len(excluded), np.int64)
+        self.row_BK = np.full((len(excluded), k), -1, np.int64)
+        self.score_BK = np.zeros((len(excluded), k), np.float32)
+
+    def is_short(self, queries: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which of the queries have fewer items than requested."""
+        return self.num_items_B[queries] < self.num_requested_B[queries]
+
+    def fill(self, queries: NDArray[np.int64], row_BN: NDArray[np.int64], score_BN: NDArray[np.float32]) -> None:
+        """Set the items of `queries` to the first candidates that are not excluded. Row -1 is no candidate."""
+        candidate_key_BN = np.arange(len(queries))[:, None] * self._catalogue_size + row_BN
+        excluded_keys = self._excluded.take(queries).pair_keys(bound=self._catalogue_size)
+        is_kept_BN = (row_BN >= 0) & ~np.isin(candidate_key_BN, excluded_keys)
+        position_BN = is_kept_BN.cumsum(axis=1) - 1
+        is_kept_BN &= position_BN < self.num_requested_B[queries][:, None]
+        query_BN = np.broadcast_to(queries[:, None], is_kept_BN.shape)
+        self.row_BK[query_BN[is_kept_BN], position_BN[is_kept_BN]] = row_BN[is_kept_BN]
+        self.score_BK[query_BN[is_kept_BN], position_BN[is_kept_BN]] = score_BN[is_kept_BN]
+        self.num_items_B[queries] = is_kept_BN.sum(axis=1)

@@ -46,12 +46,12 @@ class NightjarModel(PythonModel):
         try:
             if nulls := [name for name, value in arguments.items() if value is None]:
                 raise InputError(f"params: {nulls[0]} is null; set a value, or leave it out")
-            answers = self.retriever.answer(model_input["user_id"].tolist(), histories=histories, **arguments)
+            recommendations = self.retriever.recommend_rows(model_input["user_id"].tolist(), histories=histories, **arguments)
         except InputError as error:
             raise MlflowException.invalid_parameter_value(str(error)) from error
         return [
-            {"item_ids": answer.item_ids.tolist(), "scores": answer.scores.tolist(), "error": answer.error}
-            for answer in answers
+            {"item_ids": result.item_ids.tolist(), "scores": result.scores.tolist(), "error": result.error}
+            for result in recommendations
         ]
 
 

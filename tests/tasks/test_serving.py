@@ -123,7 +123,7 @@ def test_a_row_that_is_wrong_has_an_error_and_the_others_are_answered(server: Te
         None,
         "user_id 7 is not a string, but the model was trained on string ids",
         "user_id is missing",
-        "history is of type str; give a list of item ids, or leave it out",
+        "history is of type str; pass a list of item ids, or leave it out",
         "history: item_id is missing",
         "history: item_id 'x' is not an integer, but the model was trained on integer ids",
         "user_id '\\ud800' is not valid Unicode",
@@ -150,7 +150,7 @@ def test_records_without_a_history_keep_the_stored_one_next_to_records_with_one(
     [
         ({"k": 3, "exclude_seen": True, "top": 5}, r"params: unknown exclude_seen, top; the model has \['k', 'exclude_log'\]"),
         ({"K": 3}, "params: unknown K"),
-        ({"k": 0}, "k is 0; ask for at least 1 item"),
+        ({"k": 0}, "k is 0; it must be at least 1"),
         ({"k": None}, "params: k is null"),
         ({"exclude_log": None}, "params: exclude_log is null"),
         ({"k": "3"}, "Invalid parameters found"),

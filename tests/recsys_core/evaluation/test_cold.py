@@ -29,7 +29,7 @@ def test_ranking_among_candidates_equals_the_full_ranking_without_the_other_item
     # The scores have no ties: among fewer items, another permutation orders equal scores.
     query, item = query.double(), item.double() + torch.tensor(random.permutation(ITEMS))[:, None] / 1e3
     known, order = random.random(QUERIES) < 0.7, random.permutation(ITEMS)
-    arguments = {"known_E": known, "order_I": order, "seen": _lists(seen), "targets": _lists(targets), "k": ITEMS}
+    arguments = {"is_known_B": known, "order_I": order, "seen": _lists(seen), "targets": _lists(targets), "k": ITEMS}
     full_ranking = rank_served(query + 1e-3, item_ID=item, **arguments)
     ranking = rank_among(query + 1e-3, item_ID=item, candidate_rows=candidate_rows, **arguments)
 

@@ -4,11 +4,13 @@ from typing import get_args
 import faiss
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
+from recsys_core import plots
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import ExportManifest
 from recsys_core.retrieval.config import IndexConfig, IndexKind
-from recsys_core.retrieval.index import build_indexes, bytes_of
+from recsys_core.retrieval.index import build_indexes, estimate_bytes
 from recsys_core.retrieval.plot import plot_indexes
 from recsys_core.retrieval.search import load_index, search, search_all
 from tests.recsys_core.evaluation.stages import export_stage
@@ -24,8 +26,8 @@ def _export(folder: Path, *, items: int = 800, dim: int = 16, queries: int = 60)
     vectors = (centre[random.integers(12, size=items)] + 0.3 * random.normal(size=(items, dim))) * random.uniform(
         0.3, 3, (items, 1)
     )
-    asked = centre[random.integers(12, size=queries)] + 0.3 * random.normal(size=(queries, dim))
-    return export_stage(folder, item_vectors=vectors, queries={"test": (range(queries), asked)})
+    query_vectors = centre[random.integers(12, size=queries)] + 0.3 * random.normal(size=(queries, dim))
+    return export_stage(folder, item_vectors=vectors, queries={"test": (range(queries), query_vectors)})
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +55,18 @@ def test_every_kind_is_built_for_inner_product_and_holds_every_item(built, expor
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_index_takes_at_least_what_is_estimated_before_it_is_built(built, export: ExportManifest, kind: IndexKind) -> None:
+def test_the_size_estimate_is_a_close_lower_bound(built, export: ExportManifest, kind: IndexKind) -> None:
     kinds = CONFIG.model_copy(update={"served_kind": kind, "compared_kinds": ()})
-    estimate = bytes_of(kinds, items=export.num_items, dim=export.dim)
+    estimate = estimate_bytes(kinds, num_items=export.num_items, dim=export.dim)
     assert estimate <= sum(built.reports[one].bytes for one in kinds.built_kinds) < 1.2 * estimate
 
 
-def test_reported_recall_is_the_overlap_with_brute_force(built, export: ExportManifest) -> None:
+def test_reported_recall_equals_the_overlap_with_brute_force(built, export: ExportManifest) -> None:
     query, exact_row, _ = _exact(export, CONFIG.recall_k)
     for kind, report in built.reports.items():
         index = load_index(built.path(f"{kind}.faiss"), record=built.files[f"{kind}.faiss"])
         _, row = search(index, query, kind=kind, depth=CONFIG.recall_k, parameters=report.parameters)
-        overlap = np.mean([len({*found} & {*exact}) / len(exact) for found, exact in zip(row, exact_row, strict=True)])
+        overlap = np.mean([len({*returned} & {*exact}) / len(exact) for returned, exact in zip(row, exact_row, strict=True)])
         assert report.recall == pytest.approx(overlap, abs=1e-3)
         assert report.bytes == built.path(f"{kind}.faiss").stat().st_size
     assert built.reports["flat"].recall == 1.0
@@ -73,7 +75,7 @@ def test_reported_recall_is_the_overlap_with_brute_force(built, export: ExportMa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_searching_all_is_never_short_and_exact_up_to_the_codes(kind: IndexKind, built, export: ExportManifest) -> None:
+def test_search_all_returns_all_items_exactly_up_to_the_quantization(kind: IndexKind, built, export: ExportManifest) -> None:
     query, exact_row, exact_score = _exact(export, export.num_items)
     index = load_index(built.path(f"{kind}.faiss"), record=built.files[f"{kind}.faiss"])
     score, row = search_all(index, query, kind=kind, depth=export.num_items)
@@ -83,17 +85,17 @@ def test_searching_all_is_never_short_and_exact_up_to_the_codes(kind: IndexKind,
         assert np.mean(row == exact_row) > 0.99
 
 
-def test_probes_are_what_the_caller_says(built, export: ExportManifest) -> None:
+def test_a_larger_nprobe_searches_more_cells(built, export: ExportManifest) -> None:
     query, _, _ = _exact(export, 1)
     index = load_index(built.path("ivf_flat.faiss"), record=built.files["ivf_flat.faiss"])
     few, many = (
-        (search(index, query, kind="ivf_flat", depth=export.num_items, parameters={"nprobe": probes})[1] >= 0).sum()
-        for probes in (1, 5)
+        (search(index, query, kind="ivf_flat", depth=export.num_items, parameters={"nprobe": nprobe})[1] >= 0).sum()
+        for nprobe in (1, 5)
     )
     assert few < many < export.num_items * len(query)
 
 
-def test_a_catalogue_smaller_than_the_settings_lowers_them(tmp_path: Path) -> None:
+def test_a_small_catalogue_lowers_nlist_and_pq_nbits(tmp_path: Path) -> None:
     manifest = build_indexes(
         IndexConfig(compared_kinds=("ivf_pq",), recall_k=50),
         export=_export(tmp_path / "export", items=100, queries=5),
@@ -107,12 +109,12 @@ def test_a_catalogue_smaller_than_the_settings_lowers_them(tmp_path: Path) -> No
 
 
 def test_a_pq_m_that_does_not_divide_the_width_is_rejected(tmp_path: Path, export: ExportManifest) -> None:
-    with pytest.raises(InputError, match=r"pq_m is 5, which does not divide the vectors' size 16"):
+    with pytest.raises(InputError, match=r"pq_m is 5, which does not divide the vector width 16"):
         build_indexes(IndexConfig(compared_kinds=("ivf_pq",), pq_m=5), export=export, folder=tmp_path / "index")
     assert not any(tmp_path.iterdir())
 
 
-def test_a_changed_index_file_is_never_read(built, tmp_path: Path) -> None:
+def test_a_changed_index_file_is_rejected(built, tmp_path: Path) -> None:
     content = bytearray(built.path("hnsw.faiss").read_bytes())
     content[len(content) // 2] ^= 1
     for name, damaged in {"flipped": bytes(content), "cut": bytes(content[:-9])}.items():
@@ -128,13 +130,17 @@ def test_building_again_gives_the_same_files(built, export: ExportManifest, tmp_
     assert again.files == built.files
 
 
-def test_the_plot_is_a_png(built, tmp_path: Path) -> None:
-    path = plot_indexes(built.reports, served=built.served, path=tmp_path / "index.png")
-    assert path.read_bytes().startswith(b"\x89PNG")
+def test_the_plot_has_a_labelled_point_per_index(built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[Figure] = []
+    monkeypatch.setattr(plots, "save_png", lambda figure, path: saved.append(figure) or path)
+    plot_indexes(built.reports, served=built.served, path=tmp_path / "index.png")
+    labels = [text.get_text() for text in saved[0].axes[0].texts]
+    assert [label.split(",")[0] for label in labels] == list(built.reports)
+    assert [label.startswith("hnsw") for label in labels] == ["(served)" in label for label in labels]
 
 
-def test_only_the_kinds_that_are_asked_for_are_built(tmp_path: Path, export: ExportManifest) -> None:
-    served = build_indexes(IndexConfig(pq_m=5), export=export, folder=tmp_path / "served")  # 5 is for ivf_pq alone
+def test_only_flat_the_served_and_the_compared_kinds_are_built(tmp_path: Path, export: ExportManifest) -> None:
+    served = build_indexes(IndexConfig(pq_m=5), export=export, folder=tmp_path / "served")  # only ivf_pq uses pq_m
     assert {*served.reports} == {"flat", "hnsw"}
     assert {*served.files} == {"flat.faiss", "hnsw.faiss"}
     compared = build_indexes(
@@ -143,7 +149,7 @@ def test_only_the_kinds_that_are_asked_for_are_built(tmp_path: Path, export: Exp
     assert {*compared.reports} == {"flat", "ivf_flat"}
 
 
-def test_where_all_items_score_the_same_no_index_prefers_the_popular_ones(tmp_path: Path) -> None:
+def test_with_equal_scores_no_index_prefers_popular_items(tmp_path: Path) -> None:
     items = 2_000  # rows are numbered by falling popularity
     query = np.ones((3, 8), np.float32)
     export = export_stage(tmp_path / "export", item_vectors=np.ones((items, 8)), queries={"test": (range(3), query)})
@@ -155,4 +161,4 @@ def test_where_all_items_score_the_same_no_index_prefers_the_popular_ones(tmp_pa
             search_all(index, query, kind=kind, depth=100),
         ):
             assert 0.3 < row[row >= 0].mean() / items < 0.7
-        assert report.recall == 1.0  # every item is as good as those of exact search
+        assert report.recall == 1.0  # all items have the score of the exact ones

@@ -1,4 +1,4 @@
-"""A small trained-looking model, its stages and the package made of them."""
+"""A small model with random weights, its stages, and its package."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,7 +18,7 @@ from recsys_core.retrieval.config import IndexConfig, IndexKind
 from recsys_core.retrieval.index import build_indexes
 from recsys_core.serving.config import PackageConfig
 from recsys_core.serving.package import build_package
-from recsys_core.serving.query_batch import Questions
+from recsys_core.serving.query_batch import QueryBatchBuilder
 from tests.recsys_core.data.described import facts, feature_store, values_of
 from tests.recsys_core.evaluation.stages import export_stage, features_stage, interactions_stage
 
@@ -29,13 +29,13 @@ USER_IDS = [9000 - 3 * row for row in range(USERS)]
 
 USER_FEATURES = ("user.single", "user.list", "user.weighted_list", "user.number")
 CONTEXT_FEATURES = ("context.single", "context.number")
-"""Features of an event: unknown when serving."""
+"""Features of an event: not available at serving time."""
 
 
 def config_of(
     *, history: dict[str, object] | None = None, layers: Sequence[int] = (24, DIM), **model: object
 ) -> TwoTowerConfig:
-    """A query tower of `layers` over histories of 6 items, unless `history` says something else."""
+    """A query tower of `layers` over histories of 6 items, unless `history` changes them."""
     return TwoTowerConfig(
         **{
             "embedding_dim": DIM,
@@ -47,7 +47,7 @@ def config_of(
 
 
 class World:
-    """The model in float, and the log, from which a test computes what the package should answer."""
+    """The float model and the log, from which a test computes the expected recommendations."""
 
     def __init__(self, config: TwoTowerConfig, *, features: Sequence[str] = ()) -> None:
         random = np.random.default_rng(1)
@@ -66,7 +66,7 @@ class World:
             if "recency" in name or "attention" in name:
                 nn.init.normal_(parameter)
         self.train = [random.choice(ITEMS, size, replace=False).tolist() for size in random.integers(1, 25, USERS)]
-        self.train[3] = list(range(ITEMS - 2))  # has seen all but two items
+        self.train[3] = list(range(ITEMS - 2))  # the user has seen all but two items
         self.test = [random.choice(ITEMS, 1).tolist() for _ in range(USERS)]
         self.test[3] = [0]
         with torch.no_grad():
@@ -81,17 +81,17 @@ class World:
 
     @property
     def query_tables(self) -> dict[str, np.ndarray]:
-        """What the query side reads beside the histories."""
+        """The tables of the query tower except the history."""
         return {name: self.tables[name] for name in self.spec.on_side("query")}
 
     @property
-    def questions(self) -> Questions:
-        """What the tower is asked with; the features of an event are not known."""
+    def batches(self) -> QueryBatchBuilder:
+        """Builds the input of the tower. Features of events are not available at serving time."""
         users = {key: value for key, value in self.features.features.items() if key.startswith("user.")}
-        return Questions(self.spec, FeatureStore(users))
+        return QueryBatchBuilder(self.spec, FeatureStore(users))
 
     def query(self, user: int | None, history: Sequence[int]) -> np.ndarray:
-        """The query vector in float; the user's rows are pooled by hand, and unknown is zero."""
+        """The float query vector. The rows of the user are pooled in NumPy; an unknown user has zeros."""
         length = self.spec.config.history.length
         recent = list(history)[-length:] if length else []
         pooled = {name: torch.from_numpy(self._pooled(name, user))[None] for name in self.query_tables}

@@ -1,4 +1,4 @@
-"""Packages that were changed: each is refused with the name of the file, and none answers differently."""
+"""Changed packages are rejected with the name of the changed file."""
 
 import hashlib
 import io
@@ -35,7 +35,7 @@ def copy(packaged: PackageManifest, tmp_path: Path) -> Path:
 
 
 def describe(folder: Path, change: Callable[[dict[str, Any]], object]) -> str:
-    """Edits package.json; returns its new sha256."""
+    """Edit package.json and return its new sha256."""
     path = folder / DESCRIPTION
     described = json.loads(path.read_bytes())
     change(described)
@@ -44,7 +44,7 @@ def describe(folder: Path, change: Callable[[dict[str, Any]], object]) -> str:
 
 
 def rehash(folder: Path, name: str) -> str:
-    """Lists `name` in package.json as it is now; returns the new sha256 of package.json."""
+    """Update the record of `name` in package.json and return the new sha256 of package.json."""
     record = record_file(folder / name).model_dump()
     return describe(folder, lambda described: described["files"].update({name: record}))
 
@@ -55,7 +55,7 @@ def test_every_file_of_the_package_is_listed_and_needed(packaged: PackageManifes
     assert names == package_files(contents.package.model) | {DESCRIPTION} == contents.package.files.keys() | {DESCRIPTION}
 
 
-def test_a_flipped_bit_or_a_missing_file_is_refused_by_name(packaged: PackageManifest, copy: Path) -> None:
+def test_a_flipped_bit_or_a_missing_file_is_rejected_by_name(packaged: PackageManifest, copy: Path) -> None:
     for path in sorted(copy.iterdir()):
         content = path.read_bytes()
         for place in (0, len(content) // 2, len(content) - 1):
@@ -69,7 +69,7 @@ def test_a_flipped_bit_or_a_missing_file_is_refused_by_name(packaged: PackageMan
     read_package(copy, sha256=description_sha256(packaged))
 
 
-def test_a_surplus_file_is_refused_by_name(packaged: PackageManifest, copy: Path) -> None:
+def test_a_surplus_file_is_rejected_by_name(packaged: PackageManifest, copy: Path) -> None:
     (copy / "user.more.row.npy").touch()
     with pytest.raises(StageError, match=r"user.more.row.npy: package.json does not list this file"):
         read_package(copy, sha256=description_sha256(packaged))
@@ -83,7 +83,7 @@ def test_a_surplus_file_is_refused_by_name(packaged: PackageManifest, copy: Path
         lambda described: described.update(similarity="dot"),
     ],
 )
-def test_an_edited_description_is_refused_even_if_it_reads_well(
+def test_an_edited_description_is_rejected_even_if_it_is_valid(
     packaged: PackageManifest, copy: Path, change: Callable[[dict[str, Any]], object]
 ) -> None:
     describe(copy, change)
@@ -91,7 +91,7 @@ def test_an_edited_description_is_refused_even_if_it_reads_well(
         read_package(copy, sha256=description_sha256(packaged))
 
 
-def test_contents_that_are_hashed_again_need_another_checksum_of_the_description(packaged: PackageManifest, copy: Path) -> None:
+def test_updated_records_need_the_new_checksum_of_the_description(packaged: PackageManifest, copy: Path) -> None:
     order = np.load(copy / "popularity.npy")
     np.save(copy / "popularity.npy", order[::-1])
     sha256 = rehash(copy, "popularity.npy")
@@ -140,29 +140,29 @@ def _index(items: int, dim: int) -> bytes:
         ("index.faiss", _index(ITEMS, DIM)),
     ],
 )
-def test_contents_that_do_not_fit_are_refused_by_name_even_if_all_hashes_do(copy: Path, name: str, content: bytes) -> None:
+def test_mismatching_contents_are_rejected_by_name_even_if_all_checksums_match(copy: Path, name: str, content: bytes) -> None:
     (copy / name).write_bytes(content)
     with pytest.raises(StageError, match=name):
         read_package(copy, sha256=rehash(copy, name))
 
 
-def test_events_of_items_that_the_model_does_not_have_are_refused(copy: Path) -> None:
+def test_events_of_unknown_items_are_rejected(copy: Path) -> None:
     events = np.load(copy / "event_item.npy")
     events[-1] = ITEMS
     np.save(copy / "event_item.npy", events)
-    with pytest.raises(StageError, match=f"event_item.npy: the file holds rows 0 to {ITEMS}, but the model needs rows 0 to"):
+    with pytest.raises(StageError, match=f"event_item.npy: the file has rows 0 to {ITEMS}, but the model needs rows 0 to"):
         read_package(copy, sha256=rehash(copy, "event_item.npy"))
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Paths to all members of a JSON value."""
+    """Return the paths to all members of a JSON value."""
     members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path] * bool(path) + [leaf for key, member in members for leaf in _leaves(member, (*path, key))]
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_a_description_with_any_value_changed_is_refused_in_words_or_loads_even_if_all_hashes_fit(
+def test_a_description_with_one_changed_value_loads_or_is_rejected_with_a_message(
     packaged: PackageManifest, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("edited")
@@ -170,9 +170,9 @@ def test_a_description_with_any_value_changed_is_refused_in_words_or_loads_even_
         (folder / path.name).hardlink_to(path)
     (folder / DESCRIPTION).unlink()
     described = json.loads((packaged.folder / "package" / DESCRIPTION).read_bytes())
-    *way, last = data.draw(st.sampled_from(_leaves(described)))
+    *parents, last = data.draw(st.sampled_from(_leaves(described)))
     holder = described
-    for key in way:
+    for key in parents:
         holder = holder[key]
     if data.draw(st.booleans()):
         del holder[last]

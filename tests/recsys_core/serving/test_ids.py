@@ -15,14 +15,14 @@ text_ids = st.lists(
 
 
 @given(st.one_of(st.tuples(int_ids, int_ids), st.tuples(text_ids, text_ids)))
-def test_ids_go_to_rows_and_back(both: tuple[list, list]) -> None:
-    known, asked = both
+def test_ids_are_mapped_to_rows_and_back(both: tuple[list, list]) -> None:
+    known, requested = both
     ids = IdMap(pa.array(known, pa.string() if all(isinstance(i, str) for i in known) and known else pa.int64()), name="id")
     if not known:
         assert (ids.rows([]) == []).all()
         return
     assert ids.rows(known).tolist() == list(range(len(known)))
-    assert ids.rows(asked).tolist() == [known.index(i) if i in known else -1 for i in asked]
+    assert ids.rows(requested).tolist() == [known.index(i) if i in known else -1 for i in requested]
     assert ids.ids(np.arange(len(known))).tolist() == known
 
 
@@ -41,24 +41,24 @@ def test_ids_go_to_rows_and_back(both: tuple[list, list]) -> None:
         ([5], None, "user_id is missing"),
         ([5], pd.NA, "user_id is missing"),
         ([5], float("inf"), "user_id inf is not an integer"),
-        ([5], 2**70, f"user_id {2**70} is not an integer of 64 bits"),
-        ([5], 2.0**53, "is a float that stands for several integers"),
+        ([5], 2**70, f"user_id {2**70} is not a 64-bit integer"),
+        ([5], 2.0**53, "is a float too large to be an exact integer"),
         ([5], {}, "user_id {} is not an integer"),
     ],
 )
-def test_a_value_that_is_not_an_id_is_refused_by_name(ids: list, value: object, message: str) -> None:
-    for around in ([], ids):
+def test_an_invalid_id_is_rejected(ids: list, value: object, message: str) -> None:
+    for other_ids in ([], ids):
         with pytest.raises(InputError, match=message):
-            IdMap(pa.array(ids), name="user_id").rows([*around, value])
+            IdMap(pa.array(ids), name="user_id").rows([*other_ids, value])
 
 
-def test_integers_may_come_as_decimal_strings_and_whole_floats() -> None:
+def test_integer_ids_may_be_decimal_strings_and_whole_floats() -> None:
     numbers = IdMap(pa.array([5, -7]), name="user_id")
     assert numbers.rows(["5", np.int32(5), 5.0, np.float64(-7), "-7", "6"]).tolist() == [0, 0, 0, 1, 1, -1]
     assert numbers.rows(np.array([5.0, -7.0])).tolist() == [0, 1]
 
 
-def test_strings_whose_hashes_collide_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strings_with_equal_hashes_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pandas.util.hash_array", lambda values, categorize: np.array([len(v) for v in values], np.uint64))
     ids = IdMap(pa.array(["bb", "aa", "c", "dd"]), name="id")
     assert ids.rows(["dd", "aa", "zz", "c", "bb", "q", "long"]).tolist() == [3, 1, -1, 2, 0, -1, -1]

@@ -47,18 +47,18 @@ def _tower(world: World, quantization: str) -> ServedQueryTower:
 @pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES)
 def test_the_served_tower_gives_the_vectors_of_the_float_tower(model: dict, tmp_path: Path) -> None:
     world = _world(**model)
-    # Every user with its log, then an unknown one with a history, and one with nothing.
+    # All users with their logs, an unknown user with a history, and an unknown user without one.
     users, histories = [*range(USERS), -1, -1], [*world.log, [5, 6], []]
     expected = np.stack([world.query(None if user < 0 else user, rows) for user, rows in zip(users, histories, strict=True)])
-    asked = world.questions.batch(
+    batch = world.batches.build(
         np.array(users), JaggedArray.from_lengths(np.array([*map(len, histories)]), np.concatenate(histories).astype(np.int64))
     )
     for quantization in ("none", "int8"):
         tower = _tower(world, quantization)
         save_tower(tower, tmp_path / "tower.safetensors")
         loaded = load_tower(tmp_path / "tower.safetensors", spec=world.spec, quantization=quantization)
-        served = loaded(asked).numpy()
-        np.testing.assert_array_equal(served, tower(asked).numpy())
+        served = loaded(batch).numpy()
+        np.testing.assert_array_equal(served, tower(batch).numpy())
         if quantization == "none":
             np.testing.assert_allclose(served, expected, rtol=1e-4, atol=1e-5)
         else:
@@ -68,13 +68,13 @@ def test_the_served_tower_gives_the_vectors_of_the_float_tower(model: dict, tmp_
             assert not np.array_equal(served, expected)
 
 
-def test_nobody_asked_is_nothing_answered() -> None:
+def test_an_empty_batch_has_no_query_vectors() -> None:
     world = _world(user_id=True, features=USER_FEATURES)
-    asked = world.questions.batch(np.zeros(0, np.int64), JaggedArray.empty(0))
-    assert _tower(world, "int8")(asked).shape == (0, 16)
+    batch = world.batches.build(np.zeros(0, np.int64), JaggedArray.empty(0))
+    assert _tower(world, "int8")(batch).shape == (0, 16)
 
 
-def test_int8_rows_are_those_of_fbgemm() -> None:
+def test_int8_rows_equal_those_of_fbgemm() -> None:
     values = (
         np.random.default_rng(3).normal(size=(500, 12)).astype(np.float32) * np.logspace(-6, 3, 500, dtype=np.float32)[:, None]
     )
@@ -82,20 +82,20 @@ def test_int8_rows_are_those_of_fbgemm() -> None:
     reference = nn.ModuleDict({"bags": EmbeddingBagCollection(tables=[EMBEDDING_BAG], device=torch.device("cpu"))})
     reference["bags"].embedding_bags["t"].weight.data.copy_(torch.from_numpy(values))
     quantize_embeddings(reference, dtype=torch.qint8, inplace=True)
-    asked = KeyedJaggedTensor(keys=["f"], values=torch.arange(500), lengths=torch.ones(500, dtype=torch.int32))
+    features = KeyedJaggedTensor(keys=["f"], values=torch.arange(500), lengths=torch.ones(500, dtype=torch.int32))
     rows = Int8Rows(500, 12)
     rows.fill(values)
-    assert torch.equal(rows(torch.arange(500)), reference["bags"](asked).values())
+    assert torch.equal(rows(torch.arange(500)), reference["bags"](features).values())
 
 
-def test_a_row_that_float16_cannot_scale_is_refused() -> None:
+def test_a_row_that_overflows_float16_is_rejected() -> None:
     values = np.zeros((3, 4), np.float32)
     values[2, 1] = 1e9
     with pytest.raises(StageError, match=r"row 2: values 0 to 1e\+09 do not fit .*; set package.quantization to none"):
         Int8Rows(3, 4).fill(values)
 
 
-def test_int8_tables_are_bytes_on_disk(tmp_path: Path) -> None:
+def test_int8_tables_are_stored_as_bytes(tmp_path: Path) -> None:
     save_tower(_tower(_world(), "int8"), tmp_path / "tower")
     tensors = load_file(tmp_path / "tower")
     code, scale_offset = tensors["tables.history.code"], tensors["tables.history.scale_offset"]
@@ -106,17 +106,17 @@ def test_int8_tables_are_bytes_on_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("dense.tower.layers.0.weight", None, "is missing, but the model's is float32"),
-        ("tables.history.code", lambda tensor: tensor.float(), r"is float32 \[300, 16\], but the model's is uint8"),
+        ("dense.tower.layers.0.weight", None, "is missing, but the model expects float32"),
+        ("tables.history.code", lambda tensor: tensor.float(), r"is float32 \[300, 16\], but the model expects uint8"),
         (
             "tables.history.code",
             lambda tensor: tensor[1:].clone(),
-            r"is uint8 \[299, 16\], but the model's is uint8 \[300, 16\]",
+            r"is uint8 \[299, 16\], but the model expects uint8 \[300, 16\]",
         ),
-        ("surplus", lambda _: torch.zeros(1), r"is float32 \[1\], but the model's is not there"),
+        ("surplus", lambda _: torch.zeros(1), r"is float32 \[1\], but the model expects no such tensor"),
     ],
 )
-def test_a_tensor_that_is_not_the_models_is_refused_by_name(
+def test_a_tensor_that_the_model_does_not_expect_is_rejected_by_name(
     tmp_path: Path, name: str, change: Callable[[torch.Tensor | None], torch.Tensor] | None, message: str
 ) -> None:
     save_tower(_tower(_world(), "int8"), tmp_path / "tower")

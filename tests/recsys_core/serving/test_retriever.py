@@ -39,7 +39,7 @@ def _seen(world: World, user: int) -> set[str]:
     return {ITEM_IDS[row] for row in world.log[user]}
 
 
-def test_known_users_get_the_exact_best_of_what_they_have_not_seen(flat, retriever: Retriever) -> None:
+def test_known_users_get_the_exact_best_unseen_items(flat, retriever: Retriever) -> None:
     world, _ = flat
     ids, scores = retriever.recommend(USER_IDS, k=10)
     for user in range(USERS):
@@ -55,23 +55,23 @@ def test_int8_agrees_with_float_on_most_of_the_top(build: Build, flat, retriever
     assert np.mean([len({*a} & {*b}) / len(a) for a, b in pairs]) > 0.9
 
 
-def test_every_index_answers_in_full_without_seen_items_or_repetitions(any_retriever: tuple[World, Retriever]) -> None:
+def test_every_index_kind_fills_the_list_without_seen_or_repeated_items(any_retriever: tuple[World, Retriever]) -> None:
     world, retriever = any_retriever
     for k in (1, 20, ITEMS, ITEMS + 50):
         ids, scores = retriever.recommend(USER_IDS, k=k)
-        for user, (answered, score) in enumerate(zip(ids, scores, strict=True)):
+        for user, (item_ids, score) in enumerate(zip(ids, scores, strict=True)):
             seen = _seen(world, user)
-            assert len(answered) == len(score) == len({*answered}) == min(k, ITEMS - len(seen))
-            assert not seen & {*answered} and {*answered} <= {*ITEM_IDS}
+            assert len(item_ids) == len(score) == len({*item_ids}) == min(k, ITEMS - len(seen))
+            assert not seen & {*item_ids} and {*item_ids} <= {*ITEM_IDS}
             assert (np.diff(score) <= 0).all()
 
 
-def test_a_user_who_has_seen_nearly_everything_gets_the_rest(any_retriever: tuple[World, Retriever]) -> None:
+def test_a_user_who_has_seen_nearly_all_items_gets_the_others(any_retriever: tuple[World, Retriever]) -> None:
     world, retriever = any_retriever
     assert {*retriever.recommend([USER_IDS[3]], k=5)[0][0]} == {*ITEM_IDS} - _seen(world, 3)
 
 
-def test_a_given_history_takes_the_place_of_the_stored_one(flat, retriever: Retriever) -> None:
+def test_a_given_history_replaces_the_stored_one(flat, retriever: Retriever) -> None:
     world, _ = flat
     rows = [11, 250, 31, 7, 99, 120, 130, 44]  # longer than a history
     given = [ITEM_IDS[row] for row in rows]
@@ -81,7 +81,7 @@ def test_a_given_history_takes_the_place_of_the_stored_one(flat, retriever: Retr
     assert ids[1].tolist() == world.best(query, seen=rows, k=8)
 
 
-def test_the_log_can_be_told_to_end_with_the_given_history(flat, retriever: Retriever) -> None:
+def test_without_exclude_log_only_the_given_history_is_excluded(flat, retriever: Retriever) -> None:
     world, _ = flat
     rows = world.train[5]
     given = [[ITEM_IDS[row] for row in rows]]
@@ -91,13 +91,13 @@ def test_the_log_can_be_told_to_end_with_the_given_history(flat, retriever: Retr
     assert best.tolist() == world.best(world.query(None, rows), seen=rows, k=8)
 
 
-def test_without_a_history_of_its_own_a_user_keeps_the_stored_one(retriever: Retriever) -> None:
+def test_a_history_of_none_keeps_the_stored_one(retriever: Retriever) -> None:
     mixed, _ = retriever.recommend(USER_IDS[:2], k=5, histories=[None, [ITEM_IDS[0]]])
     alone, _ = retriever.recommend(USER_IDS[:1], k=5)
     assert mixed[0].tolist() == alone[0].tolist()
 
 
-def test_an_unknown_user_without_a_usable_history_gets_what_is_popular(flat, retriever: Retriever) -> None:
+def test_an_unknown_user_without_a_known_item_gets_popular_items(flat, retriever: Retriever) -> None:
     world, _ = flat
     count = np.bincount(np.concatenate(world.train), minlength=ITEMS)
     popular = sorted(range(ITEMS), key=lambda row: (-count[row], ITEM_IDS[row]))
@@ -110,8 +110,8 @@ def test_an_unknown_user_without_a_usable_history_gets_what_is_popular(flat, ret
     assert sorted(everything[0]) == sorted(ITEM_IDS)
 
 
-def test_the_retriever_says_which_users_it_knows(retriever: Retriever) -> None:
-    assert retriever.knows([USER_IDS[0], 1, USER_IDS[5]]).tolist() == [True, False, True]
+def test_is_known_marks_the_users_of_the_log(retriever: Retriever) -> None:
+    assert retriever.is_known([USER_IDS[0], 1, USER_IDS[5]]).tolist() == [True, False, True]
 
 
 def test_a_model_of_user_ids_alone_serves_known_users_and_excludes_given_items(build: Build) -> None:
@@ -122,18 +122,18 @@ def test_a_model_of_user_ids_alone_serves_known_users_and_excludes_given_items(b
     assert ITEM_IDS[8] not in ids[1] and len(ids[1]) == 6
 
 
-def test_features_of_known_users_come_out_of_the_package_and_unknown_ones_have_none(build: Build) -> None:
+def test_features_of_known_users_are_read_from_the_package(build: Build) -> None:
     world, package = build(features=(*USER_FEATURES, *CONTEXT_FEATURES))
     retriever = load(package)
     ids, _ = retriever.recommend(USER_IDS, k=6)
-    for user, answered in enumerate(ids):
-        assert answered.tolist() == world.best(world.query(user, world.log[user]), seen=world.log[user], k=6)
+    for user, item_ids in enumerate(ids):
+        assert item_ids.tolist() == world.best(world.query(user, world.log[user]), seen=world.log[user], k=6)
     rows = [11, 250, 31]
     given = [[ITEM_IDS[row] for row in rows]] * 2
     (known, unknown), _ = retriever.recommend([USER_IDS[5], 1], k=6, histories=given)
     assert known.tolist() == world.best(world.query(5, rows), seen=[*rows, *world.log[5]], k=6)
     assert unknown.tolist() == world.best(world.query(None, rows), seen=rows, k=6)
-    # Without any history a known user is asked by its features, an unknown one gets what is popular.
+    # Without a history, the query of a known user has only its features.
     (known,), _ = retriever.recommend([USER_IDS[5]], k=6, histories=[[]])
     assert known.tolist() == world.best(world.query(5, []), seen=world.log[5], k=6)
     assert not [path.name for path in (package.folder / "package").glob("context.*")]
@@ -141,26 +141,26 @@ def test_features_of_known_users_come_out_of_the_package_and_unknown_ones_have_n
 
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(-3, USERS - 1), max_size=9), st.integers(1, 40), st.data())
-def test_the_batch_around_a_user_does_not_change_the_answer(
+def test_recommendations_do_not_depend_on_the_rest_of_the_batch(
     retriever: Retriever, users: list[int], k: int, data: st.DataObject
 ) -> None:
     choice = st.one_of(st.none(), st.lists(st.sampled_from([*ITEM_IDS[:40], "unheard of"]), max_size=5))
     histories = data.draw(st.lists(choice, min_size=len(users), max_size=len(users)))
-    asked = [USER_IDS[user] if user >= 0 else user for user in users]
-    together, _ = retriever.recommend(asked, k=k, histories=histories)
-    for user, history, answer in zip(asked, histories, together, strict=True):
+    user_ids = [USER_IDS[user] if user >= 0 else user for user in users]
+    together, _ = retriever.recommend(user_ids, k=k, histories=histories)
+    for user, history, answer in zip(user_ids, histories, together, strict=True):
         alone, _ = retriever.recommend([user], k=k, histories=[history])
         assert answer.tolist() == alone[0].tolist()
 
 
-def test_a_large_batch_is_worked_off_in_parts(retriever: Retriever, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_request_is_split_into_batches(retriever: Retriever, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = retriever.recommend(USER_IDS, k=7)
-    monkeypatch.setattr("recsys_core.serving.retriever.ANSWER_BUDGET", 21)
+    monkeypatch.setattr("recsys_core.serving.retriever.MAX_BATCH_RESULTS", 21)
     parts, _ = retriever.recommend(USER_IDS, k=7)
     assert [answer.tolist() for answer in whole] == [answer.tolist() for answer in parts]
 
 
-def test_bad_questions_are_refused(retriever: Retriever) -> None:
+def test_invalid_arguments_are_rejected(retriever: Retriever) -> None:
     assert retriever.recommend([], k=3) == ([], [])
     with pytest.raises(InputError, match="k is 0"):
         retriever.recommend([1], k=0)
@@ -168,7 +168,7 @@ def test_bad_questions_are_refused(retriever: Retriever) -> None:
         retriever.recommend([1, 2], k=1, histories=[[]])
 
 
-def test_a_package_can_be_moved_and_needs_nothing_else(flat, retriever: Retriever, tmp_path: Path) -> None:
+def test_a_moved_package_loads_without_other_files(flat, retriever: Retriever, tmp_path: Path) -> None:
     shutil.copytree(flat[1].folder / "package", tmp_path / "elsewhere")
     moved = Retriever.load(tmp_path / "elsewhere", sha256=description_sha256(flat[1]))
     assert moved.recommend(USER_IDS[:1], k=5)[0][0].tolist() == retriever.recommend(USER_IDS[:1], k=5)[0][0].tolist()

@@ -1,4 +1,4 @@
-"""What serves imports nothing that only trains, orchestrates or tracks."""
+"""Serving imports no library that only training, orchestration or tracking needs."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from recsys_core.serving.package import description_sha256
 from recsys_core.serving.retriever import Retriever
 from tests.recsys_core.serving.conftest import USER_FEATURES, USER_IDS, Build
 
-ONLY_ELSEWHERE = ("torchrec", "fbgemm_gpu", "prefect", "mlflow", "recsys_core.training")
+BLOCKED_MODULES = ("torchrec", "fbgemm_gpu", "prefect", "mlflow", "recsys_core.training")
 SERVE = """
 import json, sys
 from pathlib import Path
@@ -27,10 +27,10 @@ print(json.dumps([row.tolist() for row in ids]))
 """
 
 
-def test_a_package_answers_where_neither_torchrec_nor_fbgemm_can_be_imported(build: Build) -> None:
+def test_a_package_is_served_without_torchrec_and_fbgemm(build: Build) -> None:
     _, package = build(quantization="int8", user_id=True, features=USER_FEATURES)
     folder, sha256 = package.folder / "package", description_sha256(package)
-    command = [sys.executable, "-c", SERVE, str(folder), sha256, json.dumps(USER_IDS), ",".join(ONLY_ELSEWHERE)]
+    command = [sys.executable, "-c", SERVE, str(folder), sha256, json.dumps(USER_IDS), ",".join(BLOCKED_MODULES)]
     served = subprocess.run(command, capture_output=True, text=True)
     assert served.returncode == 0, served.stderr
     here, _ = Retriever.load(folder, sha256=sha256).recommend(USER_IDS, k=10)

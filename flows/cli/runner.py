@@ -102,16 +102,16 @@ def run_nightly(command: Command, *, resume: str | None, until: StageName | None
 def print_results(results: RunResults, *, file: Path, overrides: Sequence[str]) -> None:
     """Print one table of metrics, and where to find the run's results."""
     version = results.registration
-    if "evaluate" in results.manifests:
+    if "evaluate" in results.stages:
         output.out.print("\n[bold]Metrics over the full catalogue[/]")
         output.print_metrics(metric_table(results.metrics), served=version.metrics if version else {}, console=output.out)
         output.out.print()
     facts = {"run": str(results.run.folder)}
-    train = results.manifests.get("train")
+    train = results.stages.get("train")
     if isinstance(train, TrainManifest) and train.best_epoch is not None:
         values = ", ".join(f"{name} {value:.4f}" for name, value in train.validation.items())
         facts["best epoch"] = f"{train.best_epoch} of {train.epochs}, on the validation split: {values}"
-    report = results.manifests.get("check_data")
+    report = results.stages.get("check_data")
     if report is not None:
         facts["data report"] = str(report.path("report.html"))
     if version is not None:

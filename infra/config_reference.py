@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from flows.config import PipelineConfig
+from flows.config_errors import nested_models
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 HEADER = """\
@@ -33,12 +34,11 @@ def reference() -> str:
     """Return the page: one table of settings per group, one section per top-level group."""
     sections = [HEADER]
     for name, field in PipelineConfig.model_fields.items():
-        models = nested_models(field.annotation)
-        if models:
+        if is_group(field):
             sections.append(f"## {name}\n\n{sentence(field)}\n")
             for path, model in groups(name, field):
                 sections.append(table(path, model, with_title=path != name))
-    top = [(name, field) for name, field in PipelineConfig.model_fields.items() if not nested_models(field.annotation)]
+    top = [(name, field) for name, field in PipelineConfig.model_fields.items() if not is_group(field)]
     sections.insert(1, "## Top level\n\n" + rows(top))
     return "\n".join(sections)
 
@@ -46,7 +46,7 @@ def reference() -> str:
 def groups(path: str, field: FieldInfo) -> Iterator[tuple[str, type[BaseModel]]]:
     """Yield every group of settings at and below `field` with its dotted path."""
     path += ".<name>" if get_origin(field.annotation) is dict else ""
-    models = nested_models(field.annotation)
+    models = list(nested_models(field.annotation))
     for model in models:
         kind = model.model_fields.get("kind")
         title = f"{path} (kind: {kind.default})" if len(models) > 1 and kind is not None else path
@@ -55,9 +55,14 @@ def groups(path: str, field: FieldInfo) -> Iterator[tuple[str, type[BaseModel]]]
             yield from groups(f"{path}.{name}", inner)
 
 
+def is_group(field: FieldInfo) -> bool:
+    """Return whether a field holds a group of settings."""
+    return any(nested_models(field.annotation))
+
+
 def table(path: str, model: type[BaseModel], *, with_title: bool) -> str:
     """Return the table of the settings of one group."""
-    settings = [(name, field) for name, field in model.model_fields.items() if not nested_models(field.annotation)]
+    settings = [(name, field) for name, field in model.model_fields.items() if not is_group(field)]
     if not settings:
         return ""
     return (f"### {path}\n\n" if with_title else "") + rows(settings)
@@ -104,13 +109,6 @@ def literals(annotation: Any) -> Iterator[str]:
     elif get_origin(annotation) in (Union, types.UnionType):
         for argument in get_args(annotation):
             yield from literals(argument)
-
-
-def nested_models(annotation: Any) -> list[type[BaseModel]]:
-    """Return the pydantic models that a field of this type can hold."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for argument in get_args(annotation) for model in nested_models(argument)]
 
 
 if __name__ == "__main__":

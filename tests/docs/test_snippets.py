@@ -14,7 +14,8 @@ from typer.main import get_command
 
 from flows.cli.main import app
 from flows.config import PipelineConfig
-from flows.config_file import load_config, setting_names
+from flows.config_errors import setting_names
+from flows.config_file import load_config
 from infra.config_reference import PAGE, reference
 
 ROOT = Path(__file__).resolve().parents[2]

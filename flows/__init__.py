@@ -1,6 +1,6 @@
 """Prefect flows, the command line, and the Python API for notebooks.
 
->>> from flows import load_config, nightly_retrain, open_run
+>>> from flows import load_config, load_retriever, nightly_retrain, open_run
 """
 
 from typing import TYPE_CHECKING, Any
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import tasks as _tasks  # noqa: F401  sets the environment that prefect reads when it is imported
 
 if TYPE_CHECKING:
+    from flows.cli.query import load_retriever as load_retriever
     from flows.config import PipelineConfig as PipelineConfig
     from flows.config_file import load_config as load_config
     from flows.nightly import nightly_retrain as nightly_retrain
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from flows.tuning import tune_settings as tune_settings
 
 _MODULES = {
+    "load_retriever": "flows.cli.query",
     "PipelineConfig": "flows.config",
     "load_config": "flows.config_file",
     "nightly_retrain": "flows.nightly",

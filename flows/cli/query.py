@@ -1,9 +1,10 @@
 """`nightjar query`: recommendations of a registered version for one user."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlflow
 import pandas as pd
+from mlflow.pyfunc import PyFuncModel
 
 from flows.config import PipelineConfig
 from recsys_core.config import Frozen
@@ -11,6 +12,9 @@ from recsys_core.errors import InputError, NightjarError, StageError, redacted
 from tasks.registry.mlflow_client import call_with_deadline, connect, tracking_error
 from tasks.registry.model_uri import load_model
 from tasks.registry.releases import champion_uri
+
+if TYPE_CHECKING:
+    from recsys_core.serving.retriever import Retriever
 
 
 class RankedItem(Frozen):
@@ -29,8 +33,34 @@ class Answer(Frozen):
     items: tuple[RankedItem, ...]
 
 
+class LoadedVersion(NamedTuple):
+    """A registered version that is loaded."""
+
+    model: PyFuncModel
+    name: str
+    version: str
+
+
 def recommend(config: PipelineConfig, *, user: str, k: int, model_uri: str | None) -> Answer:
     """Return the top `k` items for a user from the champion, or from the version at `model_uri`."""
+    model, name, version = load_version(config, model_uri)
+    answers: Any = model.predict(pd.DataFrame({"user_id": [user]}), params={"k": k})
+    (answer,) = answers
+    if answer["error"] is not None:
+        raise InputError(f"--user: {answer['error']}")
+    known = bool(model.unwrap_python_model().retriever.knows([user])[0])
+    items = tuple(RankedItem(item_id=i, score=s) for i, s in zip(answer["item_ids"], answer["scores"], strict=True))
+    return Answer(model=name, version=version, known_user=known, items=items)
+
+
+def load_retriever(config: PipelineConfig, model_uri: str | None = None) -> "Retriever":
+    """Load the champion, or the version at `model_uri` such as models:/nightjar/3, as a Retriever."""
+    retriever: Retriever = load_version(config, model_uri).model.unwrap_python_model().retriever
+    return retriever
+
+
+def load_version(config: PipelineConfig, model_uri: str | None) -> LoadedVersion:
+    """Load the champion, or the version at `model_uri`, from the MLflow of the config and verify its package."""
     client = connect(config.workspace)
     address = redacted(client.tracking_uri)
     uri, name, version = call_with_deadline(
@@ -48,13 +78,7 @@ def recommend(config: PipelineConfig, *, user: str, k: int, model_uri: str | Non
         raise
     except Exception as error:  # whatever a damaged model raises
         raise StageError(redacted(f"{uri}: cannot be loaded from {address}: {type(error).__name__}: {error}")) from None
-    answers: Any = model.predict(pd.DataFrame({"user_id": [user]}), params={"k": k})
-    (answer,) = answers
-    if answer["error"] is not None:
-        raise InputError(f"--user: {answer['error']}")
-    known = bool(model.unwrap_python_model().retriever.is_known([user])[0])
-    items = tuple(RankedItem(item_id=i, score=s) for i, s in zip(answer["item_ids"], answer["scores"], strict=True))
-    return Answer(model=name, version=version, known_user=known, items=items)
+    return LoadedVersion(model, name, version)
 
 
 def _resolve(uri: str, client: mlflow.MlflowClient) -> tuple[str, str, str]:

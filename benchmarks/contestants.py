@@ -105,7 +105,7 @@ class Steps:
     def __init__(self, loader: TrainLoader, *, steps: int, prepared: bool, paced: Paced | None) -> None:
         self._loader, self._steps, self._paced = loader, steps, paced
         self.epoch_samples = steps * loader.batch_samples(0)
-        self._prepared = [loader.make(0, step) for step in range(min(steps, len(loader)))] if prepared else None
+        self._prepared = [loader.batch(0, step) for step in range(min(steps, len(loader)))] if prepared else None
 
     def __len__(self) -> int:
         return self._steps

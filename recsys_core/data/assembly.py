@@ -1,6 +1,6 @@
-"""From users, their histories and candidate items to a Batch: who is looked up, once each.
+"""Assemble a Batch from users, histories and candidates: find the distinct items and the feature values to look up.
 
-Shapes: B queries, K candidates, U distinct items, T items of all histories.
+Shapes: B queries, C candidates, V distinct items, H history entries of all queries, L ragged entries.
 """
 
 from dataclasses import dataclass
@@ -13,18 +13,17 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_core.data.batch import Batch, keyed_jagged
 from recsys_core.data.batch_keys import POOLED, POOLED_WEIGHTED, UNPOOLED
-from recsys_core.data.events import Rows
 from recsys_core.data.features.store import Feature, FeatureStore
-from recsys_core.data.jagged import JaggedArray
+from recsys_core.data.jagged import Int64Array, JaggedArray
 
 
 @dataclass(frozen=True)
 class Assembler:
-    """Makes batches.
+    """Builds batches.
 
     Args:
-        user: where the users' own table finds them, a key of Batch.sparse; None: they have none.
-        features: those of users, events and items, if any.
+        user: the key of Batch.sparse for the table of user ids; None: the model has no such table.
+        features: features of users, events and items, if any.
     """
 
     user: str | None
@@ -33,68 +32,72 @@ class Assembler:
     def batch(
         self,
         *,
-        user: Rows,
-        position: Rows,
+        user: Int64Array,
+        event: Int64Array,
         history: JaggedArray,
-        candidate: Rows,
+        candidate: Int64Array,
         weight: NDArray[np.float32] | None = None,
     ) -> Batch:
-        """B queries and K candidates.
+        """Build a batch of B queries and C candidates.
 
-        position: [B], where in the log each query's event is, for features of the event. candidate: [K], item rows, the B
-        positives first; may be empty where queries alone are encoded.
+        Args:
+            user: [B], rows of the users.
+            event: [B], index of each query's event in the log, for features of the event.
+            history: B lists of item rows.
+            candidate: [C], item rows, the B positives first; empty if only queries are encoded.
+            weight: [B], factor of each query's loss; None: 1.
         """
-        code, item = pd.factorize(np.concatenate([candidate, history.values_L]))
-        item = _at_least_one(item)  # no candidate and no history points at it
-        sparse, item_weight = self._queries(user, position=position), {}
-        lists = {"item": JaggedArray.from_single_values(item)}
-        for key, feature in self._side("item"):
-            lists[key], weight_T = feature.at(item)
-            if weight_T is not None:
-                item_weight[key] = torch.from_numpy(weight_T)
+        index, item_row_V = pd.factorize(np.concatenate([candidate, history.values_L]))
+        item_row_V = _at_least_one(item_row_V)  # no index points to this item if there are no candidates and no histories
+        sparse, item_weight = self._query_features(user, event), {}
+        unpooled = {"item": JaggedArray.from_single_values(item_row_V)}
+        for key, feature in self._features_of("item"):
+            unpooled[key], weight_L = feature.at(item_row_V)
+            if weight_L is not None:
+                item_weight[key] = torch.from_numpy(weight_L)
         if self.user == UNPOOLED:
-            lists["user"] = JaggedArray.from_single_values(_at_least_one(user))
-        sparse[UNPOOLED] = keyed_jagged(lists, samples=max(len(item), len(user)))
+            unpooled["user"] = JaggedArray.from_single_values(_at_least_one(user))
+        sparse[UNPOOLED] = keyed_jagged(unpooled, samples=max(len(item_row_V), len(user)))
         return Batch(
             sparse=sparse,
             batch_size=len(user),
-            item_row_V=torch.from_numpy(item),
-            candidate_C=torch.from_numpy(code[: len(candidate)]),
-            history_H=torch.from_numpy(code[len(candidate) :]),
+            item_row_V=torch.from_numpy(item_row_V),
+            candidate_C=torch.from_numpy(index[: len(candidate)]),
+            history_H=torch.from_numpy(index[len(candidate) :]),
             history_offset=torch.from_numpy(history.offset),
             item_weight=item_weight,
             weight=None if weight is None else torch.from_numpy(weight),
         )
 
-    def items(self, item: Rows) -> Batch:
-        """`item` alone, in that order; no query."""
-        nobody = np.zeros(0, np.int64)
-        return self.batch(user=nobody, position=nobody, history=JaggedArray.empty(0), candidate=item)
+    def items(self, item: Int64Array) -> Batch:
+        """Build a batch of candidates without queries; `item` has distinct rows and keeps its order."""
+        empty = np.zeros(0, np.int64)
+        return self.batch(user=empty, event=empty, history=JaggedArray.empty(0), candidate=item)
 
-    def _queries(self, user: Rows, *, position: Rows) -> dict[str, KeyedJaggedTensor]:
-        plain = {"user": JaggedArray.from_single_values(user)} if self.user == POOLED else {}
+    def _query_features(self, user_B: Int64Array, event_B: Int64Array) -> dict[str, KeyedJaggedTensor]:
+        pooled = {"user": JaggedArray.from_single_values(user_B)} if self.user == POOLED else {}
         weighted: dict[str, JaggedArray] = {}
         weights: list[NDArray[np.float32]] = []
-        for side, index in (("user", user), ("context", position)):
-            for key, feature in self._side(side):
-                lists, weight_T = feature.at(index)
-                if weight_T is None:
-                    plain[key] = lists
+        for side, index_B in (("user", user_B), ("context", event_B)):
+            for key, feature in self._features_of(side):
+                values, weight_L = feature.at(index_B)
+                if weight_L is None:
+                    pooled[key] = values
                 else:
-                    weighted[key] = lists
-                    weights.append(weight_T)
+                    weighted[key] = values
+                    weights.append(weight_L)
         sparse = {}
-        if plain:
-            sparse[POOLED] = keyed_jagged(plain, samples=len(user))
+        if pooled:
+            sparse[POOLED] = keyed_jagged(pooled, samples=len(user_B))
         if weighted:
-            sparse[POOLED_WEIGHTED] = keyed_jagged(weighted, samples=len(user), weight_T=np.concatenate(weights))
+            sparse[POOLED_WEIGHTED] = keyed_jagged(weighted, samples=len(user_B), weight_L=np.concatenate(weights))
         return sparse
 
-    def _side(self, side: str) -> list[tuple[str, Feature]]:
+    def _features_of(self, side: str) -> list[tuple[str, Feature]]:
         features = self.features.features if self.features is not None else {}
         return [(key, feature) for key, feature in features.items() if key.startswith(f"{side}.")]
 
 
-def _at_least_one(row: Rows) -> Rows:
-    """`row`, or one row where it is empty: FBGEMM on a GPU refuses a lookup without any (pytorch/FBGEMM#3750)."""
+def _at_least_one(row: Int64Array) -> Int64Array:
+    """Return `row`, or row 0 if it is empty: FBGEMM on a GPU rejects an empty lookup (pytorch/FBGEMM#3750)."""
     return row if len(row) else np.zeros(1, np.int64)

@@ -1,6 +1,6 @@
-"""What a training step is given: the queries, their candidates, and what is looked up for both, as TorchRec wants it.
+"""The input of a training step: queries, candidates and histories, with the features to look up as KeyedJaggedTensors.
 
-Shapes: B queries, N drawn candidates, K = B + N candidates, U distinct items, T items of all histories.
+Shapes: B queries, N drawn negatives, C = B + N candidates, V distinct items, H history entries of all queries.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,70 +20,70 @@ from recsys_core.data.jagged import JaggedArray
 
 @dataclass(frozen=True)
 class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
-    """B queries with their positives, N candidates more, and the distinct items among all of them and the histories.
+    """B queries with their positives, N drawn negatives, and the V distinct items of candidates and histories.
 
-    An item is looked up once per step, however many histories it is in; candidates and histories point at it.
+    Candidates and histories are indices into the V items, so each item is looked up once per step.
     """
 
     sparse: dict[str, KeyedJaggedTensor]
-    """By UNPOOLED, POOLED and POOLED_WEIGHTED (recsys_core.data.batch_keys); the last two only where a feature wants them."""
+    """Values to look up, by kind of lookup (recsys_core.data.batch_keys); a kind that no feature uses is missing."""
     batch_size: int
     item_row_V: Tensor
-    """int64 [U]: rows of the catalogue."""
+    """int64 [V]: rows of the catalogue."""
     candidate_C: Tensor
-    """int64 [K], places among the U: the B positives, then the N drawn ones."""
+    """int64 [C], indices into the V items: the B positives, then the N drawn negatives."""
     history_H: Tensor
-    """int64 [T], places among the U: the histories one after the other, each oldest first."""
+    """int64 [H], indices into the V items: the histories one after the other, each oldest first."""
     history_offset: Tensor
-    """int64 [B + 1]."""
+    """int64 [B + 1]: the history of query b is history_H[history_offset[b]:history_offset[b + 1]]."""
     item_weight: dict[str, Tensor]
-    """float32, a weight for each value of the items' weighted features."""
+    """float32, one weight for each value of the items' weighted features, by feature."""
     weight: Tensor | None = None
-    """float32 [B]: what each query's loss is multiplied by, 1 on average over the training events; None: 1."""
+    """float32 [B]: factor of each query's loss, 1 on average over the training events; None: all 1."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
-        """The same on `device`."""
+        """Copy the batch to `device`."""
         if self.item_row_V.device == device:
             return self
-        return self._moved(lambda part: part.to(device, non_blocking=non_blocking))
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """A copy in page-locked memory."""
-        return self._moved(lambda part: part.pin_memory())
+        """Copy the batch to page-locked memory."""
+        return self._map(lambda tensor: tensor.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps the memory until `stream` has read it."""
-        self._moved(lambda part: part.record_stream(stream))
+        """Keep the memory allocated until `stream` has read it."""
+        self._map(lambda tensor: tensor.record_stream(stream))
 
-    def _moved(self, move: Callable[[Any], Any]) -> Self:
+    def _map(self, function: Callable[[Any], Any]) -> Self:
         changed: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, dict):
-                changed[field.name] = {key: move(part) for key, part in value.items()}
+                changed[field.name] = {key: function(tensor) for key, tensor in value.items()}
             elif isinstance(value, Tensor):
-                changed[field.name] = move(value)
+                changed[field.name] = function(value)
         return replace(self, **changed)
 
 
 def keyed_jagged(
-    features: Mapping[str, JaggedArray], *, samples: int, weight_T: NDArray[np.float32] | None = None
+    features: Mapping[str, JaggedArray], *, samples: int, weight_L: NDArray[np.float32] | None = None
 ) -> KeyedJaggedTensor:
-    """`features` over `samples` samples, a list each; a feature of fewer has empty lists after its last.
+    """Build a KeyedJaggedTensor of `samples` samples; a feature with fewer lists gets empty ones at its end.
 
-    weight_T: a weight for each value, in the order of `features`.
+    weight_L: one weight for each value, in the order of `features`.
     """
     lengths: NDArray[np.int32] = np.zeros((len(features), samples), np.int32)
-    for row, feature in zip(lengths, features.values(), strict=True):
-        np.subtract(feature.offset[1:], feature.offset[:-1], out=row[: len(feature)], casting="unsafe")
-    values = [len(feature.values_L) for feature in features.values()]
+    for lengths_of_feature, feature in zip(lengths, features.values(), strict=True):
+        np.subtract(feature.offset[1:], feature.offset[:-1], out=lengths_of_feature[: len(feature)], casting="unsafe")
+    values_per_feature = [len(feature.values_L) for feature in features.values()]
     return KeyedJaggedTensor(
         keys=list(features),
         values=torch.from_numpy(np.concatenate([feature.values_L for feature in features.values()])),
-        weights=None if weight_T is None else torch.from_numpy(weight_T),
+        weights=None if weight_L is None else torch.from_numpy(weight_L),
         lengths=torch.from_numpy(lengths.reshape(-1)),
         stride=samples,
-        # Known here; TorchRec would sum them up in the trainer's time.
-        length_per_key=values,
-        offset_per_key=[0, *accumulate(values)],
+        # Known here; without them TorchRec computes both in the training thread.
+        length_per_key=values_per_feature,
+        offset_per_key=[0, *accumulate(values_per_feature)],
     )

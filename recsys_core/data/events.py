@@ -1,4 +1,4 @@
-"""The event log as CSR by user, in memory maps: a training example is a position, a history is a slice before it."""
+"""The interaction log in CSR form by user, memory-mapped: the history of an event is a slice before it."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -8,38 +8,41 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from recsys_core.data.jagged import JaggedArray, ragged_ranges
+from recsys_core.data.jagged import Int64Array, JaggedArray, ragged_ranges
 from recsys_core.errors import InputError
 from recsys_core.manifests import InteractionsManifest
 
-Rows = NDArray[np.int64]
 EvaluationSplit = Literal["validation", "test"]
-COUNTED_EVENTS = 2**18
+EVENTS_PER_CHUNK = 2**18
 
 
 def mapped(path: Path) -> NDArray[Any]:
-    """A read-only map of a .npy file, as a plain array: np.memmap's own indexing costs microseconds more."""
+    """Map a .npy file read-only, as a plain array: indexing an np.memmap takes microseconds longer."""
     return np.asarray(np.load(path, mmap_mode="r"))
 
 
 @dataclass(frozen=True)
 class EventStore:
-    """Maps of the files that InteractionsManifest describes; opening costs nothing, pages are shared by all ranks of a host."""
+    """Memory maps of the arrays that InteractionsManifest describes; all processes of a host share their pages.
+
+    The events of user u are event_item[user_offset[u]:user_offset[u + 1]]: the training events up to train_end[u], the
+    validation events up to validation_end[u], then the test events.
+    """
 
     ordered: bool
-    user_offset: Rows
-    train_end: Rows
-    validation_end: Rows
+    user_offset: Int64Array
+    train_end: Int64Array
+    validation_end: Int64Array
     event_item: NDArray[np.int32]
     train_user: NDArray[np.int32]
-    item_count: Rows
-    vector_row: Rows
+    item_count: Int64Array
+    vector_row: Int64Array
     event_weight: NDArray[np.float32] | None = None
-    """How much each event counts in the loss, against `mean_weight`; None where the log has no weights."""
+    """Weight of each event in the loss, relative to `mean_weight`; None if the log has no weights."""
 
     @classmethod
     def open(cls, manifest: InteractionsManifest) -> Self:
-        """Maps the arrays of a committed ingest."""
+        """Map the arrays of an interactions stage."""
         names = ["user_offset", "train_end", "validation_end", "event_item", "train_user", "item_count", "vector_row"]
         if "event_weight.npy" in manifest.files:
             names.append("event_weight")
@@ -47,22 +50,22 @@ class EventStore:
 
     @property
     def train_events(self) -> int:
-        """Number of training examples."""
+        """Number of training events, which are the training examples."""
         return len(self.train_user)
 
     @property
-    def first_example(self) -> Rows:
-        """[users]: index of each user's first training example."""
+    def first_example(self) -> Int64Array:
+        """[U]: index of each user's first training example; examples are training events, numbered without the others."""
         lengths = self.train_end - self.user_offset[:-1]
-        first: Rows = np.cumsum(lengths) - lengths
+        first: Int64Array = np.cumsum(lengths) - lengths
         return first
 
     def mean_weight(self) -> np.float32:
-        """Mean weight of the training events; 1 where the log has no weights. Raises InputError where all of them are 0.
+        """Return the mean weight of the training events, 1 if the log has no weights. Raises InputError if all weights are 0.
 
-        >>> offset, nothing = np.array([0, 3, 4]), np.zeros(0, np.int32)
+        >>> offset, empty = np.array([0, 3, 4]), np.zeros(0, np.int32)
         >>> store = EventStore(
-        ...     True, offset, np.array([2, 4]), offset[1:], nothing, np.array([0, 0, 1]), nothing, nothing,
+        ...     True, offset, np.array([2, 4]), offset[1:], empty, np.array([0, 0, 1]), empty, empty,
         ...     event_weight=np.array([1, 2, 90, 3], np.float32),
         ... )
         >>> float(store.mean_weight())  # the third event is not a training event
@@ -70,10 +73,11 @@ class EventStore:
         """
         if self.event_weight is None:
             return np.float32(1)
-        ahead_U, total = self.user_offset[:-1] - self.first_example, 0.0
-        for first in range(0, self.train_events, COUNTED_EVENTS):
-            user = self.train_user[first : first + COUNTED_EVENTS]
-            total += float(self.event_weight[np.arange(first, first + len(user)) + ahead_U[user]].sum(dtype=np.float64))
+        example_to_event_U, total = self.user_offset[:-1] - self.first_example, 0.0
+        for first in range(0, self.train_events, EVENTS_PER_CHUNK):
+            user_E = self.train_user[first : first + EVENTS_PER_CHUNK]
+            event_E = np.arange(first, first + len(user_E)) + example_to_event_U[user_E]
+            total += float(self.event_weight[event_E].sum(dtype=np.float64))
         if total == 0:
             raise InputError(
                 f"interactions.weight_column: all {self.train_events:,} training events have the weight 0, so none counts "
@@ -81,55 +85,60 @@ class EventStore:
             )
         return np.float32(total / self.train_events)
 
-    def histories(self, position: Rows, user: Rows, *, max_history: int, include_target: bool = False) -> JaggedArray:
-        """Up to max_history items for each training event at `position` of `user`.
+    def histories(
+        self, event_B: Int64Array, user_B: Int64Array, *, max_history: int, include_target: bool = False
+    ) -> JaggedArray:
+        """Return up to max_history items for each training event, given by its index in the log and its user.
 
-        Ordered logs: the events right before it, oldest first. Others: the user's training events that follow it, around the
-        end to the start (they are stored in random order), without the event itself unless include_target.
+        Ordered log: the items right before the event, oldest first. Log without timestamps, whose events are stored in random
+        order: the user's training events after the event, then those from the first on; with include_target, starting with
+        the event itself.
         """
-        start, end = self.user_offset[user], self.train_end[user]
+        start_B, end_B = self.user_offset[user_B], self.train_end[user_B]
         if self.ordered:
-            length = np.minimum(position - start, max_history)
-            return JaggedArray.from_slices(self.event_item, start=position - length, end=position)
+            length_B = np.minimum(event_B - start_B, max_history)
+            return JaggedArray.from_slices(self.event_item, start=event_B - length_B, end=event_B)
         first_step = 0 if include_target else 1
-        length = np.minimum(end - start - first_step, max_history)
-        step = ragged_ranges(np.full_like(length, first_step), length)
-        size, first = np.repeat(end - start, length), np.repeat(start, length)
-        place = first + (np.repeat(position - start, length) + step) % size
-        return JaggedArray.from_lengths(length, self.event_item[place])
+        length_B = np.minimum(end_B - start_B - first_step, max_history)
+        step_H = ragged_ranges(np.full_like(length_B, first_step), length_B)
+        num_events_H, start_H = np.repeat(end_B - start_B, length_B), np.repeat(start_B, length_B)
+        event_H = start_H + (np.repeat(event_B - start_B, length_B) + step_H) % num_events_H
+        return JaggedArray.from_lengths(length_B, self.event_item[event_H])
 
-    def users_with_targets(self, split: EvaluationSplit) -> Rows:
-        """Rows of the users that have events in `split`."""
-        start, end = self._segment(split)
-        return np.flatnonzero(end > start)
+    def users_with_targets(self, split: EvaluationSplit) -> Int64Array:
+        """Return the rows of the users that have events in `split`."""
+        start_U, end_U = self._bounds(split)
+        return np.flatnonzero(end_U > start_U)
 
-    def targets(self, user: Rows, split: EvaluationSplit) -> JaggedArray:
-        """Items of each user's events in `split`."""
-        start, end = self._segment(split)
-        return JaggedArray.from_slices(self.event_item, start=start[user], end=end[user])
+    def targets(self, user_B: Int64Array, split: EvaluationSplit) -> JaggedArray:
+        """Return the items of each user's events in `split`."""
+        start_U, end_U = self._bounds(split)
+        return JaggedArray.from_slices(self.event_item, start=start_U[user_B], end=end_U[user_B])
 
-    def first_of(self, user: Rows, split: EvaluationSplit) -> Rows:
-        """Position of each user's first event in `split` (of the event after it where there is none)."""
-        return self._segment(split)[0][user]
+    def first_event(self, user_B: Int64Array, split: EvaluationSplit) -> Int64Array:
+        """Return the index in the log of each user's first event in `split`; without one, of the event after the split."""
+        return self._bounds(split)[0][user_B]
 
-    def before(self, user: Rows, split: EvaluationSplit, *, last: int | None = None) -> JaggedArray:
-        """Items of each user's events before `split`, oldest first; only the last `last` of them where given."""
-        end = self._segment(split)[0][user]
-        start = self.user_offset[user]
-        first = start if last is None else np.maximum(start, end - last)
-        return JaggedArray.from_slices(self.event_item, start=first, end=end)
+    def before(self, user_B: Int64Array, split: EvaluationSplit, *, last: int | None = None) -> JaggedArray:
+        """Return the items of each user's events before `split`, oldest first; only the last `last` items if it is given."""
+        end_B = self._bounds(split)[0][user_B]
+        start_B = self.user_offset[user_B]
+        return JaggedArray.from_slices(
+            self.event_item, start=start_B if last is None else np.maximum(start_B, end_B - last), end=end_B
+        )
 
-    def counts_before(self, split: EvaluationSplit) -> Rows:
-        """[items]: events of each item before `split`."""
-        items = len(self.item_count)
-        count = np.zeros(items, np.int64)
-        # As many events at once as there are counters: neither the log nor the counters are held twice.
-        first = np.searchsorted(self.user_offset, np.arange(0, len(self.event_item), max(items, COUNTED_EVENTS)))
-        for start, stop in pairwise([*np.unique(first).tolist(), len(self.train_end)]):
-            count += np.bincount(self.before(np.arange(start, stop), split).values_L, minlength=items)
-        return count
+    def counts_before(self, split: EvaluationSplit) -> Int64Array:
+        """Count the events of each item before `split`, [I]."""
+        num_items = len(self.item_count)
+        count_I = np.zeros(num_items, np.int64)
+        # A chunk has about as many events as there are items, so it needs about as much memory as the counts.
+        first_user = np.searchsorted(self.user_offset, np.arange(0, len(self.event_item), max(num_items, EVENTS_PER_CHUNK)))
+        for start, stop in pairwise([*np.unique(first_user).tolist(), len(self.train_end)]):
+            count_I += np.bincount(self.before(np.arange(start, stop), split).values_L, minlength=num_items)
+        return count_I
 
-    def _segment(self, split: EvaluationSplit) -> tuple[Rows, Rows]:
+    def _bounds(self, split: EvaluationSplit) -> tuple[Int64Array, Int64Array]:
+        """[U] and [U]: start and end of each user's events of `split` in the log."""
         if split == "test":
             return self.validation_end, self.user_offset[1:]
         return self.train_end, self.validation_end

@@ -9,10 +9,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+Int64Array = NDArray[np.int64]
 
 
-def ragged_ranges(start: NDArray[Any], lengths: NDArray[Any]) -> Ints:
+def ragged_ranges(start: NDArray[Any], lengths: NDArray[Any]) -> Int64Array:
     """Return start, start + 1, ..., start + length - 1 for each pair of start and length, concatenated.
 
     >>> ragged_ranges(np.array([10, 50]), np.array([3, 2])).tolist()
@@ -29,11 +29,11 @@ class JaggedArray:
     offset: int64, one entry more than there are lists. values_L: int64, usually rows of a table.
     """
 
-    offset: Ints
-    values_L: Ints
+    offset: Int64Array
+    values_L: Int64Array
 
     @classmethod
-    def from_slices(cls, values: NDArray[Any], *, start: Ints, end: Ints) -> Self:
+    def from_slices(cls, values: NDArray[Any], *, start: Int64Array, end: Int64Array) -> Self:
         """Copy values[start[i]:end[i]] to list i.
 
         >>> JaggedArray.from_slices(np.array([5, 6, 7, 8]), start=np.array([2, 0]), end=np.array([4, 1])).values_L.tolist()
@@ -48,12 +48,12 @@ class JaggedArray:
         return cls(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), values_L.astype(np.int64, copy=False))
 
     @classmethod
-    def from_pairs(cls, list_index_L: Ints, values_L: Ints, *, num_lists: int) -> Self:
+    def from_pairs(cls, list_index_L: Int64Array, values_L: Int64Array, *, num_lists: int) -> Self:
         """Build `num_lists` lists from pairs (list index, value) that are sorted by list index."""
         return cls.from_lengths(np.bincount(list_index_L, minlength=num_lists), values_L)
 
     @classmethod
-    def from_single_values(cls, values: Ints) -> Self:
+    def from_single_values(cls, values: Int64Array) -> Self:
         """Build one list of length 1 from each value."""
         return cls(np.arange(len(values) + 1), values)
 
@@ -66,12 +66,12 @@ class JaggedArray:
         return len(self.offset) - 1
 
     @property
-    def lengths(self) -> Ints:
+    def lengths(self) -> Int64Array:
         """Number of values of each list."""
         return np.diff(self.offset)
 
     @property
-    def list_index_L(self) -> Ints:
+    def list_index_L(self) -> Int64Array:
         """Index of the list that each value belongs to."""
         return np.repeat(np.arange(len(self)), self.lengths)
 
@@ -97,7 +97,7 @@ class JaggedArray:
         """Keep the values where `mask_L` is true; the number of lists stays the same."""
         return JaggedArray.from_pairs(self.list_index_L[mask_L], self.values_L[mask_L], num_lists=len(self))
 
-    def pair_keys(self, *, bound: int) -> Ints:
+    def pair_keys(self, *, bound: int) -> Int64Array:
         """Encode each pair (list index, value) as one integer; all values have to be below `bound`."""
         return self.list_index_L * bound + self.values_L
 

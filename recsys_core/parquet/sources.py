@@ -70,7 +70,7 @@ class Source:
         try:
             info = retrying(lambda: filesystem.get_file_info(path))
             if (info.size, info.mtime_ns or 0) != (self.location.bytes, self.location.modified_ns):
-                raise InputError(f"{self.name}: changed while it was read; run again after its writer has finished")
+                raise InputError(f"{self.name}: changed while it was being read; run again after its writer has finished")
             # metadata: pyarrow uses the checked footer instead of parsing the file's again.
             return pq.ParquetFile(path, filesystem=filesystem, metadata=self.footer.metadata, **options)
         except (pa.ArrowException, OSError) as error:

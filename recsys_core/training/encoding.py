@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recsys_core.data.assembly import Assembler
-from recsys_core.data.events import EvaluationSplit, EventStore, Rows
+from recsys_core.data.events import EvaluationSplit, EventStore
+from recsys_core.data.jagged import Int64Array
 from recsys_core.data.loader import query_batch
 from recsys_core.errors import StageError
 from recsys_core.models.task import RetrievalTask
@@ -31,11 +32,11 @@ class Encoder:
     assembler: Assembler
     process: Process
 
-    def items(self, rows: Rows) -> tuple[Tensor, Tensor]:
+    def items(self, rows: Int64Array) -> tuple[Tensor, Tensor]:
         """(what stands for the items in a history [n, H], candidate vectors [n, O])."""
         return self.task.encode_items(self.assembler.items(rows).to(self.process.device))
 
-    def queries(self, users: Rows, *, split: EvaluationSplit) -> Tensor:
+    def queries(self, users: Int64Array, *, split: EvaluationSplit) -> Tensor:
         """Query vectors [n, O] of `users` as they stood before `split`."""
         length = self.task.head.spec.config.history.length
         batch = query_batch(self.store, users, split, assembler=self.assembler, max_history=length)
@@ -48,7 +49,9 @@ class RankWriter:
     def __init__(self, process: Process, *, alive: Path) -> None:
         self._process, self._alive = process, alive
 
-    def write(self, parts: Sequence[Part], *, count: int, encode: Callable[[Rows], tuple[Tensor, ...]], what: str) -> None:
+    def write(
+        self, parts: Sequence[Part], *, count: int, encode: Callable[[Int64Array], tuple[Tensor, ...]], what: str
+    ) -> None:
         """Collective. Adds this rank's rows of `count` to each part, as encode(rows) gives them for it, in batches."""
         for rows, is_ours in self.batches(count):
             for part, vectors in zip(parts, encode(rows), strict=True):

@@ -10,8 +10,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from recsys_core.data.events import COUNTED_EVENTS, EventStore, Rows, mapped
-from recsys_core.data.jagged import JaggedArray
+from recsys_core.data.events import EVENTS_PER_CHUNK, EventStore, mapped
+from recsys_core.data.jagged import Int64Array, JaggedArray
 from recsys_core.errors import StageError
 from recsys_core.manifests import InteractionsManifest, record_file
 from recsys_core.training.champion import champion_rows
@@ -61,7 +61,7 @@ def _held_out_from(store: EventStore, time: NDArray[np.int64]) -> int:
     return int(np.concatenate([time[first_U[first_U < end_U]] for first_U, end_U in parts]).min())
 
 
-def _has_grown(store: EventStore, before: EventStore, *, user_row: Rows) -> NDArray[np.bool_]:
+def _has_grown(store: EventStore, before: EventStore, *, user_row: Int64Array) -> NDArray[np.bool_]:
     """[U]: users with more events than in the champion's night, all of whose events were training events then."""
     grown_U = np.zeros(len(store.train_end), np.bool_)
     old_U = np.flatnonzero((before.train_end == before.user_offset[1:]) & (user_row >= 0))
@@ -80,7 +80,7 @@ class HeldOut:
     code_H: NDArray[np.int64]
 
     @classmethod
-    def of(cls, store: EventStore, first_U: Rows, *, time: NDArray[np.int64] | None) -> Self:
+    def of(cls, store: EventStore, first_U: Int64Array, *, time: NDArray[np.int64] | None) -> Self:
         """The events of each user from the position `first_U` on. time: of each event; None: all the same."""
         items, end_U = len(store.item_count), store.user_offset[1:]
         user_H = np.repeat(np.arange(len(first_U)), end_U - first_U)
@@ -90,14 +90,16 @@ class HeldOut:
         times, moment_H = np.unique(when_H, return_inverse=True)
         return cls(items, pairs, times, np.unique(place_H * len(times) + moment_H))
 
-    def among(self, store: EventStore, *, time: NDArray[np.int64] | None, user_row: Rows, item_row: Rows) -> NDArray[np.int64]:
+    def among(
+        self, store: EventStore, *, time: NDArray[np.int64] | None, user_row: Int64Array, item_row: Int64Array
+    ) -> NDArray[np.int64]:
         """Codes of the held-out events that are training events of `store`. user_row, item_row: its rows in these events'."""
         if not len(self.code_H):
             return np.zeros(0, np.int64)
         found = [np.zeros(0, np.int64)]
         ahead_U = store.user_offset[:-1] - store.first_example
-        for first in range(0, store.train_events, COUNTED_EVENTS):
-            user_E = store.train_user[first : first + COUNTED_EVENTS]
+        for first in range(0, store.train_events, EVENTS_PER_CHUNK):
+            user_E = store.train_user[first : first + EVENTS_PER_CHUNK]
             position_E = np.arange(first, first + len(user_E)) + ahead_U[user_E]
             row_E, item_E = user_row[user_E], item_row[store.event_item[position_E]]
             place_E, is_pair_E = _places(row_E * self.items + item_E, self.pair_H)

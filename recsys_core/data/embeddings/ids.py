@@ -173,7 +173,7 @@ def _good_ids(
         yield pa.record_batch([_as_arrow(position_N), ids.cast(stored)], names=["position", "id"])
     if rows - start != source.record.rows:
         raise InputError(
-            f"{source.name}: damaged: the footer promises {source.record.rows:,} rows, {rows - start:,} came; write it anew"
+            f"{source.name}: damaged: the footer promises {source.record.rows:,} rows, {rows - start:,} came; write it again"
         )
 
 
@@ -188,7 +188,7 @@ def _require_text(source: Source, column: str, ids: pa.Array) -> None:
     try:
         ids.validate(full=True)
     except pa.ArrowInvalid as error:
-        raise InputError(f"{source.name}: column {column!r}: damaged, or no UTF-8 ({error}); write it anew") from error
+        raise InputError(f"{source.name}: column {column!r}: damaged, or no UTF-8 ({error}); write it again") from error
 
 
 def _flaws_of(ids: pa.Array) -> Iterator[tuple[Flaw, pa.BooleanArray]]:

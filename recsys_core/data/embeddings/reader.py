@@ -137,7 +137,7 @@ def batches_of(
     except (pa.ArrowException, OSError) as error:
         for column in columns:
             _refuse_null_of_fixed_size(source, path, column)
-        raise InputError(f"{source.name}: damaged: {first_line(error)}; write it anew") from error
+        raise InputError(f"{source.name}: damaged: {first_line(error)}; write it again") from error
 
 
 def _one_ahead(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -269,7 +269,7 @@ class _WideReader:
 
 def _require_rows(unit: _Unit, rows: int) -> None:
     if rows != unit.rows:
-        raise InputError(f"{unit.source.name}: damaged: the footer promises {unit.rows:,} rows, {rows:,} came; write it anew")
+        raise InputError(f"{unit.source.name}: damaged: the footer promises {unit.rows:,} rows, {rows:,} came; write it again")
 
 
 def _check_rows(block_ND: NDArray[np.float32], start: int, *, files: VectorFiles, findings: Findings, normalise: bool) -> None:

@@ -11,8 +11,8 @@ from typing import Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from recsys_core.data.events import Rows, mapped
-from recsys_core.data.jagged import JaggedArray, ragged_ranges
+from recsys_core.data.events import mapped
+from recsys_core.data.jagged import Int64Array, JaggedArray, ragged_ranges
 from recsys_core.manifests import FeatureFacts, FeaturesManifest
 
 FeatureForm = Literal["single", "list", "weighted_list", "number"]
@@ -24,10 +24,10 @@ class Feature:
     """One feature: one row each where `offset` is None, else list n is row[offset[n]:offset[n + 1]]. A weight for each row."""
 
     row: NDArray[np.int32]
-    offset: Rows | None
+    offset: Int64Array | None
     weight: NDArray[np.float32] | None
 
-    def at(self, index: Rows) -> tuple[JaggedArray, NDArray[np.float32] | None]:
+    def at(self, index: Int64Array) -> tuple[JaggedArray, NDArray[np.float32] | None]:
         """The lists of `index` and, where the feature is weighted, a weight for each of their rows."""
         if self.offset is None:
             lists = JaggedArray(np.arange(len(index) + 1), self.row[index].astype(np.int64))

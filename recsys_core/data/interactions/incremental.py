@@ -210,7 +210,7 @@ def _refuse_lies(found: Sequence[FileFacts], sources: Sequence[Source]) -> None:
         if facts.rows != source.record.rows:
             raise InputError(
                 f"{source.name}: its footer says {source.record.rows:,} rows, but {facts.rows:,} came; the file is damaged, "
-                "write it anew"
+                "write it again"
             )
 
 

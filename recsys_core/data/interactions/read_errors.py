@@ -20,7 +20,7 @@ from recsys_core.units import DAY_US, INT64_MAX
 
 TICKS_PER_S = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
 _BATCH_ROWS = 262_144
-_UNTRUE_NULLS = "{name}: damaged: its statistics say that no value is null, but some are; copy or write the file anew"
+_UNTRUE_NULLS = "{name}: damaged: its statistics say that no value is null, but some are; copy or write the file again"
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def _refuse_unread(source: Source, path: Path, config: InteractionsConfig) -> No
             except duckdb.Error as error:
                 told = first_line(error).replace(str(path), source.name)
                 raise InputError(
-                    f"{source.name}: column {column!r}: damaged, or not what its type says ({told}); copy or write it anew"
+                    f"{source.name}: column {column!r}: damaged, or not what its type says ({told}); copy or write it again"
                 ) from error
 
 

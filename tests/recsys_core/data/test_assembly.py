@@ -37,7 +37,7 @@ def made(
     row = np.arange(len(history))
     return Assembler(user=user, features=features).batch(
         user=row,
-        position=3 * row,
+        event=3 * row,
         history=lists_of(history),
         candidate=np.array(candidate, np.int64),
         weight=None if weight is None else np.array(weight, np.float32),
@@ -136,7 +136,7 @@ def test_items_alone_come_in_their_order_and_with_their_features() -> None:
 
 def test_keyed_lists_stand_key_by_key_and_so_do_their_weights() -> None:
     features = {"a": lists_of([[5], []]), "b": lists_of([[1, 2], [3]])}
-    jagged = keyed_jagged(features, samples=2, weight_T=np.array([0.5, 1.0, 2.0, 3.0], np.float32))
+    jagged = keyed_jagged(features, samples=2, weight_L=np.array([0.5, 1.0, 2.0, 3.0], np.float32))
     assert (jagged.keys(), jagged.values().tolist(), jagged.lengths().tolist()) == (["a", "b"], [5, 1, 2, 3], [1, 0, 2, 1])
     assert [part.tolist() for part in jagged["b"].to_dense_weights()] == [[1.0, 2.0], [3.0]]
 

@@ -1,11 +1,11 @@
-"""Every example once per epoch over all ranks, with its own history; a batch is a function of where it stands."""
+"""An epoch has every example once over all ranks, with its own history; a batch depends on seed, epoch, rank and index only."""
 
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import Batch
 from recsys_core.data.batch_keys import UNPOOLED
 from recsys_core.data.events import EventStore
-from recsys_core.data.loader import READ_AHEAD, TrainLoader, query_batch
+from recsys_core.data.loader import TrainLoader, prefetch, query_batch
 from recsys_core.errors import InputError
 from recsys_core.models.sampling import negative_share
 from tests.recsys_core.data.test_events import Users, store_of, users
@@ -29,7 +29,7 @@ TENSORS = ("item_row_V", "candidate_C", "history_H", "history_offset")
 def loader_of(store: EventStore, **settings_of: Any) -> TrainLoader:
     """By default every item is as likely to be drawn as another."""
     items = len(store.item_count)
-    base = {"batch_size": 4, "rank": 0, "world_size": 1, "seed": 5, "max_history": MAX_HISTORY, "negatives": 0}
+    base = {"batch_size": 4, "rank": 0, "world_size": 1, "seed": 5, "max_history": MAX_HISTORY, "num_negatives": 0}
     base |= {"assembler": Assembler(user=UNPOOLED), "negative_share_I": np.full(items, 1 / items)}
     return TrainLoader(store, **(base | settings_of))
 
@@ -51,8 +51,8 @@ def positives(batch: Batch) -> list[int]:
 
 def histories(batch: Batch) -> list[list[int]]:
     """Catalogue rows, per query."""
-    row_T = batch.item_row_V[batch.history_H]
-    return [row_T[start:end].tolist() for start, end in pairwise(batch.history_offset.tolist())]
+    row_H = batch.item_row_V[batch.history_H]
+    return [row_H[start:end].tolist() for start, end in pairwise(batch.history_offset.tolist())]
 
 
 def same(one: Batch, other: Batch) -> bool:
@@ -78,7 +78,7 @@ def test_over_all_ranks_an_epoch_covers_every_example_at_most_once(
     seen, shapes = [], []
     for rank in range(world_size):
         loader = loader_of(store, rank=rank, world_size=world_size, batch_size=batch_size)
-        batches = [loader.make(epoch, batch) for batch in range(len(loader))]
+        batches = [loader.batch(epoch, batch) for batch in range(len(loader))]
         seen += [item for batch in batches for item in positives(batch)]
         shapes.append([batch.batch_size for batch in batches])
         assert shapes[-1] == [loader.batch_samples(batch) for batch in range(len(loader))]
@@ -106,9 +106,9 @@ def test_positives_users_and_histories_are_those_of_one_example(
     owner = {item: (row, at) for row, (train, _, _) in enumerate(log) for at, item in enumerate(train)}
     loader = loader_of(
         store_of(log, ordered=ordered),
-        batch_size=batch_size, negatives=negatives, max_history=max_history, include_target=include_target and not ordered,
+        batch_size=batch_size, num_negatives=negatives, max_history=max_history, include_target=include_target and not ordered,
     )  # fmt: skip
-    for batch in (loader.make(0, number) for number in range(len(loader))):
+    for batch in (loader.batch(0, number) for number in range(len(loader))):
         assert len(batch.candidate_C) == batch.batch_size + negatives
         users_B = batch.sparse[UNPOOLED]["user"].to_dense()[: batch.batch_size]
         for item, history, user in zip(positives(batch), histories(batch), users_B, strict=True):
@@ -123,7 +123,7 @@ def test_positives_users_and_histories_are_those_of_one_example(
 @settings(max_examples=40, deadline=None)
 @given(log=users, batch_size=st.integers(1, 9), negatives=st.integers(0, 9), ordered=st.booleans())
 def test_an_item_is_looked_up_once_however_often_it_occurs(log: Users, batch_size: int, negatives: int, ordered: bool) -> None:
-    loader = loader_of(store_of(log, ordered=ordered), batch_size=batch_size, negatives=negatives)
+    loader = loader_of(store_of(log, ordered=ordered), batch_size=batch_size, num_negatives=negatives)
     for batch in loader.epoch(0):
         occurring = set(candidates(batch)) | {item for history in histories(batch) for item in history}
         assert sorted(batch.item_row_V.tolist()) == sorted(occurring)
@@ -133,7 +133,7 @@ def test_an_item_is_looked_up_once_however_often_it_occurs(log: Users, batch_siz
 def test_negatives_come_from_the_whole_catalogue_and_differ_by_rank_and_batch() -> None:
     store = store_of(numbered([50]))
     made = [
-        loader_of(store, rank=rank, world_size=2, batch_size=5, negatives=400).make(0, batch)
+        loader_of(store, rank=rank, world_size=2, batch_size=5, num_negatives=400).batch(0, batch)
         for rank in range(2)
         for batch in range(2)
     ]
@@ -144,8 +144,8 @@ def test_negatives_come_from_the_whole_catalogue_and_differ_by_rank_and_batch() 
 
 def test_negatives_are_drawn_as_often_as_their_share_says_and_never_where_it_is_zero() -> None:
     share_I = np.array([0.0, 0.5, 0.0, 0.2, 0.3, 0.0])
-    loader = loader_of(store_of([([1, 3, 4], [], [])]), batch_size=3, negatives=100_000, negative_share_I=share_I)
-    drawn = np.bincount(candidates(loader.make(0, 0))[3:], minlength=6) / 100_000
+    loader = loader_of(store_of([([1, 3, 4], [], [])]), batch_size=3, num_negatives=100_000, negative_share_I=share_I)
+    drawn = np.bincount(candidates(loader.batch(0, 0))[3:], minlength=6) / 100_000
     assert drawn[share_I == 0].sum() == 0
     np.testing.assert_allclose(drawn, share_I, atol=0.01)
 
@@ -154,13 +154,13 @@ def test_negatives_are_drawn_as_often_as_their_share_says_and_never_where_it_is_
 @settings(max_examples=60, deadline=None)
 def test_only_items_with_a_training_event_are_drawn(count: list[int], alpha: float) -> None:
     share_I = negative_share(np.array(count), alpha)
-    batch = loader_of(store_of([([0], [], [])]), negatives=200, negative_share_I=share_I).make(0, 0)
+    batch = loader_of(store_of([([0], [], [])]), num_negatives=200, negative_share_I=share_I).batch(0, 0)
     assert all(count[item] for item in candidates(batch)[1:])
 
 
 @pytest.mark.parametrize("start", [0, 1, 5, 12, 13])
-def test_resuming_at_a_batch_gives_exactly_the_later_batches(start: int, few_batches_at_once: None) -> None:
-    loader = loader_of(store_of(numbered([13] * 4)), negatives=3)
+def test_resuming_at_a_batch_gives_exactly_the_later_batches(start: int, small_chunks: None) -> None:
+    loader = loader_of(store_of(numbered([13] * 4)), num_negatives=3)
     assert len(loader) == 13
     whole, resumed = list(loader.epoch(2)), list(loader.epoch(2, start_batch=start))
     assert len(whole) == 13 and len(resumed) == 13 - start
@@ -181,13 +181,13 @@ def test_a_batch_is_a_function_of_seed_epoch_rank_and_number(
     log: Users, ordered: bool, batch_size: int, world_size: int, seed: int, epoch: int, data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, world_size - 1))
-    settings_of = {"batch_size": batch_size, "world_size": world_size, "rank": rank, "seed": seed, "negatives": 3}
+    settings_of = {"batch_size": batch_size, "world_size": world_size, "rank": rank, "seed": seed, "num_negatives": 3}
     store = store_of(log, ordered=ordered)
     one, other = loader_of(store, **settings_of), loader_of(store, **settings_of)
     in_order = list(one.epoch(epoch))
     assert len(in_order) == len(one)
     for number in data.draw(st.permutations(range(len(one)))):
-        assert same(other.make(epoch, number), in_order[number])
+        assert same(other.batch(epoch, number), in_order[number])
     start = data.draw(st.integers(0, len(one)))
     resumed = other.epoch(epoch, start_batch=start)
     assert all(same(here, there) for here, there in zip(in_order[start:], resumed, strict=True))
@@ -207,74 +207,58 @@ def test_epochs_and_seeds_differ_and_the_same_ones_are_equal() -> None:
 
 
 @pytest.fixture
-def few_batches_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three of loader_of's, two with three negatives each."""
-    monkeypatch.setattr("recsys_core.data.loader.ROWS_AT_ONCE", 14)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of three batches of loader_of's size, or of two with three negatives each."""
+    monkeypatch.setattr("recsys_core.data.loader.CHUNK_ROWS", 14)
 
 
 def loader_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "loader"]
 
 
-def wait_until_no_thread_is_left() -> None:
-    deadline = time.monotonic() + 10
-    while loader_threads() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert loader_threads() == []
-
-
-@pytest.mark.parametrize("error", [ValueError("page 7 is gone"), SystemExit(3)])
-def test_an_exception_while_reading_ahead_reaches_the_trainer_after_what_was_made_before_it(
-    error: BaseException, few_batches_at_once: None
-) -> None:
-    loader = loader_of(store_of(numbered([40])))
-    make = loader._make
-
-    def fails_at_six(epoch: int, first: int, stop: int) -> list[Batch]:
-        if first == 6:
-            raise error
-        return make(epoch, first, stop)
-
-    read = []
-    with mock.patch.object(loader, "_make", fails_at_six), pytest.raises(type(error)) as caught:
-        for batch in loader.epoch(0):
-            read.append(batch)
-    assert caught.value is error and len(read) == 6
-    wait_until_no_thread_is_left()
-
-
-def test_leaving_an_epoch_early_ends_its_thread(few_batches_at_once: None) -> None:
-    loader = loader_of(store_of(numbered([400])))
-    batches = loader.epoch(0)
+def test_closing_an_epoch_early_ends_its_thread(small_chunks: None) -> None:
+    batches = loader_of(store_of(numbered([400]))).epoch(0)
     next(batches)
     assert len(loader_threads()) == 1
     batches.close()
     assert loader_threads() == []
 
 
-def test_no_more_than_the_read_ahead_is_made_in_advance(few_batches_at_once: None) -> None:
-    loader = loader_of(store_of(numbered([400])))
-    made = []
-    make, full = loader._make, threading.Event()
+@pytest.mark.parametrize("error", [ValueError("page 7 is gone"), SystemExit(3)])
+def test_an_error_of_the_background_thread_is_raised_after_the_items_before_it(error: BaseException) -> None:
+    def fail_after_six() -> Iterator[int]:
+        yield from range(6)
+        raise error
 
-    def counted(epoch: int, first: int, stop: int) -> list[Batch]:
-        made.append(first)
-        if len(made) == READ_AHEAD + 2:
-            full.set()
-        return make(epoch, first, stop)
+    received = []
+    with pytest.raises(type(error)) as caught:
+        for item in prefetch(fail_after_six(), depth=2):
+            received.append(item)
+    assert caught.value is error and received == [*range(6)]
+    assert loader_threads() == []
 
-    with mock.patch.object(loader, "_make", counted):
-        batches = loader.epoch(0)
-        next(batches)
-        assert full.wait(10)  # one go taken, READ_AHEAD in the queue, one in hand
-        time.sleep(0.05)
-        assert made == [0, 3, 6, 9]
-        batches.close()
-    wait_until_no_thread_is_left()
+
+def test_the_background_thread_computes_no_more_than_depth_items_ahead() -> None:
+    computed, full = [], threading.Event()
+
+    def count() -> Iterator[int]:
+        for number in range(100):
+            computed.append(number)
+            if number == 3:
+                full.set()
+            yield number
+
+    numbers = prefetch(count(), depth=2)
+    next(numbers)
+    assert full.wait(10)
+    time.sleep(0.05)
+    assert computed == [0, 1, 2, 3]  # one received, two in the queue, one waiting for room
+    numbers.close()
+    assert loader_threads() == []
 
 
 def test_the_batch_moves_as_a_whole() -> None:
-    batch = loader_of(store_of(numbered([9])), negatives=2).make(0, 0)
+    batch = loader_of(store_of(numbered([9])), num_negatives=2).batch(0, 0)
     assert same(batch, batch.to(torch.device("cpu")))
     meta = batch.to(torch.device("meta"))
     parts = [getattr(meta, name) for name in TENSORS] + [sparse.values() for sparse in meta.sparse.values()]
@@ -298,7 +282,7 @@ def test_without_a_history_a_query_batch_points_at_no_item() -> None:
 
 def test_the_weight_of_an_example_is_that_of_its_event_over_the_mean_of_the_training_events() -> None:
     store = replace(store_of(numbered([3, 4])), event_weight=np.arange(7, dtype=np.float32))
-    for batch in loader_of(store, negatives=2).epoch(0):
+    for batch in loader_of(store, num_negatives=2).epoch(0):
         assert batch.weight is not None and (3 * batch.weight).tolist() == pytest.approx(positives(batch))
 
 

@@ -58,7 +58,7 @@ def batch_of(history: list[list[int]], store: FeatureStore, *, user_in: str = UN
     user = np.arange(len(history))
     return Assembler(user=user_in, features=store).batch(
         user=user,
-        position=3 * user,
+        event=3 * user,
         history=JaggedArray.from_lengths(
             np.array([len(one) for one in history], np.int64), np.array([i for one in history for i in one], np.int64)
         ),

@@ -42,7 +42,7 @@ class Case:
         user, flat = np.arange(len(self.histories)), [item for one in self.histories for item in one]
         return Assembler(user=None).batch(
             user=user,
-            position=user,
+            event=user,
             history=JaggedArray.from_lengths(np.array([len(one) for one in self.histories]), np.array(flat, np.int64)),
             candidate=np.array(self.candidates, np.int64),
             weight=None if self.weights is None else np.array(self.weights, np.float32),

@@ -83,7 +83,7 @@ def batch_of(
 ) -> Batch:
     return Assembler(user=UNPOOLED, features=features).batch(
         user=np.array(users),
-        position=np.array(users),
+        event=np.array(users),
         history=JaggedArray.from_lengths(
             np.array([len(one) for one in histories]), np.array([i for one in histories for i in one], np.int64)
         ),

@@ -53,10 +53,10 @@ def test_measured_lookups_are_those_of_real_batches(ordered: bool, length: int, 
         world_size=1,
         seed=3,
         max_history=length,
-        negatives=NEGATIVES,
+        num_negatives=NEGATIVES,
         negative_share_I=negative_share(store.item_count, alpha),
     )
-    batches = [loader.make(epoch, batch) for epoch in range(2) for batch in range(len(loader) - 1)]
+    batches = [loader.batch(epoch, batch) for epoch in range(2) for batch in range(len(loader) - 1)]
 
     def looked_up(collection: str, feature: str) -> float:
         return float(np.mean([len(batch.sparse[collection][feature].values()) for batch in batches])) / BATCH

@@ -80,7 +80,7 @@ def look_up(rank: int, kind: str) -> None:
         users, history = np.array([2 * rank, 1]), histories[rank]
         batch = Assembler(user=UNPOOLED, features=store).batch(
             user=users,
-            position=3 * users,
+            event=3 * users,
             history=JaggedArray.from_lengths(
                 np.array([len(one) for one in history]), np.array([i for one in history for i in one])
             ),

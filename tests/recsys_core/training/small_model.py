@@ -128,7 +128,7 @@ def make_batch(spec: ModelSpec, *, ranks: Sequence[int], step: int, queries: int
     drawn = {name: np.concatenate(values) for name, values in parts.items()}
     return assembler.batch(
         user=drawn["user"],
-        position=drawn["position"],
+        event=drawn["position"],
         history=JaggedArray.from_lengths(drawn["length"], drawn["row"]),
         candidate=np.concatenate([drawn["positive"], drawn["negative"]]),
     )

@@ -85,7 +85,7 @@ def loader_of(made: tuple[EventStore, FeatureStore], *, with_features: bool = Tr
     return TrainLoader(
         store,
         assembler=Assembler(user=UNPOOLED, features=features if with_features else None),
-        batch_size=7, rank=0, world_size=1, seed=4, max_history=3, negatives=5, negative_share_I=np.full(ITEMS, 1 / ITEMS),
+        batch_size=7, rank=0, world_size=1, seed=4, max_history=3, num_negatives=5, negative_share_I=np.full(ITEMS, 1 / ITEMS),
     )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def test_each_query_has_the_features_of_its_user_and_event_and_each_item_its_own
     loader = loader_of(made)
     device = features.features["context.device"].row
     positions = []
-    for batch in (loader.make(0, number) for number in range(len(loader))):
+    for batch in (loader.batch(0, number) for number in range(len(loader))):
         assert batch.weight is not None
         query, likes = samples(batch.sparse["pooled"]), samples(batch.sparse["pooled_weighted"])["user.likes"]
         much, items = samples(batch.sparse["pooled_weighted"], weights=True)["user.likes"], samples(batch.sparse[UNPOOLED])
@@ -190,7 +190,7 @@ def test_features_change_nothing_else_about_a_batch(made: tuple[EventStore, Feat
 
 
 def test_the_whole_batch_moves(made: tuple[EventStore, FeatureStore]) -> None:
-    batch = loader_of(made).make(0, 0).to(torch.device("meta"))
+    batch = loader_of(made).batch(0, 0).to(torch.device("meta"))
     assert batch.weight is not None
     weighted = batch.sparse["pooled_weighted"]
     parts = [weighted.values(), weighted.weights(), weighted.lengths(), batch.weight, batch.item_weight["item.tags"]]
@@ -204,5 +204,5 @@ def test_a_log_without_weights_has_none(tmp_path: Path) -> None:
     store = EventStore.open(interactions)
     assert store.event_weight is None
     loader = TrainLoader(store, assembler=Assembler(user=None), batch_size=2, rank=0, world_size=1, seed=0, max_history=1)
-    batch = loader.make(0, 0)
+    batch = loader.batch(0, 0)
     assert batch.weight is None and set(batch.sparse) == {UNPOOLED}

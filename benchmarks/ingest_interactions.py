@@ -63,7 +63,7 @@ def measure(*, repeats: int = 3) -> dict[str, Any]:
         }
     return {
         "ways": {way: summary(measurements) for way, measurements in runs.items()},
-        "second_night": second,
+        "second_run": second,
         "same_limit": {name: result | {"seconds": round(result["seconds"], 2)} for name, result in same_limit.items()},
     }
 
@@ -85,7 +85,7 @@ def to_markdown(results: dict[str, Any]) -> str:
         "|:---|---:|---:|---:|---:|---:|",
     ]
     for name in ("first", "second"):
-        run = results["second_night"][name]
+        run = results["second_run"][name]
         lines.append(
             f"| {name} run | {run['seconds']:.2f} | {run['files_read']} | {run['rows_read']:,} | {run['events']:,} "
             f"| {run['rows_changed']:,} |"

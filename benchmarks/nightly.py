@@ -44,7 +44,7 @@ def execute_run(arguments: list[str]) -> dict[str, Any]:
 def to_markdown(results: dict[str, Any]) -> str:
     """Return one table per run."""
     lines = [f"Measured on {results['date']} on {results['machine']} by `make bench-nightly`; one run each.", ""]
-    for name, run in results["nights"].items():
+    for name, run in results["runs"].items():
         lines += [f"## {name}", "", "| | " + " | ".join(METRICS) + " |", "|:---|" + "---:|" * len(METRICS)]
         for model, values in run["metrics"].items():
             cells = ("-" if values[m] is None else f"{values[m]:.4f}" for m in METRICS)
@@ -64,7 +64,7 @@ def main() -> None:
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "machine": f"{len(os.sched_getaffinity(0))} cores",
         "versions": {name: versions[name] for name in ("torch", "torchrec", "prefect", "mlflow") if name in versions},
-        "nights": {name: execute_run(arguments) for name, arguments in runs.items()},
+        "runs": {name: execute_run(arguments) for name, arguments in runs.items()},
     }
     (ROOT / "benchmarks" / "nightly.json").write_text(json.dumps(results, indent=2) + "\n")
     (ROOT / "benchmarks" / "nightly.md").write_text(to_markdown(results))

@@ -45,6 +45,7 @@ def terminal_svg(session: str, *, title: str, columns: int) -> str:
     """Return an SVG of the final screen of a session with ANSI colours. The SVG uses no web fonts."""
     console = Console(record=True, width=columns, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(Text.from_ansi("\n".join(final_lines(session))), soft_wrap=True)
+    console.print()  # export_svg cuts the last line
     return _WEB_FONTS.sub("", console.export_svg(title=title))
 
 

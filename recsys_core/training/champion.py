@@ -1,4 +1,4 @@
-"""The model that a night starts from: what its run left behind."""
+"""The champion of a warm start: the model of an earlier run, its rows by id, and its compatibility with the new model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,12 +28,18 @@ from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec, Side
 from recsys_core.models.table_config import OFFSET
 from recsys_core.models.towers import CandidateTower, QueryTower
-from recsys_core.training.optimizers import has_sums
+from recsys_core.training.optimizers import has_accumulators
+
+ID_FILES = {"item": "items.parquet", OFFSET: "items.parquet", "user": "users.parquet"}
+"""File of the interactions stage with the ids of a table's rows; every other table belongs to a feature."""
+_TEMPERATURE = "objective.log_temperature"
+_EMPTY_HISTORY = "query.pooling.start"
+"""Vector of an empty history; exports of early versions do not have it."""
 
 
 @dataclass(frozen=True)
 class Champion:
-    """Stages of the run `run_id`, and the model that it trained."""
+    """The champion's model and the stages of its run."""
 
     run_id: str
     spec: ModelSpec
@@ -44,136 +50,138 @@ class Champion:
 
     @classmethod
     def open(cls, run_id: str, *, train: Path, export: Path, interactions: Path, features: Path) -> Self | None:
-        """From the folders of the stages; None unless all that the model has is there, and readable by this version.
+        """Open the stage folders of a run; return None if one is missing, damaged or not readable by this version.
 
-        The export is compared with its checksums. Of the others only a few files are read, and those are looked at then.
+        Only the export is verified here. The files of the other stages are verified when they are read (`require_unchanged`).
         """
-        trained = load_manifest(train, TrainManifest, verify=False)
-        exported = load_manifest(export, ExportManifest)
+        train_manifest = load_manifest(train, TrainManifest, verify=False)
+        export_manifest = load_manifest(export, ExportManifest)
         log = load_manifest(interactions, InteractionsManifest, verify=False)
-        if trained is None or exported is None or log is None or not all(log.path(name).is_file() for name in log.files):
+        if train_manifest is None or export_manifest is None or log is None:
+            return None
+        if not all(log.path(name).is_file() for name in log.files):
             return None
         try:
-            spec = ModelSpec.model_validate_json(exported.path("model.json").read_bytes())
+            spec = ModelSpec.model_validate_json(export_manifest.path("model.json").read_bytes())
         except ValueError:
             return None
-        described = load_manifest(features, FeaturesManifest, verify=False) if spec.forms else None
-        if spec.forms and described is None:
+        features_manifest = load_manifest(features, FeaturesManifest, verify=False) if spec.forms else None
+        if spec.forms and features_manifest is None:
             return None
-        return cls(run_id, spec, trained, exported, log, described)
+        return cls(run_id, spec, train_manifest, export_manifest, log, features_manifest)
 
 
-IDS = {"item": "items.parquet", OFFSET: "items.parquet", "user": "users.parquet"}
-"""Where the ids of these tables are; all others are of features."""
+def champion_rows(table: str, *, dataset: Dataset, champion: Champion) -> NDArray[np.int64]:
+    """Return for each row of `table` its row in the champion's table, -1 for a new row: int64 [rows].
 
+    Rows are matched by id, also if the vocabulary continues the champion's: two runs may have continued the same vocabulary,
+    and the rows that they appended then belong to different ids.
 
-def champion_rows(
-    table: str,
-    *,
-    interactions: tuple[InteractionsManifest, InteractionsManifest],
-    features: tuple[FeaturesManifest | None, FeaturesManifest | None],
-) -> NDArray[np.int64]:
-    """For each row of `table` tonight its row in the champion's table, -1 for none: int64 [rows].
-
-    interactions, features: tonight's, then the champion's. Raises StageError when a file of the champion's has changed.
+    Raises StageError if a file of the champion has changed.
     """
-    if table in IDS:
-        tonight, before = (_column(stage, IDS[table], "id") for stage in interactions)
-        return rows_by_value(tonight, before)
-    assert features[0] is not None and features[1] is not None  # the table is in both models
-    name = vocabulary_name(table)
-    if name not in features[0].files:
-        # The same hash, or buckets in the same order; ties among a night's quantiles may have made them fewer.
-        row = np.arange(features[0].features[table].rows)
-        return np.where(row < features[1].features[table].rows, row, -1)
-    tonight, before = (_column(stage, name, "value") for stage in (features[0], features[1]))
-    return rows_by_value(tonight, before)
+    if table in ID_FILES:
+        return rows_by_id(table, of=dataset.interactions, within=champion.interactions)
+    current, old = dataset.features, champion.features
+    assert current is not None and old is not None  # both models have the table
+    vocabulary = vocabulary_name(table)
+    if vocabulary in current.files:
+        return rows_by_value(_column(current, vocabulary, "value"), _column(old, vocabulary, "value"))
+    # Hash values or buckets, in the same order. Equal quantiles may have left the champion with fewer buckets.
+    row = np.arange(current.features[table].rows)
+    return np.where(row < old.features[table].rows, row, -1)
+
+
+def rows_by_id(table: str, *, of: InteractionsManifest, within: InteractionsManifest) -> NDArray[np.int64]:
+    """Return for each id of `table` in one stage its row in another stage, -1 if it is not there.
+
+    Raises StageError if a file of either stage has changed.
+    """
+    return rows_by_value(_column(of, ID_FILES[table], "id"), _column(within, ID_FILES[table], "id"))
+
+
+def rows_by_value(values: pa.ChunkedArray, within: pa.ChunkedArray) -> NDArray[np.int64]:
+    """Return for each of `values` its index in `within`, -1 if it is not there. Null is a value; 5 equals "5".
+
+    >>> rows_by_value(pa.chunked_array([["b", "new", "a"]]), pa.chunked_array([["a", "b", "old"]])).tolist()
+    [1, -1, 0]
+    """
+    if values.type != within.type:
+        values, within = values.cast(pa.string()), within.cast(pa.string())
+    row = pc.index_in(values, value_set=within).fill_null(-1)
+    return np.asarray(row.to_numpy(), dtype=np.int64)
 
 
 def vocabulary_name(feature: str) -> str:
-    """File of the feature's vocabulary; numbers and hashed features have none."""
+    """Return the file name of a feature's vocabulary; numeric and hashed features have no such file."""
     return f"{feature}.vocabulary.parquet"
 
 
-def rows_by_value(tonight: pa.ChunkedArray, before: pa.ChunkedArray) -> NDArray[np.int64]:
-    """Where each value of `tonight` stands in `before`, -1 where it does not; null is a value. 5 and "5" are the same.
-
-    >>> rows_by_value(pa.chunked_array([["b", "new", "a"]]), pa.chunked_array([["a", "b", "gone"]])).tolist()
-    [1, -1, 0]
-    """
-    if tonight.type != before.type:
-        tonight, before = tonight.cast(pa.string()), before.cast(pa.string())
-    found = pc.index_in(tonight, value_set=before).fill_null(-1)
-    return np.asarray(found.to_numpy(), dtype=np.int64)
+def require_unchanged(stage: Manifest, name: str) -> Path:
+    """Return the path of a file of `stage`; raise StageError if it differs from its checksum."""
+    path: Path = stage.path(name)
+    if record_file(path) != stage.files[name]:
+        raise StageError(f"{path}: changed since it was written; set training.warm_start to null for this run")
+    return path
 
 
 def _column(stage: Manifest, name: str, column: str) -> pa.ChunkedArray:
-    path: Path = stage.path(name)
-    if record_file(path) != stage.files[name]:
-        raise StageError(f"{path}: changed since it was written; set training.warm_start to null for this night")
-    return pq.read_table(path, columns=[column])[column]
+    return pq.read_table(require_unchanged(stage, name), columns=[column])[column]
 
 
-SIDES: tuple[Side, Side] = ("query", "item")
-_TEMPERATURE = "objective.log_temperature"
-_START = "query.pooling.start"
-"""The vector of an empty history; exports of versions before it do not have it."""
+def require_compatible(spec: ModelSpec, *, champion: Champion, dataset: Dataset, optimizer: TableOptimizer) -> None:
+    """Raise InputError for the first setting that gives the champion's rows or layers another meaning.
 
-
-def require_fit(
-    spec: ModelSpec,
-    *,
-    champion: Champion,
-    dataset: Dataset,
-    optimizer: TableOptimizer,
-) -> None:
-    """InputError for the first setting under which the champion's values would mean something else.
-
-    optimizer: tonight's, of the tables without one of their own.
+    optimizer: this run's optimizer of the tables without one of their own.
     """
-    interactions = dataset.interactions
-    if interactions.id_columns != champion.interactions.id_columns:
-        raise _misfit(
-            "interactions.(user_column, item_column)", interactions.id_columns, champion.interactions.id_columns, champion
+    id_columns = dataset.interactions.id_columns
+    if id_columns != champion.interactions.id_columns:
+        raise _incompatible(
+            "interactions.(user_column, item_column)", id_columns, champion.interactions.id_columns, champion
         )
-    before = architecture(champion.spec)
+    old_architecture = architecture(champion.spec)
     for setting, value in architecture(spec).items():
-        if setting not in before or before[setting] != value:
-            raise _misfit(setting, value, before.get(setting), champion)
+        if setting not in old_architecture or old_architecture[setting] != value:
+            raise _incompatible(setting, value, old_architecture.get(setting), champion)
     for name in carried_tables(spec, champion=champion):
-        table, old = spec.tables[name], champion.spec.tables[name]
-        if table.dim != old.dim:
-            raise _misfit(f"tables.{name}: the width", table.dim, old.dim, champion)
-        _require_same_values(name, features=dataset.features, champion=champion)
-        if has_sums(spec, name, default=optimizer) and f"state_{name}.npy" not in champion.export.files:
+        table, old_table = spec.tables[name], champion.spec.tables[name]
+        if table.dim != old_table.dim:
+            raise _incompatible(f"the width of tables.{name}", table.dim, old_table.dim, champion)
+        _require_same_definition(name, features=dataset.features, champion=champion)
+        if has_accumulators(spec, name, default=optimizer) and f"state_{name}.npy" not in champion.export.files:
             kind = (table.settings.optimizer or optimizer).kind
-            raise _misfit(f"the optimizer of table {name}", kind, "one without Adagrad's sums, which it needs", champion)
+            raise _incompatible(f"the optimizer of table {name}", kind, "one without Adagrad accumulators", champion)
 
 
 def carried_tables(spec: ModelSpec, *, champion: Champion) -> list[str]:
-    """Tables whose rows go on: trained by the champion, and to be trained tonight. A frozen one has tonight's vectors."""
-    before = champion.spec.tables
-    return [name for name, table in spec.tables.items() if not table.frozen and name in before and not before[name].frozen]
+    """Return the tables whose rows are carried over: those that the champion trained and this run trains too."""
+    old = champion.spec.tables
+    return [name for name, table in spec.tables.items() if not table.frozen and name in old and not old[name].frozen]
 
 
 def architecture(spec: ModelSpec) -> dict[str, object]:
-    """By setting what has to be equal for layers and rows to mean the same; their shapes alone would not tell."""
-    config = spec.config
-    told: dict[str, object] = {"model.embedding_dim": config.embedding_dim, "model.similarity": config.similarity}
-    told |= {f"model.history.{name}": getattr(config.history, name) for name in ("pooling", "items")}
-    if config.history.pooling == "recency":
-        told["model.history.length"] = config.history.length  # one weight for each place
-    towers = (("query", config.query, config.query_layers), ("candidate", config.candidate, config.candidate_layers))
-    for (name, tower, layers), side in zip(towers, SIDES, strict=True):
-        told |= {f"model.{name}.layers": layers}
-        told |= {f"model.{name}.{setting}": getattr(tower, setting) for setting in ("skip_connection", "layer_norm")}
-        if layers:  # over the inputs side by side: another order would be another model
-            told[f"what the {name} tower's layers read"] = tuple(tower_inputs(spec, side))
-    return told
+    """Return the settings that have to be equal, by name: with other values, equal shapes can have another meaning."""
+    config, history = spec.config, spec.config.history
+    settings: dict[str, object] = {
+        "model.embedding_dim": config.embedding_dim,
+        "model.similarity": config.similarity,
+        "model.history.pooling": history.pooling,
+        "model.history.item_representation": history.item_representation,
+    }
+    if history.pooling == "recency":
+        settings["model.history.length"] = history.length  # the pooling has one weight per history entry
+    towers: tuple[tuple[Side, str], ...] = (("query", "query"), ("item", "candidate"))
+    for side, name in towers:
+        tower, layers = getattr(config, name), getattr(config, f"{name}_layers")
+        settings[f"model.{name}.layers"] = layers
+        settings[f"model.{name}.skip_connection"] = tower.skip_connection
+        settings[f"model.{name}.layer_norm"] = tower.layer_norm
+        if layers:  # the layers read the concatenated inputs, so their order matters
+            settings[f"the inputs of the {name} tower's layers"] = tuple(tower_inputs(spec, side))
+    return settings
 
 
 def tower_inputs(spec: ModelSpec, side: Side) -> list[str]:
-    """Names of what the tower of `side` reads, in order."""
+    """Return the names of the inputs of a tower, in order."""
     if side == "item":
         return ["item", *spec.features("item")]
     history = spec.config.history
@@ -182,21 +190,25 @@ def tower_inputs(spec: ModelSpec, side: Side) -> list[str]:
 
 
 def champion_layers(spec: ModelSpec, *, champion: Champion, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`dense`, the champion's layers by name, under the names that they have in tonight's model.
+    """Return the champion's layers under the names that they have in the new model.
 
-    What only tonight's model has, the projection of a new feature, a temperature to be learned or the vector of an empty
-    history, is left out and starts as in a full training. What the champion keeps count of (how often it met an item) belongs
-    to its night and stays behind. Raises InputError when a layer has another shape.
+    Parameters that the champion does not have are left out and keep their initial values: the projection of a new feature, a
+    learned temperature, the vector of an empty history. The champion's item frequencies are not carried over.
+
+    Args:
+        dense: the champion's layers by name.
+
+    Raises InputError if a layer has another shape.
     """
     carried = {}
     for name, shape in _layer_shapes(spec).items():
-        old = _name_before(name, spec=spec, before=champion.spec)
-        if old is None or (name == _START and name not in dense):
+        old_name = _name_in_champion(name, spec=spec, old=champion.spec)
+        if old_name is None or (name == _EMPTY_HISTORY and name not in dense):
             continue
-        if old not in dense or tuple(dense[old].shape) != shape:
-            found = tuple(dense[old].shape) if old in dense else "not there"
-            raise _misfit(f"the layer {name}", shape, found, champion)
-        carried[name] = dense[old]
+        old_shape = tuple(dense[old_name].shape) if old_name in dense else None
+        if old_shape != shape:
+            raise _incompatible(f"the shape of layer {name}", shape, old_shape, champion)
+        carried[name] = dense[old_name]
     if spec.config.learn_temperature and _TEMPERATURE in dense:
         carried[_TEMPERATURE] = dense[_TEMPERATURE]
     return carried
@@ -204,43 +216,40 @@ def champion_layers(spec: ModelSpec, *, champion: Champion, dense: Mapping[str, 
 
 def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
-        sides = nn.ModuleDict({"query": QueryTower(spec), "item": CandidateTower(spec)})
-    return {name: tuple(parameter.shape) for name, parameter in sides.named_parameters()}
+        towers = nn.ModuleDict({"query": QueryTower(spec), "item": CandidateTower(spec)})
+    return {name: tuple(parameter.shape) for name, parameter in towers.named_parameters()}
 
 
-def _name_before(name: str, *, spec: ModelSpec, before: ModelSpec) -> str | None:
-    """What the champion calls the layer `name`; None for the projection of an input that it has not.
+def _name_in_champion(name: str, *, spec: ModelSpec, old: ModelSpec) -> str | None:
+    """Return the champion's name of a layer; None for the projection of an input that the champion does not have.
 
-    Projections are numbered by input, so a feature more or less in front of one gives it another number.
+    Projections are numbered by input, so their numbers change when a feature is added or removed.
     """
     side: Side = "query" if name.startswith("query.") else "item"
-    rest = name.partition(".")[2]
-    if not rest.startswith("tower.projections."):
+    if not name.startswith(f"{side}.tower.projections."):
         return name
-    _, _, number, parameter = rest.split(".")
-    inputs, source = tower_inputs(before, side), tower_inputs(spec, side)[int(number)]
-    return f"{side}.tower.projections.{inputs.index(source)}.{parameter}" if source in inputs else None
+    number, parameter = name.split(".")[3:]
+    input_name, old_inputs = tower_inputs(spec, side)[int(number)], tower_inputs(old, side)
+    return f"{side}.tower.projections.{old_inputs.index(input_name)}.{parameter}" if input_name in old_inputs else None
 
 
-def _require_same_values(name: str, *, features: FeaturesManifest | None, champion: Champion) -> None:
-    """InputError where the rows of a feature without a vocabulary stand for other values than the champion's."""
+def _require_same_definition(name: str, *, features: FeaturesManifest | None, champion: Champion) -> None:
+    """Raise InputError if the rows of a feature without a vocabulary have another meaning than the champion's."""
     old = champion.features
     if features is None or old is None or name not in features.features:
         return
-    vocabularies = [vocabulary_name(name) in stage.files for stage in (features, old)]
-    tonight, before = (stage.features[name].definition for stage in (features, old))
-    if vocabularies != [True, True] and tonight != before:
-        raise _misfit(f"features: how {name} is read", tonight, before, champion)
+    if all(vocabulary_name(name) in stage.files for stage in (features, old)):
+        return
+    definition, old_definition = (stage.features[name].definition for stage in (features, old))
+    if definition != old_definition:
+        raise _incompatible(f"the definition of feature {name}", definition, old_definition, champion)
 
 
-def _misfit(what: str, tonight: object, before: object, champion: Champion) -> InputError:
-    return InputError(
-        f"{what} is {_shown(tonight)} tonight, and {_shown(before)} in the champion (run {champion.run_id}) that the night "
-        "would start from; set training.warm_start to null for this night, or go back to the old setting"
+def _incompatible(setting: str, value: object, old_value: object, champion: Champion) -> InputError:
+    shown, old_shown = (
+        "absent" if one is None else str(list(one)) if isinstance(one, tuple) else str(one) for one in (value, old_value)
     )
-
-
-def _shown(value: object) -> str:
-    if value is None:
-        return "not there"
-    return str(list(value)) if isinstance(value, tuple) else str(value)
+    return InputError(
+        f"{setting} is {shown} in this run, but {old_shown} in the champion (run {champion.run_id}) from which training would "
+        "start; set training.warm_start to null for this run, or go back to the old setting"
+    )

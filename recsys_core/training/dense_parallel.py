@@ -1,4 +1,4 @@
-"""The towers' layers: a replica on every rank (DDP), or spread over the ranks (FSDP2) where replicas would be large."""
+"""Parallelism of the towers' layers: replicated on every rank (DDP), or sharded over the ranks (FSDP2)."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -17,19 +17,21 @@ from recsys_core.models.towers import MLP, CandidateTower, QueryTower
 from recsys_core.training.config import DenseParallel
 
 logger = logging.getLogger(__name__)
-PARAMETER_BYTES = 16
-"""What a replica costs a rank per parameter, in float32: weight, gradient and Adam's two moments."""
-REPLICA_BYTES = 2**30
-"""Replicas above this are sharded under `auto`: 67 million parameters, as of two layers of 5,800 x 5,800. Below it sharding
-gives back a hundredth of a GPU's memory, and asks for two all-gathers per layer and step.
+REPLICA_BYTES_PER_PARAMETER = 16
+"""float32 weight, gradient and Adam's two moments."""
+MAX_REPLICA_BYTES = 2**30
+"""`auto` shards larger replicas: more than 67 million parameters, such as two layers of 5,800 x 5,800. For smaller ones sharding
+would save about 1 % of a GPU's memory, at the cost of two all-gathers per layer and step.
 """
 
 
-def require_layers(wish: DenseParallel, *, spec: ModelSpec) -> None:
-    """InputError where `sharded` is asked for and neither tower has a layer."""
+def require_layers(mode: DenseParallel, *, spec: ModelSpec) -> None:
+    """Raise InputError if `mode` is sharded and neither tower has a layer."""
+    if mode != "sharded":
+        return
     with torch.device("meta"):
-        modules = _modules(QueryTower(spec), CandidateTower(spec))
-    if wish == "sharded" and not modules:
+        modules = _modules_with_parameters(QueryTower(spec), CandidateTower(spec))
+    if not modules:
         raise InputError(
             "training.dense_parallel is sharded, but there is no layer to shard: model.query.layers are "
             f"{list(spec.config.query_layers)}, model.candidate.layers {list(spec.config.candidate_layers)}, and all features "
@@ -37,26 +39,30 @@ def require_layers(wish: DenseParallel, *, spec: ModelSpec) -> None:
         )
 
 
-def is_sharded(wish: DenseParallel, *, parameters: int, world_size: int) -> bool:
-    """Whether layers of so many parameters are spread over the ranks.
+def is_sharded(mode: DenseParallel, *, num_parameters: int, world_size: int) -> bool:
+    """Whether layers with this many parameters are sharded.
 
-    >>> [is_sharded("auto", parameters=millions * 2**20, world_size=8) for millions in (64, 65)]
+    >>> [is_sharded("auto", num_parameters=millions * 2**20, world_size=8) for millions in (64, 65)]
     [False, True]
-    >>> is_sharded("auto", parameters=2**30, world_size=1)  # nothing to spread over
+    >>> is_sharded("auto", num_parameters=2**30, world_size=1)
     False
     """
-    return wish == "sharded" or (wish == "auto" and world_size > 1 and parameters * PARAMETER_BYTES > REPLICA_BYTES)
+    is_large = num_parameters * REPLICA_BYTES_PER_PARAMETER > MAX_REPLICA_BYTES
+    return mode == "sharded" or (mode == "auto" and world_size > 1 and is_large)
 
 
-def shard_layers(head: RetrievalHead, *, wish: DenseParallel, device: torch.device) -> set[str]:
-    """Leaves this rank its rows of each layer's weights if `wish` says so; names of what DDP has to leave alone.
+def shard_layers(head: RetrievalHead, *, mode: DenseParallel, device: torch.device) -> set[str]:
+    """Collective. Shard the weights of the towers' layers if `mode` requires it.
 
-    What the towers do not hold, the weights of the pooling and the temperature, is small and stays replicated. Under bf16 the
-    rounded copies of the gathered weights live until the backward pass, as autocast keeps them.
+    The weights of the pooling and the temperature are small and stay replicated. With bf16 the rounded copies of the gathered
+    weights stay in memory until the backward pass, as they do with autocast.
+
+    Returns:
+        Names of the sharded parameters, which DDP has to ignore.
     """
-    modules = _modules(head.query, head.item)
-    parameters = sum(parameter.numel() for module in modules for parameter in module.parameters())
-    if not is_sharded(wish, parameters=parameters, world_size=dist.get_world_size()):
+    modules = _modules_with_parameters(head.query, head.item)
+    num_parameters = sum(parameter.numel() for module in modules for parameter in module.parameters())
+    if not is_sharded(mode, num_parameters=num_parameters, world_size=dist.get_world_size()):
         return set()
     assert dist.group.WORLD is not None
     mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
@@ -65,31 +71,31 @@ def shard_layers(head: RetrievalHead, *, wish: DenseParallel, device: torch.devi
             for layer in module.layers or ():
                 if isinstance(layer, nn.Linear):
                     fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-        # One more group for what is left: the projections, and what lies between the layers. It too is given back after the
-        # forward pass, so that a state dict and whoever looks at a parameter always find the shard.
+        # One more FSDP group for the remaining parameters: the projections and the norms between the layers. It is resharded
+        # after the forward pass too, so that a state dict always holds shards.
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
-    logger.info("towers: %s parameters, sharded over %d ranks", f"{parameters:,}", dist.get_world_size())
+    logger.info("towers: %s parameters, sharded over %d ranks", f"{num_parameters:,}", dist.get_world_size())
     return {name for name, parameter in head.named_parameters() if isinstance(parameter, DTensor)}
 
 
-def _modules(query: QueryTower, item: CandidateTower) -> list[nn.Module]:
-    """What is sharded: modules that are called, which is when FSDP gathers their parameters, and that have some."""
+def _modules_with_parameters(query: QueryTower, item: CandidateTower) -> list[nn.Module]:
+    """The modules to shard. Each is called as a module, because FSDP gathers the parameters of a module when it is called."""
     return [module for module in (query.tower, item.tower, item.projection) if next(module.parameters(), None) is not None]
 
 
-def local(value: Tensor) -> Tensor:
-    """What this rank holds of a layer's weights, gradients or optimizer state."""
+def local_part(value: Tensor) -> Tensor:
+    """Return this rank's part of a layer's weights, gradients or optimizer state."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def whole(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Collective. The entries of a state dict one after the other, each gathered from all ranks."""
+def gathered_items(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Collective. Yield (name, whole tensor) of a state dict, gathering one tensor at a time."""
     for name, value in state.items():
         yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def fill(parameter: Tensor, value: Tensor) -> None:
-    """Overwrites `parameter`, or this rank's part of it, with the whole `value`, which every rank has."""
+def copy_whole(parameter: Tensor, value: Tensor) -> None:
+    """Overwrite `parameter`, or this rank's part of it, with the whole tensor `value`, which every rank has."""
     if isinstance(parameter, DTensor):
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(value)

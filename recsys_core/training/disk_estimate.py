@@ -1,4 +1,4 @@
-"""What training and export write at least, in bytes: from the model's tables, before a rank is started."""
+"""Disk-space estimates of training and export, from the sizes of the model's tables."""
 
 from pathlib import Path
 
@@ -14,39 +14,39 @@ _STATE_PER_ROW: dict[TableOptimizerKind, tuple[int, int]] = {
     "adam": (0, 2),
     "partial_rowwise_adam": (1, 1),
 }
-"""Numbers that an optimizer keeps per row, and per number of a row."""
+"""float32 values that an optimizer stores: (per row, per value of a row)."""
 
 
 def training_bytes(config: TrainingConfig, *, model: ModelSpec, work: Path, steps_per_epoch: int) -> int:
-    """What the checkpoints take at their peak beyond what is in `work` already, which an earlier attempt wrote."""
-    checkpoint = sum(_weights(table) + _state(table, default=config.table_optimizer) for table in model.tables.values())
-    # The best one is kept apart from the newest, and a new one is complete before an old one is removed.
-    most = config.keep_checkpoints + 1 + (config.validation is not None)
-    measured = 0 if config.validation is None else config.epochs // config.validation.every_epochs
-    saves = max(1, config.epochs * steps_per_epoch // config.checkpoint_every_steps + measured)
-    there = sum(path.stat().st_size for path in work.rglob("*") if path.is_file())
-    return max(0, min(most, saves) * checkpoint - there)
+    """Return the bytes that the checkpoints will need at their peak, less the bytes already in `work`."""
+    checkpoint_bytes = sum(_weight_bytes(table) + _state_bytes(table, default=config.table_optimizer) for table in model.tables.values())
+    # A new checkpoint is complete before an old one is removed, and the best one is kept in addition.
+    max_checkpoints = config.keep_checkpoints + 1 + (config.validation is not None)
+    num_validations = 0 if config.validation is None else config.epochs // config.validation.every_epochs
+    num_saves = max(1, config.epochs * steps_per_epoch // config.checkpoint_every_steps + num_validations)
+    existing_bytes = sum(path.stat().st_size for path in work.rglob("*") if path.is_file())
+    return max(0, min(max_checkpoints, num_saves) * checkpoint_bytes - existing_bytes)
 
 
 def export_bytes(default: TableOptimizer, *, model: ModelSpec) -> int:
-    """What the export's arrays take; one of them is on the disk twice while it is put together."""
+    """Return the bytes of the export's arrays, plus the largest one, which is on disk twice while it is built."""
     widths = model.config.history_dim, model.config.output_dim
-    arrays = [model.num_items * width * FLOAT_BYTES for width in widths]
-    arrays += [_weights(table) for table in model.tables.values()]
-    sums = [
-        _state(table, default=default)
+    arrays = [model.items * width * FLOAT_BYTES for width in widths]
+    arrays += [_weight_bytes(table) for table in model.tables.values()]
+    accumulators = [
+        _state_bytes(table, default=default)
         for table in model.tables.values()
         if (table.settings.optimizer or default).kind in ("rowwise_adagrad", "adagrad")
     ]
-    return sum(arrays) + sum(sums) + max(arrays)
+    return sum(arrays) + sum(accumulators) + max(arrays)
 
 
-def _weights(table: TableSpec) -> int:
-    return table.num_rows * table.dim * FLOAT_BYTES
+def _weight_bytes(table: TableSpec) -> int:
+    return table.rows * table.dim * FLOAT_BYTES
 
 
-def _state(table: TableSpec, *, default: TableOptimizer) -> int:
+def _state_bytes(table: TableSpec, *, default: TableOptimizer) -> int:
     if table.frozen:
         return 0
-    per_row, per_number = _STATE_PER_ROW[(table.settings.optimizer or default).kind]
-    return table.num_rows * (per_row + per_number * table.dim) * FLOAT_BYTES
+    per_row, per_value = _STATE_PER_ROW[(table.settings.optimizer or default).kind]
+    return table.rows * (per_row + per_value * table.dim) * FLOAT_BYTES

@@ -1,6 +1,6 @@
-"""Vectors of the sharded model: every rank encodes a range of rows and writes it into its part of an array.
+"""Encoding with the sharded model: each rank encodes a range of rows and writes the vectors to its part of an array.
 
-Shapes: I items, H width of an item in a history, O output width.
+Shapes: B rows of a batch, D width of a vector.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,72 +12,89 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recsys_core.data.assembly import Assembler
-from recsys_core.data.events import EvaluationSplit, EventStore
-from recsys_core.data.jagged import Int64Array
+from recsys_core.data.events import EvaluationSplit, EventStore, Rows
 from recsys_core.data.loader import query_batch
 from recsys_core.errors import StageError
+from recsys_core.models.spec import ModelSpec
 from recsys_core.models.task import RetrievalTask
 from recsys_core.training.process_group import Process
 from recsys_core.training.sharded_array import Part, build_array
 
-ENCODE_ROWS = 8192
+ENCODE_BATCH_ROWS = 8192
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """A trained task and what its features are read from. Encoding is collective: every rank calls it as often."""
+    """A trained task and the data of its inputs. Encoding is collective: every rank has to encode equally many batches."""
 
     task: RetrievalTask
     store: EventStore
     assembler: Assembler
     process: Process
 
-    def items(self, rows: Int64Array) -> tuple[Tensor, Tensor]:
-        """(what stands for the items in a history [n, H], candidate vectors [n, O])."""
+    @property
+    def spec(self) -> ModelSpec:
+        """The spec of the task's model."""
+        return self.task.head.spec
+
+    def items(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Collective. Return (item representations for histories [B, D], candidate vectors [B, D]); their widths may differ."""
         return self.task.encode_items(self.assembler.items(rows).to(self.process.device))
 
-    def queries(self, users: Int64Array, *, split: EvaluationSplit) -> Tensor:
-        """Query vectors [n, O] of `users` as they stood before `split`."""
-        length = self.task.head.spec.config.history.length
+    def queries(self, users: Rows, *, split: EvaluationSplit) -> Tensor:
+        """Collective. Return query vectors [B, D] of `users`, from their events before `split`."""
+        length = self.spec.config.history.length
         batch = query_batch(self.store, users, split, assembler=self.assembler, max_history=length)
         return self.task.encode_queries(batch.to(self.process.device))
 
 
 class RankWriter:
-    """Arrays of which each rank encodes a contiguous range of rows."""
+    """Splits the rows of an array into one contiguous range per rank, and writes this rank's range in batches.
 
-    def __init__(self, process: Process, *, alive: Path) -> None:
-        self._process, self._alive = process, alive
+    Args:
+        heartbeat: file to touch after each batch.
+    """
 
-    def write(
-        self, parts: Sequence[Part], *, count: int, encode: Callable[[Int64Array], tuple[Tensor, ...]], what: str
-    ) -> None:
-        """Collective. Adds this rank's rows of `count` to each part, as encode(rows) gives them for it, in batches."""
-        for rows, is_ours in self.batches(count):
+    def __init__(self, process: Process, *, heartbeat: Path) -> None:
+        self._process, self._heartbeat = process, heartbeat
+
+    def write(self, parts: Sequence[Part], *, num_rows: int, encode: Callable[[Rows], tuple[Tensor, ...]], name: str) -> None:
+        """Collective. Encode this rank's range of `num_rows` rows, and add one array of vectors to each of `parts`.
+
+        Args:
+            encode: row numbers -> one array of vectors per part.
+            name: what is encoded, for the error message.
+
+        Raises StageError if a vector is not finite.
+        """
+        for rows, is_real in self.batches(num_rows):
             for part, vectors in zip(parts, encode(rows), strict=True):
                 if not vectors.isfinite().all():
                     raise StageError(
-                        f"{what}: the trained model gives vectors that are not finite (near row {rows[0]}); lower the learning "
+                        f"{name}: the trained model gives vectors that are not finite (near row {rows[0]}); lower the learning "
                         "rates of training.table_optimizer or training.dense_optimizer"
                     )
-                if is_ours:
+                if is_real:
                     part.add(int(rows[0]), 0, vectors)
-            self.sign()
+            self.beat()
 
-    def build(self, path: Path, *, shape: tuple[int, ...], adds: bool = False) -> None:
-        """Makes the array from its parts, on rank 0."""
+    def build(self, path: Path, *, shape: tuple[int, ...], accumulate: bool = False) -> None:
+        """Build the array from all parts, on rank 0."""
         if self._process.is_main:
-            build_array(path, shape=shape, process=self._process, adds=adds, on_record=self.sign)
+            build_array(path, shape=shape, process=self._process, accumulate=accumulate, on_record=self.beat)
 
-    def sign(self) -> None:
-        """Leaves a sign of life."""
-        self._alive.touch()
+    def beat(self) -> None:
+        """Touch the heartbeat file."""
+        self._heartbeat.touch()
 
-    def batches(self, count: int) -> Iterator[tuple[NDArray[np.int64], bool]]:
-        """The same number of batches on every rank, since encoding is collective; a rank without rows repeats row 0."""
-        if count == 0:
+    def batches(self, num_rows: int) -> Iterator[tuple[NDArray[np.int64], bool]]:
+        """Yield (rows, True) for this rank's range.
+
+        Encoding is collective, so every rank gets equally many batches; a rank with fewer rows gets row 0 with False instead.
+        """
+        if num_rows == 0:
             return
-        ranges = np.array_split(np.arange(count), self._process.world_size)
-        batches = -(-len(ranges[0]) // ENCODE_ROWS)
-        for rows in np.array_split(ranges[self._process.rank], batches):
+        ranges = np.array_split(np.arange(num_rows), self._process.world_size)
+        num_batches = -(-len(ranges[0]) // ENCODE_BATCH_ROWS)
+        for rows in np.array_split(ranges[self._process.rank], num_batches):
             yield (rows, True) if len(rows) else (np.zeros(1, np.int64), False)

@@ -1,4 +1,4 @@
-"""Stage `export`: item vectors, query vectors, tables and dense weights of the trained model."""
+"""Stage `export`: item vectors, query vectors, tables and layers of the trained model; the ranks write them together."""
 
 import shutil
 from contextlib import ExitStack
@@ -13,38 +13,29 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_un
 from torchrec.optim.keyed import CombinedOptimizer
 
 from recsys_core.data.assembly import Assembler
-from recsys_core.data.events import EvaluationSplit, EventStore
+from recsys_core.data.events import EvaluationSplit, EventStore, Rows
 from recsys_core.data.features.store import FeatureStore
-from recsys_core.data.jagged import Int64Array
-from recsys_core.disk import save_npy
 from recsys_core.launching.config import Launcher, LocalLauncher
 from recsys_core.launching.launch import launch
-from recsys_core.manifests import (
-    Dataset,
-    ExportManifest,
-    FeaturesManifest,
-    InteractionsManifest,
-    TrainManifest,
-    fingerprint_of,
-    produce,
-    require_manifest,
-)
-from recsys_core.models.embedding_tables import table_shards
+from recsys_core.manifests import Dataset, ExportManifest, TrainManifest, fingerprint_of, produce
 from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.shards import table_shards
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.task import RetrievalTask
-from recsys_core.seeds import EXPORT_SEED
+from recsys_core.parquet.disk import save
 from recsys_core.sharding.plan_file import PlanFile
-from recsys_core.training.checkpoint import PLAN_COPY, restore
+from recsys_core.training.checkpoint import restore
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.dense_parallel import whole
+from recsys_core.training.dense_parallel import gathered_items
 from recsys_core.training.disk_estimate import export_bytes
 from recsys_core.training.encoding import Encoder, RankWriter
-from recsys_core.training.job_spec import ExportJob
-from recsys_core.training.optimizers import has_sums, make_optimizer, sum_shards, sums_of
+from recsys_core.training.job_spec import JOB_NAME, PLAN_NAME, ExportJob
+from recsys_core.training.optimizers import accumulator_shards, has_accumulators, make_optimizer
 from recsys_core.training.process_group import Process
 from recsys_core.training.sharded_array import writing_part
 from recsys_core.training.sharded_model import build_model
+
+SPLITS: tuple[EvaluationSplit, ...] = ("validation", "test")
 
 
 def export_vectors(
@@ -57,7 +48,10 @@ def export_vectors(
     folder: Path,
     launcher: Launcher = LocalLauncher(),  # noqa: B008  it is frozen
 ) -> ExportManifest:
-    """Launches the ranks that trained once more; each writes its own rows, no rank gathers a table."""
+    """Launch the ranks that trained the model again, to write its arrays; no rank gathers a whole table.
+
+    Raises InputError, StageError or LaunchError as `launch` does.
+    """
     work = folder.with_name(folder.name + ".work")
 
     def build(out: Path) -> dict[str, Any]:
@@ -70,28 +64,23 @@ def export_vectors(
             loss=loss,
             training=config,
             interactions=dataset.interactions.folder,
-            features=None if dataset.features is None else dataset.features.folder,
-            plan=train.path(PLAN_COPY),
+            features=dataset.features.folder if dataset.features else None,
+            plan=train.path(PLAN_NAME),
             checkpoint=train.folder / "checkpoint",
         )
-        (work / "job.json").write_text(job.model_dump_json(indent=2))
+        (work / JOB_NAME).write_text(job.model_dump_json(indent=2))
         launch(
-            work / "job.json",
+            work / JOB_NAME,
             plan=PlanFile.read(job.plan),
             logs=work / "logs",
             start_timeout_s=config.start_timeout_s,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
-            alive=work / "alive",
+            alive=job.heartbeat,
             launcher=launcher,
         )
         (out / "model.json").write_text(model.model_dump_json(indent=2))
         queries = {split: len(np.load(out / f"query_users_{split}.npy")) for split in SPLITS}
-        return {
-            "num_items": model.num_items,
-            "dim": model.config.output_dim,
-            "similarity": model.config.similarity,
-            "num_queries": queries,
-        }
+        return {"num_items": model.items, "dim": model.config.output_dim, "similarity": model.config.similarity, "num_queries": queries}
 
     manifest = produce(
         folder,
@@ -104,13 +93,11 @@ def export_vectors(
     return manifest
 
 
-SPLITS: tuple[EvaluationSplit, ...] = ("validation", "test")
-
-
 def run_export(job: ExportJob, *, process: Process) -> None:
-    """Collective. Writes what ExportManifest lists into `job.out`."""
-    store = EventStore.open(require_manifest(job.interactions, InteractionsManifest, verify=False))
-    features = None if job.features is None else require_manifest(job.features, FeaturesManifest, verify=False)
+    """Collective. Write the files that ExportManifest lists to `job.out`."""
+    dataset = job.open_dataset()
+    store = EventStore.open(dataset.interactions)
+    features = None if dataset.features is None else FeatureStore.open(dataset.features)
     model = build_model(
         job.spec,
         loss=job.loss,
@@ -118,49 +105,51 @@ def run_export(job: ExportJob, *, process: Process) -> None:
         ranks={},
         plan=PlanFile.read(job.plan),
         process=process,
-        optimizer=job.training.table_optimizer,
-        dense_parallel=job.training.dense_parallel,
-        seed=EXPORT_SEED,
+        config=job.training,
     )
     optimizer = make_optimizer(model, spec=job.spec, config=job.training)
     restore(model, optimizer, checkpoint=job.checkpoint)
     model.eval()
     task: RetrievalTask = get_unwrapped_module(model)
-    assembler = Assembler(user=job.spec.user_batch_key, features=None if features is None else FeatureStore.open(features))
-    writer = RankWriter(process, alive=job.work / "alive")
+    encoder = Encoder(task, store, Assembler(user=job.spec.user_in, features=features), process)
+    writer = RankWriter(process, heartbeat=job.heartbeat)
     with torch.no_grad():
-        _write_vectors(Encoder(task, store, assembler, process), job=job, writer=writer)
+        _write_item_vectors(encoder, job=job, writer=writer)
+        for split in SPLITS:
+            _write_query_vectors(encoder, split, job=job, writer=writer)
         _write_tables(model, job=job, writer=writer, process=process)
-        _write_sums(optimizer, job=job, writer=writer, process=process)
-    dense = {}
-    for name, value in whole(task.head.state_dict()):
+        _write_accumulators(optimizer, job=job, writer=writer, process=process)
+    layers = {}
+    for name, value in gathered_items(task.head.state_dict()):
         if process.is_main:
-            dense[name] = value.detach().cpu().contiguous()
+            layers[name] = value.detach().cpu().contiguous()
     if process.is_main:
-        save_file(dense, job.out / "dense.safetensors")
+        save_file(layers, job.out / "dense.safetensors")
     dist.barrier()
 
 
-def _write_vectors(encoder: Encoder, *, job: ExportJob, writer: RankWriter) -> None:
-    config, store, process = job.spec.config, encoder.store, encoder.process
-    widths = {job.out / "history_items.npy": config.history_dim, job.out / "item_vectors.npy": config.output_dim}
+def _write_item_vectors(encoder: Encoder, *, job: ExportJob, writer: RankWriter) -> None:
+    config, process = job.spec.config, encoder.process
+    dims = {job.out / "history_items.npy": config.history_dim, job.out / "item_vectors.npy": config.output_dim}
     with ExitStack() as stack:
-        items = [stack.enter_context(writing_part(path, process=process)) for path in widths]
-        writer.write(items, count=job.spec.num_items, encode=encoder.items, what="item_vectors.npy")
-    for path, width in widths.items():
-        writer.build(path, shape=(job.spec.num_items, width))
-    for split in SPLITS:
-        users = store.users_with_targets(split)
-        if process.is_main:
-            save_npy(job.out / f"query_users_{split}.npy", users)
-        path = job.out / f"query_vectors_{split}.npy"
+        parts = [stack.enter_context(writing_part(path, process=process)) for path in dims]
+        writer.write(parts, num_rows=job.spec.items, encode=encoder.items, name="item_vectors.npy")
+    for path, dim in dims.items():
+        writer.build(path, shape=(job.spec.items, dim))
 
-        def encode(rows: Int64Array, users: Int64Array = users, split: EvaluationSplit = split) -> tuple[torch.Tensor, ...]:
-            return (encoder.queries(users[rows], split=split),)
 
-        with writing_part(path, process=process) as part:
-            writer.write([part], count=len(users), encode=encode, what=path.name)
-        writer.build(path, shape=(len(users), config.output_dim))
+def _write_query_vectors(encoder: Encoder, split: EvaluationSplit, *, job: ExportJob, writer: RankWriter) -> None:
+    users = encoder.store.users_with_targets(split)
+    if encoder.process.is_main:
+        save(job.out / f"query_users_{split}.npy", users)
+    path = job.out / f"query_vectors_{split}.npy"
+
+    def encode(rows: Rows) -> tuple[torch.Tensor]:
+        return (encoder.queries(users[rows], split=split),)
+
+    with writing_part(path, process=encoder.process) as part:
+        writer.write([part], num_rows=len(users), encode=encode, name=path.name)
+    writer.build(path, shape=(len(users), job.spec.config.output_dim))
 
 
 def _write_tables(model: DistributedModelParallel, *, job: ExportJob, writer: RankWriter, process: Process) -> None:
@@ -168,30 +157,28 @@ def _write_tables(model: DistributedModelParallel, *, job: ExportJob, writer: Ra
     for name, table in job.spec.tables.items():
         path = job.out / f"table_{name}.npy"
         with writing_part(path, process=process) as part:
-            for shard in table_shards(state, table=name) if _writes(plan, name, process=process) else ():
-                part.add(shard.row, shard.column, shard.weight_RD)
-                writer.sign()
-        writer.build(path, shape=(table.num_rows, table.dim))
+            for shard in table_shards(state, table=name) if _writes_table(plan, name, process=process) else ():
+                part.add(shard.row, shard.column, shard.weight_RC)
+                writer.beat()
+        writer.build(path, shape=(table.rows, table.dim))
 
 
-def _write_sums(optimizer: CombinedOptimizer, *, job: ExportJob, writer: RankWriter, process: Process) -> None:
-    """What the next night goes on with beside the rows: with its sums at zero, the first step of a row that has long been
-    trained would be as large as the learning rate.
-    """
+def _write_accumulators(optimizer: CombinedOptimizer, *, job: ExportJob, writer: RankWriter, process: Process) -> None:
+    """Write the Adagrad accumulators, which a warm start of the next run needs."""
     default, plan = job.training.table_optimizer, PlanFile.read(job.plan)
     for name, table in job.spec.tables.items():
-        if not has_sums(job.spec, name, default=default):
+        if not has_accumulators(job.spec, name, default=default):
             continue
-        by_row = (table.settings.optimizer or default).kind == "rowwise_adagrad"
+        rowwise = (table.settings.optimizer or default).kind == "rowwise_adagrad"
         path = job.out / f"state_{name}.npy"
-        shards = sum_shards(optimizer, spec=job.spec, table=name)
+        shards = accumulator_shards(optimizer, spec=job.spec, table=name)
         with writing_part(path, process=process) as part:
-            for shard in shards if _writes(plan, name, process=process) else ():
-                part.add(*sums_of(shard, by_row=by_row, dim=table.dim))
-        # The columns of one row may lie on several ranks: their shares of its sum add up.
-        writer.build(path, shape=(table.num_rows,) if by_row else (table.num_rows, table.dim), adds=by_row)
+            for shard in shards if _writes_table(plan, name, process=process) else ():
+                part.add(*shard.in_table(rowwise=rowwise, dim=table.dim))
+        # Ranks that hold different columns of a row each add their share of the row's accumulator.
+        writer.build(path, shape=(table.rows,) if rowwise else (table.rows, table.dim), accumulate=rowwise)
 
 
-def _writes(plan: PlanFile, table: str, *, process: Process) -> bool:
-    """Whether this rank writes its shards of a table: of one that is replicated every rank has all rows."""
+def _writes_table(plan: PlanFile, table: str, *, process: Process) -> bool:
+    """Whether this rank writes its shards of a table. Every rank holds all rows of a replicated table; rank 0 writes them."""
     return plan.tables[table].sharding_type != "data_parallel" or process.is_main

@@ -1,4 +1,4 @@
-"""What a launched process group is asked to do: one JSON file, read by every rank."""
+"""Job files: the JSON that tells every launched rank what to run, and the results that rank 0 writes."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -6,14 +6,24 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from recsys_core.config import Frozen
+from recsys_core.manifests import Dataset
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training.config import TrainingConfig
 
+JOB_NAME, PLAN_NAME = "job.json", "plan.json"
+METRICS_NAME, RESULT_NAME = "metrics.jsonl", "result.json"
+CHECKPOINTS_NAME, PROFILE_NAME = "checkpoints", "profile"
+
 
 class WarmStart(Frozen):
-    """Where the champion's tables lie, and how they go on: `prepared` holds rows_<table>.npy for each table that does, int64
-    [rows], the row in the champion's table or -1, and dense.safetensors with its layers under tonight's names.
+    """The champion that a training starts from, prepared for the ranks.
+
+    Attributes:
+        run_id: run of the champion.
+        export: stage folder with the champion's tables and Adagrad accumulators.
+        prepared: folder with rows_<table>.npy for each table that is carried over (int64 [rows]: the champion's row of each row
+            of this run's table, -1 for a new one), and dense.safetensors with the champion's layers under this run's names.
     """
 
     run_id: str
@@ -21,16 +31,19 @@ class WarmStart(Frozen):
     prepared: Path
 
     @property
-    def tables(self) -> dict[str, Path]:
-        """File of the rows of each table that goes on."""
+    def row_files(self) -> dict[str, Path]:
+        """rows_<table>.npy of each table that is carried over, by table."""
         return {path.stem.removeprefix("rows_"): path for path in sorted(self.prepared.glob("rows_*.npy"))}
 
 
 class TrainJob(Frozen):
-    """Train `spec` from the stages in the named folders; checkpoints and metrics.jsonl go to `work`.
+    """Train a model; checkpoints, metrics.jsonl and result.json are written to `work`.
 
-    attempt: which launch this is, from 1. resume: the verified checkpoint that it goes on from; none: the first model.
-    planned_ranks: world size that batches and epochs are counted by, if this attempt has fewer ranks than were planned.
+    Attributes:
+        attempt: number of the launch, from 1.
+        resume: verified checkpoint to resume from; None: start with the initial model, or with `warm`.
+        planned_ranks: the planned world size, if this attempt has fewer ranks; batches and epochs are sized for it.
+        interactions, embeddings, features: stage folders of the ingested data.
     """
 
     kind: Literal["train"] = "train"
@@ -48,9 +61,18 @@ class TrainJob(Frozen):
     plan: Path
     warm: WarmStart | None = None
 
+    def open_dataset(self) -> Dataset:
+        """Open the stages of the ingested data."""
+        return Dataset.open(interactions=self.interactions, embeddings=self.embeddings, features=self.features)
+
+    @property
+    def heartbeat(self) -> Path:
+        """File whose changes show the launching process that the ranks still work."""
+        return self.work / METRICS_NAME
+
 
 class ExportJob(Frozen):
-    """Write vectors and tables of the model in `checkpoint` to `out`."""
+    """Write the vectors, tables and layers of the model in `checkpoint` to `out`."""
 
     kind: Literal["export"] = "export"
     work: Path
@@ -63,29 +85,38 @@ class ExportJob(Frozen):
     plan: Path
     checkpoint: Path
 
+    def open_dataset(self) -> Dataset:
+        """Open the stages of the ingested data, without the pretrained vectors."""
+        return Dataset.open(interactions=self.interactions, features=self.features)
+
+    @property
+    def heartbeat(self) -> Path:
+        """File whose changes show the launching process that the ranks still work."""
+        return self.work / "heartbeat"
+
 
 Job = Annotated[TrainJob | ExportJob, Field(discriminator="kind")]
 JOB: TypeAdapter[TrainJob | ExportJob] = TypeAdapter(Job)
 
 
 class Progress(Frozen):
-    """One line of metrics.jsonl. loss is the mean over all ranks since the line before."""
+    """One line of metrics.jsonl: means over the steps and ranks since the previous line."""
 
     step: int
     total_steps: int
     epoch: int
     loss: float
-    learning_rate: float = Field(description="of the tables without an optimizer of their own")
-    samples_per_s: float
-    ms_per_step: dict[str, float] = Field({}, description="step, and data: its part spent waiting for the loader")
-    embedding_bytes_per_s: float = Field(0.0, description="rows looked up, all ranks")
-    memory_bytes: dict[str, int] = Field({}, description="of the rank with the most: rss, and hbm at its highest")
+    learning_rate: float = Field(description="learning rate of training.table_optimizer")
+    samples_per_s: float = Field(description="training examples per second, all ranks")
+    ms_per_step: dict[str, float] = Field({}, description="step: duration; data: the part of it spent waiting for the loader")
+    embedding_bytes_per_s: float = Field(0.0, description="bytes of embedding rows looked up per second, all ranks")
+    memory_bytes: dict[str, int] = Field({}, description="rss and peak hbm of the rank with the most")
     unfrozen: dict[str, float] = Field({}, description="share of the rows that the epoch trains, by gradually unfrozen table")
-    validation: dict[str, float] = Field({}, description="at the end of an epoch, by metric")
+    validation: dict[str, float] = Field({}, description="validation metrics, in the last line of an epoch")
 
 
 class TrainResult(Frozen):
-    """What rank 0 says when training is over."""
+    """result.json: what rank 0 writes when the training has ended."""
 
     steps: int
     epochs: int
@@ -93,6 +124,6 @@ class TrainResult(Frozen):
     final_loss: float
     samples_per_s: float
     world_size: int
-    checkpoint: str
+    checkpoint: str = Field(description="folder name of the checkpoint that is the result")
     best_epoch: int | None
     validation: dict[str, float]

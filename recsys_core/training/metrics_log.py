@@ -1,4 +1,4 @@
-"""What training is like: loss, throughput, times, memory, validation metrics, line by line in metrics.jsonl."""
+"""metrics.jsonl: loss, throughput, step times, memory and validation metrics; written by rank 0, followed by the launcher."""
 
 import math
 import os
@@ -14,39 +14,46 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys_core.atomic import write_text
 from recsys_core.errors import StageError
-from recsys_core.models.embedding_tables import table_shards
+from recsys_core.models.shards import table_shards
 from recsys_core.models.spec import ModelSpec
-from recsys_core.training.dense_parallel import local
+from recsys_core.training.dense_parallel import local_part
 from recsys_core.training.job_spec import Progress
 from recsys_core.training.process_group import Process
 from recsys_core.training.step_timer import StepTimes
 
 
-class Meter:
-    """Mean loss over ranks and steps since the last line, and throughput; rank 0 appends to metrics.jsonl."""
+class MetricsLog:
+    """Writer of metrics.jsonl: averages the loss and the throughput over the ranks and the steps since the previous line.
+
+    Args:
+        first_step: step that the training resumes from; lines of later steps are removed, since they will be written again.
+    """
 
     def __init__(self, path: Path, *, process: Process, total_steps: int, first_step: int) -> None:
         self._path, self._process, self._total_steps = path, process, total_steps
-        self._loss = torch.zeros(2, dtype=torch.float64, device=process.device)
-        self._self = psutil.Process()
-        self._samples = self._all_samples = 0
-        self._since = self._started = time.perf_counter()
+        self._loss_sum_and_steps = torch.zeros(2, dtype=torch.float64, device=process.device)
+        self._os_process = psutil.Process()
+        self._num_samples = self._num_samples_in_all = 0
+        self._line_started = self._started = time.perf_counter()
         self.last_loss = float("nan")
-        self.validation: dict[str, float] = {}
-        if process.is_main:  # lines after the checkpoint are written again
-            lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-            kept = [line for line in lines if line.endswith("\n") and Progress.model_validate_json(line).step <= first_step]
-            write_text(path, "".join(kept))  # a reader of the file keeps the old inode, so no line changes while it is read
-            if kept:
-                self.last_loss = Progress.model_validate_json(kept[-1]).loss
+        if process.is_main:
+            self._remove_lines_after(first_step)
 
-    def add(self, loss: Tensor, *, samples: int) -> None:
-        """Counts one step; `samples` over all ranks."""
-        self._loss[0] += loss
-        self._loss[1] += 1
-        self._samples += samples
+    def _remove_lines_after(self, step: int) -> None:
+        lines = self._path.read_text().splitlines(keepends=True) if self._path.is_file() else []
+        lines = [line for line in lines if line.endswith("\n") and Progress.model_validate_json(line).step <= step]
+        # Replaces the file: MetricsTail detects the new inode and starts from its beginning.
+        write_text(self._path, "".join(lines))
+        if lines:
+            self.last_loss = Progress.model_validate_json(lines[-1]).loss
 
-    def log(
+    def add(self, loss: Tensor, *, num_samples: int) -> None:
+        """Count one step. num_samples: examples on all ranks."""
+        self._loss_sum_and_steps[0] += loss
+        self._loss_sum_and_steps[1] += 1
+        self._num_samples += num_samples
+
+    def write_line(
         self,
         step: int,
         *,
@@ -54,95 +61,102 @@ class Meter:
         learning_rate: float,
         times: StepTimes,
         unfrozen: dict[str, float],
-        validation: dict[str, float] | None = None,
+        validation: dict[str, float],
     ) -> None:
-        """Collective. Appends a line and starts a new window. times: of this rank's steps in it."""
+        """Collective. Append a line and start averaging again. times: this rank's, since the previous line."""
         milliseconds = times.milliseconds()
-        sums = torch.tensor([*milliseconds.values(), times.embedding_bytes], dtype=torch.float64)
-        sums = torch.cat([self._loss, sums.to(self._loss.device)])
-        dist.all_reduce(sums)
-        (loss, steps), sums = sums[:2].tolist(), sums[2:].cpu()
-        memory = torch.tensor([self._self.memory_info().rss, self._peak_hbm()])
+        summed = torch.tensor([*milliseconds.values(), times.embedding_bytes], dtype=torch.float64)
+        summed = torch.cat([self._loss_sum_and_steps, summed.to(self._loss_sum_and_steps.device)])
+        dist.all_reduce(summed)
+        (loss_sum, num_steps), summed = summed[:2].tolist(), summed[2:].cpu()
+        memory = torch.tensor([self._os_process.memory_info().rss, self._peak_hbm_bytes()])
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)
-        if steps:
-            self.last_loss = loss / steps
+        if num_steps:
+            self.last_loss = loss_sum / num_steps
         now = time.perf_counter()
+        seconds = now - self._line_started
+        world_size = self._process.world_size
         line = Progress(
             step=step,
             total_steps=self._total_steps,
             epoch=epoch,
             loss=self.last_loss,
             learning_rate=learning_rate,
-            samples_per_s=self._samples / (now - self._since),
-            ms_per_step={name: ms / self._process.world_size for name, ms in zip(milliseconds, sums.tolist(), strict=False)},
-            embedding_bytes_per_s=sums[-1].item() / (now - self._since),
+            samples_per_s=self._num_samples / seconds,
+            ms_per_step={name: ms / world_size for name, ms in zip(milliseconds, summed.tolist(), strict=False)},
+            embedding_bytes_per_s=summed[-1].item() / seconds,
             memory_bytes={name: int(size) for name, size in zip(("rss", "hbm"), memory, strict=True) if size},
             unfrozen=unfrozen,
-            validation=validation or {},
+            validation=validation,
         )
         if self._process.is_main:
             with self._path.open("a") as file:
                 file.write(line.model_dump_json() + "\n")
-        self._all_samples += self._samples
-        self._samples, self._since = 0, now
-        self._loss.zero_()
+        self._num_samples_in_all += self._num_samples
+        self._num_samples, self._line_started = 0, now
+        self._loss_sum_and_steps.zero_()
 
-    def _peak_hbm(self) -> int:
+    def _peak_hbm_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self._process.device) if self._process.device.type == "cuda" else 0
 
     @property
     def samples_per_s(self) -> float:
-        """Over all that this process trained, checkpoints and validation included."""
-        return self._all_samples / (time.perf_counter() - self._started)
-
-
-def refuse_nan(loss: Tensor, *, step: int, epoch: int, model: DistributedModelParallel, spec: ModelSpec, rank: int) -> None:
-    """StageError if the loss of a step is not finite: names the step, and the tables and layers that no longer are."""
-    if math.isfinite(loss.item()):
-        return
-    state = model.state_dict()
-    told = []
-    for table in spec.tables:
-        for shard in table_shards(state, table=table):
-            bad = torch.nonzero(~torch.isfinite(shard.weight_RD).all(dim=1))
-            if len(bad):
-                told.append(f"table {table}: {len(bad)} rows here are not finite, the first is row {shard.row + int(bad[0])}")
-                break
-    # Of this rank's part: the other ranks are not here to put the layers together.
-    layers = [
-        name for name, value in model.named_parameters() if ".head." in f".{name}" and not torch.isfinite(local(value)).all()
-    ]
-    if layers:
-        told.append(f"layers {', '.join(layers)}")
-    where = "; ".join(told) or "tables and layers are finite"
-    raise StageError(
-        f"step {step}, epoch {epoch}, rank {rank}: the loss is {loss.item()} ({where}); "
-        "lower the learning_rate of training.table_optimizer or training.dense_optimizer, set their clip, or raise "
-        "model.temperature"
-    )
+        """Mean throughput of this attempt, with the time of checkpoints and validation included."""
+        return self._num_samples_in_all / (time.perf_counter() - self._started)
 
 
 class MetricsTail:
-    """Follows metrics.jsonl; a step that a later attempt repeats is relayed once."""
+    """Reader that follows metrics.jsonl and passes each step to `on_progress` once, even if a later attempt repeats it."""
 
     def __init__(self, path: Path, on_progress: Callable[[Progress], None]) -> None:
         self._path, self._on_progress = path, on_progress
         self._inode = self._offset = self._last_step = 0
 
     def relay(self) -> None:
-        """Passes on the complete lines not passed on yet."""
+        """Pass on the complete lines that were written since the last call."""
         if not self._path.is_file():
             return
         with self._path.open("rb") as file:
             inode = os.fstat(file.fileno()).st_ino
-            if inode != self._inode:  # a new attempt put a file in its place that ends at its checkpoint
+            if inode != self._inode:  # a new attempt has replaced the file
                 self._inode, self._offset = inode, 0
             file.seek(self._offset)
-            new = file.read()
-        complete = new[: new.rfind(b"\n") + 1]
+            unread = file.read()
+        complete = unread[: unread.rfind(b"\n") + 1]
         self._offset += len(complete)
         for line in complete.splitlines():
             progress = Progress.model_validate_json(line)
             if progress.step > self._last_step:
                 self._last_step = progress.step
                 self._on_progress(progress)
+
+
+def raise_if_not_finite(
+    loss: Tensor, *, step: int, epoch: int, model: DistributedModelParallel, spec: ModelSpec, rank: int
+) -> None:
+    """Raise StageError if the loss of a step is not finite; the message names the tables and layers with such values."""
+    if math.isfinite(loss.item()):
+        return
+    state = model.state_dict()
+    problems = []
+    for table in spec.tables:
+        for shard in table_shards(state, table=table):
+            bad_rows = torch.nonzero(~torch.isfinite(shard.weight_RC).all(dim=1))
+            if len(bad_rows):
+                first_row = shard.row + int(bad_rows[0])
+                problems.append(f"table {table}: {len(bad_rows)} rows on this rank are not finite, the first is row {first_row}")
+                break
+    # Only this rank's part of each layer: a gather would hang, since the other ranks may not be in this branch.
+    layers = [
+        name
+        for name, value in model.named_parameters()
+        if ".head." in f".{name}" and not torch.isfinite(local_part(value)).all()
+    ]
+    if layers:
+        problems.append(f"layers {', '.join(layers)} are not finite")
+    where = "; ".join(problems) or "tables and layers are finite"
+    raise StageError(
+        f"step {step}, epoch {epoch}, rank {rank}: the loss is {loss.item()} ({where}); "
+        "lower the learning_rate of training.table_optimizer or training.dense_optimizer, set table_optimizer.gradient_clip_value "
+        "or dense_optimizer.gradient_clip_norm, or raise model.temperature"
+    )

@@ -1,4 +1,7 @@
-"""Who updates what: tables in the backward pass, towers and replicated tables after it; and how fast, step by step."""
+"""Optimizers: fused for sharded tables, regular for the rest; learning-rate schedules; Adagrad accumulators of the tables.
+
+Shapes: R rows and C columns of a shard; C is 1 for the accumulators of row-wise Adagrad.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,159 +17,173 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from recsys_core.models.embedding_tables import local_shards
 from recsys_core.models.optimizer_config import DenseOptimizer, Schedule, TableOptimizer
+from recsys_core.models.shards import local_shards
 from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.sharded_model import ADAGRAD_EPS
 
-DENSE, REPLICATED = "dense", "replicated"
-REPLICATED_KINDS = {
+DENSE_KINDS = {"adam": torch.optim.AdamW, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
+REPLICATED_TABLE_KINDS = {
     "rowwise_adagrad": RowWiseAdagrad,
     "adagrad": torch.optim.Adagrad,
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
 }
+ADAGRAD_KINDS = ("rowwise_adagrad", "adagrad")
+_ACCUMULATOR_KEYS = ("momentum1", "sum")
+"""State key of the accumulator: FBGEMM's for a sharded table, torch's for a replicated one."""
 
 
 def make_optimizer(model: DistributedModelParallel, *, spec: ModelSpec, config: TrainingConfig) -> CombinedOptimizer:
-    """One optimizer over the fused ones and those for what the backward pass does not update."""
-    dense: dict[str, torch.Tensor] = {}
-    parts: list[KeyedOptimizer | tuple[str, KeyedOptimizer]] = [model.fused_optimizer]
+    """Combine the fused optimizers of the sharded tables with regular ones for replicated tables and for the layers."""
+    optimizers: list[KeyedOptimizer | tuple[str, KeyedOptimizer]] = [model.fused_optimizer]
+    layers: dict[str, Tensor] = {}
     for name, parameter in in_backward_optimizer_filter(model.named_parameters()):
         table = table_of(name, spec)
         if table is None:
-            dense[name] = parameter
+            layers[name] = parameter
         elif not spec.tables[table].frozen:
-            wish = spec.tables[table].settings.optimizer or config.table_optimizer
-            made: KeyedOptimizer = KeyedOptimizerWrapper({name: parameter}, lambda p, wish=wish: _replicated(p, wish))
-            if wish.gradient_clip_value is not None:
-                made = GradientClippingOptimizer(made, clipping=GradientClipping.VALUE, max_gradient=wish.gradient_clip_value)
-            parts.append((f"{REPLICATED}.{table}", made))
-    if dense:
-        layers: KeyedOptimizer = KeyedOptimizerWrapper(dense, lambda p: _dense(p, config.dense_optimizer))
-        if config.dense_optimizer.gradient_clip_norm is not None:
-            # Told which are sharded and over whom; else it takes the norm of what a rank holds, and for them of nothing at all.
-            groups = {value: [value.device_mesh.get_group()] for value in dense.values() if isinstance(value, DTensor)}
-            layers = GradientClippingOptimizer(
-                layers,
-                clipping=GradientClipping.NORM,
-                max_gradient=config.dense_optimizer.gradient_clip_norm,
-                enable_global_grad_clip=True,
-                param_to_pgs=groups,
-            )
-        parts.append((DENSE, layers))
-    return CombinedOptimizer(parts)
+            settings = spec.tables[table].settings.optimizer or config.table_optimizer
+            optimizers.append((f"replicated.{table}", _replicated_table_optimizer(name, parameter, settings)))
+    if layers:
+        optimizers.append(("dense", _dense_optimizer(layers, config.dense_optimizer)))
+    return CombinedOptimizer(optimizers)
 
 
 def table_of(parameter: str, spec: ModelSpec) -> str | None:
-    """The table whose weights or optimizer state `parameter` names; None for those of the towers."""
+    """Return the table that a parameter or optimizer-state name belongs to; None for those of the towers."""
     words = parameter.split(".")
-    holder = next((place for place, word in enumerate(words) if word in ("embeddings", "embedding_bags")), None)
-    if holder is None:
+    collection = next((index for index, word in enumerate(words) if word in ("embeddings", "embedding_bags")), None)
+    if collection is None:
         return None
-    # Only the word after it: a collection may be named as a table is.
-    return next(name for name in spec.tables if module_name(name) == words[holder + 1])
+    # The table is the word after "embeddings"; an earlier word may be a collection of the same name.
+    return next(name for name in spec.tables if module_name(name) == words[collection + 1])
 
 
-def _dense(parameters: list[torch.Tensor], wish: DenseOptimizer) -> torch.optim.Optimizer:
-    kinds = {"adam": torch.optim.AdamW, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
-    # Apart from each other, since no kernel takes both; for sharded parameters torch has a fused one of Adam alone.
-    # Only matrices decay: a bias, a norm's scale, the pooling's weights or the temperature is not better for being near zero.
-    groups = [
-        {
-            "params": [value for value in parameters if isinstance(value, DTensor) == sharded and (value.dim() > 1) == decays],
-            "fused": not sharded or wish.kind == "adam",
-            "weight_decay": wish.weight_decay if decays else 0.0,
-        }
-        for sharded in (False, True)
-        for decays in (True, False)
-    ]
-    made: torch.optim.Optimizer = kinds[wish.kind]([group for group in groups if group["params"]], lr=wish.learning_rate)
-    return made
+def _replicated_table_optimizer(name: str, parameter: Tensor, settings: TableOptimizer) -> KeyedOptimizer:
+    eps = {"eps": ADAGRAD_EPS} if settings.kind in ADAGRAD_KINDS else {}
+
+    def build(parameters: list[Tensor]) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = REPLICATED_TABLE_KINDS[settings.kind](parameters, lr=settings.learning_rate, **eps)
+        return optimizer
+
+    optimizer = KeyedOptimizerWrapper({name: parameter}, build)
+    if settings.gradient_clip_value is None:
+        return optimizer
+    return GradientClippingOptimizer(
+        optimizer, clipping=GradientClipping.VALUE, max_gradient=settings.gradient_clip_value
+    )
 
 
-def _replicated(parameters: list[torch.Tensor], wish: TableOptimizer) -> torch.optim.Optimizer:
-    eps = {"eps": ADAGRAD_EPS} if wish.kind in ("rowwise_adagrad", "adagrad") else {}
-    made: torch.optim.Optimizer = REPLICATED_KINDS[wish.kind](parameters, lr=wish.learning_rate, **eps)
-    return made
+def _dense_optimizer(layers: dict[str, Tensor], settings: DenseOptimizer) -> KeyedOptimizer:
+    def build(parameters: list[Tensor]) -> torch.optim.Optimizer:
+        # One group per kind of parameter. Sharded and plain tensors are separate, since no fused kernel takes both and torch's
+        # fused kernel for sharded ones is Adam's only. Only matrices decay: biases, scales of norms, the pooling's weights and
+        # the temperature do not get better by being near zero.
+        groups = [
+            {
+                "params": [value for value in parameters if (isinstance(value, DTensor), value.dim() > 1) == (sharded, matrix)],
+                "fused": not sharded or settings.kind == "adam",
+                "weight_decay": settings.weight_decay if matrix else 0.0,
+            }
+            for sharded in (False, True)
+            for matrix in (True, False)
+        ]
+        optimizer: torch.optim.Optimizer = DENSE_KINDS[settings.kind](
+            [group for group in groups if group["params"]], lr=settings.learning_rate
+        )
+        return optimizer
+
+    optimizer = KeyedOptimizerWrapper(layers, build)
+    if settings.gradient_clip_norm is None:
+        return optimizer
+    # Without the process groups of the sharded parameters, the norm would be that of this rank's part only.
+    groups = {value: [value.device_mesh.get_group()] for value in layers.values() if isinstance(value, DTensor)}
+    return GradientClippingOptimizer(
+        optimizer,
+        clipping=GradientClipping.NORM,
+        max_gradient=settings.gradient_clip_norm,
+        enable_global_grad_clip=True,
+        param_to_pgs=groups,
+    )
 
 
 class LearningRates:
-    """Sets every group's learning rate for a step, from its table's schedule or the towers'."""
+    """Sets the learning rates of a step: each table's by its schedule, the layers' by the dense optimizer's schedule."""
 
     def __init__(self, optimizer: CombinedOptimizer, *, spec: ModelSpec, config: TrainingConfig, total_steps: int) -> None:
         self._total_steps = total_steps
         self._groups: list[tuple[dict[str, object], Schedule]] = []
-        for one in _leaves(optimizer):
-            table = next((found for name in one.params if (found := table_of(name, spec)) is not None), None)
-            if table is None:
+        for leaf in _leaf_optimizers(optimizer):
+            tables = [table for name in leaf.params if (table := table_of(name, spec)) is not None]
+            if not tables:
                 schedule: Schedule = config.dense_optimizer
-            elif spec.tables[table].frozen:
+            elif spec.tables[tables[0]].frozen:
                 continue
             else:
-                schedule = spec.tables[table].settings.optimizer or config.table_optimizer
-            self._groups += [(group, schedule) for group in one.param_groups]
+                schedule = spec.tables[tables[0]].settings.optimizer or config.table_optimizer
+            self._groups += [(group, schedule) for group in leaf.param_groups]
 
     def set_step(self, step: int) -> None:
-        """Sets the learning rates for `step` (0-based)."""
+        """Set the learning rates for `step` (0-based)."""
         for group, schedule in self._groups:
             group["lr"] = schedule.learning_rate * schedule.scale(step, total_steps=self._total_steps)
 
 
-def _leaves(optimizer: KeyedOptimizer) -> Iterator[KeyedOptimizer]:
+def _leaf_optimizers(optimizer: KeyedOptimizer) -> Iterator[KeyedOptimizer]:
     if isinstance(optimizer, CombinedOptimizer):
         for _, part in optimizer.optimizers:
-            yield from _leaves(part)
+            yield from _leaf_optimizers(part)
     else:
         yield optimizer
 
 
-ADAGRAD = ("rowwise_adagrad", "adagrad")
-_KEYS = ("momentum1", "sum")
-"""What FBGEMM calls the sums of a sharded table, and torch those of a replicated one."""
-
-
 @dataclass(frozen=True)
-class SumShard:
-    """A view into the sums of a rectangle of a table, which starts at (row, column) and is `columns` wide."""
+class AccumulatorShard:
+    """A view into the Adagrad accumulators of a rectangle of a table.
+
+    Attributes:
+        row, column: position of the rectangle in the table.
+        num_columns: width of the rectangle. values_RC has this many columns, or one if Adagrad is row-wise.
+    """
 
     row: int
     column: int
-    columns: int
-    sum_RS: Tensor
+    num_columns: int
+    values_RC: Tensor
+
+    def in_table(self, *, rowwise: bool, dim: int) -> tuple[int, int, Tensor]:
+        """Return (row, column, values) of what this shard adds to the accumulators of the whole table of width `dim`.
+
+        rowwise: the table has one accumulator per row, the mean over all columns. A shard has the mean over its own columns, and
+        adds it in proportion to its width.
+        """
+        if rowwise:
+            return self.row, 0, self.values_RC[:, :1] * (self.num_columns / dim)
+        return self.row, self.column, self.values_RC
 
 
-def has_sums(spec: ModelSpec, table: str, *, default: TableOptimizer) -> bool:
-    """Whether `table` is trained by an Adagrad. default: of tables that have no optimizer of their own."""
-    found = spec.tables[table]
-    return not found.frozen and (found.settings.optimizer or default).kind in ADAGRAD
+def has_accumulators(spec: ModelSpec, table: str, *, default: TableOptimizer) -> bool:
+    """Whether `table` is trained by an Adagrad. default: optimizer of the tables without one of their own."""
+    table_spec = spec.tables[table]
+    return not table_spec.frozen and (table_spec.settings.optimizer or default).kind in ADAGRAD_KINDS
 
 
-def sum_shards(optimizer: KeyedOptimizer, *, spec: ModelSpec, table: str) -> list[SumShard]:
-    """This rank's sums of `table`, from the optimizer that make_optimizer gives; none where another rank has them all."""
+def accumulator_shards(optimizer: KeyedOptimizer, *, spec: ModelSpec, table: str) -> list[AccumulatorShard]:
+    """Return this rank's accumulators of `table`, from make_optimizer's result; empty if other ranks hold the table."""
     shards = []
     state = optimizer.state
     for name, parameter in optimizer.params.items():
         if table_of(name, spec) != table:
             continue
-        value = next(value for key, value in state[parameter].items() if key.rpartition(".")[2] in _KEYS)
-        # Under column-wise sharding TorchRec counts the rows of row-wise sums through all shards: the weights know the place.
-        for weight, sums in zip(local_shards(parameter), _tensors(value), strict=True):
-            columns = weight.weight_RD.shape[1]
-            shards.append(SumShard(weight.row, weight.column, columns, sums[:, None] if sums.dim() == 1 else sums))
+        value = next(value for key, value in state[parameter].items() if key.rpartition(".")[2] in _ACCUMULATOR_KEYS)
+        # Positions come from the weights: for column-wise sharding TorchRec numbers row-wise state through all column shards.
+        for weight, tensor in zip(local_shards(parameter), _local_tensors(value), strict=True):
+            values_RC = tensor[:, None] if tensor.dim() == 1 else tensor
+            shards.append(AccumulatorShard(weight.row, weight.column, weight.weight_RC.shape[1], values_RC))
     return shards
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _local_tensors(value: Any) -> list[Tensor]:
     return [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
-
-
-def sums_of(shard: SumShard, *, by_row: bool, dim: int) -> tuple[int, int, Tensor]:
-    """(row, column, values) of what `shard` adds to the sums of the whole table of width `dim`: [rows] or [rows, dim].
-
-    A sum per row is the mean over the shard's own columns: those of all column shards make up the row's by their widths.
-    """
-    if by_row:
-        return shard.row, 0, shard.sum_RS[:, :1] * (shard.columns / dim)
-    return shard.row, shard.column, shard.sum_RS

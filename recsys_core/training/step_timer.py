@@ -1,7 +1,7 @@
-"""How long a step takes, how long it waits for data, and how much the lookups read."""
+"""Step times, data-loading times and lookup volume of one rank; optional traces by torch.profiler."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,90 +15,94 @@ from recsys_core.training.config import ProfileConfig
 from recsys_core.training.process_group import Process
 
 FLOAT32_BYTES = 4
+PROFILER_WARMUP_STEPS = 2
 
 
 @dataclass
 class StepTimes:
-    """Seconds and bytes of the steps since they were last taken. data: the part of `seconds` spent waiting for the loader."""
+    """Totals since the last reset.
+
+    Attributes:
+        steps: number of timed steps.
+        seconds: duration of the timed steps.
+        data_seconds: the part of `seconds` that was spent waiting for the loader.
+        embedding_bytes: bytes of embedding rows that all batches, timed or not, look up.
+    """
 
     steps: int = 0
     seconds: float = 0.0
-    data: float = 0.0
+    data_seconds: float = 0.0
     embedding_bytes: int = 0
 
     def milliseconds(self) -> dict[str, float]:
-        """Mean of a step: all of it, and what of it is waiting for data."""
-        return {name: 1000 * value / max(self.steps, 1) for name, value in (("step", self.seconds), ("data", self.data))}
+        """Return the mean per timed step of the whole step and of the wait for data."""
+        num_steps = max(self.steps, 1)
+        return {"step": 1000 * self.seconds / num_steps, "data": 1000 * self.data_seconds / num_steps}
 
 
-class StepClock:
-    """Measures every step on a CPU. On a GPU it measures the few that it is told to: measuring one waits for the device."""
+class StepTimer:
+    """Times every step on a CPU; on a GPU only sampled steps, because timing a step waits for the device."""
 
     def __init__(self, spec: ModelSpec, *, process: Process) -> None:
-        self._waits = process.device.type == "cuda"
-        self._running = False
+        self._is_gpu = process.device.type == "cuda"
+        self._is_timing = False
         self._tables = list(spec.tables.values())
-        self.times = StepTimes()
+        self._times = StepTimes()
 
     def batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches; the time until each is there counts as data."""
+        """Yield `batches`; the time until each is available counts as data loading."""
         while True:
             started = time.perf_counter()
             batch = next(batches, None)
-            self.times.data += (time.perf_counter() - started) if self._running else 0.0
+            self._times.data_seconds += (time.perf_counter() - started) if self._is_timing else 0.0
             if batch is None:
                 return
-            self.times.embedding_bytes += self._bytes_of(batch)
+            self._times.embedding_bytes += self._lookup_bytes(batch)
             yield batch
 
     @contextmanager
-    def step(self, *, is_sample: bool) -> Iterator[None]:
-        """Around one step; is_sample: a GPU's is measured."""
-        self._running = is_sample or not self._waits
+    def step(self, *, is_sampled: bool) -> Iterator[None]:
+        """Time the block as one step. is_sampled: time it on a GPU too."""
+        self._is_timing = is_sampled or not self._is_gpu
         started = self._now()
         yield
-        if self._running:
-            self.times.steps += 1
-            self.times.seconds += self._now() - started
-        self._running = False
+        if self._is_timing:
+            self._times.steps += 1
+            self._times.seconds += self._now() - started
+        self._is_timing = False
 
-    def take(self) -> StepTimes:
-        """What was measured since the last call."""
-        taken, self.times = self.times, StepTimes()
-        return taken
+    def reset(self) -> StepTimes:
+        """Return the totals since the last call, and start from zero."""
+        times, self._times = self._times, StepTimes()
+        return times
 
     def _now(self) -> float:
-        if self._waits and self._running:
+        if self._is_gpu and self._is_timing:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def _bytes_of(self, batch: Batch) -> int:
-        """Embedding rows that this rank's batch looks up, in bytes."""
-        values: dict[tuple[str, str], int] = {
-            (keys, key): count
-            for keys, sparse in batch.sparse.items()
-            for key, count in zip(sparse.keys(), sparse.length_per_key(), strict=True)
+    def _lookup_bytes(self, batch: Batch) -> int:
+        """Bytes of the embedding rows that this rank's batch looks up."""
+        num_values: dict[tuple[str, str], int] = {
+            (name, feature): count
+            for name, sparse in batch.sparse.items()
+            for feature, count in zip(sparse.keys(), sparse.length_per_key(), strict=True)
         }
-        numbers = 0
-        for table in self._tables:
-            numbers += values.get((table.batch_key, table.feature), 0) * table.dim
-        return numbers * FLOAT32_BYTES
+        num_floats = sum(num_values.get((table.sparse, table.feature), 0) * table.dim for table in self._tables)
+        return num_floats * FLOAT32_BYTES
 
 
-WARM_UP_STEPS = 2
+def make_profiler(config: ProfileConfig | None, *, folder: Path, process: Process) -> profile | None:
+    """Return a profiler that writes rank-<r>.json.gz (chrome://tracing, Perfetto) to `folder`; None without a config.
 
-
-@contextmanager
-def profiled(config: ProfileConfig | None, *, folder: Path, process: Process) -> Iterator[Callable[[], None]]:
-    """Yields what is to be called after each step; leaves rank-<r>.json.gz (chrome://tracing, Perfetto) in `folder`."""
+    The profiler is a context manager; call its step() after each training step.
+    """
     if config is None:
-        yield lambda: None
-        return
+        return None
     folder.mkdir(parents=True, exist_ok=True)
     trace = folder / f"rank-{process.rank}.json.gz"
-    devices = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if process.device.type == "cuda" else [])
-    when = schedule(wait=config.after_steps, warmup=WARM_UP_STEPS, active=config.steps, repeat=1)
-    with profile(
-        activities=devices, schedule=when, on_trace_ready=lambda done: done.export_chrome_trace(str(trace))
-    ) as running:
-        yield running.step
+    return profile(
+        activities=[ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if process.device.type == "cuda" else []),
+        schedule=schedule(wait=config.after_steps, warmup=PROFILER_WARMUP_STEPS, active=config.steps, repeat=1),
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(trace)),
+    )

@@ -1,115 +1,134 @@
-"""Metrics of the validation split while training, over the full catalogue.
+"""Validation during training: exact metrics of the validation split over all items, computed by all ranks together.
 
-Shapes: I items, E users, O output width.
+Shapes: I items, B queries of a batch, D width of an output vector.
 """
 
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 from torch import distributed as dist
 
-from recsys_core.data.events import EventStore
+from recsys_core.data.events import EventStore, Rows
 from recsys_core.errors import InputError
 from recsys_core.evaluation import metrics
 from recsys_core.evaluation.baselines import popularity_before
 from recsys_core.evaluation.cold import cold_rows, rank_among
+from recsys_core.evaluation.metrics import TargetRanks
 from recsys_core.evaluation.ranking import rank_served
 from recsys_core.manifests import InteractionsManifest
-from recsys_core.models.spec import ModelSpec
-from recsys_core.seeds import VALIDATION_USERS_SEED
 from recsys_core.training.config import ValidationConfig
 from recsys_core.training.encoding import Encoder, RankWriter
-from recsys_core.training.process_group import Process
 from recsys_core.training.sharded_array import fill_array, remove_part, writing_part
 
+SAMPLE_SEED = 1
 _METRICS = {"recall": metrics.recall, "ndcg": metrics.ndcg, "hit_rate": metrics.hit_rate}
 
 
 class Validator:
-    """Every rank encodes its share of the items and ranks all of them for its share of the users, as they are served."""
+    """Validates the model as it will be served: users without a vector of their own get the popularity order.
+
+    Every rank encodes its share of the items, then ranks all items for its share of the users.
+
+    Args:
+        work: folder for the ranks' parts of the item vectors; all ranks see it.
+        heartbeat: file to touch while validating.
+    """
 
     def __init__(
-        self,
-        config: ValidationConfig,
-        *,
-        spec: ModelSpec,
-        interactions: InteractionsManifest,
-        store: EventStore,
-        process: Process,
-        work: Path,
-        alive: Path,
+        self, config: ValidationConfig, *, encoder: Encoder, interactions: InteractionsManifest, work: Path, heartbeat: Path
     ) -> None:
-        self._config, self._store, self._process, self._work = config, store, process, work
-        self._writer = RankWriter(process, alive=alive)
-        self._cold = cold_rows(store, "validation") if config.candidates == "cold" else None
-        users = store.users_with_targets("validation")
-        if self._cold is not None and len(users):
-            cold = np.zeros(len(store.item_count), np.bool_)
-            cold[self._cold] = True
-            targets = store.targets(users, "validation")
-            users = users[targets.filter(cold[targets.values_L]).lengths > 0]
-            if not len(users):
-                raise InputError(
-                    "training.validation.candidates is cold, but no validation event is of an item without a training event; "
-                    "hold out items (interactions.split.validation_by: item), or set candidates to all"
-                )
-        if len(users) > config.max_users:
-            users = np.sort(np.random.default_rng(VALIDATION_USERS_SEED).choice(users, config.max_users, replace=False))
-        # Without a target that its user had not seen there is nothing to rank: the mean over such users alone is no number.
-        unseen = store.targets(users, "validation").difference(store.before(users, "validation"), bound=len(store.item_count))
-        self._users = users[unseen.lengths > 0]
-        history_length = store.before(self._users, "validation").lengths
-        self._known = spec.knows(history_length_B=history_length, user_row_B=self._users)
-        self._popular_I = np.arange(spec.num_items, dtype=np.int32)
-        if not self._known.all():  # the order has no use otherwise, and every rank reads all ids for it
-            self._popular_I = popularity_before("validation", store=store, interactions=interactions)
+        self.config = config
+        self._encoder, self._store, self._work = encoder, encoder.store, work
+        self._writer = RankWriter(encoder.process, heartbeat=heartbeat)
+        self._cold_items = cold_rows(self._store, "validation") if config.candidates == "cold" else None
+        self._users = users_to_validate(config, store=self._store, cold_items=self._cold_items)
+        spec = encoder.spec
+        history_length = self._store.before(self._users, "validation").lengths
+        self._is_known = spec.knows(history_length_B=history_length, user_row_B=self._users)
+        self._popular_I = np.arange(spec.items, dtype=np.int32)
+        if not self._is_known.all():  # only unknown users get this order, and computing it reads all ids
+            self._popular_I = popularity_before("validation", store=self._store, interactions=interactions)
 
     @property
-    def can_measure(self) -> bool:
-        """Whether the validation split holds an event of an item that its user had not seen."""
+    def has_users(self) -> bool:
+        """Whether any user has a validation event of an item not seen before."""
         return len(self._users) > 0
 
     @property
-    def name(self) -> str:
-        """Of the metric that decides, e.g. ndcg@10."""
-        return f"{self._config.metric}@{self._config.k}"
+    def metric_name(self) -> str:
+        """Name of the metric that selects the best epoch, e.g. ndcg@10."""
+        return f"{self.config.metric}@{self.config.k}"
 
     @torch.no_grad()
-    def measure(self, encoder: Encoder) -> dict[str, float]:
-        """Collective. recall, ndcg and hit_rate at k: means over the users, the same on every rank."""
-        task, config = encoder.task, self._config
+    def measure(self) -> dict[str, float]:
+        """Collective. Return recall, ndcg and hit_rate at k: means over the users, the same on every rank."""
+        task, process = self._encoder.task, self._encoder.process
         task.eval()
-        spec = task.head.spec
-        path = self._work / "validation_items"
-        with writing_part(path, process=self._process) as part:
-            self._writer.write([part], count=spec.num_items, encode=lambda rows: encoder.items(rows)[1:], what="validation")
-        item_IO = np.zeros((spec.num_items, spec.config.output_dim), np.float32)
-        fill_array(path, item_IO, process=self._process, on_record=self._writer.sign)
-        remove_part(path, process=self._process)
-        all_IO = torch.from_numpy(item_IO)
-        sums = torch.zeros(1 + len(_METRICS), dtype=torch.float64)
-        for places, is_ours in self._writer.batches(len(self._users)):
-            users = self._users[places]
-            query_EO = encoder.queries(users, split="validation").cpu()
-            if not is_ours:
+        item_ID = self._encode_items()
+        user_count_and_sums = torch.zeros(1 + len(_METRICS), dtype=torch.float64)
+        for index_B, is_real in self._writer.batches(len(self._users)):
+            query_BD = self._encoder.queries(self._users[index_B], split="validation").cpu()
+            if not is_real:
                 continue
-            seen, targets = self._store.before(users, "validation"), self._store.targets(users, "validation")
-            known, order = self._known[places], self._popular_I
-            if self._cold is None:
-                ranking = rank_served(
-                    query_EO, is_known_B=known, item_ID=all_IO, order_I=order, seen=seen, targets=targets, k=0
-                )
-            else:
-                ranking = rank_among(
-                    query_EO, is_known_B=known, item_ID=all_IO, order_I=order, candidate_rows=self._cold, seen=seen,
-                    targets=targets, k=0,
-                )  # fmt: skip
-            ranks = ranking.target_positions()
-            sums[0] += ranks.num_users
-            for place, metric in enumerate(_METRICS.values(), 1):
-                sums[place] += metric(ranks, k=config.k).sum()
-        sums = sums.to(self._process.device)
-        dist.all_reduce(sums)
+            ranks = self._target_ranks(index_B, query_BD=query_BD, item_ID=item_ID)
+            user_count_and_sums[0] += ranks.users
+            for index, metric in enumerate(_METRICS.values(), 1):
+                user_count_and_sums[index] += metric(ranks, k=self.config.k).sum()
+        user_count_and_sums = user_count_and_sums.to(process.device)
+        dist.all_reduce(user_count_and_sums)
         task.train()
-        return {f"{name}@{config.k}": float(sums[place] / sums[0]) for place, name in enumerate(_METRICS, 1)}
+        num_users, *sums = user_count_and_sums
+        return {f"{name}@{self.config.k}": float(total / num_users) for name, total in zip(_METRICS, sums, strict=True)}
+
+    def _encode_items(self) -> Tensor:
+        """Collective. Return the vectors of all items, on the CPU of every rank."""
+        spec, process = self._encoder.spec, self._encoder.process
+        path = self._work / "validation_items"
+        with writing_part(path, process=process) as part:
+            self._writer.write(
+                [part], num_rows=spec.items, encode=lambda rows: self._encoder.items(rows)[1:], name="validation"
+            )
+        item_ID = np.zeros((spec.items, spec.config.output_dim), np.float32)
+        fill_array(path, item_ID, process=process, on_record=self._writer.beat)
+        remove_part(path, process=process)
+        return torch.from_numpy(item_ID)
+
+    def _target_ranks(self, index_B: Rows, *, query_BD: Tensor, item_ID: Tensor) -> TargetRanks:
+        """Rank the candidates for the users at `index_B` of the validated users."""
+        users = self._users[index_B]
+        seen, targets = self._store.before(users, "validation"), self._store.targets(users, "validation")
+        is_known, order = self._is_known[index_B], self._popular_I
+        if self._cold_items is None:
+            ranking = rank_served(query_BD, known_E=is_known, item_ID=item_ID, order_I=order, seen=seen, targets=targets, k=0)
+        else:
+            ranking = rank_among(
+                query_BD, known_E=is_known, item_ID=item_ID, order_I=order, candidate_rows=self._cold_items, seen=seen,
+                targets=targets, k=0,
+            )  # fmt: skip
+        return TargetRanks.of_pairs(user_P=ranking.query_P, rank_P=ranking.rank_P, candidates_E=ranking.candidates_E)
+
+
+def users_to_validate(config: ValidationConfig, *, store: EventStore, cold_items: NDArray[np.int64] | None) -> Rows:
+    """Return the rows of the users to validate on: a fixed sample of those with a validation event of an unseen item.
+
+    Raises InputError if config.candidates is cold and no validation event is of a cold item.
+    """
+    users = store.users_with_targets("validation")
+    if cold_items is not None and len(users):
+        is_cold_I = np.zeros(len(store.item_count), np.bool_)
+        is_cold_I[cold_items] = True
+        targets = store.targets(users, "validation")
+        users = users[targets.filter(is_cold_I[targets.values_L]).lengths > 0]
+        if not len(users):
+            raise InputError(
+                "training.validation.candidates is cold, but every validation event is of an item with training events; "
+                "hold out items (interactions.split.validation_by: item), or set training.validation.candidates to all"
+            )
+    if len(users) > config.max_users:
+        users = np.sort(np.random.default_rng(SAMPLE_SEED).choice(users, config.max_users, replace=False))
+    # Users who had seen all their targets have no rank to average.
+    unseen = store.targets(users, "validation").difference(store.before(users, "validation"), bound=len(store.item_count))
+    return users[unseen.lengths > 0]

@@ -1,4 +1,4 @@
-"""A warm start: the launcher says which of the champion's rows and layers go on, each rank fills its own shards with them."""
+"""Warm start: prepare the champion's rows and layers before the launch, and load them into each rank's shards."""
 
 import logging
 from pathlib import Path
@@ -17,10 +17,10 @@ from recsys_core.models.initialisation import copy_pretrained
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.task import RetrievalTask
-from recsys_core.training.champion import Champion, carried_tables, champion_layers, champion_rows, require_fit
-from recsys_core.training.dense_parallel import fill
+from recsys_core.training.champion import Champion, carried_tables, champion_layers, champion_rows, require_compatible
+from recsys_core.training.dense_parallel import copy_whole
 from recsys_core.training.job_spec import WarmStart
-from recsys_core.training.optimizers import has_sums, sum_shards
+from recsys_core.training.optimizers import accumulator_shards, has_accumulators
 from recsys_core.training.sharded_model import pretrained_rows
 
 logger = logging.getLogger(__name__)
@@ -28,85 +28,82 @@ DENSE_NAME = "dense.safetensors"
 
 
 def prepare_warm_start(
-    champion: Champion,
-    *,
-    spec: ModelSpec,
-    dataset: Dataset,
-    optimizer: TableOptimizer,
-    folder: Path,
+    champion: Champion, *, spec: ModelSpec, dataset: Dataset, optimizer: TableOptimizer, folder: Path
 ) -> WarmStart:
-    """Writes what WarmStart describes into the new folder `folder`, and says in the log how much goes on.
+    """Write the files that WarmStart describes to the new folder `folder`, and log how many rows are carried over.
 
-    Raises InputError where the champion does not fit tonight's settings, StageError where a file of it has changed.
+    Raises:
+        InputError: the champion is not compatible with the settings of this run.
+        StageError: a file of the champion has changed.
     """
-    require_fit(spec, champion=champion, dataset=dataset, optimizer=optimizer)
+    require_compatible(spec, champion=champion, dataset=dataset, optimizer=optimizer)
     layers = champion_layers(spec, champion=champion, dense=load_file(champion.export.path(DENSE_NAME)))
     folder.mkdir(parents=True)
     save_file(layers, folder / DENSE_NAME)
-    vectors = {}
-    if dataset.embeddings is not None:
-        found = pretrained_rows(spec, dataset=dataset)
-        vectors = {name: rows.vector_row for name, rows in found.items()}
+    pretrained = {} if dataset.embeddings is None else pretrained_rows(spec, dataset=dataset)
     carried = carried_tables(spec, champion=champion)
     for name, table in spec.tables.items():
-        if name not in carried:
-            why = "frozen" if table.frozen else "new" if name not in champion.spec.tables else "frozen in the champion"
-            logger.info("warm start from run %s: table %s: %s, it starts as in a full training", champion.run_id, name, why)
-            continue
-        row = champion_rows(
-            name,
-            interactions=(dataset.interactions, champion.interactions),
-            features=(dataset.features, champion.features),
-        )
-        np.save(folder / f"rows_{name}.npy", row)
-        told = _counted(row, vector_row=vectors.get(name), missing=table.settings.missing)
-        logger.info("warm start from run %s: table %s: %s", champion.run_id, name, told)
+        if name in carried:
+            row = champion_rows(name, dataset=dataset, champion=champion)
+            np.save(folder / f"rows_{name}.npy", row)
+            vector_row = pretrained[name].vector_row if name in pretrained else None
+            message = _row_counts(row, vector_row=vector_row, missing=table.settings.missing)
+        else:
+            reason = "frozen" if table.frozen else "new" if name not in champion.spec.tables else "frozen in the champion"
+            message = f"{reason}, initialised as in a training from scratch"
+        logger.info("warm start from run %s: table %s: %s", champion.run_id, name, message)
     return WarmStart(run_id=champion.run_id, export=champion.export.folder, prepared=folder)
 
 
-def _counted(row: NDArray[np.int64], *, vector_row: NDArray[np.int64] | None, missing: str) -> str:
-    """How many rows come from where.
+def _row_counts(row: NDArray[np.int64], *, vector_row: NDArray[np.int64] | None, missing: str) -> str:
+    """Describe where the rows of a table come from.
 
-    >>> _counted(np.array([3, 0, -1, -1]), vector_row=np.array([0, -1, 1, -1]), missing="random")
+    >>> _row_counts(np.array([3, 0, -1, -1]), vector_row=np.array([0, -1, 1, -1]), missing="random")
     '2 of 4 rows from the champion, 2 new (1 from their vector, 1 random)'
     """
-    new = row < 0
-    told = f"{(~new).sum():,} of {len(row):,} rows from the champion, {new.sum():,} new"
-    if not new.any():
-        return told
-    with_vector = 0 if vector_row is None else int((vector_row[new] >= 0).sum())
-    return f"{told} ({with_vector:,} from their vector, {new.sum() - with_vector:,} {missing})"
+    is_new = row < 0
+    counts = f"{(~is_new).sum():,} of {len(row):,} rows from the champion, {is_new.sum():,} new"
+    if not is_new.any():
+        return counts
+    num_with_vector = 0 if vector_row is None else int((vector_row[is_new] >= 0).sum())
+    return f"{counts} ({num_with_vector:,} from their vector, {is_new.sum() - num_with_vector:,} {missing})"
 
 
-def fill_from_champion(model: DistributedModelParallel, *, warm: WarmStart) -> None:
-    """Overwrites, in a model as a full training starts from, this rank's rows and the layers that go on."""
+def load_champion_weights(model: DistributedModelParallel, *, warm: WarmStart) -> None:
+    """Collective. Overwrite this rank's rows and layers of an initial model with the champion's, where it has them."""
     state = model.state_dict()
     task: RetrievalTask = get_unwrapped_module(model)
     parameters = dict(task.head.named_parameters())
     with no_grad():
-        for name, path in warm.tables.items():
-            row, table = mapped(path), mapped(warm.export / f"table_{name}.npy")
+        for name, path in warm.row_files.items():
+            row, weights = mapped(path), mapped(warm.export / f"table_{name}.npy")
             for shard in table_shards(state, table=name):
-                copy_pretrained(shard, vectors=table, vector_row=row, norm=None)
+                copy_pretrained(shard, vectors=weights, vector_row=row, norm=None)
         for name, value in load_file(warm.prepared / DENSE_NAME).items():
-            fill(parameters[name], value)
+            copy_whole(parameters[name], value)
 
 
-def fill_sums(optimizer: KeyedOptimizer, *, spec: ModelSpec, default: TableOptimizer, warm: WarmStart) -> None:
-    """Gives each row that goes on what Adagrad had summed up for it; with none, its first step would be as large as the
-    learning rate, however long it has been trained. Those of new rows stay zero.
+def load_champion_accumulators(
+    optimizer: KeyedOptimizer, *, spec: ModelSpec, default: TableOptimizer, warm: WarmStart
+) -> None:
+    """Copy the champion's Adagrad accumulators of the rows that are carried over; new rows keep zeros.
 
-    The moments of the layers' Adam, and of tables under Adam, are not carried: it finds them anew within the warm-up.
+    With an accumulator of zero, Adagrad's first step of a trained row would be as large as the learning rate. Adam's moments are
+    not carried over: Adam estimates them again within its warm-up.
+
+    default: optimizer of the tables without one of their own.
     """
-    for name, path in warm.tables.items():
-        if not has_sums(spec, name, default=default):
+    for name, path in warm.row_files.items():
+        if not has_accumulators(spec, name, default=default):
             continue
         row, saved = mapped(path), mapped(warm.export / f"state_{name}.npy")
-        for shard in sum_shards(optimizer, spec=spec, table=name):
-            one_each = shard.sum_RS.shape[1] == 1
-            if one_each:  # where the champion had one per number, their mean is the row's
-                sums = (saved if saved.ndim == 1 else saved.mean(axis=1))[:, None]
+        for shard in accumulator_shards(optimizer, spec=spec, table=name):
+            is_rowwise = shard.values_RC.shape[1] == 1
+            if is_rowwise:  # an accumulator per value becomes the row's mean
+                values = (saved if saved.ndim == 1 else saved.mean(axis=1))[:, None]
+            elif saved.ndim == 1:  # an accumulator per row is repeated for each value
+                values = np.broadcast_to(saved[:, None], (len(saved), spec.tables[name].dim))
             else:
-                sums = saved if saved.ndim == 2 else np.broadcast_to(saved[:, None], (len(saved), spec.tables[name].dim))
-            place = LocalShard(shard.row, 0 if one_each else shard.column, shard.sum_RS)
-            copy_pretrained(place, vectors=sums, vector_row=row, norm=None)
+                values = saved
+            target = LocalShard(shard.row, 0 if is_rowwise else shard.column, shard.values_RC)
+            copy_pretrained(target, vectors=values, vector_row=row, norm=None)

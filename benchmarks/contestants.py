@@ -37,10 +37,10 @@ from recsys_core.sharding.config import ClusterConfig, ShardingConfig, ShardingK
 from recsys_core.sharding.planner import plan_sharding
 from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.job_spec import Progress, TrainJob
-from recsys_core.training.loop import METRICS_NAME, Training, make_loader
+from recsys_core.training.job_spec import METRICS_NAME, Progress, TrainJob
+from recsys_core.training.loop import Trainer, make_loader
 from recsys_core.training.process_group import Process
-from recsys_core.training.sharded_model import first_model
+from recsys_core.training.sharded_model import initial_model
 
 ROWS, DIM, LAYERS = 1 << 20, 64, (128, 64)
 EVENTS = 3 << 20
@@ -175,10 +175,10 @@ def ours(run: Run, *, folder: Path, process: Process, paced: Paced | None) -> di
     store = EventStore.open(interactions)
     loader = make_loader(job, store=store, assembler=Assembler(user=job.spec.user_batch_key, features=None), process=process)
     limited: Any = Steps(loader, steps=run.steps, prepared=run.name == PREPARED_BATCHES, paced=paced)
-    sharded = first_model(job, store=store, dataset=Dataset(interactions), process=process)
-    trainer = Training(job, model=sharded, loader=limited, process=process)
+    sharded = initial_model(job, store=store, dataset=Dataset(interactions), process=process)
+    trainer = Trainer(job, model=sharded, loader=limited, validator=None, process=process)
     trainer._save = lambda: None  # type: ignore[method-assign]  # no checkpoints in a benchmark
-    trainer.run()
+    trainer.train()
     if not process.is_main:
         return {}
     lines = [Progress.model_validate_json(line) for line in (work / METRICS_NAME).read_text().splitlines()]

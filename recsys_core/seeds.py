@@ -24,8 +24,6 @@ INDEX_SAMPLE_SEED = 0
 """Which vectors train a FAISS index, and which queries measure it."""
 SMOKE_TEST_USERS_SEED = 0
 """Which users the smoke test of a served model queries."""
-EXPORT_SEED = 0
-"""Initial values of the model that an export builds; the checkpoint replaces all of them."""
 
 
 def step_seed(seed: int, *, step: int, rank: int) -> int:

@@ -135,9 +135,7 @@ def require_compatible(spec: ModelSpec, *, champion: Champion, dataset: Dataset,
     """
     id_columns = dataset.interactions.id_columns
     if id_columns != champion.interactions.id_columns:
-        raise _incompatible(
-            "interactions.(user_column, item_column)", id_columns, champion.interactions.id_columns, champion
-        )
+        raise _incompatible("interactions.(user_column, item_column)", id_columns, champion.interactions.id_columns, champion)
     old_architecture = architecture(champion.spec)
     for setting, value in architecture(spec).items():
         if setting not in old_architecture or old_architecture[setting] != value:
@@ -176,7 +174,7 @@ def architecture(spec: ModelSpec) -> dict[str, object]:
         settings[f"model.{name}.skip_connection"] = tower.skip_connection
         settings[f"model.{name}.layer_norm"] = tower.layer_norm
         if layers:  # the layers read the concatenated inputs, so their order matters
-            settings[f"the inputs of the {name} tower's layers"] = tuple(tower_inputs(spec, side))
+            settings[f"the input list of the {name} tower"] = tuple(tower_inputs(spec, side))
     return settings
 
 

@@ -28,7 +28,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from recsys_core.config import Frozen
-from recsys_core.disk import full_disk_is_told, too_small
+from recsys_core.disk import disk_full_error, explain_disk_full
 from recsys_core.errors import StageError
 from recsys_core.launching.heartbeat import heartbeat as heartbeat_thread
 from recsys_core.manifests import Manifest, load_manifest, seal
@@ -113,12 +113,10 @@ class Checkpointer:
         """Wait until the last save is committed; raise its error, if any."""
         if self._commit_in_progress is not None:
             commit, self._commit_in_progress = self._commit_in_progress, None
-            with full_disk_is_told(self._folder):
+            with explain_disk_full(self._folder):
                 commit.result()
 
-    def _commit(
-        self, writing: "Future[None]", staging: Path, target: Path, step: int, best: BestValidation | None
-    ) -> None:
+    def _commit(self, writing: "Future[None]", staging: Path, target: Path, step: int, best: BestValidation | None) -> None:
         started = time.perf_counter()
         writing.result()  # on rank 0 it completes after all ranks have written and .metadata exists
         if not self._process.is_main:
@@ -150,7 +148,7 @@ class Checkpointer:
         if self._process.is_main:
             self._folder.mkdir(parents=True, exist_ok=True)
             if shutil.disk_usage(self._folder).free < num_bytes:
-                raise too_small(staging, needed=f"a checkpoint takes {num_bytes.item() / 2**30:,.3f} GiB")
+                raise disk_full_error(staging, needed=f"a checkpoint takes {num_bytes.item() / 2**30:,.3f} GiB")
 
 
 def _local_bytes(value: object) -> int:

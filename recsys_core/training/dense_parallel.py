@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 REPLICA_BYTES_PER_PARAMETER = 16
 """float32 weight, gradient and Adam's two moments."""
 MAX_REPLICA_BYTES = 2**30
-"""`auto` shards larger replicas: more than 67 million parameters, such as two layers of 5,800 x 5,800. For smaller ones sharding
-would save about 1 % of a GPU's memory, at the cost of two all-gathers per layer and step.
+"""`auto` shards larger replicas: more than 67 million parameters, such as two layers of 5,800 x 5,800. Sharding smaller ones
+would save about 1 % of a GPU's memory and cost two all-gathers per layer and step.
 """
 
 

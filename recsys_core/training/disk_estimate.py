@@ -19,7 +19,9 @@ _STATE_PER_ROW: dict[TableOptimizerKind, tuple[int, int]] = {
 
 def training_bytes(config: TrainingConfig, *, model: ModelSpec, work: Path, steps_per_epoch: int) -> int:
     """Return the bytes that the checkpoints will need at their peak, less the bytes already in `work`."""
-    checkpoint_bytes = sum(_weight_bytes(table) + _state_bytes(table, default=config.table_optimizer) for table in model.tables.values())
+    checkpoint_bytes = sum(
+        _weight_bytes(table) + _state_bytes(table, default=config.table_optimizer) for table in model.tables.values()
+    )
     # A new checkpoint is complete before an old one is removed, and the best one is kept in addition.
     max_checkpoints = config.keep_checkpoints + 1 + (config.validation is not None)
     num_validations = 0 if config.validation is None else config.epochs // config.validation.every_epochs
@@ -31,7 +33,7 @@ def training_bytes(config: TrainingConfig, *, model: ModelSpec, work: Path, step
 def export_bytes(default: TableOptimizer, *, model: ModelSpec) -> int:
     """Return the bytes of the export's arrays, plus the largest one, which is on disk twice while it is built."""
     widths = model.config.history_dim, model.config.output_dim
-    arrays = [model.items * width * FLOAT_BYTES for width in widths]
+    arrays = [model.num_items * width * FLOAT_BYTES for width in widths]
     arrays += [_weight_bytes(table) for table in model.tables.values()]
     accumulators = [
         _state_bytes(table, default=default)
@@ -42,11 +44,11 @@ def export_bytes(default: TableOptimizer, *, model: ModelSpec) -> int:
 
 
 def _weight_bytes(table: TableSpec) -> int:
-    return table.rows * table.dim * FLOAT_BYTES
+    return table.num_rows * table.dim * FLOAT_BYTES
 
 
 def _state_bytes(table: TableSpec, *, default: TableOptimizer) -> int:
     if table.frozen:
         return 0
     per_row, per_value = _STATE_PER_ROW[(table.settings.optimizer or default).kind]
-    return table.rows * (per_row + per_value * table.dim) * FLOAT_BYTES
+    return table.num_rows * (per_row + per_value * table.dim) * FLOAT_BYTES

@@ -15,14 +15,14 @@ from torchrec.optim.keyed import CombinedOptimizer
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.events import EvaluationSplit, EventStore, Rows
 from recsys_core.data.features.store import FeatureStore
+from recsys_core.disk import save_npy
 from recsys_core.launching.config import Launcher, LocalLauncher
 from recsys_core.launching.launch import launch
 from recsys_core.manifests import Dataset, ExportManifest, TrainManifest, fingerprint_of, produce
+from recsys_core.models.embedding_tables import table_shards
 from recsys_core.models.loss_config import LossConfig
-from recsys_core.models.shards import table_shards
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.task import RetrievalTask
-from recsys_core.parquet.disk import save
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.checkpoint import restore
 from recsys_core.training.config import TrainingConfig
@@ -80,7 +80,12 @@ def export_vectors(
         )
         (out / "model.json").write_text(model.model_dump_json(indent=2))
         queries = {split: len(np.load(out / f"query_users_{split}.npy")) for split in SPLITS}
-        return {"num_items": model.items, "dim": model.config.output_dim, "similarity": model.config.similarity, "num_queries": queries}
+        return {
+            "num_items": model.num_items,
+            "dim": model.config.output_dim,
+            "similarity": model.config.similarity,
+            "num_queries": queries,
+        }
 
     manifest = produce(
         folder,
@@ -102,7 +107,7 @@ def run_export(job: ExportJob, *, process: Process) -> None:
         job.spec,
         loss=job.loss,
         item_count_I=store.item_count,
-        ranks={},
+        popularity_rank={},
         plan=PlanFile.read(job.plan),
         process=process,
         config=job.training,
@@ -111,7 +116,7 @@ def run_export(job: ExportJob, *, process: Process) -> None:
     restore(model, optimizer, checkpoint=job.checkpoint)
     model.eval()
     task: RetrievalTask = get_unwrapped_module(model)
-    encoder = Encoder(task, store, Assembler(user=job.spec.user_in, features=features), process)
+    encoder = Encoder(task, store, Assembler(user=job.spec.user_batch_key, features=features), process)
     writer = RankWriter(process, heartbeat=job.heartbeat)
     with torch.no_grad():
         _write_item_vectors(encoder, job=job, writer=writer)
@@ -133,15 +138,15 @@ def _write_item_vectors(encoder: Encoder, *, job: ExportJob, writer: RankWriter)
     dims = {job.out / "history_items.npy": config.history_dim, job.out / "item_vectors.npy": config.output_dim}
     with ExitStack() as stack:
         parts = [stack.enter_context(writing_part(path, process=process)) for path in dims]
-        writer.write(parts, num_rows=job.spec.items, encode=encoder.items, name="item_vectors.npy")
+        writer.write(parts, num_rows=job.spec.num_items, encode=encoder.items, name="item_vectors.npy")
     for path, dim in dims.items():
-        writer.build(path, shape=(job.spec.items, dim))
+        writer.build(path, shape=(job.spec.num_items, dim))
 
 
 def _write_query_vectors(encoder: Encoder, split: EvaluationSplit, *, job: ExportJob, writer: RankWriter) -> None:
     users = encoder.store.users_with_targets(split)
     if encoder.process.is_main:
-        save(job.out / f"query_users_{split}.npy", users)
+        save_npy(job.out / f"query_users_{split}.npy", users)
     path = job.out / f"query_vectors_{split}.npy"
 
     def encode(rows: Rows) -> tuple[torch.Tensor]:
@@ -158,9 +163,9 @@ def _write_tables(model: DistributedModelParallel, *, job: ExportJob, writer: Ra
         path = job.out / f"table_{name}.npy"
         with writing_part(path, process=process) as part:
             for shard in table_shards(state, table=name) if _writes_table(plan, name, process=process) else ():
-                part.add(shard.row, shard.column, shard.weight_RC)
+                part.add(shard.row, shard.column, shard.weight_RD)
                 writer.beat()
-        writer.build(path, shape=(table.rows, table.dim))
+        writer.build(path, shape=(table.num_rows, table.dim))
 
 
 def _write_accumulators(optimizer: CombinedOptimizer, *, job: ExportJob, writer: RankWriter, process: Process) -> None:
@@ -176,7 +181,7 @@ def _write_accumulators(optimizer: CombinedOptimizer, *, job: ExportJob, writer:
             for shard in shards if _writes_table(plan, name, process=process) else ():
                 part.add(*shard.in_table(rowwise=rowwise, dim=table.dim))
         # Ranks that hold different columns of a row each add their share of the row's accumulator.
-        writer.build(path, shape=(table.rows,) if rowwise else (table.rows, table.dim), accumulate=rowwise)
+        writer.build(path, shape=(table.num_rows,) if rowwise else (table.num_rows, table.dim), accumulate=rowwise)
 
 
 def _writes_table(plan: PlanFile, table: str, *, process: Process) -> bool:

@@ -17,6 +17,7 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import require_manifest
 from recsys_core.models.sampling import negative_share
 from recsys_core.models.task import RetrievalTask
+from recsys_core.seeds import step_seed
 from recsys_core.training.checkpoint import BestValidation, Checkpointer, CheckpointManifest, checkpoint_name, restore
 from recsys_core.training.encoding import Encoder
 from recsys_core.training.job_spec import (
@@ -46,7 +47,7 @@ def run_training(job: TrainJob, *, process: Process) -> None:
     dataset = job.open_dataset()
     store = EventStore.open(dataset.interactions)
     features = None if dataset.features is None else FeatureStore.open(dataset.features)
-    assembler = Assembler(user=job.spec.user_in, features=features)
+    assembler = Assembler(user=job.spec.user_batch_key, features=features)
     loader = make_loader(job, store=store, assembler=assembler, process=process)
     if len(loader) == 0:
         raise InputError(
@@ -170,7 +171,7 @@ class Trainer:
         self.learning_rates.set_step(self.step)
         # Dropout is a function of (seed, step, rank), so a resumed run draws the same masks. Only the device's generator is
         # seeded: torch.manual_seed also records its call stack, which takes a millisecond.
-        self.dropout_generator.manual_seed((self.config.seed * 1_000_003 + self.step) * 4_099 + self.process.rank)
+        self.dropout_generator.manual_seed(step_seed(self.config.seed, step=self.step, rank=self.process.rank))
         with self.timer.step(is_sampled=self.step % self.config.log_every_steps == 0):
             loss = self.pipeline.progress(batches)
         if self.profiler is not None:
@@ -178,9 +179,7 @@ class Trainer:
         self.step += 1
         # On a GPU, reading the loss waits for the device.
         if self.process.device.type == "cpu" or self.step % self.config.log_every_steps == 0:
-            raise_if_not_finite(
-                loss, step=self.step, epoch=epoch, model=self.model, spec=self.job.spec, rank=self.process.rank
-            )
+            raise_if_not_finite(loss, step=self.step, epoch=epoch, model=self.model, spec=self.job.spec, rank=self.process.rank)
         self.metrics_log.add(loss, num_samples=num_samples)
 
     def _validate(self, epoch: int) -> dict[str, float]:

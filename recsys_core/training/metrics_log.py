@@ -14,7 +14,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys_core.atomic import write_text
 from recsys_core.errors import StageError
-from recsys_core.models.shards import table_shards
+from recsys_core.models.embedding_tables import table_shards
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training.dense_parallel import local_part
 from recsys_core.training.job_spec import Progress
@@ -141,10 +141,10 @@ def raise_if_not_finite(
     problems = []
     for table in spec.tables:
         for shard in table_shards(state, table=table):
-            bad_rows = torch.nonzero(~torch.isfinite(shard.weight_RC).all(dim=1))
+            bad_rows = torch.nonzero(~torch.isfinite(shard.weight_RD).all(dim=1))
             if len(bad_rows):
                 first_row = shard.row + int(bad_rows[0])
-                problems.append(f"table {table}: {len(bad_rows)} rows on this rank are not finite, the first is row {first_row}")
+                problems.append(f"table {table}: {len(bad_rows)} rows here are not finite, the first is row {first_row}")
                 break
     # Only this rank's part of each layer: a gather would hang, since the other ranks may not be in this branch.
     layers = [
@@ -157,6 +157,6 @@ def raise_if_not_finite(
     where = "; ".join(problems) or "tables and layers are finite"
     raise StageError(
         f"step {step}, epoch {epoch}, rank {rank}: the loss is {loss.item()} ({where}); "
-        "lower the learning_rate of training.table_optimizer or training.dense_optimizer, set table_optimizer.gradient_clip_value "
-        "or dense_optimizer.gradient_clip_norm, or raise model.temperature"
+        "lower the learning_rate of training.table_optimizer or training.dense_optimizer, set their gradient_clip_value and "
+        "gradient_clip_norm, or raise model.temperature"
     )

@@ -17,8 +17,8 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from recsys_core.models.embedding_tables import local_shards
 from recsys_core.models.optimizer_config import DenseOptimizer, Schedule, TableOptimizer
-from recsys_core.models.shards import local_shards
 from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.sharded_model import ADAGRAD_EPS
@@ -71,9 +71,7 @@ def _replicated_table_optimizer(name: str, parameter: Tensor, settings: TableOpt
     optimizer = KeyedOptimizerWrapper({name: parameter}, build)
     if settings.gradient_clip_value is None:
         return optimizer
-    return GradientClippingOptimizer(
-        optimizer, clipping=GradientClipping.VALUE, max_gradient=settings.gradient_clip_value
-    )
+    return GradientClippingOptimizer(optimizer, clipping=GradientClipping.VALUE, max_gradient=settings.gradient_clip_value)
 
 
 def _dense_optimizer(layers: dict[str, Tensor], settings: DenseOptimizer) -> KeyedOptimizer:
@@ -156,8 +154,8 @@ class AccumulatorShard:
     def in_table(self, *, rowwise: bool, dim: int) -> tuple[int, int, Tensor]:
         """Return (row, column, values) of what this shard adds to the accumulators of the whole table of width `dim`.
 
-        rowwise: the table has one accumulator per row, the mean over all columns. A shard has the mean over its own columns, and
-        adds it in proportion to its width.
+        rowwise: the table has one accumulator per row, the mean over all columns. Each shard has the mean over its own columns,
+        and adds it in proportion to its width.
         """
         if rowwise:
             return self.row, 0, self.values_RC[:, :1] * (self.num_columns / dim)
@@ -181,7 +179,7 @@ def accumulator_shards(optimizer: KeyedOptimizer, *, spec: ModelSpec, table: str
         # Positions come from the weights: for column-wise sharding TorchRec numbers row-wise state through all column shards.
         for weight, tensor in zip(local_shards(parameter), _local_tensors(value), strict=True):
             values_RC = tensor[:, None] if tensor.dim() == 1 else tensor
-            shards.append(AccumulatorShard(weight.row, weight.column, weight.weight_RC.shape[1], values_RC))
+            shards.append(AccumulatorShard(weight.row, weight.column, weight.weight_RD.shape[1], values_RC))
     return shards
 
 

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch import distributed as dist
 
-from recsys_core.disk import full_disk_is_told
+from recsys_core.disk import allocate_npy, explain_disk_full
 from recsys_core.errors import StageError
-from recsys_core.parquet.disk import allocate
 from recsys_core.training.process_group import Process
 
 Region = tuple[slice, slice]
@@ -47,7 +46,7 @@ class Part:
 @contextmanager
 def writing_part(path: Path, *, process: Process) -> Iterator[Part]:
     """Collective. Yield this rank's part of the array `path`; after the block every rank can read all parts."""
-    with full_disk_is_told(path.parent), _part(path, process.rank).open("wb") as file:
+    with explain_disk_full(path.parent), _part(path, process.rank).open("wb") as file:
         yield Part(file)
         file.flush()
         os.fsync(file.fileno())
@@ -70,7 +69,7 @@ def build_array(
     if 0 in shape:
         np.save(path, np.empty(shape, np.float32))
     else:
-        target = allocate(path, dtype=np.float32, shape=shape)
+        target = allocate_npy(path, dtype=np.float32, shape=shape)
         fill_array(path, target, process=process, accumulate=accumulate, on_record=on_record)
         assert isinstance(target, np.memmap)
         target.flush()
@@ -129,8 +128,8 @@ def _records(part: Path, *, shape: tuple[int, ...]) -> Iterator[tuple[Region, ND
             content = file.read(rows * columns * 4) if is_inside else b""
             if not is_inside or len(content) != rows * columns * 4:
                 raise StageError(
-                    f"{part}: a record of {rows} x {columns} values at row {row}, column {column} is cut off or does not fit into "
-                    f"an array of {shape[0]} x {shape[1]}; mount the same, intact storage under this path on all hosts"
+                    f"{part}: a record of {rows} x {columns} values at row {row}, column {column} is cut off or does not fit "
+                    f"into an array of {shape[0]} x {shape[1]}; mount the same, intact storage under this path on all hosts"
                 )
             values_RC = np.frombuffer(content, np.float32).reshape(rows, columns)
             yield (slice(row, row + rows), slice(column, column + columns)), values_RC

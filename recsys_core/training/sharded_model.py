@@ -18,22 +18,22 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from recsys_core.data.events import EventStore, mapped
 from recsys_core.manifests import Dataset, InteractionsManifest
-from recsys_core.models.embedding_tables import parameter_name
+from recsys_core.models.embedding_tables import parameter_name, table_shards
 from recsys_core.models.initialisation import (
-    blank_rows,
     copy_pretrained,
     fill_missing,
     fill_random,
     mean_vector,
     no_vectors,
     rows_with_vector,
+    zero_rows,
 )
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import TableOptimizer
-from recsys_core.models.shards import table_shards
-from recsys_core.models.spec import ONE_ROW_EACH, ModelSpec
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.table_checks import ID_TABLES
 from recsys_core.models.table_config import OFFSET, TEACHER, random_norm
-from recsys_core.models.task import LOOKUPS_PATH, RetrievalHead, RetrievalTask
+from recsys_core.models.task import TABLES_PATH, RetrievalHead, RetrievalTask
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.sharders import sharders
 from recsys_core.training.config import TrainingConfig
@@ -72,7 +72,7 @@ def initial_model(job: TrainJob, *, store: EventStore, dataset: Dataset, process
         spec,
         loss=job.loss,
         item_count_I=store.item_count,
-        ranks=popularity_ranks(spec, store=store, interactions=dataset.interactions),
+        popularity_rank=popularity_ranks(spec, store=store, interactions=dataset.interactions),
         plan=PlanFile.read(job.plan),
         process=process,
         config=job.training,
@@ -92,7 +92,7 @@ def build_model(
     *,
     loss: LossConfig,
     item_count_I: NDArray[np.int64],
-    ranks: Mapping[str, NDArray[np.int64]],
+    popularity_rank: Mapping[str, NDArray[np.int64]],
     plan: PlanFile,
     process: Process,
     config: TrainingConfig,
@@ -101,7 +101,7 @@ def build_model(
 
     Args:
         item_count_I: training events per item.
-        ranks: popularity ranks by table, see RetrievalHead.
+        popularity_rank: by gradually unfrozen table, see RetrievalHead.
 
     Raises InputError if the plan was made for another model or world size.
     """
@@ -109,15 +109,22 @@ def build_model(
     plan.check_matches(spec=spec, world_size=process.world_size, optimizer=default)
     torch.manual_seed(config.seed)  # the layers start with the same values on every rank
     decay = weight_decay(spec, default=default)
-    head = RetrievalHead(spec, loss=loss, item_count_I=item_count_I, ranks=ranks, weight_decay=decay)
+    head = RetrievalHead(
+        spec,
+        loss=loss,
+        item_count_I=item_count_I,
+        popularity_rank=popularity_rank,
+        weight_decay=decay,
+        group=dist.group.WORLD,
+    )
     task = RetrievalTask(head, device=process.device)
-    _assign_fused_optimizers(task.lookups, spec, plan=plan, default=default)
+    _assign_fused_optimizers(task.embedding_tables, spec, plan=plan, default=default)
     sharded_layers = shard_layers(head, mode=config.dense_parallel, device=process.device)
     model = DistributedModelParallel(
         task,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=process.device,
-        plan=plan.to_torchrec(LOOKUPS_PATH, spec=spec),
+        plan=plan.to_torchrec(TABLES_PATH, spec=spec),
         sharders=sharders(plan.quantized_comms),
         data_parallel_wrapper=DefaultDataParallelWrapper(params_to_ignore=[f"head.{name}" for name in sharded_layers]),
     )
@@ -134,14 +141,14 @@ def weight_decay(spec: ModelSpec, *, default: TableOptimizer) -> dict[str, float
     strengths = {
         name: (table.settings.optimizer or default).weight_decay
         for name, table in spec.tables.items()
-        if name in (*ONE_ROW_EACH, OFFSET) and not table.frozen
+        if name in (*ID_TABLES, OFFSET) and not table.frozen
     }
     return {name: strength for name, strength in strengths.items() if strength}
 
 
-def _assign_fused_optimizers(lookups: nn.Module, spec: ModelSpec, *, plan: PlanFile, default: TableOptimizer) -> None:
+def _assign_fused_optimizers(tables: nn.Module, spec: ModelSpec, *, plan: PlanFile, default: TableOptimizer) -> None:
     """Set the fused optimizer of each sharded table; replicated tables (data_parallel) have no fused kernel."""
-    parameters = dict(lookups.named_parameters())
+    parameters = dict(tables.named_parameters())
     for name, table in spec.tables.items():
         if plan.tables[name].sharding_type == "data_parallel":
             continue
@@ -169,12 +176,12 @@ def fill_pretrained(model: DistributedModelParallel, *, spec: ModelSpec, pretrai
         norm = random_norm(settings.init_std, table.dim) if settings.rescale else None
         mean_D = None
         if rows is None:
-            vector_row = no_vectors(table.rows)
+            vector_row = no_vectors(table.num_rows)
         else:
             vector_row = rows.vector_row
-            num_missing = table.rows - sum(len(chunk) for chunk in rows_with_vector(vector_row))
+            num_missing = table.num_rows - sum(len(chunk) for chunk in rows_with_vector(vector_row))
             logger.info(
-                "table %s: %d of %d rows have no vector and start %s", name, num_missing, table.rows, settings.missing
+                "table %s: %d of %d rows have no vector and start %s", name, num_missing, table.num_rows, settings.missing
             )
             if settings.missing == "mean":
                 mean_D = mean_vector(rows.vectors, vector_row=vector_row, norm=norm)
@@ -190,7 +197,7 @@ def zero_unknown_users(model: DistributedModelParallel, *, is_known_U: NDArray[n
     """Set the rows of users without training event and vector to zero; such users are served by their history alone."""
     with torch.no_grad():
         for shard in table_shards(model.state_dict(), table="user"):
-            blank_rows(shard, blank=~is_known_U)
+            zero_rows(shard, is_zero_R=~is_known_U)
 
 
 def popularity_ranks(spec: ModelSpec, *, store: EventStore, interactions: InteractionsManifest) -> dict[str, NDArray[np.int64]]:
@@ -224,6 +231,6 @@ def pretrained_rows(spec: ModelSpec, *, dataset: Dataset) -> dict[str, Pretraine
         elif id_files[source] in dataset.interactions.files:
             vector_row = mapped(dataset.interactions.path(id_files[source]))
         else:
-            vector_row = no_vectors(table.rows)
+            vector_row = no_vectors(table.num_rows)
         pretrained[name] = PretrainedRows(mapped(dataset.embeddings.vectors(source)), vector_row)
     return pretrained

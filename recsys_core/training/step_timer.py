@@ -88,7 +88,7 @@ class StepTimer:
             for name, sparse in batch.sparse.items()
             for feature, count in zip(sparse.keys(), sparse.length_per_key(), strict=True)
         }
-        num_floats = sum(num_values.get((table.sparse, table.feature), 0) * table.dim for table in self._tables)
+        num_floats = sum(num_values.get((table.batch_key, table.feature), 0) * table.dim for table in self._tables)
         return num_floats * FLOAT32_BYTES
 
 

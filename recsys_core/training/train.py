@@ -34,17 +34,6 @@ from recsys_core.training.warm_start import prepare_warm_start
 logger = logging.getLogger(__name__)
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
 """Errors of a hard link across disks, or on a file system without hard links (SMB, exFAT, some mounts of object stores)."""
-OPERATIONAL = {
-    "max_attempts",
-    "profile",
-    "min_processes",
-    "start_timeout_s",
-    "heartbeat_timeout_s",
-    "keep_checkpoints",
-    "warm_start",
-}
-"""Settings that do not change the trained model: a resumed run may change them and keeps its checkpoints. The fingerprint holds
-the champion that warm_start leads to instead of the setting."""
 
 
 def train(
@@ -75,7 +64,7 @@ def train(
     require_layers(config.dense_parallel, spec=model)
     interactions, embeddings, features = dataset.interactions, dataset.embeddings, dataset.features
     start, reason = choose_start(config.warm_start, champion=champion, interactions=interactions)
-    settings = config.model_dump(exclude=OPERATIONAL)
+    settings = config.result_settings()
     fingerprint = fingerprint_of(
         "train", settings, model, loss, interactions, embeddings, features, plan, start and start.export
     )

@@ -3,6 +3,7 @@
 Shapes: I items, B queries of a batch, D width of an output vector.
 """
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +17,14 @@ from recsys_core.errors import InputError
 from recsys_core.evaluation import metrics
 from recsys_core.evaluation.baselines import popularity_before
 from recsys_core.evaluation.cold import cold_rows, rank_among
-from recsys_core.evaluation.metrics import TargetRanks
+from recsys_core.evaluation.metrics import TargetPositions
 from recsys_core.evaluation.ranking import rank_served
 from recsys_core.manifests import InteractionsManifest
+from recsys_core.seeds import VALIDATION_USERS_SEED
 from recsys_core.training.config import ValidationConfig
 from recsys_core.training.encoding import Encoder, RankWriter
 from recsys_core.training.sharded_array import fill_array, remove_part, writing_part
 
-SAMPLE_SEED = 1
 _METRICS = {"recall": metrics.recall, "ndcg": metrics.ndcg, "hit_rate": metrics.hit_rate}
 
 
@@ -48,7 +49,7 @@ class Validator:
         spec = encoder.spec
         history_length = self._store.before(self._users, "validation").lengths
         self._is_known = spec.knows(history_length_B=history_length, user_row_B=self._users)
-        self._popular_I = np.arange(spec.items, dtype=np.int32)
+        self._popular_I = np.arange(spec.num_items, dtype=np.int32)
         if not self._is_known.all():  # only unknown users get this order, and computing it reads all ids
             self._popular_I = popularity_before("validation", store=self._store, interactions=interactions)
 
@@ -73,10 +74,10 @@ class Validator:
             query_BD = self._encoder.queries(self._users[index_B], split="validation").cpu()
             if not is_real:
                 continue
-            ranks = self._target_ranks(index_B, query_BD=query_BD, item_ID=item_ID)
-            user_count_and_sums[0] += ranks.users
+            positions = self._target_positions(index_B, query_BD=query_BD, item_ID=item_ID)
+            user_count_and_sums[0] += positions.num_users
             for index, metric in enumerate(_METRICS.values(), 1):
-                user_count_and_sums[index] += metric(ranks, k=self.config.k).sum()
+                user_count_and_sums[index] += metric(positions, k=self.config.k).sum()
         user_count_and_sums = user_count_and_sums.to(process.device)
         dist.all_reduce(user_count_and_sums)
         task.train()
@@ -89,26 +90,28 @@ class Validator:
         path = self._work / "validation_items"
         with writing_part(path, process=process) as part:
             self._writer.write(
-                [part], num_rows=spec.items, encode=lambda rows: self._encoder.items(rows)[1:], name="validation"
+                [part], num_rows=spec.num_items, encode=lambda rows: self._encoder.items(rows)[1:], name="validation"
             )
-        item_ID = np.zeros((spec.items, spec.config.output_dim), np.float32)
+        item_ID = np.zeros((spec.num_items, spec.config.output_dim), np.float32)
         fill_array(path, item_ID, process=process, on_record=self._writer.beat)
         remove_part(path, process=process)
         return torch.from_numpy(item_ID)
 
-    def _target_ranks(self, index_B: Rows, *, query_BD: Tensor, item_ID: Tensor) -> TargetRanks:
+    def _target_positions(self, index_B: Rows, *, query_BD: Tensor, item_ID: Tensor) -> TargetPositions:
         """Rank the candidates for the users at `index_B` of the validated users."""
         users = self._users[index_B]
         seen, targets = self._store.before(users, "validation"), self._store.targets(users, "validation")
-        is_known, order = self._is_known[index_B], self._popular_I
-        if self._cold_items is None:
-            ranking = rank_served(query_BD, known_E=is_known, item_ID=item_ID, order_I=order, seen=seen, targets=targets, k=0)
-        else:
-            ranking = rank_among(
-                query_BD, known_E=is_known, item_ID=item_ID, order_I=order, candidate_rows=self._cold_items, seen=seen,
-                targets=targets, k=0,
-            )  # fmt: skip
-        return TargetRanks.of_pairs(user_P=ranking.query_P, rank_P=ranking.rank_P, candidates_E=ranking.candidates_E)
+        rank = rank_served if self._cold_items is None else partial(rank_among, candidate_rows=self._cold_items)
+        ranking = rank(
+            query_BD,
+            is_known_B=self._is_known[index_B],
+            item_ID=item_ID,
+            order_I=self._popular_I,
+            seen=seen,
+            targets=targets,
+            k=0,
+        )
+        return ranking.target_positions()
 
 
 def users_to_validate(config: ValidationConfig, *, store: EventStore, cold_items: NDArray[np.int64] | None) -> Rows:
@@ -128,7 +131,7 @@ def users_to_validate(config: ValidationConfig, *, store: EventStore, cold_items
                 "hold out items (interactions.split.validation_by: item), or set training.validation.candidates to all"
             )
     if len(users) > config.max_users:
-        users = np.sort(np.random.default_rng(SAMPLE_SEED).choice(users, config.max_users, replace=False))
+        users = np.sort(np.random.default_rng(VALIDATION_USERS_SEED).choice(users, config.max_users, replace=False))
     # Users who had seen all their targets have no rank to average.
     unseen = store.targets(users, "validation").difference(store.before(users, "validation"), bound=len(store.item_count))
     return users[unseen.lengths > 0]

@@ -83,13 +83,11 @@ def load_champion_weights(model: DistributedModelParallel, *, warm: WarmStart) -
             copy_whole(parameters[name], value)
 
 
-def load_champion_accumulators(
-    optimizer: KeyedOptimizer, *, spec: ModelSpec, default: TableOptimizer, warm: WarmStart
-) -> None:
+def load_champion_accumulators(optimizer: KeyedOptimizer, *, spec: ModelSpec, default: TableOptimizer, warm: WarmStart) -> None:
     """Copy the champion's Adagrad accumulators of the rows that are carried over; new rows keep zeros.
 
-    With an accumulator of zero, Adagrad's first step of a trained row would be as large as the learning rate. Adam's moments are
-    not carried over: Adam estimates them again within its warm-up.
+    With an accumulator of zero, Adagrad's first step of a trained row would be as large as the learning rate. Adam's moments
+    are not carried over: Adam estimates them again within its warm-up.
 
     default: optimizer of the tables without one of their own.
     """

@@ -11,8 +11,7 @@ from prefect.cache_policies import NO_CACHE
 
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import TrainManifest
-from recsys_core.training.job_spec import Progress
-from recsys_core.training.loop import METRICS_NAME
+from recsys_core.training.job_spec import METRICS_NAME, Progress
 from tasks.reporting import show_bar, training_note
 from tasks.tuning.study import Ending, RunningTrial, TrialResult
 

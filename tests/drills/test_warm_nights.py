@@ -52,4 +52,4 @@ def test_the_second_night_starts_from_the_first_unless_a_full_training_is_due(tm
     run_id = second.folder.parent.name
     due, said = night(tmp_path, "--until", "train", "--resume", run_id, "--set", "training.warm_start.full_retrain_every=1")
     assert (due.warm_from, due.num_warm_starts) == (None, 0)
-    assert "full training: night 1 since the last one (training.warm_start.full_retrain_every is 1)" in said
+    assert "full training: run 1 since the last one (training.warm_start.full_retrain_every is 1)" in said

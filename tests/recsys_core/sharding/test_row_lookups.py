@@ -17,12 +17,12 @@ from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.embedding_tables import LocalShard, table_outputs
 from recsys_core.models.initialisation import fill_random
 from recsys_core.models.loss_config import LossConfig
-from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.planner import make_plan
 from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
+from recsys_core.training.config import TrainingConfig
 from recsys_core.training.process_group import Process
 from recsys_core.training.sharded_model import build_model
 from tests.gloo import run_ranks
@@ -68,12 +68,10 @@ def look_up(rank: int, kind: str) -> None:
         spec,
         loss=LossConfig(num_negatives=0),
         item_count_I=np.ones(ITEMS, np.int64),
-        ranks={},
+        popularity_rank={},
         plan=make_plan(sharding, model=spec, batch_size=4),
         process=Process(rank, ranks, torch.device("cpu")),
-        optimizer=TableOptimizer(),
-        dense_parallel="auto",
-        seed=SEED,
+        config=TrainingConfig(seed=SEED),
     )
     task, store = model.module, feature_store(users=USERS, items=ITEMS, events=EVENTS)
     for case, histories in HISTORIES.items():

@@ -16,9 +16,9 @@ from recsys_core.training import checkpoint as checkpoints
 from recsys_core.training.checkpoint import CheckpointManifest
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export import RankWriter, run_export
-from recsys_core.training.job_spec import ExportJob, TrainJob
-from recsys_core.training.loop import METRICS_NAME, Training, run_training
-from recsys_core.training.metrics_log import Meter
+from recsys_core.training.job_spec import METRICS_NAME, ExportJob, TrainJob
+from recsys_core.training.loop import Trainer, run_training
+from recsys_core.training.metrics_log import MetricsLog
 from recsys_core.training.train import train
 from recsys_core.training.validation import Validator
 from tests.gloo import _CONTEXT
@@ -71,7 +71,7 @@ def die(*_: Any, **__: Any) -> None:
 
 
 def armed(kill: Kill, call: Callable[..., Any], *, after: bool = False, when: Callable[..., bool] = lambda *_: True) -> Any:
-    """`call`, but it kills this process before it does its work, or `after` it, once Training has done the steps."""
+    """`call`, but it kills this process before it does its work, or `after` it, once the Trainer has done the steps."""
 
     def calls(*args: Any, **kwargs: Any) -> Any:
         if not after and STEPS_DONE[0] >= kill.step and when(*args):
@@ -89,16 +89,16 @@ STEPS_DONE = [0]
 
 def count_steps() -> None:
     """Keeps STEPS_DONE in this process."""
-    count = Training._count
+    train_step = Trainer._train_step
 
-    def counts(self: Training, *args: Any, **kwargs: Any) -> None:
-        count(self, *args, **kwargs)
-        STEPS_DONE[0] = self._done
+    def counted_step(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        train_step(self, *args, **kwargs)
+        STEPS_DONE[0] = self.step
 
-    Training._count = counts  # type: ignore[method-assign]
+    Trainer._train_step = counted_step  # type: ignore[method-assign]
 
 
-def half_a_line(self: Meter, *args: Any, **kwargs: Any) -> None:
+def half_a_line(self: MetricsLog, *args: Any, **kwargs: Any) -> None:
     with self._path.open("a") as file:
         file.write('{"step":')
 
@@ -116,7 +116,7 @@ def arm(kill: Kill) -> None:
     of_checkpoint = lambda path, *_: "step-" in str(path)  # noqa: E731
     match kill.place:
         case "step":
-            Training._count = armed(kill, Training._count, after=True, when=lambda self, *_: self._done >= kill.step)
+            Trainer._train_step = armed(kill, Trainer._train_step, after=True, when=lambda self, *_: self.step >= kill.step)
         case "staged":
             checkpoints.async_save = armed(kill, checkpoints.async_save, after=True)
         case "written":
@@ -130,12 +130,12 @@ def arm(kill: Kill) -> None:
         case "measured":
             Validator.measure = armed(kill, Validator.measure, after=True)
         case "line":
-            log, half = Meter.log, armed(kill, half_a_line, after=True)
-            Meter.log = lambda *args, **rest: (half if STEPS_DONE[0] >= kill.step else log)(*args, **rest)
+            write_line, half = MetricsLog.write_line, armed(kill, half_a_line, after=True)
+            MetricsLog.write_line = lambda *args, **rest: (half if STEPS_DONE[0] >= kill.step else write_line)(*args, **rest)
         case "removing":
             shutil.rmtree = half_a_folder
         case "result":
-            Training._write_result = die
+            Trainer._write_result = die
         case "export":
             RankWriter.write = armed(kill, RankWriter.write, after=True)
 

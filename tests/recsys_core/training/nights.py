@@ -31,8 +31,8 @@ from recsys_core.sharding.planner import make_plan
 from recsys_core.training.champion import Champion
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export import run_export
-from recsys_core.training.job_spec import ExportJob, TrainJob, TrainResult
-from recsys_core.training.loop import CHECKPOINTS_NAME, RESULT_NAME, run_training
+from recsys_core.training.job_spec import CHECKPOINTS_NAME, RESULT_NAME, ExportJob, TrainJob, TrainResult
+from recsys_core.training.loop import run_training
 from recsys_core.training.process_group import Process
 from tests.gloo import run_ranks
 from tests.recsys_core.data.logs import Event, ingest, write_log

@@ -179,12 +179,10 @@ def sharded_model(
         spec,
         loss=loss,
         item_count_I=COUNTS,
-        ranks=gradual,
+        popularity_rank=gradual,
         plan=plan,
         process=process,
-        optimizer=training.table_optimizer,
-        dense_parallel=training.dense_parallel,
-        seed=training.seed,
+        config=training,
     )
     fill_pretrained(model, spec=spec, pretrained=pretrained_of(spec))
     return model, plan

@@ -29,8 +29,16 @@ from recsys_core.sharding.planner import plan_sharding
 from recsys_core.training.checkpoint import latest_checkpoint
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export import run_export
-from recsys_core.training.job_spec import ExportJob, Progress, TrainJob, TrainResult
-from recsys_core.training.loop import CHECKPOINTS_NAME, METRICS_NAME, RESULT_NAME, Training, run_training
+from recsys_core.training.job_spec import (
+    CHECKPOINTS_NAME,
+    METRICS_NAME,
+    RESULT_NAME,
+    ExportJob,
+    Progress,
+    TrainJob,
+    TrainResult,
+)
+from recsys_core.training.loop import Trainer, run_training
 from recsys_core.training.process_group import Process
 from recsys_core.training.validation import Validator
 from tests.gloo import run_ranks
@@ -177,17 +185,17 @@ def _process(rank: int) -> Process:
 
 
 def _train(rank: int, job: TrainJob, stops_at: int | None, scores: list[float] | None) -> None:
-    count = Training._count
+    train_step = Trainer._train_step
 
-    def count_and_stop(self: Training, *args: Any, **kwargs: Any) -> None:
-        count(self, *args, **kwargs)
-        if self._done == stops_at:
+    def train_step_and_stop(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        train_step(self, *args, **kwargs)
+        if self.step == stops_at:
             os._exit(0)
 
-    Training._count = count_and_stop  # type: ignore[method-assign]
+    Trainer._train_step = train_step_and_stop  # type: ignore[method-assign]
     if scores is not None:
         left = iter(scores)
-        Validator.measure = lambda self, encoder: {self.name: next(left)}  # type: ignore[method-assign]
+        Validator.measure = lambda self: {self.metric_name: next(left)}  # type: ignore[method-assign]
     run_training(job, process=_process(rank))
 
 

@@ -25,9 +25,16 @@ from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig
-from recsys_core.training.checkpoint import Best, Checkpointer, CheckpointManifest, checkpoint_name, latest_checkpoint, restore
+from recsys_core.training.checkpoint import (
+    BestValidation,
+    Checkpointer,
+    CheckpointManifest,
+    checkpoint_name,
+    latest_checkpoint,
+    restore,
+)
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.optimizers import make_optimizer, sum_shards, sums_of
+from recsys_core.training.optimizers import accumulator_shards, make_optimizer
 from recsys_core.training.process_group import Process
 from tests.gloo import run_ranks
 from tests.recsys_core.training.small_model import make_batch, sharded_model, small_spec
@@ -38,7 +45,7 @@ SAVED_BY = {"row_wise": 2, "table_wise": 3, "column_wise": 4}
 STEPS = 3
 TRAINING = TrainingConfig(seed=1)
 LOSS = LossConfig(num_negatives=5)
-BEST = Best(step=2, metrics={"ndcg@10": 0.5})
+BEST = BestValidation(step=2, metrics={"ndcg@10": 0.5})
 
 
 def spec_of(*, brands: bool = True) -> ModelSpec:
@@ -72,7 +79,7 @@ def train(made: Made, rank: int, *, spec: ModelSpec, steps: range) -> None:
 
 def checkpointer(rank: int, folder: Path, **settings: Any) -> Checkpointer:
     process = Process(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
-    defaults = {"keep": 9, "papers": {"job.json": "{}"}, "alive": folder.with_name("alive")}
+    defaults = {"keep": 9, "extra_files": {"job.json": "{}"}, "heartbeat": folder.with_name("heartbeat")}
     return Checkpointer(folder, fingerprint="f", attempt=1, process=process, **defaults | settings)
 
 
@@ -83,7 +90,7 @@ def whole_state(made: Made, spec: ModelSpec) -> dict[str, np.ndarray]:
     state = made.model.state_dict()
     for name in spec.tables:
         parts[name] = [(shard.row, shard.column, shard.weight_RD.numpy()) for shard in table_shards(state, table=name)]
-        parts[f"{name} sums"] = sum_shards(made.optimizer, spec=spec, table=name)
+        parts[f"{name} sums"] = accumulator_shards(made.optimizer, spec=spec, table=name)
     gathered: list[dict[str, list[Any]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(gathered, parts)
     for name, table in spec.tables.items():
@@ -94,7 +101,7 @@ def whole_state(made: Made, spec: ModelSpec) -> dict[str, np.ndarray]:
             for row, column, value in one[name]:
                 found[name][row : row + len(value), column : column + value.shape[1]] = value
             for shard in one[f"{name} sums"]:
-                row, column, value = sums_of(shard, by_row=by_row, dim=table.dim)
+                row, column, value = shard.in_table(rowwise=by_row, dim=table.dim)
                 sums = found[f"{name} sums"].reshape(table.num_rows, -1)
                 sums[row : row + len(value), column : column + value.shape[1]] += value.numpy()
     flat, _ = flatten_state_dict({"model": state, "optimizer": made.optimizer.state_dict()})
@@ -175,7 +182,9 @@ def test_each_of_120_flipped_bits_is_seen_and_the_checkpoint_before_is_taken(sav
         with caplog.at_level(logging.WARNING):
             found = latest_checkpoint(tmp_path, fingerprint="f")
         assert found is not None and found.folder.name == checkpoint_name(STEPS - 1), f"{path.name}, byte {place}, bit {bit}"
-        assert caplog.messages == [f"{newest}: a file is missing or not what was written; taking the checkpoint before it"]
+        assert caplog.messages == [
+            f"{newest}: a file is missing or differs from its checksum; falling back to the previous checkpoint"
+        ]
         caplog.clear()
         content[place] ^= 1 << bit
         path.write_bytes(content)
@@ -222,15 +231,15 @@ def test_a_disk_too_small_for_a_checkpoint_is_told_before_it_is_written(tmp_path
 def hash_until_a_sign_of_life(rank: int, folder: Path) -> None:
     """The hash of a file takes until the file that the launching process watches has been touched twice."""
     spec = spec_of()
-    alive = folder / "alive"
+    heartbeat = folder / "heartbeat"
     record = stage_folder.record_file
 
     def slow(path: Path) -> stage_folder.FileRecord:
         deadline = time.monotonic() + 60
         for _ in range(2):
-            before = alive.stat().st_mtime_ns if alive.exists() else 0
-            while (alive.stat().st_mtime_ns if alive.exists() else 0) == before:
-                assert time.monotonic() < deadline, "no sign of life"
+            before = heartbeat.stat().st_mtime_ns if heartbeat.exists() else 0
+            while (heartbeat.stat().st_mtime_ns if heartbeat.exists() else 0) == before:
+                assert time.monotonic() < deadline, "no heartbeat"
                 time.sleep(0.05)
         return record(path)
 

@@ -25,13 +25,13 @@ from recsys_core.models.table_config import TableConfig
 from recsys_core.models.task import RetrievalHead
 from recsys_core.training.checkpoint import Checkpointer, checkpoint_name, restore
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.dense_parallel import local, require_layers, whole
+from recsys_core.training.dense_parallel import gathered_items, local_part, require_layers
 from recsys_core.training.job_spec import WarmStart
-from recsys_core.training.metrics_log import refuse_nan
+from recsys_core.training.metrics_log import raise_if_not_finite
 from recsys_core.training.optimizers import LearningRates, make_optimizer
 from recsys_core.training.process_group import Process
 from recsys_core.training.train import train as train_stage
-from recsys_core.training.warm_start import fill_from_champion
+from recsys_core.training.warm_start import load_champion_weights
 from tests.gloo import run_ranks
 from tests.recsys_core.training.small_model import make_batch, sharded_model, small_spec
 
@@ -104,7 +104,7 @@ def dense_state(made: Made) -> dict[str, np.ndarray]:
     flat, _ = flatten_state_dict({"model": made.model.state_dict(), "optimizer": made.optimizer.state_dict()})
     return {
         name: value.detach().numpy().copy()
-        for name, value in whole({name: value for name, value in flat.items() if not isinstance(value, ShardedTensor)})
+        for name, value in gathered_items({name: value for name, value in flat.items() if not isinstance(value, ShardedTensor)})
     }
 
 
@@ -139,7 +139,7 @@ def step_both(rank: int, names: list[str], spec: ModelSpec) -> None:
             atol = rounding * np.abs(value).max(initial=0)
             np.testing.assert_allclose(told[name], value, rtol=0, atol=atol, err_msg=f"{case}: {name}")
         assert all((wanted[name] != value).any() for name, value in started.items()), f"{case}: something did not move"
-        held = torch.tensor([local(value).numel() for value in sharded.head.parameters() if isinstance(value, DTensor)])
+        held = torch.tensor([local_part(value).numel() for value in sharded.head.parameters() if isinstance(value, DTensor)])
         dist.all_reduce(held)
         assert held.tolist() == [value.numel() for value in sharded.head.parameters() if isinstance(value, DTensor)]
 
@@ -179,8 +179,8 @@ def save_one(rank: int, mode: str, folder: Path) -> None:
     made = make(rank, spec, dense_parallel=mode)
     train(made, rank, spec, steps=range(2))
     process = process_of(rank)
-    target, alive = folder / saved_name(mode, process.world_size), folder / "alive"
-    saver = Checkpointer(target, fingerprint="f", attempt=1, keep=1, papers={}, alive=alive, process=process)
+    target, heartbeat = folder / saved_name(mode, process.world_size), folder / "heartbeat"
+    saver = Checkpointer(target, fingerprint="f", attempt=1, keep=1, extra_files={}, heartbeat=heartbeat, process=process)
     saver.save(made.model, made.optimizer, step=2, best=None)
     expected = dense_state(made)
     train(made, rank, spec, steps=range(2, 4))  # while the checkpoint is being written
@@ -224,8 +224,8 @@ def fill_warm(rank: int, folder: Path) -> None:
     if rank == 0:
         save_file(given[0], folder / "dense.safetensors")
     dist.barrier()
-    fill_from_champion(made.model, warm=WarmStart(run_id="champion", export=folder, prepared=folder))
-    found = dict(whole(made.head.state_dict()))
+    load_champion_weights(made.model, warm=WarmStart(run_id="champion", export=folder, prepared=folder))
+    found = dict(gathered_items(made.head.state_dict()))
     assert found.keys() == given[0].keys()
     for name, value in given[0].items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=0)
@@ -240,9 +240,11 @@ def refuse_alone(rank: int) -> None:
     weight = dict(made.head.named_parameters())["query.tower.layers.0.weight"]
     if rank == 1:  # the other one does not come: it waits for this rank's part in the next step
         with torch.no_grad():
-            local(weight)[0, 0] = torch.nan
-        with pytest.raises(StageError, match=r"step 3, epoch 1, rank 1: .* \(layers head\.query\.tower\.layers\.0\.weight\)"):
-            refuse_nan(torch.tensor(torch.nan), step=3, epoch=1, model=made.model, spec=spec, rank=rank)
+            local_part(weight)[0, 0] = torch.nan
+        with pytest.raises(
+            StageError, match=r"step 3, epoch 1, rank 1: .* \(layers head\.query\.tower\.layers\.0\.weight are not finite\)"
+        ):
+            raise_if_not_finite(torch.tensor(torch.nan), step=3, epoch=1, model=made.model, spec=spec, rank=rank)
 
 
 def test_one_rank_alone_tells_which_of_its_layers_are_not_finite():

@@ -7,23 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from recsys_core.data.events import EventStore
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
-from recsys_core.manifests import Dataset, ExportManifest, seal
+from recsys_core.manifests import ExportManifest, seal
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
-from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig, Unfreeze
 from recsys_core.sharding.config import TableConstraint
 from recsys_core.sharding.plan_file import PlanFile, layout_fingerprint
 from recsys_core.training.config import ProfileConfig, TrainingConfig, ValidationConfig
-from recsys_core.training.loop import CHECKPOINTS_NAME
-from recsys_core.training.process_group import Process
-from recsys_core.training.validation import Validator
-from tests.recsys_core.evaluation.stages import interactions_stage
+from recsys_core.training.job_spec import CHECKPOINTS_NAME
 from tests.recsys_core.training.stages import (
     DIM,
     MODEL,
@@ -216,20 +210,3 @@ def test_bf16_comes_close_to_fp32(data, tmp_path):
         losses[precision] = train_in_forks(made, tmp_path / precision).result.final_loss
     assert losses["bf16"] != losses["fp32"]
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.01)
-
-
-def test_users_who_had_seen_all_their_validation_items_are_not_measured(tmp_path):
-    process = Process(rank=0, world_size=1, device=torch.device("cpu"))
-    for name, validation, can_measure in (("seen", [[0], [2]], False), ("unseen", [[0, 1], [2]], True)):
-        stage = interactions_stage(tmp_path / name, train=[[0], [1, 2]], validation=validation, test=[[], []], items=3)
-        store = EventStore.open(stage)
-        validator = Validator(
-            ValidationConfig(),
-            spec=ModelSpec.of(MODEL, dataset=Dataset(stage)),
-            interactions=stage,
-            store=store,
-            process=process,
-            work=tmp_path,
-            alive=tmp_path / "alive",
-        )
-        assert validator.can_measure == can_measure

@@ -1,15 +1,17 @@
-"""Which parameters of the towers decay."""
+"""Weight decay of the layers, Adagrad accumulators of the tables, and the names of their parameters."""
 
 import pytest
 import torch
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
-from recsys_core.models.config import TowerConfig
+from recsys_core.manifests import FeatureFacts
+from recsys_core.models.config import TowerConfig, TwoTowerConfig
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import DenseOptimizer
+from recsys_core.models.spec import ModelSpec
 from recsys_core.training.config import DenseParallel, TrainingConfig
-from recsys_core.training.dense_parallel import local
-from recsys_core.training.optimizers import make_optimizer
+from recsys_core.training.dense_parallel import local_part
+from recsys_core.training.optimizers import AccumulatorShard, make_optimizer, table_of
 from recsys_core.training.process_group import Process
 from tests.gloo import run_ranks
 from tests.recsys_core.training.small_model import sharded_model, small_spec
@@ -36,9 +38,9 @@ def decay_alone(rank: int, kind: str, dense_parallel: DenseParallel) -> None:
         parameter.grad = torch.zeros_like(parameter)  # whatever moves now moves by decay alone
     make_optimizer(model, spec=spec, config=config).step()
     for name, parameter in parameters.items():
-        is_still = torch.equal(local(parameter), torch.ones_like(local(parameter)))
+        is_still = torch.equal(local_part(parameter), torch.ones_like(local_part(parameter)))
         assert is_still == (parameter.dim() < 2), name
-    matrix = local(parameters["query.tower.layers.0.weight"])
+    matrix = local_part(parameters["query.tower.layers.0.weight"])
     if kind != "adagrad":
         torch.testing.assert_close(matrix, torch.full_like(matrix, 1 - RATE * DECAY))
 
@@ -47,3 +49,32 @@ def decay_alone(rank: int, kind: str, dense_parallel: DenseParallel) -> None:
 @pytest.mark.parametrize("kind", ["adam", "adagrad", "sgd"])
 def test_only_matrices_decay(kind: str, dense_parallel: DenseParallel) -> None:
     run_ranks(decay_alone, world_size=1, arguments=(kind, dense_parallel))
+
+
+def test_rowwise_accumulators_of_column_shards_add_up_to_the_mean_over_the_whole_row() -> None:
+    first = AccumulatorShard(row=1, column=0, num_columns=4, values_RC=torch.tensor([[1.0], [2.0]]))
+    second = AccumulatorShard(row=1, column=4, num_columns=12, values_RC=torch.tensor([[5.0], [2.0]]))
+    shares = [shard.in_table(rowwise=True, dim=16) for shard in (first, second)]
+    assert [position for *position, _ in shares] == [[1, 0], [1, 0]]
+    assert (shares[0][2] + shares[1][2]).tolist() == [[(1 * 4 + 5 * 12) / 16], [2.0]]
+
+
+def test_an_accumulator_per_value_keeps_its_position_in_the_table() -> None:
+    shard = AccumulatorShard(row=1, column=2, num_columns=2, values_RC=torch.tensor([[5.0, 6.0]]))
+    row, column, values = shard.in_table(rowwise=False, dim=4)
+    assert (row, column, values.tolist()) == (1, 2, [[5.0, 6.0]])
+
+
+@pytest.mark.parametrize(
+    ("parameter", "table"),
+    [
+        ("embedding_tables.item.embeddings.item.weight", "item"),
+        ("embedding_tables.item.embeddings.item__brand.weight", "item.brand"),
+        ("replicated.item.embedding_tables.unpooled_8.embeddings.user.weight", "user"),
+        ("dense.head.item.tower.layers.0.weight", None),
+    ],
+)
+def test_a_parameter_name_gives_its_table_whatever_the_name_of_the_collection(parameter: str, table: str | None) -> None:
+    brand = FeatureFacts(kind="categorical", rows=5, values=3, out_of_vocabulary=0, missing=0, definition="{}", continued=False)
+    spec = ModelSpec.sized(TwoTowerConfig(user_id=True), num_users=3, num_items=4, facts={"item.brand": brand})
+    assert table_of(parameter, spec) == table

@@ -33,7 +33,7 @@ def write_halves(rank: int, folder: Path) -> None:
     with writing_part(folder / "sums.npy", process=process) as part:
         part.add(0, 0, WHOLE[:, :1])
     if process.is_main:
-        build_array(folder / "sums.npy", shape=(ROWS,), process=process, adds=True, on_record=lambda: None)
+        build_array(folder / "sums.npy", shape=(ROWS,), process=process, accumulate=True, on_record=lambda: None)
 
 
 def test_rows_and_columns_of_two_ranks_make_one_array_and_sums_add_up(tmp_path: Path) -> None:
@@ -99,8 +99,11 @@ def part_of(folder: Path, *records: tuple[int, int, torch.Tensor]) -> Path:
 @pytest.mark.parametrize(
     ("records", "says"),
     [
-        ([(0, 0, torch.ones(3, 2))], r"the 1 ranks wrote 6 numbers of an array of 8"),
-        ([(2, 0, torch.ones(3, 2))], r"a record at row 2, column 0 of 3 x 2 numbers does not fit an array of 4 x 2"),
+        ([(0, 0, torch.ones(3, 2))], r"the 1 ranks wrote 6 values, but the array has 8"),
+        (
+            [(2, 0, torch.ones(3, 2))],
+            r"record of 3 x 2 values at row 2, column 0 is cut off or does not fit into an array of 4 x 2",
+        ),
     ],
 )
 def test_records_that_are_missing_or_do_not_fit_the_array_are_named(
@@ -118,5 +121,5 @@ def test_a_part_that_is_cut_off_or_not_there_is_named(tmp_path: Path, cut: int) 
     with pytest.raises(StageError, match=r"array\.npy\.rank-0: a record .* is cut off"):
         fill_array(path, np.zeros((4, 2), np.float32), process=ALONE)
     part.unlink()
-    with pytest.raises(StageError, match=r"array\.npy\.rank-0: a rank wrote it, but it is not here"):
+    with pytest.raises(StageError, match=r"array\.npy\.rank-0: this file of another rank is not visible here"):
         fill_array(path, np.zeros((4, 2), np.float32), process=ALONE)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from recsys_core.data.assembly import Assembler
@@ -14,7 +15,7 @@ from recsys_core.models.task import RetrievalHead, RetrievalTask
 from recsys_core.training.config import ValidationConfig
 from recsys_core.training.encoding import Encoder
 from recsys_core.training.process_group import Process
-from recsys_core.training.validation import Validator
+from recsys_core.training.validation import Validator, users_to_validate
 from tests.gloo import run_ranks
 from tests.recsys_core.evaluation.stages import interactions_stage
 
@@ -49,14 +50,16 @@ def _validate_new_users(rank: int, folder: Path) -> None:
         task.embedding_tables.to_empty(device=device)
         for parameter in task.embedding_tables.parameters():
             torch.nn.init.normal_(parameter)
+        encoder = Encoder(task, store, Assembler(user=spec.user_batch_key, features=None), process)
         validator = Validator(
-            ValidationConfig(k=1),
-            spec=spec,
-            interactions=interactions,
-            store=store,
-            process=process,
-            work=folder,
-            alive=folder / "alive",
+            ValidationConfig(k=1), encoder=encoder, interactions=interactions, work=folder, heartbeat=folder / "heartbeat"
         )
-        measured = validator.measure(Encoder(task, store, Assembler(user=spec.user_batch_key, features=None), process))
-        assert measured == {"recall@1": 1.0, "ndcg@1": 1.0, "hit_rate@1": 1.0}
+        assert validator.measure() == {"recall@1": 1.0, "ndcg@1": 1.0, "hit_rate@1": 1.0}
+
+
+@pytest.mark.parametrize(("validation", "users"), [([[0], [2]], []), ([[0, 1], [2]], [0])], ids=["all seen", "one unseen"])
+def test_users_who_had_seen_all_their_validation_items_are_not_validated(
+    tmp_path: Path, validation: list[list[int]], users: list[int]
+) -> None:
+    stage = interactions_stage(tmp_path / "stage", train=[[0], [1, 2]], validation=validation, test=[[], []], items=3)
+    assert users_to_validate(ValidationConfig(), store=EventStore.open(stage), cold_items=None).tolist() == users

@@ -27,11 +27,11 @@ from recsys_core.models.table_config import TableConfig, random_norm
 from recsys_core.training.champion import Champion, rows_by_value
 from recsys_core.training.checkpoint import restore
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.job_spec import TrainJob, WarmStart
-from recsys_core.training.loop import CHECKPOINTS_NAME, make_loader
-from recsys_core.training.optimizers import make_optimizer, sum_shards
-from recsys_core.training.sharded_model import first_model
-from recsys_core.training.warm_start import fill_from_champion, fill_sums, prepare_warm_start
+from recsys_core.training.job_spec import CHECKPOINTS_NAME, TrainJob, WarmStart
+from recsys_core.training.loop import make_loader
+from recsys_core.training.optimizers import accumulator_shards, make_optimizer
+from recsys_core.training.sharded_model import initial_model
+from recsys_core.training.warm_start import load_champion_accumulators, load_champion_weights, prepare_warm_start
 from tests.gloo import run_ranks
 from tests.recsys_core.training.nights import RANKS, Night, crown, make_night, process, train_and_export, train_job
 
@@ -73,7 +73,7 @@ def started(job: TrainJob, *, rank: int) -> tuple[DistributedModelParallel, Comb
     assert job.features is not None
     features = require_manifest(job.features, FeaturesManifest)
     store = EventStore.open(interactions)
-    model = first_model(job, store=store, dataset=Dataset(interactions, features=features), process=process(rank))
+    model = initial_model(job, store=store, dataset=Dataset(interactions, features=features), process=process(rank))
     return model, make_optimizer(model, spec=job.spec, config=job.training)
 
 
@@ -84,17 +84,17 @@ def check_start(rank: int, job: TrainJob, expected: Path) -> None:
     before = {
         name: [shard.weight_RD.clone() for shard in table_shards(model.state_dict(), table=name)] for name in job.spec.tables
     }
-    fill_from_champion(model, warm=job.warm)
-    fill_sums(optimizer, spec=job.spec, default=job.training.table_optimizer, warm=job.warm)
+    load_champion_weights(model, warm=job.warm)
+    load_champion_accumulators(optimizer, spec=job.spec, default=job.training.table_optimizer, warm=job.warm)
     for name in job.spec.tables:
         wanted_RD, sums_R = (torch.from_numpy(np.load(expected / f"{kind}{name}.npy")) for kind in ("", "state_"))
         shards = table_shards(model.state_dict(), table=name)
         for shard, old_RC in zip(shards, before[name], strict=True):
             wanted_RC = wanted_RD[shard.row : shard.row + len(old_RC)]
             torch.testing.assert_close(shard.weight_RD, torch.where(wanted_RC.isnan(), old_RC, wanted_RC), rtol=0, atol=0)
-        (sums,) = sum_shards(optimizer, spec=job.spec, table=name)
-        wanted_R = sums_R[sums.row : sums.row + len(sums.sum_RS)]
-        torch.testing.assert_close(sums.sum_RS[:, 0], wanted_R.nan_to_num(0.0), rtol=0, atol=0)
+        (sums,) = accumulator_shards(optimizer, spec=job.spec, table=name)
+        wanted_R = sums_R[sums.row : sums.row + len(sums.values_RC)]
+        torch.testing.assert_close(sums.values_RC[:, 0], wanted_R.nan_to_num(0.0), rtol=0, atol=0)
     head = get_unwrapped_module(model).head
     for name, value in load_file(job.warm.export / "dense.safetensors").items():
         torch.testing.assert_close(head.state_dict()[name], value, rtol=0, atol=0)
@@ -135,7 +135,7 @@ def test_rows_sums_and_layers_follow_their_ids_into_a_vocabulary_that_was(
 def check_new_items(rank: int, job: TrainJob, rows: list[int], vector_ND: NDArray[np.float32]) -> None:
     assert job.warm is not None
     model, _ = started(job, rank=rank)
-    fill_from_champion(model, warm=job.warm)
+    load_champion_weights(model, warm=job.warm)
     for shard in table_shards(model.state_dict(), table="item"):
         for row, vector_D in zip(rows, torch.from_numpy(vector_ND), strict=True):
             if shard.row <= row < shard.row + len(shard.weight_RD):
@@ -159,9 +159,9 @@ def step(job: TrainJob, *, rank: int, checkpoint: Path | None, sums: bool = True
         restore(model, optimizer, checkpoint=checkpoint)
     else:
         assert job.warm is not None
-        fill_from_champion(model, warm=job.warm)
+        load_champion_weights(model, warm=job.warm)
         if sums:
-            fill_sums(optimizer, spec=job.spec, default=job.training.table_optimizer, warm=job.warm)
+            load_champion_accumulators(optimizer, spec=job.spec, default=job.training.table_optimizer, warm=job.warm)
     interactions = require_manifest(job.interactions, InteractionsManifest)
     assert job.features is not None
     assembler = Assembler(user=UNPOOLED, features=FeatureStore.open(require_manifest(job.features, FeaturesManifest)))
@@ -169,9 +169,11 @@ def step(job: TrainJob, *, rank: int, checkpoint: Path | None, sums: bool = True
     pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
     pipeline.progress(iter([loader.make(7, 0)]))
     return [
-        (shard.weight_RD.clone(), found.sum_RS.clone())
+        (shard.weight_RD.clone(), found.values_RC.clone())
         for shard, found in zip(
-            table_shards(model.state_dict(), table="item"), sum_shards(optimizer, spec=job.spec, table="item"), strict=True
+            table_shards(model.state_dict(), table="item"),
+            accumulator_shards(optimizer, spec=job.spec, table="item"),
+            strict=True,
         )
     ]
 
@@ -181,9 +183,9 @@ def goes_on(rank: int, job: TrainJob, out: Path) -> None:
     (checkpoint,) = (job.work / CHECKPOINTS_NAME).glob("step-*[0-9]")
     warm = job.model_copy(update={"warm": WarmStart(run_id="first", export=out, prepared=out)})
     uninterrupted, carried = step(job, rank=rank, checkpoint=checkpoint), step(warm, rank=rank, checkpoint=None)
-    for (weight_RD, sum_RS), (warm_RC, warm_RS) in zip(uninterrupted, carried, strict=True):
-        torch.testing.assert_close(warm_RC, weight_RD, rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(warm_RS, sum_RS, rtol=1e-5, atol=1e-9)
+    for (weight_RC, values_RC), (warm_RC, warm_RS) in zip(uninterrupted, carried, strict=True):
+        torch.testing.assert_close(warm_RC, weight_RC, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(warm_RS, values_RC, rtol=1e-5, atol=1e-9)
     jolted = step(warm, rank=rank, checkpoint=None, sums=False)
     assert any((weight - jolt).abs().max() > 1e-3 for (weight, _), (jolt, _) in zip(uninterrupted, jolted, strict=True))
 
@@ -223,7 +225,7 @@ def test_integer_ids_that_were_strings_are_the_same_ids() -> None:
 def test_frozen_rows_are_tonights_vectors_and_never_the_champions(first: Night, champion: Champion, tmp_path: Path) -> None:
     residual = make_night(tmp_path / "residual", 2, after=first, tables={"item": TableConfig(transfer="residual")})
     warm = prepare(champion, residual, tmp_path / "warm")
-    assert set(warm.tables) == {"user", "item.brand"}
+    assert set(warm.row_files) == {"user", "item.brand"}
     was_frozen = replace(champion, spec=residual.spec)
     full = make_night(tmp_path / "full", 2, after=first)
-    assert set(prepare(was_frozen, full, tmp_path / "other").tables) == {"user", "item.brand"}
+    assert set(prepare(was_frozen, full, tmp_path / "other").row_files) == {"user", "item.brand"}

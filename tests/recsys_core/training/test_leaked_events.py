@@ -8,7 +8,7 @@ import pytest
 
 from recsys_core.errors import StageError
 from recsys_core.manifests import InteractionsManifest
-from recsys_core.training.leaked_events import leak
+from recsys_core.training.leaked_events import count_leaked_events
 from recsys_core.units import DAY_US
 from tests.recsys_core.data.logs import Event, ingest, read, write_log
 
@@ -57,7 +57,7 @@ def test_a_split_by_time_may_move_forward_and_not_back(tmp_path: Path, day: int,
     events = log_of(days=11)
     champion = night(tmp_path / "champion", until(events, 10), split=TIME)
     tonight = night(tmp_path / "tonight", until(events, day), split=split)
-    assert leak(tonight, champion=champion) == trained_and_held_out(champion, tonight) == leaks
+    assert count_leaked_events(tonight, champion=champion) == trained_and_held_out(champion, tonight) == leaks
 
 
 def test_users_that_are_new_or_numbered_in_another_order_are_no_leak_and_hide_none(tmp_path: Path) -> None:
@@ -66,19 +66,19 @@ def test_users_that_are_new_or_numbered_in_another_order_are_no_leak_and_hide_no
     renumbered = [("a new one", "i1", START + minute) for minute in range(60)] + events
     tonight = night(tmp_path / "tonight", renumbered, split=LAST)
     assert read(tonight).users[0] == "a new one"
-    assert leak(tonight, champion=champion) == 0
+    assert count_leaked_events(tonight, champion=champion) == 0
     moved = night(tmp_path / "moved", [event for event in renumbered if event[2] < START + 9 * DAY_US], split=LAST)
     # The validation event of each user.
-    assert leak(moved, champion=champion) == trained_and_held_out(champion, moved) == 12
+    assert count_leaked_events(moved, champion=champion) == trained_and_held_out(champion, moved) == 12
 
 
 def test_another_kind_of_split_that_holds_out_what_was_trained_on_is_a_leak(tmp_path: Path) -> None:
     events = [event for event in log_of() if event[0] != "u3" or event[2] < START + 5 * DAY_US]  # u3 has been away
     by_time = night(tmp_path / "by time", events, split=TIME)
     by_user = night(tmp_path / "by user", events, split=LAST)
-    assert leak(by_user, champion=by_time) == trained_and_held_out(by_time, by_user) == 2  # the last two events of u3
+    assert count_leaked_events(by_user, champion=by_time) == trained_and_held_out(by_time, by_user) == 2  # the last two of u3
     longer = night(tmp_path / "longer", log_of(days=11), split=LAST)
-    assert leak(by_time, champion=longer) == trained_and_held_out(longer, by_time) == 11  # a day of all others
+    assert count_leaked_events(by_time, champion=longer) == trained_and_held_out(longer, by_time) == 11  # a day of all others
 
 
 def test_a_log_that_grows_is_no_leak_although_some_users_are_split_for_the_first_time(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_log_that_grows_is_no_leak_although_some_users_are_split_for_the_first
     champion = night(tmp_path / "champion", events, split=LAST)
     tonight = night(tmp_path / "tonight", [*events, ("new", "i3", START + 10 * DAY_US)], split=LAST)
     assert trained_and_held_out(champion, tonight) == 1  # the validation event of the new user
-    assert leak(tonight, champion=champion) == 0
+    assert count_leaked_events(tonight, champion=champion) == 0
 
 
 def test_without_times_a_pair_that_is_trained_on_tonight_too_is_no_leak(tmp_path: Path) -> None:
@@ -96,8 +96,8 @@ def test_without_times_a_pair_that_is_trained_on_tonight_too_is_no_leak(tmp_path
     split = {"kind": "files", "test": test}
     champion = night(tmp_path / "champion", [*old, ("u2", "d", 1)], split=split, **settings)
     tonight = night(tmp_path / "tonight", old, split=split, **settings)
-    assert leak(champion, champion=champion) == 0  # (u1, a) and (u2, d) are in both parts of its own
-    assert leak(tonight, champion=champion) == 1
+    assert count_leaked_events(champion, champion=champion) == 0  # (u1, a) and (u2, d) are in both parts of its own
+    assert count_leaked_events(tonight, champion=champion) == 1
 
 
 def test_a_changed_file_of_the_champion_is_not_compared_with(tmp_path: Path) -> None:
@@ -105,4 +105,4 @@ def test_a_changed_file_of_the_champion_is_not_compared_with(tmp_path: Path) -> 
     path = champion.path("train_end.npy")
     path.write_bytes(path.read_bytes() + b" ")
     with pytest.raises(StageError, match=r"train_end\.npy: changed since it was written; set training.warm_start to"):
-        leak(champion, champion=champion)
+        count_leaked_events(champion, champion=champion)

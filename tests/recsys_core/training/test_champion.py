@@ -17,14 +17,14 @@ from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig
-from recsys_core.training.champion import Champion, carried_tables, champion_layers, require_fit
+from recsys_core.training.champion import Champion, carried_tables, champion_layers, require_compatible
 from recsys_core.training.config import TrainingConfig, WarmStartConfig
-from recsys_core.training.train import nights_since_full_training, train
+from recsys_core.training.train import choose_start, train
 from tests.recsys_core.data.logs import ingest
 from tests.recsys_core.data.tables import write
 from tests.recsys_core.training.nights import Night, make_night
 
-WAY_OUT = "set training.warm_start to null for this night, or go back to the old setting"
+WAY_OUT = "set training.warm_start to null for this run, or go back to the old setting"
 ADAGRAD = TableOptimizer()
 
 
@@ -75,7 +75,9 @@ def changed(night: Night, *, tables: dict[str, TableConfig] | None = None, **set
 
 
 def fit(night: Night, champion: Champion, spec: ModelSpec, *, optimizer: TableOptimizer = ADAGRAD) -> None:
-    require_fit(spec, champion=champion, dataset=Dataset(night.interactions, features=night.features), optimizer=optimizer)
+    require_compatible(
+        spec, champion=champion, dataset=Dataset(night.interactions, features=night.features), optimizer=optimizer
+    )
 
 
 def test_an_equal_model_fits_and_so_does_one_whose_training_alone_is_other(night: Night, champion: Champion) -> None:
@@ -88,12 +90,15 @@ def test_an_equal_model_fits_and_so_does_one_whose_training_alone_is_other(night
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"embedding_dim": 16}, r"model.embedding_dim is 16 tonight, and 8 in the champion \(run first\)"),
-        ({"query": {"layers": [16, 8]}}, r"model.query.layers is \[16, 8\] tonight, and \[8\] in the champion"),
-        ({"candidate": {"layers": [8]}}, r"model.candidate.layers is \[8\] tonight, and \[\] in the champion"),
-        ({"similarity": "dot"}, "model.similarity is dot tonight, and cosine in the champion"),
-        ({"user_id": False}, r"what the query tower's layers read is \['history', 'last_item'\] tonight, and .*'user'\]"),
-        ({"tables": {"user": TableConfig(dim=12)}}, "tables.user: the width is 12 tonight, and 8 in the champion"),
+        ({"embedding_dim": 16}, r"model.embedding_dim is 16 in this run, but 8 in the champion \(run first\)"),
+        ({"query": {"layers": [16, 8]}}, r"model.query.layers is \[16, 8\] in this run, but \[8\] in the champion"),
+        ({"candidate": {"layers": [8]}}, r"model.candidate.layers is \[8\] in this run, but \[\] in the champion"),
+        ({"similarity": "dot"}, "model.similarity is dot in this run, but cosine in the champion"),
+        (
+            {"user_id": False},
+            r"the input list of the query tower is \['history', 'last_item'\] in this run, but .*'user'\]",
+        ),
+        ({"tables": {"user": TableConfig(dim=12)}}, "the width of tables.user is 12 in this run, but 8 in the champion"),
     ],
 )
 def test_another_model_is_refused_with_the_setting_both_values_and_the_way_out(
@@ -105,13 +110,15 @@ def test_another_model_is_refused_with_the_setting_both_values_and_the_way_out(
 
 def test_rows_without_sums_are_no_start_for_adagrad(night: Night, champion: Champion) -> None:
     export = champion.export.model_copy(update={"files": {}})
-    with pytest.raises(InputError, match="the optimizer of table item is adagrad tonight, and one without Adagrad's sums"):
+    with pytest.raises(
+        InputError, match="optimizer of table item is adagrad in this run, but one without Adagrad accumulators"
+    ):
         fit(night, replace(champion, export=export), night.spec, optimizer=TableOptimizer(kind="adagrad"))
 
 
 def test_ids_of_another_column_are_other_users_and_items(night: Night, champion: Champion) -> None:
     other = champion.interactions.model_copy(update={"id_columns": ("user_id", "sku")})
-    with pytest.raises(InputError, match=r"item_column\) is .*item_id.* tonight, and .*sku"):
+    with pytest.raises(InputError, match=r"item_column\) is .*item_id.* in this run, but .*sku"):
         fit(night, replace(champion, interactions=other), night.spec)
 
 
@@ -137,8 +144,10 @@ def test_a_hashed_feature_of_another_definition_is_refused(night: Night, champio
         for one in (before, tonight)
     ]
     old = replace(champion, spec=specs[0], features=before, export=champion.export)
-    with pytest.raises(InputError, match=r"features: how item.colour is read is hash 8 tonight, and hash 4 in the champion"):
-        require_fit(
+    with pytest.raises(
+        InputError, match=r"definition of feature item.colour is hash 8 in this run, but hash 4 in the champion"
+    ):
+        require_compatible(
             specs[1], champion=old, dataset=Dataset(night.interactions, features=tonight), optimizer=TableOptimizer(kind="sgd")
         )
 
@@ -153,7 +162,7 @@ def test_a_new_item_feature_fits_and_the_projections_of_the_others_keep_their_va
     tonight = described(night, colour="hash 4")  # in front of the brand
     spec = ModelSpec.of(night.spec.config, dataset=Dataset(night.interactions, features=tonight), tables=tables)
     before = replace(champion, spec=old)
-    require_fit(spec, champion=before, dataset=Dataset(night.interactions, features=tonight), optimizer=ADAGRAD)
+    require_compatible(spec, champion=before, dataset=Dataset(night.interactions, features=tonight), optimizer=ADAGRAD)
     assert "item.colour" not in carried_tables(spec, champion=before)
     brand = torch.rand(8, 12)
     dense = {
@@ -179,14 +188,14 @@ def test_the_vector_of_an_empty_history_is_carried_where_the_export_has_it(night
 
 def test_a_layer_of_another_shape_is_refused_with_both_shapes(night: Night, champion: Champion) -> None:
     dense = {"query.tower.layers.0.weight": torch.rand(8, 16), "query.tower.layers.0.bias": torch.rand(8)}
-    with pytest.raises(InputError, match=r"the layer query.tower.layers.0.weight is \[8, 24\] tonight, and \[8, 16\] in"):
+    with pytest.raises(InputError, match=r"layer query.tower.layers.0.weight is \[8, 24\] in this run, but \[8, 16\] in"):
         champion_layers(night.spec, champion=champion, dense=dense)
 
 
 def test_the_stage_refuses_before_it_launches_anything(night: Night, champion: Champion, tmp_path: Path) -> None:
     plan = produce(tmp_path / "plan", PlanManifest, fingerprint="plan", build=lambda out: {"world_size": 2, "device": "cpu"})
     plan = plan.model_copy(update={"files": {"plan.json": None}})
-    with pytest.raises(InputError, match=r"model.embedding_dim is 16 tonight"):
+    with pytest.raises(InputError, match=r"model.embedding_dim is 16 in this run"):
         train(
             TrainingConfig(),
             model=changed(night, embedding_dim=16),
@@ -221,18 +230,23 @@ def test_the_stage_trains_from_scratch_where_the_champion_was_trained_on_what_is
             champion=champion,
         )
     (line,) = [line for line in caplog.messages if line.startswith("full training: ")]
-    assert (
-        "the champion (run first) was trained on 30 of tonight's 60 validation and test events: the split has moved back"
-        in line
-    )
+    assert "the champion (run first) was trained on 30 of the 60 validation and test events of this run" in line
 
 
-@pytest.mark.parametrize(("every", "nights"), [(7, 4), (5, 4), (4, 0), (1, 0), (None, 0)], ids=lambda value: str(value))
-def test_every_so_many_nights_the_training_is_a_full_one(champion: Champion, every: int | None, nights: int) -> None:
-    config = None if every is None else WarmStartConfig(full_retrain_every=every)
+@pytest.mark.parametrize(("every", "is_warm"), [(7, True), (5, True), (4, False), (1, False)])
+def test_every_nth_run_trains_from_scratch(night: Night, champion: Champion, every: int, is_warm: bool) -> None:
     assert champion.train.num_warm_starts == 3
-    assert nights_since_full_training(config, champion=champion) == nights
-    assert nights_since_full_training(config, champion=None) == 0
+    config = WarmStartConfig(full_retrain_every=every)
+    start, reason = choose_start(config, champion=champion, interactions=night.interactions)
+    assert (start, reason is None) == ((champion, True) if is_warm else (None, False))
+    assert reason is None or f"run 4 since the last one (training.warm_start.full_retrain_every is {every})" in reason
+
+
+def test_without_setting_or_champion_the_training_starts_from_scratch_without_a_message(
+    night: Night, champion: Champion
+) -> None:
+    assert choose_start(None, champion=champion, interactions=night.interactions) == (None, None)
+    assert choose_start(WarmStartConfig(), champion=None, interactions=night.interactions) == (None, None)
 
 
 def test_a_champion_of_which_a_stage_is_gone_or_unreadable_is_none(night: Night, champion: Champion) -> None:

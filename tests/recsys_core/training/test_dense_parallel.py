@@ -241,9 +241,7 @@ def refuse_alone(rank: int) -> None:
     if rank == 1:  # the other one does not come: it waits for this rank's part in the next step
         with torch.no_grad():
             local_part(weight)[0, 0] = torch.nan
-        with pytest.raises(
-            StageError, match=r"step 3, epoch 1, rank 1: .* \(layers head\.query\.tower\.layers\.0\.weight are not finite\)"
-        ):
+        with pytest.raises(StageError, match=r"rank 1: .* \(layers head\.query\.tower\.layers\.0\.weight are not finite\)"):
             raise_if_not_finite(torch.tensor(torch.nan), step=3, epoch=1, model=made.model, spec=spec, rank=rank)
 
 

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recsys_core.data.assembly import Assembler
-from recsys_core.data.events import EvaluationSplit, EventStore, Rows
+from recsys_core.data.events import EvaluationSplit, EventStore
+from recsys_core.data.jagged import Int64Array
 from recsys_core.data.loader import query_batch
 from recsys_core.errors import StageError
 from recsys_core.models.spec import ModelSpec
@@ -37,11 +38,11 @@ class Encoder:
         """The spec of the task's model."""
         return self.task.head.spec
 
-    def items(self, rows: Rows) -> tuple[Tensor, Tensor]:
+    def items(self, rows: Int64Array) -> tuple[Tensor, Tensor]:
         """Collective. Return (item representations for histories [B, D], candidate vectors [B, D]); their widths may differ."""
         return self.task.encode_items(self.assembler.items(rows).to(self.process.device))
 
-    def queries(self, users: Rows, *, split: EvaluationSplit) -> Tensor:
+    def queries(self, users: Int64Array, *, split: EvaluationSplit) -> Tensor:
         """Collective. Return query vectors [B, D] of `users`, from their events before `split`."""
         length = self.spec.config.history.length
         batch = query_batch(self.store, users, split, assembler=self.assembler, max_history=length)
@@ -58,7 +59,9 @@ class RankWriter:
     def __init__(self, process: Process, *, heartbeat: Path) -> None:
         self._process, self._heartbeat = process, heartbeat
 
-    def write(self, parts: Sequence[Part], *, num_rows: int, encode: Callable[[Rows], tuple[Tensor, ...]], name: str) -> None:
+    def write(
+        self, parts: Sequence[Part], *, num_rows: int, encode: Callable[[Int64Array], tuple[Tensor, ...]], name: str
+    ) -> None:
         """Collective. Encode this rank's range of `num_rows` rows, and add one array of vectors to each of `parts`.
 
         Args:

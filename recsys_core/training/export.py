@@ -13,8 +13,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_un
 from torchrec.optim.keyed import CombinedOptimizer
 
 from recsys_core.data.assembly import Assembler
-from recsys_core.data.events import EvaluationSplit, EventStore, Rows
+from recsys_core.data.events import EvaluationSplit, EventStore
 from recsys_core.data.features.store import FeatureStore
+from recsys_core.data.jagged import Int64Array
 from recsys_core.disk import save_npy
 from recsys_core.launching.config import Launcher, LocalLauncher
 from recsys_core.launching.launch import launch
@@ -149,7 +150,7 @@ def _write_query_vectors(encoder: Encoder, split: EvaluationSplit, *, job: Expor
         save_npy(job.out / f"query_users_{split}.npy", users)
     path = job.out / f"query_vectors_{split}.npy"
 
-    def encode(rows: Rows) -> tuple[torch.Tensor]:
+    def encode(rows: Int64Array) -> tuple[torch.Tensor]:
         return (encoder.queries(users[rows], split=split),)
 
     with writing_part(path, process=encoder.process) as part:

@@ -11,8 +11,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from recsys_core.data.events import COUNTED_EVENTS, EventStore, Rows, mapped
-from recsys_core.data.jagged import JaggedArray
+from recsys_core.data.events import EVENTS_PER_CHUNK, EventStore, mapped
+from recsys_core.data.jagged import Int64Array, JaggedArray
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.training.champion import require_unchanged, rows_by_id
 
@@ -63,7 +63,7 @@ def _oldest_held_out(store: EventStore, time: NDArray[np.int64]) -> int:
     return int(np.concatenate([time[first_U[first_U < end_U]] for first_U, end_U in parts]).min())
 
 
-def _has_grown(store: EventStore, old_store: EventStore, *, user_row: Rows) -> NDArray[np.bool_]:
+def _has_grown(store: EventStore, old_store: EventStore, *, user_row: Int64Array) -> NDArray[np.bool_]:
     """Return for each user whether all the user's events were training events of the champion, and there are more now.
 
     user_row: for each user of `old_store` the row in `store`, -1 for none.
@@ -92,7 +92,7 @@ class HeldOutEvents:
     code_H: NDArray[np.int64]
 
     @classmethod
-    def of(cls, store: EventStore, first_U: Rows, *, time: NDArray[np.int64] | None) -> Self:
+    def of(cls, store: EventStore, first_U: Int64Array, *, time: NDArray[np.int64] | None) -> Self:
         """Collect the events of each user from index `first_U` on. time: of each event; None: times are not compared."""
         num_items, end_U = len(store.item_count), store.user_offset[1:]
         user = np.repeat(np.arange(len(first_U)), end_U - first_U)
@@ -105,7 +105,7 @@ class HeldOutEvents:
         return cls(num_items, pairs, times, np.unique(pair_index * len(times) + time_index))
 
     def matches(
-        self, store: EventStore, *, time: NDArray[np.int64] | None, user_row: Rows, item_row: Rows
+        self, store: EventStore, *, time: NDArray[np.int64] | None, user_row: Int64Array, item_row: Int64Array
     ) -> NDArray[np.int64]:
         """Return the codes of the held-out events that are training events of `store`.
 
@@ -115,8 +115,8 @@ class HeldOutEvents:
             return np.zeros(0, np.int64)
         matching_codes = [np.zeros(0, np.int64)]
         example_to_index_U = store.user_offset[:-1] - store.first_example
-        for first in range(0, store.train_events, COUNTED_EVENTS):
-            user_E = store.train_user[first : first + COUNTED_EVENTS]
+        for first in range(0, store.train_events, EVENTS_PER_CHUNK):
+            user_E = store.train_user[first : first + EVENTS_PER_CHUNK]
             index_E = np.arange(first, first + len(user_E)) + example_to_index_U[user_E]
             row_E, item_E = user_row[user_E], item_row[store.event_item[index_E]]
             pair_index_E, has_pair_E = _search(row_E * self.num_items + item_E, self.pairs)

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch import distributed as dist
 
-from recsys_core.data.events import EventStore, Rows
+from recsys_core.data.events import EventStore
+from recsys_core.data.jagged import Int64Array
 from recsys_core.errors import InputError
 from recsys_core.evaluation import metrics
 from recsys_core.evaluation.baselines import popularity_before
@@ -97,7 +98,7 @@ class Validator:
         remove_part(path, process=process)
         return torch.from_numpy(item_ID)
 
-    def _target_positions(self, index_B: Rows, *, query_BD: Tensor, item_ID: Tensor) -> TargetPositions:
+    def _target_positions(self, index_B: Int64Array, *, query_BD: Tensor, item_ID: Tensor) -> TargetPositions:
         """Rank the candidates for the users at `index_B` of the validated users."""
         users = self._users[index_B]
         seen, targets = self._store.before(users, "validation"), self._store.targets(users, "validation")
@@ -114,7 +115,7 @@ class Validator:
         return ranking.target_positions()
 
 
-def users_to_validate(config: ValidationConfig, *, store: EventStore, cold_items: NDArray[np.int64] | None) -> Rows:
+def users_to_validate(config: ValidationConfig, *, store: EventStore, cold_items: NDArray[np.int64] | None) -> Int64Array:
     """Return the rows of the users to validate on: a fixed sample of those with a validation event of an unseen item.
 
     Raises InputError if config.candidates is cold and no validation event is of a cold item.

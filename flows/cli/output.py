@@ -123,7 +123,7 @@ def print_metrics(table: "MetricTable", *, served: Mapping[str, float], console:
     ]
     for version in dict.fromkeys(name.partition("/")[0] for name in served):
         values = [served.get(f"{version}/{column}") for column in table.columns]
-        label = "as served" if version == "served" else f"{version.replace('_', ' ')}, served"
+        label = "served" if version == "served" else f"{version.removesuffix('_champion')} served"
         rows.append([label, *("-" if value is None else f"{value:.4f}" for value in values)])
     print_table(["test", *table.columns], rows, console=console)
     if table.note:

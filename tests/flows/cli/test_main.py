@@ -41,7 +41,7 @@ def nightjar(*arguments: str | Path, monkeypatch: pytest.MonkeyPatch) -> int:
 
 def test_help_imports_no_heavy_library_and_each_command_has_an_example() -> None:
     program = (
-        "import sys\nfrom flows.cli import main\nsys.argv = ['nightjar', '--help']\ntry: main()\nexcept SystemExit: pass\n"
+        "import sys\nfrom flows.cli.main import main\nsys.argv = ['nightjar', '--help']\ntry: main()\nexcept SystemExit: pass\n"
     )
     heavy = "print(*(name for name in ('torch', 'prefect', 'mlflow', 'pandas', 'pyarrow') if name in sys.modules))"
     root = Path(cli.__file__).parents[1]
@@ -61,7 +61,7 @@ def test_help_imports_no_heavy_library_and_each_command_has_an_example() -> None
 )
 def test_a_command_that_reads_no_data_imports_no_heavy_library(tmp_path: Path, arguments: list[str], code: int) -> None:
     program = (
-        "import sys\nfrom flows.cli import main\n"
+        "import sys\nfrom flows.cli.main import main\n"
         f"sys.argv = {['nightjar', *arguments]!r}\n"
         "try: main()\nexcept SystemExit as end: print(end.code or 0)\n"
         "print(*sorted({'torch', 'torchrec', 'matplotlib', 'mlflow', 'prefect', 'pandas'} & sys.modules.keys()))"
@@ -125,7 +125,7 @@ def test_bad_config_and_bad_input_exit_with_2_and_one_message_before_anything_is
             "no such stage; the stages are ingest_embeddings, ingest_interactions, ingest_features, check_data, plan_sharding",
         ),
         (["run", "--resume", "20200101-000000-0000"], "no such run"),
-        (["run", "--resume", "../.."], "run id '../..': a run id has letters, digits, - and _ alone"),
+        (["run", "--resume", "../.."], "run id '../..': a run id consists of letters, digits, - and _"),
         (["run", "--set", "workspace=/proc/none"], "workspace /proc/none: cannot be written"),
         (["query", "--user", "1", "--set", "workspace=/dev/null/x"], "workspace /dev/null/x: /dev/null is not a folder"),
         (["query", "--user", "1", "--json"], "has no champion"),

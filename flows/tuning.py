@@ -134,7 +134,7 @@ def _run_trial(config: PipelineConfig, trial: RunningTrial, dataset: Dataset, *,
         launcher=config.launcher,
     )
     best = "" if study.best_trial is None else f", best {study.best_trial.value:.4f}"
-    label = f"trial {trial.number + 1} of {config.tuning.trials}{best}"
+    label = f"trial {trial.number + 1}/{config.tuning.trials}{best}"
     return run_trial(trial, train_candidate, metric=study.metric, folder=folder, label=label)
 
 

@@ -3,7 +3,7 @@
 import base64
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
 from uuid import UUID
@@ -51,9 +51,10 @@ def show_bar(stage: str, *, done: int, total: int, note: str) -> None:
     STEPS.debug("%s: %s", stage, note, extra={"stage": stage, "done": done, "total": total, "note": note})
 
 
-def training_note(progress: Progress) -> str:
-    """Return epoch, loss and throughput in one line."""
-    return f"epoch {progress.epoch}  loss {progress.loss:.4f}  {progress.samples_per_s:,.0f} samples/s"
+def training_note(progress: Progress, *, validation: Mapping[str, float]) -> str:
+    """Return epoch, loss and the first of the last `validation` metrics in one line of at most 45 characters."""
+    metric = "".join(f"  {name} {value:.4f}" for name, value in list(validation.items())[:1])
+    return f"epoch {progress.epoch}  loss {progress.loss:.4f}{metric}"
 
 
 def training_facts(train: TrainManifest, *, config: TrainingConfig) -> str:
@@ -76,12 +77,15 @@ class TrainingProgress:
     def __init__(self) -> None:
         self._artifact_id: UUID | None = None  # None while nothing has been sent, e.g. for a training that is reused
         self._sent_at, self._reachable = -_PROGRESS_EVERY_S, True
+        self._validation: Mapping[str, float] = {}
 
     def send(self, progress: Progress) -> None:
         """Send one line of metrics.jsonl."""
-        show_bar("train", done=progress.step, total=progress.total_steps, note=training_note(progress))
+        self._validation = progress.validation or self._validation
+        note = training_note(progress, validation=self._validation)
+        show_bar("train", done=progress.step, total=progress.total_steps, note=note)
         if time.monotonic() - self._sent_at >= _PROGRESS_EVERY_S:
-            self._update(100 * progress.step / progress.total_steps, training_note(progress))
+            self._update(100 * progress.step / progress.total_steps, f"{note}  {progress.samples_per_s:,.0f} samples/s")
 
     def finish(self, facts: str) -> str:
         """Set the artifact, if there is one, to 100 %, also after early stopping. Return `facts`."""

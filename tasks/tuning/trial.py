@@ -46,12 +46,14 @@ def run_trial(trial: RunningTrial, train: Train, *, metric: str, folder: Path, l
     reason = ""
 
     def on_progress(progress: Progress) -> None:
-        show_bar(label, done=progress.step, total=progress.total_steps, note=training_note(progress))
         if metric in progress.validation:
             value_by_epoch[progress.epoch] = progress.validation[metric]
             trial.report(progress.epoch, progress.validation[metric])
             if progress.step < progress.total_steps:
                 trial.raise_if_pruned()
+        validation = {} if not value_by_epoch else {metric: [*value_by_epoch.values()][-1]}
+        note = training_note(progress, validation=validation)
+        show_bar(label, done=progress.step, total=progress.total_steps, note=note)
 
     try:
         manifest = train(on_progress=on_progress)

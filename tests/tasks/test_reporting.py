@@ -46,6 +46,21 @@ def test_the_progress_artifact_ends_at_100_percent_where_training_stopped_early(
     assert sent == [70.0, 100.0]
 
 
+def test_the_bar_of_training_keeps_the_last_validation_metric(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reporting, "create_progress_artifact", lambda *_, **__: "id")
+    progress = TrainingProgress()
+    line = Progress(step=5, total_steps=10, epoch=1, loss=1.0, learning_rate=0.1, samples_per_s=10.0)
+    with caplog.at_level(logging.DEBUG, logger="nightjar.steps"):
+        progress.send(line.model_copy(update={"validation": {"ndcg@10": 0.25, "recall@20": 0.5}}))
+        progress.send(line.model_copy(update={"step": 6, "epoch": 2}))
+    assert [record.__dict__["note"] for record in caplog.records] == [
+        "epoch 1  loss 1.0000  ndcg@10 0.2500",
+        "epoch 2  loss 1.0000  ndcg@10 0.2500",
+    ]
+
+
 def test_a_bar_is_a_record_for_the_terminal(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="nightjar.steps"):
         show_bar("evaluate", done=3, total=9, note="3 of 9 queries")

@@ -44,7 +44,7 @@ def test_help_imports_no_heavy_library_and_each_command_has_an_example() -> None
         "import sys\nfrom flows.cli.main import main\nsys.argv = ['nightjar', '--help']\ntry: main()\nexcept SystemExit: pass\n"
     )
     heavy = "print(*(name for name in ('torch', 'prefect', 'mlflow', 'pandas', 'pyarrow') if name in sys.modules))"
-    root = Path(cli.__file__).parents[1]
+    root = Path(cli.__file__).parents[2]
     answer = subprocess.run([sys.executable, "-c", program + heavy], capture_output=True, text=True, cwd=root)
     assert answer.stdout.splitlines()[-1] == ""
     for command in ("demo", "init", "validate", "doctor", "plan", "run", "tune", "query", "releases", "ui"):
@@ -66,7 +66,7 @@ def test_a_command_that_reads_no_data_imports_no_heavy_library(tmp_path: Path, a
         "try: main()\nexcept SystemExit as end: print(end.code or 0)\n"
         "print(*sorted({'torch', 'torchrec', 'matplotlib', 'mlflow', 'prefect', 'pandas'} & sys.modules.keys()))"
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert answer.stdout.splitlines()[-2:] == [str(code), ""], answer.stderr
 
@@ -137,7 +137,7 @@ def test_an_input_error_is_one_message_without_a_traceback(file: Path, arguments
         [sys.executable, "-m", "flows.cli", command, str(file), *rest],
         capture_output=True,
         text=True,
-        cwd=Path(cli.__file__).parents[1],
+        cwd=Path(cli.__file__).parents[2],
     )
     assert answer.returncode == 2, answer.stderr
     assert words in answer.stderr
@@ -163,7 +163,7 @@ def test_a_bad_row_ends_a_run_with_2_and_one_message_that_no_id_can_break(file: 
     log["timestamp"][1] = -7
     pq.write_table(pa.table(log), file.parent / "log.parquet")
     answer = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "run", str(file)], capture_output=True, text=True, cwd=Path(cli.__file__).parents[1]
+        [sys.executable, "-m", "flows.cli", "run", str(file)], capture_output=True, text=True, cwd=Path(cli.__file__).parents[2]
     )
     assert answer.returncode == 2, answer.stderr
     said = f"error: {file.parent / 'log.parquet'}: column 'timestamp', row 1: -7 is before 1970, as in 1 of 100 rows in all; "

@@ -2,7 +2,7 @@
 
 script --quiet --command "nightjar demo" run.log           # capture a session
 python -m infra.pictures terminal run.log docs/img/run.svg --title "nightjar demo"
-python -m infra.pictures page <run>/data_report/report.html docs/img/data-report.png --height 1100
+python -m infra.pictures page <run>/check_data/report.html docs/img/data-report.png --height 1100
 """
 
 import argparse

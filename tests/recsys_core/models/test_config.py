@@ -1,4 +1,4 @@
-"""What the models' settings refuse, and what is filled in where they are left out."""
+"""Settings of model, loss and schedules: defaults, and combinations that are rejected."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import Schedule
-from tests.recsys_core.models.refused import refuses
+from tests.recsys_core.models.error_messages import raises_message
 
 NO_HISTORY = {"length": 0, "last_item": False}
 
@@ -19,7 +19,7 @@ def towers(**settings: Any) -> TwoTowerConfig:
     return TwoTowerConfig.model_validate({"embedding_dim": 8, **settings})
 
 
-def test_left_out_layers_are_one_as_wide_as_the_items_for_the_query_and_none_for_the_candidate() -> None:
+def test_default_layers_are_one_for_the_query_tower_and_none_for_the_candidate_tower() -> None:
     config = towers()
     assert (config.query_layers, config.candidate_layers, config.output_dim) == ((8,), (), 8)
     config = towers(candidate={"layers": (16, 12)}, query={"skip_connection": False})
@@ -27,14 +27,14 @@ def test_left_out_layers_are_one_as_wide_as_the_items_for_the_query_and_none_for
     assert towers(query={"layers": ()}).query_layers == ()
 
 
-def test_a_history_is_as_wide_as_what_stands_for_an_item_in_it() -> None:
+def test_the_width_of_a_history_is_that_of_its_item_representation() -> None:
     wide = {"candidate": {"layers": (12,)}, "query": {}}
     assert towers(**wide).history_dim == 8
     assert towers(**wide, history={"item_representation": "candidate_tower"}).history_dim == 12
 
 
-def test_a_last_item_without_a_history_is_refused() -> None:
-    with refuses("last_item is true, but length is 0; set length to 1 or more, or last_item to false"):
+def test_a_last_item_without_a_history_raises() -> None:
+    with raises_message("last_item is true, but length is 0; set length to 1 or more, or last_item to false"):
         HistoryConfig(length=0)
 
 
@@ -43,7 +43,7 @@ def test_a_tower_with_a_skip_connection_has_to_end_in_embedding_dim(tower: str) 
     ends = {"query": {"layers": (16, 12)}, "candidate": {"layers": (16, 12)}}
     assert towers(**ends).output_dim == 12
     ends[tower] = {"layers": (16, 12), "skip_connection": True}
-    with refuses(
+    with raises_message(
         f"{tower}.skip_connection adds 8 numbers (embedding_dim) to the 12 of the last layer; end {tower}.layers in 8, "
         "or set skip_connection to false"
     ):
@@ -55,8 +55,8 @@ def test_a_tower_with_a_skip_connection_has_to_end_in_embedding_dim(tower: str) 
     ("query", "candidate", "widths"),
     [((12,), None, (12, 8)), ((12,), (), (12, 8)), ((), (12,), (8, 12)), ((16, 12), (12, 16), (12, 16))],
 )
-def test_towers_of_different_width_are_refused(query: Any, candidate: Any, widths: tuple[int, int]) -> None:
-    with refuses(
+def test_towers_of_different_width_raise(query: Any, candidate: Any, widths: tuple[int, int]) -> None:
+    with raises_message(
         f"the towers have different output widths: query.layers end in {widths[0]}, candidate.layers in {widths[1]}; "
         "give both the same last width, or leave query.layers out"
     ):
@@ -82,27 +82,27 @@ def test_the_default_query_tower_meets_every_candidate_tower_it_is_accepted_with
 
 
 @pytest.mark.parametrize("kind", ["bce", "bpr", "cosine_contrastive"])
-def test_losses_of_pairs_need_negatives_drawn_or_of_the_batch(kind: Any) -> None:
+def test_pairwise_losses_need_drawn_or_in_batch_negatives(kind: Any) -> None:
     assert LossConfig(kind=kind, num_negatives=1).uses_in_batch_negatives is False
     assert LossConfig(kind=kind, num_negatives=0, in_batch_negatives=True).uses_in_batch_negatives is True
     for settings in ({}, {"in_batch_negatives": False}):
-        with refuses(
+        with raises_message(
             f"loss.kind is {kind}, which needs negatives, but num_negatives is 0 and in_batch_negatives is not true; "
             "set num_negatives"
         ):
             LossConfig(kind=kind, num_negatives=0, **settings)
 
 
-def test_a_softmax_has_the_negatives_of_its_batch_unless_told_otherwise() -> None:
+def test_softmax_uses_in_batch_negatives_by_default() -> None:
     assert LossConfig(num_negatives=0).uses_in_batch_negatives is True
     assert LossConfig(in_batch_negatives=False).uses_in_batch_negatives is False
-    with refuses("loss.kind is softmax, which needs negatives"):
+    with raises_message("loss.kind is softmax, which needs negatives"):
         LossConfig(in_batch_negatives=False, num_negatives=0)
 
 
-def test_candidates_that_no_batch_has_cannot_be_shared_between_ranks() -> None:
+def test_cross_rank_negatives_need_in_batch_negatives() -> None:
     assert LossConfig(cross_rank_negatives=True).uses_in_batch_negatives
-    with refuses(
+    with raises_message(
         "loss.cross_rank_negatives shares in-batch candidates, but loss.kind bpr has none; set in_batch_negatives to true"
     ):
         LossConfig(kind="bpr", cross_rank_negatives=True)

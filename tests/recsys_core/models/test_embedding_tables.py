@@ -1,7 +1,4 @@
-"""What real TorchRec collections give for a batch, against a loop over rows and weights.
-
-Shapes: n queries or items, W width of a table.
-"""
+"""Outputs of real TorchRec collections compared with a loop over rows and weights."""
 
 from typing import Any
 
@@ -40,23 +37,23 @@ def spec_of(
         num_items=ITEMS,
         facts=facts(*features),
         vector_dims=vectors,
-        tables={name: TableConfig.model_validate(wish) for name, wish in (tables or {}).items()},
+        tables={name: TableConfig.model_validate(settings_of) for name, settings_of in (tables or {}).items()},
         distils=distils,
     )
 
 
-def lookups_of(spec: ModelSpec, *, seed: int = 0) -> EmbeddingTables:
+def embedding_tables_of(spec: ModelSpec, *, seed: int = 0) -> EmbeddingTables:
     torch.manual_seed(seed)
-    lookups = EmbeddingTables(spec, device=torch.device("cpu"))
-    for parameter in lookups.parameters():
+    tables_module = EmbeddingTables(spec, device=torch.device("cpu"))
+    for parameter in tables_module.parameters():
         nn.init.normal_(parameter)
-    return lookups
+    return tables_module
 
 
-def batch_of(history: list[list[int]], store: FeatureStore, *, user_in: str = UNPOOLED) -> Batch:
-    """Query n is of user n and event 3 n; its positive is item n."""
+def batch_of(history: list[list[int]], store: FeatureStore, *, user_batch_key: str = UNPOOLED) -> Batch:
+    """Return a batch in which query n belongs to user n and event 3 n, and has item n as its positive."""
     user = np.arange(len(history))
-    return Assembler(user=user_in, features=store).batch(
+    return Assembler(user=user_batch_key, features=store).batch(
         user=user,
         event=3 * user,
         history=JaggedArray.from_lengths(
@@ -66,25 +63,25 @@ def batch_of(history: list[list[int]], store: FeatureStore, *, user_in: str = UN
     )
 
 
-def look_up(lookups: EmbeddingTables, batch: Batch) -> dict[str, Any]:
+def look_up(tables_module: EmbeddingTables, batch: Batch) -> dict[str, Any]:
     def sparse(name: str) -> str:
         return UNPOOLED if name.startswith(UNPOOLED) else name.removesuffix("_frozen")
 
-    return {name: lookup(batch.sparse[sparse(name)]) for name, lookup in lookups.items()}
+    return {name: lookup(batch.sparse[sparse(name)]) for name, lookup in tables_module.items()}
 
 
 def slow(spec: ModelSpec, table: str, weight_RW: Tensor, store: FeatureStore, owners: list[int]) -> Tensor:
     """Row by row in a loop; a mean divides by the sum of the weights."""
-    found = torch.zeros(len(owners), weight_RW.shape[1])
+    outputs = torch.zeros(len(owners), weight_RW.shape[1])
     form = spec.forms.get(table)
     for place, owner in enumerate(owners):
         rows, weights = values_of(store, table, owner) if form else ([owner], None)
         weights = weights or [1.0] * len(rows)
         for row, weight in zip(rows, weights, strict=True):
-            found[place] += weight * weight_RW[row]
+            outputs[place] += weight * weight_RW[row]
         if form in ("list", "weighted_list") and spec.tables[table].settings.pooling == "mean" and rows:
-            found[place] /= sum(weights)
-    return found
+            outputs[place] /= sum(weights)
+    return outputs
 
 
 @settings(deadline=None, max_examples=40)
@@ -110,26 +107,27 @@ def test_every_table_gives_the_weighted_sum_or_mean_of_its_rows(
     tables["user"]["lookup"] = user_lookup
     spec = spec_of(tables=tables, vectors={name: tables[name]["dim"] for name in frozen})
     store = feature_store(users=USERS, items=ITEMS, events=EVENTS, seed=seed)
-    batch, lookups = batch_of(history, store, user_in=spec.tables["user"].batch_key), lookups_of(spec, seed=seed)
-    looked_up, weights = look_up(lookups, batch), dict(lookups.named_parameters())
+    batch = batch_of(history, store, user_batch_key=spec.tables["user"].batch_key)
+    tables_module = embedding_tables_of(spec, seed=seed)
+    embeddings, weights = look_up(tables_module, batch), dict(tables_module.named_parameters())
     owners = {"user": range(len(history)), "context": range(0, 3 * len(history), 3), "item": batch.item_row_V.tolist()}
-    found = table_outputs(spec, looked_up, batch, side="query") | table_outputs(spec, looked_up, batch, side="item")
-    assert set(found) == set(spec.tables)
-    for name, value in found.items():
-        wanted = slow(spec, name, weights[parameter_name(spec, name)], store, list(owners[name.split(".")[0]]))
-        torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+    outputs = table_outputs(spec, embeddings, batch, side="query") | table_outputs(spec, embeddings, batch, side="item")
+    assert set(outputs) == set(spec.tables)
+    for name, value in outputs.items():
+        expected = slow(spec, name, weights[parameter_name(spec, name)], store, list(owners[name.split(".")[0]]))
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_weights_that_are_all_zero_give_zeros_and_no_nan() -> None:
     store = feature_store(users=USERS, items=ITEMS, events=EVENTS, weightless=True)
     spec = spec_of()
-    batch, lookups = batch_of([[1, 2], [], [3]], store), lookups_of(spec)
-    looked_up = look_up(lookups, batch)
-    found = table_outputs(spec, looked_up, batch, side="query") | table_outputs(spec, looked_up, batch, side="item")
+    batch, tables_module = batch_of([[1, 2], [], [3]], store), embedding_tables_of(spec)
+    embeddings = look_up(tables_module, batch)
+    outputs = table_outputs(spec, embeddings, batch, side="query") | table_outputs(spec, embeddings, batch, side="item")
     for name in (f"{side}.{form}" for side in SIDES for form in ("weighted_list", "number")):
-        assert found[name].eq(0).all(), name
-    sum(value.sum() for value in found.values()).backward()
-    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in lookups.parameters())
+        assert outputs[name].eq(0).all(), name
+    sum(value.sum() for value in outputs.values()).backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in tables_module.parameters())
 
 
 def test_lists_without_a_value_give_zeros() -> None:
@@ -141,53 +139,53 @@ def test_lists_without_a_value_give_zeros() -> None:
         }
     )
     spec = spec_of(features=tuple(nothing.features))
-    batch, lookups = batch_of([[1], []], nothing), lookups_of(spec)
-    looked_up = look_up(lookups, batch)
-    found = table_outputs(spec, looked_up, batch, side="query") | table_outputs(spec, looked_up, batch, side="item")
+    batch, tables_module = batch_of([[1], []], nothing), embedding_tables_of(spec)
+    embeddings = look_up(tables_module, batch)
+    outputs = table_outputs(spec, embeddings, batch, side="query") | table_outputs(spec, embeddings, batch, side="item")
     for name in nothing.features:
-        assert found[name].eq(0).all() and found[name].shape[1] == 4, name
+        assert outputs[name].eq(0).all() and outputs[name].shape[1] == 4, name
 
 
 @pytest.mark.parametrize(("transfer", "distils"), [("full", True), ("frozen", True), ("residual", False), ("residual", True)])
 def test_tables_that_share_the_items_each_give_their_own_rows(transfer: str, distils: bool) -> None:
     item = {"transfer": transfer, "dim": 12}
     spec = spec_of(tables={"item": item}, vectors={"item": 12}, distils=distils)
-    lookups, store = lookups_of(spec), feature_store(users=USERS, items=ITEMS, events=EVENTS)
-    batch, weights = batch_of([[8, 1], [4]], store), dict(lookups.named_parameters())
-    found = table_outputs(spec, look_up(lookups, batch), batch, side="item")
+    tables_module, store = embedding_tables_of(spec), feature_store(users=USERS, items=ITEMS, events=EVENTS)
+    batch, weights = batch_of([[8, 1], [4]], store), dict(tables_module.named_parameters())
+    outputs = table_outputs(spec, look_up(tables_module, batch), batch, side="item")
     shared = {"item"} | ({"item_offset"} if transfer == "residual" else set()) | ({"item_teacher"} if distils else set())
-    assert set(found) == shared | {f"item.{form}" for form in FORMS}
+    assert set(outputs) == shared | {f"item.{form}" for form in FORMS}
     for name in shared:
-        assert torch.equal(found[name], weights[parameter_name(spec, name)][batch.item_row_V])
+        assert torch.equal(outputs[name], weights[parameter_name(spec, name)][batch.item_row_V])
 
 
 def test_each_collection_holds_the_tables_of_its_side_weights_and_state() -> None:
     spec = spec_of(tables={"user.list": {"transfer": "frozen"}}, vectors={"user.list": 4})
-    lookups = lookups_of(spec)
-    assert set(lookups) == {"unpooled_4", POOLED, POOLED_WEIGHTED, "pooled_frozen"}
-    assert {parameter_name(spec, name) for name in spec.tables} == {name for name, _ in lookups.named_parameters()}
+    tables_module = embedding_tables_of(spec)
+    assert set(tables_module) == {"unpooled_4", POOLED, POOLED_WEIGHTED, "pooled_frozen"}
+    assert {parameter_name(spec, name) for name in spec.tables} == {name for name, _ in tables_module.named_parameters()}
     assert parameter_name(spec, "item.list") == "unpooled_4.embeddings.item__list.weight"
     assert parameter_name(spec, "user") == "unpooled_4.embeddings.user.weight"
     assert parameter_name(spec, "user.list") == "pooled_frozen.embedding_bags.user__list.weight"
-    assert lookups[POOLED_WEIGHTED].is_weighted() and not lookups[POOLED].is_weighted()
+    assert tables_module[POOLED_WEIGHTED].is_weighted() and not tables_module[POOLED].is_weighted()
 
 
 def test_the_gradient_of_a_row_is_what_it_weighs() -> None:
     store = feature_store(users=USERS, items=ITEMS, events=EVENTS, seed=2)
     spec = spec_of()
-    batch, lookups = batch_of([[1, 2], [5, 5]], store), lookups_of(spec)
-    looked_up = look_up(lookups, batch)
-    outputs = table_outputs(spec, looked_up, batch, side="query") | table_outputs(spec, looked_up, batch, side="item")
+    batch, tables_module = batch_of([[1, 2], [5, 5]], store), embedding_tables_of(spec)
+    embeddings = look_up(tables_module, batch)
+    outputs = table_outputs(spec, embeddings, batch, side="query") | table_outputs(spec, embeddings, batch, side="item")
     for name in ("item.list", "item.weighted_list", "user.weighted_list", "context.number"):
-        (found,) = torch.autograd.grad(
-            outputs[name].sum(), [dict(lookups.named_parameters())[parameter_name(spec, name)]], retain_graph=True
+        (gradient,) = torch.autograd.grad(
+            outputs[name].sum(), [dict(tables_module.named_parameters())[parameter_name(spec, name)]], retain_graph=True
         )
         owners = {"item": batch.item_row_V.tolist(), "user": [0, 1], "context": [0, 3]}[name.split(".")[0]]
-        wanted = torch.zeros_like(found)
+        expected = torch.zeros_like(gradient)
         for owner in owners:
             rows, weights = values_of(store, name, owner)
             weights = weights or [1.0] * len(rows)
             total = sum(weights) if "list" in name else 1.0
             for row, weight in zip(rows, weights, strict=True):
-                wanted[row] += weight / total
-        torch.testing.assert_close(found, wanted)
+                expected[row] += weight / total
+        torch.testing.assert_close(gradient, expected)

@@ -1,7 +1,4 @@
-"""Each pooling against a slow loop over the histories.
-
-Shapes: U distinct items, H width, T items of all histories.
-"""
+"""Each history pooling compared with a slow loop over the histories."""
 
 import math
 from typing import Any
@@ -18,7 +15,7 @@ from recsys_core.models.history import HistoryPooling, last_items
 KINDS = ("mean", "sum", "recency", "attention")
 WIDTH, LONGEST = 3, 6
 histories = st.lists(st.lists(st.integers(0, 4), max_size=LONGEST), max_size=6)
-"""Places among five distinct items, per query."""
+"""Histories of up to six queries: indices into five distinct items."""
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -31,14 +28,14 @@ def ragged(lists: list[list[int]]) -> tuple[Tensor, Tensor]:
     return torch.tensor([item for one in lists for item in one], dtype=torch.int64), lengths.cumsum(0)
 
 
-def slow(pooling: HistoryPooling, item_UH: Tensor, lists: list[list[int]]) -> list[list[float]]:
-    """The same in plain floats: a weight per item, the sum of weighted items, divided by the sum of the weights."""
-    found = []
+def slow(pooling: HistoryPooling, item_VD: Tensor, lists: list[list[int]]) -> list[list[float]]:
+    """Return the pooled histories, computed with plain floats."""
+    vectors = []
     for items in lists:
         if not items:
-            found.append(pooling.start.tolist())
+            vectors.append(pooling.start.tolist())
             continue
-        rows = [item_UH[item].tolist() for item in items]
+        rows = [item_VD[item].tolist() for item in items]
         match pooling.kind:
             case "recency":
                 ages = range(len(items) - 1, -1, -1)
@@ -51,8 +48,8 @@ def slow(pooling: HistoryPooling, item_UH: Tensor, lists: list[list[int]]) -> li
         top = max(scores)
         weights = [math.exp(score - top) for score in scores]
         total = 1.0 if pooling.kind == "sum" else sum(weights)
-        found.append([sum(w * row[h] for w, row in zip(weights, rows, strict=True)) / total for h in range(WIDTH)])
-    return found
+        vectors.append([sum(w * row[h] for w, row in zip(weights, rows, strict=True)) / total for h in range(WIDTH)])
+    return vectors
 
 
 @settings(deadline=None)
@@ -62,23 +59,23 @@ def test_every_pooling_is_what_a_loop_over_the_items_gives(kind: str, lists: lis
     pooling = pooling_of(kind)
     for parameter in pooling.parameters():
         torch.nn.init.normal_(parameter)
-    item_UH = torch.randn(5, WIDTH) * scale
-    found = pooling(item_UH, *ragged(lists))
-    wanted = torch.tensor(slow(pooling, item_UH, lists)).reshape(len(lists), WIDTH)
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4 * scale)
+    item_VD = torch.randn(5, WIDTH) * scale
+    result = pooling(item_VD, *ragged(lists))
+    wanted = torch.tensor(slow(pooling, item_VD, lists)).reshape(len(lists), WIDTH)
+    torch.testing.assert_close(result, wanted, rtol=1e-3, atol=1e-4 * scale)
 
 
-def test_attention_compares_the_items_of_one_history_however_far_another_is_above_them() -> None:
+def test_attention_does_not_underflow_if_another_history_has_a_far_higher_score() -> None:
     pooling = pooling_of("attention")
     torch.nn.init.ones_(pooling.attention)
-    item_UH = torch.tensor([[900.0] * WIDTH, [-900.0] * WIDTH, [-901.0] * WIDTH])
-    found = pooling(item_UH, *ragged([[0], [1], [2, 1]]))[:, 0].tolist()
-    ahead = math.exp(math.sqrt(WIDTH))  # of the weight of the one item over that of the other
-    assert found == pytest.approx([900.0, -900.0, -(901.0 + ahead * 900.0) / (1 + ahead)])
+    item_VD = torch.tensor([[900.0] * WIDTH, [-900.0] * WIDTH, [-901.0] * WIDTH])
+    result = pooling(item_VD, *ragged([[0], [1], [2, 1]]))[:, 0].tolist()
+    ahead = math.exp(math.sqrt(WIDTH))  # ratio of the two attention weights
+    assert result == pytest.approx([900.0, -900.0, -(901.0 + ahead * 900.0) / (1 + ahead)])
 
 
 @every_kind
-def test_an_empty_history_is_the_learned_start_also_where_no_item_is_known_at_all(kind: str) -> None:
+def test_an_empty_history_gives_start_even_if_the_batch_has_no_item(kind: str) -> None:
     pooling = pooling_of(kind)
     start = pooling.start.tolist()
     assert any(start)
@@ -89,11 +86,11 @@ def test_an_empty_history_is_the_learned_start_also_where_no_item_is_known_at_al
 
 @pytest.mark.parametrize("kind", ["recency", "attention"])
 def test_learned_weights_start_at_the_plain_mean(kind: str) -> None:
-    item_UH = torch.randn(5, WIDTH)
+    item_VD = torch.randn(5, WIDTH)
     history = ragged([[0, 1, 1, 4], [], [3]])
     pooling, mean = pooling_of(kind), pooling_of("mean")
     mean.start = pooling.start
-    torch.testing.assert_close(pooling(item_UH, *history), mean(item_UH, *history))
+    torch.testing.assert_close(pooling(item_VD, *history), mean(item_VD, *history))
 
 
 @every_kind
@@ -102,54 +99,54 @@ def test_the_gradient_reaches_every_item_and_every_weight(kind: str) -> None:
     pooling = pooling_of(kind).double()
     for parameter in pooling.parameters():
         torch.nn.init.normal_(parameter)
-    item_UH = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
+    item_VD = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
     history = ragged([[0, 1, 1, 4], [], [3, 0]])
     names = [name for name, _ in pooling.named_parameters()]
 
-    def pooled(item_UH: Tensor, *weights: Tensor) -> Tensor:
-        return torch.func.functional_call(pooling, dict(zip(names, weights, strict=True)), (item_UH, *history))
+    def pooled(item_VD: Tensor, *weights: Tensor) -> Tensor:
+        return torch.func.functional_call(pooling, dict(zip(names, weights, strict=True)), (item_VD, *history))
 
-    assert torch.autograd.gradcheck(pooled, (item_UH, *pooling.parameters()))
+    assert torch.autograd.gradcheck(pooled, (item_VD, *pooling.parameters()))
 
 
 @every_kind
 def test_an_item_that_is_in_no_history_has_no_gradient(kind: str) -> None:
-    item_UH = torch.randn(5, WIDTH, requires_grad=True)
-    pooling_of(kind)(item_UH, *ragged([[0, 1], [1]])).square().sum().backward()
-    assert item_UH.grad is not None
-    assert (item_UH.grad.any(dim=1)).tolist() == [True, True, False, False, False]
+    item_VD = torch.randn(5, WIDTH, requires_grad=True)
+    pooling_of(kind)(item_VD, *ragged([[0, 1], [1]])).square().sum().backward()
+    assert item_VD.grad is not None
+    assert (item_VD.grad.any(dim=1)).tolist() == [True, True, False, False, False]
 
 
-def test_recency_weighs_by_the_place_from_the_end() -> None:
+def test_recency_weights_depend_on_the_position_from_the_end() -> None:
     pooling = pooling_of("recency")
     with torch.no_grad():
         pooling.recency[:2] = torch.tensor([3.0, 1.0]).log()
     items = torch.tensor([[8.0] * WIDTH, [0.0] * WIDTH])
-    # The last item weighs 3, the one before it 1, whatever the length of the history.
+    # The last item has weight 3, the item before it 1.
     assert pooling(items, *ragged([[1, 0], [0, 1]]))[:, 0].tolist() == pytest.approx([6.0, 2.0])
 
 
 @every_kind
-def test_items_are_dropped_while_training_alone(kind: str) -> None:
+def test_items_are_dropped_only_while_training(kind: str) -> None:
     torch.manual_seed(0)
     pooling = pooling_of(kind, item_dropout=0.5)
-    item_UH, history = torch.eye(WIDTH), ragged([[0, 1, 2]] * 400)
+    item_VD, history = torch.eye(WIDTH), ragged([[0, 1, 2]] * 400)
     torch.nn.init.constant_(pooling.start, -1.0)
-    trained = pooling(item_UH, *history)
+    trained = pooling(item_VD, *history)
     kept = trained > 0
     assert kept.float().mean().item() == pytest.approx(0.5, abs=0.06)
-    assert len({tuple(row) for row in kept.tolist()}) == 8  # each history on its own, down to none left
-    assert trained[~kept.any(dim=1)].unique().tolist() == [-1.0]  # nothing left: the start
-    if kind != "sum":  # what is left is averaged: it counts for what was dropped
+    assert len({tuple(row) for row in kept.tolist()}) == 8  # all 2^3 subsets occur: each history is dropped independently
+    assert trained[~kept.any(dim=1)].unique().tolist() == [-1.0]  # no item left: start
+    if kind != "sum":  # weights are normalised over the items left
         torch.testing.assert_close(trained[kept.any(dim=1)].sum(dim=1), torch.ones(int(kept.any(dim=1).sum())))
-    kept_out = pooling_of(kind)(item_UH, *history)
-    assert torch.equal(pooling.eval()(item_UH, *history), kept_out)
+    kept_out = pooling_of(kind)(item_VD, *history)
+    assert torch.equal(pooling.eval()(item_VD, *history), kept_out)
 
 
 @settings(deadline=None)
 @given(lists=histories)
-def test_the_last_item_is_the_last_one_and_the_start_without_any(lists: list[list[int]]) -> None:
-    item_UH, start = torch.randn(5, WIDTH), torch.randn(WIDTH)
-    expected = [item_UH[one[-1]].tolist() if one else start.tolist() for one in lists]
-    assert last_items(item_UH, *ragged(lists), start=start).tolist() == expected
-    assert last_items(item_UH[:0], *ragged([[] for _ in lists]), start=start).tolist() == [start.tolist()] * len(lists)
+def test_last_items_returns_the_last_item_or_start(lists: list[list[int]]) -> None:
+    item_VD, start = torch.randn(5, WIDTH), torch.randn(WIDTH)
+    expected = [item_VD[one[-1]].tolist() if one else start.tolist() for one in lists]
+    assert last_items(item_VD, *ragged(lists), start=start).tolist() == expected
+    assert last_items(item_VD[:0], *ragged([[] for _ in lists]), start=start).tolist() == [start.tolist()] * len(lists)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recsys_core.models import initialisation as pretrained
+from recsys_core.models import initialisation
 from recsys_core.models.embedding_tables import LocalShard
 from recsys_core.models.initialisation import (
     copy_pretrained,
@@ -38,15 +38,15 @@ def whole_table() -> torch.Tensor:
     width=st.integers(1, DIM),
     chunk=st.integers(1, ROWS),
 )
-def test_first_values_depend_on_the_row_and_never_on_the_sharding(row, column, height, width, chunk):
-    pretrained.CHUNK_ROWS, before = chunk, pretrained.CHUNK_ROWS
+def test_initial_values_do_not_depend_on_the_sharding(row, column, height, width, chunk):
+    initialisation.CHUNK_ROWS, before = chunk, initialisation.CHUNK_ROWS
     try:
         shard = torch.full((min(height, ROWS - row), min(width, DIM - column)), torch.nan)
         fill_random(LocalShard(row, column, shard), table="item", dim=DIM, seed=3, std=STD)
         expected = whole_table()[row : row + shard.shape[0], column : column + shard.shape[1]]
         torch.testing.assert_close(shard, expected, rtol=0, atol=0)
     finally:
-        pretrained.CHUNK_ROWS = before
+        initialisation.CHUNK_ROWS = before
 
 
 def test_seed_and_table_give_different_values():
@@ -92,7 +92,7 @@ def test_zero_rows_sets_the_marked_rows_of_any_shard_and_keeps_the_others():
     assert (shard[5] == 0).all() and (shard[:5] == 7).all()
 
 
-def test_random_rows_have_the_given_spread_and_so_the_norm_that_vectors_are_scaled_to():
+def test_random_rows_have_the_configured_standard_deviation_and_norm():
     table = torch.empty(2_000, 64)
     for std in (0.02, 0.5):
         fill_random(LocalShard(0, 0, table), table="item", dim=64, seed=3, std=std)
@@ -100,7 +100,7 @@ def test_random_rows_have_the_given_spread_and_so_the_norm_that_vectors_are_scal
         assert table.norm(dim=1).square().mean().sqrt().item() == pytest.approx(random_norm(std, 64), rel=0.01)
 
 
-def test_the_spread_scales_the_values_and_draws_no_others():
+def test_the_standard_deviation_only_scales_the_values():
     narrow, wide = torch.empty(ROWS, DIM), torch.empty(ROWS, DIM)
     fill_random(LocalShard(0, 0, narrow), table="item", dim=DIM, seed=3, std=0.5)
     fill_random(LocalShard(0, 0, wide), table="item", dim=DIM, seed=3, std=1.0)
@@ -140,7 +140,7 @@ def test_a_table_of_many_rows_is_filled_without_a_copy_of_its_row_numbers():
 
 
 def test_rows_with_a_vector_come_in_chunks_and_in_order():
-    vector_row = np.random.default_rng(0).integers(-1, 5, 3 * pretrained.CHUNK_ROWS)
+    vector_row = np.random.default_rng(0).integers(-1, 5, 3 * initialisation.CHUNK_ROWS)
     chunks = list(rows_with_vector(vector_row))
-    assert {len(chunk) for chunk in chunks[:-1]} == {pretrained.CHUNK_ROWS}
+    assert {len(chunk) for chunk in chunks[:-1]} == {initialisation.CHUNK_ROWS}
     np.testing.assert_array_equal(np.concatenate(chunks), vector_row[vector_row >= 0])

@@ -1,5 +1,3 @@
-"""Shapes: B queries, N columns, K candidates, I items, Q query types, O and T widths."""
-
 import math
 from functools import partial
 
@@ -36,7 +34,7 @@ def test_logq_lowers_the_logit_of_a_popular_candidate():
 
 
 def test_logq_lowers_the_logit_of_a_popular_positive():
-    # Score 0 and expected three times: it counts 1/3 beside a column that is expected once, so it is pushed up by 3/4.
+    # Score 0 and expected three times: it counts 1/3 against a column that is expected once, so its gradient is -3/4.
     positive_B = torch.zeros(1, requires_grad=True)
     score = {"masked_BN": None, "temperature": 1.0, "weight_B": None, "log_q_N": torch.zeros(1)}
     loss = softmax_loss(positive_B, torch.zeros(1, 1), log_q_B=torch.tensor([3.0]).log(), **score)
@@ -45,57 +43,57 @@ def test_logq_lowers_the_logit_of_a_popular_positive():
     assert positive_B.grad.tolist() == pytest.approx([-0.75])
 
 
-# What two types of queries truly choose, of four items: item 0 is the first choice of both, and much the most popular.
-CHOICE_QI = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.6, 0.2, 0.15, 0.05]])
+# True choice probabilities of two types of queries over four items. Item 0 is by far the most popular.
+CHOICES = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.6, 0.2, 0.15, 0.05]])
 
 
 def learned_choice(correction, *, mask_hits, batch_size=128, steps=120):
-    """Softmax over the items of a table of scores that was trained with in-batch negatives [Q, I]."""
+    """Train a table of scores with in-batch negatives; return its softmax over the items, by type of query."""
     torch.manual_seed(0)
-    popularity_I = CHOICE_QI.mean(dim=0)
-    score_QI = torch.zeros(2, 4, requires_grad=True)
-    mean_QI = torch.zeros(2, 4)
+    popularity_I = CHOICES.mean(dim=0)
+    scores = torch.zeros(2, 4, requires_grad=True)
+    mean_scores = torch.zeros(2, 4)
     query_B = torch.arange(batch_size) % 2
     own_BB = torch.eye(batch_size, dtype=torch.bool)
     for step in range(steps):
-        item_B = torch.multinomial(CHOICE_QI, batch_size // 2, replacement=True).T.flatten()
+        item_B = torch.multinomial(CHOICES, batch_size // 2, replacement=True).T.flatten()
         log_q_B = log_expected_count(
             popularity_I[item_B], torch.zeros(batch_size), num_positives=batch_size - 1, num_negatives=0
         )
         positive, columns = {"none": (None, None), "wrong sign": (-1, -1), "columns": (None, 1), "both": (1, 1)}[correction]
         loss = softmax_loss(
-            score_QI[query_B, item_B],
-            score_QI[query_B][:, item_B],
+            scores[query_B, item_B],
+            scores[query_B][:, item_B],
             masked_BN=item_B[:, None] == item_B if mask_hits else own_BB,
             temperature=1.0,
             log_q_B=positive and positive * log_q_B,
             log_q_N=columns and columns * log_q_B,
             weight_B=None,
         )
-        (gradient_QI,) = torch.autograd.grad(loss, score_QI)
-        late = step >= steps // 2  # then smaller steps, and their mean
+        (gradient,) = torch.autograd.grad(loss, scores)
+        late = step >= steps // 2  # the second half has smaller steps and is averaged
         with torch.no_grad():
-            score_QI -= (0.5 if late else 5.0) * gradient_QI
-            mean_QI += late * score_QI / (steps - steps // 2)
-    return mean_QI.softmax(dim=1)
+            scores -= (0.5 if late else 5.0) * gradient
+            mean_scores += late * scores / (steps - steps // 2)
+    return mean_scores.softmax(dim=1)
 
 
-def descending(score_QI):
-    return score_QI.argsort(dim=1, descending=True).tolist()
+def descending(scores):
+    return scores.argsort(dim=1, descending=True).tolist()
 
 
 @pytest.mark.parametrize(("correction", "mask_hits"), [("both", False), ("columns", True)])
 def test_logq_recovers_the_true_choices_under_popularity_skew(correction, mask_hits):
-    # A positive that may be among the columns again is corrected as they are, one that is there exactly once is not.
-    learned_QI = learned_choice(correction, mask_hits=mask_hits)
-    assert descending(learned_QI) == descending(CHOICE_QI)
-    torch.testing.assert_close(learned_QI, CHOICE_QI, atol=0.03, rtol=0)
+    # The positive is corrected only if it may occur again among the columns.
+    learned = learned_choice(correction, mask_hits=mask_hits)
+    assert descending(learned) == descending(CHOICES)
+    torch.testing.assert_close(learned, CHOICES, atol=0.03, rtol=0)
 
 
 @pytest.mark.parametrize("correction", ["none", "wrong sign"])
 def test_without_logq_or_with_the_wrong_sign_the_popular_item_falls_behind(correction):
     learned = descending(learned_choice(correction, mask_hits=False))
-    assert learned[0] != descending(CHOICE_QI)[0] and learned[1] != descending(CHOICE_QI)[1]
+    assert learned[0] != descending(CHOICES)[0] and learned[1] != descending(CHOICES)[1]
 
 
 def softplus(x):
@@ -191,14 +189,14 @@ def test_masked_scores_of_any_size_do_not_matter(name):
 
 
 @every_loss
-def test_scores_are_left_as_they_were(name):
+def test_losses_do_not_change_their_inputs(name):
     negative_BN, masked_BN = torch.tensor([[0.3, 0.9]]), torch.tensor([[True, False]])
     LOSSES[name](torch.tensor([0.5]), negative_BN, masked_BN=masked_BN, weight_B=None)
     assert negative_BN.tolist() == torch.tensor([[0.3, 0.9]]).tolist()
 
 
 @every_loss
-def test_bfloat16_scores_are_summed_in_float32(name):
+def test_losses_of_bfloat16_scores_are_computed_in_float32(name):
     torch.manual_seed(0)
     scores = (torch.rand(3) - 0.5).bfloat16(), (torch.rand(3, 5_000) - 0.5).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
@@ -223,72 +221,74 @@ def test_bce_can_reach_zero_because_scores_can_be_negative():
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10_000), st.lists(st.booleans(), min_size=3, max_size=3), st.lists(st.booleans(), min_size=4, max_size=4))
-def test_distillation_is_the_kl_divergence_over_the_known_pairs(seed, known_B, known_K):
+def test_distillation_is_the_kl_divergence_over_the_known_pairs(seed, has_teacher_B, has_teacher_C):
     generator = torch.Generator().manual_seed(seed)
-    student_BO, student_KO, teacher_BD, teacher_CD = (
+    student_BD, student_CD, teacher_BD, teacher_CD = (
         torch.randn(rows, width, generator=generator) for rows, width in [(3, 2), (4, 2), (3, 5), (4, 5)]
     )
     same_item_BC = torch.randint(0, 3, (3, 1), generator=generator) == torch.randint(0, 3, (4,), generator=generator)
-    student_BO.requires_grad_()
-    student_KO.requires_grad_()
+    student_BD.requires_grad_()
+    student_CD.requires_grad_()
     loss = distillation_loss(
-        student_BO,
-        student_KO,
+        student_BD,
+        student_CD,
         teacher_BD=teacher_BD,
         teacher_CD=teacher_CD,
-        has_teacher_B=torch.tensor(known_B),
-        has_teacher_C=torch.tensor(known_K),
+        has_teacher_B=torch.tensor(has_teacher_B),
+        has_teacher_C=torch.tensor(has_teacher_C),
         same_item_BC=same_item_BC,
         temperature=T,
         min_norm=0.01,
     )
 
-    def shares(row_O, column_KO, columns):
-        weights = [math.exp(torch.cosine_similarity(row_O, column_KO[k], dim=0).item() / T) for k in columns]
+    def shares(row_O, column_CD, columns):
+        weights = [math.exp(torch.cosine_similarity(row_O, column_CD[k], dim=0).item() / T) for k in columns]
         return [weight / sum(weights) for weight in weights]
 
     divergences = []
     for b in range(3):
-        columns = [k for k in range(4) if known_K[k] and not same_item_BC[b, k].item()]
-        if known_B[b] and columns:
-            pairs = zip(shares(teacher_BD[b], teacher_CD, columns), shares(student_BO[b], student_KO, columns), strict=True)
+        columns = [k for k in range(4) if has_teacher_C[k] and not same_item_BC[b, k].item()]
+        if has_teacher_B[b] and columns:
+            pairs = zip(shares(teacher_BD[b], teacher_CD, columns), shares(student_BD[b], student_CD, columns), strict=True)
             divergences.append(sum(p * math.log(p / q) for p, q in pairs))
     assert loss.item() == pytest.approx(sum(divergences) / 3, rel=1e-4, abs=1e-6)
     loss.backward()
-    assert student_BO.grad.isfinite().all() and student_KO.grad.isfinite().all()
-    assert (student_BO.grad[~torch.tensor(known_B)] == 0).all() and (student_KO.grad[~torch.tensor(known_K)] == 0).all()
+    assert student_BD.grad.isfinite().all() and student_CD.grad.isfinite().all()
+    assert (student_BD.grad[~torch.tensor(has_teacher_B)] == 0).all() and (
+        student_CD.grad[~torch.tensor(has_teacher_C)] == 0
+    ).all()
 
 
 def test_distillation_is_zero_where_the_student_agrees_with_a_wider_teacher():
     torch.manual_seed(0)
-    student_KO = torch.randn(6, 3)
-    wider_OT = torch.linalg.qr(torch.randn(5, 5)).Q[:3]  # keeps every angle
-    teacher_CD = 4 * student_KO @ wider_OT
-    known_K = torch.ones(6, dtype=torch.bool)
-    settings_ = {"has_teacher_B": known_K, "has_teacher_C": known_K, "same_item_BC": torch.eye(6, dtype=torch.bool)}
+    student_CD = torch.randn(6, 3)
+    wider_DD = torch.linalg.qr(torch.randn(5, 5)).Q[:3]  # an isometry: keeps all angles
+    teacher_CD = 4 * student_CD @ wider_DD
+    has_teacher_C = torch.ones(6, dtype=torch.bool)
+    settings_ = {"has_teacher_B": has_teacher_C, "has_teacher_C": has_teacher_C, "same_item_BC": torch.eye(6, dtype=torch.bool)}
     settings_ |= {"temperature": 0.05, "min_norm": 0.01}
-    agree = distillation_loss(student_KO, student_KO, teacher_BD=teacher_CD, teacher_CD=teacher_CD, **settings_)
+    agree = distillation_loss(student_CD, student_CD, teacher_BD=teacher_CD, teacher_CD=teacher_CD, **settings_)
     assert abs(agree.item()) < 1e-6
-    with torch.autocast("cpu", torch.bfloat16):  # not even then is it off by the rounding of bfloat16
-        agree = distillation_loss(student_KO, student_KO, teacher_BD=teacher_CD, teacher_CD=teacher_CD, **settings_)
+    with torch.autocast("cpu", torch.bfloat16):  # autocast does not change the result
+        agree = distillation_loss(student_CD, student_CD, teacher_BD=teacher_CD, teacher_CD=teacher_CD, **settings_)
     assert abs(agree.item()) < 1e-6 and agree.dtype == torch.float32
 
 
-def test_the_teacher_gets_no_gradient_and_need_not_have_a_direction_where_unknown():
-    student_KO = torch.eye(3, requires_grad=True)
+def test_the_teacher_gets_no_gradient_and_may_be_zero_for_items_without_a_vector():
+    student_CD = torch.eye(3, requires_grad=True)
     teacher_CD = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]], requires_grad=True)
-    known_K = torch.tensor([True, True, False])
+    has_teacher_C = torch.tensor([True, True, False])
     loss = distillation_loss(
-        student_KO,
-        student_KO,
+        student_CD,
+        student_CD,
         teacher_BD=teacher_CD,
         teacher_CD=teacher_CD,
-        has_teacher_B=known_K,
-        has_teacher_C=known_K,
+        has_teacher_B=has_teacher_C,
+        has_teacher_C=has_teacher_C,
         same_item_BC=None,
         temperature=1.0,
         min_norm=0.01,
     )
     loss.backward()
     assert loss.item() > 0 and teacher_CD.grad is None
-    assert student_KO.grad.isfinite().all() and (student_KO.grad[2] == 0).all()
+    assert student_CD.grad.isfinite().all() and (student_CD.grad[2] == 0).all()

@@ -1,7 +1,4 @@
-"""Unit vectors with bounded gradients, and what that makes of a first step: empty histories, rows of zeros, no feature at all.
-
-Shapes: n vectors, O their width, B queries.
-"""
+"""Unit vectors with bounded gradients, and first training steps with empty histories and zero rows."""
 
 import math
 from typing import Any
@@ -21,7 +18,7 @@ from tests.recsys_core.models.test_task import ITEMS, batch_of, task_of, weight_
 
 STD, DIM, TEMPERATURE = 0.02, 4, 0.1
 NORM = STD * math.sqrt(DIM)
-"""Of a random row."""
+"""Expected length of a random row."""
 EMPTY = [[], [], []]
 SIMILARITIES = pytest.mark.parametrize("similarity", ["cosine", "dot"])
 
@@ -36,23 +33,23 @@ def test_unit_vectors_have_length_one_and_a_gradient_bounded_by_min_norm(
     seed: int, lengths: list[float], min_norm: float
 ) -> None:
     torch.manual_seed(seed)
-    length_n1 = torch.tensor(lengths)[:, None]
-    vector_nO = (normalize(torch.randn(len(lengths), 5), dim=1) * length_n1).requires_grad_()
-    gradient_nO = torch.randn(len(lengths), 5)
-    unit_nO = unit_vectors(vector_nO, min_norm=min_norm)
-    exact_nO = normalize(vector_nO, dim=1)
-    torch.testing.assert_close(unit_nO, exact_nO, rtol=0, atol=0)
-    (found_nO,) = torch.autograd.grad(unit_nO, vector_nO, gradient_nO)
-    (wide_nO,) = torch.autograd.grad(exact_nO, vector_nO, gradient_nO)
-    assert (found_nO.norm(dim=1) <= gradient_nO.norm(dim=1) / min_norm * (1 + 1e-5)).all()
-    is_long_n = length_n1[:, 0] >= min_norm
-    torch.testing.assert_close(found_nO[is_long_n], wide_nO[is_long_n], rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(found_nO[length_n1[:, 0] == 0], gradient_nO[length_n1[:, 0] == 0] / min_norm)
+    length_R1 = torch.tensor(lengths)[:, None]
+    vector_RD = (normalize(torch.randn(len(lengths), 5), dim=1) * length_R1).requires_grad_()
+    gradient_RD = torch.randn(len(lengths), 5)
+    unit_RD = unit_vectors(vector_RD, min_norm=min_norm)
+    exact_RD = normalize(vector_RD, dim=1)
+    torch.testing.assert_close(unit_RD, exact_RD, rtol=0, atol=0)
+    (bounded_gradient_RD,) = torch.autograd.grad(unit_RD, vector_RD, gradient_RD)
+    (exact_gradient_RD,) = torch.autograd.grad(exact_RD, vector_RD, gradient_RD)
+    assert (bounded_gradient_RD.norm(dim=1) <= gradient_RD.norm(dim=1) / min_norm * (1 + 1e-5)).all()
+    is_long_R = length_R1[:, 0] >= min_norm
+    torch.testing.assert_close(bounded_gradient_RD[is_long_R], exact_gradient_RD[is_long_R], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(bounded_gradient_RD[length_R1[:, 0] == 0], gradient_RD[length_R1[:, 0] == 0] / min_norm)
 
 
-def fresh(config: dict[str, Any], **more: Any) -> RetrievalTask:
-    """A task with tables as a training starts from them, apart from items 0 and 3, whose rows are zeros."""
-    task = task_of(config | {"temperature": TEMPERATURE}, **more)
+def initial_task(config: dict[str, Any], **kwargs: Any) -> RetrievalTask:
+    """Return a task before the first step. The rows of items 0 and 3 are zero."""
+    task = task_of(config | {"temperature": TEMPERATURE}, **kwargs)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in task.embedding_tables.parameters():
@@ -70,23 +67,23 @@ def gradients(task: RetrievalTask, batch: Batch) -> dict[str, Tensor]:
 @SIMILARITIES
 @pytest.mark.parametrize("pooling", ["mean", "sum", "recency", "attention"])
 @pytest.mark.parametrize("item_representation", ["embedding", "candidate_tower"])
-def test_no_gradient_is_larger_than_the_loss_warrants(similarity: str, pooling: str, item_representation: str) -> None:
+def test_gradients_of_short_vectors_are_bounded(similarity: str, pooling: str, item_representation: str) -> None:
     history = {"pooling": pooling, "item_representation": item_representation, "length": 4, "item_dropout": 0.5}
-    task = fresh({"history": history, "similarity": similarity}, loss={"num_negatives": 4})
+    task = initial_task({"history": history, "similarity": similarity}, loss={"num_negatives": 4})
     min_norm = NORM / math.sqrt(4) if similarity == "cosine" else 1.0
     for histories in (EMPTY, [[0, 3], [3], []], [[1, 4], [], [8, 8, 3]]):
-        found = gradients(task, batch_of(histories=histories))
-        # The softmax moves each of the B scores by at most 2 / (temperature B), a unit vector by that much, and what is
-        # normalised to it by that over the min_norm.
-        bias = next(value for name, value in found.items() if name.endswith("query.tower.layers.0.bias"))
+        gradient = gradients(task, batch_of(histories=histories))
+        # The gradient of a score is at most 2 / (temperature B), and so is that of a unit vector; normalisation divides it by
+        # at least min_norm.
+        bias = next(value for name, value in gradient.items() if name.endswith("query.tower.layers.0.bias"))
         assert 0 < bias.norm() <= 2 / TEMPERATURE / min_norm
-        # A row is in several histories, candidates and, as a vector, behind two normalisations.
-        assert all(value.norm() < 10 * 2 / TEMPERATURE / min_norm / NORM for value in found.values())
+        # A row is used in several histories and candidates, and behind two normalisations with candidate_tower.
+        assert all(value.norm() < 10 * 2 / TEMPERATURE / min_norm / NORM for value in gradient.values())
 
 
 @SIMILARITIES
-def test_users_without_history_or_row_do_not_spoil_what_adam_remembers(similarity: str) -> None:
-    task = fresh({"similarity": similarity}, loss={"num_negatives": 4})
+def test_users_without_history_or_row_do_not_inflate_adams_second_moment(similarity: str) -> None:
+    task = initial_task({"similarity": similarity}, loss={"num_negatives": 4})
     optimizer = torch.optim.AdamW(task.head.parameters(), lr=1e-3)
     moments = []
     for histories in (EMPTY, [[1, 4], [2], [8, 8, 3]]):
@@ -97,8 +94,8 @@ def test_users_without_history_or_row_do_not_spoil_what_adam_remembers(similarit
 
 
 @SIMILARITIES
-def test_one_step_of_sgd_leaves_the_layers_of_their_own_size(similarity: str) -> None:
-    task = fresh({"similarity": similarity}, loss={"num_negatives": 4})
+def test_one_sgd_step_does_not_blow_up_the_layers(similarity: str) -> None:
+    task = initial_task({"similarity": similarity}, loss={"num_negatives": 4})
     optimizer = torch.optim.SGD(task.head.parameters(), lr=1e-3)
     gradients(task, batch_of(histories=EMPTY))
     optimizer.step()
@@ -106,8 +103,8 @@ def test_one_step_of_sgd_leaves_the_layers_of_their_own_size(similarity: str) ->
     assert task(batch_of(histories=EMPTY))[0] < 10
 
 
-def test_a_user_without_a_history_learns_a_start() -> None:
-    task = fresh({"history": {"length": 4}}, loss={"num_negatives": 4})
+def test_empty_histories_train_the_start_vector() -> None:
+    task = initial_task({"history": {"length": 4}}, loss={"num_negatives": 4})
     optimizer = torch.optim.AdamW(task.head.parameters(), lr=0.01)
     losses = []
     for _ in range(60):
@@ -119,8 +116,8 @@ def test_a_user_without_a_history_learns_a_start() -> None:
 
 
 @SIMILARITIES
-def test_rows_of_zeros_learn_as_fast_as_random_ones(similarity: str) -> None:
-    task = fresh({"similarity": similarity}, loss={"num_negatives": 4, "mask_negatives": "positive"})
+def test_zero_rows_are_trained_as_fast_as_random_rows(similarity: str) -> None:
+    task = initial_task({"similarity": similarity}, loss={"num_negatives": 4, "mask_negatives": "positive"})
     items = weight_of(task, "item")
     optimizer = RowWiseAdagrad([items], lr=0.01, eps=1e-8)
     path = torch.zeros(ITEMS)

@@ -1,7 +1,4 @@
-"""Which candidates are negatives of whom and what the loss makes of it, against a loop over queries and columns.
-
-Shapes: B queries, K candidates, O output width, I items.
-"""
+"""The objective compared with a loop over queries and candidates."""
 
 import math
 from dataclasses import dataclass
@@ -31,7 +28,7 @@ KINDS = ("softmax", "bce", "bpr", "cosine_contrastive")
 
 @dataclass
 class Case:
-    """B queries with their histories, and the rows of K candidates, the B positives first; vectors are cosines' own."""
+    """Queries with their histories, and the item rows of the candidates: the positives of the queries first."""
 
     histories: list[list[int]]
     candidates: list[int]
@@ -49,11 +46,11 @@ class Case:
         )
 
     def vectors(self) -> tuple[Tensor, Tensor]:
-        """Queries [B, O] and candidates [K, O], unit length; a candidate's vector is its item's."""
+        """Return query and candidate vectors of unit length; equal items have equal vectors."""
         torch.manual_seed(self.seed)
-        query_BO = torch.nn.functional.normalize(torch.randn(len(self.histories), WIDTH), dim=1)
-        item_IO = torch.nn.functional.normalize(torch.randn(ITEMS, WIDTH), dim=1)
-        return query_BO, item_IO[self.candidates]
+        query_BD = torch.nn.functional.normalize(torch.randn(len(self.histories), WIDTH), dim=1)
+        item_ID = torch.nn.functional.normalize(torch.randn(ITEMS, WIDTH), dim=1)
+        return query_BD, item_ID[self.candidates]
 
 
 @st.composite
@@ -86,9 +83,9 @@ def value_of(case: Case, loss: LossConfig, *, teacher_CD: Tensor | None = None, 
 
 
 def slow(case: Case, loss: LossConfig) -> float:
-    """The loss in plain floats, query by query."""
-    query_BO, candidate_KO = case.vectors()
-    score_BK = (query_BO @ candidate_KO.T).tolist()
+    """Return the loss, computed with plain floats for one query at a time."""
+    query_BD, candidate_CD = case.vectors()
+    score_BC = (query_BD @ candidate_CD.T).tolist()
     size, rows = len(case.histories), case.candidates
     positives, drawn = size if loss.uses_in_batch_negatives else 0, len(rows) - size
     share, drawn_share = COUNTS / COUNTS.sum(), negative_share(COUNTS, loss.negative_sampling_alpha)
@@ -105,8 +102,8 @@ def slow(case: Case, loss: LossConfig) -> float:
         weight = 1.0 if case.weights is None else case.weights[b]
         found = one_loss(
             loss,
-            score_BK[b][b],
-            [score_BK[b][k] for k in columns],
+            score_BC[b][b],
+            [score_BC[b][k] for k in columns],
             log_q_positive=log_q(rows[b]) if loss.mask_negatives == "none" else 0.0,
             log_q_columns=[log_q(rows[k]) for k in columns],
         )
@@ -160,15 +157,15 @@ def test_every_loss_is_what_a_loop_over_queries_and_columns_gives(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_drawn_candidates_the_batch_alone_has_the_negatives(kind: Any) -> None:
+def test_without_drawn_negatives_only_in_batch_negatives_are_used(kind: Any) -> None:
     case = Case(histories=[[0], [3], []], candidates=[4, 6, 0], weights=None, seed=1)
     loss = LossConfig(kind=kind, in_batch_negatives=True, num_negatives=0, margin=-1.0)
-    if kind == "softmax":  # nothing is drawn, so the expected counts are those of the batch
+    if kind == "softmax":  # no negative is drawn: the expected counts depend on the batch only
         share = COUNTS / COUNTS.sum()
-        query_BO, candidate_KO = case.vectors()
-        logits = query_BO @ candidate_KO.T / TEMPERATURE - torch.tensor(3 * share[case.candidates]).log().float()
-        own = (query_BO * candidate_KO).sum(dim=1) / TEMPERATURE
-        logits[range(3), range(3)] = own  # the positive itself is there once for certain
+        query_BD, candidate_CD = case.vectors()
+        logits = query_BD @ candidate_CD.T / TEMPERATURE - torch.tensor(3 * share[case.candidates]).log().float()
+        own = (query_BD * candidate_CD).sum(dim=1) / TEMPERATURE
+        logits[range(3), range(3)] = own  # the positive occurs exactly once, without correction
         assert value_of(case, loss) == pytest.approx((logits.logsumexp(dim=1) - own).mean().item(), rel=1e-5)
     else:
         assert value_of(case, loss) == pytest.approx(slow(case, loss), rel=1e-5)
@@ -176,24 +173,24 @@ def test_without_drawn_candidates_the_batch_alone_has_the_negatives(kind: Any) -
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("in_batch_negatives", [True, False])
-def test_a_query_without_a_negative_left_has_a_finite_loss_and_gradient(kind: Any, in_batch_negatives: bool) -> None:
+def test_a_query_without_an_unmasked_negative_has_a_finite_loss_and_gradient(kind: Any, in_batch_negatives: bool) -> None:
     case = Case(histories=[[3, 1], [1]], candidates=[3, 3, 1, 3], weights=None, seed=2)
-    query_BO, candidate_KO = (vectors.requires_grad_() for vectors in case.vectors())
+    query_BD, candidate_CD = (vectors.requires_grad_() for vectors in case.vectors())
     loss = LossConfig(kind=kind, in_batch_negatives=in_batch_negatives, mask_negatives="seen")
-    value = objective_of(loss)(query_BO, candidate_KO, batch=case.batch(), teacher_CD=None)
+    value = objective_of(loss)(query_BD, candidate_CD, batch=case.batch(), teacher_CD=None)
     value.backward()
-    assert value.isfinite() and query_BO.grad is not None and query_BO.grad.isfinite().all()
+    assert value.isfinite() and query_BD.grad is not None and query_BD.grad.isfinite().all()
 
 
 def test_a_masked_column_has_no_gradient() -> None:
     for mask, pushed in (("none", [1, 3, 6]), ("positive", [1, 3, 6]), ("seen", [3, 6])):
         loss = LossConfig(in_batch_negatives=False, mask_negatives=mask)  # of item 4 in candidates 4; 1, 3 and 6 are drawn
         case = Case(histories=[[0, 1]], candidates=[4, 1, 3, 6], weights=None, seed=5)
-        query_BO, candidate_KO = case.vectors()
-        candidate_KO.requires_grad_()
-        objective_of(loss)(query_BO, candidate_KO, batch=case.batch(), teacher_CD=None).backward()
-        assert candidate_KO.grad is not None
-        moved = [row for row, gradient in zip(case.candidates, candidate_KO.grad, strict=True) if gradient.any()]
+        query_BD, candidate_CD = case.vectors()
+        candidate_CD.requires_grad_()
+        objective_of(loss)(query_BD, candidate_CD, batch=case.batch(), teacher_CD=None).backward()
+        assert candidate_CD.grad is not None
+        moved = [row for row, gradient in zip(case.candidates, candidate_CD.grad, strict=True) if gradient.any()]
         assert moved == [4, *pushed]
 
 
@@ -212,71 +209,78 @@ def test_a_learned_temperature_starts_at_the_fixed_one_and_has_a_gradient() -> N
     assert not list(objective_of(LossConfig()).parameters())
 
 
-def test_streamed_shares_stand_in_for_the_counts() -> None:
+def test_streaming_correction_uses_the_streaming_estimate() -> None:
     loss = LossConfig(logq_correction="streaming", mask_negatives="positive")
     objective = objective_of(loss)
     by_hand = StreamingFrequency(ITEMS, rate=FREQUENCY_RATE)
-    query_BO, candidate_KO = CASE.vectors()
+    query_BD, candidate_CD = CASE.vectors()
     size, rows = 3, torch.tensor(CASE.candidates)
     for step in range(3):
-        found = objective(query_BO, candidate_KO, batch=CASE.batch(), teacher_CD=None)
+        found = objective(query_BD, candidate_CD, batch=CASE.batch(), teacher_CD=None)
         by_hand.update(rows[:size], torch.tensor(step))
         expected_K = size * by_hand.log_share(rows).exp() + 3 * torch.from_numpy(negative_share(COUNTS, 0.0))[rows].float()
-        logits_BK = query_BO @ candidate_KO.T / TEMPERATURE - expected_K.log()
-        own_B = (query_BO * candidate_KO[:size]).sum(dim=1) / TEMPERATURE
-        logits_BK = logits_BK.masked_fill(rows[:size, None] == rows, -torch.inf)
-        wanted = (torch.cat([own_B[:, None], logits_BK], dim=1).logsumexp(dim=1) - own_B).mean()
+        logits_BC = query_BD @ candidate_CD.T / TEMPERATURE - expected_K.log()
+        own_B = (query_BD * candidate_CD[:size]).sum(dim=1) / TEMPERATURE
+        logits_BC = logits_BC.masked_fill(rows[:size, None] == rows, -torch.inf)
+        wanted = (torch.cat([own_B[:, None], logits_BC], dim=1).logsumexp(dim=1) - own_B).mean()
         torch.testing.assert_close(found, wanted)
     assert int(objective.steps) == 3 and {"steps", "frequency.gap_I"} <= set(objective.state_dict())
     before = objective.frequency.gap_I.clone()
-    objective.eval()(query_BO, candidate_KO, batch=CASE.batch(), teacher_CD=None)
-    assert int(objective.steps) == 3 and torch.equal(objective.frequency.gap_I, before)  # it learns while training alone
+    objective.eval()(query_BD, candidate_CD, batch=CASE.batch(), teacher_CD=None)
+    assert int(objective.steps) == 3 and torch.equal(objective.frequency.gap_I, before)  # updated only while training
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("logq_correction", ["counts", "streaming", "none"])
 @pytest.mark.parametrize("mask", ["none", "positive"])
-def test_no_step_reads_a_number_of_the_accelerator(kind: Any, logq_correction: Any, mask: Any) -> None:
-    """On the meta device there is no number to read: an attempt raises."""
+def test_no_step_synchronises_with_the_accelerator(kind: Any, logq_correction: Any, mask: Any) -> None:
+    """Tensors on the meta device have no values: reading one raises."""
     meta = torch.device("meta")
     objective = objective_of(
         LossConfig(kind=kind, logq_correction=logq_correction, mask_negatives=mask), learn_temperature=True
     ).to(meta)
-    query_BO, candidate_KO = (vectors.to(meta) for vectors in CASE.vectors())
+    query_BD, candidate_CD = (vectors.to(meta) for vectors in CASE.vectors())
     for _ in range(2):
-        assert objective(query_BO, candidate_KO, batch=CASE.batch().to(meta), teacher_CD=None).shape == ()
+        assert objective(query_BD, candidate_CD, batch=CASE.batch().to(meta), teacher_CD=None).shape == ()
 
 
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 999))
-def test_a_positive_is_scored_as_precisely_as_the_same_item_among_the_negatives(seed: int) -> None:
+def test_a_positive_has_the_same_score_as_the_same_item_among_the_negatives(seed: int) -> None:
     case = Case(histories=[[]], candidates=[4, 4], weights=None, seed=seed)  # drawn once more, and not masked
     with torch.autocast("cpu", torch.bfloat16):
         value = value_of(case, LossConfig(kind="bpr", in_batch_negatives=False, mask_negatives="none"), temperature=0.01)
-    assert value == pytest.approx(math.log(2), abs=1e-6)  # a tie
+    assert value == pytest.approx(math.log(2), abs=1e-6)  # equal scores
 
 
-def test_counts_are_no_part_of_the_checkpoint() -> None:
-    assert set(objective_of(LossConfig()).state_dict()) == set()  # the ingest tells them anew
+def test_counts_are_not_part_of_the_checkpoint() -> None:
+    assert set(objective_of(LossConfig()).state_dict()) == set()  # they come from the ingest of each run
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_distillation_adds_the_divergence_from_the_teacher_of_those_it_knows(kind: Any) -> None:
+def test_distillation_adds_the_divergence_over_items_with_a_pretrained_vector(kind: Any) -> None:
     plain = LossConfig(kind=kind)
     loss = plain.model_copy(update={"distillation": DistillationConfig(weight=0.25, temperature=0.3)})
     torch.manual_seed(0)
-    teacher_IT = torch.randn(ITEMS, 5)
-    teacher_IT[[1, 6]] = 0.0  # no vector
-    teacher_CD = teacher_IT[CASE.candidates]
-    _, candidate_KO = CASE.vectors()
+    teacher_ID = torch.randn(ITEMS, 5)
+    teacher_ID[[1, 6]] = 0.0  # no vector
+    teacher_CD = teacher_ID[CASE.candidates]
+    _, candidate_CD = CASE.vectors()
     rows = torch.tensor(CASE.candidates)
-    known_K = torch.tensor([row not in (1, 6) for row in CASE.candidates])
+    has_teacher_C = torch.tensor([row not in (1, 6) for row in CASE.candidates])
     added = distillation_loss(
-        candidate_KO[:3], candidate_KO, teacher_BD=teacher_CD[:3], teacher_CD=teacher_CD,
-        has_teacher_B=known_K[:3], has_teacher_C=known_K, same_item_BC=rows[:3, None] == rows, temperature=0.3, min_norm=0.01,
-    )  # fmt: skip
+        candidate_CD[:3],
+        candidate_CD,
+        teacher_BD=teacher_CD[:3],
+        teacher_CD=teacher_CD,
+        has_teacher_B=has_teacher_C[:3],
+        has_teacher_C=has_teacher_C,
+        same_item_BC=rows[:3, None] == rows,
+        temperature=0.3,
+        min_norm=0.01,
+    )
     assert added > 0.01
     assert value_of(CASE, loss, teacher_CD=teacher_CD) == pytest.approx(value_of(CASE, plain) + 0.25 * added.item(), rel=1e-5)
     assert value_of(CASE, loss, teacher_CD=torch.zeros(6, 5)) == pytest.approx(value_of(CASE, plain), rel=1e-6)
-    agreeing = value_of(CASE, loss, teacher_CD=candidate_KO * 3)
+    agreeing = value_of(CASE, loss, teacher_CD=candidate_CD * 3)
     assert agreeing == pytest.approx(value_of(CASE, plain), rel=1e-5)

@@ -1,29 +1,21 @@
-"""Shapes: B queries, K candidates, T entries of histories, P pairs, I items, O output width, W ranks."""
-
-import warnings
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import distributed as dist
 
 from recsys_core.errors import InputError
-from recsys_core.models.collectives import gather_candidates
-from recsys_core.models.losses import softmax_loss
 from recsys_core.models.sampling import (
     StreamingFrequency,
     log_expected_count,
     negative_share,
     seen_columns,
 )
-from tests.gloo import run_ranks
 
 
 def test_the_expected_count_of_an_item_that_is_never_drawn_has_a_finite_log():
-    log_q_K = log_expected_count(torch.tensor([0.0, 0.5]), torch.tensor([0.0, 0.0]), num_positives=4, num_negatives=2)
-    assert log_q_K.isfinite().all() and log_q_K[0] < -80 and log_q_K[1].item() == pytest.approx(np.log(2))
+    log_q_C = log_expected_count(torch.tensor([0.0, 0.5]), torch.tensor([0.0, 0.0]), num_positives=4, num_negatives=2)
+    assert log_q_C.isfinite().all() and log_q_C[0] < -80 and log_q_C[1].item() == pytest.approx(np.log(2))
 
 
 def test_the_expected_count_is_that_of_the_draws():
@@ -45,7 +37,7 @@ def test_the_shares_of_negatives_add_to_one_and_rise_with_the_count(counts, alph
         np.testing.assert_allclose(share_I, count_I / count_I.sum())
 
 
-def test_negatives_without_a_single_event_are_refused():
+def test_drawing_negatives_without_any_training_event_raises():
     with pytest.raises(InputError, match="0 of 3 items have a training event"):
         negative_share(np.zeros(3, dtype=np.int64), 0.75)
 
@@ -110,7 +102,7 @@ def test_frequencies_are_the_mean_gap_of_a_plain_loop_whatever_the_order_in_a_ba
     np.testing.assert_allclose(mixed.gap_I, ordered.gap_I, rtol=1e-6)
 
 
-def test_frequencies_go_on_from_a_checkpoint():
+def test_frequencies_continue_from_a_checkpoint():
     batches = np.random.default_rng(3).integers(0, 9, (40, 16))
     whole = estimate(batches, items=9, rate=0.02)
     resumed = StreamingFrequency(9, rate=0.02)
@@ -125,60 +117,11 @@ def test_frequencies_go_on_from_a_checkpoint():
     st.lists(st.integers(0, 7), max_size=8),
 )
 def test_seen_columns_are_those_of_a_plain_loop(histories, candidates):
-    history_T = torch.tensor([row for history in histories for row in history], dtype=torch.int64)
-    offset_B1 = torch.tensor([0, *np.cumsum([len(history) for history in histories], dtype=int).tolist()])
-    query_P, column_P = seen_columns(history_T, offset_B1, torch.tensor(candidates, dtype=torch.int64))
-    assert query_P.dtype == column_P.dtype == torch.int64
+    history_H = torch.tensor([row for history in histories for row in history], dtype=torch.int64)
+    offset = torch.tensor([0, *np.cumsum([len(history) for history in histories], dtype=int).tolist()])
+    query_index, column_index = seen_columns(history_H, offset, torch.tensor(candidates, dtype=torch.int64))
+    assert query_index.dtype == column_index.dtype == torch.int64
     expected = [
         (b, k) for b, history in enumerate(histories) for row in history for k, item in enumerate(candidates) if item == row
     ]
-    assert list(zip(query_P.tolist(), column_P.tolist(), strict=True)) == expected
-
-
-# Item 3 is on both ranks: each masks it wherever it is.
-QUERIES_W = torch.arange(24.0).sin().reshape(2, 3, 4)
-CANDIDATES_W = torch.arange(40.0).cos().reshape(2, 5, 4)
-ROWS_W = torch.tensor([[3, 0, 1, 8, 9], [4, 3, 5, 7, 6]])
-
-
-def gathered_loss(query_BO, candidate_KO, row_K, all_KO, all_row_K):
-    """The first candidates of a rank are the positives of its queries."""
-    size = len(query_BO)
-    return softmax_loss(
-        (query_BO * candidate_KO[:size]).sum(dim=1),
-        query_BO @ all_KO.T,
-        masked_BN=row_K[:size, None] == all_row_K,
-        temperature=0.3,
-        log_q_B=None,
-        log_q_N=(all_row_K + 1).float().log(),
-        weight_B=None,
-    )
-
-
-def compare_gathered(rank: int) -> None:
-    warnings.simplefilter("error")  # a collective that torch deprecates
-    queries, candidates = QUERIES_W.clone().requires_grad_(), CANDIDATES_W.clone().requires_grad_()
-    all_KO, all_row_K = candidates.flatten(0, 1), ROWS_W.flatten()
-    each = [gathered_loss(queries[r], candidates[r], ROWS_W[r], all_KO, all_row_K) for r in range(2)]
-    torch.stack(each).mean().backward()
-
-    query_BO, candidate_KO = (values[rank].clone().requires_grad_() for values in (QUERIES_W, CANDIDATES_W))
-    gathered_KO, gathered_row_K = gather_candidates(candidate_KO, ROWS_W[rank], group=dist.group.WORLD)
-    assert torch.equal(gathered_KO, all_KO) and torch.equal(gathered_row_K, all_row_K)
-    loss = gathered_loss(query_BO, candidate_KO, ROWS_W[rank], gathered_KO, gathered_row_K)
-    assert loss.item() == pytest.approx(each[rank].item(), rel=1e-6)
-    loss.backward()
-    # The other rank's part of the gradient of a candidate has arrived; the mean over the ranks is taken as DDP takes it.
-    torch.testing.assert_close(candidate_KO.grad / 2, candidates.grad[rank], rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(query_BO.grad / 2, queries.grad[rank], rtol=1e-5, atol=1e-7)
-    assert dist.get_world_size() == 2
-
-
-def test_two_ranks_have_the_gradients_of_one_process_over_all_candidates():
-    run_ranks(compare_gathered, world_size=2)
-
-
-def test_one_process_gathers_what_it_was_given():
-    candidate_KO, row_K = torch.ones(2, 3, requires_grad=True), torch.tensor([1, 2])
-    all_KO, all_row_K = gather_candidates(candidate_KO, row_K, group=None)
-    assert all_KO is candidate_KO and all_row_K is row_K
+    assert list(zip(query_index.tolist(), column_index.tolist(), strict=True)) == expected

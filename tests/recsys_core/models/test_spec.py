@@ -1,4 +1,4 @@
-"""Which tables a model has, and which wishes about them cannot be met."""
+"""The tables of a model, and table settings that are rejected."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from recsys_core.models.spec import ModelSpec, TableSpec
 from recsys_core.models.table_checks import check_width
 from recsys_core.models.table_config import TableConfig
 from tests.recsys_core.data.described import FORMS, ROWS, SIDES, facts
-from tests.recsys_core.models.refused import refuses
+from tests.recsys_core.models.error_messages import raises_message
 
 DIM = 8
 GRADUAL = {"transfer": "gradual", "unfreeze": [{"epoch": 1, "share": 0.5}]}
@@ -35,7 +35,7 @@ def sized(
         num_items=5,
         facts=facts(*features) if features else None,
         vector_dims=vectors,
-        tables={name: TableConfig.model_validate(wish) for name, wish in (tables or {}).items()},
+        tables={name: TableConfig.model_validate(settings) for name, settings in (tables or {}).items()},
         distils=distils,
     )
 
@@ -44,13 +44,13 @@ def shapes(spec: ModelSpec) -> dict[str, tuple[int, int, str]]:
     return {name: (table.num_rows, table.dim, table.collection) for name, table in spec.tables.items()}
 
 
-def test_a_plain_model_has_one_table_of_items_and_one_of_users_where_wished() -> None:
+def test_a_plain_model_has_an_item_table_and_optionally_a_user_table() -> None:
     assert shapes(sized()) == {"item": (5, DIM, "unpooled_8")}
     assert shapes(sized(user_id=True)) == {"item": (5, DIM, "unpooled_8"), "user": (7, DIM, "unpooled_8")}
     assert shapes(sized(user_id=True, tables={"user": {"lookup": "pooled"}}))["user"] == (7, DIM, "pooled")
 
 
-def test_each_feature_has_a_table_whose_collection_tells_side_and_weights() -> None:
+def test_the_collection_of_a_feature_depends_on_side_and_weights() -> None:
     every = tuple(facts())
     spec = sized(features=every)
     assert list(spec.tables) == ["item", *every]
@@ -65,7 +65,7 @@ def test_each_feature_has_a_table_whose_collection_tells_side_and_weights() -> N
     assert list(spec.on_side("item")) == ["item", *spec.features("item")]
 
 
-def test_a_frozen_table_is_in_a_collection_of_its_own() -> None:
+def test_frozen_tables_are_in_collections_of_their_own() -> None:
     spec = sized(
         user_id=True,
         features=("item.single", "user.weighted_list"),
@@ -78,7 +78,7 @@ def test_a_frozen_table_is_in_a_collection_of_its_own() -> None:
     assert all(table.frozen and table.pretrained for table in spec.tables.values())
 
 
-def test_tables_of_different_widths_are_in_different_collections_unless_they_are_pooled() -> None:
+def test_unpooled_tables_of_different_widths_are_in_different_collections() -> None:
     features = ("item.single", "user.single", "user.list")
     spec = sized(user_id=True, features=features, tables={name: {"dim": 12} for name in ("item", "user", "user.list")})
     assert [table.collection for table in spec.tables.values()] == [
@@ -90,12 +90,12 @@ def test_tables_of_different_widths_are_in_different_collections_unless_they_are
     ]
 
 
-def test_a_gradual_table_is_trained_and_so_has_an_optimizer_from_the_start() -> None:
+def test_a_gradual_table_is_not_frozen() -> None:
     spec = sized(tables={"item": GRADUAL}, vectors={"item": DIM})
     assert not spec.tables["item"].frozen and spec.tables["item"].collection == "unpooled_8"
 
 
-def test_residual_items_are_frozen_beside_offsets_that_start_at_zero_in_the_width_of_the_sum() -> None:
+def test_residual_items_are_frozen_and_have_offsets_that_start_at_zero() -> None:
     optimizer = TableOptimizer(learning_rate=0.5)
     spec = sized(
         tables={"item": RESIDUAL | {"dim": 12}, "item_offset": {"optimizer": optimizer.model_dump()}},
@@ -107,14 +107,14 @@ def test_residual_items_are_frozen_beside_offsets_that_start_at_zero_in_the_widt
     assert not offset.frozen and not offset.pretrained and offset.feature == "item"
 
 
-def test_a_teacher_is_frozen_as_it_came_zero_where_there_is_no_vector() -> None:
+def test_the_teacher_table_is_frozen_unscaled_and_zero_without_a_vector() -> None:
     spec = sized(tables={"item": {"dim": 12}}, vectors={"item": 12}, distils=True)
     assert shapes(spec) == {"item": (5, 12, "unpooled_12"), "item_teacher": (5, 12, "unpooled_12_frozen")}
     teacher = spec.tables["item_teacher"]
     assert (teacher.settings.missing, teacher.settings.rescale, teacher.pretrained) == ("zero", False, True)
 
 
-def test_a_feature_of_several_tables_in_one_collection_is_told_apart_by_the_table() -> None:
+def test_a_feature_of_several_tables_in_one_collection_has_one_output_per_table() -> None:
     vectors, both = {"item": DIM}, ("item", "item_teacher")
     apart = sized(vectors=vectors, distils=True)
     assert [apart.output_name(table) for table in both] == ["item", "item"]
@@ -125,45 +125,47 @@ def test_a_feature_of_several_tables_in_one_collection_is_told_apart_by_the_tabl
     assert sized(features=("item.single",)).output_name("item.single") == "item.single"
 
 
-def test_a_table_is_as_wide_as_wished_and_else_as_the_sum() -> None:
+def test_the_default_width_of_a_table_is_embedding_dim() -> None:
     spec = sized(user_id=True, features=("item.single",), tables={"user": {"dim": 16}, "item.single": {"dim": 4}})
     assert {name: table.dim for name, table in spec.tables.items()} == {"item": DIM, "user": 16, "item.single": 4}
 
 
 @pytest.mark.parametrize("table", ["item", "user", "item.single"])
 @pytest.mark.parametrize("transfer", ["frozen", "gradual", "residual"])
-def test_what_is_kept_of_vectors_needs_vectors(table: str, transfer: str) -> None:
-    wish = GRADUAL if transfer == "gradual" else {"transfer": transfer}
-    with refuses(f"tables.{table}.transfer is {transfer}, but embeddings has no vectors of table {table!r} (it has none)"):
-        sized(user_id=True, features=("item.single",), tables={table: wish})
+def test_transfer_other_than_full_needs_vectors(table: str, transfer: str) -> None:
+    settings = GRADUAL if transfer == "gradual" else {"transfer": transfer}
+    with raises_message(
+        f"tables.{table}.transfer is {transfer}, but embeddings has no vectors of table {table!r} (it has none)"
+    ):
+        sized(user_id=True, features=("item.single",), tables={table: settings})
 
 
-def test_a_row_of_a_list_cannot_be_unfrozen_alone() -> None:
+def test_only_id_tables_can_be_gradual() -> None:
     assert sized(user_id=True, tables={"user": GRADUAL}, vectors={"user": DIM}).tables["user"].pretrained
-    with refuses(
+    with raises_message(
         "tables.user.list.transfer is gradual, which is only for the tables ['item', 'user']; set it to full or frozen"
     ):
         sized(features=("user.list",), tables={"user.list": GRADUAL}, vectors={"user.list": DIM})
 
 
 @pytest.mark.parametrize("table", ["user", "item.single"])
-def test_only_items_have_offsets(table: str) -> None:
-    with refuses(f"tables.{table}.transfer is residual, which is only for the table item; set it to full or frozen"):
+def test_only_the_item_table_can_be_residual(table: str) -> None:
+    with raises_message(f"tables.{table}.transfer is residual, which is only for the table item; set it to full or frozen"):
         sized(user_id=True, features=("item.single",), tables={table: RESIDUAL}, vectors={table: DIM})
 
 
-def test_decay_is_for_tables_whose_rows_a_step_looks_up_one_by_one() -> None:
+def test_weight_decay_is_only_for_id_tables_and_offsets() -> None:
     decay = {"optimizer": {"weight_decay": 0.1}}
     sized(user_id=True, tables={"item": decay, "user": decay})
     sized(tables={"item": RESIDUAL, "item_offset": decay}, vectors={"item": DIM})
-    with refuses(
+    with raises_message(
         "tables.item.single.optimizer.weight_decay is only for the tables ['item', 'user', 'item_offset']; leave it out"
     ):
         sized(features=("item.single",), tables={"item.single": decay})
 
 
-def test_vectors_of_another_width_than_their_table_are_refused_with_both_ways_out() -> None:
-    with refuses(
+def test_vectors_of_another_width_than_their_table_raise() -> None:
+    with raises_message(
         "embeddings: the vectors of table 'item' have 12 numbers, but the table has 8; set tables.item.dim to 12 (a learned "
         "layer then projects it to model.embedding_dim), or embeddings.pca_dim to 8"
     ):
@@ -174,7 +176,7 @@ def test_vectors_of_another_width_than_their_table_are_refused_with_both_ways_ou
 
 
 @given(vectors=st.integers(1, 99), dim=st.integers(1, 99))
-def test_only_vectors_of_the_tables_own_width_fit(vectors: int, dim: int) -> None:
+def test_check_width_accepts_only_the_width_of_the_table(vectors: int, dim: int) -> None:
     try:
         check_width(vectors, dim, table="item")
     except InputError as error:
@@ -184,24 +186,24 @@ def test_only_vectors_of_the_tables_own_width_fit(vectors: int, dim: int) -> Non
 
 
 @pytest.mark.parametrize("table", ["user", "item_offset", "item.brand"])
-def test_a_setting_for_no_table_names_those_there_are(table: str) -> None:
-    with refuses(f"tables.{table}: the model has no such table; it has ['item', 'item.single']"):
+def test_a_setting_for_an_unknown_table_lists_the_known_tables(table: str) -> None:
+    with raises_message(f"tables.{table}: the model has no such table; it has ['item', 'item.single']"):
         sized(features=("item.single",), tables={table: {}})
 
 
-def test_offsets_are_always_trained() -> None:
-    with refuses("tables.item_offset.transfer is frozen, but embeddings has no vectors of table 'item_offset'"):
+def test_the_offset_table_cannot_be_frozen() -> None:
+    with raises_message("tables.item_offset.transfer is frozen, but embeddings has no vectors of table 'item_offset'"):
         sized(tables={"item": RESIDUAL, "item_offset": FROZEN}, vectors={"item": DIM})
 
 
-def test_offsets_have_the_width_of_the_sum() -> None:
+def test_the_offset_table_has_the_width_of_the_sum() -> None:
     sized(tables={"item": RESIDUAL, "item_offset": {"dim": DIM}}, vectors={"item": DIM})
-    with refuses("tables.item_offset.dim is 16, but offsets are added at model.embedding_dim, which is 8; leave it out"):
+    with raises_message("tables.item_offset.dim is 16, but offsets are added at model.embedding_dim, which is 8; leave it out"):
         sized(tables={"item": RESIDUAL, "item_offset": {"dim": 16}}, vectors={"item": DIM})
 
 
-def test_distillation_needs_vectors_of_items() -> None:
-    with refuses(
+def test_distillation_needs_item_vectors() -> None:
+    with raises_message(
         "loss.distillation keeps the similarities of the pretrained item vectors, but embeddings has no vectors of table"
     ):
         sized(distils=True, user_id=True, vectors={"user": DIM})
@@ -224,7 +226,7 @@ def test_a_spec_is_read_back_from_its_json() -> None:
         ({}, {"context.hour": "single"}, [True, False, True, False]),
     ],
 )
-def test_a_user_is_known_by_a_history_that_is_read_or_by_a_row_in_a_table_of_users(settings, forms, known) -> None:
+def test_a_user_is_known_with_a_history_or_a_row_that_the_model_reads(settings, forms, known) -> None:
     spec = ModelSpec(config=TwoTowerConfig(**settings), num_users=2, num_items=3, tables={}, forms=forms)
     length, row = np.array([2, 0, 2, 0]), np.array([0, 1, -1, -1])
     assert spec.knows(history_length_B=length, user_row_B=row).tolist() == known

@@ -1,4 +1,4 @@
-"""Which shares of a table an epoch trains, and which wishes contradict each other."""
+"""Table settings: the share of rows trained per epoch, and settings that contradict each other."""
 
 from itertools import pairwise
 from typing import Any
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys_core.models.table_config import TableConfig
-from tests.recsys_core.models.refused import refuses
+from tests.recsys_core.models.error_messages import raises_message
 
 
 def gradual(*steps: tuple[int, float]) -> TableConfig:
@@ -40,35 +40,37 @@ def test_the_trained_share_is_that_of_the_last_step_reached_and_never_falls(step
 
 
 @given(schedules(), st.data())
-def test_a_schedule_that_goes_back_or_stands_still_is_refused(steps: list[tuple[int, float]], data: st.DataObject) -> None:
+def test_a_schedule_that_does_not_rise_raises(steps: list[tuple[int, float]], data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(steps) - 1))
     epoch, share = steps[at]
     if data.draw(st.booleans()):
         back = (data.draw(st.integers(1, epoch)), min(1.0, share + 0.5))
     else:
         back = (epoch + 1, data.draw(st.floats(0, share)))
-    with refuses("unfreeze does not rise: epoch "):
+    with raises_message("unfreeze does not rise: epoch "):
         gradual(*steps[: at + 1], back)
 
 
-def test_the_refusal_names_both_steps_and_why() -> None:
-    with refuses(
+def test_the_message_names_both_steps_and_the_reason() -> None:
+    with raises_message(
         "unfreeze does not rise: epoch 3 share 0.5 is followed by epoch 5 share 0.25; make both rise, because a trained "
         "row cannot be frozen again"
     ):
         gradual((3, 0.5), (5, 0.25))
 
 
-def test_a_gradual_table_needs_a_schedule_and_no_other_takes_one() -> None:
-    with refuses("transfer is gradual, but unfreeze is empty; give it steps such as {epoch: 2, share: 0.25}"):
+def test_only_gradual_tables_have_a_schedule() -> None:
+    with raises_message("transfer is gradual, but unfreeze is empty; give it steps such as {epoch: 2, share: 0.25}"):
         gradual()
     for transfer in ("full", "frozen", "residual"):
-        with refuses(f"unfreeze is not empty, but transfer is {transfer}; set transfer to gradual, or leave unfreeze out"):
+        with raises_message(
+            f"unfreeze is not empty, but transfer is {transfer}; set transfer to gradual, or leave unfreeze out"
+        ):
             TableConfig.model_validate({"transfer": transfer, "unfreeze": [{"epoch": 1, "share": 1}]})
 
 
 @pytest.mark.parametrize("transfer", ["full", "frozen"])
 def test_only_offsets_can_be_dropped(transfer: Any) -> None:
     assert TableConfig(transfer="residual", id_dropout=0.3).id_dropout == 0.3
-    with refuses(f"id_dropout drops the offsets of transfer residual, but transfer is {transfer}"):
+    with raises_message(f"id_dropout drops the offsets of transfer residual, but transfer is {transfer}"):
         TableConfig(transfer=transfer, id_dropout=0.3)

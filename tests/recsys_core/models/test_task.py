@@ -1,7 +1,4 @@
-"""The whole task, unsharded: known models said by config alone, decay, gradual unfreezing, and who is encoded how.
-
-Shapes: B queries, K candidates, U distinct items, O output width.
-"""
+"""The unsharded task: well-known models as configs, weight decay, gradual unfreezing, encoding."""
 
 from typing import Any
 
@@ -30,7 +27,7 @@ COUNTS = np.array([9, 4, 0, 2, 1, 1, 3, 5, 2])
 NO_HISTORY = {"length": 0, "last_item": False}
 USER, HISTORY = [2, 0, 5], [[1, 4], [], [8, 8, 3]]
 CANDIDATES = [7, 0, 3, 1, 1, 6, 4]
-"""The positives of three queries, and four drawn ones."""
+"""The positives of three queries, then four drawn negatives."""
 
 
 def task_of(
@@ -43,8 +40,8 @@ def task_of(
     popularity_rank: dict[str, list[int]] | None = None,
     weight_decay: dict[str, float] | None = None,
 ) -> RetrievalTask:
-    """With real tables in place of those that wait for a sharding plan."""
-    wish = LossConfig.model_validate(loss or {})
+    """Return a task with tables on the CPU, in place of the tables on the meta device that a sharding plan would fill."""
+    loss_config = LossConfig.model_validate(loss or {})
     spec = ModelSpec.sized(
         TwoTowerConfig.model_validate({"embedding_dim": 4, **config}),
         num_users=USERS,
@@ -52,12 +49,12 @@ def task_of(
         facts=facts(*features) if features else None,
         vector_dims=vectors,
         tables={name: TableConfig.model_validate(of) for name, of in (tables or {}).items()},
-        distils=wish.distillation is not None,
+        distils=loss_config.distillation is not None,
     )
     torch.manual_seed(0)
     head = RetrievalHead(
         spec,
-        loss=wish,
+        loss=loss_config,
         item_count_I=COUNTS,
         popularity_rank={name: np.array(rank) for name, rank in (popularity_rank or {}).items()},
         weight_decay=weight_decay or {},
@@ -92,9 +89,9 @@ def batch_of(
 
 
 def scores(task: RetrievalTask) -> Tensor:
-    """Of each query with every item of the catalogue [B, I]."""
-    everything = Assembler(user=UNPOOLED).items(np.arange(ITEMS))
-    return task.eval().encode_queries(batch_of([])) @ task.encode_items(everything)[1].T
+    """Return the score of each query with every item [B, I]."""
+    all_items = Assembler(user=UNPOOLED).items(np.arange(ITEMS))
+    return task.eval().encode_queries(batch_of([])) @ task.encode_items(all_items)[1].T
 
 
 PLAIN = {"user_id": True, "history": NO_HISTORY, "query": {"layers": []}, "similarity": "dot", "temperature": 1.0}
@@ -147,15 +144,15 @@ def test_simplex_is_a_config() -> None:
     torch.testing.assert_close(task.train()(batch_of())[0], loss)
 
 
-def test_a_history_of_vectors_holds_what_the_candidate_tower_gives() -> None:
+def test_history_items_can_be_encoded_by_the_candidate_tower() -> None:
     config = {
         "history": {"item_representation": "candidate_tower", "last_item": False},
         "candidate": {"layers": [6]},
         "query": {"layers": [6]},
     }
     task = task_of(config)
-    stands, vectors = task.eval().encode_items(Assembler(user=None).items(np.arange(ITEMS)))
-    assert stands.shape == (ITEMS, 6) and torch.equal(stands, vectors)
+    history_items, vectors = task.eval().encode_items(Assembler(user=None).items(np.arange(ITEMS)))
+    assert history_items.shape == (ITEMS, 6) and torch.equal(history_items, vectors)
     (layer,) = task.head.query.tower.layers
     start = task.head.query.pooling.start
     history = torch.stack([vectors[one].mean(dim=0) if one else start for one in HISTORY])
@@ -164,7 +161,7 @@ def test_a_history_of_vectors_holds_what_the_candidate_tower_gives() -> None:
     assert embeddings.shape == (ITEMS, 4)
 
 
-def test_encoding_is_what_the_loss_compares() -> None:
+def test_the_encoders_give_the_vectors_that_the_loss_compares() -> None:
     keys = ("user.list", "item.list", "item.number", "context.weighted_list")
     every = feature_store(users=USERS, items=ITEMS, events=USERS).features
     store = FeatureStore({key: every[key] for key in keys})
@@ -175,26 +172,26 @@ def test_encoding_is_what_the_loss_compares() -> None:
             features=keys,
             loss={"kind": "bce", "in_batch_negatives": True, "mask_negatives": "none"},
         ).eval()
-        query_BO = task.encode_queries(batch_of([], features=store))
-        candidate_KO = task.encode_items(Assembler(user=UNPOOLED, features=store).items(np.arange(ITEMS)))[1][CANDIDATES]
-        wanted = task.head.objective(query_BO, candidate_KO, batch=batch_of(features=store), teacher_CD=None)
-        torch.testing.assert_close(task(batch_of(features=store))[0], wanted)
+        query_BD = task.encode_queries(batch_of([], features=store))
+        candidate_CD = task.encode_items(Assembler(user=UNPOOLED, features=store).items(np.arange(ITEMS)))[1][CANDIDATES]
+        expected = task.head.objective(query_BD, candidate_CD, batch=batch_of(features=store), teacher_CD=None)
+        torch.testing.assert_close(task(batch_of(features=store))[0], expected)
 
 
-def test_decay_is_half_the_squares_of_the_distinct_rows_that_a_step_looks_up() -> None:
+def test_weight_decay_penalises_the_distinct_rows_that_a_step_looks_up() -> None:
     config = PLAIN | {"history": {"length": 3, "last_item": False}}
     plain, decayed = task_of(config), task_of(config, weight_decay={"item": 0.1, "user": 0.3})
     items, users = weight_of(plain, "item"), weight_of(plain, "user")
     distinct = sorted({*CANDIDATES, *(item for one in HISTORY for item in one)})
     penalty = 0.1 / 2 * items[distinct].square().sum() + 0.3 / 2 * users[USER].square().sum()
     torch.testing.assert_close(decayed(batch_of())[0], plain(batch_of())[0] + penalty)
-    twice = [2, 0, 2]  # a user of two queries counts once
+    twice = [2, 0, 2]  # a user with two queries counts once
     penalty += 0.3 / 2 * (users[[2, 0]].square().sum() - users[USER].square().sum())
     torch.testing.assert_close(decayed(batch_of(users=twice))[0], plain(batch_of(users=twice))[0] + penalty)
 
 
-def moved(task: RetrievalTask, table: str) -> set[int]:
-    """Rows of `table` with a gradient."""
+def rows_with_gradient(task: RetrievalTask, table: str) -> set[int]:
+    """Return the rows of `table` with a gradient."""
     task.zero_grad()
     task(batch_of())[0].backward()
     gradient = weight_of(task, table).grad
@@ -202,7 +199,7 @@ def moved(task: RetrievalTask, table: str) -> set[int]:
 
 
 @pytest.mark.parametrize("decay", [{}, {"item": 0.1}])
-def test_an_epoch_trains_the_most_frequent_rows_of_a_gradual_table_and_no_other(decay: dict[str, float]) -> None:
+def test_an_epoch_trains_only_the_most_frequent_rows_of_a_gradual_table(decay: dict[str, float]) -> None:
     rank = [8, 7, 6, 5, 4, 3, 2, 1, 0]  # row 8 is the most frequent
     task = task_of(
         PLAIN | {"history": {"length": 3, "last_item": False}},
@@ -216,13 +213,13 @@ def test_an_epoch_trains_the_most_frequent_rows_of_a_gradual_table_and_no_other(
     for epoch, trained in ((1, set()), (2, {6, 7, 8}), (3, {6, 7, 8}), (4, set(range(ITEMS)))):
         shares = task.head.set_epoch(epoch)
         assert shares == {"item": pytest.approx(len(trained) / ITEMS)}
-        assert moved(task, "item") == trained & looked_up
-        assert moved(task, "user") == set(USER)
+        assert rows_with_gradient(task, "item") == trained & looked_up
+        assert rows_with_gradient(task, "user") == set(USER)
         losses.append(task(batch_of())[0].item())
-    assert len(set(losses)) == 1  # what is frozen speaks all the same
+    assert len(set(losses)) == 1  # frozen rows still affect the loss
 
 
-def test_a_gradual_table_of_users_is_unfrozen_by_their_rank() -> None:
+def test_a_gradual_user_table_is_unfrozen_by_popularity_rank() -> None:
     task = task_of(
         PLAIN,
         tables={"user": {"transfer": "gradual", "unfreeze": [{"epoch": 1, "share": 0.5}]}},
@@ -230,33 +227,33 @@ def test_a_gradual_table_of_users_is_unfrozen_by_their_rank() -> None:
         popularity_rank={"user": [0, 3, 1, 4, 2, 5]},
     )
     task.head.set_epoch(1)
-    assert moved(task, "user") == {0, 2}
+    assert rows_with_gradient(task, "user") == {0, 2}
 
 
 @pytest.mark.parametrize("transfer", ["frozen", "residual"])
-def test_a_frozen_table_has_no_gradient_and_its_offsets_have(transfer: str) -> None:
+def test_a_frozen_table_has_no_gradient_but_its_offsets_do(transfer: str) -> None:
     task = task_of(PLAIN, tables={"item": {"transfer": transfer, "dim": 8}}, vectors={"item": 8})
-    assert moved(task, "item") == set()
-    assert moved(task, "user") == set(USER)
+    assert rows_with_gradient(task, "item") == set()
+    assert rows_with_gradient(task, "user") == set(USER)
     if transfer == "residual":
-        assert moved(task, "item_offset") == set(CANDIDATES)
+        assert rows_with_gradient(task, "item_offset") == set(CANDIDATES)
         with torch.no_grad():
             weight_of(task, "item_offset").zero_()
         rows, projection = weight_of(task, "item"), task.head.item.projection.weight
         torch.testing.assert_close(scores(task), weight_of(task, "user")[USER] @ (rows @ projection.T).T)
 
 
-def test_a_teacher_is_read_and_never_moved() -> None:
+def test_the_teacher_table_adds_to_the_loss_but_is_not_trained() -> None:
     task = task_of(PLAIN, loss={"distillation": {"weight": 0.5}}, vectors={"item": 4})
     without = task_of(PLAIN)
     with torch.no_grad():
         weight_of(task, "item").copy_(weight_of(without, "item"))
         weight_of(task, "user").copy_(weight_of(without, "user"))
     assert task(batch_of())[0] > without(batch_of())[0]
-    assert moved(task, "item_teacher") == set()
+    assert rows_with_gradient(task, "item_teacher") == set()
 
 
-def test_items_and_features_of_several_widths_meet_in_one_model() -> None:
+def test_tables_of_different_widths_work_in_one_model() -> None:
     keys = ("item.single", "item.list", "user.number")
     every = feature_store(users=USERS, items=ITEMS, events=USERS).features
     store = FeatureStore({key: every[key] for key in keys})

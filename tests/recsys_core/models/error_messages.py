@@ -1,0 +1,14 @@
+"""Expect an error with an exact text in its message; pytest.raises(match=...) takes a pattern."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+
+@contextmanager
+def raises_message(text: str) -> Iterator[None]:
+    """Expect a ValueError whose message contains `text`. InputError and ValidationError are ValueErrors."""
+    with pytest.raises(ValueError) as caught:
+        yield
+    assert text in str(caught.value)

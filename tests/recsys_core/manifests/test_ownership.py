@@ -16,7 +16,7 @@ def build(folder: Path) -> dict[str, object]:
 
 @pytest.mark.parametrize("place", ["plan", "plan.tmp"])
 @pytest.mark.parametrize("how", ["folder", "link", "file"])
-def test_a_stage_is_not_built_where_something_of_the_user_is(tmp_path: Path, place: str, how: str) -> None:
+def test_a_stage_does_not_replace_files_of_the_user(tmp_path: Path, place: str, how: str) -> None:
     theirs = tmp_path / ("elsewhere" if how == "link" else place)
     if how == "file":
         theirs.write_text("kept")
@@ -31,14 +31,14 @@ def test_a_stage_is_not_built_where_something_of_the_user_is(tmp_path: Path, pla
     assert (tmp_path / place).is_symlink() == (how == "link")
 
 
-def test_a_stage_takes_the_place_of_an_older_one_and_of_an_empty_folder(tmp_path: Path) -> None:
+def test_a_stage_replaces_an_older_stage_or_an_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "plan").mkdir()
     for fingerprint in ("a", "b"):
         made = produce(tmp_path / "plan", PlanManifest, fingerprint=fingerprint, build=build)
         assert made.fingerprint == fingerprint and set(made.files) == {"plan.json"}
 
 
-def test_links_in_an_own_folder_are_removed_and_not_what_they_lead_to(tmp_path: Path) -> None:
+def test_removing_a_folder_removes_links_but_not_their_targets(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     (theirs / "mine.npy").write_text("kept")
@@ -49,7 +49,7 @@ def test_links_in_an_own_folder_are_removed_and_not_what_they_lead_to(tmp_path: 
     assert (theirs / "mine.npy").read_text() == "kept"
 
 
-def test_what_a_kill_leaves_of_a_removal_can_still_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removal_that_was_killed_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own(tmp_path / "ours")
     for name in "abc":
         (tmp_path / "ours" / name).write_text("")

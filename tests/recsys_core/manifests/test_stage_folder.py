@@ -1,4 +1,4 @@
-"""A stage is there completely or not at all, and is kept exactly as long as it is still true."""
+"""Stage folders: atomic commit, detection of damage, reuse by fingerprint."""
 
 import json
 import math
@@ -68,7 +68,7 @@ def test_the_manifest_lists_every_file_with_size_and_hash(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["stage"]
 
 
-def test_a_file_that_is_not_listed_is_refused_by_name(tmp_path: Path) -> None:
+def test_the_path_of_an_unlisted_file_raises(tmp_path: Path) -> None:
     with pytest.raises(StageError, match=r"squares manifest does not list the file 'roots\.txt'; it lists \['deep/cubes\.txt'"):
         make(tmp_path / "stage").path("roots.txt")
 
@@ -83,7 +83,7 @@ def test_a_stage_can_be_moved(tmp_path: Path) -> None:
     assert make(tmp_path / "moved", build=never).path("squares.txt") == tmp_path / "moved" / "squares.txt"
 
 
-def test_another_fingerprint_is_built_anew_and_no_old_file_stays(tmp_path: Path) -> None:
+def test_another_fingerprint_rebuilds_the_stage_and_removes_old_files(tmp_path: Path) -> None:
     def only_roots(folder: Path) -> dict[str, object]:
         (folder / "roots.txt").write_text("0 1")
         return {"count": 2}
@@ -106,7 +106,7 @@ def test_an_exception_in_build_leaves_nothing_behind(tmp_path: Path, error: Base
     assert make(tmp_path / "stage").count == 4
 
 
-def test_facts_the_manifest_does_not_know_leave_nothing_behind(tmp_path: Path) -> None:
+def test_an_unknown_manifest_field_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cuont"):
         make(tmp_path / "stage", build=lambda folder: {"cuont": 4})
     assert list(tmp_path.iterdir()) == []
@@ -163,7 +163,7 @@ def test_a_manifest_of_another_kind_or_format_counts_as_none(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.1 + 0.2, 1e-320])
-def test_every_number_is_read_back_as_it_was(tmp_path: Path, value: float) -> None:
+def test_every_number_is_read_back_unchanged(tmp_path: Path, value: float) -> None:
     make(tmp_path / "stage", build=lambda folder: {"count": 1, "mean": value})
     assert make(tmp_path / "stage", build=never).mean == pytest.approx(value, rel=0, abs=0, nan_ok=True)
 
@@ -248,9 +248,7 @@ def test_different_parts_have_different_fingerprints(first: list[object], second
     ],
     ids=["write", "numpy", "parquet", "faiss", "safetensors", "torch"],
 )
-def test_a_full_disk_is_one_error_whatever_wrote_last_and_nothing_is_left(
-    small_disk: Path, write: Callable[[Path], object]
-) -> None:
+def test_a_full_disk_raises_one_error_and_leaves_nothing_behind(small_disk: Path, write: Callable[[Path], object]) -> None:
     def build(folder: Path) -> dict[str, object]:
         write(folder / "large")
         return {"count": 1}
@@ -260,7 +258,7 @@ def test_a_full_disk_is_one_error_whatever_wrote_last_and_nothing_is_left(
     assert not any(small_disk.iterdir())
 
 
-def test_a_disk_without_the_room_that_a_stage_is_known_to_need_is_refused_before_it_begins(small_disk: Path) -> None:
+def test_too_little_disk_space_raises_before_the_stage_begins(small_disk: Path) -> None:
     says = (
         rf"^{small_disk}/stage: the squares stage takes at least 1\.000 GiB, but the disk has 0\.001 GiB free; "
         rf"free some, or set workspace to a folder on a larger disk than the one at {small_disk}$"

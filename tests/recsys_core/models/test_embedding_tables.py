@@ -159,7 +159,7 @@ def test_tables_that_share_the_items_each_give_their_own_rows(transfer: str, dis
         assert torch.equal(outputs[name], weights[parameter_name(spec, name)][batch.item_row_V])
 
 
-def test_each_collection_holds_the_tables_of_its_side_weights_and_state() -> None:
+def test_each_collection_holds_tables_of_one_batch_key_width_and_state() -> None:
     spec = spec_of(tables={"user.list": {"transfer": "frozen"}}, vectors={"user.list": 4})
     tables_module = embedding_tables_of(spec)
     assert set(tables_module) == {"unpooled_4", POOLED, POOLED_WEIGHTED, "pooled_frozen"}
@@ -170,7 +170,7 @@ def test_each_collection_holds_the_tables_of_its_side_weights_and_state() -> Non
     assert tables_module[POOLED_WEIGHTED].is_weighted() and not tables_module[POOLED].is_weighted()
 
 
-def test_the_gradient_of_a_row_is_what_it_weighs() -> None:
+def test_the_gradient_of_a_row_is_its_weight() -> None:
     store = feature_store(users=USERS, items=ITEMS, events=EVENTS, seed=2)
     spec = spec_of()
     batch, tables_module = batch_of([[1, 2], [5, 5]], store), embedding_tables_of(spec)

@@ -120,8 +120,8 @@ def test_a_feature_of_several_tables_in_one_collection_has_one_output_per_table(
     assert [apart.output_name(table) for table in both] == ["item", "item"]
     together = sized(vectors=vectors, distils=True, tables={"item": FROZEN})
     assert [together.output_name(table) for table in both] == ["item@item", "item@item_teacher"]
-    beside = sized(vectors=vectors, distils=True, tables={"item": RESIDUAL})
-    assert [beside.output_name(table) for table in (*both, "item_offset")] == ["item@item", "item@item_teacher", "item"]
+    three_tables = sized(vectors=vectors, distils=True, tables={"item": RESIDUAL})
+    assert [three_tables.output_name(table) for table in (*both, "item_offset")] == ["item@item", "item@item_teacher", "item"]
     assert sized(features=("item.single",)).output_name("item.single") == "item.single"
 
 

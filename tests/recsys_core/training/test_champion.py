@@ -1,4 +1,4 @@
-"""What must not go on under other settings is refused before anything is launched, with both values and the way out."""
+"""Compatibility of the champion with the settings of a run, checked before the launch; when to train from scratch."""
 
 import logging
 from dataclasses import replace
@@ -80,7 +80,7 @@ def fit(night: Night, champion: Champion, spec: ModelSpec, *, optimizer: TableOp
     )
 
 
-def test_an_equal_model_fits_and_so_does_one_whose_training_alone_is_other(night: Night, champion: Champion) -> None:
+def test_an_equal_model_is_compatible_also_with_other_training_settings(night: Night, champion: Champion) -> None:
     fit(night, champion, night.spec)
     history = night.spec.config.history.model_dump() | {"length": 9, "item_dropout": 0.5}
     fit(night, champion, changed(night, history=history, temperature=0.5, learn_temperature=True))
@@ -101,14 +101,14 @@ def test_an_equal_model_fits_and_so_does_one_whose_training_alone_is_other(night
         ({"tables": {"user": TableConfig(dim=12)}}, "the width of tables.user is 12 in this run, but 8 in the champion"),
     ],
 )
-def test_another_model_is_refused_with_the_setting_both_values_and_the_way_out(
+def test_another_architecture_is_rejected_with_the_setting_and_both_values(
     night: Night, champion: Champion, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InputError, match=f"{message}.*{WAY_OUT}"):
         fit(night, champion, changed(night, **settings))
 
 
-def test_rows_without_sums_are_no_start_for_adagrad(night: Night, champion: Champion) -> None:
+def test_adagrad_rejects_a_champion_without_accumulators(night: Night, champion: Champion) -> None:
     export = champion.export.model_copy(update={"files": {}})
     with pytest.raises(
         InputError, match="optimizer of table item is adagrad in this run, but one without Adagrad accumulators"
@@ -116,7 +116,7 @@ def test_rows_without_sums_are_no_start_for_adagrad(night: Night, champion: Cham
         fit(night, replace(champion, export=export), night.spec, optimizer=TableOptimizer(kind="adagrad"))
 
 
-def test_ids_of_another_column_are_other_users_and_items(night: Night, champion: Champion) -> None:
+def test_a_champion_with_another_id_column_is_rejected(night: Night, champion: Champion) -> None:
     other = champion.interactions.model_copy(update={"id_columns": ("user_id", "sku")})
     with pytest.raises(InputError, match=r"item_column\) is .*item_id.* in this run, but .*sku"):
         fit(night, replace(champion, interactions=other), night.spec)
@@ -134,7 +134,7 @@ def described(night: Night, **definitions: str) -> FeaturesManifest:
     return night.features.model_copy(update={"features": hashed | night.features.features})
 
 
-def test_a_hashed_feature_of_another_definition_is_refused(night: Night, champion: Champion) -> None:
+def test_a_hashed_feature_with_another_definition_is_rejected(night: Night, champion: Champion) -> None:
     before, tonight = described(night, colour="hash 4"), described(night, colour="hash 8")
     specs = [
         ModelSpec.of(
@@ -152,7 +152,7 @@ def test_a_hashed_feature_of_another_definition_is_refused(night: Night, champio
         )
 
 
-def test_a_new_item_feature_fits_and_the_projections_of_the_others_keep_their_values(night: Night, champion: Champion) -> None:
+def test_a_new_item_feature_is_compatible_and_the_other_projections_are_carried_over(night: Night, champion: Champion) -> None:
     tables = {"item.brand": TableConfig(dim=12), "item.colour": TableConfig(dim=12)}
     old = ModelSpec.of(
         night.spec.config,
@@ -179,20 +179,20 @@ def test_a_new_item_feature_fits_and_the_projections_of_the_others_keep_their_va
     assert carried["item.tower.projections.2.weight"] is brand
 
 
-def test_the_vector_of_an_empty_history_is_carried_where_the_export_has_it(night: Night, champion: Champion) -> None:
+def test_the_vector_of_an_empty_history_is_carried_over_if_the_export_has_it(night: Night, champion: Champion) -> None:
     dense = {"query.tower.layers.0.weight": torch.rand(8, 24), "query.tower.layers.0.bias": torch.rand(8)}
     assert set(champion_layers(night.spec, champion=champion, dense=dense)) == set(dense)  # an export of version 0.1
     dense["query.pooling.start"] = torch.rand(8)
     assert champion_layers(night.spec, champion=champion, dense=dense)["query.pooling.start"] is dense["query.pooling.start"]
 
 
-def test_a_layer_of_another_shape_is_refused_with_both_shapes(night: Night, champion: Champion) -> None:
+def test_a_layer_of_another_shape_is_rejected_with_both_shapes(night: Night, champion: Champion) -> None:
     dense = {"query.tower.layers.0.weight": torch.rand(8, 16), "query.tower.layers.0.bias": torch.rand(8)}
     with pytest.raises(InputError, match=r"layer query.tower.layers.0.weight is \[8, 24\] in this run, but \[8, 16\] in"):
         champion_layers(night.spec, champion=champion, dense=dense)
 
 
-def test_the_stage_refuses_before_it_launches_anything(night: Night, champion: Champion, tmp_path: Path) -> None:
+def test_the_stage_rejects_an_incompatible_champion_before_the_launch(night: Night, champion: Champion, tmp_path: Path) -> None:
     plan = produce(tmp_path / "plan", PlanManifest, fingerprint="plan", build=lambda out: {"world_size": 2, "device": "cpu"})
     plan = plan.model_copy(update={"files": {"plan.json": None}})
     with pytest.raises(InputError, match=r"model.embedding_dim is 16 in this run"):
@@ -209,7 +209,7 @@ def test_the_stage_refuses_before_it_launches_anything(night: Night, champion: C
     assert not list(tmp_path.glob("train*"))
 
 
-def test_the_stage_trains_from_scratch_where_the_champion_was_trained_on_what_is_held_out_now(
+def test_the_stage_trains_from_scratch_if_the_champion_was_trained_on_held_out_events(
     night: Night, champion: Champion, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = produce(tmp_path / "plan", PlanManifest, fingerprint="plan", build=lambda out: {"world_size": 2, "device": "cpu"})
@@ -249,7 +249,7 @@ def test_without_setting_or_champion_the_training_starts_from_scratch_without_a_
     assert choose_start(WarmStartConfig(), champion=None, interactions=night.interactions) == (None, None)
 
 
-def test_a_champion_of_which_a_stage_is_gone_or_unreadable_is_none(night: Night, champion: Champion) -> None:
+def test_a_champion_with_a_missing_or_damaged_stage_is_not_opened(night: Night, champion: Champion) -> None:
     model = champion.export.path("model.json")
     content = model.read_text()
     model.write_text(content + " ")

@@ -144,7 +144,7 @@ def load_all(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_tables_sums_and_layers_are_the_same_on_other_ranks_and_in_another_sharding(saved, world_size):
+def test_tables_accumulators_and_layers_are_restored_on_other_ranks_and_with_another_sharding(saved, world_size):
     run_ranks(load_all, world_size=world_size, arguments=(saved,))
 
 
@@ -154,7 +154,7 @@ def load_into(rank: int, checkpoint: Path, spec: ModelSpec, message: str) -> Non
         restore(made.model, made.optimizer, checkpoint=checkpoint)
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_tables_and_shapes(saved):
+def test_a_checkpoint_of_another_model_is_rejected_with_tables_and_shapes(saved):
     checkpoint = saved / "row_wise" / checkpoint_name(STEPS)
     spec = spec_of()
     user = spec.tables["user"].model_copy(update={"num_rows": spec.tables["user"].num_rows + 1})
@@ -166,7 +166,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_tables_and_shapes(saved):
     )
 
 
-def test_each_of_120_flipped_bits_is_seen_and_the_checkpoint_before_is_taken(saved, tmp_path, caplog):
+def test_each_of_120_flipped_bits_is_detected_and_the_previous_checkpoint_is_used(saved, tmp_path, caplog):
     for step in (STEPS - 1, STEPS):
         shutil.copytree(saved / "table_wise" / checkpoint_name(STEPS), tmp_path / checkpoint_name(step))
     newest = tmp_path / checkpoint_name(STEPS)
@@ -192,7 +192,7 @@ def test_each_of_120_flipped_bits_is_seen_and_the_checkpoint_before_is_taken(sav
     assert found is not None and found.folder == newest and found.best == BEST
 
 
-def test_what_a_dead_attempt_left_half_written_is_no_checkpoint(saved, tmp_path):
+def test_a_half_written_checkpoint_of_an_earlier_attempt_is_ignored(saved, tmp_path):
     whole = saved / "row_wise" / checkpoint_name(STEPS)
     shutil.copytree(whole, tmp_path / f"{checkpoint_name(STEPS)}.tmp-1")
     shutil.copytree(whole, tmp_path / checkpoint_name(7))
@@ -223,7 +223,7 @@ def save_on_a_full_disk(rank: int, folder: Path) -> None:
         checkpointer(rank, folder).save(made.model, made.optimizer, step=1, best=None)
 
 
-def test_a_disk_too_small_for_a_checkpoint_is_told_before_it_is_written(tmp_path):
+def test_a_disk_too_small_for_a_checkpoint_is_reported_before_it_is_written(tmp_path):
     run_ranks(save_on_a_full_disk, world_size=1, arguments=(tmp_path,))
     assert list(tmp_path.iterdir()) == []
 
@@ -252,5 +252,5 @@ def hash_until_a_sign_of_life(rank: int, folder: Path) -> None:
         assert load_manifest(folder / "checkpoints" / checkpoint_name(1), CheckpointManifest, verify=False) is not None
 
 
-def test_hashing_a_checkpoint_is_no_silence(tmp_path: Path) -> None:
+def test_the_heartbeat_continues_while_a_checkpoint_is_hashed(tmp_path: Path) -> None:
     run_ranks(hash_until_a_sign_of_life, world_size=2, arguments=(tmp_path,))

@@ -245,11 +245,11 @@ def refuse_alone(rank: int) -> None:
             raise_if_not_finite(torch.tensor(torch.nan), step=3, epoch=1, model=made.model, spec=spec, rank=rank)
 
 
-def test_one_rank_alone_tells_which_of_its_layers_are_not_finite():
+def test_one_rank_alone_reports_which_of_its_layers_are_not_finite():
     run_ranks(refuse_alone, world_size=2, timeout_s=30)
 
 
-def test_towers_without_layers_can_not_be_sharded_which_is_said_before_anything_is_launched(tmp_path):
+def test_sharding_towers_without_layers_is_rejected_before_the_launch(tmp_path):
     spec = small_spec(forms={})
     plain = TowerConfig(layers=())
     bare = spec.model_copy(update={"config": spec.config.model_copy(update={"query": plain, "candidate": plain})})

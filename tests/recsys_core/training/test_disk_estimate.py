@@ -40,13 +40,13 @@ def test_a_checkpoint_and_an_export_take_at_least_what_is_estimated(made, tmp_pa
     assert export_bytes(CONFIG.table_optimizer, model=made.spec) == sum((rows | items).values()) + largest
 
 
-def test_what_an_earlier_attempt_wrote_counts_as_there(made, tmp_path):
+def test_files_of_an_earlier_attempt_reduce_the_estimate(made, tmp_path):
     whole = training_bytes(CONFIG, model=made.spec, work=tmp_path, steps_per_epoch=10)
     (tmp_path / "checkpoint").write_bytes(bytes(1_000))
     assert training_bytes(CONFIG, model=made.spec, work=tmp_path, steps_per_epoch=10) == whole - 1_000
 
 
-def test_training_begins_only_where_its_checkpoints_fit(made, small_disk: Path):
+def test_training_starts_only_if_its_checkpoints_fit_on_the_disk(made, small_disk: Path):
     (small_disk / "already").write_bytes(bytes(2**20 - 2**16))
     config = CONFIG.model_copy(update={"checkpoint_every_steps": 1})
     with pytest.raises(InputError, match=rf"^{small_disk}/train: the train stage takes at least 0\.000 GiB, but the disk has"):

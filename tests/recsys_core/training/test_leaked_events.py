@@ -1,4 +1,4 @@
-"""Which nights must not start from a champion: those that hold out what it was trained on."""
+"""Counting held-out events that the champion was trained on, compared with sets of events in plain Python."""
 
 import random
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_a_split_by_time_may_move_forward_and_not_back(tmp_path: Path, day: int,
     assert count_leaked_events(tonight, champion=champion) == trained_and_held_out(champion, tonight) == leaks
 
 
-def test_users_that_are_new_or_numbered_in_another_order_are_no_leak_and_hide_none(tmp_path: Path) -> None:
+def test_new_and_renumbered_users_neither_add_nor_hide_leaked_events(tmp_path: Path) -> None:
     events = log_of()
     champion = night(tmp_path / "champion", events, split=LAST)
     renumbered = [("a new one", "i1", START + minute) for minute in range(60)] + events
@@ -72,7 +72,7 @@ def test_users_that_are_new_or_numbered_in_another_order_are_no_leak_and_hide_no
     assert count_leaked_events(moved, champion=champion) == trained_and_held_out(champion, moved) == 12
 
 
-def test_another_kind_of_split_that_holds_out_what_was_trained_on_is_a_leak(tmp_path: Path) -> None:
+def test_another_kind_of_split_that_holds_out_training_events_of_the_champion_is_a_leak(tmp_path: Path) -> None:
     events = [event for event in log_of() if event[0] != "u3" or event[2] < START + 5 * DAY_US]  # u3 has been away
     by_time = night(tmp_path / "by time", events, split=TIME)
     by_user = night(tmp_path / "by user", events, split=LAST)
@@ -89,7 +89,7 @@ def test_a_log_that_grows_is_no_leak_although_some_users_are_split_for_the_first
     assert count_leaked_events(tonight, champion=champion) == 0
 
 
-def test_without_times_a_pair_that_is_trained_on_tonight_too_is_no_leak(tmp_path: Path) -> None:
+def test_without_times_a_pair_that_is_also_a_training_event_of_this_run_is_no_leak(tmp_path: Path) -> None:
     old, new = [("u1", "a", 1), ("u2", "b", 1), ("u2", "c", 1)], [("u1", "a", 2), ("u2", "d", 2)]
     settings: dict[str, Any] = {"timestamp_column": None}
     test = write_log(tmp_path / "test.parquet", new)
@@ -100,7 +100,7 @@ def test_without_times_a_pair_that_is_trained_on_tonight_too_is_no_leak(tmp_path
     assert count_leaked_events(tonight, champion=champion) == 1
 
 
-def test_a_changed_file_of_the_champion_is_not_compared_with(tmp_path: Path) -> None:
+def test_a_changed_file_of_the_champion_is_an_error(tmp_path: Path) -> None:
     champion = night(tmp_path / "champion", log_of(), split=TIME)
     path = champion.path("train_end.npy")
     path.write_bytes(path.read_bytes() + b" ")

@@ -165,7 +165,7 @@ def exported(made: Night, trained: Trained, folder) -> ExportManifest:
 
 
 @pytest.mark.parametrize(("candidates", "prefix"), [("all", "validation"), ("cold", "validation/cold")])
-def test_validation_while_training_finds_what_the_evaluation_of_the_same_model_finds(data, candidates, prefix, tmp_path):
+def test_validation_while_training_gives_the_metrics_of_the_evaluation_of_the_same_model(data, candidates, prefix, tmp_path):
     settings = training(epochs=2, validation=ValidationConfig(metric="recall", k=5, candidates=candidates))
     made = night(data, tmp_path / "plan", training=settings)
     trained = train_in_forks(made, tmp_path / "work")
@@ -178,7 +178,7 @@ def test_validation_while_training_finds_what_the_evaluation_of_the_same_model_f
         assert value == pytest.approx(metrics[f"{prefix}/{name}"], abs=1e-12)
 
 
-def test_metrics_tell_what_a_step_is_made_of_and_a_profile_is_left_where_asked_for(data, tmp_path):
+def test_metrics_have_step_times_and_a_profile_is_written_if_configured(data, tmp_path):
     made = night(data, tmp_path / "plan", training=training(profile=ProfileConfig(after_steps=3, steps=2)))
     trained = train_in_forks(made, tmp_path / "work")
     for line in trained.lines:
@@ -196,7 +196,7 @@ def test_metrics_tell_what_a_step_is_made_of_and_a_profile_is_left_where_asked_f
         assert any("backward" in name for name in names) and any("all_to_all" in name or "alltoall" in name for name in names)
 
 
-def test_metrics_tell_what_share_of_a_table_each_epoch_trains(data, tmp_path):
+def test_metrics_have_the_share_of_a_gradually_unfrozen_table_that_each_epoch_trains(data, tmp_path):
     steps = (Unfreeze(epoch=2, share=0.25), Unfreeze(epoch=3, share=1.0))
     tables = {"item": TableConfig(transfer="gradual", unfreeze=steps)}
     trained = train_in_forks(night(data, tmp_path / "plan", training=TRAINING, tables=tables), tmp_path / "work")

@@ -36,7 +36,7 @@ def write_halves(rank: int, folder: Path) -> None:
         build_array(folder / "sums.npy", shape=(ROWS,), process=process, accumulate=True, on_record=lambda: None)
 
 
-def test_rows_and_columns_of_two_ranks_make_one_array_and_sums_add_up(tmp_path: Path) -> None:
+def test_rows_and_columns_of_two_ranks_make_one_array_and_overlapping_records_add_up(tmp_path: Path) -> None:
     run_ranks(write_halves, world_size=2, arguments=(tmp_path,))
     np.testing.assert_array_equal(np.load(tmp_path / "rows.npy"), WHOLE.numpy())
     np.testing.assert_array_equal(np.load(tmp_path / "columns.npy"), WHOLE.numpy())
@@ -114,7 +114,7 @@ def test_records_that_are_missing_or_do_not_fit_the_array_are_named(
 
 
 @pytest.mark.parametrize("cut", [5, 40])
-def test_a_part_that_is_cut_off_or_not_there_is_named(tmp_path: Path, cut: int) -> None:
+def test_a_part_that_is_cut_off_or_missing_is_named(tmp_path: Path, cut: int) -> None:
     path = part_of(tmp_path, (0, 0, torch.ones(4, 2)))
     part = path.with_name("array.npy.rank-0")
     part.write_bytes(part.read_bytes()[:cut])

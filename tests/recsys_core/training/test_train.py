@@ -147,7 +147,7 @@ def test_after_the_last_attempt_the_error_names_rank_and_signal_and_no_process_i
 
 
 @pytest.mark.drill
-def test_a_run_resumed_with_other_settings_starts_anew_and_reports_its_own_steps(stages, tmp_path):
+def test_a_run_resumed_with_other_settings_starts_from_scratch_and_reports_its_own_steps(stages, tmp_path):
     once = CONFIG.model_copy(update={"max_attempts": 1})
     with pytest.raises(LaunchError):
         run_train(stages, tmp_path / "train", config=once, on_progress=once_at(20, kill_a_rank))
@@ -159,14 +159,14 @@ def test_a_run_resumed_with_other_settings_starts_anew_and_reports_its_own_steps
     assert {line.total_steps for line in lines} == {manifest.steps}
 
 
-def test_bad_input_that_only_the_ranks_can_see_is_an_input_error_and_is_not_tried_again(stages, tmp_path):
+def test_an_input_error_in_a_rank_is_raised_and_not_retried(stages, tmp_path):
     item = stages.spec.tables["item"]
     tables = stages.spec.tables | {"item": item.model_copy(update={"num_rows": item.num_rows + 1})}
     with pytest.raises(InputError, match="made for tables"):
         run_train(stages._replace(spec=stages.spec.model_copy(update={"tables": tables})), tmp_path / "train")
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_with_its_step_and_is_not_tried_again(stages, tmp_path):
+def test_a_loss_that_is_not_finite_is_raised_with_its_step_and_not_retried(stages, tmp_path):
     wild = TableOptimizer(kind="sgd", learning_rate=1e6, weight_decay=1000, warmup_steps=0)
     config = CONFIG.model_copy(update={"table_optimizer": wild})
     plan = plan_sharding(
@@ -226,7 +226,7 @@ def test_the_float_tower_as_served_gives_the_exported_query_vectors(stages, expo
         np.testing.assert_allclose(served, np.load(exported.path(f"query_vectors_{split}.npy")), rtol=1e-4, atol=1e-5)
 
 
-def test_a_plan_for_more_gpus_than_there_are_is_refused_before_anything_starts(stages, tmp_path):
+def test_a_plan_for_more_gpus_than_the_host_has_is_rejected_before_the_launch(stages, tmp_path):
     if torch.cuda.device_count() >= 64:
         pytest.skip("there are that many GPUs")
     cluster = ClusterConfig(device="cuda", processes_per_node=64)
@@ -237,7 +237,7 @@ def test_a_plan_for_more_gpus_than_there_are_is_refused_before_anything_starts(s
     assert not (tmp_path / "train").exists() and not (tmp_path / "train.work" / "logs").exists()
 
 
-def test_a_file_that_a_new_attempt_puts_in_place_is_followed_from_its_start_even_when_it_is_longer(tmp_path):
+def test_a_metrics_file_that_a_new_attempt_replaces_is_read_from_its_beginning_even_if_it_is_longer(tmp_path):
     def write(path: Path, *, losses: list[float]) -> None:
         lines = [
             Progress(step=step, total_steps=9, epoch=1, loss=loss, learning_rate=0.1, samples_per_s=1.0).model_dump_json()
@@ -257,7 +257,7 @@ def test_a_file_that_a_new_attempt_puts_in_place_is_followed_from_its_start_even
 
 
 @pytest.mark.drill
-def test_a_second_failure_goes_on_with_fewer_ranks_and_as_many_examples_per_step(stages, trained, tmp_path):
+def test_after_a_second_failure_training_continues_with_fewer_ranks_and_as_many_examples_per_step(stages, trained, tmp_path):
     config = CONFIG.model_copy(update={"max_attempts": 3, "min_processes": 1})
     seen: list[Progress] = []
     killed: list[int] = []

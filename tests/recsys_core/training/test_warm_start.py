@@ -143,7 +143,7 @@ def check_new_items(rank: int, job: TrainJob, rows: list[int], vector_ND: NDArra
                 torch.testing.assert_close(shard.weight_RD[row - shard.row], wanted_D)
 
 
-def test_a_new_item_starts_from_its_vector(first: Night, champion: Champion, tmp_path: Path) -> None:
+def test_a_new_item_starts_with_its_pretrained_vector(first: Night, champion: Champion, tmp_path: Path) -> None:
     second = make_night(tmp_path / "second", 2, after=first)
     vector_row = np.load(second.interactions.path("vector_row.npy"))
     rows = [row for row in range(first.spec.num_items, second.spec.num_items) if vector_row[row] >= 0]
@@ -194,7 +194,7 @@ def goes_on(rank: int, job: TrainJob, out: Path) -> None:
     ("kind", "optimizer", "dim"),
     [("row_wise", "rowwise_adagrad", 8), ("data_parallel", "rowwise_adagrad", 8), ("column_wise", "adagrad", 256)],
 )
-def test_the_next_step_of_a_table_is_the_one_that_the_champion_would_have_taken(
+def test_the_next_step_after_a_warm_start_equals_the_next_step_of_the_champion(
     tmp_path: Path, kind: str, optimizer: str, dim: int
 ) -> None:
     night = make_night(tmp_path / "night", 1, dim=dim, tables={"user": TableConfig(), "item": TableConfig()})
@@ -212,17 +212,17 @@ def test_the_next_step_of_a_table_is_the_one_that_the_champion_would_have_taken(
     tonight=st.lists(st.text(max_size=2) | st.none(), unique=True),
     before=st.lists(st.text(max_size=2) | st.none(), unique=True),
 )
-def test_a_value_finds_its_row_wherever_it_stands_and_no_other(tonight: list[str | None], before: list[str | None]) -> None:
+def test_each_value_gets_its_row_in_the_other_vocabulary(tonight: list[str | None], before: list[str | None]) -> None:
     rows = rows_by_value(*(pa.chunked_array([pa.array(column, pa.string())]) for column in (tonight, before)))
     assert rows.tolist() == [before.index(value) if value in before else -1 for value in tonight]
 
 
-def test_integer_ids_that_were_strings_are_the_same_ids() -> None:
+def test_integer_ids_match_equal_strings() -> None:
     rows = rows_by_value(pa.chunked_array([[7, 5]]), pa.chunked_array([["5", "6"]]))
     assert rows.tolist() == [-1, 0]
 
 
-def test_frozen_rows_are_tonights_vectors_and_never_the_champions(first: Night, champion: Champion, tmp_path: Path) -> None:
+def test_frozen_rows_are_never_carried_over(first: Night, champion: Champion, tmp_path: Path) -> None:
     residual = make_night(tmp_path / "residual", 2, after=first, tables={"item": TableConfig(transfer="residual")})
     warm = prepare(champion, residual, tmp_path / "warm")
     assert set(warm.row_files) == {"user", "item.brand"}

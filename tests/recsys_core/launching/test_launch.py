@@ -37,7 +37,7 @@ def test_a_rank_that_hangs_is_named_with_the_function_it_hangs_in_and_nothing_is
         launch_ranks(tmp_path, {1: "hang"}, heartbeat_timeout_s=2)
     told = str(caught.value).splitlines()
     assert told[1].startswith("rank 0 (host ") and ": barrier (distributed_c10d.py:" in told[1]
-    assert told[2].startswith("rank 1 (host ") and ": wait_for_nobody (ranks.py:" in told[2]
+    assert told[2].startswith("rank 1 (host ") and ": wait_forever (ranks.py:" in told[2]
     assert not agents_and_ranks()
 
 
@@ -50,7 +50,7 @@ def test_a_rank_that_runs_out_of_gpu_memory_says_so_by_name_with_the_way_out(tmp
 
 
 def test_what_a_rank_refuses_on_purpose_is_an_input_error_and_no_failure_of_its_peer(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^the input is not as it should be; mend it$"):
+    with pytest.raises(InputError, match=r"^the input is wrong; fix it$"):
         launch_ranks(tmp_path, {1: "refuse"})
 
 

@@ -89,7 +89,7 @@ def test_a_batch_script_starts_hosts_that_meet_and_end_well(slurm: Path, tmp_pat
 
 @pytest.mark.drill
 def test_a_batch_job_whose_ranks_fall_silent_is_cancelled_and_their_functions_are_told(slurm: Path, tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"gave no sign of life for 2 s.*\n.*\n.*wait_for_nobody"):
+    with pytest.raises(LaunchError, match=r"gave no sign of life for 2 s.*\n.*\n.*wait_forever"):
         launch_ranks(tmp_path, {1: "hang"}, launcher=SLURM, heartbeat_timeout_s=2)
     assert (slurm / "100.state").read_text() == "CANCELLED"
     agents = [host.pid for host in LaunchFolder(tmp_path / "logs").joined().values()]

@@ -1,4 +1,4 @@
-"""Training and export that kill themselves exactly where they are told to, and what an undisturbed night leaves."""
+"""Training and export that kill themselves at a given point, and the result of an undisturbed run."""
 
 import os
 import shutil

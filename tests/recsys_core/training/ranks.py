@@ -37,9 +37,9 @@ def run(job_file: Path) -> None:
         alive.with_name(f"sum-{process.rank}").write_text(str(int(everyone)))
         match job["does"].get(str(process.rank)):
             case "raise":
-                raise ValueError(f"rank {process.rank} was told to raise")
+                raise ValueError(f"rank {process.rank} raises as its job says")
             case "refuse":
-                raise InputError("the input is not as it should be; mend it")
+                raise InputError("the input is wrong; fix it")
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "use too much memory":
@@ -47,7 +47,7 @@ def run(job_file: Path) -> None:
             case "fill the disk":
                 alive.with_name("filler").write_bytes(bytes(2**24))
             case "hang":
-                wait_for_nobody()
+                wait_forever()
             case "wait":
                 while True:
                     alive.touch()
@@ -55,7 +55,7 @@ def run(job_file: Path) -> None:
         dist.barrier()
 
 
-def wait_for_nobody() -> None:
+def wait_forever() -> None:
     time.sleep(600)
 
 

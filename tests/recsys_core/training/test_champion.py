@@ -35,7 +35,7 @@ def night(tmp_path_factory: pytest.TempPathFactory) -> Night:
 
 @pytest.fixture(scope="module")
 def champion(night: Night) -> Champion:
-    """A champion of the night's own model; its tables are not there, only their names are."""
+    """A champion with the same model; the files of its tables are empty."""
 
     def build(out: Path) -> dict[str, Any]:
         for table in night.spec.tables:
@@ -69,7 +69,7 @@ def open_champion(night: Night) -> Champion | None:
 
 
 def changed(night: Night, *, tables: dict[str, TableConfig] | None = None, **settings: Any) -> ModelSpec:
-    """The night's model with other settings."""
+    """The model with other settings."""
     config = TwoTowerConfig.model_validate(night.spec.config.model_dump() | settings)
     return ModelSpec.of(config, dataset=Dataset(night.interactions, features=night.features), tables=tables)
 
@@ -129,26 +129,26 @@ def facts(definition: str) -> FeatureFacts:
 
 
 def described(night: Night, **definitions: str) -> FeaturesManifest:
-    """The night's features beside hashed ones, by name and definition."""
+    """The features, with hashed ones added: definitions by name."""
     hashed = {f"item.{name}": facts(definition) for name, definition in definitions.items()}
     return night.features.model_copy(update={"features": hashed | night.features.features})
 
 
 def test_a_hashed_feature_with_another_definition_is_rejected(night: Night, champion: Champion) -> None:
-    before, tonight = described(night, colour="hash 4"), described(night, colour="hash 8")
+    before, current = described(night, colour="hash 4"), described(night, colour="hash 8")
     specs = [
         ModelSpec.of(
             night.spec.config,
             dataset=Dataset(night.interactions, features=one),
         )
-        for one in (before, tonight)
+        for one in (before, current)
     ]
     old = replace(champion, spec=specs[0], features=before, export=champion.export)
     with pytest.raises(
         InputError, match=r"definition of feature item.colour is hash 8 in this run, but hash 4 in the champion"
     ):
         require_compatible(
-            specs[1], champion=old, dataset=Dataset(night.interactions, features=tonight), optimizer=TableOptimizer(kind="sgd")
+            specs[1], champion=old, dataset=Dataset(night.interactions, features=current), optimizer=TableOptimizer(kind="sgd")
         )
 
 
@@ -159,10 +159,10 @@ def test_a_new_item_feature_is_compatible_and_the_other_projections_are_carried_
         dataset=Dataset(night.interactions, features=night.features),
         tables={"item.brand": tables["item.brand"]},
     )
-    tonight = described(night, colour="hash 4")  # in front of the brand
-    spec = ModelSpec.of(night.spec.config, dataset=Dataset(night.interactions, features=tonight), tables=tables)
+    current = described(night, colour="hash 4")  # in front of the brand
+    spec = ModelSpec.of(night.spec.config, dataset=Dataset(night.interactions, features=current), tables=tables)
     before = replace(champion, spec=old)
-    require_compatible(spec, champion=before, dataset=Dataset(night.interactions, features=tonight), optimizer=ADAGRAD)
+    require_compatible(spec, champion=before, dataset=Dataset(night.interactions, features=current), optimizer=ADAGRAD)
     assert "item.colour" not in carried_tables(spec, champion=before)
     brand = torch.rand(8, 12)
     dense = {

@@ -159,8 +159,8 @@ def test_a_checkpoint_of_another_model_is_rejected_with_tables_and_shapes(saved)
     spec = spec_of()
     user = spec.tables["user"].model_copy(update={"num_rows": spec.tables["user"].num_rows + 1})
     larger = spec.model_copy(update={"tables": spec.tables | {"user": user}})
-    told = r"user.weight is \[50, 256\] in the checkpoint, \[51, 256\] in the model"
-    run_ranks(load_into, world_size=2, arguments=(checkpoint, larger, told))
+    message = r"user.weight is \[50, 256\] in the checkpoint, \[51, 256\] in the model"
+    run_ranks(load_into, world_size=2, arguments=(checkpoint, larger, message))
     run_ranks(
         load_into, world_size=2, arguments=(checkpoint, spec_of(brands=False), r"no model\.\S+item__brand\.weight in the model")
     )

@@ -129,16 +129,16 @@ def step_both(rank: int, names: list[str], spec: ModelSpec) -> None:
         expected, found = (train(made, rank, spec, steps=range(STEPS), **settings) for made in (replicated, sharded))
         rounding = ROUNDING[settings.get("precision", "fp32")]
         np.testing.assert_allclose(found, expected, rtol=rounding, err_msg=f"{case}: losses")
-        wanted, told = dense_state(replicated), dense_state(sharded)
-        assert told.keys() == wanted.keys()
+        expected, actual = dense_state(replicated), dense_state(sharded)
+        assert actual.keys() == expected.keys()
         for name in spec.tables:
             for place, shards in enumerate(zip(*(local_tables(made, name) for made in (replicated, sharded)), strict=True)):
-                wanted[f"{name} {place}"], told[f"{name} {place}"] = shards
-        for name, value in wanted.items():
+                expected[f"{name} {place}"], actual[f"{name} {place}"] = shards
+        for name, value in expected.items():
             # By the largest number of a tensor: Adam turns the rounding of a gradient near zero into a part of a whole step.
             atol = rounding * np.abs(value).max(initial=0)
-            np.testing.assert_allclose(told[name], value, rtol=0, atol=atol, err_msg=f"{case}: {name}")
-        assert all((wanted[name] != value).any() for name, value in started.items()), f"{case}: something did not move"
+            np.testing.assert_allclose(actual[name], value, rtol=0, atol=atol, err_msg=f"{case}: {name}")
+        assert all((expected[name] != value).any() for name, value in started.items()), f"{case}: something did not move"
         held = torch.tensor([local_part(value).numel() for value in sharded.head.parameters() if isinstance(value, DTensor)])
         dist.all_reduce(held)
         assert held.tolist() == [value.numel() for value in sharded.head.parameters() if isinstance(value, DTensor)]

@@ -91,7 +91,7 @@ def test_export_and_index_begin_only_where_their_arrays_fit(made, small_disk: Pa
             train=trained,
             folder=small_disk / "export",
         )
-    exported = ExportManifest(items=100_000, dim=64, similarity="dot", queries={}, folder=small_disk, **facts())
+    exported = ExportManifest(num_items=100_000, dim=64, similarity="dot", num_queries={}, folder=small_disk, **facts())
     with pytest.raises(InputError, match=rf"^{small_disk}/index: the index stage takes at least 0\.073 GiB, but the disk"):
         build_indexes(IndexConfig(), export=exported, folder=small_disk / "index")
 

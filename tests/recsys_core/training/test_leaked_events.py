@@ -36,9 +36,9 @@ def night(folder: Path, events: list[Event], *, split: dict[str, Any], **setting
     return ingest(folder / "interactions", write_log(folder / "log.parquet", events), split=split, **settings)
 
 
-def trained_and_held_out(champion: InteractionsManifest, tonight: InteractionsManifest) -> int:
-    """Events that the champion was trained on, and that are held out tonight and not in tonight's training too."""
-    (before, _, _), (training, validation, test) = read(champion).parts, read(tonight).parts
+def trained_and_held_out(champion: InteractionsManifest, current: InteractionsManifest) -> int:
+    """Events that the champion was trained on, and that are held out in this run and are not training events of it."""
+    (before, _, _), (training, validation, test) = read(champion).parts, read(current).parts
     return len((set(validation) | set(test)) & set(before) - set(training))
 
 
@@ -56,17 +56,17 @@ def trained_and_held_out(champion: InteractionsManifest, tonight: InteractionsMa
 def test_a_split_by_time_may_move_forward_and_not_back(tmp_path: Path, day: int, split: dict[str, Any], leaks: int) -> None:
     events = log_of(days=11)
     champion = night(tmp_path / "champion", until(events, 10), split=TIME)
-    tonight = night(tmp_path / "tonight", until(events, day), split=split)
-    assert count_leaked_events(tonight, champion=champion) == trained_and_held_out(champion, tonight) == leaks
+    current = night(tmp_path / "current", until(events, day), split=split)
+    assert count_leaked_events(current, champion=champion) == trained_and_held_out(champion, current) == leaks
 
 
 def test_new_and_renumbered_users_neither_add_nor_hide_leaked_events(tmp_path: Path) -> None:
     events = log_of()
     champion = night(tmp_path / "champion", events, split=LAST)
     renumbered = [("a new one", "i1", START + minute) for minute in range(60)] + events
-    tonight = night(tmp_path / "tonight", renumbered, split=LAST)
-    assert read(tonight).users[0] == "a new one"
-    assert count_leaked_events(tonight, champion=champion) == 0
+    current = night(tmp_path / "current", renumbered, split=LAST)
+    assert read(current).users[0] == "a new one"
+    assert count_leaked_events(current, champion=champion) == 0
     moved = night(tmp_path / "moved", [event for event in renumbered if event[2] < START + 9 * DAY_US], split=LAST)
     # The validation event of each user.
     assert count_leaked_events(moved, champion=champion) == trained_and_held_out(champion, moved) == 12
@@ -84,9 +84,9 @@ def test_another_kind_of_split_that_holds_out_training_events_of_the_champion_is
 def test_a_log_that_grows_is_no_leak_although_some_users_are_split_for_the_first_time(tmp_path: Path) -> None:
     events = [("new", "i1", START), ("new", "i2", START + 9 * DAY_US), *log_of()]
     champion = night(tmp_path / "champion", events, split=LAST)
-    tonight = night(tmp_path / "tonight", [*events, ("new", "i3", START + 10 * DAY_US)], split=LAST)
-    assert trained_and_held_out(champion, tonight) == 1  # the validation event of the new user
-    assert count_leaked_events(tonight, champion=champion) == 0
+    current = night(tmp_path / "current", [*events, ("new", "i3", START + 10 * DAY_US)], split=LAST)
+    assert trained_and_held_out(champion, current) == 1  # the validation event of the new user
+    assert count_leaked_events(current, champion=champion) == 0
 
 
 def test_without_times_a_pair_that_is_also_a_training_event_of_this_run_is_no_leak(tmp_path: Path) -> None:
@@ -95,9 +95,9 @@ def test_without_times_a_pair_that_is_also_a_training_event_of_this_run_is_no_le
     test = write_log(tmp_path / "test.parquet", new)
     split = {"kind": "files", "test": test}
     champion = night(tmp_path / "champion", [*old, ("u2", "d", 1)], split=split, **settings)
-    tonight = night(tmp_path / "tonight", old, split=split, **settings)
+    current = night(tmp_path / "current", old, split=split, **settings)
     assert count_leaked_events(champion, champion=champion) == 0  # (u1, a) and (u2, d) are in both parts of its own
-    assert count_leaked_events(tonight, champion=champion) == 1
+    assert count_leaked_events(current, champion=champion) == 1
 
 
 def test_a_changed_file_of_the_champion_is_an_error(tmp_path: Path) -> None:

@@ -157,10 +157,10 @@ def exported(made: Night, trained: Trained, folder) -> ExportManifest:
         ExportManifest,
         fingerprint="export",
         seconds=0.0,
-        items=made.spec.num_items,
+        num_items=made.spec.num_items,
         dim=made.spec.config.output_dim,
         similarity=made.spec.config.similarity,
-        queries={split: len(arrays[f"query_users_{split}.npy"]) for split in ("validation", "test")},
+        num_queries={split: len(arrays[f"query_users_{split}.npy"]) for split in ("validation", "test")},
     )
 
 

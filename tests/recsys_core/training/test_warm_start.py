@@ -1,4 +1,4 @@
-"""A warm start on two gloo ranks: rows, sums and layers of one night in the model of the next."""
+"""A warm start on two gloo ranks: rows, accumulators and layers of one run in the model of the next."""
 
 import logging
 from dataclasses import replace
@@ -100,7 +100,7 @@ def check_start(rank: int, job: TrainJob, expected: Path) -> None:
         torch.testing.assert_close(head.state_dict()[name], value, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("continued", [True, False], ids=["appended to", "numbered anew"])
+@pytest.mark.parametrize("continued", [True, False], ids=["appended to", "numbered again"])
 def test_rows_sums_and_layers_follow_their_ids_into_a_vocabulary_that_was(
     first: Night, champion: Champion, tmp_path: Path, caplog: pytest.LogCaptureFixture, continued: bool
 ) -> None:
@@ -209,12 +209,12 @@ def test_the_next_step_after_a_warm_start_equals_the_next_step_of_the_champion(
 
 
 @given(
-    tonight=st.lists(st.text(max_size=2) | st.none(), unique=True),
+    values=st.lists(st.text(max_size=2) | st.none(), unique=True),
     before=st.lists(st.text(max_size=2) | st.none(), unique=True),
 )
-def test_each_value_gets_its_row_in_the_other_vocabulary(tonight: list[str | None], before: list[str | None]) -> None:
-    rows = rows_by_value(*(pa.chunked_array([pa.array(column, pa.string())]) for column in (tonight, before)))
-    assert rows.tolist() == [before.index(value) if value in before else -1 for value in tonight]
+def test_each_value_gets_its_row_in_the_other_vocabulary(values: list[str | None], before: list[str | None]) -> None:
+    rows = rows_by_value(*(pa.chunked_array([pa.array(column, pa.string())]) for column in (values, before)))
+    assert rows.tolist() == [before.index(value) if value in before else -1 for value in values]
 
 
 def test_integer_ids_match_equal_strings() -> None:

@@ -72,7 +72,7 @@ def interactions_stage(
             "rebuild_reason": "there is no earlier night",
             **dict.fromkeys(("idle_users", "idle_items", "rows_read", "files_read"), 0),
             "id_columns": ("user_id", "item_id"),
-            **{name: {} for name in ("columns", "set_aside", "bad_rows")},
+            **{name: {} for name in ("columns", "removed_events", "bad_rows")},
             "parts": (),
         }
 

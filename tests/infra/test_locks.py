@@ -1,4 +1,4 @@
-"""The committed locks: complete, hashed, free of addresses, and of the versions that pyproject.toml asks for."""
+"""The committed lock files are complete, contain hashes and no addresses, and satisfy pyproject.toml."""
 
 import re
 import shutil
@@ -29,7 +29,7 @@ def version(requirement: Requirement) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_lock_holds_pins_and_hashes_and_nothing_else(name: str) -> None:
+def test_a_lock_file_contains_only_pinned_versions_and_hashes(name: str) -> None:
     blocks = re.split(r"\n(?! )", (LOCKS / f"{name}.txt").read_text().strip())
     blocks = [block for block in blocks if not block.startswith("#")]
     assert blocks
@@ -45,13 +45,13 @@ def test_the_cpu_environment_never_gets_a_cuda_package() -> None:
     }
 
 
-def test_the_gpu_environment_has_the_gpu_builds_alone() -> None:
+def test_the_gpu_environment_has_only_gpu_builds() -> None:
     names = set(locked("gpu"))
     assert {"fbgemm-gpu", "faiss-gpu", "torch", "triton", *locked("cuda")} <= names
     assert not {"fbgemm-gpu-cpu", "faiss-cpu"} & names
 
 
-def test_both_devices_get_the_same_versions_of_what_they_share() -> None:
+def test_both_devices_have_the_same_versions_of_shared_packages() -> None:
     cpu, gpu = locked("cpu", "torch", "cuda"), locked("gpu")
     shared = cpu.keys() & gpu.keys()
     assert len(shared) > 100
@@ -59,9 +59,9 @@ def test_both_devices_get_the_same_versions_of_what_they_share() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_every_requirement_of_the_project_is_met_by_the_lock(device: str) -> None:
+def test_the_lock_satisfies_every_requirement_of_the_project(device: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    wanted = [
+    requirements = [
         *project["project"]["dependencies"],
         *project["project"]["optional-dependencies"][device],
         *project["project"]["optional-dependencies"]["torchx"],
@@ -69,7 +69,7 @@ def test_every_requirement_of_the_project_is_met_by_the_lock(device: str) -> Non
         *project["build-system"]["requires"],
     ]
     lock = locked("gpu") if device == "gpu" else locked("cpu", "torch")
-    for requirement in map(Requirement, wanted):
+    for requirement in map(Requirement, requirements):
         assert requirement.specifier.contains(version(lock[requirement.name.lower()])), f"{requirement}: run make lock"
 
 
@@ -80,17 +80,17 @@ def install(venv: Path, *, device: str, python: str) -> subprocess.CompletedProc
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
-def test_an_unknown_device_is_refused_and_the_environment_stays(tmp_path: Path) -> None:
-    answer = install(tmp_path, device="tpu", python=sys.executable)
-    assert (answer.returncode, answer.stderr) == (2, "DEVICE is tpu; it must be cpu or gpu\n")
+def test_an_unknown_device_is_rejected_and_the_environment_is_kept(tmp_path: Path) -> None:
+    process = install(tmp_path, device="tpu", python=sys.executable)
+    assert (process.returncode, process.stderr) == (2, "DEVICE is tpu; it must be cpu or gpu\n")
     assert tmp_path.is_dir()
 
 
-def test_too_old_a_python_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+def test_a_python_that_is_too_old_is_rejected_before_anything_is_created(tmp_path: Path) -> None:
     old = tmp_path / "python3.9"
     old.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.18\nexit 1\n')
     old.chmod(0o755)
-    answer = install(tmp_path / "venv", device="cpu", python=str(old))
-    assert answer.returncode == 2
-    assert f"nightjar needs Python 3.11 to 3.13, but {old} is Python 3.9.18" in answer.stderr
+    process = install(tmp_path / "venv", device="cpu", python=str(old))
+    assert process.returncode == 2
+    assert f"nightjar needs Python 3.11 to 3.13, but {old} is Python 3.9.18" in process.stderr
     assert not (tmp_path / "venv").exists()

@@ -1,6 +1,6 @@
-"""Prefect's scheduler on the installed versions.
+"""Prefect's scheduler creates runs with the installed versions.
 
-Prefect 3.8.8 with SQLAlchemy 2.1, and Prefect 3.9.1 with whenever 0.10 on Python 3.11, never create the runs of a schedule.
+Prefect 3.8.8 with SQLAlchemy 2.1, and Prefect 3.9.1 with whenever 0.10 on Python 3.11, create no runs of a schedule.
 """
 
 import os
@@ -23,7 +23,7 @@ async def main():
         flow = await models.flows.create_flow(session, Flow(name="nightly"))
         schedules = [DeploymentSchedule(schedule=CronSchedule(cron="0 3 * * *"), active=True)]
         await models.deployments.create_deployment(session, Deployment(name="cron", flow_id=flow.id, schedules=schedules))
-    await schedule_deployments()  # what the server does once a minute
+    await schedule_deployments()  # the server calls this once a minute
     async with db.session_context() as session:
         runs = await models.flow_runs.read_flow_runs(session)
         print(*sorted({f"{run.state_name} {run.expected_start_time:%H:%M}" for run in runs}))
@@ -35,5 +35,5 @@ asyncio.run(main())
 def test_a_cron_deployment_gets_its_runs(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     environment["PREFECT_HOME"] = str(tmp_path)
-    answer = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
-    assert answer.stdout == "Scheduled 03:00\n", answer.stderr
+    process = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+    assert process.stdout == "Scheduled 03:00\n", process.stderr

@@ -1,4 +1,4 @@
-"""The base of every config and manifest: frozen, strict about keys; and what a name or a path of the user's may be."""
+"""Base classes of configs and manifests, and the types of names and paths in them."""
 
 import unicodedata
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MANY = 1_000_000_000
-"""The largest count that a setting takes: of events, users or steps."""
+"""Upper limit of settings that count events, users or steps."""
 MOST_DAYS = 36_500
 """A hundred years."""
 WEEK_S = 604_800
@@ -19,27 +19,27 @@ OPERATIONAL = "operational"
 
 
 class Frozen(BaseModel):
-    """Immutable pydantic model that refuses unknown keys."""
+    """An immutable pydantic model that rejects unknown keys."""
 
-    # JSON has no nan; written as null it could not be read back as a number.
+    # JSON has no NaN; null could not be read back as a number.
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), ser_json_inf_nan="strings")
 
 
 class Settings(Frozen):
-    """Base of every config: no number is infinite, and true is no number."""
+    """Base of every config: numbers are finite, and a boolean is not accepted as a number."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_truth_for_a_number(cls, given: Any) -> Any:
-        for name, value in given.items() if isinstance(given, dict) else ():
-            # pydantic reads true as 1.
+    def _reject_bool_as_number(cls, settings: Any) -> Any:
+        for name, value in settings.items() if isinstance(settings, dict) else ():
+            # pydantic converts true to 1.
             values = value if isinstance(value, list | tuple) else (value,)
             field = cls.model_fields.get(name)
-            if field is not None and any(isinstance(one, bool) for one in values) and not _takes_truth(field.annotation):
-                raise ValueError(f"{name} is {str(value).lower()}, which is no value of this setting; see `nightjar init`")
-        return given
+            if field is not None and any(isinstance(item, bool) for item in values) and not _accepts_bool(field.annotation):
+                raise ValueError(f"{name} is {str(value).lower()}, which is not a value of this setting; see `nightjar init`")
+        return settings
 
     @classmethod
     def operational(cls) -> set[str]:
@@ -51,40 +51,40 @@ class Settings(Frozen):
         return self.model_dump(mode="json", exclude=self.operational())
 
 
-def _takes_truth(annotation: Any) -> bool:
-    return annotation in (bool, Any) or any(_takes_truth(argument) for argument in get_args(annotation))
+def _accepts_bool(annotation: Any) -> bool:
+    return annotation in (bool, Any) or any(_accepts_bool(argument) for argument in get_args(annotation))
 
 
-def _without_control(text: str) -> str:
-    wrong = next((char for char in text if unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp")), None)
-    if wrong is not None:
-        raise ValueError(f"holds the character U+{ord(wrong):04X}, which no name has; leave it out")
+def _check_control_characters(text: str) -> str:
+    control = next((char for char in text if unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp")), None)
+    if control is not None:
+        raise ValueError(f"holds the control character U+{ord(control):04X}; remove it")
     return text
 
 
-def _without_blanks(text: str) -> str:
+def _check_outer_blanks(text: str) -> str:
     if text != text.strip():
-        raise ValueError(f"is {text[:80]!r}, with a blank at its beginning or end; leave the blank out")
+        raise ValueError(f"is {text[:80]!r}, with a blank at its beginning or end; remove the blank")
     return text
 
 
-def _as_path(text: str) -> str:
+def _check_path(text: str) -> str:
     if not text.strip():
         raise ValueError("is an empty path; name a file or a folder")
     if "\0" in text or any(unicodedata.category(char) == "Cs" for char in text):
-        raise ValueError("holds a NUL or half a character (a surrogate), which no path does; leave it out")
+        raise ValueError("holds NUL or a surrogate (half a character), which a path cannot contain; remove it")
     try:
         Path(text).expanduser()
     except RuntimeError:
-        raise ValueError(f"is {text[:80]!r}, but there is no user of that name; write the whole path") from None
+        raise ValueError(f"is {text[:80]!r}, but this user does not exist; write the whole path") from None
     return text
 
 
-def _as_folder(folder: Path) -> Path:
+def _check_folder(folder: Path) -> Path:
     text = str(folder)
     if len(text) > MOST_PATH_CHARACTERS:
         raise ValueError(f"has {len(text):,} characters; a path has at most {MOST_PATH_CHARACTERS:,}")
-    _as_path(text)
+    _check_path(text)
     return folder
 
 
@@ -95,16 +95,18 @@ def _as_tuple(value: Any) -> Any:
 Checksums = Annotated[
     Literal["pages", "sidecar"],
     Field(
-        description="pages: those that the writer stored in the file, if any; sidecar: also the sha256 in <file>.sha256, as "
-        "sha256sum writes it, compared when a file is first read"
+        description="checksums to verify when a file is first read. pages: the CRCs inside the parquet file, if its writer "
+        "stored any; sidecar: also the SHA-256 in <file>.sha256, as sha256sum writes it"
     ),
 ]
-Column = Annotated[str, Field(min_length=1, max_length=1_000), AfterValidator(_without_control)]
+Column = Annotated[str, Field(min_length=1, max_length=1_000), AfterValidator(_check_control_characters)]
 """Name of a column."""
-Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_without_control), AfterValidator(_without_blanks)]
+Name = Annotated[
+    str, Field(min_length=1, max_length=200), AfterValidator(_check_control_characters), AfterValidator(_check_outer_blanks)
+]
 """A name on one line."""
-FilePath = Annotated[str, Field(min_length=1, max_length=MOST_PATH_CHARACTERS), AfterValidator(_as_path)]
+FilePath = Annotated[str, Field(min_length=1, max_length=MOST_PATH_CHARACTERS), AfterValidator(_check_path)]
 """A path, a glob or a URI."""
-Folder = Annotated[Path, AfterValidator(_as_folder)]
+Folder = Annotated[Path, AfterValidator(_check_folder)]
 Paths = Annotated[tuple[FilePath, ...], BeforeValidator(_as_tuple)]
 """One path or glob, or a list of them; always a tuple after parsing."""

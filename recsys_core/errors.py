@@ -1,4 +1,4 @@
-"""What can go wrong, by whose fault it is. The class decides the exit code of the command line."""
+"""Exceptions, grouped by who can fix them, and formatting of values in messages. The class sets the exit code of `nightjar`."""
 
 import re
 from collections.abc import Sequence
@@ -12,43 +12,43 @@ _QUERY_VALUE = re.compile(r"([?&][^\s=&]+=)[^\s&'\"]+")
 
 
 class NightjarError(Exception):
-    """Base of every error raised on purpose; `nightjar` exits with `exit_code`."""
+    """Base of all errors of nightjar; the command line exits with `exit_code`."""
 
     exit_code = 1
 
 
 class InputError(NightjarError, ValueError):
-    """The config or the data is wrong: the user can mend it. Names the place, both values and the way out."""
+    """The config or the data is wrong, and the user can fix it. The message names the place, both values and the fix."""
 
     exit_code = 2
 
 
 class StageError(NightjarError, RuntimeError):
-    """A stage failed for a reason that is not in its input: a worker died, a disk is full, a file changed."""
+    """A stage failed for a reason outside its input: a worker died, or a file changed."""
 
 
 class TrackingServerError(StageError):
-    """The tracking server or its registry did not answer, or answered with an error; a later attempt may succeed."""
+    """The tracking server or its registry did not answer, or returned an error; a retry may succeed."""
 
 
 class LaunchError(StageError):
-    """The process group ended before its work was done; a new one may succeed from the last checkpoint."""
+    """The training processes ended early; a new launch may continue from the last checkpoint."""
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Drops the tracebacks of `error` and of what it came from.
+    """Remove the tracebacks of `error` and of the errors that it was raised from.
 
-    Prefect keeps the exception of a failed run until the interpreter ends; frames that it holds keep DuckDB's connection and
-    types alive beyond that, and nanobind, which binds DuckDB, then prints forty lines about leaks.
+    Prefect keeps the exception of a failed run until the interpreter ends. Its frames would keep DuckDB's connection and types
+    alive, and nanobind, DuckDB's binding library, would print forty lines about leaks.
     """
-    known: set[int] = set()
-    rest = [error]
-    while rest:
-        one = rest.pop()
-        if one is not None and id(one) not in known:
-            known.add(id(one))
-            one.__traceback__ = None
-            rest += [one.__cause__, one.__context__]
+    visited: set[int] = set()
+    pending = [error]
+    while pending:
+        current = pending.pop()
+        if current is not None and id(current) not in visited:
+            visited.add(id(current))
+            current.__traceback__ = None
+            pending += [current.__cause__, current.__context__]
 
 
 def shown(value: object) -> str:
@@ -99,11 +99,11 @@ def _shortened(text: str, at_most: int) -> str:
 
 
 def redacted(text: str) -> str:
-    """`text` with the password, or the token, and the query values of each address in it replaced by ***.
+    """Replace the password or token and the query values of each URL in `text` by ***.
 
     >>> redacted("no answer from postgresql://ada:s3/cr@et@db:5432/mlflow?sslmode=require")
     'no answer from postgresql://ada:***@db:5432/mlflow?sslmode=***'
     >>> redacted("https://token@host/api, models:/nightjar@champion")
     'https://***@host/api, models:/nightjar@champion'
     """
-    return _QUERY_VALUE.sub(r"\1***", _USER_INFO.sub(lambda found: f"{found[1]}{f'{found[2]}:' * bool(found[3])}***@", text))
+    return _QUERY_VALUE.sub(r"\1***", _USER_INFO.sub(lambda match: f"{match[1]}{f'{match[2]}:' * bool(match[3])}***@", text))

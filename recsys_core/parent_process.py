@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them. Imports nothing heavy: it has to run first."""
+"""Child processes that end when their parent ends (PR_SET_PDEATHSIG). Imports are light: this runs before anything else."""
 
 import ctypes
 import os
@@ -10,14 +10,14 @@ PARENT_VARIABLE = "NIGHTJAR_PARENT_PID"
 
 
 def as_parent() -> dict[str, str]:
-    """The environment entry by which a child process knows this one."""
+    """Return the environment variable that identifies this process as the parent of a child."""
     return {PARENT_VARIABLE: str(os.getpid())}
 
 
 def die_with_parent() -> None:
-    """Asks Linux to kill this process when its parent dies, also if that has happened already.
+    """Let Linux kill this process when its parent dies, or at once if the parent has died already.
 
-    The parent is the process that put `as_parent()` into the environment; without it, or where it is empty, nothing is asked.
+    The parent is the process that put `as_parent()` into the environment. Without that variable nothing happens.
     """
     parent = os.environ.get(PARENT_VARIABLE)
     if not parent or sys.platform != "linux":

@@ -1,13 +1,12 @@
-"""What this machine and this environment offer, and what in them cannot work; nothing is imported to find out about versions.
+"""Checks of the environment for `nightjar doctor`: package versions, CPU, memory, GPUs and free disk.
 
-A wrong pair of torch and fbgemm fails at import with an undefined symbol, so versions are read from the packages' metadata
-and judged first; only an environment that can work is asked, in a process of its own, for its GPUs.
+An incompatible pair of torch and fbgemm fails at import with an undefined symbol. The versions are therefore read from the
+packages' metadata, and torch is imported only if they are compatible, in a separate process that lists the GPUs.
 """
 
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from recsys_core.disk import free_bytes
 from recsys_core.units import GIB, gib
 
 PACKAGES = (
@@ -35,7 +35,7 @@ _PROBE_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as torch sees it."""
+    """A GPU that torch can use."""
 
     name: str
     memory_bytes: int
@@ -43,7 +43,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class CgroupLimits:
-    """What the container or the service may use; None where there is no limit."""
+    """Limits of this process's container or service; None: no limit."""
 
     cores: float | None = None
     memory_bytes: int | None = None
@@ -52,7 +52,7 @@ class CgroupLimits:
 
 @dataclass(frozen=True)
 class Preflight:
-    """The findings. `problems` are sentences with the way out; empty: a run can start."""
+    """Result of the checks. Each problem is a sentence that ends in a fix; without problems a run can start."""
 
     versions: Mapping[str, str]
     machine_cores: int
@@ -67,7 +67,7 @@ class Preflight:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """Name and value of each finding, to be shown as a table."""
+        """Name and value of each result, for a table."""
         memory = f"{gib(self.available_memory_bytes)} available of {gib(self.memory_bytes)}"
         if self.memory_bytes < self.machine_memory_bytes:
             memory += f" (limit; the machine has {gib(self.machine_memory_bytes)})"
@@ -85,13 +85,13 @@ class Preflight:
 
 
 def inspect(folder: Path) -> Preflight:
-    """Looks at the environment, the machine, and the disk that `folder` is on or would be made on."""
+    """Check the environment, the machine and the disk of `folder`, which need not exist yet."""
     versions = installed_versions()
     problems = check_versions(versions)
     gpus: tuple[Gpu, ...] = ()
     if not problems:
         gpus, problems = _probe_gpus()
-    free = shutil.disk_usage(_nearest_existing(folder)).free
+    free = free_bytes(folder)
     if free < _LEAST_DISK_BYTES:
         problems.append(
             f"{folder}: only {gib(free)} of disk free, a run needs at least {gib(_LEAST_DISK_BYTES)}; free some space"
@@ -115,18 +115,18 @@ def inspect(folder: Path) -> Preflight:
 
 
 def installed_versions() -> dict[str, str]:
-    """The versions of PACKAGES, as far as they are installed, without importing any."""
-    found = {}
+    """Return the versions of the installed PACKAGES, without importing them."""
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def check_versions(versions: Mapping[str, str]) -> list[str]:
-    """What cannot work together among `versions` (package name -> version), in plain words, each with the way out.
+    """Return a sentence with a fix for each conflict among `versions` (package name -> version).
 
     >>> check_versions({"torch": "2.13.0", "torchrec": "1.9.2", "fbgemm-gpu-cpu": "1.9.0", "faiss-cpu": "1.15.1"})
     ['torch 2.13.0 with fbgemm-gpu-cpu 1.9.0: fbgemm 1.9 needs torch 2.14; run make clean setup']
@@ -143,8 +143,8 @@ def check_versions(versions: Mapping[str, str]) -> list[str]:
             problems += _check_fbgemm(fbgemm, versions)
     if "fastapi" in versions and _release(versions["fastapi"]) >= (0, 151):
         problems.append(
-            f"fastapi {versions['fastapi']}: prefect's server needs a version below 0.151, with 0.165 it refuses its own "
-            "client's requests; run make clean setup"
+            f"fastapi {versions['fastapi']}: prefect's server needs a version below 0.151: with 0.165 it rejects the "
+            "requests of its own client; run make clean setup"
         )
     return problems
 
@@ -170,9 +170,9 @@ def _check_fbgemm(name: str, versions: Mapping[str, str]) -> list[str]:
 
 
 def cgroup_limits(*, mounts: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> CgroupLimits:
-    """The tightest limits of this process's cgroups (v1 or v2) and of the groups above them.
+    """Return the lowest limits of this process's cgroups (v1 or v2) and their parent groups.
 
-    mounts: where the hierarchies are mounted; membership: lines of `number:controllers:path`.
+    mounts: mount point of the hierarchies; membership: file with lines of `number:controllers:path`.
     """
     cores: list[float] = []
     memory: list[tuple[int, int]] = []  # limit, used
@@ -194,10 +194,10 @@ def cgroup_limits(*, mounts: Path = Path("/sys/fs/cgroup"), membership: Path = P
 
 
 def oom_kills(*, mounts: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Processes of this process's cgroup (v1 or v2) that the out-of-memory killer has ended so far; None: not told."""
+    """Return how many processes of this cgroup (v1 or v2) the out-of-memory killer has ended; None if it is unknown."""
     for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)
-        mount = mounts / controllers  # in a container the path may be the host's name for what is mounted here
+        mount = mounts / controllers  # in a container the path may be the one of the host, which is not mounted here
         for file in (folder / name for folder in (mount / path.lstrip("/"), mount) for name in _OOM_FILES):
             words = file.read_text().split() if file.is_file() else []
             if "oom_kill" in words:
@@ -206,19 +206,19 @@ def oom_kills(*, mounts: Path = Path("/sys/fs/cgroup"), membership: Path = Path(
 
 
 def _numbers(path: Path) -> list[int]:
-    """The whole numbers in a control file; none if it is absent or says `max`."""
+    """Return the integers in a control file; none if the file is missing or contains `max`."""
     words = path.read_text().split() if path.is_file() else []
     return [] if "max" in words else [int(word) for word in words]
 
 
 def _anonymous_bytes(path: Path) -> int:
-    """Memory that cannot be dropped; the page cache, which also counts as used, can."""
+    """Return the bytes of anonymous memory; the page cache also counts as used, but the kernel can drop it."""
     pairs = (line.split() for line in path.read_text().splitlines()) if path.is_file() else ()
     return sum(int(value) for name, value in pairs if name in ("anon", "total_rss"))
 
 
 def _probe_gpus() -> tuple[tuple[Gpu, ...], list[str]]:
-    """The GPUs, seen from a fresh process that imports what training imports; what went wrong if it cannot."""
+    """List the GPUs in a separate process that imports the training libraries; return problems if the imports fail."""
     try:
         probe = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -228,15 +228,10 @@ def _probe_gpus() -> tuple[tuple[Gpu, ...], list[str]]:
     if probe.returncode != 0:
         reason = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
         return (), [f"torch, torchrec and faiss do not import together: {reason}; run make clean setup"]
-    return tuple(Gpu(**found) for found in json.loads(probe.stdout.splitlines()[-1])), []
-
-
-def _nearest_existing(folder: Path) -> Path:
-    folder = folder.absolute()
-    return next(path for path in (folder, *folder.parents) if path.exists())
+    return tuple(Gpu(**fields) for fields in json.loads(probe.stdout.splitlines()[-1])), []
 
 
 def _release(version: str) -> tuple[int, int]:
-    """Major and minor: 2.14.1+cpu -> (2, 14)."""
+    """Return major and minor version: 2.14.1+cpu -> (2, 14)."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)

@@ -1,1 +1,1 @@
-"""From parquet to KeyedJaggedTensor."""
+"""Ingested interactions, embeddings and features, and the batches that are built from them."""

@@ -1,6 +1,6 @@
-"""A made-up catalogue whose log can be learned from: latent topics, skewed popularity, drift, items that arrive late.
+"""Synthetic interactions and item embeddings that a model can learn: latent topics, skewed popularity, drift, new items.
 
-Shapes: U users, I items, T topics, E events, D vector width.
+Shapes: U users, I items, T topics, E events, D width of a vector.
 """
 
 from itertools import pairwise
@@ -33,10 +33,10 @@ def generate(
     seed: int = 7,
     cold_items: int = 150,
 ) -> None:
-    """Writes interactions/day-NN.parquet (user_id string, item_id int64, timestamp) and item_embeddings.parquet.
+    """Write interactions/day-NN.parquet (user_id string, item_id int64, timestamp) and item_embeddings.parquet.
 
-    A user has a few topics, which shift by and by; an event picks an item of one of them, popular ones first. The vectors are
-    the items' topics under noise. The last `cold_items` items appear on the last two days only.
+    Each user has a few topics, which change over time. An event picks an item of one of these topics, more often a popular one.
+    The vectors are the items' topics plus noise. The last `cold_items` items appear on the last two days only.
     """
     rng = np.random.default_rng(seed)
     topic_IT = rng.dirichlet(np.full(TOPICS, TOPIC_CONCENTRATION), items)
@@ -60,7 +60,7 @@ def _active_users(rng: np.random.Generator, *, users: int, events: int) -> NDArr
 def _topics_of_events(
     rng: np.random.Generator, user_E: NDArray[np.int64], day_E: NDArray[np.int64], *, users: int, days: int
 ) -> NDArray[np.int64]:
-    """A user moves from the first topics of its list to the later ones over the month."""
+    """Draw a topic of its user for each event; each user moves along its list of topics over the days."""
     topics_UT = np.argsort(rng.random((users, TOPICS)), axis=1)
     shift_E = ((TOPIC_SHIFTS + 0.999) * day_E / days).astype(np.int64)
     topic_E: NDArray[np.int64] = topics_UT[user_E, shift_E + rng.integers(0, TOPICS_PER_USER, len(user_E))]
@@ -75,15 +75,15 @@ def _items_of_events(
     popularity_I: NDArray[np.floating],
     first_day_I: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Draws each event's item from its topic, among the items that are out on that day."""
+    """Draw an item of its topic for each event, among the items that are available on that day."""
     item_E = np.empty(len(topic_E), np.int64)
     for new_items in (False, True):
         events_of_phase = np.flatnonzero((day_E >= first_day_I.max()) == new_items)
-        out_I = (first_day_I == 0) | new_items
+        is_available_I = (first_day_I == 0) | new_items
         for topic in range(TOPICS):
-            chosen = events_of_phase[topic_E[events_of_phase] == topic]
-            weight_I = topic_IT[:, topic] * popularity_I * out_I
-            item_E[chosen] = rng.choice(len(weight_I), len(chosen), p=weight_I / weight_I.sum())
+            event_index = events_of_phase[topic_E[events_of_phase] == topic]
+            weight_I = topic_IT[:, topic] * popularity_I * is_available_I
+            item_E[event_index] = rng.choice(len(weight_I), len(event_index), p=weight_I / weight_I.sum())
     return item_E
 
 

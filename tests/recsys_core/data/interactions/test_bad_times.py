@@ -111,7 +111,7 @@ def test_a_time_that_has_no_microseconds_is_named(tmp_path: Path, value: int, po
 @pytest.mark.parametrize(("unit", "value"), [("ms", 2**63 // 100), ("us", -(2**63))])
 def test_such_a_time_in_the_statistics_is_told_with_its_column(tmp_path: Path, unit: str, value: int) -> None:
     path = write(tmp_path / "a.parquet", **IDS, t=pa.array([1, 2, value, value, 0], pa.timestamp(unit)))
-    said = "the times of column 't' reach beyond the year 290,000, which no clock says; mend what writes them"
+    said = "the times of column 't' reach beyond the year 290,000, which cannot be valid; fix the job that writes them"
     refuses(lambda folder: ingest(folder, path, split=LAST_OUT), tmp_path, "a.parquet", said)
 
 

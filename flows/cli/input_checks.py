@@ -3,8 +3,7 @@
 from flows.config import PipelineConfig
 from flows.environment import require_writable
 from recsys_core.data.embeddings.schema import check_embeddings
-from recsys_core.data.features.schema import check_features
-from recsys_core.data.features.vectors import check_vectors
+from recsys_core.data.features.schema import check_features, check_vectors
 from recsys_core.data.first_row_group import check_matches, check_years, vector_length
 from recsys_core.data.interactions.schema import check_interactions
 from recsys_core.errors import InputError
@@ -15,7 +14,7 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
     """Check the footers and one row group of all inputs; return one line about each input. Raises InputError."""
     require_writable(config.workspace)
     log = check_interactions(config.interactions_with_context, data_root=config.data_root)
-    check_years(config.interactions_with_context, log.given["train"])
+    check_years(config.interactions_with_context, log.files["train"])
     events = sum(source.record.rows for source in log.sources)
     facts = {"interactions": f"{events:,} rows in {len(log.sources)} files, users {log.user_id_type}, items {log.item_id_type}"}
     embeddings = check_embeddings(config.embeddings, data_root=config.data_root)

@@ -101,12 +101,30 @@ def is_list(kind: pa.DataType) -> bool:
 
 def id_type(sources: Sequence[Source], column: str, *, setting: str) -> IdType:
     """Return whether the ids in `column` are integers or strings; InputError if they are neither or differ between files."""
-    kinds = {source: _id_kind(source, column, setting=setting) for source in sources}
     first = sources[0]
+    kinds = {source: _id_kind(source, column, setting=setting) for source in sources}
     for source, kind in kinds.items():
-        if kind != kinds[first]:
-            raise InputError(f"{source.name}: column {column!r} is {kind}, but {kinds[first]} in {first.name}; write one type")
+        require_one_type(
+            kind, of=f"{source.name}: column {column!r}", other=kinds[first], of_other=f"column {column!r} of {first.name}"
+        )
     return kinds[first]
+
+
+def require_one_type(kind: str | None, *, of: str, other: str | None, of_other: str) -> None:
+    """Raise InputError if two columns whose values are compared with each other have different types."""
+    if kind != other:
+        raise InputError(f"{of} is {kind}, but {of_other} is {other}; write both as one type")
+
+
+def require_unambiguous_case(source: Source, columns: Sequence[str]) -> None:
+    """Raise InputError if another column differs from one of `columns` by case alone.
+
+    DuckDB's column names are case-insensitive: of ID and id it would read the first one.
+    """
+    for column in columns:
+        same = [name for name in source.schema.names if name.lower() == column.lower()]
+        if len(same) > 1:
+            raise InputError(f"{source.name}: columns {same} differ by case alone; rename all but {column!r}")
 
 
 def _id_kind(source: Source, column: str, *, setting: str) -> IdType:

@@ -1,1 +1,1 @@
-"""Pretrained embeddings: from parquet to one matrix per table."""
+"""Pretrained embeddings: from parquet to one matrix per embedding table."""

@@ -1,1 +1,1 @@
-"""Features beyond ids: from parquet to arrays beside users, items and events."""
+"""Features of users, items and events: from parquet to arrays of embedding-table rows."""

@@ -1,4 +1,4 @@
-"""What the user says about features of users, items and events beyond their ids."""
+"""Configuration of the features of users, items and events."""
 
 from itertools import pairwise
 from typing import Annotated, Literal, Self
@@ -11,58 +11,65 @@ FeatureKind = Literal["categorical", "list", "weighted_list", "numeric"]
 Side = Literal["user", "item", "context"]
 Boundary = Annotated[float, Field(ge=-1e300, le=1e300)]
 MOST_ROWS = 2**31 - 2
-"""Rows are stored as int32, and row 0 is taken."""
+"""Rows are stored as int32, and row 0 is reserved."""
 
 
 class FeatureConfig(Settings):
-    """One feature: a column, and how its values become rows of an embedding table. Row 0 is for what has no row of its own."""
+    """One feature: its column, and the encoding of its values as rows of an embedding table.
+
+    Row 0 is for values that have no row of their own.
+    """
 
     name: str = Field(
-        min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_]+$", description="name of the feature; letters, digits and _"
+        min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_]+$", description="Name of the feature; letters, digits and _"
     )
     kind: FeatureKind = Field(
-        "categorical", description="one value, a list of values, a list with a weight per value, or a number"
+        "categorical",
+        description="categorical: one value; list: a list of values; weighted_list: a list with weights; numeric: a number",
     )
-    column: Column | None = Field(None, description="column that holds it; empty: the one called like the feature")
+    column: Column | None = Field(None, description="Column with the values; empty: the column with the name of the feature")
     weight_column: Column | None = Field(
-        None, description="weighted_list: column with the list of weights (finite, not negative)"
+        None, description="weighted_list: column with the lists of weights, which are finite and 0 or more"
     )
-    min_count: int = Field(1, ge=1, le=MANY, description="values that occur less often get no row of their own")
+    min_count: int = Field(1, ge=1, le=MANY, description="Values with fewer occurrences share row 0")
     hash_rows: int | None = Field(
-        None, ge=1, le=MOST_ROWS, description="rows that values are hashed into, instead of a vocabulary"
+        None, ge=1, le=MOST_ROWS, description="Number of rows to hash values into, instead of a vocabulary"
     )
     max_values: int | None = Field(
-        None, ge=1, le=1_000_000, description="list and weighted_list: the first N values of a list are kept"
+        None, ge=1, le=1_000_000, description="list and weighted_list: keep only the first values of a list, this many"
     )
     buckets: int | None = Field(
-        None, ge=2, le=1_000_000, description="numeric: this many buckets, equally full on the training data"
+        None, ge=2, le=1_000_000, description="numeric: number of buckets, which hold equally many training values"
     )
     boundaries: tuple[Boundary, ...] | None = Field(
-        None, min_length=1, description="numeric: where buckets end, ascending; a value on a boundary is in the bucket above"
+        None,
+        min_length=1,
+        description="numeric: ascending boundaries of the buckets; a value equal to a boundary is in the bucket above it",
     )
 
     standardise: bool = Field(
         False,
-        description="numeric: the number itself, less the mean, over the standard deviation of the training data, within +-10",
+        description="numeric: use the number itself, minus the mean and divided by the standard deviation of the "
+        "training values, clipped to -10 to 10",
     )
 
     @property
     def source_column(self) -> str:
-        """The column that is read."""
+        """Column with the values."""
         return self.column or self.name
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All columns that are read."""
+        """All columns to read."""
         return (self.source_column,) if self.weight_column is None else (self.source_column, self.weight_column)
 
     @property
     def is_list(self) -> bool:
-        """Whether a row of the table has any number of values."""
+        """Whether a user, item or event has a list of values."""
         return self.kind in ("list", "weighted_list")
 
     @model_validator(mode="after")
-    def _fits_its_kind(self) -> Self:
+    def _settings_fit_kind(self) -> Self:
         self._only_with("weight_column", kinds=("weighted_list",))
         self._only_with("max_values", kinds=("list", "weighted_list"))
         self._only_with("hash_rows", kinds=("categorical", "list", "weighted_list"))
@@ -70,77 +77,89 @@ class FeatureConfig(Settings):
         self._only_with("boundaries", kinds=("numeric",))
         self._only_with("standardise", kinds=("numeric",))
         if self.kind == "weighted_list" and self.weight_column is None:
-            raise ValueError(f"feature {self.name!r} is a weighted_list, but has no weight_column; set it, or kind to list")
+            raise ValueError(
+                f"feature {self.name!r} is a weighted_list, but has no weight_column; set weight_column, or set kind to list"
+            )
         if self.kind == "weighted_list" and self.weight_column == self.source_column:
-            raise ValueError(f"feature {self.name!r}: {self.source_column!r} is the column of the values and of the weights")
+            raise ValueError(
+                f"feature {self.name!r}: {self.source_column!r} is both the column of the values and "
+                f"weight_column; set another "
+                "weight_column"
+            )
+        if self.min_count > 1 and (self.kind == "numeric" or self.hash_rows is not None):
+            way_out = "set kind to categorical" if self.kind == "numeric" else "remove hash_rows"
+            raise ValueError(
+                f"feature {self.name!r}: min_count is {self.min_count}, but only a vocabulary counts values; remove min_count, "
+                f"or {way_out}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _numeric_has_one_encoding(self) -> Self:
         if self.kind == "numeric" and [self.buckets is None, self.boundaries is None, not self.standardise].count(False) != 1:
             raise ValueError(
                 f"feature {self.name!r} is numeric: set exactly one of buckets (a number), boundaries (a list) and "
                 "standardise (true)"
             )
-        if self.min_count > 1 and (self.kind == "numeric" or self.hash_rows is not None):
-            raise ValueError(
-                f"feature {self.name!r}: min_count is {self.min_count}, but only a vocabulary counts; leave it out, or "
-                + ("set kind to categorical" if self.kind == "numeric" else "leave hash_rows out")
-            )
-        bounds = self.boundaries or ()
-        for low, high in pairwise(bounds):
+        for low, high in pairwise(self.boundaries or ()):
             if not low < high:
-                raise ValueError(f"feature {self.name!r}: boundaries have to increase, but {high:g} comes after {low:g}")
+                raise ValueError(
+                    f"feature {self.name!r}: boundaries have to increase, but {high:g} comes after {low:g}; sort them"
+                )
         return self
 
     def _only_with(self, setting: str, *, kinds: tuple[FeatureKind, ...]) -> None:
         value = getattr(self, setting)
         if value is not None and value is not False and self.kind not in kinds:
             raise ValueError(
-                f"feature {self.name!r}: {setting} is {value!r}, but goes only with kind {' or '.join(kinds)}, not "
-                f"{self.kind}; leave {setting} out, or set kind"
+                f"feature {self.name!r}: {setting} is {value!r}, but is only for kind {' or '.join(kinds)}, not "
+                f"{self.kind}; remove {setting}, or set kind"
             )
 
 
-def _refuse_doubles(features: tuple[FeatureConfig, ...]) -> None:
+def _reject_duplicate_names(features: tuple[FeatureConfig, ...]) -> None:
     names = [feature.name for feature in features]
-    double = next((name for name in names if names.count(name) > 1), None)
-    if double is not None:
-        raise ValueError(f"{names.count(double)} features are named {double!r}; rename all but one")
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{names.count(name)} features are named {name!r}; rename all but one")
 
 
 class FeatureTableConfig(Settings):
-    """A parquet table with one row per user or item."""
+    """A parquet table with one row per user or item, and its features."""
 
-    paths: Paths = Field(min_length=1, description="parquet file or glob, or a list of them")
-    id_column: Column = Field(description="column with the id, of the type that the log's ids have")
+    paths: Paths = Field(min_length=1, description="Parquet file or glob, or a list of them")
+    id_column: Column = Field(description="Column with the id, of the same type as the id in the log")
     checksums: Checksums = "pages"
-    features: tuple[FeatureConfig, ...] = Field(min_length=1, max_length=1_000, description="what to read from it")
+    features: tuple[FeatureConfig, ...] = Field(min_length=1, max_length=1_000, description="Features to read from the table")
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Self:
-        _refuse_doubles(self.features)
+        _reject_duplicate_names(self.features)
         return self
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All columns that are read, each once."""
+        """All columns to read, without repeats."""
         return tuple(dict.fromkeys([self.id_column, *(name for feature in self.features for name in feature.columns)]))
 
 
 class FeaturesConfig(Settings):
-    """Features of users, of items, and of the events themselves."""
+    """Features of users, items and events."""
 
-    users: FeatureTableConfig | None = Field(None, description="features of users, from a table of their own")
-    items: FeatureTableConfig | None = Field(None, description="features of items, from a table of their own")
+    users: FeatureTableConfig | None = Field(None, description="Features of users, from a feature table")
+    items: FeatureTableConfig | None = Field(None, description="Features of items, from a feature table")
     context: tuple[FeatureConfig, ...] = Field(
-        (), max_length=1_000, description="features of an event, from columns of the interaction log"
+        (), max_length=1_000, description="Features of events, from columns of the interaction log"
     )
 
     @model_validator(mode="after")
     def _has_features(self) -> Self:
-        _refuse_doubles(self.context)
+        _reject_duplicate_names(self.context)
         if self.users is None and self.items is None and not self.context:
-            raise ValueError("no feature is declared; declare one under users, items or context, or leave features out")
+            raise ValueError("no feature is declared; declare one under users, items or context, or remove features")
         return self
 
     @property
     def context_columns(self) -> tuple[str, ...]:
-        """Columns of the interaction log that are read, each once."""
+        """All columns of the interaction log to read, without repeats."""
         return tuple(dict.fromkeys(name for feature in self.context for name in feature.columns))

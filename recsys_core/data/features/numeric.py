@@ -1,6 +1,6 @@
-"""Numbers as features: where their buckets end, or by what they are standardised; both told by the training rows.
+"""Numeric features: buckets of equal size, or standardised values; both are fitted on the training rows.
 
-The values stand in a column of DuckDB's table `joined` (see encoding). Shapes: N values.
+Shapes: N values of a batch, R users, items or events.
 """
 
 import math
@@ -11,28 +11,80 @@ import duckdb
 import numpy as np
 from numpy.typing import NDArray
 
-BATCH_ROWS = 1_000_000
-FURTHEST = 10.0
-"""Standard deviations from the mean that a number counts as at most: one outlier must not blow up a step."""
+from recsys_core.data.features.feature_column import BATCH_ROWS, FeatureColumn
+from recsys_core.manifests import FeatureFacts
+
+MAX_DEVIATIONS = 10.0
+"""Standardised values are clipped to this many standard deviations, so that an outlier cannot dominate a training step."""
 Numbers = NDArray[np.float64]
 
 
+def encode_numeric(column: FeatureColumn) -> FeatureFacts:
+    """Write the row of each number: row 1 + n of bucket n, or row 1 with the standardised number as its weight.
+
+    Null and NaN have row 0. Bucket n holds the numbers from boundary n - 1 up to, but without, boundary n.
+    """
+    standardise = column.feature.standardise
+    boundaries: tuple[float, ...] = () if standardise else _boundaries(column)
+    mean, std = _mean_and_std(column) if standardise else (None, None)
+    row_R = column.allocate("row", dtype=np.int32, length=column.num_rows)
+    weight_R = column.allocate("weight", dtype=np.float32, length=column.num_rows) if standardise else None
+    num_present = 0
+    query = f"SELECT row, v{column.number} AS value FROM joined"
+    for batch in column.connection.sql(query).to_arrow_reader(BATCH_ROWS):
+        value_N = batch.column("value").to_numpy(zero_copy_only=False)  # null becomes NaN
+        present_N = ~np.isnan(value_N)
+        position_N, value_N = batch.column("row").to_numpy()[present_N], value_N[present_N]
+        row_R[position_N] = 1 + np.searchsorted(np.array(boundaries, np.float64), value_N, side="right")
+        if weight_R is not None and mean is not None and std is not None:
+            weight_R[position_N] = standardised(value_N, mean=mean, std=std)
+        num_present += len(position_N)
+    return column.facts(
+        rows=len(boundaries) + 2,
+        values=column.num_rows,
+        out_of_vocabulary=0,
+        missing=column.num_rows - num_present,
+        boundaries=None if standardise else boundaries,
+        mean=mean,
+        std=std,
+    )
+
+
+def _boundaries(column: FeatureColumn) -> tuple[float, ...]:
+    """Return the boundaries of the previous run, those of the config, or new ones for equally full buckets."""
+    if column.continued is not None and column.continued.facts.boundaries is not None:
+        return column.continued.facts.boundaries
+    if column.feature.boundaries is not None:
+        return column.feature.boundaries
+    new_boundaries: list[float] = quantiles(
+        column.connection, f"v{column.number}", buckets=column.feature.buckets or 1
+    ).tolist()
+    return tuple(new_boundaries)
+
+
+def _mean_and_std(column: FeatureColumn) -> tuple[float | None, float | None]:
+    """Return the mean and the standard deviation of the previous run, or those of the training values."""
+    if column.continued is not None:
+        return column.continued.facts.mean, column.continued.facts.std
+    return moments(column.connection, f"v{column.number}")
+
+
 def quantiles(connection: duckdb.DuckDBPyConnection, column: str, *, buckets: int) -> Numbers:
-    """Boundaries of `buckets` equally full buckets; fewer where a value is so frequent that it fills several."""
-    # Sorted by DuckDB, which spills, and picked from the stream: its quantile functions hold all values in memory.
+    """Return the boundaries of `buckets` equally full buckets; fewer if a frequent value fills more than one bucket."""
+    # DuckDB sorts and spills to disk; its own quantile functions would hold all values in memory.
     ((count,),) = connection.sql(f"SELECT count(*) {_trained(column)}").fetchall()
-    wanted = np.arange(buckets) * count // buckets
+    boundary_index = np.arange(buckets) * count // buckets
     picked, start = [np.zeros(0)], 0
     for batch in connection.sql(f"SELECT {column} AS value {_trained(column)} ORDER BY value").to_arrow_reader(BATCH_ROWS):
-        inside = wanted[(wanted >= start) & (wanted < start + batch.num_rows)]
+        inside = boundary_index[(boundary_index >= start) & (boundary_index < start + batch.num_rows)]
         picked.append(batch.column("value").to_numpy()[inside - start])
         start += batch.num_rows
     distinct: Numbers = np.unique(np.concatenate(picked))
-    return distinct[1:]  # the smallest value is no boundary
+    return distinct[1:]  # no value is below the smallest one
 
 
 def moments(connection: duckdb.DuckDBPyConnection, column: str) -> tuple[float, float]:
-    """Mean and (population) standard deviation of the finite training values; (0, 0) without any.
+    """Return the mean and the population standard deviation of the finite training values; (0, 0) if there are none.
 
     >>> with duckdb.connect() as connection:
     ...     _ = connection.execute("CREATE TABLE joined AS SELECT true AS trained, unnest([1, 3, 'inf'::DOUBLE]) AS v0")
@@ -40,13 +92,13 @@ def moments(connection: duckdb.DuckDBPyConnection, column: str) -> tuple[float, 
     (2.0, 1.0)
     """
     ((count, low, high),) = connection.sql(f"SELECT count(*), min({column}), max({column}) {_trained(column)}").fetchall()
-    if not count or low == high:  # a rounded sum would find a spread in what is all the same
+    if not count or low == high:  # equal values: a rounded sum could give a deviation other than 0
         return low or 0.0, 0.0
-    # Squares of large numbers overflow; by a power of two nothing is rounded.
+    # Scaled, because squares of large numbers overflow. A power of two rounds nothing.
     scale = math.ldexp(1.0, math.frexp(max(abs(low), abs(high)))[1] - 1)
 
     def average(of: Callable[[Numbers], Numbers]) -> float:
-        # Exactly rounded: DuckDB gives the rows in any order, and its own sums differ by the order.
+        # fsum rounds exactly once. DuckDB returns the rows in any order, and the rounding of its own sums depends on it.
         batches = _batches(connection, f"SELECT {column} AS value {_trained(column)}")
         return math.fsum(chain.from_iterable(of(value_N / scale).tolist() for value_N in batches)) / int(count)
 
@@ -55,7 +107,7 @@ def moments(connection: duckdb.DuckDBPyConnection, column: str) -> tuple[float, 
 
 
 def standardised(value_N: Numbers, *, mean: float, std: float) -> NDArray[np.float32]:
-    """(value - mean) / std, at most 10 either way; an infinity is at the end, NaN is 0, and so is everything without a spread.
+    """Return (value - mean) / std, clipped to -10 to 10. NaN becomes 0; if `std` is 0, all values do.
 
     >>> standardised(np.array([5.0, 1.0, 1000.0, -np.inf, np.nan]), mean=3.0, std=2.0).tolist()
     [1.0, -1.0, 10.0, -10.0, 0.0]
@@ -65,9 +117,9 @@ def standardised(value_N: Numbers, *, mean: float, std: float) -> NDArray[np.flo
     if std < np.finfo(np.float64).tiny:
         return np.zeros(len(value_N), np.float32)
     with np.errstate(over="ignore"):
-        # Halves: the difference of two finite numbers may be none.
+        # Halves, because the difference of two finite numbers may overflow.
         score_N = (value_N / 2 - mean / 2) / (std / 2)
-    return np.nan_to_num(np.clip(score_N, -FURTHEST, FURTHEST), nan=0.0).astype(np.float32)
+    return np.nan_to_num(np.clip(score_N, -MAX_DEVIATIONS, MAX_DEVIATIONS), nan=0.0).astype(np.float32)
 
 
 def _trained(column: str) -> str:

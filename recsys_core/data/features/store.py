@@ -1,7 +1,4 @@
-"""The features that FeaturesManifest describes, mapped, and what of them belongs to a batch.
-
-Shapes: T values of all lists together.
-"""
+"""Memory-mapped feature arrays (see FeaturesManifest), and the lookup of the features of a batch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,42 +13,49 @@ from recsys_core.data.jagged import Int64Array, JaggedArray, ragged_ranges
 from recsys_core.manifests import FeatureFacts, FeaturesManifest
 
 FeatureForm = Literal["single", "list", "weighted_list", "number"]
-"""One row; any number of rows; the same with weights; one row with a weight, the number itself."""
+"""Content of a feature for one user, item or event.
+
+single: one row; list: any number of rows; weighted_list: rows with weights; number: one row, with the number as its weight.
+"""
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One feature: one row each where `offset` is None, else list n is row[offset[n]:offset[n + 1]]. A weight for each row."""
+    """One feature of all users, items or events.
+
+    Without `offset`, each of them has one row. With `offset`, list n is row[offset[n]:offset[n + 1]]. `weight` has one entry
+    for each entry of `row`.
+    """
 
     row: NDArray[np.int32]
     offset: Int64Array | None
     weight: NDArray[np.float32] | None
 
     def at(self, index: Int64Array) -> tuple[JaggedArray, NDArray[np.float32] | None]:
-        """The lists of `index` and, where the feature is weighted, a weight for each of their rows."""
+        """Return the lists of the users, items or events `index`, and the weights of their entries, if there are any."""
         if self.offset is None:
             lists = JaggedArray(np.arange(len(index) + 1), self.row[index].astype(np.int64))
             return lists, None if self.weight is None else self.weight[index]
         start = self.offset[index]
         length = self.offset[index + 1] - start
-        place = ragged_ranges(start, length)
-        return JaggedArray.from_lengths(length, self.row[place]), None if self.weight is None else self.weight[place]
+        entry_L = ragged_ranges(start, length)
+        return JaggedArray.from_lengths(length, self.row[entry_L]), None if self.weight is None else self.weight[entry_L]
 
 
 @dataclass(frozen=True)
 class FeatureStore:
-    """All features, by key: user.<name>, item.<name>, context.<name>."""
+    """All features by key: user.<name>, item.<name>, context.<name>."""
 
     features: dict[str, Feature]
 
     @classmethod
     def open(cls, manifest: FeaturesManifest) -> Self:
-        """Maps the arrays of a committed stage."""
+        """Map the arrays of a completed stage."""
         return cls.read(manifest.folder, {key: feature_form(facts) for key, facts in manifest.features.items()})
 
     @classmethod
     def read(cls, folder: Path, forms: Mapping[str, FeatureForm]) -> Self:
-        """Maps the arrays of `forms` in any folder that has them under the names of FeaturesManifest."""
+        """Map the arrays of the features in `forms`, from any folder with the file names of FeaturesManifest."""
         features = {}
         for key, form in forms.items():
             features[key] = Feature(
@@ -63,7 +67,7 @@ class FeatureStore:
 
 
 def feature_form(facts: FeatureFacts) -> FeatureForm:
-    """How many values a feature has, and whether with weights."""
+    """Return the form of a feature."""
     if facts.kind in ("list", "weighted_list"):
         return facts.kind
     return "number" if facts.weighted else "single"

@@ -1,198 +1,172 @@
-"""What can be wrong with a row of the log, as SQL over the view `raw` (see log_parts): counted in one scan, then named."""
+"""Row checks of the interaction log, as SQL over the view `raw` (see incremental.py), and the scan that counts them."""
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import duckdb
 import pyarrow as pa
 
 from recsys_core.data.interactions.config import InteractionsConfig
-from recsys_core.errors import InputError, shown
+from recsys_core.data.row_checks import (
+    FIX_ROWS,
+    BadRow,
+    BadRowPolicy,
+    RowCheck,
+    first_bad_row,
+    passes,
+    reject_bad_rows,
+)
+from recsys_core.parquet.columns import value_type
 from recsys_core.parquet.sources import Source
 from recsys_core.units import DAY_US, FLOAT32_MAX, INT64_MAX
 
-MEND = "drop these rows, or mend what writes them"
-CLOCK = "is interactions.timestamp_unit right? else mend the clock that writes them, or raise interactions.max_future_days"
+FIX_CLOCK = (
+    "check interactions.timestamp_unit; if it is right, fix the clock of the job that writes these rows, "
+    "or raise interactions.max_future_days"
+)
+IN_FUTURE = "in the future"
 
 
-FUTURE = "in the future"
-
-
-@dataclass(frozen=True)
-class Check:
-    """A fault of a row: `condition` is SQL over `raw`, true (not null) where the row has it."""
-
-    column: str
-    reason: str
-    condition: str
-    hint: str
-
-    @property
-    def name(self) -> str:
-        """How manifests count it."""
-        return f"{self.column}: {self.reason}"
-
-
-def row_checks(config: InteractionsConfig, *, schema: Mapping[str, pa.DataType], now_us: int | None = None) -> list[Check]:
-    """All checks of this log. `schema` has the type of each column; `now_us` is the current time in microseconds."""
-    checks: list[Check] = []
-    for alias, id_column in (("user", config.user_column), ("item", config.item_column)):
-        checks += _id_checks(alias, id_column, schema[id_column])
+def row_checks(config: InteractionsConfig, *, schema: Mapping[str, pa.DataType]) -> list[RowCheck]:
+    """Return all row checks of a log. `schema` maps each column to its type."""
+    checks = _id_checks("user", config.user_column, schema[config.user_column])
+    checks += _id_checks("item", config.item_column, schema[config.item_column])
     if config.timestamp_column is not None:
-        checks += _time_checks(config.timestamp_column, latest=latest_time(config, now_us=now_us))
-    numbers = {"sequence": config.order_column, "label": config.label_column, "weight": config.weight_column}
-    for alias, name in numbers.items():
-        if name is not None:
-            checks += _number_checks(alias, name, schema[name])
-    if config.order_column is not None and pa.types.is_uint64(schema[config.order_column]):
-        checks.append(Check(config.order_column, "over int64", f"sequence > {INT64_MAX}", MEND))
-    if config.label_range is not None and config.label_column is not None:
-        low, high = config.label_range
-        outside = f"isfinite(label::DOUBLE) AND (label::DOUBLE < {low!r} OR label::DOUBLE > {high!r})"  # NaN is above all
-        checks.append(Check(config.label_column, f"outside of {low:g} to {high:g}", outside, "see interactions.label_range"))
+        checks += _time_checks(config.timestamp_column, latest_us=latest_valid_time(config))
+    if config.order_column is not None:
+        checks += _order_checks(config.order_column, schema[config.order_column])
+    if config.label_column is not None:
+        checks += _label_checks(config.label_column, schema[config.label_column], label_range=config.label_range)
     if config.weight_column is not None:
-        checks.append(
-            Check(config.weight_column, "negative", "weight < 0 AND isfinite(weight::DOUBLE)", "a weight is 0 or more")
-        )
-        large = f"weight::DOUBLE > {FLOAT32_MAX!r} AND isfinite(weight::DOUBLE)"
-        checks.append(Check(config.weight_column, "too large for float32", large, MEND))
+        checks += _weight_checks(config.weight_column, schema[config.weight_column])
     return checks
 
 
-def latest_time(config: InteractionsConfig, *, now_us: int | None = None) -> int:
-    """The latest time that is no bad row, in microseconds."""
-    now = time.time_ns() // 1_000 if now_us is None else now_us
-    return now + int(config.max_future_days * DAY_US)
-
-
-def good_rows(checks: Sequence[Check]) -> str:
-    """SQL that is true for the rows without a fault."""
-    return " AND ".join(f"NOT coalesce({check.condition}, false)" for check in checks)
+def latest_valid_time(config: InteractionsConfig) -> int:
+    """Return the latest time, in microseconds, that does not make a row bad."""
+    return time.time_ns() // 1_000 + int(config.max_future_days * DAY_US)
 
 
 @dataclass(frozen=True)
-class FileFacts:
-    """What one scan found in a file: rows, rows with any fault, rows per check, smallest and largest good values."""
+class FileStatistics:
+    """Statistics of one file of the log, from one scan."""
 
-    rows: int = 0
-    bad: int = 0
-    counts: Mapping[str, int] = field(default_factory=dict)
-    spans: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    num_rows: int = 0
+    num_bad: int = 0
+    """Rows that fail at least one check."""
+    bad_counts: Mapping[str, int] = field(default_factory=dict)
+    """Rows that fail each check, by the name of the check; checks without such rows are left out."""
+    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Smallest and largest value of the good rows, by column of `raw`."""
 
 
-def scan_rows(
-    connection: duckdb.DuckDBPyConnection, checks: Sequence[Check], *, files: int, numbers: Sequence[str], threshold: str
-) -> list[FileFacts]:
-    """The facts of all `files`, in one scan.
+def scan_files(
+    connection: duckdb.DuckDBPyConnection,
+    checks: Sequence[RowCheck],
+    *,
+    num_files: int,
+    range_columns: Sequence[str],
+    positive: str,
+) -> list[FileStatistics]:
+    """Return the statistics of each file of `raw`, in one scan.
 
     Args:
-        numbers: aliases in `raw` whose span is wanted.
-        threshold: SQL for the good rows that stay events; the span of `position` is theirs.
+        range_columns: columns of `raw` whose smallest and largest value is returned.
+        positive: SQL, true for the rows that reach the label threshold. The range of `position` is over these rows only.
     """
-    good = good_rows(checks)
+    good = passes(checks)
     counts = [f"count(*) FILTER ({check.condition})" for check in checks]
-    stays = {"position": f"{good}{threshold}"}
-    spans = [f"{end}({alias}::DOUBLE) FILTER ({stays.get(alias, good)})" for alias in numbers for end in ("min", "max")]
-    values = ", ".join(["source", "count(*)", f"count(*) FILTER (NOT ({good}))", *counts, *spans])
-    facts = [FileFacts()] * files  # a file without rows is not among the groups
-    for source, rows, bad, *rest in connection.sql(f"SELECT {values} FROM raw GROUP BY source").fetchall():
-        ends = rest[len(checks) :]
-        facts[source] = FileFacts(
-            rows,
-            bad,
-            {check.name: count for check, count in zip(checks, rest, strict=False) if count},
-            {
-                alias: pair
-                for alias, pair in zip(numbers, zip(ends[::2], ends[1::2], strict=True), strict=True)
-                if pair[0] is not None
-            },
-        )
-    return facts
+    ranges = []
+    for column in range_columns:
+        rows = f"{good} AND {positive}" if column == "position" else good
+        ranges += [f"{bound}({column}::DOUBLE) FILTER ({rows})" for bound in ("min", "max")]
+    values = ", ".join(["source", "count(*)", f"count(*) FILTER (NOT ({good}))", *counts, *ranges])
+    statistics = [FileStatistics()] * num_files  # a file without rows does not occur in `raw`
+    for source, num_rows, num_bad, *rest in connection.sql(f"SELECT {values} FROM raw GROUP BY source").fetchall():
+        bad_counts = {check.name: count for check, count in zip(checks, rest, strict=False) if count}
+        bounds = zip(rest[len(checks) :: 2], rest[len(checks) + 1 :: 2], strict=True)
+        found = {column: pair for column, pair in zip(range_columns, bounds, strict=True) if pair[0] is not None}
+        statistics[source] = FileStatistics(num_rows, num_bad, bad_counts, found)
+    return statistics
 
 
-def refuse_bad_rows(
+def reject_bad_log(
     connection: duckdb.DuckDBPyConnection,
     config: InteractionsConfig,
-    checks: Sequence[Check],
-    found: Sequence[FileFacts],
+    checks: Sequence[RowCheck],
+    statistics: Sequence[FileStatistics],
     *,
     sources: Sequence[Source],
 ) -> None:
-    """InputError for the first bad row under on_bad_rows: fail, and above max_bad_share under drop."""
-    rows, bad = sum(each.rows for each in found), sum(each.bad for each in found)
-    if not bad or (config.on_bad_rows == "drop" and bad <= config.max_bad_share * rows):
-        return
-    check, source, row = _first_bad(connection, checks, found)
-    count = sum(each.counts.get(check.name, 0) for each in found)
-    way_out = f"{check.hint}; or set interactions.on_bad_rows to drop"
-    if config.on_bad_rows == "drop":
-        way_out = (
-            f"{bad:,} of {rows:,} rows are bad, a share of {bad / rows:.4f}, above interactions.max_bad_share, "
-            f"{config.max_bad_share:g}; mend them, or raise it"
-        )
-    value = value_at(sources[source], check.column, row)
-    what = "null" if value is None else f"{shown(value)} is {check.reason}"
-    raise InputError(
-        f"{sources[source].name}: column {check.column!r}, row {row}: {what}, as in {count:,} of {rows:,} rows in all; "
-        f"{way_out}"
+    """Raise InputError for the first bad row if on_bad_rows is fail, or if more than max_bad_share of the rows are bad."""
+
+    def find_first() -> BadRow:
+        index = next(index for index, file in enumerate(statistics) if file.num_bad)
+        relation = f"(SELECT * FROM raw WHERE source = {index})"
+        bad = first_bad_row(connection, checks, relation=relation, row="row", source=sources[index])
+        assert bad is not None
+        return bad
+
+    reject_bad_rows(
+        {check.name: sum(file.bad_counts.get(check.name, 0) for file in statistics) for check in checks},
+        num_bad=sum(file.num_bad for file in statistics),
+        num_rows=sum(file.num_rows for file in statistics),
+        policy=BadRowPolicy("interactions", config.on_bad_rows, config.max_bad_share),
+        find_first=find_first,
     )
 
 
-def _first_bad(
-    connection: duckdb.DuckDBPyConnection, checks: Sequence[Check], found: Sequence[FileFacts]
-) -> tuple[Check, int, int]:
-    """The first bad row in the order of the files: the first check that it fails, its file and its row there."""
-    first = next(source for source, facts in enumerate(found) if facts.bad)
-    faults = ", ".join(f"coalesce({check.condition}, false)" for check in checks)
-    query = f"SELECT row, {faults} FROM raw WHERE source = {first} AND NOT ({good_rows(checks)}) ORDER BY row LIMIT 1"
-    ((row, *fails),) = connection.sql(query).fetchall()
-    return checks[fails.index(True)], first, row
-
-
-def value_at(source: Source, column: str, row: int) -> Any:
-    """The value as pyarrow reads it: a wild time ends DuckDB's connection when it is printed."""
-    if column in source.partition:
-        return source.constant(column)
-    with source.open() as file:
-        for group, rows in enumerate(source.footer.group_rows):
-            if row < rows:
-                scalar = file.read_row_group(group, columns=[column]).column(0)[row]
-                if pa.types.is_timestamp(scalar.type) and scalar.type.unit == "ns":  # Python has no nanoseconds
-                    scalar = scalar.cast(pa.timestamp("us", scalar.type.tz), safe=False)
-                try:
-                    return scalar.as_py()
-                except (ValueError, OverflowError):  # a time that Python has no word for
-                    return scalar.value
-            row -= rows
-    raise AssertionError(f"{source.name} has no such row")
-
-
-def _id_checks(alias: str, column: str, kind: pa.DataType) -> list[Check]:
-    checks = [Check(column, "null", f'"{alias}" IS NULL', MEND)]
-    value = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if pa.types.is_uint64(value):
-        checks.append(Check(column, "over int64", f'"{alias}" > {INT64_MAX}', "ids fit into int64; write them as strings"))
-    if not pa.types.is_integer(value):
-        checks.append(Check(column, "an empty string", f"\"{alias}\" = ''", MEND))
+def _id_checks(alias: str, column: str, kind: pa.DataType) -> list[RowCheck]:
+    checks = [RowCheck(column, "null", f'"{alias}" IS NULL', FIX_ROWS)]
+    if pa.types.is_uint64(value_type(kind)):
+        too_large = f'"{alias}" > {INT64_MAX}'
+        checks.append(RowCheck(column, "over int64", too_large, "ids have to fit into int64; write them as strings"))
+    if not pa.types.is_integer(value_type(kind)):
+        checks.append(RowCheck(column, "an empty string", f"\"{alias}\" = ''", FIX_ROWS))
     return checks
 
 
-def _time_checks(column: str, *, latest: int) -> list[Check]:
-    # What does not fit into 64 bits of microseconds becomes null in `position`; `early` still tells which end it is.
-    lost = "position IS NULL AND time IS NOT NULL"
+def _time_checks(column: str, *, latest_us: int) -> list[RowCheck]:
+    # A time that overflows 64 bits of microseconds is null in `position`; `early` then tells whether it is before 1970.
+    overflow = "position IS NULL AND time IS NOT NULL"
     return [
-        Check(column, "null", "time IS NULL", MEND),
-        Check(column, FUTURE, f"position > {latest} OR ({lost} AND NOT early)", CLOCK),
-        Check(column, "before 1970", f"position < 0 OR ({lost} AND early)", CLOCK),
+        RowCheck(column, "null", "time IS NULL", FIX_ROWS),
+        RowCheck(column, IN_FUTURE, f"position > {latest_us} OR ({overflow} AND NOT early)", FIX_CLOCK),
+        RowCheck(column, "before 1970", f"position < 0 OR ({overflow} AND early)", FIX_CLOCK),
     ]
 
 
-def _number_checks(alias: str, column: str, kind: pa.DataType) -> list[Check]:
-    if not pa.types.is_floating(kind):
-        return [Check(column, "null or not a number", f"{alias} IS NULL", MEND)]
+def _order_checks(column: str, kind: pa.DataType) -> list[RowCheck]:
+    checks = _number_checks("sequence", column, kind)
+    if pa.types.is_uint64(kind):
+        checks.append(RowCheck(column, "over int64", f"sequence > {INT64_MAX}", FIX_ROWS))
+    return checks
+
+
+def _label_checks(column: str, kind: pa.DataType, *, label_range: tuple[float, float] | None) -> list[RowCheck]:
+    checks = _number_checks("label", column, kind)
+    if label_range is not None:
+        low, high = label_range
+        # isfinite: DuckDB orders NaN above all numbers, and NaN has a check of its own.
+        outside = f"isfinite(label::DOUBLE) AND (label::DOUBLE < {low!r} OR label::DOUBLE > {high!r})"
+        checks.append(RowCheck(column, f"outside of {low:g} to {high:g}", outside, "see interactions.label_range"))
+    return checks
+
+
+def _weight_checks(column: str, kind: pa.DataType) -> list[RowCheck]:
+    negative, large = "weight < 0", f"weight::DOUBLE > {FLOAT32_MAX!r}"
     return [
-        Check(column, "null or not a number", f"{alias} IS NULL OR isnan({alias}::DOUBLE)", MEND),
-        Check(column, "infinite", f"isinf({alias}::DOUBLE)", MEND),
+        *_number_checks("weight", column, kind),
+        RowCheck(column, "negative", f"{negative} AND isfinite(weight::DOUBLE)", "a weight has to be 0 or more"),
+        RowCheck(column, "too large for float32", f"{large} AND isfinite(weight::DOUBLE)", FIX_ROWS),
+    ]
+
+
+def _number_checks(alias: str, column: str, kind: pa.DataType) -> list[RowCheck]:
+    if not pa.types.is_floating(kind):
+        return [RowCheck(column, "null or not a number", f"{alias} IS NULL", FIX_ROWS)]
+    return [
+        RowCheck(column, "null or not a number", f"{alias} IS NULL OR isnan({alias}::DOUBLE)", FIX_ROWS),
+        RowCheck(column, "infinite", f"isinf({alias}::DOUBLE)", FIX_ROWS),
     ]

@@ -1,6 +1,6 @@
-"""What is known about the columns of the log once it is read, summed over tonight's files."""
+"""Statistics of the log's columns over all input files: nulls, out-of-range values, ranges, and unusual ids."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import duckdb
@@ -12,54 +12,57 @@ from recsys_core.manifests import ColumnFacts, LogPart, ReadFile
 from recsys_core.parquet.duckdb_session import scan
 
 LONG_ID = 1_000
+"""Characters; a longer id is reported as unusual."""
 
 
-def bad_rows(parts: Sequence[LogPart], found: InteractionsInput) -> dict[str, int]:
-    """Dropped rows by `<column>: <reason>`."""
+def bad_row_counts(parts: Sequence[LogPart], log: InteractionsInput) -> dict[str, int]:
+    """Return the number of dropped rows by check, named `<column>: <reason>`."""
     total: dict[str, int] = {}
-    for file in _files(parts, found):
+    for file in _current_files(parts, log):
         for name, count in file.bad_rows.items():
             total[name] = total.get(name, 0) + count
     return total
 
 
-def column_facts(
+def column_statistics(
     connection: duckdb.DuckDBPyConnection,
     config: InteractionsConfig,
-    found: InteractionsInput,
+    log: InteractionsInput,
     *,
     parts: Sequence[LogPart],
     out: Path,
 ) -> dict[str, ColumnFacts]:
-    """Per column: nulls, values out of range, ids, smallest and largest value."""
-    bad, files = bad_rows(parts, found), list(_files(parts, found))
-    facts: dict[str, ColumnFacts] = {}
+    """Return the statistics of each column. `out` holds users.parquet and items.parquet."""
+    bad_rows, files = bad_row_counts(parts, log), _current_files(parts, log)
+    statistics: dict[str, ColumnFacts] = {}
     for column in config.columns:
-        nulls = sum(count for name, count in bad.items() if name.startswith(f"{column}: null"))
-        others = sum(count for name, count in bad.items() if name.startswith(f"{column}: ")) - nulls
-        spans = [file.spans[column] for file in files if column in file.spans]
-        low, high = (min(span[0] for span in spans), max(span[1] for span in spans)) if spans else (None, None)
-        first, last = (_told(value, timed=column == config.timestamp_column) for value in (low, high))
-        facts[column] = ColumnFacts(nulls=nulls, out_of_range=others, first=first, last=last)
-    for side, column, kind in (
-        ("user", config.user_column, found.user_id_type),
-        ("item", config.item_column, found.item_id_type),
+        num_nulls = sum(count for name, count in bad_rows.items() if name.startswith(f"{column}: null"))
+        num_bad = sum(count for name, count in bad_rows.items() if name.startswith(f"{column}: "))
+        ranges = [file.spans[column] for file in files if column in file.spans]
+        first = last = None
+        if ranges:
+            is_time = column == config.timestamp_column
+            first = _as_text(min(low for low, _ in ranges), is_time=is_time)
+            last = _as_text(max(high for _, high in ranges), is_time=is_time)
+        statistics[column] = ColumnFacts(nulls=num_nulls, out_of_range=num_bad - num_nulls, first=first, last=last)
+    for side, column, id_type in (
+        ("user", config.user_column, log.user_id_type),
+        ("item", config.item_column, log.item_id_type),
     ):
-        strange = rf"length(id) > {LONG_ID} OR regexp_matches(id, '[\p{{Cc}}\p{{Cf}}]')" if kind == "string" else "false"
-        ((distinct, odd),) = connection.sql(
-            f"SELECT count(*) FILTER (events > 0), count(*) FILTER (events > 0 AND ({strange})) "
+        # Cc and Cf: control characters, and format characters such as direction marks.
+        is_unusual = rf"length(id) > {LONG_ID} OR regexp_matches(id, '[\p{{Cc}}\p{{Cf}}]')" if id_type == "string" else "false"
+        ((num_ids, num_unusual),) = connection.sql(
+            f"SELECT count(*) FILTER (events > 0), count(*) FILTER (events > 0 AND ({is_unusual})) "
             f"FROM {scan(out / f'{side}s.parquet')}"
         ).fetchall()
-        facts[column] = facts[column].model_copy(update={"distinct": distinct, "odd": odd})
-    return facts
+        statistics[column] = statistics[column].model_copy(update={"distinct": num_ids, "odd": num_unusual})
+    return statistics
 
 
-def _files(parts: Sequence[LogPart], found: InteractionsInput) -> Iterator[ReadFile]:
-    live = found.splits
-    return (file for part in parts for file in part.files if file.source in live)
+def _current_files(parts: Sequence[LogPart], log: InteractionsInput) -> list[ReadFile]:
+    current = log.splits
+    return [file for part in parts for file in part.files if file.source in current]
 
 
-def _told(value: float | None, *, timed: bool) -> str | None:
-    if value is None:
-        return None
-    return as_time(int(value)) if timed else f"{value:g}"
+def _as_text(value: float, *, is_time: bool) -> str:
+    return as_time(int(value)) if is_time else f"{value:g}"

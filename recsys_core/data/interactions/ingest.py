@@ -1,4 +1,4 @@
-"""Stage `interactions`: the log from parquet into vocabularies and a CSR event store, out of core in DuckDB."""
+"""Stage `interactions`: vocabularies and a CSR event store from the parquet log, out of core in DuckDB."""
 
 import shutil
 from pathlib import Path
@@ -6,15 +6,16 @@ from typing import Any
 
 import duckdb
 
-from recsys_core.data.interactions.column_statistics import bad_rows, column_facts
+from recsys_core.data.interactions.column_statistics import bad_row_counts, column_statistics
 from recsys_core.data.interactions.config import SPLITS, InteractionsConfig, LogFilter
 from recsys_core.data.interactions.event_writer import EventWriter
 from recsys_core.data.interactions.filters import check_log, load_log
 from recsys_core.data.interactions.incremental import gather_parts
 from recsys_core.data.interactions.schema import InteractionsInput, check_interactions
-from recsys_core.data.interactions.vocabulary import number, open_ids, write_ids
+from recsys_core.data.interactions.vocabulary import assign_rows, create_id_table, write_vocabulary
 from recsys_core.errors import InputError
-from recsys_core.manifests import EmbeddingsManifest, IdType, InteractionsManifest, fingerprint_of, produce
+from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest, fingerprint_of, produce
+from recsys_core.parquet.columns import require_one_type
 from recsys_core.parquet.duckdb_session import database
 
 
@@ -26,42 +27,44 @@ def ingest_interactions(
     previous: InteractionsManifest | None = None,
     data_root: Path | None = None,
 ) -> InteractionsManifest:
-    """The vocabularies and the event store that InteractionsManifest describes.
+    """Write the vocabularies and the event store that InteractionsManifest describes.
 
-    DuckDB reads, splits, counts and sorts within config.memory_limit and spills to the stage's own folder; what it returns
-    streams into memory maps. The result does not depend on the number of threads.
+    DuckDB reads, splits, counts and sorts within config.memory_limit, and spills to the folder of the stage. Its results
+    stream into memory maps. The result does not depend on the number of threads.
 
     Args:
-        data_root: where every input file has to lie.
-        previous: continued where it may be: an id keeps its row, and only files that it has not read are read.
+        embeddings: pretrained vectors. An item with a vector is in the catalogue even without an event.
+        previous: the stage of the previous run. It is continued unless a rebuild is due: ids keep their rows, and only
+            new files are read.
+        data_root: folder that has to contain every input file.
 
     Raises:
-        InputError: bad rows (see config.on_bad_rows), ids of another type than the vectors', vectors of none of the items, a
-            split that leaves nothing to train on or to test with, too little memory or disk.
+        InputError: bad rows (see config.on_bad_rows), ids of another type than the ids of the vectors, no item or user of
+            the log among the vectors, an empty training or test split, or too little memory or disk.
     """
-    found = check_interactions(config, data_root=data_root)
-    vectors = embeddings.tables if embeddings is not None else {}
-    for table, column, kind in (
-        ("item", config.item_column, found.item_id_type),
-        ("user", config.user_column, found.user_id_type),
-    ):
-        if table in vectors and vectors[table].id_type != kind:
-            raise InputError(
-                f"{found.sources[0].name}: column {column!r} is {kind}, but the ids of the {table} vectors are "
-                f"{vectors[table].id_type}; write both as one type"
-            )
-    records = tuple(source.record for source in found.sources)
+    log = check_interactions(config, data_root=data_root)
+    _check_vector_id_types(config, log, embeddings)
+    records = tuple(source.record for source in log.sources)
     settings = config.result_settings()
     fingerprint = fingerprint_of("interactions", settings, embeddings, records, previous)
+    rebuild_reason = _rebuild_reason(config, log, previous)
+    continued = None if rebuild_reason else previous
+    history = {
+        "continues": continued.fingerprint if continued else None,
+        "lineage": continued.lineage if continued else fingerprint,
+        "run_number": continued.run_number + 1 if continued else 1,
+        "rebuild_reason": rebuild_reason,
+    }
 
     def build(out: Path) -> dict[str, Any]:
         spill = out / "spill"
         with database(
             memory_limit=config.memory_limit, threads=config.threads, spill=spill, subject="interactions"
         ) as connection:
-            facts = _ingest(connection, config, found, embeddings, out, previous=previous, fingerprint=fingerprint)
+            facts = _ingest(connection, config, log, embeddings, out, continued=continued)
         shutil.rmtree(spill, ignore_errors=True)
-        return facts | {"sources": records, "user_id_type": found.user_id_type, "item_id_type": found.item_id_type}
+        types = {"user_id_type": log.user_id_type, "item_id_type": log.item_id_type}
+        return facts | history | types | {"sources": records}
 
     return produce(folder, InteractionsManifest, fingerprint=fingerprint, build=build)
 
@@ -69,79 +72,96 @@ def ingest_interactions(
 def _ingest(
     connection: duckdb.DuckDBPyConnection,
     config: InteractionsConfig,
-    found: InteractionsInput,
+    log: InteractionsInput,
     embeddings: EmbeddingsManifest | None,
     out: Path,
     *,
-    previous: InteractionsManifest | None,
-    fingerprint: str,
+    continued: InteractionsManifest | None,
 ) -> dict[str, Any]:
-    types = (found.user_id_type, found.item_id_type)
-    rebuilt = _why_rebuild(config, types, previous)
-    continued = None if rebuilt else previous
-    left_out = [
-        open_ids(connection, side, kind=kind, previous=continued) for side, kind in zip(("user", "item"), types, strict=True)
-    ]
-    parts, fresh = gather_parts(connection, config, found, out, continued=continued)
-    aside = load_log(connection, config, parts=parts, folder=out, live=found.splits)
-    facts: dict[str, Any] = dict(check_log(connection, config, first_file=found.sources[0].name))
-    filtered = bool(aside) or any(left_out) or config.filter != LogFilter()
-    vector_ids = {table: embeddings.path(f"{table}.ids.parquet") for table in embeddings.tables} if embeddings else {}
-    users = number(connection, "user", filtered=filtered, vector_ids=vector_ids.get("user"))
-    items = number(connection, "item", filtered=filtered, vector_ids=vector_ids.get("item"), catalogue=True)
+    num_users_without_row = create_id_table(connection, "user", id_type=log.user_id_type, continued=continued)
+    num_items_without_row = create_id_table(connection, "item", id_type=log.item_id_type, continued=continued)
+    gathered = gather_parts(connection, config, log, out, continued=continued)
+    removed = load_log(connection, config, parts=gathered.parts, folder=out, splits=log.splits)
+    time_span = check_log(connection, config, first_file=log.sources[0].name)
+
+    is_filtered = bool(removed or num_users_without_row or num_items_without_row) or config.filter != LogFilter()
+    vector_ids = {table: embeddings.ids(table) for table in embeddings.tables} if embeddings else {}
+    users = assign_rows(connection, "user", is_filtered=is_filtered, vector_ids=vector_ids.get("user"))
+    items = assign_rows(connection, "item", is_filtered=is_filtered, vector_ids=vector_ids.get("item"), add_vector_ids=True)
+
     writer = EventWriter(out, users=users, items=items, config=config)
     writer.write_events(connection)
     writer.write_offsets()
-    present, with_vector = writer.item_count_IS.any(axis=1), items.vector_row >= 0
-    for vocabulary, found_both in ((users, users.vector_row >= 0), (items, with_vector & present)):
-        side = vocabulary.side
-        if embeddings is not None and side in vector_ids and not found_both.any():
-            raise InputError(
-                f"embeddings: none of the {embeddings.tables[side].rows:,} {side} vectors belongs to one of the log's {side}s; "
-                "do both use the same ids?"
-            )
-    for vocabulary, counts in ((users, writer.user_count_US), (items, writer.item_count_IS)):
-        write_ids(connection, vocabulary, train_count=counts[:, 0], events=counts.sum(axis=1), out=out)
-    return facts | {
+    user_count_U, item_count_I = writer.user_count_US.sum(axis=1), writer.item_count_IS.sum(axis=1)
+    has_event_I, has_vector_I = item_count_I > 0, items.vector_row_R >= 0
+    _require_match(embeddings, "user", any_match=bool((users.vector_row_R >= 0).any()))
+    _require_match(embeddings, "item", any_match=bool((has_vector_I & has_event_I).any()))
+    write_vocabulary(connection, users, train_count_R=writer.user_count_US[:, 0], event_count_R=user_count_U, out=out)
+    write_vocabulary(connection, items, train_count_R=writer.item_count_IS[:, 0], event_count_R=item_count_I, out=out)
+    num_events = dict(zip(SPLITS, writer.user_count_US.sum(axis=0).tolist(), strict=True))
+    return {
+        **time_span,
         "num_users": len(users),
         "num_items": len(items),
-        **dict(zip((f"{split}_events" for split in SPLITS), writer.user_count_US.sum(axis=0).tolist(), strict=True)),
+        **{f"{split}_events": count for split, count in num_events.items()},
         "ordered": config.ordered,
         "id_columns": (config.user_column, config.item_column),
-        "items_with_vector": int(with_vector.sum()),
-        "items_vector_only": int((with_vector & ~present).sum()),
-        "continues": continued.fingerprint if continued else None,
-        "lineage": continued.lineage if continued else fingerprint,
-        "run_number": continued.run_number + 1 if continued else 1,
-        "rebuild_reason": rebuilt,
-        "idle_users": int((~writer.user_count_US.any(axis=1)).sum()),
-        "idle_items": int((~present & ~with_vector).sum()),
-        "rows_read": sum(source.record.rows for source in fresh),
-        "files_read": len(fresh),
-        "columns": column_facts(connection, config, found, parts=parts, out=out),
-        "removed_events": aside,
-        "bad_rows": bad_rows(parts, found),
-        "parts": parts,
+        "items_with_vector": int(has_vector_I.sum()),
+        "items_vector_only": int((has_vector_I & ~has_event_I).sum()),
+        "idle_users": int((user_count_U == 0).sum()),
+        "idle_items": int((~has_event_I & ~has_vector_I).sum()),
+        "rows_read": sum(source.record.rows for source in gathered.new_sources),
+        "files_read": len(gathered.new_sources),
+        "columns": column_statistics(connection, config, log, parts=gathered.parts, out=out),
+        "removed_events": removed,
+        "bad_rows": bad_row_counts(gathered.parts, log),
+        "parts": gathered.parts,
     }
 
 
-def _why_rebuild(config: InteractionsConfig, types: tuple[IdType, IdType], previous: InteractionsManifest | None) -> str | None:
-    """Why the vocabulary has to be built anew, or None where last night's is continued."""
+def _check_vector_id_types(config: InteractionsConfig, log: InteractionsInput, embeddings: EmbeddingsManifest | None) -> None:
+    for table, column, id_type in (
+        ("item", config.item_column, log.item_id_type),
+        ("user", config.user_column, log.user_id_type),
+    ):
+        if embeddings is not None and table in embeddings.tables:
+            require_one_type(
+                id_type,
+                of=f"{log.sources[0].name}: column {column!r}",
+                other=embeddings.tables[table].id_type,
+                of_other=f"the id of the {table} vectors",
+            )
+
+
+def _require_match(embeddings: EmbeddingsManifest | None, side: str, *, any_match: bool) -> None:
+    if embeddings is not None and side in embeddings.tables and not any_match:
+        raise InputError(
+            f"embeddings: none of the {embeddings.tables[side].rows:,} {side} vectors has the id of "
+            f"one of the {side}s of the log; check "
+            "that both use the same ids"
+        )
+
+
+def _rebuild_reason(config: InteractionsConfig, log: InteractionsInput, previous: InteractionsManifest | None) -> str | None:
+    """Return why the vocabularies are built from scratch, or None if those of the previous run are continued."""
     if previous is None:
-        return "there is no earlier night"
+        return "there is no previous run"
     if config.vocabulary.rebuild == "always":
         return "interactions.vocabulary.rebuild is always"
     columns = (config.user_column, config.item_column)
     if columns != previous.id_columns:
-        return f"the ids are read from {columns}, and were from {previous.id_columns}"
-    if types != (previous.user_id_type, previous.item_id_type):
-        return f"the ids are {types[0]} and {types[1]}, and were {previous.user_id_type} and {previous.item_id_type}"
+        return f"the ids come from the columns {columns}, in the previous run from {previous.id_columns}"
+    types, previous_types = (log.user_id_type, log.item_id_type), (previous.user_id_type, previous.item_id_type)
+    if types != previous_types:
+        return f"the id types are {types}, in the previous run {previous_types}"
     if previous.run_number >= config.vocabulary.rebuild_after_runs:
-        return f"it was continued for {previous.run_number} nights (interactions.vocabulary.rebuild_after_runs)"
-    for side, idle, rows in (
+        return f"{previous.run_number} runs have used the same vocabularies (interactions.vocabulary.rebuild_after_runs)"
+    for side, num_idle, num_rows in (
         ("users", previous.idle_users, previous.num_users),
         ("items", previous.idle_items, previous.num_items),
     ):
-        if idle > config.vocabulary.max_idle_share * rows:
-            return f"{idle:,} of {rows:,} {side} had no event last night (interactions.vocabulary.max_idle_share)"
+        if num_idle > config.vocabulary.max_idle_share * num_rows:
+            return (
+                f"{num_idle:,} of {num_rows:,} {side} had no event in the previous run (interactions.vocabulary.max_idle_share)"
+            )
     return None

@@ -1,4 +1,4 @@
-"""What the footers say about the interaction log, checked before a row of it is read."""
+"""Schema check of the interaction log: files, columns and types, from the parquet footers alone."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,102 +9,114 @@ import pyarrow as pa
 from recsys_core.data.interactions.config import SPLITS, GivenSplit, InteractionsConfig
 from recsys_core.errors import InputError
 from recsys_core.manifests import IdType, SourceFile
-from recsys_core.parquet.columns import id_type, require_column, require_same_types
+from recsys_core.parquet.columns import id_type, require_column, require_same_types, require_unambiguous_case
 from recsys_core.parquet.guards import check_expansion, require_sidecars
 from recsys_core.parquet.sources import Source, check_distinct_files, open_sources
 
 
 @dataclass(frozen=True)
 class InteractionsInput:
-    """What the footers say about the log, checked. `given` holds the files of each split; one entry where nightjar splits."""
+    """The files of the log, with checked schemas."""
 
-    given: Mapping[str, tuple[Source, ...]]
+    files: Mapping[str, tuple[Source, ...]]
+    """The files by the name of their split; all files are under "train" unless the splits come in files of their own."""
     user_id_type: IdType
     item_id_type: IdType
 
     @property
     def sources(self) -> tuple[Source, ...]:
         """All files."""
-        return tuple(source for group in self.given.values() for source in group)
+        return tuple(source for group in self.files.values() for source in group)
 
     @property
     def splits(self) -> dict[SourceFile, int]:
-        """Code of the split that each file is given for; 0 where nightjar splits."""
-        return {source.record: SPLITS.index(name) for name, group in self.given.items() for source in group}
+        """Code of the split of each file, which is 0 unless the splits come in files of their own."""
+        return {source.record: SPLITS.index(name) for name, group in self.files.items() for source in group}
 
 
 def check_interactions(config: InteractionsConfig, *, data_root: Path | None = None) -> InteractionsInput:
-    """Checks files, columns and types without reading a row; raises InputError."""
-    given = {"train": open_sources(config.paths, setting="interactions.paths", data_root=data_root)}
+    """Open the files of the log and check their columns and types; raise InputError.
+
+    Args:
+        data_root: folder that has to contain every file.
+    """
+    files = {"train": open_sources(config.paths, setting="interactions.paths", data_root=data_root)}
     if isinstance(config.split, GivenSplit):
         if config.split.validation is not None:
-            given["validation"] = open_sources(
+            files["validation"] = open_sources(
                 config.split.validation, setting="interactions.split.validation", data_root=data_root
             )
-        given["test"] = open_sources(config.split.test, setting="interactions.split.test", data_root=data_root)
-    found = tuple(source for group in given.values() for source in group)
+        files["test"] = open_sources(config.split.test, setting="interactions.split.test", data_root=data_root)
+    sources = tuple(source for group in files.values() for source in group)
     if config.checksums == "sidecar":
-        require_sidecars(found)
-    _refuse_twice(given)
-    users = id_type(found, config.user_column, setting="interactions.user_column")
-    items = id_type(found, config.item_column, setting="interactions.item_column")
+        require_sidecars(sources)
+    _require_distinct_files(files)
+    user_id_type = id_type(sources, config.user_column, setting="interactions.user_column")
+    item_id_type = id_type(sources, config.item_column, setting="interactions.item_column")
     if config.timestamp_column is not None:
-        _check_times(found, config.timestamp_column)
-    for source in found:
-        _refuse_ambiguous_case(source, config)
-        for setting in ("order_column", "label_column", "weight_column"):
-            column = getattr(config, setting)
-            if column is not None:
-                kind = require_column(source, column, setting=f"interactions.{setting}")
-                number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
-                _require(number or pa.types.is_boolean(kind), source, column, kind, "a number")
-    require_same_types(found, config.context_columns)
+        _check_timestamps(sources, config.timestamp_column)
+    for source in sources:
+        _check_column_names(source, config)
+        _check_number_columns(source, config)
+    require_same_types(sources, config.context_columns)
     check_expansion(
-        found,
+        sources,
         columns=config.columns,
         max_expansion_ratio=config.max_expansion_ratio,
         setting="interactions.max_expansion_ratio",
         texts=False,
     )
-    return InteractionsInput(given, users, items)
+    return InteractionsInput(files, user_id_type, item_id_type)
 
 
-def _refuse_twice(given: Mapping[str, Sequence[Source]]) -> None:
-    owner: dict[str, str] = {}
-    for name, group in given.items():
-        for source in group:
-            other = owner.setdefault(source.name, name)
-            if other != name:
-                raise InputError(f"{source.name}: given for {other} and for {name}; a test on what was trained on says nothing")
-    locations = [source.location for group in given.values() for source in group]
-    check_distinct_files(locations, setting=f"interactions, {' and '.join(given)}")
+def _require_distinct_files(files: Mapping[str, Sequence[Source]]) -> None:
+    split_of: dict[str, str] = {}
+    for split, sources in files.items():
+        for source in sources:
+            other = split_of.setdefault(source.name, split)
+            if other != split:
+                raise InputError(
+                    f"{source.name}: is in both the {other} and the {split} files; a test on training events is meaningless"
+                )
+    locations = [source.location for sources in files.values() for source in sources]
+    check_distinct_files(locations, setting=f"interactions, {' and '.join(files)}")
 
 
-def _check_times(sources: Sequence[Source], column: str) -> None:
-    """One clock in all files: DuckDB would read a mixture by the zone of the machine, or not at all."""
-    clocks = {}
+def _check_timestamps(sources: Sequence[Source], column: str) -> None:
+    """Require one kind of time in all files: DuckDB would convert a mixture with the time zone of this machine, or fail."""
+    first_kind = require_column(sources[0], column, setting="interactions.timestamp_column")
     for source in sources:
         kind = require_column(source, column, setting="interactions.timestamp_column")
-        fits = pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_integer(kind)
-        _require(fits, source, column, kind, "a timestamp, a date or an integer")
-        zoned = pa.types.is_timestamp(kind) and kind.tz is not None
-        clocks[source.name] = "integer" if pa.types.is_integer(kind) else "with zone" if zoned else "without zone"
-        if clocks[source.name] != clocks[sources[0].name]:
-            first = require_column(sources[0], column, setting="interactions.timestamp_column")
-            raise InputError(f"{source.name}: column {column!r} is {kind}, but {first} in {sources[0].name}; write one type")
+        is_time = pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_integer(kind)
+        _require_type(is_time, source, column, kind, "a timestamp, a date or an integer")
+        if _kind_of_time(kind) != _kind_of_time(first_kind):
+            raise InputError(
+                f"{source.name}: column {column!r} is {kind}, but {first_kind} in {sources[0].name}; write one type"
+            )
 
 
-def _refuse_ambiguous_case(source: Source, config: InteractionsConfig) -> None:
-    """DuckDB's names know no case: of ID and id it would read the first, whichever is meant; two names are its own."""
-    for column in config.columns:
-        same = [name for name in source.schema.names if name.lower() == column.lower()]
-        if len(same) > 1:
-            raise InputError(f"{source.name}: columns {same} differ by case alone; rename all but {column!r}")
+def _kind_of_time(kind: pa.DataType) -> str:
+    if pa.types.is_integer(kind):
+        return "integer"
+    return "with time zone" if pa.types.is_timestamp(kind) and kind.tz is not None else "without time zone"
+
+
+def _check_column_names(source: Source, config: InteractionsConfig) -> None:
+    require_unambiguous_case(source, config.columns)
     for name in source.schema.names:
         if name.lower() in ("file_index", "file_row_number"):
-            raise InputError(f"{source.name}: a column cannot be called {name!r}: rows are counted under that name; rename it")
+            raise InputError(f"{source.name}: column {name!r} has a name that DuckDB reserves for row numbers; rename it")
 
 
-def _require(fits: bool, source: Source, column: str, kind: pa.DataType, wanted: str) -> None:
+def _check_number_columns(source: Source, config: InteractionsConfig) -> None:
+    for setting in ("order_column", "label_column", "weight_column"):
+        column = getattr(config, setting)
+        if column is not None:
+            kind = require_column(source, column, setting=f"interactions.{setting}")
+            is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+            _require_type(is_number or pa.types.is_boolean(kind), source, column, kind, "a number")
+
+
+def _require_type(fits: bool, source: Source, column: str, kind: pa.DataType, expected: str) -> None:
     if not fits:
-        raise InputError(f"{source.name}: column {column!r} is {kind}, but has to be {wanted}; cast it")
+        raise InputError(f"{source.name}: column {column!r} is {kind}, but has to be {expected}; cast it")

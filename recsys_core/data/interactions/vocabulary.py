@@ -1,7 +1,8 @@
-"""Raw ids -> codes -> rows, in DuckDB.
+"""Vocabularies of users and items in DuckDB: an id gets a code when it is first read, and a row when it is in the catalogue.
 
-A code is given to every id ever read, a row only to the ids that count; both are kept from night to night.
-Tables per side: <side>_ids (id, code, known: the row it had last night, or null) and <side>s (id, code, row, vector_row).
+Codes and rows stay the same from run to run. Each side (user, item) has two tables:
+<side>_ids (id, code, known): every id ever read; `known` is its row in the previous run, or null.
+<side>s (id, code, row, vector_row): the ids that have a row in this run.
 """
 
 from dataclasses import dataclass
@@ -19,90 +20,97 @@ from recsys_core.parquet.duckdb_session import SQL_TYPE, quoted, scan
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What <side>s holds, in row order."""
+    """The content of table <side>s, in the order of the rows."""
 
     side: str
-    id: pa.ChunkedArray
-    vector_row: NDArray[np.int64]
-    """int64 [rows]: row of the id's pretrained vector, -1 without."""
+    ids: pa.ChunkedArray
+    vector_row_R: NDArray[np.int64]
+    """Row of the id's pretrained vector, -1 for an id without a vector."""
     codes_are_rows: bool
-    """Every id has a row and its code is that row: no event has to be renumbered."""
+    """Whether the code of every id equals its row, so that the codes of events need no join."""
 
     def __len__(self) -> int:
-        return len(self.id)
+        return len(self.ids)
 
-    def joined(self, column: str) -> tuple[str, str]:
-        """SQL for the row of code `column`, and the join that it needs."""
+    def row_of(self, code_column: str) -> tuple[str, str]:
+        """Return SQL for the row of the code in `code_column`, and SQL for the join that it needs."""
         if self.codes_are_rows:
-            return column, ""
-        return f"{self.side}s.row", f" JOIN {self.side}s ON {column} = {self.side}s.code"
+            return code_column, ""
+        return f"{self.side}s.row", f" JOIN {self.side}s ON {code_column} = {self.side}s.code"
 
 
-def open_ids(connection: duckdb.DuckDBPyConnection, side: str, *, kind: IdType, previous: InteractionsManifest | None) -> int:
-    """Creates table <side>_ids: empty, or as last night left it; returns how many ids were left without a row."""
-    connection.execute(f"CREATE TABLE {side}_ids (id {SQL_TYPE[kind]} NOT NULL, code INTEGER, known INTEGER)").fetchall()
-    if previous is None:
+def create_id_table(
+    connection: duckdb.DuckDBPyConnection, side: str, *, id_type: IdType, continued: InteractionsManifest | None
+) -> int:
+    """Create table <side>_ids, with the ids of the run `continued` if there is one; return how many of them have no row."""
+    connection.execute(f"CREATE TABLE {side}_ids (id {SQL_TYPE[id_type]} NOT NULL, code INTEGER, known INTEGER)").fetchall()
+    if continued is None:
         return 0
-    read = scan(previous.path(f"{side}_ids.parquet"), options="file_row_number = true")
-    connection.execute(f'INSERT INTO {side}_ids SELECT id, file_row_number, "row" FROM {read}').fetchall()
-    ((left_out,),) = connection.sql(f"SELECT count(*) FROM {side}_ids WHERE known IS NULL").fetchall()
-    return int(left_out)
+    previous_ids = scan(continued.path(f"{side}_ids.parquet"), options="file_row_number = true")
+    connection.execute(f'INSERT INTO {side}_ids SELECT id, file_row_number, "row" FROM {previous_ids}').fetchall()
+    ((num_without_row,),) = connection.sql(f"SELECT count(*) FROM {side}_ids WHERE known IS NULL").fetchall()
+    return int(num_without_row)
 
 
-def number(
-    connection: duckdb.DuckDBPyConnection, side: str, *, filtered: bool, vector_ids: Path | None = None, catalogue: bool = False
+def assign_rows(
+    connection: duckdb.DuckDBPyConnection,
+    side: str,
+    *,
+    is_filtered: bool,
+    vector_ids: Path | None = None,
+    add_vector_ids: bool = False,
 ) -> Vocabulary:
-    """Creates table <side>s: known rows as they were, then the new ids in the order of their codes.
+    """Create table <side>s: known ids keep their row, new ids follow in the order of their codes.
 
     Args:
-        filtered: whether ids may have no event in `log`; these get no row.
-        vector_ids: parquet with the `id` of each pretrained vector, if there are any.
-        catalogue: whether an id with a vector and no event gets a row too.
+        is_filtered: whether some ids may have no event in `log`; a new id without an event gets no row.
+        vector_ids: parquet file with the column `id`, one row per pretrained vector; None without vectors.
+        add_vector_ids: whether an id with a vector and without an event gets a row too.
     """
     vectors = ""
     if vector_ids is not None:
         vectors = f"(SELECT id, file_row_number AS vector_row FROM {scan(vector_ids, options='file_row_number = true')})"
-    if catalogue and vector_ids is not None:
-        ((codes,),) = connection.sql(f"SELECT count(*) FROM {side}_ids").fetchall()
+    if add_vector_ids and vector_ids is not None:
+        ((num_codes,),) = connection.sql(f"SELECT count(*) FROM {side}_ids").fetchall()
         connection.execute(
-            f"INSERT INTO {side}_ids SELECT id, {codes} + row_number() OVER (ORDER BY vector_row) - 1, NULL "
+            f"INSERT INTO {side}_ids SELECT id, {num_codes} + row_number() OVER (ORDER BY vector_row) - 1, NULL "
             f"FROM {vectors} ANTI JOIN {side}_ids USING (id)"
         ).fetchall()
-    ((known,),) = connection.sql(f"SELECT count(known) FROM {side}_ids").fetchall()
+    ((num_known,),) = connection.sql(f"SELECT count(known) FROM {side}_ids").fetchall()
     joins = f" LEFT JOIN {vectors} USING (id)" if vector_ids is not None else ""
     vector_row = "coalesce(vector_row, -1)" if vector_ids is not None else "-1"
-    wanted = "true"
-    if filtered:
+    has_row = "true"
+    if is_filtered:
         joins += f' LEFT JOIN (SELECT DISTINCT "{side}" AS code, true AS present FROM log) USING (code)'
-        wanted = "known IS NOT NULL OR present" + (f" OR {vector_row} >= 0" if catalogue else "")
-    appended = f"{known} + row_number() OVER (PARTITION BY known IS NULL ORDER BY code) - 1"
+        has_row = "known IS NOT NULL OR present" + (f" OR {vector_row} >= 0" if add_vector_ids else "")
+    new_row = f"{num_known} + row_number() OVER (PARTITION BY known IS NULL ORDER BY code) - 1"
     connection.execute(
-        f'CREATE TABLE {side}s AS SELECT id, code, coalesce(known, {appended})::INTEGER AS "row", {vector_row} AS vector_row '
-        f"FROM {side}_ids{joins} WHERE {wanted}"
+        f'CREATE TABLE {side}s AS SELECT id, code, coalesce(known, {new_row})::INTEGER AS "row", {vector_row} AS vector_row '
+        f"FROM {side}_ids{joins} WHERE {has_row}"
     ).fetchall()
     table = connection.sql(f'SELECT id, code, vector_row FROM {side}s ORDER BY "row"').to_arrow_table()
-    code = table.column("code").to_numpy()
+    code_R = table.column("code").to_numpy()
     return Vocabulary(
         side,
-        id=table.column("id"),
-        vector_row=table.column("vector_row").to_numpy().astype(np.int64),
-        codes_are_rows=bool((code == np.arange(len(code))).all()),
+        ids=table.column("id"),
+        vector_row_R=table.column("vector_row").to_numpy().astype(np.int64),
+        codes_are_rows=bool((code_R == np.arange(len(code_R))).all()),
     )
 
 
-def write_ids(
+def write_vocabulary(
     connection: duckdb.DuckDBPyConnection,
     vocabulary: Vocabulary,
     *,
-    train_count: NDArray[np.int64],
-    events: NDArray[np.int64],
+    train_count_R: NDArray[np.int64],
+    event_count_R: NDArray[np.int64],
     out: Path,
 ) -> None:
-    """<side>_ids.parquet, in order of the codes, and <side>s.parquet, in order of the rows."""
+    """Write <side>_ids.parquet, in the order of the codes, and <side>s.parquet, in the order of the rows."""
     side = vocabulary.side
     connection.execute(
         f'COPY (SELECT i.id, v."row" FROM {side}_ids i LEFT JOIN {side}s v USING (code) ORDER BY code) '
         f"TO {quoted(str(out / f'{side}_ids.parquet'), mark=chr(39))} (FORMAT parquet)"
     ).fetchall()
-    table = pa.table({"id": vocabulary.id, "train_count": train_count, "events": events})
+    table = pa.table({"id": vocabulary.ids, "train_count": train_count_R, "events": event_count_R})
     pq.write_table(table, out / f"{side}s.parquet", use_dictionary=False)

@@ -98,7 +98,12 @@ def test_columns_that_are_missing_double_or_of_another_type(tmp_path: Path, stag
 def test_ids_of_mixed_type(tmp_path: Path, stage: Stage) -> None:
     write(tmp_path / "log" / "a.parquet", **GOOD)
     write(tmp_path / "log" / "b.parquet", **(GOOD | {"item_id": [str(row) for row in range(ROWS)]}))
-    refuses(stage(tmp_path / "log"), tmp_path, "b.parquet: column 'item_id' is string, but int64 in ", "a.parquet; write")
+    refuses(
+        stage(tmp_path / "log"),
+        tmp_path,
+        "b.parquet: column 'item_id' is string, but column 'item_id' of ",
+        "a.parquet is int64; write",
+    )
 
 
 def test_bombs(tmp_path: Path) -> None:

@@ -169,7 +169,10 @@ def test_files_with_different_dimensions_are_refused_with_both_names(tmp_path: P
 @pytest.mark.parametrize(
     ("other", "parts"),
     [
-        ({"item_id": ["2"], "v": [[1.0]]}, ("b.parquet: column 'item_id' is string, but int64 in ", "a.parquet; write one")),
+        (
+            {"item_id": ["2"], "v": [[1.0]]},
+            ("b.parquet: column 'item_id' is string, but column 'item_id' of ", "a.parquet is int64; write both"),
+        ),
         (
             {"item_id": [2], "v": pa.array([[1.0]], pa.list_(pa.float16()))},
             ("b.parquet: column 'v' is list<element: halffloat>, but list<element: double> in ", "a.parquet; write one type"),

@@ -140,7 +140,7 @@ def test_a_setting_that_is_no_finite_number_is_refused(settings: dict[str, objec
 
 def test_a_filter_that_leaves_nothing_says_so(tmp_path: Path) -> None:
     path = write_log(tmp_path / "log.parquet", LOG)
-    with refusal(path, "interactions.filter leaves no events; loosen it"):
+    with refusal(path, "interactions.filter removes all events; relax it"):
         ingest(tmp_path / "stage", path, split=LAST_OUT, filter={"min_user_events": 100})
     with refusal(path, "column 'user_id': the log has a single user"):
         ingest(tmp_path / "stage", path, split=LAST_OUT, filter={"min_user_events": 10})

@@ -106,7 +106,7 @@ def test_files_that_are_gone_take_their_events_along_and_leave_their_ids(tmp_pat
     ("settings", "why"),
     [
         ({"vocabulary": {"rebuild": "always"}}, "rebuild is always"),
-        ({"vocabulary": {"rebuild_after_runs": 1}}, "it was continued for 1 nights"),
+        ({"vocabulary": {"rebuild_after_runs": 1}}, "1 runs have used the same vocabularies"),
     ],
 )
 def test_a_rebuild_numbers_anew_by_frequency(tmp_path: Path, settings: dict[str, Any], why: str) -> None:
@@ -128,7 +128,7 @@ def test_a_rebuild_is_due_when_most_ids_are_idle(tmp_path: Path) -> None:
     second = ingest(tmp_path / "night2", paths, split=TIME, previous=first)
     assert (second.rebuild_reason, second.idle_users, second.num_users) == (None, 3, 5)
     third = ingest(tmp_path / "night3", paths, split=TIME, previous=second)
-    assert third.rebuild_reason is not None and "3 of 5 users had no event last night" in third.rebuild_reason
+    assert third.rebuild_reason is not None and "3 of 5 users had no event in the previous run" in third.rebuild_reason
     assert (third.num_users, third.idle_users) == (2, 0)
 
 

@@ -73,7 +73,12 @@ def test_files_with_different_types(tmp_path: Path) -> None:
     write(tmp_path / "data" / "b.parquet", id=[11], brand=["x"])
     path = str(tmp_path / "data" / "*.parquet")
     refused(
-        tmp_path, "b.parquet", "'brand' holds string, but int64 in", "a.parquet", "write one type", features=BRAND, path=path
+        tmp_path,
+        "b.parquet",
+        "b.parquet: column 'brand' is string, but column 'brand' of",
+        "a.parquet is int64; write both as one type",
+        features=BRAND,
+        path=path,
     )
 
 
@@ -81,7 +86,7 @@ def test_ids_of_another_type_than_the_logs(tmp_path: Path) -> None:
     refused(
         tmp_path,
         "items.parquet",
-        "'id' is string, but the items of the log are int64",
+        "'id' is string, but the item id of the log is int64",
         features=BRAND,
         id=["10", "11", "12"],
         brand=["a"] * 3,
@@ -91,7 +96,7 @@ def test_ids_of_another_type_than_the_logs(tmp_path: Path) -> None:
 def test_a_null_id(tmp_path: Path) -> None:
     refused(
         tmp_path,
-        "items.parquet: column 'id', row 1, null: the id is null, as in 2 rows in all",
+        "items.parquet: column 'id', row 1: null (2 of 3 rows); drop these rows",
         features=BRAND,
         id=[10, None, None],
         brand=["a"] * 3,
@@ -101,8 +106,8 @@ def test_a_null_id(tmp_path: Path) -> None:
 def test_an_id_that_stands_there_twice_also_over_files(tmp_path: Path) -> None:
     refused(
         tmp_path,
-        "items.parquet: column 'id', row 0, '11'",
-        "1 ids in all; keep one row per id",
+        "items.parquet: column 'id', row 0: 11 is the id of more than one row",
+        "(2 of 3 rows); keep one row for each id",
         features=BRAND,
         id=[11, 10, 11],
         brand=["a"] * 3,
@@ -116,7 +121,7 @@ def test_an_id_that_stands_there_twice_also_over_files(tmp_path: Path) -> None:
             FeaturesConfig.model_validate(config),
             interactions=interactions, previous=None, memory_limit="200MB", threads=1, folder=out,
         ),
-        tmp_path, "a.parquet: column 'id', row 1", "it's",
+        tmp_path, "a.parquet: column 'id', row 1: ", "it's",
     )  # fmt: skip
 
 
@@ -136,7 +141,7 @@ def test_numbers_over_int64(tmp_path: Path) -> None:
     huge = pa.array([1, 2**64 - 1, 3], pa.uint64())
     refused(
         tmp_path,
-        "column 'brand', row 1, '18446744073709551615': the value is over int64, in this row alone",
+        "column 'brand', row 1: 18446744073709551615 is over int64 (1 of 3 rows); write the values as strings",
         features=BRAND,
         brand=huge,
     )
@@ -144,7 +149,7 @@ def test_numbers_over_int64(tmp_path: Path) -> None:
 
 def test_ids_over_int64(tmp_path: Path) -> None:
     huge = pa.array([1, 2**64 - 1, 3], pa.uint64())
-    refused(tmp_path, "column 'id', row 1", "over int64", "write it as a string", features=BRAND, id=huge, brand=["a"] * 3)
+    refused(tmp_path, "column 'id', row 1", "over int64", "write the ids as strings", features=BRAND, id=huge, brand=["a"] * 3)
 
 
 LIKES = [{"name": "likes", "kind": "weighted_list", "weight_column": "much"}]
@@ -153,7 +158,8 @@ LIKES = [{"name": "likes", "kind": "weighted_list", "weight_column": "much"}]
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0, None, 1e300])
 def test_a_weight_that_is_no_finite_number_from_zero_on(tmp_path: Path, weight: float | None) -> None:
     refused(
-        tmp_path, "items.parquet: column 'much', row 2", "a weight is null, negative or not finite", "2 rows in all",
+        tmp_path, "items.parquet: column 'much', row 2", "is a list with a weight that is null, negative, or not finite",
+        "(2 of 4 rows)",
         features=LIKES, id=[10, 11, 12, 13], likes=pa.array([["a"], [], ["a", "b"], ["c"]], LIST),
         much=pa.array([[1.0], [], [2.0, weight], [weight]], WEIGHTS),
     )  # fmt: skip
@@ -161,7 +167,7 @@ def test_a_weight_that_is_no_finite_number_from_zero_on(tmp_path: Path, weight: 
 
 def test_more_weights_than_values(tmp_path: Path) -> None:
     refused(
-        tmp_path, "items.parquet: column 'much', row 1, '[1.0, 2.0]'", "not as long as the list in 'likes'", features=LIKES,
+        tmp_path, "items.parquet: column 'much', row 1: [1.0, 2.0] is", "not as long as the list in 'likes'", features=LIKES,
         likes=pa.array([["a"], ["b"], None], LIST), much=pa.array([[1.0], [1.0, 2.0], None], WEIGHTS),
     )  # fmt: skip
 
@@ -194,8 +200,8 @@ def test_names_with_quotes_and_long_hostile_values_do_no_harm(tmp_path: Path) ->
     refused(
         tmp_path,
         "DROP TABLE",
-        "row 1, '[-1.0, -1.0",
-        "...: a weight",
+        "row 1: [-1.0, -1.0",
+        "... is a list with a weight",
         features=feature,
         likes=likes,
         **{column: pa.array(much, WEIGHTS)},
@@ -208,17 +214,17 @@ def test_names_with_quotes_and_long_hostile_values_do_no_harm(tmp_path: Path) ->
         ({"kind": "numeric"}, "set exactly one of buckets (a number), boundaries (a list) and standardise (true)"),
         ({"kind": "numeric", "standardise": True, "buckets": 3}, "set exactly one of buckets"),
         ({"kind": "numeric", "standardise": True, "min_count": 2}, "only a vocabulary counts"),
-        ({"standardise": True}, "standardise is True, but goes only with kind numeric, not categorical"),
+        ({"standardise": True}, "standardise is True, but is only for kind numeric, not categorical"),
         ({"kind": "numeric", "buckets": 3, "boundaries": [1.0]}, "set exactly one of buckets"),
         ({"kind": "numeric", "boundaries": [1.0, 5.0, 5.0]}, "boundaries have to increase, but 5 comes after 5"),
         ({"kind": "numeric", "boundaries": [1.0, float("inf")]}, "should be a finite number"),
         ({"kind": "numeric", "buckets": 3, "min_count": 2}, "only a vocabulary counts"),
-        ({"hash_rows": 10, "min_count": 2}, "leave hash_rows out"),
-        ({"weight_column": "w"}, "weight_column is 'w', but goes only with kind weighted_list, not categorical"),
-        ({"kind": "list", "buckets": 2}, "buckets is 2, but goes only with kind numeric, not list"),
-        ({"max_values": 3}, "max_values is 3, but goes only with kind list or weighted_list"),
+        ({"hash_rows": 10, "min_count": 2}, "remove hash_rows"),
+        ({"weight_column": "w"}, "weight_column is 'w', but is only for kind weighted_list, not categorical"),
+        ({"kind": "list", "buckets": 2}, "buckets is 2, but is only for kind numeric, not list"),
+        ({"max_values": 3}, "max_values is 3, but is only for kind list or weighted_list"),
         ({"kind": "weighted_list"}, "has no weight_column"),
-        ({"kind": "weighted_list", "weight_column": "x"}, "of the values and of the weights"),
+        ({"kind": "weighted_list", "weight_column": "x"}, "is both the column of the values and weight_column"),
         ({"name": "../x"}, "should match pattern"),
     ],
 )

@@ -16,13 +16,16 @@ IDS = {"user_id": [1, 1, 1, 2, 2], "item_id": [5, 6, 7, 5, 6]}
 PER_S = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 ZONES = (None, "UTC", "Asia/Kolkata")
 KINDS = [pa.timestamp(unit, zone) for unit in PER_S for zone in ZONES]
-WAY_OUT = "is interactions.timestamp_unit right? else mend the clock that writes them, or raise interactions.max_future_days"
+WAY_OUT = (
+    "check interactions.timestamp_unit; if it is right, fix the clock of the job that writes these rows, "
+    "or raise interactions.max_future_days"
+)
 FUTURE = 9_000_000_000
 """In the year 2255, in seconds."""
 
 
 def told(path: str, reason: str) -> tuple[str, ...]:
-    return (f"{path}: column 't', row 1: ", f" is {reason}, as in 2 of 5 rows in all; {WAY_OUT}; or set", "on_bad_rows to drop")
+    return (f"{path}: column 't', row 1: ", f" is {reason} (2 of 5 rows); {WAY_OUT}, or set", "on_bad_rows to drop")
 
 
 def judged(tmp_path: Path, *times: int | None, kind: pa.DataType, **settings: Any) -> dict[str, int]:
@@ -64,7 +67,7 @@ def test_integers_of_every_unit_are_judged_to_the_end_of_64_bits(tmp_path: Path,
 def test_a_bad_time_is_shown_as_it_stands_there(tmp_path: Path, kind: pa.DataType, value: int | None, shown: str) -> None:
     path = write(tmp_path / "a.parquet", **IDS, t=pa.array([1, value, 2, value, 0], kind))
     way_out = "drop these rows" if value is None else WAY_OUT
-    parts = (f"{path}: column 't', row 1: {shown}, as in 2 of 5 rows in all; {way_out}", "; or set interactions.on_bad_rows")
+    parts = (f"{path}: column 't', row 1: {shown} (2 of 5 rows); {way_out}", ", or set interactions.on_bad_rows")
     refuses(lambda folder: ingest(folder, path, split=LAST_OUT), tmp_path, *parts)
 
 
@@ -79,7 +82,7 @@ def test_a_bad_time_is_shown_as_it_stands_there(tmp_path: Path, kind: pa.DataTyp
 )
 def test_days_are_judged(tmp_path: Path, days: int, shown: str, reason: str) -> None:
     path = write(tmp_path / "a.parquet", **IDS, t=pa.array([1, days, 2, days, 0], pa.int32()).cast(pa.date32()))
-    refuses(lambda folder: ingest(folder, path, split=LAST_OUT), tmp_path, f"row 1: {shown} is {reason}, as in 2 of 5", WAY_OUT)
+    refuses(lambda folder: ingest(folder, path, split=LAST_OUT), tmp_path, f"row 1: {shown} is {reason} (2 of 5", WAY_OUT)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +106,8 @@ def test_a_time_that_has_no_microseconds_is_named(tmp_path: Path, value: int, po
     path = with_times(tmp_path / "a.parquet", pa.array([1, -1, value, value, 0], pa.timestamp("ms")))
     refuses(
         lambda folder: ingest(folder, path, split=LAST_OUT, on_bad_rows=policy, max_bad_share=0.9), tmp_path,
-        "a.parquet: column 't', row 1: 1969-12-31 23:59:59.999000 is before 1970 or in the future, as in 3 of 5 rows in all",
-        "so far off that they cannot be dropped", WAY_OUT,
+        "a.parquet: column 't', row 1: 1969-12-31 23:59:59.999000 is before 1970 or in the future (3 of 5 rows)",
+        "too far off to be dropped", WAY_OUT,
     )  # fmt: skip
 
 
@@ -126,7 +129,7 @@ def test_what_does_not_fit_into_the_nanoseconds_of_another_file_is_named(tmp_pat
     ]
     refuses(
         lambda folder: ingest(folder, *paths, split=LAST_OUT), tmp_path,
-        "a.parquet: column 't', row 3: 4", " is before 1970 or in the future, as in 1 of 9 rows", WAY_OUT,
+        "a.parquet: column 't', row 3: 4", " is before 1970 or in the future (1 of 9 rows", WAY_OUT,
     )  # fmt: skip
 
 
@@ -134,7 +137,7 @@ def test_tomorrow_is_no_bad_row_and_the_day_after_is_what_the_setting_says(tmp_p
     now = dt.datetime.now(dt.UTC)
     times = [now + dt.timedelta(hours=hours) for hours in (0, 1, 23, 30, 2)]
     path = write(tmp_path / "a.parquet", **IDS, t=pa.array(times, pa.timestamp("us", "UTC")))
-    refuses(lambda folder: ingest(folder, path, split=LAST_OUT), tmp_path, "row 3: ", "is in the future, as in 1 of 5")
+    refuses(lambda folder: ingest(folder, path, split=LAST_OUT), tmp_path, "row 3: ", "is in the future (1 of 5")
     assert len(read(ingest(tmp_path / "good", path, split=LAST_OUT, max_future_days=2)).items) == 3
 
 
@@ -144,10 +147,10 @@ DAYS = [{"item_id": [5, 6, 7], "user_id": [1, 1, 1]}, {"item_id": [5, 6], "user_
 @pytest.mark.parametrize(
     ("keys", "settings", "said"),
     [
-        (("2024-01-01", "9024-01-02"), {}, "9024-01-02 is in the future, as in 2 of 5"),
-        (("2024-01-01", "1924-01-02"), {}, "1924-01-02 is before 1970, as in 2 of 5"),
-        (("4", "-5"), {}, "-5 is before 1970, as in 3 of 5"),
-        (("4", "9223372036854775807"), {"timestamp_unit": "s"}, "9223372036854775807 is in the future, as in 2 of 5"),
+        (("2024-01-01", "9024-01-02"), {}, "9024-01-02 is in the future (2 of 5"),
+        (("2024-01-01", "1924-01-02"), {}, "1924-01-02 is before 1970 (2 of 5"),
+        (("4", "-5"), {}, "-5 is before 1970 (3 of 5"),
+        (("4", "9223372036854775807"), {"timestamp_unit": "s"}, "9223372036854775807 is in the future (2 of 5"),
     ],
 )
 def test_a_time_in_the_name_of_a_folder_is_judged(

@@ -16,53 +16,53 @@ GOOD = {"user_id": [1, 1, 1, 2], "item_id": [5, 6, 7, 5], "t": [1, 2, 3, 4]}
 LABEL = {"label_column": "x", "label_threshold": 1.0}
 RANGE = LABEL | {"label_range": (0, 5)}
 WEIGHT = {"weight_column": "x"}
-MEND = "; drop these rows, or mend what writes them; or set interactions.on_bad_rows to drop"
+WAY_OUT = "; drop these rows, or fix the job that writes them, or set interactions.on_bad_rows to drop"
 NAN, INF = float("nan"), float("inf")
 BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "an empty id": ({"item_id": ["a", "", "b", ""]}, {}, "'item_id', row 1: '' is an empty string, as in 2 of 4"),
+    "an empty id": ({"item_id": ["a", "", "b", ""]}, {}, "'item_id', row 1: '' is an empty string (2 of 4"),
     "an empty id in a dictionary": (
         {"user_id": pa.array(["a", "b", ""] * 2).dictionary_encode()[:4]},
         {},
-        "'user_id', row 2: '' is an empty string, as in 1 of 4",
+        "'user_id', row 2: '' is an empty string (1 of 4",
     ),
     "a null in a dictionary": (
         {"item_id": pa.array(["a", None, "b", None]).dictionary_encode()},
         {},
-        "'item_id', row 1: null, as in 2 of 4",
+        "'item_id', row 1: null (2 of 4",
     ),
-    "a label over the range": ({"x": [1.0, 2.0, 5.5, 5.0]}, RANGE, "'x', row 2: 5.5 is outside of 0 to 5, as in 1 of 4"),
-    "an integer label below it": ({"x": [1, 2, 5, -1]}, RANGE, "'x', row 3: -1 is outside of 0 to 5, as in 1 of 4"),
+    "a label over the range": ({"x": [1.0, 2.0, 5.5, 5.0]}, RANGE, "'x', row 2: 5.5 is outside of 0 to 5 (1 of 4"),
+    "an integer label below it": ({"x": [1, 2, 5, -1]}, RANGE, "'x', row 3: -1 is outside of 0 to 5 (1 of 4"),
     "a decimal label over it": (
         {"x": pa.array([1, 9, 5, 9]).cast(pa.decimal128(30, 2))},
         RANGE,
-        "'x', row 1: 9.00 is outside of 0 to 5, as in 2 of 4",
+        "'x', row 1: 9.00 is outside of 0 to 5 (2 of 4",
     ),
-    "an infinite label": ({"x": [1.0, INF, 5.0, -INF]}, LABEL, "'x', row 1: inf is infinite, as in 2 of 4"),
-    "an infinite label of a range": ({"x": [1.0, -INF, 5.0, 1.0]}, RANGE, "'x', row 1: -inf is infinite, as in 1 of 4"),
+    "an infinite label": ({"x": [1.0, INF, 5.0, -INF]}, LABEL, "'x', row 1: inf is infinite (2 of 4"),
+    "an infinite label of a range": ({"x": [1.0, -INF, 5.0, 1.0]}, RANGE, "'x', row 1: -inf is infinite (1 of 4"),
     "a half label that is none": (
         {"x": np.array([1, 2, np.nan, 3], np.float16)},
         RANGE,
-        "'x', row 2: nan is null or not a number, as in 1 of 4",
+        "'x', row 2: nan is null or not a number (1 of 4",
     ),
-    "a null label": ({"x": [1, None, 5, None]}, LABEL, "'x', row 1: null, as in 2 of 4"),
-    "a negative weight": ({"x": [1.0, 0.0, -0.5, 1.0]}, WEIGHT, "'x', row 2: -0.5 is negative, as in 1 of 4"),
-    "a weight of minus infinity": ({"x": [1.0, 0.0, -INF, 1.0]}, WEIGHT, "'x', row 2: -inf is infinite, as in 1 of 4"),
-    "a weight that is no number": ({"x": [1, NAN, 2, NAN]}, WEIGHT, "'x', row 1: nan is null or not a number, as in 2 of 4"),
-    "an infinite weight": ({"x": [1, INF, 2, INF]}, WEIGHT, "'x', row 1: inf is infinite, as in 2 of 4"),
+    "a null label": ({"x": [1, None, 5, None]}, LABEL, "'x', row 1: null (2 of 4"),
+    "a negative weight": ({"x": [1.0, 0.0, -0.5, 1.0]}, WEIGHT, "'x', row 2: -0.5 is negative (1 of 4"),
+    "a weight of minus infinity": ({"x": [1.0, 0.0, -INF, 1.0]}, WEIGHT, "'x', row 2: -inf is infinite (1 of 4"),
+    "a weight that is no number": ({"x": [1, NAN, 2, NAN]}, WEIGHT, "'x', row 1: nan is null or not a number (2 of 4"),
+    "an infinite weight": ({"x": [1, INF, 2, INF]}, WEIGHT, "'x', row 1: inf is infinite (2 of 4"),
     "a weight beyond float32": (
         {"x": [1.0, 2.0, 1e300, 1.0]},
         WEIGHT,
-        "'x', row 2: 1e+300 is too large for float32, as in 1 of",
+        "'x', row 2: 1e+300 is too large for float32 (1 of",
     ),
-    "a null weight": ({"x": [True, None, True, True]}, WEIGHT, "'x', row 1: null, as in 1 of 4"),
-    "an infinite order": ({"x": [1.0, INF, 2.0, 3.0]}, {"order_column": "x"}, "'x', row 1: inf is infinite, as in 1 of 4"),
+    "a null weight": ({"x": [True, None, True, True]}, WEIGHT, "'x', row 1: null (1 of 4"),
+    "an infinite order": ({"x": [1.0, INF, 2.0, 3.0]}, {"order_column": "x"}, "'x', row 1: inf is infinite (1 of 4"),
     "an order over int64": (
         {"x": pa.array([1, 2, 2**64 - 1, 2**63 - 1], pa.uint64())},
         {"order_column": "x"},
-        "'x', row 2: 18446744073709551615 is over int64, as in 1 of 4",
+        "'x', row 2: 18446744073709551615 is over int64 (1 of 4",
     ),
-    "one user": ({"user_id": [1] * 4}, {}, "'user_id': the log has a single user; there is nothing to learn from it"),
-    "one item": ({"item_id": ["x"] * 4}, {}, "'item_id': the log has a single item; there is nothing to learn from it"),
+    "one user": ({"user_id": [1] * 4}, {}, "'user_id': the log has a single user; a model needs at least two"),
+    "one item": ({"item_id": ["x"] * 4}, {}, "'item_id': the log has a single item; a model needs at least two"),
     "an id no terminal wants, of a label that cannot be": (
         {"x": [1.0, 2.0, NAN, 3.0], "item_id": ["a", "b", "\x1b[31m", "c"]},
         LABEL,
@@ -75,7 +75,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_a_bad_row_is_named_and_nothing_stays(tmp_path: Path, case: str) -> None:
     columns, settings, said = BAD[case]
     path = write(tmp_path / "a.parquet", **(GOOD | columns))
-    way_out = [] if case.startswith("one") else ["rows in all; ", "; or set interactions.on_bad_rows to drop"]
+    way_out = [] if case.startswith("one") else ["rows); ", ", or set interactions.on_bad_rows to drop"]
     refuses(lambda folder: ingest(folder, path, split=LAST_OUT, **settings), tmp_path, f"{path}: column {said}", *way_out)
 
 
@@ -84,10 +84,10 @@ def test_of_several_faults_in_several_files_the_first_row_of_the_first_file_is_n
     write(tmp_path / "log" / "b.parquet", **(GOOD | {"t": [1, 2, -1, 3]}), x=[1.0, 1.0, 1.0, NAN])
     write(tmp_path / "log" / "c.parquet", **(GOOD | {"user_id": [None, 1, 1, 2]}), x=[NAN, NAN, NAN, 1.0])
     log = str(tmp_path / "log")
-    said = "b.parquet: column 't', row 2: -1 is before 1970, as in 1 of 12 rows in all; "
+    said = "b.parquet: column 't', row 2: -1 is before 1970 (1 of 12 rows); "
     refuses(lambda folder: ingest(folder, log, split=LAST_OUT, **LABEL), tmp_path, said)
     write(tmp_path / "log" / "b.parquet", **GOOD, x=[1.0, 1.0, 1.0, NAN])
-    said = "b.parquet: column 'x', row 3: nan is null or not a number, as in 4 of 12 rows in all; "
+    said = "b.parquet: column 'x', row 3: nan is null or not a number (4 of 12 rows); "
     refuses(lambda folder: ingest(folder, log, split=LAST_OUT, **LABEL), tmp_path, said)
 
 
@@ -95,7 +95,7 @@ def test_rows_are_counted_across_row_groups(tmp_path: Path) -> None:
     columns = {name: (values * 250)[:999] for name, values in GOOD.items()}
     columns["item_id"][777] = None
     path = write(tmp_path / "a.parquet", row_group=100, **columns)
-    refuses(lambda folder: ingest(folder, path, split=LAST_OUT), tmp_path, "'item_id', row 777: null, as in 1 of 999")
+    refuses(lambda folder: ingest(folder, path, split=LAST_OUT), tmp_path, "'item_id', row 777: null (1 of 999")
 
 
 FAULTS = {"user_id": [None, ""], "item_id": [None, ""], "t": [None, -1, 2**62], "x": [None, NAN, INF, 6.0], "w": [-2.0, NAN]}
@@ -148,8 +148,8 @@ def test_dropped_rows_are_counted_by_reason_and_all_others_are_kept(tmp_path: Pa
     assert 0 < made.removed_events["below_threshold"] <= sum(below)
     refuses(
         lambda folder: ingest(folder, *paths, split=LAST_OUT, max_bad_share=0.1, **settings), tmp_path,
-        "0.parquet: column ", " rows in all; ", " of 1,200 rows are bad, a share of 0.", ", above interactions.max_bad_share",
-        "mend them, or raise it",
+        "0.parquet: column ", " of 1,200 rows); ", " of 1,200 rows are bad (", "), a share of 0.",
+        ", but interactions.max_bad_share is 0.1; fix these rows, or raise it",
     )  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def test_a_log_of_nothing_but_bad_rows_is_refused_whatever_the_share(tmp_path: P
     path = write(tmp_path / "a.parquet", **(GOOD | {"user_id": pa.nulls(4, pa.int64())}))
     refuses(
         lambda folder: ingest(folder, path, split=LAST_OUT, on_bad_rows="drop", max_bad_share=0.99), tmp_path,
-        "column 'user_id', row 0: null, as in 4 of 4 rows in all; 4 of 4 rows are bad, a share of 1.0000, above",
+        "column 'user_id', row 0: null (4 of 4 rows); all 4 rows are bad (user_id: null 4); fix these rows",
     )  # fmt: skip
 
 
@@ -194,7 +194,7 @@ def test_ids_in_the_names_of_folders_are_judged_like_any(tmp_path: Path) -> None
     check(made, leave_last_out(kept, min_events=3))
     assert made.columns["user_id"].odd == 2
     write(tmp_path / "log" / "user_id=" / "a.parquet", **events)
-    said = "user_id=/a.parquet: column 'user_id', row 0: '' is an empty string, as in 3 of 12 rows"
+    said = "user_id=/a.parquet: column 'user_id', row 0: '' is an empty string (3 of 12 rows"
     refuses(lambda folder: ingest(folder, log, split=LAST_OUT), tmp_path, said)
 
 
@@ -204,5 +204,5 @@ def test_a_null_that_the_statistics_deny_is_found(tmp_path: Path) -> None:
         whole = path.read_bytes()
         start = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
         path.write_bytes(whole[:start] + whole[start:].replace(b"\x16\x02", b"\x16\x00"))  # Thrift's 64-bit 1 becomes 0
-        said = f"{path}: damaged: its statistics say that no value is null, but some are; copy or write the file again"
+        said = f"{path}: damaged: its statistics claim that it has no nulls, but it has; copy or write the file again"
         refuses(lambda folder, path=path: ingest(folder, str(path), split=LAST_OUT, **WEIGHT), tmp_path, said)

@@ -97,7 +97,7 @@ PRICE = {"name": "price", "kind": "numeric"}
 @pytest.mark.parametrize(
     ("table", "ids", "feature", "words"),
     [
-        ("item__brand", [1, 2], {"name": "brand"}, ("'brand' holds string, but the ids of the item.brand vectors are int64",)),
+        ("item__brand", [1, 2], {"name": "brand"}, ("'brand' is string, but the id of the item.brand vectors is int64",)),
         ("item__brand", ["a"], {"name": "brand", "hash_rows": 9}, ("'brand' of features.items is hashed", "hash_rows to null")),
         ("item__price", [1], PRICE | {"buckets": 2}, ("'price' of features.items is numeric", "set kind to categorical")),
         ("item__price", [1], PRICE | {"standardise": True}, ("'price' of features.items is numeric",)),
@@ -107,7 +107,7 @@ PRICE = {"name": "price", "kind": "numeric"}
             "item__brand",
             ["x", "y"],
             {"name": "brand"},
-            ("none of the vectors for 'item.brand' belongs to one of its 2",),
+            ("none of the vectors for 'item.brand' has the id of one of its 2",),
         ),
     ],
 )

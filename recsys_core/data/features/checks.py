@@ -1,0 +1,90 @@
+"""Row checks of the feature tables, in DuckDB: null, duplicate and too large ids, and unusable values and weights."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import duckdb
+
+from recsys_core.data.features.schema import FeatureTable
+from recsys_core.data.row_checks import FIX_ROWS, BadRow, RowCheck, first_bad_row, reject_bad_rows
+from recsys_core.parquet.duckdb_session import quoted, scan_all
+from recsys_core.units import FLOAT32_MAX, INT64_MAX
+
+
+def reject_bad_table(connection: duckdb.DuckDBPyConnection, table: FeatureTable, *, paths: Sequence[Path]) -> None:
+    """Raise InputError for the first bad row of a feature table; if there is none, for its first duplicate id.
+
+    Args:
+        paths: a local file for each source of the table.
+    """
+    checks = list(_row_checks(table))
+    if checks:
+        counts = ", ".join(f"count(*) FILTER ({check.condition})" for check in checks)
+        any_failure = " OR ".join(f"coalesce({check.condition}, false)" for check in checks)
+        query = f"SELECT count(*) FILTER ({any_failure}), {counts} FROM {scan_all(paths)}"
+        ((num_bad, *counts_C),) = connection.sql(query).fetchall()
+        _reject(connection, table, checks, counts_C, num_bad=num_bad, paths=paths)
+    if table.id_column is not None:
+        column = quoted(table.id_column)
+        duplicates = f"SELECT {column} AS id, count(*) AS rows FROM {scan_all(paths)} GROUP BY 1 HAVING count(*) > 1"
+        ((num_bad,),) = connection.sql(f"SELECT coalesce(sum(rows), 0)::BIGINT FROM ({duplicates})").fetchall()
+        is_duplicate = f"{column} IN (SELECT id FROM ({duplicates}))"
+        check = RowCheck(table.id_column, "the id of more than one row", is_duplicate, "keep one row for each id")
+        _reject(connection, table, [check], [num_bad], num_bad=num_bad, paths=paths)
+
+
+def _reject(
+    connection: duckdb.DuckDBPyConnection,
+    table: FeatureTable,
+    checks: Sequence[RowCheck],
+    counts: Sequence[int],
+    *,
+    num_bad: int,
+    paths: Sequence[Path],
+) -> None:
+    def find_first() -> BadRow:
+        for source, path in zip(table.sources, paths, strict=True):
+            # row_number, because a column of the file may be called file_row_number.
+            relation = f'(SELECT row_number() OVER () - 1 AS "nightjar row", * FROM {scan_all([path])})'
+            bad = first_bad_row(connection, checks, relation=relation, row='"nightjar row"', source=source)
+            if bad is not None:
+                return bad
+        raise AssertionError(f"{table.setting}: {num_bad} bad rows were counted, but none is in the files")
+
+    reject_bad_rows(
+        {check.name: count for check, count in zip(checks, counts, strict=True)},
+        num_bad=num_bad,
+        num_rows=sum(source.record.rows for source in table.sources),
+        policy=None,
+        find_first=find_first,
+    )
+
+
+def _row_checks(table: FeatureTable) -> Iterator[RowCheck]:
+    if table.id_column is not None:
+        column = quoted(table.id_column)
+        yield RowCheck(table.id_column, "null", f"{column} IS NULL", "drop these rows")
+        if table.id_type == "int64":
+            yield RowCheck(table.id_column, "over int64", f"{column} > {INT64_MAX}", "write the ids as strings")
+    for feature in table.features:
+        column = quoted(feature.source_column)
+        if table.value_type.get(feature.name) == "int64":
+            too_large = f"{column} > {INT64_MAX}"
+            if feature.is_list:
+                too_large = f"len(list_filter({column}, lambda x: x > {INT64_MAX})) > 0"
+            yield RowCheck(feature.source_column, "over int64", too_large, "write the values as strings")
+        if feature.weight_column is not None:
+            weight = quoted(feature.weight_column)
+            yield RowCheck(
+                feature.weight_column,
+                f"not as long as the list in {feature.source_column!r}",
+                f"coalesce(len({column}), 0) <> coalesce(len({weight}), 0)",
+                "write one weight for each value",
+            )
+            # DuckDB orders NaN above all numbers, so the comparison with FLOAT32_MAX also finds NaN.
+            yield RowCheck(
+                feature.weight_column,
+                "a list with a weight that is null, negative, or not finite in float32",
+                f"len(list_filter({weight}, lambda x: x IS NULL OR x < 0 OR x > {FLOAT32_MAX})) > 0",
+                FIX_ROWS,
+            )

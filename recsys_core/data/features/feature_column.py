@@ -1,0 +1,87 @@
+"""FeatureColumn: one feature of one side while it is encoded, with its values in DuckDB and its files in the stage."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+from numpy.typing import NDArray
+
+from recsys_core.data.features.config import FeatureConfig
+from recsys_core.disk import allocate_npy
+from recsys_core.manifests import FeatureFacts, IdType
+
+BATCH_ROWS = 1_000_000
+
+
+@dataclass(frozen=True)
+class PreviousFeature:
+    """The same feature in the previous run."""
+
+    facts: FeatureFacts
+    vocabulary: Path | None
+    """None for a feature without a vocabulary."""
+
+
+@dataclass(frozen=True)
+class FeatureColumn:
+    """One feature of one side.
+
+    Its values are in DuckDB's table `joined`, which has one row for each user, item or event with features: `row`, the row
+    of the user, item or event; `trained`, whether training uses it; and for feature number n the columns `v<n>` (the value,
+    or a list of values) and `w<n>` (the list of weights).
+    """
+
+    connection: duckdb.DuckDBPyConnection
+    feature: FeatureConfig
+    number: int
+    key: str
+    """<side>.<name>: start of the names of its files."""
+    value_type: IdType | None
+    num_rows: int
+    """Users, items or events of the side."""
+    counted: str
+    """SQL: true for the rows of `joined` whose values are counted for the vocabulary."""
+    continued: PreviousFeature | None
+    """The feature in the previous run, if values keep the rows that they had there."""
+    out: Path
+    vector_ids: Path | None = None
+    """Parquet file with the value of each pretrained vector; None without vectors."""
+
+    def values_sql(self) -> str:
+        """Return SQL for the value; for a list feature, for the first `max_values` values."""
+        return self._first_values(f"v{self.number}")
+
+    def weights_sql(self) -> str:
+        """Return SQL for the weights of the values."""
+        return self._first_values(f"w{self.number}")
+
+    def _first_values(self, name: str) -> str:
+        return name if self.feature.max_values is None else f"{name}[:{self.feature.max_values}]"
+
+    def count(self, query: str) -> int:
+        """Return the single number that `query` selects."""
+        return int(self.connection.sql(query).fetchall()[0][0])
+
+    def allocate(self, name: str, *, dtype: type[np.generic], length: int) -> NDArray[Any]:
+        """Return a new memory-mapped array of the feature, filled with zeros."""
+        return allocate_npy(self.out / f"{self.key}.{name}.npy", dtype=dtype, shape=(length,))
+
+    def facts(self, **measured: Any) -> FeatureFacts:
+        """Return the facts of the feature for the manifest."""
+        return FeatureFacts(
+            kind=self.feature.kind,
+            definition=definition(self.feature, self.value_type),
+            continued=self.continued is not None,
+            **measured,
+        )
+
+
+def definition(feature: FeatureConfig, value_type: IdType | None) -> str:
+    """Return the settings that decide the row of a value. The vocabulary of another definition is not continued."""
+    settings: dict[str, Any] = {"kind": feature.kind, "column": feature.source_column, "type": value_type}
+    settings |= {name: getattr(feature, name) for name in ("hash_rows", "buckets", "boundaries")}
+    settings["standardise"] = feature.standardise or None
+    return json.dumps({name: value for name, value in settings.items() if value is not None})

@@ -1,0 +1,79 @@
+"""Vocabulary of a categorical feature: table `vocabulary` (value, count, row), its file, and the vectors of its values.
+
+Row 0 is for values that have no row of their own.
+"""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recsys_core.data.features.feature_column import BATCH_ROWS, FeatureColumn
+from recsys_core.errors import InputError
+from recsys_core.parquet.duckdb_session import SQL_TYPE, scan
+
+
+def create_vocabulary(column: FeatureColumn) -> int:
+    """Create table `vocabulary` from the view `spread` (see encoding.py); return the number of new values.
+
+    The values of the previous run keep their rows. New values follow by decreasing count, then by value.
+    """
+    connection = column.connection
+    connection.execute(
+        "CREATE TEMP TABLE counted AS SELECT value, count(*) AS count FROM spread "
+        f"WHERE {column.counted} AND value IS NOT NULL GROUP BY value"
+    )
+    if column.continued is not None and column.continued.vocabulary is not None:
+        # Row 0 of the file is not a value.
+        previous = (
+            "(SELECT value, file_row_number AS row FROM "
+            f"{scan(column.continued.vocabulary, options='file_row_number = true')} WHERE file_row_number > 0)"
+        )
+        connection.execute(
+            "CREATE TEMP TABLE vocabulary AS SELECT previous.value, coalesce(counted.count, 0) AS count, previous.row "
+            f"FROM {previous} previous LEFT JOIN counted ON previous.value = counted.value"
+        )
+    else:
+        value_type = SQL_TYPE[column.value_type or "string"]
+        connection.execute(f"CREATE TEMP TABLE vocabulary (value {value_type}, count BIGINT, row BIGINT)")
+    num_previous = column.count("SELECT count(*) FROM vocabulary")
+    connection.execute(
+        f"INSERT INTO vocabulary SELECT value, count, {num_previous} + row_number() OVER (ORDER BY count DESC, value) "
+        f"FROM (SELECT * FROM counted ANTI JOIN vocabulary USING (value)) WHERE count >= {column.feature.min_count}"
+    )
+    connection.execute("DROP TABLE counted")
+    return column.count("SELECT count(*) FROM vocabulary") - num_previous
+
+
+def write_vocabulary(column: FeatureColumn) -> None:
+    """Write <side>.<name>.vocabulary.parquet (value, count), in the order of the rows; row 0 has value null."""
+    num_without_row = f"(SELECT count(*) FROM spread WHERE {column.counted}) - (SELECT coalesce(sum(count), 0) FROM vocabulary)"
+    reader = column.connection.sql(
+        f"SELECT value, count FROM (SELECT NULL AS value, ({num_without_row})::BIGINT AS count, 0 AS row "
+        "UNION ALL SELECT * FROM vocabulary) ORDER BY row"
+    ).to_arrow_reader(BATCH_ROWS)
+    schema = pa.schema([("value", pa.string() if column.value_type == "string" else pa.int64()), ("count", pa.int64())])
+    with pq.ParquetWriter(column.out / f"{column.key}.vocabulary.parquet", schema) as writer:
+        for batch in reader:
+            writer.write_table(pa.Table.from_batches([batch]).cast(schema))
+
+
+def write_vector_rows(column: FeatureColumn, *, table_rows: int) -> int:
+    """Write the row of the pretrained vector of each value (-1 without a vector); return how many values have a vector."""
+    if column.vector_ids is None:
+        return 0
+    vector_row_R = column.allocate("vector_row", dtype=np.int64, length=table_rows)
+    vector_row_R[:] = -1
+    num_values = 0
+    vectors = f"(SELECT id, file_row_number AS vector_row FROM {scan(column.vector_ids, options='file_row_number = true')})"
+    reader = column.connection.sql(
+        f"SELECT vocabulary.row, vectors.vector_row FROM vocabulary JOIN {vectors} vectors ON vocabulary.value = vectors.id"
+    ).to_arrow_reader(BATCH_ROWS)
+    for batch in reader:
+        vector_row_R[batch.column("row").to_numpy()] = batch.column("vector_row").to_numpy()
+        num_values += batch.num_rows
+    if not num_values:
+        raise InputError(
+            f"embeddings: none of the vectors for {column.key!r} has the id of one of its {table_rows - 1:,} values; check "
+            "that both use the same ids"
+        )
+    return num_values

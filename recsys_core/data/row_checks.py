@@ -1,0 +1,149 @@
+"""Row checks of the input stages: SQL conditions for unusable rows, and the error or the drop that follows.
+
+The interaction log and the feature tables check their rows in DuckDB, with `RowCheck`. The pretrained embeddings check
+theirs in NumPy (see embeddings/row_faults.py). All three report a `BadRow` through `reject_bad_rows`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import duckdb
+import pyarrow as pa
+
+from recsys_core.errors import InputError, shown
+from recsys_core.parquet.sources import Source
+
+FIX_ROWS = "drop these rows, or fix the job that writes them"
+
+
+@dataclass(frozen=True)
+class RowCheck:
+    """A check in SQL that every row of an input table has to pass."""
+
+    column: str
+    reason: str
+    """What is wrong with a row that fails, after "<value> is": "in the future"."""
+    condition: str
+    """SQL: true for a row that fails, false or null for a row that passes."""
+    way_out: str
+    """What the user can do."""
+
+    @property
+    def name(self) -> str:
+        """Key of the number of dropped rows in a manifest."""
+        return f"{self.column}: {self.reason}"
+
+    def problem(self, value: object) -> str:
+        """Return what is wrong with `value`, for a message.
+
+        >>> RowCheck("t", "in the future", "t > 5", FIX_ROWS).problem(7)
+        '7 is in the future'
+        """
+        if value is None and self.reason.startswith("null"):
+            return "null"
+        return f"{shown(value)} is {self.reason}"
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """An unusable row as an error message reports it."""
+
+    file: str
+    column: str
+    row: int
+    problem: str
+    check: str
+    """Name of the check that the row fails."""
+    way_out: str
+
+
+@dataclass(frozen=True)
+class BadRowPolicy:
+    """The settings `on_bad_rows` and `max_bad_share` of one input."""
+
+    setting: str
+    """Config key that holds the two settings, for messages."""
+    on_bad_rows: Literal["fail", "drop"]
+    max_bad_share: float
+
+    def drops(self, num_bad: int, *, num_rows: int) -> bool:
+        """Return whether `num_bad` of `num_rows` rows are dropped without an error."""
+        return self.on_bad_rows == "drop" and num_bad <= self.max_bad_share * num_rows and num_bad < num_rows
+
+
+def reject_bad_rows(
+    counts: Mapping[str, int],
+    *,
+    num_bad: int,
+    num_rows: int,
+    policy: BadRowPolicy | None,
+    find_first: Callable[[], BadRow],
+) -> None:
+    """Raise InputError for the first bad row, unless the policy drops the bad rows.
+
+    Args:
+        counts: rows that fail each check, by the name of the check.
+        num_bad: rows that fail at least one check.
+        policy: None if bad rows of this input can never be dropped.
+        find_first: returns the first bad row; called only if there is an error to report.
+    """
+    if num_bad == 0 or (policy is not None and policy.drops(num_bad, num_rows=num_rows)):
+        return
+    bad = find_first()
+    way_out = bad.way_out
+    if policy is not None and policy.on_bad_rows == "fail":
+        way_out += f", or set {policy.setting}.on_bad_rows to drop"
+    if policy is not None and policy.on_bad_rows == "drop":
+        by_check = ", ".join(f"{name} {count:,}" for name, count in counts.items() if count)
+        way_out = (
+            f"{num_bad:,} of {num_rows:,} rows are bad ({by_check}), a share of {num_bad / num_rows:.4f}, but "
+            f"{policy.setting}.max_bad_share is {policy.max_bad_share:g}; fix these rows, or raise it"
+        )
+        if num_bad == num_rows:
+            way_out = f"all {num_rows:,} rows are bad ({by_check}); fix these rows"
+    raise InputError(
+        f"{bad.file}: column {bad.column!r}, row {bad.row}: {bad.problem} ({counts[bad.check]:,} "
+        f"of {num_rows:,} rows); {way_out}"
+    )
+
+
+def passes(checks: Sequence[RowCheck]) -> str:
+    """Return SQL that is true for the rows that pass all `checks`."""
+    return " AND ".join(f"NOT coalesce({check.condition}, false)" for check in checks)
+
+
+def first_bad_row(
+    connection: duckdb.DuckDBPyConnection, checks: Sequence[RowCheck], *, relation: str, row: str, source: Source
+) -> BadRow | None:
+    """Return the first row of one file that fails a check, with the first check that it fails; None if every row passes.
+
+    Args:
+        relation: SQL for the rows of the file.
+        row: SQL for the number of a row in the file, from 0.
+    """
+    failures = ", ".join(f"coalesce({check.condition}, false)" for check in checks)
+    query = f"SELECT {row}, {failures} FROM {relation} WHERE NOT ({passes(checks)}) ORDER BY 1 LIMIT 1"
+    for number, *fails in connection.sql(query).fetchall():
+        check = checks[fails.index(True)]
+        problem = check.problem(value_at(source, check.column, number))
+        return BadRow(source.name, check.column, number, problem, check=check.name, way_out=check.way_out)
+    return None
+
+
+def value_at(source: Source, column: str, row: int) -> Any:
+    """Return one value, read with pyarrow: DuckDB breaks its connection when it formats an out-of-range time."""
+    if column in source.partition:
+        return source.constant(column)
+    with source.open() as file:
+        for group, num_rows in enumerate(source.footer.group_rows):
+            if row < num_rows:
+                scalar = file.read_row_group(group, columns=[column]).column(0)[row]
+                if pa.types.is_timestamp(scalar.type) and scalar.type.unit == "ns":  # Python's datetime has no nanoseconds
+                    scalar = scalar.cast(pa.timestamp("us", scalar.type.tz), safe=False)
+                try:
+                    return scalar.as_py()
+                except (ValueError, OverflowError):  # outside the range of Python's datetime
+                    return scalar.value
+            row -= num_rows
+    raise AssertionError(f"{source.name} does not have this row")

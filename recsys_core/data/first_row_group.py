@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from recsys_core.data.embeddings.schema import VectorFiles, refuse_wider
+from recsys_core.data.embeddings.schema import VectorFiles, check_pca_dim
 from recsys_core.data.interactions.config import InteractionsConfig
 from recsys_core.errors import InputError, first_line, shown
 from recsys_core.parquet.columns import value_type
@@ -62,8 +62,7 @@ def vector_length(files: VectorFiles) -> int | None:
     if len(lengths) != 1:
         return pca_dim
     length: int = lengths.pop()
-    if (pca_dim or 0) > length:
-        refuse_wider(files, length)
+    check_pca_dim(files, length)
     return pca_dim or length
 
 

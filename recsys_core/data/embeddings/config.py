@@ -1,4 +1,4 @@
-"""What the user says about pretrained vectors."""
+"""Configuration of pretrained embeddings."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -8,50 +8,55 @@ from recsys_core.config import MANY, OPERATIONAL, Checksums, Column, Paths, Sett
 
 
 class IdMapConfig(Settings):
-    """Which of our ids another domain's id stands for."""
+    """A table that translates the ids of the vectors into the ids of the log."""
 
-    paths: Paths = Field(min_length=1, description="parquet file or glob, or a list of them")
-    from_column: Column = Field(description="column with the ids as they are in the vectors' id_column")
-    to_column: Column = Field(description="column with our ids")
+    paths: Paths = Field(min_length=1, description="Parquet file or glob, or a list of them")
+    from_column: Column = Field(description="Column with the ids of the vectors, as in id_column")
+    to_column: Column = Field(description="Column with the ids of the log")
 
 
 class EmbeddingsConfig(Settings):
     """Pretrained vectors of one table, in parquet."""
 
-    paths: Paths = Field(min_length=1, description="parquet file or glob, or a list of them")
+    paths: Paths = Field(min_length=1, description="Parquet file or glob, or a list of them")
     table: str = Field(
         "item",
         max_length=200,
         pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$",
-        description="embedding table they start: item, user, or a feature such as item.brand",
+        description="Embedding table that the vectors initialise: item, user, or a feature such as item.brand",
     )
-    id_column: Column = Field("item_id", description="column with the id")
-    vector_column: Column | None = Field(None, description="list or fixed-size-list column that holds the whole vector")
+    id_column: Column = Field("item_id", description="Column with the id")
+    vector_column: Column | None = Field(None, description="Column with the vectors, as lists or fixed-size lists")
     dimension_prefix: Column | None = Field(
-        None, description="with one column per dimension: their common prefix, e.g. dim_ for dim_0, dim_1"
+        None, description="Prefix of the columns if there is one column per dimension, e.g. dim_ for dim_0, dim_1"
     )
     id_map: IdMapConfig | None = Field(
         None,
-        description="for vectors of another domain: {paths, from_column, to_column}; vectors whose id it lacks are left out",
+        description="Translation of the ids, for vectors with other ids than the log: {paths, from_column, to_column}. "
+        "Vectors without an entry are left out",
     )
     pca_dim: int | None = Field(
-        None, ge=1, le=16_384, description="project to this many principal components; empty: as they are"
+        None, ge=1, le=16_384, description="Project the vectors on this many principal components; empty: no projection"
     )
-    normalise: bool = Field(False, description="scale each vector to length 1, after the projection")
+    normalise: bool = Field(False, description="Scale each vector to length 1, after the projection")
     checksums: Checksums = "pages"
-    on_bad_rows: Literal["fail", "drop"] = Field("fail", description="what to do with a row that holds no usable vector or id")
-    max_bad_share: float = Field(0.01, ge=0, le=1, description="with on_bad_rows drop: fail when more than this share is bad")
+    on_bad_rows: Literal["fail", "drop"] = Field(
+        "fail", description="Action on a row without a usable id or vector. fail: stop; drop: leave it out and count it"
+    )
+    max_bad_share: float = Field(
+        0.01, ge=0, le=1, description="With on_bad_rows drop: stop if more than this share of the rows is bad"
+    )
     max_expansion_ratio: Annotated[int, OPERATIONAL] = Field(
         1_000,
         ge=1,
         le=MANY,
-        description="a file that unpacks to more than 1 GiB and this many times its size is refused unread",
+        description="Reject a file that decompresses to more than 1 GiB and more than this many times its size",
     )
     batch_rows: Annotated[int, OPERATIONAL] = Field(
-        65_536, ge=1, le=16_777_216, description="rows read at a time at most; fewer where vectors are long"
+        65_536, ge=1, le=16_777_216, description="Maximum number of rows to read at a time; fewer if the vectors are long"
     )
     threads: Annotated[int | None, OPERATIONAL] = Field(
-        None, ge=1, le=1_024, description="files and row groups read at once; all cores when empty"
+        None, ge=1, le=1_024, description="Threads that read files and row groups; empty: all cores"
     )
 
     @model_validator(mode="after")
@@ -68,4 +73,4 @@ def _as_tuple(value: Any) -> Any:
 
 
 EmbeddingsConfigs = Annotated[tuple[EmbeddingsConfig, ...], BeforeValidator(_as_tuple)]
-"""One mapping or a list of them; of two entries for one table the earlier wins where both have an id."""
+"""One entry or a list of entries. If two entries of one table have the same id, the vector of the first entry is used."""

@@ -1,6 +1,9 @@
-"""Ids of the vectors, in DuckDB: which rows are kept, under which of our ids, in which order."""
+"""Ids of pretrained vectors, in DuckDB: which rows are kept, under which id, and in which order.
 
-from collections.abc import Callable, Iterator, Sequence
+Shapes: N rows of a batch, X rows with the same fault. A row is counted over all files of an entry.
+"""
+
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import duckdb
@@ -10,8 +13,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from recsys_core.data.embeddings.reader import batches_of
-from recsys_core.data.embeddings.row_problems import Findings, Flaw
+from recsys_core.data.embeddings.batches import read_batches
+from recsys_core.data.embeddings.row_faults import Fault, FaultyRows, RowFaults, locate
 from recsys_core.data.embeddings.schema import VectorFiles
 from recsys_core.errors import InputError, shown
 from recsys_core.manifests import IdType
@@ -21,129 +24,140 @@ from recsys_core.units import INT64_MAX
 
 MEMORY_LIMIT = "128MB"
 BATCH_ROWS = 65_536
-STORED: dict[IdType, pa.DataType] = {"int64": pa.int64(), "string": pa.string()}
+ARROW_TYPE: dict[IdType, pa.DataType] = {"int64": pa.int64(), "string": pa.string()}
 
 
 class TableIds:
-    """Ids of all entries of one table. `kept` is filled entry by entry; an id belongs to the first entry that has it."""
+    """Ids of all entries of one embedding table.
+
+    Each entry is read into table `entry_ids` (row, id), filtered, translated by its id map, and then added to table `kept`
+    (entry, row, id). An id belongs to the first entry that has it.
+    """
 
     def __init__(self, connection: duckdb.DuckDBPyConnection, *, id_type: IdType) -> None:
         self._connection, self._id_type = connection, id_type
-        self._run(f"CREATE TABLE kept (entry INTEGER, position BIGINT, id {SQL_TYPE[id_type]})")
+        self._run(f"CREATE TABLE kept (entry INTEGER, row BIGINT, id {SQL_TYPE[id_type]})")
 
     @property
-    def rows(self) -> int:
-        """Ids kept so far."""
+    def num_kept(self) -> int:
+        """Number of kept ids of all entries so far."""
         return self._count("SELECT count(*) FROM kept")
 
-    def read(self, files: VectorFiles, *, paths: Sequence[Path], findings: Findings) -> None:
-        """Reads the ids of an entry; those that are none are told to `findings`."""
-        self._run(f"CREATE OR REPLACE TABLE found (position BIGINT, id {SQL_TYPE[files.source_id_type]})")
-        stored, column = STORED[files.source_id_type], files.config.id_column
+    def read_entry(self, files: VectorFiles, *, paths: Sequence[Path]) -> RowFaults:
+        """Read the usable ids of an entry; return the rows without a usable id.
+
+        Args:
+            paths: a local file for each of files.sources.
+        """
+        self._run(f"CREATE OR REPLACE TABLE entry_ids (row BIGINT, id {SQL_TYPE[files.source_id_type]})")
+        column, kind = files.config.id_column, ARROW_TYPE[files.source_id_type]
+        faulty: list[FaultyRows] = []
         start = 0
         for source, path in zip(files.sources, paths, strict=True):
-            self._insert("found", _good_ids(source, path, column=column, stored=stored, start=start, findings=findings))
-            start += source.record.rows
+            for batch in read_batches(source, path, columns=[column], batch_rows=BATCH_ROWS):
+                ids = _valid_text(source, column, batch.column(column))
+                row_N = np.arange(start, start + len(ids))
+                start += len(ids)
+                batch_faulty = _faulty_ids(ids, row_N, column=column)
+                if batch_faulty:
+                    usable_N = ~np.isin(row_N, np.concatenate([rows.row_X for rows in batch_faulty]))
+                    row_N, ids = row_N[usable_N], ids.filter(pa.array(usable_N))
+                    faulty += batch_faulty
+                self._insert("entry_ids", pa.record_batch([_as_arrow(row_N), ids.cast(kind)], names=["row", "id"]))
+        return RowFaults.collect(files.rows, [faulty])
 
-    def leave_out(self, findings: Findings) -> None:
-        """Forgets the ids of flawed rows."""
-        bad = pa.table({"position": findings.bad_positions()})
-        if len(bad):
-            self._connection.register("bad", bad)
-            self._run("DELETE FROM found WHERE position IN (SELECT position FROM bad)")
-            self._connection.unregister("bad")
+    def remove(self, row_X: NDArray[np.int64]) -> None:
+        """Remove rows of the entry."""
+        if len(row_X):
+            self._connection.register("removed", pa.table({"row": row_X}))
+            self._run("DELETE FROM entry_ids WHERE row IN (SELECT row FROM removed)")
+            self._connection.unregister("removed")
 
-    def tell_duplicates(self, files: VectorFiles, findings: Findings) -> None:
-        """All rows but the first of an id are told to `findings`."""
+    def find_duplicates(self, files: VectorFiles) -> RowFaults:
+        """Return all rows of the entry whose id is also in an earlier row."""
         self._run(
-            "CREATE OR REPLACE TEMP TABLE doubled AS "
-            "SELECT id, min(position) AS first FROM found GROUP BY id HAVING count(*) > 1"
+            "CREATE OR REPLACE TEMP TABLE repeated AS "
+            "SELECT id, min(row) AS first FROM entry_ids GROUP BY id HAVING count(*) > 1"
         )
-        double = self._connection.sql(
-            "SELECT position, first, id FROM found JOIN doubled USING (id) WHERE position > first ORDER BY position"
+        duplicates = self._connection.sql(
+            "SELECT row, first, id FROM entry_ids JOIN repeated USING (id) WHERE row > first ORDER BY row"
         ).to_arrow_table()
-        if not len(double):
-            return
-        position_N = double["position"].to_numpy()
-
-        def what(position: int) -> str:
-            at = int(np.searchsorted(position_N, position))
-            file, row = findings.place(double["first"][at].as_py())
-            return f"id {shown(double['id'][at].as_py())} stands there already in {file}, row {row}"
-
-        findings.add(Flaw.DUPLICATE_ID, position_N, column=files.config.id_column, what=what)
+        if not len(duplicates):
+            return RowFaults.collect(files.rows, [])
+        file, row = locate(files.sources, duplicates["first"][0].as_py())
+        problem = f"id {shown(duplicates['id'][0].as_py())} is already in {file}, row {row}"
+        rows = FaultyRows(Fault.DUPLICATE_ID, duplicates["row"].to_numpy(), files.config.id_column, problem)
+        return RowFaults.collect(files.rows, [[rows]])
 
     def translate(self, files: VectorFiles, *, paths: Sequence[Path]) -> int:
-        """Puts our ids in the place of another domain's; returns how many have none and are left out.
+        """Replace the entry's ids by those of its id map; return the number of ids that the map does not have.
 
-        Raises InputError for a map with nulls, with an id that has two of ours, or two that have the same.
+        Args:
+            paths: a local file for each of files.id_map.
+
+        Raises:
+            InputError: the id map has an unusable id, is not one to one, or has none of the ids.
         """
         config = files.config.id_map
-        if config is None:
-            return 0
-        kinds = (SQL_TYPE[files.source_id_type], SQL_TYPE[files.id_type])
-        self._run(f"CREATE OR REPLACE TABLE id_map (position BIGINT, source {kinds[0]}, target {kinds[1]})")
-        columns = (config.from_column, config.to_column)
-        start = 0
-        for source, path in zip(files.id_map, paths, strict=True):
-            types = (STORED[files.source_id_type], STORED[files.id_type])
-            self._insert("id_map", _pairs(source, path, columns=columns, types=types, start=start))
-            start += source.record.rows
-        findings = Findings(files.id_map, setting=f"{files.setting}.id_map")
-        for side, column in zip(("source", "target"), columns, strict=True):
-            self._refuse_double(side, column=column, findings=findings)
-        before = self._count("SELECT count(*) FROM found")
+        assert config is not None
+        source_type, target_type = SQL_TYPE[files.source_id_type], SQL_TYPE[files.id_type]
+        self._run(f"CREATE OR REPLACE TABLE id_map (row BIGINT, source {source_type}, target {target_type})")
+        for batch in _read_id_map(files, paths):
+            self._insert("id_map", batch)
+        self._require_distinct("source", files, column=config.from_column)
+        self._require_distinct("target", files, column=config.to_column)
+        num_ids = self._count("SELECT count(*) FROM entry_ids")
         self._run(
-            "CREATE TABLE translated AS SELECT found.position, target AS id FROM found JOIN id_map ON found.id = source; "
-            "DROP TABLE found; DROP TABLE id_map; ALTER TABLE translated RENAME TO found"
+            "CREATE TABLE translated AS SELECT entry_ids.row, target AS id "
+            "FROM entry_ids JOIN id_map ON entry_ids.id = source; "
+            "DROP TABLE entry_ids; DROP TABLE id_map; ALTER TABLE translated RENAME TO entry_ids"
         )
-        after = self._count("SELECT count(*) FROM found")
-        if not after:
+        num_translated = self._count("SELECT count(*) FROM entry_ids")
+        if not num_translated:
             raise InputError(
-                f"{files.id_map[0].name}: column {config.from_column!r} holds none of the {before:,} ids of "
-                f"{files.sources[0].name}; do both mean the same domain?"
+                f"{files.id_map[0].name}: column {config.from_column!r} has none of the {num_ids:,} ids of "
+                f"{files.sources[0].name}; check that both use the same ids"
             )
-        return before - after
+        return num_ids - num_translated
 
     def keep(self, *, entry: int) -> int:
-        """Adds the entry's ids to those that are kept; returns how many an earlier entry had already."""
-        before, found = self.rows, self._count("SELECT count(*) FROM found")
-        self._run(f"INSERT INTO kept SELECT {entry}, position, id FROM found ANTI JOIN kept USING (id)")
-        self._run("DROP TABLE found")
-        return found - (self.rows - before)
+        """Add the entry's ids to table `kept`; return how many of them an earlier entry has."""
+        num_kept, num_ids = self.num_kept, self._count("SELECT count(*) FROM entry_ids")
+        self._run(f"INSERT INTO kept SELECT {entry}, row, id FROM entry_ids ANTI JOIN kept USING (id)")
+        self._run("DROP TABLE entry_ids")
+        return num_ids - (self.num_kept - num_kept)
 
     def write(self, path: Path) -> None:
-        """Parquet with column `id`, in the order of the rows of the matrix."""
-        reader = self._connection.sql("SELECT id FROM kept ORDER BY entry, position").to_arrow_reader(BATCH_ROWS)
-        schema = pa.schema([("id", STORED[self._id_type])])
+        """Write a parquet file with column `id`, in the order of the rows of the matrix."""
+        reader = self._connection.sql("SELECT id FROM kept ORDER BY entry, row").to_arrow_reader(BATCH_ROWS)
+        schema = pa.schema([("id", ARROW_TYPE[self._id_type])])
         with pq.ParquetWriter(path, schema, use_dictionary=False) as writer:
             for batch in reader:
                 writer.write_table(pa.Table.from_batches([batch]).cast(schema))
 
-    def positions(self, *, entry: int, rows: int) -> Iterator[NDArray[np.int64]]:
-        """Positions of an entry's kept rows, ascending, about `rows` at a time."""
-        query = f"SELECT position FROM kept WHERE entry = {entry} ORDER BY position"
-        for batch in self._connection.sql(query).to_arrow_reader(rows):
-            yield np.from_dlpack(batch.column("position")).astype(np.int64, copy=False)
+    def kept_rows(self, *, entry: int, batch_rows: int) -> Iterator[NDArray[np.int64]]:
+        """Yield the kept rows of an entry, ascending, about `batch_rows` at a time."""
+        query = f"SELECT row FROM kept WHERE entry = {entry} ORDER BY row"
+        for batch in self._connection.sql(query).to_arrow_reader(batch_rows):
+            yield np.from_dlpack(batch.column("row")).astype(np.int64, copy=False)
 
-    def _refuse_double(self, side: str, *, column: str, findings: Findings) -> None:
-        double = self._connection.sql(
-            f"SELECT {side}, list(position ORDER BY position)[:2], count(*) OVER () FROM id_map GROUP BY {side} "
+    def _require_distinct(self, side: str, files: VectorFiles, *, column: str) -> None:
+        """Raise InputError if an id occurs twice in one column of the id map."""
+        repeated = self._connection.sql(
+            f"SELECT {side}, list(row ORDER BY row)[:2], count(*) OVER () FROM id_map GROUP BY {side} "
             "HAVING count(*) > 1 ORDER BY 2 LIMIT 1"
         ).fetchall()
-        if double:
-            value, (first, second), count = double[0]
-            (file, row), (before, before_row) = findings.place(second), findings.place(first)
+        for value, (first, second), count in repeated:
+            (file, row), (first_file, first_row) = locate(files.id_map, second), locate(files.id_map, first)
             raise InputError(
-                f"{file}: column {column!r}, row {row}: id {shown(value)} stands there already in {before}, row {before_row}; "
-                f"{count:,} such ids; an id map is one to one"
+                f"{file}: column {column!r}, row {row}: id {shown(value)} is already in {first_file}, row {first_row} "
+                f"({count:,} such ids); an id map has to be one to one"
             )
 
-    def _insert(self, table: str, batches: Iterator[pa.RecordBatch]) -> None:
-        for batch in batches:
-            self._connection.register("batch", batch)
-            self._run(f"INSERT INTO {table} SELECT * FROM batch")
-            self._connection.unregister("batch")
+    def _insert(self, table: str, batch: pa.RecordBatch) -> None:
+        self._connection.register("batch", batch)
+        self._run(f"INSERT INTO {table} SELECT * FROM batch")
+        self._connection.unregister("batch")
 
     def _run(self, query: str) -> None:
         self._connection.execute(query).fetchall()
@@ -152,77 +166,58 @@ class TableIds:
         return int(self._connection.sql(query).fetchall()[0][0])
 
 
-def _good_ids(
-    source: Source, path: Path, *, column: str, stored: pa.DataType, start: int, findings: Findings
-) -> Iterator[pa.RecordBatch]:
-    """(position, id) of the rows with an id; the others are told to `findings`."""
-    rows = start
-    for batch in batches_of(source, path, columns=[column], rows=BATCH_ROWS):
-        ids = batch.column(column)
-        _require_text(source, column, ids)
-        position_N = np.arange(rows, rows + len(ids))
-        rows += len(ids)
-        for flaw, mask in _flaws_of(ids):
-            if mask.true_count:
-                at = mask.to_numpy(zero_copy_only=False)
-                what = _id_flaw(flaw, ids, first_position=int(position_N[0]))
-                findings.add(flaw, position_N[at], column=column, what=what)
-        good_N = findings.flaw_R[position_N] == 0
-        if not good_N.all():
-            position_N, ids = position_N[good_N], ids.filter(pa.array(good_N))
-        yield pa.record_batch([_as_arrow(position_N), ids.cast(stored)], names=["position", "id"])
-    if rows - start != source.record.rows:
-        raise InputError(
-            f"{source.name}: damaged: the footer promises {source.record.rows:,} rows, {rows - start:,} came; write it again"
-        )
+def _faulty_ids(ids: pa.Array, row_N: NDArray[np.int64], *, column: str) -> list[FaultyRows]:
+    """Return the rows of a batch whose id is null, empty or too large."""
+    values = ids.dictionary_decode() if pa.types.is_dictionary(ids.type) else ids
+    masks = {Fault.NULL_ID: values.is_null()}
+    if pa.types.is_uint64(values.type):
+        masks[Fault.ID_OUT_OF_RANGE] = pc.fill_null(pc.greater(values, pa.scalar(INT64_MAX, pa.uint64())), False)
+    if not pa.types.is_integer(values.type):
+        masks[Fault.EMPTY_ID] = pc.fill_null(pc.equal(pc.binary_length(values.cast(pa.string())), 0), False)
+    faulty = []
+    for fault, mask in masks.items():
+        if mask.true_count:
+            index_X = np.flatnonzero(mask.to_numpy(zero_copy_only=False))
+            problem = {
+                Fault.NULL_ID: "the id is null",
+                Fault.EMPTY_ID: "the id is an empty string",
+                Fault.ID_OUT_OF_RANGE: f"the id is {values[index_X[0]].as_py()}, but ids have to fit into int64",
+            }[fault]
+            faulty.append(FaultyRows(fault, row_N[index_X], column, problem))
+    return faulty
+
+
+def _read_id_map(files: VectorFiles, paths: Sequence[Path]) -> Iterator[pa.RecordBatch]:
+    """Yield (row, source id, target id); raise InputError for an unusable id."""
+    config = files.config.id_map
+    assert config is not None
+    columns = sorted({config.from_column, config.to_column})
+    start = 0
+    for source, path in zip(files.id_map, paths, strict=True):
+        for batch in read_batches(source, path, columns=columns, batch_rows=BATCH_ROWS):
+            row_N = np.arange(start, start + batch.num_rows)
+            start += batch.num_rows
+            for name in (config.from_column, config.to_column):
+                for rows in _faulty_ids(_valid_text(source, name, batch.column(name)), row_N, column=name):
+                    file, row = locate(files.id_map, int(rows.row_X[0]))
+                    raise InputError(f"{file}: column {name!r}, row {row}: {rows.problem}; drop the row")
+            ids = [
+                batch.column(config.from_column).cast(ARROW_TYPE[files.source_id_type]),
+                batch.column(config.to_column).cast(ARROW_TYPE[files.id_type]),
+            ]
+            yield pa.record_batch([_as_arrow(row_N), *ids], names=["row", "source", "target"])
+
+
+def _valid_text(source: Source, column: str, ids: pa.Array) -> pa.Array:
+    """Return `ids`; raise InputError if they are strings and not valid UTF-8."""
+    if not pa.types.is_integer(ids.type):
+        try:
+            ids.validate(full=True)
+        except pa.ArrowInvalid as error:
+            raise InputError(f"{source.name}: column {column!r}: damaged, or not UTF-8 ({error}); write it again") from error
+    return ids
 
 
 def _as_arrow(value_N: NDArray[np.int64]) -> pa.Array:
-    """pa.array, like to_numpy, would import pandas first: 0.2 s and 50 MB."""
+    """Return an Arrow array; pa.array would import pandas first, which takes 0.2 s and 50 MB."""
     return pa.Array.from_buffers(pa.int64(), len(value_N), [None, pa.py_buffer(value_N)])
-
-
-def _require_text(source: Source, column: str, ids: pa.Array) -> None:
-    if pa.types.is_integer(ids.type):
-        return
-    try:
-        ids.validate(full=True)
-    except pa.ArrowInvalid as error:
-        raise InputError(f"{source.name}: column {column!r}: damaged, or no UTF-8 ({error}); write it again") from error
-
-
-def _flaws_of(ids: pa.Array) -> Iterator[tuple[Flaw, pa.BooleanArray]]:
-    plain = ids.dictionary_decode() if pa.types.is_dictionary(ids.type) else ids
-    yield Flaw.NULL_ID, plain.is_null()
-    if pa.types.is_uint64(plain.type):
-        yield Flaw.ID_OUT_OF_RANGE, pc.fill_null(pc.greater(plain, pa.scalar(INT64_MAX, pa.uint64())), False)
-    if not pa.types.is_integer(plain.type):
-        yield Flaw.EMPTY_ID, pc.fill_null(pc.equal(pc.binary_length(plain.cast(pa.string())), 0), False)
-
-
-def _id_flaw(flaw: Flaw, ids: pa.Array, *, first_position: int) -> Callable[[int], str]:
-    def what(position: int) -> str:
-        if flaw is Flaw.NULL_ID:
-            return "the id is null"
-        if flaw is Flaw.EMPTY_ID:
-            return "the id is an empty string"
-        return f"the id is {ids[position - first_position].as_py()}, but ids fit into int64"
-
-    return what
-
-
-def _pairs(
-    source: Source, path: Path, *, columns: tuple[str, str], types: tuple[pa.DataType, pa.DataType], start: int
-) -> Iterator[pa.RecordBatch]:
-    for batch in batches_of(source, path, columns=sorted(set(columns)), rows=BATCH_ROWS):
-        position_N = np.arange(start, start + batch.num_rows)
-        for name in columns:
-            _require_text(source, name, batch.column(name))
-            for flaw, mask in _flaws_of(batch.column(name)):
-                if mask.true_count:
-                    at = np.flatnonzero(mask.to_numpy(zero_copy_only=False))
-                    what = _id_flaw(flaw, batch.column(name), first_position=0)(int(at[0]))
-                    raise InputError(f"{source.name}: column {name!r}, row {start + at[0]}: {what}; drop the row")
-        pair = [batch.column(name).cast(kind) for name, kind in zip(columns, types, strict=True)]
-        yield pa.record_batch([_as_arrow(position_N), *pair], names=["position", "source", "target"])
-        start += batch.num_rows

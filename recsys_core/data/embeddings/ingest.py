@@ -1,6 +1,7 @@
-"""Stage `embeddings`: vectors from parquet into one memory-mapped matrix per table, in memory that does not grow with them.
+"""Stage `embeddings`: pretrained vectors from parquet into one memory-mapped matrix per embedding table.
 
-Shapes: N rows of a block, R rows of an entry's files, D numbers of a vector.
+An entry is one item of the config list `embeddings`; a table may have several entries.
+Shapes: N rows of a block, R rows of a matrix, D numbers of a vector.
 """
 
 import os
@@ -19,9 +20,9 @@ from numpy.typing import NDArray
 from recsys_core.data.embeddings.config import EmbeddingsConfig
 from recsys_core.data.embeddings.ids import MEMORY_LIMIT, TableIds
 from recsys_core.data.embeddings.projection import SAMPLE_ROWS, Projection, unit_length
-from recsys_core.data.embeddings.reader import BATCH_BYTES, read_vectors
-from recsys_core.data.embeddings.row_problems import Findings
-from recsys_core.data.embeddings.schema import VectorFiles, check_embeddings, refuse_wider, require_one_dim
+from recsys_core.data.embeddings.reader import BATCH_BYTES, MIN_BATCH_ROWS, read_vectors
+from recsys_core.data.embeddings.row_faults import RowFaults, reject_faults
+from recsys_core.data.embeddings.schema import VectorFiles, check_embeddings, check_pca_dim, require_one_dim
 from recsys_core.disk import allocate_npy
 from recsys_core.errors import InputError
 from recsys_core.manifests import EmbeddingsManifest, VectorTable, fingerprint_of, produce
@@ -33,19 +34,22 @@ from recsys_core.parquet.local_copies import local_files
 def ingest_embeddings(
     configs: Sequence[EmbeddingsConfig], *, folder: Path, data_root: Path | None = None
 ) -> EmbeddingsManifest:
-    """<table>.vectors.npy and <table>.ids.parquet for each table: entry by entry, each in the order of its files.
+    """Write <table>.vectors.npy and <table>.ids.parquet for each table, entry by entry, in the order of the files.
 
-    Raises InputError for ids that are null, empty, double or too large, for vectors that are null, of another length, not
-    finite or all zero (each dropped where the config says so), and where the disk is too small.
+    Memory use does not grow with the number of vectors.
+
+    Raises:
+        InputError: an id that is null, empty, duplicate or too large, a vector that is null, of another length, not finite or
+            all zero (the config may drop these rows), or a disk that is too small.
     """
-    found = check_embeddings(configs, data_root=data_root)
-    records = tuple(source.record for files in found for source in (*files.sources, *files.id_map))
+    entries = check_embeddings(configs, data_root=data_root)
+    records = tuple(source.record for files in entries for source in (*files.sources, *files.id_map))
 
     def build(out: Path) -> dict[str, Any]:
         tables: dict[str, VectorTable] = {}
-        for table in dict.fromkeys(files.config.table for files in found):
-            entries = [files for files in found if files.config.table == table]
-            tables[table] = _build_table(entries, table=table, out=out)
+        for table in dict.fromkeys(files.config.table for files in entries):
+            table_entries = [files for files in entries if files.config.table == table]
+            tables[table] = _build_table(table_entries, table=table, out=out)
         return {"tables": tables, "sources": records}
 
     settings = [config.result_settings() for config in configs]
@@ -54,8 +58,9 @@ def ingest_embeddings(
 
 @dataclass(frozen=True)
 class _Entry:
-    """One entry of a table, read: all its rows are in the matrix, the flawed ones too."""
+    """One entry after reading. Its matrix has all rows of its files, the faulty rows included."""
 
+    index: int
     files: VectorFiles
     matrix: Path
     dropped: Mapping[str, int]
@@ -63,9 +68,14 @@ class _Entry:
     overridden: int
 
     @property
-    def whole(self) -> bool:
-        """Whether every row of the matrix is kept as it is."""
+    def is_complete(self) -> bool:
+        """Whether the matrix can be used as it is: all rows are kept, without a projection."""
         return not (self.dropped or self.unmapped or self.overridden or self.files.config.pca_dim)
+
+    @property
+    def width(self) -> int:
+        """Length of the vectors before the projection."""
+        return int(np.load(self.matrix, mmap_mode="r").shape[1])
 
 
 def _build_table(entries: Sequence[VectorFiles], *, table: str, out: Path) -> VectorTable:
@@ -82,17 +92,17 @@ def _build_table(entries: Sequence[VectorFiles], *, table: str, out: Path) -> Ve
         ) as connection:
             ids = TableIds(connection, id_type=entries[0].id_type)
             read = [
-                _read_entry(files, ids=ids, scratch=scratch / str(index), entry=index) for index, files in enumerate(entries)
+                _read_entry(files, ids=ids, scratch=scratch / str(index), index=index) for index, files in enumerate(entries)
             ]
-            if not ids.rows:
+            if not ids.num_kept:
                 raise InputError(f"{entries[0].setting}: no vector is left for table {table!r}")
             ids.write(out / f"{table}.ids.parquet")
-            dim, explained = _write_matrix(read, ids=ids, target=out / f"{table}.vectors.npy")
+            dim, explained_variance = _write_matrix(read, ids=ids, target=out / f"{table}.vectors.npy")
             return VectorTable(
-                rows=ids.rows,
+                rows=ids.num_kept,
                 dim=dim,
                 id_type=entries[0].id_type,
-                explained_variance=explained,
+                explained_variance=explained_variance,
                 dropped={name: sum(entry.dropped.get(name, 0) for entry in read) for entry in read for name in entry.dropped},
                 unmapped=sum(entry.unmapped for entry in read),
                 overridden=sum(entry.overridden for entry in read),
@@ -101,91 +111,101 @@ def _build_table(entries: Sequence[VectorFiles], *, table: str, out: Path) -> Ve
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _read_entry(files: VectorFiles, *, ids: TableIds, scratch: Path, entry: int) -> _Entry:
-    """Ids beside the vectors; where they are wrong, no more vectors are read."""
+def _read_entry(files: VectorFiles, *, ids: TableIds, scratch: Path, index: int) -> _Entry:
+    """Read the ids and the vectors of an entry, and reject or remove its faulty rows."""
     config = files.config
     scratch.mkdir()
     if config.checksums == "sidecar":
         verify_sidecars((*files.sources, *files.id_map))
-    findings, of_vectors = (Findings(files.sources, setting=files.setting) for _ in range(2))
-    wrong = threading.Event()
-    columns = [config.id_column, *files.columns]
     matrix = scratch / "vectors.npy"
-
-    def read_ids(paths: Sequence[Path]) -> None:
-        ids.read(files, paths=paths, findings=findings)
-        if config.on_bad_rows == "fail":
-            ids.tell_duplicates(files, findings)
-            if findings.counts():
-                wrong.set()
-
     with ExitStack() as stack:
-        paths = stack.enter_context(local_files(files.sources, columns=columns, scratch=scratch))
-        with ThreadPoolExecutor(1, thread_name_prefix="ids") as beside:
-            reading = beside.submit(read_ids, paths)
-            read_vectors(files, paths=paths, findings=of_vectors, out=matrix, stop=wrong)
-            reading.result()
+        paths = stack.enter_context(local_files(files.sources, columns=[config.id_column, *files.columns], scratch=scratch))
+        id_faults, vector_faults = _read_ids_and_vectors(files, paths, ids=ids, matrix=matrix)
         if config.on_bad_rows == "fail":
-            findings.judge(config)
-        findings.take(of_vectors)
+            reject_faults(id_faults, files)  # reported first: after a faulty id, not all vectors have been read
+        faults = id_faults.over(vector_faults)
         if config.on_bad_rows == "drop":
-            ids.leave_out(findings)
-            ids.tell_duplicates(files, findings)  # of two rows with one id the first that has a vector is kept
-            ids.leave_out(findings)
-        dropped = findings.judge(config)
+            ids.remove(faults.rows())
+            # Duplicates are searched among the usable rows, so that the first row with a usable vector keeps the id.
+            duplicates = ids.find_duplicates(files)
+            ids.remove(duplicates.rows())
+            faults = faults.over(duplicates)
+        reject_faults(faults, files)
         unmapped = 0
         if config.id_map is not None:
             columns = sorted({config.id_map.from_column, config.id_map.to_column})
-            maps = stack.enter_context(local_files(files.id_map, columns=columns, scratch=scratch))
-            unmapped = ids.translate(files, paths=maps)
-        return _Entry(files, matrix, dropped, unmapped, ids.keep(entry=entry))
+            map_paths = stack.enter_context(local_files(files.id_map, columns=columns, scratch=scratch))
+            unmapped = ids.translate(files, paths=map_paths)
+    return _Entry(index, files, matrix, dropped=faults.counts(), unmapped=unmapped, overridden=ids.keep(entry=index))
+
+
+def _read_ids_and_vectors(
+    files: VectorFiles, paths: Sequence[Path], *, ids: TableIds, matrix: Path
+) -> tuple[RowFaults, RowFaults]:
+    """Read ids and vectors at the same time; return the faults of both. With on_bad_rows fail, a faulty id ends the reading."""
+    stop = threading.Event()
+
+    def read_ids() -> RowFaults:
+        faults = ids.read_entry(files, paths=paths)
+        if files.config.on_bad_rows == "fail":
+            faults = faults.over(ids.find_duplicates(files))
+            if faults.first:
+                stop.set()
+        return faults
+
+    with ThreadPoolExecutor(1, thread_name_prefix="ids") as thread:
+        id_faults = thread.submit(read_ids)
+        vector_faults = read_vectors(files, paths=paths, out=matrix, stop=stop)
+        return id_faults.result(), vector_faults
 
 
 def _write_matrix(entries: Sequence[_Entry], *, ids: TableIds, target: Path) -> tuple[int, float | None]:
-    """The kept rows of all entries; returns their dimension and, of projected entries, the least explained variance."""
-    if len(entries) == 1 and entries[0].whole:
+    """Write the kept rows of all entries; return their dimension and the smallest explained variance of the projections."""
+    if len(entries) == 1 and entries[0].is_complete:
+        dim = entries[0].width
         entries[0].matrix.rename(target)
-        return int(np.load(target, mmap_mode="r").shape[1]), None
-    projections = [_projection(entry, index, ids=ids) for index, entry in enumerate(entries)]
-    dims = [entry.files.config.pca_dim or np.load(entry.matrix, mmap_mode="r").shape[1] for entry in entries]
+        return dim, None
+    projections = [_fit_projection(entry, ids=ids) for entry in entries]
+    dims = [entry.files.config.pca_dim or entry.width for entry in entries]
     for entry, dim in zip(entries, dims, strict=True):
-        require_one_dim(entry.files, dim, before=entries[0].files, before_dim=dims[0])
-    out_RD = allocate_npy(target, dtype=np.float32, shape=(ids.rows, dims[0]))
+        require_one_dim(entry.files, dim, other=entries[0].files, other_dim=dims[0])
+    out_RD = allocate_npy(target, dtype=np.float32, shape=(ids.num_kept, dims[0]))
     start = 0
-    for index, (entry, projection) in enumerate(zip(entries, projections, strict=True)):
-        for block_ND in _blocks(entry, index, ids=ids):
-            made_ND = block_ND if projection is None else projection.apply(block_ND)
-            if projection is not None and entry.files.config.normalise:
-                made_ND = unit_length(made_ND)
-            out_RD[start : start + len(made_ND)] = made_ND
-            start += len(made_ND)
-        os.unlink(entry.matrix)  # noqa: PTH108  the next one may need the room
-    assert start == ids.rows
-    return dims[0], min((made.explained_variance for made in projections if made is not None), default=None)
+    for entry, projection in zip(entries, projections, strict=True):
+        for block_ND in _kept_vectors(entry, ids=ids):
+            vector_ND = block_ND
+            if projection is not None:
+                vector_ND = projection.apply(block_ND)
+                if entry.files.config.normalise:
+                    vector_ND = unit_length(vector_ND)
+            out_RD[start : start + len(vector_ND)] = vector_ND
+            start += len(vector_ND)
+        os.unlink(entry.matrix)  # noqa: PTH108  frees disk space for the next entry
+    assert start == ids.num_kept
+    return dims[0], min((projection.explained_variance for projection in projections if projection is not None), default=None)
 
 
-def _blocks(entry: _Entry, index: int, *, ids: TableIds, every: int = 1) -> Iterator[NDArray[np.float32]]:
-    """Kept rows of an entry in their order, some at a time; or every so-many-th of them."""
-    source_RD = np.load(entry.matrix, mmap_mode="r")
-    skip = 0
-    for position_N in ids.positions(entry=index, rows=max(64, BATCH_BYTES // (4 * source_RD.shape[1]))):
-        chosen = position_N[skip::every]
-        skip = (skip - len(position_N)) % every
-        if len(chosen):
-            yield source_RD[chosen]
+def _kept_vectors(entry: _Entry, *, ids: TableIds, step: int = 1) -> Iterator[NDArray[np.float32]]:
+    """Yield the kept vectors of an entry in blocks, in the order of their rows; with `step`, every step-th of them."""
+    matrix_RD = np.load(entry.matrix, mmap_mode="r")
+    offset = 0
+    batch_rows = max(MIN_BATCH_ROWS, BATCH_BYTES // (4 * matrix_RD.shape[1]))
+    for row_N in ids.kept_rows(entry=entry.index, batch_rows=batch_rows):
+        chosen_N = row_N[offset::step]
+        offset = (offset - len(row_N)) % step
+        if len(chosen_N):
+            yield matrix_RD[chosen_N]
 
 
-def _projection(entry: _Entry, index: int, *, ids: TableIds) -> Projection | None:
+def _fit_projection(entry: _Entry, *, ids: TableIds) -> Projection | None:
     dim = entry.files.config.pca_dim
     if dim is None:
         return None
-    width = np.load(entry.matrix, mmap_mode="r").shape[1]
-    if dim > width:
-        refuse_wider(entry.files, width)
-    kept = sum(len(position_N) for position_N in ids.positions(entry=index, rows=65_536))
-    if kept <= dim:
+    check_pca_dim(entry.files, entry.width)
+    num_vectors = sum(len(row_N) for row_N in ids.kept_rows(entry=entry.index, batch_rows=65_536))
+    if num_vectors <= dim:
         raise InputError(
-            f"{entry.files.setting}.pca_dim is {dim}, which {kept:,} vectors cannot tell; give more than {dim} vectors, or "
-            "lower it"
+            f"{entry.files.setting}.pca_dim is {dim}, but there are only {num_vectors:,} vectors to fit it on; give more than "
+            f"{dim} vectors, or lower it"
         )
-    return Projection.fit(_blocks(entry, index, ids=ids, every=-(-kept // SAMPLE_ROWS)), dim=dim)
+    return Projection.fit(_kept_vectors(entry, ids=ids, step=-(-num_vectors // SAMPLE_ROWS)), dim=dim)

@@ -1,6 +1,6 @@
-"""Principal components: a large teacher's vectors for a small student.
+"""Principal component analysis (PCA) of pretrained vectors, fitted on a sample.
 
-Shapes: N rows of a block, S rows of the sample, D numbers of a vector as it comes, P of a projected one.
+Shapes: N rows of a block, D numbers of a vector, P numbers of a projected vector.
 """
 
 from collections.abc import Iterable
@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 SAMPLE_ROWS = 131_072
-"""Enough for the directions of a few thousand dimensions; more rows change the third digit of the explained variance."""
+"""Enough for a few thousand dimensions; with more rows only the third digit of the explained variance changes."""
 
 
 @dataclass(frozen=True)
 class Projection:
-    """x -> (x - mean) @ components: the directions in which the sample varies most, first the one it varies most in."""
+    """The projection x -> (x - mean) @ components, on the principal components by decreasing variance."""
 
     mean_D: NDArray[np.float64]
     component_DP: NDArray[np.float32]
@@ -25,11 +25,11 @@ class Projection:
 
     @classmethod
     def fit(cls, blocks_ND: Iterable[NDArray[np.float32]], *, dim: int) -> Self:
-        """Fits `dim` components to the rows of all blocks, which are looked at once; memory is O(D * D).
+        """Fit `dim` components to the rows of all blocks, in one pass; memory is O(D * D).
 
         >>> line = np.outer(np.arange(5, dtype=np.float32), [3, 4])
-        >>> found = Projection.fit([line[:2], line[2:]], dim=1)
-        >>> found.explained_variance, found.component_DP.round(3).tolist()
+        >>> projection = Projection.fit([line[:2], line[2:]], dim=1)
+        >>> projection.explained_variance, projection.component_DP.round(3).tolist()
         (1.0, [[0.6000000238418579], [0.800000011920929]])
         """
         rows = 0
@@ -43,21 +43,21 @@ class Projection:
         covariance_DD = moment_DD / rows - np.outer(mean_D, mean_D)
         value_D, vector_DD = np.linalg.eigh(covariance_DD)  # ascending
         component_DP = vector_DD[:, ::-1][:, :dim]
-        # A direction and its opposite serve as well; one is chosen, so that a night can be repeated.
+        # The sign of a component is arbitrary; it is fixed so that the result is reproducible.
         component_DP = component_DP * np.sign(component_DP[np.abs(component_DP).argmax(axis=0), np.arange(dim)])
         total = value_D.clip(min=0).sum()
-        kept = value_D[::-1][:dim].clip(min=0).sum()
-        share = float(kept / total) if total > 0 else 1.0
+        explained = value_D[::-1][:dim].clip(min=0).sum()
+        share = float(explained / total) if total > 0 else 1.0
         return cls(mean_D, np.ascontiguousarray(component_DP, np.float32), min(round(share, 12), 1.0))
 
     def apply(self, block_ND: NDArray[np.float32]) -> NDArray[np.float32]:
-        """[N, P]."""
+        """Return the projected vectors."""
         projected_NP: NDArray[np.float32] = (block_ND - self.mean_D).astype(np.float32) @ self.component_DP
         return projected_NP
 
 
 def unit_length(block_NP: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Rows scaled to length 1; a row of zeros stays one.
+    """Scale rows to length 1; a row of zeros is left unchanged.
 
     >>> unit_length(np.array([[3, 4], [0, 0]], np.float32)).tolist()
     [[0.6000000238418579, 0.800000011920929], [0.0, 0.0]]

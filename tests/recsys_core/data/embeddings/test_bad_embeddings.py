@@ -21,74 +21,76 @@ def ingest(folder: Path, *paths: str, **settings: Any) -> EmbeddingsManifest:
     return ingest_embeddings((EmbeddingsConfig(paths=paths, **columns, **settings),), folder=folder)
 
 
-WAY_OUT = "; mend them, or set embeddings.on_bad_rows to drop"
+WAY_OUT = "; fix these rows, or set embeddings.on_bad_rows to drop"
 ONES = [[1.0, 2.0]]
 LONG = "🦉" * 10_000
 LISTS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "wrong length in the same batch": (
         {"item_id": [1, 2], "v": [[1.0, 2.0], [1.0]]},
-        ("a.parquet: column 'v', row 1: the vector has 1 numbers, the first of all has 2; 1 such row of 2", WAY_OUT),
+        ("a.parquet: column 'v', row 1: the vector has 1 numbers, but the first vector has 2 (1 of 2 rows)", WAY_OUT),
     ),
     "wrong length from a whole batch on": (
         {"item_id": [1, 2, 3, 4, 5], "v": ONES * 3 + [[1.0, 2.0, 3.0]] * 2},
-        ("column 'v', row 3: the vector has 3 numbers, the first of all has 2; 2 such rows of 5", WAY_OUT),
+        ("column 'v', row 3: the vector has 3 numbers, but the first vector has 2 (2 of 5 rows)", WAY_OUT),
     ),
     "an empty vector": (
         {"item_id": [1, 2, 3], "v": [[1.0], [], []]},
-        ("column 'v', row 1: the vector is empty; 2 such rows of 3", WAY_OUT),
+        ("column 'v', row 1: the vector is empty (2 of 3 rows)", WAY_OUT),
     ),
     "nothing but empty vectors": (
         {"item_id": [1, 2], "v": pa.array([[], None], pa.list_(pa.float32()))},
-        ("a.parquet: column 'v': no row has a vector; check what writes this table",),
+        ("a.parquet: column 'v': no row has a vector; check the job that writes this table",),
     ),
     "null vector": (
         {"item_id": [1, 2, 3], "v": [[1.0], [2.0], None]},
-        ("column 'v', row 2: the vector is null; 1 such row of 3", WAY_OUT),
+        ("column 'v', row 2: the vector is null (1 of 3 rows)", WAY_OUT),
     ),
     "null vector of fixed size": (
         {"item_id": [1, 2, 3], "v": pa.array([[1.0, 2.0], None, None], pa.list_(pa.float32(), 2))},
-        ("column 'v', row 1: the vector is null; 2 such rows of 3; mend them, or write the column as a list of no fixed size",),
+        (
+            "column 'v', row 1: the vector is null (2 of 3 rows); fix these rows, or write the column as a list of variable size",
+        ),
     ),
     "null element": (
         {"item_id": [1, 2, 3, 4], "v": ONES * 3 + [[1.0, None]]},
-        ("column 'v', row 3: number 1 of the vector is null; 1 such row of 4", WAY_OUT),
+        ("column 'v', row 3: number 1 of the vector is null (1 of 4 rows)", WAY_OUT),
     ),
     "null element of fixed size": (
         {"item_id": [1, 2, 3, 4], "v": pa.array(ONES * 3 + [[None, 1.0]], pa.list_(pa.float32(), 2))},
-        ("column 'v', row 3: number 0 of the vector is null; 1 such row of 4", WAY_OUT),
+        ("column 'v', row 3: number 0 of the vector is null (1 of 4 rows)", WAY_OUT),
     ),
     "NaN": (
         {"item_id": [1, 2, 3, 4], "v": ONES * 2 + [[1.0, float("nan")]] * 2},
-        ("a.parquet: column 'v', row 2: number 1 of the vector is nan as float32; 2 such rows of 4", WAY_OUT),
+        ("a.parquet: column 'v', row 2: number 1 of the vector is nan as float32 (2 of 4 rows)", WAY_OUT),
     ),
     "Inf": (
         {"item_id": [1, 2], "v": [[1.0], [float("-inf")]]},
-        ("a.parquet: column 'v', row 1: number 0 of the vector is -inf as float32; 1 such row", WAY_OUT),
+        ("a.parquet: column 'v', row 1: number 0 of the vector is -inf as float32 (1 of 2 rows)", WAY_OUT),
     ),
     "too large for float32": ({"item_id": [1], "v": [[1e300]]}, ("a.parquet: column 'v', row 0", "is inf as float32")),
     "all zero": (
         {"item_id": [1, 2, 3, 4], "v": [[1.0, 2.0], [0.0, -0.0], [1e-30, 0.0], [1e-300, 0.0]]},
-        ("column 'v', row 1: all numbers of the vector are 0, so it has no direction and no cosine; 2 such rows of 4", WAY_OUT),
+        ("column 'v', row 1: all numbers of the vector are 0, so it has no direction and no cosine (2 of 4 rows)", WAY_OUT),
     ),
     "null id": (
         {"item_id": [1, 2, None, None], "v": [[1.0]] * 4},
-        ("a.parquet: column 'item_id', row 2: the id is null; 2 such rows of 4", WAY_OUT),
+        ("a.parquet: column 'item_id', row 2: the id is null (2 of 4 rows)", WAY_OUT),
     ),
     "null id in a dictionary": (
         {"item_id": pa.array(["a", None, "b"]).dictionary_encode(), "v": [[1.0]] * 3},
-        ("a.parquet: column 'item_id', row 1: the id is null; 1 such row of 3", WAY_OUT),
+        ("a.parquet: column 'item_id', row 1: the id is null (1 of 3 rows)", WAY_OUT),
     ),
     "empty id": (
         {"item_id": ["a", "", "b", ""], "v": [[1.0]] * 4},
-        ("column 'item_id', row 1: the id is an empty string; 2 such rows of 4", WAY_OUT),
+        ("column 'item_id', row 1: the id is an empty string (2 of 4 rows)", WAY_OUT),
     ),
     "empty id in a dictionary": (
         {"item_id": pa.array(["a", "", "b"]).dictionary_encode(), "v": [[1.0]] * 3},
-        ("column 'item_id', row 1: the id is an empty string; 1 such row of 3", WAY_OUT),
+        ("column 'item_id', row 1: the id is an empty string (1 of 3 rows)", WAY_OUT),
     ),
     "uint64 over int64": (
         {"item_id": pa.array([1, 2, 2**63, 2**64 - 1], pa.uint64()), "v": [[1.0]] * 4},
-        ("column 'item_id', row 2: the id is 9223372036854775808, but ids fit into int64; 2 such rows of 4", WAY_OUT),
+        ("column 'item_id', row 2: the id is 9223372036854775808, but ids have to fit into int64 (2 of 4 rows)", WAY_OUT),
     ),
     "decimal over int64": (
         {"item_id": pa.array([10**25], pa.decimal128(38)), "v": [[1.0]]},
@@ -97,22 +99,25 @@ LISTS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "float ids": ({"item_id": [1.0], "v": [[1.0]]}, ("column 'item_id' is double, but ids are integers or strings; cast it",)),
     "duplicate id": (
         {"item_id": [1, 2, 3, 2, 1, 2], "v": [[1.0]] * 6},
-        ("a.parquet: column 'item_id', row 3: id 2 stands there already in ", "a.parquet, row 1; 3 such rows of 6", WAY_OUT),
+        ("a.parquet: column 'item_id', row 3: id 2 is already in ", "a.parquet, row 1 (3 of 6 rows)", WAY_OUT),
     ),
     "a duplicate id that nobody wants to read": (
         {"item_id": [LONG, LONG], "v": [[1.0]] * 2},
-        ("column 'item_id', row 1: id '" + "🦉" * 76 + "... stands there already in ", WAY_OUT),
+        ("column 'item_id', row 1: id '" + "🦉" * 76 + "... is already in ", WAY_OUT),
     ),
     "a duplicate id that would turn the line around": (
         {"item_id": ["a\n\u202eb"] * 2, "v": [[1.0]] * 2},
-        (r"column 'item_id', row 1: id 'a\n\u202eb' stands there already in ", WAY_OUT),
+        (r"column 'item_id', row 1: id 'a\n\u202eb' is already in ", WAY_OUT),
     ),
     "vectors of integers": ({"item_id": [1], "v": [[1, 2]]}, ("a.parquet: column 'v' is list<", "list of floats")),
     "no list": ({"item_id": [1], "v": [1.0]}, ("a.parquet: column 'v' is double, but a vector is a list", "dimension_prefix")),
     "no column": ({"item_id": [1], "w": [[1.0]]}, ("a.parquet: no column 'v' (embeddings.vector_column)", "'w'")),
     "no id column": ({"item": [1], "v": [[1.0]]}, ("no column 'item_id' (embeddings.id_column); did you mean 'item'?",)),
     "empty table": ({"item_id": pa.array([], pa.int64()), "v": pa.array([], pa.list_(pa.float32()))}, ("no rows",)),
-    "a vector of a million": ({"item_id": [1], "v": [[1.0] * 1_000_000]}, ("vectors of 1,000,000 numbers; at most 65,536",)),
+    "a vector of a million": (
+        {"item_id": [1], "v": [[1.0] * 1_000_000]},
+        ("vectors of 1,000,000 numbers; at most 65,536 are supported",),
+    ),
 }
 
 
@@ -125,16 +130,16 @@ def test_a_bad_vector_is_named_and_nothing_stays(tmp_path: Path, case: str) -> N
 
 DIMENSIONS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "gap": ({"d0": [1.0], "d1": [1.0], "d3": [1.0]}, ("a.parquet: column d2 is missing between d0 and d3",)),
-    "none": ({"e0": [1.0]}, ("a.parquet: no column is 'd' and a number", "'e0'")),
+    "none": ({"e0": [1.0]}, ("a.parquet: no column is named 'd' and a number", "'e0'")),
     "integer": ({"d0": [1.0], "d1": [1]}, ("a.parquet: column 'd1' is int64",)),
     "twice": ({"d0": [1.0], "d1": [1.0], "d01": [1.0]}, ("a.parquet: columns 'd1' and 'd01' are both dimension 1",)),
     "null": (
         {"d0": [1.0, 1.0, None], "d1": [1.0, None, None]},
-        ("a.parquet: column 'd1', row 1: the number is null; 2 such rows of 3", WAY_OUT),
+        ("a.parquet: column 'd1', row 1: the number is null (2 of 3 rows)", WAY_OUT),
     ),
     "NaN": (
         {"d0": [1.0, 1.0, 1.0], "d1": [1.0, 1.0, np.nan]},
-        ("a.parquet: column 'd1', row 2: number 1 of the vector is nan as float32; 1 such row of 3", WAY_OUT),
+        ("a.parquet: column 'd1', row 2: number 1 of the vector is nan as float32 (1 of 3 rows)", WAY_OUT),
     ),
     "zero": ({"d0": [1.0, 0.0], "d1": [1.0, 0.0]}, ("column 'd0', row 1: all numbers of the vector are 0", WAY_OUT)),
 }
@@ -180,11 +185,11 @@ def test_files_with_different_dimensions_are_refused_with_both_names(tmp_path: P
         ({"item_id": [2], "w": [[1.0]]}, ("b.parquet: no column 'v'",)),
         (
             {"item_id": [2], "v": [[1.0, 2.0]]},
-            ("b.parquet: column 'v', row 0: the vector has 2 numbers, the first of all has 1", WAY_OUT),
+            ("b.parquet: column 'v', row 0: the vector has 2 numbers, but the first vector has 1", WAY_OUT),
         ),
         (
             {"item_id": [7, 1], "v": [[1.0]] * 2},
-            ("b.parquet: column 'item_id', row 1: id 1 stands there already in ", "a.parquet, row 2; 1 such row of 5", WAY_OUT),
+            ("b.parquet: column 'item_id', row 1: id 1 is already in ", "a.parquet, row 2 (1 of 5 rows)", WAY_OUT),
         ),
     ],
 )
@@ -216,25 +221,30 @@ def test_more_bad_rows_than_the_share_are_refused_with_the_kinds(tmp_path: Path)
     path = write(tmp_path / "a.parquet", **{name: values[:99] for name, values in BAD.items()})
     refuses(
         lambda folder: ingest(folder, path, on_bad_rows="drop"), tmp_path,
-        "a.parquet: column 'v', row 1: number 0 of the vector is nan as float32; 3 of 99 rows are bad "
-        "(null_id 1, not_finite 1, all_zero 1), but embeddings.max_bad_share is 0.01; mend them, or raise it",
+        "a.parquet: column 'v', row 1: number 0 of the vector is nan as float32 (1 of 99 rows); 3 of 99 rows are bad "
+        "(null_id 1, not_finite 1, all_zero 1), a share of 0.0303, but embeddings.max_bad_share is 0.01; fix "
+        "these rows, or raise it",
     )  # fmt: skip
 
 
 def test_a_table_of_nothing_but_bad_rows_is_refused_whatever_the_share(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", item_id=[1, 2], v=[[0.0]] * 2)
-    refuses(lambda folder: ingest(folder, path, on_bad_rows="drop", max_bad_share=1), tmp_path, "2 of 2 rows are bad", "no row")
+    refuses(
+        lambda folder: ingest(folder, path, on_bad_rows="drop", max_bad_share=1),
+        tmp_path,
+        "(2 of 2 rows); all 2 rows are bad (all_zero 2); fix these rows",
+    )
 
 
 @pytest.mark.parametrize(
     ("theirs", "ours", "parts"),
     [
-        (["x", "y", "x"], [1, 2, 3], ("column 'theirs', row 2: id 'x' stands there already in ", "row 0; 1 such ids")),
-        (["x", "y", "z"], [1, 2, 2], ("column 'ours', row 2: id 2 stands there already in ", "row 1", "one to one")),
+        (["x", "y", "x"], [1, 2, 3], ("column 'theirs', row 2: id 'x' is already in ", "row 0 (1 such ids)")),
+        (["x", "y", "z"], [1, 2, 2], ("column 'ours', row 2: id 2 is already in ", "row 1", "one to one")),
         (["x", None], [1, 2], ("map.parquet: column 'theirs', row 1: the id is null",)),
         (["x", "y"], ["1", ""], ("map.parquet: column 'ours', row 1: the id is an empty string",)),
-        ([1, 2], [1, 2], ("map.parquet: column 'theirs' is int64, but the ids beside the vectors are string in ",)),
-        (["q"], [1], ("map.parquet: column 'theirs' holds none of the 2 ids of ", "a.parquet")),
+        ([1, 2], [1, 2], ("map.parquet: column 'theirs' is int64, but column 'item_id' of ",)),
+        (["q"], [1], ("map.parquet: column 'theirs' has none of the 2 ids of ", "a.parquet")),
     ],
 )
 def test_a_bad_id_map_is_refused(tmp_path: Path, theirs: list[Any], ours: list[Any], parts: tuple[str, ...]) -> None:
@@ -247,8 +257,8 @@ def test_a_bad_id_map_is_refused(tmp_path: Path, theirs: list[Any], ours: list[A
 @pytest.mark.parametrize(
     ("second", "parts"),
     [
-        ({"item_id": ["a"], "v": [[1.0, 2.0]]}, ("embeddings.1: the ids are string, but those of embeddings.0", "int64")),
-        ({"item_id": [9], "v": [[1.0]]}, ("embeddings.1: the vectors end in 1 numbers, but those of embeddings.0", "in 2")),
+        ({"item_id": ["a"], "v": [[1.0, 2.0]]}, ("the id of embeddings.1 is string, but the id of embeddings.0", "int64")),
+        ({"item_id": [9], "v": [[1.0]]}, ("embeddings.1: the vectors have 1 numbers, but those of embeddings.0", "have 2")),
     ],
 )
 def test_entries_of_one_table_that_do_not_fit_together_are_refused(
@@ -263,7 +273,10 @@ def test_entries_of_one_table_that_do_not_fit_together_are_refused(
     ("settings", "said"),
     [
         ({"pca_dim": 5}, "embeddings.pca_dim is 5, but the vectors of "),
-        ({"pca_dim": 2}, "embeddings.pca_dim is 2, which 2 vectors cannot tell; give more than 2 vectors, or lower it"),
+        (
+            {"pca_dim": 2},
+            "embeddings.pca_dim is 2, but there are only 2 vectors to fit it on; give more than 2 vectors, or lower it",
+        ),
     ],
 )
 def test_a_projection_that_the_vectors_do_not_allow_is_refused(tmp_path: Path, settings: dict[str, int], said: str) -> None:

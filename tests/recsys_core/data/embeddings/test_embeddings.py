@@ -136,7 +136,7 @@ def test_files_of_a_glob_follow_one_another_by_name(tmp_path: Path) -> None:
 def test_a_folder_whose_name_looks_like_a_pattern_holds_the_stage_just_as_well(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", item_id=[1, 1], v=as_list(some_vectors(2, 2)))
     (tmp_path / "run[1]").mkdir()
-    refuses(lambda folder: ingest(folder, path), tmp_path / "run[1]", "id 1 stands there already")
+    refuses(lambda folder: ingest(folder, path), tmp_path / "run[1]", "id 1 is already in")
 
 
 @pytest.mark.parametrize("columns", [{"vector_column": "v"}, {"dimension_prefix": "d"}])

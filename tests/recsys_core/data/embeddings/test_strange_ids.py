@@ -10,7 +10,7 @@ import pytest
 from recsys_core.data.embeddings.config import EmbeddingsConfig
 from recsys_core.data.embeddings.ingest import ingest_embeddings
 from tests.recsys_core.data import logs
-from tests.recsys_core.data.log.test_bad_rows import ODD, STRANGE
+from tests.recsys_core.data.interactions.test_checks import ODD, STRANGE
 from tests.recsys_core.data.tables import refuses, write
 
 
@@ -37,7 +37,7 @@ def test_no_strange_id_breaks_a_message(tmp_path: Path, name: str) -> None:
     def stage(folder: Path) -> object:
         return ingest_embeddings((config,), folder=folder)
 
-    refuses(stage, tmp_path, "v.parquet: column 'item_id', row 1: id '", "1 such row of 2; mend them")
+    refuses(stage, tmp_path, "v.parquet: column 'item_id', row 1: id '", "(1 of 2 rows); fix these rows")
     with pytest.raises(ValueError) as caught:
         stage(tmp_path / "stage")
     assert str(caught.value).isprintable() and len(str(caught.value)) < 400 + len(path)

@@ -1,0 +1,78 @@
+"""Batches of a parquet file of embeddings, streamed page by page; damage becomes an InputError that names the file."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recsys_core.errors import InputError, first_line
+from recsys_core.parquet.duckdb_session import quoted, scan
+from recsys_core.parquet.sources import Source
+
+PAGE_BUFFER_BYTES = 256 * 1024
+
+
+def open_parquet(path: Path) -> pq.ParquetFile:
+    """Open a file to stream its pages: by default pyarrow holds whole column chunks, which may be the whole file."""
+    return pq.ParquetFile(path, pre_buffer=False, buffer_size=PAGE_BUFFER_BYTES, page_checksum_verification=True)
+
+
+def read_batches(
+    source: Source, path: Path, *, columns: Sequence[str], batch_rows: int, row_groups: Sequence[int] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of a file that have rows.
+
+    Args:
+        path: local file with the content of `source`.
+        row_groups: None for all row groups.
+
+    Raises:
+        InputError: the data is damaged, or has another number of rows than the footer declares.
+    """
+    num_rows = 0
+    try:
+        with open_parquet(path) as file:
+            groups = list(range(file.num_row_groups) if row_groups is None else row_groups)
+            expected_rows = source.record.rows
+            if row_groups is not None:
+                expected_rows = sum(file.metadata.row_group(group).num_rows for group in groups)
+            for batch in file.iter_batches(batch_rows, row_groups=groups, columns=list(columns), use_threads=False):
+                num_rows += batch.num_rows
+                if batch.num_rows:
+                    yield batch
+    except (pa.ArrowException, OSError) as error:
+        for column in columns:
+            _reject_null_of_fixed_size(source, path, column)
+        raise InputError(f"{source.name}: damaged: {first_line(error)}; write it again") from error
+    if num_rows != expected_rows:
+        raise InputError(
+            f"{source.name}: damaged: the footer declares {expected_rows:,} rows, but the file has {num_rows:,}; write it again"
+        )
+
+
+def decode_ahead(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield the same batches; decode each one while its predecessor is in use, so that one row group keeps two cores busy."""
+    with ThreadPoolExecutor(1, thread_name_prefix="decoder") as decoder:
+        upcoming = decoder.submit(next, batches, None)
+        while (batch := upcoming.result()) is not None:
+            upcoming = decoder.submit(next, batches, None)
+            yield batch
+
+
+def _reject_null_of_fixed_size(source: Source, path: Path, column: str) -> None:
+    """Raise InputError for a null in a column of fixed-size lists, which pyarrow cannot read (it counts as an empty list)."""
+    if not pa.types.is_fixed_size_list(source.schema.field(column).type):
+        return
+    read = scan(path, options="file_row_number = true")
+    query = f"SELECT min(file_row_number), count(*) FROM {read} WHERE {quoted(column)} IS NULL"
+    with duckdb.connect() as connection, contextlib.suppress(duckdb.Error):
+        first, count = connection.execute(query).fetchall()[0]
+        if count:
+            raise InputError(
+                f"{source.name}: column {column!r}, row {first}: the vector is null ({count:,} of {source.record.rows:,} "
+                "rows); fix these rows, or write the column as a list of variable size, whose null rows can be dropped"
+            )

@@ -47,9 +47,7 @@ LISTS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     ),
     "null vector of fixed size": (
         {"item_id": [1, 2, 3], "v": pa.array([[1.0, 2.0], None, None], pa.list_(pa.float32(), 2))},
-        (
-            "column 'v', row 1: the vector is null (2 of 3 rows); fix these rows, or write the column as a list of variable size",
-        ),
+        ("column 'v', row 1: the vector is null (2 of 3 rows); fix these rows, or write the column as a list of variable",),
     ),
     "null element": (
         {"item_id": [1, 2, 3, 4], "v": ONES * 3 + [[1.0, None]]},

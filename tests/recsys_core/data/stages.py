@@ -52,11 +52,12 @@ def write_interactions(
     train, validation, test = (int(count) for count in lengths.sum(axis=0))
     return seal(
         staging, folder, InteractionsManifest,
-        fingerprint=f"by hand, {lineage}", seconds=0.0, users=len(users), items=len(items),
+        fingerprint=f"by hand, {lineage}", seconds=0.0, num_users=len(users), num_items=len(items),
         train_events=train, validation_events=validation, test_events=test, ordered=True,
         items_with_vector=0, items_vector_only=0,
         user_id_type="string" if isinstance(users[0], str) else "int64",
         item_id_type="string" if isinstance(items[0], str) else "int64",
-        lineage=lineage, night=1, rebuilt="by hand", id_columns=("user_id", "item_id"), rows_read=len(item), files_read=1,
-        columns={}, set_aside={}, bad_rows={}, sources=(), parts=(), idle_users=0, idle_items=0,
+        lineage=lineage, run_number=1, rebuild_reason="by hand", id_columns=("user_id", "item_id"),
+        rows_read=len(item), files_read=1,
+        columns={}, removed_events={}, bad_rows={}, sources=(), parts=(), idle_users=0, idle_items=0,
     )  # fmt: skip

@@ -167,7 +167,7 @@ def step(job: TrainJob, *, rank: int, checkpoint: Path | None, sums: bool = True
     assembler = Assembler(user=UNPOOLED, features=FeatureStore.open(require_manifest(job.features, FeaturesManifest)))
     loader = make_loader(job, store=EventStore.open(interactions), assembler=assembler, process=process(rank))
     pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
-    pipeline.progress(iter([loader.make(7, 0)]))
+    pipeline.progress(iter([loader.batch(7, 0)]))
     return [
         (shard.weight_RD.clone(), found.values_RC.clone())
         for shard, found in zip(

@@ -181,7 +181,7 @@ def test_the_forms_tell_how_many_values_there_are_and_whether_with_weights(tmp_p
 
 
 def test_features_change_nothing_else_about_a_batch(made: tuple[EventStore, FeatureStore]) -> None:
-    with_features, without = loader_of(made).make(1, 2), loader_of(made, with_features=False).make(1, 2)
+    with_features, without = loader_of(made).batch(1, 2), loader_of(made, with_features=False).batch(1, 2)
     assert set(without.sparse) == {UNPOOLED} and without.item_weight == {}
     assert without.sparse[UNPOOLED].keys() == ["item", "user"]
     for name in ("item_row_V", "candidate_C", "history_H", "history_offset"):

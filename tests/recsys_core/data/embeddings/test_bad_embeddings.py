@@ -99,7 +99,7 @@ LISTS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         {"item_id": [1, 2, 3, 2, 1, 2], "v": [[1.0]] * 6},
         ("a.parquet: column 'item_id', row 3: id 2 is already in ", "a.parquet, row 1 (3 of 6 rows)", WAY_OUT),
     ),
-    "a duplicate id that nobody wants to read": (
+    "a duplicate id that is too long to read": (
         {"item_id": [LONG, LONG], "v": [[1.0]] * 2},
         ("column 'item_id', row 1: id '" + "🦉" * 76 + "... is already in ", WAY_OUT),
     ),

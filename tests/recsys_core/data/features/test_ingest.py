@@ -95,7 +95,7 @@ def test_lists_keep_their_order_nulls_are_row_zero_and_long_lists_are_cut(tmp_pa
     assert (facts.rows, facts.values, facts.missing, facts.out_of_vocabulary, facts.truncated) == (4, 8, 2, 1, 1)
 
 
-def test_weights_stay_beside_their_values(tmp_path: Path) -> None:
+def test_weights_stay_next_to_their_values(tmp_path: Path) -> None:
     path = write(tmp_path / "u.parquet", who=["cat", "ann"], likes=[[5, 6], [6]], much=[[0.5, 2.0], [1.5]])
     feature = {"name": "likes", "kind": "weighted_list", "weight_column": "much"}
     config = {"users": {"paths": path, "id_column": "who", "features": [feature]}}
@@ -187,7 +187,7 @@ def test_a_value_keeps_its_row_on_later_nights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("why", ["another lineage", "another definition", "a damaged vocabulary"])
-def test_a_vocabulary_is_built_anew_for(tmp_path: Path, why: str) -> None:
+def test_a_vocabulary_is_rebuilt_for(tmp_path: Path, why: str) -> None:
     log = stage(tmp_path / "log")
     path = write(tmp_path / "i.parquet", id=ITEMS, brand=["a", "a", "b", "b", "b"], kin=["a", "a", "b", "b", "b"])
     night = ingest(
@@ -201,7 +201,7 @@ def test_a_vocabulary_is_built_anew_for(tmp_path: Path, why: str) -> None:
     elif why == "another definition":
         feature["column"] = "kin"
     else:
-        night.path("item.brand.vocabulary.parquet").write_bytes(b"rubbish")
+        night.path("item.brand.vocabulary.parquet").write_bytes(b"stale")
     later = ingest(tmp_path / "night2", log, previous=night, **items(path, feature))
     assert vocabulary(later, "item.brand") == [(None, 0), ("b", 3), ("a", 2)]
     assert not later.features["item.brand"].continued

@@ -74,7 +74,6 @@ def test_files_with_different_types(tmp_path: Path) -> None:
     path = str(tmp_path / "data" / "*.parquet")
     refused(
         tmp_path,
-        "b.parquet",
         "b.parquet: column 'brand' is string, but column 'brand' of",
         "a.parquet is int64; write both as one type",
         features=BRAND,

@@ -74,7 +74,7 @@ def test_any_type_of_number_will_do(tmp_path: Path, kind: pa.DataType) -> None:
     assert stored(made)[1][:6] == [-1.0, 1.0] * 3
 
 
-def test_a_later_night_goes_on_with_the_same_mean_until_the_rows_start_anew(tmp_path: Path) -> None:
+def test_a_later_night_continues_with_the_same_mean_until_the_vocabulary_is_rebuilt(tmp_path: Path) -> None:
     night = ingest(tmp_path / "1", [1.0, 3.0, 1.0, 3.0])
     later = ingest(tmp_path / "2", [10.0, 12.0, 14.0, 2.0], previous=night)
     facts = later.features["item.price"]
@@ -85,7 +85,7 @@ def test_a_later_night_goes_on_with_the_same_mean_until_the_rows_start_anew(tmp_
     assert (facts.mean, facts.std, facts.continued) == (11.0, 1.0, False)
 
 
-def test_a_feature_that_was_in_buckets_last_night_starts_anew(tmp_path: Path) -> None:
+def test_a_feature_that_was_in_buckets_in_the_previous_run_starts_again(tmp_path: Path) -> None:
     log = write_interactions(tmp_path / "log", users=["u", "v"], items=ITEMS, log=LOG)
     table = {"paths": write(tmp_path / "i.parquet", id=ITEMS[:4], price=[1.0, 3.0, 1.0, 3.0]), "id_column": "id"}
     buckets = {"name": "price", "kind": "numeric", "buckets": 2}

@@ -24,7 +24,7 @@ FUTURE = 9_000_000_000
 """In the year 2255, in seconds."""
 
 
-def told(path: str, reason: str) -> tuple[str, ...]:
+def error_parts(path: str, reason: str) -> tuple[str, ...]:
     return (f"{path}: column 't', row 1: ", f" is {reason} (2 of 5 rows); {WAY_OUT}, or set", "on_bad_rows to drop")
 
 
@@ -92,7 +92,7 @@ def test_days_are_judged(tmp_path: Path, days: int, shown: str, reason: str) -> 
 def test_the_ends_of_64_bits_are_times_too(tmp_path: Path, unit: str, value: int, zone: str | None) -> None:
     path = write(tmp_path / "a.parquet", **IDS, t=pa.array([1, value, 2, value, 0], pa.timestamp(unit, zone)))
     reason = "in the future" if value > 0 else "before 1970"
-    refuses(lambda folder: ingest(folder, path, split=LAST_OUT), tmp_path, *told(path, reason))
+    refuses(lambda folder: ingest(folder, path, split=LAST_OUT), tmp_path, *error_parts(path, reason))
 
 
 def with_times(path: Path, column: pa.Array) -> str:

@@ -42,7 +42,7 @@ def test_both_minimums_hold_at_the_end(
 ) -> None:
     wanted = core(log, users=users, items=items)
     assume(all(len({event[side] for event in wanted}) > 1 for side in (0, 1)))
-    assume(max(Counter(user for user, _, _ in wanted).values()) >= 3)  # else nobody is tested
+    assume(max(Counter(user for user, _, _ in wanted).values()) >= 3)  # otherwise no user has a test event
     folder = tmp_path_factory.mktemp("core")
     chosen = {"min_user_events": users, "min_item_events": items}
     made = ingest(folder / "stage", write_log(folder / "log.parquet", log), split=LAST_OUT, filter=chosen)
@@ -162,7 +162,7 @@ def test_weights_and_context_ride_with_their_events(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"filter": {"window_days": 3}, "order_column": "t"}, "filter.window_days needs timestamp_column"),
         ({"filter": {"max_user_events": 3}}, "need timestamp_column or order_column"),
@@ -174,9 +174,9 @@ def test_weights_and_context_ride_with_their_events(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_settings_that_need_each_other_are_checked(settings: dict[str, object], told: str) -> None:
+def test_settings_that_need_each_other_are_checked(settings: dict[str, object], message: str) -> None:
     split = {"kind": "files", "test": "test.parquet"}
-    with pytest.raises(ValidationError, match=told):
+    with pytest.raises(ValidationError, match=message):
         InteractionsConfig(**{"paths": "log.parquet", "split": split} | settings)
 
 

@@ -71,7 +71,7 @@ def test_only_the_new_day_is_read_and_every_id_keeps_its_row(tmp_path: Path, mon
     same_events(second, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME))
 
 
-def test_a_part_of_last_night_is_shared_not_copied(tmp_path: Path) -> None:
+def test_a_part_of_the_previous_run_is_shared_not_copied(tmp_path: Path) -> None:
     first, second = nights(tmp_path)
     assert [part.file for part in first.parts] == [second.parts[0].file]
     assert first.path(first.parts[0].file).samefile(second.path(second.parts[0].file))
@@ -109,7 +109,7 @@ def test_files_that_are_gone_take_their_events_along_and_leave_their_ids(tmp_pat
         ({"vocabulary": {"rebuild_after_runs": 1}}, "1 runs have used the same vocabularies"),
     ],
 )
-def test_a_rebuild_numbers_anew_by_frequency(tmp_path: Path, settings: dict[str, Any], why: str) -> None:
+def test_a_rebuild_numbers_ids_again_by_frequency(tmp_path: Path, settings: dict[str, Any], why: str) -> None:
     first, second = nights(tmp_path, **settings)
     assert second.rebuild_reason is not None and why in second.rebuild_reason
     assert (second.run_number, second.files_read, second.lineage == first.lineage) == (1, 4, False)
@@ -164,7 +164,7 @@ def test_parts_are_copied_where_they_cannot_be_linked(tmp_path: Path, monkeypatc
     assert not first.path(first.parts[0].file).samefile(second.path(second.parts[0].file))
 
 
-def test_ids_of_another_column_are_numbered_anew(tmp_path: Path) -> None:
+def test_ids_of_another_column_are_numbered_again(tmp_path: Path) -> None:
     first = ingest(tmp_path / "night1", partitions(tmp_path / "in", DAYS), split=TIME)
     turned = {"user_column": "item_id", "item_column": "user_id"}
     second = ingest(tmp_path / "night2", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first, **turned)
@@ -184,7 +184,7 @@ def test_a_row_from_the_future_counts_once_its_time_has_come(tmp_path: Path, mon
     same_events(second, ingest(tmp_path / "whole", path, split=TIME))
 
 
-def test_a_bad_new_day_leaves_last_night_as_it_was(tmp_path: Path) -> None:
+def test_a_bad_new_day_leaves_the_previous_run_unchanged(tmp_path: Path) -> None:
     first, _ = nights(tmp_path)
     write(tmp_path / "in" / "day4.parquet", user_id=["ann", None], item_id=["x", "x"], t=[4 * DAY_US, 4 * DAY_US])
     with refusal("day4.parquet: column 'user_id', row 1: null"):

@@ -54,7 +54,7 @@ def test_a_time_split_holds_every_event_once_in_order(
 def test_leave_last_out_holds_every_event_once_in_order(
     tmp_path_factory: pytest.TempPathFactory, log: list[Event], min_events: int
 ) -> None:
-    log += [(*log[0][:2], step * DAY_US) for step in range(min_events)]  # somebody is tested
+    log += [(*log[0][:2], step * DAY_US) for step in range(min_events)]  # at least one user has test events
     parts = leave_last_out(log, min_events=min_events)
     folder = tmp_path_factory.mktemp("last")
     path = write_log(folder / "log.parquet", log)
@@ -222,8 +222,8 @@ def test_held_out_items_are_in_no_training_event_and_the_same_every_night(tmp_pa
     new = {item for _, item, _ in validation}
     assert not new & {item for _, item, _ in train}
     assert {item for item in new if int(item) < 1000} == held_out
-    anew = read(ingest(tmp_path / "anew", first, more, split=split)).parts
-    assert [sorted(part) for part in anew] == [sorted(part) for part in read(later).parts]
+    rebuilt = read(ingest(tmp_path / "rebuilt", first, more, split=split)).parts
+    assert [sorted(part) for part in rebuilt] == [sorted(part) for part in read(later).parts]
 
 
 def test_another_way_to_hold_out_reads_the_log_again(tmp_path: Path) -> None:

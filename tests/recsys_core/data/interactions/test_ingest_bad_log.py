@@ -37,7 +37,7 @@ def test_a_number_that_is_nan_is_no_number(tmp_path: Path, settings: dict[str, A
     refuses(into(path, **settings), tmp_path, "a.parquet: column 'x', row 1: nan is null or not a number (1 of 4 rows")
 
 
-def test_the_row_of_a_null_is_found_beside_columns_of_any_name(tmp_path: Path) -> None:
+def test_the_row_of_a_null_is_found_next_to_columns_of_any_name(tmp_path: Path) -> None:
     columns = GOOD | {"filename": ["x"] * 4, "source": [9] * 4, "row": [9] * 4, "item_id": [1, 2, 3, None]}
     refuses(into(write(tmp_path / "a.parquet", **columns)), tmp_path, "a.parquet: column 'item_id', row 3: null")
 
@@ -115,17 +115,17 @@ def test_a_sort_that_outgrows_the_memory_is_refused_by_its_setting(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "message"),
     [
         (pa.array([1, 2, 3, 4], pa.timestamp("us")), "timestamp[us], but int64"),
         (pa.array([1, 2, 3, 4], pa.timestamp("us", tz="UTC")), "timestamp[us, tz=UTC], but int64"),
     ],
 )
-def test_files_with_times_of_different_types_are_refused(tmp_path: Path, other: pa.Array, told: str) -> None:
+def test_files_with_times_of_different_types_are_refused(tmp_path: Path, other: pa.Array, message: str) -> None:
     first, second = write(tmp_path / "a.parquet", **GOOD), write(tmp_path / "b.parquet", **(GOOD | {"t": other}))
-    refuses(into(first, second), tmp_path, f"b.parquet: column 't' is {told} in ", "a.parquet")
+    refuses(into(first, second), tmp_path, f"b.parquet: column 't' is {message} in ", "a.parquet")
     given = {"kind": "files", "test": second}
-    refuses(into(first, split=given), tmp_path, f"b.parquet: column 't' is {told} in ", "a.parquet")
+    refuses(into(first, split=given), tmp_path, f"b.parquet: column 't' is {message} in ", "a.parquet")
 
 
 def test_local_times_and_times_with_a_zone_are_not_mixed(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 
 from recsys_core.data.jagged import JaggedArray
 from recsys_core.errors import InputError
+from recsys_core.manifests import PackageManifest, require_manifest
 from recsys_core.retrieval.search import search, search_all
 from recsys_core.serving.contents import PackageContents, read_package
 from recsys_core.serving.ids import Id, is_missing
+from recsys_core.serving.package import description_sha256
 from recsys_core.serving.query_batch import QueryBatchBuilder
 
 MAX_BATCH_RESULTS = 1 << 20
@@ -46,8 +48,19 @@ class Retriever:
         self._popularity_I, self._popularity_share_I = contents.popularity_I, contents.popularity_share_I
 
     @classmethod
-    def load(cls, folder: Path, *, sha256: str) -> Self:
-        """Load the package in `folder`. See `read_package` for sha256 and errors."""
+    def load(cls, folder: Path, *, sha256: str | None = None) -> Self:
+        """Load a model package.
+
+        Args:
+            folder: the package, or, without sha256, the folder of a `package` stage, whose manifest has the checksum.
+            sha256: expected checksum of package.json.
+
+        Raises:
+            StageError: a file is missing or was changed.
+        """
+        if sha256 is None:
+            sha256 = description_sha256(require_manifest(folder, PackageManifest))
+            folder = folder / "package"
         return cls(read_package(folder, sha256=sha256))
 
     def recommend(

@@ -75,10 +75,10 @@ def test_page_and_metrics_are_logged_to_mlflow_also_when_a_limit_is_broken(works
         check(workspace, 21, events=10, min_events=11)
     client = connect(workspace)
     for run_id, breaches, status in (("20261120-020000-aaaa", 0, "FINISHED"), ("20261121-020000-aaaa", 1, "FAILED")):
-        found = client.get_run(open_run(client, Run(run_id, workspace=workspace, experiment="tests")))
-        assert (found.data.metrics["data/breaches"], found.info.status) == (breaches, status)
-        assert found.data.metrics["data/train_events"] == 10
-        assert [file.path for file in client.list_artifacts(found.info.run_id, "data_report")] == ["data_report/report.html"]
+        logged = client.get_run(open_run(client, Run(run_id, workspace=workspace, experiment="tests")))
+        assert (logged.data.metrics["data/breaches"], logged.info.status) == (breaches, status)
+        assert logged.data.metrics["data/train_events"] == 10
+        assert [file.path for file in client.list_artifacts(logged.info.run_id, "data_report")] == ["data_report/report.html"]
 
 
 def test_an_outage_of_mlflow_is_a_warning_and_the_run_continues(

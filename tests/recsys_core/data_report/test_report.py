@@ -1,52 +1,14 @@
-"""The data report: drift since the previous run, limits, and a page that escapes all data."""
+"""The data report: statistics, limits and reuse."""
 
 import json
-import re
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from recsys_core.data.interactions.config import GivenSplit, LeaveLastOut, Split, TimeSplit
-from recsys_core.data_report.config import DataReportConfig
-from recsys_core.data_report.drift import match_rows, popularity_buckets, stability_index
-from recsys_core.data_report.page import to_html, to_markdown
-from recsys_core.data_report.report import PreviousRun, report_data
-from recsys_core.data_report.schema import DataReport
-from recsys_core.manifests import ColumnFacts, DataReportManifest, InteractionsManifest
+from recsys_core.data.interactions.config import LeaveLastOut, Split, TimeSplit
 from recsys_core.units import DAY_US
 from tests.recsys_core.data.nights import Parts, interactions_of
-
-FILES = GivenSplit(test=("test.parquet",))
-HOSTILE = "<script>alert('&')</script>\u202e\x00\""
-
-
-def user(*items: int, test: int = 0, at: int = 0) -> Parts:
-    """Training events on consecutive days, then one test event."""
-    return [(item, (at + day) * DAY_US) for day, item in enumerate(items)], [], [(test, 90 * DAY_US)]
-
-
-def report_of(
-    folder: Path,
-    interactions: InteractionsManifest,
-    *,
-    before: InteractionsManifest | None = None,
-    split: Split = FILES,
-    **limits: Any,
-) -> tuple[DataReportManifest, DataReport]:
-    previous = before and PreviousRun("20261120-020000-aa11", before, {"train_events": float(before.train_events)})
-    manifest = report_data(
-        DataReportConfig(**limits),
-        split=split,
-        interactions=interactions,
-        previous=previous,
-        folder=folder / "run" / "data_report",
-    )
-    return manifest, DataReport.model_validate_json(manifest.path("report.json").read_bytes())
+from tests.recsys_core.data_report.reports import FILES, report_of, user
 
 
 def test_the_first_run_breaks_no_limit_and_is_compared_with_no_run(tmp_path: Path) -> None:
@@ -62,70 +24,6 @@ def test_the_first_run_breaks_no_limit_and_is_compared_with_no_run(tmp_path: Pat
     assert manifest.metrics["empty_day_share"] == pytest.approx(88 / 91)
     assert manifest.metrics["files_without_checksums"] == 1
     assert set(manifest.files) == {"report.json", "report.html"}
-
-
-@pytest.mark.parametrize("same_rows", [True, False])
-def test_runs_are_compared_by_id_whether_or_not_their_rows_agree(tmp_path: Path, same_rows: bool) -> None:
-    before = interactions_of(tmp_path / "one", [user(0, 0), user(1), user(2, 2)], item_ids=["a", "b", "c"], user_ids=[1, 2, 3])
-    if same_rows:  # user 2 and item b have no event in this run, and keep their rows
-        log: list[Parts] = [user(0, 0), ([], [], []), user(3, 3, test=2), user(2)]
-        ids = {"item_ids": ["a", "b", "c", "d"], "user_ids": [1, 2, 3, 4]}
-        after = interactions_of(tmp_path / "two", log, **ids, continues=before.fingerprint)
-    else:
-        log = [user(0, 0, test=1), user(2), user(1, 1, test=2)]
-        after = interactions_of(tmp_path / "two", log, item_ids=["d", "c", "a"], user_ids=[3, 4, 1])
-        assert match_rows(before, after, side="items", spill=tmp_path / "spill").tolist() == [-1, 2, 0]
-    manifest, report = report_of(tmp_path, after, before=before)
-    expected = {"new_users": 1, "vanished_users": 1, "new_items": 1, "vanished_items": 1, "event_drop_share": 0.0}
-    assert {name: manifest.metrics[name] for name in expected} == expected
-    shares = {mover.id: (mover.previous, mover.current) for mover in report.movers}
-    assert shares["'b'"] == (0.2, 0) and shares["'d'"] == (0, 0.4)
-
-
-def test_a_workspace_below_a_folder_named_like_a_hive_partition_is_compared(tmp_path: Path) -> None:
-    previous, current = (
-        interactions_of(tmp_path / "id=7" / name, [user(0, 1, test=2), user(1, test=0)], item_ids=ids)
-        for name, ids in (("previous", ["a", "b", "c"]), ("current", ["c", "b", "a"]))
-    )
-    assert match_rows(previous, current, side="items", spill=tmp_path / "spill").tolist() == [2, 1, 0]
-
-
-def test_ids_of_different_types_do_not_match(tmp_path: Path) -> None:
-    before = interactions_of(tmp_path / "one", [user(0, 1)], item_ids=[0, 1])
-    after = interactions_of(tmp_path / "two", [user(0, 1)], item_ids=["0", "1"])
-    assert match_rows(before, after, side="items", spill=tmp_path).tolist() == [-1, -1]
-    assert report_of(tmp_path, after, before=before)[0].metrics["vanished_item_share"] == 1
-
-
-def test_equal_popularity_has_psi_0_and_reversed_popularity_a_large_psi(tmp_path: Path) -> None:
-    items = [[row] * count for row, count in enumerate((40, 20, 10, 5, 3, 2))]
-    before = interactions_of(tmp_path / "one", [user(*row) for row in items], item_ids=range(6))
-    same = interactions_of(tmp_path / "two", [user(*row) for row in reversed(items)], item_ids=range(6))
-    reversed_ = interactions_of(tmp_path / "three", [user(*([5 - row[0]] * len(row))) for row in items], item_ids=range(6))
-    assert report_of(tmp_path / "a", same, before=before)[0].metrics["popularity_psi"] == 0
-    manifest, _ = report_of(tmp_path / "b", reversed_, before=before)
-    assert manifest.metrics["popularity_psi"] > 0.25 and manifest.breaches == ()
-    assert "major shift" in " ".join(manifest.warnings)
-    stopped, _ = report_of(tmp_path / "b", reversed_, before=before, max_popularity_psi=0.25)
-    assert len(stopped.breaches) == 1 and "but data_report.max_popularity_psi requires at most 0.250" in stopped.breaches[0]
-
-
-def test_new_items_raise_the_psi(tmp_path: Path) -> None:
-    before = interactions_of(tmp_path / "one", [user(*range(10))], item_ids=range(10))
-    after = interactions_of(tmp_path / "two", [user(*range(20))], item_ids=range(20))
-    assert report_of(tmp_path, after, before=before)[0].metrics["popularity_psi"] > 1
-
-
-@given(st.lists(st.integers(0, 1_000), min_size=1, max_size=50).filter(any))
-def test_the_stability_index_is_symmetric_and_0_for_equal_counts(counts: list[int]) -> None:
-    before, after = np.array(counts), np.array(counts[::-1])
-    assert stability_index(before, before) == 0
-    assert (
-        stability_index(before, after) == pytest.approx(stability_index(after, before)) and stability_index(before, after) >= 0
-    )
-    bucket = popularity_buckets(before)
-    falling = bucket[np.argsort(-before, kind="stable")]
-    assert (np.diff(falling) >= 0).all() and falling[0] == 0 and falling.max() <= 9
 
 
 def test_a_log_with_less_than_half_the_events_breaks_the_default_limit(tmp_path: Path) -> None:
@@ -183,40 +81,6 @@ def test_a_report_is_reused_until_limits_or_data_change(tmp_path: Path) -> None:
     assert report_of(tmp_path, interactions)[0].path("report.json").stat().st_mtime_ns == modified_ns
     assert report_of(tmp_path, interactions, min_events=3)[0].breaches != ()
     assert report_of(tmp_path, interactions, before=interactions)[0].compared_with == "20261120-020000-aa11"
-
-
-class _Tags(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.addresses: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "action")]
-
-
-def test_the_page_is_one_file_and_escapes_all_values_of_the_data(tmp_path: Path) -> None:
-    facts = {
-        "columns": {HOSTILE: ColumnFacts(nulls=1, first=HOSTILE)},
-        "removed_events": {HOSTILE: 2},
-        "bad_rows": {HOSTILE: 1},
-    }
-    before = interactions_of(tmp_path / "one", [user(0, 1)], item_ids=[HOSTILE, "x" * 10_000])
-    interactions = interactions_of(tmp_path / "two", [user(0, 0, 1)], item_ids=[HOSTILE, "y" * 10_000], **facts)
-    manifest, report = report_of(tmp_path, interactions, before=before, max_null_share=0)
-    page = manifest.path("report.html").read_text(encoding="utf-8")
-    parser = _Tags()
-    parser.feed(page)
-    assert "script" not in parser.tags and {"svg", "table"} <= parser.tags
-    assert all(address.startswith("#") for address in parser.addresses), parser.addresses
-    assert not re.search(r"url\((?!#)|@import", page)
-    assert "<script>" not in page and "&lt;script&gt;" in page and "\u202e" not in page and "\x00" not in page
-    assert "x" * 100 not in page and len(page) < 300_000
-    hostile_run = to_html(report, run=HOSTILE)
-    assert "<script>" not in hostile_run
-    markdown = to_markdown(manifest, page=manifest.path("report.html"))
-    assert "**1 limit broken**" in markdown and "<script>" not in markdown
 
 
 def test_report_and_manifest_have_the_same_metrics_as_plain_json(tmp_path: Path) -> None:

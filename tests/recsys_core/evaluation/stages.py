@@ -1,4 +1,4 @@
-"""Small stages, written as the real ones are: arrays in a folder, the manifest last."""
+"""Small stage folders: interactions, embeddings, features and export."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -69,7 +69,7 @@ def interactions_stage(
             "sources": (),
             "lineage": "interactions",
             "run_number": 1,
-            "rebuild_reason": "there is no earlier night",
+            "rebuild_reason": "there is no previous run",
             **dict.fromkeys(("idle_users", "idle_items", "rows_read", "files_read"), 0),
             "id_columns": ("user_id", "item_id"),
             **{name: {} for name in ("columns", "removed_events", "bad_rows")},
@@ -110,9 +110,12 @@ def export_stage(
     history_items: np.ndarray | None = None,
     dense: Mapping[str, torch.Tensor] | None = None,
 ) -> ExportManifest:
-    """queries: split -> (user rows, vectors). history_items: what stands for each item in a history; empty: its vector.
+    """Write an export.
 
-    spec: empty: of a model that reads histories alone.
+    Args:
+        queries: split -> (user rows, vectors).
+        history_items: representation of each item in histories; None for the item vectors.
+        spec: None for a model whose only feature is the history.
     """
     users = 1 + max((user for split_users, _ in queries.values() for user in split_users), default=0)
     model = spec or ModelSpec.sized(TwoTowerConfig(), num_users=users, num_items=len(item_vectors))

@@ -55,55 +55,55 @@ def _run(
 
 
 def test_hand_counted_metrics_of_a_small_log(tmp_path: Path) -> None:
-    found = _run(tmp_path, EvaluationConfig(ks=(1, 2))).metrics
+    metrics = _run(tmp_path, EvaluationConfig(ks=(1, 2))).metrics
     # Unseen items in order: user 0: 3 first. User 1: 5, 4, 3. User 2: 1, 2, 3, then 4. User 3: 5, then 1.
-    assert found["test/users"] == 4
-    assert found["test/targets"] == 5
-    assert found["test/seen_targets"] == 1
-    assert found["test/recall@1"] == pytest.approx((1 + 1 / 2 + 0 + 0) / 4)
-    assert found["test/hit_rate@2"] == pytest.approx(3 / 4)
-    assert found["test/mrr"] == pytest.approx((1 + 1 + 1 / 4 + 1 / 2) / 4)
-    assert found["test/coverage@1"] == pytest.approx(3 / 6)  # items 3, 5 and 1
-    assert found["test/slice/cold_items/targets"] == 4  # items 3, 4 and 5 are in no training event
-    assert found["test/slice/cold_items/recall@1"] == pytest.approx((1 + 1 / 2 + 0) / 3)
-    assert found["test/slice/warm_items/targets"] == 1
-    assert found["test/slice/new_users/recall@2"] == 1
-    assert found["test/slice/known_users/targets"] == 4
+    assert metrics["test/users"] == 4
+    assert metrics["test/targets"] == 5
+    assert metrics["test/seen_targets"] == 1
+    assert metrics["test/recall@1"] == pytest.approx((1 + 1 / 2 + 0 + 0) / 4)
+    assert metrics["test/hit_rate@2"] == pytest.approx(3 / 4)
+    assert metrics["test/mrr"] == pytest.approx((1 + 1 + 1 / 4 + 1 / 2) / 4)
+    assert metrics["test/coverage@1"] == pytest.approx(3 / 6)  # items 3, 5 and 1
+    assert metrics["test/slice/cold_items/targets"] == 4  # items 3, 4 and 5 are in no training event
+    assert metrics["test/slice/cold_items/recall@1"] == pytest.approx((1 + 1 / 2 + 0) / 3)
+    assert metrics["test/slice/warm_items/targets"] == 1
+    assert metrics["test/slice/new_users/recall@2"] == 1
+    assert metrics["test/slice/known_users/targets"] == 4
 
 
 def test_cold_items_are_ranked_among_cold_items_for_users_with_a_cold_target(tmp_path: Path) -> None:
-    found = _run(tmp_path, EvaluationConfig(ks=(1, 2)), embeddings=True).metrics
+    metrics = _run(tmp_path, EvaluationConfig(ks=(1, 2)), embeddings=True).metrics
     # No user had items 3, 4 and 5 before the test. User 0: 3 is first. User 1: 5, 4, 3. User 2: 3, 4, 5.
-    assert (found["test/cold/users"], found["test/cold/items"]) == (3, 3)
-    assert found["test/cold/recall@1"] == pytest.approx((1 + 1 / 2 + 0) / 3)
-    assert found["test/cold/recall@2"] == pytest.approx((1 + 1 / 2 + 1) / 3)
-    assert found["test/cold/hit_rate@1"] == pytest.approx(2 / 3)
-    assert found["test/cold/ndcg@2"] == pytest.approx((1 + 1 / (1 + math.log(2, 3)) + math.log(2, 3)) / 3)
+    assert (metrics["test/cold/users"], metrics["test/cold/items"]) == (3, 3)
+    assert metrics["test/cold/recall@1"] == pytest.approx((1 + 1 / 2 + 0) / 3)
+    assert metrics["test/cold/recall@2"] == pytest.approx((1 + 1 / 2 + 1) / 3)
+    assert metrics["test/cold/hit_rate@1"] == pytest.approx(2 / 3)
+    assert metrics["test/cold/ndcg@2"] == pytest.approx((1 + 1 / (1 + math.log(2, 3)) + math.log(2, 3)) / 3)
     # Of the cold items only item 3 has a vector, so it is ranked first.
-    assert found["baseline/zero_shot/cold/recall@1"] == pytest.approx((1 + 1 / 2 + 0) / 3)
-    assert found["baseline/zero_shot/cold/users"] == 3
+    assert metrics["baseline/zero_shot/cold/recall@1"] == pytest.approx((1 + 1 / 2 + 0) / 3)
+    assert metrics["baseline/zero_shot/cold/users"] == 3
     # All validation items occur in training.
-    assert not [name for name in found if name.startswith(("validation/cold", "baseline/popularity/cold"))]
+    assert not [name for name in metrics if name.startswith(("validation/cold", "baseline/popularity/cold"))]
 
 
 def test_an_item_without_a_training_event_is_cold_in_validation(tmp_path: Path) -> None:
     validation = [[4], [1], [], [0]]
-    found = _run(tmp_path, EvaluationConfig(ks=(1,)), validation=validation).metrics
+    metrics = _run(tmp_path, EvaluationConfig(ks=(1,)), validation=validation).metrics
     # Training has items 0, 1 and 2. User 0 ranks 3, then 4, then 5.
-    assert (found["validation/cold/users"], found["validation/cold/items"]) == (1, 3)
-    assert found["validation/cold/recall@1"] == 0
-    assert found["test/cold/items"] == 2  # item 4 has a validation event
+    assert (metrics["validation/cold/users"], metrics["validation/cold/items"]) == (1, 3)
+    assert metrics["validation/cold/recall@1"] == 0
+    assert metrics["test/cold/items"] == 2  # item 4 has a validation event
 
 
 def test_without_a_cold_target_there_are_no_cold_metrics(tmp_path: Path) -> None:
-    found = _run(tmp_path, EvaluationConfig(ks=(1,)), embeddings=True, test=[[2, 0], [], [1], [1]]).metrics
-    assert not [name for name in found if "/cold/" in name]
+    metrics = _run(tmp_path, EvaluationConfig(ks=(1,)), embeddings=True, test=[[2, 0], [], [1], [1]]).metrics
+    assert not [name for name in metrics if "/cold/" in name]
 
 
 def test_cut_offs_of_at_least_the_number_of_cold_items_are_left_out(tmp_path: Path) -> None:
-    found = _run(tmp_path, EvaluationConfig(ks=(2, 3, 10)), embeddings=True).metrics
-    assert found["test/cold/items"] == 3
-    cut_offs = {name.partition("@")[2] for name in found if "/cold/" in name and "@" in name}
+    metrics = _run(tmp_path, EvaluationConfig(ks=(2, 3, 10)), embeddings=True).metrics
+    assert metrics["test/cold/items"] == 3
+    cut_offs = {name.partition("@")[2] for name in metrics if "/cold/" in name and "@" in name}
     assert cut_offs == {"2"}
 
 
@@ -148,9 +148,9 @@ def test_zero_shot_is_measured_if_there_are_pretrained_vectors(tmp_path: Path) -
 
 
 def test_seen_items_are_ranked_and_counted_when_they_are_not_excluded(tmp_path: Path) -> None:
-    found = _run(tmp_path, EvaluationConfig(ks=(1,), exclude_seen=False)).metrics
-    assert found["test/targets"] == 6
-    assert found["test/seen_targets"] == 0
+    metrics = _run(tmp_path, EvaluationConfig(ks=(1,), exclude_seen=False)).metrics
+    assert metrics["test/targets"] == 6
+    assert metrics["test/seen_targets"] == 0
 
 
 def test_a_sample_of_users_is_the_same_every_time(tmp_path: Path) -> None:
@@ -185,8 +185,8 @@ def test_popularity_on_beauty_equals_published_counts(tmp_path: Path) -> None:
         item_vectors=vectors,
         queries={"test": (users, vectors[users % len(ids)])},
     )
-    found = evaluate(
+    metrics = evaluate(
         EvaluationConfig(ks=(10,)), export=export, dataset=Dataset(interactions), folder=tmp_path / "evaluation"
     ).metrics
-    assert round(found["baseline/popularity/hit_rate@10"], 4) == 0.0135
-    assert round(found["baseline/popularity/ndcg@10"], 4) == 0.0061
+    assert round(metrics["baseline/popularity/hit_rate@10"], 4) == 0.0135
+    assert round(metrics["baseline/popularity/ndcg@10"], 4) == 0.0061

@@ -58,8 +58,8 @@ def test_every_file_of_the_package_is_listed_and_needed(packaged: PackageManifes
 def test_a_flipped_bit_or_a_missing_file_is_rejected_by_name(packaged: PackageManifest, copy: Path) -> None:
     for path in sorted(copy.iterdir()):
         content = path.read_bytes()
-        for place in (0, len(content) // 2, len(content) - 1):
-            path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        for offset in (0, len(content) // 2, len(content) - 1):
+            path.write_bytes(content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :])
             with pytest.raises(StageError, match=path.name):
                 read_package(copy, sha256=description_sha256(packaged))
         path.unlink()

@@ -168,6 +168,11 @@ def test_invalid_arguments_are_rejected(retriever: Retriever) -> None:
         retriever.recommend([1, 2], k=1, histories=[[]])
 
 
+def test_the_folder_of_the_stage_loads_without_a_checksum(flat, retriever: Retriever) -> None:
+    loaded = Retriever.load(flat[1].folder)
+    assert loaded.recommend(USER_IDS[:1], k=5)[0][0].tolist() == retriever.recommend(USER_IDS[:1], k=5)[0][0].tolist()
+
+
 def test_a_moved_package_loads_without_other_files(flat, retriever: Retriever, tmp_path: Path) -> None:
     shutil.copytree(flat[1].folder / "package", tmp_path / "elsewhere")
     moved = Retriever.load(tmp_path / "elsewhere", sha256=description_sha256(flat[1]))

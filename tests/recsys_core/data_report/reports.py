@@ -1,0 +1,38 @@
+"""Data reports of small logs."""
+
+from pathlib import Path
+from typing import Any
+
+from recsys_core.data.interactions.config import GivenSplit, Split
+from recsys_core.data_report.config import DataReportConfig
+from recsys_core.data_report.report import PreviousRun, report_data
+from recsys_core.data_report.schema import DataReport
+from recsys_core.manifests import DataReportManifest, InteractionsManifest
+from recsys_core.units import DAY_US
+from tests.recsys_core.data.nights import Parts
+
+FILES = GivenSplit(test=("test.parquet",))
+
+
+def user(*items: int, test: int = 0, at: int = 0) -> Parts:
+    """Training events on consecutive days, then one test event."""
+    return [(item, (at + day) * DAY_US) for day, item in enumerate(items)], [], [(test, 90 * DAY_US)]
+
+
+def report_of(
+    folder: Path,
+    interactions: InteractionsManifest,
+    *,
+    before: InteractionsManifest | None = None,
+    split: Split = FILES,
+    **limits: Any,
+) -> tuple[DataReportManifest, DataReport]:
+    previous = before and PreviousRun("20261120-020000-aa11", before, {"train_events": float(before.train_events)})
+    manifest = report_data(
+        DataReportConfig(**limits),
+        split=split,
+        interactions=interactions,
+        previous=previous,
+        folder=folder / "run" / "data_report",
+    )
+    return manifest, DataReport.model_validate_json(manifest.path("report.json").read_bytes())

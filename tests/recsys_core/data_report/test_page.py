@@ -1,0 +1,48 @@
+"""report.html and its Markdown summary."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+from recsys_core.data_report.page import to_html, to_markdown
+from recsys_core.manifests import ColumnFacts
+from tests.recsys_core.data.nights import interactions_of
+from tests.recsys_core.data_report.reports import report_of, user
+
+HOSTILE = "<script>alert('&')</script>\u202e\x00\""
+
+
+class _Tags(HTMLParser):
+    """Collects the tags and the addresses of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "action")]
+
+
+def test_the_page_is_one_file_and_escapes_all_values_of_the_data(tmp_path: Path) -> None:
+    facts = {
+        "columns": {HOSTILE: ColumnFacts(nulls=1, first=HOSTILE)},
+        "removed_events": {HOSTILE: 2},
+        "bad_rows": {HOSTILE: 1},
+    }
+    before = interactions_of(tmp_path / "one", [user(0, 1)], item_ids=[HOSTILE, "x" * 10_000])
+    interactions = interactions_of(tmp_path / "two", [user(0, 0, 1)], item_ids=[HOSTILE, "y" * 10_000], **facts)
+    manifest, report = report_of(tmp_path, interactions, before=before, max_null_share=0)
+    page = manifest.path("report.html").read_text(encoding="utf-8")
+    parser = _Tags()
+    parser.feed(page)
+    assert "script" not in parser.tags and {"svg", "table"} <= parser.tags
+    assert all(address.startswith("#") for address in parser.addresses), parser.addresses
+    assert not re.search(r"url\((?!#)|@import", page)
+    assert "<script>" not in page and "&lt;script&gt;" in page and "\u202e" not in page and "\x00" not in page
+    assert "x" * 100 not in page and len(page) < 300_000
+    hostile_run = to_html(report, run=HOSTILE)
+    assert "<script>" not in hostile_run
+    markdown = to_markdown(manifest, page=manifest.path("report.html"))
+    assert "**1 limit broken**" in markdown and "<script>" not in markdown

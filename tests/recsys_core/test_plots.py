@@ -1,0 +1,34 @@
+"""The figure style and its output formats."""
+
+import re
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from recsys_core import plots
+
+
+def draw() -> Figure:
+    figure, axes = plots.new_figure(title="Loss")
+    axes.plot([1, 2], [3, 4], color=plots.BLUE, label="loss")
+    plots.legend_above(axes)
+    return figure
+
+
+def test_an_svg_uses_the_colours_of_the_page_and_is_reproducible() -> None:
+    svg = plots.to_svg(draw())
+    assert svg.startswith("<svg") and "var(--blue)" in svg and plots.BLUE not in svg
+    assert svg == plots.to_svg(draw())
+
+
+def test_every_colour_variable_of_an_svg_is_defined_for_light_and_dark_pages() -> None:
+    page = Path(plots.__file__).with_name("html_page.html").read_text(encoding="utf-8")
+    for variable in set(re.findall(r"var\(--([a-z]+)\)", plots.to_svg(draw()))):
+        assert page.count(f"--{variable}:") == 2, variable
+
+
+def test_a_png_has_the_title_and_the_legend(tmp_path: Path) -> None:
+    figure = draw()
+    assert plots.save_png(figure, tmp_path / "figure.png").stat().st_size > 1_000
+    assert figure.axes[0].get_title(loc="left") == "Loss"
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["loss"]

@@ -89,7 +89,7 @@ def measure(
     return DataReport(
         compared_with=previous and previous.name,
         vocabulary_run=interactions.run_number,
-        rebuilt=interactions.rebuild_reason,
+        rebuild_reason=interactions.rebuild_reason,
         first_time=interactions.first_time,
         last_time=interactions.last_time,
         split=split.kind,
@@ -103,7 +103,7 @@ def measure(
         breaches=describe_breaches(checks),
         warnings=find_warnings(metrics),
         columns=interactions.columns,
-        set_aside=interactions.removed_events,
+        removed_events=interactions.removed_events,
         bad_rows=interactions.bad_rows,
         days=tuple(
             Day(day=str(np.datetime64(day, "D")), train=int(parts[0]), validation=int(parts[1]), test=int(parts[2]))

@@ -22,7 +22,7 @@ class DataReport(Frozen):
     """Name of the previous run."""
     vocabulary_run: int
     """1 for the run that built the vocabulary, one more for each run that continued it."""
-    rebuilt: str | None
+    rebuild_reason: str | None
     """Why the vocabulary was rebuilt; None if it was continued."""
     first_time: str | None
     last_time: str | None
@@ -38,7 +38,7 @@ class DataReport(Frozen):
     breaches: tuple[str, ...]
     warnings: tuple[str, ...]
     columns: dict[str, ColumnFacts]
-    set_aside: dict[str, int]
+    removed_events: dict[str, int]
     bad_rows: dict[str, int]
     days: tuple[Day, ...]
     history_lengths: tuple[tuple[str, int], ...]

@@ -160,7 +160,7 @@ def test_a_sample_of_users_is_the_same_every_time(tmp_path: Path) -> None:
 
 
 def test_a_log_without_test_events_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no event is in the test split"):
+    with pytest.raises(InputError, match="the test split has no event"):
         _run(tmp_path, EvaluationConfig(), test=[[], [], [], []])
     assert not (tmp_path / "evaluation").exists()
 

@@ -1,1 +1,1 @@
-"""Launching of distributed processes: one agent per host, torchrun, monitoring and failure reports."""
+"""Launching of distributed processes: torchrun on one host, or on many through TorchX, with monitoring and failure reports."""

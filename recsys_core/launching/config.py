@@ -1,6 +1,6 @@
-"""Where the processes of the stages `train` and `export` are started."""
+"""Config of the launcher, which starts the processes of the stages `train` and `export`."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -22,69 +22,86 @@ class LocalLauncher(Settings):
     """One torchrun on this host."""
 
     kind: Literal["local"] = "local"
-    rendezvous_timeout_s: float = Field(120.0, gt=0, le=WEEK_S, description="until all ranks run")
+    rendezvous_timeout_s: float = Field(
+        120.0, gt=0, le=WEEK_S, description="Seconds from the start of torchrun until all ranks run"
+    )
+
+    queue_timeout_s: ClassVar[float] = 0.0
+    rendezvous_port: ClassVar[int] = 0
+    interface_name: ClassVar[None] = None
+    lease_timeout_s: ClassVar[None] = None
 
 
 class MountConfig(Settings):
-    """Storage that the scheduler makes appear in each container."""
+    """Storage that the scheduler mounts in each container."""
 
-    type: Literal["volume", "bind"] = Field("volume", description="a volume claim of the cluster, or a folder of the host")
-    src: FilePath = Field(description="name of the claim, or the host's folder")
-    dst: FilePath = Field(pattern="^/", description="where it appears; workspace and data lie below it, as on this host")
-    read_only: bool = Field(False, description="the one with the workspace must be writable")
+    type: Literal["volume", "bind"] = Field("volume", description="A volume claim of the cluster, or a folder of the host")
+    src: FilePath = Field(description="Name of the volume claim, or path of the host's folder")
+    dst: FilePath = Field(
+        pattern="^/", description="Mount point; workspace and data must have the same paths in the containers as on this host"
+    )
+    read_only: bool = Field(False, description="Mount read-only; the mount with the workspace must be writable")
 
 
 class TorchxLauncher(Settings):
-    """One torchrun per host, submitted through TorchX. Workspace and data have to lie on storage that all hosts mount alike."""
+    """One torchrun per host, submitted through TorchX. All hosts must mount workspace and data at the same paths."""
 
     kind: Literal["torchx"] = "torchx"
-    scheduler: Name = Field(description="as TorchX names it: slurm, kubernetes, aws_batch, local_cwd")
+    scheduler: Name = Field(description="Name of the TorchX scheduler, such as slurm, kubernetes, aws_batch or local_cwd")
     args: dict[Name, Argument] = Field(
         default_factory=dict,
         max_length=100,
-        description="settings of the scheduler, such as partition and time, or namespace and queue",
+        description="Settings of the scheduler, such as partition and time, or namespace and queue",
     )
     image: str = Field(
         "",
         max_length=1_000,
         pattern=r"^[!-~]*$",
-        description="container image with nightjar in it; empty where hosts share this installation",
+        description="Container image with nightjar installed; empty if the hosts share this installation",
     )
     python: FilePath | None = Field(
-        None, description="the interpreter on each host; empty: this one's path, in an image `python`"
+        None, description="Python interpreter on each host; empty: the path of this one, or `python` if there is an image"
     )
-    cpus: int | None = Field(None, ge=1, le=100_000, description="cores asked for per host; empty: the scheduler's default")
-    memory_gb: float | None = Field(None, gt=0, le=1e6, description="memory asked for per host; empty: the scheduler's default")
+    cpus: int | None = Field(
+        None, ge=1, le=100_000, description="CPU cores to request per host; empty: the scheduler's default"
+    )
+    memory_gb: float | None = Field(
+        None, gt=0, le=1e6, description="Memory in GB to request per host; empty: the scheduler's default"
+    )
     mounts: tuple[MountConfig, ...] = Field(
-        (), max_length=100, description="storage to mount, where hosts do not have it of themselves"
+        (), max_length=100, description="Storage for the scheduler to mount, if the hosts do not have it already"
     )
     env: dict[Variable, Value] = Field(
-        default_factory=dict, max_length=1_000, description="environment of each host, such as NCCL_SOCKET_IFNAME"
+        default_factory=dict, max_length=1_000, description="Environment variables of each host, such as NCCL_SOCKET_IFNAME"
     )
     interface: Name | None = Field(
         None,
-        description="network interface by which hosts reach each other, such as ib0; it has to be a trusted network "
-        "(docs/security.md); empty: the one that leads to the first host, with local_cwd lo",
+        description="Network interface that connects the hosts, such as ib0; its network must be trusted "
+        "(docs/security.md); empty: the interface that leads to the first host, or lo for local_cwd",
     )
     rendezvous_port: int = Field(
-        0, ge=0, le=65535, description="where the first host listens for the others; 0: any port that is free there"
+        0, ge=0, le=65535, description="Port on which the first host listens for the others; 0: any free port"
     )
-    queue_timeout_s: float = Field(3600.0, gt=0, le=8 * WEEK_S, description="how long the request may wait for hosts")
-    rendezvous_timeout_s: float = Field(300.0, gt=0, le=WEEK_S, description="from the first host's start until all ranks run")
+    queue_timeout_s: float = Field(
+        3600.0, gt=0, le=8 * WEEK_S, description="Seconds that the request may wait in the scheduler's queue"
+    )
+    rendezvous_timeout_s: float = Field(
+        300.0, gt=0, le=WEEK_S, description="Seconds from the start of the first host until all ranks run"
+    )
     lease_timeout_s: float = Field(
-        60.0, gt=5, le=WEEK_S, description="hosts end by themselves when this process has been gone for so long"
+        60.0, gt=5, le=WEEK_S, description="Seconds after which the hosts end their ranks if this process is gone"
     )
 
     @property
-    def network(self) -> str | None:
-        """The interface; that of the loopback where all hosts are this one."""
+    def interface_name(self) -> str | None:
+        """The configured interface; the loopback if all hosts are this one."""
         return self.interface or (LOOPBACK if self.scheduler in LOCAL_SCHEDULERS else None)
 
     @model_validator(mode="after")
-    def _has_image(self) -> Self:
+    def _require_image(self) -> Self:
         if self.scheduler in CONTAINER_SCHEDULERS and not self.image:
             raise ValueError(
-                f"scheduler is {self.scheduler}, which starts containers, but image is empty; name one with nightjar"
+                f"scheduler is {self.scheduler}, which starts containers, but image is empty; set an image with nightjar"
             )
         return self
 

@@ -1,8 +1,32 @@
-"""Heartbeat thread: calls a function at a fixed interval while a block runs."""
+"""Heartbeats: a file that changes while the ranks work, and a thread that calls a function at a fixed interval."""
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class HeartbeatFile:
+    """A file that the ranks touch or extend while they work, and how long a launch waits for it to change.
+
+    start_timeout_s: from the moment when all ranks run until the first heartbeat. timeout_s: from one heartbeat to the next.
+    """
+
+    path: Path
+    start_timeout_s: float
+    timeout_s: float
+
+    def state(self) -> tuple[int, int] | None:
+        """Return (mtime, size), or None without the file; it differs after a heartbeat.
+
+        Compare it with an earlier state and never with a clock: another host may have set the mtime.
+        """
+        if not self.path.is_file():
+            return None
+        status = self.path.stat()
+        return status.st_mtime_ns, status.st_size
 
 
 @contextmanager

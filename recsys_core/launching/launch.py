@@ -1,12 +1,15 @@
-"""One attempt: processes on one host or many, started together, watched together, and always ended.
+"""One launch of distributed ranks: started together, monitored together, and always ended.
 
-A failed attempt is never restarted in place (torchrun's own restart is not to be relied on: pytorch/pytorch#135712,
-#167288); the caller launches a new one from the last verified checkpoint.
+A failed launch is not restarted in place, because torchrun's own restart is unreliable (pytorch/pytorch#135712, #167288); the
+caller launches again from the last verified checkpoint.
 """
 
 import itertools
+import os
 import secrets
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,126 +20,168 @@ import torch
 
 from recsys_core.errors import InputError
 from recsys_core.launching.config import Launcher, LocalLauncher
-from recsys_core.launching.heartbeat import heartbeat
-from recsys_core.launching.host_group import Group
-from recsys_core.launching.local import start_here
-from recsys_core.launching.messages import LaunchFolder, Order, running_versions
-from recsys_core.launching.monitor import Deadline, Phase, Watch
-from recsys_core.sharding.plan_file import PlanFile
+from recsys_core.launching.heartbeat import HeartbeatFile, heartbeat
+from recsys_core.launching.messages import LaunchFolder, LaunchSpec, ProcessLayout, last_lines, running_versions
+from recsys_core.launching.monitor import Deadline, GroupState, HostGroup, Monitor, Phase
+from recsys_core.parent_process import as_parent
 
 RENEWALS_PER_LEASE = 20
+TERM_GRACE_S = 8.0
 
 
 def launch(
     job: Path,
     *,
-    plan: PlanFile,
+    layout: ProcessLayout,
     logs: Path,
-    start_timeout_s: float,
-    heartbeat_timeout_s: float,
-    alive: Path,
+    heartbeat_file: HeartbeatFile,
     poll: Callable[[], None] = lambda: None,
     launcher: Launcher = LocalLauncher(),  # noqa: B008  it is frozen
     module: str = "recsys_core.training",
 ) -> None:
-    """Runs `python -m <module> <job>` as the ranks that `plan` wants, where `launcher` says; returns when all ended well.
+    """Run `python -m <module> <job>` as the ranks of `layout`; return when all of them exited with code 0.
 
     Args:
         job: JSON of a TrainJob or ExportJob.
-        logs: new folder for what hosts and ranks write; with many hosts all of them see it, `job` and `alive`.
-        start_timeout_s: from when all ranks run until the first sign of life.
-        alive: file that the ranks touch while they work.
+        layout: how many ranks, and on which devices.
+        logs: new folder for the files of hosts and ranks. All hosts must see it, `job` and the heartbeat file.
+        heartbeat_file: the file that the ranks touch while they work.
         poll: called about five times a second.
+        launcher: where the ranks are started.
 
     Raises:
-        InputError: the plan needs more processes or hosts than there are, a host is not fit to take part, or a rank found
-            its input wrong.
-        StageError: a rank gave up for a reason of its own, such as a loss that is not finite.
-        LaunchError: hosts did not meet, or a rank failed or fell silent; names host and rank, exit code or signal, its
-            traceback or last lines, or the functions that the ranks were in.
+        InputError: the layout needs more GPUs or hosts than there are, a host was rejected, or a rank raised InputError.
+        StageError: a rank raised it, such as for a loss that is not finite.
+        LaunchError: hosts did not find each other, a rank failed, or the heartbeat stopped. The message names host and rank,
+            and has the traceback, the last lines, or the functions that the ranks were in.
     """
-    check_capacity(plan, launcher=launcher)
+    if launcher.kind == "local":
+        require_local_capacity(layout)
     logs.mkdir(parents=True)
     folder = LaunchFolder(logs.absolute())
-    order = Order(
+    spec = LaunchSpec(
+        **layout.model_dump(),
         token=secrets.token_hex(8),
         versions=running_versions(),
         module=module,
         job=job.absolute(),
-        device=plan.device,
-        num_nodes=plan.num_nodes,
-        processes_per_node=plan.processes_per_node,
-        interface=None if launcher.kind == "local" else launcher.network,
-        rendezvous_port=0 if launcher.kind == "local" else launcher.rendezvous_port,
+        interface=launcher.interface_name,
+        rendezvous_port=launcher.rendezvous_port,
         rendezvous_timeout_s=launcher.rendezvous_timeout_s,
-        lease_timeout_s=None if launcher.kind == "local" else launcher.lease_timeout_s,
+        lease_timeout_s=launcher.lease_timeout_s,
     )
     deadlines: dict[Phase, Deadline] = {
-        "queue": Deadline(0.0 if launcher.kind == "local" else launcher.queue_timeout_s, "launcher.queue_timeout_s"),
-        "meeting": Deadline(launcher.rendezvous_timeout_s, "launcher.rendezvous_timeout_s"),
-        "start": Deadline(start_timeout_s, "training.start_timeout_s"),
-        "work": Deadline(heartbeat_timeout_s, "training.heartbeat_timeout_s"),
+        "queue": Deadline(launcher.queue_timeout_s, "launcher.queue_timeout_s"),
+        "rendezvous": Deadline(launcher.rendezvous_timeout_s, "launcher.rendezvous_timeout_s"),
+        "start": Deadline(heartbeat_file.start_timeout_s, "training.start_timeout_s"),
+        "work": Deadline(heartbeat_file.timeout_s, "training.heartbeat_timeout_s"),
     }
-    watch = Watch(order, folder, deadlines=deadlines, alive=alive)
-    folder.write("launch.json", order)
-    with _unwinding_on_sigterm(), _lease(order, folder), _start(order, folder, launcher=launcher) as group:
+    monitor = Monitor(spec, folder, deadlines=deadlines, heartbeat=heartbeat_file)
+    folder.write("launch.json", spec)
+    with _exit_on_sigterm(), _lease(spec, folder), _start_hosts(spec, folder, launcher=launcher) as group:
         try:
-            watch.until_end(group, poll=poll)
+            monitor.wait(group, poll=poll)
         finally:
             group.end()
             poll()
 
 
-def check_capacity(plan: PlanFile, *, launcher: Launcher) -> None:
-    """InputError unless the launcher can start the processes that `plan` was made for, as far as this host can tell."""
-    if launcher.kind != "local":
-        return
-    if plan.num_nodes != 1:
+def require_local_capacity(layout: ProcessLayout) -> None:
+    """Raise InputError unless this host alone can run the ranks of `layout`."""
+    if layout.num_nodes != 1:
         raise InputError(
-            f"plan.json: made for {plan.num_nodes} hosts, but launcher.kind is local, which starts processes on one; "
+            f"plan.json: made for {layout.num_nodes} hosts, but launcher.kind is local, which starts ranks on this host only; "
             "set launcher.kind to torchx, or sharding.cluster.num_nodes to 1"
         )
-    if plan.device == "cuda" and torch.cuda.device_count() < plan.processes_per_node:
+    if layout.device == "cuda" and torch.cuda.device_count() < layout.processes_per_node:
         raise InputError(
-            f"plan.json: wants {plan.processes_per_node} GPUs on this host, but there are {torch.cuda.device_count()}; "
+            f"plan.json: needs {layout.processes_per_node} GPUs on this host, but there are {torch.cuda.device_count()}; "
             "set sharding.cluster.processes_per_node, or device to cpu"
         )
 
 
-def _start(order: Order, folder: LaunchFolder, *, launcher: Launcher) -> AbstractContextManager[Group]:
+def _start_hosts(spec: LaunchSpec, folder: LaunchFolder, *, launcher: Launcher) -> AbstractContextManager[HostGroup]:
     if launcher.kind == "local":
-        return start_here(order, folder)
+        return _start_local(spec, folder)
     try:
         from recsys_core.launching.torchx import submit
     except ImportError as error:
         raise InputError(
             f"launcher.kind is torchx, but the package {error.name} is not installed; run pip install 'nightjar[torchx]'"
         ) from None
-    return submit(order, folder, launcher=launcher)
+    return submit(spec, folder, launcher=launcher)
 
 
-def _lease(order: Order, folder: LaunchFolder) -> AbstractContextManager[None]:
-    """Raise the counter in `lease` while the block runs; hosts elsewhere end when the counter stops."""
-    if order.lease_timeout_s is None:
+@contextmanager
+def _start_local(spec: LaunchSpec, folder: LaunchFolder) -> Iterator["LocalHost"]:
+    """Start the agent of this host in a session of its own; it ends with this process, and its ranks end with it."""
+    environment = os.environ | as_parent()
+    environment.pop("OMP_NUM_THREADS", None)  # the agent sets it to the cores of one rank
+    command = [sys.executable, "-m", "recsys_core.launching.agent", str(folder.spec), spec.token, "0", ""]
+    with (folder.path / "agent.log").open("wb") as output:
+        agent = subprocess.Popen(
+            command, start_new_session=True, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        )
+    host = LocalHost(agent, folder)
+    try:
+        yield host
+    finally:
+        host.end()
+
+
+class LocalHost:
+    """The agent of this host and its ranks; a HostGroup."""
+
+    def __init__(self, agent: subprocess.Popen[bytes], folder: LaunchFolder) -> None:
+        self._agent, self._folder = agent, folder
+
+    def state(self) -> GroupState:
+        """Return running or ended; a local agent is never queued."""
+        return "running" if self._agent.poll() is None else "ended"
+
+    def exit_summary(self) -> str:
+        """Return the exit code or signal of the agent."""
+        code = self._agent.returncode
+        return f"torchrun ended with {f'signal {-code} ({signal.Signals(-code).name})' if code < 0 else f'exit code {code}'}"
+
+    def log(self, node: int) -> str:
+        """Return the last lines of agent.log."""
+        return last_lines(self._folder.path / "agent.log")
+
+    def end(self) -> None:
+        """Send SIGTERM, which torchrun forwards to its ranks; send SIGKILL after a grace period."""
+        if self._agent.poll() is not None:
+            return
+        os.killpg(self._agent.pid, signal.SIGTERM)
+        try:
+            self._agent.wait(TERM_GRACE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._agent.pid, signal.SIGKILL)
+            self._agent.wait()
+
+
+def _lease(spec: LaunchSpec, folder: LaunchFolder) -> AbstractContextManager[None]:
+    """Increment the counter in `lease` while the block runs; hosts elsewhere end their ranks when it stops."""
+    if spec.lease_timeout_s is None:
         return nullcontext()
-    count = itertools.count()
+    counter = itertools.count()
     return heartbeat(
-        lambda: folder.renew_lease(order.token, next(count)), interval_s=order.lease_timeout_s / RENEWALS_PER_LEASE
+        lambda: folder.renew_lease(spec.token, next(counter)), interval_s=spec.lease_timeout_s / RENEWALS_PER_LEASE
     )
 
 
 @contextmanager
-def _unwinding_on_sigterm() -> Iterator[None]:
-    """SIGTERM, where nobody handles it, ends this process by an exception, so that what it started is ended first."""
+def _exit_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit, so that `finally` blocks end the ranks first. A handler of the caller stays in place."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
 
-    def unwind(number: int, frame: FrameType | None) -> None:
+    def raise_exit(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    signal.signal(signal.SIGTERM, unwind)
+    signal.signal(signal.SIGTERM, raise_exit)
     try:
         yield
     finally:

@@ -1,19 +1,21 @@
-"""What the launching process and the hosts tell each other: small files in one folder that all of them see.
+"""Messages between the launching process and the hosts: small files in one folder that all of them see.
 
-launch.json       the order: what to run, how many, which versions; written before any host starts
-lease             a counter that the launching process raises while it lives
-joined-N.json     host N has started, sees this folder and is fit to work
-rank-R.json       rank R runs
-stack-R.txt       in which function rank R was, once `stacks` exists
-failure-N.json    why host N gave up
-done-N            all ranks of host N ended well
-node-N/           logs of its ranks
+launch.json       the LaunchSpec; written before any host starts
+lease             a counter that the launching process increments while it is alive
+ready-N.json      host N has started and passed its checks
+rank-R.json       rank R has started
+stacks            created by the launching process to request the stack dumps
+stack-R.txt       the stack dump of rank R
+failure-N.json    why host N stopped, or how its ranks failed
+done-N            all ranks of host N exited with code 0
+node-N/           logs of the ranks of host N
 """
 
 import errno
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
@@ -26,38 +28,46 @@ from recsys_core.config import Frozen
 
 FOLDER_VARIABLE, NODE_VARIABLE = "NIGHTJAR_LAUNCH", "NIGHTJAR_NODE"
 STORE_VARIABLE = "NIGHTJAR_STORE"
-"""Environment variable with the rendezvous file of the ranks of one host; unset where ranks of several hosts meet."""
+"""Environment variable with the file over which the ranks of one host meet; absent if the ranks are on several hosts."""
+STDERR_PREFIX = "nightjar agent:"
+"""Prefix of a line on stderr by which an agent reports an error that it cannot write into the folder."""
 LAST_LINES = 12
 Message = TypeVar("Message", bound=Frozen)
 
 
-class Order(Frozen):
-    """What every host is asked to do.
+class ProcessLayout(Frozen):
+    """How many ranks to start, and on which devices."""
 
-    versions: package -> version of the launching process. interface: the network by which hosts reach each other; None: the one
-    that leads to the first host.
+    device: str
+    num_nodes: int
+    processes_per_node: int
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks on all hosts."""
+        return self.num_nodes * self.processes_per_node
+
+
+class LaunchSpec(ProcessLayout):
+    """Everything that a host needs to know about a launch.
+
+    token: distinguishes this launch from others. versions: package -> version of the launching process. module: the ranks run
+    `python -m <module> <job>`. interface: network interface that connects the hosts; None: the one that leads to node 0.
+    rendezvous_port: 0 for any free port. lease_timeout_s: None if the hosts are children of the launching process.
     """
 
     token: str
     versions: dict[str, str]
     module: str
     job: Path
-    device: str
-    num_nodes: int
-    processes_per_node: int
     interface: str | None = None
     rendezvous_port: int
     rendezvous_timeout_s: float
     lease_timeout_s: float | None
 
-    @property
-    def world_size(self) -> int:
-        """Ranks in all."""
-        return self.num_nodes * self.processes_per_node
 
-
-class Joined(Frozen):
-    """A host that has started. port is where the first one listens for the others."""
+class HostReady(Frozen):
+    """A host that has started and passed its checks. port: where node 0 listens for the others; 0 on the other hosts."""
 
     node: int
     host: str
@@ -66,8 +76,8 @@ class Joined(Frozen):
     port: int
 
 
-class StartedRank(Frozen):
-    """A rank that runs."""
+class RankStarted(Frozen):
+    """A rank that has started."""
 
     rank: int
     node: int
@@ -76,7 +86,7 @@ class StartedRank(Frozen):
 
 
 class RankFailure(Frozen):
-    """How one rank ended. signal is a name such as SIGKILL; traceback is empty where Python could not write one."""
+    """How one rank ended. signal: a name such as SIGKILL; traceback: empty if a signal ended the rank before it wrote one."""
 
     rank: int
     exit_code: int
@@ -86,11 +96,11 @@ class RankFailure(Frozen):
     timestamp: int
 
 
-class Failure(Frozen):
-    """Why a host gave up: what its agent found (`reason`), or how its ranks ended.
+class HostFailure(Frozen):
+    """Why a host stopped: a failed check of its agent (`reason`), or the failures of its ranks.
 
-    retryable: whether another attempt may fare better. oom_kills: processes that the kernel's out-of-memory killer ended
-    meanwhile in the host's container, None where the kernel does not tell.
+    retryable: whether another attempt may succeed. oom_kills: processes of this host's container that the kernel's
+    out-of-memory killer ended during the launch; None if the kernel does not report it. memory_bytes: the memory limit.
     """
 
     node: int
@@ -102,8 +112,23 @@ class Failure(Frozen):
     memory_bytes: int | None = None
 
 
-class Unfit(Exception):
-    """This host cannot take part; the message names it, both values and the way out. retryable as in Failure."""
+@dataclass(frozen=True)
+class Host:
+    """A host of a launch, as error messages name it.
+
+    >>> str(Host(1, "beta"))
+    'host beta (node 1)'
+    """
+
+    node: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"host {self.name} (node {self.node})"
+
+
+class HostRejected(Exception):
+    """A host that cannot take part in the launch. The message names the host, both values and the fix."""
 
     def __init__(self, message: str, *, retryable: bool = False) -> None:
         super().__init__(message)
@@ -111,38 +136,34 @@ class Unfit(Exception):
 
 
 class LaunchFolder:
-    """The folder of one attempt."""
+    """The folder of one launch; its methods read and write the files that the module docstring lists."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @property
-    def order(self) -> Path:
+    def spec(self) -> Path:
         """launch.json."""
         return self.path / "launch.json"
 
     @property
-    def lease(self) -> Path:
-        """The launching process's sign of life."""
-        return self.path / "lease"
-
-    @property
     def stacks(self) -> Path:
-        """Its existence asks the hosts for stack-R.txt."""
+        """The file whose existence requests the stack dumps."""
         return self.path / "stacks"
 
-    def node(self, node: int) -> Path:
-        """Where the ranks of a host write their logs."""
+    def logs(self, node: int) -> Path:
+        """Folder with the logs of the ranks of a host."""
         return self.path / f"node-{node}"
 
     def stack(self, rank: int) -> Path:
-        """Where a rank writes in which functions its threads are."""
+        """File with the stack dump of a rank."""
         return self.path / f"stack-{rank}.txt"
 
     def write(self, name: str, message: Frozen) -> None:
-        """Puts a message there, whole or not at all; one that is there already stays, and FileExistsError is raised."""
+        """Write a message whole or not at all. Raises FileExistsError if the message exists, and leaves it unchanged."""
         target, staging = self.path / name, self.path / f".{name}"
-        with staging.open("x") as file:  # by one writer alone; a hard link would do it too, but not on every file system
+        # Mode "x" allows a single writer; a hard link would too, but some file systems have none.
+        with staging.open("x") as file:
             try:
                 if target.exists():
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
@@ -154,31 +175,31 @@ class LaunchFolder:
         staging.rename(target)
 
     def renew_lease(self, token: str, count: int) -> None:
-        """Says that the attempt `token` is still wanted."""
-        write_text(self.lease, f"{token} {count}")
+        """Set the counter of the launch `token`; a host ends its ranks when the counter stops changing."""
+        write_text(self.path / "lease", f"{token} {count}")
 
     def lease_of(self, token: str) -> str | None:
-        """What stands in `lease`; None where it is gone or another attempt's."""
+        """Return the content of `lease`; None if the file is missing or belongs to another launch."""
         try:
-            text = self.lease.read_text()
+            text = (self.path / "lease").read_text()
         except OSError:
             return None
         return text if text.startswith(token) else None
 
-    def joined(self) -> dict[int, Joined]:
-        """The hosts that have started, by number."""
-        return {message.node: message for message in self._read("joined-*.json", Joined)}
+    def ready_hosts(self) -> dict[int, HostReady]:
+        """Return the hosts that are ready, by node."""
+        return {message.node: message for message in self._read("ready-*.json", HostReady)}
 
-    def ranks(self) -> dict[int, StartedRank]:
-        """The ranks that run, by rank."""
-        return {message.rank: message for message in self._read("rank-*.json", StartedRank)}
+    def ranks(self) -> dict[int, RankStarted]:
+        """Return the ranks that have started, by rank."""
+        return {message.rank: message for message in self._read("rank-*.json", RankStarted)}
 
-    def failures(self) -> list[Failure]:
-        """Of the hosts that gave up."""
-        return list(self._read("failure-*.json", Failure))
+    def failures(self) -> list[HostFailure]:
+        """Return the failures of all hosts that have reported one."""
+        return list(self._read("failure-*.json", HostFailure))
 
     def done(self) -> set[int]:
-        """The hosts whose ranks all ended well."""
+        """Return the nodes whose ranks all exited with code 0."""
         return {int(path.name.removeprefix("done-")) for path in self.path.glob("done-*")}
 
     def _read(self, pattern: str, kind: type[Message]) -> Iterator[Message]:
@@ -190,7 +211,7 @@ class LaunchFolder:
 
 
 def running_versions() -> dict[str, str]:
-    """Of what has to be the same on all hosts. The build (+cpu, +cu130) may differ: the launching host needs no GPU.
+    """Return the versions that must be the same on all hosts. Builds (+cpu, +cu130) may differ.
 
     >>> sorted(running_versions())
     ['nightjar', 'torch', 'torchrec']
@@ -200,17 +221,17 @@ def running_versions() -> dict[str, str]:
 
 
 def wait_for(path: Path, *, timeout_s: float) -> bool:
-    """Whether the file is there, or appears in time: a network file system may show it late."""
+    """Wait for a file that another host writes; return whether it exists."""
     deadline = time.monotonic() + timeout_s
     while not path.is_file():
         if time.monotonic() > deadline:
             return False
         if path.parent.is_dir():
-            next(path.parent.iterdir(), None)  # listing a folder makes NFS look again
+            next(path.parent.iterdir(), None)  # NFS refreshes its cache when a folder is listed
         time.sleep(0.2)
     return True
 
 
 def last_lines(path: Path) -> str:
-    """The end of a log."""
+    """Return the last lines of a log."""
     return "\n".join(path.read_text(errors="replace").splitlines()[-LAST_LINES:])

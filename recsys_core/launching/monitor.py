@@ -1,153 +1,168 @@
-"""Follows an attempt from phase to phase: hosts are waited for, ranks meet, the first sign of life, work."""
+"""Monitoring of a launch: a deadline for each phase, and an error that explains why a launch failed."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from recsys_core.disk import MIN_STAGE_BYTES, disk_full_error, free_bytes
 from recsys_core.errors import InputError, LaunchError, StageError
-from recsys_core.launching.agent import SAYS
-from recsys_core.launching.failures import error_of, where_ranks_are
-from recsys_core.launching.host_group import Group
-from recsys_core.launching.messages import LaunchFolder, Order
+from recsys_core.launching.failures import error_from_failures
+from recsys_core.launching.heartbeat import HeartbeatFile
+from recsys_core.launching.messages import STDERR_PREFIX, LaunchFolder, LaunchSpec
+from recsys_core.launching.rank import format_stacks
 
 POLL_S = 0.2
-STACKS_WAIT_S = 5.0
-LAST_WORDS_WAIT_S = 3.0
-EXIT_WAIT_S = 30.0
+STACKS_TIMEOUT_S = 5.0
+FAILURES_TIMEOUT_S = 3.0
+EXIT_TIMEOUT_S = 30.0
 
-Phase = Literal["queue", "meeting", "start", "work"]
+Phase = Literal["queue", "rendezvous", "start", "work"]
+"""queue: no host runs yet. rendezvous: until all ranks run. start: until the first heartbeat. work: from then on."""
+GroupState = Literal["queued", "running", "ended"]
+
+
+class HostGroup(Protocol):
+    """The agents of one launch, as the launcher that started them sees them."""
+
+    def state(self) -> GroupState:
+        """Return queued while no host has been assigned."""
+
+    def exit_summary(self) -> str:
+        """Return how the agents ended: an exit code, or the state that a scheduler reports."""
+
+    def log(self, node: int) -> str:
+        """Return the last lines that the agent of a host printed; empty while they cannot be read."""
+
+    def end(self) -> None:
+        """End all agents and their ranks; return when none runs."""
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """How long a phase may last, and the setting that says so."""
+    """How long a phase may last, and the setting that limits it."""
 
     limit_s: float
     setting: str
 
 
-class Watch:
-    """alive: the file that ranks touch while they work; of an earlier attempt it may be there already."""
+class Monitor:
+    """Follows a launch through its phases."""
 
-    def __init__(self, order: Order, folder: LaunchFolder, *, deadlines: dict[Phase, Deadline], alive: Path) -> None:
-        self._order, self._folder, self._deadlines, self._alive = order, folder, deadlines, alive
-        self._last_sign = self._sign()
+    def __init__(
+        self, spec: LaunchSpec, folder: LaunchFolder, *, deadlines: dict[Phase, Deadline], heartbeat: HeartbeatFile
+    ) -> None:
+        self._spec, self._folder, self._deadlines, self._heartbeat = spec, folder, deadlines, heartbeat
+        self._last_heartbeat = heartbeat.state()  # the file of an earlier attempt may exist
         self._phase: Phase = "queue"
-        self._since = time.monotonic()
+        self._phase_start = time.monotonic()
 
-    def until_end(self, group: Group, *, poll: Callable[[], None]) -> None:
-        """Returns when all ranks ended well, and raises what `launch` does. poll: called about five times a second."""
+    def wait(self, group: HostGroup, *, poll: Callable[[], None]) -> None:
+        """Return when all ranks exited with code 0. Raises what `launch` documents. poll: called about five times a second."""
         while not self._is_done:
             poll()
             state = group.state()
             if self._folder.failures() or state == "ended":
-                self._await_last_words()
+                self._wait_for_failures()
                 if self._is_done:
                     break
                 group.end()
-                raise self._error(group)
-            self._advance(running=state == "running")
-            if self._phase == "meeting":
-                self._listen(group)
-            if time.monotonic() - self._since > self._deadlines[self._phase].limit_s:
-                raise self._too_late(group)
+                raise self._error_of_ended(group)
+            self._update_phase(running=state == "running")
+            if self._phase == "rendezvous":
+                self._raise_if_rejected(group)
+            if time.monotonic() - self._phase_start > self._deadlines[self._phase].limit_s:
+                raise self._timeout_error(group)
             time.sleep(POLL_S)
-        deadline = time.monotonic() + EXIT_WAIT_S
+        deadline = time.monotonic() + EXIT_TIMEOUT_S
         while group.state() != "ended" and time.monotonic() < deadline:
             time.sleep(POLL_S)
 
     @property
     def _is_done(self) -> bool:
-        return len(self._folder.done()) == self._order.num_nodes
+        return len(self._folder.done()) == self._spec.num_nodes
 
-    def _sign(self) -> tuple[int, int] | None:
-        # Compared with itself, never with a clock: the file's times may be those of another host.
-        if not self._alive.is_file():
-            return None
-        now = self._alive.stat()
-        return now.st_mtime_ns, now.st_size
-
-    def _advance(self, *, running: bool) -> None:
+    def _update_phase(self, *, running: bool) -> None:
+        """Move to the next phase if its condition holds. Each heartbeat restarts the deadline of the phase `work`."""
         phase = self._phase
-        if phase == "queue" and (running or self._folder.joined()):
-            phase = "meeting"
-        if phase == "meeting" and len(self._folder.ranks()) == self._order.world_size:
+        if phase == "queue" and (running or self._folder.ready_hosts()):
+            phase = "rendezvous"
+        if phase == "rendezvous" and len(self._folder.ranks()) == self._spec.world_size:
             phase = "start"
-        sign = self._sign()
-        if sign != self._last_sign:
-            self._last_sign, self._since, phase = sign, time.monotonic(), "work"
+        heartbeat = self._heartbeat.state()
+        if heartbeat != self._last_heartbeat:
+            self._last_heartbeat, self._phase_start, phase = heartbeat, time.monotonic(), "work"
         if phase != self._phase:
-            self._phase, self._since = phase, time.monotonic()
+            self._phase, self._phase_start = phase, time.monotonic()
 
-    def _listen(self, group: Group) -> None:
-        """InputError as soon as the agent of a host that is missing says why it cannot write it into the folder."""
-        for node in self._missing:
-            said = [line.removeprefix(SAYS).strip() for line in group.log(node).splitlines() if line.startswith(SAYS)]
-            if said:
-                raise InputError(said[-1])
+    def _raise_if_rejected(self, group: HostGroup) -> None:
+        """Raise InputError if a missing host printed an error that its agent could not write into the folder."""
+        for node in self._missing_nodes:
+            lines = [line for line in group.log(node).splitlines() if line.startswith(STDERR_PREFIX)]
+            if lines:
+                raise InputError(lines[-1].removeprefix(STDERR_PREFIX).strip())
 
     @property
-    def _missing(self) -> list[int]:
-        joined = self._folder.joined()
-        return [node for node in range(self._order.num_nodes) if node not in joined]
+    def _missing_nodes(self) -> list[int]:
+        ready = self._folder.ready_hosts()
+        return [node for node in range(self._spec.num_nodes) if node not in ready]
 
-    def _await_last_words(self) -> None:
-        """One host's failure ends the others'; the cause may be told by any of them."""
-        deadline = time.monotonic() + LAST_WORDS_WAIT_S
-        while len(self._folder.failures()) + len(self._folder.done()) < self._order.num_nodes and time.monotonic() < deadline:
+    def _wait_for_failures(self) -> None:
+        """Wait until every host has reported its end: one host's failure ends the others, and any may report the cause."""
+        deadline = time.monotonic() + FAILURES_TIMEOUT_S
+        while len(self._folder.failures()) + len(self._folder.done()) < self._spec.num_nodes and time.monotonic() < deadline:
             time.sleep(POLL_S)
 
-    def _error(self, group: Group) -> InputError | StageError:
+    def _error_of_ended(self, group: HostGroup) -> InputError | StageError:
         failures = self._folder.failures()
         if failures:
-            return error_of(failures, nodes=self._order.num_nodes, folder=self._folder)
-        self._listen(group)
+            return error_from_failures(failures, num_nodes=self._spec.num_nodes, folder=self._folder)
+        self._raise_if_rejected(group)
         if free_bytes(self._folder.path) < MIN_STAGE_BYTES:
-            return disk_full_error(self._folder.path, needed="what hosts and ranks write does not fit")
-        return LaunchError(f"{group.story()}{self._logs(group, range(self._order.num_nodes))}")
+            return disk_full_error(self._folder.path, needed="the output of hosts and ranks does not fit")
+        return LaunchError(f"{group.exit_summary()}{self._quote_logs(group, range(self._spec.num_nodes))}")
 
-    def _logs(self, group: Group, nodes: range | list[int]) -> str:
+    def _quote_logs(self, group: HostGroup, nodes: Iterable[int]) -> str:
         tails = [(node, group.log(node)) for node in nodes]
         return "".join(f"\nlast lines of node {node}:\n{tail}" for node, tail in tails if tail)
 
-    def _too_late(self, group: Group) -> InputError | StageError:
+    def _timeout_error(self, group: HostGroup) -> InputError | StageError:
         deadline = self._deadlines[self._phase]
-        if self._phase in ("queue", "meeting"):
-            return self._not_met(group, deadline)
-        what = "did not start within" if self._phase == "start" else "gave no sign of life for"
-        stacks = self._ask_for_stacks()
+        if self._phase in ("queue", "rendezvous"):
+            return self._rendezvous_error(group, deadline)
+        problem = "did not start within" if self._phase == "start" else "sent no heartbeat for"
+        stacks = self._dump_stacks()
         group.end()
         return LaunchError(
-            f"the ranks {what} {deadline.limit_s:g} s; raise {deadline.setting} if that is normal here. They were in:\n{stacks}"
+            f"the ranks {problem} {deadline.limit_s:g} s; raise {deadline.setting} if this is normal for the model. "
+            f"Functions that the ranks were in:\n{stacks}"
         )
 
-    def _ask_for_stacks(self) -> str:
+    def _dump_stacks(self) -> str:
         self._folder.stacks.touch()
         paths = [self._folder.stack(rank) for rank in self._folder.ranks()]
-        deadline = time.monotonic() + STACKS_WAIT_S
+        deadline = time.monotonic() + STACKS_TIMEOUT_S
         while not all(path.is_file() and path.stat().st_size for path in paths) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        time.sleep(POLL_S)  # the last lines of the last stack
-        return where_ranks_are(self._folder, world_size=self._order.world_size)
+        time.sleep(POLL_S)  # the last dump may not be complete yet
+        return format_stacks(self._folder, world_size=self._spec.world_size)
 
-    def _not_met(self, group: Group, deadline: Deadline) -> InputError | StageError:
-        group.end()  # before the logs are read: of ended hosts they can be had
-        joined, missing = self._folder.joined(), self._missing
-        there = ", ".join(f"node {node} (host {one.host})" for node, one in sorted(joined.items())) or "none"
-        count = f"{len(joined)} of {self._order.num_nodes} hosts"
+    def _rendezvous_error(self, group: HostGroup, deadline: Deadline) -> InputError | StageError:
+        group.end()  # before the logs are read: some schedulers have them only for hosts that have ended
+        ready, missing = self._folder.ready_hosts(), self._missing_nodes
+        names = ", ".join(f"node {node} (host {one.host})" for node, one in sorted(ready.items())) or "none"
+        count = f"{len(ready)} of {self._spec.num_nodes} hosts"
         if missing:
-            self._listen(group)
+            self._raise_if_rejected(group)
             return LaunchError(
-                f"{count} started within {deadline.limit_s:g} s: {there}; missing: "
-                f"{', '.join(f'node {node}' for node in missing)}; {group.story()}; raise {deadline.setting} if hosts take "
-                f"longer here{self._logs(group, missing)}"
+                f"{count} started within {deadline.limit_s:g} s: {names}; missing: "
+                f"{', '.join(f'node {node}' for node in missing)}; {group.exit_summary()}; raise {deadline.setting} if hosts "
+                f"need more time here{self._quote_logs(group, missing)}"
             )
-        late = sorted(set(range(self._order.world_size)) - self._folder.ranks().keys())
+        late_ranks = sorted(set(range(self._spec.world_size)) - self._folder.ranks().keys())
         return LaunchError(
-            f"{count} started ({there}), but after {deadline.limit_s:g} s ranks {', '.join(map(str, late))} do not run: the "
-            f"hosts did not meet at {joined[0].address}:{joined[0].port} (open launcher.rendezvous_port between them), or "
-            f"starting takes longer here (raise {deadline.setting}){self._logs(group, range(self._order.num_nodes))}"
+            f"{count} started ({names}), but after {deadline.limit_s:g} s ranks {', '.join(map(str, late_ranks))} do not run: "
+            f"the hosts could not reach each other at {ready[0].address}:{ready[0].port} (open launcher.rendezvous_port "
+            f"between them), or they need more time to start (raise {deadline.setting})"
+            f"{self._quote_logs(group, range(self._spec.num_nodes))}"
         )

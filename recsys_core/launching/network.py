@@ -1,76 +1,88 @@
-"""Where a host of a launch is reached: its network interface, its address, and the port of the first host."""
+"""The network of one host: its interface, its address, and the socket on which node 0 listens."""
 
 import os
 import platform
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
 from recsys_core.launching.config import LOOPBACK
-from recsys_core.launching.messages import Order, Unfit
+from recsys_core.launching.messages import Host, HostRejected, LaunchSpec
 
 LOOPBACK_ADDRESS = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where the hosts meet. endpoint: address and port of the first host. listener: its open socket, on the first host."""
+class HostNetwork:
+    """How the other hosts reach this one, and where all of them meet.
+
+    rendezvous: address and port of node 0. listener: on node 0 its open socket.
+    """
 
     interface: str
     address: str
-    endpoint: tuple[str, int]
+    rendezvous: tuple[str, int] = (LOOPBACK_ADDRESS, 0)
     listener: socket.socket | None = None
 
+    @property
+    def port(self) -> int:
+        """Port on which this host listens; 0 if it does not."""
+        return 0 if self.listener is None else int(self.listener.getsockname()[1])
 
-def network_of(order: Order, *, node: int, host: str, head: str) -> tuple[str, str]:
-    """(interface, address) by which the others reach this host. head: name of the first host, as the scheduler gives it.
 
-    Raises Unfit where the configured interface does not exist, or without one no address but the loopback's is known.
+LOOPBACK_NETWORK = HostNetwork(LOOPBACK, LOOPBACK_ADDRESS)
+
+
+def find_network(spec: LaunchSpec, *, host: Host, head_name: str) -> HostNetwork:
+    """Return the interface and address by which the other hosts reach this one. head_name: node 0, as the scheduler names it.
+
+    Raises HostRejected if the configured interface does not exist, or if the only address of this host is the loopback's.
     """
-    by_interface = _addresses()
-    known = ", ".join(f"{name} {address}" for name, address in sorted(by_interface.items()))
-    if order.interface is not None:
-        if order.interface not in by_interface:
-            raise Unfit(
-                f"host {host} (node {node}) has no IPv4 address on {order.interface}; it has {known}; set launcher.interface"
-            )
-        return order.interface, by_interface[order.interface]
-    address = _own_address(head)
-    interface = next((name for name, one in by_interface.items() if one == address), None)
+    addresses = _addresses()
+    known = ", ".join(f"{name} {address}" for name, address in sorted(addresses.items()))
+    if spec.interface is not None:
+        if spec.interface not in addresses:
+            raise HostRejected(f"{host} has no IPv4 address on {spec.interface}; it has {known}; set launcher.interface")
+        return HostNetwork(spec.interface, addresses[spec.interface])
+    address = _own_address(head_name)
+    interface = next((name for name, one in addresses.items() if one == address), None)
     if interface is None or interface == LOOPBACK:
-        raise Unfit(
-            f"host {host} (node {node}) finds {address} as its own address, which other hosts cannot reach; it has {known}; "
-            "set launcher.interface to the one that connects the hosts"
+        raise HostRejected(
+            f"{host} resolves its own address to {address}, which other hosts cannot reach; it has {known}; set "
+            "launcher.interface to the one that connects the hosts"
         )
-    return interface, address
+    return HostNetwork(interface, address)
 
 
-def listen(order: Order, address: str, *, host: str) -> socket.socket:
-    """The first host's socket, on `address` alone; Unfit if something else listens on the port."""
+def listen(spec: LaunchSpec, network: HostNetwork, *, host: Host) -> HostNetwork:
+    """Open the socket of node 0, on its one address. Raises HostRejected if another process uses the port."""
     try:
-        return socket.create_server((address, order.rendezvous_port))
+        return replace(network, listener=socket.create_server((network.address, spec.rendezvous_port)))
     except OSError as error:
-        raise Unfit(
-            f"port {order.rendezvous_port} on host {host} (node 0) cannot be listened on at {address}: "
-            f"{os.strerror(error.errno or 0)}; end what uses it, or set launcher.rendezvous_port to another port, or to 0 for "
-            "a free one"
+        raise HostRejected(
+            f"{host} cannot listen on {network.address}, port {spec.rendezvous_port}: {os.strerror(error.errno or 0)}; stop "
+            "the process that uses the port, or set launcher.rendezvous_port to another port, or to 0 for any free one"
         ) from None
 
 
 def _addresses() -> dict[str, str]:
-    """The first IPv4 address of each network interface."""
-    ipv4 = {name: [one.address for one in of if one.family == socket.AF_INET] for name, of in psutil.net_if_addrs().items()}
-    return {name: of[0] for name, of in ipv4.items() if of}
+    """Return the first IPv4 address of each network interface."""
+    addresses = {}
+    for name, entries in psutil.net_if_addrs().items():
+        ipv4 = [entry.address for entry in entries if entry.family == socket.AF_INET]
+        if ipv4:
+            addresses[name] = ipv4[0]
+    return addresses
 
 
-def _own_address(head: str) -> str:
-    """The address that this host would use to reach the first one; that of its own name where this is the loopback's."""
+def _own_address(head_name: str) -> str:
+    """Return the address from which this host connects to node 0, or the address of its own name if that is the loopback's."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((head or platform.node(), 9))  # sends nothing
+            probe.connect((head_name or platform.node(), 9))  # UDP: sends nothing
             address = str(probe.getsockname()[0])
-        # The first host of a Kubernetes job gets "localhost" for its own name.
+        # The first host of a Kubernetes job gets "localhost" as its own name.
         return socket.gethostbyname(platform.node()) if address.startswith("127.") else address
     except OSError:
         return LOOPBACK_ADDRESS

@@ -1,22 +1,67 @@
-"""What a rank does before anything heavy is imported: it ties itself to its agent and can be asked where it is."""
+"""A rank as the launcher sees it: it ends with its agent, reports its start, and dumps its stacks on request.
+
+Imports nothing heavy: `register_rank` runs before the imports of torch, which take seconds.
+"""
 
 import faulthandler
 import os
 import platform
+import re
 import signal
 from pathlib import Path
 
-from recsys_core.launching.messages import FOLDER_VARIABLE, NODE_VARIABLE, LaunchFolder, StartedRank
+import psutil
+
+from recsys_core.launching.messages import FOLDER_VARIABLE, NODE_VARIABLE, LaunchFolder, RankStarted
 from recsys_core.parent_process import die_with_parent
 
 STACK_SIGNAL = signal.SIGUSR1
+SHOWN_CALLS = 6
+WRAPPERS = {"wrapper", "<module>", "_run_code", "_run_module_as_main"}
+"""Functions of every rank's stack; they do not show where the rank is."""
 
 
-def begin_rank() -> None:
-    """Ends with the agent from here on; on SIGUSR1 all threads' stacks go to stack-R.txt, also while a collective hangs."""
+def register_rank() -> None:
+    """Tie this rank to its agent, install the stack dump, and report that the rank has started."""
     die_with_parent()
     folder, rank = LaunchFolder(Path(os.environ[FOLDER_VARIABLE])), int(os.environ["RANK"])
-    # Written by a C signal handler, so it works while Python waits inside a collective. The file stays open for it.
+    # A C signal handler writes the dump, so it works while Python waits in a collective. The file must stay open.
     faulthandler.register(STACK_SIGNAL, file=folder.stack(rank).open("w"))
-    started = StartedRank(rank=rank, node=int(os.environ[NODE_VARIABLE]), host=platform.node(), pid=os.getpid())
+    started = RankStarted(rank=rank, node=int(os.environ[NODE_VARIABLE]), host=platform.node(), pid=os.getpid())
     folder.write(f"rank-{rank}.json", started)
+
+
+def request_stacks(folder: LaunchFolder, *, node: int) -> None:
+    """Make the started ranks of this host dump their stacks. The signal would end a rank that has not installed its handler."""
+    for started in folder.ranks().values():
+        if started.node == node and psutil.pid_exists(started.pid):
+            os.kill(started.pid, STACK_SIGNAL)
+
+
+def format_stacks(folder: LaunchFolder, *, world_size: int) -> str:
+    """Return one line per rank with its innermost functions."""
+    ranks = folder.ranks()
+    lines = []
+    for rank in range(world_size):
+        if rank not in ranks:
+            lines.append(f"rank {rank}: has not started")
+            continue
+        path = folder.stack(rank)
+        stack = path.read_text(errors="replace") if path.is_file() else ""
+        lines.append(f"rank {rank} (host {ranks[rank].host}, process {ranks[rank].pid}): {_innermost_calls(stack)}")
+    return "\n".join(lines)
+
+
+def _innermost_calls(stack: str) -> str:
+    r"""Return the calls of the main thread, innermost first.
+
+    >>> _innermost_calls('Thread 0x1:\n  File "/x/pool.py", line 3 in idle\n\nCurrent thread 0x2 (most recent call first):\n'
+    ...                  '  File "/a/torch/c10d.py", line 7 in all_reduce\n  File "/b/recsys_core/loop.py", line 9 in run\n')
+    'all_reduce (c10d.py:7) <- run (loop.py:9)'
+    """
+    threads = [re.findall(r'File "([^"]*)", line (\d+) in (\S+)', thread) for thread in stack.split("\n\n")]
+    threads = [thread for thread in threads if thread]
+    if not threads:
+        return "did not respond"
+    calls = [call for call in threads[-1] if call[2] not in WRAPPERS]  # the main thread is the last one
+    return " <- ".join(f"{name} ({file.rsplit('/', 1)[-1]}:{line})" for file, line, name in calls[:SHOWN_CALLS])

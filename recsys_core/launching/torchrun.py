@@ -1,129 +1,211 @@
-"""torchrun on one host, beside a thread that ends it when the launching process is gone and asks ranks where they are."""
+"""The ranks of one host under torchrun: rendezvous, failure reports, and a thread that watches the launching process.
+
+torchrun's own rendezvous backends are not used. They listen on all interfaces, and c10d keeps its state as a pickle that anyone
+who reaches the port can replace. Here the ranks of a single host meet over a file in a private folder. Several hosts meet at a
+TCPStore that listens on one address of node 0, and their agents read only plain strings from it.
+"""
 
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
-from torch.distributed import DistError
+from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousHandler
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from recsys_core.launching.messages import LaunchFolder, Order, RankFailure, Unfit, last_lines
-from recsys_core.launching.network import Meeting
-from recsys_core.launching.rank import STACK_SIGNAL
-from recsys_core.launching.rendezvous import INTERFACE_VARIABLES, across_hosts, on_one_host
+from recsys_core.launching.config import LOOPBACK
+from recsys_core.launching.messages import (
+    STORE_VARIABLE,
+    Host,
+    HostRejected,
+    LaunchFolder,
+    LaunchSpec,
+    RankFailure,
+    last_lines,
+)
+from recsys_core.launching.network import LOOPBACK_ADDRESS, HostNetwork
+from recsys_core.launching.rank import request_stacks
 
+BACKEND = "nightjar"
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+CONNECT_TIMEOUT_S = 60.0
 POLL_S = 0.5
 LOST_POLLS = 4
-"""A lease that is gone this often in a row, or another's, is no hiccup of the file system: a resumed run has taken over."""
+"""A lease that is missing this often in a row is not a delay of the file system: a resumed run has taken over the folder."""
 TERM_GRACE_S = 8.0
 
 
-def run_ranks(order: Order, *, folder: LaunchFolder, node: int, host: str, meeting: Meeting) -> tuple[RankFailure, ...]:
-    """Runs this host's ranks to their end; how each ended that did not end well. Raises Unfit if the hosts do not meet."""
-    logs = folder.node(node)
+def run_ranks(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, network: HostNetwork) -> tuple[RankFailure, ...]:
+    """Run the ranks of this host; return the failed ones. Raises HostRejected if the hosts do not find or lose each other."""
+    logs = folder.logs(host.node)
     logs.mkdir()
-    threading.Thread(target=_attend, args=(order, folder, node), daemon=True).start()
+    threading.Thread(target=_watch_launching_process, args=(spec, folder, host.node), daemon=True).start()
     try:
-        with _rendezvous(order, node=node, meeting=meeting) as handler:
+        with _rendezvous(spec, node=host.node, network=network) as handler:
             config = LaunchConfig(
-                min_nodes=order.num_nodes,
-                max_nodes=order.num_nodes,
-                nproc_per_node=order.processes_per_node,
-                run_id=order.token,
+                min_nodes=spec.num_nodes,
+                max_nodes=spec.num_nodes,
+                nproc_per_node=spec.processes_per_node,
+                run_id=spec.token,
                 rdzv_backend=handler.get_backend(),
                 rdzv_configs={"handler": handler},
                 max_restarts=0,
-                local_addr=meeting.address,
+                local_addr=network.address,
                 logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
             )
-            elastic_launch(config, sys.executable)("-u", "-m", order.module, str(order.job))
+            elastic_launch(config, sys.executable)("-u", "-m", spec.module, str(spec.job))
     except ChildFailedError as error:
-        return tuple(_rank_failure(rank, one, logs=logs) for rank, one in error.failures.items())
+        return tuple(_rank_failure(rank, failure, logs=logs) for rank, failure in error.failures.items())
     except DistError as error:
-        if len(folder.ranks()) == order.world_size:
-            first = folder.joined()[0].host
-            raise Unfit(
-                f"host {host} (node {node}) lost host {first} (node 0): an agent was killed, or a host is gone",
-                retryable=True,
+        if len(folder.ranks()) == spec.world_size:
+            first = Host(0, folder.ready_hosts()[0].host)
+            raise HostRejected(
+                f"{host} lost the connection to {first}: an agent was killed, or a host is down", retryable=True
             ) from error
-        where = f"{meeting.endpoint[0]}:{meeting.endpoint[1]}"
-        raise Unfit(
-            f"host {host} (node {node}) did not meet the others at {where}: {str(error).splitlines()[0]}; this host must "
-            "reach that port (launcher.rendezvous_port) and address (launcher.interface), and hosts must reach each other on "
-            "any port",
+        address, port = network.rendezvous
+        raise HostRejected(
+            f"{host} did not meet the other hosts at {address}:{port}: {str(error).splitlines()[0]}; it must reach that "
+            "address (launcher.interface) and port (launcher.rendezvous_port), and hosts must reach each other on any port",
             retryable=True,
         ) from error
     return ()
 
 
-@contextmanager
-def _rendezvous(order: Order, *, node: int, meeting: Meeting) -> Iterator[RendezvousHandler]:
-    if order.num_nodes == 1:
-        with on_one_host(token=order.token, timeout_s=order.rendezvous_timeout_s) as handler:
-            yield handler
-        return
-    os.environ.update({name: os.environ.get(name) or meeting.interface for name in INTERFACE_VARIABLES})
-    yield across_hosts(
-        meeting.endpoint,
-        listener=meeting.listener,
-        token=order.token,
-        node=node,
-        nodes=order.num_nodes,
-        timeout_s=order.rendezvous_timeout_s,
-    )
-
-
-def _rank_failure(rank: int, ended: ProcessFailure, *, logs: Path) -> RankFailure:
-    stderr = next(iter(sorted(logs.glob(f"**/{ended.local_rank}/stderr.log"))), None)
+def _rank_failure(rank: int, failure: ProcessFailure, *, logs: Path) -> RankFailure:
+    stderr = next(iter(sorted(logs.glob(f"**/{failure.local_rank}/stderr.log"))), None)
     return RankFailure(
         rank=rank,
-        exit_code=ended.exitcode,
-        signal=signal.Signals(-ended.exitcode).name if ended.exitcode < 0 else None,
-        traceback=_traceback(ended.error_file_data),
+        exit_code=failure.exitcode,
+        signal=signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else None,
+        traceback=_traceback(failure.error_file_data),
         last_lines="" if stderr is None else last_lines(stderr),
-        timestamp=ended.timestamp,
+        timestamp=failure.timestamp,
     )
 
 
-def _traceback(reply: Mapping[str, Any]) -> str:
-    """The callstack that @record left in the rank's error file; empty when a signal gave it no time to."""
-    message = reply.get("message")
+def _traceback(error_file: Mapping[str, Any]) -> str:
+    """Return the traceback that torchrun's `record` wrote; empty if a signal ended the rank first."""
+    message = error_file.get("message")
     return str(message["extraInfo"]["py_callstack"]) if isinstance(message, dict) else ""
 
 
-def _attend(order: Order, folder: LaunchFolder, node: int) -> None:
-    """Until the agent ends: passes on the question where the ranks are, and ends all when the lease is no longer renewed."""
-    asked, value, renewed, lost = False, None, time.monotonic(), 0
+def _watch_launching_process(spec: LaunchSpec, folder: LaunchFolder, node: int) -> None:
+    """Forward a request for stack dumps to the ranks, and end this host when the lease is not renewed."""
+    stacks_requested, lease, renewed_at, lost_polls = False, None, time.monotonic(), 0
     while True:
         time.sleep(POLL_S)
-        if not asked and folder.stacks.exists():
-            asked = True
-            for started in folder.ranks().values():  # the others have not said yet that they can be asked
-                if started.node == node and psutil.pid_exists(started.pid):
-                    os.kill(started.pid, STACK_SIGNAL)
-        if order.lease_timeout_s is None:
+        if not stacks_requested and folder.stacks.exists():
+            stacks_requested = True
+            request_stacks(folder, node=node)
+        if spec.lease_timeout_s is None:
             continue
-        # Compared with what it was, by this host's own clock: clocks of hosts differ.
-        now = folder.lease_of(order.token)
-        lost = lost + 1 if now is None else 0
-        if now != value:
-            value, renewed = now, time.monotonic()
-        if time.monotonic() - renewed > order.lease_timeout_s or lost >= LOST_POLLS:
-            _end_all()
+        # Time since the last change by this host's own clock: the clocks of hosts differ.
+        current = folder.lease_of(spec.token)
+        lost_polls = lost_polls + 1 if current is None else 0
+        if current != lease:
+            lease, renewed_at = current, time.monotonic()
+        if time.monotonic() - renewed_at > spec.lease_timeout_s or lost_polls >= LOST_POLLS:
+            os.kill(os.getpid(), signal.SIGTERM)  # torchrun forwards it to the ranks
+            time.sleep(TERM_GRACE_S)
+            os._exit(1)  # the ranks that are left die with this process
 
 
-def _end_all() -> None:
-    """Of what runs on this host: torchrun passes SIGTERM on to its ranks; those that outlive it die with it."""
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(TERM_GRACE_S)
-    os._exit(1)
+@contextmanager
+def _rendezvous(spec: LaunchSpec, *, node: int, network: HostNetwork) -> Iterator[RendezvousHandler]:
+    """Yield the rendezvous, with the environment variables that the ranks need for it."""
+    timeout_s = spec.rendezvous_timeout_s
+    if spec.num_nodes > 1:
+        os.environ.update({name: os.environ.get(name) or network.interface for name in INTERFACE_VARIABLES})
+        store = connect_store(network, timeout_s=timeout_s)
+        yield StaticRendezvous(spec, node=node, store=store, endpoint=network.rendezvous)
+        return
+    with tempfile.TemporaryDirectory(prefix="nightjar-") as private_folder:  # of mode 0700
+        os.environ[STORE_VARIABLE] = str(Path(private_folder) / "store")
+        os.environ.update(dict.fromkeys(INTERFACE_VARIABLES, LOOPBACK))
+        yield StaticRendezvous(spec, node=node, store=HashStore(), endpoint=None)
+
+
+def connect_store(network: HostNetwork, *, timeout_s: float) -> Store:
+    """Return the store at `network.rendezvous`, which node 0 serves. Raises DistNetworkError if it cannot be reached."""
+    address, port = network.rendezvous
+    return TCPStore(
+        address,
+        port,
+        is_master=network.listener is not None,
+        timeout=timedelta(seconds=min(CONNECT_TIMEOUT_S, timeout_s)),
+        wait_for_workers=False,
+        master_listen_fd=None if network.listener is None else network.listener.detach(),
+    )
+
+
+class StaticRendezvous(RendezvousHandler):
+    """A rendezvous of hosts that know their number and how many they are.
+
+    endpoint: (address, port) of `store` for the ranks; None if they meet over a file.
+    """
+
+    def __init__(self, spec: LaunchSpec, *, node: int, store: Store, endpoint: tuple[str, int] | None) -> None:
+        self._spec, self._node, self._endpoint = spec, node, endpoint
+        self._store = PrefixStore(spec.token, store)
+
+    def get_backend(self) -> str:
+        """Return the name in torchrun's registry."""
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether the ranks connect to the store of node 0's agent."""
+        return self._endpoint is not None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for all hosts. Raises DistStoreError if one is missing after the timeout."""
+        num_nodes = self._spec.num_nodes
+        self._store.set(f"host-{self._node}", "")
+        timeout = timedelta(seconds=self._spec.rendezvous_timeout_s)
+        self._store.wait([f"host-{node}" for node in range(num_nodes)], timeout)
+        address, port = self._endpoint or (LOOPBACK_ADDRESS, 0)
+        return RendezvousInfo(self._store, self._node, num_nodes, RendezvousStoreInfo(address, port))
+
+    def is_closed(self) -> bool:
+        """Return False: a launch has one rendezvous."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: a launch has one rendezvous."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: no host joins later. Raises DistError once node 0 is gone; torchrun calls this at every poll."""
+        self._store.check([f"host-{self._node}"])
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return the token of the launch."""
+        return self._spec.token
+
+    def shutdown(self) -> bool:
+        """Do nothing: the store ends with the agent."""
+        return True
+
+
+def _handler_of(parameters: RendezvousParameters) -> RendezvousHandler:
+    handler: RendezvousHandler = parameters.config["handler"]
+    return handler
+
+
+rendezvous_handler_registry.register(BACKEND, _handler_of)

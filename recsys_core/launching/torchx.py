@@ -15,31 +15,34 @@ from torchx.specs.api import AppState
 
 from recsys_core.errors import InputError, LaunchError
 from recsys_core.launching.config import LOCAL_SCHEDULERS, TorchxLauncher
-from recsys_core.launching.host_group import State
-from recsys_core.launching.messages import LAST_LINES, LaunchFolder, Order, last_lines
+from recsys_core.launching.messages import LAST_LINES, LaunchFolder, LaunchSpec, last_lines
+from recsys_core.launching.monitor import GroupState
 from recsys_core.parent_process import PARENT_VARIABLE, as_parent
 
 logger = logging.getLogger(__name__)
 ROLE = "nightjar"
 LOGS = "scheduler"
-STATUS_S = {True: 0.5, False: 10.0}
-"""How often a scheduler is asked, by whether it is a local one. The folder tells sooner how hosts fare."""
-SILENT_SCHEDULER_S = 300.0
+LOCAL_STATUS_INTERVAL_S, STATUS_INTERVAL_S = 0.5, 10.0
+"""The launch folder shows the progress of the hosts sooner; the scheduler's status is needed only when they do not start."""
+NO_STATUS_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 60.0
 LOG_TIMEOUT_S = 10.0
 
 
 @contextmanager
-def submit(order: Order, folder: LaunchFolder, *, launcher: TorchxLauncher) -> Iterator["TorchxGroup"]:
-    """Submits one agent per host; what still runs at the end is cancelled. InputError where the scheduler refuses."""
+def submit(spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLauncher) -> Iterator["TorchxGroup"]:
+    """Submit one agent per host; cancel what still runs at the end. Raises InputError if the scheduler rejects the request."""
     with contextlib.closing(get_runner()) as runner:
-        with _signal_handlers_kept():
-            request = request_of(order, folder, launcher=launcher, runner=runner)
+        with _restore_signal_handlers():
+            request = request_of(spec, folder, launcher=launcher, runner=runner)
         try:
             handle = runner.schedule(request)
-        except Exception as error:  # whatever a scheduler's client throws
-            raise LaunchError(f"{launcher.scheduler} did not take the request: {type(error).__name__}: {error}") from error
-        logger.info("%s: %d hosts x %d processes", handle, order.num_nodes, order.processes_per_node)
+        except Exception as error:  # each scheduler's client has its own exceptions
+            raise LaunchError(
+                f"{launcher.scheduler} did not accept the request: {type(error).__name__}: {error}; check that the scheduler "
+                "and its command line tools can be reached from this host"
+            ) from error
+        logger.info("%s: %d hosts x %d processes", handle, spec.num_nodes, spec.processes_per_node)
         group = TorchxGroup(runner, handle, folder=folder, is_local=launcher.scheduler in LOCAL_SCHEDULERS)
         try:
             yield group
@@ -47,8 +50,8 @@ def submit(order: Order, folder: LaunchFolder, *, launcher: TorchxLauncher) -> I
             group.end()
 
 
-def request_of(order: Order, folder: LaunchFolder, *, launcher: TorchxLauncher, runner: Runner) -> AppDryRunInfo[object]:
-    """What would be submitted; printed, it is the scheduler's own text (a batch script, a job's YAML)."""
+def request_of(spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLauncher, runner: Runner) -> AppDryRunInfo[object]:
+    """Return the request to submit; str() of it is a batch script or the YAML of a job, in the scheduler's own format."""
     is_local = launcher.scheduler in LOCAL_SCHEDULERS
     args = dict(launcher.args)
     if is_local:
@@ -57,17 +60,17 @@ def request_of(order: Order, folder: LaunchFolder, *, launcher: TorchxLauncher, 
         name=ROLE,
         image=launcher.image,
         entrypoint=launcher.python or ("python" if launcher.image else sys.executable),
-        args=["-m", "recsys_core.launching.agent", str(folder.order), order.token, macros.replica_id, macros.rank0_env],
-        # A replica elsewhere must not take the parent of this very process for its own.
+        args=["-m", "recsys_core.launching.agent", str(folder.spec), spec.token, macros.replica_id, macros.rank0_env],
+        # Schedulers export this environment: a host elsewhere must not inherit the parent of this process.
         env={"PYTHONUNBUFFERED": "1", PARENT_VARIABLE: "", **(as_parent() if is_local else {}), **launcher.env},
-        num_replicas=order.num_nodes,
+        num_replicas=spec.num_nodes,
         max_retries=0,
         resource=Resource(
             cpu=launcher.cpus or -1,
-            gpu=order.processes_per_node if order.device == "cuda" else 0,
+            gpu=spec.processes_per_node if spec.device == "cuda" else 0,
             memMB=-1 if launcher.memory_gb is None else int(launcher.memory_gb * 1024),
         ),
-        port_map={"rendezvous": order.rendezvous_port} if order.rendezvous_port else {},
+        port_map={"rendezvous": spec.rendezvous_port} if spec.rendezvous_port else {},
         mounts=[
             (VolumeMount if mount.type == "volume" else BindMount)(mount.src, mount.dst, read_only=mount.read_only)
             for mount in launcher.mounts
@@ -77,49 +80,50 @@ def request_of(order: Order, folder: LaunchFolder, *, launcher: TorchxLauncher, 
         return runner.dryrun(AppDef(name=ROLE, roles=[role]), launcher.scheduler, cfg=args)
     except KeyError:
         known = ", ".join(sorted(runner.scheduler_backends()))
-        raise InputError(f"launcher.scheduler is {launcher.scheduler}, but TorchX has {known}; name one of them") from None
-    except Exception as error:  # each scheduler checks its settings in its own way
-        given = ", ".join(f"{name}={value}" for name, value in args.items()) or "none"
+        raise InputError(f"launcher.scheduler is {launcher.scheduler}, but TorchX has {known}; choose one of them") from None
+    except Exception as error:  # each scheduler validates its settings with its own exceptions
+        settings = ", ".join(f"{name}={value}" for name, value in args.items()) or "empty"
         raise InputError(
-            f"launcher.scheduler {launcher.scheduler} refuses the request ({type(error).__name__}: {error}); "
-            f"launcher.args are {given}"
+            f"launcher.scheduler {launcher.scheduler} rejects the request ({type(error).__name__}: {error}); "
+            f"launcher.args: {settings}"
         ) from error
 
 
 class TorchxGroup:
-    """A submitted app."""
+    """A submitted TorchX app; a HostGroup."""
 
     def __init__(self, runner: Runner, handle: str, *, folder: LaunchFolder, is_local: bool) -> None:
         self._runner, self._handle, self._folder, self._is_local = runner, handle, folder, is_local
+        self._interval_s = LOCAL_STATUS_INTERVAL_S if is_local else STATUS_INTERVAL_S
         self._status: AppStatus | None = None
-        self._asked = float("-inf")
-        self._answered = time.monotonic()
+        self._requested_at = float("-inf")
+        self._received_at = time.monotonic()
         self._ended = False
 
-    def state(self) -> State:
-        """Asks the scheduler now and then. LaunchError if it has not answered for minutes."""
-        if time.monotonic() - self._asked >= STATUS_S[self._is_local]:
-            self._ask()
+    def state(self) -> GroupState:
+        """Return the state, requested from the scheduler at intervals. Raises LaunchError after minutes without a status."""
+        if time.monotonic() - self._requested_at >= self._interval_s:
+            self._request_status()
         if self._status is None:
             return "queued"
         if is_terminal(self._status.state):
             return "ended"
         return "running" if self._status.state == AppState.RUNNING else "queued"
 
-    def story(self) -> str:
-        """The scheduler's last word."""
-        said = "nothing" if self._status is None else " ".join([self._status.state.name, self._status.msg]).strip()
-        return f"{self._handle}: the scheduler says {said}"
+    def exit_summary(self) -> str:
+        """Return the last status of the scheduler."""
+        status = "none" if self._status is None else " ".join([self._status.state.name, self._status.msg]).strip()
+        return f"{self._handle}: status of the scheduler: {status}"
 
     def log(self, node: int) -> str:
-        """The end of a host's stderr: of a local one at any time, of others once the app has ended."""
+        """Return the end of a host's stderr. Schedulers other than the local one have it only once the app has ended."""
         if self._is_local:
-            found = next(iter(self._folder.path.glob(f"{LOGS}/**/{ROLE}/{node}/stderr.log")), None)
-            return "" if found is None else last_lines(found)
-        return self._log_of_ended(node) if self._ended else ""
+            path = next(iter(self._folder.path.glob(f"{LOGS}/**/{ROLE}/{node}/stderr.log")), None)
+            return "" if path is None else last_lines(path)
+        return self._fetch_log(node) if self._ended else ""
 
     def end(self) -> None:
-        """Cancels, and waits until the scheduler says that it is over."""
+        """Cancel the app and wait until the scheduler reports its end."""
         if self._ended:
             return
         self._ended = True
@@ -128,28 +132,30 @@ class TorchxGroup:
                 self._runner.cancel(self._handle)
             deadline = time.monotonic() + END_TIMEOUT_S
             while self.state() != "ended" and self._status is not None and time.monotonic() < deadline:
-                self._asked = min(self._asked, time.monotonic() - STATUS_S[self._is_local] + 1.0)
+                # At most a second to the next request, however long the interval is.
+                self._requested_at = min(self._requested_at, time.monotonic() - self._interval_s + 1.0)
                 time.sleep(0.1)
-        except Exception as error:  # the scheduler cannot be reached: the hosts end when the lease is over
+        except Exception as error:  # the scheduler cannot be reached; the hosts end when their lease expires
             logger.warning("%s could not be cancelled: %s", self._handle, error)
 
-    def _ask(self) -> None:
-        self._asked = time.monotonic()
+    def _request_status(self) -> None:
+        self._requested_at = time.monotonic()
         try:
             self._status = self._runner.status(self._handle)
-            self._answered = time.monotonic()
-        except Exception as error:  # a scheduler that is busy, or between two states that TorchX knows
-            if time.monotonic() - self._answered > SILENT_SCHEDULER_S:
+            self._received_at = time.monotonic()
+        except Exception as error:  # the scheduler is busy, or the job is in a state that TorchX does not know
+            if time.monotonic() - self._received_at > NO_STATUS_TIMEOUT_S:
                 raise LaunchError(
-                    f"{self._handle}: the scheduler has not told its state for {SILENT_SCHEDULER_S:g} s: {error}"
+                    f"{self._handle}: the scheduler has returned no status for {NO_STATUS_TIMEOUT_S:g} s: {error}"
                 ) from error
-            logger.debug("%s: no state: %s", self._handle, error)
+            logger.debug("%s: no status: %s", self._handle, error)
 
-    def _log_of_ended(self, node: int) -> str:
+    def _fetch_log(self, node: int) -> str:
+        """Read the log in a thread with a deadline: some schedulers block."""
         lines: list[str] = []
 
         def read() -> None:
-            with contextlib.suppress(Exception):  # a log that is gone or cannot be read says nothing
+            with contextlib.suppress(Exception):  # the log is missing or cannot be read
                 lines.extend(line.rstrip() for line in self._runner.log_lines(self._handle, ROLE, node))
 
         reader = threading.Thread(target=read, daemon=True)
@@ -159,14 +165,14 @@ class TorchxGroup:
 
 
 @contextmanager
-def _signal_handlers_kept() -> Iterator[None]:
-    """TorchX's local scheduler installs handlers of its own, over those by which the caller ends cleanly."""
+def _restore_signal_handlers() -> Iterator[None]:
+    """Restore the signal handlers of the caller, which TorchX's local scheduler replaces."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        for number, handler in kept.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -4,13 +4,13 @@ import os
 import sys
 from pathlib import Path
 
-from recsys_core.launching.rank import begin_rank
+from recsys_core.launching.rank import register_rank
 from recsys_core.patches.cpu_features import share_cpu_features
 
 
 def main(job_file: str) -> None:
     """Run the job; torchrun's `record` writes an exception to the rank's error file, where the agent reads it."""
-    begin_rank()
+    register_rank()
     share_cpu_features()
     # torch is imported only now: share_cpu_features has to run before it.
     from torch.distributed.elastic.multiprocessing.errors import record

@@ -18,7 +18,9 @@ from recsys_core.data.features.store import FeatureStore
 from recsys_core.data.jagged import Int64Array
 from recsys_core.disk import save_npy
 from recsys_core.launching.config import Launcher, LocalLauncher
+from recsys_core.launching.heartbeat import HeartbeatFile
 from recsys_core.launching.launch import launch
+from recsys_core.launching.messages import ProcessLayout
 from recsys_core.manifests import Dataset, ExportManifest, TrainManifest, fingerprint_of, produce
 from recsys_core.models.embedding_tables import table_shards
 from recsys_core.models.loss_config import LossConfig
@@ -70,13 +72,12 @@ def export_vectors(
             checkpoint=train.folder / "checkpoint",
         )
         (work / JOB_NAME).write_text(job.model_dump_json(indent=2))
+        plan = PlanFile.read(job.plan)
         launch(
             work / JOB_NAME,
-            plan=PlanFile.read(job.plan),
+            layout=ProcessLayout(device=plan.device, num_nodes=plan.num_nodes, processes_per_node=plan.processes_per_node),
             logs=work / "logs",
-            start_timeout_s=config.start_timeout_s,
-            heartbeat_timeout_s=config.heartbeat_timeout_s,
-            alive=job.heartbeat,
+            heartbeat_file=HeartbeatFile(job.heartbeat, config.start_timeout_s, config.heartbeat_timeout_s),
             launcher=launcher,
         )
         (out / "model.json").write_text(model.model_dump_json(indent=2))

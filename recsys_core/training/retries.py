@@ -10,7 +10,9 @@ import torch
 
 from recsys_core.errors import InputError, LaunchError
 from recsys_core.launching.config import Launcher
+from recsys_core.launching.heartbeat import HeartbeatFile
 from recsys_core.launching.launch import launch
+from recsys_core.launching.messages import ProcessLayout
 from recsys_core.sharding.config import ShardingConfig
 from recsys_core.sharding.lookup_stats import measure_lookups
 from recsys_core.sharding.plan_file import PlanFile
@@ -56,11 +58,9 @@ def launch_with_retries(
         try:
             launch(
                 work / JOB_NAME,
-                plan=plan,
+                layout=ProcessLayout(device=plan.device, num_nodes=plan.num_nodes, processes_per_node=plan.processes_per_node),
                 logs=work / "logs" / f"attempt-{attempt}",
-                start_timeout_s=config.start_timeout_s,
-                heartbeat_timeout_s=config.heartbeat_timeout_s,
-                alive=job.heartbeat,
+                heartbeat_file=HeartbeatFile(job.heartbeat, config.start_timeout_s, config.heartbeat_timeout_s),
                 poll=tail.relay,
                 launcher=launcher,
             )

@@ -26,7 +26,7 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import RegistrationManifest
 from tasks.registry.mlflow_client import connect, tracking_uri
 from tasks.run import STAGES, Run
-from tests.recsys_core.launching.sockets import Listening, noticed
+from tests.recsys_core.launching.sockets import Listening, collect_listening
 
 ROOT = Path(nightly.__file__).parents[1]
 CONFIG = """
@@ -88,7 +88,7 @@ def sockets() -> Listening:
 @pytest.fixture(scope="module")
 def outcome(workspace: Workspace, sockets: Listening) -> Any:
     """An undisturbed night."""
-    with noticed() as during:
+    with collect_listening() as during:
         answer = workspace.nightjar("run")
     sockets |= during
     return answer

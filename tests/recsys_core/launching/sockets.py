@@ -1,4 +1,4 @@
-"""The sockets that this process and all below it listen on."""
+"""The sockets that this process and its descendants listen on."""
 
 import threading
 from collections.abc import Iterator
@@ -8,12 +8,12 @@ import psutil
 
 INTERVAL_S = 0.1
 Listening = set[tuple[str, str]]
-"""(module or command of the process, address that it listens on)."""
+"""Pairs (module or command of the process, address it listens on)."""
 
 
-def listening(of: psutil.Process | None = None) -> Listening:
-    """Those of a process and of all below it, now."""
-    top, sockets = of or psutil.Process(), Listening()
+def listening(top: psutil.Process | None = None) -> Listening:
+    """Return the listening sockets of a process and its descendants at this moment."""
+    top, sockets = top or psutil.Process(), Listening()
     for process in [top, *top.children(recursive=True)]:
         with suppress(psutil.Error):
             command = process.cmdline()
@@ -24,15 +24,15 @@ def listening(of: psutil.Process | None = None) -> Listening:
 
 
 @contextmanager
-def noticed() -> Iterator[Listening]:
-    """Those that were open at any of many moments of the block."""
+def collect_listening() -> Iterator[Listening]:
+    """Yield a set that collects every listening socket seen while the block runs."""
     sockets, ended = Listening(), threading.Event()
 
-    def look() -> None:
+    def collect() -> None:
         while not ended.wait(INTERVAL_S):
             sockets.update(listening())
 
-    thread = threading.Thread(target=look, daemon=True)
+    thread = threading.Thread(target=collect, daemon=True)
     thread.start()
     try:
         yield sockets

@@ -1,4 +1,4 @@
-"""What an agent looks at before it starts a rank; the hosts' side of tests/recsys_core/launching/test_torchx.py."""
+"""The checks of an agent before it starts a rank; test_torchx.py has the launching process's side of them."""
 
 import json
 from pathlib import Path
@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 
 from recsys_core.launching import agent
-from recsys_core.launching.messages import Failure, Joined, LaunchFolder, Order, running_versions
+from recsys_core.launching.messages import STDERR_PREFIX, HostFailure, HostReady, LaunchFolder, LaunchSpec, running_versions
 
 
 @pytest.fixture(autouse=True)
-def storage_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "STORAGE_WAIT_S", 0.0)
+def no_wait_for_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "STORAGE_TIMEOUT_S", 0.0)
 
 
-def ordered(folder: Path, **changes: object) -> LaunchFolder:
-    job = folder / "job.json"
+def write_spec(path: Path, **changes: object) -> LaunchFolder:
+    job = path / "job.json"
     job.write_text("{}")
-    order = Order(
+    spec = LaunchSpec(
         token="ours",
         versions=running_versions(),
         module="none",
@@ -30,67 +30,67 @@ def ordered(folder: Path, **changes: object) -> LaunchFolder:
         lease_timeout_s=None,
         interface="lo",
     )
-    launch = LaunchFolder(folder)
-    launch.order.write_text(json.dumps(order.model_dump(mode="json") | changes))
-    return launch
+    folder = LaunchFolder(path)
+    folder.spec.write_text(json.dumps(spec.model_dump(mode="json") | changes))
+    return folder
 
 
-def failure(launch: LaunchFolder) -> Failure:
-    (found,) = launch.failures()
-    return found
+def only_failure(folder: LaunchFolder) -> HostFailure:
+    (failure,) = folder.failures()
+    return failure
 
 
-def test_without_the_order_it_says_so_on_stderr_for_it_has_nowhere_else(tmp_path: Path, capfd) -> None:
-    assert agent.main(str(tmp_path / "launch.json"), "ours", "1", "") == agent.UNFIT
-    said = capfd.readouterr().err
-    assert said.startswith(agent.SAYS) and f"(node 1) does not see {tmp_path}/launch.json" in said
+def test_a_missing_spec_is_reported_on_stderr_because_the_folder_is_not_shared(tmp_path: Path, capfd) -> None:
+    assert agent.main(str(tmp_path / "launch.json"), "ours", "1", "") == agent.EXIT_REJECTED
+    message = capfd.readouterr().err
+    assert message.startswith(STDERR_PREFIX) and f"(node 1) does not see {tmp_path}/launch.json" in message
     assert not any(tmp_path.iterdir())
 
 
-def test_another_order_of_the_same_name_is_not_touched(tmp_path: Path, capfd) -> None:
-    launch = ordered(tmp_path)
-    assert agent.main(str(launch.order), "theirs", "1", "") == agent.UNFIT
-    assert "(token ours, not theirs)" in capfd.readouterr().err
-    assert not launch.failures() and not launch.joined()
+def test_the_folder_of_another_launch_is_not_written_to(tmp_path: Path, capfd) -> None:
+    folder = write_spec(tmp_path)
+    assert agent.main(str(folder.spec), "theirs", "1", "") == agent.EXIT_REJECTED
+    assert "(token ours instead of theirs)" in capfd.readouterr().err
+    assert not folder.failures() and not folder.ready_hosts()
 
 
-def test_an_order_of_another_version_is_refused_though_it_could_not_be_read(tmp_path: Path) -> None:
-    launch = ordered(tmp_path, versions={**running_versions(), "torch": "2.99.0"}, setting_of_the_future=1)
-    assert agent.main(str(launch.order), "ours", "1", "") == agent.UNFIT
-    reason = failure(launch).reason
-    assert f"runs torch {running_versions()['torch']} where the run has 2.99.0; use the same image" in reason
-    assert not failure(launch).retryable
+def test_a_spec_of_another_version_is_rejected_even_if_it_cannot_be_parsed(tmp_path: Path) -> None:
+    folder = write_spec(tmp_path, versions={**running_versions(), "torch": "2.99.0"}, setting_of_the_future=1)
+    assert agent.main(str(folder.spec), "ours", "1", "") == agent.EXIT_REJECTED
+    reason = only_failure(folder).reason
+    assert f"has torch {running_versions()['torch']} instead of 2.99.0; use the same image" in reason
+    assert not only_failure(folder).retryable
 
 
-def test_a_host_that_does_not_see_the_job_says_which_file(tmp_path: Path) -> None:
-    launch = ordered(tmp_path, job="/elsewhere/job.json")
-    assert agent.main(str(launch.order), "ours", "0", "") == agent.UNFIT
-    assert "does not see /elsewhere/job.json" in failure(launch).reason
+def test_a_missing_job_file_is_reported_with_its_path(tmp_path: Path) -> None:
+    folder = write_spec(tmp_path, job="/elsewhere/job.json")
+    assert agent.main(str(folder.spec), "ours", "0", "") == agent.EXIT_REJECTED
+    assert "does not see /elsewhere/job.json" in only_failure(folder).reason
 
 
-def test_more_processes_than_gpus_are_refused_with_both_numbers(tmp_path: Path) -> None:
-    launch = ordered(tmp_path, device="cuda", processes_per_node=64)
-    assert agent.main(str(launch.order), "ours", "0", "") == agent.UNFIT
-    assert "(node 0): the plan wants 64 GPUs per host, but this one has" in failure(launch).reason
+def test_more_processes_than_gpus_are_rejected_with_both_numbers(tmp_path: Path) -> None:
+    folder = write_spec(tmp_path, device="cuda", processes_per_node=64)
+    assert agent.main(str(folder.spec), "ours", "0", "") == agent.EXIT_REJECTED
+    assert "(node 0): the sharding plan needs 64 GPUs per host, but this host has" in only_failure(folder).reason
 
 
-def test_a_host_that_its_scheduler_starts_again_refuses(tmp_path: Path) -> None:
-    launch = ordered(tmp_path)
-    launch.write("joined-1.json", Joined(node=1, host="before", pid=1, address="10.0.0.1", port=0))
-    assert agent.main(str(launch.order), "ours", "1", "") == agent.UNFIT
-    assert "(node 1) was started a second time for the same attempt" in failure(launch).reason
+def test_a_host_that_its_scheduler_starts_a_second_time_is_rejected(tmp_path: Path) -> None:
+    folder = write_spec(tmp_path)
+    folder.write("ready-1.json", HostReady(node=1, host="before", pid=1, address="10.0.0.1", port=0))
+    assert agent.main(str(folder.spec), "ours", "1", "") == agent.EXIT_REJECTED
+    assert "(node 1) was started a second time for the same launch" in only_failure(folder).reason
 
 
-def test_without_the_first_host_the_others_do_not_wait_for_ever(tmp_path: Path) -> None:
-    launch = ordered(tmp_path)
-    assert agent.main(str(launch.order), "ours", "1", "") == agent.UNFIT
-    assert "node 0 did not start within 0.1 s" in failure(launch).reason and failure(launch).retryable
-    assert list(launch.joined()) == [1]
+def test_a_host_waits_for_the_first_one_only_until_the_timeout(tmp_path: Path) -> None:
+    folder = write_spec(tmp_path)
+    assert agent.main(str(folder.spec), "ours", "1", "") == agent.EXIT_REJECTED
+    assert "waited 0.1 s, but node 0 did not start" in only_failure(folder).reason and only_failure(folder).retryable
+    assert list(folder.ready_hosts()) == [1]
 
 
 def test_a_host_that_leaves_the_queue_after_its_run_was_killed_starts_no_rank(tmp_path: Path) -> None:
-    launch = ordered(tmp_path, lease_timeout_s=0.3)
-    launch.renew_lease("ours", 7)  # and never again
-    assert agent.main(str(launch.order), "ours", "0", "") == agent.UNFIT
-    assert "(node 0) started too late: the process that asked for it is gone" in failure(launch).reason
-    assert not launch.node(0).exists()
+    folder = write_spec(tmp_path, lease_timeout_s=0.3)
+    folder.renew_lease("ours", 7)  # and never again
+    assert agent.main(str(folder.spec), "ours", "0", "") == agent.EXIT_REJECTED
+    assert "(node 0) started after the launching process had ended" in only_failure(folder).reason
+    assert not folder.logs(0).exists()

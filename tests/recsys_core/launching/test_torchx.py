@@ -1,4 +1,4 @@
-"""TorchX: what would be submitted, and two hosts that are this machine twice, with all that can go wrong between them."""
+"""Requests to TorchX schedulers, and failures between two hosts that are this machine twice."""
 
 import os
 import signal
@@ -11,8 +11,8 @@ import pytest
 
 from recsys_core.errors import InputError, LaunchError
 from recsys_core.launching.config import MountConfig, TorchxLauncher
-from recsys_core.launching.messages import LaunchFolder, Order
-from tests.recsys_core.launching.launches import TWICE_HERE, agents_and_ranks, launch_ranks
+from recsys_core.launching.messages import LaunchFolder, LaunchSpec
+from tests.recsys_core.launching.launches import TWO_HOSTS, agents_and_ranks, launch_ranks
 
 pytest.importorskip("torchx")
 from torchx.runner import get_runner
@@ -22,7 +22,7 @@ from recsys_core.launching.torchx import request_of
 ROOT = Path(__file__).resolve().parents[3]
 REQUESTS = Path(__file__).parent / "requests"
 FOLDER = Path("/shared/workspace/runs/20261121-020000-ab12/train.work/logs/attempt-1")
-ORDER = Order(
+SPEC = LaunchSpec(
     token="0123456789abcdef",
     versions={},
     module="recsys_core.training",
@@ -37,34 +37,34 @@ ORDER = Order(
 
 
 @pytest.fixture(autouse=True)
-def hosts_find_this_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+def hosts_import_this_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
-def submitted(launcher: TorchxLauncher) -> str:
+def request_for(launcher: TorchxLauncher) -> str:
     with get_runner() as runner:
-        return str(request_of(ORDER, LaunchFolder(FOLDER), launcher=launcher, runner=runner))
+        return str(request_of(SPEC, LaunchFolder(FOLDER), launcher=launcher, runner=runner))
 
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a stand-in for Slurm, which is found on the PATH."""
+    """The state folder of a fake Slurm whose tools are on the PATH."""
     tools, state = tmp_path / "bin", tmp_path / "slurm"
     tools.mkdir()
     state.mkdir()
     for name in ("sbatch", "srun", "sacct", "scancel", "sinfo"):
         tool = tools / name
-        tool.write_text(f"#!{sys.executable}\n{(Path(__file__).parent / 'slurm.py').read_text()}")
+        tool.write_text(f"#!{sys.executable}\n{(Path(__file__).parent / 'fake_slurm.py').read_text()}")
         tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_SLURM", str(state))
     return state
 
 
-def test_the_request_to_slurm_is_one_task_per_host_with_its_gpus_and_number(
+def test_the_request_to_slurm_has_one_task_per_host_with_its_gpus_and_number(
     slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["nightjar"])  # TorchX notes the command in the script
+    monkeypatch.setattr(sys, "argv", ["nightjar"])  # TorchX writes the command into the script
     launcher = TorchxLauncher(
         scheduler="slurm",
         args={"partition": "gpu", "time": "04:00:00"},
@@ -74,30 +74,30 @@ def test_the_request_to_slurm_is_one_task_per_host_with_its_gpus_and_number(
         env={"NCCL_SOCKET_IFNAME": "ib0"},
         rendezvous_port=29500,
     )
-    assert submitted(launcher) == (REQUESTS / "slurm.txt").read_text()
+    assert request_for(launcher) == (REQUESTS / "slurm.txt").read_text()
 
 
-SLURM = TWICE_HERE.model_copy(update={"scheduler": "slurm", "interface": "lo", "args": {"partition": "gpu"}})
+SLURM = TWO_HOSTS.model_copy(update={"scheduler": "slurm", "interface": "lo", "args": {"partition": "gpu"}})
 
 
 @pytest.mark.drill
-def test_a_batch_script_starts_hosts_that_meet_and_end_well(slurm: Path, tmp_path: Path) -> None:
+def test_a_slurm_job_runs_the_ranks_of_two_hosts_to_completion(slurm: Path, tmp_path: Path) -> None:
     launch_ranks(tmp_path, {}, launcher=SLURM)
     assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["2", "2"]
     assert (slurm / "100.state").read_text() == "COMPLETED"
 
 
 @pytest.mark.drill
-def test_a_batch_job_whose_ranks_fall_silent_is_cancelled_and_their_functions_are_told(slurm: Path, tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"gave no sign of life for 2 s.*\n.*\n.*wait_forever"):
+def test_a_slurm_job_whose_heartbeat_stops_is_cancelled_and_the_stacks_are_reported(slurm: Path, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"sent no heartbeat for 2 s.*\n.*\n.*hang \(scripted_ranks"):
         launch_ranks(tmp_path, {1: "hang"}, launcher=SLURM, heartbeat_timeout_s=2)
     assert (slurm / "100.state").read_text() == "CANCELLED"
-    agents = [host.pid for host in LaunchFolder(tmp_path / "logs").joined().values()]
+    agents = [host.pid for host in LaunchFolder(tmp_path / "logs").ready_hosts().values()]
     _, alive = psutil.wait_procs([psutil.Process(pid) for pid in agents if psutil.pid_exists(pid)], timeout=10)
     assert not alive
 
 
-def test_the_request_to_kubernetes_is_a_job_of_one_pod_per_host_with_the_shared_volume(
+def test_the_request_to_kubernetes_has_one_pod_per_host_with_the_shared_volume(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("kubernetes")
@@ -114,34 +114,34 @@ def test_the_request_to_kubernetes_is_a_job_of_one_pod_per_host_with_the_shared_
         mounts=(MountConfig(src="nightjar-shared", dst="/shared"),),
         rendezvous_port=29500,
     )
-    assert submitted(launcher) == (REQUESTS / "kubernetes.yaml").read_text()
+    assert request_for(launcher) == (REQUESTS / "kubernetes.yaml").read_text()
 
 
-def test_a_scheduler_that_torchx_has_not_is_refused_with_those_it_has() -> None:
+def test_an_unknown_scheduler_is_rejected_with_the_known_ones() -> None:
     with pytest.raises(InputError, match=r"launcher\.scheduler is slrum, but TorchX has .*kubernetes, .*slurm"):
-        submitted(TorchxLauncher(scheduler="slrum"))
+        request_for(TorchxLauncher(scheduler="slrum"))
 
 
-def test_a_setting_that_the_scheduler_requires_is_named() -> None:
-    with pytest.raises(InputError, match=r"launcher\.scheduler kubernetes refuses the request .*queue.*args are none"):
-        submitted(TorchxLauncher(scheduler="kubernetes", image="nightjar:0.1.0"))
+def test_a_missing_setting_of_the_scheduler_is_reported() -> None:
+    with pytest.raises(InputError, match=r"launcher\.scheduler kubernetes rejects the request .*queue.*launcher\.args: empty"):
+        request_for(TorchxLauncher(scheduler="kubernetes", image="nightjar:0.1.0"))
 
 
-def test_the_culprit_is_named_with_its_host_and_the_signal_handlers_stay_ours(tmp_path: Path) -> None:
+def test_a_killed_rank_is_reported_with_its_host_and_signal_handlers_are_restored(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     host = socket.gethostname()
     with pytest.raises(LaunchError, match=f"rank [01] on host {host} was the first to fail, with signal SIGKILL"):
-        launch_ranks(tmp_path, {1: "kill"}, launcher=TWICE_HERE)
+        launch_ranks(tmp_path, {1: "kill itself"}, launcher=TWO_HOSTS)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     assert not agents_and_ranks()
 
 
-def second_host(folder: Path, instead: str) -> str:
-    """An interpreter for the hosts that does `instead` on node 1, as a host that is not like the others."""
+def python_with_second_host(folder: Path, commands: str) -> str:
+    """Return an interpreter for the hosts that runs shell `commands` instead of Python on node 1."""
     script = folder / "python"
-    order, token, node = "$3", "$4", "$5"
+    spec, token, node = "$3", "$4", "$5"
     script.write_text(
-        f'#!/bin/sh\nif [ "{node}" = 1 ]; then\n  order={order} token={token}\n  {instead}\nfi\nexec {sys.executable} "$@"\n'
+        f'#!/bin/sh\nif [ "{node}" = 1 ]; then\n  spec={spec} token={token}\n  {commands}\nfi\nexec {sys.executable} "$@"\n'
     )
     script.chmod(0o755)
     return str(script)
@@ -151,9 +151,12 @@ AGENT = f"exec {sys.executable} -m recsys_core.launching.agent"
 
 
 @pytest.mark.drill
-def test_a_host_that_does_not_come_is_named_with_those_that_came(tmp_path: Path) -> None:
-    launcher = TWICE_HERE.model_copy(
-        update={"python": second_host(tmp_path, "echo no disk left >&2; exec sleep 600"), "rendezvous_timeout_s": 20.0}
+def test_a_missing_host_is_reported_with_the_hosts_that_started(tmp_path: Path) -> None:
+    launcher = TWO_HOSTS.model_copy(
+        update={
+            "python": python_with_second_host(tmp_path, "echo no disk left >&2; exec sleep 600"),
+            "rendezvous_timeout_s": 20.0,
+        }
     )
     with pytest.raises(LaunchError, match=r"1 of 2 hosts started within 20 s: node 0 \(host .*\); missing: node 1;") as caught:
         launch_ranks(tmp_path, {}, launcher=launcher)
@@ -162,42 +165,46 @@ def test_a_host_that_does_not_come_is_named_with_those_that_came(tmp_path: Path)
 
 
 @pytest.mark.drill
-def test_a_host_without_the_shared_storage_says_so_before_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    python = second_host(tmp_path, f'mkdir -p {tmp_path}/own; {AGENT} {tmp_path}/own/launch.json "$token" 1 NONE')
+def test_a_host_without_the_shared_storage_is_reported_before_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = python_with_second_host(tmp_path, f'mkdir -p {tmp_path}/own; {AGENT} {tmp_path}/own/launch.json "$token" 1 NONE')
     with pytest.raises(InputError, match=r"host \S+ \(node 1\) does not see \S+/own/launch\.json.*same path"):
-        launch_ranks(tmp_path, {}, launcher=TWICE_HERE.model_copy(update={"python": python}))
+        launch_ranks(tmp_path, {}, launcher=TWO_HOSTS.model_copy(update={"python": python}))
 
 
-def test_a_host_that_sees_another_folder_under_the_same_name_says_so(tmp_path: Path) -> None:
-    python = second_host(tmp_path, f'{AGENT} "$order" "stale" 1 NONE')
-    with pytest.raises(InputError, match=r"host \S+ \(node 1\) sees another .*it is not the same folder"):
-        launch_ranks(tmp_path, {}, launcher=TWICE_HERE.model_copy(update={"python": python}))
+def test_a_host_that_sees_another_folder_of_the_same_name_is_reported(tmp_path: Path) -> None:
+    python = python_with_second_host(tmp_path, f'{AGENT} "$spec" "stale" 1 NONE')
+    with pytest.raises(InputError, match=r"host \S+ \(node 1\) sees another .*the folder is not shared"):
+        launch_ranks(tmp_path, {}, launcher=TWO_HOSTS.model_copy(update={"python": python}))
 
 
-def test_a_host_with_another_version_is_named_with_both(tmp_path: Path) -> None:
-    other = (
-        "import recsys_core, sys; recsys_core.__version__ = '0.0.9'; sys.argv = ['agent', '$order', '$token', '1', 'NONE']; "
+def test_a_host_with_another_version_is_reported_with_both_versions(tmp_path: Path) -> None:
+    with_old_version = (
+        "import recsys_core, sys; recsys_core.__version__ = '0.0.9'; sys.argv = ['agent', '$spec', '$token', '1', 'NONE']; "
     )
-    other += "import runpy; runpy.run_module('recsys_core.launching.agent', run_name='__main__')"
-    python = second_host(tmp_path, f'exec {sys.executable} -c "{other}"')
-    with pytest.raises(InputError, match=r"host \S+ \(node 1\) runs nightjar 0\.0\.9 where the run has \d"):
-        launch_ranks(tmp_path, {}, launcher=TWICE_HERE.model_copy(update={"python": python}))
+    with_old_version += "import runpy; runpy.run_module('recsys_core.launching.agent', run_name='__main__')"
+    python = python_with_second_host(tmp_path, f'exec {sys.executable} -c "{with_old_version}"')
+    with pytest.raises(InputError, match=r"host \S+ \(node 1\) has nightjar 0\.0\.9 instead of \d"):
+        launch_ranks(tmp_path, {}, launcher=TWO_HOSTS.model_copy(update={"python": python}))
 
 
-def test_a_rendezvous_port_that_is_in_use_is_named_with_its_host(tmp_path: Path) -> None:
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
-        launcher = TWICE_HERE.model_copy(update={"rendezvous_port": port})
-        with pytest.raises(InputError, match=rf"port {port} on host \S+ \(node 0\) .* in use; .*launcher\.rendezvous_port"):
+def test_a_rendezvous_port_in_use_is_reported_with_its_host(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        launcher = TWO_HOSTS.model_copy(update={"rendezvous_port": port})
+        with pytest.raises(
+            InputError, match=rf"host \S+ \(node 0\) cannot listen on .*port {port}: .* in use; .*launcher\.rendezvous_port"
+        ):
             launch_ranks(tmp_path, {}, launcher=launcher)
 
 
 @pytest.mark.drill
-def test_a_host_that_cannot_reach_the_first_one_says_where_it_tried(tmp_path: Path) -> None:
-    first = '"$(dirname "$order")/joined-0.json"'
+def test_a_host_that_cannot_reach_the_first_one_is_reported_with_the_address(tmp_path: Path) -> None:
+    first = '"$(dirname "$spec")/ready-0.json"'
     moved = f'while ! [ -f {first} ]; do sleep 0.1; done; sed -i \'s/"port":[0-9]*/"port":9/\' {first}'
-    python = second_host(tmp_path, f'{moved}; {AGENT} "$order" "$token" 1 NONE')
-    launcher = TWICE_HERE.model_copy(update={"python": python, "rendezvous_timeout_s": 25.0})
-    with pytest.raises(LaunchError, match=r"(did not meet the others at 127\.0\.0\.1:9|ranks 0, 1 do not run: the hosts)"):
+    python = python_with_second_host(tmp_path, f'{moved}; {AGENT} "$spec" "$token" 1 NONE')
+    launcher = TWO_HOSTS.model_copy(update={"python": python, "rendezvous_timeout_s": 25.0})
+    with pytest.raises(LaunchError, match=r"(did not meet the other hosts at 127\.0\.0\.1:9|ranks 0, 1 do not run: the hosts)"):
         launch_ranks(tmp_path, {}, launcher=launcher)
     assert not agents_and_ranks()

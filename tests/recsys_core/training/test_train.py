@@ -30,7 +30,7 @@ from recsys_core.training.job_spec import Progress
 from recsys_core.training.metrics_log import MetricsTail
 from recsys_core.training.process_group import Process
 from recsys_core.training.train import train
-from tests.recsys_core.launching.sockets import noticed
+from tests.recsys_core.launching.sockets import collect_listening
 from tests.recsys_core.training.stages import Night, ingest, night
 
 CONFIG = TrainingConfig(
@@ -75,7 +75,7 @@ def sockets():
 def trained(stages, tmp_path_factory, sockets):
     """An undisturbed training and the lines it reported."""
     lines: list[Progress] = []
-    with noticed() as sockets["train"]:
+    with collect_listening() as sockets["train"]:
         manifest = run_train(stages, tmp_path_factory.mktemp("run") / "train", on_progress=lines.append)
     return manifest, lines
 
@@ -93,7 +93,7 @@ def export(made: Night, manifest: TrainManifest, folder: Path):
 
 @pytest.fixture(scope="module")
 def exported(stages, trained, tmp_path_factory, sockets):
-    with noticed() as sockets["export"]:
+    with collect_listening() as sockets["export"]:
         return export(stages, trained[0], tmp_path_factory.mktemp("run") / "export")
 
 

@@ -1,7 +1,7 @@
-"""A stand-in for Slurm's command line tools, as far as TorchX calls them: tasks are processes of this host.
+"""A fake of the Slurm command line tools that TorchX calls; the tasks of a job are processes of this host.
 
-Called as sbatch, srun, sacct, scancel or sinfo; what it knows of jobs lies in $FAKE_SLURM. As with Slurm, jobs are not
-children of who submits them, and all tasks end when one fails.
+Called as sbatch, srun, sacct, scancel or sinfo. The state of the jobs is in $FAKE_SLURM. As with Slurm, a job is not a child of
+the process that submits it, and all tasks end when one fails.
 """
 
 import os
@@ -35,7 +35,7 @@ def srun(*words: str) -> int:
     tasks = []
     for group in groups:
         options = dict(word[2:].split("=", 1) for word in group if word.startswith("--"))
-        first = next(place for place, word in enumerate(group) if not word.startswith("--"))
+        first = next(index for index, word in enumerate(group) if not word.startswith("--"))
         exported = dict(pair.split("=", 1) for pair in options["export"].split(",")[1:])
         with Path(options["output"]).open("wb") as output, Path(options["error"]).open("wb") as error:
             tasks.append(subprocess.Popen(group[first:], env=os.environ | exported, stdout=output, stderr=error))

@@ -1,4 +1,4 @@
-"""The train and export stages over two hosts (this machine twice, through TorchX) give what they give on one."""
+"""Train and export on two hosts (this machine twice, through TorchX) compared with one host: bit for bit the same."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export import export_vectors
 from recsys_core.training.job_spec import Progress
 from recsys_core.training.train import train
-from tests.recsys_core.launching.launches import HERE, TWICE_HERE
+from tests.recsys_core.launching.launches import ONE_HOST, TWO_HOSTS
 from tests.recsys_core.training.stages import Night, ingest, night
 
 pytest.importorskip("torchx")
@@ -62,8 +62,8 @@ def run(made: Night, folder: Path, *, launcher: Launcher) -> tuple[TrainManifest
 @pytest.mark.drill
 def test_two_hosts_with_one_rank_each_train_bit_for_bit_what_one_host_with_two_does(tmp_path: Path) -> None:
     made = night(ingest(tmp_path), tmp_path / "plan", training=CONFIG)
-    here, lines_here, one = run(made, tmp_path / "here", launcher=HERE)
-    there, lines_there, two = run(made, tmp_path / "there", launcher=TWICE_HERE)
+    here, lines_here, one = run(made, tmp_path / "here", launcher=ONE_HOST)
+    there, lines_there, two = run(made, tmp_path / "there", launcher=TWO_HOSTS)
     assert [line.loss for line in lines_there] == [line.loss for line in lines_here] and len(lines_here) > 3
     assert (there.final_loss, there.validation, there.attempts) == (here.final_loss, here.validation, 1)
     arrays = [name for name in one.files if name.endswith(".npy")]

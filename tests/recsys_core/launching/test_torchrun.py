@@ -1,0 +1,78 @@
+"""The sockets that a launch opens, and proof that a pickle put into its store is not run."""
+
+import base64
+import pickle
+import time
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+from torch.distributed import TCPStore
+
+from recsys_core.launching.messages import Host, LaunchFolder, LaunchSpec
+from recsys_core.launching.network import find_network, listen
+from recsys_core.launching.torchrun import StaticRendezvous, connect_store
+from tests.recsys_core.launching.launches import RANKS
+from tests.recsys_core.launching.sockets import listening
+from tests.recsys_core.launching.test_launch import ranks_import_this_tree, running_launch
+
+__all__ = ["ranks_import_this_tree"]
+LOOPBACK = {"127.0.0.1", "::1"}
+AGENT = "recsys_core.launching.agent"
+C10D_POLL_S = 6.0
+"""torchrun's c10d rendezvous would read its state again every five seconds."""
+
+
+def test_on_one_host_the_agent_has_no_listening_socket_and_ranks_listen_on_the_loopback_only(tmp_path: Path) -> None:
+    with running_launch(tmp_path, "local") as (launcher, _):
+        sockets = listening(psutil.Process(launcher.pid))
+    assert sockets, "gloo's ranks listen for each other"
+    assert {name for name, _ in sockets} == {RANKS}
+    assert {address for _, address in sockets} <= LOOPBACK
+
+
+class Payload:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return Path.touch, (self._path,)
+
+
+@pytest.mark.drill
+@pytest.mark.skipif(find_spec("torchx") is None, reason="torchx is not installed")
+def test_on_two_hosts_a_pickle_put_into_the_store_is_not_run(tmp_path: Path) -> None:
+    with running_launch(tmp_path, "torchx") as (launcher, _):
+        sockets = listening(psutil.Process(launcher.pid))
+        assert {name for name, _ in sockets} == {AGENT, RANKS} and {address for _, address in sockets} <= LOOPBACK
+        folder = LaunchFolder(tmp_path / "logs")
+        first = folder.ready_hosts()[0]
+        store = TCPStore(first.address, first.port, None, False, wait_for_workers=False)
+        token = LaunchSpec.model_validate_json(folder.spec.read_bytes()).token
+        store.set(f"torch.rendezvous.{token}", base64.b64encode(pickle.dumps(Payload(tmp_path / "was run"))).decode())
+        time.sleep(C10D_POLL_S)
+        assert launcher.poll() is None
+    assert not (tmp_path / "was run").exists()
+
+
+def test_the_store_of_the_first_host_opens_no_socket_besides_the_given_listener() -> None:
+    spec = LaunchSpec.model_validate(
+        {"token": "t", "versions": {}, "module": "none", "job": "/job.json", "device": "cpu", "num_nodes": 1}
+        | {"processes_per_node": 1, "interface": "lo", "rendezvous_port": 0, "rendezvous_timeout_s": 5, "lease_timeout_s": None}
+    )
+    host = Host(0, "alpha")
+    network = listen(spec, find_network(spec, host=host, head_name=""), host=host)
+    endpoint = network.address, network.port
+
+    def listening_addresses() -> set[object]:
+        return {one.laddr for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN}
+
+    before = listening_addresses()
+    store = connect_store(replace(network, rendezvous=endpoint), timeout_s=5.0)
+    handler = StaticRendezvous(spec, node=0, store=store, endpoint=endpoint)
+    assert handler.next_rendezvous().world_size == 1
+    assert listening_addresses() == before and endpoint in before

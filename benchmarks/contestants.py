@@ -53,9 +53,9 @@ CONTESTANTS = (EXAMPLE, PREPARED, OURS, PREPARED_BATCHES, "ours, bf16")
 CPU_FEATURES = "cpu features"
 REPLACED = {
     "unpooled lookups": (lookups, "patch_cpu_kernels"),
-    "freed memory": (rank_patches, "keep_freed_memory"),
-    "own cores": (rank_patches, "keep_to_own_cores"),
-    "batch work": (rank_patches, "run_as_batch_work"),
+    "freed memory": (rank_patches, "retain_freed_memory"),
+    "own cores": (rank_patches, "pin_to_core_share"),
+    "batch work": (rank_patches, "use_batch_scheduling"),
 }
 PATCHES = (CPU_FEATURES, *REPLACED)
 """Patches that make a step faster. REPLACED maps each to the function that is replaced by a no-op without the patch."""
@@ -193,7 +193,7 @@ def _rank(run: Run, rank: int, folder: Path, pipe: Connection, is_paced: bool) -
         if run.name == without(patch):
             setattr(module, function, lambda *_, **__: None)
     if run.name != EXAMPLE:
-        rank_patches.prepare_rank(rank=rank, ranks=run.ranks)
+        rank_patches.prepare_rank(local_rank=rank, num_local_ranks=run.ranks)
     store = f"file://{folder / run.name}.group"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=run.ranks, timeout=timedelta(minutes=10))
     paced = Turns(pipe, window=run.window, windows=run.windows).paced if is_paced else None
@@ -216,7 +216,7 @@ def started(run: Run, *, folder: Path, is_paced: bool) -> Iterator[list[Connecti
     pipes, ranks = [], []
     if run.name not in (EXAMPLE, without(CPU_FEATURES)):
         os.environ["LD_PRELOAD"] = str(
-            cpu_features.library()
+            cpu_features.libc10_path()
         )  # instead of share_cpu_features(), because a spawned process imports torch first
     for rank in range(run.ranks):
         here, there = _CONTEXT.Pipe()

@@ -1,14 +1,14 @@
-"""Every replacement of what torch, TorchRec and FBGEMM do, each with its upstream issue and the version it is for.
+"""Workarounds for torch, TorchRec and FBGEMM. Versions: torch 2.14.1, TorchRec 1.9.2, FBGEMM 1.9.0.
 
-Versions: torch 2.14.1, TorchRec 1.9.2, FBGEMM 1.9.0. tests/recsys_core/patches has a test per patch that fails when the
-installed version no longer needs it, and `python -m benchmarks.train --parts patches` measures what each is worth.
+Each workaround has a test in tests/recsys_core/patches that fails when the installed version no longer needs it.
+`python -m benchmarks.train --parts patches` measures the effect of each.
 
-| patch | upstream |
-|---|---|
-| cpu_features.share_cpu_features | torch has two copies of cpuinfo, FBGEMM reads the empty one: pytorch/pytorch#166703 |
-| lookups.BagSharder | no row-wise sharding on a CPU: meta-pytorch/torchrec#1252 |
-| lookups.RowSharder, rows of fused tables | FBGEMM's CPU kernel for rows that are not pooled is not tuned; no issue |
-| lookups.RowSharder, rows of replicated tables | the dense CPU kernel pools whatever its mode is: pytorch/FBGEMM#4586 |
-| lookups.RowSharder, ranks without rows | the fused CPU kernel refuses a table without rows; no issue |
-| rank.prepare_rank | no patch of a library: how the kernel and glibc treat a rank that trains on a CPU |
+| workaround | upstream issue | test |
+|---|---|---|
+| cpu_features.share_cpu_features | torch has 2 copies of cpuinfo: pytorch/pytorch#166703 | test_share_cpu_features_is_needed |
+| lookups.BagSharder | no row-wise sharding on CPUs: meta-pytorch/torchrec#1252 | test_bag_sharder_is_needed |
+| lookups.dense_rows | the dense CPU kernel ignores its pooling mode: pytorch/FBGEMM#4586 | test_dense_rows_is_needed |
+| lookups.bags_of_one | the unpooled CPU kernel is slow; no issue | test_bags_of_one_is_measured_again_when_fbgemm_changes |
+| lookups.bags_of_one, empty shards | the fused CPU kernel rejects empty tables; no issue | test_empty_shards_are_needed |
+| rank.prepare_rank | settings of Linux and glibc for CPU ranks, no library patch | - |
 """

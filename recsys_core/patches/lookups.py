@@ -1,9 +1,10 @@
-"""Sharders with every sharding type on a CPU, and kernels that look rows up right and fast there.
+"""Sharders with every sharding type on CPUs, and correct and fast CPU kernels for unpooled lookups.
 
-Rows looked up one by one: the fused kernel for lookups that are not pooled has no tuned CPU code (a backward pass of 27,740
-rows x 64 takes 51 ms, 4 pooled), so such tables go through the pooled kernel, a row alone being a bag of one. The dense kernel,
-that of replicated tables, pools whatever its pooling_mode says: where a collection has several, their rows come out mixed up.
-Shapes: n rows looked up, T features of a kernel, W their width.
+The unpooled fused kernel is slow on CPUs: a backward pass of 27,740 rows x 64 takes 51 ms, and 4 ms with the pooled kernel. So
+unpooled tables use the pooled kernel with one row per bag. The dense kernel of replicated tables pools regardless of its
+pooling_mode, which mixes up the rows of a collection with several tables; it is replaced by torch's embedding.
+
+Shapes: F features of a kernel, L lookups, D width of a row.
 """
 
 from functools import partial
@@ -23,33 +24,33 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ShardingType
 
 ONE_TABLE_PER_KERNEL = {"use_one_tbe_per_table": True}
-"""Fused parameter that bags of one need: the features of a kernel then have the same rows, those of one table's shards."""
+"""Fused parameter that `bags_of_one` requires: all features of a kernel then read shards of the same table."""
 
 
 class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]  # TorchRec has no types
     """EmbeddingBagCollectionSharder with every sharding type on every device.
 
-    TorchRec offers the row-wise kinds on CUDA only; with the `fused` kernel they run on gloo just as well.
+    TorchRec offers the row-wise types on CUDA only, but with the `fused` kernel they run on gloo too.
     """
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Names of all sharding types, whatever the device."""
+        """Return the names of all sharding types, regardless of the device."""
         return [kind.value for kind in ShardingType]
 
 
 class RowSharder(EmbeddingCollectionSharder):  # type: ignore[misc]  # TorchRec has no types
-    """EmbeddingCollectionSharder with kernels that are fast and right on a CPU."""
+    """EmbeddingCollectionSharder with correct and fast CPU kernels."""
 
     def shard(self, *args: Any, **kwargs: Any) -> ShardedEmbeddingCollection:
-        """The sharded collection, its kernels patched."""
+        """Return the sharded collection with patched kernels."""
         sharded = super().shard(*args, **kwargs)
         patch_cpu_kernels(sharded)
         return sharded
 
 
 def patch_cpu_kernels(sharded: ShardedEmbeddingCollection) -> None:
-    """Replaces how the collection's kernels look rows up, where they are on a CPU."""
-    # TorchRec keeps the lookups of a sharded collection in a plain list, where nn.Module does not see them.
+    """Replace `forward` of the collection's CPU kernels."""
+    # TorchRec stores the lookups of a sharded collection in a plain list, which nn.Module.modules() does not visit.
     for module in nn.ModuleList(sharded._lookups).modules():
         if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen) and module.use_cpu:
             module.pooling_mode = PoolingMode.SUM
@@ -59,24 +60,25 @@ def patch_cpu_kernels(sharded: ShardedEmbeddingCollection) -> None:
 
 
 def bags_of_one(kernel: SplitTableBatchedEmbeddingBagsCodegen, forward: Any, indices: Tensor, offsets: Tensor) -> Tensor:
-    """[T * n, W], feature after feature, as the kernel that does not pool gives it."""
-    features = len(kernel.embedding_specs)
-    count = len(indices) // features
+    """Return [L, D], feature after feature, like the unpooled kernel. All features have the same number of lookups."""
+    num_features = len(kernel.embedding_specs)
+    num_lookups = len(indices) // num_features
     if not kernel.weights_host.numel():
-        # A table of fewer rows than ranks: this one holds none and gets no index, but takes part in the backward pass.
+        # This rank has no row of a table with fewer rows than ranks. It has no lookups, but takes part in the backward pass.
         return torch.zeros(0, kernel.embedding_specs[0][1], requires_grad=True)
     pooled: Tensor = forward(indices, torch.arange(len(indices) + 1, dtype=offsets.dtype, device=offsets.device))
-    width = pooled.shape[1] // features  # given, since -1 cannot be inferred where there is no row
-    return pooled.view(count, features, width).transpose(0, 1).reshape(len(indices), width)
+    dim = pooled.shape[1] // num_features  # explicit, because view cannot infer -1 without lookups
+    return pooled.view(num_lookups, num_features, dim).transpose(0, 1).reshape(len(indices), dim)
 
 
 def dense_rows(kernel: DenseTableBatchedEmbeddingBagsCodegen, *, indices: Tensor, offsets: Tensor, tables: list[int]) -> Tensor:
-    """The row of each value [n, W], features one after the other. tables: of the kernel, which each feature reads."""
-    samples = (len(offsets) - 1) // len(tables)
+    """Return [L, D], feature after feature. tables: the table of the kernel that each feature reads."""
+    num_bags = (len(offsets) - 1) // len(tables)
     rows_by_feature = []
-    for place, table in enumerate(tables):
-        rows, width = kernel.embedding_specs[table]
+    for feature, table in enumerate(tables):
+        num_rows, dim = kernel.embedding_specs[table]
         start = kernel.weights_physical_offsets[table]
-        weight = kernel.weights[start : start + rows * width].view(rows, width)
-        rows_by_feature.append(embedding(indices[int(offsets[place * samples]) : int(offsets[(place + 1) * samples])], weight))
+        weight = kernel.weights[start : start + num_rows * dim].view(num_rows, dim)
+        first, last = int(offsets[feature * num_bags]), int(offsets[(feature + 1) * num_bags])
+        rows_by_feature.append(embedding(indices[first:last], weight))
     return torch.cat(rows_by_feature)

@@ -1,4 +1,4 @@
-"""How the kernel and glibc treat a rank that trains on a CPU."""
+"""Linux and glibc settings for ranks on CPUs: memory allocation, core affinity and scheduling policy."""
 
 import ctypes
 import os
@@ -6,47 +6,47 @@ import sys
 from contextlib import suppress
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-LARGEST_ON_HEAP = 32 << 20
-"""More than this glibc always maps and unmaps."""
-KEPT = (1 << 31) - 1
+MAX_HEAP_BYTES = 32 << 20
+"""glibc's upper limit of M_MMAP_THRESHOLD: larger blocks are always mapped and unmapped."""
+MAX_TRIM_BYTES = (1 << 31) - 1
 
 
-def prepare_rank(*, rank: int, ranks: int) -> None:
-    """Calls the functions of this module in a rank's process, before it starts threads. ranks: of this host."""
-    keep_freed_memory()
-    keep_to_own_cores(rank=rank, ranks=ranks)
-    run_as_batch_work()
+def prepare_rank(*, local_rank: int, num_local_ranks: int) -> None:
+    """Apply all settings of this module to a rank's process. Call before it starts threads."""
+    retain_freed_memory()
+    pin_to_core_share(local_rank=local_rank, num_local_ranks=num_local_ranks)
+    use_batch_scheduling()
 
 
-def keep_freed_memory() -> None:
-    """Keeps up to 2 GiB of freed memory in this process.
+def retain_freed_memory() -> None:
+    """Keep up to 2 GiB of freed memory in this process.
 
-    By default glibc returns what a step has freed to the kernel, and the next step's tensors are zeroed page by page again.
+    By default glibc returns the freed tensors of a step to the kernel, which zeroes the pages again in the next step.
     """
     library = ctypes.CDLL(None)
     if sys.platform == "linux" and hasattr(library, "mallopt"):  # not in musl
-        library.mallopt(M_MMAP_THRESHOLD, LARGEST_ON_HEAP)
-        library.mallopt(M_TRIM_THRESHOLD, KEPT)
+        library.mallopt(M_MMAP_THRESHOLD, MAX_HEAP_BYTES)
+        library.mallopt(M_TRIM_THRESHOLD, MAX_TRIM_BYTES)
 
 
-def keep_to_own_cores(*, rank: int, ranks: int) -> None:
-    """Keeps this process to its share of the host's cores, where there is one for each of its `ranks`.
+def pin_to_core_share(*, local_rank: int, num_local_ranks: int) -> None:
+    """Pin this process to its share of the host's cores, if there is at least one core per rank.
 
-    A step is a chain of short waits for other ranks; a rank that is moved between cores starts with cold caches after each.
+    A step is a chain of short waits for other ranks; after a move to another core a rank continues with cold caches.
     """
     cores = sorted(os.sched_getaffinity(0))
-    each = len(cores) // ranks
-    if ranks > 1 and each:
-        os.sched_setaffinity(0, cores[rank * each : (rank + 1) * each])
+    share = len(cores) // num_local_ranks
+    if num_local_ranks > 1 and share:
+        os.sched_setaffinity(0, cores[local_rank * share : (local_rank + 1) * share])
 
 
-def run_as_batch_work() -> None:
-    """Sets the kernel's policy for batch work: a thread that wakes up waits until the one that runs on its core waits itself.
+def use_batch_scheduling() -> None:
+    """Set the scheduling policy SCHED_BATCH: a thread that wakes up does not preempt the running thread of its core.
 
-    The threads with which gloo sends to other ranks wake up tens of times in a step, for microseconds. To take the core from
-    the trainer each time costs more than what they do there. Threads that this process starts later have the policy too.
+    gloo's sender threads wake up tens of times per step for microseconds, and each preemption of the trainer costs more than
+    their work. Threads that this process starts later inherit the policy.
     """
     if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
-        return  # not Linux, or a policy was chosen for this process
-    with suppress(OSError):  # a sandbox may refuse; the rank is slower then, and as right
+        return  # not Linux, or the user has set a policy for this process
+    with suppress(OSError):  # a sandbox may forbid it; the rank is then slower, with the same results
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

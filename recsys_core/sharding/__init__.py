@@ -1,1 +1,1 @@
-"""Who holds which rows: planner, plan file, sharder."""
+"""Sharding of the embedding tables: config, offline planner, plan file and sharders."""

@@ -1,4 +1,4 @@
-"""The cluster a plan is made for, and the user's wishes per table."""
+"""Config of the sharding planner: the cluster, constraints per table, and quantized communication."""
 
 from typing import Literal, Self
 
@@ -15,75 +15,82 @@ GradientPrecision = Literal["fp32", "bf16"]
 
 
 class ClusterConfig(Settings):
-    """Where training runs; it need not exist while planning. 1 GB is 2^30 bytes.
+    """The hosts of the training; they need not exist while planning. 1 GB is 2^30 bytes.
 
-    The default bandwidths are TorchRec's own; they decide which layout is estimated to be the fastest, never what fits.
+    The default bandwidths are TorchRec's. They change the estimated time of a layout, not its memory.
     """
 
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes the GPUs of this machine if there are any")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Device of the ranks; auto: the GPUs of this machine if it has any, otherwise cpu"
+    )
     num_nodes: int = Field(1, ge=1, le=100_000, description="Number of hosts")
-    processes_per_node: int | None = Field(None, ge=1, le=1_024, description="ranks per host; empty: one per GPU, or 2 on CPU")
+    processes_per_node: int | None = Field(None, ge=1, le=1_024, description="Ranks per host; empty: one per GPU, or 2 on CPU")
     hbm_gb: float | None = Field(
-        None, gt=0, le=1e6, description="memory per GPU; empty: that of this machine's GPUs under device auto, else 80"
+        None,
+        gt=0,
+        le=1e6,
+        description="Memory per GPU in GB; empty: that of this machine's GPUs if device is auto, otherwise 80",
     )
     ddr_gb: float | None = Field(
         None,
         gt=0,
         le=1e6,
-        description="main memory per host; empty: what this machine or container has under device auto, else 16",
+        description="Main memory per host in GB; empty: that of this machine or container if device is auto, otherwise 16",
     )
-    ssd_gb: float = Field(0.0, ge=0, le=1e9, description="SSD per host for tables with compute kernel key_value; 0: none")
-    ssd_path: FilePath | None = Field(None, description="folder on that SSD; needed for key_value")
-    intra_host_gb_s: float = Field(600.0, gt=0, le=1e6, description="GB/s between two GPUs of a host")
-    inter_host_gb_s: float = Field(12.5, gt=0, le=1e6, description="GB/s from a GPU to one of another host")
-    hbm_gb_s: float = Field(897.0, gt=0, le=1e6, description="GB/s of a GPU's memory")
-    ddr_gb_s: float = Field(51.0, gt=0, le=1e6, description="GB/s of a host's main memory")
-    pcie_gb_s: float = Field(32.0, gt=0, le=1e6, description="GB/s between a GPU and main memory")
+    ssd_gb: float = Field(0.0, ge=0, le=1e9, description="SSD space in GB per host for tables with compute kernel key_value")
+    ssd_path: FilePath | None = Field(None, description="Folder on the SSD; required for compute kernel key_value")
+    intra_host_gb_s: float = Field(600.0, gt=0, le=1e6, description="Bandwidth in GB/s between two GPUs of a host")
+    inter_host_gb_s: float = Field(12.5, gt=0, le=1e6, description="Bandwidth in GB/s between two GPUs of different hosts")
+    hbm_gb_s: float = Field(897.0, gt=0, le=1e6, description="Bandwidth in GB/s of a GPU's memory")
+    ddr_gb_s: float = Field(51.0, gt=0, le=1e6, description="Bandwidth in GB/s of a host's main memory")
+    pcie_gb_s: float = Field(32.0, gt=0, le=1e6, description="Bandwidth in GB/s between a GPU and main memory")
 
 
 class TableConstraint(Settings):
-    """What the planner may choose for one table."""
+    """Constraints on the layout that the planner chooses for one table."""
 
     sharding_types: tuple[ShardingKind, ...] | None = Field(
-        None, min_length=1, max_length=7, description="allowed sharding types; empty: all but data_parallel"
+        None, min_length=1, max_length=7, description="Allowed sharding types; empty: all except data_parallel"
     )
     compute_kernels: tuple[ComputeKernel, ...] | None = Field(
         None,
         min_length=1,
         max_length=5,
-        description="allowed kernels; empty: fused, and on GPUs rows in main memory (fused_uvm_caching, fused_uvm) where GPU "
-        "memory is short",
+        description="Allowed compute kernels; empty: fused, and on GPUs with too little memory also fused_uvm_caching and "
+        "fused_uvm, which store rows in main memory",
     )
     cache_load_factor: float | None = Field(
-        None, gt=0, le=1, description="fused_uvm_caching: share of the rows that is cached in GPU memory; empty: 0.2"
+        None, gt=0, le=1, description="Share of the rows that fused_uvm_caching caches in GPU memory; empty: 0.2"
     )
     pooling_factor: float | None = Field(
-        None, gt=0, le=1e6, description="values that a query looks up on average, instead of what was measured in the data"
+        None, gt=0, le=1e6, description="Mean number of values that a query looks up; empty: as measured in the data"
     )
 
     @model_validator(mode="after")
-    def _cache_is_there(self) -> Self:
+    def _require_cached_kernel(self) -> Self:
         kernels = self.compute_kernels
         if self.cache_load_factor is not None and kernels is not None and "fused_uvm_caching" not in kernels:
             raise ValueError(
                 f"cache_load_factor is {self.cache_load_factor:g}, but compute_kernels {list(kernels)} have no cache; add "
-                "fused_uvm_caching, or leave cache_load_factor out"
+                "fused_uvm_caching, or remove cache_load_factor"
             )
         return self
 
 
 class QuantizedCommsConfig(Settings):
-    """In what precision rows and their gradients travel between ranks; they are looked up, added up and updated in fp32."""
+    """Quantized communication (TorchRec QComms). Lookups, pooling and updates of the tables stay in fp32."""
 
-    forward: Precision = Field("fp32", description="of the rows")
-    backward: GradientPrecision = Field("fp32", description="of their gradients")
+    forward: Precision = Field("fp32", description="Precision of the embeddings sent between ranks in the forward pass")
+    backward: GradientPrecision = Field(
+        "fp32", description="Precision of the gradients sent between ranks in the backward pass"
+    )
 
     @field_validator("backward", mode="before")
     @classmethod
-    def _keeps_small_gradients(cls, value: object) -> object:
-        # TorchRec's loss scale is no help: its codec divides by it in fp16, before the gradients are fp32 again.
+    def _reject_lossy_precision(cls, value: object) -> object:
+        # TorchRec's loss scale does not help: the codec divides by it in fp16, before the gradients are fp32 again.
         if value in ("fp16", "int8"):
-            lost = "below 6e-8" if value == "fp16" else "below 1/255 of the largest beside them"
+            lost = "below 6e-8" if value == "fp16" else "below 1/255 of the largest of their row"
             raise ValueError(
                 f"backward is {value}: gradients {lost} become 0, and no loss scale prevents it; set backward to bf16, which "
                 "has the range of fp32, or to fp32"
@@ -92,10 +99,13 @@ class QuantizedCommsConfig(Settings):
 
 
 class ShardingConfig(Settings):
-    """Input of the planner."""
+    """Config of the sharding planner."""
 
-    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="the hosts training runs on")
-    tables: dict[str, TableConstraint] = Field(default_factory=dict, description="constraints by table name (item, user)")
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="The hosts of the training")
+    tables: dict[str, TableConstraint] = Field(
+        default_factory=dict, description="Constraints by table name, such as item and user"
+    )
     quantized_comms: QuantizedCommsConfig = Field(
-        default_factory=QuantizedCommsConfig, description="fewer bytes between ranks for less precision"
+        default_factory=QuantizedCommsConfig,
+        description="Lower precision of the values sent between ranks, which takes fewer bytes",
     )

@@ -1,4 +1,4 @@
-"""What the planner may choose for each table, and which wishes cannot be met: said before anything is launched."""
+"""Sharding constraints: validation of the user's constraints, and the layouts offered to TorchRec's planner."""
 
 from collections.abc import Mapping
 
@@ -15,166 +15,170 @@ from recsys_core.sharding.lookup_stats import LookupStats
 from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
 
 CACHE_LOAD_FACTOR = 0.2
-"""Share of the rows that fused_uvm_caching keeps in GPU memory where the user says nothing: TorchRec's own."""
+"""TorchRec's default share of the rows that fused_uvm_caching caches in GPU memory."""
 SSD_CACHE_MB = 1024
-"""GPU memory per table and rank that key_value takes for its cache at most."""
-WHOLE_COLUMNS = 128
-"""TorchRec cuts columns into pieces of this width: a narrower table stays whole under column_wise."""
-BESIDE_GPU: tuple[ComputeKernel, ...] = ("fused_uvm", "fused_uvm_caching", "key_value")
-INT8_WIDTH = 32
-INT8_KINDS: tuple[ShardingKind, ...] = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
-"""Of pooled tables."""
+"""Maximum size per table and rank of the cache of key_value in GPU memory."""
+MIN_COLUMN_SHARD_DIM = 128
+"""Width of TorchRec's column shards; column_wise does not split a narrower table."""
+OFFLOADING_KERNELS: tuple[ComputeKernel, ...] = ("fused_uvm", "fused_uvm_caching", "key_value")
+INT8_DIM_MULTIPLE = 32
+INT8_POOLED_TYPES: tuple[ShardingKind, ...] = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
+"""Sharding types that can send the rows of pooled tables in int8: each row comes from one rank."""
+NOT_SUPPORTED = "not supported"
 SSD_OPTIMIZERS = ("rowwise_adagrad", "partial_rowwise_adam", "adam")
-WITHIN_HOST: tuple[ShardingKind, ...] = ("table_row_wise", "table_column_wise", "grid_shard")
+WITHIN_HOST_TYPES: tuple[ShardingKind, ...] = ("table_row_wise", "table_column_wise", "grid_shard")
 
 
 def optimizer_kind(table: TableSpec, *, default: TableOptimizer) -> str:
-    """The optimizer of `table`; none for a frozen one."""
+    """Return the kind of the table's optimizer; none for a frozen table."""
     return "none" if table.frozen else (table.settings.optimizer or default).kind
 
 
 def check_constraints(config: ShardingConfig, *, model: ModelSpec, device: str, default: TableOptimizer) -> None:
-    """InputError for a wish that names no table, or that the table, its optimizer or the device cannot have.
+    """Raise InputError for an unknown table, or a constraint that the table, its optimizer or the device does not support.
 
-    default: the optimizer of tables that have none of their own.
+    default: the optimizer of tables without their own.
     """
     for name in config.tables:
         if name not in model.tables:
             raise InputError(f"sharding.tables.{name}: no such table; the model has {sorted(model.tables)}")
     _check_quantized_comms(config, model)
     for name, table in model.tables.items():
-        wish = config.tables.get(name, TableConstraint())
+        constraint = config.tables.get(name, TableConstraint())
         optimizer = optimizer_kind(table, default=default)
-        _check_kinds(name, table, wish)
-        _check_kernels(name, wish, cluster=config.cluster, device=device, optimizer=optimizer)
-        _check_optimizer(name, wish, device=device, optimizer=optimizer)
+        _check_kinds(name, table, constraint)
+        _check_kernels(name, constraint, cluster=config.cluster, device=device, optimizer=optimizer)
+        _check_optimizer(name, constraint, device=device, optimizer=optimizer)
 
 
 def _check_quantized_comms(config: ShardingConfig, model: ModelSpec) -> None:
-    """What TorchRec cannot send in int8: rows of other widths, and sums that ranks add up on the way."""
+    """Raise InputError for int8 with an unsupported width, or with sharding types that add rows of several ranks."""
     if config.quantized_comms.forward != "int8":
         return
     for name, table in model.tables.items():
-        if table.dim % INT8_WIDTH:
+        if table.dim % INT8_DIM_MULTIPLE:
             raise InputError(
-                f"sharding.quantized_comms: int8 takes widths that are multiples of {INT8_WIDTH}, but table {name} has "
-                f"{table.dim}; choose fp16 or bf16, or change tables.{name}.dim"
+                f"sharding.quantized_comms: int8 supports widths that are multiples of {INT8_DIM_MULTIPLE}, but table {name} "
+                f"has {table.dim}; choose fp16 or bf16, or change tables.{name}.dim"
             )
         kinds = config.tables.get(name, TableConstraint()).sharding_types
-        if not table.unpooled and not set(kinds or WITHIN_HOST) <= set(INT8_KINDS):
+        if not table.unpooled and not set(kinds or WITHIN_HOST_TYPES) <= set(INT8_POOLED_TYPES):
             raise InputError(
-                f"sharding.quantized_comms: int8 cannot carry the sums that row-wise kinds add up between ranks, but "
-                f"sharding.tables.{name}.sharding_types is {list(kinds) if kinds else 'left to the planner'}; choose among "
-                f"{list(INT8_KINDS)}, or fp16 or bf16"
+                f"sharding.quantized_comms: int8 cannot represent the partial results that row-wise types add between ranks, "
+                f"but sharding.tables.{name}.sharding_types is {list(kinds) if kinds else 'left to the planner'}; choose from "
+                f"{list(INT8_POOLED_TYPES)}, or set fp16 or bf16"
             )
 
 
-def _check_kinds(name: str, table: TableSpec, wish: TableConstraint) -> None:
-    impossible = sorted(set(wish.sharding_types or ()) - set(UNPOOLED_SHARDING_TYPES))
+def _check_kinds(name: str, table: TableSpec, constraint: TableConstraint) -> None:
+    impossible = sorted(set(constraint.sharding_types or ()) - set(UNPOOLED_SHARDING_TYPES))
     if table.unpooled and impossible:
-        way = ", or set tables.user.lookup to pooled" if name == "user" else ""
+        advice = ", or set tables.user.lookup to pooled" if name == "user" else ""
         raise InputError(
-            f"sharding.tables.{name}: {impossible[0]} adds up pooled rows, but the table is looked up row by row; "
-            f"choose among {list(UNPOOLED_SHARDING_TYPES)}{way}"
+            f"sharding.tables.{name}: {impossible[0]} supports pooled lookups only, but the lookup of this table is unpooled; "
+            f"choose from {list(UNPOOLED_SHARDING_TYPES)}{advice}"
         )
 
 
-def _check_kernels(name: str, wish: TableConstraint, *, cluster: ClusterConfig, device: str, optimizer: str) -> None:
-    kernels, setting = wish.compute_kernels or (), f"sharding.tables.{name}.compute_kernels"
-    beside = [kernel for kernel in kernels if kernel in BESIDE_GPU]
-    if device == "cpu" and beside:
+def _check_kernels(name: str, constraint: TableConstraint, *, cluster: ClusterConfig, device: str, optimizer: str) -> None:
+    kernels, setting = constraint.compute_kernels or (), f"sharding.tables.{name}.compute_kernels"
+    offloading = [kernel for kernel in kernels if kernel in OFFLOADING_KERNELS]
+    if device == "cpu" and offloading:
         raise InputError(
-            f"{setting}: {beside[0]} keeps rows outside of a GPU's memory, but the device is cpu, where all rows are in main "
-            "memory; choose fused, or set sharding.cluster.device to cuda"
+            f"{setting}: {offloading[0]} stores rows outside of a GPU's memory, but the device is cpu, where all rows are in "
+            "main memory; choose fused, or set sharding.cluster.device to cuda"
         )
-    if device == "cpu" and wish.cache_load_factor is not None:
+    if device == "cpu" and constraint.cache_load_factor is not None:
         raise InputError(
-            f"sharding.tables.{name}.cache_load_factor is {wish.cache_load_factor:g}, but the device is cpu, which has none; "
-            "leave it out, or set sharding.cluster.device to cuda"
+            f"sharding.tables.{name}.cache_load_factor is {constraint.cache_load_factor:g}, but the device is cpu, which "
+            "has no cache; remove it, or set sharding.cluster.device to cuda"
         )
     if "key_value" in kernels and (cluster.ssd_path is None or cluster.ssd_gb == 0):
         raise InputError(
-            f"{setting}: key_value keeps rows on an SSD, but sharding.cluster.ssd_path is {cluster.ssd_path} and ssd_gb "
-            f"{cluster.ssd_gb:g}; set both, or leave key_value out"
+            f"{setting}: key_value stores rows on an SSD, but sharding.cluster.ssd_path is {cluster.ssd_path} and ssd_gb "
+            f"{cluster.ssd_gb:g}; set both, or remove key_value"
         )
     if "key_value" in kernels and optimizer not in SSD_OPTIMIZERS:
         raise InputError(
-            f"{setting}: key_value has the optimizers {list(SSD_OPTIMIZERS)}, but the table's is {optimizer}; choose one of "
-            "them, or another kernel"
+            f"{setting}: key_value supports the optimizers {list(SSD_OPTIMIZERS)}, but the table has {optimizer}; choose one "
+            "of them, or another kernel"
         )
-    replicated = "data_parallel" in (wish.sharding_types or ())
+    replicated = "data_parallel" in (constraint.sharding_types or ())
     if "dense" in kernels and not replicated:
         raise InputError(
-            f"{setting}: dense is the kernel of data_parallel alone, but sharding_types are "
-            f"{list(wish.sharding_types) if wish.sharding_types else 'left to the planner'}; add data_parallel, or choose fused"
+            f"{setting}: dense is the kernel of data_parallel only, but sharding_types are "
+            f"{list(constraint.sharding_types) if constraint.sharding_types else 'left to the planner'}; "
+            "add data_parallel, or choose fused"
         )
     if replicated and kernels and "dense" not in kernels:
         raise InputError(
-            f"{setting}: data_parallel has the kernel dense alone, but compute_kernels are {list(kernels)}; add dense, or "
-            "leave data_parallel out"
+            f"{setting}: data_parallel supports only the kernel dense, but compute_kernels are {list(kernels)}; add dense, or "
+            "remove data_parallel"
         )
-    if kernels == ("dense",) and wish.sharding_types != ("data_parallel",):
+    if kernels == ("dense",) and constraint.sharding_types != ("data_parallel",):
         raise InputError(
-            f"{setting}: dense is the kernel of data_parallel alone, but sharding_types are {list(wish.sharding_types or ())}; "
-            "add fused, or leave the other types out"
+            f"{setting}: dense is the kernel of data_parallel only, but sharding_types are "
+            f"{list(constraint.sharding_types or ())}; add fused, or remove the other types"
         )
 
 
-def _check_optimizer(name: str, wish: TableConstraint, *, device: str, optimizer: str) -> None:
-    kinds = wish.sharding_types
+def _check_optimizer(name: str, constraint: TableConstraint, *, device: str, optimizer: str) -> None:
+    kinds = constraint.sharding_types
     if optimizer == "partial_rowwise_adam" and kinds is not None and "data_parallel" in kinds:
         raise InputError(
-            f"sharding.tables.{name}: data_parallel, but optimizer partial_rowwise_adam exists as a fused kernel alone; "
-            "choose adam, or another sharding type"
+            f"sharding.tables.{name}: data_parallel does not support optimizer partial_rowwise_adam, which has a fused kernel "
+            "only; choose adam, or another sharding type"
         )
     replicated = optimizer == "adam" and kinds == ("data_parallel",)
     if device == "cpu" and optimizer in GPU_ONLY and not replicated:
-        way = f", or replicate it: sharding.tables.{name}.sharding_types: [data_parallel]" if optimizer == "adam" else ""
+        advice = f", or replicate it: sharding.tables.{name}.sharding_types: [data_parallel]" if optimizer == "adam" else ""
         raise InputError(
-            f"tables.{name}: optimizer {optimizer} has no fused kernel on a CPU; set rowwise_adagrad, adagrad or sgd{way}"
+            f"tables.{name}: optimizer {optimizer} has no fused kernel on a CPU; set rowwise_adagrad, adagrad or sgd{advice}"
         )
 
 
-def offered_kinds(table: TableSpec, wish: TableConstraint, *, num_nodes: int, world_size: int) -> tuple[ShardingKind, ...]:
-    """Sharding types the planner chooses from: the user's, else all that differ from each other here.
+def offered_kinds(
+    table: TableSpec, constraint: TableConstraint, *, num_nodes: int, world_size: int
+) -> tuple[ShardingKind, ...]:
+    """Return the sharding types that the planner chooses from: the user's, or all that differ from each other on this cluster.
 
-    data_parallel keeps a replica and dense gradients per rank, so it is chosen only where the user asks for it.
+    data_parallel stores a replica and dense gradients on each rank, so it is offered only if the user lists it.
     """
-    return wish.sharding_types or tuple(
+    return constraint.sharding_types or tuple(
         kind
-        for kind in ("table_wise", "row_wise", "column_wise", *WITHIN_HOST)
+        for kind in ("table_wise", "row_wise", "column_wise", *WITHIN_HOST_TYPES)
         if why_not_offered(kind, table, num_nodes=num_nodes, world_size=world_size) is None
     )
 
 
 def why_not_offered(kind: ShardingKind, table: TableSpec, *, num_nodes: int, world_size: int) -> str | None:
-    """Why the planner leaves a type out unless the user asks for it; None where it does not."""
+    """Return why the planner does not consider a sharding type that the user has not listed; None if it does."""
     if kind == "data_parallel":
-        return "only where asked for: every rank would hold a copy and exchange gradients as large as the table"
+        return "only if listed in sharding_types: every rank would store a copy and exchange gradients as large as the table"
     if table.unpooled and kind not in UNPOOLED_SHARDING_TYPES:
-        return "cannot be: it adds up pooled rows, and the table is looked up row by row"
+        return f"{NOT_SUPPORTED}: it supports pooled lookups only, and the lookup of this table is unpooled"
     if kind != "table_wise" and world_size == 1:
-        return "with one rank the same as table_wise"
-    if kind in WITHIN_HOST and num_nodes == 1:
-        return f"on one host the same as {'column_wise' if kind == 'table_column_wise' else 'row_wise'}"
-    if kind in ("column_wise", "table_column_wise") and table.dim <= WHOLE_COLUMNS:
-        return f"columns are cut into pieces of {WHOLE_COLUMNS}, and the table has {table.dim}: the same as table_wise"
-    if kind == "grid_shard" and table.dim <= WHOLE_COLUMNS:
-        return f"columns are cut into pieces of {WHOLE_COLUMNS}, and the table has {table.dim}: the same as table_row_wise"
+        return "the same as table_wise with one rank"
+    if kind in WITHIN_HOST_TYPES and num_nodes == 1:
+        return f"the same as {'column_wise' if kind == 'table_column_wise' else 'row_wise'} on one host"
+    if kind in ("column_wise", "table_column_wise") and table.dim <= MIN_COLUMN_SHARD_DIM:
+        return f"the same as table_wise: column shards have {MIN_COLUMN_SHARD_DIM} columns, and the table has {table.dim}"
+    if kind == "grid_shard" and table.dim <= MIN_COLUMN_SHARD_DIM:
+        return f"the same as table_row_wise: column shards have {MIN_COLUMN_SHARD_DIM} columns, and the table has {table.dim}"
     return None
 
 
-def offered_kernels(wish: TableConstraint, *, device: str) -> tuple[ComputeKernel, ...]:
-    """Kernels the planner chooses from. TorchRec takes those beside a GPU to be slower: they stand in where HBM is short."""
-    if wish.compute_kernels is not None:
-        return wish.compute_kernels
+def offered_kernels(constraint: TableConstraint, *, device: str) -> tuple[ComputeKernel, ...]:
+    """Return the kernels that the planner chooses from; it estimates offloading ones as slower, for use if HBM is short."""
+    if constraint.compute_kernels is not None:
+        return constraint.compute_kernels
     return ("fused", "dense") if device == "cpu" else ("fused", "fused_uvm_caching", "fused_uvm", "dense")
 
 
-def lookups_of(name: str, *, model: ModelSpec, wish: TableConstraint, lookup_stats: LookupStats | None) -> float:
-    """Values per query that `name` is asked for: the user's word, what was measured, or else the most there can be."""
-    if wish.pooling_factor is not None:
-        return wish.pooling_factor
+def lookups_of(name: str, *, model: ModelSpec, constraint: TableConstraint, lookup_stats: LookupStats | None) -> float:
+    """Return the values per query of a table: as configured, as measured, or the maximum."""
+    if constraint.pooling_factor is not None:
+        return constraint.pooling_factor
     if lookup_stats is not None:
         return lookup_stats.values_per_query[name]
     return 1.0 + model.config.history.length if model.tables[name].side == "item" else 1.0
@@ -191,40 +195,40 @@ def parameter_constraints(
     kinds: Mapping[str, tuple[ShardingKind, ...]] | None = None,
     kernels: Mapping[str, tuple[ComputeKernel, ...]] | None = None,
 ) -> dict[str, ParameterConstraints]:
-    """TorchRec's constraints by module name. kinds, kernels: by table, in place of what is offered."""
-    made = {}
+    """Return TorchRec's constraints by module name. kinds, kernels: by table, instead of the offered ones."""
+    constraints = {}
     for name, table in model.tables.items():
-        wish = config.tables.get(name, TableConstraint())
-        offered = offered_kinds(table, wish, num_nodes=config.cluster.num_nodes, world_size=world_size)
-        values = lookups_of(name, model=model, wish=wish, lookup_stats=lookup_stats)
+        constraint = config.tables.get(name, TableConstraint())
+        offered = offered_kinds(table, constraint, num_nodes=config.cluster.num_nodes, world_size=world_size)
+        values = lookups_of(name, model=model, constraint=constraint, lookup_stats=lookup_stats)
         cache, ssd = None, None
         if device == "cuda":
-            share = wish.cache_load_factor or CACHE_LOAD_FACTOR
+            share = constraint.cache_load_factor or CACHE_LOAD_FACTOR
             lookups = min(float(table.num_rows), values * batch_size * world_size)
             cache = CacheParams(
                 load_factor=share, stats=_cache_stats(name, table=table, lookups=lookups, lookup_stats=lookup_stats)
             )
             if config.cluster.ssd_path is not None:
                 ssd = ssd_parameters(config.cluster.ssd_path)
-        made[module_name(name)] = ParameterConstraints(
+        constraints[module_name(name)] = ParameterConstraints(
             sharding_types=list((kinds or {}).get(name, offered)),
-            compute_kernels=list((kernels or {}).get(name, offered_kernels(wish, device=device))),
+            compute_kernels=list((kernels or {}).get(name, offered_kernels(constraint, device=device))),
             pooling_factors=[values],
             cache_params=cache,
             key_value_params=ssd,
         )
-    return made
+    return constraints
 
 
 def ssd_parameters(path: str) -> KeyValueParams:
-    """Of key_value: rows in RocksDB below `path`, behind a cache in GPU memory."""
+    """Return the parameters of key_value: rows in RocksDB below `path`, with a cache in GPU memory."""
     return KeyValueParams(ssd_storage_directory=path, max_l1_cache_size=SSD_CACHE_MB)
 
 
 def _cache_stats(
     name: str, *, table: TableSpec, lookups: float, lookup_stats: LookupStats | None
 ) -> EmbeddingOffloadStats | None:
-    """What TorchRec estimates the misses of a cache by: those of one that holds the hottest rows."""
+    """Return the miss curve of a cache that holds the most frequent rows; TorchRec estimates its misses from it."""
     if lookup_stats is None or name not in lookup_stats.hot_row_curve:
         return None
     shares = torch.tensor((0.0, *lookup_stats.hot_row_curve[name]), dtype=torch.float64)

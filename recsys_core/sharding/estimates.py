@@ -1,4 +1,4 @@
-"""From the layouts TorchRec estimated to what plan.json tells: memory and time by rank, and why a table got its type."""
+"""Estimates in plan.json: memory and time of each rank, and why each table got its sharding type."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,33 +8,33 @@ from torchrec.distributed.planner.types import PlannerError, Shard, ShardingOpti
 
 from recsys_core.models.spec import TableSpec
 from recsys_core.sharding.config import ComputeKernel, ShardingKind, TableConstraint
-from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, SSD_CACHE_MB, optimizer_kind, why_not_offered
+from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, NOT_SUPPORTED, SSD_CACHE_MB, optimizer_kind, why_not_offered
 from recsys_core.sharding.infeasible import why_too_large
 from recsys_core.sharding.plan_file import Alternative, NaivePlan, RankEstimate, TableMemory
 from recsys_core.sharding.torchrec_planner import TorchrecPlanner
 
 STATE_PER_WEIGHT = {"sgd": 0.0, "none": 0.0, "adagrad": 1.0, "adam": 2.0, "partial_rowwise_adam": 1.0}
-"""Bytes of optimizer state by byte of weights, as TorchRec counts them; rowwise_adagrad: one number per row."""
-MOST_TABLES_TRIED = 8
-"""With more tables a search takes seconds, and there are several alternatives to each."""
-NAIVE: tuple[ShardingKind, ...] = ("row_wise", "table_wise")
+"""Bytes of optimizer state per byte of weights, as TorchRec counts them; rowwise_adagrad has one number per row instead."""
+MAX_TABLES_REPLANNED = 8
+"""With more tables, planning again for each faster alternative would take minutes."""
+NAIVE_TYPES: tuple[ShardingKind, ...] = ("row_wise", "table_wise")
 _FLOAT_BYTES = 4
 
 
 def rank_estimates(search: TorchrecPlanner, options: Mapping[str, ShardingOption]) -> tuple[RankEstimate, ...]:
-    """Memory and time of each rank under the layouts of `options`, by table."""
-    held: list[list[tuple[str, ShardingOption, Shard]]] = [[] for _ in range(search.world_size)]
+    """Return the memory and time of each rank. options: the layout of each table."""
+    shards_by_rank: list[list[tuple[str, ShardingOption, Shard]]] = [[] for _ in range(search.world_size)]
     for name, option in options.items():
         for shard in option.shards:
-            held[shard.rank].append((name, option, shard))
-    made = []
-    for shards in held:
+            shards_by_rank[shard.rank].append((name, option, shard))
+    estimates = []
+    for shards in shards_by_rank:
         tables: dict[str, TableMemory] = {}
         for name, option, shard in shards:
-            found, before = _memory(search, name, option=option, shard=shard), tables.get(name)
-            tables[name] = found if before is None else _sum(before, found)
+            memory = _memory(search, name, option=option, shard=shard)
+            tables[name] = _add(tables[name], memory) if name in tables else memory
         perfs = [shard.perf for _, _, shard in shards]
-        made.append(
+        estimates.append(
             RankEstimate(
                 hbm_bytes=sum(shard.storage.hbm for _, _, shard in shards),
                 ddr_bytes=sum(shard.storage.ddr for _, _, shard in shards),
@@ -48,7 +48,7 @@ def rank_estimates(search: TorchrecPlanner, options: Mapping[str, ShardingOption
                 tables=tables,
             )
         )
-    return tuple(made)
+    return tuple(estimates)
 
 
 def _memory(search: TorchrecPlanner, name: str, *, option: ShardingOption, shard: Shard) -> TableMemory:
@@ -61,7 +61,7 @@ def _memory(search: TorchrecPlanner, name: str, *, option: ShardingOption, shard
     fast: int = shard.storage.hbm if search.device == "cuda" else shard.storage.ddr
     if option.compute_kernel == "fused_uvm_caching":
         share = option.cache_load_factor or CACHE_LOAD_FACTOR
-        # Beside the rows and their state 4 bytes per row and 16 per cached one, for who is in the cache and since when.
+        # Besides rows and optimizer state, the cache index takes 4 bytes per row and 16 bytes per cached row.
         cache = math.ceil(share * weights * (1 + state) + rows * (4 + 16 * share))
     elif option.compute_kernel == "key_value":
         cache = min(SSD_CACHE_MB << 20, math.ceil(table.num_rows * CACHE_LOAD_FACTOR * table.dim * _FLOAT_BYTES))
@@ -69,61 +69,70 @@ def _memory(search: TorchrecPlanner, name: str, *, option: ShardingOption, shard
     return TableMemory(weights=weights, optimizer=optimizer, cache=cache, buffers=max(0, fast - resident - cache))
 
 
-def _sum(one: TableMemory, other: TableMemory) -> TableMemory:
-    """Two column shards of one table on a rank."""
+def _add(one: TableMemory, other: TableMemory) -> TableMemory:
+    """Return the memory of two shards of a table on one rank."""
     return TableMemory(**{name: value + getattr(other, name) for name, value in one.model_dump().items()})
 
 
 def alternatives(search: TorchrecPlanner, chosen: Mapping[str, ShardingOption]) -> dict[str, tuple[Alternative, ...]]:
-    """By table every sharding type: its estimates alone, and why it was chosen or not."""
+    """Return for each table every sharding type with its estimates and why it was chosen or not."""
     tables = search.model.tables
-    every: tuple[ShardingKind, ...] = get_args(ShardingKind)
-    possible = {
-        name: tuple(kind for kind in every if not _cannot_be(kind, table, search=search)) for name, table in tables.items()
+    all_types: tuple[ShardingKind, ...] = get_args(ShardingKind)
+    supported = {
+        name: tuple(kind for kind in all_types if _is_supported(kind, table, search=search)) for name, table in tables.items()
     }
     kernels: tuple[ComputeKernel, ...] = ("fused", "dense")
     if search.device == "cuda":
         kernels += ("fused_uvm_caching", "fused_uvm")
-    with_dense = {name: tuple(dict.fromkeys((*(_wish(search, name).compute_kernels or kernels), "dense"))) for name in tables}
-    found = search.options(kinds=possible, kernels=with_dense)
+    with_dense = {
+        name: tuple(dict.fromkeys((*(_constraint(search, name).compute_kernels or kernels), "dense"))) for name in tables
+    }
+    options = search.options(kinds=supported, kernels=with_dense)
     return {
         name: tuple(
-            _alternative(search, name, kind, [option for option in found[name] if option.sharding_type == kind], chosen=chosen)
-            for kind in every
+            _alternative(
+                search, name, kind, [option for option in options[name] if option.sharding_type == kind], chosen=chosen
+            )
+            for kind in all_types
         )
         for name in sorted(tables)
     }
 
 
-def _cannot_be(kind: ShardingKind, table: TableSpec, *, search: TorchrecPlanner) -> bool:
+def _is_supported(kind: ShardingKind, table: TableSpec, *, search: TorchrecPlanner) -> bool:
     reason = why_not_offered(kind, table, num_nodes=search.config.cluster.num_nodes, world_size=search.world_size)
-    return reason is not None and reason.startswith("cannot be")
+    return reason is None or not reason.startswith(NOT_SUPPORTED)
 
 
-def _wish(search: TorchrecPlanner, name: str) -> TableConstraint:
+def _constraint(search: TorchrecPlanner, name: str) -> TableConstraint:
     return search.config.tables.get(name, TableConstraint())
 
 
 def _alternative(
-    search: TorchrecPlanner, name: str, kind: ShardingKind, found: list[ShardingOption], *, chosen: Mapping[str, ShardingOption]
+    search: TorchrecPlanner,
+    name: str,
+    kind: ShardingKind,
+    options: list[ShardingOption],
+    *,
+    chosen: Mapping[str, ShardingOption],
 ) -> Alternative:
-    table, allowed = search.model.tables[name], _wish(search, name).sharding_types
+    table = search.model.tables[name]
     reason = why_not_offered(kind, table, num_nodes=search.config.cluster.num_nodes, world_size=search.world_size)
-    if not found:
-        return Alternative(sharding_type=kind, verdict=reason or "no kernel for it here")
-    taken = chosen[name]
-    if taken.sharding_type == kind:
-        best = next(option for option in found if option.compute_kernel == taken.compute_kernel)
+    if not options:
+        return Alternative(sharding_type=kind, verdict=reason or "no kernel supports it on this device")
+    chosen_option = chosen[name]
+    if chosen_option.sharding_type == kind:
+        best = next(option for option in options if option.compute_kernel == chosen_option.compute_kernel)
     else:
-        # The fastest of those that fit alone; where none does, the one that is the least short.
-        best = min(found, key=lambda option: (_short(option, search.usable), cost_ms(option)))
+        # The fastest option that fits without the other tables; if none fits, the one that exceeds the memory least.
+        best = min(options, key=lambda option: (_excess_bytes(option, search.usable), cost_ms(option)))
     return Alternative(
         sharding_type=kind,
         compute_kernel=best.compute_kernel,
         step_ms=cost_ms(best),
         hbm_bytes=max(shard.storage.hbm for shard in best.shards),
         ddr_bytes=max(shard.storage.ddr for shard in best.shards),
-        verdict=_verdict(search, name, best, taken=taken, allowed=allowed, reason=reason),
+        verdict=_verdict(search, name, best, chosen=chosen_option, reason=reason),
     )
 
 
@@ -132,52 +141,54 @@ def _verdict(
     name: str,
     option: ShardingOption,
     *,
-    taken: ShardingOption,
-    allowed: tuple[ShardingKind, ...] | None,
+    chosen: ShardingOption,
     reason: str | None,
 ) -> str:
-    kind = option.sharding_type
-    if taken.sharding_type == kind:
+    """Return why an option was chosen or not. reason: why its type is not offered by default, if it is not."""
+    kind, allowed = option.sharding_type, _constraint(search, name).sharding_types
+    if chosen.sharding_type == kind:
         return "chosen"
     if allowed is not None and kind not in allowed:
-        return f"left out by sharding.tables.{name}.sharding_types"
+        return f"excluded by sharding.tables.{name}.sharding_types"
     if allowed is None and reason is not None:
         return reason
-    short = _short(option, search.usable)
-    if short:
-        return f"does not fit: {short:,} bytes short on one rank"
-    slower = cost_ms(option) - cost_ms(taken)
+    excess_bytes = _excess_bytes(option, search.usable)
+    if excess_bytes:
+        return f"does not fit: {excess_bytes:,} bytes short on one rank"
+    slower = cost_ms(option) - cost_ms(chosen)
     if slower >= 0:
-        return f"slower: {cost_ms(option):.3g} ms, {cost_ms(taken):.3g} as chosen" if slower else "as fast, no better"
-    if len(search.model.tables) > MOST_TABLES_TRIED:
-        return "faster alone, but not found to be with the other tables"
+        return (
+            f"slower: {cost_ms(option):.3g} ms instead of {cost_ms(chosen):.3g} ms" if slower else "as fast as the chosen type"
+        )
+    if len(search.model.tables) > MAX_TABLES_REPLANNED:
+        return "faster for this table alone, but not chosen together with the other tables"
     try:
         step = step_ms(search, search.best(kinds={name: (kind,)}))
     except PlannerError:
-        return "faster alone, but it does not fit beside the other tables"
-    return f"faster alone, but the step of all tables would take {step:.3g} ms"
+        return "faster for this table alone, but it does not fit together with the other tables"
+    return f"faster for this table alone, but the lookups of all tables would take {step:.3g} ms"
 
 
 def cost_ms(option: ShardingOption) -> float:
-    """Of the slowest rank, were the table alone."""
+    """Return the time of the slowest rank for this table alone."""
     return max(float(shard.perf.total) for shard in option.shards)
 
 
 def step_ms(search: TorchrecPlanner, options: Mapping[str, ShardingOption]) -> float:
-    """Of the slowest rank."""
+    """Return the time of the slowest rank for all tables."""
     return max(rank.step_ms for rank in rank_estimates(search, options))
 
 
-def _short(option: ShardingOption, usable: Storage) -> int:
-    """Bytes that the largest shard alone is too large by."""
+def _excess_bytes(option: ShardingOption, usable: Storage) -> int:
+    """Return by how many bytes the largest shard exceeds the memory of a rank; 0 if it fits."""
     tiers = ("hbm", "ddr")
-    over: list[int] = [getattr(shard.storage, tier) - getattr(usable, tier) for shard in option.shards for tier in tiers]
-    return max(0, *over)
+    excess: list[int] = [getattr(shard.storage, tier) - getattr(usable, tier) for shard in option.shards for tier in tiers]
+    return max(0, *excess)
 
 
 def naive_plans(search: TorchrecPlanner) -> tuple[NaivePlan, ...]:
-    """All tables of one sharding type with the plain kernel: what the plan is worth, or why there has to be one."""
-    return tuple(_naive(search, kind) for kind in NAIVE)
+    """Return plans with one sharding type for all tables and the kernel fused, to compare the plan with."""
+    return tuple(_naive(search, kind) for kind in NAIVE_TYPES)
 
 
 def _naive(search: TorchrecPlanner, kind: ShardingKind) -> NaivePlan:
@@ -188,7 +199,7 @@ def _naive(search: TorchrecPlanner, kind: ShardingKind) -> NaivePlan:
         ranks = rank_estimates(search, search.best(kinds=kinds, kernels=kernels))
     except PlannerError:
         problem = why_too_large(
-            search, {name: found[0] for name, found in search.options(kinds=kinds, kernels=kernels).items()}
+            search, {name: options[0] for name, options in search.options(kinds=kinds, kernels=kernels).items()}
         )
         return NaivePlan(name=f"all {kind}", problem=f"does not fit: {problem}")
     return NaivePlan(

@@ -1,4 +1,4 @@
-"""plan.json: a sharding plan that a person can read and diff, and that training executes exactly."""
+"""plan.json: the sharding plan as a readable JSON file, and its conversion to TorchRec's plan, which training executes."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ class ShardPlan(Frozen):
 
 
 class Alternative(Frozen):
-    """One sharding type of a table as it is estimated alone, with the kernel that makes it the fastest; per rank at most."""
+    """One sharding type of a table with its fastest kernel, estimated without the other tables; maxima over the ranks."""
 
     sharding_type: ShardingKind
     compute_kernel: ComputeKernel | None = None
@@ -41,7 +41,7 @@ class Alternative(Frozen):
 
 
 class TablePlan(Frozen):
-    """How one table is laid out. values_per_query: what the estimates take it to be asked for, see LookupStats."""
+    """The layout of one table. values_per_query: the lookups that the estimates assume, see LookupStats."""
 
     rows: int
     dim: int
@@ -58,7 +58,7 @@ class TablePlan(Frozen):
 
 
 class TableMemory(Frozen):
-    """Bytes of a table on one rank. Weights and optimizer state lie in main memory or on the SSD where the kernel says so."""
+    """Bytes of a table on one rank. Offloading kernels store weights and optimizer state in main memory or on the SSD."""
 
     weights: int
     optimizer: int
@@ -67,7 +67,7 @@ class TableMemory(Frozen):
 
 
 class RankEstimate(Frozen):
-    """What the planner expects of one rank: memory, and milliseconds per step that its lookups take."""
+    """Estimates for one rank: memory, and milliseconds per step of its lookups."""
 
     hbm_bytes: int
     ddr_bytes: int
@@ -82,7 +82,7 @@ class RankEstimate(Frozen):
 
 
 class NaivePlan(Frozen):
-    """The same model and cluster with one sharding type for every table; `problem` says why it cannot be."""
+    """A plan with one sharding type for all tables. problem: why it is not feasible."""
 
     name: str
     step_ms: float | None = None
@@ -92,7 +92,9 @@ class NaivePlan(Frozen):
 
 
 class PlanFile(Frozen):
-    """Content of plan.json. usable_*: bytes per rank that tables and their buffers may take."""
+    """Content of plan.json. usable_hbm_bytes, usable_ddr_bytes: memory per rank for tables and their buffers."""
+
+    format_version: Literal[2] = 2
 
     device: Literal["cpu", "cuda"]
     num_nodes: int
@@ -109,28 +111,28 @@ class PlanFile(Frozen):
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Number of ranks on all hosts."""
         return self.num_nodes * self.processes_per_node
 
     @property
     def step_ms(self) -> float:
-        """The slowest rank's."""
+        """Milliseconds of the slowest rank."""
         return max(rank.step_ms for rank in self.ranks)
 
-    def imbalance(self, what: Measure) -> float:
-        """Largest over mean of the ranks: 1 is even."""
-        values = [float(getattr(rank, what)) for rank in self.ranks]
+    def imbalance(self, measure: Measure) -> float:
+        """Return the maximum over the ranks divided by their mean; 1 is perfectly balanced."""
+        values = [float(getattr(rank, measure)) for rank in self.ranks]
         return max(values) * len(values) / sum(values) if sum(values) else 1.0
 
     @classmethod
     def read(cls, path: Path) -> "PlanFile":
-        """Parses a plan.json."""
+        """Read a plan.json."""
         return cls.model_validate_json(path.read_bytes())
 
     def check_matches(self, *, spec: ModelSpec, world_size: int, optimizer: TableOptimizer | None = None) -> None:
-        """InputError unless the plan was made for this model and this many ranks, and is as it was made.
+        """Raise InputError if the plan is for another model or number of ranks, or was changed by hand.
 
-        optimizer: of tables that have none of their own; without it these are not compared.
+        optimizer: optimizer of tables without their own; None: the optimizers of these tables are not compared.
         """
         if world_size != self.world_size:
             raise InputError(
@@ -138,9 +140,9 @@ class PlanFile(Frozen):
                 f"plan again, or start {self.world_size}"
             )
         planned = {name: (table.rows, table.dim) for name, table in self.tables.items()}
-        wanted = {name: (table.num_rows, table.dim) for name, table in spec.tables.items()}
-        if planned != wanted:
-            raise InputError(f"plan.json: made for tables {planned}, but the model has {wanted}; plan again")
+        expected = {name: (table.num_rows, table.dim) for name, table in spec.tables.items()}
+        if planned != expected:
+            raise InputError(f"plan.json: made for tables {planned}, but the model has {expected}; plan again")
         for name, table in spec.tables.items():
             if optimizer is None and table.settings.optimizer is None and not table.frozen:
                 continue
@@ -148,17 +150,17 @@ class PlanFile(Frozen):
             if kind != self.tables[name].optimizer:
                 raise InputError(
                     f"plan.json: table {name} was planned with optimizer {self.tables[name].optimizer}, but it has {kind}, "
-                    "which takes other memory; plan again"
+                    "which needs a different amount of memory; plan again"
                 )
-        found = layout_fingerprint(self.tables, device=self.device, world_size=self.world_size)
-        if found != self.fingerprint:
+        fingerprint = layout_fingerprint(self.tables, device=self.device, world_size=self.world_size)
+        if fingerprint != self.fingerprint:
             raise InputError(
-                f"plan.json: its layout has the fingerprint {found[:12]}, but it was made with {self.fingerprint[:12]}: it was "
-                "changed by hand; set sharding.tables and plan again"
+                f"plan.json: its layout has the fingerprint {fingerprint[:12]}, but the file contains {self.fingerprint[:12]}: "
+                "it was changed by hand; set sharding.tables and plan again"
             )
 
     def to_torchrec(self, path: str, *, spec: ModelSpec) -> ShardingPlan:
-        """TorchRec's own plan for the collections of `spec`, found below the module path `path`."""
+        """Return TorchRec's plan for the collections of `spec` below the module path `path`."""
         modules: dict[str, dict[str, ParameterSharding]] = {}
         for name, table in self.tables.items():
             collection = f"{path}.{spec.tables[name].collection}"
@@ -188,7 +190,7 @@ class PlanFile(Frozen):
         )
 
     def to_markdown(self) -> str:
-        """Two tables: where each table lies, and what the ranks are expected to hold and take."""
+        """Return two Markdown tables: the layout of each table, and the estimates of the ranks."""
         lines = ["| table | rows x dim | sharding | kernel | ranks |", "|---|---|---|---|---|"]
         lines += [
             f"| {name} | {t.rows:,} x {t.dim} | {t.sharding_type} | {t.compute_kernel} | {format_ranges(t.ranks)} |"
@@ -202,7 +204,7 @@ class PlanFile(Frozen):
         return "\n".join(lines)
 
     def rank_groups(self) -> list[tuple[tuple[int, ...], RankEstimate]]:
-        """The ranks with one estimate each for those of which the same is expected."""
+        """Return the ranks grouped by equal estimates."""
         groups: dict[str, list[int]] = {}
         for rank, estimate in enumerate(self.ranks):
             groups.setdefault(estimate.model_dump_json(), []).append(rank)
@@ -210,14 +212,14 @@ class PlanFile(Frozen):
 
 
 def layout_fingerprint(tables: dict[str, TablePlan], *, device: str, world_size: int) -> str:
-    """Of all that training executes: sizes, optimizers, sharding types, kernels and shards of the tables, and the ranks."""
-    told = {"values_per_query", "constraint", "alternatives"}
-    layout = {name: table.model_dump(mode="json", exclude=told) for name, table in sorted(tables.items())}
+    """Return the sha256 of all that training executes: tables, optimizers, sharding types, kernels, shards and ranks."""
+    not_executed = {"values_per_query", "constraint", "alternatives"}
+    layout = {name: table.model_dump(mode="json", exclude=not_executed) for name, table in sorted(tables.items())}
     return hashlib.sha256(json.dumps([layout, device, world_size], sort_keys=True).encode()).hexdigest()
 
 
 def format_ranges(ranks: tuple[int, ...]) -> str:
-    """Ranks for a reader.
+    """Format ranks as ranges.
 
     >>> format_ranges((0, 1, 2, 5)), format_ranges((3,)), format_ranges((0, 1))
     ('0-2, 5', '3', '0, 1')

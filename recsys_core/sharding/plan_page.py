@@ -36,12 +36,12 @@ def to_html(plan: PlanFile) -> str:
 
 
 def fast_tier(plan: PlanFile) -> Measure:
-    """Field of the memory that the ranks look their rows up in."""
+    """Return the field with the memory that the lookups read: GPU memory, or main memory on a CPU."""
     return "hbm_bytes" if plan.device == "cuda" else "ddr_bytes"
 
 
 def compared_plans(plan: PlanFile) -> tuple[NaivePlan, ...]:
-    """The plan beside the naive ones."""
+    """Return this plan and the naive ones, for a table that compares them."""
     own = NaivePlan(
         name="as planned",
         step_ms=plan.step_ms,
@@ -52,12 +52,12 @@ def compared_plans(plan: PlanFile) -> tuple[NaivePlan, ...]:
 
 
 def _parts(plan: PlanFile, rank: RankEstimate, table: str) -> list[tuple[str, int, bool]]:
-    """(name, bytes, whether it fills the memory of the processor) of what a table takes on a rank."""
+    """Return (name, bytes, whether it is in the memory of the processor) for each part of a table's memory on a rank."""
     memory = rank.tables[table]
-    away = plan.tables[table].compute_kernel in ("fused_uvm", "fused_uvm_caching", "key_value")
+    is_offloaded = plan.tables[table].compute_kernel in ("fused_uvm", "fused_uvm_caching", "key_value")
     parts = [
-        ("weights", memory.weights, not away),
-        ("optimizer", memory.optimizer, not away),
+        ("weights", memory.weights, not is_offloaded),
+        ("optimizer", memory.optimizer, not is_offloaded),
         ("cache", memory.cache, True),
         ("buffers", memory.buffers, True),
     ]
@@ -65,7 +65,7 @@ def _parts(plan: PlanFile, rank: RankEstimate, table: str) -> list[tuple[str, in
 
 
 def format_bytes(value: float | None) -> str:
-    """Bytes for a reader.
+    """Format a number of bytes.
 
     >>> [format_bytes(value) for value in (None, 0, 1536, 64 * 2**30, 3 * 2**40)]
     ['-', '0 B', '1.5 KiB', '64.0 GiB', '3.0 TiB']
@@ -79,7 +79,7 @@ def format_bytes(value: float | None) -> str:
 
 
 def format_milliseconds(value: float | None) -> str:
-    """Milliseconds for a reader.
+    """Format milliseconds.
 
     >>> [format_milliseconds(value) for value in (None, 0, 0.1234, 12.34, 4321)]
     ['-', '0', '0.12', '12.3', '4,321']

@@ -1,4 +1,4 @@
-"""Offline planning: TorchRec's planner on meta tensors, for a cluster that need not exist."""
+"""Stage `plan`: offline planning with TorchRec's planner on meta tensors, for a cluster that need not exist."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from recsys_core.preflight import cgroup_limits
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, check_constraints, lookups_of, optimizer_kind
 from recsys_core.sharding.estimates import alternatives, naive_plans, rank_estimates
-from recsys_core.sharding.infeasible import refusal
+from recsys_core.sharding.infeasible import infeasible_error
 from recsys_core.sharding.lookup_stats import LookupStats
 from recsys_core.sharding.plan_file import Alternative, PlanFile, ShardPlan, TablePlan, layout_fingerprint
 from recsys_core.sharding.plan_page import to_html
@@ -24,7 +24,7 @@ from recsys_core.units import GIB
 
 PLAN_NAME, PAGE_NAME = "plan.json", "plan.html"
 HBM_GB, DDR_GB = 80.0, 16.0
-"""Of a cluster that is not this machine, where the config does not say."""
+"""Default memory of a cluster that is not this machine."""
 
 
 def plan_sharding(
@@ -42,8 +42,8 @@ def plan_sharding(
     planned but not trained.
     """
     optimizer = optimizer or TableOptimizer()
-    for name, wish in config.tables.items():
-        if "key_value" in (wish.compute_kernels or ()):
+    for name, constraint in config.tables.items():
+        if "key_value" in (constraint.compute_kernels or ()):
             raise InputError(
                 f"sharding.tables.{name}.compute_kernels: key_value can be planned (`nightjar plan`), but training cannot fill "
                 "and checkpoint tables on an SSD; choose fused_uvm_caching"
@@ -61,22 +61,22 @@ def plan_sharding(
 
 
 def write_plan(plan: PlanFile, folder: Path) -> tuple[Path, Path]:
-    """plan.json and plan.html in `folder`; returns their paths."""
-    made = folder / PLAN_NAME, folder / PAGE_NAME
-    made[0].write_text(plan.model_dump_json(indent=2), encoding="utf-8")
-    made[1].write_text(to_html(plan), encoding="utf-8")
-    return made
+    """Write plan.json and plan.html into `folder`; return their paths."""
+    paths = folder / PLAN_NAME, folder / PAGE_NAME
+    paths[0].write_text(plan.model_dump_json(indent=2), encoding="utf-8")
+    paths[1].write_text(to_html(plan), encoding="utf-8")
+    return paths
 
 
 def resolve_cluster(cluster: ClusterConfig) -> tuple[Literal["cpu", "cuda"], int]:
-    """(device, processes per node) with `auto` and the default count filled in from this machine."""
+    """Return (device, processes per node); `auto` and an empty count are resolved for this machine."""
     gpus = torch.cuda.device_count()
     device: Literal["cpu", "cuda"] = ("cuda" if gpus else "cpu") if cluster.device == "auto" else cluster.device
     return device, cluster.processes_per_node or (max(gpus, 1) if device == "cuda" else 2)
 
 
 def with_default_memory(cluster: ClusterConfig) -> ClusterConfig:
-    """`cluster` with hbm_gb and ddr_gb filled in: under device auto from this machine, in whole GB so that they last."""
+    """Return `cluster` with hbm_gb and ddr_gb set: for device auto to the memory of this machine, otherwise to the defaults."""
     hbm_gb, ddr_gb = HBM_GB, DDR_GB
     if cluster.device == "auto":
         installed = psutil.virtual_memory().total
@@ -87,7 +87,7 @@ def with_default_memory(cluster: ClusterConfig) -> ClusterConfig:
 
 
 def _whole_gb(size: float) -> float:
-    """In GB of 2^30 bytes, rounded down from one on: a new kernel keeps some more megabytes to itself."""
+    """Return GB of 2^30 bytes, rounded down above one: kernel updates change the available memory by some megabytes."""
     return float(size // GIB) or size / GIB
 
 
@@ -99,16 +99,16 @@ def make_plan(
     optimizer: TableOptimizer | None = None,
     lookup_stats: LookupStats | None = None,
 ) -> PlanFile:
-    """The planner's best plan. Needs no process group, no GPU and no memory for the tables.
+    """Return the best plan. Needs no process group, no GPU and no memory for the tables.
 
     Args:
         batch_size: queries per rank and step.
-        optimizer: of tables that have none of their own.
-        lookup_stats: what a batch looks up, as measured; without it, full histories of items that nobody else has.
+        optimizer: optimizer of tables without their own.
+        lookup_stats: measured lookups; None: the maximum, full histories of items that no other query of the batch has.
 
     Raises:
-        InputError: a constraint names an unknown table or what the table, its optimizer or the device cannot have; or no plan
-            fits the cluster: then which table, how many bytes short, and what would make it fit.
+        InputError: a constraint is not supported by the table, its optimizer or the device; or no plan fits the cluster. The
+            message then has the table, the missing bytes, and changes that make a plan feasible.
     """
     device, processes = resolve_cluster(config.cluster)
     config = config.model_copy(update={"cluster": with_default_memory(config.cluster)})
@@ -126,7 +126,7 @@ def make_plan(
     try:
         chosen = search.best()
     except PlannerError:
-        raise refusal(search) from None
+        raise infeasible_error(search) from None
     considered = alternatives(search, chosen)
     tables = {name: _table_plan(search, name, option=chosen[name], considered=considered[name]) for name in chosen}
     return PlanFile(
@@ -148,7 +148,7 @@ def make_plan(
 def _table_plan(
     search: TorchrecPlanner, name: str, *, option: ShardingOption, considered: tuple[Alternative, ...]
 ) -> TablePlan:
-    table, wish = search.model.tables[name], search.config.tables.get(name)
+    table, constraint = search.model.tables[name], search.config.tables.get(name)
     shards = tuple(
         ShardPlan(rank=shard.rank, offset=(shard.offset[0], shard.offset[1]), size=(shard.size[0], shard.size[1]))
         for shard in option.shards
@@ -164,14 +164,16 @@ def _table_plan(
         ssd_path=search.config.cluster.ssd_path if option.compute_kernel == "key_value" else None,
         ranks=tuple(shard.rank for shard in shards),
         shards=shards,
-        values_per_query=lookups_of(name, model=search.model, wish=wish or TableConstraint(), lookup_stats=search.lookup_stats),
-        constraint=_told(wish) if wish is not None else None,
+        values_per_query=lookups_of(
+            name, model=search.model, constraint=constraint or TableConstraint(), lookup_stats=search.lookup_stats
+        ),
+        constraint=_format_constraint(constraint) if constraint is not None else None,
         alternatives=considered,
     )
 
 
-def _told(wish: TableConstraint) -> str | None:
-    """The user's wishes for a table, as in the config."""
-    wishes = wish.model_dump(mode="json", exclude_none=True)
-    words = [f"{name}: {value if not isinstance(value, list) else ', '.join(value)}" for name, value in wishes.items()]
-    return "; ".join(words) or None
+def _format_constraint(constraint: TableConstraint) -> str | None:
+    """Return a table's constraint as in the config; None if it is empty."""
+    settings = constraint.model_dump(mode="json", exclude_none=True)
+    lines = [f"{name}: {value if not isinstance(value, list) else ', '.join(value)}" for name, value in settings.items()]
+    return "; ".join(lines) or None

@@ -1,4 +1,4 @@
-"""The sharders that training and planning share."""
+"""TorchRec sharders for training and planning."""
 
 from torch import nn
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
@@ -8,11 +8,11 @@ from recsys_core.patches.lookups import ONE_TABLE_PER_KERNEL, BagSharder, RowSha
 from recsys_core.sharding.config import QuantizedCommsConfig
 
 UNPOOLED_SHARDING_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
-"""What TorchRec can do with an EmbeddingCollection; the kinds that split a table within a host pool their rows."""
+"""Sharding types that TorchRec supports for an EmbeddingCollection; the others pool their rows."""
 
 
 def sharders(quantized_comms: QuantizedCommsConfig) -> list[ModuleSharder[nn.Module]]:
-    """For pooled tables, and for those looked up row by row."""
+    """Return the sharders of pooled and unpooled tables, with quantized communication if it is configured."""
     codecs = None
     if quantized_comms != QuantizedCommsConfig():
         codecs = get_qcomm_codecs_registry(

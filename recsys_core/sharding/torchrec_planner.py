@@ -36,26 +36,25 @@ from recsys_core.sharding.sharders import sharders
 from recsys_core.units import GIB
 
 RESERVED_SHARE = 0.15
-"""Memory of each rank that is kept for activations, dense layers and input batches."""
+"""Share of each rank's memory that is reserved for activations, dense layers and input batches."""
 OPTIMIZER_CLASSES = {
     "rowwise_adagrad": RowWiseAdagrad,
     "adagrad": Adagrad,
     "sgd": SGD,
-    "none": SGD,  # keeps no state
+    "none": SGD,  # has no state
     "adam": Adam,
     "partial_rowwise_adam": PartialRowWiseAdam,
 }
-"""What TorchRec takes the size of an optimizer's state from."""
+"""Optimizer classes from which TorchRec derives the size of the optimizer state."""
 Kinds = Mapping[str, tuple[ShardingKind, ...]]
 Kernels = Mapping[str, tuple[ComputeKernel, ...]]
 
 
 @dataclass(frozen=True)
 class TorchrecPlanner:
-    """Everything a plan depends on.
+    """TorchRec's planner for one model on one cluster.
 
-    `device`, `processes` (per node) and the memory in `config` are those of the user's config with what was left to the machine
-    filled in.
+    `device`, `processes` (per node) and the memory in `config` are resolved: none of them is empty or auto.
     """
 
     config: ShardingConfig
@@ -68,24 +67,24 @@ class TorchrecPlanner:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Number of ranks on all hosts."""
         return self.config.cluster.num_nodes * self.processes
 
     @property
     def hbm_gb(self) -> float:
-        """Memory per GPU."""
+        """Memory per GPU in GB."""
         assert self.config.cluster.hbm_gb is not None  # with_default_memory
         return self.config.cluster.hbm_gb
 
     @property
     def ddr_gb(self) -> float:
-        """Main memory per host."""
+        """Main memory per host in GB."""
         assert self.config.cluster.ddr_gb is not None  # with_default_memory
         return self.config.cluster.ddr_gb
 
     @property
     def usable(self) -> Storage:
-        """Bytes of one rank that tables and their buffers may take."""
+        """Bytes of one rank that are available for tables and their buffers."""
         cluster = self.config.cluster
         hbm = int(int(self.hbm_gb * GIB) * (1 - RESERVED_SHARE)) if self.device == "cuda" else 0
         return Storage(hbm=hbm, ddr=self._ddr, ssd=int(cluster.ssd_gb * GIB / self.processes))
@@ -94,15 +93,15 @@ class TorchrecPlanner:
     def _ddr(self) -> int:
         return int(self.ddr_gb * GIB * (1 - RESERVED_SHARE) / self.processes)
 
-    def on(self, *, processes: int | None = None, **cluster: Any) -> "TorchrecPlanner":
-        """The same for another cluster."""
+    def with_cluster(self, *, processes: int | None = None, **cluster: Any) -> "TorchrecPlanner":
+        """Return the planner for a cluster with these changes."""
         changed = ClusterConfig(**(self.config.cluster.model_dump() | cluster))
         return replace(self, config=self.config.model_copy(update={"cluster": changed}), processes=processes or self.processes)
 
     def best(self, *, kinds: Kinds | None = None, kernels: Kernels | None = None) -> dict[str, ShardingOption]:
-        """By table the layout that is estimated to make the shortest step; kinds, kernels: instead of what is offered.
+        """Return for each table the layout of the plan with the shortest estimated step. Raises PlannerError if none fits.
 
-        Raises PlannerError where none fits.
+        kinds, kernels: sharding types and kernels by table, instead of the offered ones.
         """
         chosen = _BestPlan()
         constraints = self._constraints(kinds, kernels)
@@ -113,7 +112,7 @@ class TorchrecPlanner:
             constraints=constraints,
             stats=chosen,
             debug=False,
-            # TorchRec takes the share off GPU memory alone; off main memory `usable` does.
+            # TorchRec reserves the share of GPU memory only; `usable` reserves that of main memory.
             storage_reservation=FixedPercentageStorageReservation(percentage=RESERVED_SHARE),
         )
         with _quiet():
@@ -121,13 +120,13 @@ class TorchrecPlanner:
         return self._by_table(chosen.options)
 
     def options(self, *, kinds: Kinds | None = None, kernels: Kernels | None = None) -> dict[str, list[ShardingOption]]:
-        """By table every layout that could be chosen, with its estimates; whether it fits is not asked."""
+        """Return for each table every layout with its estimates, whether it fits or not."""
         enumerator = EmbeddingEnumerator(
             self._topology, batch_size=self.batch_size, constraints=self._constraints(kinds, kernels)
         )
         with _quiet():
-            found = enumerator.enumerate(self._module, sharders(self.config.quantized_comms))
-        return {name: [option for option in found if option.name == module_name(name)] for name in sorted(self.model.tables)}
+            options = enumerator.enumerate(self._module, sharders(self.config.quantized_comms))
+        return {name: [option for option in options if option.name == module_name(name)] for name in sorted(self.model.tables)}
 
     def _constraints(self, kinds: Kinds | None, kernels: Kernels | None) -> dict[str, ParameterConstraints]:
         return parameter_constraints(
@@ -142,8 +141,8 @@ class TorchrecPlanner:
         )
 
     def _by_table(self, options: list[ShardingOption]) -> dict[str, ShardingOption]:
-        found = {option.name: option for option in options}
-        return {name: found[module_name(name)] for name in sorted(self.model.tables)}
+        by_module = {option.name: option for option in options}
+        return {name: by_module[module_name(name)] for name in sorted(self.model.tables)}
 
     @cached_property
     def _module(self) -> nn.Module:
@@ -174,13 +173,13 @@ class TorchrecPlanner:
                     ddr_mem_bw=cluster.ddr_gb_s * per_ms,
                     hbm_to_ddr_mem_bw=cluster.pcie_gb_s * per_ms,
                 ),
-                # Without this flag TorchRec leaves the bandwidths aside and takes its own.
+                # Without this flag TorchRec ignores the configured bandwidths.
                 kernel_config=KernelConfig(compute_device=self.device, use_hardware_based_bandwidth=True),
             )
 
 
 class _BestPlan(Stats):  # type: ignore[misc]  # TorchRec has no types
-    """The planner's public hook for reports; keeps the options it chose, with their estimates."""
+    """A statistics hook of TorchRec's planner that stores the chosen options with their estimates."""
 
     def __init__(self) -> None:
         self.options: list[ShardingOption] = []
@@ -191,7 +190,7 @@ class _BestPlan(Stats):  # type: ignore[misc]  # TorchRec has no types
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """TorchRec warns, line by line, of what a search tries on purpose."""
+    """Silence TorchRec, which logs a warning for every layout that does not fit."""
     logger = logging.getLogger("torchrec")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -30,7 +30,7 @@ def run_job(job_file: Path) -> None:
     job = JOB.validate_json(job_file.read_bytes())
     device = PlanFile.read(job.plan).device
     if device == "cpu":
-        prepare_rank(rank=int(os.environ["LOCAL_RANK"]), ranks=int(os.environ["LOCAL_WORLD_SIZE"]))
+        prepare_rank(local_rank=int(os.environ["LOCAL_RANK"]), num_local_ranks=int(os.environ["LOCAL_WORLD_SIZE"]))
     with join_process_group(device=device) as process:
         if isinstance(job, TrainJob):
             run_training(job, process=process)

@@ -104,7 +104,7 @@ def test_the_request_to_kubernetes_has_one_pod_per_host_with_the_shared_volume(
     from torchx.schedulers import kubernetes_scheduler
 
     monkeypatch.setattr(kubernetes_scheduler, "make_unique", lambda name: f"{name}-x")
-    monkeypatch.setenv("USER", "night")
+    monkeypatch.setenv("USER", "recsys")
     launcher = TorchxLauncher(
         scheduler="kubernetes",
         args={"namespace": "recsys", "queue": "nightly"},

@@ -1,4 +1,4 @@
-"""Whether FBGEMM sees the CPU's features, in fresh processes: the patch has to come before torch."""
+"""FBGEMM's view of the CPU features, in new processes, because the patch must run before torch is imported."""
 
 import subprocess
 import sys
@@ -7,9 +7,9 @@ import pytest
 import torch
 
 if not torch.cpu._is_avx2_supported():
-    pytest.skip("nothing to see without AVX2", allow_module_level=True)
+    pytest.skip("this CPU has no AVX2", allow_module_level=True)
 
-SEEN = """
+HAS_AVX2 = """
 import ctypes, pathlib, fbgemm_gpu, torch
 library = ctypes.CDLL(str(pathlib.Path(fbgemm_gpu.__file__).with_name("fbgemm.so")))
 library.cpuinfo_initialize()
@@ -21,21 +21,21 @@ PATCH = "from recsys_core.patches.cpu_features import share_cpu_features; share_
 
 
 def sees_avx2(*, patched: bool) -> bool:
-    script = PATCH + SEEN if patched else SEEN
+    script = PATCH + HAS_AVX2 if patched else HAS_AVX2
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=True)
     return run.stdout.split()[-1] == "True"
 
 
-def test_fbgemm_sees_the_features_of_the_cpu() -> None:
+def test_fbgemm_detects_avx2_with_the_patch() -> None:
     assert sees_avx2(patched=True)
 
 
-@pytest.mark.skipif(torch.version.cuda is None, reason="seen in the build of torch with CUDA, the one on PyPI")
-def test_the_patch_can_go_when_fbgemm_sees_them_without_it() -> None:
+@pytest.mark.skipif(torch.version.cuda is None, reason="only the CUDA build of torch, the one on PyPI, needs the patch")
+def test_share_cpu_features_is_needed() -> None:
     assert not sees_avx2(patched=False)
 
 
-def test_a_rank_shares_them_before_it_imports_torch() -> None:
+def test_a_rank_does_not_import_torch_before_the_patch() -> None:
     script = "import sys, recsys_core.training.__main__; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["False"]

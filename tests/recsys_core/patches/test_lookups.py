@@ -1,4 +1,4 @@
-"""Each fails when the installed TorchRec or FBGEMM no longer needs a patch of lookups.py: then both can go."""
+"""Each test fails when the installed TorchRec or FBGEMM no longer needs a patch of lookups.py; then remove both."""
 
 import fbgemm_gpu
 import pytest
@@ -21,24 +21,24 @@ def fused(*, rows: int) -> SplitTableBatchedEmbeddingBagsCodegen:
     return SplitTableBatchedEmbeddingBagsCodegen([table], optimizer=adagrad, device=torch.device("cpu"))
 
 
-def test_the_sharder_of_bags_can_go_when_torchrec_offers_rows_on_a_cpu() -> None:
+def test_bag_sharder_is_needed() -> None:
     offered = set(EmbeddingBagCollectionSharder().sharding_types("cpu"))
     assert not offered & {"row_wise", "table_row_wise", "grid_shard"}
 
 
-def test_the_lookup_of_replicated_rows_can_go_when_the_dense_kernel_does_not_pool_them() -> None:
+def test_dense_rows_is_needed() -> None:
     kernel = DenseTableBatchedEmbeddingBagsCodegen([(10, 4)], pooling_mode=PoolingMode.NONE, use_cpu=True)
     looked_up = kernel(torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3]))
-    assert len(looked_up) == 2  # bags, where 3 rows are right
+    assert len(looked_up) == 2  # pooled to 2 bags; correct would be 3 rows
 
 
-def test_the_answer_for_ranks_without_rows_can_go_when_the_fused_kernel_takes_a_table_of_none() -> None:
+def test_empty_shards_are_needed() -> None:
     assert fused(rows=3)(NO_INDEX, ONE_OFFSET).shape == (0, 4)
     with pytest.raises(RuntimeError, match=r"weights\[0\] must be a GPU"):
         fused(rows=0)(NO_INDEX, ONE_OFFSET)
 
 
-def test_bags_of_one_are_measured_again_when_fbgemm_moves() -> None:
-    # Whether the kernel for rows that are not pooled is tuned by now only a measurement says:
+def test_bags_of_one_is_measured_again_when_fbgemm_changes() -> None:
+    # Measure whether the unpooled CPU kernel is still slow:
     # python -m benchmarks.train --parts patches
     assert fbgemm_gpu.__version__.startswith("1.9.")

@@ -1,4 +1,4 @@
-"""Wishes that cannot be met are refused by name, with both values and a way out, before anything is launched."""
+"""Constraints that the table, its optimizer or the device does not support are rejected with both values and a fix."""
 
 import pytest
 from pydantic import ValidationError
@@ -15,83 +15,85 @@ SPEC = ModelSpec.sized(TwoTowerConfig(user_id=True), num_users=1000, num_items=5
 POOLED = ModelSpec.sized(
     TwoTowerConfig(user_id=True), num_users=1000, num_items=500, tables={"user": TableConfig(lookup="pooled")}
 )
-"""Users in bags."""
+"""A model whose user table has pooled lookups."""
 
 
-def wished(table: str = "item", *, cluster: dict | None = None, **wish) -> ShardingConfig:
+def config_with(table: str = "item", *, cluster: dict | None = None, **constraint) -> ShardingConfig:
     return ShardingConfig(
         cluster=ClusterConfig(**({"device": "cuda", "processes_per_node": 2} | (cluster or {}))),
-        tables={table: TableConstraint(**wish)},
+        tables={table: TableConstraint(**constraint)},
     )
 
 
-def sent(quantized_comms: QuantizedCommsConfig, **wish) -> ShardingConfig:
-    return wished("user", **wish).model_copy(update={"quantized_comms": quantized_comms})
+def config_with_comms(quantized_comms: QuantizedCommsConfig, **constraint) -> ShardingConfig:
+    return config_with("user", **constraint).model_copy(update={"quantized_comms": quantized_comms})
 
 
 CASES = {
-    "int8 for sums": (
-        sent(QuantizedCommsConfig(forward="int8")),
-        r"int8 cannot carry the sums.*sharding.tables.user.sharding_types is left to the planner; choose among \['table_wise'",
+    "int8 with row-wise types by default": (
+        config_with_comms(QuantizedCommsConfig(forward="int8")),
+        r"int8 cannot represent the partial.*sharding.tables.user.sharding_types is left to the planner; choose from",
     ),
-    "int8 for some sums": (
-        sent(QuantizedCommsConfig(forward="int8"), sharding_types=("table_wise", "row_wise")),
+    "int8 with a row-wise type": (
+        config_with_comms(QuantizedCommsConfig(forward="int8"), sharding_types=("table_wise", "row_wise")),
         r"sharding.tables.user.sharding_types is \['table_wise', 'row_wise'\]",
     ),
-    "a table that is not there": (
-        wished("itm", sharding_types=("row_wise",)),
+    "an unknown table": (
+        config_with("itm", sharding_types=("row_wise",)),
         r"sharding.tables.itm: no such table; the model has \['item', 'user'\]",
     ),
-    "a type that pools, for rows": (
-        wished(sharding_types=("row_wise", "grid_shard")),
-        r"sharding.tables.item: grid_shard adds up pooled rows.*choose among",
+    "a pooling type for an unpooled table": (
+        config_with(sharding_types=("row_wise", "grid_shard")),
+        r"sharding.tables.item: grid_shard supports pooled lookups only.*choose from",
     ),
-    "rows beside a GPU, on a CPU": (
-        wished(cluster={"device": "cpu"}, compute_kernels=("fused", "fused_uvm")),
-        r"compute_kernels: fused_uvm keeps rows outside of a GPU's memory, but the device is cpu.*choose fused",
+    "an offloading kernel on a CPU": (
+        config_with(cluster={"device": "cpu"}, compute_kernels=("fused", "fused_uvm")),
+        r"compute_kernels: fused_uvm stores rows outside of a GPU's memory, but the device is cpu.*choose fused",
     ),
     "a cache on a CPU": (
-        wished(cluster={"device": "cpu"}, cache_load_factor=0.1),
+        config_with(cluster={"device": "cpu"}, cache_load_factor=0.1),
         r"cache_load_factor is 0.1, but the device is cpu",
     ),
     "an SSD without a path": (
-        wished(cluster={"ssd_gb": 100}, compute_kernels=("key_value",)),
-        r"key_value keeps rows on an SSD, but sharding.cluster.ssd_path is None and ssd_gb 100; set both",
+        config_with(cluster={"ssd_gb": 100}, compute_kernels=("key_value",)),
+        r"key_value stores rows on an SSD, but sharding.cluster.ssd_path is None and ssd_gb 100; set both",
     ),
     "dense without replicas": (
-        wished(compute_kernels=("dense",)),
-        r"dense is the kernel of data_parallel alone, but sharding_types are left to the planner",
+        config_with(compute_kernels=("dense",)),
+        r"dense is the kernel of data_parallel only, but sharding_types are left to the planner",
     ),
     "replicas without dense": (
-        wished(sharding_types=("data_parallel",), compute_kernels=("fused",)),
-        r"data_parallel has the kernel dense alone, but compute_kernels are \['fused'\]; add dense",
+        config_with(sharding_types=("data_parallel",), compute_kernels=("fused",)),
+        r"data_parallel supports only the kernel dense, but compute_kernels are \['fused'\]; add dense",
     ),
     "dense alone for several types": (
-        wished(sharding_types=("data_parallel", "row_wise"), compute_kernels=("dense",)),
-        r"dense is the kernel of data_parallel alone, but sharding_types are \['data_parallel', 'row_wise'\]",
+        config_with(sharding_types=("data_parallel", "row_wise"), compute_kernels=("dense",)),
+        r"dense is the kernel of data_parallel only, but sharding_types are \['data_parallel', 'row_wise'\]",
     ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_wish_that_cannot_be_met_is_refused_by_name(case):
+def test_an_unsupported_constraint_is_rejected_with_its_name(case):
     config, message = CASES[case]
     with pytest.raises(InputError, match=message):
         make_plan(config, model=POOLED, batch_size=64)
 
 
-def test_users_by_row_cannot_have_a_type_that_pools_and_are_told_how_they_can():
-    with pytest.raises(InputError, match=r"sharding.tables.user: grid_shard adds up.*or set tables.user.lookup to pooled"):
-        make_plan(wished("user", sharding_types=("grid_shard",)), model=SPEC, batch_size=64)
-    make_plan(wished("user", sharding_types=("grid_shard",)), model=POOLED, batch_size=64)
+def test_a_pooling_type_for_an_unpooled_table_is_rejected_with_the_fix():
+    with pytest.raises(
+        InputError, match=r"sharding.tables.user: grid_shard supports pooled.*or set tables.user.lookup to pooled"
+    ):
+        make_plan(config_with("user", sharding_types=("grid_shard",)), model=SPEC, batch_size=64)
+    make_plan(config_with("user", sharding_types=("grid_shard",)), model=POOLED, batch_size=64)
 
 
-def test_an_optimizer_that_a_kernel_has_not_is_refused():
-    on_ssd = wished(cluster={"ssd_gb": 100, "ssd_path": "/ssd"}, compute_kernels=("key_value",))
-    with pytest.raises(InputError, match=r"key_value has the optimizers .*, but the table's is sgd"):
+def test_an_optimizer_that_the_kernel_does_not_support_is_rejected():
+    on_ssd = config_with(cluster={"ssd_gb": 100, "ssd_path": "/ssd"}, compute_kernels=("key_value",))
+    with pytest.raises(InputError, match=r"key_value supports the optimizers .*, but the table has sgd"):
         make_plan(on_ssd, model=SPEC, batch_size=64, optimizer=TableOptimizer(kind="sgd"))
-    fused_only = wished(sharding_types=("data_parallel",))
-    with pytest.raises(InputError, match=r"partial_rowwise_adam exists as a fused kernel alone"):
+    fused_only = config_with(sharding_types=("data_parallel",))
+    with pytest.raises(InputError, match=r"partial_rowwise_adam, which has a fused kernel only"):
         make_plan(fused_only, model=SPEC, batch_size=64, optimizer=TableOptimizer(kind="partial_rowwise_adam"))
 
 
@@ -114,9 +116,11 @@ def test_a_cache_factor_without_a_cache_is_refused_when_the_config_is_read():
         TableConstraint(compute_kernels=("fused",), cache_load_factor=0.1)
 
 
-def test_a_kernel_that_is_asked_for_is_taken_and_the_pooling_factor_is_the_users_word():
+def test_a_configured_kernel_and_pooling_factor_are_used():
     plan = make_plan(
-        wished(compute_kernels=("fused_uvm_caching",), cache_load_factor=0.5, pooling_factor=3.0), model=SPEC, batch_size=64
+        config_with(compute_kernels=("fused_uvm_caching",), cache_load_factor=0.5, pooling_factor=3.0),
+        model=SPEC,
+        batch_size=64,
     )
     table = plan.tables["item"]
     assert (table.compute_kernel, table.cache_load_factor, table.values_per_query) == ("fused_uvm_caching", 0.5, 3.0)
@@ -125,12 +129,14 @@ def test_a_kernel_that_is_asked_for_is_taken_and_the_pooling_factor_is_the_users
 
 
 @pytest.mark.parametrize("precision", ["fp16", "int8"])
-def test_gradients_are_not_sent_in_a_precision_that_loses_small_ones(precision):
+def test_gradient_precisions_that_lose_small_values_are_rejected(precision):
     with pytest.raises(ValidationError, match=f"backward is {precision}: gradients below .* set backward to bf16"):
         QuantizedCommsConfig(backward=precision)
 
 
-def test_int8_is_refused_for_a_width_that_it_cannot_carry():
+def test_int8_is_rejected_for_an_unsupported_width():
     narrow = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=48), num_users=1000, num_items=500)
-    with pytest.raises(InputError, match=r"int8 takes widths that are multiples of 32, but table item has 48; choose fp16"):
-        make_plan(sent(QuantizedCommsConfig(forward="int8"), sharding_types=("table_wise",)), model=narrow, batch_size=64)
+    with pytest.raises(InputError, match=r"int8 supports widths that are multiples of 32, but table item has 48; choose fp16"):
+        make_plan(
+            config_with_comms(QuantizedCommsConfig(forward="int8"), sharding_types=("table_wise",)), model=narrow, batch_size=64
+        )

@@ -1,4 +1,4 @@
-"""What plan.json tells of memory and time, and of why a table got its type."""
+"""Estimates of memory and time in plan.json, and the reason for each table's sharding type."""
 
 import pytest
 
@@ -63,17 +63,17 @@ def test_each_sharding_type_of_each_table_has_a_reason() -> None:
     reasons = {name: {one.sharding_type: one for one in table.alternatives} for name, table in plan.tables.items()}
     assert {len(kinds) for kinds in reasons.values()} == {7}
     assert reasons["item"]["row_wise"].verdict == "chosen"
-    assert reasons["item"]["table_wise"].verdict == "left out by sharding.tables.item.sharding_types"
-    assert reasons["item"]["grid_shard"].verdict.startswith("cannot be: it adds up pooled rows")
+    assert reasons["item"]["table_wise"].verdict == "excluded by sharding.tables.item.sharding_types"
+    assert reasons["item"]["grid_shard"].verdict.startswith("not supported: it supports pooled lookups only")
     assert reasons["item"]["grid_shard"].step_ms is None
-    assert reasons["user"]["data_parallel"].verdict.startswith("only where asked for")
+    assert reasons["user"]["data_parallel"].verdict.startswith("only if listed in sharding_types")
     assert "does not fit" in reasons["user"]["table_wise"].verdict
     chosen = reasons["user"][plan.tables["user"].sharding_type]
     slower = [one for one in reasons["user"].values() if one.verdict.startswith("slower")]
     assert slower and all(one.step_ms > chosen.step_ms for one in slower)
 
 
-def test_a_type_that_is_faster_alone_may_not_fit_beside_the_other_tables() -> None:
+def test_a_type_that_is_faster_alone_may_not_fit_together_with_the_other_tables() -> None:
     counted = {"values": 0, "out_of_vocabulary": 0, "missing": 0, "definition": "", "continued": False}
     large, third = (FeatureFacts(kind="categorical", rows=rows, **counted) for rows in (9 * 10**8, 3 * 10**8))
     model = ModelSpec.sized(
@@ -91,7 +91,7 @@ def test_a_type_that_is_faster_alone_may_not_fit_beside_the_other_tables() -> No
         (within_host,) = (one for one in plan.tables[name].alternatives if one.sharding_type == "table_row_wise")
         (chosen,) = (one for one in plan.tables[name].alternatives if one.verdict == "chosen")
         assert within_host.step_ms < chosen.step_ms
-        assert within_host.verdict == "faster alone, but it does not fit beside the other tables"
+        assert within_host.verdict == "faster for this table alone, but it does not fit together with the other tables"
 
 
 def test_one_sharding_type_for_all_is_slower_or_does_not_fit() -> None:

@@ -1,4 +1,4 @@
-"""What the planner takes a batch to look up, beside the batches that the loader makes."""
+"""Expected lookups compared with the batches that the loader makes."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ USERS, ITEMS, EVENTS, BATCH, NEGATIVES = 300, 2000, 9000, 128, 64
 
 
 def skewed_store(*, ordered: bool) -> EventStore:
-    """Users of very different length, items by a power law."""
+    """Return a store with very different numbers of events per user and a power law of item popularity."""
     rng = np.random.default_rng(1)
     lengths = 1 + rng.multinomial(EVENTS - USERS, rng.dirichlet(np.full(USERS, 0.7)))
     weight = 1 / np.arange(1, ITEMS + 1)
@@ -38,7 +38,7 @@ def skewed_store(*, ordered: bool) -> EventStore:
 
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize(("length", "alpha"), [(0, 0.0), (5, 0.75), (50, 0.0)])
-def test_measured_lookups_are_those_of_real_batches(ordered: bool, length: int, alpha: float) -> None:
+def test_expected_lookups_match_those_of_real_batches(ordered: bool, length: int, alpha: float) -> None:
     store = skewed_store(ordered=ordered)
     features = feature_store(users=USERS, items=ITEMS, events=EVENTS)
     config = TwoTowerConfig(user_id=True, history=HistoryConfig(length=length, last_item=length > 0))
@@ -68,12 +68,12 @@ def test_measured_lookups_are_those_of_real_batches(ordered: bool, length: int, 
     assert lookup_stats.values_per_query["user"] == lookup_stats.values_per_query["user.single"] == 1.0
 
 
-def test_the_hottest_rows_get_the_share_of_lookups_that_batches_give_them() -> None:
+def test_the_hot_row_curve_is_the_share_of_the_events() -> None:
     store = skewed_store(ordered=True)
     spec = ModelSpec.sized(TwoTowerConfig(user_id=True), num_users=USERS, num_items=ITEMS)
     shares = lookup_stats_of(spec, batch_size=BATCH, loss=LossConfig(), store=store).hot_row_curve
     assert set(shares) == {"item", "user"}
     assert shares["item"][-1] == shares["user"][-1] == 1.0
-    assert shares["item"][9] > 0.1, "a tenth of the items is asked for more often than that"
+    assert shares["item"][9] > 0.1, "the most frequent tenth of the items gets more than a tenth of the lookups"
     by_events = np.sort(store.train_end - store.user_offset[:-1])[::-1]
     assert shares["user"][9] == pytest.approx(by_events[: USERS // 10].sum() / EVENTS, abs=1e-6)

@@ -9,7 +9,7 @@ from torchrec.distributed.planner.types import PlannerError, Shard, ShardingOpti
 from recsys_core.models.spec import TableSpec
 from recsys_core.sharding.config import ComputeKernel, ShardingKind, TableConstraint
 from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, NOT_SUPPORTED, SSD_CACHE_MB, optimizer_kind, why_not_offered
-from recsys_core.sharding.infeasible import why_too_large
+from recsys_core.sharding.infeasible import describe_shortage
 from recsys_core.sharding.plan_file import Alternative, NaivePlan, RankEstimate, TableMemory
 from recsys_core.sharding.torchrec_planner import TorchrecPlanner
 
@@ -21,9 +21,9 @@ NAIVE_TYPES: tuple[ShardingKind, ...] = ("row_wise", "table_wise")
 _FLOAT_BYTES = 4
 
 
-def rank_estimates(search: TorchrecPlanner, options: Mapping[str, ShardingOption]) -> tuple[RankEstimate, ...]:
+def rank_estimates(planner: TorchrecPlanner, options: Mapping[str, ShardingOption]) -> tuple[RankEstimate, ...]:
     """Return the memory and time of each rank. options: the layout of each table."""
-    shards_by_rank: list[list[tuple[str, ShardingOption, Shard]]] = [[] for _ in range(search.world_size)]
+    shards_by_rank: list[list[tuple[str, ShardingOption, Shard]]] = [[] for _ in range(planner.world_size)]
     for name, option in options.items():
         for shard in option.shards:
             shards_by_rank[shard.rank].append((name, option, shard))
@@ -31,7 +31,7 @@ def rank_estimates(search: TorchrecPlanner, options: Mapping[str, ShardingOption
     for shards in shards_by_rank:
         tables: dict[str, TableMemory] = {}
         for name, option, shard in shards:
-            memory = _memory(search, name, option=option, shard=shard)
+            memory = _memory(planner, name, option=option, shard=shard)
             tables[name] = _add(tables[name], memory) if name in tables else memory
         perfs = [shard.perf for _, _, shard in shards]
         estimates.append(
@@ -51,14 +51,14 @@ def rank_estimates(search: TorchrecPlanner, options: Mapping[str, ShardingOption
     return tuple(estimates)
 
 
-def _memory(search: TorchrecPlanner, name: str, *, option: ShardingOption, shard: Shard) -> TableMemory:
-    table = search.model.tables[name]
-    kind = optimizer_kind(table, default=search.optimizer)
+def _memory(planner: TorchrecPlanner, name: str, *, option: ShardingOption, shard: Shard) -> TableMemory:
+    table = planner.model.tables[name]
+    kind = optimizer_kind(table, default=planner.optimizer)
     state = 1 / table.dim if kind == "rowwise_adagrad" else STATE_PER_WEIGHT[kind]
     rows, columns = shard.size
     weights = rows * columns * _FLOAT_BYTES
     optimizer, cache = math.ceil(weights * state), 0
-    fast: int = shard.storage.hbm if search.device == "cuda" else shard.storage.ddr
+    fast: int = shard.storage.hbm if planner.device == "cuda" else shard.storage.ddr
     if option.compute_kernel == "fused_uvm_caching":
         share = option.cache_load_factor or CACHE_LOAD_FACTOR
         # Besides rows and optimizer state, the cache index takes 4 bytes per row and 16 bytes per cached row.
@@ -74,24 +74,24 @@ def _add(one: TableMemory, other: TableMemory) -> TableMemory:
     return TableMemory(**{name: value + getattr(other, name) for name, value in one.model_dump().items()})
 
 
-def alternatives(search: TorchrecPlanner, chosen: Mapping[str, ShardingOption]) -> dict[str, tuple[Alternative, ...]]:
+def alternatives(planner: TorchrecPlanner, chosen: Mapping[str, ShardingOption]) -> dict[str, tuple[Alternative, ...]]:
     """Return for each table every sharding type with its estimates and why it was chosen or not."""
-    tables = search.model.tables
+    tables = planner.model.tables
     all_types: tuple[ShardingKind, ...] = get_args(ShardingKind)
     supported = {
-        name: tuple(kind for kind in all_types if _is_supported(kind, table, search=search)) for name, table in tables.items()
+        name: tuple(kind for kind in all_types if _is_supported(kind, table, planner=planner)) for name, table in tables.items()
     }
     kernels: tuple[ComputeKernel, ...] = ("fused", "dense")
-    if search.device == "cuda":
+    if planner.device == "cuda":
         kernels += ("fused_uvm_caching", "fused_uvm")
     with_dense = {
-        name: tuple(dict.fromkeys((*(_constraint(search, name).compute_kernels or kernels), "dense"))) for name in tables
+        name: tuple(dict.fromkeys((*(_constraint(planner, name).compute_kernels or kernels), "dense"))) for name in tables
     }
-    options = search.options(kinds=supported, kernels=with_dense)
+    options = planner.options(kinds=supported, kernels=with_dense)
     return {
         name: tuple(
             _alternative(
-                search, name, kind, [option for option in options[name] if option.sharding_type == kind], chosen=chosen
+                planner, name, kind, [option for option in options[name] if option.sharding_type == kind], chosen=chosen
             )
             for kind in all_types
         )
@@ -99,25 +99,25 @@ def alternatives(search: TorchrecPlanner, chosen: Mapping[str, ShardingOption]) 
     }
 
 
-def _is_supported(kind: ShardingKind, table: TableSpec, *, search: TorchrecPlanner) -> bool:
-    reason = why_not_offered(kind, table, num_nodes=search.config.cluster.num_nodes, world_size=search.world_size)
+def _is_supported(kind: ShardingKind, table: TableSpec, *, planner: TorchrecPlanner) -> bool:
+    reason = why_not_offered(kind, table, num_nodes=planner.config.cluster.num_nodes, world_size=planner.world_size)
     return reason is None or not reason.startswith(NOT_SUPPORTED)
 
 
-def _constraint(search: TorchrecPlanner, name: str) -> TableConstraint:
-    return search.config.tables.get(name, TableConstraint())
+def _constraint(planner: TorchrecPlanner, name: str) -> TableConstraint:
+    return planner.config.tables.get(name, TableConstraint())
 
 
 def _alternative(
-    search: TorchrecPlanner,
+    planner: TorchrecPlanner,
     name: str,
     kind: ShardingKind,
     options: list[ShardingOption],
     *,
     chosen: Mapping[str, ShardingOption],
 ) -> Alternative:
-    table = search.model.tables[name]
-    reason = why_not_offered(kind, table, num_nodes=search.config.cluster.num_nodes, world_size=search.world_size)
+    table = planner.model.tables[name]
+    reason = why_not_offered(kind, table, num_nodes=planner.config.cluster.num_nodes, world_size=planner.world_size)
     if not options:
         return Alternative(sharding_type=kind, verdict=reason or "no kernel supports it on this device")
     chosen_option = chosen[name]
@@ -125,19 +125,19 @@ def _alternative(
         best = next(option for option in options if option.compute_kernel == chosen_option.compute_kernel)
     else:
         # The fastest option that fits without the other tables; if none fits, the one that exceeds the memory least.
-        best = min(options, key=lambda option: (_excess_bytes(option, search.usable), cost_ms(option)))
+        best = min(options, key=lambda option: (_excess_bytes(option, planner.usable), cost_ms(option)))
     return Alternative(
         sharding_type=kind,
         compute_kernel=best.compute_kernel,
         step_ms=cost_ms(best),
         hbm_bytes=max(shard.storage.hbm for shard in best.shards),
         ddr_bytes=max(shard.storage.ddr for shard in best.shards),
-        verdict=_verdict(search, name, best, chosen=chosen_option, reason=reason),
+        verdict=_verdict(planner, name, best, chosen=chosen_option, reason=reason),
     )
 
 
 def _verdict(
-    search: TorchrecPlanner,
+    planner: TorchrecPlanner,
     name: str,
     option: ShardingOption,
     *,
@@ -145,14 +145,14 @@ def _verdict(
     reason: str | None,
 ) -> str:
     """Return why an option was chosen or not. reason: why its type is not offered by default, if it is not."""
-    kind, allowed = option.sharding_type, _constraint(search, name).sharding_types
+    kind, allowed = option.sharding_type, _constraint(planner, name).sharding_types
     if chosen.sharding_type == kind:
         return "chosen"
     if allowed is not None and kind not in allowed:
         return f"excluded by sharding.tables.{name}.sharding_types"
     if allowed is None and reason is not None:
         return reason
-    excess_bytes = _excess_bytes(option, search.usable)
+    excess_bytes = _excess_bytes(option, planner.usable)
     if excess_bytes:
         return f"does not fit: {excess_bytes:,} bytes short on one rank"
     slower = cost_ms(option) - cost_ms(chosen)
@@ -160,10 +160,10 @@ def _verdict(
         return (
             f"slower: {cost_ms(option):.3g} ms instead of {cost_ms(chosen):.3g} ms" if slower else "as fast as the chosen type"
         )
-    if len(search.model.tables) > MAX_TABLES_REPLANNED:
+    if len(planner.model.tables) > MAX_TABLES_REPLANNED:
         return "faster for this table alone, but not chosen together with the other tables"
     try:
-        step = step_ms(search, search.best(kinds={name: (kind,)}))
+        step = step_ms(planner, planner.best(kinds={name: (kind,)}))
     except PlannerError:
         return "faster for this table alone, but it does not fit together with the other tables"
     return f"faster for this table alone, but the lookups of all tables would take {step:.3g} ms"
@@ -174,9 +174,9 @@ def cost_ms(option: ShardingOption) -> float:
     return max(float(shard.perf.total) for shard in option.shards)
 
 
-def step_ms(search: TorchrecPlanner, options: Mapping[str, ShardingOption]) -> float:
+def step_ms(planner: TorchrecPlanner, options: Mapping[str, ShardingOption]) -> float:
     """Return the time of the slowest rank for all tables."""
-    return max(rank.step_ms for rank in rank_estimates(search, options))
+    return max(rank.step_ms for rank in rank_estimates(planner, options))
 
 
 def _excess_bytes(option: ShardingOption, usable: Storage) -> int:
@@ -186,20 +186,20 @@ def _excess_bytes(option: ShardingOption, usable: Storage) -> int:
     return max(0, *excess)
 
 
-def naive_plans(search: TorchrecPlanner) -> tuple[NaivePlan, ...]:
+def naive_plans(planner: TorchrecPlanner) -> tuple[NaivePlan, ...]:
     """Return plans with one sharding type for all tables and the kernel fused, to compare the plan with."""
-    return tuple(_naive(search, kind) for kind in NAIVE_TYPES)
+    return tuple(_naive(planner, kind) for kind in NAIVE_TYPES)
 
 
-def _naive(search: TorchrecPlanner, kind: ShardingKind) -> NaivePlan:
-    tables: Sequence[str] = list(search.model.tables)
+def _naive(planner: TorchrecPlanner, kind: ShardingKind) -> NaivePlan:
+    tables: Sequence[str] = list(planner.model.tables)
     kinds: dict[str, tuple[ShardingKind, ...]] = dict.fromkeys(tables, (kind,))
     kernels: dict[str, tuple[ComputeKernel, ...]] = dict.fromkeys(tables, ("fused",))
     try:
-        ranks = rank_estimates(search, search.best(kinds=kinds, kernels=kernels))
+        ranks = rank_estimates(planner, planner.best(kinds=kinds, kernels=kernels))
     except PlannerError:
-        problem = why_too_large(
-            search, {name: options[0] for name, options in search.options(kinds=kinds, kernels=kernels).items()}
+        problem = describe_shortage(
+            planner, {name: options[0] for name, options in planner.options(kinds=kinds, kernels=kernels).items()}
         )
         return NaivePlan(name=f"all {kind}", problem=f"does not fit: {problem}")
     return NaivePlan(

@@ -114,7 +114,7 @@ def make_plan(
     config = config.model_copy(update={"cluster": with_default_memory(config.cluster)})
     optimizer = optimizer or TableOptimizer()
     check_constraints(config, model=model, device=device, default=optimizer)
-    search = TorchrecPlanner(
+    planner = TorchrecPlanner(
         config=config,
         model=model,
         batch_size=batch_size,
@@ -124,31 +124,31 @@ def make_plan(
         lookup_stats=lookup_stats,
     )
     try:
-        chosen = search.best()
+        chosen = planner.best()
     except PlannerError:
-        raise infeasible_error(search) from None
-    considered = alternatives(search, chosen)
-    tables = {name: _table_plan(search, name, option=chosen[name], considered=considered[name]) for name in chosen}
+        raise infeasible_error(planner) from None
+    considered = alternatives(planner, chosen)
+    tables = {name: _table_plan(planner, name, option=chosen[name], considered=considered[name]) for name in chosen}
     return PlanFile(
         device=device,
         num_nodes=config.cluster.num_nodes,
         processes_per_node=processes,
         batch_size=batch_size,
-        fingerprint=layout_fingerprint(tables, device=device, world_size=search.world_size),
+        fingerprint=layout_fingerprint(tables, device=device, world_size=planner.world_size),
         cluster=config.cluster,
         quantized_comms=config.quantized_comms,
-        usable_hbm_bytes=search.usable.hbm,
-        usable_ddr_bytes=search.usable.ddr,
+        usable_hbm_bytes=planner.usable.hbm,
+        usable_ddr_bytes=planner.usable.ddr,
         tables=tables,
-        ranks=rank_estimates(search, chosen),
-        naive=naive_plans(search),
+        ranks=rank_estimates(planner, chosen),
+        naive=naive_plans(planner),
     )
 
 
 def _table_plan(
-    search: TorchrecPlanner, name: str, *, option: ShardingOption, considered: tuple[Alternative, ...]
+    planner: TorchrecPlanner, name: str, *, option: ShardingOption, considered: tuple[Alternative, ...]
 ) -> TablePlan:
-    table, constraint = search.model.tables[name], search.config.tables.get(name)
+    table, constraint = planner.model.tables[name], planner.config.tables.get(name)
     shards = tuple(
         ShardPlan(rank=shard.rank, offset=(shard.offset[0], shard.offset[1]), size=(shard.size[0], shard.size[1]))
         for shard in option.shards
@@ -157,15 +157,15 @@ def _table_plan(
     return TablePlan(
         rows=table.num_rows,
         dim=table.dim,
-        optimizer=optimizer_kind(table, default=search.optimizer),
+        optimizer=optimizer_kind(table, default=planner.optimizer),
         sharding_type=option.sharding_type,
         compute_kernel=option.compute_kernel,
         cache_load_factor=(option.cache_load_factor or CACHE_LOAD_FACTOR) if cached else None,
-        ssd_path=search.config.cluster.ssd_path if option.compute_kernel == "key_value" else None,
+        ssd_path=planner.config.cluster.ssd_path if option.compute_kernel == "key_value" else None,
         ranks=tuple(shard.rank for shard in shards),
         shards=shards,
         values_per_query=lookups_of(
-            name, model=search.model, constraint=constraint or TableConstraint(), lookup_stats=search.lookup_stats
+            name, model=planner.model, constraint=constraint or TableConstraint(), lookup_stats=planner.lookup_stats
         ),
         constraint=_format_constraint(constraint) if constraint is not None else None,
         alternatives=considered,

@@ -112,7 +112,7 @@ def test_layouts_are_tried_in_one_order_so_that_among_equal_ones_every_process_c
     assert make_plan(tied, model=SPEC, batch_size=64).tables["user"].sharding_type == "table_wise"
     orders = []
     for kinds in (KINDS, KINDS[::-1]):
-        search = TorchrecPlanner(
+        planner = TorchrecPlanner(
             config=config(*kinds, hbm_gb=80, ddr_gb=16),
             model=SPEC,
             batch_size=64,
@@ -121,7 +121,7 @@ def test_layouts_are_tried_in_one_order_so_that_among_equal_ones_every_process_c
             optimizer=TableOptimizer(),
             lookup_stats=None,
         )
-        orders.append([option.sharding_type for option in search.options()["user"]])
+        orders.append([option.sharding_type for option in planner.options()["user"]])
     assert sorted(orders[0]) == sorted(KINDS) and orders[0] == orders[1]
 
 

@@ -8,7 +8,8 @@ import pytest
 from recsys_core.training.checkpoint import latest_checkpoint
 from recsys_core.training.job_spec import CHECKPOINTS_NAME
 from tests.gloo import run_ranks
-from tests.recsys_core.training.faults import (
+from tests.recsys_core.training.forked_training import checkpoint_of, ingest, night, train_in_forks, train_job, unhurried
+from tests.recsys_core.training.kill_points import (
     STEPS,
     TRAINING,
     Kill,
@@ -17,7 +18,6 @@ from tests.recsys_core.training.faults import (
     train_through_kills,
     undisturbed_night,
 )
-from tests.recsys_core.training.stages import checkpoint_of, ingest, night, train_in_forks, train_job, unhurried
 
 pytestmark = pytest.mark.drill
 ANY_RANK = ("step", "staged", "written", "measured")

@@ -7,7 +7,7 @@ import pytest
 
 from recsys_core.manifests import MARKER
 from tasks.run import STAGES
-from tests.drills.interrupting import interrupted, states
+from tests.drills.interrupted_run import interrupted, states
 from tests.drills.test_kill_and_resume import RUN_ID, is_in, run_night, write_config
 
 pytestmark = pytest.mark.drill

@@ -16,7 +16,7 @@ import yaml
 from flows.cli import main as cli
 from recsys_core.data.synthetic import generate
 from tasks.registry.tracking import connect
-from tests.flows.tuning import CONFIG, RATE
+from tests.flows.tuning_config import CONFIG, RATE
 
 pytestmark = pytest.mark.drill
 ROOT = Path(cli.__file__).parents[1]

@@ -26,7 +26,7 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import RegistrationManifest
 from tasks.registry.mlflow_client import connect, tracking_uri
 from tasks.run import STAGES, Run
-from tests.recsys_core.launching.sockets import Listening, collect_listening
+from tests.recsys_core.launching.listening_sockets import Listening, collect_listening
 
 ROOT = Path(nightly.__file__).parents[1]
 CONFIG = """

@@ -11,7 +11,7 @@ from flows.config_file import load_config, settings_as_yaml
 from recsys_core.errors import InputError
 from tasks.tuning.config import RangeConfig, TuningConfig
 from tasks.tuning.study import Study, TrialResult, best_first
-from tests.flows.tuning import CONFIG
+from tests.flows.tuning_config import CONFIG
 
 
 @pytest.mark.parametrize(

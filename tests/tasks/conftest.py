@@ -39,7 +39,7 @@ from recsys_core.training.job_spec import Progress
 from tasks.registry import gate
 from tasks.registry.mlflow_client import connect
 from tasks.registry.smoke_test import K, ServedSample, UnusableVersionError
-from tests.recsys_core.evaluation.stages import export_stage, interactions_stage
+from tests.recsys_core.evaluation.stage_folders import export_stage, interactions_stage
 
 ITEMS, USERS, DIM, CLUSTERS = 120, 30, 8, 4
 STEPS = (20, 40, 60)

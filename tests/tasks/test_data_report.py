@@ -16,8 +16,8 @@ from tasks.registry import mlflow_client
 from tasks.registry.mlflow_client import connect
 from tasks.registry.tracking import open_run
 from tasks.run import Run
-from tests.recsys_core.data.nights import interactions_of
-from tests.tasks.servers import silent
+from tests.recsys_core.data.interactions_with_times import interactions_of
+from tests.tasks.unhealthy_servers import silent
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from flows.cli.input_checks import check_inputs
 from flows.config import PipelineConfig
-from tests.recsys_core.data.tables import refusal, write
+from tests.recsys_core.data.parquet_files import refusal, write
 
 
 def test_columns_of_context_features_are_checked_as_the_ingest_checks_them(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.drills.interrupting import interrupted, states
+from tests.drills.interrupted_run import interrupted, states
 from tests.drills.test_kill_and_resume import write_config
 
 

@@ -15,7 +15,7 @@ from flows.cli.runner import Command, run_nightly, save_traceback
 from recsys_core.errors import StageError, TrackingServerError
 from recsys_core.manifests.ownership import own
 from tasks.registry import mlflow_client
-from tests.tasks.servers import answering, closed, silent
+from tests.tasks.unhealthy_servers import answering, closed, silent
 
 COMMANDS = (["query", "--user", "1"], ["releases"])
 TROUBLE: dict[str, Callable[[], AbstractContextManager[str]]] = {

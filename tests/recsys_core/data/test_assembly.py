@@ -13,7 +13,7 @@ from recsys_core.data.batch import Batch, keyed_jagged
 from recsys_core.data.batch_keys import POOLED, POOLED_WEIGHTED, UNPOOLED
 from recsys_core.data.features.store import FeatureStore
 from recsys_core.data.jagged import JaggedArray
-from tests.recsys_core.data.described import FORMS, SIDES, feature_store, values_of
+from tests.recsys_core.data.random_features import FORMS, SIDES, feature_store, values_of
 
 USERS, ITEMS, EVENTS = 5, 9, 20
 histories = st.lists(st.lists(st.integers(0, ITEMS - 1), max_size=4), min_size=1, max_size=5)

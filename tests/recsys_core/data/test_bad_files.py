@@ -12,9 +12,9 @@ import pytest
 from recsys_core.data.embeddings.config import EmbeddingsConfig
 from recsys_core.data.embeddings.ingest import ingest_embeddings
 from recsys_core.errors import InputError
-from tests.recsys_core.data import logs
-from tests.recsys_core.data.hostile import list_bomb, patch_footer
-from tests.recsys_core.data.tables import refuses, write
+from tests.recsys_core.data import interaction_logs
+from tests.recsys_core.data.forged_parquet import list_bomb, patch_footer
+from tests.recsys_core.data.parquet_files import refuses, write
 
 LAST_OUT: dict[str, Any] = {"kind": "leave_last_out"}
 ROWS = 300
@@ -29,9 +29,9 @@ Stage = Callable[..., Callable[[Path], object]]
 
 def interactions(path: str | Path, *, root: Path | None = None, **settings: Any) -> Callable[[Path], object]:
     if root is not None:
-        config = logs.InteractionsConfig(paths=str(path), split=LAST_OUT, timestamp_column="t", timestamp_unit="us")
-        return lambda folder: logs.ingest_interactions(config, embeddings=None, folder=folder, data_root=root)
-    return lambda folder: logs.ingest(folder, str(path), split=LAST_OUT, **settings)
+        config = interaction_logs.InteractionsConfig(paths=str(path), split=LAST_OUT, timestamp_column="t", timestamp_unit="us")
+        return lambda folder: interaction_logs.ingest_interactions(config, embeddings=None, folder=folder, data_root=root)
+    return lambda folder: interaction_logs.ingest(folder, str(path), split=LAST_OUT, **settings)
 
 
 def embeddings(path: str | Path, *, root: Path | None = None, **settings: Any) -> Callable[[Path], object]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from recsys_core.data.events import EvaluationSplit, EventStore
 from recsys_core.data.jagged import JaggedArray, ragged_ranges
-from tests.recsys_core.data.logs import ingest, write_log
+from tests.recsys_core.data.interaction_logs import ingest, write_log
 
 Nested = list[list[int]]
 few = st.lists(st.integers(0, 30), max_size=5)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from recsys_core.data.interactions.config import GivenSplit, LeaveLastOut, Split, TimeSplit
 from recsys_core.data_report.leaks import SplitCounts, count_split
 from recsys_core.units import DAY_US
-from tests.recsys_core.data.nights import Parts, interactions_of
+from tests.recsys_core.data.interactions_with_times import Parts, interactions_of
 
 FILES = GivenSplit(test=("test.parquet",))
 ITEMS = 5

@@ -14,7 +14,7 @@ from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.manifests import Dataset, EvaluationManifest
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
-from tests.recsys_core.evaluation.stages import embeddings_stage, export_stage, interactions_stage
+from tests.recsys_core.evaluation.stage_folders import embeddings_stage, export_stage, interactions_stage
 
 BEAUTY = Path(__file__).resolve().parents[4] / "shared" / "data" / "beauty"
 

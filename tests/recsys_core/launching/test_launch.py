@@ -17,7 +17,7 @@ from recsys_core.errors import InputError, LaunchError, StageError
 from recsys_core.launching.config import LocalLauncher
 from recsys_core.launching.launch import require_local_capacity
 from recsys_core.launching.messages import LaunchFolder, ProcessLayout
-from tests.recsys_core.launching.launches import agents_and_ranks, launch_ranks
+from tests.recsys_core.launching.scripted_launches import agents_and_ranks, launch_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 NO_TORCHX = pytest.mark.skipif(find_spec("torchx") is None, reason="torchx is not installed")
@@ -87,7 +87,7 @@ def test_the_local_launcher_rejects_a_layout_of_two_hosts() -> None:
 @contextmanager
 def running_launch(folder: Path, kind: str) -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process]]]:
     """Yield a process that has launched two ranks, once both work, and all processes below it."""
-    command = [sys.executable, "-m", "tests.recsys_core.launching.launches", str(folder), kind]
+    command = [sys.executable, "-m", "tests.recsys_core.launching.scripted_launches", str(folder), kind]
     with (folder / "output").open("wb") as output:
         launcher = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
     try:

@@ -14,8 +14,8 @@ from torch.distributed import TCPStore
 from recsys_core.launching.messages import Host, LaunchFolder, LaunchSpec
 from recsys_core.launching.network import find_network, listen
 from recsys_core.launching.torchrun import StaticRendezvous, connect_store
-from tests.recsys_core.launching.launches import RANKS
-from tests.recsys_core.launching.sockets import listening
+from tests.recsys_core.launching.listening_sockets import listening
+from tests.recsys_core.launching.scripted_launches import RANKS
 from tests.recsys_core.launching.test_launch import ranks_import_this_tree, running_launch
 
 __all__ = ["ranks_import_this_tree"]

@@ -12,7 +12,7 @@ import pytest
 from recsys_core.errors import InputError, LaunchError
 from recsys_core.launching.config import MountConfig, TorchxLauncher
 from recsys_core.launching.messages import LaunchFolder, LaunchSpec
-from tests.recsys_core.launching.launches import TWO_HOSTS, agents_and_ranks, launch_ranks
+from tests.recsys_core.launching.scripted_launches import TWO_HOSTS, agents_and_ranks, launch_ranks
 
 pytest.importorskip("torchx")
 from torchx.runner import get_runner

@@ -13,8 +13,8 @@ from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export import export_vectors
 from recsys_core.training.job_spec import Progress
 from recsys_core.training.train import train
-from tests.recsys_core.launching.launches import ONE_HOST, TWO_HOSTS
-from tests.recsys_core.training.stages import Night, ingest, night
+from tests.recsys_core.launching.scripted_launches import ONE_HOST, TWO_HOSTS
+from tests.recsys_core.training.forked_training import Night, ingest, night
 
 pytest.importorskip("torchx")
 CONFIG = TrainingConfig(epochs=1, batch_size=64, log_every_steps=5, seed=3)

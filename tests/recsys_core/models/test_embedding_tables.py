@@ -18,7 +18,7 @@ from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.embedding_tables import EmbeddingTables, parameter_name, table_outputs
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig
-from tests.recsys_core.data.described import FORMS, SIDES, facts, feature_store, values_of
+from tests.recsys_core.data.random_features import FORMS, SIDES, facts, feature_store, values_of
 
 USERS, ITEMS, EVENTS = 5, 9, 20
 LISTS = [f"{side}.{form}" for side in SIDES for form in ("list", "weighted_list")]

@@ -13,7 +13,7 @@ from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec, TableSpec
 from recsys_core.models.table_checks import check_width
 from recsys_core.models.table_config import TableConfig
-from tests.recsys_core.data.described import FORMS, ROWS, SIDES, facts
+from tests.recsys_core.data.random_features import FORMS, ROWS, SIDES, facts
 from tests.recsys_core.models.error_messages import raises_message
 
 DIM = 8

@@ -20,7 +20,7 @@ from recsys_core.models.sampling import negative_share
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig
 from recsys_core.models.task import RetrievalHead, RetrievalTask
-from tests.recsys_core.data.described import facts, feature_store
+from tests.recsys_core.data.random_features import facts, feature_store
 
 USERS, ITEMS = 6, 9
 COUNTS = np.array([9, 4, 0, 2, 1, 1, 3, 5, 2])

@@ -14,8 +14,8 @@ from recsys_core.data.features.config import FeaturesConfig
 from recsys_core.data.features.ingest import ingest_features
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US
-from tests.recsys_core.data.logs import ingest
-from tests.recsys_core.data.tables import refusal, write
+from tests.recsys_core.data.interaction_logs import ingest
+from tests.recsys_core.data.parquet_files import refusal, write
 
 SPLIT = {"kind": "time", "test_days": 1, "validation_days": 1}
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from recsys_core.parquet.duckdb_session import database
-from tests.recsys_core.data.tables import refusal
+from tests.recsys_core.data.parquet_files import refusal
 
 
 def test_a_disk_too_small_to_spill_to_is_not_taken_for_too_little_memory(tmp_path: Path) -> None:

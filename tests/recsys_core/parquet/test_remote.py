@@ -15,8 +15,8 @@ from recsys_core.errors import InputError
 from recsys_core.parquet import locations
 from recsys_core.parquet.local_copies import local_files
 from recsys_core.parquet.sources import open_sources
-from tests.recsys_core.data.stores import KEY, Store, running
-from tests.recsys_core.data.tables import refusal, write
+from tests.recsys_core.data.parquet_files import refusal, write
+from tests.recsys_core.parquet.fake_s3 import KEY, Store, running
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from recsys_core.retrieval.config import IndexConfig, IndexKind
 from recsys_core.retrieval.index import build_indexes, estimate_bytes
 from recsys_core.retrieval.plot import plot_indexes
 from recsys_core.retrieval.search import load_index, search, search_all
-from tests.recsys_core.evaluation.stages import export_stage
+from tests.recsys_core.evaluation.stage_folders import export_stage
 
 KINDS = get_args(IndexKind)
 CONFIG = IndexConfig(compared_kinds=KINDS, nlist=10, nprobe=2, pq_m=4, pq_nbits=6, ef_search=16, recall_k=10)

@@ -12,7 +12,7 @@ from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.sampling import negative_share
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.lookup_stats import lookup_stats_of
-from tests.recsys_core.data.described import facts, feature_store
+from tests.recsys_core.data.random_features import facts, feature_store
 
 USERS, ITEMS, EVENTS, BATCH, NEGATIVES = 300, 2000, 9000, 128, 64
 

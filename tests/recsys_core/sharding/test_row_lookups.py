@@ -26,7 +26,7 @@ from recsys_core.training.config import TrainingConfig
 from recsys_core.training.process_group import Process
 from recsys_core.training.sharded_model import build_model
 from tests.gloo import run_ranks
-from tests.recsys_core.data.described import facts, feature_store, values_of
+from tests.recsys_core.data.random_features import facts, feature_store, values_of
 
 USERS, ITEMS, EVENTS, SEED = 5, 9, 20, 3
 HISTORIES = {"both ranks": ([[1, 2], [3]], [[4, 4], []]), "one rank": ([[], []], [[7, 1], [0]]), "none": ([[], []], [[], []])}

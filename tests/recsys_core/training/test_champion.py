@@ -20,9 +20,9 @@ from recsys_core.models.table_config import TableConfig
 from recsys_core.training.champion import Champion, carried_tables, champion_layers, require_compatible
 from recsys_core.training.config import TrainingConfig, WarmStartConfig
 from recsys_core.training.train import choose_start, train
-from tests.recsys_core.data.logs import ingest
-from tests.recsys_core.data.tables import write
-from tests.recsys_core.training.nights import Night, make_night
+from tests.recsys_core.data.interaction_logs import ingest
+from tests.recsys_core.data.parquet_files import write
+from tests.recsys_core.training.consecutive_runs import Night, make_night
 
 WAY_OUT = "set training.warm_start to null for this run, or go back to the old setting"
 ADAGRAD = TableOptimizer()

@@ -17,7 +17,7 @@ from recsys_core.training.config import TrainingConfig
 from recsys_core.training.disk_estimate import export_bytes, training_bytes
 from recsys_core.training.export import export_vectors
 from recsys_core.training.train import link_or_copy, train
-from tests.recsys_core.training.stages import checkpoint_of, export_in_forks, ingest, night, train_in_forks
+from tests.recsys_core.training.forked_training import checkpoint_of, export_in_forks, ingest, night, train_in_forks
 
 CONFIG = TrainingConfig(epochs=1, batch_size=128, validation=None, checkpoint_every_steps=1000, seed=5)
 TABLES = {"item": TableConfig(optimizer=TableOptimizer(kind="adagrad"))}

@@ -10,7 +10,7 @@ from recsys_core.errors import StageError
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.training.leaked_events import count_leaked_events
 from recsys_core.units import DAY_US
-from tests.recsys_core.data.logs import Event, ingest, read, write_log
+from tests.recsys_core.data.interaction_logs import Event, ingest, read, write_log
 
 TIME = {"kind": "time", "test_days": 1, "validation_days": 1}
 LAST = {"kind": "leave_last_out"}

@@ -18,7 +18,7 @@ from recsys_core.sharding.config import TableConstraint
 from recsys_core.sharding.plan_file import PlanFile, layout_fingerprint
 from recsys_core.training.config import ProfileConfig, TrainingConfig, ValidationConfig
 from recsys_core.training.job_spec import CHECKPOINTS_NAME
-from tests.recsys_core.training.stages import (
+from tests.recsys_core.training.forked_training import (
     DIM,
     MODEL,
     Night,

@@ -30,8 +30,8 @@ from recsys_core.training.job_spec import Progress
 from recsys_core.training.metrics_log import MetricsTail
 from recsys_core.training.process_group import Process
 from recsys_core.training.train import train
-from tests.recsys_core.launching.sockets import collect_listening
-from tests.recsys_core.training.stages import Night, ingest, night
+from tests.recsys_core.launching.listening_sockets import collect_listening
+from tests.recsys_core.training.forked_training import Night, ingest, night
 
 CONFIG = TrainingConfig(
     epochs=2,

@@ -17,7 +17,7 @@ from recsys_core.training.encoding import Encoder
 from recsys_core.training.process_group import Process
 from recsys_core.training.validation import Validator, users_to_validate
 from tests.gloo import run_ranks
-from tests.recsys_core.evaluation.stages import interactions_stage
+from tests.recsys_core.evaluation.stage_folders import interactions_stage
 
 ITEMS = 40
 

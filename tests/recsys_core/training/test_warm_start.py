@@ -33,7 +33,7 @@ from recsys_core.training.optimizers import accumulator_shards, make_optimizer
 from recsys_core.training.sharded_model import initial_model
 from recsys_core.training.warm_start import load_champion_accumulators, load_champion_weights, prepare_warm_start
 from tests.gloo import run_ranks
-from tests.recsys_core.training.nights import RANKS, Night, crown, make_night, process, train_and_export, train_job
+from tests.recsys_core.training.consecutive_runs import RANKS, Night, crown, make_night, process, train_and_export, train_job
 
 VOCABULARIES = {"item": ("items.parquet", "id"), "user": ("users.parquet", "id")}
 

@@ -17,7 +17,7 @@ from tasks.registry.mlflow_client import call_with_deadline, call_with_retries, 
 from tasks.registry.tracking import MetricRelay
 from tasks.run import Run
 from tests.tasks.conftest import progress
-from tests.tasks.servers import answering, closed, silent
+from tests.tasks.unhealthy_servers import answering, closed, silent
 
 URI = "http://ada:s3cret@host/mlflow"
 NOT_MLFLOW = "<html><body>nginx</body></html>"

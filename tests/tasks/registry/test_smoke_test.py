@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tasks.registry.smoke_test import K, ServedSample, invalid_answers, prepare_sample, served_metrics
-from tests.recsys_core.evaluation.stages import interactions_stage
+from tests.recsys_core.evaluation.stage_folders import interactions_stage
 
 ITEMS = 30
 

@@ -13,7 +13,7 @@ import pytest
 from recsys_core.data.embeddings.config import EmbeddingsConfig
 from recsys_core.data.embeddings.ingest import ingest_embeddings
 from recsys_core.manifests import EmbeddingsManifest
-from tests.recsys_core.data.tables import damage_data, refuses, write
+from tests.recsys_core.data.parquet_files import damage_data, refuses, write
 
 
 def ingest(folder: Path, *paths: str, **settings: Any) -> EmbeddingsManifest:

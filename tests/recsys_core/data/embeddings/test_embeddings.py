@@ -16,7 +16,7 @@ from recsys_core.data.embeddings.config import EmbeddingsConfig
 from recsys_core.data.embeddings.ingest import ingest_embeddings
 from recsys_core.manifests import EmbeddingsManifest
 from recsys_core.manifests.ownership import MARKER
-from tests.recsys_core.data.tables import refuses, write
+from tests.recsys_core.data.parquet_files import refuses, write
 
 Layout = Callable[[np.ndarray], pa.Array]
 

@@ -9,9 +9,9 @@ import pytest
 
 from recsys_core.data.embeddings.config import EmbeddingsConfig
 from recsys_core.data.embeddings.ingest import ingest_embeddings
-from tests.recsys_core.data import logs
+from tests.recsys_core.data import interaction_logs
 from tests.recsys_core.data.interactions.test_checks import ODD, STRANGE
-from tests.recsys_core.data.tables import refuses, write
+from tests.recsys_core.data.parquet_files import refuses, write
 
 
 @pytest.mark.parametrize("dictionary", [True, False])
@@ -21,10 +21,13 @@ def test_strange_ids_come_out_as_they_went_in(tmp_path: Path, dictionary: bool) 
     made = ingest_embeddings((EmbeddingsConfig(paths=path, vector_column="v"),), folder=tmp_path / "embeddings")
     assert pq.read_table(made.ids("item"))["id"].to_pylist() == STRANGE
     log = [(user, item, time) for time, (user, item) in enumerate((user, item) for user in "ab" for item in STRANGE[::-1])]
-    store = logs.ingest(
-        tmp_path / "stage", logs.write_log(tmp_path / "a.parquet", log), split={"kind": "leave_last_out"}, embeddings=made
+    store = interaction_logs.ingest(
+        tmp_path / "stage",
+        interaction_logs.write_log(tmp_path / "a.parquet", log),
+        split={"kind": "leave_last_out"},
+        embeddings=made,
     )
-    items, rows = logs.read(store).items, np.load(store.path("vector_row.npy"))
+    items, rows = interaction_logs.read(store).items, np.load(store.path("vector_row.npy"))
     assert [STRANGE[row] for row in rows] == items
     assert store.items_with_vector == len(STRANGE)
 

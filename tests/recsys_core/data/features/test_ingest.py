@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from recsys_core.data.features.config import FeaturesConfig
 from recsys_core.data.features.ingest import ingest_features
 from recsys_core.manifests import FeaturesManifest, InteractionsManifest
-from tests.recsys_core.data.logs import ingest as ingest_log
-from tests.recsys_core.data.logs import write_log
-from tests.recsys_core.data.stages import write_interactions
-from tests.recsys_core.data.tables import write
+from tests.recsys_core.data.interaction_logs import ingest as ingest_log
+from tests.recsys_core.data.interaction_logs import write_log
+from tests.recsys_core.data.interactions_with_context import write_interactions
+from tests.recsys_core.data.parquet_files import write
 
 LOG = [([0, 1, 2], [3], [1]), ([1], [], [0]), ([2, 0], [], [])]
 USERS = ["ann", "bob", "cat"]

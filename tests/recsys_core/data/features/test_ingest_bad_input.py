@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from recsys_core.data.features.config import FeatureConfig, FeaturesConfig
 from recsys_core.data.features.ingest import ingest_features
-from tests.recsys_core.data.stages import write_interactions
-from tests.recsys_core.data.tables import damage_data, refuses, write
+from tests.recsys_core.data.interactions_with_context import write_interactions
+from tests.recsys_core.data.parquet_files import damage_data, refuses, write
 
 LOG = [([0, 1, 2], [], [1]), ([1], [], [0])]
 LIST, WEIGHTS = pa.list_(pa.string()), pa.list_(pa.float64())

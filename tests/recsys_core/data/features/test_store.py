@@ -16,8 +16,8 @@ from recsys_core.data.features.config import FeaturesConfig
 from recsys_core.data.features.ingest import ingest_features
 from recsys_core.data.features.store import FeatureStore, feature_form
 from recsys_core.data.loader import TrainLoader, query_batch
-from tests.recsys_core.data.stages import write_interactions
-from tests.recsys_core.data.tables import write
+from tests.recsys_core.data.interactions_with_context import write_interactions
+from tests.recsys_core.data.parquet_files import write
 
 USERS, ITEMS = 6, 11
 DESCRIBED = {

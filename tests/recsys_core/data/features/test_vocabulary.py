@@ -13,8 +13,8 @@ from recsys_core.data.embeddings.ingest import ingest_embeddings
 from recsys_core.data.features.config import FeaturesConfig
 from recsys_core.data.features.ingest import ingest_features
 from recsys_core.manifests import EmbeddingsManifest, FeaturesManifest
-from tests.recsys_core.data.stages import write_interactions
-from tests.recsys_core.data.tables import refuses, write
+from tests.recsys_core.data.interactions_with_context import write_interactions
+from tests.recsys_core.data.parquet_files import refuses, write
 
 ITEMS = [10, 11, 12, 13, 14]
 LOG = [([0, 1, 2], [3], [1]), ([1], [], [0])]

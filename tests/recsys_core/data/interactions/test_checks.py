@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tests.recsys_core.data.logs import Event, check, ingest, leave_last_out, write_log
-from tests.recsys_core.data.tables import refuses, write
+from tests.recsys_core.data.interaction_logs import Event, check, ingest, leave_last_out, write_log
+from tests.recsys_core.data.parquet_files import refuses, write
 
 LAST_OUT = {"kind": "leave_last_out"}
 GOOD = {"user_id": [1, 1, 1, 2], "item_id": [5, 6, 7, 5], "t": [1, 2, 3, 4]}

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.recsys_core.data.logs import ingest, read
-from tests.recsys_core.data.tables import refusal, refuses, write
+from tests.recsys_core.data.interaction_logs import ingest, read
+from tests.recsys_core.data.parquet_files import refusal, refuses, write
 
 LAST_OUT = {"kind": "leave_last_out"}
 IDS = {"user_id": [1, 1, 1, 2, 2], "item_id": [5, 6, 7, 5, 6]}

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from recsys_core.data.interactions.config import InteractionsConfig
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US
-from tests.recsys_core.data.logs import Event, ingest, read, write_log
-from tests.recsys_core.data.tables import refusal, write
+from tests.recsys_core.data.interaction_logs import Event, ingest, read, write_log
+from tests.recsys_core.data.parquet_files import refusal, write
 
 LAST_OUT = {"kind": "leave_last_out"}
 events = st.lists(

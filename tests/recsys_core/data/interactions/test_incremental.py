@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from recsys_core.data.interactions import incremental as log_parts
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US
-from tests.recsys_core.data.logs import Event, ingest, read, write_log
-from tests.recsys_core.data.tables import refusal, write
+from tests.recsys_core.data.interaction_logs import Event, ingest, read, write_log
+from tests.recsys_core.data.parquet_files import refusal, write
 
 TIME = {"kind": "time", "test_days": 1, "validation_days": 1}
 DAYS: list[list[Event]] = [

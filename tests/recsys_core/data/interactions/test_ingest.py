@@ -16,8 +16,8 @@ from recsys_core.data.embeddings.ingest import ingest_embeddings
 from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest
 from recsys_core.manifests.ownership import MARKER
 from recsys_core.units import DAY_US
-from tests.recsys_core.data.logs import Event, check, ingest, leave_last_out, read, split_by_time, write_log
-from tests.recsys_core.data.tables import write
+from tests.recsys_core.data.interaction_logs import Event, check, ingest, leave_last_out, read, split_by_time, write_log
+from tests.recsys_core.data.parquet_files import write
 
 LAST_OUT = {"kind": "leave_last_out"}
 BEAUTY = Path(__file__).parents[5] / "shared" / "data" / "beauty"

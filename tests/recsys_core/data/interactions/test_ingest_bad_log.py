@@ -12,8 +12,8 @@ import pytest
 from recsys_core.data.embeddings.config import EmbeddingsConfig
 from recsys_core.data.embeddings.ingest import ingest_embeddings
 from recsys_core.manifests import InteractionsManifest
-from tests.recsys_core.data.logs import ingest
-from tests.recsys_core.data.tables import damage_data, refusal, refuses, write
+from tests.recsys_core.data.interaction_logs import ingest
+from tests.recsys_core.data.parquet_files import damage_data, refusal, refuses, write
 
 LAST_OUT = {"kind": "leave_last_out"}
 GOOD = {"user_id": [1, 1, 1, 2], "item_id": [5, 6, 7, 5], "t": [1, 2, 3, 4], "stars": [1.0, 2.0, 3.0, 4.0]}

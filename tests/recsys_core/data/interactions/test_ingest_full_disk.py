@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tests.recsys_core.data.logs import ingest
-from tests.recsys_core.data.tables import refuses, write
+from tests.recsys_core.data.interaction_logs import ingest
+from tests.recsys_core.data.parquet_files import refuses, write
 
 LAST_OUT = {"kind": "leave_last_out"}
 

@@ -12,7 +12,7 @@ from recsys_core.data.interactions.config import InteractionsConfig
 from recsys_core.data.interactions.ingest import ingest_interactions
 from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest
 from recsys_core.units import DAY_US
-from tests.recsys_core.data.tables import write
+from tests.recsys_core.data.parquet_files import write
 
 Id = int | str
 Event = tuple[Id, Id, Any]

@@ -7,17 +7,7 @@ import numpy as np
 import pytest
 
 from tests.gloo import run_ranks
-from tests.recsys_core.training.faults import (
-    TRAINING,
-    Kill,
-    Undisturbed,
-    export_and_die,
-    state_in,
-    train_and_die,
-    train_through_kills,
-    undisturbed_night,
-)
-from tests.recsys_core.training.stages import (
+from tests.recsys_core.training.forked_training import (
     Night,
     checkpoint_of,
     export_in_forks,
@@ -27,6 +17,16 @@ from tests.recsys_core.training.stages import (
     train_in_forks,
     train_job,
     unhurried,
+)
+from tests.recsys_core.training.kill_points import (
+    TRAINING,
+    Kill,
+    Undisturbed,
+    export_and_die,
+    state_in,
+    train_and_die,
+    train_through_kills,
+    undisturbed_night,
 )
 
 KILLS = (

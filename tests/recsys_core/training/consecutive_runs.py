@@ -35,8 +35,8 @@ from recsys_core.training.job_spec import CHECKPOINTS_NAME, RESULT_NAME, ExportJ
 from recsys_core.training.loop import run_training
 from recsys_core.training.process_group import Process
 from tests.gloo import run_ranks
-from tests.recsys_core.data.logs import Event, ingest, write_log
-from tests.recsys_core.data.tables import write
+from tests.recsys_core.data.interaction_logs import Event, ingest, write_log
+from tests.recsys_core.data.parquet_files import write
 
 RANKS, DIM = 2, 8
 TRAINING = TrainingConfig(epochs=1, batch_size=16, validation=None, checkpoint_every_steps=1000, seed=3)

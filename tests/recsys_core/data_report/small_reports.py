@@ -9,7 +9,7 @@ from recsys_core.data_report.report import PreviousRun, report_data
 from recsys_core.data_report.schema import DataReport
 from recsys_core.manifests import DataReportManifest, InteractionsManifest
 from recsys_core.units import DAY_US
-from tests.recsys_core.data.nights import Parts
+from tests.recsys_core.data.interactions_with_times import Parts
 
 FILES = GivenSplit(test=("test.parquet",))
 

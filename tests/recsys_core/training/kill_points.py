@@ -22,7 +22,7 @@ from recsys_core.training.metrics_log import MetricsLog
 from recsys_core.training.train import train
 from recsys_core.training.validation import Validator
 from tests.gloo import _CONTEXT
-from tests.recsys_core.training.stages import (
+from tests.recsys_core.training.forked_training import (
     Night,
     _process,
     checkpoint_of,

@@ -53,7 +53,6 @@ CONTESTANTS = (EXAMPLE, PREPARED, OURS, PREPARED_BATCHES, "ours, bf16")
 CPU_FEATURES = "cpu features"
 REPLACED = {
     "unpooled lookups": (lookups, "patch_cpu_kernels"),
-    "freed memory": (rank_patches, "retain_freed_memory"),
     "own cores": (rank_patches, "pin_to_core_share"),
     "batch work": (rank_patches, "use_batch_scheduling"),
 }

@@ -119,7 +119,7 @@ def to_markdown(results: dict[str, Any]) -> str:
         "",
         "`example` is the loop of TorchRec's retrieval example on RandomRecDataset (benchmarks/torchrec_loop.py), started as",
         "by torchrun. The prepared example also has the process settings of nightjar's ranks (recsys_core/patches): pinned",
-        "cores, the batch scheduling policy, freed memory kept, and the CPU features that FBGEMM does not detect by itself.",
+        "cores, the batch scheduling policy, and the CPU features that FBGEMM does not detect by itself.",
         "`ours` is nightjar's trainer on an ingested parquet log, with one drawn negative in addition to the positives. Ratios",
         "are computed per round.",
     ]

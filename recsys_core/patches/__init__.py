@@ -10,5 +10,5 @@ Each workaround has a test in tests/recsys_core/patches that fails when the inst
 | lookups.dense_rows | the dense CPU kernel ignores its pooling mode: pytorch/FBGEMM#4586 | test_dense_rows_is_needed |
 | lookups.bags_of_one | the unpooled CPU kernel is slow; no issue | test_bags_of_one_is_measured_again_when_fbgemm_changes |
 | lookups.bags_of_one, empty shards | the fused CPU kernel rejects empty tables; no issue | test_empty_shards_are_needed |
-| rank.prepare_rank | settings of Linux and glibc for CPU ranks, no library patch | - |
+| rank.prepare_rank | core affinity and scheduling policy of CPU ranks; no workaround of a library | - |
 """

@@ -8,7 +8,14 @@ import pytest
 from recsys_core.training.checkpoint import latest_checkpoint
 from recsys_core.training.job_spec import CHECKPOINTS_NAME
 from tests.gloo import run_ranks
-from tests.recsys_core.training.forked_training import checkpoint_of, ingest, night, train_in_forks, train_job, unhurried
+from tests.recsys_core.training.forked_training import (
+    checkpoint_of,
+    generate_dataset,
+    make_experiment,
+    train_in_forks,
+    train_job,
+    without_timings,
+)
 from tests.recsys_core.training.kill_points import (
     STEPS,
     TRAINING,
@@ -16,7 +23,7 @@ from tests.recsys_core.training.kill_points import (
     state_in,
     train_and_die,
     train_through_kills,
-    undisturbed_night,
+    train_undisturbed,
 )
 
 pytestmark = pytest.mark.drill
@@ -25,31 +32,31 @@ FIRST_RANK = ("hashed", "renaming", "renamed", "line", "removing")
 IN_FORKS = 80
 
 
-def test_trainings_killed_a_hundred_times_end_as_an_undisturbed_one(tmp_path):
-    made = night(ingest(tmp_path), tmp_path / "plan", training=TRAINING)
-    expected = undisturbed_night(made, tmp_path)
+def test_trainings_that_are_killed_a_hundred_times_end_like_an_undisturbed_one(tmp_path):
+    experiment = make_experiment(generate_dataset(tmp_path), tmp_path / "plan", training=TRAINING)
+    expected = train_undisturbed(experiment, tmp_path)
     draw, left = random.Random(1), IN_FORKS
     while left:
         work = tmp_path / f"killed-{left}"
         while left and (done := steps_kept(work)) < STEPS:
-            # Late in a night there may be no old checkpoint left that is removed.
+            # Near the end of a run there may be no old checkpoint left to remove.
             place = draw.choice(ANY_RANK + (FIRST_RANK if done < STEPS - 9 else FIRST_RANK[:-1]))
             victim = draw.randrange(2) if place in ANY_RANK else 0
             kill = Kill(place, victim, step=draw.randint(done + 1, min(done + 3, STEPS)))
-            run_ranks(train_and_die, world_size=2, arguments=(train_job(made, work), kill), dies=victim)
+            run_ranks(train_and_die, world_size=2, arguments=(train_job(experiment, work), kill), dies=victim)
             left -= 1
-        trained = train_in_forks(made, work)
-        assert unhurried(trained.lines) == expected.lines
+        trained = train_in_forks(experiment, work)
+        assert without_timings(trained.lines) == expected.lines
         assert state_in(checkpoint_of(trained)) == expected.state
 
     for turn in range(5):
         victims = draw.choices(("agent", "rank", "flow"), k=4)
         folder = tmp_path / f"train-{turn}"
-        train_through_kills(made, folder, victims=victims)
+        train_through_kills(experiment, folder, victims=victims)
         assert state_in(folder / "checkpoint") == expected.state
 
 
 def steps_kept(work: Path) -> int:
-    """Steps that the newest sound checkpoint is after."""
+    """Return the step of the newest intact checkpoint."""
     checkpoint = latest_checkpoint(work / CHECKPOINTS_NAME, fingerprint="f")
     return checkpoint.step if checkpoint is not None else 0

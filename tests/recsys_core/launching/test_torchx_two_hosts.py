@@ -14,34 +14,34 @@ from recsys_core.training.export import export_vectors
 from recsys_core.training.job_spec import Progress
 from recsys_core.training.train import train
 from tests.recsys_core.launching.scripted_launches import ONE_HOST, TWO_HOSTS
-from tests.recsys_core.training.forked_training import Night, ingest, night
+from tests.recsys_core.training.forked_training import Experiment, generate_dataset, make_experiment
 
 pytest.importorskip("torchx")
 CONFIG = TrainingConfig(epochs=1, batch_size=64, log_every_steps=5, seed=3)
 
 
-def plan_for(made: Night, folder: Path, *, nodes: int) -> PlanManifest:
+def plan_for(experiment: Experiment, folder: Path, *, nodes: int) -> PlanManifest:
     """Two ranks, each with half of every table's rows, wherever they run."""
     return plan_sharding(
         ShardingConfig(
             cluster=ClusterConfig(device="cpu", num_nodes=nodes, processes_per_node=2 // nodes),
-            tables={name: TableConstraint(sharding_types=("row_wise",)) for name in made.spec.tables},
+            tables={name: TableConstraint(sharding_types=("row_wise",)) for name in experiment.spec.tables},
         ),
-        model=made.spec,
+        model=experiment.spec,
         batch_size=CONFIG.batch_size,
         folder=folder,
         optimizer=CONFIG.table_optimizer,
     )
 
 
-def run(made: Night, folder: Path, *, launcher: Launcher) -> tuple[TrainManifest, list[Progress], ExportManifest]:
-    plan = plan_for(made, folder / "plan", nodes=1 if launcher.kind == "local" else 2)
+def run(experiment: Experiment, folder: Path, *, launcher: Launcher) -> tuple[TrainManifest, list[Progress], ExportManifest]:
+    plan = plan_for(experiment, folder / "plan", nodes=1 if launcher.kind == "local" else 2)
     lines: list[Progress] = []
     trained = train(
         CONFIG,
-        model=made.spec,
-        loss=made.loss,
-        dataset=made.data,
+        model=experiment.spec,
+        loss=experiment.loss,
+        dataset=experiment.data,
         plan=plan,
         folder=folder / "train",
         on_progress=lines.append,
@@ -49,9 +49,9 @@ def run(made: Night, folder: Path, *, launcher: Launcher) -> tuple[TrainManifest
     )
     exported = export_vectors(
         CONFIG,
-        model=made.spec,
-        loss=made.loss,
-        dataset=Dataset(made.data.interactions, features=made.data.features),
+        model=experiment.spec,
+        loss=experiment.loss,
+        dataset=Dataset(experiment.data.interactions, features=experiment.data.features),
         train=trained,
         folder=folder / "export",
         launcher=launcher,
@@ -60,10 +60,10 @@ def run(made: Night, folder: Path, *, launcher: Launcher) -> tuple[TrainManifest
 
 
 @pytest.mark.drill
-def test_two_hosts_with_one_rank_each_train_bit_for_bit_what_one_host_with_two_does(tmp_path: Path) -> None:
-    made = night(ingest(tmp_path), tmp_path / "plan", training=CONFIG)
-    here, lines_here, one = run(made, tmp_path / "here", launcher=ONE_HOST)
-    there, lines_there, two = run(made, tmp_path / "there", launcher=TWO_HOSTS)
+def test_two_hosts_with_one_rank_each_train_the_same_model_as_one_host_with_two_ranks(tmp_path: Path) -> None:
+    experiment = make_experiment(generate_dataset(tmp_path), tmp_path / "plan", training=CONFIG)
+    here, lines_here, one = run(experiment, tmp_path / "here", launcher=ONE_HOST)
+    there, lines_there, two = run(experiment, tmp_path / "there", launcher=TWO_HOSTS)
     assert [line.loss for line in lines_there] == [line.loss for line in lines_here] and len(lines_here) > 3
     assert (there.final_loss, there.validation, there.attempts) == (here.final_loss, here.validation, 1)
     arrays = [name for name in one.files if name.endswith(".npy")]

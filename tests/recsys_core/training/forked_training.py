@@ -1,4 +1,4 @@
-"""A generated log with features, ingested as a night does it; and training on it in ranks that are forks, not torchrun's."""
+"""Training and export of a small model on a generated log, in two ranks that are forked instead of launched by torchrun."""
 
 import json
 import os
@@ -52,16 +52,19 @@ MODEL = TwoTowerConfig(
 )
 
 
-def ingest(root: Path) -> Dataset:
-    """A log of ten days; the last but one is the validation split, and ten items have no event before it."""
+def generate_dataset(root: Path) -> Dataset:
+    """Generate a log of ten days with features and ingest it.
+
+    The last day is the test split, the day before it the validation split; ten items have no training event.
+    """
     generate(root / "data", users=USERS, items=ITEMS, events=4_000, days=10, dim=DIM, cold_items=10)
     random = np.random.default_rng(0)
-    known = USERS - 20  # the last ones have no features
+    num_described_users = USERS - 20
     users = {
-        "user_id": [f"u{user}" for user in range(known)],
-        "country": random.choice(["at", "de", "ch"], known),
-        "groups": [random.choice(12, random.integers(0, 4)).tolist() for _ in range(known)],
-        "age": random.normal(40, 10, known),
+        "user_id": [f"u{user}" for user in range(num_described_users)],
+        "country": random.choice(["at", "de", "ch"], num_described_users),
+        "groups": [random.choice(12, random.integers(0, 4)).tolist() for _ in range(num_described_users)],
+        "age": random.normal(40, 10, num_described_users),
     }
     items = {"item_id": np.arange(ITEMS) + 1000, "brand": np.arange(ITEMS) % 7, "price": random.lognormal(size=ITEMS)}
     pq.write_table(pa.table(users), root / "users.parquet")
@@ -102,8 +105,8 @@ def ingest(root: Path) -> Dataset:
     return Dataset(interactions, embeddings, ingested)
 
 
-class Night(NamedTuple):
-    """A model on the data, and its plan for two ranks."""
+class Experiment(NamedTuple):
+    """A dataset, a model, its plan for two ranks and the settings of its training."""
 
     data: Dataset
     spec: ModelSpec
@@ -112,7 +115,7 @@ class Night(NamedTuple):
     training: TrainingConfig
 
 
-def night(
+def make_experiment(
     data: Dataset,
     folder: Path,
     *,
@@ -121,7 +124,7 @@ def night(
     tables: dict[str, TableConfig] | None = None,
     loss: LossConfig = LossConfig(num_negatives=32),  # noqa: B008  it is frozen
     sharding: dict[str, TableConstraint] | None = None,
-) -> Night:
+) -> Experiment:
     spec = ModelSpec.of(
         model,
         dataset=data,
@@ -135,47 +138,51 @@ def night(
         folder=folder,
         optimizer=training.table_optimizer,
     )
-    return Night(data, spec, plan, loss, training)
+    return Experiment(data, spec, plan, loss, training)
 
 
-class Trained(NamedTuple):
-    """What a finished training left in its folder."""
+class FinishedTraining(NamedTuple):
+    """The folder, the result and the metrics lines of a training that ended."""
 
     work: Path
     result: TrainResult
     lines: list[Progress]
 
 
-def train_in_forks(night: Night, work: Path, *, stops_at: int | None = None, scores: list[float] | None = None) -> Trained:
-    """Trains in `work`, where checkpoints of an earlier call are found again.
+def train_in_forks(
+    experiment: Experiment, work: Path, *, stops_at: int | None = None, scores: list[float] | None = None
+) -> FinishedTraining:
+    """Train in `work`, resuming from the newest checkpoint of an earlier call.
 
-    stops_at: all ranks end at once after that step, as if killed. scores: what the validations find, instead of measuring.
+    Args:
+        stops_at: step after which all ranks exit at once, as if they were killed.
+        scores: metric values that replace the measurements of the validations.
     """
-    job = train_job(night, work)
+    job = train_job(experiment, work)
     run_ranks(_train, world_size=2, arguments=(job, stops_at, scores))
     if stops_at is not None:
         assert not (work / RESULT_NAME).exists()
-        return Trained(work, TrainResult.model_construct(), [])
+        return FinishedTraining(work, TrainResult.model_construct(), [])
     result = TrainResult.model_validate_json((work / RESULT_NAME).read_bytes())
     lines = [Progress.model_validate_json(line) for line in (work / METRICS_NAME).read_text().splitlines()]
-    return Trained(work, result, lines)
+    return FinishedTraining(work, result, lines)
 
 
-def train_job(night: Night, work: Path) -> TrainJob:
-    """Of the next attempt in `work`, from the newest checkpoint there."""
+def train_job(experiment: Experiment, work: Path) -> TrainJob:
+    """Return the job of the next attempt in `work`, which resumes from the newest checkpoint."""
     work.mkdir(exist_ok=True)
-    data = night.data
+    data = experiment.data
     checkpoint = latest_checkpoint(work / CHECKPOINTS_NAME, fingerprint="f")
     return TrainJob(
         work=work,
         fingerprint="f",
-        spec=night.spec,
-        loss=night.loss,
-        training=night.training,
+        spec=experiment.spec,
+        loss=experiment.loss,
+        training=experiment.training,
         interactions=data.interactions.folder,
         embeddings=data.embeddings.folder,
         features=data.features.folder,
-        plan=night.plan.path("plan.json"),
+        plan=experiment.plan.path("plan.json"),
         resume=checkpoint.folder if checkpoint is not None else None,
     )
 
@@ -194,30 +201,30 @@ def _train(rank: int, job: TrainJob, stops_at: int | None, scores: list[float] |
 
     Trainer._train_step = train_step_and_stop  # type: ignore[method-assign]
     if scores is not None:
-        left = iter(scores)
-        Validator.measure = lambda self: {self.metric_name: next(left)}  # type: ignore[method-assign]
+        remaining_scores = iter(scores)
+        Validator.measure = lambda self: {self.metric_name: next(remaining_scores)}  # type: ignore[method-assign]
     run_training(job, process=_process(rank))
 
 
-def export_in_forks(night: Night, checkpoint: Path, out: Path) -> dict[str, np.ndarray]:
-    """Every array of the export, and every tensor of its layers."""
+def export_in_forks(experiment: Experiment, checkpoint: Path, out: Path) -> dict[str, np.ndarray]:
+    """Export the checkpoint and return every array and every tensor of the layers by name."""
     out.mkdir()
-    run_ranks(_export, world_size=2, arguments=(export_job(night, checkpoint, out),))
+    run_ranks(_export, world_size=2, arguments=(export_job(experiment, checkpoint, out),))
     arrays = {path.name: np.load(path) for path in sorted(out.glob("*.npy"))}
     return arrays | {name: value.numpy() for name, value in load_file(out / "dense.safetensors").items()}
 
 
-def export_job(night: Night, checkpoint: Path, out: Path) -> ExportJob:
-    """Exports the model in `checkpoint` to `out`."""
+def export_job(experiment: Experiment, checkpoint: Path, out: Path) -> ExportJob:
+    """Return the job that exports `checkpoint` to `out`."""
     return ExportJob(
         work=out,
         out=out,
-        spec=night.spec,
-        loss=night.loss,
-        training=night.training,
-        interactions=night.data.interactions.folder,
-        features=night.data.features.folder,
-        plan=night.plan.path("plan.json"),
+        spec=experiment.spec,
+        loss=experiment.loss,
+        training=experiment.training,
+        interactions=experiment.data.interactions.folder,
+        features=experiment.data.features.folder,
+        plan=experiment.plan.path("plan.json"),
         checkpoint=checkpoint,
     )
 
@@ -226,12 +233,12 @@ def _export(rank: int, job: ExportJob) -> None:
     run_export(job, process=_process(rank))
 
 
-def checkpoint_of(trained: Trained) -> Path:
-    """The checkpoint that is the result."""
+def checkpoint_of(trained: FinishedTraining) -> Path:
+    """Return the folder of the checkpoint that the training result names."""
     return trained.work / CHECKPOINTS_NAME / trained.result.checkpoint
 
 
-def unhurried(lines: list[Progress]) -> list[dict[str, Any]]:
-    """The lines without what depends on the machine."""
-    measured = {"samples_per_s", "ms_per_step", "embedding_bytes_per_s", "memory_bytes"}
-    return [json.loads(line.model_dump_json(exclude=measured)) for line in lines]
+def without_timings(lines: list[Progress]) -> list[dict[str, Any]]:
+    """Return the metrics lines without the fields that measure the machine."""
+    measured_fields = {"samples_per_s", "ms_per_step", "embedding_bytes_per_s", "memory_bytes"}
+    return [json.loads(line.model_dump_json(exclude=measured_fields)) for line in lines]

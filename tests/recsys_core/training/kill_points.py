@@ -1,4 +1,4 @@
-"""Training and export that kill themselves at a given point, and the result of an undisturbed run."""
+"""Training and export that are killed at a given point, and the result of an undisturbed run."""
 
 import os
 import shutil
@@ -23,12 +23,12 @@ from recsys_core.training.train import train
 from recsys_core.training.validation import Validator
 from tests.gloo import _CONTEXT
 from tests.recsys_core.training.forked_training import (
-    Night,
+    Experiment,
     _process,
     checkpoint_of,
     export_in_forks,
     train_in_forks,
-    unhurried,
+    without_timings,
 )
 
 TRAINING = TrainingConfig(
@@ -39,7 +39,7 @@ PATIENCE_S, LINES_BETWEEN = 120.0, 3
 
 
 class Kill(NamedTuple):
-    """The rank that dies, and where: at a call of `place` once `step` steps are done."""
+    """The rank that is killed, and the call that kills it: `place`, once `step` steps are done."""
 
     place: str
     rank: int
@@ -52,15 +52,15 @@ class Undisturbed(NamedTuple):
     export: dict[str, np.ndarray]
 
 
-def undisturbed_night(made: Night, folder: Path) -> Undisturbed:
-    trained = train_in_forks(made, folder / "work")
+def train_undisturbed(experiment: Experiment, folder: Path) -> Undisturbed:
+    trained = train_in_forks(experiment, folder / "work")
     assert trained.result.steps == STEPS
-    export = export_in_forks(made, checkpoint_of(trained), folder / "export")
-    return Undisturbed(state_in(checkpoint_of(trained)), unhurried(trained.lines), export)
+    export = export_in_forks(experiment, checkpoint_of(trained), folder / "export")
+    return Undisturbed(state_in(checkpoint_of(trained)), without_timings(trained.lines), export)
 
 
 def state_in(checkpoint: Path) -> dict[str, str]:
-    """What each rank wrote: weights and optimizer state, tables and layers."""
+    """Return the checksums of the weights and optimizer states that each rank wrote."""
     manifest = require_manifest(checkpoint, CheckpointManifest)
     return {name: record.sha256 for name, record in manifest.files.items() if name.endswith(".distcp")}
 
@@ -71,15 +71,15 @@ def die(*_: Any, **__: Any) -> None:
 
 
 def armed(kill: Kill, call: Callable[..., Any], *, after: bool = False, when: Callable[..., bool] = lambda *_: True) -> Any:
-    """`call`, but it kills this process before it does its work, or `after` it, once the Trainer has done the steps."""
+    """Return `call` as a function that kills this process before the call (or `after` it), once `kill.step` steps are done."""
 
     def calls(*args: Any, **kwargs: Any) -> Any:
         if not after and STEPS_DONE[0] >= kill.step and when(*args):
             die()
-        found = call(*args, **kwargs)
+        result = call(*args, **kwargs)
         if after and STEPS_DONE[0] >= kill.step and when(*args):
             die()
-        return found
+        return result
 
     return calls
 
@@ -88,7 +88,7 @@ STEPS_DONE = [0]
 
 
 def count_steps() -> None:
-    """Keeps STEPS_DONE in this process."""
+    """Count the steps of this process in STEPS_DONE."""
     train_step = Trainer._train_step
 
     def counted_step(self: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -104,14 +104,14 @@ def half_a_line(self: MetricsLog, *args: Any, **kwargs: Any) -> None:
 
 
 def half_a_folder(path: Path, **_: Any) -> None:
-    """Removes one file of a checkpoint that is there."""
+    """Remove one file of the checkpoint in `path` and die."""
     for file in sorted(path.glob("*")):
         file.unlink()
         die()
 
 
 def arm(kill: Kill) -> None:
-    """Puts the kill into this process."""
+    """Patch the call that `kill.place` names, so that it kills this process."""
     count_steps()
     of_checkpoint = lambda path, *_: "step-" in str(path)  # noqa: E731
     match kill.place:
@@ -152,16 +152,16 @@ def export_and_die(rank: int, job: ExportJob, kill: Kill) -> None:
     run_export(job, process=_process(rank))
 
 
-def flow(made: Night, folder: Path) -> None:
-    """What the flow's process does in the train stage."""
+def flow(experiment: Experiment, folder: Path) -> None:
+    """Run the train stage as the process of the flow does."""
     train(
-        made.training, model=made.spec, loss=made.loss, dataset=made.data, plan=made.plan, folder=folder,
-        on_progress=lambda line: None,
+        experiment.training, model=experiment.spec, loss=experiment.loss, dataset=experiment.data, plan=experiment.plan,
+        folder=folder, on_progress=lambda line: None,
     )  # fmt: skip
 
 
 def agent_below(process: psutil.Process) -> psutil.Process | None:
-    return next((one for one in process.children() if "recsys_core.launching.agent" in one.cmdline()), None)
+    return next((child for child in process.children() if "recsys_core.launching.agent" in child.cmdline()), None)
 
 
 def lines_in(work: Path) -> int:
@@ -169,34 +169,34 @@ def lines_in(work: Path) -> int:
     return len(path.read_bytes().splitlines()) if path.is_file() else 0
 
 
-def train_through_kills(made: Night, folder: Path, *, victims: Sequence[str]) -> None:
-    """Runs the stage in `folder` and kills torchrun's agent, a rank or the flow, one after the other, a few lines apart.
+def train_through_kills(experiment: Experiment, folder: Path, *, victims: Sequence[str]) -> None:
+    """Run the train stage in `folder` and kill torchrun's agent, a rank or the flow in turn, LINES_BETWEEN metrics lines apart.
 
-    A flow that was killed is started again. All that ever ran below one has to be gone ten seconds after each kill.
+    A killed flow is started again. Ten seconds after each kill no process below the killed one may be running.
     """
     work = folder.with_name(folder.name + ".work")
 
     def start() -> Any:
-        process = _CONTEXT.Process(target=flow, args=(made, folder))
+        process = _CONTEXT.Process(target=flow, args=(experiment, folder))
         process.start()
         return process
 
-    running, lines = start(), 2
+    flow_process, num_lines = start(), 2
     for victim in victims:
         deadline = time.monotonic() + PATIENCE_S
         agent = None
-        while agent is None or lines_in(work) < lines or len(agent.children()) < 2:
-            assert running.is_alive() and time.monotonic() < deadline, f"{victim}: no {lines} lines in {work / METRICS_NAME}"
+        while agent is None or lines_in(work) < num_lines or len(agent.children()) < 2:
+            assert flow_process.is_alive() and time.monotonic() < deadline, f"{victim}: no {num_lines} lines in {work}"
             time.sleep(0.01)
-            agent = agent_below(psutil.Process(running.pid))
-        lines = lines_in(work) + LINES_BETWEEN
-        below = [agent, *agent.children(recursive=True)]
+            agent = agent_below(psutil.Process(flow_process.pid))
+        num_lines = lines_in(work) + LINES_BETWEEN
+        descendants = [agent, *agent.children(recursive=True)]
         if victim == "flow":
-            running.kill()
-            running.join()
-            running = start()
+            flow_process.kill()
+            flow_process.join()
+            flow_process = start()
         else:
             (agent if victim == "agent" else agent.children()[0]).kill()
-        assert not psutil.wait_procs(below, timeout=10)[1], f"{victim} was killed, but not all below it ended"
-    running.join(PATIENCE_S)
-    assert running.exitcode == 0
+        assert not psutil.wait_procs(descendants, timeout=10)[1], f"{victim} was killed, but not all processes below it ended"
+    flow_process.join(PATIENCE_S)
+    assert flow_process.exitcode == 0

@@ -1,4 +1,4 @@
-"""What training and export are known to write, against what they write; and disks without room for it."""
+"""Estimated sizes of checkpoints and exports compared with the files that are written; disks that are too small."""
 
 import errno
 from pathlib import Path
@@ -17,45 +17,51 @@ from recsys_core.training.config import TrainingConfig
 from recsys_core.training.disk_estimate import export_bytes, training_bytes
 from recsys_core.training.export import export_vectors
 from recsys_core.training.train import link_or_copy, train
-from tests.recsys_core.training.forked_training import checkpoint_of, export_in_forks, ingest, night, train_in_forks
+from tests.recsys_core.training.forked_training import (
+    checkpoint_of,
+    export_in_forks,
+    generate_dataset,
+    make_experiment,
+    train_in_forks,
+)
 
 CONFIG = TrainingConfig(epochs=1, batch_size=128, validation=None, checkpoint_every_steps=1000, seed=5)
 TABLES = {"item": TableConfig(optimizer=TableOptimizer(kind="adagrad"))}
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    root = tmp_path_factory.mktemp("night")
-    return night(ingest(root), root / "plan", training=CONFIG, tables=TABLES)
+def experiment(tmp_path_factory):
+    root = tmp_path_factory.mktemp("experiment")
+    return make_experiment(generate_dataset(root), root / "plan", training=CONFIG, tables=TABLES)
 
 
-def test_a_checkpoint_and_an_export_take_at_least_what_is_estimated(made, tmp_path):
-    trained = train_in_forks(made, tmp_path / "work")
-    arrays = export_in_forks(made, checkpoint_of(trained), tmp_path / "export")
+def test_a_checkpoint_and_an_export_are_at_least_as_large_as_their_estimates(experiment, tmp_path):
+    trained = train_in_forks(experiment, tmp_path / "work")
+    arrays = export_in_forks(experiment, checkpoint_of(trained), tmp_path / "export")
     rows = {name: array.nbytes for name, array in arrays.items() if name.startswith(("table_", "state_"))}
     items = {name: arrays[name].nbytes for name in ("item_vectors.npy", "history_items.npy")}
     largest = max(size for name, size in (rows | items).items() if not name.startswith("state_"))
-    estimate = training_bytes(CONFIG, model=made.spec, work=tmp_path / "none", steps_per_epoch=10)
+    estimate = training_bytes(CONFIG, model=experiment.spec, work=tmp_path / "none", steps_per_epoch=10)
     assert estimate == sum(rows.values()) < sum(path.stat().st_size for path in checkpoint_of(trained).glob("*.distcp"))
-    assert export_bytes(CONFIG.table_optimizer, model=made.spec) == sum((rows | items).values()) + largest
+    assert export_bytes(CONFIG.table_optimizer, model=experiment.spec) == sum((rows | items).values()) + largest
 
 
-def test_files_of_an_earlier_attempt_reduce_the_estimate(made, tmp_path):
-    whole = training_bytes(CONFIG, model=made.spec, work=tmp_path, steps_per_epoch=10)
+def test_files_of_an_earlier_attempt_reduce_the_estimate(experiment, tmp_path):
+    whole = training_bytes(CONFIG, model=experiment.spec, work=tmp_path, steps_per_epoch=10)
     (tmp_path / "checkpoint").write_bytes(bytes(1_000))
-    assert training_bytes(CONFIG, model=made.spec, work=tmp_path, steps_per_epoch=10) == whole - 1_000
+    assert training_bytes(CONFIG, model=experiment.spec, work=tmp_path, steps_per_epoch=10) == whole - 1_000
 
 
-def test_training_starts_only_if_its_checkpoints_fit_on_the_disk(made, small_disk: Path):
+def test_training_starts_only_if_its_checkpoints_fit_on_the_disk(experiment, small_disk: Path):
     (small_disk / "already").write_bytes(bytes(2**20 - 2**16))
     config = CONFIG.model_copy(update={"checkpoint_every_steps": 1})
     with pytest.raises(InputError, match=rf"^{small_disk}/train: the train stage takes at least 0\.000 GiB, but the disk has"):
         train(
             config,
-            model=made.spec,
-            loss=made.loss,
-            dataset=made.data,
-            plan=made.plan,
+            model=experiment.spec,
+            loss=experiment.loss,
+            dataset=experiment.data,
+            plan=experiment.plan,
             folder=small_disk / "train",
             on_progress=lambda _: pytest.fail("it began"),
         )
@@ -66,7 +72,7 @@ def facts(**changes) -> dict:
     return {"fingerprint": "f", "seconds": 1.0, "files": {}} | changes
 
 
-def test_export_and_index_begin_only_where_their_arrays_fit(made, small_disk: Path):
+def test_export_and_index_begin_only_where_their_arrays_fit(experiment, small_disk: Path):
     spec = ModelSpec.sized(TwoTowerConfig(), num_users=10, num_items=100_000)
     trained = TrainManifest(
         world_size=2,
@@ -86,8 +92,8 @@ def test_export_and_index_begin_only_where_their_arrays_fit(made, small_disk: Pa
         export_vectors(
             CONFIG,
             model=spec,
-            loss=made.loss,
-            dataset=Dataset(made.data.interactions),
+            loss=experiment.loss,
+            dataset=Dataset(experiment.data.interactions),
             train=trained,
             folder=small_disk / "export",
         )

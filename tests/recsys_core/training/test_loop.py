@@ -1,4 +1,4 @@
-"""Epochs, validation, stopping and going on from a checkpoint: two gloo ranks on an ingested log."""
+"""Epochs, validation, early stopping and resuming from a checkpoint: two gloo ranks on an ingested log."""
 
 import gzip
 import json
@@ -21,14 +21,14 @@ from recsys_core.training.job_spec import CHECKPOINTS_NAME
 from tests.recsys_core.training.forked_training import (
     DIM,
     MODEL,
-    Night,
-    Trained,
+    Experiment,
+    FinishedTraining,
     checkpoint_of,
     export_in_forks,
-    ingest,
-    night,
+    generate_dataset,
+    make_experiment,
     train_in_forks,
-    unhurried,
+    without_timings,
 )
 
 TRAINING = TrainingConfig(
@@ -44,14 +44,14 @@ TRAINING = TrainingConfig(
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return ingest(tmp_path_factory.mktemp("data"))
+    return generate_dataset(tmp_path_factory.mktemp("data"))
 
 
 def training(**settings) -> TrainingConfig:
     return TRAINING.model_copy(update=settings)
 
 
-def steps_of_epoch(trained: Trained) -> int:
+def steps_of_epoch(trained: FinishedTraining) -> int:
     return trained.lines[0].total_steps // TRAINING.epochs
 
 
@@ -85,91 +85,91 @@ UNUSUAL = {
 
 
 @pytest.mark.parametrize("settings", UNUSUAL.values(), ids=UNUSUAL)
-def test_a_run_that_is_stopped_twice_ends_as_an_undisturbed_one_bit_by_bit(data, settings, tmp_path):
-    made = night(data, tmp_path / "plan", **{"training": TRAINING} | settings)
-    whole = train_in_forks(made, tmp_path / "whole")
+def test_a_run_that_is_stopped_twice_ends_bit_for_bit_like_an_undisturbed_one(data, settings, tmp_path):
+    experiment = make_experiment(data, tmp_path / "plan", **{"training": TRAINING} | settings)
+    whole = train_in_forks(experiment, tmp_path / "whole")
     per_epoch = steps_of_epoch(whole)
     for step in (per_epoch - 1, 2 * per_epoch + 1):
-        train_in_forks(made, tmp_path / "stopped", stops_at=step)
-    stopped = train_in_forks(made, tmp_path / "stopped")
-    assert unhurried(stopped.lines) == unhurried(whole.lines)
+        train_in_forks(experiment, tmp_path / "stopped", stops_at=step)
+    stopped = train_in_forks(experiment, tmp_path / "stopped")
+    assert without_timings(stopped.lines) == without_timings(whole.lines)
     assert stopped.result.model_dump(exclude={"samples_per_s"}) == whole.result.model_dump(exclude={"samples_per_s"})
     assert sum(bool(line.validation) for line in whole.lines) == TRAINING.epochs
-    expected = export_in_forks(made, checkpoint_of(whole), tmp_path / "a")
-    found = export_in_forks(made, checkpoint_of(stopped), tmp_path / "b")
-    assert found.keys() == expected.keys()
+    expected = export_in_forks(experiment, checkpoint_of(whole), tmp_path / "a")
+    resumed = export_in_forks(experiment, checkpoint_of(stopped), tmp_path / "b")
+    assert resumed.keys() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
+        np.testing.assert_array_equal(resumed[name], value, err_msg=name)
 
 
-def with_kernel(made: Night, kernel: str, folder: Path) -> Night:
-    """The night with another kernel for all tables; on a CPU FBGEMM keeps the rows in main memory for each."""
-    plan = PlanFile.read(made.plan.path("plan.json"))
+def with_kernel(experiment: Experiment, kernel: str, folder: Path) -> Experiment:
+    """Return the experiment with `kernel` for all tables; on a CPU, FBGEMM keeps the rows in main memory with every kernel."""
+    plan = PlanFile.read(experiment.plan.path("plan.json"))
     share = 0.2 if kernel == "fused_uvm_caching" else None
     update = {"compute_kernel": kernel, "cache_load_factor": share}
     tables = {name: table.model_copy(update=update) for name, table in plan.tables.items()}
     fingerprint = layout_fingerprint(tables, device=plan.device, world_size=plan.world_size)
-    shutil.copytree(made.plan.folder, folder)
+    shutil.copytree(experiment.plan.folder, folder)
     (folder / "plan.json").write_text(plan.model_copy(update={"tables": tables, "fingerprint": fingerprint}).model_dump_json())
-    return made._replace(plan=made.plan.model_copy(update={"folder": folder}))
+    return experiment._replace(plan=experiment.plan.model_copy(update={"folder": folder}))
 
 
-def test_cached_tables_train_two_epochs_as_plain_ones_do(data, tmp_path):
-    made = night(data, tmp_path / "plan", training=training(epochs=2))
+def test_cached_tables_have_the_same_losses_as_uncached_ones(data, tmp_path):
+    experiment = make_experiment(data, tmp_path / "plan", training=training(epochs=2))
     losses = {}
     for kernel in ("fused", "fused_uvm_caching"):
-        trained = train_in_forks(with_kernel(made, kernel, tmp_path / f"plan {kernel}"), tmp_path / kernel)
+        trained = train_in_forks(with_kernel(experiment, kernel, tmp_path / f"plan {kernel}"), tmp_path / kernel)
         losses[kernel] = [line.loss for line in trained.lines]
     assert losses["fused"][-1] < losses["fused"][0]
     assert losses["fused_uvm_caching"] == losses["fused"]
 
 
-def test_training_stops_when_validation_no_longer_gets_better_and_the_best_epoch_is_the_result(data, tmp_path):
+def test_training_stops_when_validation_no_longer_improves_and_the_best_epoch_is_the_result(data, tmp_path):
     patient = training(
         epochs=6, validation=ValidationConfig(patience=2), keep_checkpoints=1, table_optimizer=TableOptimizer(warmup_steps=5)
     )
-    made = night(data, tmp_path / "plan", training=patient)
-    stopped = train_in_forks(made, tmp_path / "stopped", scores=[0.1, 0.3, 0.2, 0.3, 0.9, 0.9])
-    assert (stopped.result.epochs, stopped.result.best_epoch) == (4, 2)  # as good is no better
+    experiment = make_experiment(data, tmp_path / "plan", training=patient)
+    stopped = train_in_forks(experiment, tmp_path / "stopped", scores=[0.1, 0.3, 0.2, 0.3, 0.9, 0.9])
+    assert (stopped.result.epochs, stopped.result.best_epoch) == (4, 2)  # an equal score is no improvement
     assert stopped.result.validation == {"ndcg@10": 0.3}
     assert [line.validation["ndcg@10"] for line in stopped.lines if line.validation] == [0.1, 0.3, 0.2, 0.3]
     best, last = stopped.result.checkpoint, f"step-{stopped.result.steps:09d}"
     assert sorted(path.name for path in (stopped.work / CHECKPOINTS_NAME).iterdir()) == [best, last]
 
-    short = made._replace(training=patient.model_copy(update={"epochs": 2, "validation": None}))
+    short = experiment._replace(training=patient.model_copy(update={"epochs": 2, "validation": None}))
     two_epochs = train_in_forks(short, tmp_path / "short")
     assert two_epochs.result.best_epoch is None
     expected = export_in_forks(short, checkpoint_of(two_epochs), tmp_path / "a")
-    for name, value in export_in_forks(made, checkpoint_of(stopped), tmp_path / "b").items():
+    for name, value in export_in_forks(experiment, checkpoint_of(stopped), tmp_path / "b").items():
         np.testing.assert_array_equal(value, expected[name], err_msg=name)
     # A run that had stopped and is started again has nothing left to do.
-    assert unhurried(train_in_forks(made, stopped.work, scores=[]).lines) == unhurried(stopped.lines)
+    assert without_timings(train_in_forks(experiment, stopped.work, scores=[]).lines) == without_timings(stopped.lines)
 
 
-def exported(made: Night, trained: Trained, folder) -> ExportManifest:
-    """The export of the result, as a stage."""
+def exported(experiment: Experiment, trained: FinishedTraining, folder) -> ExportManifest:
+    """Write the export stage of the trained model."""
     staging = folder.with_name("staging")
-    arrays = export_in_forks(made, checkpoint_of(trained), staging)
-    (staging / "model.json").write_text(made.spec.model_dump_json())
+    arrays = export_in_forks(experiment, checkpoint_of(trained), staging)
+    (staging / "model.json").write_text(experiment.spec.model_dump_json())
     return seal(
         staging,
         folder,
         ExportManifest,
         fingerprint="export",
         seconds=0.0,
-        num_items=made.spec.num_items,
-        dim=made.spec.config.output_dim,
-        similarity=made.spec.config.similarity,
+        num_items=experiment.spec.num_items,
+        dim=experiment.spec.config.output_dim,
+        similarity=experiment.spec.config.similarity,
         num_queries={split: len(arrays[f"query_users_{split}.npy"]) for split in ("validation", "test")},
     )
 
 
 @pytest.mark.parametrize(("candidates", "prefix"), [("all", "validation"), ("cold", "validation/cold")])
-def test_validation_while_training_gives_the_metrics_of_the_evaluation_of_the_same_model(data, candidates, prefix, tmp_path):
+def test_validation_during_training_has_the_metrics_of_the_evaluation_stage(data, candidates, prefix, tmp_path):
     settings = training(epochs=2, validation=ValidationConfig(metric="recall", k=5, candidates=candidates))
-    made = night(data, tmp_path / "plan", training=settings)
-    trained = train_in_forks(made, tmp_path / "work")
-    export = exported(made, trained, tmp_path / "export")
+    experiment = make_experiment(data, tmp_path / "plan", training=settings)
+    trained = train_in_forks(experiment, tmp_path / "work")
+    export = exported(experiment, trained, tmp_path / "export")
     config = EvaluationConfig(ks=(5,))
     metrics = evaluate(config, export=export, dataset=data, folder=tmp_path / "evaluation").metrics
     assert set(trained.result.validation) == {"recall@5", "ndcg@5", "hit_rate@5"}
@@ -179,8 +179,8 @@ def test_validation_while_training_gives_the_metrics_of_the_evaluation_of_the_sa
 
 
 def test_metrics_have_step_times_and_a_profile_is_written_if_configured(data, tmp_path):
-    made = night(data, tmp_path / "plan", training=training(profile=ProfileConfig(after_steps=3, steps=2)))
-    trained = train_in_forks(made, tmp_path / "work")
+    experiment = make_experiment(data, tmp_path / "plan", training=training(profile=ProfileConfig(after_steps=3, steps=2)))
+    trained = train_in_forks(experiment, tmp_path / "work")
     for line in trained.lines:
         assert set(line.ms_per_step) == {"step", "data"}
         assert line.ms_per_step["step"] > line.ms_per_step["data"] >= 0
@@ -196,17 +196,17 @@ def test_metrics_have_step_times_and_a_profile_is_written_if_configured(data, tm
         assert any("backward" in name for name in names) and any("all_to_all" in name or "alltoall" in name for name in names)
 
 
-def test_metrics_have_the_share_of_a_gradually_unfrozen_table_that_each_epoch_trains(data, tmp_path):
+def test_metrics_have_the_unfrozen_share_of_a_table_in_each_epoch(data, tmp_path):
     steps = (Unfreeze(epoch=2, share=0.25), Unfreeze(epoch=3, share=1.0))
     tables = {"item": TableConfig(transfer="gradual", unfreeze=steps)}
-    trained = train_in_forks(night(data, tmp_path / "plan", training=TRAINING, tables=tables), tmp_path / "work")
+    trained = train_in_forks(make_experiment(data, tmp_path / "plan", training=TRAINING, tables=tables), tmp_path / "work")
     assert {(line.epoch, line.unfrozen["item"]) for line in trained.lines} == {(1, 0.0), (2, 0.25), (3, 1.0)}
 
 
 def test_bf16_comes_close_to_fp32(data, tmp_path):
     losses = {}
     for precision in ("fp32", "bf16"):
-        made = night(data, tmp_path / f"plan-{precision}", training=training(precision=precision))
-        losses[precision] = train_in_forks(made, tmp_path / precision).result.final_loss
+        experiment = make_experiment(data, tmp_path / f"plan-{precision}", training=training(precision=precision))
+        losses[precision] = train_in_forks(experiment, tmp_path / precision).result.final_loss
     assert losses["bf16"] != losses["fp32"]
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.01)

@@ -1,4 +1,4 @@
-"""The train and export stages as they are: torchrun, two gloo ranks, real parquet behind them."""
+"""The train and export stages with torchrun, two gloo ranks and real parquet files."""
 
 import signal
 import threading
@@ -31,7 +31,7 @@ from recsys_core.training.metrics_log import MetricsTail
 from recsys_core.training.process_group import Process
 from recsys_core.training.train import train
 from tests.recsys_core.launching.listening_sockets import collect_listening
-from tests.recsys_core.training.forked_training import Night, ingest, night
+from tests.recsys_core.training.forked_training import Experiment, generate_dataset, make_experiment
 
 CONFIG = TrainingConfig(
     epochs=2,
@@ -45,20 +45,20 @@ CONFIG = TrainingConfig(
 
 
 @pytest.fixture(scope="module")
-def stages(tmp_path_factory) -> Night:
-    root = tmp_path_factory.mktemp("stages")
-    return night(ingest(root), root / "plan", training=CONFIG)
+def experiment(tmp_path_factory) -> Experiment:
+    root = tmp_path_factory.mktemp("experiment")
+    return make_experiment(generate_dataset(root), root / "plan", training=CONFIG)
 
 
 def run_train(
-    made: Night, folder: Path, *, config: TrainingConfig = CONFIG, on_progress=lambda progress: None, sharding=None
+    experiment: Experiment, folder: Path, *, config: TrainingConfig = CONFIG, on_progress=lambda progress: None, sharding=None
 ) -> TrainManifest:
     return train(
         config,
-        model=made.spec,
-        loss=made.loss,
-        dataset=made.data,
-        plan=made.plan,
+        model=experiment.spec,
+        loss=experiment.loss,
+        dataset=experiment.data,
+        plan=experiment.plan,
         folder=folder,
         on_progress=on_progress,
         sharding=sharding,
@@ -67,34 +67,34 @@ def run_train(
 
 @pytest.fixture(scope="module")
 def sockets():
-    """What was listened on, by stage."""
+    """Listening sockets seen during each stage, by stage."""
     return {}
 
 
 @pytest.fixture(scope="module")
-def trained(stages, tmp_path_factory, sockets):
+def trained(experiment, tmp_path_factory, sockets):
     """An undisturbed training and the lines it reported."""
     lines: list[Progress] = []
     with collect_listening() as sockets["train"]:
-        manifest = run_train(stages, tmp_path_factory.mktemp("run") / "train", on_progress=lines.append)
+        manifest = run_train(experiment, tmp_path_factory.mktemp("run") / "train", on_progress=lines.append)
     return manifest, lines
 
 
-def export(made: Night, manifest: TrainManifest, folder: Path):
+def export(experiment: Experiment, manifest: TrainManifest, folder: Path):
     return export_vectors(
         CONFIG,
-        model=made.spec,
-        loss=made.loss,
-        dataset=Dataset(made.data.interactions, features=made.data.features),
+        model=experiment.spec,
+        loss=experiment.loss,
+        dataset=Dataset(experiment.data.interactions, features=experiment.data.features),
         train=manifest,
         folder=folder,
     )
 
 
 @pytest.fixture(scope="module")
-def exported(stages, trained, tmp_path_factory, sockets):
+def exported(experiment, trained, tmp_path_factory, sockets):
     with collect_listening() as sockets["export"]:
-        return export(stages, trained[0], tmp_path_factory.mktemp("run") / "export")
+        return export(experiment, trained[0], tmp_path_factory.mktemp("run") / "export")
 
 
 @pytest.mark.parametrize("stage", ["train", "export"])
@@ -104,7 +104,7 @@ def test_ranks_listen_on_the_loopback_alone_and_their_agent_on_nothing(exported,
 
 
 def kill_a_rank(_: Progress) -> None:
-    """SIGKILL to one of the two trainers below this process."""
+    """Send SIGKILL to one of the two trainers below this process."""
     ranks = [p for p in psutil.Process().children(recursive=True) if "recsys_core.training" in p.cmdline()]
     ranks[-1].send_signal(signal.SIGKILL)
 
@@ -132,62 +132,64 @@ def test_metrics_are_relayed_in_order_while_training_and_the_loss_falls(trained)
     assert manifest.validation["ndcg@10"] == measured[manifest.best_epoch] == max(measured.values())
 
 
-def test_a_finished_stage_is_kept_and_nothing_is_launched(stages, trained):
-    assert run_train(stages, trained[0].folder, on_progress=lambda progress: pytest.fail("trained again")) == trained[0]
+def test_a_finished_stage_is_kept_and_nothing_is_launched(experiment, trained):
+    assert run_train(experiment, trained[0].folder, on_progress=lambda progress: pytest.fail("trained again")) == trained[0]
 
 
 @pytest.mark.drill
-def test_after_the_last_attempt_the_error_names_rank_and_signal_and_no_process_is_left(stages, tmp_path):
+def test_after_the_last_attempt_the_error_names_rank_and_signal_and_no_process_is_left(experiment, tmp_path):
     config = CONFIG.model_copy(update={"max_attempts": 1})
     with pytest.raises(LaunchError, match=r"rank [01] was the first to fail, with signal SIGKILL"):
-        run_train(stages, tmp_path / "train", config=config, on_progress=once_at(5, kill_a_rank))
+        run_train(experiment, tmp_path / "train", config=config, on_progress=once_at(5, kill_a_rank))
     ours = {"recsys_core.training", "recsys_core.launching.agent"}
     assert not [p for p in psutil.Process().children(recursive=True) if ours & set(p.cmdline())]
     assert not (tmp_path / "train").exists()
 
 
 @pytest.mark.drill
-def test_a_run_resumed_with_other_settings_starts_from_scratch_and_reports_its_own_steps(stages, tmp_path):
+def test_a_run_resumed_with_other_settings_starts_from_scratch_and_reports_its_own_steps(experiment, tmp_path):
     once = CONFIG.model_copy(update={"max_attempts": 1})
     with pytest.raises(LaunchError):
-        run_train(stages, tmp_path / "train", config=once, on_progress=once_at(20, kill_a_rank))
+        run_train(experiment, tmp_path / "train", config=once, on_progress=once_at(20, kill_a_rank))
     assert any((tmp_path / "train.work" / "checkpoints").glob("step-*[0-9]"))
     lines: list[Progress] = []
     shorter = CONFIG.model_copy(update={"epochs": 1, "keep_checkpoints": 1})
-    manifest = run_train(stages, tmp_path / "train", config=shorter, on_progress=lines.append)
+    manifest = run_train(experiment, tmp_path / "train", config=shorter, on_progress=lines.append)
     assert lines[0].step == CONFIG.log_every_steps
     assert {line.total_steps for line in lines} == {manifest.steps}
 
 
-def test_an_input_error_in_a_rank_is_raised_and_not_retried(stages, tmp_path):
-    item = stages.spec.tables["item"]
-    tables = stages.spec.tables | {"item": item.model_copy(update={"num_rows": item.num_rows + 1})}
+def test_an_input_error_in_a_rank_is_raised_and_not_retried(experiment, tmp_path):
+    item = experiment.spec.tables["item"]
+    tables = experiment.spec.tables | {"item": item.model_copy(update={"num_rows": item.num_rows + 1})}
     with pytest.raises(InputError, match="made for tables"):
-        run_train(stages._replace(spec=stages.spec.model_copy(update={"tables": tables})), tmp_path / "train")
+        run_train(experiment._replace(spec=experiment.spec.model_copy(update={"tables": tables})), tmp_path / "train")
 
 
-def test_a_loss_that_is_not_finite_is_raised_with_its_step_and_not_retried(stages, tmp_path):
+def test_a_loss_that_is_not_finite_is_raised_with_its_step_and_not_retried(experiment, tmp_path):
     wild = TableOptimizer(kind="sgd", learning_rate=1e6, weight_decay=1000, warmup_steps=0)
     config = CONFIG.model_copy(update={"table_optimizer": wild})
     plan = plan_sharding(
         ShardingConfig(cluster=ClusterConfig(device="cpu", processes_per_node=2)),
-        model=stages.spec,
+        model=experiment.spec,
         batch_size=64,
         folder=tmp_path / "plan",
         optimizer=wild,
     )
     with pytest.raises(StageError, match=r"step \d+, epoch 1, rank [01]: the loss is (nan|inf) \(table") as caught:
-        run_train(stages._replace(plan=plan), tmp_path / "train", config=config)
+        run_train(experiment._replace(plan=plan), tmp_path / "train", config=config)
     assert "lower the learning_rate of training.table_optimizer" in str(caught.value)
     assert not isinstance(caught.value, LaunchError)
     assert [path.name for path in (tmp_path / "train.work" / "logs").iterdir()] == ["attempt-1"]
 
 
-def test_exported_vectors_are_those_of_the_unsharded_model(stages, exported):
-    store = EventStore.open(stages.data.interactions)
-    spec, cpu = stages.spec, torch.device("cpu")
+def test_exported_vectors_are_those_of_the_unsharded_model(experiment, exported):
+    store = EventStore.open(experiment.data.interactions)
+    spec, cpu = experiment.spec, torch.device("cpu")
     task = RetrievalTask(
-        RetrievalHead(spec, loss=stages.loss, item_count_I=store.item_count, popularity_rank={}, weight_decay={}, group=None),
+        RetrievalHead(
+            spec, loss=experiment.loss, item_count_I=store.item_count, popularity_rank={}, weight_decay={}, group=None
+        ),
         device=cpu,
     )
     task.embedding_tables = EmbeddingTables(spec, device=cpu)
@@ -195,7 +197,7 @@ def test_exported_vectors_are_those_of_the_unsharded_model(stages, exported):
         table = torch.from_numpy(np.load(exported.path(f"table_{name}.npy")))
         task.embedding_tables.get_parameter(parameter_name(spec, name)).data.copy_(table)
     task.head.load_state_dict(load_file(exported.path("dense.safetensors")))
-    assembler = Assembler(user=UNPOOLED, features=FeatureStore.open(stages.data.features))
+    assembler = Assembler(user=UNPOOLED, features=FeatureStore.open(experiment.data.features))
     encoder = Encoder(task.eval(), store, assembler, Process(rank=0, world_size=1, device=cpu))
     with torch.no_grad():
         history_item, item = encoder.items(np.arange(spec.num_items))
@@ -209,8 +211,8 @@ def test_exported_vectors_are_those_of_the_unsharded_model(stages, exported):
             np.testing.assert_allclose(query, encoder.queries(users, split=split), **close)
 
 
-def test_the_float_tower_as_served_gives_the_exported_query_vectors(stages, exported):
-    spec, store = stages.spec, EventStore.open(stages.data.interactions)
+def test_the_float_tower_as_served_gives_the_exported_query_vectors(experiment, exported):
+    spec, store = experiment.spec, EventStore.open(experiment.data.interactions)
     tower = build_tower(
         spec,
         history_items=np.load(exported.path("history_items.npy")),
@@ -219,21 +221,21 @@ def test_the_float_tower_as_served_gives_the_exported_query_vectors(stages, expo
         quantization="none",
     )
     assert set(user_features(spec)) == {"user.country", "user.groups", "user.age"}
-    batches = QueryBatchBuilder(spec, FeatureStore.read(stages.data.features.folder, user_features(spec)))
+    batches = QueryBatchBuilder(spec, FeatureStore.read(experiment.data.features.folder, user_features(spec)))
     for split in ("validation", "test"):
         users = np.load(exported.path(f"query_users_{split}.npy"))
         served = tower(batches.build(users, store.before(users, split)))
         np.testing.assert_allclose(served, np.load(exported.path(f"query_vectors_{split}.npy")), rtol=1e-4, atol=1e-5)
 
 
-def test_a_plan_for_more_gpus_than_the_host_has_is_rejected_before_the_launch(stages, tmp_path):
+def test_a_plan_for_more_gpus_than_the_host_has_is_rejected_before_the_launch(experiment, tmp_path):
     if torch.cuda.device_count() >= 64:
         pytest.skip("there are that many GPUs")
     cluster = ClusterConfig(device="cuda", processes_per_node=64)
-    plan = plan_sharding(ShardingConfig(cluster=cluster), model=stages.spec, batch_size=64, folder=tmp_path / "plan")
+    plan = plan_sharding(ShardingConfig(cluster=cluster), model=experiment.spec, batch_size=64, folder=tmp_path / "plan")
     assert isinstance(plan, PlanManifest)
     with pytest.raises(InputError, match=r"wants 64 GPUs on this host, but there are \d+"):
-        run_train(stages._replace(plan=plan), tmp_path / "train")
+        run_train(experiment._replace(plan=plan), tmp_path / "train")
     assert not (tmp_path / "train").exists() and not (tmp_path / "train.work" / "logs").exists()
 
 
@@ -257,7 +259,7 @@ def test_a_metrics_file_that_a_new_attempt_replaces_is_read_from_its_beginning_e
 
 
 @pytest.mark.drill
-def test_after_a_second_failure_training_continues_with_fewer_ranks_and_as_many_examples_per_step(stages, trained, tmp_path):
+def test_after_a_second_failure_training_continues_with_fewer_ranks_and_the_same_global_batch(experiment, trained, tmp_path):
     config = CONFIG.model_copy(update={"max_attempts": 3, "min_processes": 1})
     seen: list[Progress] = []
     killed: list[int] = []
@@ -269,10 +271,10 @@ def test_after_a_second_failure_training_continues_with_fewer_ranks_and_as_many_
             kill_a_rank(progress)
 
     sharding = ShardingConfig(cluster=ClusterConfig(device="cpu", processes_per_node=2))
-    manifest = run_train(stages, tmp_path / "train", config=config, on_progress=kill_twice, sharding=sharding)
+    manifest = run_train(experiment, tmp_path / "train", config=config, on_progress=kill_twice, sharding=sharding)
     assert (manifest.attempts, manifest.world_size) == (3, 1)
     whole = trained[0]
     assert (manifest.steps, manifest.examples) == (whole.steps, whole.examples)
     assert [line.step for line in seen] == sorted({line.step for line in trained[1]})
     assert manifest.final_loss == pytest.approx(whole.final_loss, rel=0.05)
-    export(stages, manifest, tmp_path / "export")
+    export(experiment, manifest, tmp_path / "export")

@@ -1,6 +1,6 @@
-"""Training and export killed at 20 points and resumed at each: what comes out is bit-identical to an undisturbed night.
+"""Training and export killed at 20 points and resumed each time: the result equals an undisturbed run bit for bit.
 
-Eighteen times a rank of a fork kills itself exactly where it says; twice torchrun's agent or the whole flow is killed.
+Eighteen times a forked rank kills itself at a kill point; twice torchrun's agent or the whole flow is killed.
 """
 
 import numpy as np
@@ -8,15 +8,15 @@ import pytest
 
 from tests.gloo import run_ranks
 from tests.recsys_core.training.forked_training import (
-    Night,
+    Experiment,
     checkpoint_of,
     export_in_forks,
     export_job,
-    ingest,
-    night,
+    generate_dataset,
+    make_experiment,
     train_in_forks,
     train_job,
-    unhurried,
+    without_timings,
 )
 from tests.recsys_core.training.kill_points import (
     TRAINING,
@@ -26,7 +26,7 @@ from tests.recsys_core.training.kill_points import (
     state_in,
     train_and_die,
     train_through_kills,
-    undisturbed_night,
+    train_undisturbed,
 )
 
 KILLS = (
@@ -51,34 +51,34 @@ KILLS = (
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Night:
-    root = tmp_path_factory.mktemp("night")
-    return night(ingest(root), root / "plan", training=TRAINING)
+def experiment(tmp_path_factory) -> Experiment:
+    root = tmp_path_factory.mktemp("experiment")
+    return make_experiment(generate_dataset(root), root / "plan", training=TRAINING)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(made, tmp_path_factory) -> Undisturbed:
-    return undisturbed_night(made, tmp_path_factory.mktemp("undisturbed"))
+def undisturbed(experiment, tmp_path_factory) -> Undisturbed:
+    return train_undisturbed(experiment, tmp_path_factory.mktemp("undisturbed"))
 
 
-def test_ranks_killed_at_eighteen_points_leave_a_run_that_ends_as_an_undisturbed_one(made, undisturbed, tmp_path):
+def test_a_run_whose_ranks_are_killed_at_eighteen_points_ends_like_an_undisturbed_one(experiment, undisturbed, tmp_path):
     work = tmp_path / "work"
     for kill in KILLS:
-        run_ranks(train_and_die, world_size=2, arguments=(train_job(made, work), kill), dies=kill.rank)
-    trained = train_in_forks(made, work)
-    assert unhurried(trained.lines) == undisturbed.lines
+        run_ranks(train_and_die, world_size=2, arguments=(train_job(experiment, work), kill), dies=kill.rank)
+    trained = train_in_forks(experiment, work)
+    assert without_timings(trained.lines) == undisturbed.lines
     assert state_in(checkpoint_of(trained)) == undisturbed.state
     out = tmp_path / "export"
     out.mkdir()
-    job = export_job(made, checkpoint_of(trained), out)
+    job = export_job(experiment, checkpoint_of(trained), out)
     run_ranks(export_and_die, world_size=2, arguments=(job, Kill("export", 1)), dies=1)
-    exported = export_in_forks(made, checkpoint_of(trained), tmp_path / "again")
+    exported = export_in_forks(experiment, checkpoint_of(trained), tmp_path / "again")
     assert exported.keys() == undisturbed.export.keys()
     for name, value in undisturbed.export.items():
         np.testing.assert_array_equal(exported[name], value, err_msg=name)
 
 
-def test_the_agent_and_the_flow_killed_leave_a_run_that_ends_as_an_undisturbed_one(made, undisturbed, tmp_path):
-    train_through_kills(made, tmp_path / "train", victims=("agent", "flow"))
+def test_a_run_whose_agent_and_flow_are_killed_ends_like_an_undisturbed_one(experiment, undisturbed, tmp_path):
+    train_through_kills(experiment, tmp_path / "train", victims=("agent", "flow"))
     assert state_in(tmp_path / "train" / "checkpoint") == undisturbed.state
     assert not (tmp_path / "train.work").exists()

@@ -1,6 +1,7 @@
 """Generator of docs/config.md, the reference of all settings, from the config schema: `make docs`."""
 
 import json
+import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +20,9 @@ HEADER = """\
 
 All settings of the config file. This page is generated from the schema by `make docs`; do not edit it.
 
-`nightjar init` writes a config with the most important settings. A setting without a default is required. `null` means that a
-setting is not set. Replace `<name>` with a name of your own. Every setting can also be set on the command line:
-`--set training.epochs=3`.
+`nightjar init` writes a config with the most important settings. `null` means that a setting is not set; the
+descriptions call such a setting empty. Replace `<name>` with the name of a table, setting or feature. Every setting can
+also be set on the command line: `--set training.epochs=3`.
 """
 
 
@@ -39,7 +40,7 @@ def reference() -> str:
             for path, model in groups(name, field):
                 sections.append(table(path, model, with_title=path != name))
     top = [(name, field) for name, field in PipelineConfig.model_fields.items() if not is_group(field)]
-    sections.insert(1, "## Top level\n\n" + rows(top))
+    sections.insert(1, "## Top level\n\n" + settings_table(top))
     return "\n".join(sections)
 
 
@@ -65,20 +66,20 @@ def table(path: str, model: type[BaseModel], *, with_title: bool) -> str:
     settings = [(name, field) for name, field in model.model_fields.items() if not is_group(field)]
     if not settings:
         return ""
-    return (f"### {path}\n\n" if with_title else "") + rows(settings)
+    return (f"### {path}\n\n" if with_title else "") + settings_table(settings)
 
 
-def rows(settings: list[tuple[str, FieldInfo]]) -> str:
+def settings_table(settings: list[tuple[str, FieldInfo]]) -> str:
     """Return a Markdown table of settings."""
     lines = ["| setting | default | description |", "|---|---|---|"]
     for name, field in settings:
         if name == "kind" and not field.description:  # the title of the table names it
             continue
-        lines.append(f"| `{name}` | {default(field)} | {cell(field)} |")
+        lines.append(f"| `{name}` | {default_cell(field)} | {description_cell(field)} |")
     return "\n".join(lines) + "\n"
 
 
-def default(field: FieldInfo) -> str:
+def default_cell(field: FieldInfo) -> str:
     """Return the default as YAML, or "required"."""
     if field.is_required():
         return "required"
@@ -87,7 +88,7 @@ def default(field: FieldInfo) -> str:
     return f"`{json.dumps(value, default=str)}`".replace('"', "").replace("|", "\\|")
 
 
-def cell(field: FieldInfo) -> str:
+def description_cell(field: FieldInfo) -> str:
     """Return the description and the choices of a setting."""
     choices = list(literals(field.annotation))
     text = sentence(field).replace("|", "\\|").replace("<", "&lt;")
@@ -95,9 +96,9 @@ def cell(field: FieldInfo) -> str:
 
 
 def sentence(field: FieldInfo) -> str:
-    """Return the description of a setting as a sentence. A first word that is a value or a setting keeps its case."""
+    """Return the description of a setting as a sentence. A first word such as `softmax:` or `max_users` keeps its case."""
     text = field.description or ""
-    if text.partition(" ")[0].isalpha():
+    if text and not re.search(r"[:_]", text.partition(" ")[0]):
         text = text[0].upper() + text[1:]
     return text if not text or text.endswith(".") else f"{text}."
 

@@ -28,20 +28,21 @@ class EmbeddingsConfig(Settings):
     id_column: Column = Field("item_id", description="Column with the id")
     vector_column: Column | None = Field(None, description="Column with the vectors, as lists or fixed-size lists")
     dimension_prefix: Column | None = Field(
-        None, description="Prefix of the columns if there is one column per dimension, e.g. dim_ for dim_0, dim_1"
+        None,
+        description="Common prefix of the columns in a file with one column per dimension, such as dim_ for dim_0 and dim_1",
     )
     id_map: IdMapConfig | None = Field(
         None,
         description="Translation of the ids, for vectors with other ids than the log: {paths, from_column, to_column}. "
-        "Vectors without an entry are left out",
+        "Vectors without an entry are removed",
     )
     pca_dim: int | None = Field(
-        None, ge=1, le=16_384, description="Project the vectors on this many principal components; empty: no projection"
+        None, ge=1, le=16_384, description="Number of principal components to project the vectors onto; empty: no projection"
     )
     normalise: bool = Field(False, description="Scale each vector to length 1, after the projection")
     checksums: Checksums = "pages"
     on_bad_rows: Literal["fail", "drop"] = Field(
-        "fail", description="Action on a row without a usable id or vector. fail: stop; drop: leave it out and count it"
+        "fail", description="Action on a row with a bad id or vector. fail: stop; drop: remove and count it"
     )
     max_bad_share: float = Field(
         0.01, ge=0, le=1, description="With on_bad_rows drop: stop if more than this share of the rows is bad"

@@ -33,13 +33,16 @@ class FeatureConfig(Settings):
     )
     min_count: int = Field(1, ge=1, le=MANY, description="Values with fewer occurrences share row 0")
     hash_rows: int | None = Field(
-        None, ge=1, le=MOST_ROWS, description="Number of rows to hash values into, instead of a vocabulary"
+        None, ge=1, le=MOST_ROWS, description="Number of rows that values are hashed to, instead of building a vocabulary"
     )
     max_values: int | None = Field(
-        None, ge=1, le=1_000_000, description="list and weighted_list: keep only the first values of a list, this many"
+        None,
+        ge=1,
+        le=1_000_000,
+        description="Maximum number of values per list, counted from its start (list and weighted_list); empty: no limit",
     )
     buckets: int | None = Field(
-        None, ge=2, le=1_000_000, description="numeric: number of buckets, which hold equally many training values"
+        None, ge=2, le=1_000_000, description="numeric: number of buckets with equally many training values"
     )
     boundaries: tuple[Boundary, ...] | None = Field(
         None,

@@ -45,8 +45,7 @@ class LeaveLastOut(Settings):
         3,
         ge=3,
         le=MANY,
-        description="Minimum number of events of a user with validation and test events; all events of other "
-        "users are training events",
+        description="Users with fewer events than this are in the training split only",
     )
 
 
@@ -60,8 +59,8 @@ class GivenSplit(Settings):
         0.0,
         ge=0,
         lt=1,
-        description="Share of the training events held out for validation, by hash (see validation_by); only "
-        "without validation files",
+        description="Share of the training log that becomes validation data, chosen by a hash (see validation_by); "
+        "only without validation files",
     )
     validation_by: Literal["pair", "item"] = Field(
         "pair",
@@ -88,21 +87,26 @@ class LogFilter(Settings):
     """Filters of the log, applied in the order of the fields. All of them count only events inside the window."""
 
     window_days: float | None = Field(
-        None, gt=0, le=MOST_DAYS, description="Keep only the newest days of the log, this many; empty: all events"
+        None, gt=0, le=MOST_DAYS, description="Number of days at the end of the log to keep; empty: all events"
     )
     duplicates: Literal["keep", "exact", "first", "last"] = Field(
         "keep",
-        description="Repeated events. keep: keep all; exact: remove repeats of user, item and time; first, "
-        "last: keep the first or last event of each user and item",
+        description="Repeated events to remove. keep: none; exact: repeats of user, item and time; first: all but the "
+        "first event of a user with an item; last: all but the last one",
     )
     bot_threshold: int | None = Field(
-        None, ge=1, le=MANY, description="Users with more events are treated as bots: removed and counted"
+        None,
+        ge=1,
+        le=MANY,
+        description="Users with more events than this are treated as bots: removed and counted; empty: no limit",
     )
     min_user_events: int = Field(1, ge=1, le=MANY, description="Users with fewer events are removed")
     min_item_events: int = Field(
         1, ge=1, le=MANY, description="Items with fewer events are removed; the result satisfies both minimums (k-core)"
     )
-    max_user_events: int | None = Field(None, ge=1, le=MANY, description="Keep only the newest events of each user, this many")
+    max_user_events: int | None = Field(
+        None, ge=1, le=MANY, description="Maximum number of events per user; older events are removed; empty: no limit"
+    )
 
 
 class VocabularyConfig(Settings):
@@ -110,8 +114,8 @@ class VocabularyConfig(Settings):
 
     rebuild: Literal["when_due", "always"] = Field(
         "when_due",
-        description="When to number users and items again, by decreasing frequency. when_due: see the two "
-        "fields below; always: in every run",
+        description="When to rebuild the vocabularies, which numbers all ids by decreasing number of events. "
+        "when_due: at the limits rebuild_after_runs and max_idle_share; always: in every run",
     )
     rebuild_after_runs: int = Field(30, ge=1, le=10_000, description="Rebuild after this many runs with the same vocabularies")
     max_idle_share: float = Field(

@@ -23,7 +23,7 @@ from benchmarks.turns import Turns
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch import Batch
 from recsys_core.data.events import EventStore
-from recsys_core.data.interactions.config import GivenSplit, InteractionsConfig
+from recsys_core.data.interactions.config import FileSplit, InteractionsConfig
 from recsys_core.data.interactions.ingest import ingest_interactions
 from recsys_core.data.loader import TrainLoader
 from recsys_core.manifests import Dataset, InteractionsManifest, require_manifest
@@ -93,7 +93,7 @@ def write_log(folder: Path) -> InteractionsManifest:
     table = pa.table({"user_id": user, "item_id": item})
     pq.write_table(table, folder / "log.parquet")
     pq.write_table(table.slice(0, 1_000), folder / "test.parquet")  # required by the split, never used
-    split = GivenSplit(test=(str(folder / "test.parquet"),), validation_share=0.0)
+    split = FileSplit(test=(str(folder / "test.parquet"),), validation_share=0.0)
     config = InteractionsConfig(paths=(str(folder / "log.parquet"),), split=split)
     return ingest_interactions(config, embeddings=None, folder=folder / "interactions")
 

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from recsys_core.config import Folder, Name, Paths, Settings
 from recsys_core.data.embeddings.config import EmbeddingsConfig, EmbeddingsConfigs
 from recsys_core.data.features.config import FeaturesConfig
-from recsys_core.data.interactions.config import GivenSplit, InteractionsConfig
+from recsys_core.data.interactions.config import FileSplit, InteractionsConfig
 from recsys_core.data_report.config import DataReportConfig
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.launching.config import Launcher, LocalLauncher
@@ -179,7 +179,7 @@ class PipelineConfig(Settings):
             return tuple(path if is_uri(path) else str(_absolute(folder, path)) for path in paths)
 
         split = self.interactions.split
-        if isinstance(split, GivenSplit):
+        if isinstance(split, FileSplit):
             validation = None if split.validation is None else anchor(split.validation)
             split = split.model_copy(update={"test": anchor(split.test), "validation": validation})
         interactions = self.interactions.model_copy(update={"paths": anchor(self.interactions.paths), "split": split})

@@ -8,7 +8,7 @@ import pytest
 from flows.config import PipelineConfig
 from flows.config_file import load_config
 from recsys_core.data.embeddings.config import EmbeddingsConfig
-from recsys_core.data.interactions.config import GivenSplit, InteractionsConfig
+from recsys_core.data.interactions.config import FileSplit, InteractionsConfig
 from recsys_core.errors import InputError
 from recsys_core.launching.config import TorchxLauncher
 from recsys_core.models.optimizer_config import TableOptimizer
@@ -182,7 +182,7 @@ def test_relative_paths_are_relative_to_the_folder_of_the_file(file: Path, monke
     here = file.parent
     assert config.workspace == here.parent / "elsewhere"
     assert config.interactions.paths == (str(here / "log/a.parquet"), "/data/b.parquet")
-    assert config.interactions.split == GivenSplit(test=(str(here / "test.parquet"),))
+    assert config.interactions.split == FileSplit(test=(str(here / "test.parquet"),))
     assert config.embeddings == (EmbeddingsConfig(paths=(str(here / "vectors.parquet"),), vector_column="v"),)
 
 

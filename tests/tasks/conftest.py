@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recsys_core.data.interactions.config import GivenSplit
+from recsys_core.data.interactions.config import FileSplit
 from recsys_core.data_report.config import DataReportConfig
 from recsys_core.data_report.report import report_data
 from recsys_core.evaluation.config import EvaluationConfig
@@ -149,7 +149,7 @@ def _build(folder: Path, *, confused: bool) -> Stages:
     )
     data_report = report_data(
         DataReportConfig(),
-        split=GivenSplit(test=("test.parquet",)),
+        split=FileSplit(test=("test.parquet",)),
         interactions=interactions,
         previous=None,
         folder=folder / "data_report",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from recsys_core.data.interactions.config import GivenSplit
+from recsys_core.data.interactions.config import FileSplit
 from recsys_core.data_report.config import DataReportConfig
 from recsys_core.errors import InputError
 from recsys_core.manifests import DataReportManifest, Dataset
@@ -38,7 +38,7 @@ def check(workspace: Path, day: int, *, events: int, **limits: Any) -> DataRepor
     log = [([(0, at * DAY_US) for at in range(events)], [], [(0, 99 * DAY_US)])]
     interactions = interactions_of(run.stage_folder("ingest_interactions"), log, item_ids=[7])
     run.config_file.write_text("name: tests\n")
-    split = GivenSplit(test=("test.parquet",))
+    split = FileSplit(test=("test.parquet",))
     return data_report.check_data.fn(DataReportConfig(**limits), split=split, dataset=Dataset(interactions), run=run)[0]
 
 

@@ -49,7 +49,7 @@ class LeaveLastOut(Settings):
     )
 
 
-class GivenSplit(Settings):
+class FileSplit(Settings):
     """Split by files: `interactions.paths` holds the training events, other files the test and validation events."""
 
     kind: Literal["files"] = "files"
@@ -80,7 +80,7 @@ class GivenSplit(Settings):
         return self
 
 
-Split = Annotated[TimeSplit | LeaveLastOut | GivenSplit, Field(discriminator="kind")]
+Split = Annotated[TimeSplit | LeaveLastOut | FileSplit, Field(discriminator="kind")]
 
 
 class LogFilter(Settings):

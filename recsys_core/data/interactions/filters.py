@@ -9,7 +9,7 @@ from pathlib import Path
 
 import duckdb
 
-from recsys_core.data.interactions.config import SPLITS, GivenSplit, InteractionsConfig, LeaveLastOut, LogFilter, TimeSplit
+from recsys_core.data.interactions.config import SPLITS, FileSplit, InteractionsConfig, LeaveLastOut, LogFilter, TimeSplit
 from recsys_core.errors import InputError
 from recsys_core.manifests import LogPart, SourceFile
 from recsys_core.parquet.duckdb_session import scan
@@ -31,7 +31,7 @@ def load_log(
     """
     # A part whose files all had no rows may have no current file left.
     current = [part for part in parts if any(file.source in splits for file in part.files)]
-    is_given = isinstance(config.split, GivenSplit)
+    is_given = isinstance(config.split, FileSplit)
     events = " UNION ALL ".join(_events_of(part, folder=folder, splits=splits, is_given=is_given) for part in current)
     connection.execute(f"CREATE VIEW events AS {events}").fetchall()
     num_events = _count(connection, "SELECT count(*) FROM events")

@@ -14,7 +14,7 @@ import duckdb
 import pyarrow as pa
 
 from recsys_core.data.interactions.checks import IN_FUTURE, FileStatistics, reject_bad_log, row_checks, scan_files
-from recsys_core.data.interactions.config import GivenSplit, InteractionsConfig
+from recsys_core.data.interactions.config import FileSplit, InteractionsConfig
 from recsys_core.data.interactions.read_errors import explain_read_errors, reject_false_null_counts
 from recsys_core.data.interactions.schema import InteractionsInput
 from recsys_core.data.row_checks import passes
@@ -271,7 +271,7 @@ def _validation_draw(config: InteractionsConfig) -> str | None:
 
     All events of a pair of user and item, or of an item (see validation_by), have the same number. None without such a draw.
     """
-    if not isinstance(config.split, GivenSplit) or config.split.validation_share == 0:
+    if not isinstance(config.split, FileSplit) or config.split.validation_share == 0:
         return None
     hashed = PAIR if config.split.validation_by == "pair" else ITEM
     return f"({hashed}, 'validation') % 1000000)::INTEGER"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from recsys_core.data.interactions.config import SPLITS, GivenSplit, InteractionsConfig
+from recsys_core.data.interactions.config import SPLITS, FileSplit, InteractionsConfig
 from recsys_core.errors import InputError
 from recsys_core.manifests import IdType, SourceFile
 from recsys_core.parquet.columns import id_type, require_column, require_same_types, require_unambiguous_case
@@ -41,7 +41,7 @@ def check_interactions(config: InteractionsConfig, *, data_root: Path | None = N
         data_root: folder that has to contain every file.
     """
     files = {"train": open_sources(config.paths, setting="interactions.paths", data_root=data_root)}
-    if isinstance(config.split, GivenSplit):
+    if isinstance(config.split, FileSplit):
         if config.split.validation is not None:
             files["validation"] = open_sources(
                 config.split.validation, setting="interactions.split.validation", data_root=data_root

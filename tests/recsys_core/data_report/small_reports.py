@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from recsys_core.data.interactions.config import GivenSplit, Split
+from recsys_core.data.interactions.config import FileSplit, Split
 from recsys_core.data_report.config import DataReportConfig
 from recsys_core.data_report.report import PreviousRun, report_data
 from recsys_core.data_report.schema import DataReport
@@ -11,7 +11,7 @@ from recsys_core.manifests import DataReportManifest, InteractionsManifest
 from recsys_core.units import DAY_US
 from tests.recsys_core.data.interactions_with_times import Parts
 
-FILES = GivenSplit(test=("test.parquet",))
+FILES = FileSplit(test=("test.parquet",))
 
 
 def user(*items: int, test: int = 0, at: int = 0) -> Parts:

@@ -17,7 +17,7 @@ from recsys_core.launching.config import Launcher, LocalLauncher
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.table_checks import check_distillation, check_table_names, check_vectors_exist
-from recsys_core.models.table_config import OFFSET, TableConfig
+from recsys_core.models.table_config import OFFSET_TABLE, TableConfig
 from recsys_core.parquet.locations import is_uri
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.serving.config import PackageConfig
@@ -157,7 +157,7 @@ class PipelineConfig(Settings):
         """Names of all embedding tables of the model."""
         names = {"item"} | ({"user"} if self.model.user_id else set())
         if "item" in self.tables and self.tables["item"].transfer == "residual":
-            names.add(OFFSET)
+            names.add(OFFSET_TABLE)
         if self.features is not None:
             for side, table in (("user", self.features.users), ("item", self.features.items)):
                 names |= {f"{side}.{feature.name}" for feature in (table.features if table is not None else ())}
@@ -172,7 +172,7 @@ class PipelineConfig(Settings):
         columns = dict.fromkeys([*self.interactions.context_columns, *self.features.context_columns])
         return self.interactions.model_copy(update={"context_columns": tuple(columns)})
 
-    def anchored(self, folder: Path) -> Self:
+    def with_absolute_paths(self, folder: Path) -> Self:
         """Return the config with relative paths resolved against `folder`."""
 
         def anchor(paths: Paths) -> Paths:

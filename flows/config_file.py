@@ -42,7 +42,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
         problems = [sentence_of(detail, raw) for detail in details[:MAX_PROBLEMS]]
         raise _input_error(path, problems, num_more=len(details) - len(problems)) from None
     if config.tuning is None:
-        return config.anchored(path.parent)
+        return config.with_absolute_paths(path.parent)
     range_problems: list[str] = []
     ranges: dict[str, RangeConfig] = {}
     for name, value_range in config.tuning.ranges.items():
@@ -55,7 +55,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
     if range_problems:
         raise _input_error(path, range_problems)
     tuning = config.tuning.model_copy(update={"ranges": ranges})
-    return config.model_copy(update={"tuning": tuning}).anchored(path.parent)
+    return config.model_copy(update={"tuning": tuning}).with_absolute_paths(path.parent)
 
 
 def with_settings(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineConfig:
@@ -132,7 +132,7 @@ def _check_range(config: PipelineConfig, dotted: str, value_range: RangeConfig) 
     if invalid:
         raise ValueError("\n".join(invalid[0].problems))
     try:
-        return value_range.converted(parsed)
+        return value_range.in_setting_type(parsed)
     except ValueError as error:
         raise ValueError(f"{dotted}: {error}") from None
 

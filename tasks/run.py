@@ -28,8 +28,8 @@ from recsys_core.manifests import (
     PlanManifest,
     RegistrationManifest,
     TrainManifest,
+    create_own_folder,
     load_manifest,
-    own,
 )
 
 StageName = Literal[
@@ -117,7 +117,7 @@ class Run:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Lock the run's folder; InputError if another process has locked it, or if nightjar did not create it."""
-        own(self.folder)
+        create_own_folder(self.folder)
         lock = FileLock(self.folder / ".lock")
         try:
             lock.acquire(timeout=0)

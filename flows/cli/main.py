@@ -26,7 +26,7 @@ def _print_version(requested: bool) -> None:
     if requested:
         from importlib.metadata import version
 
-        output.out.print(f"nightjar {version('nightjar')}")
+        output.stdout.print(f"nightjar {version('nightjar')}")
         raise typer.Exit
 
 
@@ -83,7 +83,7 @@ def init(
         config, notes = guess_config(config, log=log, items=items, vectors=vectors, folder=file.parent)
     file.write_text(to_commented_yaml(config, notes=notes, every_setting=every_setting), encoding="utf-8")
     todo = "check the guessed columns" if notes else "set your paths and columns"
-    output.out.print(f"wrote {file}; {todo}, then: nightjar validate {file}", markup=False, soft_wrap=True)
+    output.stdout.print(f"wrote {file}; {todo}, then: nightjar validate {file}", markup=False, soft_wrap=True)
 
 
 @app.command(epilog="Example: nightjar validate nightly.yaml --set model.embedding_dim=128")
@@ -95,8 +95,8 @@ def validate(file: File = DEFAULT_FILE, overrides: Sets = None) -> None:
     from flows.cli.input_checks import check_inputs
 
     facts = check_inputs(config)
-    output.print_facts(facts, console=output.out)
-    output.out.print(f"{file}: OK. Run it with: nightjar run {file}", markup=False, soft_wrap=True)
+    output.print_facts(facts, console=output.stdout)
+    output.stdout.print(f"{file}: OK. Run it with: nightjar run {file}", markup=False, soft_wrap=True)
 
 
 @app.command(epilog="Example: nightjar doctor")
@@ -105,12 +105,12 @@ def doctor(folder: Annotated[Path, typer.Option(help="folder of the workspace")]
     from recsys_core.preflight import inspect
 
     inspection = inspect(folder)
-    output.print_facts(dict(inspection.rows), console=output.out)
+    output.print_facts(dict(inspection.rows), console=output.stdout)
     for problem in inspection.problems:
-        output.out.print(f"problem: {problem}", style="red", markup=False, soft_wrap=True)
+        output.stdout.print(f"problem: {problem}", style="red", markup=False, soft_wrap=True)
     if inspection.problems:
         raise typer.Exit(1)
-    output.out.print("No problems found.")
+    output.stdout.print("No problems found.")
 
 
 @app.command(epilog="Example: nightjar plan nightly.yaml --nodes 2 --gpus-per-node 8 --hbm-gb 80")
@@ -139,7 +139,7 @@ def plan(
     if as_json:
         sys.stdout.write(sharding_plan.model_dump_json() + "\n")
     else:
-        print_plan(sharding_plan, paths=paths, console=output.out)
+        print_plan(sharding_plan, paths=paths, console=output.stdout)
 
 
 @app.command(epilog="Example: nightjar run nightly.yaml --set training.batch_size=8192 --resume 20261121-070312-ab12")
@@ -225,7 +225,7 @@ def query(
 
     answer = recommend(config, user=user, k=k, model_uri=model)
     if not answer.known_user:
-        output.log.print(
+        output.stderr.print(
             f"user {user} is unknown to version {answer.version}: these are the most popular items",
             markup=False,
             soft_wrap=True,
@@ -233,9 +233,9 @@ def query(
     if as_json:
         sys.stdout.write(answer.model_dump_json() + "\n")
         return
-    output.out.print(f"{answer.model} version {answer.version}, user {user}", markup=False, soft_wrap=True)
+    output.stdout.print(f"{answer.model} version {answer.version}, user {user}", markup=False, soft_wrap=True)
     rows = [[str(item.item_id), f"{item.score:.4f}"] for item in answer.items]
-    output.print_table(["item", "score"], rows, console=output.out)
+    output.print_table(["item", "score"], rows, console=output.stdout)
 
 
 @app.command(epilog="Example: nightjar releases")
@@ -256,9 +256,9 @@ def releases(file: File = DEFAULT_FILE, overrides: Sets = None, as_json: AsJson 
     if as_json:
         sys.stdout.write(json.dumps(rows) + "\n")
     elif rows:
-        output.print_releases(rows, console=output.out)
+        output.print_releases(rows, console=output.stdout)
     else:
-        output.out.print(
+        output.stdout.print(
             f"no version of {config.registry.model_name} yet; register one with: nightjar run {file}", soft_wrap=True
         )
 
@@ -300,7 +300,7 @@ def main() -> None:
     except Interrupted as error:
         end_process(error)
     except NightjarError as error:
-        output.log.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        output.stderr.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         forget_frames(error)
         sys.exit(error.exit_code)
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 FILE_WIDTH = 200
 """Width of output that does not go to a terminal. Text is not folded at this width."""
-log = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else FILE_WIDTH)
+stderr = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else FILE_WIDTH)
 """Progress, warnings and errors, on stderr."""
-out = Console(highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
+stdout = Console(highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
 """The result of the command, on stdout."""
 _STAGE_WIDTH, _DURATION_WIDTH, _MIN_FACTS_WIDTH, _MAX_FACTS_WIDTH = 19, 9, 20, 90
 """Widths of the columns of a stage line. The facts have the rest of the terminal's width."""
@@ -90,7 +90,7 @@ def stage_lines() -> Iterator[None]:
         BarColumn(bar_width=12),
         TextColumn("{task.fields[note]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
         TimeRemainingColumn(),
-        console=log,
+        console=stderr,
         transient=True,
     )
     with bar:

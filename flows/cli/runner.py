@@ -14,7 +14,7 @@ from flows.results import RunResults
 from recsys_core.disk import explain_disk_full
 from recsys_core.errors import InputError, NightjarError, StageError, TrackingServerError, redacted
 from recsys_core.evaluation.report import metric_table
-from recsys_core.manifests import TrainManifest, require_own
+from recsys_core.manifests import TrainManifest, require_own_folder
 from tasks.run import Run, StageName, new_run_id, workspace_lock
 
 
@@ -52,7 +52,7 @@ def run_flow(
     """
     workspace = command.config.workspace
     with workspace_lock(workspace, run_id=run_id), output.stage_lines(), interruptible(how_to_resume) as interruption:
-        output.log.print(f"run {run_id}", style="bold")
+        output.stderr.print(f"run {run_id}", style="bold")
         try:
             with prefect_session(command.server, log=workspace / "prefect.log"), explain_disk_full(folder):
                 flow = load_flow().with_options(on_running=[interruption.set_flow_run])
@@ -78,7 +78,7 @@ def run_nightly(command: Command, *, resume: str | None, until: StageName | None
     if resume is not None and not run.config_file.is_file():
         run_ids = sorted(path.name for path in run.folder.parent.glob("*") if path.is_dir())
         raise InputError(f"--resume {resume}: no such run in {run.folder.parent}; the runs are {run_ids or 'none'}")
-    require_own(run.folder)
+    require_own_folder(run.folder)
 
     def load_flow() -> Any:
         from flows.nightly import nightly_retrain
@@ -103,9 +103,9 @@ def print_results(results: RunResults, *, file: Path, overrides: Sequence[str]) 
     """Print one table of metrics, and where to find the run's results."""
     version = results.registration
     if "evaluate" in results.stages:
-        output.out.print("\n[bold]Metrics over the full catalogue[/]")
-        output.print_metrics(metric_table(results.metrics), served=version.metrics if version else {}, console=output.out)
-        output.out.print()
+        output.stdout.print("\n[bold]Metrics over the full catalogue[/]")
+        output.print_metrics(metric_table(results.metrics), served=version.metrics if version else {}, console=output.stdout)
+        output.stdout.print()
     facts = {"run": str(results.run.folder)}
     train = results.stages.get("train")
     if isinstance(train, TrainManifest) and train.best_epoch is not None:
@@ -123,4 +123,4 @@ def print_results(results: RunResults, *, file: Path, overrides: Sequence[str]) 
     else:
         options = "".join(f" --set {override}" for override in overrides)
         facts["resume"] = f"nightjar run {file}{options} --resume {results.run.run_id}"
-    output.print_facts(facts, console=output.out)
+    output.print_facts(facts, console=output.stdout)

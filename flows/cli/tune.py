@@ -64,7 +64,7 @@ def print_study(study: "Study", *, file: Path) -> None:
     """Print the trials, the best first, and the best settings as YAML and as a command."""
     from tasks.tuning.study import best_first
 
-    console, best = output.out, study.best_trial
+    console, best = output.stdout, study.best_trial
     assert best is not None
     rows = [
         [

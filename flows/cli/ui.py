@@ -43,7 +43,7 @@ def serve(config: PipelineConfig, *, prefect_port: int, mlflow_port: int) -> Non
     if commands:
         _serve(commands, environment=environment, facts=facts, log_file=config.workspace / "ui.log")
     else:
-        output.print_facts(facts, console=output.out)
+        output.print_facts(facts, console=output.stdout)
 
 
 def _require_free(port: int, *, option: str) -> str:
@@ -86,11 +86,11 @@ def _serve(commands: list[list[str]], *, environment: dict[str, str], facts: dic
             )
             for command in commands
         ]
-        output.print_facts(facts | {"log": str(log_file), "stop": "Ctrl-C"}, console=output.out)
+        output.print_facts(facts | {"log": str(log_file), "stop": "Ctrl-C"}, console=output.stdout)
         try:
             _wait(servers, log_name=str(log_file))
         except KeyboardInterrupt:
-            output.log.print("stopping")
+            output.stderr.print("stopping")
         finally:
             for server in servers:
                 if server.poll() is None:

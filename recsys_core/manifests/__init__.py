@@ -25,7 +25,7 @@ from recsys_core.manifests.model_stages import (
     RegistrationManifest,
     TrainManifest,
 )
-from recsys_core.manifests.ownership import MARKER, own, require_own
+from recsys_core.manifests.ownership import MARKER, create_own_folder, require_own_folder
 from recsys_core.manifests.stage_folder import (
     MANIFEST_NAME,
     FileRecord,
@@ -66,12 +66,12 @@ __all__ = [
     "SourceFile",
     "TrainManifest",
     "VectorTable",
+    "create_own_folder",
     "fingerprint_of",
     "load_manifest",
-    "own",
     "produce",
     "record_file",
     "require_manifest",
-    "require_own",
+    "require_own_folder",
     "seal",
 ]

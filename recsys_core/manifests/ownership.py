@@ -10,15 +10,15 @@ MARKER = ".nightjar"
 _TEXT = "nightjar created this folder, and may replace or remove the files in it.\n"
 
 
-def own(folder: Path) -> None:
-    """Create `folder` with the marker, or mark an empty folder. Raise InputError like `require_own`."""
-    require_own(folder)
+def create_own_folder(folder: Path) -> None:
+    """Create `folder` with the marker, or mark an empty folder. Raise InputError like `require_own_folder`."""
+    require_own_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / MARKER).exists():
         (folder / MARKER).write_text(_TEXT)
 
 
-def require_own(folder: Path) -> None:
+def require_own_folder(folder: Path) -> None:
     """Raise InputError if `folder` is a link, a file, or a folder with files but no marker. The function changes nothing."""
     if not os.path.lexists(folder):
         return
@@ -34,12 +34,12 @@ def require_own(folder: Path) -> None:
         )
 
 
-def remove_own(folder: Path) -> None:
-    """Remove a folder that nightjar created. Raise InputError like `require_own`.
+def remove_own_folder(folder: Path) -> None:
+    """Remove a folder that nightjar created. Raise InputError like `require_own_folder`.
 
     The marker is removed last, so that a folder that was removed only in part can still be removed later.
     """
-    require_own(folder)
+    require_own_folder(folder)
     if not folder.exists():
         return
     for entry in folder.iterdir():

@@ -21,7 +21,7 @@ from recsys_core import __version__
 from recsys_core.config import Frozen
 from recsys_core.disk import MIN_STAGE_BYTES, explain_disk_full, require_free
 from recsys_core.errors import StageError
-from recsys_core.manifests.ownership import MARKER, own, remove_own
+from recsys_core.manifests.ownership import MARKER, create_own_folder, remove_own_folder
 
 MANIFEST_NAME = "manifest.json"
 _HASH_THREADS = 4
@@ -97,12 +97,12 @@ def produce(
         return previous
     staging = folder.with_name(folder.name + ".tmp")
     for outdated in (folder, staging):
-        remove_own(outdated)
+        remove_own_folder(outdated)
     require_free(folder, max(needs_bytes, MIN_STAGE_BYTES), what=f"the {manifest_type.kind} stage")
     started = time.perf_counter()
     try:
         with explain_disk_full(folder):
-            own(staging)
+            create_own_folder(staging)
             facts = build(staging)
             return seal(staging, folder, manifest_type, fingerprint=fingerprint, seconds=time.perf_counter() - started, **facts)
     except BaseException:

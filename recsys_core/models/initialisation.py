@@ -62,7 +62,7 @@ def copy_pretrained(
         has_vector = np.flatnonzero(vector_row_R >= 0)
         values_RD = torch.from_numpy(vectors[vector_row_R[has_vector]])
         if norm is not None:
-            values_RD = rescaled(values_RD, norm=norm)
+            values_RD = scale_to_norm(values_RD, norm=norm)
         target_R = torch.from_numpy(has_vector + start).to(shard.weight_RD.device)
         shard.weight_RD[target_R] = values_RD[:, shard.column : shard.column + shard_dim].to(shard.weight_RD.device)
 
@@ -75,7 +75,7 @@ def mean_vector(vectors: NDArray[np.float32], *, vector_row: NDArray[np.int64], 
     sum_D, count = torch.zeros(vectors.shape[1], dtype=torch.float64), 0
     for vector_row_R in rows_with_vector(vector_row):
         values_RD = torch.from_numpy(vectors[vector_row_R])
-        sum_D += (values_RD if norm is None else rescaled(values_RD, norm=norm)).sum(dim=0, dtype=torch.float64)
+        sum_D += (values_RD if norm is None else scale_to_norm(values_RD, norm=norm)).sum(dim=0, dtype=torch.float64)
         count += len(vector_row_R)
     return (sum_D / max(count, 1)).float()
 
@@ -112,10 +112,10 @@ def fill_missing(shard: LocalShard, *, vector_row: NDArray[np.int64], value_D: T
         shard.weight_RD[missing.to(shard.weight_RD.device)] = shard_value.to(shard.weight_RD.device)
 
 
-def rescaled(values_RD: Tensor, *, norm: float) -> Tensor:
+def scale_to_norm(values_RD: Tensor, *, norm: float) -> Tensor:
     """Return the vectors scaled to length `norm`; a zero vector stays zero.
 
-    >>> rescaled(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), norm=10.0).tolist()
+    >>> scale_to_norm(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), norm=10.0).tolist()
     [[6.0, 8.0], [0.0, 0.0]]
     """
     norm_R1 = values_RD.norm(dim=1, keepdim=True).clamp(min=torch.finfo(values_RD.dtype).tiny)

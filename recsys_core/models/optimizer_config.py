@@ -8,7 +8,7 @@ from pydantic import Field
 from recsys_core.config import MANY, Settings
 
 TableOptimizerKind = Literal["rowwise_adagrad", "adagrad", "sgd", "adam", "partial_rowwise_adam"]
-GPU_ONLY = ("adam", "partial_rowwise_adam")
+GPU_ONLY_OPTIMIZERS = ("adam", "partial_rowwise_adam")
 """FBGEMM has these fused optimizers for CUDA only. On a CPU, adam works for a replicated (data_parallel) table."""
 
 MAX_LEARNING_RATE = 1e6

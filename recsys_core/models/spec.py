@@ -22,7 +22,7 @@ from recsys_core.models.table_checks import (
     check_vectors_exist,
     check_width,
 )
-from recsys_core.models.table_config import OFFSET, TEACHER, TableConfig, random_norm
+from recsys_core.models.table_config import OFFSET_TABLE, TEACHER_TABLE, TableConfig, random_norm
 
 Side = Literal["query", "item"]
 
@@ -140,17 +140,17 @@ class ModelSpec(Frozen):
 
         specs = {"item": table("item", num_items, feature="item", side="item")}
         if specs["item"].settings.transfer == "residual":
-            specs[OFFSET] = _offset_table(settings.get(OFFSET, TableConfig()), num_items, dim=config.embedding_dim)
+            specs[OFFSET_TABLE] = _offset_table(settings.get(OFFSET_TABLE, TableConfig()), num_items, dim=config.embedding_dim)
         if distils:
             check_distillation(vector_dims)
-            specs[TEACHER] = _teacher_table(num_items, dim=vector_dims["item"])
+            specs[TEACHER_TABLE] = _teacher_table(num_items, dim=vector_dims["item"])
         if config.user_id:
             specs["user"] = table("user", num_users, feature="user", side="query")
         for key, fact in facts.items():
             side: Side = "item" if key.startswith("item.") else "query"
             weighted = side == "query" and forms[key] in ("weighted_list", "number")
             specs[key] = table(key, fact.rows, feature=key, side=side, weighted=weighted)
-        configurable = {name: spec for name, spec in specs.items() if name != TEACHER}
+        configurable = {name: spec for name, spec in specs.items() if name != TEACHER_TABLE}
         check_table_names("tables", settings, tables=configurable)
         for name, spec in configurable.items():
             check_vectors_exist(name, spec.settings, tables_with_vectors=vector_dims)
@@ -215,7 +215,8 @@ def _offset_table(settings: TableConfig, num_items: int, *, dim: int) -> TableSp
     """Return the table of learned offsets that are added to frozen item embeddings."""
     if settings.dim not in (None, dim):
         raise InputError(
-            f"tables.{OFFSET}.dim is {settings.dim}, but offsets are added at model.embedding_dim, which is {dim}; leave it out"
+            f"tables.{OFFSET_TABLE}.dim is {settings.dim}, but offsets are added at model.embedding_dim, which is {dim}; "
+            "leave it out"
         )
     settings = settings.model_copy(update={"missing": "zero", "dim": dim})
     return TableSpec(num_rows=num_items, dim=dim, feature="item", side="item", settings=settings)

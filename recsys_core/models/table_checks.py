@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable
 
 from recsys_core.errors import InputError
-from recsys_core.models.table_config import OFFSET, TableConfig
+from recsys_core.models.table_config import OFFSET_TABLE, TableConfig
 
 ID_TABLES = ("item", "user")
 """Tables in which each item or user has exactly one row, so that single rows can be frozen."""
@@ -47,7 +47,7 @@ def check_width(vector_dim: int, table_dim: int, *, table: str) -> None:
 
 def check_table_settings(name: str, settings: TableConfig) -> None:
     """Raise InputError if table `name` does not support one of its settings."""
-    decayed_tables = [*ID_TABLES, OFFSET]
+    decayed_tables = [*ID_TABLES, OFFSET_TABLE]
     if settings.optimizer is not None and settings.optimizer.weight_decay and name not in decayed_tables:
         raise InputError(f"tables.{name}.optimizer.weight_decay is only for the tables {decayed_tables}; leave it out")
     if settings.transfer == "gradual" and name not in ID_TABLES:

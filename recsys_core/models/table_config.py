@@ -10,9 +10,9 @@ from recsys_core.config import Settings
 from recsys_core.models.optimizer_config import TableOptimizer
 
 Transfer = Literal["full", "frozen", "gradual", "residual"]
-OFFSET = "item_offset"
+OFFSET_TABLE = "item_offset"
 """Table of the learned offsets that are added to frozen item vectors (transfer: residual)."""
-TEACHER = "item_teacher"
+TEACHER_TABLE = "item_teacher"
 """Frozen table of the pretrained item vectors, for the distillation loss."""
 
 

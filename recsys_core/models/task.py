@@ -14,7 +14,7 @@ from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.losses import l2_penalty
 from recsys_core.models.objective import Objective
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.table_config import TEACHER
+from recsys_core.models.table_config import TEACHER_TABLE
 from recsys_core.models.towers import CandidateTower, QueryTower
 
 TABLES_PATH = "embedding_tables"
@@ -74,7 +74,7 @@ class RetrievalHead(nn.Module):
                 candidate_features = {name: value.index_select(0, candidate_C) for name, value in features.items()}
                 candidate_CD = self.item(item_VD.index_select(0, candidate_C), features=candidate_features)
             query_BD, query_tables = self.queries(embeddings, batch, history_item_VD=history_item_VD)
-            teacher_CD = item_tables[TEACHER][candidate_C] if TEACHER in item_tables else None
+            teacher_CD = item_tables[TEACHER_TABLE][candidate_C] if TEACHER_TABLE in item_tables else None
             loss: Tensor = self.objective(query_BD, candidate_CD, batch=batch, teacher_CD=teacher_CD)
             # FBGEMM's CPU kernels silently ignore weight decay. As a part of the loss it works on every device.
             tables = item_tables | query_tables

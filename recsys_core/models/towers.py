@@ -10,7 +10,7 @@ from recsys_core.models.config import TowerConfig
 from recsys_core.models.history import HistoryPooling, last_items
 from recsys_core.models.normalisation import unit_vectors
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.table_config import OFFSET
+from recsys_core.models.table_config import OFFSET_TABLE
 
 
 class MLP(nn.Module):
@@ -119,11 +119,11 @@ class CandidateTower(nn.Module):
         self.min_norm = spec.row_norm
 
     def embed(self, tables: Mapping[str, Tensor]) -> Tensor:
-        """Return item embeddings [V, D] from the rows of table `item` and, if the model has offsets, of table OFFSET."""
+        """Return item embeddings [V, D] from the rows of table `item` and, if the model has offsets, of table OFFSET_TABLE."""
         item_VD: Tensor = self.projection(tables["item"])
-        if OFFSET not in tables:
+        if OFFSET_TABLE not in tables:
             return item_VD
-        offset_VD = tables[OFFSET]
+        offset_VD = tables[OFFSET_TABLE]
         if self.training and self.id_dropout:
             # Drop whole rows, without rescaling: the towers have to work for items without an offset.
             offset_VD = offset_VD * (torch.rand(len(offset_VD), 1, device=offset_VD.device) >= self.id_dropout)

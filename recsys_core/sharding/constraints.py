@@ -8,7 +8,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import CacheParams, KeyValueParams
 
 from recsys_core.errors import InputError
-from recsys_core.models.optimizer_config import GPU_ONLY, TableOptimizer
+from recsys_core.models.optimizer_config import GPU_ONLY_OPTIMIZERS, TableOptimizer
 from recsys_core.models.spec import ModelSpec, TableSpec, module_name
 from recsys_core.sharding.config import ClusterConfig, ComputeKernel, ShardingConfig, ShardingKind, TableConstraint
 from recsys_core.sharding.lookup_stats import LookupStats
@@ -130,7 +130,7 @@ def _check_optimizer(name: str, constraint: TableConstraint, *, device: str, opt
             "only; choose adam, or another sharding type"
         )
     replicated = optimizer == "adam" and kinds == ("data_parallel",)
-    if device == "cpu" and optimizer in GPU_ONLY and not replicated:
+    if device == "cpu" and optimizer in GPU_ONLY_OPTIMIZERS and not replicated:
         advice = f", or replicate it: sharding.tables.{name}.sharding_types: [data_parallel]" if optimizer == "adam" else ""
         raise InputError(
             f"tables.{name}: optimizer {optimizer} has no fused kernel on a CPU; set rowwise_adagrad, adagrad or sgd{advice}"

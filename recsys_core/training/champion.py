@@ -26,11 +26,11 @@ from recsys_core.manifests import (
 )
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec, Side
-from recsys_core.models.table_config import OFFSET
+from recsys_core.models.table_config import OFFSET_TABLE
 from recsys_core.models.towers import CandidateTower, QueryTower
 from recsys_core.training.optimizers import has_accumulators
 
-ID_FILES = {"item": "items.parquet", OFFSET: "items.parquet", "user": "users.parquet"}
+ID_FILES = {"item": "items.parquet", OFFSET_TABLE: "items.parquet", "user": "users.parquet"}
 """File of the interactions stage with the ids of a table's rows; every other table belongs to a feature."""
 _TEMPERATURE = "objective.log_temperature"
 _EMPTY_HISTORY = "query.pooling.start"

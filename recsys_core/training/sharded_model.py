@@ -32,7 +32,7 @@ from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_checks import ID_TABLES
-from recsys_core.models.table_config import OFFSET, TEACHER, random_norm
+from recsys_core.models.table_config import OFFSET_TABLE, TEACHER_TABLE, random_norm
 from recsys_core.models.task import TABLES_PATH, RetrievalHead, RetrievalTask
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.sharders import sharders
@@ -141,7 +141,7 @@ def weight_decay(spec: ModelSpec, *, default: TableOptimizer) -> dict[str, float
     strengths = {
         name: (table.settings.optimizer or default).weight_decay
         for name, table in spec.tables.items()
-        if name in (*ID_TABLES, OFFSET) and not table.frozen
+        if name in (*ID_TABLES, OFFSET_TABLE) and not table.frozen
     }
     return {name: strength for name, strength in strengths.items() if strength}
 
@@ -224,7 +224,7 @@ def pretrained_rows(spec: ModelSpec, *, dataset: Dataset) -> dict[str, Pretraine
     for name, table in spec.tables.items():
         if not table.pretrained:
             continue
-        source = "item" if name == TEACHER else name
+        source = "item" if name == TEACHER_TABLE else name
         if source not in id_files:
             assert dataset.features is not None
             vector_row = mapped(dataset.features.path(f"{source}.vector_row.npy"))

@@ -9,7 +9,7 @@ from tasks.registry.mlflow_client import LOG, RUN_ID_TAG, call_or_warn
 from tasks.registry.releases import champion_of
 from tasks.run import Run
 
-CHOICE_NAME = "champion.json"
+CHAMPION_FILE_NAME = "champion.json"
 
 
 def starting_champion(model_name: str, *, run: Run) -> Champion | None:
@@ -18,7 +18,7 @@ def starting_champion(model_name: str, *, run: Run) -> Champion | None:
     The champion's run id is saved in the run's folder: a resumed run starts from the same model, even if another version
     became champion since.
     """
-    choice_file = run.folder / CHOICE_NAME
+    choice_file = run.folder / CHAMPION_FILE_NAME
     if choice_file.is_file():
         run_id = json.loads(choice_file.read_bytes())["run_id"]
     else:

@@ -64,13 +64,13 @@ class RangeConfig(Settings):
         second = (self.low + (self.step or 1),) if is_integer or self.step else ()
         return tuple(dict.fromkeys((self.low, *(value for value in second if value <= self.high), self.high)))
 
-    def converted(self, parsed: Mapping[str, Any]) -> Self:
+    def in_setting_type(self, parsed: Mapping[str, Any]) -> Self:
         """Return the range in the type of its setting; raise ValueError if the setting does not take numbers.
 
         Args:
             parsed: value of the setting in a valid config, by label of the probe.
 
-        >>> RangeConfig(low=0, high=1).converted({"0": 0.0, "1": 1.0}).low
+        >>> RangeConfig(low=0, high=1).in_setting_type({"0": 0.0, "1": 1.0}).low
         0.0
         """
         if self.choices is not None:

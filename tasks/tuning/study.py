@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from recsys_core import plots
 from recsys_core.config import Frozen
-from recsys_core.manifests import own
+from recsys_core.manifests import create_own_folder
 from recsys_core.seeds import trial_seed
 from tasks.tuning.config import RangeConfig, TuningConfig, label_of
 
@@ -80,7 +80,7 @@ class Study:
 
     def __init__(self, config: TuningConfig, *, folder: Path, metric: str, run_id: str) -> None:
         """Open the study in `folder`, or create it. `run_id` becomes the name of the MLflow run of a new study."""
-        own(folder)
+        create_own_folder(folder)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.folder, self.metric, self.name = folder, metric, folder.name
         self.config_file = folder / "config.yaml"

@@ -195,7 +195,7 @@ def test_a_challenger_and_a_champion_that_does_not_load_end_the_flow_in_states_o
     )  # fmt: skip
 
     monkeypatch.setattr(nightly, "retrain", lambda config, run: registration)
-    config = starter_config().anchored(tmp_path)
+    config = starter_config().with_absolute_paths(tmp_path)
     state = nightly.nightly_retrain.fn(config, run_id="r")
     assert (state.name, state.is_completed()) == (name, True)
     assert state.message == message
@@ -213,6 +213,6 @@ def test_the_flow_touches_no_folder_that_a_run_id_leads_to_and_nightjar_did_not_
         (tmp_path / "workspace/runs").mkdir(parents=True)
         (tmp_path / "workspace/runs/link").symlink_to(theirs)
     with pytest.raises(InputError, match=r"a run id consists of letters|holds files, but not the marker|is a link"):
-        nightly.nightly_retrain.fn(starter_config().anchored(tmp_path), run_id=run_id)
+        nightly.nightly_retrain.fn(starter_config().with_absolute_paths(tmp_path), run_id=run_id)
     assert (theirs / "config.yaml").read_text() == (theirs / "embeddings" / "mine.npy").read_text() == "kept"
     assert sorted(path.name for path in theirs.rglob("*")) == ["config.yaml", "embeddings", "mine.npy"]

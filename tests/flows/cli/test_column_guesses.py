@@ -32,7 +32,7 @@ def test_guessed_columns_are_written_with_a_comment_and_load(tmp_path: Path, log
     file = tmp_path / "nightly.yaml"
     file.write_text(to_commented_yaml(config, notes=notes, every_setting=False))
     loaded = load_config(file)
-    assert loaded == config.anchored(tmp_path)
+    assert loaded == config.with_absolute_paths(tmp_path)
     interactions = loaded.interactions
     assert (interactions.user_column, interactions.item_column, interactions.timestamp_column) == (
         "userId",

@@ -16,12 +16,12 @@ from recsys_core.data.embeddings.config import EmbeddingsConfig
 def test_the_starter_config_loads_back_to_itself(tmp_path: Path, every_setting: bool) -> None:
     file = tmp_path / "nightly.yaml"
     file.write_text(to_commented_yaml(starter_config(), every_setting=every_setting))
-    assert load_config(file) == starter_config().anchored(tmp_path)
+    assert load_config(file) == starter_config().with_absolute_paths(tmp_path)
     assert load_config(file, ["embeddings.pca_dim=8"]).embeddings[0].pca_dim == 8
     second = EmbeddingsConfig(paths=("b.parquet",), table="item.brand", dimension_prefix="d")
     both = starter_config().model_copy(update={"embeddings": (*starter_config().embeddings, second)})
     file.write_text(to_commented_yaml(both, every_setting=every_setting))
-    assert load_config(file) == both.anchored(tmp_path)
+    assert load_config(file) == both.with_absolute_paths(tmp_path)
 
 
 def test_every_setting_is_explained_in_lines_that_fit() -> None:

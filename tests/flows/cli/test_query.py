@@ -13,7 +13,7 @@ from flows.cli import runner
 from flows.cli.config_template import starter_config
 from flows.cli.runner import Command, run_nightly, save_traceback
 from recsys_core.errors import StageError, TrackingServerError
-from recsys_core.manifests.ownership import own
+from recsys_core.manifests.ownership import create_own_folder
 from tasks.registry import mlflow_client
 from tests.tasks.unhealthy_servers import answering, closed, silent
 
@@ -65,9 +65,9 @@ def test_the_traceback_of_an_unexpected_error_holds_no_password(tmp_path: Path) 
 
 
 def test_a_run_that_fails_because_of_mlflow_names_the_run_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = starter_config().anchored(tmp_path)
+    config = starter_config().with_absolute_paths(tmp_path)
     run_folder = config.workspace / "runs" / "r"
-    own(run_folder)
+    create_own_folder(run_folder)
     (run_folder / "config.yaml").write_text("")
 
     def end(*_: object, **__: object) -> None:

@@ -28,7 +28,7 @@ def test_a_port_in_use_is_an_input_error_that_names_port_and_option_before_anyth
             else {"prefect_port": free, "mlflow_port": port}
         )
         with pytest.raises(InputError, match=re.escape(f"port {port} on 127.0.0.1: Address already in use; set {option} to")):
-            ui.serve(starter_config().anchored(tmp_path), **ports)
+            ui.serve(starter_config().with_absolute_paths(tmp_path), **ports)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -37,7 +37,7 @@ def test_servers_of_the_user_are_named_and_no_second_one_is_started(
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow.example:5000")
     monkeypatch.setenv("PREFECT_API_URL", "http://prefect.example:4200/api")
-    ui.serve(starter_config().anchored(tmp_path), prefect_port=4200, mlflow_port=5000)
+    ui.serve(starter_config().with_absolute_paths(tmp_path), prefect_port=4200, mlflow_port=5000)
     assert capsys.readouterr().out == "Prefect  http://prefect.example:4200\nMLflow   http://mlflow.example:5000\n"
     assert list(tmp_path.iterdir()) == []
 

@@ -6,7 +6,7 @@ import pytest
 
 from recsys_core.errors import InputError
 from recsys_core.manifests import MARKER, PlanManifest, produce
-from recsys_core.manifests.ownership import own, remove_own
+from recsys_core.manifests.ownership import create_own_folder, remove_own_folder
 
 
 def build(folder: Path) -> dict[str, object]:
@@ -42,15 +42,15 @@ def test_removing_a_folder_removes_links_but_not_their_targets(tmp_path: Path) -
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     (theirs / "mine.npy").write_text("kept")
-    own(tmp_path / "ours")
+    create_own_folder(tmp_path / "ours")
     (tmp_path / "ours" / "link").symlink_to(theirs)
-    remove_own(tmp_path / "ours")
+    remove_own_folder(tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
     assert (theirs / "mine.npy").read_text() == "kept"
 
 
 def test_a_removal_that_was_killed_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own(tmp_path / "ours")
+    create_own_folder(tmp_path / "ours")
     for name in "abc":
         (tmp_path / "ours" / name).write_text("")
     unlink = Path.unlink
@@ -62,7 +62,7 @@ def test_a_removal_that_was_killed_can_be_repeated(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(Path, "unlink", once)
     with pytest.raises(KeyboardInterrupt):
-        remove_own(tmp_path / "ours")
+        remove_own_folder(tmp_path / "ours")
     assert (tmp_path / "ours" / MARKER).is_file()
-    remove_own(tmp_path / "ours")
+    remove_own_folder(tmp_path / "ours")
     assert not (tmp_path / "ours").exists()

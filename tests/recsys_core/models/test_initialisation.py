@@ -15,8 +15,8 @@ from recsys_core.models.initialisation import (
     fill_random,
     mean_vector,
     no_vectors,
-    rescaled,
     rows_with_vector,
+    scale_to_norm,
     zero_rows,
 )
 from recsys_core.models.table_config import random_norm
@@ -76,7 +76,7 @@ def test_rows_without_a_vector_take_the_mean_or_zero_and_the_others_are_kept():
     mean = mean_vector(vectors, vector_row=vector_row, norm=None)
     torch.testing.assert_close(mean, torch.from_numpy(vectors[[8, 0, 3]].mean(axis=0)))
     scaled = mean_vector(vectors * 7, vector_row=vector_row, norm=3.0)
-    torch.testing.assert_close(scaled, rescaled(torch.from_numpy(vectors[[8, 0, 3]]), norm=3.0).mean(dim=0))
+    torch.testing.assert_close(scaled, scale_to_norm(torch.from_numpy(vectors[[8, 0, 3]]), norm=3.0).mean(dim=0))
     for value, expected in ((mean, mean[4:]), (None, torch.zeros(4))):
         shard = torch.full((12, 4), 7.0)
         fill_missing(LocalShard(2, 4, shard), vector_row=vector_row, value_D=value)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from recsys_core.models.config import TowerConfig, TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.table_config import OFFSET, TableConfig
+from recsys_core.models.table_config import OFFSET_TABLE, TableConfig
 from recsys_core.models.towers import MLP, CandidateTower, QueryTower
 
 NO_HISTORY = {"length": 0, "last_item": False}
@@ -103,25 +103,25 @@ def test_dropout_is_only_for_training() -> None:
 def test_an_item_is_its_frozen_row_plus_its_offset() -> None:
     tower = residual_tower()
     rows, offsets = torch.randn(5, 4), torch.randn(5, 4)
-    assert torch.equal(tower.embed({"item": rows, OFFSET: offsets}), rows + offsets)
+    assert torch.equal(tower.embed({"item": rows, OFFSET_TABLE: offsets}), rows + offsets)
     assert torch.equal(tower.embed({"item": rows}), rows)
 
 
 def test_a_frozen_row_of_another_width_is_projected_before_the_offset_is_added() -> None:
     tower = residual_tower(dim=12)
     rows, offsets = torch.randn(5, 12), torch.randn(5, 4)
-    torch.testing.assert_close(tower.embed({"item": rows, OFFSET: offsets}), rows @ tower.projection.weight.T + offsets)
+    torch.testing.assert_close(tower.embed({"item": rows, OFFSET_TABLE: offsets}), rows @ tower.projection.weight.T + offsets)
 
 
 def test_id_dropout_drops_whole_offsets_without_scaling_and_only_while_training() -> None:
     torch.manual_seed(0)
     tower = residual_tower(id_dropout=0.25)
     rows, offsets = torch.full((4_000, 4), 3.0), torch.ones(4_000, 4)
-    embedded = tower.embed({"item": rows, OFFSET: offsets})
+    embedded = tower.embed({"item": rows, OFFSET_TABLE: offsets})
     kept = embedded[:, 0] == 4.0
     assert torch.equal(embedded, torch.where(kept[:, None], 4.0, 3.0).expand(-1, 4))
     assert kept.float().mean().item() == pytest.approx(0.75, abs=0.03)
-    assert torch.equal(tower.eval().embed({"item": rows, OFFSET: offsets}), rows + offsets)
+    assert torch.equal(tower.eval().embed({"item": rows, OFFSET_TABLE: offsets}), rows + offsets)
 
 
 @settings(deadline=None, max_examples=50)

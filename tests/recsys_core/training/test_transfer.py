@@ -15,7 +15,7 @@ from recsys_core.models.embedding_tables import table_shards
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.table_config import OFFSET, TableConfig, Unfreeze
+from recsys_core.models.table_config import OFFSET_TABLE, TableConfig, Unfreeze
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.optimizers import LearningRates, make_optimizer, table_of
 from recsys_core.training.process_group import Process
@@ -128,9 +128,9 @@ def test_frozen_tables_stay_as_they_are_and_have_no_optimizer_state(kind, tmp_pa
 def test_residual_learns_offsets_from_zero_beside_vectors_that_stay(kind, tmp_path):
     run = train(tmp_path, spec_of(kind, item=TableConfig(transfer="residual")), kind=kind)
     np.testing.assert_array_equal(run.tables[0]["item"], run.tables[1]["item"])
-    assert not run.tables[0][OFFSET].any()
-    np.testing.assert_array_equal(run.moved(OFFSET, epoch=1), looked_up(run.spec, epoch=1)["item"])
-    assert not run.state.get("item") and run.state[OFFSET]
+    assert not run.tables[0][OFFSET_TABLE].any()
+    np.testing.assert_array_equal(run.moved(OFFSET_TABLE, epoch=1), looked_up(run.spec, epoch=1)["item"])
+    assert not run.state.get("item") and run.state[OFFSET_TABLE]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from recsys_core.training.champion import Champion
-from tasks.registry.champion import CHOICE_NAME, starting_champion
+from tasks.registry.champion import CHAMPION_FILE_NAME, starting_champion
 from tasks.registry.mlflow_client import RUN_ID_TAG, connect
 from tasks.run import Run
 
@@ -58,7 +58,7 @@ def test_a_resumed_run_starts_from_the_champion_that_it_began_with(run: Run, set
     assert champion is not None and resumed is not None
     assert champion.run_id == resumed.run_id == "first"
     assert champion.export == run.workspace / "runs/first/export"
-    assert json.loads((run.folder / CHOICE_NAME).read_bytes()) == {"run_id": "first"}
+    assert json.loads((run.folder / CHAMPION_FILE_NAME).read_bytes()) == {"run_id": "first"}
 
 
 def test_a_champion_whose_stages_are_gone_means_a_full_training_and_one_line_in_the_log(

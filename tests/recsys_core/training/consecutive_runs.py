@@ -1,4 +1,4 @@
-"""Two nights of a small shop: the second has new users, items, brands and vectors, and other bestsellers."""
+"""Two runs of a small shop: the second has new users, items, brands and vectors, and other bestsellers."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +43,8 @@ TRAINING = TrainingConfig(epochs=1, batch_size=16, validation=None, checkpoint_e
 
 
 @dataclass(frozen=True)
-class Night:
-    """What the stages before training made of a night's files, and the model for it."""
+class PreparedRun:
+    """The data stages of a run and the model for its data."""
 
     folder: Path
     interactions: InteractionsManifest
@@ -53,24 +53,29 @@ class Night:
     spec: ModelSpec
 
 
-def make_night(
+def prepare_run(
     folder: Path,
     number: int,
     *,
-    after: Night | None = None,
+    after: PreparedRun | None = None,
     tables: dict[str, TableConfig] | None = None,
     dim: int = DIM,
-) -> Night:
-    """Night 1 or 2. after: the night whose numbering is continued; none: numbered anew. dim: of tables and vectors."""
+) -> PreparedRun:
+    """Generate and ingest the files of run 1 or 2.
+
+    Args:
+        after: the run whose vocabularies are continued; None to number all ids from zero.
+        dim: width of tables and vectors.
+    """
     users, items = (30, 40) if number == 1 else (36, 50)
     log = write_log(folder / "data/log.parquet", _events(number, users=users, items=items))
-    with_vector = [item for item in range(items) if item % 3 == 0]
-    vector = np.random.default_rng(number).normal(size=(len(with_vector), dim)).astype(np.float32)
+    items_with_vector = [item for item in range(items) if item % 3 == 0]
+    vector = np.random.default_rng(number).normal(size=(len(items_with_vector), dim)).astype(np.float32)
     vectors = write(
-        folder / "data/vectors.parquet", item_id=[f"i{item}" for item in with_vector], vector=pa.array(vector.tolist())
+        folder / "data/vectors.parquet", item_id=[f"i{item}" for item in items_with_vector], vector=pa.array(vector.tolist())
     )
     brands = [f"brand-{(item * number) % (4 + number)}" for item in range(items)]
-    described = write(folder / "data/items.parquet", item_id=[f"i{item}" for item in range(items)], brand=brands)
+    items_file = write(folder / "data/items.parquet", item_id=[f"i{item}" for item in range(items)], brand=brands)
     embeddings = ingest_embeddings((EmbeddingsConfig(paths=(vectors,), vector_column="vector"),), folder=folder / "embeddings")
     interactions = ingest(
         folder / "interactions",
@@ -81,7 +86,7 @@ def make_night(
     )
     brand = FeatureConfig(name="brand")
     features = ingest_features(
-        FeaturesConfig(items=FeatureTableConfig(paths=(described,), id_column="item_id", features=(brand,))),
+        FeaturesConfig(items=FeatureTableConfig(paths=(items_file,), id_column="item_id", features=(brand,))),
         interactions=interactions,
         previous=after and after.features,
         memory_limit="1GB",
@@ -91,72 +96,72 @@ def make_night(
     )
     model = TwoTowerConfig.model_validate({"embedding_dim": dim, "user_id": True, "history": {"length": 4}})
     spec = ModelSpec.of(model, dataset=Dataset(interactions, embeddings, features), tables=tables)
-    return Night(folder, interactions, embeddings, features, spec)
+    return PreparedRun(folder, interactions, embeddings, features, spec)
 
 
 def _events(number: int, *, users: int, items: int) -> list[Event]:
-    """Eight events for each user; on the second night the items from the other end of the catalogue sell best."""
+    """Return eight events of each user; in the second run the items from the other end of the catalogue sell best."""
     rng = np.random.default_rng(number)
-    taken = (np.sort(rng.beta(1, 3, (users, 8)), axis=1) * items).astype(int)
+    item_UE = (np.sort(rng.beta(1, 3, (users, 8)), axis=1) * items).astype(int)
     if number == 2:
-        taken = items - 1 - taken
-    return [(f"u{user}", f"i{item}", place) for user in range(users) for place, item in enumerate(taken[user].tolist())]
+        item_UE = items - 1 - item_UE
+    return [(f"u{user}", f"i{item}", time) for user in range(users) for time, item in enumerate(item_UE[user].tolist())]
 
 
-def train_job(night: Night, *, kind: str = "row_wise", training: TrainingConfig = TRAINING) -> TrainJob:
-    """A training of `night` on RANKS ranks, every table sharded by `kind`."""
+def train_job(run: PreparedRun, *, kind: str = "row_wise", training: TrainingConfig = TRAINING) -> TrainJob:
+    """Return the job that trains `run` on RANKS ranks, every table sharded by `kind`."""
     sharding = ShardingConfig(
         cluster=ClusterConfig(device="cpu", processes_per_node=RANKS),
-        tables=dict.fromkeys(night.spec.tables, TableConstraint.model_validate({"sharding_types": (kind,)})),
+        tables=dict.fromkeys(run.spec.tables, TableConstraint.model_validate({"sharding_types": (kind,)})),
     )
-    plan = make_plan(sharding, model=night.spec, batch_size=training.batch_size, optimizer=training.table_optimizer)
-    night.folder.mkdir(exist_ok=True)
-    (night.folder / "plan.json").write_text(plan.model_dump_json())
-    work = night.folder / "train.work"
+    plan = make_plan(sharding, model=run.spec, batch_size=training.batch_size, optimizer=training.table_optimizer)
+    run.folder.mkdir(exist_ok=True)
+    (run.folder / "plan.json").write_text(plan.model_dump_json())
+    work = run.folder / "train.work"
     work.mkdir(exist_ok=True)
     return TrainJob(
         work=work,
         fingerprint="f",
-        spec=night.spec,
+        spec=run.spec,
         loss=LossConfig(num_negatives=8),
         training=training,
-        interactions=night.interactions.folder,
-        embeddings=night.embeddings.folder,
-        features=night.features.folder,
-        plan=night.folder / "plan.json",
+        interactions=run.interactions.folder,
+        embeddings=run.embeddings.folder,
+        features=run.features.folder,
+        plan=run.folder / "plan.json",
     )
 
 
 def process(rank: int) -> Process:
-    """A CPU rank of the group that it is in."""
+    """Return the process description of a CPU rank."""
     return Process(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
 
 
 def train_and_export(rank: int, job: TrainJob, out: Path) -> None:
-    """What every rank of the stages train and export does."""
+    """Run the train and export stages on one rank."""
     run_training(job, process=process(rank))
     dist.barrier()
     result = TrainResult.model_validate_json((job.work / RESULT_NAME).read_bytes())
     checkpoint = job.work / CHECKPOINTS_NAME / result.checkpoint
-    told = job.model_dump(include={"work", "spec", "loss", "training", "interactions", "features", "plan"})
-    run_export(ExportJob(**told, out=out, checkpoint=checkpoint), process=process(rank))
+    fields = job.model_dump(include={"work", "spec", "loss", "training", "interactions", "features", "plan"})
+    run_export(ExportJob(**fields, out=out, checkpoint=checkpoint), process=process(rank))
 
 
-def crown(night: Night) -> Champion:
-    """Trains and exports `night`; what it left behind as the champion of run "first"."""
-    job = train_job(night)
+def train_champion(run: PreparedRun) -> Champion:
+    """Train and export `run`; return the model as the champion of run "first"."""
+    job = train_job(run)
 
     def build(out: Path) -> dict[str, Any]:
         run_ranks(train_and_export, world_size=RANKS, arguments=(job, out))
-        (out / "model.json").write_text(night.spec.model_dump_json())
-        return {"num_items": night.spec.num_items, "dim": DIM, "similarity": "cosine", "num_queries": {}}
+        (out / "model.json").write_text(run.spec.model_dump_json())
+        return {"num_items": run.spec.num_items, "dim": DIM, "similarity": "cosine", "num_queries": {}}
 
     def trained(out: Path) -> dict[str, Any]:
         result = TrainResult.model_validate_json((job.work / RESULT_NAME).read_bytes())
         return result.model_dump(exclude={"checkpoint"}) | {"attempts": 1}
 
-    produce(night.folder / "export", ExportManifest, fingerprint="export", build=build)
-    produce(night.folder / "train", TrainManifest, fingerprint="train", build=trained)
-    found = Champion.open("first", **{name: night.folder / name for name in ("train", "export", "interactions", "features")})
-    assert found is not None
-    return found
+    produce(run.folder / "export", ExportManifest, fingerprint="export", build=build)
+    produce(run.folder / "train", TrainManifest, fingerprint="train", build=trained)
+    champion = Champion.open("first", **{name: run.folder / name for name in ("train", "export", "interactions", "features")})
+    assert champion is not None
+    return champion

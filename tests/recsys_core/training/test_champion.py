@@ -22,32 +22,32 @@ from recsys_core.training.config import TrainingConfig, WarmStartConfig
 from recsys_core.training.train import choose_start, train
 from tests.recsys_core.data.interaction_logs import ingest
 from tests.recsys_core.data.parquet_files import write
-from tests.recsys_core.training.consecutive_runs import Night, make_night
+from tests.recsys_core.training.consecutive_runs import PreparedRun, prepare_run
 
-WAY_OUT = "set training.warm_start to null for this run, or go back to the old setting"
+ADVICE = "set training.warm_start to null for this run, or go back to the old setting"
 ADAGRAD = TableOptimizer()
 
 
 @pytest.fixture(scope="module")
-def night(tmp_path_factory: pytest.TempPathFactory) -> Night:
-    return make_night(tmp_path_factory.mktemp("nights") / "night", 1)
+def run(tmp_path_factory: pytest.TempPathFactory) -> PreparedRun:
+    return prepare_run(tmp_path_factory.mktemp("runs") / "run", 1)
 
 
 @pytest.fixture(scope="module")
-def champion(night: Night) -> Champion:
+def champion(run: PreparedRun) -> Champion:
     """A champion with the same model; the files of its tables are empty."""
 
     def build(out: Path) -> dict[str, Any]:
-        for table in night.spec.tables:
+        for table in run.spec.tables:
             (out / f"state_{table}.npy").touch()
-        (out / "model.json").write_text(night.spec.model_dump_json())
+        (out / "model.json").write_text(run.spec.model_dump_json())
         return {"num_items": 1, "dim": 8, "similarity": "cosine", "num_queries": {}}
 
-    produce(night.folder / "export", ExportManifest, fingerprint="export", build=build)
-    produce(night.folder / "train", TrainManifest, fingerprint="train", build=lambda out: TRAINED)
-    found = open_champion(night)
-    assert found is not None
-    return found
+    produce(run.folder / "export", ExportManifest, fingerprint="export", build=build)
+    produce(run.folder / "train", TrainManifest, fingerprint="train", build=lambda out: TRAINED)
+    champion = open_champion(run)
+    assert champion is not None
+    return champion
 
 
 TRAINED = {
@@ -64,27 +64,25 @@ TRAINED = {
 }
 
 
-def open_champion(night: Night) -> Champion | None:
-    return Champion.open("first", **{name: night.folder / name for name in ("train", "export", "interactions", "features")})
+def open_champion(run: PreparedRun) -> Champion | None:
+    return Champion.open("first", **{name: run.folder / name for name in ("train", "export", "interactions", "features")})
 
 
-def changed(night: Night, *, tables: dict[str, TableConfig] | None = None, **settings: Any) -> ModelSpec:
-    """The model with other settings."""
-    config = TwoTowerConfig.model_validate(night.spec.config.model_dump() | settings)
-    return ModelSpec.of(config, dataset=Dataset(night.interactions, features=night.features), tables=tables)
+def spec_with(run: PreparedRun, *, tables: dict[str, TableConfig] | None = None, **settings: Any) -> ModelSpec:
+    """Return the spec of the same model with other settings."""
+    config = TwoTowerConfig.model_validate(run.spec.config.model_dump() | settings)
+    return ModelSpec.of(config, dataset=Dataset(run.interactions, features=run.features), tables=tables)
 
 
-def fit(night: Night, champion: Champion, spec: ModelSpec, *, optimizer: TableOptimizer = ADAGRAD) -> None:
-    require_compatible(
-        spec, champion=champion, dataset=Dataset(night.interactions, features=night.features), optimizer=optimizer
-    )
+def check_compatible(run: PreparedRun, champion: Champion, spec: ModelSpec, *, optimizer: TableOptimizer = ADAGRAD) -> None:
+    require_compatible(spec, champion=champion, dataset=Dataset(run.interactions, features=run.features), optimizer=optimizer)
 
 
-def test_an_equal_model_is_compatible_also_with_other_training_settings(night: Night, champion: Champion) -> None:
-    fit(night, champion, night.spec)
-    history = night.spec.config.history.model_dump() | {"length": 9, "item_dropout": 0.5}
-    fit(night, champion, changed(night, history=history, temperature=0.5, learn_temperature=True))
-    fit(night, champion, night.spec, optimizer=TableOptimizer(kind="sgd"))
+def test_an_equal_model_is_compatible_also_with_other_training_settings(run: PreparedRun, champion: Champion) -> None:
+    check_compatible(run, champion, run.spec)
+    history = run.spec.config.history.model_dump() | {"length": 9, "item_dropout": 0.5}
+    check_compatible(run, champion, spec_with(run, history=history, temperature=0.5, learn_temperature=True))
+    check_compatible(run, champion, run.spec, optimizer=TableOptimizer(kind="sgd"))
 
 
 @pytest.mark.parametrize(
@@ -102,24 +100,24 @@ def test_an_equal_model_is_compatible_also_with_other_training_settings(night: N
     ],
 )
 def test_another_architecture_is_rejected_with_the_setting_and_both_values(
-    night: Night, champion: Champion, settings: dict[str, Any], message: str
+    run: PreparedRun, champion: Champion, settings: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(InputError, match=f"{message}.*{WAY_OUT}"):
-        fit(night, champion, changed(night, **settings))
+    with pytest.raises(InputError, match=f"{message}.*{ADVICE}"):
+        check_compatible(run, champion, spec_with(run, **settings))
 
 
-def test_adagrad_rejects_a_champion_without_accumulators(night: Night, champion: Champion) -> None:
+def test_adagrad_rejects_a_champion_without_accumulators(run: PreparedRun, champion: Champion) -> None:
     export = champion.export.model_copy(update={"files": {}})
     with pytest.raises(
         InputError, match="optimizer of table item is adagrad in this run, but one without Adagrad accumulators"
     ):
-        fit(night, replace(champion, export=export), night.spec, optimizer=TableOptimizer(kind="adagrad"))
+        check_compatible(run, replace(champion, export=export), run.spec, optimizer=TableOptimizer(kind="adagrad"))
 
 
-def test_a_champion_with_another_id_column_is_rejected(night: Night, champion: Champion) -> None:
+def test_a_champion_with_another_id_column_is_rejected(run: PreparedRun, champion: Champion) -> None:
     other = champion.interactions.model_copy(update={"id_columns": ("user_id", "sku")})
     with pytest.raises(InputError, match=r"item_column\) is .*item_id.* in this run, but .*sku"):
-        fit(night, replace(champion, interactions=other), night.spec)
+        check_compatible(run, replace(champion, interactions=other), run.spec)
 
 
 def facts(definition: str) -> FeatureFacts:
@@ -128,41 +126,43 @@ def facts(definition: str) -> FeatureFacts:
     )
 
 
-def described(night: Night, **definitions: str) -> FeaturesManifest:
-    """The features, with hashed ones added: definitions by name."""
+def with_hashed_features(run: PreparedRun, **definitions: str) -> FeaturesManifest:
+    """Return the features of `run` and hashed ones in addition. definitions: definition of each hashed feature by its name."""
     hashed = {f"item.{name}": facts(definition) for name, definition in definitions.items()}
-    return night.features.model_copy(update={"features": hashed | night.features.features})
+    return run.features.model_copy(update={"features": hashed | run.features.features})
 
 
-def test_a_hashed_feature_with_another_definition_is_rejected(night: Night, champion: Champion) -> None:
-    before, current = described(night, colour="hash 4"), described(night, colour="hash 8")
+def test_a_hashed_feature_with_another_definition_is_rejected(run: PreparedRun, champion: Champion) -> None:
+    before, current = with_hashed_features(run, colour="hash 4"), with_hashed_features(run, colour="hash 8")
     specs = [
         ModelSpec.of(
-            night.spec.config,
-            dataset=Dataset(night.interactions, features=one),
+            run.spec.config,
+            dataset=Dataset(run.interactions, features=features),
         )
-        for one in (before, current)
+        for features in (before, current)
     ]
     old = replace(champion, spec=specs[0], features=before, export=champion.export)
     with pytest.raises(
         InputError, match=r"definition of feature item.colour is hash 8 in this run, but hash 4 in the champion"
     ):
         require_compatible(
-            specs[1], champion=old, dataset=Dataset(night.interactions, features=current), optimizer=TableOptimizer(kind="sgd")
+            specs[1], champion=old, dataset=Dataset(run.interactions, features=current), optimizer=TableOptimizer(kind="sgd")
         )
 
 
-def test_a_new_item_feature_is_compatible_and_the_other_projections_are_carried_over(night: Night, champion: Champion) -> None:
+def test_a_new_item_feature_is_compatible_and_the_other_projections_are_carried_over(
+    run: PreparedRun, champion: Champion
+) -> None:
     tables = {"item.brand": TableConfig(dim=12), "item.colour": TableConfig(dim=12)}
     old = ModelSpec.of(
-        night.spec.config,
-        dataset=Dataset(night.interactions, features=night.features),
+        run.spec.config,
+        dataset=Dataset(run.interactions, features=run.features),
         tables={"item.brand": tables["item.brand"]},
     )
-    current = described(night, colour="hash 4")  # in front of the brand
-    spec = ModelSpec.of(night.spec.config, dataset=Dataset(night.interactions, features=current), tables=tables)
+    current = with_hashed_features(run, colour="hash 4")  # in front of the brand
+    spec = ModelSpec.of(run.spec.config, dataset=Dataset(run.interactions, features=current), tables=tables)
     before = replace(champion, spec=old)
-    require_compatible(spec, champion=before, dataset=Dataset(night.interactions, features=current), optimizer=ADAGRAD)
+    require_compatible(spec, champion=before, dataset=Dataset(run.interactions, features=current), optimizer=ADAGRAD)
     assert "item.colour" not in carried_tables(spec, champion=before)
     brand = torch.rand(8, 12)
     dense = {
@@ -179,28 +179,30 @@ def test_a_new_item_feature_is_compatible_and_the_other_projections_are_carried_
     assert carried["item.tower.projections.2.weight"] is brand
 
 
-def test_the_vector_of_an_empty_history_is_carried_over_if_the_export_has_it(night: Night, champion: Champion) -> None:
+def test_the_vector_of_an_empty_history_is_carried_over_if_the_export_has_it(run: PreparedRun, champion: Champion) -> None:
     dense = {"query.tower.layers.0.weight": torch.rand(8, 24), "query.tower.layers.0.bias": torch.rand(8)}
-    assert set(champion_layers(night.spec, champion=champion, dense=dense)) == set(dense)  # an export of version 0.1
+    assert set(champion_layers(run.spec, champion=champion, dense=dense)) == set(dense)  # an export of version 0.1
     dense["query.pooling.start"] = torch.rand(8)
-    assert champion_layers(night.spec, champion=champion, dense=dense)["query.pooling.start"] is dense["query.pooling.start"]
+    assert champion_layers(run.spec, champion=champion, dense=dense)["query.pooling.start"] is dense["query.pooling.start"]
 
 
-def test_a_layer_of_another_shape_is_rejected_with_both_shapes(night: Night, champion: Champion) -> None:
+def test_a_layer_of_another_shape_is_rejected_with_both_shapes(run: PreparedRun, champion: Champion) -> None:
     dense = {"query.tower.layers.0.weight": torch.rand(8, 16), "query.tower.layers.0.bias": torch.rand(8)}
     with pytest.raises(InputError, match=r"layer query.tower.layers.0.weight is \[8, 24\] in this run, but \[8, 16\] in"):
-        champion_layers(night.spec, champion=champion, dense=dense)
+        champion_layers(run.spec, champion=champion, dense=dense)
 
 
-def test_the_stage_rejects_an_incompatible_champion_before_the_launch(night: Night, champion: Champion, tmp_path: Path) -> None:
+def test_the_stage_rejects_an_incompatible_champion_before_the_launch(
+    run: PreparedRun, champion: Champion, tmp_path: Path
+) -> None:
     plan = produce(tmp_path / "plan", PlanManifest, fingerprint="plan", build=lambda out: {"world_size": 2, "device": "cpu"})
     plan = plan.model_copy(update={"files": {"plan.json": None}})
     with pytest.raises(InputError, match=r"model.embedding_dim is 16 in this run"):
         train(
             TrainingConfig(),
-            model=changed(night, embedding_dim=16),
+            model=spec_with(run, embedding_dim=16),
             loss=LossConfig(),
-            dataset=Dataset(night.interactions, features=night.features),
+            dataset=Dataset(run.interactions, features=run.features),
             plan=plan,
             folder=tmp_path / "train",
             on_progress=lambda line: None,
@@ -210,20 +212,20 @@ def test_the_stage_rejects_an_incompatible_champion_before_the_launch(night: Nig
 
 
 def test_the_stage_trains_from_scratch_if_the_champion_was_trained_on_held_out_events(
-    night: Night, champion: Champion, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    run: PreparedRun, champion: Champion, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = produce(tmp_path / "plan", PlanManifest, fingerprint="plan", build=lambda out: {"world_size": 2, "device": "cpu"})
     plan = plan.model_copy(update={"files": {"plan.json": None}})
-    shorter = pq.read_table(night.folder / "data/log.parquet").filter(pc.field("t") < 7)
+    shorter = pq.read_table(run.folder / "data/log.parquet").filter(pc.field("t") < 7)
     log = write(tmp_path / "log.parquet", **shorter.to_pydict())
     interactions = ingest(tmp_path / "interactions", log, split={"kind": "leave_last_out"})
-    # Layers that the champion does not have: a warm start is refused for them, a full training gets as far as the plan.
+    # Layers that the champion does not have: a warm start is rejected for them, a full training gets as far as the plan.
     with caplog.at_level(logging.INFO, logger="recsys_core"), pytest.raises(FileNotFoundError, match=r"plan\.json"):
         train(
             TrainingConfig(),
-            model=changed(night, embedding_dim=16),
+            model=spec_with(run, embedding_dim=16),
             loss=LossConfig(),
-            dataset=Dataset(interactions, features=night.features),
+            dataset=Dataset(interactions, features=run.features),
             plan=plan,
             folder=tmp_path / "train",
             on_progress=lambda line: None,
@@ -234,32 +236,32 @@ def test_the_stage_trains_from_scratch_if_the_champion_was_trained_on_held_out_e
 
 
 @pytest.mark.parametrize(("every", "is_warm"), [(7, True), (5, True), (4, False), (1, False)])
-def test_every_nth_run_trains_from_scratch(night: Night, champion: Champion, every: int, is_warm: bool) -> None:
+def test_every_nth_run_trains_from_scratch(run: PreparedRun, champion: Champion, every: int, is_warm: bool) -> None:
     assert champion.train.num_warm_starts == 3
     config = WarmStartConfig(full_retrain_every=every)
-    start, reason = choose_start(config, champion=champion, interactions=night.interactions)
+    start, reason = choose_start(config, champion=champion, interactions=run.interactions)
     assert (start, reason is None) == ((champion, True) if is_warm else (None, False))
     assert reason is None or f"run 4 since the last one (training.warm_start.full_retrain_every is {every})" in reason
 
 
 def test_without_setting_or_champion_the_training_starts_from_scratch_without_a_message(
-    night: Night, champion: Champion
+    run: PreparedRun, champion: Champion
 ) -> None:
-    assert choose_start(None, champion=champion, interactions=night.interactions) == (None, None)
-    assert choose_start(WarmStartConfig(), champion=None, interactions=night.interactions) == (None, None)
+    assert choose_start(None, champion=champion, interactions=run.interactions) == (None, None)
+    assert choose_start(WarmStartConfig(), champion=None, interactions=run.interactions) == (None, None)
 
 
-def test_a_champion_with_a_missing_or_damaged_stage_is_not_opened(night: Night, champion: Champion) -> None:
+def test_a_champion_with_a_missing_or_damaged_stage_is_not_opened(run: PreparedRun, champion: Champion) -> None:
     model = champion.export.path("model.json")
     content = model.read_text()
     model.write_text(content + " ")
-    assert open_champion(night) is None
+    assert open_champion(run) is None
     model.write_text(content)
-    assert open_champion(night) is not None
-    events = night.interactions.path("event_item.npy")
+    assert open_champion(run) is not None
+    events = run.interactions.path("event_item.npy")
     events.rename(events.with_suffix(".moved"))
-    assert open_champion(night) is None
+    assert open_champion(run) is None
     events.with_suffix(".moved").rename(events)
-    (night.folder / "features").rename(night.folder / "elsewhere")
-    assert open_champion(night) is None
-    (night.folder / "elsewhere").rename(night.folder / "features")
+    (run.folder / "features").rename(run.folder / "elsewhere")
+    assert open_champion(run) is None
+    (run.folder / "elsewhere").rename(run.folder / "features")

@@ -84,26 +84,26 @@ def checkpointer(rank: int, folder: Path, **settings: Any) -> Checkpointer:
 
 
 def whole_state(made: Made, spec: ModelSpec) -> dict[str, np.ndarray]:
-    """Tables, their sums and all that is not sharded, put together from all ranks."""
+    """Tables, their accumulators and all unsharded tensors, gathered from all ranks."""
     found: dict[str, np.ndarray] = {}
     parts: dict[str, list[Any]] = {}
     state = made.model.state_dict()
     for name in spec.tables:
         parts[name] = [(shard.row, shard.column, shard.weight_RD.numpy()) for shard in table_shards(state, table=name)]
-        parts[f"{name} sums"] = accumulator_shards(made.optimizer, spec=spec, table=name)
+        parts[f"{name} accumulator"] = accumulator_shards(made.optimizer, spec=spec, table=name)
     gathered: list[dict[str, list[Any]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(gathered, parts)
     for name, table in spec.tables.items():
         found[name] = np.full((table.num_rows, table.dim), np.nan, np.float32)
         by_row = table.settings.optimizer is None
-        found[f"{name} sums"] = np.zeros(table.num_rows if by_row else (table.num_rows, table.dim), np.float32)
+        found[f"{name} accumulator"] = np.zeros(table.num_rows if by_row else (table.num_rows, table.dim), np.float32)
         for one in gathered:
             for row, column, value in one[name]:
                 found[name][row : row + len(value), column : column + value.shape[1]] = value
-            for shard in one[f"{name} sums"]:
+            for shard in one[f"{name} accumulator"]:
                 row, column, value = shard.in_table(rowwise=by_row, dim=table.dim)
-                sums = found[f"{name} sums"].reshape(table.num_rows, -1)
-                sums[row : row + len(value), column : column + value.shape[1]] += value.numpy()
+                accumulator = found[f"{name} accumulator"].reshape(table.num_rows, -1)
+                accumulator[row : row + len(value), column : column + value.shape[1]] += value.numpy()
     flat, _ = flatten_state_dict({"model": state, "optimizer": made.optimizer.state_dict()})
     return found | {key: np.array(value) for key, value in flat.items() if not isinstance(value, ShardedTensor)}
 
@@ -139,7 +139,7 @@ def load_all(rank: int, folder: Path) -> None:
             assert any("exp_avg_sq" in key for key in found) and any(key.endswith("step") for key in found)
             for name, value in expected.items():
                 # A row's sum is a mean over column shards: adding those up rounds.
-                close = {"rtol": 1e-6} if name.endswith(" sums") else {"rtol": 0.0}
+                close = {"rtol": 1e-6} if name.endswith(" accumulator") else {"rtol": 0.0}
                 np.testing.assert_allclose(found[name], value, **close, err_msg=f"{source} -> {kind}: {name}")
 
 

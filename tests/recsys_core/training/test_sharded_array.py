@@ -30,18 +30,18 @@ def write_halves(rank: int, folder: Path) -> None:
             part.add(place[0].start or 0, place[1].start or 0, WHOLE[place])
         if process.is_main:
             build_array(path, shape=(ROWS, COLUMNS), process=process, on_record=lambda: None)
-    with writing_part(folder / "sums.npy", process=process) as part:
+    with writing_part(folder / "accumulator.npy", process=process) as part:
         part.add(0, 0, WHOLE[:, :1])
     if process.is_main:
-        build_array(folder / "sums.npy", shape=(ROWS,), process=process, accumulate=True, on_record=lambda: None)
+        build_array(folder / "accumulator.npy", shape=(ROWS,), process=process, accumulate=True, on_record=lambda: None)
 
 
 def test_rows_and_columns_of_two_ranks_make_one_array_and_overlapping_records_add_up(tmp_path: Path) -> None:
     run_ranks(write_halves, world_size=2, arguments=(tmp_path,))
     np.testing.assert_array_equal(np.load(tmp_path / "rows.npy"), WHOLE.numpy())
     np.testing.assert_array_equal(np.load(tmp_path / "columns.npy"), WHOLE.numpy())
-    np.testing.assert_array_equal(np.load(tmp_path / "sums.npy"), 2 * WHOLE[:, 0].numpy())
-    assert {path.name for path in tmp_path.iterdir()} == {"rows.npy", "columns.npy", "sums.npy"}
+    np.testing.assert_array_equal(np.load(tmp_path / "accumulator.npy"), 2 * WHOLE[:, 0].numpy())
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.npy", "columns.npy", "accumulator.npy"}
 
 
 def open_alone(rank: int, folder: Path) -> None:

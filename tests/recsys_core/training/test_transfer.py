@@ -125,7 +125,7 @@ def test_frozen_tables_stay_as_they_are_and_have_no_optimizer_state(kind, tmp_pa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_residual_learns_offsets_from_zero_beside_vectors_that_stay(kind, tmp_path):
+def test_residual_learns_offsets_from_zero_next_to_frozen_vectors(kind, tmp_path):
     run = train(tmp_path, spec_of(kind, item=TableConfig(transfer="residual")), kind=kind)
     np.testing.assert_array_equal(run.tables[0]["item"], run.tables[1]["item"])
     assert not run.tables[0][OFFSET_TABLE].any()
@@ -149,7 +149,7 @@ def test_gradual_trains_the_most_frequent_rows_first_and_leaves_the_others_bit_b
             np.testing.assert_array_equal(run.tables[epoch][name][~trained], run.tables[0][name][~trained])
             moved = run.moved(name, epoch=epoch)
             assert moved[trained & seen].all()
-            if optimizer != "adam":  # whose momentum goes on moving rows of earlier steps
+            if optimizer != "adam":  # its momentum also moves the rows of earlier steps
                 np.testing.assert_array_equal(moved, trained & seen)
 
 

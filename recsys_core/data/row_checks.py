@@ -134,7 +134,7 @@ def first_bad_row(
 def value_at(source: Source, column: str, row: int) -> Any:
     """Return one value, read with pyarrow: DuckDB breaks its connection when it formats an out-of-range time."""
     if column in source.partition:
-        return source.constant(column)
+        return source.partition_value(column)
     with source.open() as file:
         for group, num_rows in enumerate(source.footer.group_rows):
             if row < num_rows:

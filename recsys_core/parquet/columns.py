@@ -1,4 +1,4 @@
-"""Columns of input files: they exist, and have one type in all files of a table."""
+"""Checks of the columns of input files: a column exists, and has the same type in all files of a table."""
 
 import difflib
 from collections.abc import Sequence
@@ -15,123 +15,140 @@ def require_column(source: Source, column: str, *, setting: str) -> pa.DataType:
     """Return the type of `column`, which is a column of the file or a hive key of its path.
 
     Raises:
-        InputError: the column is missing (with the columns of the file and the most similar name), occurs twice, or the path
-            and the file contradict each other.
+        InputError: the column is missing or occurs twice, or its values in the file differ from the hive key in the path. For
+            a missing column the message lists the columns of the file and the most similar name.
     """
-    count = source.schema.names.count(column)
-    if count > 1:
-        raise InputError(f"{source.name}: {count} columns are named {column!r}; rename all but one")
+    num_columns = source.schema.names.count(column)
+    if num_columns > 1:
+        raise InputError(f"{source.name}: {num_columns} columns are named {column!r}; rename all but one")
     if column in source.partition:
         if source.partition[column] == NULL_KEY:
             raise InputError(f"{source.name}: the key {column!r} of its path is null ({setting}); name another column")
-        if count == 0:
+        if num_columns == 0:
             return source.partition_types[column]
-        _check_against_path(source, column, setting=setting)
-    if count == 0:
+        _require_value_of_path(source, column, setting=setting)
+    if num_columns == 0:
         similar = difflib.get_close_matches(column, source.columns, n=1)
         hint = f"did you mean {similar[0]!r}? " if similar else ""
         raise InputError(f"{source.name}: no column {column!r} ({setting}); {hint}it has {shown_names(source.columns)}")
     return source.schema.field(column).type
 
 
-def _check_against_path(source: Source, column: str, *, setting: str) -> None:
+def _require_value_of_path(source: Source, column: str, *, setting: str) -> None:
     """Raise InputError unless a column that is also a hive key has the key's value in every row."""
-    kind, key_value = source.schema.field(column).type, source.partition[column]
+    data_type, key_value = source.schema.field(column).type, source.partition[column]
     try:
-        value = pa.scalar(key_value).cast(value_type(kind))
+        value = pa.scalar(key_value).cast(value_type(data_type))
         with source.open(page_checksum_verification=True) as file:
             batches = file.iter_batches(columns=[column])
-            equal = all(pc.all(pc.equal(batch.column(column), value), skip_nulls=False).as_py() for batch in batches)
+            all_equal = all(pc.all(pc.equal(batch.column(column), value), skip_nulls=False).as_py() for batch in batches)
     except (pa.ArrowException, OSError):
-        equal = False
-    if not equal:
+        all_equal = False
+    if not all_equal:
         raise InputError(
             f"{source.name}: column {column!r} ({setting}) is {key_value!r} in the path, but the file has a column of that "
-            f"name ({kind}) with another value in at least one row; rename one of them"
+            f"name ({data_type}) with another value in at least one row; rename one of them"
         )
 
 
-def value_type(kind: pa.DataType) -> pa.DataType:
+def value_type(data_type: pa.DataType) -> pa.DataType:
     """Return the type of a dictionary's values, or the type itself if it is not a dictionary."""
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
+    return data_type.value_type if pa.types.is_dictionary(data_type) else data_type
 
 
 def require_same_types(sources: Sequence[Source], columns: Sequence[str]) -> None:
-    """Raise InputError if a column has another kind of type in one file than in the first; widths and units may differ."""
-    first = sources[0]
+    """Raise InputError if a column is, for example, an integer in one file and a string in another.
+
+    The widths of numbers and the units of times may differ.
+    """
+    first_source = sources[0]
     for column in columns:
-        first_kind = require_column(first, column, setting="columns")
+        first_type = require_column(first_source, column, setting="columns")
         for source in sources:
-            kind = require_column(source, column, setting="columns")
-            if _type_family(kind) != _type_family(first_kind):
+            data_type = require_column(source, column, setting="columns")
+            if _type_family(data_type) != _type_family(first_type):
                 raise InputError(
-                    f"{source.name}: column {column!r} is {kind}, but {first_kind} in {first.name}; write one type in all files"
+                    f"{source.name}: column {column!r} is {data_type}, but {first_type} in {first_source.name}; "
+                    "write one type in all files"
                 )
 
 
-def _type_family(kind: pa.DataType) -> str:
-    """Return one name for all types that may replace each other."""
-    kind = value_type(kind)
-    if pa.types.is_integer(kind):
+def _type_family(data_type: pa.DataType) -> str:
+    """Return the name of the group of types that may differ between files, such as "integer" for int32 and int64."""
+    data_type = value_type(data_type)
+    if pa.types.is_integer(data_type):
         return "integer"
-    if pa.types.is_floating(kind):
+    if pa.types.is_floating(data_type):
         return "float"
-    if pa.types.is_decimal(kind):
+    if pa.types.is_decimal(data_type):
         return "decimal"
-    if pa.types.is_date(kind):
+    if pa.types.is_date(data_type):
         return "date"
-    if pa.types.is_timestamp(kind):
-        return "timestamp" if kind.tz is None else "timestamp with zone"
-    if is_text(kind):
+    if pa.types.is_timestamp(data_type):
+        return "timestamp" if data_type.tz is None else "timestamp with zone"
+    if is_text(data_type):
         return "string"
-    if is_list(kind):
-        return f"list of {_type_family(kind.value_type)}"
-    return str(kind)
+    if is_list(data_type):
+        return f"list of {_type_family(data_type.value_type)}"
+    return str(data_type)
 
 
-def is_text(kind: pa.DataType) -> bool:
-    """Whether `kind` is a string type."""
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+def is_text(data_type: pa.DataType) -> bool:
+    """Return whether `data_type` is a string type."""
+    return bool(pa.types.is_string(data_type) or pa.types.is_large_string(data_type) or pa.types.is_string_view(data_type))
 
 
-def is_list(kind: pa.DataType) -> bool:
-    """Whether `kind` is a list type, of fixed or variable length."""
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+def is_list(data_type: pa.DataType) -> bool:
+    """Return whether `data_type` is a list type, of fixed or variable length."""
+    return bool(pa.types.is_list(data_type) or pa.types.is_large_list(data_type) or pa.types.is_fixed_size_list(data_type))
 
 
 def id_type(sources: Sequence[Source], column: str, *, setting: str) -> IdType:
-    """Return whether the ids in `column` are integers or strings; InputError if they are neither or differ between files."""
-    first = sources[0]
-    kinds = {source: _id_kind(source, column, setting=setting) for source in sources}
-    for source, kind in kinds.items():
+    """Return the type of the ids in `column`: "int64" or "string".
+
+    Raises:
+        InputError: a file has ids of another type, or the type differs between files.
+    """
+    first_source = sources[0]
+    type_of_source = {source: _id_type_of_file(source, column, setting=setting) for source in sources}
+    first_type = type_of_source[first_source]
+    for source, type_of_ids in type_of_source.items():
         require_one_type(
-            kind, of=f"{source.name}: column {column!r}", other=kinds[first], of_other=f"column {column!r} of {first.name}"
+            type_of_ids,
+            of=f"{source.name}: column {column!r}",
+            other=first_type,
+            of_other=f"column {column!r} of {first_source.name}",
         )
-    return kinds[first]
+    return first_type
 
 
-def require_one_type(kind: str | None, *, of: str, other: str | None, of_other: str) -> None:
-    """Raise InputError if two columns whose values are compared with each other have different types."""
-    if kind != other:
-        raise InputError(f"{of} is {kind}, but {of_other} is {other}; write both as one type")
+def require_one_type(first_type: str | None, *, of: str, other: str | None, of_other: str) -> None:
+    """Raise InputError if two columns whose values are compared with each other have different types.
+
+    Args:
+        of: the first column, as the message names it.
+        other: type of the second column.
+        of_other: the second column, as the message names it.
+    """
+    if first_type != other:
+        raise InputError(f"{of} is {first_type}, but {of_other} is {other}; write both as one type")
 
 
 def require_unambiguous_case(source: Source, columns: Sequence[str]) -> None:
-    """Raise InputError if another column differs from one of `columns` by case alone.
+    """Raise InputError if the file has another column whose name differs from one of `columns` by case alone.
 
-    DuckDB's column names are case-insensitive: of ID and id it would read the first one.
+    DuckDB ignores the case of column names. In a file with the columns ID and id it would always read the first of them.
     """
     for column in columns:
-        same = [name for name in source.schema.names if name.lower() == column.lower()]
-        if len(same) > 1:
-            raise InputError(f"{source.name}: columns {same} differ by case alone; rename all but {column!r}")
+        same_names = [name for name in source.schema.names if name.lower() == column.lower()]
+        if len(same_names) > 1:
+            raise InputError(f"{source.name}: columns {same_names} differ by case alone; rename all but {column!r}")
 
 
-def _id_kind(source: Source, column: str, *, setting: str) -> IdType:
-    kind = require_column(source, column, setting=setting)
-    value = value_type(kind)
-    if pa.types.is_integer(value):
+def _id_type_of_file(source: Source, column: str, *, setting: str) -> IdType:
+    data_type = require_column(source, column, setting=setting)
+    if pa.types.is_integer(value_type(data_type)):
         return "int64"
-    if is_text(value):
+    if is_text(value_type(data_type)):
         return "string"
-    raise InputError(f"{source.name}: column {column!r} is {kind}, but ids are integers or strings; cast it")
+    raise InputError(f"{source.name}: column {column!r} is {data_type}, but ids are integers or strings; cast it")

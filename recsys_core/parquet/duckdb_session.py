@@ -12,22 +12,27 @@ from recsys_core.disk import disk_full_error
 from recsys_core.errors import InputError, first_line
 
 DAMAGED_FILE_ERRORS = (duckdb.Error, duckdb.IOException, duckdb.InvalidInputException)
-"""Exact classes that DuckDB raises for a damaged file (the base class: a broken page header). Other classes are our bugs."""
+"""Exact classes of the errors that DuckDB raises for a damaged file. The base class is raised for a broken page header.
+
+An error of any other class is a bug in nightjar.
+"""
 SQL_TYPE = {"int64": "BIGINT", "string": "VARCHAR"}
+"""SQL type of a column of ids, by IdType."""
 
 
 @contextmanager
 def database(
     *, memory_limit: str, threads: int | None, spill: Path, subject: str, setting: str = "interactions.memory_limit"
 ) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open an in-memory database that spills to the folder `spill`.
+    """Open an in-memory database that writes data beyond its memory limit to a folder.
 
     Args:
-        subject: what the queries produce, in the plural, for messages: "the events".
+        spill: this folder.
+        subject: result of the queries, in the plural, for messages: "the events".
         setting: config key of memory_limit, for messages.
 
     Raises:
-        InputError: memory or disk are too small, or a file is damaged.
+        InputError: memory_limit or the disk is too small, or a file is damaged.
     """
     settings: dict[str, Any] = {"memory_limit": memory_limit, "temp_directory": str(spill)}
     if threads is not None:
@@ -50,17 +55,17 @@ def database(
         raise InputError(f"{subject}: {message}") from error
 
 
-def quoted(name: str, *, mark: str = '"') -> str:
-    """Quote `name` as an SQL identifier, or with mark "'" as a string.
+def quoted(text: str, *, quote: str = '"') -> str:
+    """Quote `text` as an SQL identifier in double quotes, or as an SQL string in single quotes.
 
-    >>> print(quoted("it's", mark="'"))
+    >>> print(quoted("it's", quote="'"))
     'it''s'
     """
-    return mark + name.replace(mark, 2 * mark) + mark
+    return quote + text.replace(quote, 2 * quote) + quote
 
 
 def scan(path: Path, *, options: str = "") -> str:
-    """Return read_parquet(...) for one file; folder names such as key=value do not become columns.
+    """Return the SQL call read_parquet(...) for one file; folder names such as key=value do not become columns.
 
     >>> print(scan(Path("it's.parquet"), options="file_row_number = true"))
     read_parquet('it''s.parquet', hive_partitioning = false, file_row_number = true)
@@ -69,7 +74,7 @@ def scan(path: Path, *, options: str = "") -> str:
 
 
 def scan_all(paths: Sequence[Path]) -> str:
-    """Return read_parquet(...) for several input files as one table; a column missing in a file is null."""
+    """Return the SQL call read_parquet(...) for several input files as one table; a column missing in a file is null."""
     # Without can_have_nan DuckDB 2.0 takes pyarrow's statistics as proof that there is no NaN (duckdb/duckdb#25521).
     names = ", ".join(map(_file_name, paths))
     return f"read_parquet([{names}], union_by_name = true, hive_partitioning = false, can_have_nan = true)"
@@ -81,4 +86,4 @@ def _file_name(path: Path) -> str:
     >>> print(_file_name(Path("log/day[1].parquet")))
     'log/day[[]1].parquet'
     """
-    return quoted(re.sub(r"[*?\[]", r"[\g<0>]", str(path)), mark="'")
+    return quoted(re.sub(r"[*?\[]", r"[\g<0>]", str(path)), quote="'")

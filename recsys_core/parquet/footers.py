@@ -32,7 +32,7 @@ _CHUNK_COLUMNS = (
 
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf column of the parquet schema; a nested column has several."""
+    """A leaf column of the parquet schema; a nested column has several leaves."""
 
     path: str
     physical_type: str
@@ -50,20 +50,20 @@ class Footer:
     sha256: str
     leaves: tuple[Leaf, ...]
     group_rows: NDArray[np.int64]
-    """Rows of each row group."""
+    """Number of rows in each row group."""
     num_values: NDArray[np.int64]
-    """Values of each leaf in each row group, nulls included."""
+    """Number of values of each leaf in each row group, nulls included."""
     compressed_bytes: NDArray[np.int64]
-    """Bytes of the pages in the file."""
+    """Size of the compressed pages."""
     uncompressed_bytes: NDArray[np.int64]
-    """Bytes of the decompressed pages, before the values are decoded."""
+    """Size of the decompressed pages, before the values are decoded."""
     page_start: NDArray[np.int64]
     """Offset of the first page in the file."""
 
     def leaves_of(self, columns: Sequence[str]) -> list[int]:
-        """Return the indices of the leaves of `columns`: one for a plain column, several for a nested one."""
+        """Return the indices of the leaves of `columns`: one leaf for a plain column, several leaves for a nested column."""
         names = set(columns)
-        return [index for index, leaf in enumerate(self.leaves) if _belongs_to(leaf.path, names)]
+        return [index for index, leaf in enumerate(self.leaves) if _is_leaf_of(leaf.path, names)]
 
 
 def read_footers(locations: Sequence[Location]) -> list[Footer]:
@@ -75,23 +75,24 @@ def read_footers(locations: Sequence[Location]) -> list[Footer]:
     raw_footers = []
     for location in locations:
         with _explain_errors(location):
-            raw_footers.append(retrying(lambda location=location: _read(location)))  # type: ignore[misc]
+            raw_footers.append(retrying(lambda location=location: _read_footer_bytes(location)))  # type: ignore[misc]
     footers = []
     with tempfile.TemporaryDirectory(prefix="nightjar-footers-") as folder, duckdb.connect(config={"threads": 1}) as connection:
-        for index, (location, raw) in enumerate(zip(locations, raw_footers, strict=True)):
-            # A footer between two magic numbers is a parquet file, so both libraries parse exactly the bytes that are hashed.
-            content = _MAGIC + raw + len(raw).to_bytes(4, "little") + _MAGIC
+        for index, (location, raw_footer) in enumerate(zip(locations, raw_footers, strict=True)):
+            # The footer alone, between two magic numbers, is a valid parquet file without data. DuckDB and pyarrow parse this
+            # file, and thus exactly the bytes that are hashed.
+            content = _MAGIC + raw_footer + len(raw_footer).to_bytes(4, "little") + _MAGIC
             path = Path(folder) / f"{index}.parquet"
             path.write_bytes(content)
-            digest, data_end = hashlib.sha256(raw).hexdigest(), location.bytes - len(raw) - 8
+            sha256, data_end = hashlib.sha256(raw_footer).hexdigest(), location.bytes - len(raw_footer) - 8
             with _explain_errors(location):
-                footers.append(_parse(content, path, digest, connection, data_end=data_end))
+                footers.append(_parse(content, path, sha256, connection, data_end=data_end))
             path.unlink()
     return footers
 
 
 class _InvalidFooterError(Exception):
-    """A footer cannot be read, or contradicts itself."""
+    """A footer that cannot be read, or that contradicts itself."""
 
 
 @contextmanager
@@ -99,20 +100,20 @@ def _explain_errors(location: Location) -> Iterator[None]:
     try:
         yield
     except (_InvalidFooterError, pa.ArrowException, OSError, UnicodeError, MemoryError) as error:
-        why = first_line(error)
-        raise InputError(f"{location.name}: not a readable parquet file ({location.bytes:,} bytes): {why}") from error
+        reason = first_line(error)
+        raise InputError(f"{location.name}: not a readable parquet file ({location.bytes:,} bytes): {reason}") from error
 
 
-def _belongs_to(leaf_path: str, columns: set[str]) -> bool:
-    """Whether a leaf is part of one of `columns`; a dot separates levels, but may also be part of a column's name."""
+def _is_leaf_of(leaf_path: str, columns: set[str]) -> bool:
+    """Return whether a leaf is part of one of `columns`; a dot separates levels, but may also be part of a column's name."""
     return leaf_path in columns or any(leaf_path[:end] in columns for end, char in enumerate(leaf_path) if char == ".")
 
 
-def _read(location: Location) -> bytes:
+def _read_footer_bytes(location: Location) -> bytes:
     with location.filesystem.open_input_file(location.path) as file:
         size = file.size()
         if size != location.bytes:
-            raise _InvalidFooterError(f"it has {size:,} bytes by now; it is still being written")
+            raise _InvalidFooterError(f"it now has {size:,} bytes; it is still being written")
         if size == 0:
             raise _InvalidFooterError("it is empty; write it again")
         tail = file.read_at(min(size, _TAIL_BYTES), max(0, size - _TAIL_BYTES))
@@ -123,22 +124,30 @@ def _read(location: Location) -> bytes:
             raise _InvalidFooterError(
                 "it begins as parquet, but its end is missing: truncated; copy or write it again"
                 if starts_as_parquet
-                else "it has no parquet footer; name parquet files only"
+                else "it has no parquet footer; list only parquet files"
             )
         length = int.from_bytes(tail[-8:-4], "little")
         if length > size - 12:
             raise _InvalidFooterError(
                 f"its footer claims {length:,} bytes, more than fit into the file: truncated or damaged; copy or write it again"
             )
-        end = tail if length + 8 <= len(tail) else file.read_at(length + 8, size - 8 - length)
-        return bytes(end[-8 - length : -8])
+        if length + 8 > len(tail):
+            tail = file.read_at(length + 8, size - 8 - length)
+        return bytes(tail[-8 - length : -8])
 
 
 def _parse(content: bytes, path: Path, sha256: str, connection: duckdb.DuckDBPyConnection, *, data_end: int) -> Footer:
+    """Parse a parquet file that consists of a footer only, and check the footer.
+
+    Args:
+        content: the bytes of this file.
+        path: the file itself.
+        data_end: offset in the input file at which its footer starts.
+    """
     query = f"SELECT {_CHUNK_COLUMNS} FROM parquet_metadata(?) ORDER BY row_group_id, column_id"
     try:
         chunks: dict[str, Any] = connection.execute(query, [str(path)]).fetchnumpy()
-    except duckdb.ConversionException as error:  # a timestamp in the statistics
+    except duckdb.ConversionException as error:  # DuckDB cannot represent a timestamp in the statistics
         raise _InvalidFooterError(_explain_timestamp(content)) from error
     except duckdb.Error as error:  # the message names the temporary file
         reason = str(error).splitlines()[0].rpartition(f'"{path}": ')[2]
@@ -156,7 +165,7 @@ def _parse(content: bytes, path: Path, sha256: str, connection: duckdb.DuckDBPyC
     data_start, dictionary_start = chunk_facts["data_page_offset"], chunk_facts.pop("dictionary_page_offset")
     # Some writers store the dictionary offset 0 for a chunk without a dictionary.
     chunk_facts["start"] = np.where(dictionary_start != 0, np.minimum(data_start, dictionary_start), data_start)
-    _check(chunk_facts, metadata.num_rows, leaves, data_end=data_end)
+    _check_counts_and_offsets(chunk_facts, metadata.num_rows, leaves, data_end=data_end)
     return Footer(
         metadata,
         schema,
@@ -178,42 +187,49 @@ def _leaf(column: pq.ColumnSchema) -> Leaf:
 def _explain_timestamp(content: bytes) -> str:
     with pq.ParquetFile(pa.BufferReader(content)) as file:
         columns = [field.name for field in file.schema_arrow if pa.types.is_timestamp(field.type)]
-    names = " or ".join(shown(name) for name in columns[:5]) or "one"
+    names = " or ".join(shown(name) for name in columns[:5]) or "with timestamps"
     return f"the times of column {names} reach beyond the year 290,000, which cannot be valid; fix the job that writes them"
 
 
-def _check(chunk_facts: dict[str, NDArray[np.int64]], num_rows: int, leaves: Sequence[Leaf], *, data_end: int) -> None:
-    """Raise _InvalidFooterError unless all counts agree and all offsets are inside the file."""
+def _check_counts_and_offsets(
+    chunk_facts: dict[str, NDArray[np.int64]], num_rows: int, leaves: Sequence[Leaf], *, data_end: int
+) -> None:
+    """Raise _InvalidFooterError unless all counts agree and all offsets are inside the file.
+
+    chunk_facts: for each fact in the footer, its value in each column chunk, [row groups, leaves].
+    """
     group_rows, num_values = chunk_facts["row_group_num_rows"], chunk_facts["num_values"]
     size, page_start = chunk_facts["total_compressed_size"], chunk_facts["start"]
 
-    def reject(invalid: NDArray[np.bool_], claim: str) -> None:
-        if invalid.any():
-            group, leaf = (int(index) for index in np.argwhere(invalid)[0])
-            numbers = {name: int(array[group, leaf]) for name, array in chunk_facts.items()}
-            numbers["end"] = numbers["start"] + numbers["total_compressed_size"]
-            place = f"row group {group}, column {shown(leaves[leaf].path)} claims "
-            raise _InvalidFooterError(place + claim.format(**numbers, data_end=data_end))
+    def reject(is_invalid: NDArray[np.bool_], message: str) -> None:
+        if is_invalid.any():
+            group, leaf = (int(index) for index in np.argwhere(is_invalid)[0])
+            values = {name: int(array[group, leaf]) for name, array in chunk_facts.items()}
+            values["end"] = values["start"] + values["total_compressed_size"]
+            subject = f"row group {group}, column {shown(leaves[leaf].path)} claims "
+            raise _InvalidFooterError(subject + message.format(**values, data_end=data_end))
 
     if num_rows < 0:
         raise _InvalidFooterError(f"its footer claims {num_rows:,} rows; write it again")
     reject(group_rows < 0, "{row_group_num_rows:,} rows; write it again")
-    negative = (num_values < 0) | (size < 0) | (chunk_facts["total_uncompressed_size"] < 0) | (page_start < 0)
+    is_negative = (num_values < 0) | (size < 0) | (chunk_facts["total_uncompressed_size"] < 0) | (page_start < 0)
     reject(
-        negative | (chunk_facts["row_group_bytes"] < 0),
+        is_negative | (chunk_facts["row_group_bytes"] < 0),
         "{num_values:,} values in {total_compressed_size:,} bytes ({total_uncompressed_size:,} decompressed, "
         "{row_group_bytes:,} in the row group) at {start:,}; write it again",
     )
     is_flat = np.array([not leaf.repeated for leaf in leaves], np.bool_)
-    differs = (num_values < group_rows) | (is_flat & (num_values != group_rows))
-    reject(differs, "{num_values:,} values for {row_group_num_rows:,} rows; write it again")
+    contradicts_rows = (num_values < group_rows) | (is_flat & (num_values != group_rows))
+    reject(contradicts_rows, "{num_values:,} values for {row_group_num_rows:,} rows; write it again")
     # The sum start + size of two corrupt values may overflow, so it is not computed.
-    outside = (page_start < 4) | (page_start > data_end) | (size > data_end - np.minimum(page_start, data_end))
+    is_outside = (page_start < 4) | (page_start > data_end) | (size > data_end - np.minimum(page_start, data_end))
     reject(
-        (num_values > 0) & outside,
+        (num_values > 0) & is_outside,
         "bytes {start:,} to {end:,}, but the data ends at {data_end:,}: truncated or damaged; copy or write it again",
     )
     # Python integers do not overflow.
-    rows_of_groups = sum(int(count) for count in group_rows[:, 0]) if leaves else 0
-    if rows_of_groups != num_rows:
-        raise _InvalidFooterError(f"its footer claims {num_rows:,} rows, its row groups {rows_of_groups:,}; write it again")
+    num_rows_in_groups = sum(int(num_rows_in_group) for num_rows_in_group in group_rows[:, 0]) if leaves else 0
+    if num_rows_in_groups != num_rows:
+        raise _InvalidFooterError(
+            f"its footer claims {num_rows:,} rows, but its row groups have {num_rows_in_groups:,}; write it again"
+        )

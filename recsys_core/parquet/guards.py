@@ -1,6 +1,6 @@
-"""Checks of an input file before its rows are used: decompression bombs, damaged pages, and sha256 files.
+"""Checks of an input file before its rows are used: for decompression bombs, for damaged pages, and against its sha256 file.
 
-`check_expansion` bounds the memory of the other checks, so it comes first.
+Run `check_expansion` first: the other checks decode data, and it rejects files that would decode to too much memory.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from recsys_core.units import GIB, MIB
 HARMLESS_BYTES = GIB
 """Data that decodes to at most this size is never rejected as a decompression bomb."""
 _VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
-"""Bytes of a decoded value; for a string, of its offset."""
+"""Bytes of a decoded value of each physical type. For a string (BYTE_ARRAY), the bytes of its offset."""
 _PAGE_HEADER_BYTES = 64
 _NEXT_INT32_FIELD = b"\x15"
 """Byte of Thrift's compact protocol: the next field is a 32-bit integer."""
@@ -33,23 +33,24 @@ _SIDECAR_LINE = re.compile(r"\\?([0-9a-fA-F]{64})([ \t]+\*?[^\n]*)?\s*")
 
 
 def check_expansion(
-    sources: Sequence[Source], *, columns: Sequence[str], max_expansion_ratio: float, setting: str, texts: bool = True
+    sources: Sequence[Source], *, columns: Sequence[str], max_expansion_ratio: float, setting: str, count_texts: bool = True
 ) -> None:
     """Reject decompression bombs: `columns` that decode to more than 1 GiB and more than a multiple of the file's size.
 
-    The sizes of numbers and lists are computed from the footers, without reading data. The footer does not contain the lengths
-    of strings, so their dictionaries are read too (0.2 s for 20 million rows), and their values only if these may be too large.
+    The sizes of numbers and lists are computed from the footers, without reading data. A footer does not contain the lengths of
+    strings. The dictionaries of the strings are therefore read too (0.2 s for 20 million rows). The strings themselves are read
+    only if a bound computed from the dictionaries is above the limit.
 
     Args:
         max_expansion_ratio: largest ratio of decoded bytes to bytes of the file.
         setting: config key of max_expansion_ratio, for messages.
-        texts: whether to count the characters of strings; false if the reader keeps strings in dictionaries.
+        count_texts: whether to count the characters of strings; false if the reader keeps them in dictionaries.
 
     Raises:
-        InputError: one file, or all files together, decode to more; or a dictionary cannot be read.
+        InputError: one file, or all files together, decode to more than this limit, or a dictionary cannot be read.
     """
 
-    def check(name: str, decoded_bytes: float, file_bytes: int) -> None:
+    def require_within_limit(name: str, decoded_bytes: float, file_bytes: int) -> None:
         if decoded_bytes > HARMLESS_BYTES and decoded_bytes > max_expansion_ratio * file_bytes:
             raise InputError(
                 f"{name}: {file_bytes:,} bytes that decode to {decoded_bytes:,.0f} or more in the columns "
@@ -57,51 +58,52 @@ def check_expansion(
                 f"is this a decompression bomb? {setting} is {max_expansion_ratio:g}; raise it if the file is sound"
             )
 
-    total = 0.0
+    total_decoded_bytes = 0.0
     for source in sources:
         decoded_bytes = _decoded_bytes_by_footer(source, columns)
-        check(source.name, decoded_bytes, source.record.bytes)
-        if texts:
+        require_within_limit(source.name, decoded_bytes, source.record.bytes)
+        if count_texts:
             limit = max(HARMLESS_BYTES, max_expansion_ratio * source.record.bytes)
             decoded_bytes += _text_bytes(source, columns, stop_above=limit - decoded_bytes)
-            check(source.name, decoded_bytes, source.record.bytes)
-        total += decoded_bytes
-    check(f"{sources[0].name} and {len(sources) - 1} more", total, sum(source.record.bytes for source in sources))
+            require_within_limit(source.name, decoded_bytes, source.record.bytes)
+        total_decoded_bytes += decoded_bytes
+    file_bytes = sum(source.record.bytes for source in sources)
+    require_within_limit(f"{sources[0].name} and {len(sources) - 1} more", total_decoded_bytes, file_bytes)
 
 
 def _decoded_bytes_by_footer(source: Source, columns: Sequence[str]) -> float:
-    """Bytes of the decoded columns, without the characters of strings in dictionaries."""
+    """Return the bytes of the decoded columns, without the characters of strings in dictionaries."""
     footer = source.footer
     leaves = footer.leaves_of(columns)
     widths = (footer.leaves[leaf].width or _VALUE_BYTES.get(footer.leaves[leaf].physical_type, 8) for leaf in leaves)
     value_bytes = np.array([*widths])
-    # float: a corrupt count may be near the end of int64.
-    by_chunk = np.maximum(footer.num_values[:, leaves] * value_bytes.astype(float), footer.uncompressed_bytes[:, leaves])
-    decoded_bytes = float(by_chunk.sum())
+    # Computed as float: a corrupt count may be so large that the product overflows int64.
+    chunk_bytes = np.maximum(footer.num_values[:, leaves] * value_bytes.astype(float), footer.uncompressed_bytes[:, leaves])
+    decoded_bytes = float(chunk_bytes.sum())
     # A null in a column of fixed-size lists is one value in the file, but a whole list in memory.
     for column in set(columns) & set(source.schema.names):
-        kind = source.schema.field(source.schema.names.index(column)).type
-        if pa.types.is_fixed_size_list(kind):
-            element_bytes = max(1, _bit_width(kind.value_type) // 8)
-            decoded_bytes = max(decoded_bytes, source.record.rows * float(kind.list_size) * element_bytes)
+        data_type = source.schema.field(source.schema.names.index(column)).type
+        if pa.types.is_fixed_size_list(data_type):
+            element_bytes = max(1, _bit_width(data_type.value_type) // 8)
+            decoded_bytes = max(decoded_bytes, source.record.rows * float(data_type.list_size) * element_bytes)
     return decoded_bytes
 
 
-def _bit_width(kind: pa.DataType) -> int:
+def _bit_width(data_type: pa.DataType) -> int:
     try:
-        return int(kind.bit_width)
+        return int(data_type.bit_width)
     except ValueError:  # a type of variable length
         return 8
 
 
 def _text_bytes(source: Source, columns: Sequence[str], *, stop_above: float) -> int:
-    """Count the bytes of all strings that the file stores in dictionaries; stop once they are more than `stop_above`."""
+    """Count the bytes of all strings that the file stores in dictionaries; stop as soon as the count exceeds `stop_above`."""
     footer, num_bytes = source.footer, 0
-    texts = [leaf for leaf in footer.leaves_of(columns) if footer.leaves[leaf].physical_type == "BYTE_ARRAY"]
+    text_leaves = [leaf for leaf in footer.leaves_of(columns) if footer.leaves[leaf].physical_type == "BYTE_ARRAY"]
     # A string is at most as long as its column chunk.
-    if (footer.num_values[:, texts].astype(float) * footer.uncompressed_bytes[:, texts]).sum() <= stop_above:
+    if (footer.num_values[:, text_leaves].astype(float) * footer.uncompressed_bytes[:, text_leaves]).sum() <= stop_above:
         return 0
-    for leaf in texts:
+    for leaf in text_leaves:
         path = footer.leaves[leaf].path
         try:
             with source.open(read_dictionary=[path]) as file:
@@ -121,7 +123,7 @@ def _text_bytes(source: Source, columns: Sequence[str], *, stop_above: float) ->
 
 
 def _dictionary(batch: pa.RecordBatch) -> pa.DictionaryArray | None:
-    """The strings of a batch of one column, without the lists and structs around them; None if they are not in a dictionary."""
+    """Return the strings of a batch of one column, taken out of lists and structs; None if they are not in a dictionary."""
     array = batch.column(0)
     while pa.types.is_nested(array.type) and not pa.types.is_dictionary(array.type):
         array = array.flatten() if not pa.types.is_struct(array.type) else array.field(0)
@@ -141,23 +143,24 @@ def _text_bytes_of_batch(batch: pa.RecordBatch) -> int:
 
 
 def has_page_checksums(source: Source, columns: Sequence[str]) -> bool:
-    """Whether the first page of one of `columns` has a checksum; also true if its header cannot be parsed."""
-    starts = {int(start) for start in source.footer.page_start[:1, source.footer.leaves_of(columns)].flat}
+    """Return whether the first page of one of `columns` has a checksum; also true if its header cannot be parsed."""
+    page_starts = {int(start) for start in source.footer.page_start[:1, source.footer.leaves_of(columns)].flat}
     try:
         with source.location.filesystem.open_input_file(source.location.path) as file:
-            return any(_has_checksum(file.read_at(_PAGE_HEADER_BYTES, start)) for start in starts)
+            return any(_has_checksum(file.read_at(_PAGE_HEADER_BYTES, start)) for start in page_starts)
     except _READ_ERRORS as error:
         raise InputError(f"{source.name}: cannot be read: {first_line(error)}") from error
 
 
 def _has_checksum(page_header: bytes) -> bool:
-    """Parse a page header in Thrift's compact protocol: three integers (page type and two sizes), then the optional CRC-32."""
+    """Return whether a page header, in Thrift's compact protocol, contains a checksum: a fourth integer after three others."""
     position = 0
     for _ in range(3):
         if page_header[position : position + 1] != _NEXT_INT32_FIELD:
             return True
         position += 1
-        while position < len(page_header) and page_header[position] & 0x80:  # every byte of an integer but its last
+        # The top bit is set in all bytes of an integer except the last.
+        while position < len(page_header) and page_header[position] & 0x80:
             position += 1
         position += 1
     return page_header[position : position + 1] == _NEXT_INT32_FIELD
@@ -166,11 +169,11 @@ def _has_checksum(page_header: bytes) -> bool:
 def verify_pages(source: Source, columns: Sequence[str]) -> None:
     """Decode `columns` once, and compare each page with its checksum if the writer stored one.
 
-    With a checksum every flipped byte of a page is detected; without, only bytes that cannot be decoded. Memory is bounded by a
-    batch of 64 MiB or 262,144 rows.
+    A checksum detects every changed byte of its page. Without checksums only bytes that cannot be decoded are detected. The
+    columns are decoded in batches of at most 64 MiB and 262,144 rows, which bounds the memory.
 
     Raises:
-        InputError: a page is damaged; names the file, the column and the rows of the row group.
+        InputError: a page is damaged. The message names the file, the column and the rows of the row group.
     """
     names = [column for column in dict.fromkeys(columns) if column in source.schema.names]
     try:
@@ -195,34 +198,34 @@ def _batch_lengths(
 
 def _locate_damage(source: Source, columns: Sequence[str], first_error: BaseException | None) -> InputError:
     """Return the error for the first row group and column that cannot be read."""
-    start = 0
-    for group, group_rows in enumerate(source.footer.group_rows.tolist()):
+    first_row = 0
+    for group, num_rows in enumerate(source.footer.group_rows.tolist()):
         for column in columns:
             error: BaseException | None = None
             try:
                 with source.open(page_checksum_verification=True) as file:
-                    is_complete = sum(_batch_lengths(file, source, [column], [group])) == group_rows
+                    is_complete = sum(_batch_lengths(file, source, [column], [group])) == num_rows
             except _READ_ERRORS as read_error:
                 is_complete, error = False, read_error
             if not is_complete:
-                return _damaged_page(source, column, error, rows=f", rows {start:,} to {start + group_rows - 1:,}")
-        start += group_rows
+                return _damaged_page(source, column, error, rows=f", rows {first_row:,} to {first_row + num_rows - 1:,}")
+        first_row += num_rows
     return _damaged_page(source, columns[0], first_error)
 
 
 def _damaged_page(source: Source, column: str, error: BaseException | None, *, rows: str = "") -> InputError:
-    why = first_line(error) if error is not None else "rows are missing"
-    return InputError(f"{source.name}: column {column!r}{rows}: a page is damaged ({why}); copy or write the file again")
+    reason = first_line(error) if error is not None else "rows are missing"
+    return InputError(f"{source.name}: column {column!r}{rows}: a page is damaged ({reason}); copy or write the file again")
 
 
 def require_sidecars(sources: Sequence[Source]) -> None:
-    """Raise InputError for a file without a valid sha256 file next to it; the file itself is not read."""
+    """Raise InputError if a file does not have a valid sha256 file next to it; the file itself is not read."""
     for source in sources:
         _read_sidecar(source)
 
 
 def verify_sidecars(sources: Sequence[Source]) -> None:
-    """Hash each file, and raise InputError if its sha256 differs from the one in its sidecar, as sha256sum writes it."""
+    """Raise InputError if the sha256 of a file differs from the one in its sidecar, the sha256 file next to it."""
     for source in sources:
         expected, actual = _read_sidecar(source), retrying(partial(_sha256, source))
         if actual != expected:
@@ -239,8 +242,8 @@ def _read_sidecar(source: Source) -> str:
             text = bytes(file.read(_MAX_SIDECAR_BYTES)).decode(errors="replace")
     except (pa.ArrowException, OSError) as error:
         raise InputError(
-            f"{source.name}{SIDECAR}: cannot be read ({first_line(error)}), but checksums is sidecar; "
-            "write it with sha256sum, or set checksums to pages"
+            f"{source.name}{SIDECAR}: cannot be read ({first_line(error)}), but the setting checksums is "
+            "sidecar; write this file with sha256sum, or set checksums to pages"
         ) from None
     match = _SIDECAR_LINE.fullmatch(text)
     if match is None:

@@ -1,4 +1,4 @@
-"""Local copies of remote parquet: the needed columns only, streamed, resumed after a network failure."""
+"""Local copies of the needed columns of remote parquet files. An interrupted copy resumes after a network failure."""
 
 import errno
 import shutil
@@ -24,8 +24,9 @@ _BUFFER_BYTES = 256 * 1024 * 1024
 def local_files(sources: Sequence[Source], *, columns: Sequence[str], scratch: Path) -> Iterator[list[Path]]:
     """Yield a local parquet file for each source, with at least `columns` and the rows in the same order.
 
-    A local source is its own file. A remote source is copied into `scratch`, with only `columns`, and its pages are verified;
-    hive keys are not columns of a file, so the copy does not have them either. The copies are removed at the end.
+    For a local source this is the source's own file. The `columns` of a remote source are copied into a file in `scratch`, and
+    the pages are verified. Columns that exist only as hive keys in the path are not in the copy. The copies are removed at the
+    end of the context.
 
     Raises:
         InputError: a store stops answering, the disk is full, or a remote file is damaged.
@@ -42,13 +43,13 @@ def local_files(sources: Sequence[Source], *, columns: Sequence[str], scratch: P
 
 
 def _copy(source: Source, columns: Sequence[str], target: Path) -> Path:
-    """Copy `columns` of a remote file.
+    """Copy `columns` of a remote file to `target`.
 
-    Memory is bounded by the larger of a batch of 65,536 rows and a quarter of a gigabyte of compressed pages.
+    The memory is bounded by a batch of 65,536 rows or by 256 MiB of compressed pages, whichever is larger.
     """
-    names = [name for name in dict.fromkeys(columns) if name in source.schema.names]
-    # If all columns are hive keys, one column of the file has to carry the number of rows.
-    copy = _ResumableCopy(source.location, source.footer, columns=names or source.schema.names[:1], target=target)
+    columns_in_file = [name for name in dict.fromkeys(columns) if name in source.schema.names]
+    # If all columns are hive keys, one column of the file is copied, because the copy must have the same number of rows.
+    copy = _ResumableCopy(source.location, source.footer, columns=columns_in_file or source.schema.names[:1], target=target)
     free = shutil.disk_usage(target.parent).free
     if copy.compressed_bytes > free:
         raise _disk_full(source, target, needed=copy.compressed_bytes, free=free)
@@ -77,7 +78,7 @@ class _ResumableCopy:
     def __init__(self, location: Location, footer: Footer, *, columns: Sequence[str], target: Path) -> None:
         self._location, self._footer, self._columns, self._target = location, footer, list(columns), target
         self._writer: pq.ParquetWriter | None = None
-        self._group, self._num_rows_in_group = 0, 0
+        self._group_index, self._num_rows_in_group = 0, 0
         self.num_rows = 0
         bytes_per_group = footer.compressed_bytes[:, footer.leaves_of(self._columns)].sum(axis=1)
         self.compressed_bytes = int(bytes_per_group.sum())
@@ -88,7 +89,7 @@ class _ResumableCopy:
             self._fetch_options = {"pre_buffer": False, "buffer_size": buffer_size}
 
     def resume(self) -> None:
-        """Copy the rows that are not written yet."""
+        """Copy the rows that are not in the target yet."""
         with pq.ParquetFile(
             self._location.path,
             filesystem=self._location.filesystem,
@@ -99,17 +100,17 @@ class _ResumableCopy:
             if self._writer is None:
                 schema = pa.schema([file.schema_arrow.field(column) for column in self._columns])
                 self._writer = pq.ParquetWriter(self._target, schema)
-            while self._group < file.num_row_groups:
+            while self._group_index < file.num_row_groups:
                 num_to_skip = self._num_rows_in_group
-                for batch in file.iter_batches(_BATCH_ROWS, row_groups=[self._group], columns=self._columns):
+                for batch in file.iter_batches(_BATCH_ROWS, row_groups=[self._group_index], columns=self._columns):
                     new_rows = batch.slice(min(num_to_skip, batch.num_rows))
                     num_to_skip -= batch.num_rows - new_rows.num_rows
                     if new_rows.num_rows:
                         self._writer.write_batch(new_rows.select(self._columns))
                         self._num_rows_in_group += new_rows.num_rows
                         self.num_rows += new_rows.num_rows
-                self._group, self._num_rows_in_group = self._group + 1, 0
+                self._group_index, self._num_rows_in_group = self._group_index + 1, 0
 
     def close(self) -> None:
-        assert self._writer is not None  # resume
+        assert self._writer is not None, "resume() opens the writer"
         self._writer.close()

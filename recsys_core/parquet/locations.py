@@ -18,12 +18,12 @@ import tenacity
 from recsys_core.errors import InputError, first_line, printable
 
 SIDECAR = ".sha256"
-"""Suffix of the file that holds the checksum of another file."""
+"""Suffix of a sidecar: the file that contains the checksum of another file."""
 _URI = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?]*)(/.*?|)(?:\?([a-z_]+=[^?]*))?", re.DOTALL | re.IGNORECASE)
 _SCHEMES = {"s3": "s3", "gs": "gs", "gcs": "gs", "file": "file"}
 _OPTIONS = ("endpoint_override", "scheme", "region", "project", "retry_limit_seconds", "tls_ca_file_path")
 _ATTEMPTS = 3
-"""The SDKs of the stores retry inside each of these attempts."""
+"""Number of attempts of `retrying`. In each attempt the SDK of the store retries as well."""
 # pyarrow raises OSError for a lost connection, a damaged page and a rejected key; only the text differs.
 _TEMPORARY = re.compile(
     r"NETWORK_CONNECTION|curlCode|REQUEST_TIMEOUT|SLOW_DOWN|THROTTLING|INTERNAL_FAILURE|SERVICE_UNAVAILABLE|HTTP status 5\d\d"
@@ -52,7 +52,7 @@ class Location:
         return isinstance(self.filesystem, pafs.LocalFileSystem)
 
 
-def find(pattern: str, *, setting: str, data_root: Path | None = None) -> Iterator[Location]:
+def find_files(pattern: str, *, setting: str, data_root: Path | None = None) -> Iterator[Location]:
     """Find the files of a path, a glob or a folder, in no particular order.
 
     A folder means all *.parquet files in it and below it. Folders and globs skip names that start with _ or . (by convention
@@ -62,7 +62,7 @@ def find(pattern: str, *, setting: str, data_root: Path | None = None) -> Iterat
         InputError: no file matches, the store rejects the request, or a file is outside `data_root`.
     """
     if not is_uri(pattern):
-        paths = _find_local(pattern, shown=printable(pattern), setting=setting)
+        paths = _find_local(pattern, shown_pattern=printable(pattern), setting=setting)
     else:
         filesystem, path, prefix = connect(pattern, setting=setting)
         if not isinstance(filesystem, pafs.LocalFileSystem):
@@ -73,7 +73,7 @@ def find(pattern: str, *, setting: str, data_root: Path | None = None) -> Iterat
                 )
             yield from _find_remote(filesystem, path, prefix=prefix, setting=setting)
             return
-        paths = _find_local(path, shown=printable(pattern), setting=setting)
+        paths = _find_local(path, shown_pattern=printable(pattern), setting=setting)
     root = data_root.resolve() if data_root is not None else None
     filesystem = pafs.LocalFileSystem()
     for path in paths:
@@ -83,7 +83,7 @@ def find(pattern: str, *, setting: str, data_root: Path | None = None) -> Iterat
         target = Path(path).resolve()
         if root is not None and not target.is_relative_to(root):
             raise InputError(
-                f"{setting}: {name}: leads to {printable(str(target))}, which is not below data_root ({root}); "
+                f"{setting}: {name}: resolves to {printable(str(target))}, which is not below data_root ({root}); "
                 "move the file there, or change data_root"
             )
         status = target.stat()
@@ -91,7 +91,7 @@ def find(pattern: str, *, setting: str, data_root: Path | None = None) -> Iterat
 
 
 def is_uri(pattern: str) -> bool:
-    """Whether `pattern` is a URI such as s3://bucket/log, not a path.
+    """Return whether `pattern` is a URI such as s3://bucket/log, not a path.
 
     >>> is_uri("s3://bucket/log"), is_uri("log/dt=2026-11-19"), is_uri("/a//b")
     (True, False, False)
@@ -100,64 +100,68 @@ def is_uri(pattern: str) -> bool:
 
 
 def connect(uri: str, *, setting: str) -> tuple[pafs.FileSystem, str, str]:
-    """Return the filesystem of `uri`, the path in it, and the prefix that makes a URI of such a path again."""
+    """Connect to the filesystem of a URI.
+
+    Returns:
+        The filesystem, the path within it, and the prefix that turns a path within it into a URI: "s3:/" and "/" and the path.
+    """
     match = _URI.fullmatch(uri)
-    assert match is not None  # is_uri
+    assert match is not None, "callers check is_uri"
     raw_scheme, authority, path, query = match.groups()
-    user, _, host = authority.rpartition("@")
-    shown = printable(f"{raw_scheme}://{host}{path}")
+    user, _, host_or_bucket = authority.rpartition("@")
+    shown_uri = printable(f"{raw_scheme}://{host_or_bucket}{path}")
     scheme = _SCHEMES.get(raw_scheme.lower())
     if scheme is None:
-        raise InputError(f"{setting}: {shown}: {raw_scheme}:// is not supported; use a local path, file://, s3:// or gs://")
+        raise InputError(f"{setting}: {shown_uri}: {raw_scheme}:// is not supported; use a local path, file://, s3:// or gs://")
     if user and not (scheme == "gs" and user == "anonymous"):
         raise InputError(
-            f"{setting}: {shown}: holds credentials; remove them and set them in the environment "
+            f"{setting}: {shown_uri}: contains credentials; remove them and set them in the environment "
             "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or GOOGLE_APPLICATION_CREDENTIALS)"
         )
     options = dict(parse_qsl(query or "", keep_blank_values=True))
-    unknown = sorted(set(options) - set(_OPTIONS))
-    if unknown:
-        raise InputError(f"{setting}: {shown}: unknown options {unknown}; the options are {list(_OPTIONS)}")
+    unknown_options = sorted(set(options) - set(_OPTIONS))
+    if unknown_options:
+        raise InputError(f"{setting}: {shown_uri}: unknown options {unknown_options}; the options are {list(_OPTIONS)}")
     if scheme == "file":
-        if host not in ("", "localhost"):
-            raise InputError(f"{setting}: {shown}: names another machine; a local file is file:///and/its/path")
+        if host_or_bucket not in ("", "localhost"):
+            raise InputError(f"{setting}: {shown_uri}: names another machine; write a local file as file:///path/to/file")
         return pafs.LocalFileSystem(), unquote(path), "file:/"
-    if not host:
-        raise InputError(f"{setting}: {shown}: names no bucket; write {raw_scheme}://bucket/path")
-    # pyarrow's parser rejects the characters of a glob, so only the bucket goes through it.
+    if not host_or_bucket:
+        raise InputError(f"{setting}: {shown_uri}: names no bucket; write {raw_scheme}://bucket/path")
+    # The path may be a glob, whose characters pyarrow rejects in a URI: connect with the URI of the bucket.
     encoded_options = "&".join(f"{key}={quote(value)}" for key, value in options.items())
-    bucket = f"{scheme}://{authority}?{encoded_options}"
+    bucket_uri = f"{scheme}://{authority}?{encoded_options}"
     try:
-        filesystem, _ = retrying(lambda: pafs.FileSystem.from_uri(bucket))
+        filesystem, _ = retrying(lambda: pafs.FileSystem.from_uri(bucket_uri))
     except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{setting}: {shown}: {_explain_store_error(error)}") from error
-    return filesystem, host + unquote(path).rstrip("/"), f"{raw_scheme.lower()}:/"
+        raise InputError(f"{setting}: {shown_uri}: {_explain_store_error(error)}") from error
+    return filesystem, host_or_bucket + unquote(path).rstrip("/"), f"{raw_scheme.lower()}:/"
 
 
-def _find_local(pattern: str, *, shown: str, setting: str) -> list[str]:
+def _find_local(pattern: str, *, shown_pattern: str, setting: str) -> list[str]:
     if "\0" in pattern:
-        raise InputError(f"{setting}: {shown}: a path must not contain NUL")
+        raise InputError(f"{setting}: {shown_pattern}: a path must not contain NUL")
     try:
-        return _local_files(pattern, shown=shown, setting=setting)
+        return _match_local(pattern, shown_pattern=shown_pattern, setting=setting)
     except OSError as error:  # the name is too long, or a folder is not accessible
-        raise InputError(f"{setting}: {shown}: {error.strerror}; check the path and its permissions") from error
+        raise InputError(f"{setting}: {shown_pattern}: {error.strerror}; check the path and its permissions") from error
 
 
-def _local_files(pattern: str, *, shown: str, setting: str) -> list[str]:
-    # A file of exactly this name takes precedence over reading the name as a glob.
+def _match_local(pattern: str, *, shown_pattern: str, setting: str) -> list[str]:
+    # An existing file whose name is equal to the pattern takes precedence over the glob.
     if Path(pattern).is_file():
         return [pattern]
     if Path(pattern).is_dir():
         files = [path for path in _walk(pattern, ()) if path.endswith(".parquet") and not _is_skipped(path, below=pattern)]
         if not files:
-            raise InputError(f"{setting}: no *.parquet file in or below the folder {shown}")
+            raise InputError(f"{setting}: no *.parquet file in or below the folder {shown_pattern}")
     elif not glob.has_magic(pattern):
-        raise InputError(f"{setting}: no such file: {shown}")
+        raise InputError(f"{setting}: no such file: {shown_pattern}")
     else:
-        matching_paths = _glob(pattern)
+        matching_paths = _expand_glob(pattern)
         files = [path for path in matching_paths if Path(path).is_file()]
         if not files:
-            raise InputError(f"{setting}: no file matches: {shown}{_folder_hint(len(matching_paths))}")
+            raise InputError(f"{setting}: no file matches: {shown_pattern}{_folder_hint(len(matching_paths))}")
     return files
 
 
@@ -165,14 +169,14 @@ def _folder_hint(num_folders: int) -> str:
     return f"; {num_folders} folders match: append /**/*.parquet to read the files below them" if num_folders else ""
 
 
-def _glob(pattern: str) -> list[str]:
+def _expand_glob(pattern: str) -> list[str]:
     base, tail = _split_glob(pattern)
-    if "**" in tail:  # glob.glob follows links to parent folders again and again
+    if "**" in tail:  # glob.glob would follow a link to a parent folder in circles
         paths = [path if base else os.path.relpath(path, ".") for path in _walk(base or ".", ())]
         paths = [path for path in paths if _matches(_components(path, base), tail)]
     else:
         paths = glob.glob(pattern)  # noqa: PTH207  # the pattern may be absolute
-    return paths if _names_skipped_files(tail) else [path for path in paths if not _is_skipped(path, below=base)]
+    return paths if _includes_hidden_files(tail) else [path for path in paths if not _is_skipped(path, below=base)]
 
 
 def _walk(folder: str, parents: tuple[str, ...]) -> Iterator[str]:
@@ -193,43 +197,43 @@ def _walk(folder: str, parents: tuple[str, ...]) -> Iterator[str]:
 
 
 def _find_remote(filesystem: pafs.FileSystem, path: str, *, prefix: str, setting: str) -> Iterator[Location]:
-    shown = printable(f"{prefix}/{path}")
+    shown_uri = printable(f"{prefix}/{path}")
 
     def list_files(selector: pafs.FileSelector | str) -> list[pafs.FileInfo]:
         try:
             infos = retrying(lambda: filesystem.get_file_info(selector))
         except (pa.ArrowException, OSError) as error:
-            raise InputError(f"{setting}: {shown}: {_explain_store_error(error)}") from error
+            raise InputError(f"{setting}: {shown_uri}: {_explain_store_error(error)}") from error
         return infos if isinstance(infos, list) else [infos]
 
     (path_info,) = list_files(path)
     if path_info.type == pafs.FileType.File:
         files = [path_info]
     elif path_info.type == pafs.FileType.Directory:
-        below = list_files(pafs.FileSelector(path, recursive=True))
-        files = [info for info in below if info.path.endswith(".parquet") and not _is_skipped(info.path, below=path)]
+        infos_below = list_files(pafs.FileSelector(path, recursive=True))
+        files = [info for info in infos_below if info.path.endswith(".parquet") and not _is_skipped(info.path, below=path)]
         files = [info for info in files if info.type == pafs.FileType.File]
         if not files:
-            raise InputError(f"{setting}: no *.parquet file in or below the folder {shown}")
+            raise InputError(f"{setting}: no *.parquet file in or below the folder {shown_uri}")
     elif list_files(bucket := path.partition("/")[0])[0].type == pafs.FileType.NotFound:
         raise InputError(f"{setting}: no such bucket: {printable(f'{prefix}/{bucket}')}")
     elif not glob.has_magic(path):
-        raise InputError(f"{setting}: no such file: {shown}")
+        raise InputError(f"{setting}: no such file: {shown_uri}")
     else:
         base, tail = _split_glob(path)
-        below = list_files(pafs.FileSelector(base, recursive=len(tail) > 1 or tail == ["**"], allow_not_found=True))
-        matching = [info for info in below if _matches(_components(info.path, base), tail)]
-        files = [info for info in matching if info.type == pafs.FileType.File]
-        if not _names_skipped_files(tail):
+        infos_below = list_files(pafs.FileSelector(base, recursive=len(tail) > 1 or tail == ["**"], allow_not_found=True))
+        matching_infos = [info for info in infos_below if _matches(_components(info.path, base), tail)]
+        files = [info for info in matching_infos if info.type == pafs.FileType.File]
+        if not _includes_hidden_files(tail):
             files = [info for info in files if not _is_skipped(info.path, below=base)]
         if not files:
-            raise InputError(f"{setting}: no file matches: {shown}{_folder_hint(len(matching))}")
+            raise InputError(f"{setting}: no file matches: {shown_uri}{_folder_hint(len(matching_infos))}")
     for info in files:
         yield Location(printable(f"{prefix}/{info.path}"), info.path, info.size, info.mtime_ns or 0, filesystem)
 
 
 def _split_glob(pattern: str) -> tuple[str, list[str]]:
-    """Split a glob into the folder before its first component with a wildcard, and the components from there."""
+    """Split a glob before its first component with a wildcard: into a folder, and the components of the rest."""
     components = pattern.split("/")
     first = next(index for index, component in enumerate(components) if glob.has_magic(component))
     base = "/".join(components[:first])
@@ -241,7 +245,7 @@ def _components(path: str, base: str) -> list[str]:
 
 
 def _matches(components: Sequence[str], tail: Sequence[str]) -> bool:
-    """Whether a path matches a glob, component by component; ** matches any number of folders."""
+    """Return whether a path matches a glob, component by component; ** matches any number of folders."""
     if not tail:
         return not components
     if tail[0] == "**":
@@ -251,14 +255,15 @@ def _matches(components: Sequence[str], tail: Sequence[str]) -> bool:
     return bool(components) and fnmatchcase(components[0], tail[0]) and _matches(components[1:], tail[1:])
 
 
-def _names_skipped_files(tail: Sequence[str]) -> bool:
+def _includes_hidden_files(tail: Sequence[str]) -> bool:
+    """Return whether a component of a glob starts with _ or . itself."""
     return any(component[0] in "_." for component in tail)
 
 
 def _is_skipped(path: str, *, below: str) -> bool:
-    """Whether folders and globs skip `path`: a name starts with _ or ., or the file is a checksum."""
-    hidden = any(component[0] in "_." and component not in (".", "..") for component in _components(path, below))
-    return path.endswith(SIDECAR) or hidden
+    """Return whether folders and globs skip `path`: a component below a folder starts with _ or ., or the file is a sidecar."""
+    is_hidden = any(component[0] in "_." and component not in (".", "..") for component in _components(path, below))
+    return path.endswith(SIDECAR) or is_hidden
 
 
 def _is_utf8(name: str) -> bool:
@@ -270,7 +275,7 @@ def _is_utf8(name: str) -> bool:
 
 
 def retrying(call: Callable[[], T]) -> T:
-    """Return the result of `call`, which runs up to three times while the network or the store fails temporarily."""
+    """Return the result of `call`; call it up to three times if the network or the store fails temporarily."""
     attempts = tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_temporary),
         stop=tenacity.stop_after_attempt(_ATTEMPTS),
@@ -281,7 +286,7 @@ def retrying(call: Callable[[], T]) -> T:
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Whether a retry may succeed: the network failed, or the store is overloaded."""
+    """Return whether a retry may succeed because the network failed or the store is overloaded."""
     return isinstance(error, ConnectionError | TimeoutError) or (
         isinstance(error, OSError) and bool(_TEMPORARY.search(str(error)))
     )
@@ -293,4 +298,4 @@ def _explain_store_error(error: BaseException) -> str:
         return f"no such bucket or folder ({message})"
     if "ACCESS_DENIED" in message or "INVALID_ACCESS_KEY" in message or "SIGNATURE" in message or "403" in message:
         return f"the store rejects these credentials; check those in the environment ({message})"
-    return f"the store fails ({message})"
+    return f"the store returns an error ({message})"

@@ -1,4 +1,4 @@
-"""Input parquet files with checked footers: which files a setting names, their columns and hive keys."""
+"""Input parquet files with checked footers, their columns, and the hive keys in their paths."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from recsys_core.errors import InputError, first_line, printable
 from recsys_core.manifests import SourceFile
 from recsys_core.parquet.footers import Footer, read_footers
-from recsys_core.parquet.locations import Location, find, retrying
+from recsys_core.parquet.locations import Location, find_files, retrying
 
 NULL_KEY = "__HIVE_DEFAULT_PARTITION__"
 """Value that Hive and Spark write for a null key."""
@@ -22,7 +22,7 @@ NULL_KEY = "__HIVE_DEFAULT_PARTITION__"
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A parquet file, local or remote, with its footer, its hive keys and its record for a manifest."""
+    """A parquet file, local or remote, with its footer, the hive keys in its path, and its entry in a manifest."""
 
     location: Location
     footer: Footer = field(repr=False)
@@ -30,7 +30,7 @@ class Source:
     partition: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Hive keys in the path, e.g. {"dt": "2026-11-19"}."""
     partition_types: Mapping[str, pa.DataType] = field(default_factory=dict)
-    """Type of each key: int64, date32 or string, by its values in all files of the setting."""
+    """Type of each hive key: int64, date32 or string, derived from the values of the key in all files of the setting."""
 
     @property
     def name(self) -> str:
@@ -44,7 +44,7 @@ class Source:
 
     @property
     def local(self) -> bool:
-        """Whether the file is on this machine."""
+        """True for a file on this machine, false for a file in an object store."""
         return self.location.local
 
     @property
@@ -59,8 +59,8 @@ class Source:
         """Columns of the file, then the hive keys that are not among them."""
         return (*self.schema.names, *(key for key in self.partition if key not in self.schema.names))
 
-    def constant(self, key: str) -> int | date | str:
-        """Return the value of a hive key, in its type; it holds for every row of the file."""
+    def partition_value(self, key: str) -> int | date | str:
+        """Return the value of a hive key, which every row of the file has, converted to the type of the key."""
         value: int | date | str = pa.scalar(self.partition[key]).cast(self.partition_types[key]).as_py()
         return value
 
@@ -71,7 +71,7 @@ class Source:
             info = retrying(lambda: filesystem.get_file_info(path))
             if (info.size, info.mtime_ns or 0) != (self.location.bytes, self.location.modified_ns):
                 raise InputError(f"{self.name}: changed while it was being read; run again after its writer has finished")
-            # metadata: pyarrow uses the checked footer instead of parsing the file's again.
+            # With `metadata` pyarrow uses the checked footer and does not parse the footer of the file again.
             return pq.ParquetFile(path, filesystem=filesystem, metadata=self.footer.metadata, **options)
         except (pa.ArrowException, OSError) as error:
             raise InputError(f"{self.name}: cannot be read: {first_line(error)}") from error
@@ -80,8 +80,8 @@ class Source:
 def open_sources(patterns: Sequence[str], *, setting: str, data_root: Path | None = None) -> tuple[Source, ...]:
     """Find the files of `patterns`, each once and sorted by name; read and check their footers.
 
-    A pattern is a path, a glob, or a folder, which means all *.parquet in it and below it; local, or a URI (s3://, gs://,
-    file://).
+    A pattern is a path, a glob, or a folder, either local or as a URI (s3://, gs://, file://). A folder means all *.parquet
+    files in it and below it.
 
     Args:
         setting: config key of the patterns, for messages.
@@ -89,11 +89,11 @@ def open_sources(patterns: Sequence[str], *, setting: str, data_root: Path | Non
 
     Raises:
         InputError: a pattern matches nothing, a file is not valid parquet or is outside data_root, the hive keys of two files
-            differ, all files are empty, or a file is reached under two names.
+            differ, all files are empty, or a file has two names among the matches.
     """
     location_by_name: dict[str, Location] = {}
     for pattern in patterns:
-        for location in find(pattern, setting=setting, data_root=data_root):
+        for location in find_files(pattern, setting=setting, data_root=data_root):
             location_by_name[location.name] = location
     locations = [location_by_name[name] for name in sorted(location_by_name)]
     check_distinct_files(locations, setting=setting)
@@ -107,14 +107,14 @@ def open_sources(patterns: Sequence[str], *, setting: str, data_root: Path | Non
 
 
 def check_distinct_files(locations: Sequence[Location], *, setting: str) -> None:
-    """Raise InputError if a local file is in `locations` under two names: through a link, or by two spellings of its path."""
-    first_name: dict[tuple[int, int], str] = {}
+    """Raise InputError if two of the `locations` are the same local file: through a link, or by two spellings of its path."""
+    first_name_of_inode: dict[tuple[int, int], str] = {}
     for location in locations:
-        other = location.name if location.inode is None else first_name.setdefault(location.inode, location.name)
+        other = location.name if location.inode is None else first_name_of_inode.setdefault(location.inode, location.name)
         if other != location.name:
             raise InputError(
                 f"{setting}: {location.name}: is the same file as {other}, through a link or another spelling of its path, and "
-                "its rows would count twice; name it once, or leave the link out"
+                "its rows would count twice; list it once, or remove the link"
             )
 
 
@@ -141,22 +141,22 @@ def partition_of(path: str) -> dict[str, str]:
         if not (key and equals):
             continue
         if unquote(key) in keys:
-            raise InputError(f"{printable(path)}: the folders name {unquote(key)!r} twice; move the files")
+            raise InputError(f"{printable(path)}: two folders in the path have the key {unquote(key)!r}; move the files")
         keys[unquote(key)] = unquote(value)
     return keys
 
 
 def _with_partition_types(sources: tuple[Source, ...]) -> tuple[Source, ...]:
-    first = sources[0]
+    first_source = sources[0]
     for source in sources:
-        if set(source.partition) != set(first.partition):
+        if set(source.partition) != set(first_source.partition):
             raise InputError(
-                f"{source.name}: its folders have the keys {sorted(source.partition)}, but {sorted(first.partition)} in "
-                f"{first.name}; use the same keys for every file"
+                f"{source.name}: its folders have the keys {sorted(source.partition)}, but {sorted(first_source.partition)} in "
+                f"{first_source.name}; use the same keys for every file"
             )
     types = {
         key: partition_type([source.partition[key] for source in sources if source.partition[key] != NULL_KEY])
-        for key in first.partition
+        for key in first_source.partition
     }
     return tuple(replace(source, partition_types=types) for source in sources)
 
@@ -167,11 +167,11 @@ def partition_type(values: Sequence[str]) -> pa.DataType:
     >>> partition_type(["1", "02"]), partition_type(["2026-11-19"]), partition_type(["1", "x"])
     (DataType(int64), DataType(date32[day]), DataType(string))
     """
-    for kind, form in ((pa.int64(), r"-?[0-9]+"), (pa.date32(), r"[0-9]{4}-[0-9]{2}-[0-9]{2}")):
-        if all(re.fullmatch(form, value) for value in values):
+    for data_type, text_format in ((pa.int64(), r"-?[0-9]+"), (pa.date32(), r"[0-9]{4}-[0-9]{2}-[0-9]{2}")):
+        if all(re.fullmatch(text_format, value) for value in values):
             try:
-                pa.array(values, pa.string()).cast(kind)
+                pa.array(values, pa.string()).cast(data_type)
             except pa.ArrowInvalid:  # beyond int64, or 31 February
                 continue
-            return kind
+            return data_type
     return pa.string()

@@ -179,7 +179,8 @@ def _widest(kinds: Sequence[pa.DataType]) -> pa.DataType:
 def _hive_keys(sources: Sequence[Source], names: Sequence[str]) -> str:
     """Return SQL for a table with the hive keys `names` of each file, as dates, integers or strings."""
     rows = [
-        f"({index}, {', '.join(_constant(source.constant(name)) for name in names)})" for index, source in enumerate(sources)
+        f"({index}, {', '.join(_constant(source.partition_value(name)) for name in names)})"
+        for index, source in enumerate(sources)
     ]
     return f"SELECT * FROM (VALUES {', '.join(rows)}) AS t(source, {', '.join(quoted(name) for name in names)})"
 
@@ -187,7 +188,7 @@ def _hive_keys(sources: Sequence[Source], names: Sequence[str]) -> str:
 def _constant(value: int | date | str) -> str:
     if isinstance(value, int):
         return f"{value}::BIGINT"
-    return f"DATE '{value.isoformat()}'" if isinstance(value, date) else quoted(value, mark="'")
+    return f"DATE '{value.isoformat()}'" if isinstance(value, date) else quoted(value, quote="'")
 
 
 def _position(config: InteractionsConfig, schema: Mapping[str, pa.DataType]) -> str:
@@ -259,7 +260,7 @@ def _write_events(
     ]
     connection.execute(
         f"COPY (SELECT {columns} FROM raw {' '.join(joins)} WHERE {good}) "
-        f"TO {quoted(str(file), mark=chr(39))} (FORMAT parquet, COMPRESSION lz4_raw)"
+        f"TO {quoted(str(file), quote=chr(39))} (FORMAT parquet, COMPRESSION lz4_raw)"
     ).fetchall()
     nulls = "position IS NULL" + (" OR weight IS NULL" if config.weight_column else "")
     query = f"SELECT source, count(*), count(*) FILTER ({nulls}) FROM {scan(file)} GROUP BY 1"

@@ -64,7 +64,7 @@ def check_interactions(config: InteractionsConfig, *, data_root: Path | None = N
         columns=config.columns,
         max_expansion_ratio=config.max_expansion_ratio,
         setting="interactions.max_expansion_ratio",
-        texts=False,
+        count_texts=False,
     )
     return InteractionsInput(files, user_id_type, item_id_type)
 

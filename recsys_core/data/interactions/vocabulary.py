@@ -110,7 +110,7 @@ def write_vocabulary(
     side = vocabulary.side
     connection.execute(
         f'COPY (SELECT i.id, v."row" FROM {side}_ids i LEFT JOIN {side}s v USING (code) ORDER BY code) '
-        f"TO {quoted(str(out / f'{side}_ids.parquet'), mark=chr(39))} (FORMAT parquet)"
+        f"TO {quoted(str(out / f'{side}_ids.parquet'), quote=chr(39))} (FORMAT parquet)"
     ).fetchall()
     table = pa.table({"id": vocabulary.ids, "train_count": train_count_R, "events": event_count_R})
     pq.write_table(table, out / f"{side}s.parquet", use_dictionary=False)

@@ -55,7 +55,7 @@ def damaged(path: Path, cut: Callable[[bytes], bytes]) -> Path:
         (lambda whole: b"", "not a readable parquet file (0 bytes): it is empty; write it again"),
         (lambda whole: whole[: len(whole) // 2], "it begins as parquet, but its end is missing: truncated; copy"),
         (lambda whole: whole[:-1], "its end is missing: truncated"),
-        (lambda whole: b"id,item\n1,2\n", "(12 bytes): it has no parquet footer; name parquet files only"),
+        (lambda whole: b"id,item\n1,2\n", "(12 bytes): it has no parquet footer; list only parquet files"),
     ],
 )
 def test_a_file_that_is_not_whole(tmp_path: Path, stage: Stage, content: Callable[[bytes], bytes], said: str) -> None:
@@ -80,7 +80,12 @@ def test_a_footer_that_lies(tmp_path: Path, stage: Stage) -> None:
     path = str(tmp_path / "a.parquet")
     pq.write_table(pa.table(GOOD), path, compression="none", use_dictionary=False, write_statistics=False)
     patch_footer(path, old=ROWS, new=ROWS - 1, nth=0)
-    refuses(stage(path), tmp_path, f"{path}: not a readable parquet file (", "its footer claims 299 rows, its row groups 300")
+    refuses(
+        stage(path),
+        tmp_path,
+        f"{path}: not a readable parquet file (",
+        "its footer claims 299 rows, but its row groups have 300",
+    )
 
 
 @BOTH
@@ -122,7 +127,7 @@ def test_what_leads_out_of_data_root(tmp_path: Path, stage: Stage, way: str) -> 
     secret = write(tmp_path / "secret.parquet", **GOOD)
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "link.parquet").symlink_to(secret)
-    said = f"leads to {secret}, which is not below data_root ({tmp_path / 'root'}); move"
+    said = f"resolves to {secret}, which is not below data_root ({tmp_path / 'root'}); move"
     refuses(stage(tmp_path / way, root=tmp_path / "root"), tmp_path, f"{stage.__name__}", said)
 
 

@@ -42,7 +42,7 @@ def test_the_sound_file_is_read(tmp_path: Path) -> None:
     ("content", "told"),
     [
         (b"", "it is empty; write it again"),
-        (b"id,item\n1,2\n3,4\n", "it has no parquet footer; name parquet files only"),
+        (b"id,item\n1,2\n3,4\n", "it has no parquet footer; list only parquet files"),
         (b"PAR1" + b"\0" * 100, "it begins as parquet, but its end is missing: truncated"),
         (b"PAR1" + b"\0" * 50 + b"PARE", "its footer is encrypted"),
         (b"PAR1" + b"\0" * 50 + (43).to_bytes(4, "little") + b"PAR1", ""),
@@ -72,7 +72,7 @@ def test_a_length_of_the_footer_that_lies_is_refused(tmp_path: Path, length: int
 @pytest.mark.parametrize(
     ("old", "new", "nth", "told"),
     [
-        (2 * ROWS, 5999, 0, ("its footer claims 5,999 rows, its row groups 6,000",)),
+        (2 * ROWS, 5999, 0, ("its footer claims 5,999 rows, but its row groups have 6,000",)),
         (2 * ROWS, -2 * ROWS, 0, ("negative number of rows",)),
         (ROWS, 2999, 0, ("row group 0, column 'a' claims 2,999 values for 3,000 rows",)),
         (ROWS, 3001, 2, ("row group 0, column 'b' claims 3,001 values for 3,000 rows",)),

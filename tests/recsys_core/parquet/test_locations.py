@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from recsys_core.parquet.locations import find
+from recsys_core.parquet.locations import find_files
 from recsys_core.parquet.sources import open_sources
 from tests.recsys_core.data.parquet_files import refusal, write
 
@@ -161,7 +161,7 @@ def test_what_leads_out_of_data_root_is_refused(tmp_path: Path, pattern: str) ->
     (tmp_path / "root" / "links").mkdir(parents=True)
     for link in ("link.parquet", "links/a.parquet"):
         (tmp_path / "root" / link).symlink_to(secret)
-    with refusal("s: ", "root", f"leads to {secret}, which is not below data_root ({tmp_path / 'root'}); move"):
+    with refusal("s: ", "root", f"resolves to {secret}, which is not below data_root ({tmp_path / 'root'}); move"):
         names(tmp_path / pattern, tmp_path, data_root=tmp_path / "root")
     if pattern != "root":  # where both links are found
         assert len(open_sources([str(tmp_path / pattern)], setting="s")) == 1
@@ -197,10 +197,10 @@ def test_a_file_uri_is_a_local_path(tmp_path: Path) -> None:
         ("http://host/log.parquet", "s: http://host/log.parquet: http:// is not supported; use a local path, file://, s3://"),
         ("file://other/log.parquet", "s: file://other/log.parquet: names another machine"),
         ("s3:///log.parquet", "s: s3:///log.parquet: names no bucket; write s3://bucket/path"),
-        ("gs://me:hunter2@bucket/log", "s: gs://bucket/log: holds credentials; remove them"),
+        ("gs://me:hunter2@bucket/log", "s: gs://bucket/log: contains credentials; remove them"),
         ("s3://bucket/log?allow_bucket_creation=true", "unknown options ['allow_bucket_creation']; the options are"),
     ],
 )
 def test_a_uri_that_cannot_be_meant_is_refused(uri: str, told: str) -> None:
     with refusal(told):
-        list(find(uri, setting="s"))
+        list(find_files(uri, setting="s"))

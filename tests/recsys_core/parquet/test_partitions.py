@@ -20,7 +20,7 @@ def test_hive_keys_are_columns_of_the_type_that_fits_all_files(tmp_path: Path) -
         pa.int64(),
         pa.string(),
     ]
-    assert [[source.constant(key) for key in ("dt", "shop", "code")] for source in found] == [
+    assert [[source.partition_value(key) for key in ("dt", "shop", "code")] for source in found] == [
         [date(2026, 11, 18), 1, "7"],
         [date(2026, 11, 19), 2, "x"],
     ]
@@ -33,7 +33,7 @@ def test_what_is_neither_integer_nor_date_is_text(tmp_path: Path, value: str) ->
     write(tmp_path / f"key={value}" / "a.parquet", x=[1])
     (source,) = open_sources([str(tmp_path)], setting="s")
     assert require_column(source, "key", setting="t") == pa.string()
-    assert source.constant("key") == value
+    assert source.partition_value("key") == value
 
 
 def test_files_with_other_keys_are_refused(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_files_with_other_keys_are_refused(tmp_path: Path) -> None:
 
 def test_a_key_that_stands_in_the_path_twice_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "dt=1" / "dt=2" / "a.parquet", x=[1])
-    with refusal("a.parquet: the folders name 'dt' twice"):
+    with refusal("a.parquet: two folders in the path have the key 'dt'"):
         open_sources([str(tmp_path)], setting="s")
 
 

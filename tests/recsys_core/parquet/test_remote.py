@@ -202,7 +202,7 @@ def test_refused_credentials_are_said_to_be_refused(store: Store, monkeypatch: p
 
 
 def test_no_secret_gets_into_a_message_or_a_record(tmp_path: Path, store: Store) -> None:
-    with pytest.raises(InputError, match="holds credentials; remove them") as caught:
+    with pytest.raises(InputError, match="contains credentials; remove them") as caught:
         open_sources([store.uri("log").replace("bucket/", "me:hunter2@bucket/")], setting="s")
     assert "hunter2" not in str(caught.value)
     with pytest.raises(InputError, match=r"unknown options \['secret_key'\]") as caught:

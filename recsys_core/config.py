@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-MANY = 1_000_000_000
+MAX_COUNT = 1_000_000_000
 """Upper limit of settings that count events, users or steps."""
-MOST_DAYS = 36_500
+MAX_DAYS = 36_500
 """A hundred years."""
 WEEK_S = 604_800
-MOST_PATH_CHARACTERS = 4_096
+MAX_PATH_CHARACTERS = 4_096
 
 
 OPERATIONAL = "operational"
@@ -82,8 +82,8 @@ def _check_path(text: str) -> str:
 
 def _check_folder(folder: Path) -> Path:
     text = str(folder)
-    if len(text) > MOST_PATH_CHARACTERS:
-        raise ValueError(f"has {len(text):,} characters; a path has at most {MOST_PATH_CHARACTERS:,}")
+    if len(text) > MAX_PATH_CHARACTERS:
+        raise ValueError(f"has {len(text):,} characters; a path has at most {MAX_PATH_CHARACTERS:,}")
     _check_path(text)
     return folder
 
@@ -105,7 +105,7 @@ Name = Annotated[
     str, Field(min_length=1, max_length=200), AfterValidator(_check_control_characters), AfterValidator(_check_outer_blanks)
 ]
 """A name on one line."""
-FilePath = Annotated[str, Field(min_length=1, max_length=MOST_PATH_CHARACTERS), AfterValidator(_check_path)]
+FilePath = Annotated[str, Field(min_length=1, max_length=MAX_PATH_CHARACTERS), AfterValidator(_check_path)]
 """A path, a glob or a URI."""
 Folder = Annotated[Path, AfterValidator(_check_folder)]
 Paths = Annotated[tuple[FilePath, ...], BeforeValidator(_as_tuple)]

@@ -23,7 +23,7 @@ PACKAGES = (
     "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "faiss-cpu", "faiss-gpu", "numpy", "pyarrow", "duckdb",
     "prefect", "mlflow", "fastapi",
 )  # fmt: skip
-_LEAST_DISK_BYTES = GIB
+_MIN_DISK_BYTES = GIB
 _OOM_FILES = ("memory.events", "memory.oom_control")
 _PROBE = """
 import json, torch, torchrec, faiss
@@ -92,9 +92,9 @@ def inspect(folder: Path) -> Preflight:
     if not problems:
         gpus, problems = _probe_gpus()
     free = free_bytes(folder)
-    if free < _LEAST_DISK_BYTES:
+    if free < _MIN_DISK_BYTES:
         problems.append(
-            f"{folder}: only {gib(free)} of disk free, a run needs at least {gib(_LEAST_DISK_BYTES)}; free some space"
+            f"{folder}: only {gib(free)} of disk free, a run needs at least {gib(_MIN_DISK_BYTES)}; free some space"
         )
     limits = cgroup_limits()
     memory = psutil.virtual_memory()

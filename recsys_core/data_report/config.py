@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from recsys_core.config import MANY, Settings
+from recsys_core.config import MAX_COUNT, Settings
 
 
 class DataReportConfig(Settings):
@@ -13,7 +13,7 @@ class DataReportConfig(Settings):
     the first run.
     """
 
-    min_events: int | None = Field(None, ge=1, le=1_000 * MANY, description="smallest number of training events")
+    min_events: int | None = Field(None, ge=1, le=1_000 * MAX_COUNT, description="smallest number of training events")
     max_event_drop_share: float | None = Field(
         0.5, gt=0, le=1, description="largest share by which the number of training events may fall since the previous run"
     )
@@ -55,7 +55,7 @@ class DataReportConfig(Settings):
     max_split_violations: int | None = Field(
         0,
         ge=0,
-        le=1_000 * MANY,
+        le=1_000 * MAX_COUNT,
         description="largest number of events that contradict the split, e.g. training events after the start of the test",
     )
     max_unseen_item_share: float | None = Field(

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from recsys_core.config import MANY, Settings
+from recsys_core.config import MAX_COUNT, Settings
 
 CutOff = Annotated[int, Field(ge=1, le=1_000_000)]
 
@@ -22,5 +22,8 @@ class EvaluationConfig(Settings):
         True, description="exclude the items that the user had before the split from the ranking and from the targets"
     )
     max_users: int | None = Field(
-        None, ge=1, le=MANY, description="number of users to evaluate, drawn at random with a fixed seed; empty for all users"
+        None,
+        ge=1,
+        le=MAX_COUNT,
+        description="number of users to evaluate, drawn at random with a fixed seed; empty for all users",
     )

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from recsys_core.config import MANY, Settings
+from recsys_core.config import MAX_COUNT, Settings
 
 TableOptimizerKind = Literal["rowwise_adagrad", "adagrad", "sgd", "adam", "partial_rowwise_adam"]
 GPU_ONLY_OPTIMIZERS = ("adam", "partial_rowwise_adam")
@@ -19,7 +19,7 @@ class Schedule(Settings):
 
     learning_rate: float = Field(gt=0, le=MAX_LEARNING_RATE, description="learning rate after the warm-up")
     warmup_steps: int = Field(
-        100, ge=0, le=MANY, description="number of steps in which the learning rate rises linearly from 0"
+        100, ge=0, le=MAX_COUNT, description="number of steps in which the learning rate rises linearly from 0"
     )
     lr_decay: Literal["none", "linear", "cosine"] = Field(
         "none", description="decay of the learning rate to 0, from the end of the warm-up to the end of the last epoch"

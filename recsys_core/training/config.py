@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from recsys_core.config import MANY, OPERATIONAL, WEEK_S, Settings
+from recsys_core.config import MAX_COUNT, OPERATIONAL, WEEK_S, Settings
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
 
 ValidationMetric = Literal["recall", "ndcg", "hit_rate"]
@@ -26,7 +26,9 @@ class ValidationConfig(Settings):
     patience: int | None = Field(
         3, ge=1, le=MOST_EPOCHS, description="Stop after this many validations without an improvement; empty: train all epochs"
     )
-    max_users: int = Field(10_000, ge=1, le=MANY, description="Validate on a fixed random sample of at most this many users")
+    max_users: int = Field(
+        10_000, ge=1, le=MAX_COUNT, description="Validate on a fixed random sample of at most this many users"
+    )
 
 
 class WarmStartConfig(Settings):
@@ -40,7 +42,7 @@ class WarmStartConfig(Settings):
 class ProfileConfig(Settings):
     """Trace of some steps by torch.profiler: train/profile/rank-<r>.json.gz, for chrome://tracing or Perfetto."""
 
-    after_steps: int = Field(20, ge=0, le=MANY, description="Steps before the recording starts")
+    after_steps: int = Field(20, ge=0, le=MAX_COUNT, description="Steps before the recording starts")
     steps: int = Field(5, ge=1, le=10_000, description="Number of recorded steps")
 
 
@@ -70,9 +72,9 @@ class TrainingConfig(Settings):
         default_factory=WarmStartConfig, description="Start from the champion if there is one; empty: always train from scratch"
     )
     seed: int = Field(7, ge=0, le=2**32 - 1, description="Seed of initialisation, shuffling, dropout and negative sampling")
-    log_every_steps: int = Field(20, ge=1, le=MANY, description="Steps between two lines of metrics.jsonl")
+    log_every_steps: int = Field(20, ge=1, le=MAX_COUNT, description="Steps between two lines of metrics.jsonl")
     checkpoint_every_steps: int = Field(
-        1000, ge=1, le=MANY, description="Steps between two checkpoints; the best and the last step are saved too"
+        1000, ge=1, le=MAX_COUNT, description="Steps between two checkpoints; the best and the last step are saved too"
     )
     keep_checkpoints: Annotated[int, OPERATIONAL] = Field(
         2, ge=1, le=10_000, description="Number of newest checkpoints that are kept, in addition to the best one"

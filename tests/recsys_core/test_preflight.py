@@ -100,7 +100,7 @@ def test_a_wrong_environment_is_not_imported_at_all(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(preflight, "_LEAST_DISK_BYTES", 2**62)
+    monkeypatch.setattr(preflight, "_MIN_DISK_BYTES", 2**62)
     monkeypatch.setattr(preflight, "_PROBE", "print([])")
     (problem,) = inspect(tmp_path).problems
     assert problem.startswith(f"{tmp_path}: only ")

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from recsys_core.config import MANY, OPERATIONAL, Checksums, Column, Paths, Settings
+from recsys_core.config import MAX_COUNT, OPERATIONAL, Checksums, Column, Paths, Settings
 
 
 class IdMapConfig(Settings):
@@ -50,7 +50,7 @@ class EmbeddingsConfig(Settings):
     max_expansion_ratio: Annotated[int, OPERATIONAL] = Field(
         1_000,
         ge=1,
-        le=MANY,
+        le=MAX_COUNT,
         description="Reject a file that decompresses to more than 1 GiB and more than this many times its size",
     )
     batch_rows: Annotated[int, OPERATIONAL] = Field(

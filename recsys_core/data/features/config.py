@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from recsys_core.config import MANY, Checksums, Column, Paths, Settings
+from recsys_core.config import MAX_COUNT, Checksums, Column, Paths, Settings
 
 FeatureKind = Literal["categorical", "list", "weighted_list", "numeric"]
 Side = Literal["user", "item", "context"]
@@ -31,7 +31,7 @@ class FeatureConfig(Settings):
     weight_column: Column | None = Field(
         None, description="weighted_list: column with the lists of weights, which are finite and 0 or more"
     )
-    min_count: int = Field(1, ge=1, le=MANY, description="Values with fewer occurrences share row 0")
+    min_count: int = Field(1, ge=1, le=MAX_COUNT, description="Values with fewer occurrences share row 0")
     hash_rows: int | None = Field(
         None, ge=1, le=MOST_ROWS, description="Number of rows that values are hashed to, instead of building a vocabulary"
     )

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from recsys_core.config import MANY, MOST_DAYS, OPERATIONAL, Checksums, Column, Paths, Settings
+from recsys_core.config import MAX_COUNT, MAX_DAYS, OPERATIONAL, Checksums, Column, Paths, Settings
 
 SPLITS = ("train", "validation", "test")
 """The code of a split is its index here; the events of a user are stored in this order."""
@@ -30,10 +30,10 @@ class TimeSplit(Settings):
 
     kind: Literal["time"] = "time"
     test_days: float = Field(
-        1.0, gt=0, le=MOST_DAYS, description="Length of the test period, which ends at the newest event, in days"
+        1.0, gt=0, le=MAX_DAYS, description="Length of the test period, which ends at the newest event, in days"
     )
     validation_days: float = Field(
-        1.0, ge=0, le=MOST_DAYS, description="Length of the validation period, which ends where the test period starts, in days"
+        1.0, ge=0, le=MAX_DAYS, description="Length of the validation period, which ends where the test period starts, in days"
     )
 
 
@@ -44,7 +44,7 @@ class LeaveLastOut(Settings):
     min_events: int = Field(
         3,
         ge=3,
-        le=MANY,
+        le=MAX_COUNT,
         description="Users with fewer events than this are in the training split only",
     )
 
@@ -87,7 +87,7 @@ class LogFilter(Settings):
     """Filters of the log, applied in the order of the fields. All of them count only events inside the window."""
 
     window_days: float | None = Field(
-        None, gt=0, le=MOST_DAYS, description="Number of days at the end of the log to keep; empty: all events"
+        None, gt=0, le=MAX_DAYS, description="Number of days at the end of the log to keep; empty: all events"
     )
     duplicates: Literal["keep", "exact", "first", "last"] = Field(
         "keep",
@@ -97,15 +97,15 @@ class LogFilter(Settings):
     bot_threshold: int | None = Field(
         None,
         ge=1,
-        le=MANY,
+        le=MAX_COUNT,
         description="Users with more events than this are treated as bots: removed and counted; empty: no limit",
     )
-    min_user_events: int = Field(1, ge=1, le=MANY, description="Users with fewer events are removed")
+    min_user_events: int = Field(1, ge=1, le=MAX_COUNT, description="Users with fewer events are removed")
     min_item_events: int = Field(
-        1, ge=1, le=MANY, description="Items with fewer events are removed; the result satisfies both minimums (k-core)"
+        1, ge=1, le=MAX_COUNT, description="Items with fewer events are removed; the result satisfies both minimums (k-core)"
     )
     max_user_events: int | None = Field(
-        None, ge=1, le=MANY, description="Maximum number of events per user; older events are removed; empty: no limit"
+        None, ge=1, le=MAX_COUNT, description="Maximum number of events per user; older events are removed; empty: no limit"
     )
 
 
@@ -137,7 +137,7 @@ class InteractionsConfig(Settings):
     )
     timestamp_unit: Literal["s", "ms", "us", "ns"] = Field("s", description="Unit of an integer timestamp column")
     max_future_days: float = Field(
-        1.0, ge=0, le=MOST_DAYS, description="An event more than this many days in the future is a bad row"
+        1.0, ge=0, le=MAX_DAYS, description="An event more than this many days in the future is a bad row"
     )
     order_column: Column | None = Field(
         None, description="Column that orders the events of a user; for a log without timestamps"
@@ -172,7 +172,7 @@ class InteractionsConfig(Settings):
     max_expansion_ratio: Annotated[int, OPERATIONAL] = Field(
         1_000,
         ge=1,
-        le=MANY,
+        le=MAX_COUNT,
         description="Reject a file that decompresses to more than 1 GiB and more than this many times its size",
     )
     memory_limit: Annotated[MemoryLimit, OPERATIONAL] = Field(

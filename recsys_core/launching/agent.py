@@ -40,50 +40,53 @@ class _FolderError(Exception):
 
 
 def main(spec_path: str, token: str, node: str, head_variable: str) -> int:
-    """Return 0 if all ranks of this host exited with code 0. head_variable: the variable with the name of the first host."""
+    """Run the agent; return its exit code, 0 if all ranks of this host exited with code 0.
+
+    head_variable: environment variable in which the scheduler stores the name of node 0's host.
+    """
     die_with_parent()
     host, folder = Host(int(node), platform.node()), LaunchFolder(Path(spec_path).parent)
-    installed = psutil.virtual_memory().total
-    memory_bytes = min(cgroup_limits().memory_bytes or installed, installed)
+    ram_bytes = psutil.virtual_memory().total
+    memory_bytes = min(cgroup_limits().memory_bytes or ram_bytes, ram_bytes)
     oom_kills_before = oom_kills()
     try:
-        spec = _read_spec(folder.spec, token=token, host=host)
-        network = _join(spec, folder=folder, host=host, head_name=os.environ.get(head_variable, ""))
+        spec = _read_spec(folder.spec_path, token=token, host=host)
+        network = _check_in(spec, folder=folder, host=host, head_name=os.environ.get(head_variable, ""))
         os.environ.update(as_parent() | {FOLDER_VARIABLE: str(folder.path), NODE_VARIABLE: node})
-        cores = len(psutil.Process().cpu_affinity() or [1])
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // spec.processes_per_node)))
+        num_cores = len(psutil.Process().cpu_affinity() or [1])
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // spec.processes_per_node)))
         os.environ["PYTHONUNBUFFERED"] = "1"
         from recsys_core.launching.torchrun import run_ranks
 
-        failed_ranks = run_ranks(spec, folder=folder, host=host, network=network)
+        rank_failures = run_ranks(spec, folder=folder, host=host, network=network)
     except _FolderError as error:
         sys.stderr.write(f"{STDERR_PREFIX} {error}\n")
         return EXIT_REJECTED
     except HostRejected as error:
         _report(folder, HostFailure(node=host.node, host=host.name, reason=str(error), retryable=error.retryable))
         return EXIT_REJECTED
-    if not failed_ranks:
+    if not rank_failures:
         (folder.path / f"done-{node}").touch()
         return 0
     oom_kills_after = oom_kills()
-    killed = None if oom_kills_after is None or oom_kills_before is None else oom_kills_after - oom_kills_before
-    _report(
-        folder,
-        HostFailure(node=host.node, host=host.name, ranks=failed_ranks, oom_kills=killed, memory_bytes=memory_bytes),
+    num_kills = None if oom_kills_after is None or oom_kills_before is None else oom_kills_after - oom_kills_before
+    failure = HostFailure(
+        node=host.node, host=host.name, rank_failures=rank_failures, oom_kills=num_kills, memory_bytes=memory_bytes
     )
+    _report(folder, failure)
     return 1
 
 
 def _read_spec(path: Path, *, token: str, host: Host) -> LaunchSpec:
-    """Read launch.json. Raises HostRejected for other versions before the fields are parsed, which may differ too."""
+    """Read launch.json. Raises HostRejected if the versions differ, and checks them first: the fields may differ too."""
     fix = "the workspace must be on storage that all hosts mount at the same path"
     if not wait_for(path, timeout_s=STORAGE_TIMEOUT_S):
         raise _FolderError(f"{host} does not see {path}, which the launching process wrote; {fix}")
     raw = json.loads(path.read_bytes())
     if raw["token"] != token:
         raise _FolderError(
-            f"{host} sees another {path} than the launching process wrote (token {raw['token']} instead of {token}): "
-            f"the folder is not shared; {fix}"
+            f"{host} sees another {path} than the one that the launching process wrote (token {raw['token']} instead of "
+            f"{token}): the folder is not shared; {fix}"
         )
     versions, expected = running_versions(), raw["versions"]
     if versions != expected:
@@ -93,8 +96,8 @@ def _read_spec(path: Path, *, token: str, host: Host) -> LaunchSpec:
     return LaunchSpec.model_validate(raw)
 
 
-def _join(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, head_name: str) -> HostNetwork:
-    """Check this host, report that it is ready, and wait until node 0 is."""
+def _check_in(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, head_name: str) -> HostNetwork:
+    """Check this host, report that it is ready, and wait until node 0 is ready. Raises HostRejected for a failed check."""
     if not spec.job.is_file():
         raise HostRejected(f"{host} does not see {spec.job}; the workspace must have the same path on all hosts")
     if spec.device == "cuda":
@@ -105,12 +108,12 @@ def _join(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, head_name: str)
         if host.node == 0:
             network = listen(spec, network, host=host)
     _report_ready(folder, host=host, network=network)
-    if spec.lease_timeout_s is not None and not _lease_changes(spec, folder, timeout_s=spec.lease_timeout_s):
+    if spec.lease_timeout_s is not None and not _is_lease_renewed(spec, folder, timeout_s=spec.lease_timeout_s):
         raise HostRejected(f"{host} started after the launching process had ended", retryable=True)
     if not wait_for(folder.path / "ready-0.json", timeout_s=spec.rendezvous_timeout_s):
         raise HostRejected(f"{host} waited {spec.rendezvous_timeout_s:g} s, but node 0 did not start", retryable=True)
-    first = HostReady.model_validate_json((folder.path / "ready-0.json").read_bytes())
-    return replace(network, rendezvous=(first.address, first.port))
+    node_0 = HostReady.model_validate_json((folder.path / "ready-0.json").read_bytes())
+    return replace(network, rendezvous=(node_0.address, node_0.port))
 
 
 def _require_gpus(spec: LaunchSpec, host: Host) -> None:
@@ -135,10 +138,13 @@ def _report_ready(folder: LaunchFolder, *, host: Host, network: HostNetwork) -> 
         raise _FolderError(f"{host} cannot write into {folder.path}: {error.strerror}; mount the workspace writable") from None
 
 
-def _lease_changes(spec: LaunchSpec, folder: LaunchFolder, *, timeout_s: float) -> bool:
-    """Return whether the launching process is alive: a host may leave the queue long after the run was killed."""
-    first, deadline = folder.lease_of(spec.token), time.monotonic() + timeout_s
-    while folder.lease_of(spec.token) in (first, None):
+def _is_lease_renewed(spec: LaunchSpec, folder: LaunchFolder, *, timeout_s: float) -> bool:
+    """Wait for the lease to change; return whether it did.
+
+    A host may leave the scheduler's queue long after the launching process has ended, and then nothing renews the lease.
+    """
+    initial_lease, deadline = folder.read_lease(spec.token), time.monotonic() + timeout_s
+    while folder.read_lease(spec.token) in (initial_lease, None):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)
@@ -148,7 +154,7 @@ def _lease_changes(spec: LaunchSpec, folder: LaunchFolder, *, timeout_s: float) 
 def _report(folder: LaunchFolder, failure: HostFailure) -> None:
     try:
         folder.write(f"failure-{failure.node}.json", failure)
-    except OSError:  # this host has reported a failure before, or cannot write
+    except OSError:  # this host has already reported a failure, or cannot write into the folder
         sys.stderr.write(f"{STDERR_PREFIX} {failure.reason}\n")
 
 

@@ -9,13 +9,13 @@ from recsys_core.units import INT64_MAX
 
 LOOPBACK = "lo"
 LOCAL_SCHEDULERS = ("local_cwd",)
-"""TorchX schedulers whose replicas are children of this process."""
+"""TorchX schedulers that start the agents as child processes on this host."""
 CONTAINER_SCHEDULERS = ("kubernetes", "kubernetes_mcad", "aws_batch", "aws_sagemaker", "gcp_batch", "local_docker")
 
-Variable = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-Value = Annotated[str, Field(max_length=30_000, pattern=r"^[^\x00]*$")]
+VariableName = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+Text = Annotated[str, Field(max_length=30_000, pattern=r"^[^\x00]*$")]
 Number = Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | Annotated[float, Field(ge=-1e300, le=1e300)]
-Argument = Value | Number | bool
+SchedulerSetting = Text | Number | bool
 
 
 class LocalLauncher(Settings):
@@ -48,7 +48,7 @@ class TorchxLauncher(Settings):
 
     kind: Literal["torchx"] = "torchx"
     scheduler: Name = Field(description="Name of the TorchX scheduler, such as slurm, kubernetes, aws_batch or local_cwd")
-    args: dict[Name, Argument] = Field(
+    args: dict[Name, SchedulerSetting] = Field(
         default_factory=dict,
         max_length=100,
         description="Settings of the scheduler, such as partition and time, or namespace and queue",
@@ -60,7 +60,8 @@ class TorchxLauncher(Settings):
         description="Container image with nightjar installed; empty if the hosts share this installation",
     )
     python: FilePath | None = Field(
-        None, description="Python interpreter on each host; empty: the path of this one, or `python` if there is an image"
+        None,
+        description="Python interpreter on each host; empty: the path of this process's interpreter, or `python` with an image",
     )
     cpus: int | None = Field(
         None, ge=1, le=100_000, description="CPU cores to request per host; empty: the scheduler's default"
@@ -71,7 +72,7 @@ class TorchxLauncher(Settings):
     mounts: tuple[MountConfig, ...] = Field(
         (), max_length=100, description="Storage for the scheduler to mount, if the hosts do not have it already"
     )
-    env: dict[Variable, Value] = Field(
+    env: dict[VariableName, Text] = Field(
         default_factory=dict, max_length=1_000, description="Environment variables of each host, such as NCCL_SOCKET_IFNAME"
     )
     interface: Name | None = Field(
@@ -89,19 +90,20 @@ class TorchxLauncher(Settings):
         300.0, gt=0, le=WEEK_S, description="Seconds from the start of the first host until all ranks run"
     )
     lease_timeout_s: float = Field(
-        60.0, gt=5, le=WEEK_S, description="Seconds after which the hosts end their ranks if this process is gone"
+        60.0, gt=5, le=WEEK_S, description="Seconds after which the hosts end their ranks if the launching process has ended"
     )
 
     @property
     def interface_name(self) -> str | None:
-        """The configured interface; the loopback if all hosts are this one."""
+        """The configured interface; the loopback interface if the scheduler starts all agents on this host."""
         return self.interface or (LOOPBACK if self.scheduler in LOCAL_SCHEDULERS else None)
 
     @model_validator(mode="after")
     def _require_image(self) -> Self:
         if self.scheduler in CONTAINER_SCHEDULERS and not self.image:
             raise ValueError(
-                f"scheduler is {self.scheduler}, which starts containers, but image is empty; set an image with nightjar"
+                f"scheduler is {self.scheduler}, which starts containers, but image is empty; "
+                "set image to a container image with nightjar"
             )
         return self
 

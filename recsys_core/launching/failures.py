@@ -1,4 +1,4 @@
-"""The cause of a failed launch: one error for the user, chosen from the failures that the hosts reported."""
+"""The cause of a failed launch: one error, chosen from the failures that the hosts reported."""
 
 import re
 from collections.abc import Iterable
@@ -8,68 +8,70 @@ from recsys_core.errors import InputError, LaunchError, StageError
 from recsys_core.launching.messages import HostFailure, LaunchFolder, RankFailure
 from recsys_core.units import gib
 
-OUR_ERROR = re.compile(r"^recsys_core\.errors\.(InputError|StageError): (.*)", re.MULTILINE | re.DOTALL)
+NIGHTJAR_ERROR = re.compile(r"^recsys_core\.errors\.(InputError|StageError): (.*)", re.MULTILINE | re.DOTALL)
 OUT_OF_MEMORY = re.compile(r"^\S*(?:OutOfMemoryError: .*|.*can't allocate memory.*)|^MemoryError.*", re.MULTILINE)
 PEER_LOST = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|remote process exited|ncclRemoteError|ncclSystemError|DistNetworkError"
 )
-OURS, SIGNALLED, RAISED, LOST_PEER, TERMINATED = range(5)
+NIGHTJAR_RAISED, SIGNALLED, RAISED, LOST_PEER, TERMINATED = range(5)
 """Kinds of rank failure, the most likely cause first: a lost peer and torchrun's SIGTERM follow from another failure."""
 
 
 def error_from_failures(failures: Iterable[HostFailure], *, num_nodes: int, folder: LaunchFolder) -> InputError | StageError:
     """Return the error for the failure that came first. An InputError or StageError of a rank keeps its class and message."""
     failures = sorted(failures, key=lambda failure: failure.node)
-    rank_failures = [(rank, failure) for failure in failures for rank in failure.ranks]
-    host_failures = [failure for failure in failures if failure.reason]
-    if host_failures and all(_kind_of(rank) in (LOST_PEER, TERMINATED) for rank, _ in rank_failures):
-        error = LaunchError if all(failure.retryable for failure in host_failures) else InputError
-        return error("\n".join(failure.reason for failure in host_failures))
-    rank, host = min(rank_failures, key=lambda pair: (_kind_of(pair[0]), pair[0].timestamp, pair[0].rank))
-    ours = OUR_ERROR.search(rank.traceback)
-    if ours:
-        return (InputError if ours[1] == "InputError" else StageError)(ours[2].strip())
-    where = f" on host {host.host}" if num_nodes > 1 else ""
-    disk_full = DISK_FULL_MESSAGE.search(f"{rank.traceback}\n{rank.last_lines}")
+    rejections = [failure for failure in failures if failure.reason]
+    rank_failures = [(failure, host) for host in failures for failure in host.rank_failures]
+    if rejections and all(_kind_of(failure) in (LOST_PEER, TERMINATED) for failure, _ in rank_failures):
+        error_type = LaunchError if all(rejection.retryable for rejection in rejections) else InputError
+        return error_type("\n".join(rejection.reason for rejection in rejections))
+    cause, host = min(rank_failures, key=lambda pair: (_kind_of(pair[0]), pair[0].timestamp, pair[0].rank))
+    nightjar_error = NIGHTJAR_ERROR.search(cause.traceback)
+    if nightjar_error:
+        return (InputError if nightjar_error[1] == "InputError" else StageError)(nightjar_error[2].strip())
+    rank = f"rank {cause.rank} on host {host.host}" if num_nodes > 1 else f"rank {cause.rank}"
+    disk_full = DISK_FULL_MESSAGE.search(f"{cause.traceback}\n{cause.last_lines}")
     if disk_full or free_bytes(folder.path) < MIN_STAGE_BYTES:
-        quote = f" ({_line_around(disk_full)})" if disk_full else ""  # it may name a file on another disk
-        return disk_full_error(folder.path, needed=f"the output of rank {rank.rank}{where} does not fit{quote}")
-    how = "an exception" if rank.traceback else f"signal {rank.signal}" if rank.signal else f"exit code {rank.exit_code}"
-    lines = [f"rank {rank.rank}{where} was the first to fail, with {how}{_memory_hint(rank, host)}:"]
-    if _kind_of(rank) == LOST_PEER:
+        quote = f" ({_line_around(disk_full)})" if disk_full else ""  # the full disk may be another one than the folder's
+        return disk_full_error(folder.path, needed=f"the output of {rank} does not fit{quote}")
+    exit_status = f"signal {cause.signal}" if cause.signal else f"exit code {cause.exit_code}"
+    if cause.traceback:
+        exit_status = "an exception"
+    lines = [f"{rank} was the first to fail, with {exit_status}{_memory_hint(cause, host)}:"]
+    if _kind_of(cause) == LOST_PEER:
         lines.append(
             "(it lost the connection to another rank, but no host reported a failed rank: an agent was killed, or a host is "
             "down)"
         )
-    lines += [rank.traceback or rank.last_lines or "(no output)", f"logs of all ranks: {folder.path}"]
+    lines += [cause.traceback or cause.last_lines or "(no output)", f"logs of all ranks: {folder.path}"]
     return LaunchError("\n".join(lines))
 
 
-def _kind_of(rank: RankFailure) -> int:
-    if rank.traceback:  # also if torchrun sent SIGTERM after the rank wrote it
-        if OUR_ERROR.search(rank.traceback):
-            return OURS
-        return LOST_PEER if PEER_LOST.search(rank.traceback) else RAISED
-    if rank.signal == "SIGTERM":
+def _kind_of(failure: RankFailure) -> int:
+    if failure.traceback:  # it counts even if torchrun's SIGTERM ended the rank after the exception
+        if NIGHTJAR_ERROR.search(failure.traceback):
+            return NIGHTJAR_RAISED
+        return LOST_PEER if PEER_LOST.search(failure.traceback) else RAISED
+    if failure.signal == "SIGTERM":
         return TERMINATED
-    return SIGNALLED if rank.signal else RAISED
+    return SIGNALLED if failure.signal else RAISED
 
 
 def _line_around(match: re.Match[str]) -> str:
-    """Return the whole line of a match."""
+    """Return the line of the text that contains the match."""
     start, end = match.string.rfind("\n", 0, match.start()) + 1, match.string.find("\n", match.end())
     return match.string[start : None if end < 0 else end].strip()[:300]
 
 
-def _memory_hint(rank: RankFailure, host: HostFailure) -> str:
-    """Return what is known about the memory of a rank that was killed or reported that it was out of memory."""
+def _memory_hint(failure: RankFailure, host: HostFailure) -> str:
+    """Describe the memory limit of a rank that was killed or raised an out-of-memory error; empty for other failures."""
     limit = gib(host.memory_bytes or 0)
     advice = "lower training.batch_size, use fewer ranks per host or more hosts, or raise the limit"
-    if rank.signal == "SIGKILL":
+    if failure.signal == "SIGKILL":
         if host.oom_kills:
             return (
                 f"; the kernel's out-of-memory killer ended {host.oom_kills} of its processes at a limit of {limit}: {advice}"
             )
         return f" (possibly out of memory: the limit of this host is {limit}; its kernel log, dmesg, shows out-of-memory kills)"
-    message = OUT_OF_MEMORY.search(rank.traceback)
+    message = OUT_OF_MEMORY.search(failure.traceback)
     return f"; {message[0].strip()[:300]}; {advice}" if message else ""

@@ -19,7 +19,7 @@ class HeartbeatFile:
     timeout_s: float
 
     def state(self) -> tuple[int, int] | None:
-        """Return (mtime, size), or None without the file; it differs after a heartbeat.
+        """Return (mtime, size) of the file, or None if it does not exist. Every heartbeat changes it.
 
         Compare it with an earlier state and never with a clock: another host may have set the mtime.
         """
@@ -33,13 +33,13 @@ class HeartbeatFile:
 def heartbeat(beat: Callable[[], object], *, interval_s: float) -> Iterator[None]:
     """Call `beat` now and every `interval_s` seconds in a daemon thread until the block ends.
 
-    A thread, because the block itself may wait for a slow disk or server for longer than the reader of the beats allows.
+    The calls come from a thread, because the block may wait for a slow disk for longer than the timeout of the heartbeat.
     """
-    ended = threading.Event()
+    stop = threading.Event()
 
     def run() -> None:
         beat()
-        while not ended.wait(interval_s):
+        while not stop.wait(interval_s):
             beat()
 
     thread = threading.Thread(target=run, name="heartbeat", daemon=True)
@@ -47,5 +47,5 @@ def heartbeat(beat: Callable[[], object], *, interval_s: float) -> Iterator[None
     try:
         yield
     finally:
-        ended.set()
+        stop.set()
         thread.join()

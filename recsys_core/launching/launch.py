@@ -30,41 +30,42 @@ TERM_GRACE_S = 8.0
 
 
 def launch(
-    job: Path,
+    job_file: Path,
     *,
     layout: ProcessLayout,
-    logs: Path,
+    folder: Path,
     heartbeat_file: HeartbeatFile,
     poll: Callable[[], None] = lambda: None,
     launcher: Launcher = LocalLauncher(),  # noqa: B008  it is frozen
     module: str = "recsys_core.training",
 ) -> None:
-    """Run `python -m <module> <job>` as the ranks of `layout`; return when all of them exited with code 0.
+    """Run `python -m <module> <job_file>` as the ranks of `layout`; return when all of them exited with code 0.
 
     Args:
-        job: JSON of a TrainJob or ExportJob.
-        layout: how many ranks, and on which devices.
-        logs: new folder for the files of hosts and ranks. All hosts must see it, `job` and the heartbeat file.
+        job_file: JSON of a TrainJob or ExportJob.
+        layout: number of ranks, and their devices.
+        folder: new folder for the messages and logs of hosts and ranks. All hosts must see it, the job file and the heartbeat
+            file under the same paths.
         heartbeat_file: the file that the ranks touch while they work.
         poll: called about five times a second.
-        launcher: where the ranks are started.
+        launcher: starts the ranks on this host, or on many through TorchX.
 
     Raises:
         InputError: the layout needs more GPUs or hosts than there are, a host was rejected, or a rank raised InputError.
-        StageError: a rank raised it, such as for a loss that is not finite.
-        LaunchError: hosts did not find each other, a rank failed, or the heartbeat stopped. The message names host and rank,
-            and has the traceback, the last lines, or the functions that the ranks were in.
+        StageError: a rank raised StageError, for example because the loss is not finite.
+        LaunchError: the hosts did not connect to each other, a rank failed, or the heartbeat stopped. The message names host
+            and rank, and quotes the traceback, the last lines of the log, or the innermost functions of each rank.
     """
     if launcher.kind == "local":
         require_local_capacity(layout)
-    logs.mkdir(parents=True)
-    folder = LaunchFolder(logs.absolute())
+    folder.mkdir(parents=True)
+    launch_folder = LaunchFolder(folder.absolute())
     spec = LaunchSpec(
         **layout.model_dump(),
         token=secrets.token_hex(8),
         versions=running_versions(),
         module=module,
-        job=job.absolute(),
+        job=job_file.absolute(),
         interface=launcher.interface_name,
         rendezvous_port=launcher.rendezvous_port,
         rendezvous_timeout_s=launcher.rendezvous_timeout_s,
@@ -76,9 +77,9 @@ def launch(
         "start": Deadline(heartbeat_file.start_timeout_s, "training.start_timeout_s"),
         "work": Deadline(heartbeat_file.timeout_s, "training.heartbeat_timeout_s"),
     }
-    monitor = Monitor(spec, folder, deadlines=deadlines, heartbeat=heartbeat_file)
-    folder.write("launch.json", spec)
-    with _exit_on_sigterm(), _lease(spec, folder), _start_hosts(spec, folder, launcher=launcher) as group:
+    monitor = Monitor(spec, launch_folder, deadlines=deadlines, heartbeat=heartbeat_file)
+    launch_folder.write("launch.json", spec)
+    with _exit_on_sigterm(), _lease(spec, launch_folder), _start_hosts(spec, launch_folder, launcher=launcher) as group:
         try:
             monitor.wait(group, poll=poll)
         finally:
@@ -101,8 +102,9 @@ def require_local_capacity(layout: ProcessLayout) -> None:
 
 
 def _start_hosts(spec: LaunchSpec, folder: LaunchFolder, *, launcher: Launcher) -> AbstractContextManager[HostGroup]:
+    """Start one agent per host; the context ends those that still run."""
     if launcher.kind == "local":
-        return _start_local(spec, folder)
+        return LocalHost(spec, folder)
     try:
         from recsys_core.launching.torchx import submit
     except ImportError as error:
@@ -112,28 +114,24 @@ def _start_hosts(spec: LaunchSpec, folder: LaunchFolder, *, launcher: Launcher) 
     return submit(spec, folder, launcher=launcher)
 
 
-@contextmanager
-def _start_local(spec: LaunchSpec, folder: LaunchFolder) -> Iterator["LocalHost"]:
-    """Start the agent of this host in a session of its own; it ends with this process, and its ranks end with it."""
-    environment = os.environ | as_parent()
-    environment.pop("OMP_NUM_THREADS", None)  # the agent sets it to the cores of one rank
-    command = [sys.executable, "-m", "recsys_core.launching.agent", str(folder.spec), spec.token, "0", ""]
-    with (folder.path / "agent.log").open("wb") as output:
-        agent = subprocess.Popen(
-            command, start_new_session=True, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-        )
-    host = LocalHost(agent, folder)
-    try:
-        yield host
-    finally:
-        host.end()
+class LocalHost(AbstractContextManager["LocalHost"]):
+    """The agent of this host and its ranks; a HostGroup.
 
+    The agent starts with the object, in a session of its own. It ends with this process, and its ranks end with it.
+    """
 
-class LocalHost:
-    """The agent of this host and its ranks; a HostGroup."""
+    def __init__(self, spec: LaunchSpec, folder: LaunchFolder) -> None:
+        self._folder = folder
+        environment = os.environ | as_parent()
+        environment.pop("OMP_NUM_THREADS", None)  # the agent sets it to the number of cores per rank
+        command = [sys.executable, "-m", "recsys_core.launching.agent", str(folder.spec_path), spec.token, "0", ""]
+        with (folder.path / "agent.log").open("wb") as log:
+            self._agent = subprocess.Popen(
+                command, start_new_session=True, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
 
-    def __init__(self, agent: subprocess.Popen[bytes], folder: LaunchFolder) -> None:
-        self._agent, self._folder = agent, folder
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def state(self) -> GroupState:
         """Return running or ended; a local agent is never queued."""
@@ -161,7 +159,7 @@ class LocalHost:
 
 
 def _lease(spec: LaunchSpec, folder: LaunchFolder) -> AbstractContextManager[None]:
-    """Increment the counter in `lease` while the block runs; hosts elsewhere end their ranks when it stops."""
+    """Increment the counter in the file `lease` while the block runs. Remote hosts end their ranks when the counter stops."""
     if spec.lease_timeout_s is None:
         return nullcontext()
     counter = itertools.count()
@@ -173,8 +171,8 @@ def _lease(spec: LaunchSpec, folder: LaunchFolder) -> AbstractContextManager[Non
 @contextmanager
 def _exit_on_sigterm() -> Iterator[None]:
     """Turn SIGTERM into SystemExit, so that `finally` blocks end the ranks first. A handler of the caller stays in place."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if not is_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
 

@@ -28,7 +28,7 @@ from recsys_core.config import Frozen
 
 FOLDER_VARIABLE, NODE_VARIABLE = "NIGHTJAR_LAUNCH", "NIGHTJAR_NODE"
 STORE_VARIABLE = "NIGHTJAR_STORE"
-"""Environment variable with the file over which the ranks of one host meet; absent if the ranks are on several hosts."""
+"""Environment variable with the path of the FileStore of the ranks, if all of them are on one host; otherwise not set."""
 STDERR_PREFIX = "nightjar agent:"
 """Prefix of a line on stderr by which an agent reports an error that it cannot write into the folder."""
 LAST_LINES = 12
@@ -86,7 +86,7 @@ class RankStarted(Frozen):
 
 
 class RankFailure(Frozen):
-    """How one rank ended. signal: a name such as SIGKILL; traceback: empty if a signal ended the rank before it wrote one."""
+    """How a rank failed. signal: a name such as SIGKILL. traceback: empty if a signal ended the rank before it wrote one."""
 
     rank: int
     exit_code: int
@@ -99,15 +99,15 @@ class RankFailure(Frozen):
 class HostFailure(Frozen):
     """Why a host stopped: a failed check of its agent (`reason`), or the failures of its ranks.
 
-    retryable: whether another attempt may succeed. oom_kills: processes of this host's container that the kernel's
-    out-of-memory killer ended during the launch; None if the kernel does not report it. memory_bytes: the memory limit.
+    retryable: whether another attempt may succeed. oom_kills: number of processes of this host's container that the kernel's
+    out-of-memory killer ended during the launch; None if the kernel does not count them. memory_bytes: the memory limit.
     """
 
     node: int
     host: str
     reason: str = ""
     retryable: bool = True
-    ranks: tuple[RankFailure, ...] = ()
+    rank_failures: tuple[RankFailure, ...] = ()
     oom_kills: int | None = None
     memory_bytes: int | None = None
 
@@ -142,27 +142,27 @@ class LaunchFolder:
         self.path = path
 
     @property
-    def spec(self) -> Path:
-        """launch.json."""
+    def spec_path(self) -> Path:
+        """Path of launch.json."""
         return self.path / "launch.json"
 
     @property
-    def stacks(self) -> Path:
+    def stacks_request(self) -> Path:
         """The file whose existence requests the stack dumps."""
         return self.path / "stacks"
 
-    def logs(self, node: int) -> Path:
-        """Folder with the logs of the ranks of a host."""
+    def log_folder(self, node: int) -> Path:
+        """Return the folder with the logs of the ranks of a host."""
         return self.path / f"node-{node}"
 
-    def stack(self, rank: int) -> Path:
-        """File with the stack dump of a rank."""
+    def stack_path(self, rank: int) -> Path:
+        """Return the path of the stack dump of a rank."""
         return self.path / f"stack-{rank}.txt"
 
     def write(self, name: str, message: Frozen) -> None:
-        """Write a message whole or not at all. Raises FileExistsError if the message exists, and leaves it unchanged."""
+        """Write a message atomically. Raises FileExistsError if there is one of this name, which stays unchanged."""
         target, staging = self.path / name, self.path / f".{name}"
-        # Mode "x" allows a single writer; a hard link would too, but some file systems have none.
+        # Mode "x" fails for a second writer. A hard link would too, but some file systems do not support hard links.
         with staging.open("x") as file:
             try:
                 if target.exists():
@@ -178,7 +178,7 @@ class LaunchFolder:
         """Set the counter of the launch `token`; a host ends its ranks when the counter stops changing."""
         write_text(self.path / "lease", f"{token} {count}")
 
-    def lease_of(self, token: str) -> str | None:
+    def read_lease(self, token: str) -> str | None:
         """Return the content of `lease`; None if the file is missing or belongs to another launch."""
         try:
             text = (self.path / "lease").read_text()
@@ -190,7 +190,7 @@ class LaunchFolder:
         """Return the hosts that are ready, by node."""
         return {message.node: message for message in self._read("ready-*.json", HostReady)}
 
-    def ranks(self) -> dict[int, RankStarted]:
+    def started_ranks(self) -> dict[int, RankStarted]:
         """Return the ranks that have started, by rank."""
         return {message.rank: message for message in self._read("rank-*.json", RankStarted)}
 
@@ -198,20 +198,20 @@ class LaunchFolder:
         """Return the failures of all hosts that have reported one."""
         return list(self._read("failure-*.json", HostFailure))
 
-    def done(self) -> set[int]:
+    def finished_nodes(self) -> set[int]:
         """Return the nodes whose ranks all exited with code 0."""
         return {int(path.name.removeprefix("done-")) for path in self.path.glob("done-*")}
 
-    def _read(self, pattern: str, kind: type[Message]) -> Iterator[Message]:
+    def _read(self, pattern: str, message_type: type[Message]) -> Iterator[Message]:
         for path in sorted(self.path.glob(pattern)):
             try:
-                yield kind.model_validate_json(path.read_bytes())
+                yield message_type.model_validate_json(path.read_bytes())
             except (OSError, ValidationError):  # a network file system may show a name before its content
                 continue
 
 
 def running_versions() -> dict[str, str]:
-    """Return the versions that must be the same on all hosts. Builds (+cpu, +cu130) may differ.
+    """Return the versions that must be equal on all hosts, without the build (+cpu, +cu130), which may differ.
 
     >>> sorted(running_versions())
     ['nightjar', 'torch', 'torchrec']

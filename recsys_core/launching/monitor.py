@@ -47,7 +47,7 @@ class Deadline:
 
 
 class Monitor:
-    """Follows a launch through its phases."""
+    """Follows a launch through its phases, and raises an error if it fails or a phase exceeds its deadline."""
 
     def __init__(
         self, spec: LaunchSpec, folder: LaunchFolder, *, deadlines: dict[Phase, Deadline], heartbeat: HeartbeatFile
@@ -58,16 +58,16 @@ class Monitor:
         self._phase_start = time.monotonic()
 
     def wait(self, group: HostGroup, *, poll: Callable[[], None]) -> None:
-        """Return when all ranks exited with code 0. Raises what `launch` documents. poll: called about five times a second."""
-        while not self._is_done:
+        """Return when all ranks exited with code 0; raise the errors that `launch` documents. poll: called every 0.2 s."""
+        while not self._has_succeeded:
             poll()
             state = group.state()
             if self._folder.failures() or state == "ended":
                 self._wait_for_failures()
-                if self._is_done:
+                if self._has_succeeded:
                     break
                 group.end()
-                raise self._error_of_ended(group)
+                raise self._failure_error(group)
             self._update_phase(running=state == "running")
             if self._phase == "rendezvous":
                 self._raise_if_rejected(group)
@@ -79,15 +79,15 @@ class Monitor:
             time.sleep(POLL_S)
 
     @property
-    def _is_done(self) -> bool:
-        return len(self._folder.done()) == self._spec.num_nodes
+    def _has_succeeded(self) -> bool:
+        return len(self._folder.finished_nodes()) == self._spec.num_nodes
 
     def _update_phase(self, *, running: bool) -> None:
         """Move to the next phase if its condition holds. Each heartbeat restarts the deadline of the phase `work`."""
         phase = self._phase
         if phase == "queue" and (running or self._folder.ready_hosts()):
             phase = "rendezvous"
-        if phase == "rendezvous" and len(self._folder.ranks()) == self._spec.world_size:
+        if phase == "rendezvous" and len(self._folder.started_ranks()) == self._spec.world_size:
             phase = "start"
         heartbeat = self._heartbeat.state()
         if heartbeat != self._last_heartbeat:
@@ -104,16 +104,19 @@ class Monitor:
 
     @property
     def _missing_nodes(self) -> list[int]:
-        ready = self._folder.ready_hosts()
-        return [node for node in range(self._spec.num_nodes) if node not in ready]
+        ready_hosts = self._folder.ready_hosts()
+        return [node for node in range(self._spec.num_nodes) if node not in ready_hosts]
 
     def _wait_for_failures(self) -> None:
-        """Wait until every host has reported its end: one host's failure ends the others, and any may report the cause."""
+        """Wait until every host has reported its end: a failure ends all hosts, and the one that caused it may report last."""
         deadline = time.monotonic() + FAILURES_TIMEOUT_S
-        while len(self._folder.failures()) + len(self._folder.done()) < self._spec.num_nodes and time.monotonic() < deadline:
+        while (
+            len(self._folder.failures()) + len(self._folder.finished_nodes()) < self._spec.num_nodes
+            and time.monotonic() < deadline
+        ):
             time.sleep(POLL_S)
 
-    def _error_of_ended(self, group: HostGroup) -> InputError | StageError:
+    def _failure_error(self, group: HostGroup) -> InputError | StageError:
         failures = self._folder.failures()
         if failures:
             return error_from_failures(failures, num_nodes=self._spec.num_nodes, folder=self._folder)
@@ -123,8 +126,8 @@ class Monitor:
         return LaunchError(f"{group.exit_summary()}{self._quote_logs(group, range(self._spec.num_nodes))}")
 
     def _quote_logs(self, group: HostGroup, nodes: Iterable[int]) -> str:
-        tails = [(node, group.log(node)) for node in nodes]
-        return "".join(f"\nlast lines of node {node}:\n{tail}" for node, tail in tails if tail)
+        logs = [(node, group.log(node)) for node in nodes]
+        return "".join(f"\nlast lines of node {node}:\n{log}" for node, log in logs if log)
 
     def _timeout_error(self, group: HostGroup) -> InputError | StageError:
         deadline = self._deadlines[self._phase]
@@ -135,12 +138,12 @@ class Monitor:
         group.end()
         return LaunchError(
             f"the ranks {problem} {deadline.limit_s:g} s; raise {deadline.setting} if this is normal for the model. "
-            f"Functions that the ranks were in:\n{stacks}"
+            f"Innermost functions of each rank:\n{stacks}"
         )
 
     def _dump_stacks(self) -> str:
-        self._folder.stacks.touch()
-        paths = [self._folder.stack(rank) for rank in self._folder.ranks()]
+        self._folder.stacks_request.touch()
+        paths = [self._folder.stack_path(rank) for rank in self._folder.started_ranks()]
         deadline = time.monotonic() + STACKS_TIMEOUT_S
         while not all(path.is_file() and path.stat().st_size for path in paths) and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -149,20 +152,20 @@ class Monitor:
 
     def _rendezvous_error(self, group: HostGroup, deadline: Deadline) -> InputError | StageError:
         group.end()  # before the logs are read: some schedulers have them only for hosts that have ended
-        ready, missing = self._folder.ready_hosts(), self._missing_nodes
-        names = ", ".join(f"node {node} (host {one.host})" for node, one in sorted(ready.items())) or "none"
-        count = f"{len(ready)} of {self._spec.num_nodes} hosts"
-        if missing:
+        ready_hosts, missing_nodes = self._folder.ready_hosts(), self._missing_nodes
+        started = f"{len(ready_hosts)} of {self._spec.num_nodes} hosts started"
+        host_names = ", ".join(f"node {node} (host {ready.host})" for node, ready in sorted(ready_hosts.items())) or "none"
+        if missing_nodes:
             self._raise_if_rejected(group)
             return LaunchError(
-                f"{count} started within {deadline.limit_s:g} s: {names}; missing: "
-                f"{', '.join(f'node {node}' for node in missing)}; {group.exit_summary()}; raise {deadline.setting} if hosts "
-                f"need more time here{self._quote_logs(group, missing)}"
+                f"{started} within {deadline.limit_s:g} s: {host_names}; missing: "
+                f"{', '.join(f'node {node}' for node in missing_nodes)}; {group.exit_summary()}; raise {deadline.setting} if "
+                f"the hosts need more time to start{self._quote_logs(group, missing_nodes)}"
             )
-        late_ranks = sorted(set(range(self._spec.world_size)) - self._folder.ranks().keys())
+        late_ranks = sorted(set(range(self._spec.world_size)) - self._folder.started_ranks().keys())
         return LaunchError(
-            f"{count} started ({names}), but after {deadline.limit_s:g} s ranks {', '.join(map(str, late_ranks))} do not run: "
-            f"the hosts could not reach each other at {ready[0].address}:{ready[0].port} (open launcher.rendezvous_port "
-            f"between them), or they need more time to start (raise {deadline.setting})"
+            f"{started} ({host_names}), but after {deadline.limit_s:g} s ranks {', '.join(map(str, late_ranks))} do not run: "
+            f"the hosts could not reach each other at {ready_hosts[0].address}:{ready_hosts[0].port} (open "
+            f"launcher.rendezvous_port between them), or they need more time to start (raise {deadline.setting})"
             f"{self._quote_logs(group, range(self._spec.num_nodes))}"
         )

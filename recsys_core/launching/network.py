@@ -15,9 +15,9 @@ LOOPBACK_ADDRESS = "127.0.0.1"
 
 @dataclass(frozen=True)
 class HostNetwork:
-    """How the other hosts reach this one, and where all of them meet.
+    """Interface and address by which the other hosts reach this one, and the rendezvous of all hosts.
 
-    rendezvous: address and port of node 0. listener: on node 0 its open socket.
+    rendezvous: address and port on which node 0 listens. listener: the socket on which it listens; None on the other hosts.
     """
 
     interface: str
@@ -35,34 +35,34 @@ LOOPBACK_NETWORK = HostNetwork(LOOPBACK, LOOPBACK_ADDRESS)
 
 
 def find_network(spec: LaunchSpec, *, host: Host, head_name: str) -> HostNetwork:
-    """Return the interface and address by which the other hosts reach this one. head_name: node 0, as the scheduler names it.
+    """Return the interface and address by which the other hosts reach this one. head_name: host name of node 0.
 
-    Raises HostRejected if the configured interface does not exist, or if the only address of this host is the loopback's.
+    Raises HostRejected if the configured interface does not exist, or if the address is that of the loopback interface.
     """
     addresses = _addresses()
-    known = ", ".join(f"{name} {address}" for name, address in sorted(addresses.items()))
+    interfaces = ", ".join(f"{name} {address}" for name, address in sorted(addresses.items()))
     if spec.interface is not None:
         if spec.interface not in addresses:
-            raise HostRejected(f"{host} has no IPv4 address on {spec.interface}; it has {known}; set launcher.interface")
+            raise HostRejected(f"{host} has no IPv4 address on {spec.interface}; it has {interfaces}; set launcher.interface")
         return HostNetwork(spec.interface, addresses[spec.interface])
     address = _own_address(head_name)
-    interface = next((name for name, one in addresses.items() if one == address), None)
+    interface = next((name for name, candidate in addresses.items() if candidate == address), None)
     if interface is None or interface == LOOPBACK:
         raise HostRejected(
-            f"{host} resolves its own address to {address}, which other hosts cannot reach; it has {known}; set "
-            "launcher.interface to the one that connects the hosts"
+            f"{host} resolves its own address to {address}, which other hosts cannot reach; it has {interfaces}; set "
+            "launcher.interface to the interface that connects the hosts"
         )
     return HostNetwork(interface, address)
 
 
 def listen(spec: LaunchSpec, network: HostNetwork, *, host: Host) -> HostNetwork:
-    """Open the socket of node 0, on its one address. Raises HostRejected if another process uses the port."""
+    """Open the socket of node 0 on its address. Raises HostRejected if the port is not free."""
     try:
         return replace(network, listener=socket.create_server((network.address, spec.rendezvous_port)))
     except OSError as error:
         raise HostRejected(
             f"{host} cannot listen on {network.address}, port {spec.rendezvous_port}: {os.strerror(error.errno or 0)}; stop "
-            "the process that uses the port, or set launcher.rendezvous_port to another port, or to 0 for any free one"
+            "the process that uses the port, or set launcher.rendezvous_port to another port, or to 0 for any free port"
         ) from None
 
 
@@ -77,12 +77,15 @@ def _addresses() -> dict[str, str]:
 
 
 def _own_address(head_name: str) -> str:
-    """Return the address from which this host connects to node 0, or the address of its own name if that is the loopback's."""
+    """Return the address from which this host connects to node 0.
+
+    A loopback address is replaced by the address of this host's own name: the first host of a Kubernetes job gets "localhost"
+    as the name of node 0.
+    """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((head_name or platform.node(), 9))  # UDP: sends nothing
             address = str(probe.getsockname()[0])
-        # The first host of a Kubernetes job gets "localhost" as its own name.
         return socket.gethostbyname(platform.node()) if address.startswith("127.") else address
     except OSError:
         return LOOPBACK_ADDRESS

@@ -16,9 +16,9 @@ from recsys_core.launching.messages import FOLDER_VARIABLE, NODE_VARIABLE, Launc
 from recsys_core.parent_process import die_with_parent
 
 STACK_SIGNAL = signal.SIGUSR1
-SHOWN_CALLS = 6
-WRAPPERS = {"wrapper", "<module>", "_run_code", "_run_module_as_main"}
-"""Functions of every rank's stack; they do not show where the rank is."""
+NUM_SHOWN_CALLS = 6
+OUTERMOST_FUNCTIONS = {"wrapper", "<module>", "_run_code", "_run_module_as_main"}
+"""Functions at the bottom of every rank's stack, which are not reported."""
 
 
 def register_rank() -> None:
@@ -26,29 +26,30 @@ def register_rank() -> None:
     die_with_parent()
     folder, rank = LaunchFolder(Path(os.environ[FOLDER_VARIABLE])), int(os.environ["RANK"])
     # A C signal handler writes the dump, so it works while Python waits in a collective. The file must stay open.
-    faulthandler.register(STACK_SIGNAL, file=folder.stack(rank).open("w"))
-    started = RankStarted(rank=rank, node=int(os.environ[NODE_VARIABLE]), host=platform.node(), pid=os.getpid())
-    folder.write(f"rank-{rank}.json", started)
+    faulthandler.register(STACK_SIGNAL, file=folder.stack_path(rank).open("w"))
+    message = RankStarted(rank=rank, node=int(os.environ[NODE_VARIABLE]), host=platform.node(), pid=os.getpid())
+    folder.write(f"rank-{rank}.json", message)
 
 
 def request_stacks(folder: LaunchFolder, *, node: int) -> None:
-    """Make the started ranks of this host dump their stacks. The signal would end a rank that has not installed its handler."""
-    for started in folder.ranks().values():
-        if started.node == node and psutil.pid_exists(started.pid):
-            os.kill(started.pid, STACK_SIGNAL)
+    """Signal the ranks of this host that have started. The signal would end a rank that has not installed its handler yet."""
+    for rank in folder.started_ranks().values():
+        if rank.node == node and psutil.pid_exists(rank.pid):
+            os.kill(rank.pid, STACK_SIGNAL)
 
 
 def format_stacks(folder: LaunchFolder, *, world_size: int) -> str:
     """Return one line per rank with its innermost functions."""
-    ranks = folder.ranks()
+    started_ranks = folder.started_ranks()
     lines = []
     for rank in range(world_size):
-        if rank not in ranks:
+        if rank not in started_ranks:
             lines.append(f"rank {rank}: has not started")
             continue
-        path = folder.stack(rank)
+        path = folder.stack_path(rank)
         stack = path.read_text(errors="replace") if path.is_file() else ""
-        lines.append(f"rank {rank} (host {ranks[rank].host}, process {ranks[rank].pid}): {_innermost_calls(stack)}")
+        host, pid = started_ranks[rank].host, started_ranks[rank].pid
+        lines.append(f"rank {rank} (host {host}, process {pid}): {_innermost_calls(stack)}")
     return "\n".join(lines)
 
 
@@ -63,5 +64,5 @@ def _innermost_calls(stack: str) -> str:
     threads = [thread for thread in threads if thread]
     if not threads:
         return "did not respond"
-    calls = [call for call in threads[-1] if call[2] not in WRAPPERS]  # the main thread is the last one
-    return " <- ".join(f"{name} ({file.rsplit('/', 1)[-1]}:{line})" for file, line, name in calls[:SHOWN_CALLS])
+    calls = [call for call in threads[-1] if call[2] not in OUTERMOST_FUNCTIONS]  # the main thread is the last one
+    return " <- ".join(f"{name} ({file.rsplit('/', 1)[-1]}:{line})" for file, line, name in calls[:NUM_SHOWN_CALLS])

@@ -46,14 +46,17 @@ BACKEND = "nightjar"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 CONNECT_TIMEOUT_S = 60.0
 POLL_S = 0.5
-LOST_POLLS = 4
-"""A lease that is missing this often in a row is not a delay of the file system: a resumed run has taken over the folder."""
+MAX_POLLS_WITHOUT_LEASE = 4
+"""More polls in a row without a lease are not a delay of the file system: a resumed run has taken over the folder."""
 TERM_GRACE_S = 8.0
 
 
 def run_ranks(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, network: HostNetwork) -> tuple[RankFailure, ...]:
-    """Run the ranks of this host; return the failed ones. Raises HostRejected if the hosts do not find or lose each other."""
-    logs = folder.logs(host.node)
+    """Run the ranks of this host until all have ended; return the failures.
+
+    Raises HostRejected if this host cannot connect to the others, or loses the connection.
+    """
+    logs = folder.log_folder(host.node)
     logs.mkdir()
     threading.Thread(target=_watch_launching_process, args=(spec, folder, host.node), daemon=True).start()
     try:
@@ -73,10 +76,10 @@ def run_ranks(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, network: Ho
     except ChildFailedError as error:
         return tuple(_rank_failure(rank, failure, logs=logs) for rank, failure in error.failures.items())
     except DistError as error:
-        if len(folder.ranks()) == spec.world_size:
-            first = Host(0, folder.ready_hosts()[0].host)
+        if len(folder.started_ranks()) == spec.world_size:
+            node_0 = Host(0, folder.ready_hosts()[0].host)
             raise HostRejected(
-                f"{host} lost the connection to {first}: an agent was killed, or a host is down", retryable=True
+                f"{host} lost the connection to {node_0}: an agent was killed, or a host is down", retryable=True
             ) from error
         address, port = network.rendezvous
         raise HostRejected(
@@ -106,29 +109,29 @@ def _traceback(error_file: Mapping[str, Any]) -> str:
 
 
 def _watch_launching_process(spec: LaunchSpec, folder: LaunchFolder, node: int) -> None:
-    """Forward a request for stack dumps to the ranks, and end this host when the lease is not renewed."""
-    stacks_requested, lease, renewed_at, lost_polls = False, None, time.monotonic(), 0
+    """Forward a request for stack dumps to the ranks, and end this process and its ranks when the lease is not renewed."""
+    stacks_requested, lease, renewed_at, polls_without_lease = False, None, time.monotonic(), 0
     while True:
         time.sleep(POLL_S)
-        if not stacks_requested and folder.stacks.exists():
+        if not stacks_requested and folder.stacks_request.exists():
             stacks_requested = True
             request_stacks(folder, node=node)
         if spec.lease_timeout_s is None:
             continue
-        # Time since the last change by this host's own clock: the clocks of hosts differ.
-        current = folder.lease_of(spec.token)
-        lost_polls = lost_polls + 1 if current is None else 0
-        if current != lease:
-            lease, renewed_at = current, time.monotonic()
-        if time.monotonic() - renewed_at > spec.lease_timeout_s or lost_polls >= LOST_POLLS:
+        # The lease has no timestamp, because the clocks of the hosts differ: this host's own clock measures its age.
+        current_lease = folder.read_lease(spec.token)
+        polls_without_lease = polls_without_lease + 1 if current_lease is None else 0
+        if current_lease != lease:
+            lease, renewed_at = current_lease, time.monotonic()
+        if time.monotonic() - renewed_at > spec.lease_timeout_s or polls_without_lease >= MAX_POLLS_WITHOUT_LEASE:
             os.kill(os.getpid(), signal.SIGTERM)  # torchrun forwards it to the ranks
             time.sleep(TERM_GRACE_S)
-            os._exit(1)  # the ranks that are left die with this process
+            os._exit(1)  # the remaining ranks end with this process
 
 
 @contextmanager
 def _rendezvous(spec: LaunchSpec, *, node: int, network: HostNetwork) -> Iterator[RendezvousHandler]:
-    """Yield the rendezvous, with the environment variables that the ranks need for it."""
+    """Set the environment variables by which the ranks connect to each other, and yield the rendezvous of the hosts."""
     timeout_s = spec.rendezvous_timeout_s
     if spec.num_nodes > 1:
         os.environ.update({name: os.environ.get(name) or network.interface for name in INTERFACE_VARIABLES})
@@ -155,9 +158,9 @@ def connect_store(network: HostNetwork, *, timeout_s: float) -> Store:
 
 
 class StaticRendezvous(RendezvousHandler):
-    """A rendezvous of hosts that know their number and how many they are.
+    """A rendezvous with a fixed number of hosts, each of which knows its node number.
 
-    endpoint: (address, port) of `store` for the ranks; None if they meet over a file.
+    endpoint: (address, port) of `store`, to which the ranks connect too; None if the ranks use a FileStore.
     """
 
     def __init__(self, spec: LaunchSpec, *, node: int, store: Store, endpoint: tuple[str, int] | None) -> None:
@@ -183,11 +186,11 @@ class StaticRendezvous(RendezvousHandler):
         return RendezvousInfo(self._store, self._node, num_nodes, RendezvousStoreInfo(address, port))
 
     def is_closed(self) -> bool:
-        """Return False: a launch has one rendezvous."""
+        """Return False; a launch has only one rendezvous, which is never closed."""
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: a launch has one rendezvous."""
+        """Do nothing; a launch has only one rendezvous."""
 
     def num_nodes_waiting(self) -> int:
         """Return 0: no host joins later. Raises DistError once node 0 is gone; torchrun calls this at every poll."""

@@ -21,9 +21,9 @@ from recsys_core.parent_process import PARENT_VARIABLE, as_parent
 
 logger = logging.getLogger(__name__)
 ROLE = "nightjar"
-LOGS = "scheduler"
+LOG_FOLDER = "scheduler"
 LOCAL_STATUS_INTERVAL_S, STATUS_INTERVAL_S = 0.5, 10.0
-"""The launch folder shows the progress of the hosts sooner; the scheduler's status is needed only when they do not start."""
+"""Intervals of status requests. A long one is enough for remote schedulers: hosts that start report it in the launch folder."""
 NO_STATUS_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 60.0
 LOG_TIMEOUT_S = 10.0
@@ -31,7 +31,10 @@ LOG_TIMEOUT_S = 10.0
 
 @contextmanager
 def submit(spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLauncher) -> Iterator["TorchxGroup"]:
-    """Submit one agent per host; cancel what still runs at the end. Raises InputError if the scheduler rejects the request."""
+    """Submit one agent per host, and yield the group; cancel agents that still run after the block.
+
+    Raises InputError if the settings are not valid for the scheduler, and LaunchError if it does not accept the request.
+    """
     with contextlib.closing(get_runner()) as runner:
         with _restore_signal_handlers():
             request = request_of(spec, folder, launcher=launcher, runner=runner)
@@ -55,13 +58,13 @@ def request_of(spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLaunch
     is_local = launcher.scheduler in LOCAL_SCHEDULERS
     args = dict(launcher.args)
     if is_local:
-        args.setdefault("log_dir", str(folder.path / LOGS))
+        args.setdefault("log_dir", str(folder.path / LOG_FOLDER))
     role = Role(
         name=ROLE,
         image=launcher.image,
         entrypoint=launcher.python or ("python" if launcher.image else sys.executable),
-        args=["-m", "recsys_core.launching.agent", str(folder.spec), spec.token, macros.replica_id, macros.rank0_env],
-        # Schedulers export this environment: a host elsewhere must not inherit the parent of this process.
+        args=["-m", "recsys_core.launching.agent", str(folder.spec_path), spec.token, macros.replica_id, macros.rank0_env],
+        # The scheduler passes this environment to every host. The parent process exists on this host only.
         env={"PYTHONUNBUFFERED": "1", PARENT_VARIABLE: "", **(as_parent() if is_local else {}), **launcher.env},
         num_replicas=spec.num_nodes,
         max_retries=0,
@@ -79,8 +82,10 @@ def request_of(spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLaunch
     try:
         return runner.dryrun(AppDef(name=ROLE, roles=[role]), launcher.scheduler, cfg=args)
     except KeyError:
-        known = ", ".join(sorted(runner.scheduler_backends()))
-        raise InputError(f"launcher.scheduler is {launcher.scheduler}, but TorchX has {known}; choose one of them") from None
+        schedulers = ", ".join(sorted(runner.scheduler_backends()))
+        raise InputError(
+            f"launcher.scheduler is {launcher.scheduler}, but TorchX has {schedulers}; choose one of them"
+        ) from None
     except Exception as error:  # each scheduler validates its settings with its own exceptions
         settings = ", ".join(f"{name}={value}" for name, value in args.items()) or "empty"
         raise InputError(
@@ -101,7 +106,7 @@ class TorchxGroup:
         self._ended = False
 
     def state(self) -> GroupState:
-        """Return the state, requested from the scheduler at intervals. Raises LaunchError after minutes without a status."""
+        """Return the state, requested from the scheduler at intervals. Raises LaunchError after 5 minutes without a status."""
         if time.monotonic() - self._requested_at >= self._interval_s:
             self._request_status()
         if self._status is None:
@@ -116,9 +121,9 @@ class TorchxGroup:
         return f"{self._handle}: status of the scheduler: {status}"
 
     def log(self, node: int) -> str:
-        """Return the end of a host's stderr. Schedulers other than the local one have it only once the app has ended."""
+        """Return the last lines of a host's stderr. Remote schedulers provide a log only after the app has ended."""
         if self._is_local:
-            path = next(iter(self._folder.path.glob(f"{LOGS}/**/{ROLE}/{node}/stderr.log")), None)
+            path = next(iter(self._folder.path.glob(f"{LOG_FOLDER}/**/{ROLE}/{node}/stderr.log")), None)
             return "" if path is None else last_lines(path)
         return self._fetch_log(node) if self._ended else ""
 

@@ -76,7 +76,7 @@ def export_vectors(
         launch(
             work / JOB_NAME,
             layout=ProcessLayout(device=plan.device, num_nodes=plan.num_nodes, processes_per_node=plan.processes_per_node),
-            logs=work / "logs",
+            folder=work / "logs",
             heartbeat_file=HeartbeatFile(job.heartbeat, config.start_timeout_s, config.heartbeat_timeout_s),
             launcher=launcher,
         )

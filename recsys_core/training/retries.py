@@ -59,7 +59,7 @@ def launch_with_retries(
             launch(
                 work / JOB_NAME,
                 layout=ProcessLayout(device=plan.device, num_nodes=plan.num_nodes, processes_per_node=plan.processes_per_node),
-                logs=work / "logs" / f"attempt-{attempt}",
+                folder=work / "logs" / f"attempt-{attempt}",
                 heartbeat_file=HeartbeatFile(job.heartbeat, config.start_timeout_s, config.heartbeat_timeout_s),
                 poll=tail.relay,
                 launcher=launcher,

@@ -102,7 +102,7 @@ def test_cancelling_in_prefect_ends_every_process_of_the_training(
             below = psutil.Process(served.pid).children(recursive=True)
             below = [process for process in below if "resource_tracker" not in " ".join(process.cmdline())]  # of `serve` itself
             ours = [process for process in below if any("recsys_core.training" in word for word in process.cmdline())]
-            assert {rank.pid for rank in LaunchFolder(logs).ranks().values()} < {process.pid for process in ours}
+            assert {rank.pid for rank in LaunchFolder(logs).started_ranks().values()} < {process.pid for process in ours}
             cancel(flow_run)
             _, alive = psutil.wait_procs(ours, timeout=NOTICED_WITHIN_S + GONE_WITHIN_S)
             assert not alive, [process.cmdline() for process in alive]

@@ -37,7 +37,7 @@ def launch_ranks(
     launch(
         job,
         layout=ProcessLayout(device="cpu", num_nodes=num_nodes, processes_per_node=2 // num_nodes),
-        logs=folder / "logs",
+        folder=folder / "logs",
         heartbeat_file=HeartbeatFile(folder / "heartbeat", start_timeout_s=120, timeout_s=heartbeat_timeout_s),
         launcher=launcher,
         module=RANKS,

@@ -24,15 +24,15 @@ def error_of(*failures: HostFailure, num_nodes: int = 2) -> InputError | StageEr
 
 
 def test_a_killed_rank_is_the_cause_and_not_a_peer_that_failed_earlier_on_another_host() -> None:
-    peer = HostFailure(node=0, host="alpha", ranks=(rank(0, traceback=LOST_PEER, timestamp=90),))
-    killed = HostFailure(node=1, host="beta", ranks=(rank(1, signal="SIGKILL"),), oom_kills=0, memory_bytes=2**34)
+    peer = HostFailure(node=0, host="alpha", rank_failures=(rank(0, traceback=LOST_PEER, timestamp=90),))
+    killed = HostFailure(node=1, host="beta", rank_failures=(rank(1, signal="SIGKILL"),), oom_kills=0, memory_bytes=2**34)
     error = error_of(peer, killed)
     assert str(error).startswith("rank 1 on host beta was the first to fail, with signal SIGKILL (possibly out of memory:")
     assert "limit of this host is 16.0 GiB" in str(error) and "its last line" in str(error) and isinstance(error, LaunchError)
 
 
 def test_out_of_memory_kills_that_the_kernel_counted_are_reported_with_the_limit() -> None:
-    failure = HostFailure(node=0, host="alpha", ranks=(rank(0, signal="SIGKILL"),), oom_kills=1, memory_bytes=2**34)
+    failure = HostFailure(node=0, host="alpha", rank_failures=(rank(0, signal="SIGKILL"),), oom_kills=1, memory_bytes=2**34)
     error = error_of(failure, num_nodes=1)
     assert "rank 0 was the first to fail, with signal SIGKILL; the kernel's out-of-memory killer ended 1 of its" in str(error)
     assert "at a limit of 16.0 GiB: lower training.batch_size" in str(error)
@@ -40,22 +40,24 @@ def test_out_of_memory_kills_that_the_kernel_counted_are_reported_with_the_limit
 
 def test_an_exception_is_the_cause_and_not_a_lost_peer_or_the_sigterm_of_torchrun() -> None:
     first = HostFailure(
-        node=0, host="alpha", ranks=(rank(0, traceback=LOST_PEER, timestamp=90), rank(1, signal="SIGTERM", timestamp=80))
+        node=0,
+        host="alpha",
+        rank_failures=(rank(0, traceback=LOST_PEER, timestamp=90), rank(1, signal="SIGTERM", timestamp=80)),
     )
-    second = HostFailure(node=1, host="beta", ranks=(rank(2, traceback=BUG, signal="SIGTERM"),))
+    second = HostFailure(node=1, host="beta", rank_failures=(rank(2, traceback=BUG, signal="SIGTERM"),))
     assert str(error_of(first, second)).startswith("rank 2 on host beta was the first to fail, with an exception:\n" + BUG)
 
 
 def test_of_two_exceptions_the_earlier_one_is_reported() -> None:
     ranks = (rank(0, traceback=BUG, timestamp=100), rank(1, traceback=BUG, timestamp=99))
-    assert str(error_of(HostFailure(node=0, host="alpha", ranks=ranks), num_nodes=1)).startswith("rank 1 was")
+    assert str(error_of(HostFailure(node=0, host="alpha", rank_failures=ranks), num_nodes=1)).startswith("rank 1 was")
 
 
 @pytest.mark.parametrize("kind", [InputError, StageError])
 def test_an_input_or_stage_error_of_a_rank_keeps_its_class_and_message(kind: type[Exception]) -> None:
     ours = f"Traceback (most recent call last):\nrecsys_core.errors.{kind.__name__}: plan.json: made for 4 ranks\nplan again\n"
     ranks = (rank(0, signal="SIGKILL", timestamp=1), rank(1, traceback=ours))
-    error = error_of(HostFailure(node=0, host="alpha", ranks=ranks))
+    error = error_of(HostFailure(node=0, host="alpha", rank_failures=ranks))
     assert type(error) is kind and str(error) == "plan.json: made for 4 ranks\nplan again"
 
 
@@ -68,7 +70,7 @@ def test_a_rejected_host_is_an_input_error_unless_another_attempt_may_succeed() 
 
 def test_a_full_disk_in_a_traceback_is_an_input_error_with_the_file_and_the_free_space() -> None:
     full = "Traceback (most recent call last):\nOSError: [Errno 28] No space left on device: '/scratch/x'\nin write\n"
-    error = error_of(HostFailure(node=1, host="beta", ranks=(rank(1, traceback=full),)))
+    error = error_of(HostFailure(node=1, host="beta", rank_failures=(rank(1, traceback=full),)))
     assert isinstance(error, InputError) and str(error).startswith(
         "/logs: the output of rank 1 on host beta does not fit (OSError: [Errno 28] No space left on device: '/scratch/x'), "
         "but the disk has "

@@ -111,7 +111,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.drill)])
 def test_every_process_below_the_launching_process_ends_with_it(tmp_path: Path, kind: str, number: signal.Signals) -> None:
     with running_launch(tmp_path, kind) as (launcher, below):
-        started = {rank.pid for rank in LaunchFolder(tmp_path / "logs").ranks().values()}
+        started = {rank.pid for rank in LaunchFolder(tmp_path / "logs").started_ranks().values()}
         assert len(started) == 2 and started <= {process.pid for process in below}
         launcher.send_signal(number)
         assert_gone(below)

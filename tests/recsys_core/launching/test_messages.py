@@ -17,8 +17,8 @@ def test_a_message_is_whole_or_absent_and_the_first_one_is_kept(tmp_path: Path) 
 
 def test_a_lease_of_another_launch_counts_as_missing(tmp_path: Path) -> None:
     folder = LaunchFolder(tmp_path)
-    assert folder.lease_of("first") is None
+    assert folder.read_lease("first") is None
     folder.renew_lease("first", 1)
-    assert folder.lease_of("first") == "first 1"
+    assert folder.read_lease("first") == "first 1"
     folder.renew_lease("second", 0)
-    assert folder.lease_of("first") is None
+    assert folder.read_lease("first") is None

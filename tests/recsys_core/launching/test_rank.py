@@ -8,7 +8,7 @@ def test_stacks_have_a_line_for_every_rank_even_if_it_did_not_start_or_respond(t
     folder = LaunchFolder(tmp_path)
     for number in range(2):
         folder.write(f"rank-{number}.json", RankStarted(rank=number, node=0, host="alpha", pid=40 + number))
-    folder.stack(0).write_text(
+    folder.stack_path(0).write_text(
         'Current thread 0x1 (most recent call first):\n  File "/x/torch/c10d.py", line 7 in all_reduce\n'
     )
     assert format_stacks(folder, world_size=3).splitlines() == [

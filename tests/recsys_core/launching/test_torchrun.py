@@ -52,7 +52,7 @@ def test_on_two_hosts_a_pickle_put_into_the_store_is_not_run(tmp_path: Path) -> 
         folder = LaunchFolder(tmp_path / "logs")
         first = folder.ready_hosts()[0]
         store = TCPStore(first.address, first.port, None, False, wait_for_workers=False)
-        token = LaunchSpec.model_validate_json(folder.spec.read_bytes()).token
+        token = LaunchSpec.model_validate_json(folder.spec_path.read_bytes()).token
         store.set(f"torch.rendezvous.{token}", base64.b64encode(pickle.dumps(Payload(tmp_path / "was run"))).decode())
         time.sleep(C10D_POLL_S)
         assert launcher.poll() is None

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from recsys_core.disk import require_free
 from recsys_core.errors import StageError
-from recsys_core.parent_process import as_parent
+from recsys_core.parent_process import parent_environment
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 120.0
@@ -66,7 +66,7 @@ class EmbeddedServer:
             log: file for the output of the server.
         """
         for folder in (log.parent, Path(os.environ.get("PREFECT_HOME", log.parent))):
-            require_free(folder, MIN_FREE_BYTES, what="the embedded Prefect server with its database")
+            require_free(folder, MIN_FREE_BYTES, subject="the embedded Prefect server with its database")
         secret = f"nightjar:{secrets.token_urlsafe(32)}"  # other users of this host can connect to the port
         self._log, self._log_start = log, log.stat().st_size if log.is_file() else 0
         os.environ.update(PREFECT_API_URL=self.api, PREFECT_API_AUTH_STRING=secret)
@@ -96,7 +96,7 @@ class EmbeddedServer:
             except OSError:  # refused, reset or timed out: the server is not ready
                 time.sleep(0.1)
         if self._log is not None:
-            require_free(self._log.parent, MIN_FREE_BYTES, what="the embedded Prefect server, which has ended,")
+            require_free(self._log.parent, MIN_FREE_BYTES, subject="the embedded Prefect server, which has ended,")
         problem = f"did not answer within {START_TIMEOUT_S:g} s" if self._process.poll() is None else self._ending()
         raise StageError(f"the embedded Prefect server {problem}{self._last_lines()}")
 
@@ -119,7 +119,7 @@ class EmbeddedServer:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=os.environ | as_parent(),
+            env=os.environ | parent_environment(),
             pass_fds=[self._listener.fileno()],
             start_new_session=True,
         )

@@ -20,7 +20,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: torch and FAISS take seconds."""
+    """Import a class on its first use: the imports of torch and FAISS take seconds."""
     from importlib import import_module
 
     if name not in _MODULES:

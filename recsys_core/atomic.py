@@ -1,4 +1,4 @@
-"""Atomic replacement of one file: readers see the old content or the new one, never a part of it."""
+"""Atomic replacement of one file: readers see the old content or the new content, never part of it."""
 
 import os
 from collections.abc import Iterator
@@ -22,6 +22,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the content of `path` by `text`, in UTF-8."""
+    """Replace the content of `path` with `text`, in UTF-8."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MAX_COUNT = 1_000_000_000
-"""Upper limit of settings that count events, users or steps."""
+"""Largest value of a setting that counts events, users or steps."""
 MAX_DAYS = 36_500
-"""A hundred years."""
+"""Largest value of a setting in days: a hundred years."""
 WEEK_S = 604_800
 MAX_PATH_CHARACTERS = 4_096
 
@@ -21,7 +21,7 @@ OPERATIONAL = "operational"
 class Frozen(BaseModel):
     """An immutable pydantic model that rejects unknown keys."""
 
-    # JSON has no NaN; null could not be read back as a number.
+    # JSON has no NaN. pydantic would write null, which it cannot read back as a number.
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), ser_json_inf_nan="strings")
 
 
@@ -34,7 +34,7 @@ class Settings(Frozen):
     @classmethod
     def _reject_bool_as_number(cls, settings: Any) -> Any:
         for name, value in settings.items() if isinstance(settings, dict) else ():
-            # pydantic converts true to 1.
+            # Without this check pydantic would convert true to 1.
             values = value if isinstance(value, list | tuple) else (value,)
             field = cls.model_fields.get(name)
             if field is not None and any(isinstance(item, bool) for item in values) and not _accepts_bool(field.annotation):
@@ -56,9 +56,9 @@ def _accepts_bool(annotation: Any) -> bool:
 
 
 def _check_control_characters(text: str) -> str:
-    control = next((char for char in text if unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp")), None)
-    if control is not None:
-        raise ValueError(f"holds the control character U+{ord(control):04X}; remove it")
+    control_char = next((char for char in text if unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp")), None)
+    if control_char is not None:
+        raise ValueError(f"contains the control character U+{ord(control_char):04X}; remove it")
     return text
 
 
@@ -72,11 +72,11 @@ def _check_path(text: str) -> str:
     if not text.strip():
         raise ValueError("is an empty path; name a file or a folder")
     if "\0" in text or any(unicodedata.category(char) == "Cs" for char in text):
-        raise ValueError("holds NUL or a surrogate (half a character), which a path cannot contain; remove it")
+        raise ValueError("contains NUL or a surrogate (half a character), which a path cannot contain; remove it")
     try:
         Path(text).expanduser()
     except RuntimeError:
-        raise ValueError(f"is {text[:80]!r}, but this user does not exist; write the whole path") from None
+        raise ValueError(f"is {text[:80]!r}, but the user after ~ does not exist; write the whole path") from None
     return text
 
 

@@ -1,4 +1,4 @@
-"""Disks that are full or too small: checks before writing, InputError with the free space, and preallocated .npy files."""
+"""Disks without enough space: checks of the free space, errors that report it, and .npy files with reserved disk space."""
 
 import errno
 import math
@@ -20,25 +20,26 @@ DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 DISK_FULL_MESSAGE = re.compile(
     r"No space left on device|[Dd]isk quota exceeded|disk is full|\d+ requested and \d+ written|unexpected pos \d+ vs \d+"
 )
-"""Messages of FAISS, Arrow, SQLite, numpy and torch.save, which raise errors without an errno."""
+"""Messages of FAISS, Arrow, SQLite, numpy and torch.save for a full disk. Their errors do not have an errno."""
 MIN_STAGE_BYTES = 2**16
-"""Size of a stage that writes only a manifest."""
+"""Space that a stage needs if it writes only a manifest."""
 
 
-def require_free(folder: Path, needed_bytes: int, *, what: str) -> None:
-    """Raise InputError unless the disk of `folder` has this much free space; the folder need not exist yet.
+def require_free(folder: Path, needed_bytes: int, *, subject: str) -> None:
+    """Raise InputError if the disk of `folder` has less free space than `needed_bytes`; the folder need not exist yet.
 
-    what: the subject of the message: "the train stage".
+    subject: the object that needs the space, for the message: "the train stage".
     """
     if free_bytes(folder) < needed_bytes:
-        raise disk_full_error(folder, needed=f"{what} takes at least {gib(needed_bytes, digits=3)}")
+        raise disk_full_error(folder, reason=f"{subject} takes at least {gib(needed_bytes, digits=3)}")
 
 
 @contextmanager
 def explain_disk_full(folder: Path) -> Iterator[None]:
-    """Turn any error of a write below `folder` that a full disk caused into an InputError with the free space.
+    """Raise InputError with the free space in place of an error that a full disk caused during a write below `folder`.
 
-    Some libraries do not report why a write failed: while the disk has no space at all, every error counts.
+    Some libraries do not report the cause of a failed write. If less than MIN_STAGE_BYTES are free, any error is therefore
+    attributed to the full disk.
     """
     try:
         yield
@@ -47,23 +48,23 @@ def explain_disk_full(folder: Path) -> Iterator[None]:
     except Exception as error:
         if not is_disk_full(error) and free_bytes(folder) >= MIN_STAGE_BYTES:
             raise
-        raise disk_full_error(folder, needed="the stage does not fit") from error
+        raise disk_full_error(folder, reason="the stage does not fit") from error
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether a full disk caused `error`, directly or through the errors it was raised from."""
+    """Return whether a full disk caused `error`, directly or through the errors it was raised from."""
     if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
         return True
     cause = error.__cause__ or error.__context__
     return DISK_FULL_MESSAGE.search(str(error)) is not None or (cause is not None and is_disk_full(cause))
 
 
-def disk_full_error(folder: Path, *, needed: str) -> InputError:
-    """Return the error for a disk that is too small; `needed` says what does not fit."""
-    existing = _nearest_existing(folder)
-    mount = next(path for path in (existing, *existing.parents) if path.is_mount())
+def disk_full_error(folder: Path, *, reason: str) -> InputError:
+    """Return the error for a disk that is too small. reason: the start of the message: "the checkpoint does not fit"."""
+    existing_folder = _nearest_existing(folder)
+    mount = next(path for path in (existing_folder, *existing_folder.parents) if path.is_mount())
     return InputError(
-        f"{folder}: {needed}, but the disk has {gib(free_bytes(folder), digits=3)} free; "
+        f"{folder}: {reason}, but the disk has {gib(free_bytes(folder), digits=3)} free; "
         f"free some, or set workspace to a folder on a larger disk than the one at {mount}"
     )
 
@@ -79,9 +80,9 @@ def _nearest_existing(folder: Path) -> Path:
 
 
 def allocate_npy(path: Path, *, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Create a .npy file with reserved disk blocks and return it as a writable memory map.
+    """Create a .npy file, reserve its disk space, and return it as a writable memory map.
 
-    Without reserved blocks a write to the map kills the process (SIGBUS) when the disk is full.
+    Without reserved space a write to the map kills the process (SIGBUS) when the disk is full.
 
     Raises:
         InputError: the disk has too little free space.
@@ -98,12 +99,12 @@ def allocate_npy(path: Path, *, dtype: DTypeLike, shape: tuple[int, ...]) -> NDA
             if error.errno not in (*DISK_FULL_ERRNOS, errno.EFBIG):
                 raise
             path.unlink()
-            numbers = f"{' x '.join(f'{length:,}' for length in shape)} numbers"
-            raise disk_full_error(path.parent, needed=f"{path.name}, {numbers}, takes {gib(size, digits=3)}") from error
-    mapped: NDArray[Any] = np.load(path, mmap_mode="r+")
-    return mapped
+            shape_text = f"{' x '.join(f'{length:,}' for length in shape)} numbers"
+            raise disk_full_error(path.parent, reason=f"{path.name}, {shape_text}, takes {gib(size, digits=3)}") from error
+    array: NDArray[Any] = np.load(path, mmap_mode="r+")
+    return array
 
 
 def save_npy(path: Path, array: NDArray[Any]) -> None:
-    """Write `array` as numpy.save does, but with an error that names a full disk."""
+    """Write `array` like numpy.save; raise InputError if the disk is full."""
     allocate_npy(path, dtype=array.dtype, shape=array.shape)[...] = array

@@ -1,4 +1,4 @@
-"""Exceptions, grouped by who can fix them, and formatting of values in messages. The class sets the exit code of `nightjar`."""
+"""Exceptions of nightjar, and formatting of values in messages. The class of an exception sets the exit code of `nightjar`."""
 
 import re
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class NightjarError(Exception):
 
 
 class InputError(NightjarError, ValueError):
-    """The config or the data is wrong, and the user can fix it. The message names the place, both values and the fix."""
+    """The config or the data is wrong, and the user can fix it. The message names the location, both values and the fix."""
 
     exit_code = 2
 
@@ -38,8 +38,8 @@ class LaunchError(StageError):
 def forget_frames(error: BaseException | None) -> None:
     """Remove the tracebacks of `error` and of the errors that it was raised from.
 
-    Prefect keeps the exception of a failed run until the interpreter ends. Its frames would keep DuckDB's connection and types
-    alive, and nanobind, DuckDB's binding library, would print forty lines about leaks.
+    Prefect keeps the exception of a failed run until the interpreter ends. The frames of its traceback would keep DuckDB's
+    connection alive, and nanobind, DuckDB's binding library, would print forty lines about leaks.
     """
     visited: set[int] = set()
     pending = [error]
@@ -52,7 +52,7 @@ def forget_frames(error: BaseException | None) -> None:
 
 
 def shown(value: object) -> str:
-    """Format an input value for a message: quoted if it is text, on one line, at most 80 characters.
+    """Format an input value for a message: on one line, with at most 80 characters, in quotes if it is text.
 
     Control characters and text-direction marks are escaped.
 
@@ -61,8 +61,7 @@ def shown(value: object) -> str:
     >>> len(shown("x" * 10_000))
     80
     """
-    plain = value is None or isinstance(value, date | Decimal)
-    text = "null" if value is None else str(value) if plain else repr(value)
+    text = "null" if value is None else str(value) if isinstance(value, date | Decimal) else repr(value)
     return _shortened(text if text.isprintable() else ascii(value), SHOWN_CHARACTERS)
 
 
@@ -77,7 +76,7 @@ def shown_names(names: Sequence[str], *, at_most: int = 50) -> str:
 
 
 def printable(text: str, *, at_most: int | None = None) -> str:
-    r"""Escape the characters of a path or a text that would break a message; cut it after `at_most` characters.
+    r"""Escape control characters in a path or a text, so that it fits into a message; cut it to `at_most` characters.
 
     >>> print(printable("a\nb\x1b[31m.parquet"))
     a\nb\x1b[31m.parquet
@@ -89,7 +88,7 @@ def printable(text: str, *, at_most: int | None = None) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message for another message, or the name of its class if it has no message."""
+    """Return the first line of an error's message, printable in another message; without a message, the name of its class."""
     lines = str(error).splitlines()
     return printable(lines[0], at_most=_LINE_CHARACTERS) if lines else type(error).__name__
 
@@ -99,7 +98,7 @@ def _shortened(text: str, at_most: int) -> str:
 
 
 def redacted(text: str) -> str:
-    """Replace the password or token and the query values of each URL in `text` by ***.
+    """Replace the password or token and the query values of each URL in `text` with ***.
 
     >>> redacted("no answer from postgresql://ada:s3/cr@et@db:5432/mlflow?sslmode=require")
     'no answer from postgresql://ada:***@db:5432/mlflow?sslmode=***'

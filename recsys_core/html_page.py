@@ -15,7 +15,7 @@ def render_page(template: Path, *, filters: Mapping[str, Callable[..., Any]], **
     Args:
         template: the template file. Its blocks are `title` and `body`.
         filters: functions that the template calls as `{{ value|name }}`.
-        values: variables of the template. A variable that is missing raises jinja2.UndefinedError.
+        values: variables of the template. A missing variable raises jinja2.UndefinedError.
     """
     environment = Environment(
         loader=FileSystemLoader([template.parent, _LAYOUT_FOLDER]),

@@ -1,4 +1,7 @@
-"""Child processes that end when their parent ends (PR_SET_PDEATHSIG). Imports are light: this runs before anything else."""
+"""Child processes that end when their parent process ends (PR_SET_PDEATHSIG).
+
+This module imports only the standard library, because a child calls `die_with_parent` as early as possible.
+"""
 
 import ctypes
 import os
@@ -9,19 +12,20 @@ PR_SET_PDEATHSIG = 1
 PARENT_VARIABLE = "NIGHTJAR_PARENT_PID"
 
 
-def as_parent() -> dict[str, str]:
+def parent_environment() -> dict[str, str]:
     """Return the environment variable that identifies this process as the parent of a child."""
     return {PARENT_VARIABLE: str(os.getpid())}
 
 
 def die_with_parent() -> None:
-    """Let Linux kill this process when its parent dies, or at once if the parent has died already.
+    """Make Linux kill this process when its parent ends, or at once if the parent has already ended.
 
-    The parent is the process that put `as_parent()` into the environment. Without that variable nothing happens.
+    The parent is the process that put `parent_environment()` into the environment of this one. Without the variable nothing
+    happens.
     """
-    parent = os.environ.get(PARENT_VARIABLE)
-    if not parent or sys.platform != "linux":
+    parent_pid = os.environ.get(PARENT_VARIABLE)
+    if not parent_pid or sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):
+    if os.getppid() != int(parent_pid):
         os.kill(os.getpid(), signal.SIGKILL)

@@ -57,15 +57,15 @@ def new_figure(*, title: str = "", grid_axis: str = "both", size: tuple[float, f
 
 
 def new_panels(
-    count: int, *, title: str, grid_axis: str = "both", size: tuple[float, float] = (6.4, 5.4)
+    num_panels: int, *, title: str, grid_axis: str = "both", size: tuple[float, float] = (6.4, 5.4)
 ) -> "tuple[Figure, list[Axes]]":
-    """Create a figure with `count` axes below each other that share the x axis; the title is above the first."""
+    """Create a figure with `num_panels` axes in one column that share the x axis. The title is above the first axes."""
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({**_STYLE, "axes.grid.axis": grid_axis}):
         figure = Figure(figsize=size, dpi=130, layout="constrained")
-        panels = list(figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0])
+        panels = list(figure.subplots(num_panels, 1, sharex=True, squeeze=False)[:, 0])
         panels[0].set_title(title)
     return figure, panels
 
@@ -89,7 +89,7 @@ def save_png(figure: "Figure", path: Path) -> Path:
 
 
 def to_svg(figure: "Figure") -> Markup:
-    """Return the figure as an <svg> element with a transparent background. The same figure gives the same text."""
+    """Return the figure as an <svg> element with a transparent background. Equal figures give equal text."""
     import matplotlib
 
     file = io.StringIO()

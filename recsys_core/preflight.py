@@ -43,7 +43,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class CgroupLimits:
-    """Limits of this process's container or service; None: no limit."""
+    """Limits of the container or service that this process runs in; None: no limit."""
 
     cores: float | None = None
     memory_bytes: int | None = None
@@ -52,13 +52,16 @@ class CgroupLimits:
 
 @dataclass(frozen=True)
 class Preflight:
-    """Result of the checks. Each problem is a sentence that ends in a fix; without problems a run can start."""
+    """Results of the checks, for `nightjar doctor`.
+
+    problems: one sentence for each problem, with its fix at the end. A run can start if there are none.
+    """
 
     versions: Mapping[str, str]
     machine_cores: int
     usable_cores: float
     machine_memory_bytes: int
-    memory_bytes: int
+    usable_memory_bytes: int
     available_memory_bytes: int
     gpus: tuple[Gpu, ...]
     folder: Path
@@ -67,9 +70,9 @@ class Preflight:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """Name and value of each result, for a table."""
-        memory = f"{gib(self.available_memory_bytes)} available of {gib(self.memory_bytes)}"
-        if self.memory_bytes < self.machine_memory_bytes:
+        """Name and value of each result, as the rows of a table."""
+        memory = f"{gib(self.available_memory_bytes)} available of {gib(self.usable_memory_bytes)}"
+        if self.usable_memory_bytes < self.machine_memory_bytes:
             memory += f" (limit; the machine has {gib(self.machine_memory_bytes)})"
         return [
             ("python", f"{platform.python_version()} ({sys.executable})"),
@@ -84,32 +87,33 @@ class Preflight:
         ]
 
 
-def inspect(folder: Path) -> Preflight:
+def check_environment(folder: Path) -> Preflight:
     """Check the environment, the machine and the disk of `folder`, which need not exist yet."""
     versions = installed_versions()
     problems = check_versions(versions)
     gpus: tuple[Gpu, ...] = ()
     if not problems:
         gpus, problems = _probe_gpus()
-    free = free_bytes(folder)
-    if free < _MIN_DISK_BYTES:
+    free_disk_bytes = free_bytes(folder)
+    if free_disk_bytes < _MIN_DISK_BYTES:
         problems.append(
-            f"{folder}: only {gib(free)} of disk free, a run needs at least {gib(_MIN_DISK_BYTES)}; free some space"
+            f"{folder}: only {gib(free_disk_bytes)} of disk free, but a run needs at least {gib(_MIN_DISK_BYTES)}; "
+            "free some space"
         )
     limits = cgroup_limits()
     memory = psutil.virtual_memory()
     cores = len(os.sched_getaffinity(0))
-    memory_bytes = min(memory.total, limits.memory_bytes or memory.total)
+    usable_memory_bytes = min(memory.total, limits.memory_bytes or memory.total)
     return Preflight(
         versions=versions,
         machine_cores=os.cpu_count() or cores,
         usable_cores=min(cores, limits.cores or cores),
         machine_memory_bytes=memory.total,
-        memory_bytes=memory_bytes,
-        available_memory_bytes=max(0, min(memory.available, memory_bytes - limits.memory_used_bytes)),
+        usable_memory_bytes=usable_memory_bytes,
+        available_memory_bytes=max(0, min(memory.available, usable_memory_bytes - limits.memory_used_bytes)),
         gpus=gpus,
         folder=folder,
-        free_disk_bytes=free,
+        free_disk_bytes=free_disk_bytes,
         problems=problems,
     )
 
@@ -134,70 +138,77 @@ def check_versions(versions: Mapping[str, str]) -> list[str]:
     problems = [f"{name} is not installed; run make setup" for name in ("torch", "torchrec") if name not in versions]
     for first, second in (("fbgemm-gpu", "fbgemm-gpu-cpu"), ("faiss-gpu", "faiss-cpu")):
         if first in versions and second in versions:
-            both = f"{first} {versions[first]} and {second} {versions[second]}"
-            problems.append(f"{both} are installed together and overwrite each other's files; run make clean setup")
+            both_packages = f"{first} {versions[first]} and {second} {versions[second]}"
+            problems.append(f"{both_packages} are installed together and overwrite each other's files; run make clean setup")
         if first not in versions and second not in versions:
             problems.append(f"neither {first} nor {second} is installed; run make setup")
     for fbgemm in ("fbgemm-gpu", "fbgemm-gpu-cpu"):
         if fbgemm in versions:
             problems += _check_fbgemm(fbgemm, versions)
-    if "fastapi" in versions and _release(versions["fastapi"]) >= (0, 151):
+    if "fastapi" in versions and _major_minor(versions["fastapi"]) >= (0, 151):
         problems.append(
-            f"fastapi {versions['fastapi']}: prefect's server needs a version below 0.151: with 0.165 it rejects the "
-            "requests of its own client; run make clean setup"
+            f"fastapi {versions['fastapi']}: prefect's server needs a version below 0.151, because with newer versions it "
+            "rejects the requests of prefect's client; run make clean setup"
         )
     return problems
 
 
 def _check_fbgemm(name: str, versions: Mapping[str, str]) -> list[str]:
     version, torch, torchrec = versions[name], versions.get("torch"), versions.get("torchrec")
-    major, minor = _release(version)
+    major, minor = _major_minor(version)
     if major != 1:
         return [f"{name} {version}: nightjar needs fbgemm 1.x; run make clean setup"]
     problems = []
-    # fbgemm 1.X is compiled against torch 2.(X + 5), torchrec 1.X is written for fbgemm 1.X
-    if torch is not None and _release(torch) != (2, minor + 5):
+    # fbgemm 1.X is compiled against torch 2.(X + 5), and torchrec 1.X requires fbgemm 1.X.
+    if torch is not None and _major_minor(torch) != (2, minor + 5):
         problems.append(
             f"torch {torch} with {name} {version}: fbgemm 1.{minor} needs torch 2.{minor + 5}; run make clean setup"
         )
     if torch is not None and torch.endswith("+cpu") and name == "fbgemm-gpu":
         problems.append(
-            f"torch {torch} is a CPU build, {name} {version} needs CUDA; run make clean setup, with DEVICE=gpu on a GPU machine"
+            f"torch {torch} is a CPU build, but {name} {version} needs CUDA; run make clean setup, "
+            "with DEVICE=gpu on a GPU machine"
         )
-    if torchrec is not None and _release(torchrec) != (1, minor):
-        problems.append(f"torchrec {torchrec} with {name} {version}: both need the same 1.{minor}; run make clean setup")
+    if torchrec is not None and _major_minor(torchrec) != (1, minor):
+        problems.append(
+            f"torchrec {torchrec} with {name} {version}: fbgemm 1.{minor} needs torchrec 1.{minor}; run make clean setup"
+        )
     return problems
 
 
 def cgroup_limits(*, mounts: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> CgroupLimits:
     """Return the lowest limits of this process's cgroups (v1 or v2) and their parent groups.
 
-    mounts: mount point of the hierarchies; membership: file with lines of `number:controllers:path`.
+    Args:
+        mounts: folder under which the cgroup hierarchies are mounted.
+        membership: file that lists the cgroups of this process, one line `number:controllers:path` for each.
     """
-    cores: list[float] = []
-    memory: list[tuple[int, int]] = []  # limit, used
+    core_limits: list[float] = []
+    memory_limits_and_use: list[tuple[int, int]] = []
     for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)
         mount = mounts / controllers
         group = mount / path.lstrip("/")
         for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(mount))):
-            quota = _numbers(folder / "cpu.max") or _numbers(folder / "cpu.cfs_quota_us") + _numbers(
-                folder / "cpu.cfs_period_us"
-            )
-            if len(quota) == 2 and quota[0] > 0:
-                cores.append(quota[0] / quota[1])
-            limit = _numbers(folder / "memory.max") or _numbers(folder / "memory.limit_in_bytes")
-            if limit:
-                memory.append((limit[0], _anonymous_bytes(folder / "memory.stat")))
-    tightest = min(memory, default=(None, 0))
-    return CgroupLimits(cores=min(cores, default=None), memory_bytes=tightest[0], memory_used_bytes=tightest[1])
+            quota_and_period = _read_integers(folder / "cpu.max") or [
+                *_read_integers(folder / "cpu.cfs_quota_us"),
+                *_read_integers(folder / "cpu.cfs_period_us"),
+            ]
+            if len(quota_and_period) == 2 and quota_and_period[0] > 0:
+                core_limits.append(quota_and_period[0] / quota_and_period[1])
+            memory_limit = _read_integers(folder / "memory.max") or _read_integers(folder / "memory.limit_in_bytes")
+            if memory_limit:
+                memory_limits_and_use.append((memory_limit[0], _anonymous_bytes(folder / "memory.stat")))
+    memory_bytes, memory_used_bytes = min(memory_limits_and_use, default=(None, 0))
+    return CgroupLimits(min(core_limits, default=None), memory_bytes, memory_used_bytes)
 
 
 def oom_kills(*, mounts: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Return how many processes of this cgroup (v1 or v2) the out-of-memory killer has ended; None if it is unknown."""
+    """Return the number of processes of this cgroup (v1 or v2) that the out-of-memory killer has ended; None: unknown."""
     for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)
-        mount = mounts / controllers  # in a container the path may be the one of the host, which is not mounted here
+        # In a container `path` may be a path on the host, which is not mounted in the container: the mount point is read too.
+        mount = mounts / controllers
         for file in (folder / name for folder in (mount / path.lstrip("/"), mount) for name in _OOM_FILES):
             words = file.read_text().split() if file.is_file() else []
             if "oom_kill" in words:
@@ -205,14 +216,14 @@ def oom_kills(*, mounts: Path = Path("/sys/fs/cgroup"), membership: Path = Path(
     return None
 
 
-def _numbers(path: Path) -> list[int]:
-    """Return the integers in a control file; none if the file is missing or contains `max`."""
+def _read_integers(path: Path) -> list[int]:
+    """Return the integers in a control file; an empty list if the file is missing or contains `max`."""
     words = path.read_text().split() if path.is_file() else []
     return [] if "max" in words else [int(word) for word in words]
 
 
 def _anonymous_bytes(path: Path) -> int:
-    """Return the bytes of anonymous memory; the page cache also counts as used, but the kernel can drop it."""
+    """Return the bytes of anonymous memory. The kernel can drop the rest of the used memory, which is page cache."""
     pairs = (line.split() for line in path.read_text().splitlines()) if path.is_file() else ()
     return sum(int(value) for name, value in pairs if name in ("anon", "total_rss"))
 
@@ -223,7 +234,8 @@ def _probe_gpus() -> tuple[tuple[Gpu, ...], list[str]]:
         probe = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return (), [
-            f"torch, torchrec and faiss did not import within {_PROBE_TIMEOUT_S:g} s; is the disk very slow, or a GPU hung?"
+            f"torch, torchrec and faiss did not import within {_PROBE_TIMEOUT_S:g} s; "
+            "check for a very slow disk or a GPU that hangs"
         ]
     if probe.returncode != 0:
         reason = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
@@ -231,7 +243,7 @@ def _probe_gpus() -> tuple[tuple[Gpu, ...], list[str]]:
     return tuple(Gpu(**fields) for fields in json.loads(probe.stdout.splitlines()[-1])), []
 
 
-def _release(version: str) -> tuple[int, int]:
+def _major_minor(version: str) -> tuple[int, int]:
     """Return major and minor version: 2.14.1+cpu -> (2, 14)."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)

@@ -1,10 +1,10 @@
-"""All random seeds of nightjar: fixed seeds of samples, and seeds that are derived from the configured one.
+"""Random seeds: fixed seeds for samples, and functions that derive other seeds from `training.seed`.
 
-A derived seed is a function of its arguments alone, never of earlier draws. A resumed run therefore draws the same numbers as
-an uninterrupted one. A changed derivation changes the results of every training.
+A derived seed depends only on the arguments of its function, never on earlier draws. A resumed run therefore draws the same
+numbers as an uninterrupted run. A change to one of these functions changes the results of every training.
 
-Two seeds are derived where they are used, because the library does it: the towers' layers start from `training.seed` itself
-(sharded_model.build_model), and the order of the examples in an epoch is keyed by (`training.seed`, epoch) (data/shuffle.py).
+Two other modules use `training.seed` directly: `sharded_model.build_model` initialises the layers of the towers with it, and
+`data/shuffle.py` derives the order of the examples in an epoch from `training.seed` and the epoch.
 """
 
 import hashlib
@@ -13,23 +13,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 EVALUATION_USERS_SEED = 0
-"""Which users are evaluated if evaluation.max_users is smaller than their number."""
+"""Sample of users to evaluate, if there are more than evaluation.max_users."""
 VALIDATION_USERS_SEED = 1
-"""Which users are validated if training.validation.max_users is smaller than their number."""
+"""Sample of users to validate on, if there are more than training.validation.max_users."""
 TIE_ORDER_SEED = 0
-"""The order of items with equal scores in an exact ranking."""
+"""Order of items with equal scores in an exact ranking."""
 INDEX_ORDER_SEED = 0
-"""The order in which item vectors are added to a FAISS index, which decides between equal scores."""
+"""Order in which item vectors are added to a FAISS index. It decides between items with equal scores."""
 INDEX_SAMPLE_SEED = 0
-"""Which vectors train a FAISS index, and which queries measure it."""
+"""Sample of vectors that train a FAISS index, and sample of queries that measure its recall."""
 SMOKE_TEST_USERS_SEED = 0
-"""Which users the smoke test of a served model queries."""
+"""Sample of users for the queries in the smoke test of a served model."""
 
 
 def step_seed(seed: int, *, step: int, rank: int) -> int:
     """Return the seed of the dropout of one training step on one rank.
 
-    The function is one-to-one for fewer than 1,000,003 steps and 4,099 ranks.
+    All seeds differ in a run with fewer than 1,000,003 steps and 4,099 ranks.
 
     >>> step_seed(7, step=2, rank=1)
     28693094278
@@ -44,7 +44,7 @@ def table_chunk_seed(seed: int, *, table: str, chunk: int) -> int:
     2927366891489041854
     """
     digest = hashlib.sha256(f"{seed}/{table}/{chunk}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1  # 63 bits: torch takes signed 64-bit seeds
+    return int.from_bytes(digest[:8], "little") >> 1  # 63 bits: torch requires signed 64-bit seeds
 
 
 def negatives_key(seed: int, *, epoch: int, rank: int) -> NDArray[np.uint64]:
@@ -55,7 +55,7 @@ def negatives_key(seed: int, *, epoch: int, rank: int) -> NDArray[np.uint64]:
 def trial_seed(seed: int, *, trial: int) -> int:
     """Return the seed of Optuna's sampler for one trial of `nightjar tune`.
 
-    The sampler starts again in each process: with one seed for all trials it would repeat its first suggestion.
+    Each trial runs in a new process with a new sampler. With one seed for all trials each would get the same suggestion.
 
     >>> trial_seed(7, trial=2)
     700023

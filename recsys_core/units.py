@@ -1,4 +1,4 @@
-"""Units and numeric limits that several stages share."""
+"""Units and numeric limits."""
 
 DAY_S = 86_400
 DAY_US = DAY_S * 1_000_000
@@ -10,7 +10,7 @@ FLOAT32_MAX = 3.4028234663852886e38
 
 
 def gib(num_bytes: int, *, digits: int = 1) -> str:
-    """Format a size for a message.
+    """Format a size in GiB for a message.
 
     >>> gib(1_342_177_280, digits=3), gib(2**33)
     ('1.250 GiB', '8.0 GiB')

@@ -102,13 +102,13 @@ def validate(file: File = DEFAULT_FILE, overrides: Sets = None) -> None:
 @app.command(epilog="Example: nightjar doctor")
 def doctor(folder: Annotated[Path, typer.Option(help="folder of the workspace")] = Path()) -> None:
     """Check the versions of the libraries and the hardware of this machine."""
-    from recsys_core.preflight import inspect
+    from recsys_core.preflight import check_environment
 
-    inspection = inspect(folder)
-    output.print_facts(dict(inspection.rows), console=output.stdout)
-    for problem in inspection.problems:
+    preflight = check_environment(folder)
+    output.print_facts(dict(preflight.rows), console=output.stdout)
+    for problem in preflight.problems:
         output.stdout.print(f"problem: {problem}", style="red", markup=False, soft_wrap=True)
-    if inspection.problems:
+    if preflight.problems:
         raise typer.Exit(1)
     output.stdout.print("No problems found.")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from flows.cli import output
 from flows.config import PipelineConfig
 from recsys_core.errors import InputError, StageError, redacted
-from recsys_core.parent_process import as_parent, die_with_parent
+from recsys_core.parent_process import die_with_parent, parent_environment
 
 HOST = "127.0.0.1"
 
@@ -25,7 +25,7 @@ def serve(config: PipelineConfig, *, prefect_port: int, mlflow_port: int) -> Non
     """
     facts: dict[str, str] = {}
     commands: list[list[str]] = []
-    environment = os.environ | as_parent()
+    environment = os.environ | parent_environment()
     own_prefect, own_mlflow = os.environ.get("PREFECT_API_URL"), os.environ.get("MLFLOW_TRACKING_URI", "")
     if own_prefect:
         facts["Prefect"] = os.environ.get("PREFECT_UI_URL") or own_prefect.removesuffix("/api")
@@ -78,7 +78,7 @@ def _mlflow_command(workspace: Path, *, port: int) -> list[str]:
 
 def _serve(commands: list[list[str]], *, environment: dict[str, str], facts: dict[str, str], log_file: Path) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager stops the command like Ctrl-C
-    os.environ.update(as_parent())  # die_with_parent reads it between fork and exec
+    os.environ.update(parent_environment())  # die_with_parent reads it between fork and exec
     with log_file.open("ab") as log:
         servers = [
             subprocess.Popen(

@@ -28,7 +28,7 @@ from recsys_core.launching.messages import (
     wait_for,
 )
 from recsys_core.launching.network import LOOPBACK_NETWORK, HostNetwork, find_network, listen
-from recsys_core.parent_process import as_parent, die_with_parent
+from recsys_core.parent_process import die_with_parent, parent_environment
 from recsys_core.preflight import cgroup_limits, oom_kills
 
 STORAGE_TIMEOUT_S = 15.0
@@ -52,7 +52,7 @@ def main(spec_path: str, token: str, node: str, head_variable: str) -> int:
     try:
         spec = _read_spec(folder.spec_path, token=token, host=host)
         network = _check_in(spec, folder=folder, host=host, head_name=os.environ.get(head_variable, ""))
-        os.environ.update(as_parent() | {FOLDER_VARIABLE: str(folder.path), NODE_VARIABLE: node})
+        os.environ.update(parent_environment() | {FOLDER_VARIABLE: str(folder.path), NODE_VARIABLE: node})
         num_cores = len(psutil.Process().cpu_affinity() or [1])
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // spec.processes_per_node)))
         os.environ["PYTHONUNBUFFERED"] = "1"
@@ -134,7 +134,7 @@ def _report_ready(folder: LaunchFolder, *, host: Host, network: HostNetwork) -> 
         raise HostRejected(f"{host} was started a second time for the same launch; start a new launch") from None
     except OSError as error:
         if is_disk_full(error):
-            raise _FolderError(str(disk_full_error(folder.path, needed=f"{host} has to write into this folder"))) from None
+            raise _FolderError(str(disk_full_error(folder.path, reason=f"{host} has to write into this folder"))) from None
         raise _FolderError(f"{host} cannot write into {folder.path}: {error.strerror}; mount the workspace writable") from None
 
 

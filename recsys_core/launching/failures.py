@@ -33,7 +33,7 @@ def error_from_failures(failures: Iterable[HostFailure], *, num_nodes: int, fold
     disk_full = DISK_FULL_MESSAGE.search(f"{cause.traceback}\n{cause.last_lines}")
     if disk_full or free_bytes(folder.path) < MIN_STAGE_BYTES:
         quote = f" ({_line_around(disk_full)})" if disk_full else ""  # the full disk may be another one than the folder's
-        return disk_full_error(folder.path, needed=f"the output of {rank} does not fit{quote}")
+        return disk_full_error(folder.path, reason=f"the output of {rank} does not fit{quote}")
     exit_status = f"signal {cause.signal}" if cause.signal else f"exit code {cause.exit_code}"
     if cause.traceback:
         exit_status = "an exception"

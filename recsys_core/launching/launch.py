@@ -23,7 +23,7 @@ from recsys_core.launching.config import Launcher, LocalLauncher
 from recsys_core.launching.heartbeat import HeartbeatFile, heartbeat
 from recsys_core.launching.messages import LaunchFolder, LaunchSpec, ProcessLayout, last_lines, running_versions
 from recsys_core.launching.monitor import Deadline, GroupState, HostGroup, Monitor, Phase
-from recsys_core.parent_process import as_parent
+from recsys_core.parent_process import parent_environment
 
 RENEWALS_PER_LEASE = 20
 TERM_GRACE_S = 8.0
@@ -122,7 +122,7 @@ class LocalHost(AbstractContextManager["LocalHost"]):
 
     def __init__(self, spec: LaunchSpec, folder: LaunchFolder) -> None:
         self._folder = folder
-        environment = os.environ | as_parent()
+        environment = os.environ | parent_environment()
         environment.pop("OMP_NUM_THREADS", None)  # the agent sets it to the number of cores per rank
         command = [sys.executable, "-m", "recsys_core.launching.agent", str(folder.spec_path), spec.token, "0", ""]
         with (folder.path / "agent.log").open("wb") as log:

@@ -122,7 +122,7 @@ class Monitor:
             return error_from_failures(failures, num_nodes=self._spec.num_nodes, folder=self._folder)
         self._raise_if_rejected(group)
         if free_bytes(self._folder.path) < MIN_STAGE_BYTES:
-            return disk_full_error(self._folder.path, needed="the output of hosts and ranks does not fit")
+            return disk_full_error(self._folder.path, reason="the output of hosts and ranks does not fit")
         return LaunchError(f"{group.exit_summary()}{self._quote_logs(group, range(self._spec.num_nodes))}")
 
     def _quote_logs(self, group: HostGroup, nodes: Iterable[int]) -> str:

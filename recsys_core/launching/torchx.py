@@ -17,7 +17,7 @@ from recsys_core.errors import InputError, LaunchError
 from recsys_core.launching.config import LOCAL_SCHEDULERS, TorchxLauncher
 from recsys_core.launching.messages import LAST_LINES, LaunchFolder, LaunchSpec, last_lines
 from recsys_core.launching.monitor import GroupState
-from recsys_core.parent_process import PARENT_VARIABLE, as_parent
+from recsys_core.parent_process import PARENT_VARIABLE, parent_environment
 
 logger = logging.getLogger(__name__)
 ROLE = "nightjar"
@@ -65,7 +65,7 @@ def request_of(spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLaunch
         entrypoint=launcher.python or ("python" if launcher.image else sys.executable),
         args=["-m", "recsys_core.launching.agent", str(folder.spec_path), spec.token, macros.replica_id, macros.rank0_env],
         # The scheduler passes this environment to every host. The parent process exists on this host only.
-        env={"PYTHONUNBUFFERED": "1", PARENT_VARIABLE: "", **(as_parent() if is_local else {}), **launcher.env},
+        env={"PYTHONUNBUFFERED": "1", PARENT_VARIABLE: "", **(parent_environment() if is_local else {}), **launcher.env},
         num_replicas=spec.num_nodes,
         max_retries=0,
         resource=Resource(

@@ -98,7 +98,7 @@ def produce(
     staging = folder.with_name(folder.name + ".tmp")
     for outdated in (folder, staging):
         remove_own_folder(outdated)
-    require_free(folder, max(needs_bytes, MIN_STAGE_BYTES), what=f"the {manifest_type.kind} stage")
+    require_free(folder, max(needs_bytes, MIN_STAGE_BYTES), subject=f"the {manifest_type.kind} stage")
     started = time.perf_counter()
     try:
         with explain_disk_full(folder):

@@ -44,12 +44,12 @@ def database(
         message = first_line(error)
         # DuckDB reports a spill folder without room as out of memory.
         if "failed to offload" in message.lower() or ("temp" in message.lower() and "director" in message.lower()):
-            raise disk_full_error(spill, needed=f"DuckDB spills {subject} beyond {setting} to this folder") from error
+            raise disk_full_error(spill, reason=f"DuckDB spills {subject} beyond {setting} to this folder") from error
         raise InputError(f"{setting} is {memory_limit}, which is too little: {message}") from error
     except duckdb.Error as error:
         message = first_line(error)
         if "no space left" in message.lower():
-            raise disk_full_error(spill.parent, needed=f"{subject} do not fit") from error
+            raise disk_full_error(spill.parent, reason=f"{subject} do not fit") from error
         if type(error) not in DAMAGED_FILE_ERRORS:
             raise
         raise InputError(f"{subject}: {message}") from error

@@ -148,7 +148,7 @@ class Checkpointer:
         if self._process.is_main:
             self._folder.mkdir(parents=True, exist_ok=True)
             if shutil.disk_usage(self._folder).free < num_bytes:
-                raise disk_full_error(staging, needed=f"a checkpoint takes {num_bytes.item() / 2**30:,.3f} GiB")
+                raise disk_full_error(staging, reason=f"a checkpoint takes {num_bytes.item() / 2**30:,.3f} GiB")
 
 
 def _local_bytes(value: object) -> int:

@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from recsys_core.parent_process import as_parent
+from recsys_core.parent_process import parent_environment
 
 CHILD = (
     "from recsys_core.parent_process import die_with_parent; {before}; die_with_parent(); "
@@ -18,8 +18,9 @@ CHILD = (
 def start_grandchild(before: str) -> tuple[subprocess.Popen[str], psutil.Process]:
     """A parent that starts CHILD and waits; returns both."""
     code = (
-        "import os, subprocess, sys; from recsys_core.parent_process import as_parent; "
-        f"p = subprocess.Popen([sys.executable, '-c', {CHILD.format(before=before)!r}], env=os.environ | as_parent()); "
+        "import os, subprocess, sys; from recsys_core.parent_process import parent_environment; "
+        f"p = subprocess.Popen([sys.executable, '-c', {CHILD.format(before=before)!r}], "
+        "env=os.environ | parent_environment()); "
         "print(p.pid, flush=True); p.wait()"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -39,7 +40,7 @@ def test_a_child_ends_with_its_killed_parent_also_when_it_had_not_asked_yet(befo
 
 
 def test_a_process_that_nobody_started_as_a_child_is_left_alone() -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in as_parent()}
+    environment = {name: value for name, value in os.environ.items() if name not in parent_environment()}
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD.format(before="pass")], env=environment, stdout=subprocess.PIPE, text=True
     )

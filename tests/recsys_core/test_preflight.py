@@ -12,8 +12,8 @@ from recsys_core.preflight import (
     Gpu,
     Preflight,
     cgroup_limits,
+    check_environment,
     check_versions,
-    inspect,
     installed_versions,
     oom_kills,
 )
@@ -41,8 +41,8 @@ def test_versions_that_belong_together_are_no_problem(versions: dict[str, str]) 
     [
         (GOOD_CPU | {"torch": "2.13.0"}, "torch 2.13.0 with fbgemm-gpu-cpu 1.9.0: fbgemm 1.9 needs torch 2.14"),
         (GOOD_GPU | {"torch": "2.15.0"}, "torch 2.15.0 with fbgemm-gpu 1.9.0: fbgemm 1.9 needs torch 2.14"),
-        (GOOD_CPU | {"torchrec": "1.8.0"}, "torchrec 1.8.0 with fbgemm-gpu-cpu 1.9.0: both need the same 1.9"),
-        (GOOD_GPU | {"torch": "2.14.0+cpu"}, "torch 2.14.0+cpu is a CPU build, fbgemm-gpu 1.9.0 needs CUDA"),
+        (GOOD_CPU | {"torchrec": "1.8.0"}, "torchrec 1.8.0 with fbgemm-gpu-cpu 1.9.0: fbgemm 1.9 needs torchrec 1.9"),
+        (GOOD_GPU | {"torch": "2.14.0+cpu"}, "torch 2.14.0+cpu is a CPU build, but fbgemm-gpu 1.9.0 needs CUDA"),
         (
             GOOD_CPU | {"fbgemm-gpu": "1.9.0", "torch": "2.14.0"},
             "fbgemm-gpu 1.9.0 and fbgemm-gpu-cpu 1.9.0 are installed together",
@@ -68,12 +68,12 @@ def test_each_missing_package_is_named() -> None:
 
 
 def test_this_environment_passes_and_every_package_has_a_row(tmp_path: Path) -> None:
-    found = inspect(tmp_path / "not" / "there")
+    found = check_environment(tmp_path / "not" / "there")
     assert found.problems == []
     rows = dict(found.rows)
     assert rows.items() >= installed_versions().items()
     assert 0 < found.usable_cores <= found.machine_cores
-    assert 0 < found.available_memory_bytes <= found.memory_bytes <= found.machine_memory_bytes
+    assert 0 < found.available_memory_bytes <= found.usable_memory_bytes <= found.machine_memory_bytes
     assert {"python", "cores", "memory", "gpus", "free disk"} <= set(rows)
 
 
@@ -88,21 +88,21 @@ def test_an_environment_that_cannot_import_is_a_problem_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(preflight, "_PROBE", "raise ImportError('undefined symbol: _ZN5torch')")
-    (problem,) = inspect(tmp_path).problems
+    (problem,) = check_environment(tmp_path).problems
     assert "do not import together: ImportError: undefined symbol: _ZN5torch" in problem
 
 
 def test_a_wrong_environment_is_not_imported_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(preflight, "installed_versions", lambda: GOOD_CPU | {"torch": "2.13.0"})
     monkeypatch.setattr(preflight, "_PROBE", f"open({str(tmp_path / 'ran')!r}, 'w')")
-    assert len(inspect(tmp_path).problems) == 1
+    assert len(check_environment(tmp_path).problems) == 1
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(preflight, "_MIN_DISK_BYTES", 2**62)
     monkeypatch.setattr(preflight, "_PROBE", "print([])")
-    (problem,) = inspect(tmp_path).problems
+    (problem,) = check_environment(tmp_path).problems
     assert problem.startswith(f"{tmp_path}: only ")
     assert problem.endswith("; free some space")
 

@@ -1,9 +1,10 @@
-"""Prefect tasks: one adapter per stage (manifests in, one call of recsys_core, manifest out), MLflow and tuning."""
+"""Prefect tasks: one module per stage, the MLflow registry, and hyperparameter tuning."""
 
 import os
 
-# Before prefect or mlflow is imported anywhere: neither reports usage, no model of ours is ever a pickle, a request to MLflow
-# ends sooner (its defaults: 120 s, 7 retries), and MLflow prints no address, which can hold a password.
+# Prefect and MLflow read these variables when they are imported. The variables turn off usage reports and pickled models, give
+# requests to MLflow a shorter deadline (its defaults are 120 s and 7 retries), and keep MLflow from printing its address, which
+# may contain a password.
 os.environ.setdefault("DO_NOT_TRACK", "true")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")

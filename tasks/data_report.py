@@ -37,8 +37,8 @@ def check_data(config: DataReportConfig, *, split: Split, dataset: Dataset, run:
 
 
 def _reference_run(run: Run) -> report_core.PreviousRun | None:
-    """Return the newest earlier run that violated no limit: a second bad run in a row must not pass."""
-    report = run.previous("check_data", DataReportManifest, where=lambda earlier: not earlier.breaches)
+    """Return the newest earlier run without violated limits. A comparison with a bad run would let a second bad run pass."""
+    report = run.previous("check_data", DataReportManifest, where=lambda manifest: not manifest.breaches)
     if report is None:
         return None
     earlier_run = report.folder.parent

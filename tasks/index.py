@@ -14,5 +14,5 @@ def build_index(config: IndexConfig, *, export: ExportManifest, run: Run) -> tup
     """Build the FAISS indexes of the item vectors and measure them against exact search."""
     manifest = index_core.build_indexes(config, export=export, folder=run.stage_folder("build_index"))
     show_image("indexes", plot_indexes(manifest.reports, served=manifest.served, path=run.folder / "indexes.png"))
-    served = manifest.reports[manifest.served]
-    return manifest, f"{manifest.served}: recall {served.recall:.4f} of exact search, {served.ms_per_query:.3f} ms per query"
+    report = manifest.reports[manifest.served]
+    return manifest, f"{manifest.served}: recall {report.recall:.4f} of exact search, {report.ms_per_query:.3f} ms per query"

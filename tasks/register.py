@@ -1,4 +1,4 @@
-"""Stage `register`: a model version, smoke-tested as served, that becomes champion unless it is worse than the champion."""
+"""Stage `register`."""
 
 from functools import partial
 from pathlib import Path
@@ -38,19 +38,19 @@ def register(
     dataset: Dataset,
     run: Run,
 ) -> tuple[RegistrationManifest, str]:
-    """Register the package as a model version, log the run's results to MLflow and decide on promotion."""
+    """Log the run's results to MLflow, register the package as a model version and pass it through the champion gate."""
     uri, interactions = tracking_uri(run.workspace), dataset.interactions
-    mlflow = partial(call_with_retries, uri=uri)
+    retry = partial(call_with_retries, uri=uri)
 
     def build(folder: Path) -> dict[str, Any]:
-        client = mlflow(lambda: connect(run.workspace))
-        mlflow_run_id = mlflow(lambda: tracking.open_run(client, run))
-        results = partial(tracking.log_results, run=run, plan=plan, train=trained, evaluation=evaluation, index=index)
-        mlflow(lambda: results(client, mlflow_run_id))
-        ingests = (dataset.embeddings, interactions)
-        mlflow(lambda: tracking.log_data(client, mlflow_run_id, stages=ingests, report=report))
-        create = partial(version_for, package, config=config, client=client, interactions=interactions, run=run)
-        version = mlflow(lambda: create(mlflow_run_id=mlflow_run_id))
+        client = retry(lambda: connect(run.workspace))
+        mlflow_run_id = retry(lambda: tracking.open_run(client, run))
+        log_results = partial(tracking.log_results, run=run, plan=plan, train=trained, evaluation=evaluation, index=index)
+        retry(lambda: log_results(client, mlflow_run_id))
+        manifests = (dataset.embeddings, interactions)
+        retry(lambda: tracking.log_data(client, mlflow_run_id, manifests=manifests, report=report))
+        create_version = partial(version_for, package, config=config, client=client, interactions=interactions, run=run)
+        version = retry(lambda: create_version(mlflow_run_id=mlflow_run_id))
         return pass_gate(version, config=config, client=client, interactions=interactions, evaluation=evaluation, folder=folder)
 
     fingerprint = fingerprint_of("registration", config, uri, package, evaluation, trained)

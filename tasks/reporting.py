@@ -22,15 +22,18 @@ from recsys_core.training.job_spec import Progress
 LOG = logging.getLogger("nightjar")
 LOG.setLevel(logging.INFO)
 logging.getLogger("recsys_core").setLevel(logging.INFO)
-STEPS = logging.getLogger("nightjar.steps")
+PROGRESS_LOG = logging.getLogger("nightjar.steps")
 """Progress of the run as DEBUG records: `stage`, and for a progress bar `done`, `total` and `note`."""
 
 _PROGRESS_EVERY_S = 5.0
 
 
-def begin(stage: str) -> Callable[[Manifest | None, str], None]:
-    """Announce `stage` and return a function that logs its one line: name, facts, and seconds, "(kept)" or "(skipped)"."""
-    STEPS.debug("%s begins", stage, extra={"stage": stage})
+def begin_stage(stage: str) -> Callable[[Manifest | None, str], None]:
+    """Report the start of `stage`. Return a function that logs the end of the stage in one line.
+
+    The line has the stage's name, the facts passed to the function, and the seconds, "(kept)" or "(skipped)".
+    """
+    PROGRESS_LOG.debug("%s begins", stage, extra={"stage": stage})
     started, started_at = time.perf_counter(), time.time()
 
     def finish(manifest: Manifest | None, facts: str) -> None:
@@ -48,11 +51,11 @@ def begin(stage: str) -> Callable[[Manifest | None, str], None]:
 
 def show_bar(stage: str, *, done: int, total: int, note: str) -> None:
     """Update the progress bar of the running stage."""
-    STEPS.debug("%s: %s", stage, note, extra={"stage": stage, "done": done, "total": total, "note": note})
+    PROGRESS_LOG.debug("%s: %s", stage, note, extra={"stage": stage, "done": done, "total": total, "note": note})
 
 
 def training_note(progress: Progress, *, validation: Mapping[str, float]) -> str:
-    """Return epoch, loss and the first of the last `validation` metrics in one line of at most 45 characters."""
+    """Return epoch, loss and the first of the `validation` metrics in one line of at most 45 characters."""
     metric = "".join(f"  {name} {value:.4f}" for name, value in list(validation.items())[:1])
     return f"epoch {progress.epoch}  loss {progress.loss:.4f}{metric}"
 

@@ -72,7 +72,7 @@ class Run:
         run_id: name of the run's folder.
         workspace: folder of all runs and of the embedded MLflow.
         experiment: MLflow experiment of the run.
-        parent: folder of the workspace that holds the run's folder.
+        parent: name of the folder in the workspace that contains the run's folder.
         until: last stage to run; None: all stages.
     """
 
@@ -92,7 +92,7 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """`<workspace>/runs/<run_id>`."""
+        """`<workspace>/<parent>/<run_id>`."""
         return self.workspace / self.parent / self.run_id
 
     @property
@@ -107,7 +107,7 @@ class Run:
     def previous(
         self, stage: StageName, manifest_type: type[ManifestT], *, where: Callable[[ManifestT], bool] = lambda _: True
     ) -> ManifestT | None:
-        """Return the manifest of `stage` from the newest earlier run that has completed it and for which `where` holds."""
+        """Return the newest manifest of `stage` in an earlier run for which `where` returns True; None without such a run."""
         earlier_runs = sorted(
             (path for path in self.folder.parent.glob("*") if path.is_dir() and path.name < self.run_id), reverse=True
         )
@@ -116,7 +116,7 @@ class Run:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Lock the run's folder; InputError if another process has locked it, or if nightjar did not create it."""
+        """Lock the run's folder; raise InputError if another process has locked it, or if nightjar did not create it."""
         create_own_folder(self.folder)
         lock = FileLock(self.folder / ".lock")
         try:
@@ -133,27 +133,28 @@ class Run:
 
 @contextmanager
 def workspace_lock(workspace: Path, *, run_id: str) -> Iterator[None]:
-    """Lock `workspace` for one command; InputError names the pid and run of the process that holds the lock.
+    """Lock `workspace` for one command; raise InputError with the pid and run of the process that holds the lock.
 
     The kernel releases the lock when its process ends, however it ends.
     """
     workspace.mkdir(parents=True, exist_ok=True)
-    lock, holder = FileLock(workspace / ".command.lock"), workspace / ".command.json"
+    lock, holder_file = FileLock(workspace / ".command.lock"), workspace / ".command.json"
     try:
         lock.acquire(timeout=0)
     except Timeout:
         raise InputError(
-            f"{workspace}: {_holder(holder)} is using this workspace; wait for it to end, or set workspace to another folder"
+            f"{workspace}: {_describe_holder(holder_file)} is using this workspace; wait for it to end, or set workspace to "
+            "another folder"
         ) from None
     try:
-        holder.write_text(json.dumps({"pid": os.getpid(), "run_id": run_id}))
+        holder_file.write_text(json.dumps({"pid": os.getpid(), "run_id": run_id}))
         yield
     finally:
-        holder.unlink(missing_ok=True)
+        holder_file.unlink(missing_ok=True)
         lock.release()
 
 
-def _holder(file: Path) -> str:
+def _describe_holder(file: Path) -> str:
     try:
         holder = json.loads(file.read_text())
         return f"process {holder['pid']} with run {holder['run_id']}"
@@ -162,5 +163,5 @@ def _holder(file: Path) -> str:
 
 
 def new_run_id() -> str:
-    """Return the UTC time and four random hex digits, e.g. 20261121-070312-ab12: names sort by time."""
+    """Return the UTC time and four random hex digits, e.g. 20261121-070312-ab12. Run ids sort by time."""
     return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"

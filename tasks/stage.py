@@ -1,4 +1,4 @@
-"""The decorator that makes a function a stage of a run: a Prefect task, a log line, and the end of the run at `Run.until`."""
+"""The decorator for stages of a run: a Prefect task with one log line, which ends the run after the stage `Run.until`."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -8,7 +8,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from recsys_core.manifests import Manifest
-from tasks.reporting import begin
+from tasks.reporting import begin_stage
 from tasks.run import Run, StageName
 
 P = ParamSpec("P")
@@ -24,17 +24,18 @@ class StoppedEarly(Exception):
 
 
 def stage(name: StageName) -> Callable[[Callable[P, tuple[M, str]]], Callable[P, M]]:
-    """Run the decorated function as the Prefect task `name` and log what it did in one line.
+    """Run the decorated function as the Prefect task `name` and log its result in one line.
 
-    The function takes the keyword argument `run` and returns its manifest with a few words for the log. The result is the
-    manifest, None for a stage that has nothing to do. Raises StoppedEarly after the stage that `run.until` names.
+    The function has the keyword argument `run`. It returns its manifest and a short text for the log; the manifest is None if
+    the stage has nothing to do. The decorated function returns the manifest alone. It raises StoppedEarly if the stage is
+    `run.until`.
     """
 
     def decorate(function: Callable[P, tuple[M, str]]) -> Callable[P, M]:
         @task(name=name, cache_policy=NO_CACHE)
         @wraps(function)
         def as_task(*args: P.args, **kwargs: P.kwargs) -> M:
-            finish = begin(name)
+            finish = begin_stage(name)
             manifest, facts = function(*args, **kwargs)
             finish(manifest, facts)
             return manifest
@@ -42,12 +43,12 @@ def stage(name: StageName) -> Callable[[Callable[P, tuple[M, str]]], Callable[P,
         @wraps(function)
         def run_stage(*args: P.args, **kwargs: P.kwargs) -> M:
             manifest = as_task(*args, **kwargs)
-            # In the flow, not in the task: a task that raises counts as failed.
+            # Raised outside the task, because Prefect marks a task that raises as failed.
             if cast(Run, kwargs["run"]).until == name:
                 raise StoppedEarly(name)
             return manifest
 
-        run_stage.fn = function  # type: ignore[attr-defined]  # as Prefect's own tasks: the function without Prefect
+        run_stage.fn = function  # type: ignore[attr-defined]  # the function without Prefect, as in Prefect's own tasks
         return run_stage
 
     return decorate

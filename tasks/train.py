@@ -29,7 +29,7 @@ def train(
     model_name: str,
     run: Run,
 ) -> tuple[TrainManifest, str]:
-    """Train with torchrun on this host or on many; metrics go to MLflow, the terminal and a Prefect artifact at once."""
+    """Train with torchrun on one or more hosts; send each line of metrics to MLflow, the terminal and a Prefect artifact."""
     progress_artifact = TrainingProgress()
     champion = starting_champion(model_name, run=run) if config.warm_start is not None else None
     with MetricRelay(run) as relay:

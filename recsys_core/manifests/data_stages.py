@@ -15,7 +15,7 @@ class SourceFile(Frozen):
     path: str
     bytes: int
     rows: int
-    modified_ns: int = Field(description="modification time; the footer alone does not show every change of a value")
+    modified_ns: int = Field(description="modification time; some changes of values leave the footer unchanged")
     footer_sha256: str = Field(description="sha256 of the parquet footer: layout, sizes and statistics")
 
 
@@ -63,26 +63,27 @@ class ColumnFacts(Frozen):
     out_of_range: int = 0
     distinct: int | None = Field(None, description="number of distinct values, for id columns")
     odd: int = Field(0, description="for id columns: number of ids with control characters or more than 1,000 characters")
-    first: str | None = Field(None, description="smallest value, for times, labels and weights")
-    last: str | None = Field(None, description="largest value, for times, labels and weights")
+    first: str | None = Field(None, description="smallest value; null for other columns than times, labels and weights")
+    last: str | None = Field(None, description="largest value; null for other columns than times, labels and weights")
 
 
 class ReadFile(Frozen):
-    """One file of the interaction log as it was read into a part: statistics and removed rows."""
+    """One file of the interaction log, with its statistics and the number of dropped rows."""
 
     source: SourceFile
     bad_rows: dict[str, int] = Field(description="number of dropped rows, by `<column>: <reason>`")
     below_threshold: int = Field(description="number of rows whose label is below the threshold")
     spans: dict[str, tuple[float, float]] = Field(description="smallest and largest value of each numeric or time column")
     checksums: bool = Field(
-        False, description="whether the pages have checksums; also false for a file that was read before this field existed"
+        False, description="whether the pages have checksums; false too if the file was read before nightjar recorded this"
     )
 
 
 class LogPart(Frozen):
-    """The events of the files that one run read, encoded in one parquet file. Later runs reuse the file unchanged.
+    """The events of the input files that one run read, in one parquet file. Later runs reuse the file unchanged.
 
-    Columns: source (index into `files`), user and item (codes: rows of user_ids.parquet and item_ids.parquet), position.
+    Columns: `source` is an index into `files`. `user` and `item` are codes: rows of user_ids.parquet and item_ids.parquet.
+    `position` orders the events: the time in microseconds, or the value of the order column.
     """
 
     file: str
@@ -94,11 +95,11 @@ class InteractionsManifest(Manifest):
     """Vocabularies of users and items, and the event log in CSR format by user.
 
     Vocabulary:
-        users.parquet, items.parquet: columns `id`, `train_count` and `events`; the position of an id is its row. A run that
+        users.parquet, items.parquet: columns `id`, `train_count` and `events`. A run that
             builds the vocabulary numbers ids by descending number of events in the files, ties by ascending id; ids with only
             a vector come last. A later run keeps every row and appends new ids in the same order.
-        item_rank.npy: int64 [items], popularity rank; 0 for the item with the most training events, ties by row.
-        item_count.npy: int64 [items], train_count.
+        item_rank.npy: int64 [items], popularity rank. The item with the most training events has rank 0; ties are by row.
+        item_count.npy: int64 [items], number of training events.
         user_ids.parquet, item_ids.parquet: columns `id` and `row` (null: not in the vocabulary) of every id ever read. The
             position of an id is its code in the parts.
 
@@ -128,19 +129,20 @@ class InteractionsManifest(Manifest):
     user_id_type: IdType
     item_id_type: IdType
     id_columns: tuple[str, str] = Field(
-        description="columns of user and item ids; a changed column rebuilds the vocabulary, because its ids mean other things"
+        description="columns of user and item ids; the vocabulary is rebuilt if one of them changes"
     )
     first_time: str | None = None
     last_time: str | None = None
     lineage: str = Field(description="fingerprint of the run that built this vocabulary")
     continues: str | None = Field(
-        None, description="fingerprint of the previous run, whose rows mean the same ids; null if the vocabulary was rebuilt"
+        None,
+        description="fingerprint of the previous run, whose vocabulary this run extends; null if the vocabulary was rebuilt",
     )
     run_number: int = Field(description="number of runs with this vocabulary: 1 for the run that built it")
     rebuild_reason: str | None = Field(description="why the vocabulary was rebuilt; null if it was continued")
     idle_users: int = Field(description="number of users in the vocabulary without an event in this run")
     idle_items: int = Field(description="number of items in the vocabulary without an event or a vector in this run")
-    rows_read: int = Field(description="rows of the files that this run read; other rows come from the previous run's parts")
+    rows_read: int = Field(description="rows of the files that this run read, without the rows of parts that it reused")
     files_read: int
     columns: dict[str, ColumnFacts] = Field(description="statistics by column of the log, over all files")
     removed_events: dict[str, int] = Field(description="events removed by filters, by reason such as window or duplicate")
@@ -159,14 +161,14 @@ class FeatureFacts(Frozen):
     missing: int = Field(
         description="users, items or events without the feature: not in the table, null, NaN, or an empty list"
     )
-    truncated: int = Field(0, description="lists longer than max_values; only their first values were kept")
+    truncated: int = Field(0, description="lists longer than max_values; values after the first max_values were dropped")
     boundaries: tuple[float, ...] | None = Field(
-        None, description="numeric: bucket boundaries; row 1 + n holds values from boundary n on"
+        None, description="numeric: bucket boundaries in ascending order; values below the first one have row 1"
     )
     mean: float | None = Field(None, description="numeric, standardised: subtracted from each value")
-    std: float | None = Field(None, description="numeric, standardised: divisor of each value; 0: all weights are 0")
+    std: float | None = Field(None, description="numeric, standardised: divisor of each value; if it is 0, all weights are 0")
     definition: str = Field(description="settings of the feature; a later run with equal settings continues the vocabulary")
-    continued: bool = Field(description="whether the previous run's vocabulary, boundaries or mean were kept")
+    continued: bool = Field(description="whether the run reused the vocabulary, boundaries or mean of the previous run")
     new_values: int = Field(0, description="values that got a new row in this run")
     with_vector: int = Field(0, description="values of the vocabulary with a pretrained vector")
 
@@ -193,16 +195,15 @@ class FeaturesManifest(Manifest):
         <side>.<name>.row.npy: int32 [owners] for one value each (categorical, numeric); int32 [values] for lists.
         <side>.<name>.offset.npy: int64 [owners + 1], bounds of each list; only for lists.
         <side>.<name>.weight.npy: float32, one weight per value; only for weighted lists and standardised numbers. A
-            standardised number is stored as row 1 with the number as its weight (-10 to 10); a missing one as row 0 with
-            weight 0.
-        <side>.<name>.vocabulary.parquet: columns `value` and `count`; the position of a value is its row. Row 0 has value null
-            and stands for all values out of vocabulary. Not for numeric and hashed features.
-        <side>.<name>.vector_row.npy: int64, for each row of the embedding table its row in the embeddings'
-            <side>.<name>.vectors.npy, -1 without a vector and for row 0; only if there are vectors of the feature.
+            standardised number is row 1 with the number (-10 to 10) as its weight. A missing number is row 0 with weight 0.
+        <side>.<name>.vocabulary.parquet: columns `value` and `count`; the position of a value is its row. Row 0 has the
+            value null and is the row of all values out of vocabulary. Not for numeric and hashed features.
+        <side>.<name>.vector_row.npy: int64, one entry per row of the embedding table: its row in <side>.<name>.vectors.npy
+            of the embeddings stage, -1 without a vector. Only if there are vectors of the feature.
     """
 
     kind: ClassVar[str] = "features"
-    lineage: str = Field(description="lineage of the interactions whose rows the arrays follow")
+    lineage: str = Field(description="lineage of the interactions; the arrays have the same order of users, items and events")
     features: dict[str, FeatureFacts]
     tables: dict[str, FeatureTableFacts] = Field(description="statistics of the input table, by side (user, item)")
     sources: tuple[SourceFile, ...]

@@ -10,7 +10,7 @@ from recsys_core.manifests.stage_folder import require_manifest
 
 @dataclass(frozen=True)
 class Dataset:
-    """The manifests of the ingests of one run.
+    """The manifests of the ingest stages of one run.
 
     Attributes:
         interactions: vocabularies and the event store.
@@ -33,5 +33,5 @@ class Dataset:
 
     @property
     def item_vectors(self) -> EmbeddingsManifest | None:
-        """The embeddings if they hold vectors of items, else None."""
+        """The embeddings if they hold vectors of items; otherwise None."""
         return self.embeddings if self.embeddings is not None and "item" in self.embeddings.tables else None

@@ -31,8 +31,10 @@ class TrainManifest(Manifest):
     final_loss: float
     samples_per_s: float
     attempts: int
-    best_epoch: int | None = Field(description="epoch of the kept model; null without validation")
-    validation: dict[str, float] = Field(description="metrics of the kept model on the validation split, e.g. ndcg@10")
+    best_epoch: int | None = Field(
+        description="epoch with the best validation metric, whose model the checkpoint holds; null without validation"
+    )
+    validation: dict[str, float] = Field(description="metrics of this model on the validation split, e.g. ndcg@10")
     warm_from: str | None = Field(None, description="run whose model this training started from; null: trained from scratch")
     num_warm_starts: int = Field(0, description="number of warm starts in a row since the last training from scratch")
 
@@ -44,7 +46,7 @@ class ExportManifest(Manifest):
 
         item_vectors.npy: float32 [items, dim].
         query_vectors_<split>.npy: float32 [queries, dim]; split is validation or test. One query per user with at least one
-            event in the split; the history is from before the split.
+            event in the split, with the user's history before the split.
         query_users_<split>.npy: int64 [queries], user rows.
         history_items.npy: float32 [items, width], vector of each item in a history.
         table_<name>.npy: float32 [rows, dim], the embedding tables.
@@ -107,6 +109,9 @@ class RegistrationManifest(Manifest):
     alias: Literal["champion", "challenger"]
     promoted: bool
     reasons: tuple[str, ...] = Field(description="why the version was promoted or not")
-    alarm: str | None = Field(None, description="why the current champion could not be used for a comparison; null: it could")
+    alarm: str | None = Field(
+        None,
+        description="why the version was not compared with the champion; null if it was, or if there was no champion",
+    )
     mlflow_run_id: str
     metrics: dict[str, float]

@@ -7,7 +7,7 @@ from pathlib import Path
 from recsys_core.errors import InputError
 
 MARKER = ".nightjar"
-_TEXT = "nightjar created this folder, and may replace or remove the files in it.\n"
+_MARKER_TEXT = "nightjar created this folder, and may replace or remove the files in it.\n"
 
 
 def create_own_folder(folder: Path) -> None:
@@ -15,11 +15,11 @@ def create_own_folder(folder: Path) -> None:
     require_own_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / MARKER).exists():
-        (folder / MARKER).write_text(_TEXT)
+        (folder / MARKER).write_text(_MARKER_TEXT)
 
 
 def require_own_folder(folder: Path) -> None:
-    """Raise InputError if `folder` is a link, a file, or a folder with files but no marker. The function changes nothing."""
+    """Raise InputError if `folder` is a link, a file, or a folder with files but no marker. Nothing is changed."""
     if not os.path.lexists(folder):
         return
     if folder.is_symlink() or not folder.is_dir():

@@ -86,8 +86,8 @@ def produce(
     """Return the stage in `folder` if it is complete and has `fingerprint`; otherwise build it and commit it atomically.
 
     Args:
-        build: writes the files of the stage into the folder that it is passed, and returns the fields of the manifest.
-        needs_bytes: number of bytes that `build` will write at least.
+        build: writes the files of the stage into its argument, a folder, and returns the fields of the manifest.
+        needs_bytes: minimum number of bytes that `build` writes.
 
     Raises:
         InputError: the disk has too little space or fills up, or `folder` is not a folder that nightjar created.
@@ -96,15 +96,16 @@ def produce(
     if previous is not None and previous.fingerprint == fingerprint:
         return previous
     staging = folder.with_name(folder.name + ".tmp")
-    for outdated in (folder, staging):
-        remove_own_folder(outdated)
+    for old_folder in (folder, staging):
+        remove_own_folder(old_folder)
     require_free(folder, max(needs_bytes, MIN_STAGE_BYTES), subject=f"the {manifest_type.kind} stage")
     started = time.perf_counter()
     try:
         with explain_disk_full(folder):
             create_own_folder(staging)
-            facts = build(staging)
-            return seal(staging, folder, manifest_type, fingerprint=fingerprint, seconds=time.perf_counter() - started, **facts)
+            fields = build(staging)
+            seconds = time.perf_counter() - started
+            return seal(staging, folder, manifest_type, fingerprint=fingerprint, seconds=seconds, **fields)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -134,13 +135,13 @@ def load_manifest(folder: Path, manifest_type: type[ManifestT], *, verify: bool 
         if content.pop("sha256") != _digest(content):
             return None
         manifest = manifest_type.model_validate(content | {"folder": folder})
-        intact = all(
+        is_intact = all(
             (folder / name).stat().st_size == record.bytes and (not verify or record_file(folder / name) == record)
             for name, record in manifest.files.items()
         )
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, *_DAMAGED_JSON_ERRORS):
         return None
-    return manifest if intact else None
+    return manifest if is_intact else None
 
 
 def require_manifest(folder: Path, manifest_type: type[ManifestT], *, verify: bool = True) -> ManifestT:
@@ -154,7 +155,7 @@ def require_manifest(folder: Path, manifest_type: type[ManifestT], *, verify: bo
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    """Return the manifest's checksum of itself, which detects a flipped bit in a metric."""
+    """Return the checksum that a manifest stores of its own content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

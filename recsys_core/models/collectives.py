@@ -11,8 +11,8 @@ def gather_candidates(candidate_CD: Tensor, item_row_C: Tensor, *, group: Proces
     """Return the candidates of all ranks in rank order: vectors [W * C, D] with a gradient, and item rows [W * C].
 
     Every rank of `group` calls the function with the same number of candidates, and every rank runs the backward pass. The
-    gradient of a candidate is the sum over the ranks that used it, which is the gradient of the sum of their losses. When
-    gradients are then averaged over the ranks, it is the gradient of the mean loss.
+    gradient of a candidate is summed over all ranks, so it is the gradient of the sum of their losses. After the gradients are
+    averaged over the ranks, it is the gradient of the mean loss.
 
     >>> vectors, rows = gather_candidates(torch.ones(2, 3), torch.tensor([4, 5]), group=None)
     >>> tuple(vectors.shape), rows.tolist()
@@ -25,7 +25,7 @@ def gather_candidates(candidate_CD: Tensor, item_row_C: Tensor, *, group: Proces
 
 
 def gather_rows(row_C: Tensor, *, group: ProcessGroup | None) -> Tensor:
-    """Return the row numbers of all ranks in rank order, [W * C]. Every rank calls it with the same length."""
+    """Return the row numbers of all ranks in rank order, [W * C]. `row_C` has the same length on every rank."""
     if group is None or group.size() == 1:
         return row_C
     all_rows = row_C.new_empty(group.size() * len(row_C))
@@ -47,7 +47,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
-        num_rows, dim = gradient.shape
-        gradient_CD = gradient.new_empty(num_rows // ctx.group.size(), dim)
+        num_gathered, dim = gradient.shape
+        gradient_CD = gradient.new_empty(num_gathered // ctx.group.size(), dim)
         distributed.reduce_scatter_single(gradient_CD, gradient.contiguous(), group=ctx.group)
         return gradient_CD, None

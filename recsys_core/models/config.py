@@ -28,7 +28,7 @@ class TowerConfig(Settings):
 
 
 class HistoryConfig(Settings):
-    """How a user's items become one vector."""
+    """The history feature of the query tower: the user's last items, pooled into one vector."""
 
     length: int = Field(
         20,
@@ -68,17 +68,20 @@ class TwoTowerConfig(Settings):
         ge=4,
         le=MAX_WIDTH,
         multiple_of=4,
-        description="width at which features are summed; the rows of a table with another width are projected to it",
+        description="width of the item embeddings and of the sum of a tower's features; features of other widths are "
+        "projected to it",
     )
     user_id: bool = Field(
-        False, description="learn an embedding per user; a user without one is then served from the history alone"
+        False, description="learn an embedding per user; a user without an embedding is served from the history alone"
     )
     history: HistoryConfig = Field(default_factory=HistoryConfig, description="the user's items, a feature of the query tower")
     query: TowerConfig = Field(
         default_factory=lambda: TowerConfig(skip_connection=True), description="layers of the query tower"
     )
     candidate: TowerConfig = Field(default_factory=TowerConfig, description="layers of the candidate tower")
-    similarity: Literal["cosine", "dot"] = Field("cosine", description="score used by training, index and serving")
+    similarity: Literal["cosine", "dot"] = Field(
+        "cosine", description="score of a query and a candidate in training, index and serving"
+    )
     temperature: float = Field(0.1, ge=1e-4, le=1e4, description="temperature of the loss: logits are similarity / temperature")
     learn_temperature: bool = Field(False, description="train the temperature, starting from model.temperature")
 
@@ -87,8 +90,8 @@ class TwoTowerConfig(Settings):
         for name, layers in (("query", self.query_layers), ("candidate", self.candidate_layers)):
             if getattr(self, name).skip_connection and layers and layers[-1] != self.embedding_dim:
                 raise ValueError(
-                    f"{name}.skip_connection adds {self.embedding_dim} numbers (embedding_dim) to the {layers[-1]} of the last "
-                    f"layer; end {name}.layers in {self.embedding_dim}, or set skip_connection to false"
+                    f"{name}.skip_connection adds features of width {self.embedding_dim} (embedding_dim) to the last layer, "
+                    f"which has width {layers[-1]}; end {name}.layers in {self.embedding_dim}, or set skip_connection to false"
                 )
         query_dim = (self.query_layers or (self.embedding_dim,))[-1]
         if query_dim != self.output_dim:

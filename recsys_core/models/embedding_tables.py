@@ -58,9 +58,9 @@ def _unpooled_config(name: str, table: TableSpec) -> EmbeddingConfig:
 
 
 def pooled_config(name: str, table: TableSpec) -> EmbeddingBagConfig:
-    """Return the config of a pooled table. TorchRec sums; `table_outputs` divides by the length for a mean.
+    """Return the config of a table with sum pooling. For mean pooling, `table_outputs` divides the sum by the list length.
 
-    TorchRec's own mean is wrong under grid_shard: TorchRec 1.9 divides by the length of the part that a rank holds.
+    TorchRec's own mean is wrong under grid_shard: TorchRec 1.9 divides by the number of values on each rank.
     meta-pytorch/torchrec#2362 reports the same fault for row_wise, where it is fixed.
     """
     return EmbeddingBagConfig(
@@ -73,8 +73,8 @@ def pooled_config(name: str, table: TableSpec) -> EmbeddingBagConfig:
 
 
 def table_outputs(spec: ModelSpec, embeddings: CollectionOutputs, batch: Batch, *, side: Side) -> dict[str, Tensor]:
-    """Return one vector per query (side query, [B, D]) or per distinct item (side item, [V, D]), by table of `side`."""
-    pooled: dict[str, dict[str, Tensor]] = {}
+    """Return the outputs of the tables of `side`, by table: [B, D] for queries, [V, D] for the distinct items."""
+    outputs_by_collection: dict[str, dict[str, Tensor]] = {}
     outputs = {}
     for name, table in spec.on_side(side).items():
         output_name = spec.output_name(name)
@@ -82,11 +82,11 @@ def table_outputs(spec: ModelSpec, embeddings: CollectionOutputs, batch: Batch, 
             num_vectors = len(batch.item_row_V) if side == "item" else batch.batch_size
             outputs[name] = _unpooled_output(spec, name, embeddings[table.collection][output_name], batch, num_vectors)
             continue
-        if table.collection not in pooled:
-            pooled[table.collection] = embeddings[table.collection].to_dict()
-        output_BD = pooled[table.collection][output_name]
+        if table.collection not in outputs_by_collection:
+            outputs_by_collection[table.collection] = embeddings[table.collection].to_dict()
+        output_BD = outputs_by_collection[table.collection][output_name]
         if spec.forms.get(name) in ("list", "weighted_list") and table.settings.pooling == "mean":
-            output_BD = output_BD / _list_weights(batch, name, weighted=table.weighted)[:, None]
+            output_BD = output_BD / _mean_divisor(batch, name, weighted=table.weighted)[:, None]
         outputs[name] = output_BD
     return outputs
 
@@ -107,16 +107,16 @@ def _pool(value_LD: Tensor, offset: Tensor, *, weight_L: Tensor | None, mean: bo
     index_L = torch.arange(len(value_LD), device=value_LD.device)
     weight_L = torch.ones_like(value_LD[:, 0]) if weight_L is None else weight_L
     if mean:
-        total = torch.segment_reduce(weight_L, "sum", offsets=offset.long(), initial=0.0)
-        weight_L = weight_L / torch.repeat_interleave(total.clamp(min=_TINY), offset.diff(), output_size=len(weight_L))
+        total_weight = torch.segment_reduce(weight_L, "sum", offsets=offset.long(), initial=0.0)
+        weight_L = weight_L / torch.repeat_interleave(total_weight.clamp(min=_TINY), offset.diff(), output_size=len(weight_L))
     pooled: Tensor = embedding_bag(
         index_L, value_LD, offset.long(), mode="sum", per_sample_weights=weight_L, include_last_offset=True
     )
     return pooled
 
 
-def _list_weights(batch: Batch, feature: str, *, weighted: bool) -> Tensor:
-    """Return the length of each query's list, or the sum of its weights; 1 for an empty list. Shape [B]."""
+def _mean_divisor(batch: Batch, feature: str, *, weighted: bool) -> Tensor:
+    """Return the divisor [B] of each list's mean: its length or, if weighted, the sum of its weights; 1 if it is empty."""
     jagged = batch.sparse[POOLED_WEIGHTED if weighted else POOLED][feature]
     if not weighted:
         length_B: Tensor = jagged.lengths().clamp(min=1)
@@ -127,7 +127,12 @@ def _list_weights(batch: Batch, feature: str, *, weighted: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A rectangle of a table on this rank: a view of its memory, and the row and column where it starts in the table."""
+    """A rectangle of a table that is in this rank's memory.
+
+    Attributes:
+        row, column: first row and first column of the rectangle in the table.
+        weight_RD: values of the rectangle, a view of the table's memory.
+    """
 
     row: int
     column: int

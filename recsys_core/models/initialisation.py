@@ -33,11 +33,12 @@ def fill_random(shard: LocalShard, *, table: str, dim: int, seed: int, std: floa
 
 
 def zero_rows(shard: LocalShard, *, is_zero_R: NDArray[np.bool_]) -> None:
-    """Set the marked rows to zero, the value that an id without a row looks up.
+    """Set the marked rows of `shard` to zero.
+
+    Rows without a training example are marked: otherwise they would stay random and still affect scores.
 
     Args:
-        is_zero_R: one flag per row of the table. A row without a training example would otherwise stay random and still affect
-            scores.
+        is_zero_R: one flag per row of the whole table.
     """
     num_rows = len(shard.weight_RD)
     zero_index = np.flatnonzero(is_zero_R[shard.row : shard.row + num_rows])
@@ -50,21 +51,21 @@ def copy_pretrained(
     """Overwrite the rows of `shard` that have a pretrained vector.
 
     Args:
-        vectors: memory-mapped, one vector per row; only the pages of this shard's rows are read.
-        vector_row: for each row of the table its row in `vectors`, -1 for none.
-        norm: length to which each vector is scaled, best the length of a random row (`random_norm`): row-wise Adagrad moves a
-            row by about the learning rate at any scale, so that vectors of a larger scale would hardly be trained. None: no
-            scaling.
+        vectors: memory-mapped, one vector per row; only the vectors of this shard's rows are read from the file.
+        vector_row: int64, one entry per row of the table: the row of its vector in `vectors`, -1 without a vector.
+        norm: length to which each vector is scaled; None: no scaling. The usual length is that of a random row
+            (`random_norm`): row-wise Adagrad moves a row by about the learning rate, so it would hardly change a much longer
+            vector.
     """
     num_rows, shard_dim = shard.weight_RD.shape
     for start in range(0, num_rows, CHUNK_ROWS):
         vector_row_R = vector_row[shard.row + start : shard.row + min(start + CHUNK_ROWS, num_rows)]
-        has_vector = np.flatnonzero(vector_row_R >= 0)
-        values_RD = torch.from_numpy(vectors[vector_row_R[has_vector]])
+        row_index = np.flatnonzero(vector_row_R >= 0)
+        values_RD = torch.from_numpy(vectors[vector_row_R[row_index]])
         if norm is not None:
             values_RD = scale_to_norm(values_RD, norm=norm)
-        target_R = torch.from_numpy(has_vector + start).to(shard.weight_RD.device)
-        shard.weight_RD[target_R] = values_RD[:, shard.column : shard.column + shard_dim].to(shard.weight_RD.device)
+        target_row_R = torch.from_numpy(row_index + start).to(shard.weight_RD.device)
+        shard.weight_RD[target_row_R] = values_RD[:, shard.column : shard.column + shard_dim].to(shard.weight_RD.device)
 
 
 def mean_vector(vectors: NDArray[np.float32], *, vector_row: NDArray[np.int64], norm: float | None) -> Tensor:
@@ -72,29 +73,29 @@ def mean_vector(vectors: NDArray[np.float32], *, vector_row: NDArray[np.int64], 
 
     Every rank computes the same mean.
     """
-    sum_D, count = torch.zeros(vectors.shape[1], dtype=torch.float64), 0
+    sum_D, num_vectors = torch.zeros(vectors.shape[1], dtype=torch.float64), 0
     for vector_row_R in rows_with_vector(vector_row):
         values_RD = torch.from_numpy(vectors[vector_row_R])
         sum_D += (values_RD if norm is None else scale_to_norm(values_RD, norm=norm)).sum(dim=0, dtype=torch.float64)
-        count += len(vector_row_R)
-    return (sum_D / max(count, 1)).float()
+        num_vectors += len(vector_row_R)
+    return (sum_D / max(num_vectors, 1)).float()
 
 
 def rows_with_vector(vector_row: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Yield the entries that are not -1, in order, CHUNK_ROWS at a time: a copy of all of them may not fit into memory.
+    """Yield the entries that are not -1, in order, in arrays of CHUNK_ROWS: one array of all entries may not fit into memory.
 
     >>> [rows.tolist() for rows in rows_with_vector(np.array([4, -1, 0]))]
     [[4, 0]]
     """
-    buffered = vector_row[:0]
+    pending_rows = vector_row[:0]
     for start in range(0, len(vector_row), CHUNK_ROWS):
         entries = vector_row[start : start + CHUNK_ROWS]
-        buffered = np.concatenate([buffered, entries[entries >= 0]])
-        if len(buffered) >= CHUNK_ROWS:
-            yield buffered[:CHUNK_ROWS]
-            buffered = buffered[CHUNK_ROWS:]
-    if len(buffered):
-        yield buffered
+        pending_rows = np.concatenate([pending_rows, entries[entries >= 0]])
+        if len(pending_rows) >= CHUNK_ROWS:
+            yield pending_rows[:CHUNK_ROWS]
+            pending_rows = pending_rows[CHUNK_ROWS:]
+    if len(pending_rows):
+        yield pending_rows
 
 
 def no_vectors(num_rows: int) -> NDArray[np.int64]:
@@ -108,8 +109,8 @@ def fill_missing(shard: LocalShard, *, vector_row: NDArray[np.int64], value_D: T
     shard_value = torch.zeros(shard_dim) if value_D is None else value_D[shard.column : shard.column + shard_dim]
     for start in range(0, num_rows, CHUNK_ROWS):
         vector_row_R = vector_row[shard.row + start : shard.row + min(start + CHUNK_ROWS, num_rows)]
-        missing = torch.from_numpy(np.flatnonzero(vector_row_R < 0) + start)
-        shard.weight_RD[missing.to(shard.weight_RD.device)] = shard_value.to(shard.weight_RD.device)
+        missing_rows = torch.from_numpy(np.flatnonzero(vector_row_R < 0) + start)
+        shard.weight_RD[missing_rows.to(shard.weight_RD.device)] = shard_value.to(shard.weight_RD.device)
 
 
 def scale_to_norm(values_RD: Tensor, *, norm: float) -> Tensor:

@@ -27,7 +27,9 @@ class LossConfig(Settings):
         "cosine_contrastive: margin on the cosine (SimpleX)",
     )
     in_batch_negatives: bool | None = Field(
-        None, description="use the positives of the other queries as negatives; empty: only with kind softmax"
+        None,
+        description="use the positives of the other queries as negatives; empty: true for kind softmax, "
+        "false for the other kinds",
     )
     num_negatives: int = Field(
         512, ge=0, le=1_000_000, description="number of items drawn as negatives per step and rank, shared by all its queries"
@@ -40,7 +42,7 @@ class LossConfig(Settings):
         "equally likely",
     )
     cross_rank_negatives: bool = Field(
-        False, description="gather the candidates of all ranks: more negatives for the same work in the towers"
+        False, description="use the candidates of all ranks as negatives of each query; the towers do no more work"
     )
     logq_correction: Literal["counts", "streaming", "none"] = Field(
         "counts",
@@ -57,7 +59,7 @@ class LossConfig(Settings):
     )
     negative_weight: float = Field(100.0, gt=0, le=1e6, description="cosine_contrastive: weight of the mean over the negatives")
     distillation: DistillationConfig | None = Field(
-        None, description="keep the similarities between the pretrained item vectors; empty: no distillation loss"
+        None, description="second loss that keeps the similarities of the pretrained item vectors; empty: no second loss"
     )
 
     @model_validator(mode="after")

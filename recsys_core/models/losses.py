@@ -1,10 +1,10 @@
 """Retrieval losses (softmax, BCE, BPR, cosine contrastive), the distillation loss, and the L2 penalty on embeddings.
 
 A retrieval loss takes the score of each query with its positive, and its scores with N negatives that all queries share. Each
-returns the mean over the queries, weighted by `weight_B`. The mean over the ranks is therefore the loss over all their queries.
-`masked_BN` marks columns that must not count as negatives of a query: its own positive, the same item drawn again, an item of
-its history. A query without a negative has a finite loss and a finite gradient. Losses are computed in float32 even if autocast
-made the scores bf16.
+returns the mean over the queries, weighted by `weight_B`. The mean over ranks with equal batches is the loss of all queries.
+`masked_BN` marks columns that must not count as negatives of a query: the query's own positive, another occurrence of the same
+item, an item of the query's history. A query without a negative has a finite loss and a finite gradient. Losses are computed in
+float32 even if autocast made the scores bf16.
 """
 
 import torch
@@ -16,7 +16,7 @@ from recsys_core.models.collectives import gather_rows
 from recsys_core.models.normalisation import unit_vectors
 
 # Used in place of -inf: the gradient of a row with only -inf is NaN, the gradient of a row with only this value is 0.
-_MASKED = torch.finfo(torch.float32).min
+_MASKED_LOGIT = torch.finfo(torch.float32).min
 
 
 def softmax_loss(
@@ -36,14 +36,14 @@ def softmax_loss(
         negative_BN: score of each query with each negative.
         masked_BN: True if the candidate must not count as a negative of the query; None: all count.
         temperature: logits are scores / temperature; may be a learned parameter.
-        log_q_B: log of how often the positive is expected among the columns, subtracted from its logit; None: 0.
-        log_q_N: log of how often each negative is expected, subtracted from its logit: the logQ correction (Yi et al.,
-            "Sampling-bias-corrected neural modeling for large corpus item recommendations", RecSys 2019). It lowers the logit
-            of a popular item. None: no correction.
+        log_q_B: log of the expected number of columns with the positive's item, subtracted from the positive's logit; None: 0.
+        log_q_N: log of the expected number of columns with each negative's item, subtracted from its logit. This
+            is the logQ correction (Yi et al., "Sampling-bias-corrected neural modeling for large corpus item recommendations",
+            RecSys 2019), which lowers the logit of a popular item. None: no correction.
         weight_B: factor on each query's loss, 1 on average over the log; None: 1.
 
-    `log_q_B` is for positives that may occur again among the columns. If these columns are masked, the positive occurs exactly
-    once, and None is unbiased (Khrylchenko et al., "Correcting the LogQ correction", RecSys 2025).
+    Pass `log_q_B` if the positive's item may be in several columns. If the other columns of the item are masked, the positive
+    occurs exactly once, and None is unbiased (Khrylchenko et al., "Correcting the LogQ correction", RecSys 2025).
 
     >>> score = {"positive_B": torch.zeros(1), "negative_BN": torch.zeros(1, 1), "masked_BN": None, "weight_B": None}
     >>> loss = softmax_loss(**score, temperature=1.0, log_q_B=None, log_q_N=None)
@@ -58,7 +58,7 @@ def softmax_loss(
     if log_q_N is not None:
         logits_BN -= log_q_N
     if masked_BN is not None:
-        logits_BN.masked_fill_(masked_BN, _MASKED)
+        logits_BN.masked_fill_(masked_BN, _MASKED_LOGIT)
     logit_B = positive_B.float() / temperature
     if log_q_B is not None:
         logit_B = logit_B - log_q_B
@@ -151,8 +151,8 @@ def distillation_loss(
     Args:
         student_BD, student_CD: trained vectors of the items; only their direction counts.
         teacher_BD, teacher_CD: pretrained vectors of the same items; any finite values for an item without one.
-        has_teacher_B, has_teacher_C: False if the item has no pretrained vector: it is left out, as a row or as a column.
-        same_item_BC: True if row and column are the same item; such a pair is left out. None: no such pair.
+        has_teacher_B, has_teacher_C: False if the item has no pretrained vector; the loss ignores its row or column.
+        same_item_BC: True if row and column are the same item; the loss ignores such a pair. None: no such pair.
         temperature: similarities are cosines / temperature, for student and teacher.
         min_norm: length below which a vector's gradient is limited, see `unit_vectors`.
 
@@ -176,8 +176,8 @@ def distillation_loss(
             teacher_BC = _log_similarity(teacher_BD, teacher_CD, ignored_BC, temperature=temperature, min_norm=min_norm)
         student_BC = _log_similarity(student_BD, student_CD, ignored_BC, temperature=temperature, min_norm=min_norm)
         divergence_B = kl_div(student_BC, teacher_BC, reduction="none", log_target=True).sum(dim=1)
-    compared_B = has_teacher_B & ~ignored_BC.all(dim=1)
-    return divergence_B.masked_fill(~compared_B, 0).mean()
+    has_loss_B = has_teacher_B & ~ignored_BC.all(dim=1)
+    return divergence_B.masked_fill(~has_loss_B, 0).mean()
 
 
 def l2_penalty(value_VD: Tensor, row_V: Tensor, *, max_rows: int, group: ProcessGroup | None) -> Tensor:
@@ -228,4 +228,4 @@ def _log_similarity(
 ) -> Tensor:
     """Return the log softmax of cosine / temperature over the columns that are not ignored."""
     unit_BD, unit_CD = (unit_vectors(vectors.float(), min_norm=min_norm) for vectors in (vector_BD, candidate_CD))
-    return log_softmax((unit_BD @ unit_CD.T / temperature).masked_fill(ignored_BC, _MASKED), dim=1)
+    return log_softmax((unit_BD @ unit_CD.T / temperature).masked_fill(ignored_BC, _MASKED_LOGIT), dim=1)

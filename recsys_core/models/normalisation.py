@@ -38,5 +38,5 @@ class _UnitVectors(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_BD: Tensor) -> tuple[Tensor, None]:
         unit_BD, norm_B1 = ctx.saved_tensors
-        along_B1 = (gradient_BD * unit_BD).sum(dim=1, keepdim=True)
-        return (gradient_BD - along_B1 * unit_BD) / norm_B1, None
+        radial_B1 = (gradient_BD * unit_BD).sum(dim=1, keepdim=True)
+        return (gradient_BD - radial_B1 * unit_BD) / norm_B1, None

@@ -34,14 +34,14 @@ class Columns:
     Attributes:
         vector_ND: candidate vectors.
         item_row_N: item rows.
-        own_B: column of each query's own positive; None if the positives are not columns.
-        num_positives: number of columns that are in-batch positives, over all gathered ranks.
-        num_negatives: number of columns that were drawn, over all gathered ranks.
+        positive_column_B: column of each query's own positive; None if the positives are not columns.
+        num_positives: number of columns that are in-batch positives, of all ranks whose candidates are columns.
+        num_negatives: number of columns that are drawn negatives, of the same ranks.
     """
 
     vector_ND: Tensor
     item_row_N: Tensor
-    own_B: Tensor | None
+    positive_column_B: Tensor | None
     num_positives: int
     num_negatives: int
 
@@ -82,7 +82,7 @@ class Objective(nn.Module):
 
     @property
     def temperature(self) -> Tensor | float:
-        """The divisor of the scores."""
+        """The temperature: logits are scores / temperature."""
         return self.fixed_temperature if self.log_temperature is None else self.log_temperature.exp()
 
     def forward(self, query_BD: Tensor, candidate_CD: Tensor, *, batch: Batch, teacher_CD: Tensor | None) -> Tensor:
@@ -97,7 +97,7 @@ class Objective(nn.Module):
         distillation = self.loss.distillation
         if distillation is None or teacher_CD is None:
             return loss
-        has_teacher_C, item_C, batch_size = teacher_CD.any(dim=1), batch.candidate_C, batch.batch_size
+        has_teacher_C, candidate_C, batch_size = teacher_CD.any(dim=1), batch.candidate_C, batch.batch_size
         return loss + distillation.weight * distillation_loss(
             candidate_CD[:batch_size],
             candidate_CD,
@@ -105,7 +105,7 @@ class Objective(nn.Module):
             teacher_CD=teacher_CD,
             has_teacher_B=has_teacher_C[:batch_size],
             has_teacher_C=has_teacher_C,
-            same_item_BC=item_C[:batch_size, None] == item_C[None, :],
+            same_item_BC=candidate_C[:batch_size, None] == candidate_C[None, :],
             temperature=distillation.temperature,
             min_norm=self.min_norm,
         )
@@ -116,7 +116,7 @@ class Objective(nn.Module):
         columns = self._columns(candidate_CD, item_row_C, batch_size=batch.batch_size)
         negative_BN = functional.linear(query_BD, columns.vector_ND)
         positive_B = _positive_scores(query_BD, candidate_CD[: batch.batch_size], precision=negative_BN.dtype)
-        masked_BN = self._masked(columns, item_row_B, batch=batch)
+        masked_BN = self._negative_mask(columns, item_row_B, batch=batch)
         loss, weight_B, temperature = self.loss, batch.weight, self.temperature
         if loss.kind == "cosine_contrastive":
             return cosine_contrastive_loss(
@@ -146,23 +146,23 @@ class Objective(nn.Module):
         if not self.loss.uses_in_batch_negatives:
             num_negatives = num_candidates - batch_size
             return Columns(candidate_CD[batch_size:], item_row_C[batch_size:], None, 0, num_negatives)
-        own_B = torch.arange(batch_size, device=item_row_C.device)
+        positive_column_B = torch.arange(batch_size, device=item_row_C.device)
         world_size = 1
         if self.loss.cross_rank_negatives and self.group is not None and self.group.size() > 1:
             world_size = self.group.size()
-            own_B = own_B + self.group.rank() * num_candidates
+            positive_column_B = positive_column_B + self.group.rank() * num_candidates
             candidate_CD, item_row_C = gather_candidates(candidate_CD, item_row_C, group=self.group)
         num_positives = world_size * batch_size
-        return Columns(candidate_CD, item_row_C, own_B, num_positives, len(item_row_C) - num_positives)
+        return Columns(candidate_CD, item_row_C, positive_column_B, num_positives, len(item_row_C) - num_positives)
 
-    def _masked(self, columns: Columns, item_row_B: Tensor, *, batch: Batch) -> Tensor | None:
+    def _negative_mask(self, columns: Columns, item_row_B: Tensor, *, batch: Batch) -> Tensor | None:
         """Return True for each candidate that must not count as a negative of the query."""
         if self.loss.mask_negatives == "none":
-            if columns.own_B is None:
+            if columns.positive_column_B is None:
                 return None
             device = columns.item_row_N.device
             masked_BN = torch.zeros(len(item_row_B), len(columns.item_row_N), dtype=torch.bool, device=device)
-            masked_BN.scatter_(1, columns.own_B[:, None], True)
+            masked_BN.scatter_(1, columns.positive_column_B[:, None], True)
             return masked_BN
         masked_BN = item_row_B[:, None] == columns.item_row_N[None, :]
         if self.loss.mask_negatives == "seen":
@@ -178,8 +178,8 @@ class Objective(nn.Module):
         if self.frequency is not None and self.training:
             self.frequency.update(self._positives_of_all_ranks(columns, item_row_B), self.steps)
             self.steps += 1
-        # With masked duplicates the positive occurs exactly once among the columns, however often it was drawn: correcting its
-        # logit would be wrong (Khrylchenko et al., "Correcting the LogQ correction", RecSys 2025).
+        # If other columns of the positive's item are masked, the positive occurs exactly once, and a correction of its logit
+        # would be wrong (Khrylchenko et al., "Correcting the LogQ correction", RecSys 2025).
         log_q_B = self._log_expected_count(item_row_B, columns) if self.loss.mask_negatives == "none" else None
         return log_q_B, self._log_expected_count(columns.item_row_N, columns)
 

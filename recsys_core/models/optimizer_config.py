@@ -44,8 +44,8 @@ class TableOptimizer(Schedule):
 
     kind: TableOptimizerKind = Field(
         "rowwise_adagrad",
-        description="rowwise_adagrad: one step size per row; adagrad: one per number; sgd; adam and partial_rowwise_adam: "
-        "GPUs only",
+        description="rowwise_adagrad: one step size per row; adagrad: one step size per value; sgd; adam and "
+        "partial_rowwise_adam: GPUs only",
     )
     learning_rate: float = Field(0.05, gt=0, le=MAX_LEARNING_RATE, description="learning rate after the warm-up")
     weight_decay: float = Field(
@@ -59,7 +59,7 @@ class TableOptimizer(Schedule):
         None,
         gt=0,
         le=1e9,
-        description="largest absolute value of a number in the gradient of one row; empty: no clipping",
+        description="bound on the absolute value of each gradient value of a row; empty: no clipping",
     )
 
 

@@ -72,7 +72,7 @@ class StreamingFrequency(nn.Module):
 
     - Gaps are measured in positives, not in steps, so that 1 / gap is a share for any batch size.
     - An item with c occurrences in a batch counts c times, with equal gaps since its last batch. Otherwise the estimate of an
-      item in every batch could not exceed one occurrence per step.
+      item that is in every batch could not exceed a share of one occurrence per step.
     - The first gaps are averaged with equal weights, so that the estimate does not start from an arbitrary gap.
 
     An item that never occurred has the share 1 / num_items. With several ranks, every rank must pass the same rows in the same
@@ -93,7 +93,7 @@ class StreamingFrequency(nn.Module):
 
     def __init__(self, num_items: int, *, rate: float) -> None:
         super().__init__()
-        self._log_keep = math.log1p(-rate)
+        self._log_decay = math.log1p(-rate)
         self.last_step_I: Tensor
         self.gap_I: Tensor
         self.weight_I: Tensor
@@ -114,7 +114,7 @@ class StreamingFrequency(nn.Module):
         sorted_B = item_row_B.sort().values
         count_B = torch.searchsorted(sorted_B, item_row_B, right=True) - torch.searchsorted(sorted_B, item_row_B)
         gap_B = (step - self.last_step_I[item_row_B]) * len(item_row_B) / count_B
-        new_weight_B = -torch.expm1(self._log_keep * count_B)  # weight of c occurrences together: 1 - (1 - rate)^c
+        new_weight_B = -torch.expm1(self._log_decay * count_B)  # weight of c occurrences together: 1 - (1 - rate)^c
         weight_B = self.weight_I[item_row_B] * (1 - new_weight_B) + new_weight_B
         # An item that occurs twice in the batch is written twice, with the same value.
         self.gap_I[item_row_B] = torch.lerp(self.gap_I[item_row_B], gap_B, new_weight_B / weight_B)
@@ -129,8 +129,8 @@ class StreamingFrequency(nn.Module):
 def seen_columns(history_row_H: Tensor, history_offset: Tensor, candidate_row_C: Tensor) -> tuple[Tensor, Tensor]:
     """Return the (query, candidate) pairs where the candidate is in the query's history.
 
-    The function sorts the candidates and finds each history entry by binary search, without a [B, C, H] comparison. It
-    synchronises with the accelerator once, for the number of pairs.
+    The candidates are sorted, and each history entry is looked up by binary search: a comparison of all pairs would need a
+    tensor of C * H values. The function synchronises with the accelerator once, to read the number of pairs.
 
     Args:
         history_row_H: item row of each history entry.
@@ -139,19 +139,19 @@ def seen_columns(history_row_H: Tensor, history_offset: Tensor, candidate_row_C:
 
     Returns:
         Two int64 tensors with the query index and the candidate index of each pair, in the order of the histories. An item
-        that is twice in a history gives its pairs twice.
+        that is twice in a history yields each pair twice.
 
     >>> seen_columns(torch.tensor([7, 5, 9]), torch.tensor([0, 2, 3]), torch.tensor([5, 9, 5]))
     (tensor([0, 0, 1]), tensor([0, 2, 1]))
     """
     device = history_row_H.device
-    sorted_C, candidate_C = candidate_row_C.sort(stable=True)
-    first_H = torch.searchsorted(sorted_C, history_row_H)
-    num_matches_H = torch.searchsorted(sorted_C, history_row_H, right=True) - first_H
+    sorted_row_C, sorted_to_candidate_C = candidate_row_C.sort(stable=True)
+    first_H = torch.searchsorted(sorted_row_C, history_row_H)
+    num_matches_H = torch.searchsorted(sorted_row_C, history_row_H, right=True) - first_H
     num_queries = len(history_offset) - 1
     query_H = torch.arange(num_queries, device=device).repeat_interleave(history_offset.diff(), output_size=len(history_row_H))
-    # One element per pair: the history entry, and the candidate's position among the sorted candidates.
-    entry = torch.arange(len(history_row_H), device=device).repeat_interleave(num_matches_H)
+    # One element per pair: the index of the history entry, and the candidate's position among the sorted candidates.
+    entry_index = torch.arange(len(history_row_H), device=device).repeat_interleave(num_matches_H)
     num_pairs_before_H = num_matches_H.cumsum(dim=0) - num_matches_H
-    sorted_position = (first_H - num_pairs_before_H)[entry] + torch.arange(len(entry), device=device)
-    return query_H[entry], candidate_C[sorted_position]
+    sorted_position = (first_H - num_pairs_before_H)[entry_index] + torch.arange(len(entry_index), device=device)
+    return query_H[entry_index], sorted_to_candidate_C[sorted_position]

@@ -45,7 +45,7 @@ class TableSpec(Frozen):
 
     @property
     def unpooled(self) -> bool:
-        """Whether lookups return single rows (all such tables share one exchange between ranks), not pooled vectors."""
+        """Whether a lookup returns single rows, not pooled vectors; all unpooled tables share one exchange between ranks."""
         return self.side == "item" or (self.feature == "user" and self.settings.lookup != "pooled")
 
     @property
@@ -59,7 +59,7 @@ class TableSpec(Frozen):
     def collection(self) -> str:
         """Name of the TorchRec collection that holds the table.
 
-        Unpooled tables of another width are in another collection: an EmbeddingCollection has one width only.
+        Unpooled tables of different widths are in different collections: an EmbeddingCollection has only one width.
         """
         width = f"_{self.dim}" if self.unpooled else ""
         return f"{self.batch_key}{width}{'_frozen' if self.frozen else ''}"
@@ -119,7 +119,7 @@ class ModelSpec(Frozen):
 
         Args:
             facts: ingested features, by <side>.<name>.
-            vector_dims: width of the pretrained vectors, by table that has some.
+            vector_dims: width of the pretrained vectors, by table; tables without vectors are not listed.
             tables: settings by table.
             distils: whether the loss has a distillation term.
         """
@@ -168,10 +168,10 @@ class ModelSpec(Frozen):
         return [key for key in self.forms if self.tables[key].side == side]
 
     def knows(self, *, history_length_B: NDArray[np.int64], user_row_B: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return whether the model has any input about the user of each query, bool [B].
+        """Return whether the model has an input about the user of each query, bool [B].
 
-        A user is known with a history that the model reads, or with a row in a table that is looked up by user. Other users
-        are served and evaluated by popularity.
+        A user is known if the user has a history and the model reads histories, or if the user has a row and the model has an
+        embedding or feature of users. Unknown users get the most popular items.
 
         Args:
             history_length_B: number of items in the user's history.
@@ -184,12 +184,12 @@ class ModelSpec(Frozen):
 
     @property
     def row_norm(self) -> float:
-        """Expected length of a random item row; `unit_vectors` limits the gradient of shorter vectors."""
+        """Expected length of a random row of table item; `unit_vectors` limits the gradients of shorter vectors."""
         return random_norm(self.tables["item"].settings.init_std, self.config.embedding_dim)
 
     @property
     def history_std(self) -> float:
-        """Standard deviation of the numbers in a random item's vector in a history."""
+        """Standard deviation of the values of an item's vector in a history, at the start of training."""
         if self.config.history.item_representation == "candidate_tower" and self.config.similarity == "cosine":
             return 1 / math.sqrt(self.config.history_dim)
         return self.tables["item"].settings.init_std
@@ -200,10 +200,10 @@ class ModelSpec(Frozen):
         return self.tables["user"].batch_key if self.config.user_id else None
 
     def output_name(self, table: str) -> str:
-        """Return the name of the table's output. TorchRec appends the table's name if a feature is looked up in several."""
+        """Return the name of the table's output. TorchRec appends the table's name if several tables have the same feature."""
         spec = self.tables[table]
-        sharing = [t for t in self.tables.values() if t.collection == spec.collection and t.feature == spec.feature]
-        return spec.feature if len(sharing) == 1 else f"{spec.feature}@{module_name(table)}"
+        same_feature = [t for t in self.tables.values() if t.collection == spec.collection and t.feature == spec.feature]
+        return spec.feature if len(same_feature) == 1 else f"{spec.feature}@{module_name(table)}"
 
 
 def module_name(table: str) -> str:

@@ -38,10 +38,10 @@ def check_distillation(tables_with_vectors: Collection[str]) -> None:
 def check_width(vector_dim: int, table_dim: int, *, table: str) -> None:
     """Raise InputError if the pretrained vectors of a table have another width than the table."""
     if vector_dim != table_dim:
-        or_project = f", or embeddings.pca_dim to {table_dim}" if vector_dim > table_dim else ""
+        pca_advice = f", or embeddings.pca_dim to {table_dim}" if vector_dim > table_dim else ""
         raise InputError(
             f"embeddings: the vectors of table {table!r} have {vector_dim} numbers, but the table has {table_dim}; set "
-            f"tables.{table}.dim to {vector_dim} (a learned layer then projects it to model.embedding_dim){or_project}"
+            f"tables.{table}.dim to {vector_dim} (a learned layer then projects it to model.embedding_dim){pca_advice}"
         )
 
 

@@ -17,14 +17,16 @@ TEACHER_TABLE = "item_teacher"
 
 
 def random_norm(std: float, dim: int) -> float:
-    """Return the expected length of a row of `dim` normal numbers with standard deviation `std`."""
+    """Return the expected length of a vector of `dim` values from N(0, std)."""
     return std * math.sqrt(dim)
 
 
 class Unfreeze(Settings):
     """One step of the schedule of transfer `gradual`."""
 
-    epoch: int = Field(ge=1, le=10_000, description="epoch from whose start the share is trained; 1 is the first epoch")
+    epoch: int = Field(
+        ge=1, le=10_000, description="first epoch that trains the share of rows; 1 is the first epoch of the run"
+    )
     share: float = Field(ge=0, le=1, description="share of the table's rows to train; rows with the most training events first")
 
 
@@ -59,8 +61,9 @@ class TableConfig(Settings):
     optimizer: TableOptimizer | None = Field(None, description="optimizer of this table; empty: training.table_optimizer")
     lookup: Literal["unpooled", "pooled"] | None = Field(
         None,
-        description="table user: unpooled (the default): rows are exchanged between ranks together with the item rows; pooled: "
-        "together with the queries' features, which allows table_row_wise, table_column_wise and grid_shard",
+        description="lookup of user embeddings, for table user: unpooled (the default): in one exchange between ranks with the "
+        "item embeddings; pooled: in one exchange with the query features, which allows table_row_wise, table_column_wise and "
+        "grid_shard",
     )
     pooling: Literal["mean", "sum"] = Field(
         "mean", description="list features: how the embeddings of a list's values become one vector"

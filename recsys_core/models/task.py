@@ -24,11 +24,11 @@ TABLES_PATH = "embedding_tables"
 class RetrievalHead(nn.Module):
     """The dense part of the model: everything after the embedding lookups.
 
-    It is a module of its own because the train pipeline traces the module that encloses the embedding tables.
+    It is a separate module because the train pipeline traces the code of the module that holds the embedding tables.
 
     Args:
         item_count_I: number of training events per item.
-        popularity_rank: by table with transfer `gradual`, the rank of each row by training events; 0 has the most.
+        popularity_rank: by table with transfer `gradual`: each row's rank by training events; rank 0 has the most.
         weight_decay: strength of the L2 penalty, by table; see `l2_penalty`.
         group: process group of the ranks that train together; None for a single process.
     """
@@ -50,8 +50,10 @@ class RetrievalHead(nn.Module):
         self.item = CandidateTower(spec)
         self.objective = Objective(spec, loss=loss, item_count_I=item_count_I, group=group)
         self.num_trained_rows = dict.fromkeys(popularity_rank, 0)
-        for table, rank_R in popularity_rank.items():
-            self.register_buffer(f"{table}_popularity_rank", torch.from_numpy(rank_R.astype(np.int32)), persistent=False)
+        for table, popularity_rank_R in popularity_rank.items():
+            self.register_buffer(
+                f"{table}_popularity_rank", torch.from_numpy(popularity_rank_R.astype(np.int32)), persistent=False
+            )
         self.weight_decay = dict(weight_decay)
         self.bf16 = False
 
@@ -114,7 +116,7 @@ class RetrievalHead(nn.Module):
     def _mask_frozen_gradients(self, table: str, value_VD: Tensor, *, row_V: Tensor) -> Tensor:
         """Detach the rows of a gradual table that are still frozen.
 
-        Every optimizer that a table may have leaves a row with a zero gradient bit-identical.
+        Every optimizer that a table can use leaves a row with a zero gradient bit-identical.
         """
         num_trained_rows = self.num_trained_rows.get(table)
         if num_trained_rows is None or not self.training:
@@ -153,8 +155,8 @@ class RetrievalTask(nn.Module):
         """Return the vectors of the batch's V distinct items in histories [V, D], and their candidate vectors [V, D]."""
         item_VD, features, _ = self.head.items(self._look_up(batch, self._item_collections), batch)
         candidate_VD = self.head.item(item_VD, features=features)
-        from_tower = self.head.spec.config.history.item_representation == "candidate_tower"
-        return (candidate_VD if from_tower else item_VD), candidate_VD
+        histories_use_tower = self.head.spec.config.history.item_representation == "candidate_tower"
+        return (candidate_VD if histories_use_tower else item_VD), candidate_VD
 
     def encode_queries(self, batch: Batch) -> Tensor:
         """Return query vectors [B, D] of a batch without candidates."""

@@ -68,7 +68,7 @@ def _make_layers(input_dim: int, layers: Sequence[int], *, config: TowerConfig) 
 
 
 class QueryTower(nn.Module):
-    """All dense modules of a query, and nothing else: the part of the model that is served."""
+    """The query tower: pooling of the history, and the layers. It is the only dense part of the model that is served."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class QueryTower(nn.Module):
 
 
 class CandidateTower(nn.Module):
-    """All dense modules of an item: its embedding (trained, frozen, or frozen plus a learned offset) and its vector."""
+    """The candidate tower: projection of the item embedding to `embedding_dim`, learned offsets, and the layers."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class CandidateTower(nn.Module):
             return item_VD
         offset_VD = tables[OFFSET_TABLE]
         if self.training and self.id_dropout:
-            # Drop whole rows, without rescaling: the towers have to work for items without an offset.
+            # Drop whole rows, without rescaling: the towers must also work for items without an offset.
             offset_VD = offset_VD * (torch.rand(len(offset_VD), 1, device=offset_VD.device) >= self.id_dropout)
         return item_VD + offset_VD
 

@@ -61,29 +61,29 @@ class RangeConfig(Settings):
             return self.choices
         assert self.low is not None and self.high is not None
         is_integer = isinstance(self.low, int)
-        second = (self.low + (self.step or 1),) if is_integer or self.step else ()
-        return tuple(dict.fromkeys((self.low, *(value for value in second if value <= self.high), self.high)))
+        second_value = (self.low + (self.step or 1),) if is_integer or self.step else ()
+        return tuple(dict.fromkeys((self.low, *(value for value in second_value if value <= self.high), self.high)))
 
     def in_setting_type(self, parsed: Mapping[str, Any]) -> Self:
         """Return the range in the type of its setting; raise ValueError if the setting does not take numbers.
 
         Args:
-            parsed: value of the setting in a valid config, by label of the probe.
+            parsed: value of the setting after validation of the config, by label of the probe.
 
         >>> RangeConfig(low=0, high=1).in_setting_type({"0": 0.0, "1": 1.0}).low
         0.0
         """
         if self.choices is not None:
-            # A group of settings stays as it is written: the parsed group would hold the defaults of all its settings.
+            # A group of settings is not replaced: the parsed group also holds defaults of settings that the user left out.
             choices = [choice if isinstance(choice, dict) else parsed.get(label_of(choice), choice) for choice in self.choices]
             return self.model_copy(update={"choices": tuple(choices)})
-        kind = type(next(iter(parsed.values())))
-        if kind not in (int, float):
+        number_type = type(next(iter(parsed.values())))
+        if number_type not in (int, float):
             raise ValueError("the setting is not a number; set {choices: [...]}")
-        if kind is int and self.step is not None and self.step != int(self.step):
+        if number_type is int and self.step is not None and self.step != int(self.step):
             raise ValueError(f"step is {self.step:g}, but the setting takes whole numbers; set step to a whole number")
         bounds = {"low": self.low, "high": self.high, "step": self.step}
-        return self.model_copy(update={name: None if bound is None else kind(bound) for name, bound in bounds.items()})
+        return self.model_copy(update={name: None if bound is None else number_type(bound) for name, bound in bounds.items()})
 
 
 def label_of(value: Any) -> str:

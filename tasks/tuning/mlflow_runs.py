@@ -46,7 +46,7 @@ def _log_trials(client: MlflowClient, parent_id: str, study: Study) -> None:
     experiment_id = client.get_run(parent_id).info.experiment_id
     query = f"tags.`{MLFLOW_PARENT_RUN_ID}` = '{parent_id}'"
     nested_runs = client.search_runs([experiment_id], query, ViewType.ACTIVE_ONLY, max_results=_MAX_TRIALS)
-    info_by_trial = {nested.data.tags[TRIAL_TAG]: nested.info for nested in nested_runs}
+    info_by_trial = {run.data.tags[TRIAL_TAG]: run.info for run in nested_runs}
     for trial in study.finished_trials:
         info = info_by_trial.get(str(trial.number))
         if info is not None and info.status != RunStatus.to_string(RunStatus.RUNNING):

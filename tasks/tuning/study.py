@@ -105,23 +105,23 @@ class Study:
     @property
     def finished_trials(self) -> list[FinishedTrial]:
         """The finished trials by number."""
-        return [self._finished(trial) for trial in self._study.get_trials(deepcopy=False, states=tuple(STATES.values()))]
+        return [self._finished_trial(trial) for trial in self._study.get_trials(deepcopy=False, states=tuple(STATES.values()))]
 
     @property
     def best_trial(self) -> FinishedTrial | None:
-        """The complete trial with the highest metric; the first of several equal ones; None if no trial is complete."""
+        """The complete trial with the highest metric; the first of equal trials; None if no trial is complete."""
         return next((trial for trial in best_first(self.finished_trials) if trial.ending == "complete"), None)
 
     def start_trial(self) -> RunningTrial:
         """Resume the trial that was interrupted, or start a new one."""
-        interrupted = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        number = interrupted[0].number if interrupted else len(self._study.get_trials(deepcopy=False))
+        interrupted_trials = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        number = interrupted_trials[0].number if interrupted_trials else len(self._study.get_trials(deepcopy=False))
         self._study.sampler = optuna.samplers.TPESampler(seed=trial_seed(self._config.seed, trial=number))
-        trial = optuna.Trial(self._study, interrupted[0]._trial_id) if interrupted else self._study.ask()
+        trial = optuna.Trial(self._study, interrupted_trials[0]._trial_id) if interrupted_trials else self._study.ask()
         return RunningTrial(
             settings={name: _suggest(trial, name, value_range) for name, value_range in self._config.ranges.items()},
             optuna_trial=trial,
-            reported_epochs=frozenset(interrupted[0].intermediate_values if interrupted else ()),
+            reported_epochs=frozenset(interrupted_trials[0].intermediate_values if interrupted_trials else ()),
         )
 
     def finish_trial(self, trial: RunningTrial, result: TrialResult) -> None:
@@ -147,7 +147,7 @@ class Study:
         plots.legend_above(axes)
         plots.save_png(figure, self.history_file)
 
-    def _finished(self, trial: FrozenTrial) -> FinishedTrial:
+    def _finished_trial(self, trial: FrozenTrial) -> FinishedTrial:
         settings = {name: _choice(self._config.ranges[name], value) for name, value in trial.params.items()}
         return FinishedTrial(
             number=trial.number, settings=settings, epochs=trial.intermediate_values, **trial.user_attrs["result"]
@@ -155,12 +155,12 @@ class Study:
 
 
 def best_first(trials: Sequence[FinishedTrial]) -> list[FinishedTrial]:
-    """Sort: complete trials by falling metric, then pruned trials, then failed trials."""
+    """Return complete trials in descending order of the metric, then pruned trials, then failed trials."""
     return sorted(trials, key=lambda trial: ([*STATES].index(trial.ending), -(trial.value or 0.0), trial.number))
 
 
 def _suggest(trial: optuna.Trial, name: str, value_range: RangeConfig) -> Any:
-    """Return the value of the setting `name` in `trial`, drawn if the trial has none yet."""
+    """Return the value of the setting `name` in `trial`; draw it if the trial does not have one yet."""
     if value_range.choices is not None:  # by label: Optuna cannot store a list
         return _choice(value_range, trial.suggest_categorical(name, [*map(label_of, value_range.choices)]))
     assert value_range.low is not None and value_range.high is not None
@@ -172,5 +172,5 @@ def _suggest(trial: optuna.Trial, name: str, value_range: RangeConfig) -> Any:
 
 
 def _choice(value_range: RangeConfig, value: Any) -> Any:
-    """Return the choice whose label is `value`; a number of a range without choices as it is."""
+    """Return the choice with the label `value`, or `value` itself if the range has no choices."""
     return value if value_range.choices is None else {label_of(choice): choice for choice in value_range.choices}[value]

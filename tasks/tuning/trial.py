@@ -23,7 +23,7 @@ class OnProgress(Protocol):
 
 
 class Train(Protocol):
-    """Trains with the trial's settings: recsys_core.training.train with all arguments but one."""
+    """Trains with the trial's settings: recsys_core.training.train with all arguments except on_progress."""
 
     def __call__(self, *, on_progress: OnProgress) -> TrainManifest: ...
 
@@ -74,12 +74,12 @@ def run_trial(trial: RunningTrial, train: Train, *, metric: str, folder: Path, l
 
 def _keep_metrics(folder: Path) -> None:
     """Move metrics.jsonl out of the training's folders and remove everything else except the logs."""
-    train, work = folder / "train", folder / "train.work"
-    for source in (train, work):
-        if (source / METRICS_NAME).is_file():
-            (source / METRICS_NAME).replace(folder / METRICS_NAME)
-    shutil.rmtree(train, ignore_errors=True)
-    for path in work.glob("*"):
+    train_folder, work_folder = folder / "train", folder / "train.work"
+    for source_folder in (train_folder, work_folder):
+        if (source_folder / METRICS_NAME).is_file():
+            (source_folder / METRICS_NAME).replace(folder / METRICS_NAME)
+    shutil.rmtree(train_folder, ignore_errors=True)
+    for path in work_folder.glob("*"):
         if path.is_dir() and path.name != "logs":
             shutil.rmtree(path)
         elif path.is_file():

@@ -44,8 +44,8 @@ def test_a_tower_with_a_skip_connection_has_to_end_in_embedding_dim(tower: str) 
     assert towers(**ends).output_dim == 12
     ends[tower] = {"layers": (16, 12), "skip_connection": True}
     with raises_message(
-        f"{tower}.skip_connection adds 8 numbers (embedding_dim) to the 12 of the last layer; end {tower}.layers in 8, "
-        "or set skip_connection to false"
+        f"{tower}.skip_connection adds features of width 8 (embedding_dim) to the last layer, which has width 12; "
+        f"end {tower}.layers in 8, or set skip_connection to false"
     ):
         towers(**ends)
     assert towers(**{name: {"layers": (16, 8), "skip_connection": True} for name in ends}).output_dim == 8

@@ -1,4 +1,4 @@
-"""The champion whose model a run starts from."""
+"""The champion whose model a warm start continues to train."""
 
 import json
 from pathlib import Path
@@ -16,11 +16,11 @@ def starting_champion(model_name: str, *, run: Run) -> Champion | None:
     """Return the champion of `model_name` with the stages of its run; None if the run must train from scratch.
 
     The champion's run id is saved in the run's folder: a resumed run starts from the same model, even if another version
-    became champion since.
+    has become champion in the meantime.
     """
-    choice_file = run.folder / CHAMPION_FILE_NAME
-    if choice_file.is_file():
-        run_id = json.loads(choice_file.read_bytes())["run_id"]
+    champion_file = run.folder / CHAMPION_FILE_NAME
+    if champion_file.is_file():
+        run_id = json.loads(champion_file.read_bytes())["run_id"]
     else:
         version = call_or_warn(
             lambda client: champion_of(client, model_name),
@@ -28,7 +28,7 @@ def starting_champion(model_name: str, *, run: Run) -> Champion | None:
             warning="could not read the champion from MLflow",
         )
         run_id = None if version is None else version.tags.get(RUN_ID_TAG)
-        _write(choice_file, {"run_id": run_id})
+        _write(champion_file, {"run_id": run_id})
     if run_id is None:
         LOG.info("full training: %s has no champion yet, or had none when this run began", model_name)
         return None

@@ -53,7 +53,7 @@ class Verdict:
         promoted: whether the new version becomes champion.
         reason: the comparison in one sentence.
         metrics: metrics of all compared versions, as <served | champion | former_champion | popularity>/<metric>.
-        alarm: why the champion was replaced without a comparison; None if it loads.
+        alarm: error of a champion that does not load, and the version that replaces it; None if the champion loads.
         reinstated: the former champion that becomes champion again, if any.
     """
 
@@ -66,21 +66,21 @@ class Verdict:
 
 @dataclass(frozen=True)
 class _Gate:
-    """The new version, the users that all versions are measured on, and the metrics measured so far by version number."""
+    """The new version, the users that all versions are measured on, and metrics by version number."""
 
     version: ModelVersion
     config: RegistryConfig
     client: MlflowClient
     sample: ServedSample
     evaluation: EvaluationManifest
-    measured: dict[str, dict[str, float]] = field(default_factory=dict)
+    metrics_by_version: dict[str, dict[str, float]] = field(default_factory=dict)
 
-    def mlflow(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def retry(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Return call(*args, **kwargs), retried while MLflow is temporarily unavailable."""
         return call_with_retries(partial(call, *args, **kwargs), uri=self.client.tracking_uri)
 
     def set_tag(self, version: ModelVersion, name: str, value: str) -> None:
-        self.mlflow(self.client.set_model_version_tag, version.name, version.version, name, value)
+        self.retry(self.client.set_model_version_tag, version.name, version.version, name, value)
 
 
 def pass_gate(
@@ -104,7 +104,7 @@ def pass_gate(
     gate = _Gate(version, config, client, sample, evaluation)
     verdict = _compare_and_promote(gate, _smoke_test(gate))
     assert version.run_id is not None  # version_for creates every version from an MLflow run
-    gate.mlflow(log_metrics, client, version.run_id, as_metrics(verdict.metrics))
+    gate.retry(log_metrics, client, version.run_id, as_metrics(verdict.metrics))
     facts = {
         "model_name": version.name,
         "version": str(version.version),
@@ -135,15 +135,15 @@ def _smoke_test(gate: _Gate) -> dict[str, float]:
     return {f"served/{name}": value for name, value in served_metrics(answers, sample=gate.sample).items()}
 
 
-def _compare_and_promote(gate: _Gate, served: dict[str, float]) -> Verdict:
+def _compare_and_promote(gate: _Gate, new_metrics: dict[str, float]) -> Verdict:
     """Compare the new version with the champion and set the aliases.
 
-    If another run promoted its version meanwhile, compare again, with the new champion.
+    If another run promotes its version during the comparison, repeat the comparison with the new champion.
     """
     version, client = gate.version, gate.client
     while True:
-        champion = gate.mlflow(champion_of, client, version.name)
-        verdict = _compare(gate, served, champion=champion)
+        champion = gate.retry(champion_of, client, version.name)
+        verdict = _compare(gate, new_metrics, champion=champion)
         gate.set_tag(version, METRICS_TAG, json.dumps(verdict.metrics))
         gate.set_tag(version, REASONS_TAG, verdict.reason)
         if verdict.alarm is not None:
@@ -153,11 +153,11 @@ def _compare_and_promote(gate: _Gate, served: dict[str, float]) -> Verdict:
             break
         # A champion that does not load cannot serve as a former champion later.
         move = partial(move_champion, expected_champion=champion, mark_as_former=verdict.alarm is None, turn_version=version)
-        if gate.mlflow(move, client, winner):
+        if gate.retry(move, client, winner):
             break
         LOG.info("%s: another version became champion; version %s is compared with it", version.name, version.version)
     if not verdict.promoted:
-        gate.mlflow(client.set_registered_model_alias, version.name, "challenger", version.version)
+        gate.retry(client.set_registered_model_alias, version.name, "challenger", version.version)
     if verdict.alarm is not None:
         LOG.error("%s: %s", version.name, verdict.alarm)
         if winner is None:
@@ -165,48 +165,48 @@ def _compare_and_promote(gate: _Gate, served: dict[str, float]) -> Verdict:
     return verdict
 
 
-def _compare(gate: _Gate, served: dict[str, float], *, champion: ModelVersion | None) -> Verdict:
-    """Compare the new version, whose metrics are `served`, with the champion."""
+def _compare(gate: _Gate, new_metrics: dict[str, float], *, champion: ModelVersion | None) -> Verdict:
+    """Compare the new version, whose metrics are `new_metrics`, with the champion."""
     version = gate.version
     if champion is None:
-        return Verdict(True, "there was no champion", served)
+        return Verdict(True, "there was no champion", new_metrics)
     if str(champion.version) == str(version.version):
         # The run was interrupted after the promotion and resumed: repeat the first verdict.
-        tags = gate.mlflow(gate.client.get_model_version, version.name, version.version).tags
+        tags = gate.retry(gate.client.get_model_version, version.name, version.version).tags
         return Verdict(True, tags[REASONS_TAG], json.loads(tags[METRICS_TAG]), tags.get(ALARM_TAG))
     try:
-        metrics = served | _measure(gate, champion, name="champion")
+        metrics = new_metrics | _measure(gate, champion, name="champion")
     except UnusableVersionError as error:
-        broken = f"the champion, version {champion.version}, does not load ({error})"
-        return _compare_with_former_champion(gate, served, broken=broken) or _compare_with_popularity(
-            gate, served, broken=broken
+        champion_error = f"the champion, version {champion.version}, does not load ({error})"
+        return _compare_with_former_champion(gate, new_metrics, champion_error=champion_error) or _compare_with_popularity(
+            gate, new_metrics, champion_error=champion_error
         )
     return judge(metrics, config=gate.config, baseline="champion", label=f"version {champion.version}")
 
 
-def _compare_with_former_champion(gate: _Gate, served: dict[str, float], *, broken: str) -> Verdict | None:
-    """Compare with the last former champion that loads; return None if none loads. The winner becomes champion."""
-    for former in gate.mlflow(former_champions, gate.client, gate.version.name)[:MAX_FORMER_CHAMPIONS]:
+def _compare_with_former_champion(gate: _Gate, new_metrics: dict[str, float], *, champion_error: str) -> Verdict | None:
+    """Compare with the last former champion that loads; return None if none of them loads. One of the two becomes champion."""
+    for former in gate.retry(former_champions, gate.client, gate.version.name)[:MAX_FORMER_CHAMPIONS]:
         try:
-            metrics = served | _measure(gate, former, name="former_champion")
+            metrics = new_metrics | _measure(gate, former, name="former_champion")
         except UnusableVersionError:
             continue
         verdict = judge(metrics, config=gate.config, baseline="former_champion", label=f"version {former.version}")
         winner = gate.version if verdict.promoted else former
-        alarm = f"{broken}; version {winner.version} is champion instead"
+        alarm = f"{champion_error}; version {winner.version} is champion instead"
         return replace(verdict, alarm=alarm, reinstated=None if verdict.promoted else former)
     return None
 
 
-def _compare_with_popularity(gate: _Gate, served: dict[str, float], *, broken: str) -> Verdict:
+def _compare_with_popularity(gate: _Gate, new_metrics: dict[str, float], *, champion_error: str) -> Verdict:
     """Compare with popularity, the baseline of last resort: a version that is worse than popularity is not promoted."""
     popular_item_I = np.load(gate.evaluation.path("popularity.npy")).astype(np.int64)
     answers = recommend_popular(gate.sample, popular_item_I=popular_item_I)
     metrics = {f"popularity/{name}": value for name, value in served_metrics(answers, sample=gate.sample).items()}
-    exact = gate.config.model_copy(update={"max_relative_drop": 0.0})
-    verdict = judge(served | metrics, config=exact, baseline="popularity", label="popularity")
+    strict_config = gate.config.model_copy(update={"max_relative_drop": 0.0})
+    verdict = judge(new_metrics | metrics, config=strict_config, baseline="popularity", label="popularity")
     result = f"version {gate.version.version} is champion instead" if verdict.promoted else "no other version can be champion"
-    return replace(verdict, alarm=f"{broken}; {result}")
+    return replace(verdict, alarm=f"{champion_error}; {result}")
 
 
 def judge(metrics: dict[str, float], *, config: RegistryConfig, baseline: str, label: str) -> Verdict:
@@ -220,10 +220,12 @@ def judge(metrics: dict[str, float], *, config: RegistryConfig, baseline: str, l
     'recall@20 is 0.2000, less than 0.98 of the 0.2500 of version 3'
     """
     share = 1 - config.max_relative_drop
-    new, old = metrics[f"served/{config.metric}"], metrics[f"{baseline}/{config.metric}"]
-    promoted = new >= old * share
+    new_value, baseline_value = metrics[f"served/{config.metric}"], metrics[f"{baseline}/{config.metric}"]
+    promoted = new_value >= baseline_value * share
     relation = "at least" if promoted else "less than"
-    return Verdict(promoted, f"{config.metric} is {new:.4f}, {relation} {share:g} of the {old:.4f} of {label}", metrics)
+    return Verdict(
+        promoted, f"{config.metric} is {new_value:.4f}, {relation} {share:g} of the {baseline_value:.4f} of {label}", metrics
+    )
 
 
 def _measure(gate: _Gate, version: ModelVersion, *, name: str) -> dict[str, float]:
@@ -232,29 +234,29 @@ def _measure(gate: _Gate, version: ModelVersion, *, name: str) -> dict[str, floa
     A version that does not load is tagged and raises UnusableVersionError; the tag is removed once the version loads again.
     """
     number = str(version.version)
-    if number not in gate.measured:
+    if number not in gate.metrics_by_version:
         try:
             answers = _predict_existing(gate, version)
         except UnusableVersionError as error:
             gate.set_tag(version, BROKEN_TAG, str(error)[:_MAX_TAG_LENGTH])
             raise
         if BROKEN_TAG in version.tags:
-            gate.mlflow(gate.client.delete_model_version_tag, version.name, version.version, BROKEN_TAG)
-        gate.measured[number] = served_metrics(answers, sample=gate.sample)
-    return {f"{name}/{metric}": value for metric, value in gate.measured[number].items()}
+            gate.retry(gate.client.delete_model_version_tag, version.name, version.version, BROKEN_TAG)
+        gate.metrics_by_version[number] = served_metrics(answers, sample=gate.sample)
+    return {f"{name}/{metric}": value for metric, value in gate.metrics_by_version[number].items()}
 
 
 def _predict_existing(gate: _Gate, version: ModelVersion) -> pa.ListArray:
-    """Return the recommendations of a version of an earlier run; UnusableVersionError if its files are gone."""
+    """Return the recommendations of a version of an earlier run; raise UnusableVersionError if its files do not exist."""
     try:
         return _predict(gate, version)
     except NotFetchedError as error:
-        _predict(gate, gate.version)  # raises if MLflow itself is down; then the version is not to blame
+        _predict(gate, gate.version)  # raises if MLflow does not work, which is no fault of `version`
         raise UnusableVersionError(str(error)) from None
 
 
 def _predict(gate: _Gate, version: ModelVersion) -> pa.ListArray:
-    return gate.mlflow(
+    return gate.retry(
         predict_in_subprocess,
         gate.sample,
         model_uri=f"models:/{version.name}/{version.version}",

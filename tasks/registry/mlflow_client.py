@@ -28,10 +28,10 @@ RUN_ID_TAG = "nightjar.run_id"
 ANSWER_TIMEOUT_S = 15.0
 """Deadline of a call whose result is optional, or for which a user waits."""
 RETRY_TIMEOUT_S = 120.0
-"""A registration retries a failed call for this long."""
+"""Time for which a registration retries a failed call."""
 _MAX_MESSAGE_LENGTH = 300
-_TRANSIENT = ("DEADLINE_EXCEEDED", "INTERNAL_ERROR", "REQUEST_LIMIT_EXCEEDED", "TEMPORARILY_UNAVAILABLE")
-_FAILURES = (MlflowException, requests.RequestException, SQLAlchemyError)
+_TRANSIENT_ERROR_CODES = ("DEADLINE_EXCEEDED", "INTERNAL_ERROR", "REQUEST_LIMIT_EXCEEDED", "TEMPORARILY_UNAVAILABLE")
+_MLFLOW_ERRORS = (MlflowException, requests.RequestException, SQLAlchemyError)
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ def connect(workspace: Path) -> MlflowClient:
     workspace.mkdir(parents=True, exist_ok=True)
     uri = tracking_uri(workspace)
     if not os.environ.get("MLFLOW_TRACKING_URI") and not _embedded_database(workspace).exists():
-        return _open(uri, workspace=workspace)  # MLflow creates the database, which takes seconds: no deadline
+        return _open(uri, workspace=workspace)  # no deadline: MLflow creates the database, which takes seconds
     return call_with_deadline(lambda: _open(uri, workspace=workspace), uri=uri)
 
 
@@ -69,7 +69,7 @@ def call_with_deadline(call: Callable[[], T], *, uri: str) -> T:
         return outcome.result(timeout_s)
     except NightjarError:
         raise
-    except Exception as error:  # whatever MLflow, its database driver or the network raises
+    except Exception as error:  # any error of MLflow, its database driver or the network
         if isinstance(error, TimeoutError) and not outcome.done():
             raise _unavailable(f"no answer within {timeout_s:g} s", uri=uri) from None
         raise tracking_error(error, uri=uri) from None
@@ -110,7 +110,7 @@ def call_with_retries(call: Callable[[], T], *, uri: str) -> T:
     )
     try:
         return attempts(call)
-    except _FAILURES as error:
+    except _MLFLOW_ERRORS as error:
         raise tracking_error(error, uri=uri) from None
 
 
@@ -118,17 +118,17 @@ def tracking_error(error: Exception, *, uri: str) -> TrackingServerError:
     """Convert `error` to one sentence: the address without its password, and the first line of the root cause."""
     if isinstance(error, TrackingServerError):
         return error
-    root: BaseException = error
-    while cause := root.__cause__ or root.__context__:
-        root = cause
-    message = next(iter(str(root).splitlines()), "")[:_MAX_MESSAGE_LENGTH]
-    name = "" if isinstance(root, MlflowException) else f"{type(root).__name__}: "
+    root_cause: BaseException = error
+    while cause := root_cause.__cause__ or root_cause.__context__:
+        root_cause = cause
+    message = next(iter(str(root_cause).splitlines()), "")[:_MAX_MESSAGE_LENGTH]
+    name = "" if isinstance(root_cause, MlflowException) else f"{type(root_cause).__name__}: "
     return _unavailable(f"{name}{message}", uri=uri)
 
 
 def _open(uri: str, *, workspace: Path) -> MlflowClient:
     client = MlflowClient(uri)
-    with FileLock(workspace / ".mlflow.lock"):  # two processes that migrate a new sqlite file at once break it
+    with FileLock(workspace / ".mlflow.lock"):  # two processes must not migrate a new sqlite file at the same time
         # Any request tests the server. MLflow's registry store imports faster than its tracking store.
         client.search_registered_models(max_results=1)
     return client
@@ -140,7 +140,7 @@ def _embedded_database(workspace: Path) -> Path:
 
 def _is_transient(error: BaseException) -> bool:
     if isinstance(error, MlflowException):
-        return error.error_code in _TRANSIENT
+        return error.error_code in _TRANSIENT_ERROR_CODES
     return isinstance(error, TrackingServerError | requests.RequestException | OperationalError)
 
 

@@ -38,13 +38,13 @@ def move_champion(
         mark_as_former: tag the replaced champion, so that the gate can fall back on it later.
         turn_version: the new version of this process, which carries the turn tag.
     """
-    with _turn(client, turn_version) as is_held:
+    with _turn(client, turn_version) as is_turn_valid:
         champion = champion_of(client, winner.name)
-        if _number(champion) != _number(expected_champion):
+        if _version_number(champion) != _version_number(expected_champion):
             return False
-        if champion is not None and mark_as_former and _number(champion) != _number(winner):
+        if champion is not None and mark_as_former and _version_number(champion) != _version_number(winner):
             client.set_model_version_tag(winner.name, champion.version, FORMER_CHAMPION_TAG, f"{time.time():.0f}")
-        if not is_held():
+        if not is_turn_valid():
             return False
         client.set_registered_model_alias(winner.name, "champion", winner.version)
         return True
@@ -52,14 +52,14 @@ def move_champion(
 
 @contextmanager
 def _turn(client: MlflowClient, version: ModelVersion) -> Iterator[Callable[[], bool]]:
-    """Wait for the turn of `version` and end it after the body; yield a function that returns whether the turn still holds."""
+    """Wait for the turn of `version`, end it after the body; yield a function that returns whether the turn is still valid."""
     name, number = version.name, str(version.version)
     client.set_model_version_tag(name, number, TURN_TAG, CHOOSING)
     try:
         highest = max((_order(turn) for turn in _turns(client, name).values()), default=0)
         own_turn = str(highest + 1)
         client.set_model_version_tag(name, number, TURN_TAG, own_turn)
-        _wait(client, name, number=number, own_turn=own_turn)
+        _wait_for_turn(client, name, number=number, own_turn=own_turn)
         expires = time.monotonic() + TURN_S
         yield lambda: time.monotonic() < expires and _turns(client, name).get(number) == own_turn
     finally:
@@ -67,21 +67,21 @@ def _turn(client: MlflowClient, version: ModelVersion) -> Iterator[Callable[[], 
             client.delete_model_version_tag(name, number, TURN_TAG)
 
 
-def _wait(client: MlflowClient, name: str, *, number: str, own_turn: str) -> None:
-    """Return once no other version of the model is before (own_turn, number)."""
-    own_place = (_order(own_turn), int(number))
-    first: tuple[tuple[int, int], str] | None = None
+def _wait_for_turn(client: MlflowClient, name: str, *, number: str, own_turn: str) -> None:
+    """Wait until no other version of the model has a turn before (own_turn, number)."""
+    own_position = (_order(own_turn), int(number))
+    first_in_line: tuple[tuple[int, int], str] | None = None
     first_since = 0.0
     while True:
         now = time.monotonic()
         queue = [((_order(turn), int(other)), turn) for other, turn in _turns(client, name).items() if other != number]
-        earlier = [entry for entry in queue if entry[0] < own_place]
+        earlier = [entry for entry in queue if entry[0] < own_position]
         if not earlier:
             return
-        if min(earlier) != first:
-            first, first_since = min(earlier), now
+        if min(earlier) != first_in_line:
+            first_in_line, first_since = min(earlier), now
         elif now - first_since > ABANDONED_S:
-            client.delete_model_version_tag(name, str(first[0][1]), TURN_TAG)
+            client.delete_model_version_tag(name, str(first_in_line[0][1]), TURN_TAG)
         time.sleep(_POLL_S)
 
 
@@ -92,9 +92,10 @@ def _turns(client: MlflowClient, name: str) -> dict[str, str]:
 
 
 def _order(turn: str) -> int:
+    """Return the position of a turn tag: CHOOSING is before all numbers."""
     return 0 if turn == CHOOSING else int(turn)
 
 
-def _number(version: ModelVersion | None) -> str | None:
+def _version_number(version: ModelVersion | None) -> str | None:
     """Return the version number as text: MLflow gives an int from sqlite and a str over REST."""
     return None if version is None else str(version.version)

@@ -24,7 +24,7 @@ class NightjarModel(PythonModel):
     rejects_unknown_params = True
 
     def load_context(self, context: PythonModelContext) -> None:
-        """Load the package that was logged with the model; raise StageError if a file was changed since."""
+        """Load the package that was logged with the model; raise StageError if a file has changed since then."""
         sha256 = (context.model_config or {}).get("package_sha256")
         if not isinstance(sha256, str):
             raise StageError("MLmodel: the python_function flavor has no config package_sha256; download the version again")
@@ -38,7 +38,7 @@ class NightjarModel(PythonModel):
         Args:
             context: not used.
             model_input: column user_id, and optionally history: a list of item ids in time order that replaces the user's
-                history in the log. A null history keeps the log's.
+                history in the log. If the history is null, the history in the log is used.
             params: k and exclude_log, see Retriever.recommend. An invalid value fails the whole request.
         """
         arguments = {"k": 10, "exclude_log": True} | (params or {})
@@ -61,11 +61,11 @@ def _reject_unknown_params() -> None:
     MLflow 3.17 drops unknown params with a warning before it calls the model's predict, and has no setting to change that.
     """
     predict = PyFuncModel.predict
-    if hasattr(predict, "rejects_unknown_params"):  # already patched: MLflow runs this file at every load
+    if hasattr(predict, "rejects_unknown_params"):  # already patched: MLflow runs this file each time it loads a model
         return
 
     @functools.wraps(predict)
-    def checked(self: PyFuncModel, data: Any, params: dict[str, Any] | None = None) -> Any:
+    def predict_with_known_params(self: PyFuncModel, data: Any, params: dict[str, Any] | None = None) -> Any:
         model = getattr(self._model_impl, "python_model", None)
         if getattr(model, "rejects_unknown_params", False) and isinstance(params, dict):
             declared = [spec.name for spec in self.metadata.get_params_schema().params]
@@ -73,8 +73,8 @@ def _reject_unknown_params() -> None:
                 raise MlflowException.invalid_parameter_value(f"params: unknown {', '.join(unknown)}; the model has {declared}")
         return predict(self, data, params=params)
 
-    checked.rejects_unknown_params = True  # type: ignore[attr-defined]
-    PyFuncModel.predict = checked  # type: ignore[method-assign]
+    predict_with_known_params.rejects_unknown_params = True  # type: ignore[attr-defined]
+    PyFuncModel.predict = predict_with_known_params  # type: ignore[method-assign]
 
 
 _reject_unknown_params()

@@ -19,7 +19,7 @@ METRICS_TAG = "nightjar.metrics"
 ALARM_TAG = "nightjar.alarm"
 """Set on a version that was compared while the champion did not load: the champion's error."""
 BROKEN_TAG = "nightjar.broken"
-"""Set on a version that did not load during a comparison: the last line of its process. Removed once it loads again."""
+"""Set on a version that did not load during a comparison: the last line of its stderr. Removed when it loads again."""
 FORMER_CHAMPION_TAG = "nightjar.champion_until"
 """Set on a champion that loaded when another version replaced it: seconds since 1970."""
 
@@ -47,10 +47,12 @@ def champion_uri(client: MlflowClient, model_name: str) -> str:
 
 
 def former_champions(client: MlflowClient, model_name: str) -> list[ModelVersion]:
-    """Return the versions that were replaced as champion, the most recent first, without those that did not load since."""
+    """Return the former champions, the most recent first, except versions that did not load in a later comparison."""
     versions = client.search_model_versions(f"name = '{model_name}'")
-    former = [version for version in versions if FORMER_CHAMPION_TAG in version.tags and BROKEN_TAG not in version.tags]
-    return sorted(former, key=lambda version: (-int(version.tags[FORMER_CHAMPION_TAG]), -int(version.version)))
+    former_versions = [
+        version for version in versions if FORMER_CHAMPION_TAG in version.tags and BROKEN_TAG not in version.tags
+    ]
+    return sorted(former_versions, key=lambda version: (-int(version.tags[FORMER_CHAMPION_TAG]), -int(version.version)))
 
 
 def list_releases(client: MlflowClient, model_name: str) -> list[dict[str, object]]:

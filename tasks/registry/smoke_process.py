@@ -1,6 +1,6 @@
 """Subprocess of the smoke test: `python -m tasks.registry.smoke_process MODEL_URI INPUT OUTPUT --k K`.
 
-It does not import recsys_core, so the version answers with the code that was logged with it.
+It does not import recsys_core, so the version runs with the code that was logged with it.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main() -> None:
     try:
         uri, config = resolve(arguments.model_uri, client=MlflowClient())
         folder = mlflow.artifacts.download_artifacts(uri)
-    except Exception as error:  # whatever MLflow, an artifact store or the network raises
+    except Exception as error:  # any error of MLflow, the artifact store or the network
         # The parent reports the last line of stderr as the reason.
         print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
         sys.exit(EXIT_NOT_FETCHED)

@@ -1,6 +1,6 @@
-"""Smoke test of registered versions: recommendations for a sample of test users from a fresh process, validated and measured.
+"""Smoke test of registered versions: recommendations for a sample of test users, computed in a fresh process.
 
-The new version and the versions that it is compared with answer the same sample.
+The recommendations are validated and measured. All compared versions get the same sample.
 """
 
 import os
@@ -37,7 +37,7 @@ class UnusableVersionError(StageError):
 
 
 class NotFetchedError(TrackingServerError):
-    """The version's files could not be downloaded: MLflow does not work, or the files are gone."""
+    """The version's files could not be downloaded: MLflow does not work, or the files no longer exist."""
 
 
 @dataclass(frozen=True)
@@ -138,25 +138,27 @@ def recommend_popular(sample: ServedSample, *, popular_item_I: Ints) -> pa.ListA
     Args:
         popular_item_I: item rows, the most popular first.
     """
-    first_seen = np.searchsorted(sample.seen_pair_L, np.arange(sample.num_users + 1) * sample.num_items)
-    rows_by_user = []
+    seen_offset = np.searchsorted(sample.seen_pair_L, np.arange(sample.num_users + 1) * sample.num_items)
+    item_rows = []
     for user in range(sample.num_users):
-        seen_rows = sample.seen_pair_L[first_seen[user] : first_seen[user + 1]] - user * sample.num_items
+        seen_rows = sample.seen_pair_L[seen_offset[user] : seen_offset[user + 1]] - user * sample.num_items
         candidates = popular_item_I[: K + len(seen_rows)]
-        rows_by_user.append(candidates[~np.isin(candidates, seen_rows)][:K])
-    offsets = np.cumsum([0, *map(len, rows_by_user)])
-    item_ids = sample.item_ids.take(pa.array(np.concatenate(rows_by_user)))
+        item_rows.append(candidates[~np.isin(candidates, seen_rows)][:K])
+    offsets = np.cumsum([0, *map(len, item_rows)])
+    item_ids = sample.item_ids.take(pa.array(np.concatenate(item_rows)))
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), item_ids)
 
 
 def invalid_answers(answers: pa.ListArray, *, sample: ServedSample) -> list[str]:
-    """Describe and count the invalid recommendations: wrong number of items, unknown, already seen or repeated items."""
-    recommended = _parse(answers, sample)
+    """Describe and count the invalid recommendations: too few or too many items, unknown items, seen items, repeated items."""
+    recommendations = _parse(answers, sample)
     expected_U = np.minimum(K, sample.num_items - sample.num_seen_U)
-    is_known_L = recommended.item_row_L >= 0
-    pairs = recommended.user_L[is_known_L] * sample.num_items + recommended.item_row_L[is_known_L]
+    is_known_L = recommendations.item_row_L >= 0
+    pairs = recommendations.user_L[is_known_L] * sample.num_items + recommendations.item_row_L[is_known_L]
     counts = {
-        f"users with other than {K} items (or all unseen ones)": int(np.sum(recommended.num_items_U != expected_U)),
+        f"users without {K} items (or all their unseen items, if fewer)": int(
+            np.sum(recommendations.num_items_U != expected_U)
+        ),
         "items that are not in the catalogue": int(np.sum(~is_known_L)),
         "items the user had before": int(np.isin(pairs, sample.seen_pair_L).sum()),
         "items recommended twice to one user": len(pairs) - len(np.unique(pairs)),
@@ -167,24 +169,28 @@ def invalid_answers(answers: pa.ListArray, *, sample: ServedSample) -> list[str]
 def served_metrics(answers: pa.ListArray, *, sample: ServedSample) -> dict[str, float]:
     """Return the mean recall@20, hit_rate@10 and ndcg@20 over the users with a target that is not in their history.
 
-    The definitions are those of the exact evaluation. A target that is not recommended has the lowest possible rank.
+    The metrics are defined as in the exact evaluation. A target that is not recommended has the last position.
     """
-    recommended = _parse(answers, sample)
+    recommendations = _parse(answers, sample)
     num_items = sample.num_items
-    pair_L = np.where(recommended.item_row_L >= 0, recommended.user_L * num_items + recommended.item_row_L, -1)
-    first_U = np.cumsum(recommended.num_items_U) - recommended.num_items_U
-    position_L = np.arange(len(pair_L)) - np.repeat(first_U, recommended.num_items_U)
+    pair_L = np.where(recommendations.item_row_L >= 0, recommendations.user_L * num_items + recommendations.item_row_L, -1)
+    answer_offset_U = np.cumsum(recommendations.num_items_U) - recommendations.num_items_U
+    position_L = np.arange(len(pair_L)) - np.repeat(answer_offset_U, recommendations.num_items_U)
     _, hit_targets, hit_answers = np.intersect1d(sample.target_pair_T, pair_L, return_indices=True)
     target_position_T = np.full(len(sample.target_pair_T), num_items)
     target_position_T[hit_targets] = position_L[hit_answers]
-    ranks = TargetPositions.from_pairs(
+    target_positions = TargetPositions.from_pairs(
         user_T=sample.target_pair_T // num_items, position_T=target_position_T, num_candidates_B=num_items - sample.num_seen_U
     )
-    per_user = {"recall@20": recall(ranks, k=20), "hit_rate@10": hit_rate(ranks, k=10), "ndcg@20": ndcg(ranks, k=20)}
+    per_user = {
+        "recall@20": recall(target_positions, k=20),
+        "hit_rate@10": hit_rate(target_positions, k=10),
+        "ndcg@20": ndcg(target_positions, k=20),
+    }
     return {name: float(value_U.mean()) for name, value_U in per_user.items()}
 
 
-class _Recommended(NamedTuple):
+class _Recommendations(NamedTuple):
     """The recommended items of all users, concatenated. item_row_L is -1 for an item that is not in the catalogue."""
 
     user_L: Ints
@@ -192,10 +198,10 @@ class _Recommended(NamedTuple):
     num_items_U: Ints
 
 
-def _parse(answers: pa.ListArray, sample: ServedSample) -> _Recommended:
+def _parse(answers: pa.ListArray, sample: ServedSample) -> _Recommendations:
     if len(answers) != sample.num_users:
         raise StageError(f"{sample.file}: {sample.num_users:,} users, but {len(answers):,} answers")
     num_items_U = pc.list_value_length(answers).to_numpy(zero_copy_only=False).astype(np.int64)
     rows = pc.fill_null(pc.index_in(answers.flatten(), value_set=sample.item_ids), -1)
     item_row_L = rows.to_numpy(zero_copy_only=False).astype(np.int64)
-    return _Recommended(np.repeat(np.arange(sample.num_users), num_items_U), item_row_L, num_items_U)
+    return _Recommendations(np.repeat(np.arange(sample.num_users), num_items_U), item_row_L, num_items_U)

@@ -68,9 +68,9 @@ def log_params(client: MlflowClient, mlflow_run_id: str, *, config_file: Path) -
     new_params = [Param(key, value) for key, value in settings.items() if key not in logged_params]
     for start in range(0, len(new_params), _PARAMS_PER_CALL):
         client.log_batch(mlflow_run_id, params=new_params[start : start + _PARAMS_PER_CALL])
-    changed = {key: value for key, value in settings.items() if logged_params.get(key, value) != value}
-    if changed:
-        client.set_tag(mlflow_run_id, "nightjar.changed_on_resume", json.dumps(changed))
+    changed_settings = {key: value for key, value in settings.items() if logged_params.get(key, value) != value}
+    if changed_settings:
+        client.set_tag(mlflow_run_id, "nightjar.changed_on_resume", json.dumps(changed_settings))
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -89,7 +89,7 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def log_training_metrics(client: MlflowClient, mlflow_run_id: str, *, metrics_file: Path) -> None:
-    """Log the steps in `metrics_file` (metrics.jsonl) that MetricRelay could not log."""
+    """Log the training steps in `metrics_file` (metrics.jsonl) that MetricRelay did not log."""
     lines = [Progress.model_validate_json(line) for line in metrics_file.read_text().splitlines()]
     now_ms = int(metrics_file.stat().st_mtime * 1000)
     logged = logged_steps(client, mlflow_run_id)
@@ -99,12 +99,12 @@ def log_training_metrics(client: MlflowClient, mlflow_run_id: str, *, metrics_fi
 
 
 def logged_steps(client: MlflowClient, mlflow_run_id: str) -> set[int]:
-    """Return the training steps that are in MLflow, which would count twice if they were logged again."""
+    """Return the training steps that are in MLflow. A step that is logged twice would count twice."""
     return {metric.step for metric in client.get_metric_history(mlflow_run_id, "train/loss")}
 
 
 def log_metrics(client: MlflowClient, mlflow_run_id: str, metrics: Sequence[Metric]) -> None:
-    """Log `metrics` in as few calls as MLflow allows: a call costs about as much as a metric."""
+    """Log `metrics` in as few calls as MLflow allows."""
     for start in range(0, len(metrics), _METRICS_PER_CALL):
         client.log_batch(mlflow_run_id, metrics=metrics[start : start + _METRICS_PER_CALL])
 
@@ -138,8 +138,8 @@ def log_results(
     log_params(client, mlflow_run_id, config_file=run.config_file)
     log_training_metrics(client, mlflow_run_id, metrics_file=train.path("metrics.jsonl"))
     recalls = {f"index/{kind}/recall": report.recall for kind, report in index.reports.items()}
-    best = {} if train.best_epoch is None else {"train/best_epoch": train.best_epoch}
-    values = {**evaluation.metrics, **recalls, **best, "train/final_loss": train.final_loss}
+    best_epoch = {} if train.best_epoch is None else {"train/best_epoch": train.best_epoch}
+    values = {**evaluation.metrics, **recalls, **best_epoch, "train/final_loss": train.final_loss}
     log_metrics(client, mlflow_run_id, as_metrics(values))
     plots = (
         plot_loss(train, path=run.folder / "loss.png"),
@@ -154,13 +154,13 @@ def log_data(
     client: MlflowClient,
     mlflow_run_id: str,
     *,
-    stages: Sequence[EmbeddingsManifest | InteractionsManifest | None],
+    manifests: Sequence[EmbeddingsManifest | InteractionsManifest | None],
     report: DataReportManifest,
 ) -> None:
-    """Log the input files, as datasets of the run and in data_fingerprints.json, and the data report unless it is logged."""
+    """Log the input files as MLflow datasets and in data_fingerprints.json; log the data report if it is not logged yet."""
     if "data/breaches" not in client.get_run(mlflow_run_id).data.metrics:  # log_data_report_or_warn failed
         log_data_report(client, mlflow_run_id, report)
-    sources = {stage.kind: stage.sources for stage in stages if stage is not None}
+    sources = {manifest.kind: manifest.sources for manifest in manifests if manifest is not None}
     files_by_kind = {kind: [source.model_dump() for source in files] for kind, files in sources.items()}
     client.log_dict(mlflow_run_id, files_by_kind, "data_fingerprints.json")
     datasets = [
@@ -179,7 +179,7 @@ def log_data_report(client: MlflowClient, mlflow_run_id: str, report: DataReport
 
 
 def log_data_report_or_warn(run: Run, report: DataReportManifest) -> None:
-    """Log the data report; if MLflow does not work, log a warning, and the report is logged at registration instead."""
+    """Log the data report. If MLflow does not work, log a warning; the report is then logged at registration."""
 
     def log(client: MlflowClient) -> None:
         mlflow_run_id = open_run(client, run)
@@ -233,7 +233,7 @@ class MetricRelay:
                 log_metrics(client, mlflow_run_id, metrics)
                 logged.update(line.step for _, line in new_lines)
             client.set_terminated(mlflow_run_id, self._status)
-        except Exception as error:  # whatever MLflow, its database or the network raises
+        except Exception as error:  # any error of MLflow, its database or the network
             LOG.warning(
                 "could not log training metrics to MLflow; training continues, they will be logged at registration (%s)",
                 tracking_error(error, uri=tracking_uri(self._run.workspace)),

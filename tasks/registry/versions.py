@@ -37,7 +37,7 @@ def version_for(
     interactions: InteractionsManifest,
     run: Run,
 ) -> ModelVersion:
-    """Return the registered version of `package`; create it unless this run did before it was interrupted."""
+    """Return the registered version of `package`. Create it, unless this run created it before an interruption."""
     model_name = config.model_name
     tags = {RUN_ID_TAG: run.run_id, PACKAGE_TAG: package.fingerprint, PACKAGE_SHA256_TAG: description_sha256(package)}
     # Two runs in one workspace may create the same model at the same time.
@@ -65,7 +65,7 @@ def _log_model(package: PackageManifest, *, mlflow_run_id: str, interactions: In
             model_config={PACKAGE_SHA256: description_sha256(package)},
             pip_requirements=pinned_requirements(),
             signature=signature_for(interactions),
-            input_example=_example(interactions),
+            input_example=_input_example(interactions),
         )
 
 
@@ -74,12 +74,12 @@ def signature_for(interactions: InteractionsManifest) -> ModelSignature:
 
     The inputs have type Any: with a stricter type MLflow rejects a whole request for a single value of another type or a null.
     """
-    item = DataType.long if interactions.item_id_type == "int64" else DataType.string
+    item_type = DataType.long if interactions.item_id_type == "int64" else DataType.string
     return ModelSignature(
         inputs=Schema([ColSpec(AnyType(), "user_id"), ColSpec(AnyType(), "history", required=False)]),
         outputs=Schema(
             [
-                ColSpec(Array(item), "item_ids"),
+                ColSpec(Array(item_type), "item_ids"),
                 ColSpec(Array(DataType.double), "scores"),
                 ColSpec(DataType.string, "error", required=False),
             ]
@@ -88,18 +88,18 @@ def signature_for(interactions: InteractionsManifest) -> ModelSignature:
     )
 
 
-def _example(interactions: InteractionsManifest) -> pd.DataFrame:
+def _input_example(interactions: InteractionsManifest) -> pd.DataFrame:
     users = pq.read_table(interactions.path("users.parquet"), columns=["id"])["id"]
     return pd.DataFrame({"user_id": users.slice(0, 2).to_pylist()})
 
 
 def pinned_requirements() -> list[str]:
-    """Return the libraries that serving imports as name==version, with names and versions of public package indexes.
+    """Return the libraries that serving imports, as name==version of a package on PyPI.
 
     Serving runs on a CPU, so faiss-gpu is replaced by faiss-cpu of the same version.
     """
-    versions = {name: metadata.version(name) for name in _SERVING_LIBRARIES}
+    version_by_library = {name: metadata.version(name) for name in _SERVING_LIBRARIES}
     installed = {distribution.name for distribution in metadata.distributions()}
-    versions["faiss-cpu"] = metadata.version("faiss-cpu" if "faiss-cpu" in installed else "faiss-gpu")
+    version_by_library["faiss-cpu"] = metadata.version("faiss-cpu" if "faiss-cpu" in installed else "faiss-gpu")
     # A local version such as 2.14.1+cpu is not on PyPI.
-    return [f"{name}=={version.partition('+')[0]}" for name, version in sorted(versions.items())]
+    return [f"{name}=={version.partition('+')[0]}" for name, version in sorted(version_by_library.items())]

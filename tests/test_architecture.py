@@ -27,7 +27,7 @@ CORE_MAY_IMPORT = {
     "retrieval": {"", "manifests", "retrieval"},
     "serving": {"", "manifests", "data", "models", "retrieval", "serving"},
 }
-"""What each package of recsys_core may import; "" stands for the modules directly in recsys_core: errors, config, preflight."""
+"""What each package of recsys_core may import; "" means the modules directly in recsys_core: errors, config, preflight."""
 
 NAMELESS = {"utils", "helpers", "common", "misc", "util"}
 
@@ -43,7 +43,7 @@ def name_of(path: Path) -> str:
 
 
 def imported_by(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of every import, wherever it stands; `from a import b` gives a.b, which may be a module."""
+    """Line and dotted name of every import, at any depth; `from a import b` gives a.b, which may be a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -65,12 +65,12 @@ def core_folder(name: str) -> str:
     return parts[1] if len(parts) > 1 and (ROOT / "recsys_core" / parts[1]).is_dir() else ""
 
 
-def test_every_import_of_ours_is_seen_even_inside_a_function() -> None:
+def test_imports_inside_functions_are_found() -> None:
     tree = ast.parse("import flows\ndef f():\n    if True:\n        from tasks import run\n")
     assert list(imported_by(tree)) == [(1, "flows"), (4, "tasks.run")]
 
 
-def test_imports_go_from_flows_to_tasks_to_the_core_and_never_back() -> None:
+def test_flows_import_tasks_and_tasks_import_the_core_but_never_the_reverse() -> None:
     wrong = [
         f"{place}: {module} imports {name}"
         for place, module, name in imports_of(*LAYERS)
@@ -79,7 +79,7 @@ def test_imports_go_from_flows_to_tasks_to_the_core_and_never_back() -> None:
     assert wrong == []
 
 
-def test_the_core_mentions_neither_orchestrator_nor_tracker() -> None:
+def test_the_core_imports_neither_orchestrator_nor_tracker() -> None:
     wrong = [
         f"{place} imports {name}" for place, _, name in imports_of("recsys_core") if name.split(".")[0] in ("prefect", "mlflow")
     ]
@@ -96,7 +96,7 @@ def test_a_stage_imports_no_other_stage() -> None:
     assert wrong == []
 
 
-def test_inside_the_core_each_folder_imports_only_what_lies_below_it() -> None:
+def test_each_folder_of_the_core_imports_only_the_folders_it_may() -> None:
     wrong = [
         f"{place}: {module} imports {name}"
         for place, module, name in imports_of("recsys_core")
@@ -136,13 +136,13 @@ def import_all(modules: list[str], *, folder: Path) -> list[str]:
     return [line.strip() for line in answer.stdout.splitlines()]
 
 
-def test_importing_the_whole_core_loads_neither_prefect_nor_mlflow_even_through_others() -> None:
+def test_importing_the_whole_core_loads_neither_prefect_nor_mlflow_even_indirectly() -> None:
     modules = [name_of(path) for path in sources("recsys_core")]
     assert {"recsys_core.manifests", "recsys_core.training.train", "recsys_core.training.__main__"} <= set(modules)
     assert import_all(modules, folder=ROOT) == ["loaded:"]
 
 
-def test_the_module_that_pulls_in_a_tracker_would_be_named(tmp_path: Path) -> None:
+def test_the_check_names_the_module_that_imports_a_tracker(tmp_path: Path) -> None:
     (tmp_path / "mlflow.py").write_text("")
     (tmp_path / "between.py").write_text("import mlflow")
     (tmp_path / "outer.py").write_text("import between")
@@ -164,12 +164,12 @@ def test_the_module_that_pulls_in_a_tracker_would_be_named(tmp_path: Path) -> No
         ("tasks/x.py", "from tasks import evaluate", "a task imports no other stage"),
     ],
 )
-def test_the_linter_says_so_while_one_types(file: str, line: str, reason: str) -> None:
+def test_ruff_reports_a_forbidden_import(file: str, line: str, reason: str) -> None:
     command = [sys.executable, "-m", "ruff", "check", "--select", "TID251", "--no-cache", "--stdin-filename", file, "-"]
     answer = subprocess.run(command, input=line + "\n", capture_output=True, text=True, cwd=ROOT)
     assert answer.returncode == 1, answer.stderr
     assert reason in answer.stdout
 
 
-def test_no_module_is_a_drawer_for_leftovers() -> None:
+def test_no_module_has_a_catch_all_name() -> None:
     assert {path.stem for path in sources(*LAYERS, "tests", "infra")} & NAMELESS == set()

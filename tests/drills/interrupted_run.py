@@ -1,4 +1,4 @@
-"""A night that gets a signal in a stage, as a terminal, a container or a service manager sends it."""
+"""Runs that get a signal in a stage, sent as a terminal, a container or a service manager sends it."""
 
 import os
 import signal
@@ -19,8 +19,11 @@ PATIENCE_S = 240.0
 def interrupted(
     file: Path, *arguments: str, begun: Callable[[], bool], number: signal.Signals
 ) -> tuple[subprocess.CompletedProcess[str], float]:
-    """How a night ended that got the signal, as the whole process group does, once `begun` holds; seconds that it took."""
-    night = subprocess.Popen(
+    """Start a run, send the signal to its process group once `begun` returns true, and return how and after how long it ended.
+
+    Returns: the ended process; seconds between the signal and its end.
+    """
+    process = subprocess.Popen(
         [sys.executable, "-m", "flows.cli", "run", str(file), *arguments],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))},
@@ -31,17 +34,17 @@ def interrupted(
     )
     deadline = time.monotonic() + PATIENCE_S
     while not begun():
-        assert night.poll() is None, night.communicate()[1]
+        assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline, "the stage did not begin"
         time.sleep(0.005)
-    below = psutil.Process(night.pid).children(recursive=True)
+    below = psutil.Process(process.pid).children(recursive=True)
     sent = time.monotonic()
-    os.killpg(night.pid, number)
-    out, err = night.communicate(timeout=PATIENCE_S)
+    os.killpg(process.pid, number)
+    out, err = process.communicate(timeout=PATIENCE_S)
     took = time.monotonic() - sent
     _, alive = psutil.wait_procs(below, timeout=10)
-    assert not alive, [process.cmdline() for process in alive]
-    return subprocess.CompletedProcess(night.args, night.returncode, out, err), took
+    assert not alive, [survivor.cmdline() for survivor in alive]
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err), took
 
 
 def states(workspace: Path) -> set[str]:

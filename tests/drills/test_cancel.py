@@ -1,4 +1,4 @@
-"""A night that a Prefect server cancels while it trains leaves no process behind: `make drills`."""
+"""A run that a Prefect server cancels during training leaves no process behind: `make drills`."""
 
 import asyncio
 import json
@@ -105,9 +105,9 @@ def test_cancelling_in_prefect_ends_every_process_of_the_training(
             assert {rank.pid for rank in LaunchFolder(logs).started_ranks().values()} < {process.pid for process in ours}
             cancel(flow_run)
             _, alive = psutil.wait_procs(ours, timeout=NOTICED_WITHIN_S + GONE_WITHIN_S)
-            assert not alive, [process.cmdline() for process in alive]
+            assert not alive, [survivor.cmdline() for survivor in alive]
             _, alive = psutil.wait_procs(below, timeout=60)  # the process of the flow run is Prefect's to end
-            assert not alive, [process.cmdline() for process in alive]
+            assert not alive, [survivor.cmdline() for survivor in alive]
             wait_until("the run is cancelled", lambda: state_of(flow_run) == "Cancelled", patience_s=30)
         finally:
             served.terminate()

@@ -1,4 +1,4 @@
-"""A night gets SIGTERM and Ctrl-C in each stage in turn and is resumed each time: `make drills`."""
+"""A run gets SIGTERM or Ctrl-C in each stage in turn and is resumed each time: `make drills`."""
 
 import signal
 from pathlib import Path
@@ -8,20 +8,20 @@ import pytest
 from recsys_core.manifests import MARKER
 from tasks.run import STAGES
 from tests.drills.interrupted_run import interrupted, states
-from tests.drills.test_kill_and_resume import RUN_ID, is_in, run_night, write_config
+from tests.drills.test_kill_and_resume import RUN_ID, is_in, run_pipeline, write_config
 
 pytestmark = pytest.mark.drill
 WITHIN_S = 10.0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_a_signal_in_any_stage_ends_the_night_in_time_with_the_line_that_resumes_it(
+def test_a_signal_in_any_stage_ends_the_run_in_time_with_the_command_that_resumes_it(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     file = write_config(tmp_path)
     run = tmp_path / "workspace" / "runs" / RUN_ID
     run.mkdir(parents=True)
-    for name in ("config.yaml", MARKER):  # --resume wants a run that was begun, in a folder of nightjar's
+    for name in ("config.yaml", MARKER):  # --resume needs the folder of a run that was started
         (run / name).touch()
     for stage in STAGES:
 
@@ -35,4 +35,4 @@ def test_a_signal_in_any_stage_ends_the_night_in_time_with_the_line_that_resumes
         assert "Traceback" not in answer.stderr and "ConnectError" not in answer.stderr, f"{stage}: {answer.stderr}"
         assert states(tmp_path / "workspace") <= {"CRASHED", "COMPLETED", "CANCELLED"}, stage
         assert took < WITHIN_S, stage
-    assert run_night(file)["model"]["alias"] == "champion"
+    assert run_pipeline(file)["model"]["alias"] == "champion"

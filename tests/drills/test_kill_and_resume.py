@@ -1,4 +1,4 @@
-"""A night is killed in each stage in turn and resumed each time: `make drills`."""
+"""A run is killed in each stage in turn and resumed each time: `make drills`."""
 
 import json
 import os
@@ -43,39 +43,39 @@ def write_config(folder: Path) -> Path:
     return file
 
 
-def run_night(file: Path) -> dict:
+def run_pipeline(file: Path) -> dict:
     done = subprocess.run([*NIGHTJAR, "run", str(file), "--json"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def is_in(stage: str, run: Path) -> bool:
-    """Whether `stage` has begun; training only once it has left a checkpoint to resume from."""
+    """Return whether `stage` has begun; training has begun once it has a checkpoint to resume from."""
     if stage == "train":
         return any((run / "train.work" / "checkpoints").glob("step-*[0-9]"))
     return (run / f"{stage}.tmp").is_dir()
 
 
 def kill_in(stage: str, file: Path, run: Path) -> list[psutil.Process]:
-    """Starts or resumes the night and kills it with SIGKILL in `stage`; returns the processes it had started."""
+    """Start or resume the run and kill it with SIGKILL in `stage`; return the processes that it had started."""
     command = [*NIGHTJAR, "run", str(file), "--resume", RUN_ID]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as night:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + PATIENCE_S
         while not is_in(stage, run):
-            assert night.poll() is None, night.stderr and night.stderr.read()
+            assert process.poll() is None, process.stderr and process.stderr.read()
             assert time.monotonic() < deadline, f"{stage} did not begin"
             time.sleep(0.001)
-        children = psutil.Process(night.pid).children(recursive=True)
-        os.kill(night.pid, signal.SIGKILL)
+        children = psutil.Process(process.pid).children(recursive=True)
+        os.kill(process.pid, signal.SIGKILL)
     return children
 
 
-def test_a_night_killed_in_every_stage_ends_with_the_metrics_of_an_undisturbed_one(tmp_path):
-    undisturbed = run_night(write_config(tmp_path / "undisturbed"))
+def test_a_run_killed_in_every_stage_has_the_metrics_of_an_undisturbed_one(tmp_path):
+    undisturbed = run_pipeline(write_config(tmp_path / "undisturbed"))
     file = write_config(tmp_path / "killed")
     run = tmp_path / "killed" / "workspace" / "runs" / RUN_ID
     run.mkdir(parents=True)
-    for name in ("config.yaml", MARKER):  # --resume wants a run that was begun, in a folder of nightjar's
+    for name in ("config.yaml", MARKER):  # --resume needs the folder of a run that was started
         (run / name).touch()
     for stage in STAGES:
         children = kill_in(stage, file, run)

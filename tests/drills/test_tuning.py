@@ -23,7 +23,7 @@ ROOT = Path(cli.__file__).parents[1]
 
 
 class Tuning:
-    """A workspace in which the first tuning was killed in its second trial, and a second one went on."""
+    """A workspace in which the first tuning was killed in its second trial and a second tuning continued it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.file = folder, folder / "nightly.yaml"
@@ -66,7 +66,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Tuning:
     return Tuning(tmp_path_factory.mktemp("tuning"))
 
 
-def test_a_killed_tuning_goes_on_with_the_trial_it_was_in(tuned: Tuning) -> None:
+def test_a_resumed_tuning_continues_with_the_interrupted_trial(tuned: Tuning) -> None:
     assert f"{tuned.study}, 1 of 3 trials done" in tuned.said
     assert [word for word in tuned.said.split("\n") if word.startswith("ingest_interactions") and word.endswith("(kept)")]
     assert sorted(tuned.by_number) == [0, 1, 2]
@@ -82,7 +82,7 @@ def test_trials_end_complete_failed_or_pruned_and_the_best_comes_first(tuned: Tu
     assert "the loss is" in failed["reason"]
 
 
-def test_the_best_settings_are_ready_to_paste_and_the_history_is_a_picture(tuned: Tuning) -> None:
+def test_the_best_settings_are_printed_as_yaml_and_the_history_is_plotted(tuned: Tuning) -> None:
     text = (tuned.study / "best.yaml").read_text()
     assert text.startswith("# trial 0 of study")
     assert yaml.safe_load(text) == {"training": {"table_optimizer": {"learning_rate": 10}}}
@@ -105,7 +105,7 @@ def test_mlflow_has_a_run_for_the_study_and_nested_in_it_one_for_each_trial(
     assert first.data.metrics["validation/best/ndcg_at_10"] == parent.data.metrics["validation/best/ndcg_at_10"]
 
 
-def test_nothing_of_a_trial_is_left_but_its_metrics_its_plan_and_the_logs_of_one_that_was_ended(tuned: Tuning) -> None:
+def test_trials_keep_only_metrics_plan_and_the_logs_of_ended_ones(tuned: Tuning) -> None:
     assert not [process for process in psutil.process_iter(["cmdline"]) if str(tuned.folder) in str(process.info["cmdline"])]
     assert not list(tuned.study.glob("**/checkpoint*"))
     kept = {path.name for path in (tuned.study / "trial-0").iterdir()}

@@ -1,4 +1,4 @@
-"""Nights one after the other, as a user starts them: the second starts from the first, until a full training is due."""
+"""Consecutive runs of the command line: the second starts from the model of the first, unless a full training is due."""
 
 import json
 import os
@@ -23,8 +23,8 @@ registry: {smoke_test_users: 50, max_relative_drop: 0.9}
 """
 
 
-def night(folder: Path, *arguments: str) -> tuple[TrainManifest, str]:
-    """One night on servers of its own: how it was trained, and what a person saw."""
+def run_pipeline(folder: Path, *arguments: str) -> tuple[TrainManifest, str]:
+    """Run the pipeline on servers of its own; return the manifest of its train stage and its stderr."""
     ours = ("PREFECT_", "MLFLOW_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     done = subprocess.run(
@@ -38,18 +38,20 @@ def night(folder: Path, *arguments: str) -> tuple[TrainManifest, str]:
 
 
 @pytest.mark.drill
-def test_the_second_night_starts_from_the_first_unless_a_full_training_is_due(tmp_path: Path) -> None:
+def test_the_second_run_starts_from_the_model_of_the_first_unless_a_full_training_is_due(tmp_path: Path) -> None:
     generate(tmp_path / "data", users=200, items=120, events=4_000, days=10, dim=16, cold_items=10)
     (tmp_path / "nightly.yaml").write_text(CONFIG)
-    first, said = night(tmp_path)
+    first, stderr = run_pipeline(tmp_path)
     assert (first.warm_from, first.num_warm_starts) == (None, 0)
-    assert "full training: nightjar has no champion yet" in said
+    assert "full training: nightjar has no champion yet" in stderr
 
-    second, said = night(tmp_path, "--until", "train")
+    second, stderr = run_pipeline(tmp_path, "--until", "train")
     assert (second.warm_from, second.num_warm_starts) == (first.folder.parent.name, 1)
-    assert f"warm start from run {second.warm_from}: table item: 120 of 120 rows from the champion, 0 new" in said
+    assert f"warm start from run {second.warm_from}: table item: 120 of 120 rows from the champion, 0 new" in stderr
 
     run_id = second.folder.parent.name
-    due, said = night(tmp_path, "--until", "train", "--resume", run_id, "--set", "training.warm_start.full_retrain_every=1")
+    due, stderr = run_pipeline(
+        tmp_path, "--until", "train", "--resume", run_id, "--set", "training.warm_start.full_retrain_every=1"
+    )
     assert (due.warm_from, due.num_warm_starts) == (None, 0)
-    assert "full training: run 1 since the last one (training.warm_start.full_retrain_every is 1)" in said
+    assert "full training: run 1 since the last one (training.warm_start.full_retrain_every is 1)" in stderr

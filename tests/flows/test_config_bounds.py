@@ -77,8 +77,11 @@ def test_every_number_has_both_bounds_and_every_text_a_length() -> None:
         ("registry.experiment=' a'", "registry.experiment: is ' a', with a blank at its beginning or end"),
         ('name="\\u2028"', "name: contains the control character U+2028"),
         ('workspace="a\\0b"', "workspace: "),
-        ("workspace=~nobody-here/x", "workspace: is '~nobody-here/x', but this user does not exist"),
-        ("interactions.paths=~nobody-here/x", "interactions.paths: is '~nobody-here/x', but this user does not exist"),
+        ("workspace=~stranger-here/x", "workspace: is '~unknown-user-here/x', but this user does not exist"),
+        (
+            "interactions.paths=~stranger-here/x",
+            "interactions.paths: is '~stranger-here/x', but this user does not exist",
+        ),
         ("interactions.paths=' '", "interactions.paths: is an empty path"),
         ("interactions.user_column=", "interactions.user_column: Input should be a valid string"),
         ("interactions.user_column=''", "interactions.user_column: String should have at least 1 character"),
@@ -143,7 +146,7 @@ def test_a_document_that_would_take_a_minute_or_overflow_the_stack_is_rejected_w
 
 
 HOSTILE = [
-    "", " ", "~", "~nobody", "/dev/null", "it's", 'a"b', "a\nb", "a\0b", "x" * 5_000, "\ufeff", "1:30", "012", "0o7", "yes",
+    "", " ", "~", "~stranger", "/dev/null", "it's", 'a"b', "a\nb", "a\0b", "x" * 5_000, "\ufeff", "1:30", "012", "0o7", "yes",
     "1e5", ".inf", "nan", "-0", "<<", "=", "..", "../..", "s3://", "s3://a:b@c/d", "{}", "\u202e", 2**64, -1, 1e308, 5e-324,
 ]  # fmt: skip
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12) | st.sampled_from(HOSTILE)

@@ -1,4 +1,4 @@
-"""The whole night as a user starts it: two gloo processes, real parquet, ephemeral Prefect, sqlite MLflow."""
+"""A whole run from the command line: two gloo processes, real parquet, ephemeral Prefect, sqlite MLflow."""
 
 import json
 import os
@@ -54,7 +54,7 @@ class Workspace:
         self.file.write_text(CONFIG)
 
     def start(self, command: str, *arguments: str) -> "subprocess.Popen[str]":
-        """`nightjar COMMAND FILE ARGUMENTS` on servers of its own, whatever the machine's environment says."""
+        """`nightjar COMMAND FILE ARGUMENTS` without the Prefect and MLflow variables of the environment."""
         ours = ("PREFECT_", "MLFLOW_")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         return subprocess.Popen(
@@ -67,7 +67,7 @@ class Workspace:
         )
 
     def nightjar(self, command: str, *arguments: str) -> Any:
-        """The JSON object on the last line of stdout."""
+        """Run a command to its end and return the JSON object on the last line of stdout."""
         process = self.start(command, *arguments, "--json")
         out, err = process.communicate(timeout=600)
         assert process.returncode == 0, err
@@ -81,25 +81,25 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 @pytest.fixture(scope="module")
 def sockets() -> Listening:
-    """What was listened on while the undisturbed night ran."""
+    """Listening sockets seen during the undisturbed run."""
     return set()
 
 
 @pytest.fixture(scope="module")
 def outcome(workspace: Workspace, sockets: Listening) -> Any:
-    """An undisturbed night."""
+    """The result of an undisturbed run."""
     with collect_listening() as during:
         answer = workspace.nightjar("run")
     sockets |= during
     return answer
 
 
-def test_nothing_listens_beyond_the_loopback_at_any_moment_of_a_night(outcome: Any, sockets: Listening) -> None:
+def test_during_a_run_processes_listen_on_the_loopback_only(outcome: Any, sockets: Listening) -> None:
     assert {"flows.prefect_process", "recsys_core.training"} <= {name for name, _ in sockets}
     assert {address for _, address in sockets} <= {"127.0.0.1", "::1"}, sockets
 
 
-def test_a_night_ends_with_a_registered_champion(workspace: Workspace, outcome: Any) -> None:
+def test_a_run_ends_with_a_registered_champion(workspace: Workspace, outcome: Any) -> None:
     assert outcome["model"] == {"name": "small", "version": "1", "alias": "champion"}
     run = Run(outcome["run_id"], workspace=workspace.folder, experiment="nightjar")
     assert outcome["run_dir"] == str(run.folder)
@@ -119,7 +119,7 @@ def test_mlflow_has_the_curves_that_the_trainer_wrote(workspace: Workspace, outc
     assert logged == {line["step"]: line["loss"] for line in map(json.loads, lines)}
 
 
-def test_prefect_shows_the_name_of_the_pipeline_and_training_at_its_end(workspace: Workspace, outcome: Any) -> None:
+def test_prefect_shows_the_pipeline_name_and_finished_training(workspace: Workspace, outcome: Any) -> None:
     (file,) = workspace.folder.rglob("prefect.db")
     with closing(sqlite3.connect(file)) as database:
         assert database.execute("select name from flow_run").fetchall() == [(f"small-catalogue {outcome['run_id']}",)]
@@ -132,10 +132,10 @@ def test_command_line_python_and_server_answer_the_same_unseen_items(workspace: 
     user = log["user_id"].iloc[0]
     asked = workspace.nightjar("query", "--user", user, "-k", "7")
     assert (asked["model"], asked["version"], asked["known_user"]) == ("small", "1", True)
-    stranger = workspace.start("query", "--user", "nobody", "--json")
+    stranger = workspace.start("query", "--user", "stranger", "--json")
     out, err = stranger.communicate(timeout=240)
     assert json.loads(out)["known_user"] is False and len(json.loads(out)["items"]) == 10
-    assert "user nobody is unknown to version 1: these are the most popular items" in err
+    assert "user stranger is unknown to version 1: these are the most popular items" in err
     items = [item["item_id"] for item in asked["items"]]
     assert len(set(items)) == 7
     assert set(items) <= set(pq.read_table(workspace.folder / "data/item_embeddings.parquet")["item_id"].to_pylist())
@@ -151,7 +151,7 @@ def test_command_line_python_and_server_answer_the_same_unseen_items(workspace: 
 
 
 @pytest.mark.drill
-def test_a_night_killed_in_training_resumes_to_the_same_metrics(workspace: Workspace, outcome: Any) -> None:
+def test_a_run_killed_in_training_has_the_same_metrics_when_it_is_resumed(workspace: Workspace, outcome: Any) -> None:
     before = set((workspace.folder / "runs").iterdir())
     process = workspace.start("run")
     while not any(lines_written(folder) for folder in set((workspace.folder / "runs").iterdir()) - before):
@@ -186,7 +186,7 @@ def lines_written(run: Path) -> int:
         (True, "the champion does not load", "BrokenChampion", "the champion does not load; m version 3 is champion: because"),
     ],
 )
-def test_a_challenger_and_a_champion_that_does_not_load_end_the_flow_in_states_of_their_own(
+def test_a_challenger_and_a_broken_champion_end_the_flow_in_named_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, promoted: bool, alarm: str | None, name: str, message: str
 ) -> None:
     registration = RegistrationManifest(
@@ -203,7 +203,7 @@ def test_a_challenger_and_a_champion_that_does_not_load_end_the_flow_in_states_o
 
 
 @pytest.mark.parametrize("run_id", ["../../theirs", "theirs", "link"])
-def test_the_flow_touches_no_folder_that_a_run_id_leads_to_and_nightjar_did_not_make(tmp_path: Path, run_id: str) -> None:
+def test_the_flow_changes_no_folder_that_nightjar_did_not_create(tmp_path: Path, run_id: str) -> None:
     places = {"../../theirs": tmp_path / "theirs", "theirs": tmp_path / "workspace/runs/theirs", "link": tmp_path / "elsewhere"}
     theirs = places[run_id]
     (theirs / "embeddings").mkdir(parents=True)

@@ -52,7 +52,7 @@ def test_an_invalid_range_is_rejected_when_the_file_is_read(tmp_path: Path, rang
         ("training.validation=null", "trials are compared by it"),
     ],
 )
-def test_a_file_without_ranges_or_without_validation_is_refused(tmp_path: Path, override: str, said: str) -> None:
+def test_a_file_without_ranges_or_without_validation_is_rejected(tmp_path: Path, override: str, said: str) -> None:
     file = tmp_path / "nightly.yaml"
     file.write_text(CONFIG)
     with pytest.raises(InputError, match=said):

@@ -142,7 +142,7 @@ def test_no_quota_and_no_cgroups_mean_no_limit(tmp_path: Path) -> None:
     assert cgroup_limits(mounts=tmp_path, membership=tmp_path / "absent") == CgroupLimits()
 
 
-def test_a_limit_below_the_machine_is_told_apart_in_the_table() -> None:
+def test_the_table_marks_a_limit_that_is_below_the_machine() -> None:
     found = Preflight(
         versions=GOOD_CPU,
         machine_cores=64,

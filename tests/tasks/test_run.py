@@ -27,7 +27,7 @@ def test_each_stage_has_a_folder_of_its_own(tmp_path: Path) -> None:
     assert {folder.parent for folder in folders} == {tmp_path / "runs" / "r"}
 
 
-def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+def test_a_second_process_is_rejected_until_the_first_is_gone(tmp_path: Path) -> None:
     run = Run("r", workspace=tmp_path, experiment="e")
     with run.lock():
         with pytest.raises(InputError, match="another process is working on run r"), run.lock():
@@ -65,7 +65,7 @@ def _hold(workspace: Path, ready: Any, finish: Any) -> None:
 
 
 @pytest.mark.parametrize("end", ["finished", "killed"])
-def test_a_second_command_in_a_workspace_is_refused_by_the_pid_and_run_of_the_first_while_that_lives(
+def test_a_second_command_in_a_workspace_is_rejected_by_the_pid_and_run_of_the_first_while_that_lives(
     tmp_path: Path, end: str
 ) -> None:
     fork = multiprocessing.get_context("fork")

@@ -115,7 +115,7 @@ def test_a_row_that_is_wrong_has_an_error_and_the_others_are_answered(server: Te
         {"user_id": "user-1", "history": [5003, None]},
         {"user_id": "user-1", "history": [5003, "x"]},
         {"user_id": "\ud800"},
-        {"user_id": "nobody in the log"},
+        {"user_id": "not in the log"},
     ]
     status, answers = post(server, records, k=3)
     assert status == 200
@@ -182,7 +182,7 @@ def _edit(path: Path, old: str, new: str) -> None:
     path.write_text(path.read_text().replace(old, new))
 
 
-def test_an_edited_package_is_refused_wherever_it_is_loaded(stored: Path) -> None:
+def test_an_edited_package_is_rejected_wherever_it_is_loaded(stored: Path) -> None:
     description = next(stored.rglob("package.json"))
     _edit(description, '"pooling": "mean"', '"pooling": "sum"')
     with pytest.raises(StageError, match=r"package.json: the sha256 is"):
@@ -203,7 +203,7 @@ def test_a_package_whose_edit_was_hashed_into_mlmodel_does_not_have_the_sha256_o
         load_model(URI, client=MlflowClient())
 
 
-def test_an_mlmodel_without_the_checksum_is_refused(stored: Path) -> None:
+def test_an_mlmodel_without_the_checksum_is_rejected(stored: Path) -> None:
     content = yaml.safe_load((stored / "MLmodel").read_text())
     del content["flavors"]["python_function"]["config"]
     (stored / "MLmodel").write_text(yaml.safe_dump(content))
@@ -211,7 +211,7 @@ def test_an_mlmodel_without_the_checksum_is_refused(stored: Path) -> None:
         load_model(URI, client=MlflowClient())
 
 
-def test_a_version_without_the_checksum_in_its_tags_is_refused(workspace: Path) -> None:
+def test_a_version_without_the_checksum_in_its_tags_is_rejected(workspace: Path) -> None:
     client = MlflowClient()
     version: ModelVersion = client.get_model_version("m", "1")
     client.delete_model_version_tag("m", "1", PACKAGE_SHA256_TAG)

@@ -1,4 +1,4 @@
-"""Signals during a run: one line that says how to resume, an exit code of its own, nothing left running."""
+"""Signals during a run: one line with the command that resumes it, an exit code of its own, nothing left running."""
 
 import signal
 import subprocess
@@ -9,7 +9,7 @@ from tests.drills.interrupted_run import interrupted, states
 from tests.drills.test_kill_and_resume import write_config
 
 
-def test_sigterm_to_the_process_group_ends_a_night_with_the_line_that_resumes_it(tmp_path: Path) -> None:
+def test_sigterm_to_the_process_group_ends_a_run_with_the_command_that_resumes_it(tmp_path: Path) -> None:
     file = write_config(tmp_path)
     runs = tmp_path / "workspace" / "runs"
     answer, _ = interrupted(

@@ -1,4 +1,4 @@
-"""Interactions stages made by hand, event by event, as the ingest would leave them."""
+"""Interactions stages written by hand from events with times, in the format of the ingest."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ def interactions_of(
     vector_row: Sequence[int] | None = None,
     **facts: Any,
 ) -> InteractionsManifest:
-    """`facts` replace fields of the manifest."""
+    """Write an interactions stage. facts: replacements of manifest fields."""
     length_U3 = np.array([[len(part) for part in user] for user in users], np.int64).reshape(-1, 3)
     offset = np.concatenate([[0], np.cumsum(length_U3.sum(axis=1))])
     events = [event for user in users for part in user for event in part]
@@ -53,7 +53,7 @@ def interactions_of(
             "num_users": len(users), "num_items": len(item_ids), "train_events": train, "validation_events": validation,
             "test_events": test, "ordered": ordered, "items_with_vector": 0, "items_vector_only": 0,
             "user_id_type": types["users"], "item_id_type": types["items"], "lineage": str(folder), "run_number": 1,
-            "rebuild_reason": "the first night", "id_columns": ("user_id", "item_id"),
+            "rebuild_reason": "the first run", "id_columns": ("user_id", "item_id"),
             "idle_users": 0, "idle_items": 0, "parts": (), "rows_read": len(events), "files_read": 1,
             "columns": {}, "removed_events": {}, "bad_rows": {}, "sources": (source,),
         } | facts  # fmt: skip

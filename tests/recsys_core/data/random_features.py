@@ -1,4 +1,4 @@
-"""Features of every form on every side, made by hand: what is looked up is known for each user, item and event."""
+"""Random features of every form for users, items and events, and their expected lookups."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from recsys_core.manifests import FeatureFacts
 FORMS: tuple[FeatureForm, ...] = ("single", "list", "weighted_list", "number")
 SIDES = ("user", "item", "context")
 ROWS = 6
-"""Of each feature's table."""
+"""Rows of the table of each feature."""
 
 
 def feature_store(*, users: int, items: int, events: int, seed: int = 0, weightless: bool = False) -> FeatureStore:
-    """<side>.<form> for every side and form, drawn at random; lists hold 0 to 3 values. weightless: every weight is 0."""
+    """Return a random feature <side>.<form> for each side and form. Lists hold 0 to 3 values. weightless: all weights are 0."""
     rng = np.random.default_rng(seed)
     features = {}
     for side, count in zip(SIDES, (users, items, events), strict=True):
@@ -31,7 +31,7 @@ def feature_store(*, users: int, items: int, events: int, seed: int = 0, weightl
 
 
 def facts(*keys: str) -> dict[str, FeatureFacts]:
-    """What a stage tells of features called <side>.<form>; of all of them where none is named."""
+    """Return the manifest entries of the features `keys`, each called <side>.<form>; of all features without `keys`."""
     every = keys or tuple(f"{side}.{form}" for side in SIDES for form in FORMS)
     kinds: dict[str, dict[str, Any]] = {
         "single": {"kind": "categorical"},
@@ -44,7 +44,7 @@ def facts(*keys: str) -> dict[str, FeatureFacts]:
 
 
 def values_of(store: FeatureStore, key: str, index: int) -> tuple[list[int], list[float] | None]:
-    """Rows and weights of one user, item or event, by plain indexing."""
+    """Return the table rows and the weights of one user, item or event by plain indexing."""
     feature = store.features[key]
     start, end = (index, index + 1) if feature.offset is None else feature.offset[index : index + 2].tolist()
     return feature.row[start:end].tolist(), None if feature.weight is None else feature.weight[start:end].tolist()

@@ -76,7 +76,7 @@ def test_tables_without_rows(tmp_path: Path, stage: Stage) -> None:
 
 
 @BOTH
-def test_a_footer_that_lies(tmp_path: Path, stage: Stage) -> None:
+def test_a_footer_with_a_wrong_row_count(tmp_path: Path, stage: Stage) -> None:
     path = str(tmp_path / "a.parquet")
     pq.write_table(pa.table(GOOD), path, compression="none", use_dictionary=False, write_statistics=False)
     patch_footer(path, old=ROWS, new=ROWS - 1, nth=0)

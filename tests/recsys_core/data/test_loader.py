@@ -291,7 +291,7 @@ def test_weights_of_held_out_events_do_not_count_in_the_mean() -> None:
     assert store.mean_weight() == 3
 
 
-def test_a_log_whose_training_events_all_weigh_nothing_is_refused() -> None:
+def test_a_log_whose_training_events_all_weigh_nothing_is_rejected() -> None:
     store = replace(store_of([([1, 2], [3], [4])]), event_weight=np.array([0, 0, 1, 1], np.float32))
     with pytest.raises(InputError, match="all 2 training events have the weight 0"):
         loader_of(store)

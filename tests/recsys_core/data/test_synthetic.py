@@ -1,4 +1,4 @@
-"""The made-up catalogue is one that the ingests accept, with items that nobody has seen before the last days."""
+"""The synthetic catalogue passes both ingests and has items without events before the last days."""
 
 from pathlib import Path
 

@@ -46,7 +46,7 @@ def test_positions_and_top_lists_equal_a_sort_with_ties_in_a_fixed_permutation(
     seed: int, seen: list[list[int]], targets: list[list[int]], k: int
 ) -> None:
     random = np.random.default_rng(seed)
-    # Small integers give many ties, and sums that are exact in any order.
+    # Small integers give many ties, and additions that are exact in any order.
     query, item = random.integers(-1, 2, (QUERIES, 3)), random.integers(-1, 2, (ITEMS, 3))
     ranking = rank_catalogue(
         torch.tensor(query, dtype=torch.float32),

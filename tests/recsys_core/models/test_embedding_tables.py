@@ -71,7 +71,7 @@ def look_up(tables_module: EmbeddingTables, batch: Batch) -> dict[str, Any]:
 
 
 def slow(spec: ModelSpec, table: str, weight_RW: Tensor, store: FeatureStore, owners: list[int]) -> Tensor:
-    """Row by row in a loop; a mean divides by the sum of the weights."""
+    """Pool the rows in a loop; a mean divides by the sum of the weights."""
     outputs = torch.zeros(len(owners), weight_RW.shape[1])
     form = spec.forms.get(table)
     for place, owner in enumerate(owners):
@@ -87,18 +87,18 @@ def slow(spec: ModelSpec, table: str, weight_RW: Tensor, store: FeatureStore, ow
 @settings(deadline=None, max_examples=40)
 @given(
     history=st.lists(st.lists(st.integers(0, ITEMS - 1), max_size=4), min_size=1, max_size=5),
-    sums=st.sets(st.sampled_from(LISTS)),
+    summed_lists=st.sets(st.sampled_from(LISTS)),
     frozen=st.sets(st.sampled_from([f"{side}.{form}" for side in SIDES for form in FORMS])),
     wide=st.sets(st.sampled_from(["item", "user", "item.list", "user.number"])),
     user_lookup=st.sampled_from(["unpooled", "pooled"]),
     seed=st.integers(0, 30),
 )
 def test_every_table_gives_the_weighted_sum_or_mean_of_its_rows(
-    history: list[list[int]], sums: set[str], frozen: set[str], wide: set[str], user_lookup: str, seed: int
+    history: list[list[int]], summed_lists: set[str], frozen: set[str], wide: set[str], user_lookup: str, seed: int
 ) -> None:
     tables = {
         name: {
-            "pooling": "sum" if name in sums else "mean",
+            "pooling": "sum" if name in summed_lists else "mean",
             "transfer": "frozen" if name in frozen else "full",
             "dim": 8 if name in wide else 4,
         }

@@ -1,4 +1,4 @@
-"""A store that speaks enough of S3 for pyarrow: HEAD and GET of objects in parts, and listings."""
+"""A fake S3 server with the requests that pyarrow sends: HEAD, ranged GET and listings."""
 
 import threading
 from collections.abc import Iterator
@@ -8,14 +8,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-KEY = "night"
-"""The access key it lets in."""
+KEY = "test-key"
+"""The access key that it accepts."""
 _XML = '<?xml version="1.0" encoding="UTF-8"?>'
 
 
 @dataclass
 class Store:
-    """What is in the store, and what has been asked of it. It drops the connection of the next `drops` reads of an object."""
+    """The objects of the store and the ranges that were read. The connection of the next `drops` reads is dropped."""
 
     port: int
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class Store:
 
 @contextmanager
 def running() -> Iterator[Store]:
-    """A store with an empty bucket named `bucket`."""
+    """Run a store with an empty bucket named `bucket`."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
     store = Store(server.server_address[1])
@@ -45,7 +45,7 @@ def running() -> Iterator[Store]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    wbufsize = 1 << 16  # an answer in two packets waits 40 ms for the first one's receipt
+    wbufsize = 1 << 16  # an answer in two packets would wait 40 ms for the acknowledgement of the first
 
     def do_HEAD(self) -> None:
         self._answer(body=False)
@@ -70,11 +70,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _object(self, store: Store, key: str, *, body: bool) -> None:
         content = store.objects[key]
-        asked = self.headers.get("Range")
-        if asked is None:
+        byte_range = self.headers.get("Range")
+        if byte_range is None:
             self._send(200, content, body=body)
             return
-        first, last = asked.removeprefix("bytes=").split("-")
+        first, last = byte_range.removeprefix("bytes=").split("-")
         part = content[int(first) : int(last) + 1]
         store.reads.append((key, int(first), len(part)))
         if store.drops:
@@ -85,8 +85,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, content: bytes, *, body: bool, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
-        known = {"Content-Length": str(len(content)), "Last-Modified": "Thu, 19 Nov 2026 02:00:00 GMT", "ETag": '"1"'}
-        for name, value in (known | (headers or {})).items():
+        defaults = {"Content-Length": str(len(content)), "Last-Modified": "Thu, 19 Nov 2026 02:00:00 GMT", "ETag": '"1"'}
+        for name, value in (defaults | (headers or {})).items():
             self.send_header(name, value)
         self.end_headers()
         if body:

@@ -56,7 +56,7 @@ READERS: list[tuple[Callable[[Path], object], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("read", "columns"), READERS, ids=["log", "vectors", "features"])
-def test_a_file_without_a_sidecar_or_with_another_sha256_is_refused_by_name_and_both_values(
+def test_a_file_without_a_sidecar_or_with_another_sha256_is_rejected_by_name_and_both_values(
     tmp_path: Path, read: Callable[[Path], object], columns: dict[str, Any]
 ) -> None:
     path = write(tmp_path / "log" / "a.parquet", **columns) if columns else log_of(tmp_path / "log")

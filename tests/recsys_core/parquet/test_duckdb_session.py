@@ -1,4 +1,4 @@
-"""What DuckDB throws is told in words of ours."""
+"""Errors of DuckDB are raised as input errors with messages of this project."""
 
 from pathlib import Path
 

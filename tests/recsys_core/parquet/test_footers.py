@@ -1,4 +1,4 @@
-"""A footer that cannot be true is refused before anything else of the file is read."""
+"""An inconsistent footer is rejected before any other part of the file is read."""
 
 from pathlib import Path
 
@@ -15,9 +15,11 @@ from tests.recsys_core.data.parquet_files import refusal, write
 ROWS = 3000
 
 
-def sound(tmp_path: Path) -> str:
-    """Two columns, two row groups of 3,000 rows. In its footer 6,000 stands once, then twice over 3,000 as values and
-    level counts of a, values and level counts of b, rows."""
+def valid_file(tmp_path: Path) -> str:
+    """Write a valid file of two columns and two row groups of 3,000 rows.
+
+    Its footer holds 6,000 once, then for each row group 3,000 five times: values and levels of a, values and levels of b, rows.
+    """
     random = np.random.default_rng(0)
     columns = {name: random.integers(0, 2**60, 2 * ROWS) for name in ("a", "b")}
     path = tmp_path / "x.parquet"
@@ -26,20 +28,20 @@ def sound(tmp_path: Path) -> str:
     return str(path)
 
 
-def refused(path: str, *told: str) -> None:
-    with refusal("x.parquet: not a readable parquet file (", " bytes): ", *told):
+def assert_rejected(path: str, *message_parts: str) -> None:
+    with refusal("x.parquet: not a readable parquet file (", " bytes): ", *message_parts):
         open_sources([path], setting="s")
 
 
-def test_the_sound_file_is_read(tmp_path: Path) -> None:
-    (source,) = open_sources([sound(tmp_path)], setting="s")
+def test_a_valid_file_is_read(tmp_path: Path) -> None:
+    (source,) = open_sources([valid_file(tmp_path)], setting="s")
     assert source.record.rows == 2 * ROWS
     with source.open() as file:
         assert file.read().num_rows == 2 * ROWS
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"", "it is empty; write it again"),
         (b"id,item\n1,2\n3,4\n", "it has no parquet footer; list only parquet files"),
@@ -54,23 +56,23 @@ def test_the_sound_file_is_read(tmp_path: Path) -> None:
         (b"PAR1" + b"\0" * 50 + b"\0\0\0\0PAR1", ""),
     ],
 )
-def test_what_has_no_footer_is_told_by_what_it_is(tmp_path: Path, content: bytes, told: str) -> None:
+def test_the_message_about_a_missing_footer_says_how_the_file_looks(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "x.parquet").write_bytes(content)
-    refused(str(tmp_path / "x.parquet"), told)
+    assert_rejected(str(tmp_path / "x.parquet"), message)
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, 200, 100_000])
-def test_a_length_of_the_footer_that_lies_is_refused(tmp_path: Path, length: int) -> None:
-    path = Path(sound(tmp_path))
+def test_a_wrong_footer_length_is_rejected(tmp_path: Path, length: int) -> None:
+    path = Path(valid_file(tmp_path))
     content = path.read_bytes()
     true = int.from_bytes(content[-8:-4], "little")
-    for lie in (length, true - 1, true + 1):
-        path.write_bytes(content[:-8] + lie.to_bytes(4, "little") + b"PAR1")
-        refused(str(path))
+    for wrong_length in (length, true - 1, true + 1):
+        path.write_bytes(content[:-8] + wrong_length.to_bytes(4, "little") + b"PAR1")
+        assert_rejected(str(path))
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "nth", "told"),
+    ("old", "new", "nth", "message_parts"),
     [
         (2 * ROWS, 5999, 0, ("its footer claims 5,999 rows, but its row groups have 6,000",)),
         (2 * ROWS, -2 * ROWS, 0, ("negative number of rows",)),
@@ -81,47 +83,49 @@ def test_a_length_of_the_footer_that_lies_is_refused(tmp_path: Path, length: int
         (ROWS, -ROWS, 4, ("row group 0, column 'a' claims -3,000 rows",)),
     ],
 )
-def test_counts_that_do_not_agree_are_refused(tmp_path: Path, old: int, new: int, nth: int, told: tuple[str, ...]) -> None:
-    path = sound(tmp_path)
+def test_contradicting_counts_are_rejected(
+    tmp_path: Path, old: int, new: int, nth: int, message_parts: tuple[str, ...]
+) -> None:
+    path = valid_file(tmp_path)
     patch_footer(path, old=old, new=new, nth=nth)
-    refused(path, *told)
+    assert_rejected(path, *message_parts)
 
 
-def test_bytes_beyond_the_end_of_the_data_are_refused(tmp_path: Path) -> None:
-    path = sound(tmp_path)
+def test_bytes_beyond_the_end_of_the_data_are_rejected(tmp_path: Path) -> None:
+    path = valid_file(tmp_path)
     chunk = pq.read_metadata(path).row_group(1).column(1)
     end = chunk.data_page_offset + chunk.total_compressed_size
     start = chunk.data_page_offset
     patch_footer(path, old=start, new=start + 1, nth=0)
-    refused(path, f"row group 1, column 'b' claims bytes {start + 1:,} to {end + 1:,}, but the data ends at {end:,}")
+    assert_rejected(path, f"row group 1, column 'b' claims bytes {start + 1:,} to {end + 1:,}, but the data ends at {end:,}")
     patch_footer(path, old=start + 1, new=-start, nth=0)
-    refused(path, "row group 1, column 'b' claims 3,000 values in ", f" at -{start:,}")
+    assert_rejected(path, "row group 1, column 'b' claims 3,000 values in ", f" at -{start:,}")
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_a_size_that_cannot_be_is_refused(tmp_path: Path, sign: int) -> None:
-    path = sound(tmp_path)
+def test_an_impossible_size_is_rejected(tmp_path: Path, sign: int) -> None:
+    path = valid_file(tmp_path)
     size = pq.read_metadata(path).row_group(0).column(0).total_compressed_size
     for _ in ("decompressed", "compressed"):
         patch_footer(path, old=size, new=sign * 1_000_000, nth=0)
-    refused(path, "row group 0, column 'a' claims ")
+    assert_rejected(path, "row group 0, column 'a' claims ")
 
 
-def test_a_footer_without_the_data_is_refused(tmp_path: Path) -> None:
-    metadata = pq.read_metadata(sound(tmp_path))
+def test_a_footer_without_the_data_is_rejected(tmp_path: Path) -> None:
+    metadata = pq.read_metadata(valid_file(tmp_path))
     metadata.set_file_path("../../etc/passwd")
     metadata.write_metadata_file(tmp_path / "x.parquet")
-    refused(str(tmp_path / "x.parquet"), "row group 0, column 'a' claims bytes 4 to ", "but the data ends at 4")
+    assert_rejected(str(tmp_path / "x.parquet"), "row group 0, column 'a' claims bytes 4 to ", "but the data ends at 4")
 
 
-def test_every_single_flipped_byte_of_a_footer_is_refused_or_harmless(tmp_path: Path) -> None:
-    path = Path(sound(tmp_path))
+def test_every_single_flipped_byte_of_a_footer_is_rejected_or_harmless(tmp_path: Path) -> None:
+    path = Path(valid_file(tmp_path))
     content = path.read_bytes()
     footer = int.from_bytes(content[-8:-4], "little")
     random = np.random.default_rng(1)
-    for place in random.choice(np.arange(len(content) - footer - 8, len(content)), 100, replace=False):
+    for position in random.choice(np.arange(len(content) - footer - 8, len(content)), 100, replace=False):
         damaged = bytearray(content)
-        damaged[place] ^= 1 << int(random.integers(8))
+        damaged[position] ^= 1 << int(random.integers(8))
         path.write_bytes(damaged)
         try:
             (source,) = open_sources([str(path)], setting="s")
@@ -135,9 +139,9 @@ def test_every_single_flipped_byte_of_a_footer_is_refused_or_harmless(tmp_path: 
 def test_a_footer_larger_than_the_first_read_is_read_whole(tmp_path: Path, rows: int) -> None:
     write(tmp_path / "some.parquet", **{f"dim_{index}": [0.5] for index in range(2000)})
     wide = write(tmp_path / "wide.parquet", **{f"dim_{index}": pa.array([0.5] * rows, pa.float64()) for index in range(2000)})
-    found = open_sources([str(tmp_path)], setting="s")
+    sources = open_sources([str(tmp_path)], setting="s")
     assert pq.read_metadata(wide).serialized_size > 64 * 1024
-    assert [(len(source.schema), source.record.rows) for source in found] == [(2000, 1), (2000, rows)]
+    assert [(len(source.schema), source.record.rows) for source in sources] == [(2000, 1), (2000, rows)]
 
 
 def test_columns_of_any_name_are_found(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def gate(paths: str | list[str], *columns: str, max_expansion_ratio: float = 100
     check_expansion(found, columns=columns, max_expansion_ratio=max_expansion_ratio, setting="interactions.max_expansion_ratio")
 
 
-def test_bombs_are_refused_within_a_few_megabytes(tmp_path: Path) -> None:
+def test_bombs_are_rejected_within_a_few_megabytes(tmp_path: Path) -> None:
     cases = {list_bomb(tmp_path / "lists.parquet"): ["item_id", "vector"], text_bomb(tmp_path / "text.parquet"): ["user_id"]}
     for path, columns in cases.items():
         assert Path(path).stat().st_size < 76 * 1024
@@ -58,7 +58,7 @@ def test_a_bomb_is_named_with_its_sizes_and_the_setting_lets_it_in(tmp_path: Pat
     gate(path, "item_id")
 
 
-def test_a_string_that_stands_in_the_file_once_counts_as_often_as_it_is_used(tmp_path: Path) -> None:
+def test_a_dictionary_string_counts_as_often_as_it_is_used(tmp_path: Path) -> None:
     path = text_bomb(tmp_path / "bomb.parquet")
     with refusal("bomb.parquet: ", "is this a decompression bomb?"):
         gate(path, "user_id")
@@ -137,45 +137,45 @@ def test_a_flipped_byte_in_the_values_of_a_page_with_a_checksum_is_always_found(
         damaged[content.index(items[row].tobytes()) + int(random.integers(8))] ^= 1 << int(random.integers(8))
         path.write_bytes(damaged)
         start = row // 2000 * 2000
-        told = verdict(path)
-        assert told is not None
-        assert f"a.parquet: column 'item', rows {start:,} to {start + 1999:,}: a page is damaged (" in told
-        assert "copy or write the file again" in told and "\n" not in told
+        message = verdict(path)
+        assert message is not None
+        assert f"a.parquet: column 'item', rows {start:,} to {start + 1999:,}: a page is damaged (" in message
+        assert "copy or write the file again" in message and "\n" not in message
 
 
 @pytest.mark.parametrize("compression", ["snappy", "zstd"])
 def test_with_checksums_a_flipped_byte_anywhere_is_found_or_changes_nothing(tmp_path: Path, compression: str) -> None:
-    """A page's header is not under its checksum: there, a byte without a meaning may flip."""
+    """The checksum does not cover the page header, where an unused byte may flip without effect."""
     path = tmp_path / "a.parquet"
     content = log(path, checksums=True, compression=compression)
     whole = pq.read_table(path)
     random = np.random.default_rng(2)
-    found = 0
-    for place in random.integers(4, len(content), 60):
+    num_found = 0
+    for position in random.integers(4, len(content), 60):
         damaged = bytearray(content)
-        damaged[place] ^= 1 << int(random.integers(8))
+        damaged[position] ^= 1 << int(random.integers(8))
         path.write_bytes(damaged)
         if verdict(path) is None:
             (source,) = open_sources([str(path)], setting="s")
             with source.open() as file:
                 assert file.read().equals(whole)
         else:
-            found += 1
-    assert found > 40
+            num_found += 1
+    assert num_found > 40
 
 
-def test_without_checksums_what_cannot_be_decoded_is_refused_and_nothing_else_is_raised(tmp_path: Path) -> None:
-    """Most damage to plain numbers still decodes, to other numbers: only a checksum could tell."""
+def test_without_checksums_undecodable_pages_are_rejected_and_no_other_error_is_raised(tmp_path: Path) -> None:
+    """Most damage to plain numbers decodes to other numbers, which only a checksum could detect."""
     path = tmp_path / "a.parquet"
     content = log(path, checksums=False, compression="zstd")
     random = np.random.default_rng(3)
     verdicts = []
-    for place in random.integers(4, len(content), 60):
+    for position in random.integers(4, len(content), 60):
         damaged = bytearray(content)
-        damaged[place : place + 4] = random.bytes(4)
+        damaged[position : position + 4] = random.bytes(4)
         path.write_bytes(damaged)
         verdicts.append(verdict(path))
-    assert 0 < sum(told is not None for told in verdicts) < 60
+    assert 0 < sum(message is not None for message in verdicts) < 60
 
 
 def test_hive_keys_have_no_pages(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ def names(pattern: object, folder: Path, *, data_root: Path | None = None) -> li
     return [str(Path(source.name).relative_to(folder)) for source in found]
 
 
-def test_a_folder_stands_for_the_parquet_files_below_it(tmp_path: Path) -> None:
+def test_a_folder_means_the_parquet_files_below_it(tmp_path: Path) -> None:
     for name in (
         "b.parquet",
         "sub/deep/a.parquet",
@@ -86,18 +86,18 @@ def test_a_name_cannot_write_to_the_terminal(tmp_path: Path) -> None:
         open_sources([str(tmp_path)], setting="s")
 
 
-def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_a_name_that_is_no_text_is_rejected(tmp_path: Path) -> None:
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.parquet")).write_bytes(b"")
     with refusal("s: ", r"\udcff.parquet: the name of the file is not UTF-8; rename it"):
         open_sources([str(tmp_path)], setting="s")
 
 
-def test_a_path_with_a_nul_is_refused() -> None:
+def test_a_path_with_a_nul_is_rejected() -> None:
     with refusal(r"s: a\x00b: a path must not contain NUL"):
         open_sources(["a\0b"], setting="s")
 
 
-def test_a_name_too_long_for_the_disk_is_refused() -> None:
+def test_a_name_too_long_for_the_disk_is_rejected() -> None:
     name = 300 * "a"
     with refusal(f"s: {name}: File name too long; check the path and its permissions"):
         open_sources([name], setting="s")
@@ -112,7 +112,7 @@ def test_links_that_lead_back_up_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("link", ["symbolic", "hard", "folder", "partition"])
-def test_a_file_that_is_reached_twice_is_refused_by_both_names(tmp_path: Path, link: str) -> None:
+def test_a_file_that_is_reached_twice_is_rejected_by_both_names(tmp_path: Path, link: str) -> None:
     day = tmp_path / "log" / "dt=2026-11-19" / "day.parquet"
     other = tmp_path / "log" / "dt=2026-11-20" / "newest.parquet" if link == "partition" else day.with_name("newest.parquet")
     write(day, x=[1])
@@ -129,7 +129,7 @@ def test_a_file_that_is_reached_twice_is_refused_by_both_names(tmp_path: Path, l
             open_sources([str(pattern) for pattern in patterns], setting="s")
 
 
-def test_a_file_that_two_patterns_spell_differently_is_refused_and_one_they_spell_alike_counts_once(tmp_path: Path) -> None:
+def test_a_file_that_two_patterns_spell_differently_is_rejected_and_one_they_spell_alike_counts_once(tmp_path: Path) -> None:
     write(tmp_path / "log" / "a.parquet", x=[1])
     alike = [str(tmp_path / "log"), str(tmp_path / "log" / "*.parquet")]
     assert len(open_sources(alike, setting="s")) == 1
@@ -156,7 +156,7 @@ def test_pipes_and_dangling_links_are_no_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "pattern", ["root/../secret.parquet", "root/link.parquet", "root/links/*.parquet", "root/l*.parquet", "root"]
 )
-def test_what_leads_out_of_data_root_is_refused(tmp_path: Path, pattern: str) -> None:
+def test_what_leads_out_of_data_root_is_rejected(tmp_path: Path, pattern: str) -> None:
     secret = write(tmp_path / "secret.parquet", x=[1])
     (tmp_path / "root" / "links").mkdir(parents=True)
     for link in ("link.parquet", "links/a.parquet"):
@@ -167,7 +167,7 @@ def test_what_leads_out_of_data_root_is_refused(tmp_path: Path, pattern: str) ->
         assert len(open_sources([str(tmp_path / pattern)], setting="s")) == 1
 
 
-def test_what_lies_below_data_root_is_read_through_links_and_dots(tmp_path: Path) -> None:
+def test_files_below_data_root_are_read_through_links_and_dots(tmp_path: Path) -> None:
     write(tmp_path / "root" / "log" / "a.parquet", x=[1])
     (tmp_path / "root" / "link.parquet").symlink_to(tmp_path / "root" / "log" / "a.parquet")
     (tmp_path / "alias").symlink_to(tmp_path / "root")
@@ -176,7 +176,7 @@ def test_what_lies_below_data_root_is_read_through_links_and_dots(tmp_path: Path
             assert len(open_sources([str(tmp_path / pattern)], setting="s", data_root=tmp_path / root)) == 1
 
 
-def test_a_folder_beside_the_root_that_begins_with_its_name_is_outside(tmp_path: Path) -> None:
+def test_a_folder_whose_name_begins_with_the_name_of_the_root_is_outside(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     with refusal("which is not below data_root"):
         names(write(tmp_path / "root2" / "a.parquet", x=[1]), tmp_path, data_root=tmp_path / "root")
@@ -192,7 +192,7 @@ def test_a_file_uri_is_a_local_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("uri", "told"),
+    ("uri", "message"),
     [
         ("http://host/log.parquet", "s: http://host/log.parquet: http:// is not supported; use a local path, file://, s3://"),
         ("file://other/log.parquet", "s: file://other/log.parquet: names another machine"),
@@ -201,6 +201,6 @@ def test_a_file_uri_is_a_local_path(tmp_path: Path) -> None:
         ("s3://bucket/log?allow_bucket_creation=true", "unknown options ['allow_bucket_creation']; the options are"),
     ],
 )
-def test_a_uri_that_cannot_be_meant_is_refused(uri: str, told: str) -> None:
-    with refusal(told):
+def test_an_invalid_uri_is_rejected(uri: str, message: str) -> None:
+    with refusal(message):
         list(find_files(uri, setting="s"))

@@ -36,20 +36,20 @@ def test_what_is_neither_integer_nor_date_is_text(tmp_path: Path, value: str) ->
     assert source.partition_value("key") == value
 
 
-def test_files_with_other_keys_are_refused(tmp_path: Path) -> None:
+def test_files_with_other_keys_are_rejected(tmp_path: Path) -> None:
     write(tmp_path / "dt=1" / "a.parquet", x=[1])
     write(tmp_path / "dt=1" / "hour=2" / "b.parquet", x=[1])
     with refusal("hour=2/b.parquet: its folders have the keys ['dt', 'hour'], but ['dt'] in ", "dt=1/a.parquet"):
         open_sources([str(tmp_path)], setting="s")
 
 
-def test_a_key_that_stands_in_the_path_twice_is_refused(tmp_path: Path) -> None:
+def test_a_key_that_occurs_twice_in_the_path_is_rejected(tmp_path: Path) -> None:
     write(tmp_path / "dt=1" / "dt=2" / "a.parquet", x=[1])
     with refusal("a.parquet: two folders in the path have the key 'dt'"):
         open_sources([str(tmp_path)], setting="s")
 
 
-def test_a_null_key_is_refused_where_it_is_used(tmp_path: Path) -> None:
+def test_a_null_key_is_rejected_where_it_is_used(tmp_path: Path) -> None:
     write(tmp_path / "dt=__HIVE_DEFAULT_PARTITION__" / "a.parquet", x=[1])
     write(tmp_path / "dt=3" / "a.parquet", x=[1])
     null, three = sorted(open_sources([str(tmp_path)], setting="s"), key=lambda source: "HIVE" not in source.name)
@@ -98,7 +98,7 @@ def test_a_missing_key_is_answered_with_the_nearest_one(tmp_path: Path) -> None:
         (pa.array([1]), pa.array([True])),
     ],
 )
-def test_columns_of_different_types_are_refused_with_both_files_and_types(
+def test_columns_of_different_types_are_rejected_with_both_files_and_types(
     tmp_path: Path, one: pa.Array, other: pa.Array
 ) -> None:
     write(tmp_path / "a.parquet", y=[0], x=one)

@@ -183,19 +183,19 @@ def test_a_full_disk_is_said_before_anything_is_copied(tmp_path: Path, store: St
 
 def test_what_is_not_in_the_store_is_named(store: Store) -> None:
     store.objects["log/notes.txt"] = b"x"
-    for pattern, told in (
+    for pattern, message in (
         ("gone.parquet", "s: no such file: s3://bucket/gone.parquet"),
         ("log/*.parquet", "s: no file matches: s3://bucket/log/*.parquet"),
         ("lo*", "s: no file matches: s3://bucket/lo*; 1 folders match"),
         ("log", "s: no *.parquet file in or below the folder s3://bucket/log"),
     ):
-        with refusal(told):
+        with refusal(message):
             open_sources([store.uri(pattern)], setting="s")
     with refusal("s: no such bucket: s3://elsewhere"):
         open_sources([store.uri("x").replace("bucket", "elsewhere")], setting="s")
 
 
-def test_refused_credentials_are_said_to_be_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejected_credentials_are_said_to_be_rejected(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "stranger")
     with refusal("s: s3://bucket/log: the store rejects these credentials; check those in the environment"):
         open_sources([store.uri("log")], setting="s")
@@ -221,7 +221,7 @@ def test_names_in_a_store_may_hold_any_character(tmp_path: Path, store: Store) -
         assert source.name == f"s3://bucket/{name}/a.parquet"
 
 
-def test_an_object_that_is_replaced_after_the_check_is_refused(tmp_path: Path, store: Store) -> None:
+def test_an_object_that_is_replaced_after_the_check_is_rejected(tmp_path: Path, store: Store) -> None:
     days(tmp_path, store)
     source = open_sources([store.uri("log")], setting="s")[0]
     store.objects["log/dt=2026-11-17/part-0.parquet"] += b"x"

@@ -45,14 +45,14 @@ def test_a_glob_without_match_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"x", b"PAR1", b"id,item\n1,2\n", b"PAR1\xff\xff\xff\xffPAR1"])
-def test_what_is_no_parquet_file_is_refused_with_its_size(tmp_path: Path, content: bytes) -> None:
+def test_what_is_no_parquet_file_is_rejected_with_its_size(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "log.parquet"
     path.write_bytes(content)
     with refusal(str(path), f"not a readable parquet file ({len(content)} bytes)"):
         open_sources([str(path)], setting="s")
 
 
-def test_a_truncated_parquet_file_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_parquet_file_is_rejected(tmp_path: Path) -> None:
     path = Path(write(tmp_path / "a.parquet", x=list(range(1000))))
     whole = path.read_bytes()
     for length in (len(whole) - 1, len(whole) // 2, 12):
@@ -61,7 +61,7 @@ def test_a_truncated_parquet_file_is_refused(tmp_path: Path) -> None:
             open_sources([str(path)], setting="s")
 
 
-def test_tables_without_rows_are_refused_but_one_empty_file_among_others_is_not(tmp_path: Path) -> None:
+def test_tables_without_rows_are_rejected_but_one_empty_file_among_others_is_not(tmp_path: Path) -> None:
     nothing = pa.array([], pa.int64())
     for name in ("a", "b", "c"):
         write(tmp_path / f"{name}.parquet", x=nothing)
@@ -79,7 +79,7 @@ def test_a_missing_column_is_answered_with_the_nearest_name(tmp_path: Path) -> N
         require_column(source, "zzz", setting="t")
 
 
-def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+def test_a_column_that_is_there_twice_is_rejected(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["id", "id"]), tmp_path / "a.parquet")
     (source,) = open_sources([str(tmp_path / "a.parquet")], setting="s")
     with refusal("a.parquet", "2 columns are named 'id'", "rename"):
@@ -103,13 +103,13 @@ def test_ids_are_integers_or_strings_however_they_are_stored(tmp_path: Path, ids
 
 
 @pytest.mark.parametrize("ids", [pa.array([1.0]), pa.array([True]), pa.array([b"a"]), pa.array([[1]]), pa.nulls(1)])
-def test_ids_of_any_other_type_are_refused(tmp_path: Path, ids: pa.Array) -> None:
+def test_ids_of_any_other_type_are_rejected(tmp_path: Path, ids: pa.Array) -> None:
     found = open_sources([write(tmp_path / "a.parquet", id=ids)], setting="s")
     with refusal("a.parquet: column 'id' is ", "ids are integers or strings"):
         id_type(found, "id", setting="t")
 
 
-def test_ids_of_different_types_in_two_files_are_refused_with_both_names(tmp_path: Path) -> None:
+def test_ids_of_different_types_in_two_files_are_rejected_with_both_names(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", id=[1])
     write(tmp_path / "b.parquet", id=["1"])
     found = open_sources([str(tmp_path / "*.parquet")], setting="s")

@@ -111,7 +111,7 @@ def test_adam_on_a_cpu_is_for_replicated_tables_and_frozen_tables_have_no_optimi
     assert table.sharding_type != "data_parallel" and table.optimizer == "none"
 
 
-def test_a_cache_factor_without_a_cache_is_refused_when_the_config_is_read():
+def test_a_cache_factor_without_a_cache_is_rejected_when_the_config_is_read():
     with pytest.raises(ValueError, match=r"cache_load_factor is 0.1, but compute_kernels \['fused'\] have no cache"):
         TableConstraint(compute_kernels=("fused",), cache_load_factor=0.1)
 

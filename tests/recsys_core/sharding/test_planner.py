@@ -81,7 +81,7 @@ def test_plan_json_reads_back_as_it_was_and_rebuilds_torchrecs_plan(tmp_path):
     assert [shard.shard_sizes for shard in sharding.sharding_spec.shards] == [[250, 64], [250, 64]]
 
 
-def test_a_plan_for_another_world_size_or_model_is_refused_with_both_numbers():
+def test_a_plan_for_another_world_size_or_model_is_rejected_with_both_numbers():
     plan = make_plan(config(), model=SPEC, batch_size=64)
     with pytest.raises(InputError, match="made for 2 ranks, but 3 were started"):
         plan.check_matches(spec=SPEC, world_size=3)
@@ -89,7 +89,7 @@ def test_a_plan_for_another_world_size_or_model_is_refused_with_both_numbers():
         plan.check_matches(spec=ModelSpec.sized(SPEC.config, num_users=1000, num_items=501, tables={"user": BAG}), world_size=2)
 
 
-def test_a_plan_for_another_optimizer_or_one_changed_by_hand_is_refused():
+def test_a_plan_for_another_optimizer_or_one_changed_by_hand_is_rejected():
     plan = make_plan(config(), model=SPEC, batch_size=64, optimizer=TableOptimizer(kind="sgd"))
     plan.check_matches(spec=SPEC, world_size=2, optimizer=TableOptimizer(kind="sgd"))
     with pytest.raises(InputError, match="table item was planned with optimizer sgd, but it has adagrad"):

@@ -66,7 +66,7 @@ def test_a_failed_training_leaves_a_failed_mlflow_run(run: Run) -> None:
 def test_an_outage_is_one_warning_and_what_was_lost_is_made_up_for(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # no process listens there
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
     with MetricRelay(run) as relay:

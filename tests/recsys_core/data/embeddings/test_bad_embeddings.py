@@ -150,7 +150,7 @@ def test_a_bad_dimension_is_named_and_nothing_stays(tmp_path: Path, case: str) -
     refuses(lambda folder: ingest(folder, path, batch_rows=2, dimension_prefix="d"), tmp_path, *parts)
 
 
-def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+def test_a_column_that_is_there_twice_is_rejected(tmp_path: Path) -> None:
     table = pa.Table.from_arrays([pa.array([1])] + [pa.array([1.0])] * 3, names=["item_id", "d0", "d1", "d1"])
     path = str(tmp_path / "a.parquet")
     pq.write_table(table, path)
@@ -160,7 +160,7 @@ def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [{"d0": [1.0]}, {"d1": [1.0], "d2": [1.0]}])
-def test_files_with_different_dimensions_are_refused_with_both_names(tmp_path: Path, other: dict[str, list[float]]) -> None:
+def test_files_with_different_dimensions_are_rejected_with_both_names(tmp_path: Path, other: dict[str, list[float]]) -> None:
     first = write(tmp_path / "a.parquet", item_id=[1], d0=[1.0], d1=[1.0])
     second = write(tmp_path / "b.parquet", item_id=[2], **other)
     refuses(
@@ -215,7 +215,7 @@ def test_bad_rows_are_dropped_where_the_config_says_so_and_counted(tmp_path: Pat
     assert np.load(made.vectors("item"))[:3].tolist() == [[1.0], [4.0], [1.0]]
 
 
-def test_more_bad_rows_than_the_share_are_refused_with_the_kinds(tmp_path: Path) -> None:
+def test_more_bad_rows_than_the_share_are_rejected_with_the_kinds(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", **{name: values[:99] for name, values in BAD.items()})
     refuses(
         lambda folder: ingest(folder, path, on_bad_rows="drop"), tmp_path,
@@ -225,7 +225,7 @@ def test_more_bad_rows_than_the_share_are_refused_with_the_kinds(tmp_path: Path)
     )  # fmt: skip
 
 
-def test_a_table_of_nothing_but_bad_rows_is_refused_whatever_the_share(tmp_path: Path) -> None:
+def test_a_table_of_nothing_but_bad_rows_is_rejected_whatever_the_share(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", item_id=[1, 2], v=[[0.0]] * 2)
     refuses(
         lambda folder: ingest(folder, path, on_bad_rows="drop", max_bad_share=1),
@@ -245,7 +245,7 @@ def test_a_table_of_nothing_but_bad_rows_is_refused_whatever_the_share(tmp_path:
         (["q"], [1], ("map.parquet: column 'theirs' has none of the 2 ids of ", "a.parquet")),
     ],
 )
-def test_a_bad_id_map_is_refused(tmp_path: Path, theirs: list[Any], ours: list[Any], parts: tuple[str, ...]) -> None:
+def test_a_bad_id_map_is_rejected(tmp_path: Path, theirs: list[Any], ours: list[Any], parts: tuple[str, ...]) -> None:
     path = write(tmp_path / "a.parquet", item_id=["x", "y"], v=[[1.0]] * 2)
     ids = write(tmp_path / "map.parquet", theirs=theirs, ours=ours)
     id_map = {"paths": ids, "from_column": "theirs", "to_column": "ours"}
@@ -259,7 +259,7 @@ def test_a_bad_id_map_is_refused(tmp_path: Path, theirs: list[Any], ours: list[A
         ({"item_id": [9], "v": [[1.0]]}, ("embeddings.1: the vectors have 1 numbers, but those of embeddings.0", "have 2")),
     ],
 )
-def test_entries_of_one_table_that_do_not_fit_together_are_refused(
+def test_entries_of_one_table_that_do_not_fit_together_are_rejected(
     tmp_path: Path, second: dict[str, Any], parts: tuple[str, ...]
 ) -> None:
     paths = [write(tmp_path / "a.parquet", item_id=[1], v=ONES), write(tmp_path / "b.parquet", **second)]
@@ -277,12 +277,12 @@ def test_entries_of_one_table_that_do_not_fit_together_are_refused(
         ),
     ],
 )
-def test_a_projection_that_the_vectors_do_not_allow_is_refused(tmp_path: Path, settings: dict[str, int], said: str) -> None:
+def test_a_projection_that_the_vectors_do_not_allow_is_rejected(tmp_path: Path, settings: dict[str, int], said: str) -> None:
     path = write(tmp_path / "a.parquet", item_id=[1, 2], v=[[1.0, 2.0, 3.0], [1.0, 2.0, 4.0]])
     refuses(lambda folder: ingest(folder, path, **settings), tmp_path, said)
 
 
-def test_a_matrix_larger_than_the_free_disk_is_refused_before_a_vector_is_written(
+def test_a_matrix_larger_than_the_free_disk_is_rejected_before_a_vector_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(descriptor: int, offset: int, size: int) -> None:
@@ -301,7 +301,7 @@ def test_a_matrix_larger_than_the_free_disk_is_refused_before_a_vector_is_writte
     [(4_000, 128, "4,000 x 128 numbers, takes 0.002 GiB"), (40_000, 1, "the stage does not fit")],
 )
 def test_a_disk_that_is_full_is_an_error_and_no_crash(tmp_path: Path, small_disk: Path, rows: int, dim: int, said: str) -> None:
-    """The second case fits the matrix, but not the ids beside it."""
+    """In the second case the matrix fits on the disk, but the ids do not."""
     ids = [np.random.default_rng(row).bytes(16).hex() for row in range(rows)]
     path = write(tmp_path / "a.parquet", item_id=ids, v=list(np.ones((rows, dim), np.float32)))
     refuses(lambda folder: ingest(folder, path), small_disk, said, "but the disk has 0.00", "GiB free; free some")

@@ -166,32 +166,32 @@ def test_a_workspace_below_a_folder_named_like_a_column_is_read_as_any_other(tmp
     interactions = stage(folder / "log", context={"device": ["tv", "app"] * 4 + ["car"]})
     brands = write(tmp_path / "brands.parquet", sku=ITEMS, brand=["a", "a", "b", "c", "c"])
     wanted = {"items": {"paths": brands, "id_column": "sku", "features": [{"name": "brand"}]}, "context": [{"name": "device"}]}
-    first = ingest(folder / "night1", interactions, **wanted)
-    second = ingest(folder / "night2", interactions, previous=first, **wanted)
+    first = ingest(folder / "run1", interactions, **wanted)
+    second = ingest(folder / "run2", interactions, previous=first, **wanted)
     assert rows_of(first, "item.brand") == rows_of(second, "item.brand") == [1, 1, 3, 2, 2]
     assert set(rows_of(first, "context.device")) == {1, 2, 3}
 
 
-def test_a_value_keeps_its_row_on_later_nights(tmp_path: Path) -> None:
+def test_a_value_keeps_its_row_in_later_runs(tmp_path: Path) -> None:
     log = stage(tmp_path / "log")
     first = write(tmp_path / "1.parquet", id=ITEMS, brand=["a", "a", "b", "c", "c"], price=[1, 2, 3, 4, 5])
     second = write(tmp_path / "2.parquet", id=ITEMS, brand=["b", "d", "d", "d", "c"], price=[10, 20, 30, 40, 50])
     features = ({"name": "brand"}, {"name": "price", "kind": "numeric", "buckets": 2})
-    night = ingest(tmp_path / "night1", log, **items(first, *features))
-    assert not night.features["item.brand"].continued
-    later = ingest(tmp_path / "night2", log, previous=night, **items(second, *features))
+    earlier = ingest(tmp_path / "run1", log, **items(first, *features))
+    assert not earlier.features["item.brand"].continued
+    later = ingest(tmp_path / "run2", log, previous=earlier, **items(second, *features))
     assert vocabulary(later, "item.brand") == [(None, 0), ("a", 0), ("c", 1), ("b", 1), ("d", 3)]
     assert rows_of(later, "item.brand") == [3, 4, 4, 4, 2]
     assert (later.features["item.brand"].continued, later.features["item.brand"].new_values) == (True, 1)
-    assert later.features["item.price"].boundaries == night.features["item.price"].boundaries
+    assert later.features["item.price"].boundaries == earlier.features["item.price"].boundaries
 
 
 @pytest.mark.parametrize("why", ["another lineage", "another definition", "a damaged vocabulary"])
 def test_a_vocabulary_is_rebuilt_for(tmp_path: Path, why: str) -> None:
     log = stage(tmp_path / "log")
     path = write(tmp_path / "i.parquet", id=ITEMS, brand=["a", "a", "b", "b", "b"], kin=["a", "a", "b", "b", "b"])
-    night = ingest(
-        tmp_path / "night1",
+    earlier = ingest(
+        tmp_path / "run1",
         log,
         **items(write(tmp_path / "1.parquet", id=ITEMS, brand=["a", "a", "a", "b", "c"]), {"name": "brand"}),
     )
@@ -201,8 +201,8 @@ def test_a_vocabulary_is_rebuilt_for(tmp_path: Path, why: str) -> None:
     elif why == "another definition":
         feature["column"] = "kin"
     else:
-        night.path("item.brand.vocabulary.parquet").write_bytes(b"stale")
-    later = ingest(tmp_path / "night2", log, previous=night, **items(path, feature))
+        earlier.path("item.brand.vocabulary.parquet").write_bytes(b"stale")
+    later = ingest(tmp_path / "run2", log, previous=earlier, **items(path, feature))
     assert vocabulary(later, "item.brand") == [(None, 0), ("b", 3), ("a", 2)]
     assert not later.features["item.brand"].continued
 

@@ -102,7 +102,7 @@ def test_a_null_id(tmp_path: Path) -> None:
     )
 
 
-def test_an_id_that_stands_there_twice_also_over_files(tmp_path: Path) -> None:
+def test_an_id_that_occurs_twice_even_in_two_files(tmp_path: Path) -> None:
     refused(
         tmp_path,
         "items.parquet: column 'id', row 0: 11 is the id of more than one row",

@@ -1,4 +1,4 @@
-"""Numbers as they are: standardised over what training sees, the same on later nights."""
+"""Numeric features without buckets: standardised over the training events, with the same mean in later runs."""
 
 import math
 from pathlib import Path
@@ -69,14 +69,14 @@ def test_without_a_spread_in_training_every_weight_is_zero(tmp_path: Path, price
 
 
 @pytest.mark.parametrize("kind", [pa.int16(), pa.uint64(), pa.float32(), pa.decimal128(9, 2)])
-def test_any_type_of_number_will_do(tmp_path: Path, kind: pa.DataType) -> None:
+def test_every_numeric_type_is_accepted(tmp_path: Path, kind: pa.DataType) -> None:
     made = ingest(tmp_path, pa.array([1.0, 3.0] * 3).cast(kind))
     assert stored(made)[1][:6] == [-1.0, 1.0] * 3
 
 
-def test_a_later_night_continues_with_the_same_mean_until_the_vocabulary_is_rebuilt(tmp_path: Path) -> None:
-    night = ingest(tmp_path / "1", [1.0, 3.0, 1.0, 3.0])
-    later = ingest(tmp_path / "2", [10.0, 12.0, 14.0, 2.0], previous=night)
+def test_later_runs_keep_the_mean_until_the_vocabulary_is_rebuilt(tmp_path: Path) -> None:
+    earlier = ingest(tmp_path / "1", [1.0, 3.0, 1.0, 3.0])
+    later = ingest(tmp_path / "2", [10.0, 12.0, 14.0, 2.0], previous=earlier)
     facts = later.features["item.price"]
     assert (facts.mean, facts.std, facts.continued) == (2.0, 1.0, True)
     assert stored(later)[1][:4] == [8.0, 10.0, 10.0, 0.0]
@@ -85,12 +85,12 @@ def test_a_later_night_continues_with_the_same_mean_until_the_vocabulary_is_rebu
     assert (facts.mean, facts.std, facts.continued) == (11.0, 1.0, False)
 
 
-def test_a_feature_that_was_in_buckets_in_the_previous_run_starts_again(tmp_path: Path) -> None:
+def test_a_feature_that_had_buckets_in_the_previous_run_gets_a_new_mean(tmp_path: Path) -> None:
     log = write_interactions(tmp_path / "log", users=["u", "v"], items=ITEMS, log=LOG)
     table = {"paths": write(tmp_path / "i.parquet", id=ITEMS[:4], price=[1.0, 3.0, 1.0, 3.0]), "id_column": "id"}
     buckets = {"name": "price", "kind": "numeric", "buckets": 2}
-    night = features_of(tmp_path / "1", log, items=table | {"features": [buckets]})
-    later = features_of(tmp_path / "2", log, night, items=table | {"features": [PRICE]})
+    earlier = features_of(tmp_path / "1", log, items=table | {"features": [buckets]})
+    later = features_of(tmp_path / "2", log, earlier, items=table | {"features": [PRICE]})
     assert not later.features["item.price"].continued and later.features["item.price"].mean == 2.0
     back = features_of(tmp_path / "3", log, later, items=table | {"features": [buckets]})
     assert not back.features["item.price"].continued and back.features["item.price"].mean is None
@@ -131,6 +131,6 @@ def test_any_number_becomes_a_finite_one_and_training_has_mean_0_and_spread_1(
     assert row == [int(one is not None and not math.isnan(one)) for one in price] + [0] * (8 - len(price))
     assert all(one == 0 for one, there in zip(weight, row, strict=True) if not there)
     trained = [at for at, one in enumerate(price[:6]) if one is not None and math.isfinite(one)]
-    if facts.std > 1e-300 and facts.std > 1e-12 * abs(facts.mean):  # else what is left are roundings
+    if facts.std > 1e-300 and facts.std > 1e-12 * abs(facts.mean):  # a smaller spread is rounding error
         assert np.mean([weight[at] for at in trained]) == pytest.approx(0, abs=1e-3)
         assert np.std([weight[at] for at in trained]) == pytest.approx(1, abs=1e-3)

@@ -1,4 +1,4 @@
-"""Pretrained vectors of a feature's values find the rows of its table, on every night."""
+"""Pretrained vectors of a feature's values find the rows of its table, on every earlier."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ LOG = [([0, 1, 2], [3], [1]), ([1], [], [0])]
 
 
 def embed(folder: Path, **tables: Any) -> EmbeddingsManifest:
-    """Vectors [1], [2], ... for the ids given per table; __ stands for the dot in its name."""
+    """Ingest vectors [1], [2], ... for the ids of each table. tables: ids by table name, with __ for the dot in the name."""
     entries = []
     for name, ids in tables.items():
         path = write(folder / f"{name}.parquet", item_id=pa.array(ids), v=[[1.0 + row] for row in range(len(ids))])
@@ -37,7 +37,7 @@ def ingest(
     name: str = "features",
     **columns: Any,
 ) -> FeaturesManifest:
-    """Items with `columns`."""
+    """Ingest features of items that have `columns`."""
     log = folder / f"{name}.log"
     interactions = write_interactions(log, users=["ann", "bob"], items=ITEMS, log=LOG)
     table = write(folder / f"{name}.items.parquet", id=ITEMS, **columns)
@@ -73,20 +73,20 @@ def test_the_values_of_lists_and_below_min_count_count_as_the_vocabulary_has_the
     assert by_value(made, "item.tags") == {None: -1, "b": 1, "c": -1}
 
 
-def test_on_a_later_night_rows_stay_and_find_the_vectors_of_that_night(tmp_path: Path) -> None:
+def test_in_a_later_run_values_keep_their_rows_and_get_the_new_vectors(tmp_path: Path) -> None:
     first, second = embed(tmp_path / "1", item__brand=["a", "b"]), embed(tmp_path / "2", item__brand=["c", "b"])
-    night = ingest(tmp_path, first, {"name": "brand"}, name="one", brand=["a", "a", "b", "a", "b"])
-    later = ingest(tmp_path, second, {"name": "brand"}, name="two", previous=night, brand=["c", "c", "c", "b", "b"])
-    assert by_value(night, "item.brand") == {None: -1, "a": 0, "b": 1}
+    earlier = ingest(tmp_path, first, {"name": "brand"}, name="one", brand=["a", "a", "b", "a", "b"])
+    later = ingest(tmp_path, second, {"name": "brand"}, name="two", previous=earlier, brand=["c", "c", "c", "b", "b"])
+    assert by_value(earlier, "item.brand") == {None: -1, "a": 0, "b": 1}
     assert list(by_value(later, "item.brand").items()) == [(None, -1), ("a", -1), ("b", 1), ("c", 0)]
 
 
-def test_other_vectors_are_another_stage(tmp_path: Path) -> None:
+def test_other_vectors_change_the_fingerprint(tmp_path: Path) -> None:
     brand = ["a", "a", "b", "a", "b"]
-    night = ingest(tmp_path / "1", embed(tmp_path / "1", item__brand=["a", "b"]), {"name": "brand"}, brand=brand)
+    earlier = ingest(tmp_path / "1", embed(tmp_path / "1", item__brand=["a", "b"]), {"name": "brand"}, brand=brand)
     other = ingest(tmp_path / "2", embed(tmp_path / "2", item__brand=["b", "a"]), {"name": "brand"}, brand=brand)
     none = ingest(tmp_path / "3", None, {"name": "brand"}, brand=brand)
-    assert len({made.fingerprint for made in (night, other, none)}) == 3
+    assert len({made.fingerprint for made in (earlier, other, none)}) == 3
     assert "item.brand.vector_row.npy" not in none.files
 
 

@@ -163,7 +163,7 @@ def test_bad_values_that_fit_no_column_of_ours_are_dropped_too(tmp_path: Path) -
     assert made.bad_rows == {"user_id: over int64": 1, "x: negative": 1}
 
 
-def test_a_log_of_nothing_but_bad_rows_is_refused_whatever_the_share(tmp_path: Path) -> None:
+def test_a_log_of_nothing_but_bad_rows_is_rejected_whatever_the_share(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", **(GOOD | {"user_id": pa.nulls(4, pa.int64())}))
     refuses(
         lambda folder: ingest(folder, path, split=LAST_OUT, on_bad_rows="drop", max_bad_share=0.99), tmp_path,

@@ -64,7 +64,9 @@ def test_integers_of_every_unit_are_judged_to_the_end_of_64_bits(tmp_path: Path,
         (pa.timestamp("s"), FUTURE, "2255-03-14 16:00:00 is in the future"),
     ],
 )
-def test_a_bad_time_is_shown_as_it_stands_there(tmp_path: Path, kind: pa.DataType, value: int | None, shown: str) -> None:
+def test_the_message_shows_a_bad_time_as_it_is_in_the_file(
+    tmp_path: Path, kind: pa.DataType, value: int | None, shown: str
+) -> None:
     path = write(tmp_path / "a.parquet", **IDS, t=pa.array([1, value, 2, value, 0], kind))
     way_out = "drop these rows" if value is None else WAY_OUT
     parts = (f"{path}: column 't', row 1: {shown} (2 of 5 rows); {way_out}", ", or set interactions.on_bad_rows")
@@ -112,7 +114,7 @@ def test_a_time_that_has_no_microseconds_is_named(tmp_path: Path, value: int, po
 
 
 @pytest.mark.parametrize(("unit", "value"), [("ms", 2**63 // 100), ("us", -(2**63))])
-def test_such_a_time_in_the_statistics_is_told_with_its_column(tmp_path: Path, unit: str, value: int) -> None:
+def test_the_message_about_a_bad_time_in_the_statistics_names_its_column(tmp_path: Path, unit: str, value: int) -> None:
     path = write(tmp_path / "a.parquet", **IDS, t=pa.array([1, 2, value, value, 0], pa.timestamp(unit)))
     said = "the times of column 't' reach beyond the year 290,000, which cannot be valid; fix the job that writes them"
     refuses(lambda folder: ingest(folder, path, split=LAST_OUT), tmp_path, "a.parquet", said)

@@ -133,7 +133,7 @@ def test_an_event_that_is_given_for_training_and_for_the_test_stays_in_training(
         {"label_column": "l", "label_threshold": 1.0, "label_range": (0.0, float("inf"))},
     ],
 )
-def test_a_setting_that_is_no_finite_number_is_refused(settings: dict[str, object]) -> None:
+def test_a_setting_that_is_no_finite_number_is_rejected(settings: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match="should be a finite number"):
         InteractionsConfig.model_validate({"paths": ("log.parquet",), "timestamp_column": "t"} | settings)
 

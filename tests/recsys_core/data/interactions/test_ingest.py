@@ -201,22 +201,22 @@ def test_the_validation_share_is_held_out_of_train_alone_and_the_same_every_time
 
 
 @pytest.mark.parametrize("name", [str, int])
-def test_held_out_items_are_in_no_training_event_and_the_same_every_night(tmp_path: Path, name: type) -> None:
+def test_held_out_items_have_no_training_events_and_are_the_same_in_every_run(tmp_path: Path, name: type) -> None:
     log = [(user, name(item), item) for user in range(5) for item in range(1000)]
     first = write_log(tmp_path / "a.parquet", log)
     test = write_log(tmp_path / "test.parquet", [(1, name(60), 60), (1, name(1000), 60)])
     split = {"kind": "files", "test": test, "validation_share": 0.2, "validation_by": "item"}
-    night = ingest(tmp_path / "night", first, split=split)
-    train, validation, tested = read(night).parts
+    earlier = ingest(tmp_path / "earlier", first, split=split)
+    train, validation, tested = read(earlier).parts
     held_out = {item for _, item, _ in validation}
     assert not held_out & {item for _, item, _ in train}
     assert sorted(train + validation) == sorted(log)  # all events of an item are on one side
     assert 137 < len(held_out) < 263  # 5 standard deviations of 12.6 around 200
     assert sorted(tested) == sorted([(1, name(60), 60), (1, name(1000), 60)])
 
-    # The next night reads one more file: what was held out stays so, there too; from scratch it is the same.
+    # The next run reads one more file: held-out items stay held out in it, also when it starts from scratch.
     more = write_log(tmp_path / "b.parquet", [(user, name(item), 2000) for user in (7, 8) for item in range(900, 1100)])
-    later = ingest(tmp_path / "later", first, more, split=split, previous=night)
+    later = ingest(tmp_path / "later", first, more, split=split, previous=earlier)
     assert later.files_read == 1
     train, validation, _ = read(later).parts
     new = {item for _, item, _ in validation}

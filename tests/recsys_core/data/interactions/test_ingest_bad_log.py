@@ -43,7 +43,7 @@ def test_the_row_of_a_null_is_found_next_to_columns_of_any_name(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["file_row_number", "File_Index"])
-def test_a_column_with_a_name_that_counts_rows_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_column_with_a_name_that_counts_rows_is_rejected(tmp_path: Path, name: str) -> None:
     refuses(
         into(write(tmp_path / "a.parquet", **GOOD, **{name: [1] * 4})),
         tmp_path,
@@ -102,12 +102,12 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_log_is_refused_and_nothing_stays(tmp_path: Path, case: str) -> None:
+def test_a_bad_log_is_rejected_and_nothing_stays(tmp_path: Path, case: str) -> None:
     columns, settings, parts = BAD[case]
     refuses(into(write(tmp_path / "a.parquet", **(GOOD | columns)), **settings), tmp_path, *parts)
 
 
-def test_a_sort_that_outgrows_the_memory_is_refused_by_its_setting(tmp_path: Path) -> None:
+def test_a_sort_that_outgrows_the_memory_is_rejected_by_its_setting(tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     columns = {name: random.integers(0, 2**60, 300_000) for name in ("user_id", "item_id")} | {"t": np.arange(300_000)}
     stage = into(write(tmp_path / "a.parquet", **columns), memory_limit="4MB", order_column="t")
@@ -121,7 +121,7 @@ def test_a_sort_that_outgrows_the_memory_is_refused_by_its_setting(tmp_path: Pat
         (pa.array([1, 2, 3, 4], pa.timestamp("us", tz="UTC")), "timestamp[us, tz=UTC], but int64"),
     ],
 )
-def test_files_with_times_of_different_types_are_refused(tmp_path: Path, other: pa.Array, message: str) -> None:
+def test_files_with_times_of_different_types_are_rejected(tmp_path: Path, other: pa.Array, message: str) -> None:
     first, second = write(tmp_path / "a.parquet", **GOOD), write(tmp_path / "b.parquet", **(GOOD | {"t": other}))
     refuses(into(first, second), tmp_path, f"b.parquet: column 't' is {message} in ", "a.parquet")
     given = {"kind": "files", "test": second}
@@ -134,7 +134,7 @@ def test_local_times_and_times_with_a_zone_are_not_mixed(tmp_path: Path) -> None
     refuses(into(local, zoned), tmp_path, "b.parquet: column 't' is timestamp[us, tz=Asia/Kolkata], but timestamp[us] in ")
 
 
-def test_ids_of_another_type_in_the_test_files_are_refused(tmp_path: Path) -> None:
+def test_ids_of_another_type_in_the_test_files_are_rejected(tmp_path: Path) -> None:
     train = write(tmp_path / "a.parquet", **GOOD)
     test = write(tmp_path / "b.parquet", **(GOOD | {"user_id": list("abcd")}))
     stage = into(train, split={"kind": "files", "test": test})
@@ -158,7 +158,7 @@ def test_given_files_that_are_missing_are_named_with_their_setting(tmp_path: Pat
         ([50, 60, 70], ("embeddings: none of the 3 item vectors has the id of one of the items of the log",)),
     ],
 )
-def test_vectors_of_other_items_are_refused(tmp_path: Path, ids: list[Any], parts: tuple[str, ...]) -> None:
+def test_vectors_of_other_items_are_rejected(tmp_path: Path, ids: list[Any], parts: tuple[str, ...]) -> None:
     vectors = write(tmp_path / "v.parquet", item_id=ids, v=[[1.0]] * len(ids))
     config = EmbeddingsConfig(paths=vectors, vector_column="v")
     embeddings = ingest_embeddings((config,), folder=tmp_path / "embeddings")
@@ -166,7 +166,7 @@ def test_vectors_of_other_items_are_refused(tmp_path: Path, ids: list[Any], part
 
 
 @pytest.mark.parametrize("compression", ["snappy", "zstd", "none"])
-def test_damage_behind_an_intact_footer_is_refused(tmp_path: Path, compression: str) -> None:
+def test_damage_behind_an_intact_footer_is_rejected(tmp_path: Path, compression: str) -> None:
     columns = {name: np.random.default_rng(0).integers(0, 10**9, 5000) for name in ("user_id", "item_id", "t")}
     pq.write_table(pa.table(columns), tmp_path / "a.parquet", compression=compression)
     damage_data(str(tmp_path / "a.parquet"))

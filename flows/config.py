@@ -130,7 +130,7 @@ class PipelineConfig(Settings):
         if self.launcher.kind == "torchx" and (cluster.device == "auto" or cluster.processes_per_node is None):
             raise ValueError(
                 f"launcher.kind is torchx, but sharding.cluster.device is {cluster.device} and processes_per_node is "
-                f"{cluster.processes_per_node or 'empty'}, and this host may differ from the cluster's hosts; set device to "
+                f"{cluster.processes_per_node or 'empty'}, which cannot be detected on this host; set device to "
                 "cpu or cuda, and processes_per_node to the ranks of one host"
             )
         return self
@@ -175,33 +175,33 @@ class PipelineConfig(Settings):
     def with_absolute_paths(self, folder: Path) -> Self:
         """Return the config with relative paths resolved against `folder`."""
 
-        def anchor(paths: Paths) -> Paths:
+        def absolute(paths: Paths) -> Paths:
             return tuple(path if is_uri(path) else str(_absolute(folder, path)) for path in paths)
 
         split = self.interactions.split
         if isinstance(split, FileSplit):
-            validation = None if split.validation is None else anchor(split.validation)
-            split = split.model_copy(update={"test": anchor(split.test), "validation": validation})
-        interactions = self.interactions.model_copy(update={"paths": anchor(self.interactions.paths), "split": split})
+            validation = None if split.validation is None else absolute(split.validation)
+            split = split.model_copy(update={"test": absolute(split.test), "validation": validation})
+        interactions = self.interactions.model_copy(update={"paths": absolute(self.interactions.paths), "split": split})
         update: dict[str, object] = {
             "workspace": _absolute(folder, self.workspace),
             "interactions": interactions,
-            "embeddings": tuple(_anchored_embeddings(entry, anchor) for entry in self.embeddings),
+            "embeddings": tuple(_embeddings_with_absolute_paths(entry, absolute) for entry in self.embeddings),
         }
         if self.features is not None:
             tables = {"users": self.features.users, "items": self.features.items}
-            anchored_tables = {
-                side: table and table.model_copy(update={"paths": anchor(table.paths)}) for side, table in tables.items()
+            absolute_tables = {
+                side: table and table.model_copy(update={"paths": absolute(table.paths)}) for side, table in tables.items()
             }
-            update["features"] = self.features.model_copy(update=anchored_tables)
+            update["features"] = self.features.model_copy(update=absolute_tables)
         if self.data_root is not None:
             update["data_root"] = _absolute(folder, self.data_root)
         return self.model_copy(update=update)
 
 
-def _anchored_embeddings(entry: EmbeddingsConfig, anchor: Callable[[Paths], Paths]) -> EmbeddingsConfig:
-    id_map = entry.id_map and entry.id_map.model_copy(update={"paths": anchor(entry.id_map.paths)})
-    return entry.model_copy(update={"paths": anchor(entry.paths), "id_map": id_map})
+def _embeddings_with_absolute_paths(entry: EmbeddingsConfig, absolute: Callable[[Paths], Paths]) -> EmbeddingsConfig:
+    id_map = entry.id_map and entry.id_map.model_copy(update={"paths": absolute(entry.id_map.paths)})
+    return entry.model_copy(update={"paths": absolute(entry.paths), "id_map": id_map})
 
 
 def _absolute(folder: Path, path: str | Path) -> Path:

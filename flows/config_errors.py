@@ -16,7 +16,10 @@ from recsys_core.launching.config import Launcher
 
 
 def relevant_errors(error: ValidationError) -> Sequence[ErrorDetails]:
-    """Return the unknown keys if there are any, else all errors: a misspelt key is also reported as a missing one."""
+    """Return the errors about unknown keys or, without unknown keys, all errors.
+
+    Pydantic reports a misspelt key twice: as unknown and as missing.
+    """
     details = error.errors(include_url=False)
     return [detail for detail in details if detail["type"] == "extra_forbidden"] or details
 
@@ -43,7 +46,7 @@ def sentence_of(detail: ErrorDetails, raw: Mapping[str, Any]) -> str:
 def dotted_key(loc: tuple[int | str, ...], raw: Any) -> str:
     """Return pydantic's location as the dotted key of the settings `raw`.
 
-    A location also names the chosen member of a union, which is not a key of the file.
+    A location may also contain the name of a union member, which is not a key of the file.
     """
     names: list[str] = []
     level = raw
@@ -70,23 +73,23 @@ def _suggestion(key: str) -> str:
     similar = difflib.get_close_matches(name, siblings, n=1)
     if similar:
         return f"did you mean {parent}{'.' if parent else ''}{similar[0]}?"
-    elsewhere = [path for path in valid_keys if path.rpartition(".")[2] == name]
-    if not elsewhere and siblings:
+    same_name_keys = [path for path in valid_keys if path.rpartition(".")[2] == name]
+    if not same_name_keys and siblings:
         return f"known here: {', '.join(sorted(siblings))}"
-    elsewhere = elsewhere or difflib.get_close_matches(key, valid_keys, n=1)
-    return f"did you mean {' or '.join(elsewhere)}?" if elsewhere else f"{parent} is not a group of settings"
+    similar_keys = same_name_keys or difflib.get_close_matches(key, valid_keys, n=1)
+    return f"did you mean {' or '.join(similar_keys)}?" if similar_keys else f"{parent} is not a group of settings"
 
 
 def setting_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield the dotted names of all settings of `model`, groups and all members of unions included.
 
-    `*` stands for a key that the user chooses, such as the name of a table.
+    `*` is a key that the user chooses, such as the name of a table.
     """
     for name, field in model.model_fields.items():
         yield prefix + name
-        inner = f"{prefix}{name}.*." if get_origin(field.annotation) is dict else f"{prefix}{name}."
+        member_prefix = f"{prefix}{name}.*." if get_origin(field.annotation) is dict else f"{prefix}{name}."
         for member in nested_models(field.annotation):
-            yield from setting_names(member, inner)
+            yield from setting_names(member, member_prefix)
 
 
 def nested_models(annotation: Any) -> Iterator[type[BaseModel]]:

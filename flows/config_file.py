@@ -18,7 +18,7 @@ from tasks.tuning.config import RangeConfig, label_of
 TUNABLE_GROUPS = ("model", "tables", "loss", "training", "sharding")
 """Groups of settings that `nightjar tune` may vary."""
 NOT_TUNABLE = {
-    "training.validation": "trials are compared by it, so it is the same for all; leave it out",
+    "training.validation": "trials are compared by this setting, so all trials need the same value; leave it out",
     "training.warm_start": "trials start from scratch; leave it out",
 }
 MAX_PROBLEMS = 20
@@ -59,7 +59,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
 
 
 def with_settings(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineConfig:
-    """Return `config` without tuning and with `settings`, by dotted name, replaced; InputError if they contradict others."""
+    """Return `config` without tuning and with `settings`, by dotted name, replaced; InputError if it is invalid."""
     candidate = _validate(config, settings)
     if candidate.config is None:
         raise InputError("; ".join(candidate.problems))
@@ -67,7 +67,7 @@ def with_settings(config: PipelineConfig, settings: Mapping[str, Any]) -> Pipeli
 
 
 def settings_as_yaml(config: PipelineConfig, settings: Mapping[str, Any]) -> str:
-    """Return YAML of `settings` for the user's file. A list that contains one of the settings is written as a whole."""
+    """Return `settings` as YAML for the user's config file. If a setting is in a list, the whole list is written."""
     raw = with_settings(config, settings).model_dump(mode="json")
     groups: dict[str, Any] = {}
     for dotted in settings:
@@ -77,26 +77,32 @@ def settings_as_yaml(config: PipelineConfig, settings: Mapping[str, Any]) -> str
 
 
 def dump_config(config: PipelineConfig, path: Path) -> None:
-    """Write `config` in a form that load_config reads back. The file is replaced atomically: a resumed run writes it again."""
+    """Write `config` as YAML that load_config reads. A resumed run replaces the file, so it is written atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, yaml_loader.dump(config.model_dump(mode="json")))
 
 
 def _input_error(path: Path, problems: Sequence[str], *, num_more: int = 0) -> InputError:
-    more = [f"and {num_more:,} more"] if num_more else []
-    return InputError("\n".join([f"{path}:", *(f"  {problem}" for problem in (*problems, *more))]))
+    last_line = [f"and {num_more:,} more"] if num_more else []
+    return InputError("\n".join([f"{path}:", *(f"  {problem}" for problem in (*problems, *last_line))]))
 
 
 class _Candidate(NamedTuple):
-    """Result of validating changed settings: the config, or the problems and whether the settings themselves have them."""
+    """A config with changed settings, after validation.
+
+    Attributes:
+        config: the config; None if it is invalid.
+        has_invalid_settings: whether a changed setting is invalid itself, and not only in combination with other settings.
+        problems: the problems of an invalid config.
+    """
 
     config: PipelineConfig | None
-    is_own_fault: bool = False
+    has_invalid_settings: bool = False
     problems: tuple[str, ...] = ()
 
 
 def _validate(config: PipelineConfig, settings: Mapping[str, Any]) -> _Candidate:
-    """Validate `config` with `settings` replaced. A setting may be valid itself and contradict another setting."""
+    """Validate `config` with `settings` replaced."""
     raw = config.model_dump(mode="json") | {"tuning": None}
     for dotted, value in settings.items():
         _put(raw, dotted, value, source=f"tuning.ranges.{dotted}")
@@ -105,10 +111,10 @@ def _validate(config: PipelineConfig, settings: Mapping[str, Any]) -> _Candidate
     except ValidationError as error:
         details = relevant_errors(error)
         names = tuple(name.replace('"', "") for name in settings)
-        own = [
+        own_details = [
             detail for detail in details if detail["type"] != "value_error" or dotted_key(detail["loc"], raw).startswith(names)
         ]
-        return _Candidate(None, bool(own), tuple(sentence_of(detail, raw) for detail in own or details))
+        return _Candidate(None, bool(own_details), tuple(sentence_of(detail, raw) for detail in own_details or details))
 
 
 def _check_range(config: PipelineConfig, dotted: str, value_range: RangeConfig) -> RangeConfig:
@@ -127,8 +133,8 @@ def _check_range(config: PipelineConfig, dotted: str, value_range: RangeConfig) 
         for probe, candidate in candidates
         if candidate.config is not None
     }
-    # A value that contradicts another setting is allowed, since both may vary, unless no value of the range is valid.
-    invalid = [candidate for _, candidate in candidates if candidate.is_own_fault or not parsed]
+    # A value may contradict another setting, because both may vary. But at least one value of the range must be valid.
+    invalid = [candidate for _, candidate in candidates if candidate.has_invalid_settings or not parsed]
     if invalid:
         raise ValueError("\n".join(invalid[0].problems))
     try:
@@ -198,7 +204,7 @@ def _put(raw: dict[str, Any], dotted: str, value: Any, *, source: str) -> None:
         if isinstance(level, list):
             if not (key.isdecimal() and key.isascii() and int(key[:9]) < len(level)):
                 parent = ".".join(parents[:depth])
-                raise InputError(f"{source}: {parent} is a list of {len(level)}; name one by its number, from 0")
+                raise InputError(f"{source}: {parent} is a list of {len(level)}; name an entry by its index, from 0")
             level = level[int(key[:9])]
         else:
             level[key] = {} if level.get(key) is None else level[key]

@@ -30,10 +30,10 @@ def prepare(workspace: Path, *, verbose: bool = False) -> None:
 def require_writable(workspace: Path) -> None:
     """Raise InputError unless files can be written to `workspace`, or the folder can be created. Creates nothing."""
     try:
-        existing = next(path for path in (workspace, *workspace.parents) if os.path.lexists(path))
-        if not existing.is_dir():
-            raise InputError(f"workspace {workspace}: {existing} is not a folder; set workspace to a folder")
-        with tempfile.TemporaryFile(dir=existing):
+        nearest_path = next(path for path in (workspace, *workspace.parents) if os.path.lexists(path))
+        if not nearest_path.is_dir():
+            raise InputError(f"workspace {workspace}: {nearest_path} is not a folder; set workspace to a folder")
+        with tempfile.TemporaryFile(dir=nearest_path):
             pass
     except OSError as error:
         raise InputError(
@@ -41,7 +41,7 @@ def require_writable(workspace: Path) -> None:
         ) from None
 
 
-def quieten() -> None:
+def silence_libraries() -> None:
     """Silence log messages and warnings of libraries. Call before importing them."""
     # Logging through an unconfigured root logger would install a handler that prints to stderr.
     logging.getLogger().addHandler(logging.NullHandler())

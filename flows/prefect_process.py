@@ -21,14 +21,14 @@ def main() -> None:
     die_with_parent()
     listener = socket.socket(fileno=int(sys.argv[1]))
     _import_libraries()
-    start_message = sys.stdin.buffer.read()
-    if not start_message:  # the command has ended, e.g. because its config was invalid
+    message = sys.stdin.buffer.read()
+    if not message:  # the command has ended, e.g. because its config was invalid
         return
-    start = json.loads(start_message)
-    log = os.open(start["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.environ.update(start["environment"])
+    start_message = json.loads(message)
+    log_descriptor = os.open(start_message["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log_descriptor, 1)
+    os.dup2(log_descriptor, 2)
+    os.environ.update(start_message["environment"])
     import uvicorn
 
     migrate()
@@ -64,32 +64,36 @@ def migrate() -> None:
         return
     settings.server.database.migrate_on_start = False
     settings.home.mkdir(parents=True, exist_ok=True)
-    marker, template = database.with_suffix(".version"), _cache() / f"prefect-{prefect.__version__}.db"
+    marker, template = database.with_suffix(".version"), _cache_folder() / f"prefect-{prefect.__version__}.db"
     with FileLock(settings.home / ".migration.lock"):  # two runs may create the database at the same time
         is_new = not database.is_file()
         if not is_new and marker.is_file() and marker.read_text() == prefect.__version__:
             return
         if is_new and template.is_file():
-            _copy(template, database)
+            _copy_database(template, database)
         else:
             from prefect.server.database import provide_database_interface
 
             asyncio.run(provide_database_interface().create_db())
             if is_new:
-                with suppress(OSError):  # without a writable cache each new workspace is migrated
+                with suppress(OSError):  # without a writable cache, each new workspace is migrated from an empty database
                     template.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                    _copy(database, template)
+                    _copy_database(database, template)
         marker.write_text(prefect.__version__)
 
 
-def _cache() -> Path:
+def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nightjar"
 
 
-def _copy(source: Path, target: Path) -> None:
+def _copy_database(source: Path, target: Path) -> None:
     """Copy a sqlite database atomically."""
-    with replacing(target) as temporary, closing(sqlite3.connect(source)) as read, closing(sqlite3.connect(temporary)) as write:
-        read.backup(write)
+    with (
+        replacing(target) as temporary,
+        closing(sqlite3.connect(source)) as source_database,
+        closing(sqlite3.connect(temporary)) as target_database,
+    ):
+        source_database.backup(target_database)
 
 
 if __name__ == "__main__":

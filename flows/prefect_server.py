@@ -1,6 +1,6 @@
 """Embedded Prefect server: a supervised subprocess that ends with the command.
 
-The server has its own session, so Ctrl-C in the terminal does not end it before the run is closed. The command owns the
+The server has its own session, so Ctrl-C in the terminal does not end the server before the run ends. The command owns the
 listening socket. If the server dies, the command starts another one on the same socket and database, and clients wait in the
 socket's queue meanwhile.
 """
@@ -36,12 +36,12 @@ LOG = logging.getLogger("nightjar")
 
 
 class EmbeddedServer:
-    """The server process. It imports libraries at once, starts to serve after `begin`, and answers after `wait`."""
+    """The server process. It imports libraries when it is created, starts to serve after `begin`, and is ready after `wait`."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server((HOST, 0), backlog=BACKLOG)
         self._environment: dict[str, str] = {}
-        self._log: Path | None = None
+        self._log_file: Path | None = None
         self._log_start = self._restarts = 0
         self._stopping = threading.Event()
         self._supervisor: threading.Thread | None = None
@@ -57,18 +57,19 @@ class EmbeddedServer:
         """Process id of the current server."""
         return self._process.pid
 
-    def begin(self, *, log: Path) -> None:
-        """Let the server open the database in PREFECT_HOME, and set PREFECT_API_URL and its password in this process.
+    def begin(self, *, log_file: Path) -> None:
+        """Start to serve the database in PREFECT_HOME; set PREFECT_API_URL and the server's password for this process.
 
         Call before Prefect is imported.
 
         Args:
-            log: file for the output of the server.
+            log_file: file for the output of the server.
         """
-        for folder in (log.parent, Path(os.environ.get("PREFECT_HOME", log.parent))):
+        for folder in (log_file.parent, Path(os.environ.get("PREFECT_HOME", log_file.parent))):
             require_free(folder, MIN_FREE_BYTES, subject="the embedded Prefect server with its database")
         secret = f"nightjar:{secrets.token_urlsafe(32)}"  # other users of this host can connect to the port
-        self._log, self._log_start = log, log.stat().st_size if log.is_file() else 0
+        self._log_file = log_file
+        self._log_start = log_file.stat().st_size if log_file.is_file() else 0
         os.environ.update(PREFECT_API_URL=self.api, PREFECT_API_AUTH_STRING=secret)
         self._environment = {
             **os.environ,
@@ -95,9 +96,9 @@ class EmbeddedServer:
                     return
             except OSError:  # refused, reset or timed out: the server is not ready
                 time.sleep(0.1)
-        if self._log is not None:
-            require_free(self._log.parent, MIN_FREE_BYTES, subject="the embedded Prefect server, which has ended,")
-        problem = f"did not answer within {START_TIMEOUT_S:g} s" if self._process.poll() is None else self._ending()
+        if self._log_file is not None:
+            require_free(self._log_file.parent, MIN_FREE_BYTES, subject="the embedded Prefect server, which has ended,")
+        problem = f"did not answer within {START_TIMEOUT_S:g} s" if self._process.poll() is None else self._describe_end()
         raise StageError(f"the embedded Prefect server {problem}{self._last_lines()}")
 
     def stop(self) -> None:
@@ -129,7 +130,7 @@ class EmbeddedServer:
         assert self._process.stdin is not None
         try:
             with self._process.stdin as pipe:
-                pipe.write(json.dumps({"log": str(self._log), "environment": self._environment}).encode())
+                pipe.write(json.dumps({"log": str(self._log_file), "environment": self._environment}).encode())
         except BrokenPipeError:  # the process has ended, which `wait` or the supervisor reports
             pass
 
@@ -141,30 +142,32 @@ class EmbeddedServer:
             if self._restarts == MAX_RESTARTS:
                 LOG.error(
                     "the embedded Prefect server %s again, after %d restarts%s",
-                    self._ending(),
+                    self._describe_end(),
                     self._restarts,
                     self._last_lines(),
                 )
                 self._listener.close()  # clients fail at once instead of waiting for a server
                 return
             self._restarts += 1
-            LOG.warning("the embedded Prefect server %s; another one is started%s", self._ending(), self._last_lines())
+            LOG.warning("the embedded Prefect server %s; another one is started%s", self._describe_end(), self._last_lines())
             self._process = self._start()
             self._send_start_message()
 
-    def _ending(self) -> str:
+    def _describe_end(self) -> str:
         code = self._process.returncode
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def _last_lines(self) -> str:
         """Return the last log lines of this server, after those of earlier servers."""
-        if self._log is None or not self._log.is_file():
+        if self._log_file is None or not self._log_file.is_file():
             return ""
-        with self._log.open("rb") as file:
+        with self._log_file.open("rb") as file:
             file.seek(self._log_start)
             lines = file.read().decode(errors="replace").splitlines()[-NUM_LOG_LINES:]
         return (
-            "\n".join((f"; the last lines of {self._log}:", *lines)) if lines else f"; {self._log} has no line of this server"
+            "\n".join((f"; the last lines of {self._log_file}:", *lines))
+            if lines
+            else f"; {self._log_file} has no line of this server"
         )
 
 
@@ -187,19 +190,19 @@ def embedded_server() -> Iterator[EmbeddedServer | None]:
 
 
 @contextmanager
-def prefect_session(server: EmbeddedServer | None, *, log: Path) -> Iterator[None]:
-    """Run a body that imports Prefect and calls flows; send its log records before the server ends.
+def prefect_session(server: EmbeddedServer | None, *, log_file: Path) -> Iterator[None]:
+    """Start to use the server before the body, which imports Prefect and calls flows; send its log records after the body.
 
     Args:
-        log: file for the output of the server.
+        log_file: file for the output of the server.
     """
     if server is not None:
-        server.begin(log=log)
-    from prefect.logging.handlers import APILogWorker  # takes seconds, while the server starts
+        server.begin(log_file=log_file)
+    from prefect.logging.handlers import APILogWorker  # takes seconds; meanwhile the server starts
 
     if server is not None:
         server.wait()
     try:
         yield
     finally:
-        APILogWorker.drain_all()  # Prefect sends them at exit, when the server has ended
+        APILogWorker.drain_all()  # by default Prefect sends the records at exit, after the end of the server

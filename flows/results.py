@@ -40,8 +40,8 @@ class RunResults:
     def read(cls, run: Run, *, until: StageName | None = None) -> "RunResults":
         """Read the manifests in the run's folder, up to the stage `until`, without verifying checksums."""
         names = list(STAGES)
-        chosen = names if until is None else names[: names.index(until) + 1]
-        manifests = {stage: load_manifest(run.stage_folder(stage), STAGES[stage], verify=False) for stage in chosen}
+        stage_names = names if until is None else names[: names.index(until) + 1]
+        manifests = {stage: load_manifest(run.stage_folder(stage), STAGES[stage], verify=False) for stage in stage_names}
         return cls(run, {stage: manifest for stage, manifest in manifests.items() if manifest is not None})
 
     @property

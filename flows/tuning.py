@@ -21,7 +21,7 @@ from tasks.tuning.mlflow_runs import log_study
 from tasks.tuning.study import RunningTrial, Study, TrialResult
 from tasks.tuning.trial import run_trial
 
-FOLDER = "tuning"
+TUNING_FOLDER = "tuning"
 """Folder of all studies in the workspace."""
 
 
@@ -31,7 +31,7 @@ def tune_settings(config: PipelineConfig) -> Study:
     tuning = config.tuning
     assert tuning is not None
     deadline = time.monotonic() + (tuning.timeout_s or float("inf"))
-    run = Run("data", workspace=config.workspace.absolute(), experiment=config.registry.experiment, parent=FOLDER)
+    run = Run("data", workspace=config.workspace.absolute(), experiment=config.registry.experiment, parent=TUNING_FOLDER)
     with run.lock():
         dataset = _ingest(config, run)
         check_probes(config, dataset)
@@ -83,7 +83,7 @@ def check_probes(config: PipelineConfig, dataset: Dataset) -> None:
 
 
 def open_study(config: PipelineConfig, dataset: Dataset) -> Study:
-    """Open the study of this config and dataset. Settings that do not change a trial's result may have changed since."""
+    """Open the study of this config and dataset. Settings that do not change a trial's result may differ from the study's."""
     tuning, validation = config.tuning, config.training.validation
     assert tuning is not None and validation is not None
     name = fingerprint_of(
@@ -98,7 +98,7 @@ def open_study(config: PipelineConfig, dataset: Dataset) -> Study:
         dataset.embeddings,
         dataset.features,
     )[:12]
-    folder = config.workspace.absolute() / FOLDER / name
+    folder = config.workspace.absolute() / TUNING_FOLDER / name
     study = Study(tuning, folder=folder, metric=f"{validation.metric}@{validation.k}", run_id=f"tune-{new_run_id()}")
     dump_config(config, study.config_file)
     LOG.info("%-20s %s, %d of %d trials done", "study", study.folder, len(study.finished_trials), tuning.trials)

@@ -1,6 +1,7 @@
 """YAML 1.2 (core schema) with limits on size and nesting.
 
-PyYAML reads YAML 1.1, in which `1:30` is 90, `012` is 10 and `yes` is true. YAML 1.2 reads a string, 12 and a string.
+PyYAML reads YAML 1.1, in which `1:30` is 90, `012` is 10 and `yes` is true. In YAML 1.2, `1:30` is a string, `012` is 12 and
+`yes` is a string.
 """
 
 import re
@@ -29,13 +30,13 @@ _SCALARS = {
 
 
 class TooLargeError(Exception):
-    """The document exceeds a limit. The message continues a sentence that begins with the document's name."""
+    """The document exceeds a limit. The message starts with a verb: the caller puts the document's name before it."""
 
 
 class _Loader(yaml.SafeLoader):
     """Supports the tags of the core schema only, and rejects duplicate keys."""
 
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  the base declares it so
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  the base class declares an instance variable
     yaml_constructors: ClassVar[dict[str | None, Any]] = {}
 
     def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -77,9 +78,9 @@ def _construct_float(_: _Loader, node: ScalarNode) -> float:
         raise yaml.constructor.ConstructorError(None, None, f"not a number: {error}", node.start_mark) from None
 
 
-for _kind, (_pattern, _first) in _SCALARS.items():
+for _kind, (_pattern, _first_characters) in _SCALARS.items():
     for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(f"{_TAG}{_kind}", re.compile(rf"^(?:{_pattern})$(?!\n)"), _first)
+        _class.add_implicit_resolver(f"{_TAG}{_kind}", re.compile(rf"^(?:{_pattern})$(?!\n)"), _first_characters)
 _Loader.yaml_constructors |= {
     f"{_TAG}null": yaml.SafeLoader.construct_yaml_null,
     f"{_TAG}bool": _construct_bool,
@@ -136,7 +137,7 @@ def _check_depth(text: str) -> None:
         if depth > MAX_DEPTH:
             raise TooLargeError(f"nests groups more than {MAX_DEPTH} deep in line {line}, but no setting is nested that deep")
         if nodes > MAX_NODES:
-            raise _too_many()
+            raise _too_many_nodes()
 
 
 def _count_nodes(node: Node, size_by_id: dict[int, int | None]) -> int:
@@ -157,12 +158,12 @@ def _count_nodes(node: Node, size_by_id: dict[int, int | None]) -> int:
     children = [item for pair in node.value for item in pair] if isinstance(node, MappingNode) else node.value
     size = 1 + sum(_count_nodes(child, size_by_id) for child in children)
     if size > MAX_NODES:
-        raise _too_many()
+        raise _too_many_nodes()
     size_by_id[id(node)] = size
     return size
 
 
-def _too_many() -> TooLargeError:
+def _too_many_nodes() -> TooLargeError:
     return TooLargeError(
         f"holds more than {MAX_NODES:,} keys and values, aliases counted each time; name files by folder or glob"
     )

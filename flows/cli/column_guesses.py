@@ -105,7 +105,7 @@ def _guess_items(path: Path, *, notes: Notes, folder: Path) -> FeatureTableConfi
     features = [feature for field in schema if field.name != id_column and (feature := _guess_feature(field)) is not None]
     if not features:
         raise InputError(f"--items {file}: no column can be a feature; the columns are {', '.join(schema.names)}")
-    notes["features.items.features"] = "guessed from the types of the columns: delete what does not describe an item"
+    notes["features.items.features"] = "guessed from the types of the columns: delete the columns that do not describe an item"
     return FeatureTableConfig(paths=(_relative(path, folder),), id_column=id_column, features=tuple(features[:MAX_FEATURES]))
 
 
@@ -141,11 +141,11 @@ def _schema(file: Path) -> pa.Schema:
 
 
 def _find_column(schema: pa.Schema, names: Sequence[str], has_type: Callable[[pa.DataType], bool]) -> str | None:
-    """Return the column of a fitting type with the first of `names`, in any case; None if there is no such column."""
-    by_lower_name = {field.name.lower(): field for field in schema}
+    """Return the first column in the order of `names`, ignoring case, whose type passes `has_type`; None if there is none."""
+    field_by_name = {field.name.lower(): field for field in schema}
     for name in names:
-        if name in by_lower_name and has_type(by_lower_name[name].type):
-            return str(by_lower_name[name].name)
+        if name in field_by_name and has_type(field_by_name[name].type):
+            return str(field_by_name[name].name)
     return None
 
 
@@ -189,17 +189,17 @@ def _relative(path: Path, folder: Path) -> str:
     return str(absolute.relative_to(base) if absolute.is_relative_to(base) else absolute)
 
 
-def _is_id(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind))
+def _is_id(data_type: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(data_type) or pa.types.is_string(data_type) or pa.types.is_large_string(data_type))
 
 
-def _is_time(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_integer(kind))
+def _is_time(data_type: pa.DataType) -> bool:
+    return bool(pa.types.is_timestamp(data_type) or pa.types.is_date(data_type) or pa.types.is_integer(data_type))
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+def _is_number(data_type: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(data_type) or pa.types.is_floating(data_type))
 
 
-def _is_vector(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind))
+def _is_vector(data_type: pa.DataType) -> bool:
+    return bool(pa.types.is_fixed_size_list(data_type) or pa.types.is_list(data_type) or pa.types.is_large_list(data_type))

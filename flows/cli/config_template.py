@@ -95,7 +95,8 @@ class _Template(NamedTuple):
                 yield from self.lines(value, group=dotted, depth=depth + 1)
             elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
                 yield from _with_comment(f"{indent}{name}:", _comment(field))
-                is_single_group = len(value) == 1 and dotted == "embeddings"  # can be reached by --set without an index
+                # A single group is written without a list, so that --set can name its settings without an index.
+                is_single_group = len(value) == 1 and dotted == "embeddings"
                 for entry in value:
                     entry_lines = self.lines(entry, group=dotted, depth=depth + 1)
                     yield from entry_lines if is_single_group else _as_list_entry(entry_lines, depth=depth)
@@ -130,10 +131,10 @@ def _choices(field: FieldInfo) -> list[str]:
 
 
 def _scalar(value: Any) -> str:
-    dumped = json.loads(json.dumps(value, default=str))
-    if isinstance(dumped, list) and len(dumped) == 1 and isinstance(dumped[0], str):
-        dumped = dumped[0]
-    return yaml_loader.dump(dumped, default_flow_style=True, width=10_000).removesuffix("\n...\n").rstrip("\n")
+    plain_value = json.loads(json.dumps(value, default=str))
+    if isinstance(plain_value, list) and len(plain_value) == 1 and isinstance(plain_value[0], str):
+        plain_value = plain_value[0]
+    return yaml_loader.dump(plain_value, default_flow_style=True, width=10_000).removesuffix("\n...\n").rstrip("\n")
 
 
 def _with_comment(setting: str, comment: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM during a run: the run ends, its processes end, and the last line tells the user how to resume.
+"""SIGINT and SIGTERM during a run: the run ends, its processes end, and the last line shows the command that resumes the run.
 
 The signal raises an exception in the main thread, which Prefect and the stages handle as Ctrl-C. Native code (a matrix product,
 a query, an index) delays the exception. If the main thread has not ended after UNWIND_S, a second thread reports the end of the
@@ -28,9 +28,9 @@ SHOW_CURSOR = "\x1b[?25h"
 class Interrupted(NightjarError):
     """A signal ended the run. The exit code is the shell's: 128 plus the number of the signal."""
 
-    def __init__(self, number: int, *, how_to_resume: str) -> None:
-        super().__init__(f"interrupted by {signal.Signals(number).name}; {how_to_resume}")
-        self.exit_code = 128 + number
+    def __init__(self, signal_number: int, *, how_to_resume: str) -> None:
+        super().__init__(f"interrupted by {signal.Signals(signal_number).name}; {how_to_resume}")
+        self.exit_code = 128 + signal_number
 
 
 class _Unwind(KeyboardInterrupt):
@@ -38,29 +38,29 @@ class _Unwind(KeyboardInterrupt):
 
 
 class Interruption:
-    """State shared by the signal handler and the watching thread: the signal, and the flow run that it ends."""
+    """State shared by the signal handler and the watching thread: the number of the signal, and the current flow run."""
 
     def __init__(self, how_to_resume: Callable[[], str]) -> None:
         self._how_to_resume = how_to_resume
         self._unwinding = False
-        self.number: int | None = None
+        self.signal_number: int | None = None
         self.flow_run: Any = None
-        self.ended = threading.Event()
+        self.has_ended = threading.Event()
 
     def set_flow_run(self, flow: Any, flow_run: Any, state: Any) -> None:
-        """Remember the flow run; Prefect calls this hook when the flow starts."""
+        """Store the flow run; Prefect calls this hook when the flow starts."""
         self.flow_run = flow_run
 
     @property
     def error(self) -> Interrupted:
         """The error with the message for the user."""
-        assert self.number is not None
-        return Interrupted(self.number, how_to_resume=self._how_to_resume())
+        assert self.signal_number is not None
+        return Interrupted(self.signal_number, how_to_resume=self._how_to_resume())
 
-    def unwind(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: raise in the main thread, once."""
+    def unwind(self, signal_number: int, frame: FrameType | None) -> None:
+        """Handle a signal: raise _Unwind in the main thread at the first signal, and ignore later signals."""
         if not self._unwinding:
-            self.number, self._unwinding = number, True
+            self.signal_number, self._unwinding = signal_number, True
             raise _Unwind
 
     def watch(self, signals: socket.socket) -> None:
@@ -69,11 +69,11 @@ class Interruption:
         Args:
             signals: receives one byte per signal, and is closed after the run.
         """
-        while (first := signals.recv(1)) and first[0] not in SIGNALS:
+        while (signal_byte := signals.recv(1)) and signal_byte[0] not in SIGNALS:
             pass
-        if not first:
+        if not signal_byte:
             return
-        self.number = first[0]
+        self.signal_number = signal_byte[0]
         signals.settimeout(UNWIND_S)
         with suppress(TimeoutError):
             if not signals.recv(1):
@@ -81,7 +81,7 @@ class Interruption:
         report = threading.Thread(target=self._report, daemon=True)
         report.start()
         report.join(REPORT_S)
-        if not self.ended.is_set():
+        if not self.has_ended.is_set():
             end_process(self.error)
 
     def _report(self) -> None:
@@ -118,22 +118,22 @@ def interruptible(how_to_resume: Callable[[], str]) -> Iterator[Interruption]:
     interruption = Interruption(how_to_resume)
     signals, wakeup = socket.socketpair()
     wakeup.setblocking(False)
-    handlers = {number: signal.signal(number, interruption.unwind) for number in SIGNALS}
-    before = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
-    report, sys.unraisablehook = sys.unraisablehook, _hide_unwind
+    previous_handlers = {number: signal.signal(number, interruption.unwind) for number in SIGNALS}
+    previous_wakeup_fd = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+    previous_hook, sys.unraisablehook = sys.unraisablehook, _hide_unwind
     watcher = threading.Thread(target=interruption.watch, args=(signals,), daemon=True)
     watcher.start()
     try:
         yield interruption
     except BaseException:
-        if interruption.number is None:
+        if interruption.signal_number is None:
             raise
-        raise interruption.error from None  # whatever error the signal caused
+        raise interruption.error from None  # the signal may have caused any error
     finally:
-        interruption.ended.set()
-        signal.set_wakeup_fd(before)
-        sys.unraisablehook = report
-        for number, handler in handlers.items():
+        interruption.has_ended.set()
+        signal.set_wakeup_fd(previous_wakeup_fd)
+        sys.unraisablehook = previous_hook
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
         wakeup.close()
         watcher.join()

@@ -10,7 +10,7 @@ import typer
 
 from flows.cli import output
 from flows.cli.interruption import Interrupted, end_process
-from flows.environment import prepare, quieten
+from flows.environment import prepare, silence_libraries
 from recsys_core.errors import NightjarError, forget_frames
 
 app = typer.Typer(
@@ -40,8 +40,10 @@ def options(
 
 
 DEFAULT_FILE = Path("nightly.yaml")
-File = Annotated[Path, typer.Argument(help="config file, written by `nightjar init`")]
-Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="replace a setting, e.g. training.epochs=3")]
+ConfigFile = Annotated[Path, typer.Argument(help="config file, written by `nightjar init`")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="replace a setting, e.g. training.epochs=3")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line of stdout")]
 Until = Annotated[str | None, typer.Option(help="stop after this stage, e.g. evaluate")]
 Verbose = Annotated[bool, typer.Option(help="also show Prefect's log")]
@@ -50,7 +52,7 @@ Verbose = Annotated[bool, typer.Option(help="also show Prefect's log")]
 @app.command(epilog="Example: nightjar demo --workspace demo")
 def demo(
     workspace: Annotated[Path, typer.Option(help="folder for data, config, runs and models")] = Path("demo"),
-    overrides: Sets = None,
+    overrides: Overrides = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -87,7 +89,7 @@ def init(
 
 
 @app.command(epilog="Example: nightjar validate nightly.yaml --set model.embedding_dim=128")
-def validate(file: File = DEFAULT_FILE, overrides: Sets = None) -> None:
+def validate(file: ConfigFile = DEFAULT_FILE, overrides: Overrides = None) -> None:
     """Check the config, and the files, columns and types of the input, without a run."""
     from flows.config_file import load_config
 
@@ -115,8 +117,8 @@ def doctor(folder: Annotated[Path, typer.Option(help="folder of the workspace")]
 
 @app.command(epilog="Example: nightjar plan nightly.yaml --nodes 2 --gpus-per-node 8 --hbm-gb 80")
 def plan(
-    file: File = DEFAULT_FILE,
-    overrides: Sets = None,
+    file: ConfigFile = DEFAULT_FILE,
+    overrides: Overrides = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="hosts")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs per host; implies device cuda")] = None,
     hbm_gb: Annotated[float | None, typer.Option(min=0.1, help="memory per GPU")] = None,
@@ -144,8 +146,8 @@ def plan(
 
 @app.command(epilog="Example: nightjar run nightly.yaml --set training.batch_size=8192 --resume 20261121-070312-ab12")
 def run(
-    file: File = DEFAULT_FILE,
-    overrides: Sets = None,
+    file: ConfigFile = DEFAULT_FILE,
+    overrides: Overrides = None,
     until: Until = None,
     resume: Annotated[str | None, typer.Option(metavar="RUN_ID", help="resume this run at its first incomplete stage")] = None,
     as_json: AsJson = False,
@@ -154,7 +156,7 @@ def run(
     """Run the pipeline: ingest, plan, train, export, evaluate, index, package, register."""
     from flows.prefect_server import embedded_server
 
-    with embedded_server() as server:  # it starts while the config and the input are read
+    with embedded_server() as server:  # the server starts while the config and the input are read
         from flows.cli.input_checks import check_inputs
         from flows.cli.runner import Command, print_results, run_nightly
         from flows.config_file import load_config
@@ -177,8 +179,8 @@ def run(
 
 @app.command(epilog="Example: nightjar tune nightly.yaml --trials 40")
 def tune(
-    file: File = DEFAULT_FILE,
-    overrides: Sets = None,
+    file: ConfigFile = DEFAULT_FILE,
+    overrides: Overrides = None,
     trials: Annotated[int | None, typer.Option(min=1, help="number of trials, instead of tuning.trials")] = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
@@ -208,12 +210,12 @@ def tune(
 @app.command(epilog="Example: nightjar query --user 42 -k 10")
 def query(
     user: Annotated[str, typer.Option(help="user id as in the log; unknown users get the most popular items")],
-    file: File = DEFAULT_FILE,
+    file: ConfigFile = DEFAULT_FILE,
     k: Annotated[int, typer.Option("-k", min=1, help="number of items to return")] = 10,
     model: Annotated[
         str | None, typer.Option(metavar="URI", help="a version other than the champion, e.g. models:/nightjar/3")
     ] = None,
-    overrides: Sets = None,
+    overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Recommend items to a user with the champion, or with --model."""
@@ -239,13 +241,13 @@ def query(
 
 
 @app.command(epilog="Example: nightjar releases")
-def releases(file: File = DEFAULT_FILE, overrides: Sets = None, as_json: AsJson = False) -> None:
+def releases(file: ConfigFile = DEFAULT_FILE, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """List the registered versions with alias, served metrics and run."""
     import json
 
     from flows.config_file import load_config
 
-    gc.disable()  # the objects of MLflow's imports all stay: collecting takes a fifth of the command's time
+    gc.disable()  # collecting garbage while MLflow is imported takes a fifth of the command's time
     config = load_config(file, overrides or ())
     prepare(config.workspace)
     from tasks.registry.mlflow_client import call_with_deadline, connect
@@ -265,8 +267,8 @@ def releases(file: File = DEFAULT_FILE, overrides: Sets = None, as_json: AsJson 
 
 @app.command(epilog="Example: nightjar ui --mlflow-port 5001")
 def ui(
-    file: File = DEFAULT_FILE,
-    overrides: Sets = None,
+    file: ConfigFile = DEFAULT_FILE,
+    overrides: Overrides = None,
     prefect_port: Annotated[int, typer.Option(help="port of the Prefect UI")] = 4200,
     mlflow_port: Annotated[int, typer.Option(help="port of the MLflow UI")] = 5000,
 ) -> None:
@@ -286,15 +288,15 @@ def as_command(name: str, file: Path, overrides: list[str] | None, *, trials: in
     >>> as_command("run", Path("nightly.yaml"), ["model.query.layers=[64, 32]"])
     "nightjar run nightly.yaml --set 'model.query.layers=[64, 32]'"
     """
-    words = ["nightjar", name, str(file)]
+    arguments = ["nightjar", name, str(file)]
     for override in overrides or ():
-        words += ["--set", override]
-    return shlex.join(words if trials is None else [*words, "--trials", str(trials)])
+        arguments += ["--set", override]
+    return shlex.join(arguments if trials is None else [*arguments, "--trials", str(trials)])
 
 
 def main() -> None:
     """Run the `nightjar` command; print one message and exit with a code for every expected error."""
-    quieten()
+    silence_libraries()
     try:
         app()
     except Interrupted as error:

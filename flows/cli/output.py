@@ -24,7 +24,7 @@ stderr = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty()
 stdout = Console(highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
 """The result of the command, on stdout."""
 _STAGE_WIDTH, _DURATION_WIDTH, _MIN_FACTS_WIDTH, _MAX_FACTS_WIDTH = 19, 9, 20, 90
-"""Widths of the columns of a stage line. The facts have the rest of the terminal's width."""
+"""Widths of the columns of a stage line. The remaining width of the terminal is for the facts."""
 
 
 class _StageLines(logging.Handler):
@@ -45,16 +45,16 @@ class _StageLines(logging.Handler):
             console.print(stage_line(*fields["stage_line"], width=console.width), markup=False, soft_wrap=True)
         elif record.levelno >= logging.WARNING:
             name, colour = ("error", "red") if record.levelno >= logging.ERROR else ("warning", "yellow")
-            message = folded(f"{name} {record.getMessage()}", width=console.width).removeprefix(name)
+            message = fold(f"{name} {record.getMessage()}", width=console.width).removeprefix(name)
             console.print(f"[{colour}]{name}[/]{escape(message)}", soft_wrap=True)
         else:
-            console.print(folded(record.getMessage(), width=console.width), markup=False, soft_wrap=True)
+            console.print(fold(record.getMessage(), width=console.width), markup=False, soft_wrap=True)
 
 
-def folded(text: str, *, width: int) -> str:
+def fold(text: str, *, width: int) -> str:
     """Fold `text` into lines of at most `width` columns. A longer word, such as a path, is not broken.
 
-    >>> folded("the config is in /a/long/path.yaml", width=16).splitlines()
+    >>> fold("the config is in /a/long/path.yaml", width=16).splitlines()
     ['the config is in', '/a/long/path.yaml']
     """
     if width >= FILE_WIDTH:
@@ -70,14 +70,14 @@ def stage_line(stage: str, facts: str, duration: str, *, width: int) -> str:
     train               1,000 steps, loss 0.5000                 1.5 s
     """
     if width >= FILE_WIDTH:
-        room = max(_MAX_FACTS_WIDTH, len(facts))
+        facts_width = max(_MAX_FACTS_WIDTH, len(facts))
     else:
-        room = min(_MAX_FACTS_WIDTH, max(_MIN_FACTS_WIDTH, width - _STAGE_WIDTH - _DURATION_WIDTH - 2))
-    while len(facts) > room and ", " in facts:
+        facts_width = min(_MAX_FACTS_WIDTH, max(_MIN_FACTS_WIDTH, width - _STAGE_WIDTH - _DURATION_WIDTH - 2))
+    while len(facts) > facts_width and ", " in facts:
         facts = facts.rpartition(", ")[0]
-    if len(facts) > room:
-        facts = facts[: room - 1] + "…"
-    return f"{stage:<{_STAGE_WIDTH}} {facts:<{room}} {duration:>{_DURATION_WIDTH}}"
+    if len(facts) > facts_width:
+        facts = facts[: facts_width - 1] + "…"
+    return f"{stage:<{_STAGE_WIDTH}} {facts:<{facts_width}} {duration:>{_DURATION_WIDTH}}"
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def print_metrics(table: "MetricTable", *, served: Mapping[str, float], console:
     """Print models and baselines by row and metrics by column. The best value of each column is bold.
 
     Args:
-        served: metrics of the registered version and those compared with it, as <version>/<metric>, from the smoke test.
+        served: metrics from the smoke test, as <version>/<metric>: the new version and the versions that it was compared with.
     """
     rows: list[list[str | Text]] = [
         [

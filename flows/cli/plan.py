@@ -76,7 +76,7 @@ def _ingest(config: PipelineConfig, *, folder: Path) -> Dataset:
 
 def print_plan(plan: PlanFile, *, paths: Sequence[Path], console: Console) -> None:
     """Print the placement of each table, memory and time by rank, and a comparison with simpler plans."""
-    tables = [
+    table_rows = [
         [
             name,
             f"{table.rows:,} x {table.dim}",
@@ -87,10 +87,10 @@ def print_plan(plan: PlanFile, *, paths: Sequence[Path], console: Console) -> No
         ]
         for name, table in plan.tables.items()
     ]
-    print_table(["table", "rows x dim", "sharding", "kernel", "ranks", "values/query"], tables, console=console)
+    print_table(["table", "rows x dim", "sharding", "kernel", "ranks", "values/query"], table_rows, console=console)
     console.print()
     groups = sorted(plan.rank_groups(), key=lambda group: -group[1].step_ms)
-    ranks = [
+    rank_rows = [
         [
             format_ranges(ranks),
             format_bytes(load.hbm_bytes),
@@ -99,11 +99,11 @@ def print_plan(plan: PlanFile, *, paths: Sequence[Path], console: Console) -> No
         ]
         for ranks, load in groups[:MAX_RANK_LINES]
     ]
-    print_table(["ranks, slowest first", "HBM", "main memory", "est. step"], ranks, console=console)
+    print_table(["ranks, slowest first", "HBM", "main memory", "est. step"], rank_rows, console=console)
     if len(groups) > MAX_RANK_LINES:
         console.print(f"... and {len(groups) - MAX_RANK_LINES} more, see {paths[1].name}", markup=False)
     console.print()
-    plans = [
+    plan_rows = [
         [
             candidate.name,
             f"{format_milliseconds(candidate.step_ms)} ms" if candidate.step_ms is not None else "-",
@@ -112,7 +112,7 @@ def print_plan(plan: PlanFile, *, paths: Sequence[Path], console: Console) -> No
         ]
         for candidate in compared_plans(plan)
     ]
-    print_table(["plan", "est. step", "max. HBM", "max. main memory"], plans, console=console)
+    print_table(["plan", "est. step", "max. HBM", "max. main memory"], plan_rows, console=console)
     for naive in plan.naive:
         if naive.problem is not None:
             console.print(f"{naive.name}: {naive.problem}", style="yellow", markup=False, soft_wrap=True)

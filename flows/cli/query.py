@@ -25,7 +25,11 @@ class RankedItem(Frozen):
 
 
 class Answer(Frozen):
-    """Result of `nightjar query`, printed by --json. known_user: whether the model's log has an event of the user."""
+    """Result of `nightjar query`, printed by --json.
+
+    Attributes:
+        known_user: whether the model has an input about the user; an unknown user gets the most popular items.
+    """
 
     model: str
     version: str
@@ -34,7 +38,7 @@ class Answer(Frozen):
 
 
 class LoadedVersion(NamedTuple):
-    """A registered version that is loaded."""
+    """A loaded model, with the name and number of its registered version."""
 
     model: PyFuncModel
     name: str
@@ -48,9 +52,9 @@ def recommend(config: PipelineConfig, *, user: str, k: int, model_uri: str | Non
     (answer,) = answers
     if answer["error"] is not None:
         raise InputError(f"--user: {answer['error']}")
-    known = bool(model.unwrap_python_model().retriever.knows([user])[0])
+    known_user = bool(model.unwrap_python_model().retriever.knows([user])[0])
     items = tuple(RankedItem(item_id=i, score=s) for i, s in zip(answer["item_ids"], answer["scores"], strict=True))
-    return Answer(model=name, version=version, known_user=known, items=items)
+    return Answer(model=name, version=version, known_user=known_user, items=items)
 
 
 def load_retriever(config: PipelineConfig, model_uri: str | None = None) -> "Retriever":
@@ -76,15 +80,15 @@ def load_version(config: PipelineConfig, model_uri: str | None) -> LoadedVersion
         raise tracking_error(error, uri=client.tracking_uri) from None
     except NightjarError:
         raise
-    except Exception as error:  # whatever a damaged model raises
+    except Exception as error:  # any error of a damaged model
         raise StageError(redacted(f"{uri}: cannot be loaded from {address}: {type(error).__name__}: {error}")) from None
     return LoadedVersion(model, name, version)
 
 
 def _resolve(uri: str, client: mlflow.MlflowClient) -> tuple[str, str, str]:
     """Return the URI with the version number in place of an alias, the name and the version."""
-    name, at, alias = uri.removeprefix("models:/").partition("@")
-    if not at:
+    name, separator, alias = uri.removeprefix("models:/").partition("@")
+    if not separator:
         name, _, version = name.rpartition("/")
         return uri, name, version
     try:

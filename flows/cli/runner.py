@@ -41,38 +41,42 @@ def run_flow(
     how_to_resume: Callable[[], str],
     parameters: Mapping[str, Any],
 ) -> Any:
-    """Run a flow to its end and return its result. Raises what the flow raises.
+    """Run a flow to its end and return its result.
 
     Args:
-        load_flow: imports the flow. The import takes seconds, while the server starts.
+        load_flow: imports and returns the flow. The import takes seconds; meanwhile the server starts.
         run_id: name of the run in the workspace's lock.
         folder: folder of the run; the traceback of an unexpected error is written to error.log in it.
         how_to_resume: returns the last line that a user sees after an interruption.
         parameters: the flow's parameters after `config`.
+
+    Raises:
+        NightjarError: the flow raised it.
+        StageError: the flow raised any other exception.
     """
     workspace = command.config.workspace
     with workspace_lock(workspace, run_id=run_id), output.stage_lines(), interruptible(how_to_resume) as interruption:
         output.stderr.print(f"run {run_id}", style="bold")
         try:
-            with prefect_session(command.server, log=workspace / "prefect.log"), explain_disk_full(folder):
+            with prefect_session(command.server, log_file=workspace / "prefect.log"), explain_disk_full(folder):
                 flow = load_flow().with_options(on_running=[interruption.set_flow_run])
                 return flow(command.config, **parameters)
         except NightjarError:
             raise
-        except Exception as error:  # whatever a library raises
+        except Exception as error:  # any error of a library
             raise save_traceback(error, folder=folder) from error
 
 
 def save_traceback(error: Exception, *, folder: Path) -> StageError:
     """Write the traceback of an unexpected error to error.log in `folder`; return the error as one line."""
     folder.mkdir(parents=True, exist_ok=True)
-    log = folder / "error.log"
-    log.write_text(redacted("".join(traceback.format_exception(error))))
-    return StageError(redacted(f"{type(error).__name__}: {error}\nthe traceback is in {log}"))
+    log_file = folder / "error.log"
+    log_file.write_text(redacted("".join(traceback.format_exception(error))))
+    return StageError(redacted(f"{type(error).__name__}: {error}\nthe traceback is in {log_file}"))
 
 
 def run_nightly(command: Command, *, resume: str | None, until: StageName | None) -> RunResults:
-    """Run the nightly flow to its end, or to the stage `until`; resume the run `resume` if it is given."""
+    """Run the nightly flow to its end, or to the stage `until`; resume the run `resume` unless it is None."""
     config = command.config
     run = Run(resume or new_run_id(), workspace=config.workspace, experiment=config.registry.experiment)
     if resume is not None and not run.config_file.is_file():
@@ -95,12 +99,12 @@ def run_nightly(command: Command, *, resume: str | None, until: StageName | None
         run_flow(load_flow, command, run_id=run.run_id, folder=run.folder, how_to_resume=how_to_resume, parameters=parameters)
     except TrackingServerError as error:
         raise StageError(f"{error}; resume the run with --resume {run.run_id}") from None
-    # Folders of stages after `until` belong to an earlier start of the run.
+    # The run's folder may hold later stages than `until` from an earlier start of the run.
     return RunResults.read(run, until=until)
 
 
 def print_results(results: RunResults, *, file: Path, overrides: Sequence[str]) -> None:
-    """Print one table of metrics, and where to find the run's results."""
+    """Print a table of metrics, and the paths and commands for the run's results."""
     version = results.registration
     if "evaluate" in results.stages:
         output.stdout.print("\n[bold]Metrics over the full catalogue[/]")

@@ -25,7 +25,7 @@ def check_tunable(config: PipelineConfig, *, file: Path) -> None:
         )
     if config.training.validation is None:
         raise InputError(
-            f"{file}: training.validation is null, but trials are compared by it; leave it out for ndcg@10 after each epoch"
+            f"{file}: training.validation is null, but trials are compared by its metric; leave the setting out to use ndcg@10"
         )
 
 
@@ -47,8 +47,8 @@ def run_study(command: Command) -> "Study":
     )
     trials = study.finished_trials
     if study.best_trial is None:
-        last = f"; trial {trials[-1].number} {trials[-1].ending}: {trials[-1].reason}" if trials else ""
-        raise StageError(f"none of {len(trials)} trials is complete{last}\nthe trials are in {study.folder}")
+        last_trial = f"; trial {trials[-1].number} {trials[-1].ending}: {trials[-1].reason}" if trials else ""
+        raise StageError(f"none of {len(trials)} trials is complete{last_trial}\nthe trials are in {study.folder}")
     return study
 
 

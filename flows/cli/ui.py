@@ -26,16 +26,16 @@ def serve(config: PipelineConfig, *, prefect_port: int, mlflow_port: int) -> Non
     facts: dict[str, str] = {}
     commands: list[list[str]] = []
     environment = os.environ | parent_environment()
-    own_prefect, own_mlflow = os.environ.get("PREFECT_API_URL"), os.environ.get("MLFLOW_TRACKING_URI", "")
-    if own_prefect:
-        facts["Prefect"] = os.environ.get("PREFECT_UI_URL") or own_prefect.removesuffix("/api")
+    prefect_api_url, mlflow_uri = os.environ.get("PREFECT_API_URL"), os.environ.get("MLFLOW_TRACKING_URI", "")
+    if prefect_api_url:
+        facts["Prefect"] = os.environ.get("PREFECT_UI_URL") or prefect_api_url.removesuffix("/api")
     else:
         facts["Prefect"] = _require_free(prefect_port, option="--prefect-port")
         facts |= _protect(environment)
-        environment["PREFECT_SERVER_UI_API_URL"] = f"{facts['Prefect']}/api"  # the page uses port 4200 by default
+        environment["PREFECT_SERVER_UI_API_URL"] = f"{facts['Prefect']}/api"  # the default of the page is port 4200
         commands.append([sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(prefect_port)])
-    if own_mlflow.startswith(("http://", "https://")):
-        facts["MLflow"] = own_mlflow
+    if mlflow_uri.startswith(("http://", "https://")):
+        facts["MLflow"] = mlflow_uri
     else:
         facts["MLflow"] = _require_free(mlflow_port, option="--mlflow-port")
         environment["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # its workers would take about 1 GB
@@ -67,7 +67,7 @@ def _protect(environment: dict[str, str]) -> dict[str, str]:
 
 
 def _mlflow_command(workspace: Path, *, port: int) -> list[str]:
-    from tasks.registry.mlflow_client import connect, tracking_uri  # takes seconds, so ports are checked before
+    from tasks.registry.mlflow_client import connect, tracking_uri  # the import takes seconds: the ports are checked first
 
     connect(workspace)
     return [

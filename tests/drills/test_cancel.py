@@ -87,7 +87,7 @@ def test_cancelling_in_prefect_ends_every_process_of_the_training(
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
     with embedded_server() as server, (tmp_path / "serve.log").open("wb") as output:
         assert server is not None
-        server.begin(log=tmp_path / "prefect.log")
+        server.begin(log_file=tmp_path / "prefect.log")
         server.wait()
         environment |= {name: os.environ[name] for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")}
         served = subprocess.Popen(

@@ -162,7 +162,7 @@ def test_an_entry_of_a_list_is_reached_by_its_number(file: Path) -> None:
     file.write_text(two)
     config = load_config(file, ["embeddings.1.pca_dim=8"])
     assert [entry.pca_dim for entry in config.embeddings] == [None, 8]
-    expected = "--set embeddings.2.pca_dim=8: embeddings is a list of 2; name one by its number, from 0"
+    expected = "--set embeddings.2.pca_dim=8: embeddings is a list of 2; name an entry by its index, from 0"
     assert expected in message(file, "embeddings.2.pca_dim=8")
     assert "embeddings is a list of 2" in message(file, "embeddings.first.pca_dim=8")
     assert "not a group of settings" in message(file, "embeddings.1=8")

@@ -42,7 +42,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(log: Path) -> Iterator[EmbeddedServer]:
     with isolated_home(log.parent), embedded_server() as server:
         assert server is not None
-        server.begin(log=log)
+        server.begin(log_file=log)
         server.wait()
         yield server
 
@@ -91,7 +91,7 @@ def test_the_error_of_a_server_that_cannot_start_has_its_last_log_lines(home: Pa
     (home / "prefect" / "prefect.db").write_bytes(b"no database" * 100)
     with embedded_server() as server:
         assert server is not None
-        server.begin(log=home / "prefect.log")
+        server.begin(log_file=home / "prefect.log")
         with pytest.raises(StageError, match=r"(?s)ended with exit code \d; the last lines of .*prefect.log:.*not a database"):
             server.wait()
 
@@ -100,7 +100,7 @@ def test_two_first_servers_of_one_workspace_both_start(home: Path) -> None:
     servers = [EmbeddedServer(), EmbeddedServer()]
     try:
         for number, server in enumerate(servers):
-            server.begin(log=home / f"{number}.log")
+            server.begin(log_file=home / f"{number}.log")
         with ThreadPoolExecutor() as pool:
             list(pool.map(EmbeddedServer.wait, servers))
         assert all(psutil.Process(server.pid).is_running() for server in servers)

@@ -17,5 +17,5 @@ def test_the_embedded_prefect_server_is_not_started_on_a_disk_without_room(
     with embedded_server() as server:
         assert server is not None
         with pytest.raises(InputError, match=says):
-            server.begin(log=small_disk / "prefect.log")
+            server.begin(log_file=small_disk / "prefect.log")
     assert not (small_disk / "prefect").exists()

@@ -33,7 +33,7 @@ from tests.flows.tuning_config import CONFIG
         ("model.temperature.x: {low: 1, high: 2}", "model.temperature is the value 1.0, not a group of settings"),
         ("interactions.min_events: {low: 1, high: 2}", "interactions.min_events: all trials share one ingest"),
         ("index.kind: {choices: [flat]}", "index.kind: all trials share one ingest and end after training"),
-        ("training.validation.k: {choices: [5, 10]}", "training.validation.k: trials are compared by it"),
+        ("training.validation.k: {choices: [5, 10]}", "training.validation.k: trials are compared by this setting"),
         ("training.warm_start.full_retrain_every: {choices: [1, 7]}", "trials start from scratch"),
     ],
 )
@@ -49,7 +49,7 @@ def test_an_invalid_range_is_rejected_when_the_file_is_read(tmp_path: Path, rang
     ("override", "said"),
     [
         ("tuning=null", "tuning is not set; name the settings to vary"),
-        ("training.validation=null", "trials are compared by it"),
+        ("training.validation=null", "trials are compared by its metric"),
     ],
 )
 def test_a_file_without_ranges_or_without_validation_is_rejected(tmp_path: Path, override: str, said: str) -> None:

@@ -33,7 +33,7 @@ def file(tmp_path: Path) -> Path:
 def nightjar(*arguments: str | Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """The exit code of `nightjar ARGUMENTS`."""
     monkeypatch.setattr(sys, "argv", ["nightjar", *map(str, arguments)])
-    monkeypatch.setattr(cli, "quieten", lambda: None)  # this process belongs to pytest
+    monkeypatch.setattr(cli, "silence_libraries", lambda: None)  # this process belongs to pytest
     with pytest.raises(SystemExit) as caught:
         cli.main()
     return int(caught.value.code or 0)

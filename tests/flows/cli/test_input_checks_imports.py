@@ -1,4 +1,4 @@
-"""What reads a config imports nothing that takes a second."""
+"""Imports of the modules that read and check a config."""
 
 import subprocess
 import sys
@@ -19,6 +19,6 @@ HEAVY = ("torch", "torchrec", "matplotlib", "prefect", "mlflow", "pandas", "fais
 )
 def test_reading_a_config_and_checking_its_input_imports_no_framework(module: str, heavy: tuple[str, ...]) -> None:
     code = f"import sys, {module}; print(*(name for name in {heavy!r} if name in sys.modules))"
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
     assert answer.stdout.split() == []

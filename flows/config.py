@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from recsys_core.config import Folder, Name, Paths, Settings
+from recsys_core.config import Folder, Name, Paths, Settings, is_uri
 from recsys_core.data.embeddings.config import EmbeddingsConfig, EmbeddingsConfigs
 from recsys_core.data.features.config import FeaturesConfig
 from recsys_core.data.interactions.config import FileSplit, InteractionsConfig
@@ -18,7 +18,6 @@ from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.table_checks import check_distillation, check_table_names, check_vectors_exist
 from recsys_core.models.table_config import OFFSET_TABLE, TableConfig
-from recsys_core.parquet.locations import is_uri
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.serving.config import PackageConfig
 from recsys_core.sharding.config import ShardingConfig

@@ -1,5 +1,6 @@
 """Base classes of configs and manifests, and the types of names and paths in them."""
 
+import re
 import unicodedata
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -110,3 +111,16 @@ FilePath = Annotated[str, Field(min_length=1, max_length=MAX_PATH_CHARACTERS), A
 Folder = Annotated[Path, AfterValidator(_check_folder)]
 Paths = Annotated[tuple[FilePath, ...], BeforeValidator(_as_tuple)]
 """One path or glob, or a list of them; always a tuple after parsing."""
+
+
+URI = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?]*)(/.*?|)(?:\?([a-z_]+=[^?]*))?", re.DOTALL | re.IGNORECASE)
+"""Scheme, host, path and parameters of a URI such as s3://bucket/log?region=eu-west-1."""
+
+
+def is_uri(pattern: str) -> bool:
+    """Return whether `pattern` is a URI such as s3://bucket/log, not a path.
+
+    >>> is_uri("s3://bucket/log"), is_uri("log/dt=2026-11-19"), is_uri("/a//b")
+    (True, False, False)
+    """
+    return URI.fullmatch(pattern) is not None

@@ -8,5 +8,5 @@ Modules for other packages:
 - `local_copies`: `local_files` gives a local file for each source, local or remote.
 - `duckdb_session`: a bounded DuckDB `database`, and SQL for scanning files.
 
-`locations` and `footers` are internal, except for `locations.is_uri`.
+`locations` and `footers` are internal.
 """

@@ -15,11 +15,11 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import tenacity
 
+from recsys_core.config import URI, is_uri
 from recsys_core.errors import InputError, first_line, printable
 
 SIDECAR = ".sha256"
 """Suffix of a sidecar: the file that contains the checksum of another file."""
-_URI = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?]*)(/.*?|)(?:\?([a-z_]+=[^?]*))?", re.DOTALL | re.IGNORECASE)
 _SCHEMES = {"s3": "s3", "gs": "gs", "gcs": "gs", "file": "file"}
 _OPTIONS = ("endpoint_override", "scheme", "region", "project", "retry_limit_seconds", "tls_ca_file_path")
 _ATTEMPTS = 3
@@ -90,22 +90,13 @@ def find_files(pattern: str, *, setting: str, data_root: Path | None = None) -> 
         yield Location(name, path, status.st_size, status.st_mtime_ns, filesystem, (status.st_dev, status.st_ino))
 
 
-def is_uri(pattern: str) -> bool:
-    """Return whether `pattern` is a URI such as s3://bucket/log, not a path.
-
-    >>> is_uri("s3://bucket/log"), is_uri("log/dt=2026-11-19"), is_uri("/a//b")
-    (True, False, False)
-    """
-    return _URI.fullmatch(pattern) is not None
-
-
 def connect(uri: str, *, setting: str) -> tuple[pafs.FileSystem, str, str]:
     """Connect to the filesystem of a URI.
 
     Returns:
         The filesystem, the path within it, and the prefix that turns a path within it into a URI: "s3:/" and "/" and the path.
     """
-    match = _URI.fullmatch(uri)
+    match = URI.fullmatch(uri)
     assert match is not None, "callers check is_uri"
     raw_scheme, authority, path, query = match.groups()
     user, _, host_or_bucket = authority.rpartition("@")

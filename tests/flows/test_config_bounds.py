@@ -87,7 +87,7 @@ def test_every_number_has_both_bounds_and_every_text_a_length() -> None:
         ("interactions.user_column=''", "interactions.user_column: String should have at least 1 character"),
         ("interactions.user_column=item_id", "interactions: user_column and item_column are both 'item_id'"),
         ("interactions.item_column=ts", "interactions: item_column and timestamp_column are both 'ts'"),
-        ("interactions.memory_limit=0GB", "interactions.memory_limit: is 0GB; give at least 1MB"),
+        ("interactions.memory_limit=0GB", "interactions.memory_limit: is 0GB; set a value from 1MB to 1000TB"),
         ("training.epochs=1:30", "training.epochs: Input should be a valid integer"),
         ("training.epochs=yes", "training.epochs: Input should be a valid integer"),
         ("training.epochs=true", "training: epochs is true, which is not a value of this setting"),

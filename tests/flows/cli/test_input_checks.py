@@ -60,8 +60,8 @@ def test_vectors_of_another_width_than_their_table_are_found_before_the_run(tmp_
 @pytest.mark.parametrize(
     ("workspace", "said"),
     [
-        ("/dev/null", "/dev/null is no folder"),
-        ("/dev/null/x", "is no folder"),
+        ("/dev/null", "/dev/null is not a folder"),
+        ("/dev/null/x", "is not a folder"),
         ("/proc/x", "cannot be written"),
         ("log.parquet", "is no"),
     ],

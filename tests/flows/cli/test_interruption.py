@@ -13,7 +13,11 @@ def test_sigterm_to_the_process_group_ends_a_run_with_the_command_that_resumes_i
     file = write_config(tmp_path)
     runs = tmp_path / "workspace" / "runs"
     answer, _ = interrupted(
-        file, "--until", "plan_sharding", begun=lambda: any(runs.glob("*/embeddings/manifest.json")), number=signal.SIGTERM
+        file,
+        "--until",
+        "plan_sharding",
+        begun=lambda: any(runs.glob("*/ingest_embeddings/manifest.json")),
+        number=signal.SIGTERM,
     )
     (run,) = runs.iterdir()
     assert answer.returncode == 143, answer.stderr

@@ -56,7 +56,7 @@ def test_positions_and_top_lists_equal_a_sort_with_ties_in_a_fixed_permutation(
         k=k,
     )
     positions, orders = _oracle(query @ item.T, seen=seen, targets=targets)
-    _check(ranking, ranks=positions, orders=orders, k=k)
+    _check(ranking, positions=positions, orders=orders, k=k)
     assert ranking.num_seen_targets == sum(len(set(t) & set(s)) for t, s in zip(targets, seen, strict=True))
 
 
@@ -68,7 +68,7 @@ def test_ranking_by_one_order_equals_ranking_by_falling_scores(
     ranking = rank_by_order(np.array(order), seen=_lists(seen), targets=_lists(targets), k=k)
     score = np.tile(-np.argsort(order), (QUERIES, 1))
     positions, orders = _oracle(score, seen=seen, targets=targets)
-    _check(ranking, ranks=positions, orders=orders, k=k)
+    _check(ranking, positions=positions, orders=orders, k=k)
 
 
 @settings(deadline=None)
@@ -91,7 +91,7 @@ def test_unknown_queries_are_ranked_by_popularity(
     )
     score = np.where(np.array(known)[:, None], query @ item.T, -np.argsort(order))
     positions, orders = _oracle(score, seen=seen, targets=targets)
-    _check(ranking, ranks=positions, orders=orders, k=4)
+    _check(ranking, positions=positions, orders=orders, k=4)
     assert sum(counted) == QUERIES
 
 
@@ -131,7 +131,7 @@ def test_a_catalogue_of_many_blocks_is_ranked_exactly() -> None:
     seen, targets = ([random.integers(0, 3_001, n).tolist() for _ in range(6)] for n in (50, 9))
     ranking = rank_catalogue(query, item_ID=item, seen=_lists(seen), targets=_lists(targets), k=20)
     positions, orders = _oracle((query @ item.T).numpy(), seen=seen, targets=targets)
-    _check(ranking, ranks=positions, orders=orders, k=20)
+    _check(ranking, positions=positions, orders=orders, k=20)
 
 
 def test_a_vector_that_is_not_finite_is_rejected() -> None:

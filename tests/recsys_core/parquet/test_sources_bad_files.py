@@ -182,10 +182,10 @@ def test_text_that_is_none_is_named(tmp_path: Path) -> None:
     broken = pa.StringArray.from_buffers(ROWS, pa.py_buffer(np.arange(0, 2 * ROWS + 2, 2, dtype=np.int32)), letters)
     for column, settings in (("item_id", {}), ("place", {"context_columns": ("place",)})):
         path = write(tmp_path / "a.parquet", **(GOOD | {column: broken}))
-        said = f"{path}: column {column!r}: damaged, or not what its type says ("
-        refuses(interactions(path, **settings), tmp_path, said, "is not valid UTF8!); copy or write it again")
+        said = f"{path}: column {column!r}: damaged, or not of the declared type ("
+        refuses(interactions(path, **settings), tmp_path, said, "is not valid UTF8!); copy or write the file again")
     path = write(tmp_path / "a.parquet", **(GOOD | {"item_id": broken}))
-    refuses(embeddings(path), tmp_path, f"{path}: column 'item_id': damaged, or no UTF-8 (", "write it again")
+    refuses(embeddings(path), tmp_path, f"{path}: column 'item_id': damaged, or not UTF-8 (", "write it again")
 
 
 def test_a_checksum_inside_a_compressed_page_is_not_read_over(tmp_path: Path) -> None:

@@ -260,7 +260,8 @@ def test_sharding_towers_without_layers_is_rejected_before_the_launch(tmp_path):
             TrainingConfig(dense_parallel="sharded"),
             model=bare,
             loss=LOSS,
-            **dict.fromkeys(("dataset", "plan")),
+            dataset=None,
+            plan=None,
             folder=tmp_path / "train",
             on_progress=print,
         )

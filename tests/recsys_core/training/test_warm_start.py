@@ -77,11 +77,9 @@ def values(run: PreparedRun, table: str) -> list[str | None]:
 
 def untrained_model(job: TrainJob, *, rank: int) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """Return model and optimizer as the training loop makes them, before the champion is loaded."""
-    interactions = require_manifest(job.interactions, InteractionsManifest)
-    assert job.features is not None
-    features = require_manifest(job.features, FeaturesManifest)
-    store = EventStore.open(interactions)
-    model = initial_model(job, store=store, dataset=Dataset(interactions, features=features), process=process(rank))
+    dataset = job.open_dataset()
+    store = EventStore.open(dataset.interactions)
+    model = initial_model(job, store=store, dataset=dataset, process=process(rank))
     return model, make_optimizer(model, spec=job.spec, config=job.training)
 
 

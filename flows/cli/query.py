@@ -52,7 +52,7 @@ def recommend(config: PipelineConfig, *, user: str, k: int, model_uri: str | Non
     (answer,) = answers
     if answer["error"] is not None:
         raise InputError(f"--user: {answer['error']}")
-    known_user = bool(model.unwrap_python_model().retriever.knows([user])[0])
+    known_user = bool(model.unwrap_python_model().retriever.is_known([user])[0])
     items = tuple(RankedItem(item_id=i, score=s) for i, s in zip(answer["item_ids"], answer["scores"], strict=True))
     return Answer(model=name, version=version, known_user=known_user, items=items)
 

@@ -28,7 +28,7 @@ class Answer(Frozen):
     """Result of `nightjar query`, printed by --json.
 
     Attributes:
-        known_user: whether the model has an input about the user; an unknown user gets the most popular items.
+        known_user: whether the user is in the vocabulary of the model; an unknown user gets the most popular items.
     """
 
     model: str

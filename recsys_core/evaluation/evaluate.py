@@ -169,7 +169,7 @@ def _load_queries(
         history=history,
         targets=store.targets(users, split),
         is_new_B=store.train_end[users] == store.user_offset[users],
-        is_known_B=spec.knows(history_length_B=history.lengths, user_row_B=users),
+        is_known_B=spec.is_known(history_length_B=history.lengths, user_row_B=users),
         popularity_order_I=baselines.popularity_before(split, store=store, interactions=interactions),
     )
 

@@ -167,7 +167,7 @@ class ModelSpec(Frozen):
         """Return the names of the declared features that the tower of `side` reads, in order."""
         return [key for key in self.forms if self.tables[key].side == side]
 
-    def knows(self, *, history_length_B: NDArray[np.int64], user_row_B: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def is_known(self, *, history_length_B: NDArray[np.int64], user_row_B: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return whether the model has an input about the user of each query, bool [B].
 
         A user is known if the user has a history and the model reads histories, or if the user has a row and the model has an

@@ -171,7 +171,7 @@ class Retriever:
 
     def _top_items(self, user_row_B: NDArray[np.int64], *, history: JaggedArray, excluded: JaggedArray, k: int) -> "_TopItems":
         top_items = _TopItems(excluded=excluded, k=k, catalogue_size=len(self._item_ids))
-        is_known_B = self.package.model.knows(history_length_B=history.lengths, user_row_B=user_row_B)
+        is_known_B = self.package.model.is_known(history_length_B=history.lengths, user_row_B=user_row_B)
         known = np.flatnonzero(is_known_B)
         if len(known):
             query_BD = self._tower(self._batches.build(user_row_B[known], history.take(known))).numpy()

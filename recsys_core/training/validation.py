@@ -49,7 +49,7 @@ class Validator:
         self._users = users_to_validate(config, store=self._store, cold_items=self._cold_items)
         spec = encoder.spec
         history_length = self._store.before(self._users, "validation").lengths
-        self._is_known = spec.knows(history_length_B=history_length, user_row_B=self._users)
+        self._is_known = spec.is_known(history_length_B=history_length, user_row_B=self._users)
         self._popular_I = np.arange(spec.num_items, dtype=np.int32)
         if not self._is_known.all():  # only unknown users get this order, and computing it reads all ids
             self._popular_I = popularity_before("validation", store=self._store, interactions=interactions)

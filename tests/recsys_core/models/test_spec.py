@@ -229,4 +229,4 @@ def test_a_spec_is_read_back_from_its_json() -> None:
 def test_a_user_is_known_with_a_history_or_a_row_that_the_model_reads(settings, forms, known) -> None:
     spec = ModelSpec(config=TwoTowerConfig(**settings), num_users=2, num_items=3, tables={}, forms=forms)
     length, row = np.array([2, 0, 2, 0]), np.array([0, 1, -1, -1])
-    assert spec.knows(history_length_B=length, user_row_B=row).tolist() == known
+    assert spec.is_known(history_length_B=length, user_row_B=row).tolist() == known

@@ -128,17 +128,17 @@ def _check_range(config: PipelineConfig, dotted: str, value_range: RangeConfig) 
         if f"{dotted}.".startswith(f"{group}."):
             raise ValueError(f"{dotted}: {reason}")
     candidates = [(probe, _validate(config, {dotted: probe})) for probe in value_range.probes]
-    parsed = {
+    value_by_label = {
         label_of(probe): _get(candidate.config.model_dump(mode="json"), dotted)
         for probe, candidate in candidates
         if candidate.config is not None
     }
     # A value may contradict another setting, because both may vary. But at least one value of the range must be valid.
-    invalid = [candidate for _, candidate in candidates if candidate.has_invalid_settings or not parsed]
-    if invalid:
-        raise ValueError("\n".join(invalid[0].problems))
+    invalid_candidates = [candidate for _, candidate in candidates if candidate.has_invalid_settings or not value_by_label]
+    if invalid_candidates:
+        raise ValueError("\n".join(invalid_candidates[0].problems))
     try:
-        return value_range.in_setting_type(parsed)
+        return value_range.in_setting_type(value_by_label)
     except ValueError as error:
         raise ValueError(f"{dotted}: {error}") from None
 
@@ -168,8 +168,8 @@ def _parse(text: str, *, subject: str) -> Any:
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
     source = f"--set {printable(override, at_most=200)}"
-    dotted, equals, text = override.partition("=")
-    if not equals or not dotted:
+    dotted, separator, text = override.partition("=")
+    if not separator or not dotted:
         raise InputError(f"{source}: expected a.b=value, e.g. --set training.batch_size=8192")
     _put(raw, dotted.strip(), _parse(text, subject=f"{source}: the value"), source=source)
 
@@ -198,7 +198,7 @@ def _put(raw: dict[str, Any], dotted: str, value: Any, *, source: str) -> None:
     Args:
         source: the user's text, for error messages.
     """
-    *parents, last = _split(dotted, source=source)
+    *parents, last_name = _split(dotted, source=source)
     level: Any = raw
     for depth, key in enumerate(parents):
         if isinstance(level, list):
@@ -213,4 +213,4 @@ def _put(raw: dict[str, Any], dotted: str, value: Any, *, source: str) -> None:
         if not isinstance(level, dict | list) or is_list_entry:
             group = ".".join(parents[: depth + 1])
             raise InputError(f"{source}: {group} is the value {shown(level)}, not a group of settings")
-    level[last] = value
+    level[last_name] = value

@@ -1,7 +1,7 @@
 """Embedded Prefect server: a supervised subprocess that ends with the command.
 
 The server has its own session, so Ctrl-C in the terminal does not end the server before the run ends. The command owns the
-listening socket. If the server dies, the command starts another one on the same socket and database, and clients wait in the
+listening socket. If the server dies, the command starts another server on the same socket and database, and clients wait in the
 socket's queue meanwhile.
 """
 
@@ -67,13 +67,13 @@ class EmbeddedServer:
         """
         for folder in (log_file.parent, Path(os.environ.get("PREFECT_HOME", log_file.parent))):
             require_free(folder, MIN_FREE_BYTES, subject="the embedded Prefect server with its database")
-        secret = f"nightjar:{secrets.token_urlsafe(32)}"  # other users of this host can connect to the port
+        password = f"nightjar:{secrets.token_urlsafe(32)}"  # other users of this host can connect to the port
         self._log_file = log_file
         self._log_start = log_file.stat().st_size if log_file.is_file() else 0
-        os.environ.update(PREFECT_API_URL=self.api, PREFECT_API_AUTH_STRING=secret)
+        os.environ.update(PREFECT_API_URL=self.api, PREFECT_API_AUTH_STRING=password)
         self._environment = {
             **os.environ,
-            "PREFECT_SERVER_API_AUTH_STRING": secret,
+            "PREFECT_SERVER_API_AUTH_STRING": password,
             "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
             # Blocks are used by the UI only, whose server registers them.
             "PREFECT_API_BLOCKS_REGISTER_ON_START": "false",
@@ -149,13 +149,13 @@ class EmbeddedServer:
                 self._listener.close()  # clients fail at once instead of waiting for a server
                 return
             self._restarts += 1
-            LOG.warning("the embedded Prefect server %s; another one is started%s", self._describe_end(), self._last_lines())
+            LOG.warning("the embedded Prefect server %s; another server is started%s", self._describe_end(), self._last_lines())
             self._process = self._start()
             self._send_start_message()
 
     def _describe_end(self) -> str:
-        code = self._process.returncode
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        exit_code = self._process.returncode
+        return f"was ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
     def _last_lines(self) -> str:
         """Return the last log lines of this server, after those of earlier servers."""

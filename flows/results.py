@@ -57,15 +57,15 @@ class RunResults:
 
     @property
     def registration(self) -> RegistrationManifest | None:
-        """The registered version; None if the run has not registered one."""
+        """The registered version; None if the stage register is not complete."""
         return cast(RegistrationManifest | None, self.stages.get("register"))
 
     @property
     def metrics(self) -> dict[str, float]:
         """Exact metrics of the model and the baselines, and the metrics of the new version and the champion as served."""
         evaluation = cast(EvaluationManifest | None, self.stages.get("evaluate"))
-        exact = {} if evaluation is None else evaluation.metrics
-        return exact | ({} if self.registration is None else self.registration.metrics)
+        exact_metrics = {} if evaluation is None else evaluation.metrics
+        return exact_metrics | ({} if self.registration is None else self.registration.metrics)
 
     @cached_property
     def training_log(self) -> "pd.DataFrame":
@@ -112,7 +112,7 @@ class RunResults:
 
 
 def open_run(workspace: str | Path, run_id: str | None = None) -> RunResults:
-    """Open a run of `workspace`, the newest one without a run id; InputError if there is no such run."""
+    """Open a run of `workspace`, by default the newest run; raise InputError if it does not exist."""
     runs = Path(workspace).absolute() / "runs"
     run_ids = sorted(path.name for path in runs.glob("*") if path.is_dir())
     if not run_ids:

@@ -40,16 +40,16 @@ class _Loader(yaml.SafeLoader):
     yaml_constructors: ClassVar[dict[str | None, Any]] = {}
 
     def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Hashable] = set()
+        keys: set[Hashable] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
                 raise yaml.constructor.ConstructorError(
                     None, None, "a key must be a scalar, not a list or a group", key_node.start_mark
                 )
-            if key in seen:
+            if key in keys:
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
-            seen.add(key)
+            keys.add(key)
         return super().construct_mapping(node, deep=deep)
 
 

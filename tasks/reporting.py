@@ -34,16 +34,16 @@ def begin_stage(stage: str) -> Callable[[Manifest | None, str], None]:
     The line has the stage's name, the facts passed to the function, and the seconds, "(kept)" or "(skipped)".
     """
     PROGRESS_LOG.debug("%s begins", stage, extra={"stage": stage})
-    started, started_at = time.perf_counter(), time.time()
+    start_s, start_timestamp = time.perf_counter(), time.time()
 
     def finish(manifest: Manifest | None, facts: str) -> None:
         # The manifest of a reused stage was written by an earlier process.
         if manifest is None:
             duration = "(skipped)"
-        elif (manifest.folder / MANIFEST_NAME).stat().st_mtime < started_at:
+        elif (manifest.folder / MANIFEST_NAME).stat().st_mtime < start_timestamp:
             duration = "(kept)"
         else:
-            duration = f"{time.perf_counter() - started:,.1f} s"
+            duration = f"{time.perf_counter() - start_s:,.1f} s"
         LOG.info("%-20s %-70s %s", stage, facts, duration, extra={"stage_line": (stage, facts, duration)})
 
     return finish

@@ -142,7 +142,7 @@ def _with_comment(setting: str, comment: str) -> Iterator[str]:
         yield setting
         return
     column = max(_COMMENT_COLUMN, len(setting) + 2)
-    first, *others = textwrap.wrap(comment, _WIDTH - column - 2)
-    yield f"{setting.ljust(column)}# {first}"
-    for line in others:
+    first_line, *other_lines = textwrap.wrap(comment, _WIDTH - column - 2)
+    yield f"{setting.ljust(column)}# {first_line}"
+    for line in other_lines:
         yield f"{' ' * column}# {line}"

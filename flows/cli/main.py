@@ -68,7 +68,7 @@ def init(
     log: Annotated[Path | None, typer.Option(help="parquet file, folder or glob with the interaction log")] = None,
     items: Annotated[Path | None, typer.Option(help="parquet file with features of the items")] = None,
     vectors: Annotated[Path | None, typer.Option(help="parquet file with pretrained vectors of the items")] = None,
-    every_setting: Annotated[bool, typer.Option("--all", help="write every setting, not only the important ones")] = False,
+    every_setting: Annotated[bool, typer.Option("--all", help="write every setting, not only the important settings")] = False,
 ) -> None:
     """Write a config with the important settings and their descriptions; fill in the columns of the given files."""
     from flows.cli.config_template import starter_config, to_commented_yaml
@@ -84,8 +84,8 @@ def init(
 
         config, notes = guess_config(config, log=log, items=items, vectors=vectors, folder=file.parent)
     file.write_text(to_commented_yaml(config, notes=notes, every_setting=every_setting), encoding="utf-8")
-    todo = "check the guessed columns" if notes else "set your paths and columns"
-    output.stdout.print(f"wrote {file}; {todo}, then: nightjar validate {file}", markup=False, soft_wrap=True)
+    next_step = "check the guessed columns" if notes else "set your paths and columns"
+    output.stdout.print(f"wrote {file}; {next_step}, then: nightjar validate {file}", markup=False, soft_wrap=True)
 
 
 @app.command(epilog="Example: nightjar validate nightly.yaml --set model.embedding_dim=128")

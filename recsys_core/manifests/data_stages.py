@@ -33,7 +33,9 @@ class VectorTable(Frozen):
     )
     dropped: dict[str, int] = Field(default_factory=dict, description="rows dropped by on_bad_rows: drop, by problem")
     unmapped: int = Field(0, description="vectors ignored because the id map does not list their id")
-    overridden: int = Field(0, description="vectors ignored because an earlier entry of `embeddings` has one for the same id")
+    overridden: int = Field(
+        0, description="vectors ignored because an earlier entry of `embeddings` has a vector with the same id"
+    )
 
 
 class EmbeddingsManifest(Manifest):

@@ -99,12 +99,12 @@ def produce(
     for old_folder in (folder, staging):
         remove_own_folder(old_folder)
     require_free(folder, max(needs_bytes, MIN_STAGE_BYTES), subject=f"the {manifest_type.kind} stage")
-    started = time.perf_counter()
+    start_s = time.perf_counter()
     try:
         with explain_disk_full(folder):
             create_own_folder(staging)
             fields = build(staging)
-            seconds = time.perf_counter() - started
+            seconds = time.perf_counter() - start_s
             return seal(staging, folder, manifest_type, fingerprint=fingerprint, seconds=seconds, **fields)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)

@@ -150,7 +150,7 @@ def distillation_loss(
 
     Args:
         student_BD, student_CD: trained vectors of the items; only their direction counts.
-        teacher_BD, teacher_CD: pretrained vectors of the same items; any finite values for an item without one.
+        teacher_BD, teacher_CD: pretrained vectors of the same items; any finite values for an item without a vector.
         has_teacher_B, has_teacher_C: False if the item has no pretrained vector; the loss ignores its row or column.
         same_item_BC: True if row and column are the same item; the loss ignores such a pair. None: no such pair.
         temperature: similarities are cosines / temperature, for student and teacher.
@@ -167,16 +167,16 @@ def distillation_loss(
     >>> round(loss.item(), 4) == round((e - 1) / (e + 1), 4)
     True
     """
-    ignored_BC = ~has_teacher_C[None, :].expand(len(student_BD), -1)
+    is_ignored_BC = ~has_teacher_C[None, :].expand(len(student_BD), -1)
     if same_item_BC is not None:
-        ignored_BC = ignored_BC | same_item_BC
+        is_ignored_BC = is_ignored_BC | same_item_BC
     # float32 throughout: a cosine in bf16 is off by up to 0.002, which a temperature of 0.05 turns into 4 % of a probability.
     with torch.autocast(student_BD.device.type, enabled=False):
         with torch.no_grad():
-            teacher_BC = _log_similarity(teacher_BD, teacher_CD, ignored_BC, temperature=temperature, min_norm=min_norm)
-        student_BC = _log_similarity(student_BD, student_CD, ignored_BC, temperature=temperature, min_norm=min_norm)
+            teacher_BC = _log_similarity(teacher_BD, teacher_CD, is_ignored_BC, temperature=temperature, min_norm=min_norm)
+        student_BC = _log_similarity(student_BD, student_CD, is_ignored_BC, temperature=temperature, min_norm=min_norm)
         divergence_B = kl_div(student_BC, teacher_BC, reduction="none", log_target=True).sum(dim=1)
-    has_loss_B = has_teacher_B & ~ignored_BC.all(dim=1)
+    has_loss_B = has_teacher_B & ~is_ignored_BC.all(dim=1)
     return divergence_B.masked_fill(~has_loss_B, 0).mean()
 
 
@@ -198,9 +198,9 @@ def l2_penalty(value_VD: Tensor, row_V: Tensor, *, max_rows: int, group: Process
     world_size = 1 if group is None else group.size()
     all_rows = row_V
     if world_size > 1:
-        padded = row_V.new_full((max_rows,), -1)
-        padded[: len(row_V)] = row_V
-        all_rows = gather_rows(padded, group=group)
+        padded_row = row_V.new_full((max_rows,), -1)
+        padded_row[: len(row_V)] = row_V
+        all_rows = gather_rows(padded_row, group=group)
     sorted_rows = all_rows.sort().values
     count_V = torch.searchsorted(sorted_rows, row_V, right=True) - torch.searchsorted(sorted_rows, row_V)
     return (value_VD.square().sum(dim=1) * (world_size / 2 / count_V)).sum()
@@ -216,7 +216,7 @@ def weighted_mean(value_B: Tensor, weight_B: Tensor | None) -> Tensor:
 
 
 def _mean_over_negatives(value_BN: Tensor, masked_BN: Tensor | None) -> Tensor:
-    """Return the mean of each row over the unmasked columns; 0 for a row without one."""
+    """Return the mean of each row over the unmasked columns; 0 for a row without unmasked columns."""
     num_columns = value_BN.shape[1]
     if masked_BN is None:
         return value_BN.sum(dim=1) / max(num_columns, 1)
@@ -224,8 +224,8 @@ def _mean_over_negatives(value_BN: Tensor, masked_BN: Tensor | None) -> Tensor:
 
 
 def _log_similarity(
-    vector_BD: Tensor, candidate_CD: Tensor, ignored_BC: Tensor, *, temperature: float, min_norm: float
+    vector_BD: Tensor, candidate_CD: Tensor, is_ignored_BC: Tensor, *, temperature: float, min_norm: float
 ) -> Tensor:
-    """Return the log softmax of cosine / temperature over the columns that are not ignored."""
+    """Return the log softmax over the columns of cosine / temperature, without the ignored pairs."""
     unit_BD, unit_CD = (unit_vectors(vectors.float(), min_norm=min_norm) for vectors in (vector_BD, candidate_CD))
-    return log_softmax((unit_BD @ unit_CD.T / temperature).masked_fill(ignored_BC, _MASKED_LOGIT), dim=1)
+    return log_softmax((unit_BD @ unit_CD.T / temperature).masked_fill(is_ignored_BC, _MASKED_LOGIT), dim=1)

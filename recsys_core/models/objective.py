@@ -91,7 +91,7 @@ class Objective(nn.Module):
         Args:
             query_BD: query vectors.
             candidate_CD: vectors of the rank's own candidates: the B positives, then the drawn negatives.
-            teacher_CD: pretrained vectors of the candidates, zeros for a candidate without one; None without distillation.
+            teacher_CD: pretrained vectors of the candidates, zeros for a candidate without a vector; None without distillation.
         """
         loss = self._retrieval_loss(query_BD, candidate_CD, batch=batch)
         distillation = self.loss.distillation

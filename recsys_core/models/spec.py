@@ -150,9 +150,9 @@ class ModelSpec(Frozen):
             side: Side = "item" if key.startswith("item.") else "query"
             weighted = side == "query" and forms[key] in ("weighted_list", "number")
             specs[key] = table(key, fact.rows, feature=key, side=side, weighted=weighted)
-        configurable = {name: spec for name, spec in specs.items() if name != TEACHER_TABLE}
-        check_table_names("tables", settings, tables=configurable)
-        for name, spec in configurable.items():
+        configurable_tables = {name: spec for name, spec in specs.items() if name != TEACHER_TABLE}
+        check_table_names("tables", settings, tables=configurable_tables)
+        for name, spec in configurable_tables.items():
             check_vectors_exist(name, spec.settings, tables_with_vectors=vector_dims)
             if name in vector_dims:
                 check_width(vector_dims[name], spec.dim, table=name)
@@ -175,7 +175,7 @@ class ModelSpec(Frozen):
 
         Args:
             history_length_B: number of items in the user's history.
-            user_row_B: row of the user, -1 for a user without one.
+            user_row_B: row of the user, -1 for a user without a row.
         """
         reads_user_row = self.config.user_id or any(key.startswith("user.") for key in self.forms)
         has_history_B = (history_length_B > 0) & (self.config.history.length > 0)
@@ -223,6 +223,6 @@ def _offset_table(settings: TableConfig, num_items: int, *, dim: int) -> TableSp
 
 
 def _teacher_table(num_items: int, *, dim: int) -> TableSpec:
-    """Return the frozen table of the pretrained item vectors, unscaled, zero for items without one."""
+    """Return the frozen table of the pretrained item vectors, unscaled; the row of an item without a vector is zero."""
     settings = TableConfig(transfer="frozen", dim=dim, rescale=False, missing="zero")
     return TableSpec(num_rows=num_items, dim=dim, feature="item", side="item", settings=settings, pretrained=True)

@@ -52,8 +52,8 @@ class MLP(nn.Module):
         return output_BD + self._sum(inputs) if self.adds_sum else output_BD
 
     def _sum(self, inputs: list[Tensor]) -> Tensor:
-        projected = [projection(feature) for projection, feature in zip(self.projections, inputs, strict=True)]
-        return torch.stack(projected).sum(dim=0)
+        summands = [projection(feature) for projection, feature in zip(self.projections, inputs, strict=True)]
+        return torch.stack(summands).sum(dim=0)
 
 
 def _make_layers(input_dim: int, layers: Sequence[int], *, config: TowerConfig) -> nn.Sequential:

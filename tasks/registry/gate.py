@@ -186,15 +186,15 @@ def _compare(gate: _Gate, new_metrics: dict[str, float], *, champion: ModelVersi
 
 def _compare_with_former_champion(gate: _Gate, new_metrics: dict[str, float], *, champion_error: str) -> Verdict | None:
     """Compare with the last former champion that loads; return None if none of them loads. One of the two becomes champion."""
-    for former in gate.retry(former_champions, gate.client, gate.version.name)[:MAX_FORMER_CHAMPIONS]:
+    for former_champion in gate.retry(former_champions, gate.client, gate.version.name)[:MAX_FORMER_CHAMPIONS]:
         try:
-            metrics = new_metrics | _measure(gate, former, name="former_champion")
+            metrics = new_metrics | _measure(gate, former_champion, name="former_champion")
         except UnusableVersionError:
             continue
-        verdict = judge(metrics, config=gate.config, baseline="former_champion", label=f"version {former.version}")
-        winner = gate.version if verdict.promoted else former
+        verdict = judge(metrics, config=gate.config, baseline="former_champion", label=f"version {former_champion.version}")
+        winner = gate.version if verdict.promoted else former_champion
         alarm = f"{champion_error}; version {winner.version} is champion instead"
-        return replace(verdict, alarm=alarm, reinstated=None if verdict.promoted else former)
+        return replace(verdict, alarm=alarm, reinstated=None if verdict.promoted else former_champion)
     return None
 
 

@@ -56,12 +56,12 @@ def _turn(client: MlflowClient, version: ModelVersion) -> Iterator[Callable[[], 
     name, number = version.name, str(version.version)
     client.set_model_version_tag(name, number, TURN_TAG, CHOOSING)
     try:
-        highest = max((_order(turn) for turn in _turns(client, name).values()), default=0)
-        own_turn = str(highest + 1)
+        highest_turn = max((_order(turn) for turn in _turns(client, name).values()), default=0)
+        own_turn = str(highest_turn + 1)
         client.set_model_version_tag(name, number, TURN_TAG, own_turn)
         _wait_for_turn(client, name, number=number, own_turn=own_turn)
-        expires = time.monotonic() + TURN_S
-        yield lambda: time.monotonic() < expires and _turns(client, name).get(number) == own_turn
+        turn_end_s = time.monotonic() + TURN_S
+        yield lambda: time.monotonic() < turn_end_s and _turns(client, name).get(number) == own_turn
     finally:
         if number in _turns(client, name):
             client.delete_model_version_tag(name, number, TURN_TAG)
@@ -75,11 +75,11 @@ def _wait_for_turn(client: MlflowClient, name: str, *, number: str, own_turn: st
     while True:
         now = time.monotonic()
         queue = [((_order(turn), int(other)), turn) for other, turn in _turns(client, name).items() if other != number]
-        earlier = [entry for entry in queue if entry[0] < own_position]
-        if not earlier:
+        earlier_turns = [entry for entry in queue if entry[0] < own_position]
+        if not earlier_turns:
             return
-        if min(earlier) != first_in_line:
-            first_in_line, first_since = min(earlier), now
+        if min(earlier_turns) != first_in_line:
+            first_in_line, first_since = min(earlier_turns), now
         elif now - first_since > ABANDONED_S:
             client.delete_model_version_tag(name, str(first_in_line[0][1]), TURN_TAG)
         time.sleep(_POLL_S)

@@ -68,9 +68,11 @@ def _reject_unknown_params() -> None:
     def predict_with_known_params(self: PyFuncModel, data: Any, params: dict[str, Any] | None = None) -> Any:
         model = getattr(self._model_impl, "python_model", None)
         if getattr(model, "rejects_unknown_params", False) and isinstance(params, dict):
-            declared = [spec.name for spec in self.metadata.get_params_schema().params]
-            if unknown := [str(name) for name in params if name not in declared]:
-                raise MlflowException.invalid_parameter_value(f"params: unknown {', '.join(unknown)}; the model has {declared}")
+            declared_params = [spec.name for spec in self.metadata.get_params_schema().params]
+            if unknown := [str(name) for name in params if name not in declared_params]:
+                raise MlflowException.invalid_parameter_value(
+                    f"params: unknown {', '.join(unknown)}; the model has {declared_params}"
+                )
         return predict(self, data, params=params)
 
     predict_with_known_params.rejects_unknown_params = True  # type: ignore[attr-defined]

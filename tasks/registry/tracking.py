@@ -92,8 +92,8 @@ def log_training_metrics(client: MlflowClient, mlflow_run_id: str, *, metrics_fi
     """Log the training steps in `metrics_file` (metrics.jsonl) that MetricRelay did not log."""
     lines = [Progress.model_validate_json(line) for line in metrics_file.read_text().splitlines()]
     now_ms = int(metrics_file.stat().st_mtime * 1000)
-    logged = logged_steps(client, mlflow_run_id)
-    missing_lines = [line for line in lines if line.step not in logged]
+    already_logged = logged_steps(client, mlflow_run_id)
+    missing_lines = [line for line in lines if line.step not in already_logged]
     metrics = [metric for line in missing_lines for metric in training_metrics(line, time_ms=now_ms)]
     log_metrics(client, mlflow_run_id, metrics)
 
@@ -223,15 +223,15 @@ class MetricRelay:
             mlflow_run_id = open_run(client, self._run)
             client.update_run(mlflow_run_id, status=RunStatus.to_string(RunStatus.RUNNING))
             log_params(client, mlflow_run_id, config_file=self._run.config_file)
-            logged = logged_steps(client, mlflow_run_id)
+            already_logged = logged_steps(client, mlflow_run_id)
             closing = False
             while not closing:
                 closing = self._closing.wait(_FLUSH_INTERVAL_S)
-                queued = [self._lines.get() for _ in range(self._lines.qsize())]
-                new_lines = [(time_ms, line) for time_ms, line in queued if line.step not in logged]
+                queued_lines = [self._lines.get() for _ in range(self._lines.qsize())]
+                new_lines = [(time_ms, line) for time_ms, line in queued_lines if line.step not in already_logged]
                 metrics = [metric for time_ms, line in new_lines for metric in training_metrics(line, time_ms=time_ms)]
                 log_metrics(client, mlflow_run_id, metrics)
-                logged.update(line.step for _, line in new_lines)
+                already_logged.update(line.step for _, line in new_lines)
             client.set_terminated(mlflow_run_id, self._status)
         except Exception as error:  # any error of MLflow, its database or the network
             LOG.warning(

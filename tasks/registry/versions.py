@@ -99,7 +99,7 @@ def pinned_requirements() -> list[str]:
     Serving runs on a CPU, so faiss-gpu is replaced by faiss-cpu of the same version.
     """
     version_by_library = {name: metadata.version(name) for name in _SERVING_LIBRARIES}
-    installed = {distribution.name for distribution in metadata.distributions()}
-    version_by_library["faiss-cpu"] = metadata.version("faiss-cpu" if "faiss-cpu" in installed else "faiss-gpu")
+    installed_libraries = {distribution.name for distribution in metadata.distributions()}
+    version_by_library["faiss-cpu"] = metadata.version("faiss-cpu" if "faiss-cpu" in installed_libraries else "faiss-gpu")
     # A local version such as 2.14.1+cpu is not on PyPI.
     return [f"{name}=={version.partition('+')[0]}" for name, version in sorted(version_by_library.items())]

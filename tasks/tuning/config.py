@@ -64,20 +64,22 @@ class RangeConfig(Settings):
         second_value = (self.low + (self.step or 1),) if is_integer or self.step else ()
         return tuple(dict.fromkeys((self.low, *(value for value in second_value if value <= self.high), self.high)))
 
-    def in_setting_type(self, parsed: Mapping[str, Any]) -> Self:
+    def in_setting_type(self, value_by_label: Mapping[str, Any]) -> Self:
         """Return the range in the type of its setting; raise ValueError if the setting does not take numbers.
 
         Args:
-            parsed: value of the setting after validation of the config, by label of the probe.
+            value_by_label: value of the setting after validation of the config, by label of the probe.
 
         >>> RangeConfig(low=0, high=1).in_setting_type({"0": 0.0, "1": 1.0}).low
         0.0
         """
         if self.choices is not None:
             # A group of settings is not replaced: the parsed group also holds defaults of settings that the user left out.
-            choices = [choice if isinstance(choice, dict) else parsed.get(label_of(choice), choice) for choice in self.choices]
+            choices = [
+                choice if isinstance(choice, dict) else value_by_label.get(label_of(choice), choice) for choice in self.choices
+            ]
             return self.model_copy(update={"choices": tuple(choices)})
-        number_type = type(next(iter(parsed.values())))
+        number_type = type(next(iter(value_by_label.values())))
         if number_type not in (int, float):
             raise ValueError("the setting is not a number; set {choices: [...]}")
         if number_type is int and self.step is not None and self.step != int(self.step):

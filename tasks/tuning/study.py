@@ -1,7 +1,7 @@
 """Hyperparameter search: an Optuna study in a sqlite file.
 
 An interrupted trial is resumed under its number, and every trial has a sampler with its own seed. An interrupted study
-therefore tries the same settings as an undisturbed one.
+therefore tries the same settings as a study that is not interrupted.
 """
 
 from collections.abc import Sequence

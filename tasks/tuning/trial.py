@@ -40,7 +40,7 @@ def run_trial(trial: RunningTrial, train: Train, *, metric: str, folder: Path, l
     Raises:
         InputError: the settings or the data do not allow any trial; the study ends.
     """
-    started = time.monotonic()
+    start_s = time.monotonic()
     value_by_epoch: dict[int, float] = {}
     ending: Ending = "complete"
     reason = ""
@@ -69,7 +69,7 @@ def run_trial(trial: RunningTrial, train: Train, *, metric: str, folder: Path, l
             )
         value = manifest.validation[metric]
     _keep_metrics(folder)
-    return TrialResult(ending=ending, value=value, seconds=time.monotonic() - started, reason=reason)
+    return TrialResult(ending=ending, value=value, seconds=time.monotonic() - start_s, reason=reason)
 
 
 def _keep_metrics(folder: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_killed_server_is_restarted_and_clients_wait_meanwhile(
     psutil.wait_procs([psutil.Process(first)] if psutil.pid_exists(first) else [], timeout=10)
     assert status(server.api, secret=secret) == 200
     assert server.pid != first
-    assert "the embedded Prefect server was ended by SIGKILL; another one is started" in caplog.text
+    assert "the embedded Prefect server was ended by SIGKILL; another server is started" in caplog.text
 
 
 def test_the_error_of_a_server_that_cannot_start_has_its_last_log_lines(home: Path) -> None:

@@ -103,15 +103,15 @@ class Steps:
 
     def __init__(self, loader: TrainLoader, *, steps: int, prepared: bool, paced: Paced | None) -> None:
         self._loader, self._steps, self._paced = loader, steps, paced
-        self.epoch_samples = steps * loader.batch_samples(0)
+        self.num_epoch_samples = steps * loader.num_batch_samples(0)
         self._prepared = [loader.batch(0, step) for step in range(min(steps, len(loader)))] if prepared else None
 
     def __len__(self) -> int:
         return self._steps
 
-    def batch_samples(self, batch: int) -> int:
+    def num_batch_samples(self, index: int) -> int:
         """Return the number of queries of a batch. The last batch of an epoch is full too."""
-        return self._loader.batch_samples(0)
+        return self._loader.num_batch_samples(0)
 
     def epoch(self, epoch: int, *, start_batch: int) -> Iterator[Batch]:
         """Yield the batches."""
@@ -172,7 +172,9 @@ def ours(run: Run, *, folder: Path, process: Process, paced: Paced | None) -> di
         plan=work / "plan" / "plan.json",
     )
     store = EventStore.open(interactions)
-    loader = make_loader(job, store=store, assembler=Assembler(user=job.spec.user_batch_key, features=None), process=process)
+    loader = make_loader(
+        job, store=store, assembler=Assembler(user_batch_key=job.spec.user_batch_key, features=None), process=process
+    )
     limited: Any = Steps(loader, steps=run.steps, prepared=run.name == PREPARED_BATCHES, paced=paced)
     sharded = initial_model(job, store=store, dataset=Dataset(interactions), process=process)
     trainer = Trainer(job, model=sharded, loader=limited, validator=None, process=process)

@@ -90,7 +90,7 @@ def _loader(folder: Path, case: str, *, batch_size: int, rank: int, world_size: 
     return TrainLoader(
         store,
         assembler=Assembler(
-            user=None if max_history else UNPOOLED,
+            user_batch_key=None if max_history else UNPOOLED,
             features=FeatureStore({name: features.features[name] for name in feature_names}) if feature_names else None,
         ),
         batch_size=batch_size,

@@ -4,7 +4,7 @@ from flows.config import PipelineConfig
 from flows.environment import require_writable
 from recsys_core.data.embeddings.schema import check_embeddings
 from recsys_core.data.features.schema import check_features, check_vectors
-from recsys_core.data.first_row_group import check_matches, check_years, vector_length
+from recsys_core.data.first_row_group import check_shared_ids, check_time_unit, vector_length
 from recsys_core.data.interactions.schema import check_interactions
 from recsys_core.errors import InputError
 from recsys_core.models.table_checks import check_width
@@ -14,7 +14,7 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
     """Check the footers and one row group of all inputs; return one line about each input. Raises InputError."""
     require_writable(config.workspace)
     log = check_interactions(config.interactions_with_context, data_root=config.data_root)
-    check_years(config.interactions_with_context, log.files["train"])
+    check_time_unit(config.interactions_with_context, log.files["train"])
     events = sum(source.record.rows for source in log.sources)
     facts = {"interactions": f"{events:,} rows in {len(log.sources)} files, users {log.user_id_type}, items {log.item_id_type}"}
     embeddings = check_embeddings(config.embeddings, data_root=config.data_root)
@@ -33,7 +33,7 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
         width_text = f"{dim} numbers each" if dim else "lengths differ in the first rows"
         facts[vectors.setting] = f"{vectors.rows:,} vectors of {table} in {len(vectors.sources)} files, {width_text}"
     columns = {"item": config.interactions_with_context.item_column, "user": config.interactions_with_context.user_column}
-    check_matches(config.interactions_with_context, log.sources, embeddings, columns=columns)
+    check_shared_ids(config.interactions_with_context, log.sources, embeddings, id_columns=columns)
     if config.features is not None:
         tables = check_features(
             config.features,

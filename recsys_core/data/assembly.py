@@ -1,4 +1,4 @@
-"""Assemble a Batch from users, histories and candidates: find the distinct items and the feature values to look up.
+"""Assembly of a Batch from users, histories and candidates, with the distinct items and the feature values to look up.
 
 Shapes: B queries, C candidates, V distinct items, H history entries of all queries, L ragged entries.
 """
@@ -22,11 +22,11 @@ class Assembler:
     """Builds batches.
 
     Args:
-        user: the key of Batch.sparse for the table of user ids; None: the model has no such table.
-        features: features of users, events and items, if any.
+        user_batch_key: the key of Batch.sparse for the table of user ids; None: the model has no such table.
+        features: features of users, events and items; None: the model uses none.
     """
 
-    user: str | None
+    user_batch_key: str | None
     features: FeatureStore | None = None
 
     def batch(
@@ -42,55 +42,56 @@ class Assembler:
 
         Args:
             user: [B], rows of the users.
-            event: [B], index of each query's event in the log, for features of the event.
+            event: [B], index in the log of each query's event; the features of the event belong to it.
             history: B lists of item rows.
             candidate: [C], item rows, the B positives first; empty if only queries are encoded.
-            weight: [B], factor of each query's loss; None: 1.
+            weight: [B], factor of each query's loss; None: all factors are 1.
         """
-        index, item_row_V = pd.factorize(np.concatenate([candidate, history.values_L]))
-        item_row_V = _at_least_one(item_row_V)  # no index points to this item if there are no candidates and no histories
+        item_index, item_row_V = pd.factorize(np.concatenate([candidate, history.values_L]))
+        item_row_V = _not_empty(item_row_V)  # without candidates and histories it is an unused item
         sparse, item_weight = self._query_features(user, event), {}
         unpooled = {"item": JaggedArray.from_single_values(item_row_V)}
         for key, feature in self._features_of("item"):
             unpooled[key], weight_L = feature.at(item_row_V)
             if weight_L is not None:
                 item_weight[key] = torch.from_numpy(weight_L)
-        if self.user == UNPOOLED:
-            unpooled["user"] = JaggedArray.from_single_values(_at_least_one(user))
-        sparse[UNPOOLED] = keyed_jagged(unpooled, samples=max(len(item_row_V), len(user)))
+        if self.user_batch_key == UNPOOLED:
+            unpooled["user"] = JaggedArray.from_single_values(_not_empty(user))
+        sparse[UNPOOLED] = keyed_jagged(unpooled, num_samples=max(len(item_row_V), len(user)))
         return Batch(
             sparse=sparse,
             batch_size=len(user),
             item_row_V=torch.from_numpy(item_row_V),
-            candidate_C=torch.from_numpy(index[: len(candidate)]),
-            history_H=torch.from_numpy(index[len(candidate) :]),
+            candidate_C=torch.from_numpy(item_index[: len(candidate)]),
+            history_H=torch.from_numpy(item_index[len(candidate) :]),
             history_offset=torch.from_numpy(history.offset),
             item_weight=item_weight,
             weight=None if weight is None else torch.from_numpy(weight),
         )
 
-    def items(self, item: Int64Array) -> Batch:
-        """Build a batch of candidates without queries; `item` has distinct rows and keeps its order."""
+    def items(self, item_row: Int64Array) -> Batch:
+        """Build a batch of candidates without queries. The rows in `item_row` must be distinct; the batch keeps their order."""
         empty = np.zeros(0, np.int64)
-        return self.batch(user=empty, event=empty, history=JaggedArray.empty(0), candidate=item)
+        return self.batch(user=empty, event=empty, history=JaggedArray.empty(0), candidate=item_row)
 
     def _query_features(self, user_B: Int64Array, event_B: Int64Array) -> dict[str, KeyedJaggedTensor]:
-        pooled = {"user": JaggedArray.from_single_values(user_B)} if self.user == POOLED else {}
-        weighted: dict[str, JaggedArray] = {}
-        weights: list[NDArray[np.float32]] = []
+        pooled = {"user": JaggedArray.from_single_values(user_B)} if self.user_batch_key == POOLED else {}
+        pooled_weighted: dict[str, JaggedArray] = {}
+        feature_weights: list[NDArray[np.float32]] = []
         for side, index_B in (("user", user_B), ("context", event_B)):
             for key, feature in self._features_of(side):
                 values, weight_L = feature.at(index_B)
                 if weight_L is None:
                     pooled[key] = values
                 else:
-                    weighted[key] = values
-                    weights.append(weight_L)
+                    pooled_weighted[key] = values
+                    feature_weights.append(weight_L)
         sparse = {}
         if pooled:
-            sparse[POOLED] = keyed_jagged(pooled, samples=len(user_B))
-        if weighted:
-            sparse[POOLED_WEIGHTED] = keyed_jagged(weighted, samples=len(user_B), weight_L=np.concatenate(weights))
+            sparse[POOLED] = keyed_jagged(pooled, num_samples=len(user_B))
+        if pooled_weighted:
+            weight_L = np.concatenate(feature_weights)
+            sparse[POOLED_WEIGHTED] = keyed_jagged(pooled_weighted, num_samples=len(user_B), weight_L=weight_L)
         return sparse
 
     def _features_of(self, side: str) -> list[tuple[str, Feature]]:
@@ -98,6 +99,6 @@ class Assembler:
         return [(key, feature) for key, feature in features.items() if key.startswith(f"{side}.")]
 
 
-def _at_least_one(row: Int64Array) -> Int64Array:
-    """Return `row`, or row 0 if it is empty: FBGEMM on a GPU rejects an empty lookup (pytorch/FBGEMM#3750)."""
-    return row if len(row) else np.zeros(1, np.int64)
+def _not_empty(rows: Int64Array) -> Int64Array:
+    """Return `rows`, or row 0 if it is empty: FBGEMM on a GPU rejects an empty lookup (pytorch/FBGEMM#3750)."""
+    return rows if len(rows) else np.zeros(1, np.int64)

@@ -26,10 +26,10 @@ class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
     """
 
     sparse: dict[str, KeyedJaggedTensor]
-    """Values to look up, by kind of lookup (recsys_core.data.batch_keys); a kind that no feature uses is missing."""
+    """Values to look up, by kind of lookup (recsys_core.data.batch_keys). A kind without features has no entry."""
     batch_size: int
     item_row_V: Tensor
-    """int64 [V]: rows of the catalogue."""
+    """int64 [V]: row of each distinct item in the catalogue."""
     candidate_C: Tensor
     """int64 [C], indices into the V items: the B positives, then the N drawn negatives."""
     history_H: Tensor
@@ -37,7 +37,7 @@ class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
     history_offset: Tensor
     """int64 [B + 1]: the history of query b is history_H[history_offset[b]:history_offset[b + 1]]."""
     item_weight: dict[str, Tensor]
-    """float32, one weight for each value of the items' weighted features, by feature."""
+    """By weighted feature of the items: float32, one weight for each value of the feature."""
     weight: Tensor | None = None
     """float32 [B]: factor of each query's loss, 1 on average over the training events; None: all 1."""
 
@@ -56,34 +56,34 @@ class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
         self._map(lambda tensor: tensor.record_stream(stream))
 
     def _map(self, function: Callable[[Any], Any]) -> Self:
-        changed: dict[str, Any] = {}
+        mapped_fields: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, dict):
-                changed[field.name] = {key: function(tensor) for key, tensor in value.items()}
+                mapped_fields[field.name] = {key: function(tensor) for key, tensor in value.items()}
             elif isinstance(value, Tensor):
-                changed[field.name] = function(value)
-        return replace(self, **changed)
+                mapped_fields[field.name] = function(value)
+        return replace(self, **mapped_fields)
 
 
 def keyed_jagged(
-    features: Mapping[str, JaggedArray], *, samples: int, weight_L: NDArray[np.float32] | None = None
+    features: Mapping[str, JaggedArray], *, num_samples: int, weight_L: NDArray[np.float32] | None = None
 ) -> KeyedJaggedTensor:
-    """Build a KeyedJaggedTensor of `samples` samples; a feature with fewer lists gets empty ones at its end.
+    """Build a KeyedJaggedTensor; a feature with fewer than `num_samples` lists gets empty lists at its end.
 
     weight_L: one weight for each value, in the order of `features`.
     """
-    lengths: NDArray[np.int32] = np.zeros((len(features), samples), np.int32)
+    lengths: NDArray[np.int32] = np.zeros((len(features), num_samples), np.int32)
     for lengths_of_feature, feature in zip(lengths, features.values(), strict=True):
         np.subtract(feature.offset[1:], feature.offset[:-1], out=lengths_of_feature[: len(feature)], casting="unsafe")
-    values_per_feature = [len(feature.values_L) for feature in features.values()]
+    num_values_per_feature = [len(feature.values_L) for feature in features.values()]
     return KeyedJaggedTensor(
         keys=list(features),
         values=torch.from_numpy(np.concatenate([feature.values_L for feature in features.values()])),
         weights=None if weight_L is None else torch.from_numpy(weight_L),
         lengths=torch.from_numpy(lengths.reshape(-1)),
-        stride=samples,
-        # Known here; without them TorchRec computes both in the training thread.
-        length_per_key=values_per_feature,
-        offset_per_key=[0, *accumulate(values_per_feature)],
+        stride=num_samples,
+        # Without these two arguments TorchRec would compute them in the training thread.
+        length_per_key=num_values_per_feature,
+        offset_per_key=[0, *accumulate(num_values_per_feature)],
     )

@@ -1,5 +1,11 @@
-"""Keys of `Batch.sparse`. The module does not import torch, because model specs are also read where torch is not loaded."""
+"""Keys of `Batch.sparse`.
+
+This module does not import torch, because model specs are also read in processes that do not load torch.
+"""
 
 UNPOOLED, POOLED, POOLED_WEIGHTED = "unpooled", "pooled", "pooled_weighted"
-"""UNPOOLED: features of items, and users; one embedding per value. POOLED: features of queries; one vector per query.
-POOLED_WEIGHTED: features of queries with weights."""
+"""Kinds of lookup.
+
+UNPOOLED: one embedding for each value; used for item rows, item features and user rows. POOLED: one vector for each query, the
+pooled embeddings of its values. POOLED_WEIGHTED: like POOLED, with a weight for each value.
+"""

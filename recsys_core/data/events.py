@@ -1,4 +1,4 @@
-"""The interaction log in CSR form by user, memory-mapped: the history of an event is a slice before it."""
+"""The interaction log in CSR form by user, memory-mapped. The history of an event is the slice of events before it."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,7 +17,7 @@ EVENTS_PER_CHUNK = 2**18
 
 
 def mapped(path: Path) -> NDArray[Any]:
-    """Map a .npy file read-only, as a plain array: indexing an np.memmap takes microseconds longer."""
+    """Memory-map a .npy file, read-only, as a plain array, because indexing an np.memmap takes microseconds longer."""
     return np.asarray(np.load(path, mmap_mode="r"))
 
 
@@ -49,19 +49,19 @@ class EventStore:
         return cls(ordered=manifest.ordered, **{name: mapped(manifest.path(f"{name}.npy")) for name in names})
 
     @property
-    def train_events(self) -> int:
+    def num_train_events(self) -> int:
         """Number of training events, which are the training examples."""
         return len(self.train_user)
 
     @property
-    def first_example(self) -> Int64Array:
-        """[U]: index of each user's first training example; examples are training events, numbered without the others."""
-        lengths = self.train_end - self.user_offset[:-1]
-        first: Int64Array = np.cumsum(lengths) - lengths
-        return first
+    def first_example_U(self) -> Int64Array:
+        """[U]: index of each user's first training example. Only training events are numbered as examples."""
+        num_examples_U = self.train_end - self.user_offset[:-1]
+        first_example_U: Int64Array = np.cumsum(num_examples_U) - num_examples_U
+        return first_example_U
 
     def mean_weight(self) -> np.float32:
-        """Return the mean weight of the training events, 1 if the log has no weights. Raises InputError if all weights are 0.
+        """Return the mean weight of the training events, 1 if the log has no weights; raise InputError if all weights are 0.
 
         >>> offset, empty = np.array([0, 3, 4]), np.zeros(0, np.int32)
         >>> store = EventStore(
@@ -73,36 +73,43 @@ class EventStore:
         """
         if self.event_weight is None:
             return np.float32(1)
-        example_to_event_U, total = self.user_offset[:-1] - self.first_example, 0.0
-        for first in range(0, self.train_events, EVENTS_PER_CHUNK):
-            user_E = self.train_user[first : first + EVENTS_PER_CHUNK]
-            event_E = np.arange(first, first + len(user_E)) + example_to_event_U[user_E]
+        example_to_event_U, total = self.user_offset[:-1] - self.first_example_U, 0.0
+        for start in range(0, self.num_train_events, EVENTS_PER_CHUNK):
+            user_E = self.train_user[start : start + EVENTS_PER_CHUNK]
+            event_E = np.arange(start, start + len(user_E)) + example_to_event_U[user_E]
             total += float(self.event_weight[event_E].sum(dtype=np.float64))
         if total == 0:
             raise InputError(
-                f"interactions.weight_column: all {self.train_events:,} training events have the weight 0, so none counts "
-                "in the loss; give at least one a weight above 0, or leave weight_column out"
+                f"interactions.weight_column: all {self.num_train_events:,} training events have the weight 0 and do not "
+                "contribute to the loss; give at least one event a weight above 0, or remove weight_column"
             )
-        return np.float32(total / self.train_events)
+        return np.float32(total / self.num_train_events)
 
     def histories(
         self, event_B: Int64Array, user_B: Int64Array, *, max_history: int, include_target: bool = False
     ) -> JaggedArray:
-        """Return up to max_history items for each training event, given by its index in the log and its user.
+        """Return the history of each training event: at most max_history items of the same user.
 
-        Ordered log: the items right before the event, oldest first. Log without timestamps, whose events are stored in random
-        order: the user's training events after the event, then those from the first on; with include_target, starting with
-        the event itself.
+        In a log with timestamps these are the items right before the event, oldest first.
+
+        A log without timestamps stores the events of a user in random order. There the history consists of the items that
+        follow the event; after the user's last training event it continues with the first one. With include_target the item
+        of the event itself comes first.
+
+        Args:
+            event_B: index of each event in the log.
+            user_B: row of each event's user.
+            include_target: used only for a log without timestamps.
         """
         start_B, end_B = self.user_offset[user_B], self.train_end[user_B]
         if self.ordered:
             length_B = np.minimum(event_B - start_B, max_history)
             return JaggedArray.from_slices(self.event_item, start=event_B - length_B, end=event_B)
-        first_step = 0 if include_target else 1
-        length_B = np.minimum(end_B - start_B - first_step, max_history)
-        step_H = ragged_ranges(np.full_like(length_B, first_step), length_B)
+        first_shift = 0 if include_target else 1
+        length_B = np.minimum(end_B - start_B - first_shift, max_history)
+        shift_H = ragged_ranges(np.full_like(length_B, first_shift), length_B)
         num_events_H, start_H = np.repeat(end_B - start_B, length_B), np.repeat(start_B, length_B)
-        event_H = start_H + (np.repeat(event_B - start_B, length_B) + step_H) % num_events_H
+        event_H = start_H + (np.repeat(event_B - start_B, length_B) + shift_H) % num_events_H
         return JaggedArray.from_lengths(length_B, self.event_item[event_H])
 
     def users_with_targets(self, split: EvaluationSplit) -> Int64Array:
@@ -116,29 +123,31 @@ class EventStore:
         return JaggedArray.from_slices(self.event_item, start=start_U[user_B], end=end_U[user_B])
 
     def first_event(self, user_B: Int64Array, split: EvaluationSplit) -> Int64Array:
-        """Return the index in the log of each user's first event in `split`; without one, of the event after the split."""
+        """Return the index in the log at which each user's events in `split` start, even if the user has none."""
         return self._bounds(split)[0][user_B]
 
-    def before(self, user_B: Int64Array, split: EvaluationSplit, *, last: int | None = None) -> JaggedArray:
-        """Return the items of each user's events before `split`, oldest first; only the last `last` items if it is given."""
+    def items_before(self, user_B: Int64Array, split: EvaluationSplit, *, max_items: int | None = None) -> JaggedArray:
+        """Return the items of each user's events before `split`, oldest first; with max_items only the newest of them."""
         end_B = self._bounds(split)[0][user_B]
         start_B = self.user_offset[user_B]
         return JaggedArray.from_slices(
-            self.event_item, start=start_B if last is None else np.maximum(start_B, end_B - last), end=end_B
+            self.event_item, start=start_B if max_items is None else np.maximum(start_B, end_B - max_items), end=end_B
         )
 
     def counts_before(self, split: EvaluationSplit) -> Int64Array:
-        """Count the events of each item before `split`, [I]."""
+        """Return the number of events of each item before `split`, [I]."""
         num_items = len(self.item_count)
         count_I = np.zeros(num_items, np.int64)
-        # A chunk has about as many events as there are items, so it needs about as much memory as the counts.
-        first_user = np.searchsorted(self.user_offset, np.arange(0, len(self.event_item), max(num_items, EVENTS_PER_CHUNK)))
-        for start, stop in pairwise([*np.unique(first_user).tolist(), len(self.train_end)]):
-            count_I += np.bincount(self.before(np.arange(start, stop), split).values_L, minlength=num_items)
+        # A chunk has about as many events as the log has items, so it needs about as much memory as the counts.
+        first_user_of_chunk = np.searchsorted(
+            self.user_offset, np.arange(0, len(self.event_item), max(num_items, EVENTS_PER_CHUNK))
+        )
+        for start, stop in pairwise([*np.unique(first_user_of_chunk).tolist(), len(self.train_end)]):
+            count_I += np.bincount(self.items_before(np.arange(start, stop), split).values_L, minlength=num_items)
         return count_I
 
     def _bounds(self, split: EvaluationSplit) -> tuple[Int64Array, Int64Array]:
-        """[U] and [U]: start and end of each user's events of `split` in the log."""
+        """Return start and end of each user's events of `split` in the log, [U] each."""
         if split == "test":
             return self.validation_end, self.user_offset[1:]
         return self.train_end, self.validation_end

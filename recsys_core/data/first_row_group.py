@@ -20,16 +20,17 @@ from recsys_core.parquet.duckdb_session import database, quoted, scan_all
 from recsys_core.parquet.sources import Source
 from recsys_core.units import DAY_S
 
-ROWS = 65_536
-_VECTOR_ROWS = 256
+MAX_ROWS = 65_536
+_MAX_VECTOR_ROWS = 256
 _TICKS_PER_S = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _YEAR_1971_S, _YEAR_1990_S, _YEAR_6000_S = 31_536_000, 631_152_000, 2**37
 
 
-def first_values(sources: Sequence[Source], column: str, *, rows: int = ROWS) -> pa.Array | None:
+def first_values(sources: Sequence[Source], column: str, *, max_rows: int = MAX_ROWS) -> pa.Array | None:
     """Return the first values of `column` in a row group of the first non-empty file; None if the column is a hive key.
 
-    Raises InputError if they cannot be read.
+    Raises:
+        InputError: the values cannot be read.
     """
     source = _first_non_empty(sources)
     if column not in source.schema.names:
@@ -37,7 +38,7 @@ def first_values(sources: Sequence[Source], column: str, *, rows: int = ROWS) ->
     group = next(index for index, num_rows in enumerate(source.footer.group_rows) if num_rows)
     try:
         with source.open(page_checksum_verification=True) as file:
-            batch = next(file.iter_batches(rows, row_groups=[group], columns=[column]), None)
+            batch = next(file.iter_batches(max_rows, row_groups=[group], columns=[column]), None)
     except (pa.ArrowException, OSError, UnicodeError) as error:
         raise InputError(
             f"{source.name}: column {column!r}: damaged, or not readable ({first_line(error)}); write the file again"
@@ -50,14 +51,15 @@ def _first_non_empty(sources: Sequence[Source]) -> Source:
 
 
 def vector_length(files: VectorFiles) -> int | None:
-    """Return the width of the stored vectors, by the schema or by the first rows; None if the rows have different lengths.
+    """Return the width of the stored vectors, taken from the schema or the first rows; None if their lengths differ.
 
-    Raises InputError if pca_dim is larger than the width of the input vectors.
+    Raises:
+        InputError: pca_dim is larger than the width of the input vectors.
     """
     pca_dim = files.config.pca_dim
     if files.source_dim is not None:
         return pca_dim or files.source_dim
-    vectors = first_values(files.sources, files.columns[0], rows=_VECTOR_ROWS)
+    vectors = first_values(files.sources, files.columns[0], max_rows=_MAX_VECTOR_ROWS)
     lengths = set() if vectors is None else set(pc.list_value_length(vectors).drop_null().to_pylist())
     if len(lengths) != 1:
         return pca_dim
@@ -66,7 +68,7 @@ def vector_length(files: VectorFiles) -> int | None:
     return pca_dim or length
 
 
-def check_years(config: InteractionsConfig, sources: Sequence[Source]) -> None:
+def check_time_unit(config: InteractionsConfig, sources: Sequence[Source]) -> None:
     """Raise InputError if the times are in 1970 or in the future, but would be plausible in another unit."""
     column = config.timestamp_column
     values = first_values(sources, column) if column is not None else None
@@ -74,19 +76,19 @@ def check_years(config: InteractionsConfig, sources: Sequence[Source]) -> None:
         return
     unit = values.type.unit if pa.types.is_timestamp(values.type) else config.timestamp_unit
     ticks = pc.min_max(values.view(pa.int64()) if pa.types.is_timestamp(values.type) else values.drop_null()).as_py()
-    latest_s = time.time() + config.max_future_days * DAY_S
+    latest_valid_s = time.time() + config.max_future_days * DAY_S
     if ticks["min"] is None or ticks["max"] < 0:
         return
-    newest_s = ticks["max"] // _TICKS_PER_S[unit]
-    if newest_s >= _YEAR_1971_S and ticks["min"] // _TICKS_PER_S[unit] <= latest_s:
+    max_time_s = ticks["max"] // _TICKS_PER_S[unit]
+    if max_time_s >= _YEAR_1971_S and ticks["min"] // _TICKS_PER_S[unit] <= latest_valid_s:
         return
     for other_unit, ticks_per_s in _TICKS_PER_S.items():
-        if _YEAR_1990_S <= ticks["max"] // ticks_per_s <= latest_s:
-            is_setting = values.type != pa.timestamp(unit)
-            way_out = f"set interactions.timestamp_unit to {other_unit}" if is_setting else "write it again"
+        if _YEAR_1990_S <= ticks["max"] // ticks_per_s <= latest_valid_s:
+            is_unit_from_config = values.type != pa.timestamp(unit)
+            fix = f"set interactions.timestamp_unit to {other_unit}" if is_unit_from_config else "write the column again"
             raise InputError(
-                f"{_first_non_empty(sources).name}: column {column!r}: {ticks['max']} is {_day(newest_s)} in {unit}, and "
-                f"{_day(ticks['max'] // ticks_per_s)} in {other_unit}; {way_out}"
+                f"{_first_non_empty(sources).name}: column {column!r}: {ticks['max']} is {_day(max_time_s)} in {unit}, and "
+                f"{_day(ticks['max'] // ticks_per_s)} in {other_unit}; {fix}"
             )
 
 
@@ -94,32 +96,36 @@ def _day(seconds: int) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d}" if seconds < _YEAR_6000_S else "after the year 6000"
 
 
-def check_matches(
-    config: InteractionsConfig, log: Sequence[Source], vectors: Sequence[VectorFiles], *, columns: Mapping[str, str]
+def check_shared_ids(
+    config: InteractionsConfig, log: Sequence[Source], vectors: Sequence[VectorFiles], *, id_columns: Mapping[str, str]
 ) -> None:
-    """Raise InputError if no vector of a table has an id of the log. columns: the log's id column of each table.
+    """Raise InputError if the log and the vectors of a table do not have a single id in common.
 
-    If one row group of the log and one of the vectors share an id, nothing else is read. Otherwise all ids are compared, unless
-    a file is in an object store.
+    The ids of one row group of the log and one of the vectors are compared first. If they have no id in common, all ids are
+    compared, unless a file is in an object store.
+
+    Args:
+        id_columns: column of the log that contains the ids of each table, by table.
     """
-    for table, column in columns.items():
+    for table, column in id_columns.items():
         table_vectors = [files for files in vectors if files.config.table == table]
         log_ids = first_values(log, column) if table_vectors else None
-        if log_ids is None or any(_overlap(log_ids, files) for files in table_vectors):
+        if log_ids is None or any(_have_common_id(log_ids, files) for files in table_vectors):
             continue
         sources = (*log, *(source for files in table_vectors for source in (*files.sources, *files.id_map)))
         if not all(source.local for source in sources) or not all(column in source.schema.names for source in log):
             continue
         if not _any_match(config, log, column, table_vectors):
-            num_vectors, first = sum(files.rows for files in table_vectors), table_vectors[0]
+            num_vectors, first_files = sum(files.rows for files in table_vectors), table_vectors[0]
+            vector_ids = first_values(first_files.sources, first_files.config.id_column)
             raise InputError(
                 f"embeddings: none of the {num_vectors:,} {table} vectors belongs to one of the log's {table}s: column "
-                f"{column!r} of {log[0].name} has ids such as {_example(log_ids)}, {first.sources[0].name} such as "
-                f"{_example(first_values(first.sources, first.config.id_column))}; write both with the same ids"
+                f"{column!r} of {log[0].name} has ids such as {_example(log_ids)}, but {first_files.sources[0].name} "
+                f"has ids such as {_example(vector_ids)}; write both with the same ids"
             )
 
 
-def _overlap(log_ids: pa.Array, files: VectorFiles) -> bool:
+def _have_common_id(log_ids: pa.Array, files: VectorFiles) -> bool:
     if files.config.id_map is not None:
         return False
     vector_ids = first_values(files.sources, files.config.id_column)
@@ -143,7 +149,9 @@ def _any_match(config: InteractionsConfig, log: Sequence[Source], column: str, v
             if files.config.id_map is not None:
                 source, target = quoted(files.config.id_map.from_column), quoted(files.config.id_map.to_column)
                 pairs = f"SELECT {source}::VARCHAR AS source, {target}::VARCHAR AS id FROM {_scan(files.id_map)}"
-                vector_ids = f"SELECT pairs.id FROM ({pairs}) pairs SEMI JOIN ({vector_ids}) v ON pairs.source = v.id"
+                vector_ids = (
+                    f"SELECT pairs.id FROM ({pairs}) pairs SEMI JOIN ({vector_ids}) vector_ids ON pairs.source = vector_ids.id"
+                )
             if connection.sql(f"SELECT 1 FROM ({log_ids}) SEMI JOIN ({vector_ids}) USING (id) LIMIT 1").fetchall():
                 return True
     return False

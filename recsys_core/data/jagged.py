@@ -24,7 +24,7 @@ def ragged_ranges(start: NDArray[Any], lengths: NDArray[Any]) -> Int64Array:
 
 @dataclass(frozen=True)
 class JaggedArray:
-    """List i is values_L[offset[i]:offset[i + 1]].
+    """Lists in one array: list i is values_L[offset[i]:offset[i + 1]].
 
     offset: int64, one entry more than there are lists. values_L: int64, usually rows of a table.
     """
@@ -75,14 +75,14 @@ class JaggedArray:
         """Index of the list that each value belongs to."""
         return np.repeat(np.arange(len(self)), self.lengths)
 
-    def last(self, count: int) -> "JaggedArray":
-        """Keep the last `count` values of each list, in order.
+    def last(self, num_values: int) -> "JaggedArray":
+        """Keep the last `num_values` values of each list, in order.
 
         >>> JaggedArray(np.array([0, 3, 4]), np.array([4, 1, 2, 7])).last(2).values_L.tolist()
         [1, 2, 7]
         """
         end = self.offset[1:]
-        return JaggedArray.from_slices(self.values_L, start=np.maximum(self.offset[:-1], end - count), end=end)
+        return JaggedArray.from_slices(self.values_L, start=np.maximum(self.offset[:-1], end - num_values), end=end)
 
     def slice(self, start: int, end: int) -> "JaggedArray":
         """Return the lists from `start` to before `end`; their values are a view."""
@@ -98,11 +98,11 @@ class JaggedArray:
         return JaggedArray.from_pairs(self.list_index_L[mask_L], self.values_L[mask_L], num_lists=len(self))
 
     def pair_keys(self, *, bound: int) -> Int64Array:
-        """Encode each pair (list index, value) as one integer; all values have to be below `bound`."""
+        """Encode each pair (list index, value) as one integer; all values must be below `bound`."""
         return self.list_index_L * bound + self.values_L
 
     def distinct(self, *, bound: int) -> "JaggedArray":
-        """Sort each list and drop its duplicates; all values have to be below `bound`.
+        """Sort each list and drop its duplicates; all values must be below `bound`.
 
         >>> JaggedArray(np.array([0, 3, 4]), np.array([4, 1, 4, 1])).distinct(bound=5)
         JaggedArray(offset=array([0, 2, 3]), values_L=array([1, 4, 1]))
@@ -111,12 +111,12 @@ class JaggedArray:
         return JaggedArray.from_pairs(key // bound, key % bound, num_lists=len(self))
 
     def union(self, other: "JaggedArray", *, bound: int) -> "JaggedArray":
-        """Merge list i with list i of `other`, sorted and without duplicates; all values have to be below `bound`."""
+        """Merge list i with list i of `other`, sorted and without duplicates; all values must be below `bound`."""
         key = np.union1d(self.pair_keys(bound=bound), other.pair_keys(bound=bound))
         return JaggedArray.from_pairs(key // bound, key % bound, num_lists=len(self))
 
     def difference(self, other: "JaggedArray", *, bound: int) -> "JaggedArray":
-        """Drop the values of list i that are in list i of `other`; all values have to be below `bound`."""
+        """Drop the values of list i that are in list i of `other`; all values must be below `bound`."""
         return self.filter(~np.isin(self.pair_keys(bound=bound), other.pair_keys(bound=bound)))
 
     def replace(self, other: "JaggedArray", *, where: NDArray[np.bool_]) -> "JaggedArray":

@@ -22,11 +22,11 @@ from recsys_core.data.jagged import Int64Array, JaggedArray
 from recsys_core.data.shuffle import shuffled
 from recsys_core.seeds import negatives_key
 
-CHUNK_ROWS = 20_000
-"""Positives and drawn negatives of a chunk; a chunk of larger batches is one batch."""
+CHUNK_CANDIDATES = 20_000
+"""Number of positives and drawn negatives in a chunk. A batch that has more is a chunk of its own."""
 PREFETCHED_CHUNKS = 2
-PHILOX_VALUES_PER_COUNT = 4
-"""Values that numpy's Philox generator returns for each increment of its counter."""
+PHILOX_VALUES_PER_INCREMENT = 4
+"""Number of values that numpy's Philox generator returns for each increment of its counter."""
 
 T = TypeVar("T")
 
@@ -42,10 +42,10 @@ class TrainLoader:
         assembler: builds the batches.
         max_history: longest history, in items; 0: no histories.
         include_target: for logs without timestamps: whether the history of an event may contain the event's own item.
-        num_negatives: items drawn per batch, in addition to the positives.
+        num_negatives: number of items drawn for each batch, in addition to the positives.
         negative_share_I: float64 [I], probability of each item to be drawn.
-        planned_ranks: a multiple of world_size; the epochs then have the number of examples and batches that they would have
-            with so many ranks and proportionally smaller batches.
+        planned_ranks: number of ranks in the sharding plan, a multiple of world_size. A retry with fewer ranks and
+            proportionally larger batches has the same number of examples and batches in each epoch as the plan.
     """
 
     def __init__(
@@ -70,20 +70,20 @@ class TrainLoader:
         self._max_history, self._include_target = max_history, include_target
         self._num_negatives = num_negatives
         self._negative_cdf_I = np.zeros(0) if negative_share_I is None else np.cumsum(negative_share_I)
-        self._batches_per_chunk = max(1, CHUNK_ROWS // (batch_size + num_negatives))
-        # Training examples are numbered without the held-out events; adding this gives an event's index in the log.
-        self._example_to_event_U = store.user_offset[:-1] - store.first_example
+        self._batches_per_chunk = max(1, CHUNK_CANDIDATES // (batch_size + num_negatives))
+        # The index of a training example plus this number is the index of its event in the log.
+        self._example_to_event_U = store.user_offset[:-1] - store.first_example_U
         self._mean_weight = store.mean_weight()
-        planned = planned_ranks or world_size
-        self.epoch_samples = store.train_events // planned * planned // world_size
+        num_planned_ranks = planned_ranks or world_size
+        self.num_epoch_samples = store.num_train_events // num_planned_ranks * num_planned_ranks // world_size
 
     def __len__(self) -> int:
         """Number of batches per epoch, the same on every rank."""
-        return -(-self.epoch_samples // self._batch_size)
+        return -(-self.num_epoch_samples // self._batch_size)
 
-    def batch_samples(self, batch: int) -> int:
+    def num_batch_samples(self, index: int) -> int:
         """Return the number of queries in the batch with this index in an epoch."""
-        return min(self._batch_size, self.epoch_samples - batch * self._batch_size)
+        return min(self._batch_size, self.num_epoch_samples - index * self._batch_size)
 
     def epoch(self, epoch: int, *, start_batch: int = 0) -> Iterator[Batch]:
         """Yield the batches of `epoch` from index `start_batch` on; a background thread builds them."""
@@ -96,35 +96,36 @@ class TrainLoader:
         return self._chunk(epoch, index, index + 1)[0]
 
     def _chunks(self, epoch: int, start_batch: int) -> Iterator[list[Batch]]:
-        for first in range(start_batch, len(self), self._batches_per_chunk):
-            yield self._chunk(epoch, first, min(first + self._batches_per_chunk, len(self)))
+        for first_batch in range(start_batch, len(self), self._batches_per_chunk):
+            yield self._chunk(epoch, first_batch, min(first_batch + self._batches_per_chunk, len(self)))
 
-    def _chunk(self, epoch: int, first: int, stop: int) -> list[Batch]:
-        """Build the batches with index first, ..., stop - 1."""
-        user_E, event_E = self._training_events(epoch, first, stop)
-        negative_PN = self._draw_negatives(epoch, first, stop)
+    def _chunk(self, epoch: int, first_batch: int, stop_batch: int) -> list[Batch]:
+        """Build the batches with the indices first_batch, ..., stop_batch - 1."""
+        user_E, event_E = self._training_events(epoch, first_batch, stop_batch)
+        negative_PN = self._draw_negatives(epoch, first_batch, stop_batch)
         batches = []
         for start, negative_N in zip(range(0, len(user_E), self._batch_size), negative_PN, strict=True):
-            part = slice(start, start + self._batch_size)
-            batches.append(self._assemble(user_E[part], event_E[part], negative_N))
+            events_of_batch = slice(start, start + self._batch_size)
+            batches.append(self._assemble(user_E[events_of_batch], event_E[events_of_batch], negative_N))
         return batches
 
-    def _training_events(self, epoch: int, first: int, stop: int) -> tuple[Int64Array, Int64Array]:
+    def _training_events(self, epoch: int, first_batch: int, stop_batch: int) -> tuple[Int64Array, Int64Array]:
         """Return the user and the index in the log of each training event of these batches."""
-        start, end = first * self._batch_size, min(stop * self._batch_size, self.epoch_samples)
-        shuffled_index_E = np.arange(start, end, dtype=np.int64) * self._world_size + self._rank
-        example_E = shuffled(shuffled_index_E, n=self._store.train_events, key=(self._seed, epoch))
+        start, end = first_batch * self._batch_size, min(stop_batch * self._batch_size, self.num_epoch_samples)
+        index_in_epoch_E = np.arange(start, end, dtype=np.int64) * self._world_size + self._rank
+        example_E = shuffled(index_in_epoch_E, n=self._store.num_train_events, key=(self._seed, epoch))
         user_E = self._store.train_user[example_E].astype(np.int64)
         return user_E, example_E + self._example_to_event_U[user_E]
 
-    def _draw_negatives(self, epoch: int, first: int, stop: int) -> Int64Array:
+    def _draw_negatives(self, epoch: int, first_batch: int, stop_batch: int) -> Int64Array:
         """Draw num_negatives items for each of these batches, [P, N]."""
         # Philox is counter-based: the negatives of a batch do not depend on the batches drawn before it.
-        counts_per_batch = -(-self._num_negatives // PHILOX_VALUES_PER_COUNT)
+        increments_per_batch = -(-self._num_negatives // PHILOX_VALUES_PER_INCREMENT)
         key = negatives_key(self._seed, epoch=epoch, rank=self._rank)
-        generator = np.random.Generator(np.random.Philox(key=key, counter=first * counts_per_batch))
-        uniform_PN = generator.random((stop - first, counts_per_batch * PHILOX_VALUES_PER_COUNT))[:, : self._num_negatives]
-        # The shares may add up to slightly less than 1, and no value may be above their sum.
+        generator = np.random.Generator(np.random.Philox(key=key, counter=first_batch * increments_per_batch))
+        num_values = increments_per_batch * PHILOX_VALUES_PER_INCREMENT
+        uniform_PN = generator.random((stop_batch - first_batch, num_values))[:, : self._num_negatives]
+        # Rounding may leave the last value of the CDF slightly below 1. A value above it would select no item.
         total_share = float(self._negative_cdf_I[-1]) if len(self._negative_cdf_I) else 0.0
         return np.searchsorted(self._negative_cdf_I, uniform_PN * total_share, side="right")
 
@@ -145,7 +146,7 @@ class TrainLoader:
 def prefetch(items: Iterable[T], *, depth: int) -> Generator[T, None, None]:
     """Yield `items`; a background thread computes up to `depth` of them ahead.
 
-    An exception of the thread is raised here, after the items before it. The thread has ended when the generator is closed.
+    The generator raises an exception of the thread after the items that precede it. Closing the generator ends the thread.
     """
     results: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(maxsize=depth)
     closed = threading.Event()
@@ -183,10 +184,13 @@ def prefetch(items: Iterable[T], *, depth: int) -> Generator[T, None, None]:
 def query_batch(
     store: EventStore, user_B: Int64Array, split: EvaluationSplit, *, assembler: Assembler, max_history: int
 ) -> Batch:
-    """Build queries of the users before `split`, with the context of their first event in it; there are no candidates."""
+    """Build the users' queries at the start of `split`, without candidates.
+
+    A query consists of the history before `split` and the context of the user's first event in it.
+    """
     return assembler.batch(
         user=user_B,
         event=store.first_event(user_B, split),
-        history=store.before(user_B, split, last=max_history),
+        history=store.items_before(user_B, split, max_items=max_history),
         candidate=np.zeros(0, np.int64),
     )

@@ -1,4 +1,4 @@
-"""Row checks of the input stages: SQL conditions for unusable rows, and the error or the drop that follows.
+"""Row checks of the input stages: SQL conditions for unusable rows, and the decision to drop them or to raise an error.
 
 The interaction log and the feature tables check their rows in DuckDB, with `RowCheck`. The pretrained embeddings check
 theirs in NumPy (see embeddings/row_faults.py). All three report a `BadRow` through `reject_bad_rows`.
@@ -23,19 +23,19 @@ class RowCheck:
 
     column: str
     reason: str
-    """What is wrong with a row that fails, after "<value> is": "in the future"."""
+    """Fault of a row that fails, as the end of the sentence "<value> is ...": "in the future"."""
     condition: str
     """SQL: true for a row that fails, false or null for a row that passes."""
-    way_out: str
-    """What the user can do."""
+    fix: str
+    """Instruction to the user, for the end of the message."""
 
     @property
     def name(self) -> str:
-        """Key of the number of dropped rows in a manifest."""
+        """Name of the check in messages, and in the counts of dropped rows in a manifest."""
         return f"{self.column}: {self.reason}"
 
     def problem(self, value: object) -> str:
-        """Return what is wrong with `value`, for a message.
+        """Return the fault of `value`, for a message.
 
         >>> RowCheck("t", "in the future", "t > 5", FIX_ROWS).problem(7)
         '7 is in the future'
@@ -53,9 +53,9 @@ class BadRow:
     column: str
     row: int
     problem: str
-    check: str
+    check_name: str
     """Name of the check that the row fails."""
-    way_out: str
+    fix: str
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class BadRowPolicy:
 
 
 def reject_bad_rows(
-    counts: Mapping[str, int],
+    num_bad_by_check: Mapping[str, int],
     *,
     num_bad: int,
     num_rows: int,
@@ -83,56 +83,56 @@ def reject_bad_rows(
     """Raise InputError for the first bad row, unless the policy drops the bad rows.
 
     Args:
-        counts: rows that fail each check, by the name of the check.
-        num_bad: rows that fail at least one check.
+        num_bad_by_check: number of rows that fail each check, by the name of the check.
+        num_bad: number of rows that fail at least one check.
         policy: None if bad rows of this input can never be dropped.
         find_first: returns the first bad row; called only if there is an error to report.
     """
     if num_bad == 0 or (policy is not None and policy.drops(num_bad, num_rows=num_rows)):
         return
-    bad = find_first()
-    way_out = bad.way_out
+    bad_row = find_first()
+    fix = bad_row.fix
     if policy is not None and policy.on_bad_rows == "fail":
-        way_out += f", or set {policy.setting}.on_bad_rows to drop"
+        fix += f", or set {policy.setting}.on_bad_rows to drop"
     if policy is not None and policy.on_bad_rows == "drop":
-        by_check = ", ".join(f"{name} {count:,}" for name, count in counts.items() if count)
-        way_out = (
-            f"{num_bad:,} of {num_rows:,} rows are bad ({by_check}), a share of {num_bad / num_rows:.4f}, but "
+        counts = ", ".join(f"{name} {count:,}" for name, count in num_bad_by_check.items() if count)
+        fix = (
+            f"{num_bad:,} of {num_rows:,} rows are bad ({counts}), a share of {num_bad / num_rows:.4f}, but "
             f"{policy.setting}.max_bad_share is {policy.max_bad_share:g}; fix these rows, or raise it"
         )
         if num_bad == num_rows:
-            way_out = f"all {num_rows:,} rows are bad ({by_check}); fix these rows"
+            fix = f"all {num_rows:,} rows are bad ({counts}); fix these rows"
     raise InputError(
-        f"{bad.file}: column {bad.column!r}, row {bad.row}: {bad.problem} ({counts[bad.check]:,} "
-        f"of {num_rows:,} rows); {way_out}"
+        f"{bad_row.file}: column {bad_row.column!r}, row {bad_row.row}: {bad_row.problem} "
+        f"({num_bad_by_check[bad_row.check_name]:,} of {num_rows:,} rows); {fix}"
     )
 
 
-def passes(checks: Sequence[RowCheck]) -> str:
-    """Return SQL that is true for the rows that pass all `checks`."""
+def pass_condition(checks: Sequence[RowCheck]) -> str:
+    """Return an SQL condition that is true for the rows that pass all `checks`."""
     return " AND ".join(f"NOT coalesce({check.condition}, false)" for check in checks)
 
 
 def first_bad_row(
-    connection: duckdb.DuckDBPyConnection, checks: Sequence[RowCheck], *, relation: str, row: str, source: Source
+    connection: duckdb.DuckDBPyConnection, checks: Sequence[RowCheck], *, relation: str, row_sql: str, source: Source
 ) -> BadRow | None:
     """Return the first row of one file that fails a check, with the first check that it fails; None if every row passes.
 
     Args:
         relation: SQL for the rows of the file.
-        row: SQL for the number of a row in the file, from 0.
+        row_sql: SQL for the number of a row in the file, from 0.
     """
     failures = ", ".join(f"coalesce({check.condition}, false)" for check in checks)
-    query = f"SELECT {row}, {failures} FROM {relation} WHERE NOT ({passes(checks)}) ORDER BY 1 LIMIT 1"
-    for number, *fails in connection.sql(query).fetchall():
-        check = checks[fails.index(True)]
-        problem = check.problem(value_at(source, check.column, number))
-        return BadRow(source.name, check.column, number, problem, check=check.name, way_out=check.way_out)
+    query = f"SELECT {row_sql}, {failures} FROM {relation} WHERE NOT ({pass_condition(checks)}) ORDER BY 1 LIMIT 1"
+    for row, *is_failed in connection.sql(query).fetchall():
+        check = checks[is_failed.index(True)]
+        problem = check.problem(value_at(source, check.column, row))
+        return BadRow(source.name, check.column, row, problem, check_name=check.name, fix=check.fix)
     return None
 
 
 def value_at(source: Source, column: str, row: int) -> Any:
-    """Return one value, read with pyarrow: DuckDB breaks its connection when it formats an out-of-range time."""
+    """Return one value of a file, read with pyarrow: formatting an out-of-range time breaks the connection of DuckDB."""
     if column in source.partition:
         return source.partition_value(column)
     with source.open() as file:

@@ -1,9 +1,9 @@
-"""A shuffle that is a function of the index, without a permutation array in memory.
+"""A shuffle that computes each index of the permutation on its own, without a permutation array in memory.
 
-It is a Feistel network on pairs (left, right) of a grid that is hardly larger than n: each round adds to one half a hash of
-the other half, modulo its size. An index that leaves [0, n) goes through the network again until it is inside (cycle walking;
-Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). On this grid about one index in sqrt(n) leaves; if the grid
-were the next power of four, up to three in four would.
+It is a Feistel network on pairs (left, right) of a grid that is hardly larger than n. Each round adds a hash of one half to the
+other half, modulo the size of that other half. An index that leaves [0, n) goes through the network again until it is inside
+(cycle walking; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). On this grid about one index in sqrt(n)
+leaves. On a grid whose size is the next power of four, up to three in four would.
 """
 
 import math
@@ -50,9 +50,9 @@ def _feistel(
     halves = [left, value - left * sizes[1]]
     hashed, buffer = np.empty_like(value), np.empty_like(value)
     for round_index, key in enumerate(round_keys):
-        changed, other, size = halves[round_index % 2], halves[1 - round_index % 2], sizes[round_index % 2]
-        # Hash `other`; the upper 32 bits are well mixed.
-        np.bitwise_xor(other, key, out=hashed)
+        target_half, source_half, size = halves[round_index % 2], halves[1 - round_index % 2], sizes[round_index % 2]
+        # Hash `source_half`; the upper 32 bits are well mixed.
+        np.bitwise_xor(source_half, key, out=hashed)
         hashed *= _MIX
         np.right_shift(hashed, _29, out=buffer)
         hashed ^= buffer
@@ -61,9 +61,9 @@ def _feistel(
         hashed >>= _32
         hashed *= size
         hashed >>= _32
-        # Add modulo size: where changed < size, changed - size wraps around to a large unsigned number.
-        changed += hashed
-        np.subtract(changed, size, out=buffer)
-        np.minimum(changed, buffer, out=changed)
+        # Add modulo size: where target_half < size, target_half - size wraps around to a large unsigned number.
+        target_half += hashed
+        np.subtract(target_half, size, out=buffer)
+        np.minimum(target_half, buffer, out=target_half)
     result: NDArray[np.uint64] = halves[0] * sizes[1] + halves[1]
     return result

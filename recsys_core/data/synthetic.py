@@ -1,4 +1,4 @@
-"""Synthetic interactions and item embeddings that a model can learn: latent topics, skewed popularity, drift, new items.
+"""Synthetic interactions and item embeddings with patterns for a model to learn: topics, popularity, drift and new items.
 
 Shapes: U users, I items, T topics, E events, D width of a vector.
 """
@@ -14,55 +14,55 @@ from numpy.typing import NDArray
 from recsys_core.atomic import replacing
 from recsys_core.units import DAY_US
 
-TOPICS = 60
+NUM_TOPICS = 60
 TOPIC_CONCENTRATION = 0.02
 FIRST_DAY = np.datetime64("2026-01-01T00:00:00", "us")
 POPULARITY_EXPONENT = 0.7
 TOPICS_PER_USER = 2
-TOPIC_SHIFTS = 1
+NUM_TOPIC_SHIFTS = 1
 
 
 def generate(
     folder: Path,
     *,
-    users: int = 5_000,
-    items: int = 3_000,
-    events: int = 200_000,
-    days: int = 30,
+    num_users: int = 5_000,
+    num_items: int = 3_000,
+    num_events: int = 200_000,
+    num_days: int = 30,
     dim: int = 64,
     seed: int = 7,
-    cold_items: int = 150,
+    num_cold_items: int = 150,
 ) -> None:
     """Write interactions/day-NN.parquet (user_id string, item_id int64, timestamp) and item_embeddings.parquet.
 
-    Each user has a few topics, which change over time. An event picks an item of one of these topics, more often a popular one.
-    The vectors are the items' topics plus noise. The last `cold_items` items appear on the last two days only.
+    Each user has a few topics, which change over time. The item of an event belongs to one of these topics; popular items are
+    more likely. The vectors are the items' topics plus noise. The last `num_cold_items` items occur on the last two days only.
     """
     rng = np.random.default_rng(seed)
-    topic_IT = rng.dirichlet(np.full(TOPICS, TOPIC_CONCENTRATION), items)
-    first_day_I = np.where(np.arange(items) < items - cold_items, 0, days - 2)
-    order_I = rng.permutation(items)
-    popularity_I = 1.0 / (1.0 + order_I) ** POPULARITY_EXPONENT
-    day_E = np.sort(rng.integers(0, days, events))
-    user_E = _active_users(rng, users=users, events=events)
-    topic_E = _topics_of_events(rng, user_E, day_E, users=users, days=days)
+    topic_IT = rng.dirichlet(np.full(NUM_TOPICS, TOPIC_CONCENTRATION), num_items)
+    first_day_I = np.where(np.arange(num_items) < num_items - num_cold_items, 0, num_days - 2)
+    popularity_rank_I = rng.permutation(num_items)
+    popularity_I = 1.0 / (1.0 + popularity_rank_I) ** POPULARITY_EXPONENT
+    day_E = np.sort(rng.integers(0, num_days, num_events))
+    user_E = _active_users(rng, num_users=num_users, num_events=num_events)
+    topic_E = _topics_of_events(rng, user_E, day_E, num_users=num_users, num_days=num_days)
     item_E = _items_of_events(rng, topic_E, day_E, topic_IT, popularity_I, first_day_I)
-    time_E = FIRST_DAY + (day_E * DAY_US + rng.integers(0, DAY_US, events)).astype("timedelta64[us]")
+    time_E = FIRST_DAY + (day_E * DAY_US + rng.integers(0, DAY_US, num_events)).astype("timedelta64[us]")
     _write_log(folder / "interactions", user_E, item_E, time_E, day_E)
     _write_vectors(rng, folder / "item_embeddings.parquet", topic_IT, dim=dim)
 
 
-def _active_users(rng: np.random.Generator, *, users: int, events: int) -> NDArray[np.int64]:
-    activity_U = rng.gamma(1.5, size=users) + 0.1
-    return rng.choice(users, events, p=activity_U / activity_U.sum())
+def _active_users(rng: np.random.Generator, *, num_users: int, num_events: int) -> NDArray[np.int64]:
+    activity_U = rng.gamma(1.5, size=num_users) + 0.1
+    return rng.choice(num_users, num_events, p=activity_U / activity_U.sum())
 
 
 def _topics_of_events(
-    rng: np.random.Generator, user_E: NDArray[np.int64], day_E: NDArray[np.int64], *, users: int, days: int
+    rng: np.random.Generator, user_E: NDArray[np.int64], day_E: NDArray[np.int64], *, num_users: int, num_days: int
 ) -> NDArray[np.int64]:
-    """Draw a topic of its user for each event; each user moves along its list of topics over the days."""
-    topics_UT = np.argsort(rng.random((users, TOPICS)), axis=1)
-    shift_E = ((TOPIC_SHIFTS + 0.999) * day_E / days).astype(np.int64)
+    """Draw a topic for each event from the topics of its user. The topics of a user change over the days."""
+    topics_UT = np.argsort(rng.random((num_users, NUM_TOPICS)), axis=1)
+    shift_E = ((NUM_TOPIC_SHIFTS + 0.999) * day_E / num_days).astype(np.int64)
     topic_E: NDArray[np.int64] = topics_UT[user_E, shift_E + rng.integers(0, TOPICS_PER_USER, len(user_E))]
     return topic_E
 
@@ -75,12 +75,12 @@ def _items_of_events(
     popularity_I: NDArray[np.floating],
     first_day_I: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Draw an item of its topic for each event, among the items that are available on that day."""
+    """Draw an item for each event: an item of the event's topic that is available on that day."""
     item_E = np.empty(len(topic_E), np.int64)
-    for new_items in (False, True):
-        events_of_phase = np.flatnonzero((day_E >= first_day_I.max()) == new_items)
-        is_available_I = (first_day_I == 0) | new_items
-        for topic in range(TOPICS):
+    for has_new_items in (False, True):
+        events_of_phase = np.flatnonzero((day_E >= first_day_I.max()) == has_new_items)
+        is_available_I = (first_day_I == 0) | has_new_items
+        for topic in range(NUM_TOPICS):
             event_index = events_of_phase[topic_E[events_of_phase] == topic]
             weight_I = topic_IT[:, topic] * popularity_I * is_available_I
             item_E[event_index] = rng.choice(len(weight_I), len(event_index), p=weight_I / weight_I.sum())
@@ -96,16 +96,16 @@ def _write_log(
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     table = pa.table({"user_id": np.char.add("u", user_E.astype(str)), "item_id": item_E + 1000, "timestamp": time_E})
-    bounds = np.searchsorted(day_E, np.arange(day_E.max() + 2))
-    for day, (start, stop) in enumerate(pairwise(bounds)):
+    day_start = np.searchsorted(day_E, np.arange(day_E.max() + 2))
+    for day, (start, stop) in enumerate(pairwise(day_start)):
         pq.write_table(table.slice(start, stop - start), folder / f"day-{day:02d}.parquet")
 
 
 def _write_vectors(rng: np.random.Generator, path: Path, topic_IT: NDArray[np.float64], *, dim: int) -> None:
-    directions_TD = rng.normal(size=(TOPICS, dim))
+    directions_TD = rng.normal(size=(NUM_TOPICS, dim))
     vectors_ID = topic_IT @ directions_TD + rng.normal(scale=0.35, size=(len(topic_IT), dim))
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(vectors_ID.astype(np.float32).ravel()), dim)
-    shuffled = rng.permutation(len(topic_IT))
-    table = pa.table({"item_id": np.arange(len(topic_IT)) + 1000, "embedding": vectors}).take(shuffled)
-    with replacing(path) as temporary:  # the last file of the catalogue: if it exists, the catalogue is complete
+    order_I = rng.permutation(len(topic_IT))
+    table = pa.table({"item_id": np.arange(len(topic_IT)) + 1000, "embedding": vectors}).take(order_I)
+    with replacing(path) as temporary:  # written last: if it exists, all files are complete
         pq.write_table(table, temporary)

@@ -162,7 +162,7 @@ def _load_queries(
     if config.max_users is not None and config.max_users < len(users):
         sample = np.sort(np.random.default_rng(EVALUATION_USERS_SEED).choice(len(users), config.max_users, replace=False))
     users = users[sample]
-    history = store.before(users, split)
+    history = store.items_before(users, split)
     spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
     return EvalQueries(
         query_BD=torch.from_numpy(vectors[sample]),

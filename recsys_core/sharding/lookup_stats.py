@@ -72,7 +72,7 @@ def lookup_stats_of(
         elif offset is None:
             values[name] = 1.0
         elif name.startswith("user."):
-            values[name] = _weighted_length(offset, num_train_events_U) / max(1, store.train_events)
+            values[name] = _weighted_length(offset, num_train_events_U) / max(1, store.num_train_events)
         else:  # a list feature of the context has one list per event
             values[name] = float(offset[-1]) / max(1, len(offset) - 1)
     curves = {name: hot_row_curve(probability_I) for name, table in model.tables.items() if table.feature == "item"}

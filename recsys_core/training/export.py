@@ -118,7 +118,7 @@ def run_export(job: ExportJob, *, process: Process) -> None:
     restore(model, optimizer, checkpoint=job.checkpoint)
     model.eval()
     task: RetrievalTask = get_unwrapped_module(model)
-    encoder = Encoder(task, store, Assembler(user=job.spec.user_batch_key, features=features), process)
+    encoder = Encoder(task, store, Assembler(user_batch_key=job.spec.user_batch_key, features=features), process)
     writer = RankWriter(process, heartbeat=job.heartbeat)
     with torch.no_grad():
         _write_item_vectors(encoder, job=job, writer=writer)

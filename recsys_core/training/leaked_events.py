@@ -114,8 +114,8 @@ class HeldOutEvents:
         if not len(self.code_H):
             return np.zeros(0, np.int64)
         matching_codes = [np.zeros(0, np.int64)]
-        example_to_index_U = store.user_offset[:-1] - store.first_example
-        for first in range(0, store.train_events, EVENTS_PER_CHUNK):
+        example_to_index_U = store.user_offset[:-1] - store.first_example_U
+        for first in range(0, store.num_train_events, EVENTS_PER_CHUNK):
             user_E = store.train_user[first : first + EVENTS_PER_CHUNK]
             index_E = np.arange(first, first + len(user_E)) + example_to_index_U[user_E]
             row_E, item_E = user_row[user_E], item_row[store.event_item[index_E]]

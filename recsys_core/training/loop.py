@@ -47,7 +47,7 @@ def run_training(job: TrainJob, *, process: Process) -> None:
     dataset = job.open_dataset()
     store = EventStore.open(dataset.interactions)
     features = None if dataset.features is None else FeatureStore.open(dataset.features)
-    assembler = Assembler(user=job.spec.user_batch_key, features=features)
+    assembler = Assembler(user_batch_key=job.spec.user_batch_key, features=features)
     loader = make_loader(job, store=store, assembler=assembler, process=process)
     if len(loader) == 0:
         raise InputError(
@@ -153,7 +153,7 @@ class Trainer:
         self.unfrozen = self.head.set_epoch(epoch)
         batches = self.timer.batches(self.loader.epoch(epoch - 1, start_batch=first_batch))
         for batch in range(first_batch, self.epoch_steps):
-            num_samples = self.loader.batch_samples(batch) * self.process.world_size
+            num_samples = self.loader.num_batch_samples(batch) * self.process.world_size
             self._train_step(batches, epoch=epoch, num_samples=num_samples)
             if batch + 1 == self.epoch_steps:
                 break
@@ -221,7 +221,7 @@ class Trainer:
         result = TrainResult(
             steps=self.step,
             epochs=num_epochs,
-            examples=num_epochs * self.loader.epoch_samples * self.process.world_size,
+            examples=num_epochs * self.loader.num_epoch_samples * self.process.world_size,
             final_loss=self.metrics_log.last_loss,
             samples_per_s=self.metrics_log.samples_per_s,
             world_size=self.process.world_size,

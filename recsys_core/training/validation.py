@@ -48,7 +48,7 @@ class Validator:
         self._cold_items = cold_rows(self._store, "validation") if config.candidates == "cold" else None
         self._users = users_to_validate(config, store=self._store, cold_items=self._cold_items)
         spec = encoder.spec
-        history_length = self._store.before(self._users, "validation").lengths
+        history_length = self._store.items_before(self._users, "validation").lengths
         self._is_known = spec.is_known(history_length_B=history_length, user_row_B=self._users)
         self._popular_I = np.arange(spec.num_items, dtype=np.int32)
         if not self._is_known.all():  # only unknown users get this order, and computing it reads all ids
@@ -101,7 +101,7 @@ class Validator:
     def _target_positions(self, index_B: Int64Array, *, query_BD: Tensor, item_ID: Tensor) -> TargetPositions:
         """Rank the candidates for the users at `index_B` of the validated users."""
         users = self._users[index_B]
-        seen, targets = self._store.before(users, "validation"), self._store.targets(users, "validation")
+        seen, targets = self._store.items_before(users, "validation"), self._store.targets(users, "validation")
         rank = rank_served if self._cold_items is None else partial(rank_among, candidate_rows=self._cold_items)
         ranking = rank(
             query_BD,
@@ -134,5 +134,5 @@ def users_to_validate(config: ValidationConfig, *, store: EventStore, cold_items
     if len(users) > config.max_users:
         users = np.sort(np.random.default_rng(VALIDATION_USERS_SEED).choice(users, config.max_users, replace=False))
     # Users who had seen all their targets have no rank to average.
-    unseen = store.targets(users, "validation").difference(store.before(users, "validation"), bound=len(store.item_count))
+    unseen = store.targets(users, "validation").difference(store.items_before(users, "validation"), bound=len(store.item_count))
     return users[unseen.lengths > 0]

@@ -77,7 +77,7 @@ def prepare_sample(interactions: InteractionsManifest, *, max_users: int, folder
     """
     store = EventStore.open(interactions)
     user_row_U = np.sort(np.random.default_rng(SMOKE_TEST_USERS_SEED).permutation(store.users_with_targets("test"))[:max_users])
-    history, targets = store.before(user_row_U, "test"), store.targets(user_row_U, "test")
+    history, targets = store.items_before(user_row_U, "test"), store.targets(user_row_U, "test")
     item_ids = pq.read_table(interactions.path("items.parquet"), columns=["id"])["id"].combine_chunks()
     user_ids = pq.read_table(interactions.path("users.parquet"), columns=["id"])["id"].take(pa.array(user_row_U))
     history_ids = pa.ListArray.from_arrays(history.offset, item_ids.take(pa.array(history.values_L)))

@@ -23,7 +23,7 @@ PATIENCE_S = 120.0
 
 
 def write_config(folder: Path) -> Path:
-    generate(folder / "data", users=300, items=200, events=6_000, days=10, dim=16, cold_items=10)
+    generate(folder / "data", num_users=300, num_items=200, num_events=6_000, num_days=10, dim=16, num_cold_items=10)
     config = {
         "interactions": {"paths": "data/interactions/*.parquet", "timestamp_column": "timestamp", "split": {"kind": "time"}},
         "embeddings": {"paths": "data/item_embeddings.parquet", "vector_column": "embedding"},

@@ -27,7 +27,7 @@ class Tuning:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.file = folder, folder / "nightly.yaml"
-        generate(folder / "data", users=300, items=200, events=4_000, days=10, dim=16, cold_items=10)
+        generate(folder / "data", num_users=300, num_items=200, num_events=4_000, num_days=10, dim=16, num_cold_items=10)
         self.file.write_text(CONFIG)
         self._kill_in_second_trial()
         process = self.start("--json")

@@ -47,7 +47,7 @@ class Workspace:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.file = folder, folder / "nightly.yaml"
-        generate(folder / "data", users=300, items=200, events=8_000, days=10, dim=16, cold_items=10)
+        generate(folder / "data", num_users=300, num_items=200, num_events=8_000, num_days=10, dim=16, num_cold_items=10)
         item = pq.read_table(folder / "data" / "item_embeddings.parquet").column("item_id")
         brand = pc.binary_join_element_wise("brand", pc.cast(pc.bit_wise_and(item, 7), pa.string()), "-")
         pq.write_table(pa.table({"item_id": item, "brand": brand}), folder / "data" / "item_features.parquet")

@@ -87,7 +87,7 @@ def reject_faults(faults: RowFaults, files: VectorFiles) -> None:
         fault = min((fault for fault in faults.first if fault.name.lower() in counts), key=lambda fault: faults.first[fault])
         index, column, problem = faults.first[fault]
         file, row = locate(files.sources, index)
-        return BadRow(file, column, row, problem, check=fault.name.lower(), way_out="fix these rows")
+        return BadRow(file, column, row, problem, check_name=fault.name.lower(), fix="fix these rows")
 
     reject_bad_rows(
         counts,

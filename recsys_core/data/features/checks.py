@@ -46,7 +46,7 @@ def _reject(
         for source, path in zip(table.sources, paths, strict=True):
             # row_number, because a column of the file may be called file_row_number.
             relation = f'(SELECT row_number() OVER () - 1 AS "nightjar row", * FROM {scan_all([path])})'
-            bad = first_bad_row(connection, checks, relation=relation, row='"nightjar row"', source=source)
+            bad = first_bad_row(connection, checks, relation=relation, row_sql='"nightjar row"', source=source)
             if bad is not None:
                 return bad
         raise AssertionError(f"{table.setting}: {num_bad} bad rows were counted, but none is in the files")

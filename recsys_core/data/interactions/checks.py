@@ -14,7 +14,7 @@ from recsys_core.data.row_checks import (
     BadRowPolicy,
     RowCheck,
     first_bad_row,
-    passes,
+    pass_condition,
     reject_bad_rows,
 )
 from recsys_core.parquet.columns import value_type
@@ -75,7 +75,7 @@ def scan_files(
         range_columns: columns of `raw` whose smallest and largest value is returned.
         positive: SQL, true for the rows that reach the label threshold. The range of `position` is over these rows only.
     """
-    good = passes(checks)
+    good = pass_condition(checks)
     counts = [f"count(*) FILTER ({check.condition})" for check in checks]
     ranges = []
     for column in range_columns:
@@ -104,7 +104,7 @@ def reject_bad_log(
     def find_first() -> BadRow:
         index = next(index for index, file in enumerate(statistics) if file.num_bad)
         relation = f"(SELECT * FROM raw WHERE source = {index})"
-        bad = first_bad_row(connection, checks, relation=relation, row="row", source=sources[index])
+        bad = first_bad_row(connection, checks, relation=relation, row_sql="row", source=sources[index])
         assert bad is not None
         return bad
 

@@ -17,7 +17,7 @@ from recsys_core.data.interactions.checks import IN_FUTURE, FileStatistics, reje
 from recsys_core.data.interactions.config import FileSplit, InteractionsConfig
 from recsys_core.data.interactions.read_errors import explain_read_errors, reject_false_null_counts
 from recsys_core.data.interactions.schema import InteractionsInput
-from recsys_core.data.row_checks import passes
+from recsys_core.data.row_checks import pass_condition
 from recsys_core.errors import InputError
 from recsys_core.manifests import IdType, InteractionsManifest, LogPart, ReadFile, SourceFile, fingerprint_of
 from recsys_core.parquet.columns import require_column
@@ -133,7 +133,7 @@ def read_part(
         _require_rows_of_footer(statistics, sources)
         reject_bad_log(connection, config, checks, statistics, sources=sources)
         # The checks cost a second per 20 million rows, so they are left out where no row is bad.
-        good = f"{passes(checks)} AND {positive}" if any(each.num_bad for each in statistics) else positive
+        good = f"{pass_condition(checks)} AND {positive}" if any(each.num_bad for each in statistics) else positive
         for side, kind in zip(("user", "item"), types, strict=True):
             _add_ids(connection, side, kind=kind, good=good)
         written = _write_events(connection, config, file=file, good=good, types=types)

@@ -124,7 +124,11 @@ def id_map(folder: Path, theirs: list[str], ours: list[str]) -> dict[str, str]:
         ),
         ([1_700_000_000_000] * 2, "s", "in s, and 2023-11-14 in ms; set interactions.timestamp_unit to ms"),
         ([1_700_000_000_000] * 2, "us", "is 1970-01-20 in us, and 2023-11-14 in ms"),
-        (pa.array([1_700_000_000] * 2, pa.timestamp("ms")), "s", "is 1970-01-20 in ms, and 2023-11-14 in s; write it again"),
+        (
+            pa.array([1_700_000_000] * 2, pa.timestamp("ms")),
+            "s",
+            "is 1970-01-20 in ms, and 2023-11-14 in s; write the column again",
+        ),
     ],
 )
 def test_a_unit_that_puts_the_log_into_1970_or_far_ahead_is_found_before_the_run(

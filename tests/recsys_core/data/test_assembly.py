@@ -35,7 +35,7 @@ def made(
 ) -> Batch:
     """Query n is of user n and of event 3 n."""
     row = np.arange(len(history))
-    return Assembler(user=user, features=features).batch(
+    return Assembler(user_batch_key=user, features=features).batch(
         user=row,
         event=3 * row,
         history=lists_of(history),
@@ -127,7 +127,7 @@ def test_weights_are_those_of_the_queries() -> None:
 def test_items_alone_come_in_their_order_and_with_their_features() -> None:
     store = feature_store(users=USERS, items=ITEMS, events=EVENTS)
     for user in (None, POOLED, UNPOOLED):
-        batch = Assembler(user=user, features=store).items(np.array([6, 0, 3]))
+        batch = Assembler(user_batch_key=user, features=store).items(np.array([6, 0, 3]))
         assert (batch.batch_size, batch.item_row_V.tolist(), batch.candidate_C.tolist()) == (0, [6, 0, 3], [0, 1, 2])
         wanted = [values_of(store, "item.list", item)[0] for item in (6, 0, 3)]
         assert rows_of(batch.sparse[UNPOOLED], "item.list", samples=3) == wanted
@@ -136,12 +136,12 @@ def test_items_alone_come_in_their_order_and_with_their_features() -> None:
 
 def test_keyed_lists_stand_key_by_key_and_so_do_their_weights() -> None:
     features = {"a": lists_of([[5], []]), "b": lists_of([[1, 2], [3]])}
-    jagged = keyed_jagged(features, samples=2, weight_L=np.array([0.5, 1.0, 2.0, 3.0], np.float32))
+    jagged = keyed_jagged(features, num_samples=2, weight_L=np.array([0.5, 1.0, 2.0, 3.0], np.float32))
     assert (jagged.keys(), jagged.values().tolist(), jagged.lengths().tolist()) == (["a", "b"], [5, 1, 2, 3], [1, 0, 2, 1])
     assert [part.tolist() for part in jagged["b"].to_dense_weights()] == [[1.0, 2.0], [3.0]]
 
 
 @pytest.mark.parametrize("samples", [0, 3])
 def test_empty_lists_are_kept(samples: int) -> None:
-    jagged = keyed_jagged({"a": JaggedArray.empty(samples)}, samples=samples)
+    jagged = keyed_jagged({"a": JaggedArray.empty(samples)}, num_samples=samples)
     assert rows_of(jagged, "a") == [[]] * samples

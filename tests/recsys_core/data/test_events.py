@@ -45,7 +45,7 @@ def lists_of(ragged: JaggedArray) -> Nested:
 def train_positions(store: EventStore) -> tuple[np.ndarray, np.ndarray]:
     """Position and user of every training event."""
     user = store.train_user.astype(np.int64)
-    return store.user_offset[user] + np.arange(store.train_events) - store.first_example[user], user
+    return store.user_offset[user] + np.arange(store.num_train_events) - store.first_example_U[user], user
 
 
 def places(log: Users) -> Users:
@@ -104,7 +104,7 @@ def test_targets_and_what_came_before_them(log: Users, split: EvaluationSplit, l
     assert lists_of(store.targets(user, split)) == [log[one][part] for one in chosen]
     before = [[item for items in log[one][:part] for item in items] for one in chosen]
     wanted = before if last is None else [items[max(0, len(items) - last) :] for items in before]
-    assert lists_of(store.before(user, split, last=last)) == wanted
+    assert lists_of(store.items_before(user, split, max_items=last)) == wanted
     assert store.users_with_targets(split).tolist() == [row for row, one in enumerate(log) if one[part]]
 
 
@@ -116,7 +116,7 @@ def test_the_store_opens_what_the_ingest_wrote(tmp_path: Path, timed: bool) -> N
         tmp_path / "stage", train, split={"kind": "files", "test": test}, **({} if timed else {"timestamp_column": None})
     )
     store = EventStore.open(made)
-    assert (store.ordered, store.train_events, store.event_item.tolist()[-1]) == (timed, 7, 0)
+    assert (store.ordered, store.num_train_events, store.event_item.tolist()[-1]) == (timed, 7, 0)
     assert store.users_with_targets("test").tolist() == [0]
     position, user = train_positions(store)
     lengths = store.histories(position, user, max_history=3).lengths.tolist()

@@ -30,7 +30,7 @@ def loader_of(store: EventStore, **settings_of: Any) -> TrainLoader:
     """By default every item is as likely to be drawn as another."""
     items = len(store.item_count)
     base = {"batch_size": 4, "rank": 0, "world_size": 1, "seed": 5, "max_history": MAX_HISTORY, "num_negatives": 0}
-    base |= {"assembler": Assembler(user=UNPOOLED), "negative_share_I": np.full(items, 1 / items)}
+    base |= {"assembler": Assembler(user_batch_key=UNPOOLED), "negative_share_I": np.full(items, 1 / items)}
     return TrainLoader(store, **(base | settings_of))
 
 
@@ -81,9 +81,9 @@ def test_over_all_ranks_an_epoch_covers_every_example_at_most_once(
         batches = [loader.batch(epoch, batch) for batch in range(len(loader))]
         seen += [item for batch in batches for item in positives(batch)]
         shapes.append([batch.batch_size for batch in batches])
-        assert shapes[-1] == [loader.batch_samples(batch) for batch in range(len(loader))]
+        assert shapes[-1] == [loader.num_batch_samples(batch) for batch in range(len(loader))]
     assert all(shape == shapes[0] for shape in shapes)
-    assert sum(shapes[0]) == loader.epoch_samples
+    assert sum(shapes[0]) == loader.num_epoch_samples
     assert all(0 < size <= batch_size for size in shapes[0])
     assert len(set(seen)) == len(seen)
     assert sum(sizes) - world_size < len(seen) <= sum(sizes)
@@ -209,7 +209,7 @@ def test_epochs_and_seeds_differ_and_the_same_ones_are_equal() -> None:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of three batches of loader_of's size, or of two with three negatives each."""
-    monkeypatch.setattr("recsys_core.data.loader.CHUNK_ROWS", 14)
+    monkeypatch.setattr("recsys_core.data.loader.CHUNK_CANDIDATES", 14)
 
 
 def loader_threads() -> list[threading.Thread]:
@@ -268,7 +268,7 @@ def test_the_batch_moves_as_a_whole() -> None:
 def test_a_query_batch_holds_each_user_as_it_stood_before_the_split() -> None:
     store = store_of([([1, 2, 3], [4], [5]), ([6], [], [7]), ([8, 9], [10], [])])
     for split, wanted in (("test", [[3, 4], [6]]), ("validation", [[2, 3], [6]])):
-        batch = query_batch(store, np.array([0, 1]), split, assembler=Assembler(user=UNPOOLED), max_history=2)
+        batch = query_batch(store, np.array([0, 1]), split, assembler=Assembler(user_batch_key=UNPOOLED), max_history=2)
         assert histories(batch) == wanted
         assert batch.sparse[UNPOOLED]["user"].values().tolist() == [0, 1]
         assert candidates(batch) == []
@@ -276,7 +276,7 @@ def test_a_query_batch_holds_each_user_as_it_stood_before_the_split() -> None:
 
 def test_without_a_history_a_query_batch_points_at_no_item() -> None:
     store = store_of([([1, 2, 3], [4], [5])])
-    batch = query_batch(store, np.array([0, 0]), "test", assembler=Assembler(user=UNPOOLED), max_history=0)
+    batch = query_batch(store, np.array([0, 0]), "test", assembler=Assembler(user_batch_key=UNPOOLED), max_history=0)
     assert histories(batch) == [[], []] and candidates(batch) == []
 
 

@@ -12,7 +12,7 @@ from recsys_core.data.interactions.config import InteractionsConfig
 from recsys_core.data.interactions.ingest import ingest_interactions
 from recsys_core.data.synthetic import FIRST_DAY, generate
 
-SIZE = {"users": 200, "items": 400, "events": 6000, "days": 10, "dim": 8, "cold_items": 40}
+SIZE = {"num_users": 200, "num_items": 400, "num_events": 6000, "num_days": 10, "dim": 8, "num_cold_items": 40}
 
 
 @pytest.fixture(scope="module")

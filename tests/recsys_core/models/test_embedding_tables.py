@@ -53,7 +53,7 @@ def embedding_tables_of(spec: ModelSpec, *, seed: int = 0) -> EmbeddingTables:
 def batch_of(history: list[list[int]], store: FeatureStore, *, user_batch_key: str = UNPOOLED) -> Batch:
     """Return a batch in which query n belongs to user n and event 3 n, and has item n as its positive."""
     user = np.arange(len(history))
-    return Assembler(user=user_batch_key, features=store).batch(
+    return Assembler(user_batch_key=user_batch_key, features=store).batch(
         user=user,
         event=3 * user,
         history=JaggedArray.from_lengths(

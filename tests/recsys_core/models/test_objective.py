@@ -37,7 +37,7 @@ class Case:
 
     def batch(self) -> Batch:
         user, flat = np.arange(len(self.histories)), [item for one in self.histories for item in one]
-        return Assembler(user=None).batch(
+        return Assembler(user_batch_key=None).batch(
             user=user,
             event=user,
             history=JaggedArray.from_lengths(np.array([len(one) for one in self.histories]), np.array(flat, np.int64)),

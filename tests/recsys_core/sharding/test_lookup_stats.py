@@ -47,7 +47,7 @@ def test_expected_lookups_match_those_of_real_batches(ordered: bool, length: int
     lookup_stats = lookup_stats_of(spec, batch_size=BATCH, loss=loss, store=store, features=features)
     loader = TrainLoader(
         store,
-        assembler=Assembler(user=UNPOOLED, features=features),
+        assembler=Assembler(user_batch_key=UNPOOLED, features=features),
         batch_size=BATCH,
         rank=0,
         world_size=1,

@@ -76,7 +76,7 @@ def look_up(rank: int, kind: str) -> None:
     task, store = model.module, feature_store(users=USERS, items=ITEMS, events=EVENTS)
     for case, histories in HISTORIES.items():
         users, history = np.array([2 * rank, 1]), histories[rank]
-        batch = Assembler(user=UNPOOLED, features=store).batch(
+        batch = Assembler(user_batch_key=UNPOOLED, features=store).batch(
             user=users,
             event=3 * users,
             history=JaggedArray.from_lengths(

@@ -57,7 +57,7 @@ def generate_dataset(root: Path) -> Dataset:
 
     The last day is the test split, the day before it the validation split; ten items have no training event.
     """
-    generate(root / "data", users=USERS, items=ITEMS, events=4_000, days=10, dim=DIM, cold_items=10)
+    generate(root / "data", num_users=USERS, num_items=ITEMS, num_events=4_000, num_days=10, dim=DIM, num_cold_items=10)
     random = np.random.default_rng(0)
     num_described_users = USERS - 20
     users = {

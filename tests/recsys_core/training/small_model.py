@@ -114,7 +114,8 @@ def make_batch(spec: ModelSpec, *, ranks: Sequence[int], step: int, queries: int
     Histories have 0 to HISTORY items, so that the number of distinct items differs by rank and step.
     """
     assembler = Assembler(
-        user=spec.user_batch_key, features=FeatureStore({key: _feature(key, form) for key, form in spec.forms.items()})
+        user_batch_key=spec.user_batch_key,
+        features=FeatureStore({key: _feature(key, form) for key, form in spec.forms.items()}),
     )
     parts: dict[str, list[Any]] = {name: [] for name in ("user", "position", "positive", "negative", "length", "row")}
     for rank in ranks:

@@ -197,7 +197,7 @@ def test_exported_vectors_are_those_of_the_unsharded_model(experiment, exported)
         table = torch.from_numpy(np.load(exported.path(f"table_{name}.npy")))
         task.embedding_tables.get_parameter(parameter_name(spec, name)).data.copy_(table)
     task.head.load_state_dict(load_file(exported.path("dense.safetensors")))
-    assembler = Assembler(user=UNPOOLED, features=FeatureStore.open(experiment.data.features))
+    assembler = Assembler(user_batch_key=UNPOOLED, features=FeatureStore.open(experiment.data.features))
     encoder = Encoder(task.eval(), store, assembler, Process(rank=0, world_size=1, device=cpu))
     with torch.no_grad():
         history_item, item = encoder.items(np.arange(spec.num_items))
@@ -224,7 +224,7 @@ def test_the_float_tower_as_served_gives_the_exported_query_vectors(experiment, 
     batches = QueryBatchBuilder(spec, FeatureStore.read(experiment.data.features.folder, user_features(spec)))
     for split in ("validation", "test"):
         users = np.load(exported.path(f"query_users_{split}.npy"))
-        served = tower(batches.build(users, store.before(users, split)))
+        served = tower(batches.build(users, store.items_before(users, split)))
         np.testing.assert_allclose(served, np.load(exported.path(f"query_vectors_{split}.npy")), rtol=1e-4, atol=1e-5)
 
 

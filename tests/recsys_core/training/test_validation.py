@@ -50,7 +50,7 @@ def _validate_new_users(rank: int, folder: Path) -> None:
         task.embedding_tables.to_empty(device=device)
         for parameter in task.embedding_tables.parameters():
             torch.nn.init.normal_(parameter)
-        encoder = Encoder(task, store, Assembler(user=spec.user_batch_key, features=None), process)
+        encoder = Encoder(task, store, Assembler(user_batch_key=spec.user_batch_key, features=None), process)
         validator = Validator(
             ValidationConfig(k=1), encoder=encoder, interactions=interactions, work=folder, heartbeat=folder / "heartbeat"
         )

@@ -173,7 +173,7 @@ def step(
             load_champion_accumulators(optimizer, spec=job.spec, default=job.training.table_optimizer, warm=job.warm)
     interactions = require_manifest(job.interactions, InteractionsManifest)
     assert job.features is not None
-    assembler = Assembler(user=UNPOOLED, features=FeatureStore.open(require_manifest(job.features, FeaturesManifest)))
+    assembler = Assembler(user_batch_key=UNPOOLED, features=FeatureStore.open(require_manifest(job.features, FeaturesManifest)))
     loader = make_loader(job, store=EventStore.open(interactions), assembler=assembler, process=process(rank))
     pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
     pipeline.progress(iter([loader.batch(7, 0)]))

@@ -84,7 +84,7 @@ def loader_of(made: tuple[EventStore, FeatureStore], *, with_features: bool = Tr
     store, features = made
     return TrainLoader(
         store,
-        assembler=Assembler(user=UNPOOLED, features=features if with_features else None),
+        assembler=Assembler(user_batch_key=UNPOOLED, features=features if with_features else None),
         batch_size=7, rank=0, world_size=1, seed=4, max_history=3, num_negatives=5, negative_share_I=np.full(ITEMS, 1 / ITEMS),
     )  # fmt: skip
 
@@ -132,7 +132,7 @@ def test_each_query_has_the_features_of_its_user_and_event_and_each_item_its_own
             assert batch.weight[sample].item() == pytest.approx(positions[-1] / 4 / store.mean_weight())
             assert store.event_item[positions[-1]] == batch.item_row_V[batch.candidate_C[sample]]
             assert store.user_offset[user] <= positions[-1] < store.train_end[user]
-    assert len(set(positions)) == len(positions) == store.train_events
+    assert len(set(positions)) == len(positions) == store.num_train_events
 
 
 def test_a_user_is_asked_about_with_the_features_of_the_first_event_of_the_split(
@@ -141,7 +141,7 @@ def test_a_user_is_asked_about_with_the_features_of_the_first_event_of_the_split
     store, features = made
     users = np.array([4, 1])
     for split, first in (("validation", store.train_end), ("test", store.validation_end)):
-        batch = query_batch(store, users, split, assembler=Assembler(user=UNPOOLED, features=features), max_history=2)
+        batch = query_batch(store, users, split, assembler=Assembler(user_batch_key=UNPOOLED, features=features), max_history=2)
         wanted = features.features["context.device"].row[first[users]].tolist()
         assert batch.sparse["pooled"]["context.device"].values().tolist() == wanted
 
@@ -203,6 +203,8 @@ def test_a_log_without_weights_has_none(tmp_path: Path) -> None:
     interactions = write_interactions(tmp_path / "log", users=[1], items=[1, 2], log=[([0, 1], [], [1])])
     store = EventStore.open(interactions)
     assert store.event_weight is None
-    loader = TrainLoader(store, assembler=Assembler(user=None), batch_size=2, rank=0, world_size=1, seed=0, max_history=1)
+    loader = TrainLoader(
+        store, assembler=Assembler(user_batch_key=None), batch_size=2, rank=0, world_size=1, seed=0, max_history=1
+    )
     batch = loader.batch(0, 0)
     assert batch.weight is None and set(batch.sparse) == {UNPOOLED}

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.turns import Turns, run_window, take_turns
 
 
-def test_each_contestant_runs_its_window_alone_and_its_slowest_rank_counts() -> None:
+def test_each_contestant_runs_alone_and_is_timed_by_its_slowest_rank() -> None:
     executed: list[tuple[str, int]] = []
     pipes, threads = {}, []
     for name, pauses in (("ours", [0.0, 0.05]), ("theirs", [0.0, 0.0])):

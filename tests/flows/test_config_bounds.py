@@ -137,7 +137,7 @@ def test_a_name_with_a_dot_is_written_in_quotes(file: Path) -> None:
     ],
     ids=range(10),
 )
-def test_a_document_that_would_take_a_minute_or_overflow_the_stack_is_rejected_with_a_short_message(
+def test_a_config_that_is_too_deep_or_too_slow_to_parse_is_rejected_with_a_short_message(
     file: Path, text: str, expected: str
 ) -> None:
     error = message(file, text=text)
@@ -172,9 +172,7 @@ def with_setting(name: str, value: Any) -> dict[str, Any]:
 @given(st.sampled_from(NAMES), values)
 @example("tables", {"": {}})
 @example("launcher", {"kind": "torchx", "scheduler": "slurm", "env": {"A B": "c"}})
-def test_any_value_of_any_setting_ends_in_a_config_that_reads_back_or_in_one_message(
-    tmp_path: Path, name: str, value: Any
-) -> None:
+def test_any_value_of_any_setting_gives_a_config_that_reads_back_or_one_message(tmp_path: Path, name: str, value: Any) -> None:
     file = tmp_path / "nightly.yaml"
     try:
         text = yaml_loader.dump(with_setting(name, value))

@@ -249,7 +249,7 @@ def test_a_setting_of_an_unknown_table_lists_the_known_tables(file: Path) -> Non
 UNORDERED = "interactions={paths: x, split: {kind: files, test: y}}"
 
 
-def test_a_log_without_order_has_neither_a_last_item_nor_recency_pooling(file: Path) -> None:
+def test_a_log_without_order_allows_neither_a_last_item_nor_recency_pooling(file: Path) -> None:
     no_last = "model.history.last_item=false"
     assert not load_config(file, [UNORDERED, no_last, "model.history.include_target=true"]).interactions.ordered
     assert "model.history.include_target is for logs without order" in message(file, "model.history.include_target=true")

@@ -49,7 +49,7 @@ def test_open_run_reads_the_newest_run_or_the_named_one(tmp_path: Path) -> None:
     assert '"metrics": {"test/ndcg@10": 0.5}' in results.as_json()
 
 
-def test_what_a_run_does_not_have_is_named(tmp_path: Path) -> None:
+def test_a_missing_result_is_reported_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no run; start one"):
         open_run(tmp_path)
     evaluated(tmp_path, "r")

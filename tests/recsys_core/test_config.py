@@ -13,7 +13,7 @@ class Example(Settings):
     threads: Annotated[int | None, OPERATIONAL] = None
 
 
-def test_an_operational_setting_is_left_out_of_what_a_fingerprint_sees() -> None:
+def test_operational_settings_are_not_part_of_the_fingerprint() -> None:
     assert Example.operational() == {"threads"}
     assert Example(rows=2, threads=3).result_settings() == {"rows": 2} == Example(rows=2).result_settings()
 

@@ -52,7 +52,7 @@ def test_versions_that_belong_together_are_no_problem(versions: dict[str, str]) 
         (GOOD_CPU | {"fastapi": "0.155.1"}, "fastapi 0.155.1: prefect's server needs a version below 0.151"),
     ],
 )
-def test_a_mismatch_is_one_sentence_with_both_versions_and_the_way_out(versions: dict[str, str], sentence: str) -> None:
+def test_a_mismatch_is_one_sentence_with_both_versions_and_the_fix(versions: dict[str, str], sentence: str) -> None:
     (problem,) = check_versions(versions)
     assert problem.startswith(sentence)
     assert "; run make clean setup" in problem
@@ -170,7 +170,9 @@ def test_the_table_marks_a_limit_that_is_below_the_machine() -> None:
     ],
     ids=["v2", "v1 container"],
 )
-def test_what_the_out_of_memory_killer_ended_is_counted(tmp_path: Path, membership: str, file: str, content: str) -> None:
+def test_processes_ended_by_the_out_of_memory_killer_are_counted(
+    tmp_path: Path, membership: str, file: str, content: str
+) -> None:
     (tmp_path / "self").write_text(membership)
     assert oom_kills(mounts=tmp_path / "sys", membership=tmp_path / "self") is None
     counter = tmp_path / "sys" / file

@@ -50,7 +50,7 @@ def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(works
     assert release["metrics"] == made.metrics
 
 
-def test_what_was_logged_holds_no_pickle_and_its_own_code(
+def test_the_logged_model_has_its_own_code_and_no_pickle(
     workspace: Path, stages: BuildStages, predicted_here: list[str]
 ) -> None:
     do_register(stages(), run_of(workspace, "one"))
@@ -63,7 +63,7 @@ def test_what_was_logged_holds_no_pickle_and_its_own_code(
     assert any(line.startswith("faiss-") for line in required)
 
 
-def test_a_worse_version_is_challenger_and_the_same_again_is_champion(
+def test_a_worse_version_becomes_challenger_and_an_equal_one_champion(
     workspace: Path, stages: BuildStages, predicted_here: list[str]
 ) -> None:
     do_register(stages(), run_of(workspace, "one"))

@@ -46,7 +46,7 @@ def server(tmp_path: Path) -> Iterator[str]:
     process.wait(timeout=20)
 
 
-def test_a_version_is_made_tried_and_promoted_on_a_server(
+def test_a_version_is_registered_tested_and_promoted_on_a_server(
     tmp_path: Path, server: str, stages: Callable[..., Stages], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server)

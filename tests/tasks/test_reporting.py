@@ -20,7 +20,7 @@ def trained(stages: Callable[..., Stages]) -> TrainManifest:
     return stages(confused=False).trained
 
 
-def test_the_line_of_training_says_that_it_stopped_early_and_which_epoch_was_best(trained: TrainManifest) -> None:
+def test_the_log_line_of_training_has_early_stopping_and_the_best_epoch(trained: TrainManifest) -> None:
     stopped = trained.model_copy(update={"epochs": 5, "best_epoch": 2})
     facts = training_facts(stopped, config=TrainingConfig(epochs=10))
     assert "stopped early after epoch 5 of 10, best epoch 2: validation ndcg@10 0.5000" in facts

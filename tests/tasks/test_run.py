@@ -65,9 +65,7 @@ def _hold(workspace: Path, ready: Any, finish: Any) -> None:
 
 
 @pytest.mark.parametrize("end", ["finished", "killed"])
-def test_a_second_command_in_a_workspace_is_rejected_by_the_pid_and_run_of_the_first_while_that_lives(
-    tmp_path: Path, end: str
-) -> None:
+def test_a_second_command_in_a_workspace_is_rejected_with_pid_and_run_of_the_first(tmp_path: Path, end: str) -> None:
     fork = multiprocessing.get_context("fork")
     ready, finish = fork.Event(), fork.Event()
     first = fork.Process(target=_hold, args=(tmp_path, ready, finish))

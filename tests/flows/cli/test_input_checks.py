@@ -139,5 +139,5 @@ def test_a_unit_that_puts_the_log_into_1970_or_far_ahead_is_found_before_the_run
 
 
 @pytest.mark.parametrize("times", [[0, 1], [5, 400_000], [1_700_000_000, 1], [None, 3], [-1, 2], pa.array([1, 2], pa.date32())])
-def test_a_clock_that_starts_at_zero_is_none_of_validates_business(tmp_path: Path, times: Any) -> None:
+def test_validate_accepts_times_that_start_at_zero(tmp_path: Path, times: Any) -> None:
     checked(tmp_path, LOG | {"t": times})

@@ -53,7 +53,7 @@ def rows_of(jagged: KeyedJaggedTensor, key: str, *, samples: int | None = None) 
 
 @settings(deadline=None)
 @given(history=histories, candidate=st.lists(st.integers(0, ITEMS - 1), max_size=6))
-def test_every_item_is_there_once_and_places_lead_back_to_the_rows(history: list[list[int]], candidate: list[int]) -> None:
+def test_each_distinct_item_occurs_once_and_indices_restore_the_rows(history: list[list[int]], candidate: list[int]) -> None:
     batch = made(history, candidate)
     distinct = batch.item_row_V.tolist()
     assert sorted(distinct) == sorted({*candidate, *(item for one in history for item in one)} or {0})
@@ -66,14 +66,14 @@ def test_every_item_is_there_once_and_places_lead_back_to_the_rows(history: list
     assert batch.batch_size == len(history)
 
 
-def test_a_candidate_twice_and_in_a_history_is_one_place() -> None:
+def test_an_item_of_two_candidates_and_a_history_is_looked_up_once() -> None:
     batch = made([[7, 4], []], [4, 2, 4])
     assert batch.item_row_V.tolist() == [4, 2, 7]
     assert (batch.candidate_C.tolist(), batch.history_H.tolist()) == ([0, 1, 0], [2, 0])
     assert batch.history_offset.tolist() == [0, 2, 2]
 
 
-def test_without_any_item_one_row_is_looked_up_that_nothing_points_at() -> None:
+def test_without_any_item_one_unused_row_is_looked_up() -> None:
     batch = made([[], []], [], features=feature_store(users=USERS, items=ITEMS, events=EVENTS))
     assert (batch.item_row_V.tolist(), rows_of(batch.sparse[UNPOOLED], "item", samples=1)) == ([0], [[0]])
     assert batch.candidate_C.tolist() == batch.history_H.tolist() == [] and batch.history_offset.tolist() == [0, 0, 0]
@@ -84,7 +84,7 @@ def test_without_any_item_one_row_is_looked_up_that_nothing_points_at() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(history=histories, candidate=st.lists(st.integers(0, ITEMS - 1), max_size=6), seed=st.integers(0, 20))
-def test_each_side_brings_its_features_with_their_weights(history: list[list[int]], candidate: list[int], seed: int) -> None:
+def test_users_items_and_events_have_features_with_weights(history: list[list[int]], candidate: list[int], seed: int) -> None:
     store = feature_store(users=USERS, items=ITEMS, events=EVENTS, seed=seed)
     batch = made(history, candidate, features=store)
     assert batch.sparse[UNPOOLED].keys() == ["item", *(f"item.{form}" for form in FORMS), "user"]
@@ -107,7 +107,7 @@ def test_each_side_brings_its_features_with_their_weights(history: list[list[int
                 assert jagged.weights_or_none() is None and key not in batch.item_weight
 
 
-def test_users_are_where_their_table_looks_for_them_and_nothing_is_where_no_feature_is() -> None:
+def test_users_are_under_the_key_of_their_table_and_missing_features_have_no_key() -> None:
     def keys(user: str | None) -> dict[str, list[str]]:
         return {name: jagged.keys() for name, jagged in made([[1]], [2], user=user).sparse.items()}
 
@@ -124,7 +124,7 @@ def test_weights_are_those_of_the_queries() -> None:
     assert made([[1]], [2]).weight is None
 
 
-def test_items_alone_come_in_their_order_and_with_their_features() -> None:
+def test_an_item_batch_keeps_its_order_and_has_item_features() -> None:
     store = feature_store(users=USERS, items=ITEMS, events=EVENTS)
     for user in (None, POOLED, UNPOOLED):
         batch = Assembler(user_batch_key=user, features=store).items(np.array([6, 0, 3]))
@@ -134,7 +134,7 @@ def test_items_alone_come_in_their_order_and_with_their_features() -> None:
         assert batch.sparse[POOLED].values().tolist() == batch.sparse[POOLED_WEIGHTED].values().tolist() == []
 
 
-def test_keyed_lists_stand_key_by_key_and_so_do_their_weights() -> None:
+def test_keyed_lists_and_their_weights_are_stored_key_by_key() -> None:
     features = {"a": lists_of([[5], []]), "b": lists_of([[1, 2], [3]])}
     jagged = keyed_jagged(features, num_samples=2, weight_L=np.array([0.5, 1.0, 2.0, 3.0], np.float32))
     assert (jagged.keys(), jagged.values().tolist(), jagged.lengths().tolist()) == (["a", "b"], [5, 1, 2, 3], [1, 0, 2, 1])

@@ -62,7 +62,7 @@ def test_ragged_ranges_count_up_from_every_start(pairs: list[tuple[int, int]]) -
 
 
 @given(log=users, max_history=st.integers(0, 6))
-def test_an_ordered_history_is_what_came_right_before_and_never_the_event_itself(log: Users, max_history: int) -> None:
+def test_an_ordered_history_holds_the_preceding_events_but_not_the_event_itself(log: Users, max_history: int) -> None:
     where = store_of(places(log))
     position, user = train_positions(where)
     histories = lists_of(where.histories(position, user, max_history=max_history))
@@ -96,7 +96,9 @@ def test_in_unordered_histories_no_event_of_a_user_is_favoured(log: Users, max_h
 
 @settings(deadline=None)
 @given(log=users, split=st.sampled_from(["validation", "test"]), last=st.none() | st.integers(0, 6), data=st.data())
-def test_targets_and_what_came_before_them(log: Users, split: EvaluationSplit, last: int | None, data: st.DataObject) -> None:
+def test_targets_and_histories_equal_those_of_plain_python(
+    log: Users, split: EvaluationSplit, last: int | None, data: st.DataObject
+) -> None:
     store = store_of(log)
     chosen = data.draw(st.lists(st.integers(0, len(log) - 1), max_size=8))
     user = np.array(chosen, np.int64)

@@ -19,7 +19,7 @@ def _python(lists: JaggedArray) -> list[list[int]]:
 
 
 @given(pairs, st.integers(0, 3))
-def test_lists_do_what_python_lists_do(both: tuple[list[list[int]], list[list[int]]], count: int) -> None:
+def test_jagged_arrays_behave_like_python_lists(both: tuple[list[list[int]], list[list[int]]], count: int) -> None:
     left, right = both
     a, b = _lists(left), _lists(right)
     together = list(zip(left, right, strict=True))

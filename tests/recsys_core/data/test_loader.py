@@ -142,7 +142,7 @@ def test_negatives_come_from_the_whole_catalogue_and_differ_by_rank_and_batch() 
     assert set(drawn[0]) == set(range(len(store.item_count)))
 
 
-def test_negatives_are_drawn_as_often_as_their_share_says_and_never_where_it_is_zero() -> None:
+def test_negatives_are_drawn_in_proportion_to_their_share() -> None:
     share_I = np.array([0.0, 0.5, 0.0, 0.2, 0.3, 0.0])
     loader = loader_of(store_of([([1, 3, 4], [], [])]), batch_size=3, num_negatives=100_000, negative_share_I=share_I)
     drawn = np.bincount(candidates(loader.batch(0, 0))[3:], minlength=6) / 100_000
@@ -265,7 +265,7 @@ def test_the_batch_moves_as_a_whole() -> None:
     assert {part.device.type for part in parts} == {"meta"}
 
 
-def test_a_query_batch_holds_each_user_as_it_stood_before_the_split() -> None:
+def test_a_query_batch_has_the_history_of_each_user_before_the_split() -> None:
     store = store_of([([1, 2, 3], [4], [5]), ([6], [], [7]), ([8, 9], [10], [])])
     for split, wanted in (("test", [[3, 4], [6]]), ("validation", [[2, 3], [6]])):
         batch = query_batch(store, np.array([0, 1]), split, assembler=Assembler(user_batch_key=UNPOOLED), max_history=2)

@@ -18,7 +18,7 @@ def test_it_is_a_permutation_of_any_length(n: int, key: tuple[int, int]) -> None
 
 @settings(max_examples=50, deadline=None)
 @given(n=st.integers(1, 5000), key=keys, data=st.data())
-def test_a_part_is_sent_where_the_whole_sends_it(n: int, key: tuple[int, int], data: st.DataObject) -> None:
+def test_a_part_is_shuffled_like_the_whole(n: int, key: tuple[int, int], data: st.DataObject) -> None:
     part = np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=1)))
     assert np.array_equal(shuffled(part, n=n, key=key), shuffled(np.arange(n), n=n, key=key)[part])
 
@@ -39,7 +39,7 @@ def test_the_argument_is_left_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("n", [6, 37, 64])
-def test_every_position_goes_everywhere_about_equally_often(n: int) -> None:
+def test_every_position_is_shuffled_to_every_other_equally_often(n: int) -> None:
     draws = 300 * n
     counts = np.zeros((n, n))
     for seed in range(draws // n):

@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_both_ingests_take_what_is_generated(folder: Path, tmp_path: Path) -> None:
+def test_both_ingests_accept_the_generated_files(folder: Path, tmp_path: Path) -> None:
     vectors = EmbeddingsConfig(paths=str(folder / "item_embeddings.parquet"), vector_column="embedding")
     embeddings = ingest_embeddings((vectors,), folder=tmp_path / "embeddings")
     log = InteractionsConfig(paths=str(folder / "interactions" / "*.parquet"), timestamp_column="timestamp", threads=1)

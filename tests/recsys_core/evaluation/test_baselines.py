@@ -10,7 +10,7 @@ def _lists(*rows: list[int]) -> JaggedArray:
     return JaggedArray(np.cumsum([0, *map(len, rows)]), np.array([row for part in rows for row in part], np.int64))
 
 
-def test_equal_counts_go_by_the_value_of_integers_and_the_letters_of_strings() -> None:
+def test_ids_with_equal_counts_are_sorted_by_integer_value_or_alphabetically() -> None:
     count = np.array([3, 3, 3])
     assert baselines.popularity_order(count, item_ids=pa.array([10, 9, 2])).tolist() == [2, 1, 0]
     assert baselines.popularity_order(count, item_ids=pa.array(["10", "9", "2"])).tolist() == [0, 2, 1]

@@ -59,7 +59,7 @@ def test_on_two_hosts_a_pickle_put_into_the_store_is_not_run(tmp_path: Path) -> 
     assert not (tmp_path / "was run").exists()
 
 
-def test_the_store_of_the_first_host_opens_no_socket_besides_the_given_listener() -> None:
+def test_the_store_of_the_first_host_opens_no_socket_except_the_given_listener() -> None:
     spec = LaunchSpec.model_validate(
         {"token": "t", "versions": {}, "module": "none", "job": "/job.json", "device": "cpu", "num_nodes": 1}
         | {"processes_per_node": 1, "interface": "lo", "rendezvous_port": 0, "rendezvous_timeout_s": 5, "lease_timeout_s": None}

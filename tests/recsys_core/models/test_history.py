@@ -54,7 +54,7 @@ def slow(pooling: HistoryPooling, item_VD: Tensor, lists: list[list[int]]) -> li
 
 @settings(deadline=None)
 @given(kind=st.sampled_from(KINDS), lists=histories, seed=st.integers(0, 99), scale=st.sampled_from([0.1, 1.0, 300.0]))
-def test_every_pooling_is_what_a_loop_over_the_items_gives(kind: str, lists: list[list[int]], seed: int, scale: float) -> None:
+def test_every_pooling_equals_a_loop_over_the_items(kind: str, lists: list[list[int]], seed: int, scale: float) -> None:
     torch.manual_seed(seed)
     pooling = pooling_of(kind)
     for parameter in pooling.parameters():

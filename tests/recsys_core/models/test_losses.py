@@ -132,7 +132,7 @@ def queries(draw):
 @every_loss
 @settings(max_examples=60, deadline=None)
 @given(queries())
-def test_the_loss_is_the_weighted_mean_of_a_plain_loop_over_the_queries(name, case):
+def test_the_loss_equals_the_weighted_mean_of_a_loop_over_the_queries(name, case):
     positive_B, negative_BN, masked_BN, weight_B = case
     positive_B.requires_grad_()
     negative_BN.requires_grad_()
@@ -155,7 +155,7 @@ def test_the_loss_is_the_weighted_mean_of_a_plain_loop_over_the_queries(name, ca
 
 @settings(max_examples=40, deadline=None)
 @given(queries(), st.integers(0, 10_000))
-def test_the_corrected_softmax_is_a_plain_loop_too(case, seed):
+def test_the_corrected_softmax_equals_a_plain_loop(case, seed):
     positive_B, negative_BN, masked_BN, weight_B = case
     generator = torch.Generator().manual_seed(seed)
     log_q_B, log_q_N = (torch.rand(n, generator=generator) * 6 - 3 for n in negative_BN.shape)

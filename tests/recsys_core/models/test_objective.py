@@ -141,7 +141,7 @@ def one_loss(
     logq_correction=st.sampled_from(["counts", "none"]),
     alpha=st.sampled_from([0.0, 0.75]),
 )
-def test_every_loss_is_what_a_loop_over_queries_and_columns_gives(
+def test_every_loss_equals_a_loop_over_queries_and_columns(
     case: Case, kind: Any, in_batch_negatives: bool | None, mask: Any, logq_correction: Any, alpha: float
 ) -> None:
     loss = LossConfig(

@@ -30,7 +30,7 @@ def schedules(draw: st.DrawFn) -> list[tuple[int, float]]:
 
 
 @given(schedules())
-def test_the_trained_share_is_that_of_the_last_step_reached_and_never_falls(steps: list[tuple[int, float]]) -> None:
+def test_the_trained_share_is_that_of_the_last_schedule_entry_and_never_falls(steps: list[tuple[int, float]]) -> None:
     table = gradual(*steps)
     shares = [table.trained_share(epoch) for epoch in range(1, 15)]
     for epoch, share in enumerate(shares, 1):

@@ -69,7 +69,7 @@ def test_a_tower_with_a_skip_connection_starts_from_the_plain_sum() -> None:
     assert tower.layers is not None and tower.layers[-1].weight.grad.any()  # the zero layer is trained
 
 
-def test_features_of_another_width_are_projected_and_those_of_this_width_are_not() -> None:
+def test_only_features_of_another_width_are_projected() -> None:
     tower = MLP(TowerConfig(), layers=(), widths=(4, 6), dim=4)
     plain, wide = torch.randn(3, 4), torch.randn(3, 6)
     (projection,) = tower.parameters()

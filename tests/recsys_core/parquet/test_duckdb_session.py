@@ -6,7 +6,7 @@ from recsys_core.parquet.duckdb_session import database
 from tests.recsys_core.data.parquet_files import refusal
 
 
-def test_a_disk_too_small_to_spill_to_is_not_taken_for_too_little_memory(tmp_path: Path) -> None:
+def test_a_spill_folder_without_disk_space_is_not_reported_as_too_little_memory(tmp_path: Path) -> None:
     spill = tmp_path / "spill"
     with (
         refusal(str(spill), "DuckDB spills the ids beyond the memory for ids to this folder, but the disk has "),

@@ -56,7 +56,7 @@ def test_a_valid_file_is_read(tmp_path: Path) -> None:
         (b"PAR1" + b"\0" * 50 + b"\0\0\0\0PAR1", ""),
     ],
 )
-def test_the_message_about_a_missing_footer_says_how_the_file_looks(tmp_path: Path, content: bytes, message: str) -> None:
+def test_the_message_about_a_missing_footer_describes_the_file(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "x.parquet").write_bytes(content)
     assert_rejected(str(tmp_path / "x.parquet"), message)
 

@@ -38,7 +38,7 @@ def test_a_folder_with_no_parquet_in_it_is_named(tmp_path: Path) -> None:
         open_sources([str(tmp_path / "log")], setting="interactions.paths")
 
 
-def test_a_glob_passes_over_what_is_set_aside_unless_it_names_it(tmp_path: Path) -> None:
+def test_a_glob_skips_hidden_files_unless_it_names_them(tmp_path: Path) -> None:
     for name in ("a.parquet", "_b.parquet", ".c.parquet", "_old/d.parquet"):
         write(tmp_path / name, x=[1])
     assert names(tmp_path / "*.parquet", tmp_path) == ["a.parquet"]
@@ -54,7 +54,7 @@ def test_a_folder_whose_own_path_has_a_dot_or_a_pattern_is_read(tmp_path: Path) 
         assert names(tmp_path / folder, tmp_path) == [f"{folder}/a.parquet"]
 
 
-def test_a_glob_that_matches_folders_alone_says_so(tmp_path: Path) -> None:
+def test_the_message_about_a_glob_names_matching_folders(tmp_path: Path) -> None:
     for day in (1, 2):
         write(tmp_path / f"dt={day}" / "a.parquet", x=[1])
     with refusal("s: no file matches: ", "dt=*; 2 folders match: append /**/*.parquet"):
@@ -103,7 +103,7 @@ def test_a_name_too_long_for_the_disk_is_rejected() -> None:
         open_sources([name], setting="s")
 
 
-def test_links_that_lead_back_up_end(tmp_path: Path) -> None:
+def test_cyclic_links_do_not_hang(tmp_path: Path) -> None:
     write(tmp_path / "log" / "a.parquet", x=[1])
     for name in ("again", "and_again"):
         (tmp_path / "log" / name).symlink_to(tmp_path / "log")
@@ -129,7 +129,7 @@ def test_a_file_that_is_reached_twice_is_rejected_by_both_names(tmp_path: Path, 
             open_sources([str(pattern) for pattern in patterns], setting="s")
 
 
-def test_a_file_that_two_patterns_spell_differently_is_rejected_and_one_they_spell_alike_counts_once(tmp_path: Path) -> None:
+def test_a_file_matched_under_two_spellings_is_rejected_and_under_one_spelling_counts_once(tmp_path: Path) -> None:
     write(tmp_path / "log" / "a.parquet", x=[1])
     alike = [str(tmp_path / "log"), str(tmp_path / "log" / "*.parquet")]
     assert len(open_sources(alike, setting="s")) == 1
@@ -156,7 +156,7 @@ def test_pipes_and_dangling_links_are_no_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "pattern", ["root/../secret.parquet", "root/link.parquet", "root/links/*.parquet", "root/l*.parquet", "root"]
 )
-def test_what_leads_out_of_data_root_is_rejected(tmp_path: Path, pattern: str) -> None:
+def test_paths_that_leave_data_root_are_rejected(tmp_path: Path, pattern: str) -> None:
     secret = write(tmp_path / "secret.parquet", x=[1])
     (tmp_path / "root" / "links").mkdir(parents=True)
     for link in ("link.parquet", "links/a.parquet"):

@@ -45,7 +45,7 @@ def test_a_glob_without_match_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"x", b"PAR1", b"id,item\n1,2\n", b"PAR1\xff\xff\xff\xffPAR1"])
-def test_what_is_no_parquet_file_is_rejected_with_its_size(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_parquet_is_rejected_with_its_size(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "log.parquet"
     path.write_bytes(content)
     with refusal(str(path), f"not a readable parquet file ({len(content)} bytes)"):
@@ -71,7 +71,7 @@ def test_tables_without_rows_are_rejected_but_one_empty_file_among_others_is_not
     assert len(open_sources([str(tmp_path / "*.parquet")], setting="s")) == 4
 
 
-def test_a_missing_column_is_answered_with_the_nearest_name(tmp_path: Path) -> None:
+def test_the_message_about_a_missing_column_has_the_nearest_name(tmp_path: Path) -> None:
     (source,) = open_sources([write(tmp_path / "a.parquet", userid=[1], item=[2])], setting="s")
     with refusal("a.parquet", "no column 'user_id'", "interactions.user_column", "did you mean 'userid'?", "'item'"):
         require_column(source, "user_id", setting="interactions.user_column")
@@ -79,7 +79,7 @@ def test_a_missing_column_is_answered_with_the_nearest_name(tmp_path: Path) -> N
         require_column(source, "zzz", setting="t")
 
 
-def test_a_column_that_is_there_twice_is_rejected(tmp_path: Path) -> None:
+def test_a_repeated_column_is_rejected(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["id", "id"]), tmp_path / "a.parquet")
     (source,) = open_sources([str(tmp_path / "a.parquet")], setting="s")
     with refusal("a.parquet", "2 columns are named 'id'", "rename"):

@@ -58,19 +58,19 @@ def damaged(path: Path, cut: Callable[[bytes], bytes]) -> Path:
         (lambda whole: b"id,item\n1,2\n", "(12 bytes): it has no parquet footer; list only parquet files"),
     ],
 )
-def test_a_file_that_is_not_whole(tmp_path: Path, stage: Stage, content: Callable[[bytes], bytes], said: str) -> None:
+def test_truncated_files_are_rejected(tmp_path: Path, stage: Stage, content: Callable[[bytes], bytes], said: str) -> None:
     path = damaged(tmp_path / "a.parquet", content)
     refuses(stage(path), tmp_path, f"{path}: not a readable parquet file (", said.split("): ")[-1])
 
 
 @BOTH
-def test_files_that_are_not_there(tmp_path: Path, stage: Stage) -> None:
+def test_missing_files_are_rejected(tmp_path: Path, stage: Stage) -> None:
     refuses(stage(tmp_path / "gone.parquet"), tmp_path, f"{stage.__name__}", f"paths: no such file: {tmp_path}/gone.parquet")
     refuses(stage(tmp_path / "*.parquet"), tmp_path, f"{stage.__name__}", f"paths: no file matches: {tmp_path}/*.parquet")
 
 
 @BOTH
-def test_tables_without_rows(tmp_path: Path, stage: Stage) -> None:
+def test_tables_without_rows_are_rejected(tmp_path: Path, stage: Stage) -> None:
     pq.write_table(pa.table(GOOD).slice(0, 0), tmp_path / "a.parquet")
     refuses(stage(tmp_path / "a.parquet"), tmp_path, f"{tmp_path}/a.parquet: no rows; check the job that writes this table")
 
@@ -89,7 +89,7 @@ def test_a_footer_with_a_wrong_row_count(tmp_path: Path, stage: Stage) -> None:
 
 
 @BOTH
-def test_columns_that_are_missing_double_or_of_another_type(tmp_path: Path, stage: Stage) -> None:
+def test_missing_repeated_or_mistyped_columns_are_rejected(tmp_path: Path, stage: Stage) -> None:
     path, table = tmp_path / "a.parquet", pa.table(GOOD)
     pq.write_table(table.rename_columns(["user_id", "itemid", "t", "v"]), path)
     refuses(stage(path), tmp_path, f"{path}: no column 'item_id' ({stage.__name__}", "_column); did you mean 'itemid'?")
@@ -100,7 +100,7 @@ def test_columns_that_are_missing_double_or_of_another_type(tmp_path: Path, stag
 
 
 @BOTH
-def test_ids_of_mixed_type(tmp_path: Path, stage: Stage) -> None:
+def test_ids_of_mixed_type_are_rejected(tmp_path: Path, stage: Stage) -> None:
     write(tmp_path / "log" / "a.parquet", **GOOD)
     write(tmp_path / "log" / "b.parquet", **(GOOD | {"item_id": [str(row) for row in range(ROWS)]}))
     refuses(
@@ -123,7 +123,7 @@ def test_bombs(tmp_path: Path) -> None:
 
 @BOTH
 @pytest.mark.parametrize("way", ["root/../secret.parquet", "root/link.parquet", "root"])
-def test_what_leads_out_of_data_root(tmp_path: Path, stage: Stage, way: str) -> None:
+def test_paths_that_leave_data_root(tmp_path: Path, stage: Stage, way: str) -> None:
     secret = write(tmp_path / "secret.parquet", **GOOD)
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "link.parquet").symlink_to(secret)
@@ -152,7 +152,7 @@ def stored(folder: Path) -> list[bytes]:
 
 @BOTH
 @pytest.mark.parametrize(("checksums", "compression"), [(True, "snappy"), (False, "zstd"), (False, "none")])
-def test_flipped_bytes_end_in_a_refusal_or_in_a_whole_stage(
+def test_flipped_bytes_give_an_error_or_a_complete_stage(
     tmp_path: Path, stage: Stage, checksums: bool, compression: str
 ) -> None:
     """With checksums what comes through is what went in; without, a number may have become another."""
@@ -177,7 +177,7 @@ def test_flipped_bytes_end_in_a_refusal_or_in_a_whole_stage(
     assert not checksums or refused >= 4
 
 
-def test_text_that_is_none_is_named(tmp_path: Path) -> None:
+def test_a_string_that_is_not_utf8_is_rejected(tmp_path: Path) -> None:
     letters = pa.py_buffer(b"\xff\xfe" + b"ab" * (ROWS - 1))
     broken = pa.StringArray.from_buffers(ROWS, pa.py_buffer(np.arange(0, 2 * ROWS + 2, 2, dtype=np.int32)), letters)
     for column, settings in (("item_id", {}), ("place", {"context_columns": ("place",)})):
@@ -188,7 +188,7 @@ def test_text_that_is_none_is_named(tmp_path: Path) -> None:
     refuses(embeddings(path), tmp_path, f"{path}: column 'item_id': damaged, or not UTF-8 (", "write it again")
 
 
-def test_a_checksum_inside_a_compressed_page_is_not_read_over(tmp_path: Path) -> None:
+def test_a_wrong_checksum_inside_a_gzip_page_is_rejected(tmp_path: Path) -> None:
     """DuckDB does not look at it: the bad row that comes of the damage is not what is wrong."""
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table(GOOD | {"t": list(range(-1, ROWS - 1))}), path, compression="gzip", use_dictionary=False)

@@ -88,7 +88,7 @@ def test_a_glob_passes_over_sidecars(tmp_path: Path) -> None:
     assert ingest(tmp_path / "stage", str(tmp_path / "log" / "*"), split=SPLIT).files_read == 1
 
 
-def test_the_log_knows_which_files_have_checksums_in_their_pages(tmp_path: Path) -> None:
+def test_the_manifest_records_which_files_have_page_checksums(tmp_path: Path) -> None:
     plain = log_of(tmp_path / "log")
     pq.write_table(pq.read_table(log_of(tmp_path, 4)), tmp_path / "log" / "b.parquet", write_page_checksum=True)
     made = ingest(tmp_path / "stage", str(tmp_path / "log"), split=SPLIT)

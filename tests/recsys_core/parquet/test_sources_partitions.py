@@ -29,7 +29,7 @@ def test_hive_keys_are_columns_of_the_type_that_fits_all_files(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("value", ["9223372036854775808", "2026-02-31", "1.5", "", "٣"])
-def test_what_is_neither_integer_nor_date_is_text(tmp_path: Path, value: str) -> None:
+def test_hive_keys_other_than_integers_and_dates_are_text(tmp_path: Path, value: str) -> None:
     write(tmp_path / f"key={value}" / "a.parquet", x=[1])
     (source,) = open_sources([str(tmp_path)], setting="s")
     assert require_column(source, "key", setting="t") == pa.string()
@@ -63,7 +63,7 @@ def test_a_null_key_is_rejected_where_it_is_used(tmp_path: Path) -> None:
     [[1, 2], ["2", "2"], pa.array([2, None]), pa.array([2.0, 2.5]), [True, True], [[2], [2]]],
     ids=["other value", "text that agrees", "null", "float", "bool", "list"],
 )
-def test_a_key_and_a_column_of_one_name_have_to_say_the_same(tmp_path: Path, column: object) -> None:
+def test_a_hive_key_and_a_column_of_one_name_have_to_agree(tmp_path: Path, column: object) -> None:
     write(tmp_path / "shop=2" / "a.parquet", shop=column)
     (source,) = open_sources([str(tmp_path)], setting="s")
     if column == ["2", "2"]:
@@ -80,7 +80,7 @@ def test_a_day_in_the_path_and_in_the_file_may_agree(tmp_path: Path) -> None:
         assert require_column(source, "dt", setting="t") == kind
 
 
-def test_a_missing_key_is_answered_with_the_nearest_one(tmp_path: Path) -> None:
+def test_the_message_about_a_missing_key_has_the_nearest_key(tmp_path: Path) -> None:
     write(tmp_path / "country=NO" / "a.parquet", x=[1])
     (source,) = open_sources([str(tmp_path)], setting="s")
     with refusal("no column 'contry' (t); did you mean 'country'? it has ['x', 'country']"):

@@ -76,7 +76,7 @@ def test_a_store_and_a_disk_give_the_same_files_schemas_and_keys(tmp_path: Path,
     assert there[0].record.modified_ns > 0
 
 
-def test_remote_files_become_local_with_the_columns_asked_for_and_are_gone_afterwards(tmp_path: Path, store: Store) -> None:
+def test_remote_files_are_copied_with_the_requested_columns_and_deleted_afterwards(tmp_path: Path, store: Store) -> None:
     days(tmp_path, store)
     sources = open_sources([str(tmp_path / "log"), store.uri("log")], setting="s")
     assert [source.local for source in sources] == [True] * 3 + [False] * 3
@@ -91,7 +91,7 @@ def test_remote_files_become_local_with_the_columns_asked_for_and_are_gone_after
     assert all(source.path.exists() for source in sources[:3])
 
 
-def test_a_copy_of_hive_keys_alone_has_all_rows(tmp_path: Path, store: Store) -> None:
+def test_a_copy_with_hive_keys_only_has_all_rows(tmp_path: Path, store: Store) -> None:
     days(tmp_path, store)
     sources = open_sources([store.uri("log")], setting="s")
     with local_files(sources, columns=["dt"], scratch=tmp_path / "scratch") as files:
@@ -109,7 +109,7 @@ def test_only_the_columns_asked_for_are_fetched(tmp_path: Path, store: Store) ->
     assert sum(size for _, _, size in store.reads) < len(store.objects["b.parquet"]) / 4
 
 
-def test_a_copy_goes_on_where_the_network_broke_off(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_continues_after_the_connection_is_lost(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     days(tmp_path, store, rows=50)
     (source,) = open_sources([store.uri("log/dt=2026-11-19/part-0.parquet")], setting="s")
     wanted = source.open().read(columns=["user_id", "item_id"])
@@ -132,7 +132,7 @@ def test_a_copy_goes_on_where_the_network_broke_off(tmp_path: Path, store: Store
     assert opened[:6] == [[0], [1], [2], [2], [3], [3]]
 
 
-def test_a_store_that_stays_away_is_named_with_the_row_it_left_off_at(
+def test_a_lost_store_is_reported_with_the_row_that_was_read_last(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     days(tmp_path, store)
@@ -172,7 +172,9 @@ def test_a_damaged_page_in_a_store_is_found_while_it_is_copied(tmp_path: Path, s
         raise AssertionError
 
 
-def test_a_full_disk_is_said_before_anything_is_copied(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_any_file_is_copied(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     days(tmp_path, store)
     sources = open_sources([store.uri("log")], setting="s")
     monkeypatch.setattr("recsys_core.parquet.local_copies.shutil.disk_usage", lambda _: SimpleNamespace(free=7))
@@ -181,7 +183,7 @@ def test_a_full_disk_is_said_before_anything_is_copied(tmp_path: Path, store: St
         raise AssertionError
 
 
-def test_what_is_not_in_the_store_is_named(store: Store) -> None:
+def test_a_missing_object_is_reported_with_its_name(store: Store) -> None:
     store.objects["log/notes.txt"] = b"x"
     for pattern, message in (
         ("gone.parquet", "s: no such file: s3://bucket/gone.parquet"),
@@ -195,7 +197,7 @@ def test_what_is_not_in_the_store_is_named(store: Store) -> None:
         open_sources([store.uri("x").replace("bucket", "elsewhere")], setting="s")
 
 
-def test_rejected_credentials_are_said_to_be_rejected(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejected_credentials_are_reported(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "stranger")
     with refusal("s: s3://bucket/log: the store rejects these credentials; check those in the environment"):
         open_sources([store.uri("log")], setting="s")

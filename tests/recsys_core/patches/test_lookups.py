@@ -38,7 +38,7 @@ def test_empty_shards_are_needed() -> None:
         fused(rows=0)(NO_INDEX, ONE_OFFSET)
 
 
-def test_bags_of_one_is_measured_again_when_fbgemm_changes() -> None:
+def test_the_patch_of_bags_of_one_is_for_the_installed_fbgemm() -> None:
     # Measure whether the unpooled CPU kernel is still slow:
     # python -m benchmarks.train --parts patches
     assert fbgemm_gpu.__version__.startswith("1.9.")

@@ -73,7 +73,7 @@ def test_each_sharding_type_of_each_table_has_a_reason() -> None:
     assert slower and all(one.step_ms > chosen.step_ms for one in slower)
 
 
-def test_a_type_that_is_faster_alone_may_not_fit_together_with_the_other_tables() -> None:
+def test_a_faster_sharding_type_may_not_fit_together_with_the_other_tables() -> None:
     counted = {"values": 0, "out_of_vocabulary": 0, "missing": 0, "definition": "", "continued": False}
     large, third = (FeatureFacts(kind="categorical", rows=rows, **counted) for rows in (9 * 10**8, 3 * 10**8))
     model = ModelSpec.sized(
@@ -107,7 +107,7 @@ def test_more_bandwidth_between_hosts_makes_the_step_shorter() -> None:
     assert planned(inter_host_gb_s=50.0).step_ms < planned(inter_host_gb_s=12.5).step_ms
 
 
-def test_what_a_batch_looks_up_decides_the_estimates_and_misses_of_a_cache_are_prefetched() -> None:
+def test_estimates_depend_on_the_lookups_of_a_batch_and_cache_misses_are_prefetched() -> None:
     cached = {"item": TableConstraint(compute_kernels=("fused_uvm_caching",))}
     config = ShardingConfig(cluster=ClusterConfig(device="cuda"), tables=cached)
     model = ModelSpec.sized(TwoTowerConfig(embedding_dim=128), num_users=1, num_items=10**7)

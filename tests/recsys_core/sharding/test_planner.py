@@ -32,7 +32,7 @@ def config(*kinds: str, **cluster) -> ShardingConfig:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_sharding_type_can_be_planned_on_cpu_for_what_is_pooled(kind):
+def test_every_sharding_type_can_be_planned_on_cpu_for_pooled_tables(kind):
     plan = make_plan(config(kind), model=SPEC, batch_size=64)
     assert plan.tables["user"].sharding_type == kind
     assert plan.tables["item"].sharding_type == (kind if kind in UNPOOLED_SHARDING_TYPES else "row_wise")
@@ -47,14 +47,14 @@ def test_shards_cover_each_table_exactly_once(kind):
         assert all(0 <= shard.rank < 4 for shard in table.shards)
 
 
-def test_a_plan_for_a_cluster_that_is_not_there_needs_no_memory_for_its_tables():
+def test_a_plan_for_another_cluster_allocates_no_tables():
     huge = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), num_users=10**9, num_items=10**8)
     plan = make_plan(config(device="cuda", num_nodes=2, processes_per_node=8, hbm_gb=80), model=huge, batch_size=8192)
     assert plan.world_size == len(plan.ranks) == 16
     assert sum(rank.hbm_bytes for rank in plan.ranks) > (10**9 + 10**8) * 128 * 4
 
 
-def test_twenty_billion_rows_are_planned_row_by_row_beyond_32_bits():
+def test_twenty_billion_rows_are_planned_with_64_bit_row_numbers():
     vast = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), num_users=19 * 10**9, num_items=10**9)
     plan = make_plan(
         config(device="cuda", num_nodes=32, processes_per_node=8, hbm_gb=80, ddr_gb=100), model=vast, batch_size=64
@@ -107,7 +107,7 @@ def test_a_plan_for_another_optimizer_or_one_changed_by_hand_is_rejected():
         plan.model_copy(update={"tables": plan.tables | {"item": item}}).check_matches(spec=SPEC, world_size=2)
 
 
-def test_layouts_are_tried_in_one_order_so_that_among_equal_ones_every_process_chooses_the_same():
+def test_every_process_chooses_the_same_of_equally_good_layouts():
     tied = config("column_wise", "table_wise")  # 64 columns stay whole
     assert make_plan(tied, model=SPEC, batch_size=64).tables["user"].sharding_type == "table_wise"
     orders = []
@@ -125,7 +125,7 @@ def test_layouts_are_tried_in_one_order_so_that_among_equal_ones_every_process_c
     assert sorted(orders[0]) == sorted(KINDS) and orders[0] == orders[1]
 
 
-def test_a_cached_table_goes_to_torchrec_with_its_cache_and_may_be_planned_on_an_ssd_but_not_trained(tmp_path):
+def test_a_cached_table_keeps_its_cache_settings_and_an_ssd_table_can_be_planned_but_not_trained(tmp_path):
     cached = TableConstraint(compute_kernels=("fused_uvm_caching",), cache_load_factor=0.3)
     plan = make_plan(ShardingConfig(cluster=ClusterConfig(device="cuda"), tables={"item": cached}), model=SPEC, batch_size=64)
     parameter = plan.to_torchrec("embedding_tables", spec=SPEC).plan[f"embedding_tables.{SPEC.tables['item'].collection}"][
@@ -142,7 +142,7 @@ def test_a_cached_table_goes_to_torchrec_with_its_cache_and_may_be_planned_on_an
         plan_sharding(on_disk, model=SPEC, batch_size=64, folder=tmp_path / "plan")
 
 
-def test_under_device_auto_memory_is_that_of_this_machine_and_otherwise_what_the_config_or_the_default_says() -> None:
+def test_device_auto_uses_the_memory_of_this_machine_and_other_devices_the_configured_or_default_memory() -> None:
     here = with_default_memory(ClusterConfig())
     limit = min(psutil.virtual_memory().total, cgroup_limits().memory_bytes or psutil.virtual_memory().total) / 2**30
     assert here.ddr_gb is not None and limit - 1 < here.ddr_gb <= limit

@@ -94,5 +94,5 @@ def look_up(rank: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", UNPOOLED_SHARDING_TYPES)
-def test_sharded_lookups_give_the_rows_of_whole_tables_also_where_nothing_is_asked_for(kind: str) -> None:
+def test_sharded_lookups_equal_lookups_in_whole_tables_even_for_a_rank_without_ids(kind: str) -> None:
     run_ranks(look_up, world_size=2, arguments=(kind,))

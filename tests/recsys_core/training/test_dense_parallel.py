@@ -231,7 +231,7 @@ def fill_warm(rank: int, folder: Path) -> None:
         torch.testing.assert_close(found[name], value, rtol=0, atol=0)
 
 
-def test_the_champions_layers_go_on_in_sharded_ones(tmp_path):
+def test_the_layers_of_the_champion_are_loaded_into_sharded_layers(tmp_path):
     run_ranks(fill_warm, world_size=4, arguments=(tmp_path,))
 
 

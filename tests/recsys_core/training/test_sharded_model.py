@@ -164,7 +164,7 @@ def test_four_ranks_train_the_same_tables_and_layers_as_one_unsharded_process(ki
     ("kind", "forward", "backward"),
     [("row_wise", "fp16", "bf16"), ("table_wise", "bf16", "fp32"), ("table_wise", "int8", "bf16")],
 )
-def test_rows_that_travel_in_less_precision_train_nearly_the_same(kind, forward, backward):
+def test_rows_sent_in_lower_precision_train_nearly_the_same_model(kind, forward, backward):
     check(Case(kind, item_kind=kind, quantized_comms=QuantizedCommsConfig(forward=forward, backward=backward)))
 
 

@@ -137,7 +137,7 @@ def test_residual_learns_offsets_from_zero_next_to_frozen_vectors(kind, tmp_path
     ("kind", "optimizer"),
     [*((kind, "rowwise_adagrad") for kind in KINDS), ("row_wise", "adagrad"), ("row_wise", "sgd"), ("data_parallel", "adam")],
 )
-def test_gradual_trains_the_most_frequent_rows_first_and_leaves_the_others_bit_by_bit(kind, optimizer, tmp_path):
+def test_gradual_trains_the_most_frequent_rows_first_and_leaves_the_others_unchanged(kind, optimizer, tmp_path):
     gradual = TableConfig(transfer="gradual", unfreeze=STAGES)
     spec = spec_of(kind, item=gradual, user=gradual)
     run = train(tmp_path, spec, kind=kind, training=training_of(kind=optimizer), epochs=3)
@@ -187,7 +187,7 @@ def test_weight_decay_pulls_the_rows_of_a_step_towards_zero_and_no_others(kind, 
 
 
 @pytest.mark.parametrize("kind", ["row_wise", "data_parallel"])
-def test_clip_bounds_what_a_step_changes(kind, tmp_path):
+def test_gradient_clipping_bounds_the_change_of_a_step(kind, tmp_path):
     limit, rate = 0.001, 0.5
     clipped = TableOptimizer(kind="sgd", learning_rate=rate, warmup_steps=0, gradient_clip_value=limit)
     free = clipped.model_copy(update={"gradient_clip_value": None})

@@ -239,7 +239,7 @@ def test_a_plan_for_more_gpus_than_the_host_has_is_rejected_before_the_launch(ex
     assert not (tmp_path / "train").exists() and not (tmp_path / "train.work" / "logs").exists()
 
 
-def test_a_metrics_file_that_a_new_attempt_replaces_is_read_from_its_beginning_even_if_it_is_longer(tmp_path):
+def test_a_replaced_metrics_file_is_read_from_its_beginning_even_if_it_is_longer(tmp_path):
     def write(path: Path, *, losses: list[float]) -> None:
         lines = [
             Progress(step=step, total_steps=9, epoch=1, loss=loss, learning_rate=0.1, samples_per_s=1.0).model_dump_json()

@@ -40,7 +40,7 @@ def flip_a_bit(workspace: Path, version: str) -> None:
     file.write_bytes(content)
 
 
-def test_a_run_that_promotes_while_another_compares_is_compared_with(
+def test_a_run_is_compared_with_a_champion_promoted_during_its_comparison(
     workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     do_register(stages(confused=True), run_of(workspace, "one"))
@@ -78,7 +78,7 @@ def test_a_champion_with_a_flipped_bit_is_replaced_and_reported(
     assert version_tags(connect(workspace), "1")[BROKEN_TAG].startswith("models:/m/1: ")
 
 
-def test_a_version_worse_than_the_last_champion_that_loads_lets_that_one_be_champion_again(
+def test_a_version_that_is_worse_than_the_last_loadable_champion_restores_that_champion(
     workspace: Path, stages: BuildStages, predicted_here: list[str]
 ) -> None:
     for run_id in ("one", "two"):

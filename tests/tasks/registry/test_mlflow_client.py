@@ -50,7 +50,7 @@ def trouble(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield address.replace("//", "//ada:***@"), words
 
 
-def test_each_trouble_is_one_sentence_with_the_address_and_without_its_password(
+def test_each_mlflow_failure_is_one_sentence_with_the_address_and_without_its_password(
     tmp_path: Path, trouble: tuple[str, str]
 ) -> None:
     address, words = trouble
@@ -83,7 +83,7 @@ def test_a_locked_database_is_one_sentence(workspace: Path) -> None:
             call_with_retries(lambda: connect(workspace), uri=f"sqlite:///{workspace}/mlflow.db")
 
 
-def test_what_may_pass_is_tried_again_and_warned_about_once(
+def test_a_transient_error_is_retried_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(mlflow_client, "RETRY_TIMEOUT_S", 60.0)
@@ -95,7 +95,7 @@ def test_what_may_pass_is_tried_again_and_warned_about_once(
     assert warning.endswith("; retrying for up to 60 s")
 
 
-def test_what_another_attempt_cannot_change_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_permanent_error_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlflow_client, "RETRY_TIMEOUT_S", 60.0)
     attempts: list[int] = []
 

@@ -87,7 +87,7 @@ def test_of_threads_that_compared_with_the_same_champion_one_moves_the_alias(
 
 
 @pytest.mark.parametrize("turn", [CHOOSING, "1"])
-def test_the_turn_of_a_process_that_died_is_passed_over(
+def test_the_promotion_of_a_process_that_died_is_skipped(
     workspace: Path, versions: list[ModelVersion], monkeypatch: pytest.MonkeyPatch, turn: str
 ) -> None:
     client = connect(workspace)
@@ -97,7 +97,7 @@ def test_the_turn_of_a_process_that_died_is_passed_over(
     assert champion(client) == "3"
 
 
-def test_a_turn_that_was_passed_over_moves_nothing(
+def test_a_skipped_promotion_does_not_move_the_alias(
     workspace: Path, versions: list[ModelVersion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = connect(workspace)

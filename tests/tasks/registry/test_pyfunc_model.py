@@ -105,7 +105,7 @@ def test_a_version_answers_in_a_fresh_interpreter_without_torchrec_fbgemm_and_ou
     assert json.loads(fresh.stdout.splitlines()[-1]) == [answer["item_ids"] for answer in here]
 
 
-def test_a_row_that_is_wrong_has_an_error_and_the_others_are_answered(server: TestClient) -> None:
+def test_an_invalid_record_has_an_error_and_the_others_have_recommendations(server: TestClient) -> None:
     good, wrong = {"user_id": "user-0", "history": [5003, 5006]}, {"user_id": 7}
     records = [
         good,

@@ -25,7 +25,7 @@ def logged_steps(run: Run) -> list[int]:
     return [metric.step for metric in client.get_metric_history(open_run(client, run), "train/loss")]
 
 
-def test_the_mlflow_run_is_found_again_and_its_artifacts_lie_in_the_workspace(run: Run) -> None:
+def test_the_mlflow_run_is_found_again_and_its_artifacts_are_in_the_workspace(run: Run) -> None:
     client = connect(run.workspace)
     first = open_run(client, run)
     assert open_run(connect(run.workspace), run) == first
@@ -63,7 +63,7 @@ def test_a_failed_training_leaves_a_failed_mlflow_run(run: Run) -> None:
     assert client.get_run(open_run(client, run)).info.status == "FAILED"
 
 
-def test_an_outage_is_one_warning_and_what_was_lost_is_made_up_for(
+def test_an_outage_is_one_warning_and_lost_metrics_are_sent_later(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # no process listens there
@@ -92,7 +92,7 @@ def test_sending_never_waits_for_mlflow(run: Run, monkeypatch: pytest.MonkeyPatc
     assert logged_steps(run) == list(STEPS)
 
 
-def test_a_param_keeps_its_first_value_and_what_a_resume_changed_is_tagged(run: Run) -> None:
+def test_a_param_keeps_its_first_value_and_changes_of_a_resumed_run_are_tags(run: Run) -> None:
     client = connect(run.workspace)
     mlflow_run_id = open_run(client, run)
     log_params(client, mlflow_run_id, config_file=run.config_file)

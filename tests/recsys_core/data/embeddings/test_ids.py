@@ -15,7 +15,7 @@ from tests.recsys_core.data.parquet_files import refuses, write
 
 
 @pytest.mark.parametrize("dictionary", [True, False])
-def test_strange_ids_come_out_as_they_went_in(tmp_path: Path, dictionary: bool) -> None:
+def test_unusual_unicode_ids_are_stored_unchanged(tmp_path: Path, dictionary: bool) -> None:
     ids = pa.array(STRANGE).dictionary_encode() if dictionary else pa.array(STRANGE)
     path = write(tmp_path / "v.parquet", item_id=ids, v=[[1.0 + row] for row in range(len(STRANGE))])
     made = ingest_embeddings((EmbeddingsConfig(paths=path, vector_column="v"),), folder=tmp_path / "embeddings")
@@ -33,7 +33,7 @@ def test_strange_ids_come_out_as_they_went_in(tmp_path: Path, dictionary: bool) 
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_no_strange_id_breaks_a_message(tmp_path: Path, name: str) -> None:
+def test_no_unusual_id_breaks_a_message(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "v.parquet", item_id=[name] * 2, v=[[1.0], [2.0]])
     config = EmbeddingsConfig(paths=path, vector_column="v")
 

@@ -57,7 +57,7 @@ def some_vectors(rows: int, dim: int, dtype: type = np.float32) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("layout", [as_list, as_large_list, as_fixed, as_sliced, as_chunks])
-def test_every_list_layout_gives_the_matrix_that_went_in(tmp_path: Path, layout: Layout, dtype: type) -> None:
+def test_every_list_layout_gives_the_same_matrix(tmp_path: Path, layout: Layout, dtype: type) -> None:
     vectors = some_vectors(11, 3, dtype)
     path = write(tmp_path / "a.parquet", item_id=np.arange(11) * 7, v=layout(vectors), row_group=4)
     made = ingest(tmp_path / "stage", path, batch_rows=3)
@@ -133,14 +133,14 @@ def test_files_of_a_glob_follow_one_another_by_name(tmp_path: Path) -> None:
     assert [source.rows for source in made.sources] == [2, 0, 4, 3]
 
 
-def test_a_folder_whose_name_looks_like_a_pattern_holds_the_stage_just_as_well(tmp_path: Path) -> None:
+def test_a_stage_folder_may_have_pattern_characters_in_its_name(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", item_id=[1, 1], v=as_list(some_vectors(2, 2)))
     (tmp_path / "run[1]").mkdir()
     refuses(lambda folder: ingest(folder, path), tmp_path / "run[1]", "id 1 is already in")
 
 
 @pytest.mark.parametrize("columns", [{"vector_column": "v"}, {"dimension_prefix": "d"}])
-def test_what_comes_out_depends_neither_on_threads_nor_on_row_groups(tmp_path: Path, columns: dict[str, str]) -> None:
+def test_the_result_depends_neither_on_threads_nor_on_row_groups(tmp_path: Path, columns: dict[str, str]) -> None:
     vectors = some_vectors(5_000, 37, np.float64)
     wide = {f"d{index}": vectors[:, index] for index in range(37)}
     path = write(tmp_path / "a.parquet", item_id=np.arange(5_000)[::-1], v=as_fixed(vectors), row_group=1_111, **wide)
@@ -150,14 +150,14 @@ def test_what_comes_out_depends_neither_on_threads_nor_on_row_groups(tmp_path: P
     assert kept[1].files == kept[5].files and kept[1].fingerprint == kept[5].fingerprint
 
 
-def test_nothing_but_matrices_and_ids_stays(tmp_path: Path) -> None:
+def test_the_stage_has_only_matrices_and_ids(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", item_id=[1, 2], v=[[1.0, 2.0], [3.0, 5.0]])
     made = ingest(tmp_path / "stage", path)
     assert {file.name for file in made.folder.iterdir()} == {"item.vectors.npy", "item.ids.parquet", "manifest.json", MARKER}
 
 
 @pytest.mark.parametrize("columns", [{"vector_column": "v"}, {"dimension_prefix": "d"}])
-def test_normalised_vectors_have_length_one_whatever_they_had(tmp_path: Path, columns: dict[str, str]) -> None:
+def test_normalised_vectors_have_length_one(tmp_path: Path, columns: dict[str, str]) -> None:
     vectors = np.array([[3.0, 4.0], [3e30, 4e30], [-3e-30, 4e-30], [6e-44, 8e-44]])
     path = write(tmp_path / "a.parquet", item_id=range(4), v=as_list(vectors), d0=vectors[:, 0], d1=vectors[:, 1])
     stored = np.load(ingest(tmp_path / "stage", path, normalise=True, **columns).vectors("item"))
@@ -182,7 +182,7 @@ def test_a_projection_keeps_the_directions_of_most_variance(tmp_path: Path) -> N
     np.testing.assert_allclose(scaled, stored / np.linalg.norm(stored, axis=1, keepdims=True), rtol=1e-5)
 
 
-def test_ids_of_another_domain_become_ours_and_those_without_one_are_left_out(tmp_path: Path) -> None:
+def test_an_id_map_replaces_ids_and_drops_ids_without_an_entry(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", item_id=["x", "y", "z", "w"], v=[[1.0], [2.0], [3.0], [4.0]])
     ids = write(tmp_path / "map.parquet", theirs=["w", "x", "unused", "z"], ours=[40, 10, 5, 30])
     made = ingest(
@@ -194,7 +194,7 @@ def test_ids_of_another_domain_become_ours_and_those_without_one_are_left_out(tm
     assert [Path(source.path).name for source in made.sources] == ["a.parquet", "map.parquet"]
 
 
-def test_of_two_entries_for_a_table_the_earlier_wins_and_tables_have_files_of_their_own(tmp_path: Path) -> None:
+def test_the_first_of_two_entries_for_a_table_wins_and_each_table_has_its_own_files(tmp_path: Path) -> None:
     own = write(tmp_path / "own.parquet", item_id=[1, 2, 3], v=[[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]])
     bought = write(tmp_path / "bought.parquet", sku=[5, 3, 4, 1], e0=[9.0] * 4, e1=[5.0, 3.0, 4.0, 1.0])
     users = write(tmp_path / "users.parquet", user=["ann"], v=[[7.0, 7.0, 7.0]])
@@ -218,7 +218,7 @@ def test_of_two_entries_for_a_table_the_earlier_wins_and_tables_have_files_of_th
     row_group=st.integers(1, 50),
     batch_rows=st.integers(1, 50),
 )
-def test_what_is_dropped_is_what_is_bad_and_the_rest_keeps_its_vector(
+def test_only_bad_rows_are_dropped_and_the_others_keep_their_vectors(
     tmp_path_factory: pytest.TempPathFactory, length: list[int | None], ids: st.DataObject, row_group: int, batch_rows: int
 ) -> None:
     folder = tmp_path_factory.mktemp("dropped")

@@ -120,7 +120,7 @@ LISTS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", LISTS)
-def test_a_bad_vector_is_named_and_nothing_stays(tmp_path: Path, case: str) -> None:
+def test_a_bad_vector_is_rejected_and_no_file_is_left(tmp_path: Path, case: str) -> None:
     columns, parts = LISTS[case]
     path = write(tmp_path / "a.parquet", **columns)
     refuses(lambda folder: ingest(folder, path, batch_rows=2), tmp_path, *parts)
@@ -144,13 +144,13 @@ DIMENSIONS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", DIMENSIONS)
-def test_a_bad_dimension_is_named_and_nothing_stays(tmp_path: Path, case: str) -> None:
+def test_a_bad_dimension_is_rejected_and_no_file_is_left(tmp_path: Path, case: str) -> None:
     columns, parts = DIMENSIONS[case]
     path = write(tmp_path / "a.parquet", item_id=list(range(len(columns.get("d0", [1])))), **columns)
     refuses(lambda folder: ingest(folder, path, batch_rows=2, dimension_prefix="d"), tmp_path, *parts)
 
 
-def test_a_column_that_is_there_twice_is_rejected(tmp_path: Path) -> None:
+def test_a_repeated_column_is_rejected(tmp_path: Path) -> None:
     table = pa.Table.from_arrays([pa.array([1])] + [pa.array([1.0])] * 3, names=["item_id", "d0", "d1", "d1"])
     path = str(tmp_path / "a.parquet")
     pq.write_table(table, path)
@@ -191,13 +191,15 @@ def test_files_with_different_dimensions_are_rejected_with_both_names(tmp_path: 
         ),
     ],
 )
-def test_what_is_wrong_between_two_files_names_both(tmp_path: Path, other: dict[str, Any], parts: tuple[str, ...]) -> None:
+def test_a_conflict_between_two_files_is_reported_with_both_names(
+    tmp_path: Path, other: dict[str, Any], parts: tuple[str, ...]
+) -> None:
     first = write(tmp_path / "a.parquet", item_id=[3, 4, 1], v=[[1.0]] * 3)
     second = write(tmp_path / "b.parquet", **other)
     refuses(lambda folder: ingest(folder, first, second), tmp_path, *parts)
 
 
-def test_damage_behind_an_intact_footer_is_named(tmp_path: Path) -> None:
+def test_damage_behind_an_intact_footer_is_reported(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", item_id=np.arange(5000), v=list(np.ones((5000, 4))))
     damage_data(path)
     refuses(lambda folder: ingest(folder, path), tmp_path, "a.parquet: damaged: ", "write it again")
@@ -206,7 +208,7 @@ def test_damage_behind_an_intact_footer_is_named(tmp_path: Path) -> None:
 BAD = {"item_id": [1, 2, None, 2, *range(3, 99)], "v": [[1.0], [np.nan], [1.0], [4.0], [0.0], *([[1.0]] * 94)]}
 
 
-def test_bad_rows_are_dropped_where_the_config_says_so_and_counted(tmp_path: Path) -> None:
+def test_with_drop_bad_rows_are_dropped_and_counted(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", **{name: values[:99] for name, values in BAD.items()})
     made = ingest(tmp_path / "stage", path, on_bad_rows="drop", max_bad_share=0.04)
     # The first vector of item 2 is no vector, so the second is its first.
@@ -215,7 +217,7 @@ def test_bad_rows_are_dropped_where_the_config_says_so_and_counted(tmp_path: Pat
     assert np.load(made.vectors("item"))[:3].tolist() == [[1.0], [4.0], [1.0]]
 
 
-def test_more_bad_rows_than_the_share_are_rejected_with_the_kinds(tmp_path: Path) -> None:
+def test_more_bad_rows_than_max_bad_share_are_rejected_with_their_reasons(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", **{name: values[:99] for name, values in BAD.items()})
     refuses(
         lambda folder: ingest(folder, path, on_bad_rows="drop"), tmp_path,
@@ -300,7 +302,7 @@ def test_a_matrix_larger_than_the_free_disk_is_rejected_before_a_vector_is_writt
     ("rows", "dim", "said"),
     [(4_000, 128, "4,000 x 128 numbers, takes 0.002 GiB"), (40_000, 1, "the stage does not fit")],
 )
-def test_a_disk_that_is_full_is_an_error_and_no_crash(tmp_path: Path, small_disk: Path, rows: int, dim: int, said: str) -> None:
+def test_a_full_disk_is_an_input_error(tmp_path: Path, small_disk: Path, rows: int, dim: int, said: str) -> None:
     """In the second case the matrix fits on the disk, but the ids do not."""
     ids = [np.random.default_rng(row).bytes(16).hex() for row in range(rows)]
     path = write(tmp_path / "a.parquet", item_id=ids, v=list(np.ones((rows, dim), np.float32)))

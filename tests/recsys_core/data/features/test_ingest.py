@@ -64,7 +64,7 @@ def vocabulary(made: FeaturesManifest, key: str) -> list[tuple[Any, int]]:
     return list(zip(table["value"], table["count"], strict=True))
 
 
-def test_a_vocabulary_is_by_falling_count_and_row_zero_is_for_the_rest(tmp_path: Path) -> None:
+def test_a_vocabulary_is_sorted_by_count_and_row_zero_is_out_of_vocabulary(tmp_path: Path) -> None:
     path = write(tmp_path / "i.parquet", id=[12, 10, 99, 13, 11], genre=["rock", "pop", "metal", None, "rock"])
     made = ingest(tmp_path / "features", stage(tmp_path / "log"), **items(path, {"name": "genre"}))
     assert vocabulary(made, "item.genre") == [(None, 1), ("rock", 2), ("pop", 1)]
@@ -161,7 +161,7 @@ def test_the_context_is_counted_on_training_events_alone(tmp_path: Path) -> None
     assert made.tables == {}
 
 
-def test_a_workspace_below_a_folder_named_like_a_column_is_read_as_any_other(tmp_path: Path) -> None:
+def test_a_workspace_in_a_folder_named_like_a_column_is_read_like_any_other(tmp_path: Path) -> None:
     folder = tmp_path / "device=tv" / "id=7" / "value=a"
     interactions = stage(folder / "log", context={"device": ["tv", "app"] * 4 + ["car"]})
     brands = write(tmp_path / "brands.parquet", sku=ITEMS, brand=["a", "a", "b", "c", "c"])
@@ -187,7 +187,7 @@ def test_a_value_keeps_its_row_in_later_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("why", ["another lineage", "another definition", "a damaged vocabulary"])
-def test_a_vocabulary_is_rebuilt_for(tmp_path: Path, why: str) -> None:
+def test_a_vocabulary_is_rebuilt_after_a_change(tmp_path: Path, why: str) -> None:
     log = stage(tmp_path / "log")
     path = write(tmp_path / "i.parquet", id=ITEMS, brand=["a", "a", "b", "b", "b"], kin=["a", "a", "b", "b", "b"])
     earlier = ingest(
@@ -223,7 +223,7 @@ numbers = st.none() | st.floats(width=32) | st.sampled_from([0.0, -0.0, 1.0, 2.0
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_what_goes_in_comes_out(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_random_features_are_stored_unchanged(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("case")
     described = data.draw(st.lists(st.integers(0, 9), unique=True, min_size=1))
     count = len(described)

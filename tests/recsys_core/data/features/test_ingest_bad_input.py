@@ -63,12 +63,14 @@ def test_a_missing_id_column_is_named(tmp_path: Path) -> None:
         ("numeric", ["1", "2", "3"], ("'brand' is string", "numeric needs a number")),
     ],
 )
-def test_a_type_that_does_not_fit_the_kind(tmp_path: Path, kind: str, values: list[Any], words: tuple[str, ...]) -> None:
+def test_a_column_type_that_does_not_fit_the_feature_kind_is_rejected(
+    tmp_path: Path, kind: str, values: list[Any], words: tuple[str, ...]
+) -> None:
     feature = {"name": "brand", "kind": kind} | ({"buckets": 4} if kind == "numeric" else {})
     refused(tmp_path, "items.parquet", *words, features=[feature], brand=values)
 
 
-def test_files_with_different_types(tmp_path: Path) -> None:
+def test_files_with_different_types_are_rejected(tmp_path: Path) -> None:
     write(tmp_path / "data" / "a.parquet", id=[10], brand=[1])
     write(tmp_path / "data" / "b.parquet", id=[11], brand=["x"])
     path = str(tmp_path / "data" / "*.parquet")
@@ -81,7 +83,7 @@ def test_files_with_different_types(tmp_path: Path) -> None:
     )
 
 
-def test_ids_of_another_type_than_the_logs(tmp_path: Path) -> None:
+def test_ids_of_another_type_than_those_of_the_log_are_rejected(tmp_path: Path) -> None:
     refused(
         tmp_path,
         "items.parquet",
@@ -92,7 +94,7 @@ def test_ids_of_another_type_than_the_logs(tmp_path: Path) -> None:
     )
 
 
-def test_a_null_id(tmp_path: Path) -> None:
+def test_a_null_id_is_rejected(tmp_path: Path) -> None:
     refused(
         tmp_path,
         "items.parquet: column 'id', row 1: null (2 of 3 rows); drop these rows",
@@ -102,7 +104,7 @@ def test_a_null_id(tmp_path: Path) -> None:
     )
 
 
-def test_an_id_that_occurs_twice_even_in_two_files(tmp_path: Path) -> None:
+def test_an_id_that_occurs_twice_is_rejected_even_in_two_files(tmp_path: Path) -> None:
     refused(
         tmp_path,
         "items.parquet: column 'id', row 0: 11 is the id of more than one row",
@@ -124,7 +126,7 @@ def test_an_id_that_occurs_twice_even_in_two_files(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_ids_of_which_none_is_in_the_log(tmp_path: Path) -> None:
+def test_ids_without_a_match_in_the_log_are_rejected(tmp_path: Path) -> None:
     refused(
         tmp_path,
         "items.parquet",
@@ -136,7 +138,7 @@ def test_ids_of_which_none_is_in_the_log(tmp_path: Path) -> None:
     )
 
 
-def test_numbers_over_int64(tmp_path: Path) -> None:
+def test_numbers_over_int64_are_rejected(tmp_path: Path) -> None:
     huge = pa.array([1, 2**64 - 1, 3], pa.uint64())
     refused(
         tmp_path,
@@ -146,7 +148,7 @@ def test_numbers_over_int64(tmp_path: Path) -> None:
     )
 
 
-def test_ids_over_int64(tmp_path: Path) -> None:
+def test_ids_over_int64_are_rejected(tmp_path: Path) -> None:
     huge = pa.array([1, 2**64 - 1, 3], pa.uint64())
     refused(tmp_path, "column 'id', row 1", "over int64", "write the ids as strings", features=BRAND, id=huge, brand=["a"] * 3)
 
@@ -155,7 +157,7 @@ LIKES = [{"name": "likes", "kind": "weighted_list", "weight_column": "much"}]
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0, None, 1e300])
-def test_a_weight_that_is_no_finite_number_from_zero_on(tmp_path: Path, weight: float | None) -> None:
+def test_a_weight_that_is_negative_or_not_finite_is_rejected(tmp_path: Path, weight: float | None) -> None:
     refused(
         tmp_path, "items.parquet: column 'much', row 2", "is a list with a weight that is null, negative, or not finite",
         "(2 of 4 rows)",
@@ -164,14 +166,14 @@ def test_a_weight_that_is_no_finite_number_from_zero_on(tmp_path: Path, weight: 
     )  # fmt: skip
 
 
-def test_more_weights_than_values(tmp_path: Path) -> None:
+def test_more_weights_than_values_are_rejected(tmp_path: Path) -> None:
     refused(
         tmp_path, "items.parquet: column 'much', row 1: [1.0, 2.0] is", "not as long as the list in 'likes'", features=LIKES,
         likes=pa.array([["a"], ["b"], None], LIST), much=pa.array([[1.0], [1.0, 2.0], None], WEIGHTS),
     )  # fmt: skip
 
 
-def test_weights_that_are_no_list_of_numbers(tmp_path: Path) -> None:
+def test_weights_that_are_not_a_list_of_numbers_are_rejected(tmp_path: Path) -> None:
     refused(
         tmp_path,
         "'much' is string",
@@ -182,17 +184,17 @@ def test_weights_that_are_no_list_of_numbers(tmp_path: Path) -> None:
     )
 
 
-def test_a_damaged_file(tmp_path: Path) -> None:
+def test_a_damaged_file_is_rejected(tmp_path: Path) -> None:
     path = write(tmp_path / "items.parquet", id=list(range(1000)), brand=[f"b{row}" for row in range(1000)])
     damage_data(path)
     refused(tmp_path, "the features: ", features=BRAND, path=path)
 
 
-def test_columns_that_differ_by_case_alone(tmp_path: Path) -> None:
+def test_columns_whose_names_differ_only_in_case_are_rejected(tmp_path: Path) -> None:
     refused(tmp_path, "columns ['brand', 'Brand'] differ by case alone", features=BRAND, brand=["a"] * 3, Brand=["b"] * 3)
 
 
-def test_names_with_quotes_and_long_hostile_values_do_no_harm(tmp_path: Path) -> None:
+def test_column_names_with_quotes_and_very_long_values_are_harmless(tmp_path: Path) -> None:
     column = 'much" FROM x; DROP TABLE joined; --'
     feature = [{"name": "likes", "kind": "weighted_list", "weight_column": column}]
     likes, much = pa.array([["\u202e" + "x" * 10_000], ["b"] * 5_000, None], LIST), [[1.0], [-1.0] * 5_000, None]
@@ -227,7 +229,7 @@ def test_names_with_quotes_and_long_hostile_values_do_no_harm(tmp_path: Path) ->
         ({"name": "../x"}, "should match pattern"),
     ],
 )
-def test_a_feature_whose_settings_do_not_go_together(settings: dict[str, Any], words: str) -> None:
+def test_contradicting_settings_of_a_feature_are_rejected(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError) as caught:
         FeatureConfig.model_validate({"name": "x"} | settings)
     assert words in str(caught.value)

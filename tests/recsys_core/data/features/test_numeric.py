@@ -46,7 +46,7 @@ def stored(made: FeaturesManifest, key: str = "item.price") -> tuple[list[int], 
     return row.tolist(), weight.tolist()
 
 
-def test_a_number_is_its_distance_from_the_mean_of_what_training_sees(tmp_path: Path) -> None:
+def test_a_number_is_standardised_with_the_training_events(tmp_path: Path) -> None:
     # Of 1, 3, 1 and 3: mean 2, standard deviation 1. Item 6 is not in training, item 7 not in the table.
     made = ingest(tmp_path, [1.0, 3.0, 1.0, 3.0, None, math.nan, 4.5])
     assert stored(made) == ([1, 1, 1, 1, 0, 0, 1, 0], [-1.0, 1.0, -1.0, 1.0, 0.0, 0.0, 2.5, 0.0])
@@ -62,7 +62,7 @@ def test_infinities_and_outliers_are_cut_off_and_infinities_move_no_mean(tmp_pat
 
 
 @pytest.mark.parametrize("price", [[0.1] * 6 + [7.0], [None] * 6 + [7.0]])
-def test_without_a_spread_in_training_every_weight_is_zero(tmp_path: Path, price: list[float | None]) -> None:
+def test_a_feature_without_variance_in_training_has_zero_weights(tmp_path: Path, price: list[float | None]) -> None:
     made = ingest(tmp_path, pa.array(price, pa.float64()))
     assert made.features["item.price"].std == 0
     assert stored(made) == ([int(one is not None) for one in price] + [0], [0.0] * 8)

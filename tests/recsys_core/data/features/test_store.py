@@ -135,7 +135,7 @@ def test_each_query_has_the_features_of_its_user_and_event_and_each_item_its_own
     assert len(set(positions)) == len(positions) == store.num_train_events
 
 
-def test_a_user_is_asked_about_with_the_features_of_the_first_event_of_the_split(
+def test_a_query_has_the_event_features_of_the_first_event_of_the_split(
     made: tuple[EventStore, FeatureStore],
 ) -> None:
     store, features = made
@@ -153,7 +153,7 @@ def test_lists_keep_their_own_values(made: tuple[EventStore, FeatureStore]) -> N
     assert weight is not None and weight.tolist() == WEIGHT["item.tags"][7] + WEIGHT["item.tags"][3]
 
 
-def test_the_forms_tell_how_many_values_there_are_and_whether_with_weights(tmp_path: Path) -> None:
+def test_the_form_of_a_feature_follows_its_number_of_values_and_weights(tmp_path: Path) -> None:
     interactions = write_interactions(tmp_path / "log", users=[1], items=[1, 2], log=[([0, 1], [], [1])])
     items = write(
         tmp_path / "items.parquet", id=[1, 2], price=[1.0, 3.0], tags=[["a"], ["b"]], much=[[1.0], [2.0]], brand=["x", "y"]

@@ -1,4 +1,4 @@
-"""Pretrained vectors of a feature's values find the rows of its table, on every earlier."""
+"""Pretrained vectors of a feature's values are assigned to the rows of its table again in every run."""
 
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def test_each_value_has_the_row_of_its_vector(tmp_path: Path, name: type) -> Non
     assert "item.other.vector_row.npy" not in made.files
 
 
-def test_the_values_of_lists_and_below_min_count_count_as_the_vocabulary_has_them(tmp_path: Path) -> None:
+def test_list_values_get_vectors_and_values_below_min_count_do_not(tmp_path: Path) -> None:
     tags = pa.array([["a", "b"], ["b", "c"], None, [], ["b", "c", None]], pa.list_(pa.string()))
     embeddings = embed(tmp_path, item__tags=["a", "b", "d"])
     made = ingest(tmp_path, embeddings, {"name": "tags", "kind": "list", "min_count": 2}, tags=tags)
@@ -111,7 +111,7 @@ PRICE = {"name": "price", "kind": "numeric"}
         ),
     ],
 )
-def test_vectors_that_cannot_belong_to_a_feature(
+def test_vectors_of_an_unsuitable_feature_are_rejected(
     tmp_path: Path, table: str, ids: list[Any], feature: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     embeddings = embed(tmp_path / "vectors", **{table: ids})

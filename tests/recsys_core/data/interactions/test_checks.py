@@ -72,14 +72,14 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_row_is_named_and_nothing_stays(tmp_path: Path, case: str) -> None:
+def test_a_bad_row_is_rejected_and_no_file_is_left(tmp_path: Path, case: str) -> None:
     columns, settings, said = BAD[case]
     path = write(tmp_path / "a.parquet", **(GOOD | columns))
     way_out = [] if case.startswith("one") else ["rows); ", ", or set interactions.on_bad_rows to drop"]
     refuses(lambda folder: ingest(folder, path, split=LAST_OUT, **settings), tmp_path, f"{path}: column {said}", *way_out)
 
 
-def test_of_several_faults_in_several_files_the_first_row_of_the_first_file_is_named(tmp_path: Path) -> None:
+def test_the_message_names_the_first_bad_row_of_the_first_bad_file(tmp_path: Path) -> None:
     write(tmp_path / "log" / "a.parquet", **GOOD, x=[1.0] * 4)
     write(tmp_path / "log" / "b.parquet", **(GOOD | {"t": [1, 2, -1, 3]}), x=[1.0, 1.0, 1.0, NAN])
     write(tmp_path / "log" / "c.parquet", **(GOOD | {"user_id": [None, 1, 1, 2]}), x=[NAN, NAN, NAN, 1.0])
@@ -153,7 +153,7 @@ def test_dropped_rows_are_counted_by_reason_and_all_others_are_kept(tmp_path: Pa
     )  # fmt: skip
 
 
-def test_bad_values_that_fit_no_column_of_ours_are_dropped_too(tmp_path: Path) -> None:
+def test_bad_values_outside_the_type_of_the_column_are_dropped_too(tmp_path: Path) -> None:
     log: list[Event] = [(user, item, item) for user in (1, 2) for item in (5, 6, 7)]
     users = pa.array([*(user for user, _, _ in log), 2**64 - 1, 1], pa.uint64())
     columns = {"user_id": users, "item_id": [5, 6, 7] * 2 + [5, 6], "t": [5, 6, 7] * 2 + [1, 1], "x": [1.0] * 7 + [-1e300]}
@@ -175,7 +175,7 @@ ODD = ["\0", "a\x1b[31mb", "\u202eabc", "a\r\nb", "\ufeff", "🦉" * 10_000]
 STRANGE = [*ODD, " ", "日本", "é", "e\u0301", "'; DROP TABLE log; --", "🦉", "NULL", "x" * 1_000]
 
 
-def test_strange_ids_come_out_as_they_went_in_and_the_odd_ones_are_counted(tmp_path: Path) -> None:
+def test_unusual_unicode_ids_are_stored_unchanged_and_suspicious_ones_are_counted(tmp_path: Path) -> None:
     pairs = [(user, item) for user in STRANGE for item in STRANGE]
     log = [(*pair, time) for time, pair in enumerate(pairs)]
     made = ingest(tmp_path / "stage", write_log(tmp_path / "a.parquet", log), split=LAST_OUT)
@@ -184,7 +184,7 @@ def test_strange_ids_come_out_as_they_went_in_and_the_odd_ones_are_counted(tmp_p
         assert (made.columns[column].distinct, made.columns[column].odd) == (len(STRANGE), len(ODD))
 
 
-def test_ids_in_the_names_of_folders_are_judged_like_any(tmp_path: Path) -> None:
+def test_ids_in_folder_names_are_checked_like_other_ids(tmp_path: Path) -> None:
     events = {"item_id": [5, 6, 7], "t": [1, 2, 3]}
     for name in ("a%E2%80%AEx", "b%0A", "c"):
         write(tmp_path / "log" / f"user_id={name}" / "a.parquet", **events)
@@ -198,7 +198,7 @@ def test_ids_in_the_names_of_folders_are_judged_like_any(tmp_path: Path) -> None
     refuses(lambda folder: ingest(folder, log, split=LAST_OUT), tmp_path, said)
 
 
-def test_a_null_that_the_statistics_deny_is_found(tmp_path: Path) -> None:
+def test_a_null_is_found_even_if_the_statistics_have_none(tmp_path: Path) -> None:
     for column, value in (("user_id", [1, None, 1, 2]), ("x", [1.0, None, 1.0, 1.0])):
         path = Path(write(tmp_path / "a.parquet", **(GOOD | {"x": [1.0] * 4, column: value})))
         whole = path.read_bytes()

@@ -38,14 +38,14 @@ def judged(tmp_path: Path, *times: int | None, kind: pa.DataType, **settings: An
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_every_kind_of_timestamp_is_judged(tmp_path: Path, kind: pa.TimestampType) -> None:
+def test_every_kind_of_timestamp_is_checked(tmp_path: Path, kind: pa.TimestampType) -> None:
     tick = PER_S[kind.unit]
     found = judged(tmp_path, FUTURE * tick, FUTURE * tick + 1, -5 * tick, -tick, -6 * tick, None, kind=kind)
     assert found == {"t: null": 1, "t: in the future": 2, "t: before 1970": 3}
 
 
 @pytest.mark.parametrize("unit", PER_S)
-def test_integers_of_every_unit_are_judged_to_the_end_of_64_bits(tmp_path: Path, unit: str) -> None:
+def test_integer_times_of_every_unit_are_checked_over_64_bits(tmp_path: Path, unit: str) -> None:
     future = (FUTURE * PER_S[unit], 2**63 - 1)
     found = judged(tmp_path / "signed", *future, -5 * PER_S[unit], -(2**63), None, kind=pa.int64(), timestamp_unit=unit)
     assert found == {"t: null": 1, "t: in the future": 2, "t: before 1970": 2}
@@ -82,7 +82,7 @@ def test_the_message_shows_a_bad_time_as_it_is_in_the_file(
         (-(2**31), "-2147483648", "before 1970"),
     ],
 )
-def test_days_are_judged(tmp_path: Path, days: int, shown: str, reason: str) -> None:
+def test_dates_are_checked(tmp_path: Path, days: int, shown: str, reason: str) -> None:
     path = write(tmp_path / "a.parquet", **IDS, t=pa.array([1, days, 2, days, 0], pa.int32()).cast(pa.date32()))
     refuses(lambda folder: ingest(folder, path, split=LAST_OUT), tmp_path, f"row 1: {shown} is {reason} (2 of 5", WAY_OUT)
 
@@ -91,7 +91,7 @@ def test_days_are_judged(tmp_path: Path, days: int, shown: str, reason: str) -> 
     ("unit", "value", "zone"),
     [("us", 2**63 - 1, None), ("us", -(2**63) + 1, "UTC"), ("ns", 2**63 - 1, "UTC"), ("ns", -(2**63), None)],
 )
-def test_the_ends_of_64_bits_are_times_too(tmp_path: Path, unit: str, value: int, zone: str | None) -> None:
+def test_the_smallest_and_largest_64_bit_times_are_checked(tmp_path: Path, unit: str, value: int, zone: str | None) -> None:
     path = write(tmp_path / "a.parquet", **IDS, t=pa.array([1, value, 2, value, 0], pa.timestamp(unit, zone)))
     reason = "in the future" if value > 0 else "before 1970"
     refuses(lambda folder: ingest(folder, path, split=LAST_OUT), tmp_path, *error_parts(path, reason))
@@ -123,7 +123,7 @@ def test_the_message_about_a_bad_time_in_the_statistics_names_its_column(tmp_pat
 @pytest.mark.parametrize(
     "first", [pa.array([1, 2, 3, 10**6], pa.int32()).cast(pa.date32()), pa.array([1, 2, 3, 2**63 // 100], pa.timestamp("us"))]
 )
-def test_what_does_not_fit_into_the_nanoseconds_of_another_file_is_named(tmp_path: Path, first: pa.Array) -> None:
+def test_a_time_outside_the_nanosecond_range_of_another_file_is_rejected(tmp_path: Path, first: pa.Array) -> None:
     ids = {name: values[:4] for name, values in IDS.items()}
     paths = [
         write(tmp_path / "a.parquet", **ids, t=first),
@@ -135,7 +135,7 @@ def test_what_does_not_fit_into_the_nanoseconds_of_another_file_is_named(tmp_pat
     )  # fmt: skip
 
 
-def test_tomorrow_is_no_bad_row_and_the_day_after_is_what_the_setting_says(tmp_path: Path) -> None:
+def test_a_time_of_tomorrow_is_accepted_and_later_times_depend_on_the_setting(tmp_path: Path) -> None:
     now = dt.datetime.now(dt.UTC)
     times = [now + dt.timedelta(hours=hours) for hours in (0, 1, 23, 30, 2)]
     path = write(tmp_path / "a.parquet", **IDS, t=pa.array(times, pa.timestamp("us", "UTC")))
@@ -155,9 +155,7 @@ DAYS = [{"item_id": [5, 6, 7], "user_id": [1, 1, 1]}, {"item_id": [5, 6], "user_
         (("4", "9223372036854775807"), {"timestamp_unit": "s"}, "9223372036854775807 is in the future (2 of 5"),
     ],
 )
-def test_a_time_in_the_name_of_a_folder_is_judged(
-    tmp_path: Path, keys: tuple[str, str], settings: dict[str, Any], said: str
-) -> None:
+def test_a_time_in_a_folder_name_is_checked(tmp_path: Path, keys: tuple[str, str], settings: dict[str, Any], said: str) -> None:
     first, second = sorted(keys)
     write(tmp_path / "log" / f"t={first}" / "a.parquet", **DAYS[0])
     write(tmp_path / "log" / f"t={second}" / "a.parquet", **DAYS[1])
@@ -168,7 +166,7 @@ def test_a_time_in_the_name_of_a_folder_is_judged(
     refuses(lambda folder: ingest(folder, log, split=LAST_OUT, **settings), tmp_path, row + said, WAY_OUT)
 
 
-def test_a_word_in_the_name_of_a_folder_is_no_time(tmp_path: Path) -> None:
+def test_text_in_a_folder_name_is_rejected_as_a_time(tmp_path: Path) -> None:
     write(tmp_path / "t=monday" / "a.parquet", **DAYS[0])
     with refusal("t=monday/a.parquet: column 't' is string, but has to be a timestamp, a date or an integer; cast it"):
         ingest(tmp_path / "stage", str(tmp_path), split=LAST_OUT)

@@ -85,7 +85,7 @@ FILTERS = {
 
 
 @pytest.mark.parametrize("case", FILTERS)
-def test_a_filter_keeps_what_it_says_and_counts_the_rest(tmp_path: Path, case: str) -> None:
+def test_a_filter_keeps_the_matching_events_and_counts_the_others(tmp_path: Path, case: str) -> None:
     chosen, rule, reason = FILTERS[case]
     made = ingest(tmp_path / "stage", write_log(tmp_path / "log.parquet", LOG), split=LAST_OUT, filter=chosen)
     wanted = sorted(rule(LOG))
@@ -95,16 +95,14 @@ def test_a_filter_keeps_what_it_says_and_counts_the_rest(tmp_path: Path, case: s
     assert made.removed_events == {reason: len(LOG) - len(wanted)}
 
 
-def test_users_busier_than_a_person_are_set_aside_with_their_events(tmp_path: Path) -> None:
+def test_users_above_the_bot_threshold_are_removed_with_their_events(tmp_path: Path) -> None:
     made = ingest(tmp_path / "stage", write_log(tmp_path / "log.parquet", LOG), split=LAST_OUT, filter={"bot_threshold": 10})
     assert read(made).users == [1, 2]
     assert made.removed_events == {"bot_users": 1, "bot_events": 30}
 
 
 @pytest.mark.parametrize("filters", [{}, {"max_user_events": 3}, {"duplicates": "last"}])
-def test_which_of_equal_events_is_held_out_or_kept_is_not_a_matter_of_their_order(
-    tmp_path: Path, filters: dict[str, object]
-) -> None:
+def test_equal_events_are_held_out_independently_of_their_order_in_the_file(tmp_path: Path, filters: dict[str, object]) -> None:
     log = [(user, item, 5) for user in (1, 2) for item in (10, 10, 11, 11, 12, 12)]
     weights = [float(number) for number in range(len(log))]
     stored = []
@@ -116,7 +114,7 @@ def test_which_of_equal_events_is_held_out_or_kept_is_not_a_matter_of_their_orde
 
 
 @pytest.mark.parametrize("policy", ["exact", "first", "last"])
-def test_an_event_that_is_given_for_training_and_for_the_test_stays_in_training(tmp_path: Path, policy: str) -> None:
+def test_an_event_in_both_the_training_and_the_test_files_stays_in_training(tmp_path: Path, policy: str) -> None:
     log = [(user, item, user + item) for user in (1, 2) for item in (10, 11, 12)]
     train, test = write_log(tmp_path / "train.parquet", log), write_log(tmp_path / "test.parquet", [*log, (1, 13, 9)])
     made = ingest(tmp_path / "stage", train, split={"kind": "files", "test": (test,)}, filter={"duplicates": policy})
@@ -138,7 +136,7 @@ def test_a_setting_that_is_no_finite_number_is_rejected(settings: dict[str, obje
         InteractionsConfig.model_validate({"paths": ("log.parquet",), "timestamp_column": "t"} | settings)
 
 
-def test_a_filter_that_leaves_nothing_says_so(tmp_path: Path) -> None:
+def test_a_filter_that_removes_all_events_is_rejected(tmp_path: Path) -> None:
     path = write_log(tmp_path / "log.parquet", LOG)
     with refusal(path, "interactions.filter removes all events; relax it"):
         ingest(tmp_path / "stage", path, split=LAST_OUT, filter={"min_user_events": 100})
@@ -146,7 +144,7 @@ def test_a_filter_that_leaves_nothing_says_so(tmp_path: Path) -> None:
         ingest(tmp_path / "stage", path, split=LAST_OUT, filter={"min_user_events": 10})
 
 
-def test_weights_and_context_ride_with_their_events(tmp_path: Path) -> None:
+def test_weights_and_context_stay_with_their_events(tmp_path: Path) -> None:
     times = list(range(40))
     log = [(number % 4, number % 7, time) for number, time in enumerate(times)]
     weights, devices = [number / 8 for number in times], [f"d{number}" for number in times]

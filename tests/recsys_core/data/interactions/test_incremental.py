@@ -87,7 +87,7 @@ def test_a_run_without_new_files_reads_no_file(tmp_path: Path) -> None:
     assert read(again) == read(first)
 
 
-def test_a_file_that_changed_is_read_again_and_counts_once(tmp_path: Path) -> None:
+def test_a_changed_file_is_read_again_and_counts_once(tmp_path: Path) -> None:
     first, _ = two_runs(tmp_path)
     write_log(tmp_path / "in" / "day1.parquet", [("eve", "v", DAY_US), ("eve", "x", DAY_US + 1)])
     made = ingest(tmp_path / "again", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)

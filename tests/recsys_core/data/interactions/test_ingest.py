@@ -186,7 +186,7 @@ def test_the_label_threshold_holds_for_given_test_files_too(tmp_path: Path) -> N
     assert made.removed_events == {"below_threshold": 2}
 
 
-def test_the_validation_share_is_held_out_of_train_alone_and_the_same_every_time(tmp_path: Path) -> None:
+def test_the_validation_share_is_taken_from_train_only_and_is_reproducible(tmp_path: Path) -> None:
     log = [(user, item, item) for user in range(100) for item in range(50)]
     train = write_log(tmp_path / "train.parquet", log)
     backwards = write_log(tmp_path / "backwards.parquet", log[::-1])
@@ -226,7 +226,7 @@ def test_held_out_items_have_no_training_events_and_are_the_same_in_every_run(tm
     assert [sorted(part) for part in rebuilt] == [sorted(part) for part in read(later).parts]
 
 
-def test_another_way_to_hold_out_reads_the_log_again(tmp_path: Path) -> None:
+def test_a_changed_split_reads_the_whole_log_again(tmp_path: Path) -> None:
     log = write_log(tmp_path / "a.parquet", [(user, item, item) for user in range(20) for item in range(20)])
     split = {"kind": "files", "test": write_log(tmp_path / "test.parquet", [(1, 60, 60)]), "validation_share": 0.5}
     pairs = ingest(tmp_path / "pairs", log, split=split)
@@ -271,7 +271,7 @@ def test_columns_may_be_named_anything(tmp_path: Path) -> None:
     check(made, leave_last_out(log, min_events=3))
 
 
-def test_the_spill_folder_does_not_stay(tmp_path: Path) -> None:
+def test_the_spill_folder_is_deleted(tmp_path: Path) -> None:
     path = write(tmp_path / "log.parquet", **big_log(1_000_000))
     made = ingest(tmp_path / "stage", path, split={"kind": "time"}, memory_limit="40MB", threads=1)
     left = {str(path.relative_to(made.folder)) for path in made.folder.rglob("*") if path.is_file()}
@@ -281,7 +281,7 @@ def test_the_spill_folder_does_not_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not BEAUTY.exists(), reason="the Beauty log is not on this machine")
-def test_data_real_beauty_gives_the_numbers_of_the_literature(tmp_path: Path) -> None:
+def test_data_real_beauty_gives_the_published_numbers(tmp_path: Path) -> None:
     embeddings = ingest_embeddings(
         (EmbeddingsConfig(paths=str(BEAUTY / "item_embeddings.parquet"), vector_column="embedding"),),
         folder=tmp_path / "vectors",

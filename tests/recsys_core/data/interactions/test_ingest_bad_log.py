@@ -32,7 +32,7 @@ def test_a_null_is_named_with_file_and_row(tmp_path: Path, column: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"label_column": "x", "label_threshold": 0.0}, {"order_column": "x"}])
-def test_a_number_that_is_nan_is_no_number(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_a_nan_label_or_weight_is_rejected(tmp_path: Path, settings: dict[str, Any]) -> None:
     path = write(tmp_path / "a.parquet", **GOOD, x=[1.0, float("nan"), 2.0, 3.0])
     refuses(into(path, **settings), tmp_path, "a.parquet: column 'x', row 1: nan is null or not a number (1 of 4 rows")
 
@@ -102,7 +102,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_log_is_rejected_and_nothing_stays(tmp_path: Path, case: str) -> None:
+def test_a_bad_log_is_rejected_and_no_file_is_left(tmp_path: Path, case: str) -> None:
     columns, settings, parts = BAD[case]
     refuses(into(write(tmp_path / "a.parquet", **(GOOD | columns)), **settings), tmp_path, *parts)
 

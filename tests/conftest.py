@@ -1,4 +1,4 @@
-"""Fixtures of several folders, and the order in which files of tests start."""
+"""Fixtures that several folders use, and the order of the test files."""
 
 import subprocess
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ SLOW_FOLDERS = ("training", "flows", "tasks", "infra")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the folders whose tests start processes first, so that no worker is left alone with a long file at the end."""
+    """Run the folders whose tests start processes first, so that no worker ends with a long file of its own."""
     items.sort(key=lambda item: next((n for n, name in enumerate(SLOW_FOLDERS) if name in item.path.parts), len(SLOW_FOLDERS)))
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
+    """The mount point of a file system of 1 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False)

@@ -1,4 +1,4 @@
-"""Runs a function on real gloo ranks."""
+"""A function run on real gloo ranks."""
 
 import multiprocessing
 import signal
@@ -23,9 +23,9 @@ def run_ranks(
     timeout_s: float = 120.0,
     dies: int | None = None,
 ) -> None:
-    """Calls function(rank, *arguments) on each of `world_size` gloo ranks; fails with the ranks that did not end well.
+    """Call function(rank, *arguments) on each of `world_size` gloo ranks; fail with the exit codes if a rank fails.
 
-    dies: the rank that is to end by SIGKILL; what the others end with is then their own affair, but end they must.
+    dies: a rank that must end by SIGKILL; the other ranks must end too, with any exit code.
     """
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"

@@ -37,13 +37,13 @@ def sources(*folders: str) -> list[Path]:
 
 
 def name_of(path: Path) -> str:
-    """The dotted name of a module, of the package itself for an __init__.py."""
+    """Return the dotted name of a module; of its package for an __init__.py."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imported_by(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of every import, at any depth; `from a import b` gives a.b, which may be a module."""
+    """Yield line and dotted name of every import at any depth; `from a import b` gives a.b, which may be a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -53,14 +53,14 @@ def imported_by(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def imports_of(*folders: str) -> Iterator[tuple[str, str, str]]:
-    """Place (file:line), importing module, imported name."""
+    """Yield location (file:line), importing module and imported name of every import."""
     for path in sources(*folders):
         for line, name in imported_by(ast.parse(path.read_text())):
             yield f"{path.relative_to(ROOT)}:{line}", name_of(path), name
 
 
 def core_folder(name: str) -> str:
-    """recsys_core.data.events -> data; recsys_core.errors and recsys_core -> the empty string."""
+    """Return the folder of a core module: data for recsys_core.data.events, "" for recsys_core.errors and recsys_core."""
     parts = name.split(".")
     return parts[1] if len(parts) > 1 and (ROOT / "recsys_core" / parts[1]).is_dir() else ""
 
@@ -129,7 +129,7 @@ print("loaded:", *(name for name in ("prefect", "mlflow") if name in sys.modules
 
 
 def import_all(modules: list[str], *, folder: Path) -> list[str]:
-    """Lines that a fresh interpreter prints when it imports `modules`: who imported prefect or mlflow, and what is loaded."""
+    """Import `modules` in a fresh interpreter; return its lines: importers of prefect or mlflow, and which is loaded."""
     command = [sys.executable, "-c", IMPORT_ALL, *modules]
     answer = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     assert answer.returncode == 0, answer.stderr

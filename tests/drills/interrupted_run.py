@@ -48,6 +48,6 @@ def interrupted(
 
 
 def states(workspace: Path) -> set[str]:
-    """The states of all flow runs and task runs in the embedded Prefect's database."""
+    """Return the states of all flow runs and task runs in the database of the embedded Prefect."""
     with closing(sqlite3.connect(workspace / "prefect" / "prefect.db")) as database:
         return {row[0] for table in ("flow_run", "task_run") for row in database.execute(f"SELECT state_type FROM {table}")}

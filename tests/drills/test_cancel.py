@@ -38,7 +38,7 @@ def wait_until(what: str, holds, *, patience_s: float = PATIENCE_S) -> None:
 
 
 def started_run(parameters: dict) -> str:
-    """Asks the server for a run of the served deployment, once that is there; the run's id."""
+    """Wait for the served deployment, start a run of it and return the id of the run."""
     from prefect.client.orchestration import get_client
 
     async def ask() -> str:

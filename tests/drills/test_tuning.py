@@ -1,4 +1,4 @@
-"""A tuning killed in its second trial and gone on with: the search over real trainings, and its memory."""
+"""A tuning that is killed in its second trial and resumed, with real trainings."""
 
 import json
 import os
@@ -39,7 +39,7 @@ class Tuning:
         self.by_number = {trial["number"]: trial for trial in self.answer["trials"]}
 
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
-        """`nightjar tune FILE ARGUMENTS` on servers of its own."""
+        """Run `nightjar tune FILE ARGUMENTS` on servers of its own."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
         return subprocess.Popen(
             [sys.executable, "-m", "flows.cli", "tune", str(self.file), *arguments],

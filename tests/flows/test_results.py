@@ -1,4 +1,4 @@
-"""The Python API: names imported on first use, and results of a run read from its folder."""
+"""The Python API: names that are imported on first use, and results that are read from the folder of a run."""
 
 import subprocess
 import sys

@@ -16,7 +16,7 @@ CHILD = (
 
 
 def start_grandchild(before: str) -> tuple[subprocess.Popen[str], psutil.Process]:
-    """A parent that starts CHILD and waits; returns both."""
+    """Start a parent that starts CHILD and waits; return both."""
     code = (
         "import os, subprocess, sys; from recsys_core.parent_process import parent_environment; "
         f"p = subprocess.Popen([sys.executable, '-c', {CHILD.format(before=before)!r}], "

@@ -1,4 +1,4 @@
-"""Versions that don't belong together, limits of containers, and this environment itself."""
+"""Versions that do not match, limits of containers, and the environment of the tests."""
 
 import subprocess
 import sys

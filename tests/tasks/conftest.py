@@ -1,4 +1,4 @@
-"""A real package whose quality a test can choose: items in clusters, users who stay in theirs."""
+"""Real stages of a model whose quality a test chooses: items in clusters, and users who stay in one cluster."""
 
 import json
 import shutil
@@ -47,7 +47,7 @@ STEPS = (20, 40, 60)
 
 @pytest.fixture(scope="session")
 def new_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty MLflow database: a migration takes seconds, a copy does not."""
+    """An empty MLflow database to copy, because its migration takes seconds."""
     folder = tmp_path_factory.mktemp("mlflow")
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -84,7 +84,7 @@ def predicted_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class Stages(NamedTuple):
-    """What `register` takes."""
+    """The stages that are arguments of `register`."""
 
     dataset: Dataset
     report: DataReportManifest
@@ -97,7 +97,7 @@ class Stages(NamedTuple):
 
 @pytest.fixture(scope="session")
 def stages(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Stages]:
-    """stages(confused=True): the same log, but vectors that belong to other items."""
+    """A function that builds the stages. confused=True: the same log with the vectors of other items."""
     made: dict[bool, Stages] = {}
 
     def build(*, confused: bool = False) -> Stages:
@@ -168,7 +168,7 @@ def _plan(folder: Path) -> PlanManifest:
 
 
 def progress(step: int) -> Progress:
-    """A line of metrics.jsonl."""
+    """Return a line of metrics.jsonl."""
     return Progress(step=step, total_steps=STEPS[-1], epoch=1, loss=1 / step, learning_rate=0.1, samples_per_s=10.0)
 
 

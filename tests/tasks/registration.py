@@ -1,4 +1,4 @@
-"""Registering a package on the MLflow of a workspace, and what the registry then holds."""
+"""Registration of a package in the MLflow of a workspace, and the resulting aliases and tags."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Registration on a real sqlite MLflow, with real packages; a fresh process where the process is the point."""
+"""Registration of real packages on a real sqlite MLflow; tests of the subprocess start a real one."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Registration against a real MLflow server, which checks what the embedded database lets pass."""
+"""Registration with a real MLflow server, which checks requests more strictly than the embedded database."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What a run reports while it runs, and when a stage is done."""
+"""Progress of a running stage and the log line of a finished one."""
 
 import logging
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from tests.tasks.conftest import Stages
 
 @pytest.fixture
 def trained(stages: Callable[..., Stages]) -> TrainManifest:
-    """One epoch of training, whose model has an ndcg@10 of 0.5."""
+    """The manifest of a training of one epoch with an ndcg@10 of 0.5."""
     return stages(confused=False).trained
 
 

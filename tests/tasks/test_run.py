@@ -1,4 +1,4 @@
-"""Names and folders of a run, and who may be in it."""
+"""Ids and folders of runs, and the lock of a run and of a workspace."""
 
 import json
 import multiprocessing

@@ -11,7 +11,7 @@ HOST = "127.0.0.1"
 
 @contextmanager
 def answering(*answers: tuple[int, str]) -> Iterator[str]:
-    """The address of an HTTP server that gives each status and body of `answers` once, the last one for ever."""
+    """Run an HTTP server that sends each status and body of `answers` once, the last one from then on; yield its address."""
     remaining = list(answers)
 
     class Handler(BaseHTTPRequestHandler):
@@ -26,7 +26,7 @@ def answering(*answers: tuple[int, str]) -> Iterator[str]:
         do_GET = do_POST = do_PATCH = do_PUT = answer
 
         def log_message(self, format: str, *arguments: object) -> None:
-            """Prints nothing."""
+            """Print nothing."""
 
     server = ThreadingHTTPServer((HOST, 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
@@ -39,12 +39,12 @@ def answering(*answers: tuple[int, str]) -> Iterator[str]:
 
 @contextmanager
 def silent() -> Iterator[str]:
-    """The address of a server that accepts connections and sends nothing."""
+    """Run a server that accepts connections and sends nothing; yield its address."""
     with socket.create_server((HOST, 0)) as listener:
         yield f"http://{HOST}:{listener.getsockname()[1]}"
 
 
 def closed() -> str:
-    """An address at which nothing listens."""
+    """Return an address at which no process listens."""
     with socket.create_server((HOST, 0)) as listener:
         return f"http://{HOST}:{listener.getsockname()[1]}"

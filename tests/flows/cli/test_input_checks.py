@@ -1,4 +1,4 @@
-"""What `nightjar validate` says is what the run will say."""
+"""`nightjar validate` reports the errors that a run would raise."""
 
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ def test_a_workspace_that_cannot_be_written_is_found_before_the_run(tmp_path: Pa
 
 
 def checked(folder: Path, log: dict[str, Any], vectors: dict[str, Any] | None = None, **settings: Any) -> dict[str, str]:
-    """What check_inputs says of a log with a column t and of vectors in the column v."""
+    """Return the message of check_inputs for a log with a time column t and vectors in the column v."""
     raw: dict[str, Any] = {"model": {"embedding_dim": 8}, "workspace": folder / "workspace"} | settings
     raw["interactions"] = (
         {"timestamp_column": "t"} | raw.get("interactions", {}) | {"paths": write(folder / "log.parquet", **log)}

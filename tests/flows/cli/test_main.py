@@ -31,7 +31,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def nightjar(*arguments: str | Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The exit code of `nightjar ARGUMENTS`."""
+    """Run `nightjar ARGUMENTS` and return its exit code."""
     monkeypatch.setattr(sys, "argv", ["nightjar", *map(str, arguments)])
     monkeypatch.setattr(cli, "silence_libraries", lambda: None)  # this process belongs to pytest
     with pytest.raises(SystemExit) as caught:

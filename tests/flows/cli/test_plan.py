@@ -1,4 +1,4 @@
-"""`nightjar plan` for a cluster that is not there, on a real log."""
+"""`nightjar plan` for a cluster other than this host, with a real log."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`nightjar tune`: studies that are reopened, and invalid ranges. tests/drills/test_tuning.py runs real trainings."""
+"""`nightjar tune`: resumed studies and invalid ranges. tests/drills/test_tuning.py runs real trainings."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Parquet files that lie about themselves."""
+"""Parquet files with a false footer, and decompression bombs."""
 
 from pathlib import Path
 
@@ -8,15 +8,15 @@ import pyarrow.parquet as pq
 
 
 def patch_footer(path: str, *, old: int, new: int, nth: int) -> None:
-    """Replaces the nth number in the footer that is `old`; both have to be of one length as thrift writes them."""
+    """Replace the nth number `old` in the footer by `new`. Both must have the same length in thrift's encoding."""
     content = Path(path).read_bytes()
     start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
     before, after = _varint(old), _varint(new)
     assert len(before) == len(after), (before, after)
     for _ in range(nth + 1):
-        place = content.index(before, start)
-        start = place + 1
-    Path(path).write_bytes(content[:place] + after + content[place + len(after) :])
+        position = content.index(before, start)
+        start = position + 1
+    Path(path).write_bytes(content[:position] + after + content[position + len(after) :])
 
 
 def _varint(number: int) -> bytes:
@@ -28,7 +28,7 @@ def _varint(number: int) -> bytes:
 
 
 def list_bomb(path: Path) -> str:
-    """9 GB of vectors: 125 row groups, all of which are the same few bytes."""
+    """Write 9 GB of vectors as 125 row groups that share the same few bytes."""
     rows, dim = 20_000, 900
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(rows * dim, np.float32)), dim).cast(pa.list_(pa.float32()))
     ids = pa.array(np.zeros(rows, np.int64))
@@ -45,7 +45,7 @@ def list_bomb(path: Path) -> str:
 
 
 def text_bomb(path: Path) -> str:
-    """9.8 GB of strings: one of 4,096 characters, 2,400,000 times."""
+    """Write 9.8 GB of strings: one string of 4,096 characters 2,400,000 times."""
     column = pa.DictionaryArray.from_arrays(pa.array(np.zeros(600_000, np.int32)), pa.array(["x" * 4096]))
     with pq.ParquetWriter(path, pa.schema([("user_id", column.type)]), compression="zstd", write_statistics=False) as writer:
         for _ in range(4):

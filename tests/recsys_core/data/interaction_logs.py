@@ -1,4 +1,4 @@
-"""A log of events in plain Python, and what the ingest should make of it, event by event."""
+"""Logs of events in plain Python, their splits computed in plain Python, and the stored events read back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ def ingest(
     previous: InteractionsManifest | None = None,
     **settings: Any,
 ) -> InteractionsManifest:
-    """With the times in column t, in microseconds, unless `settings` say otherwise."""
+    """Ingest the log files. By default the times are in column t, in microseconds; `settings` override this."""
     if "order_column" not in settings:
         settings = {"timestamp_column": "t", "timestamp_unit": "us"} | settings
     config = InteractionsConfig(paths=paths, split=split, **({"threads": 2} | settings))
@@ -64,7 +64,7 @@ def leave_last_out(events: Sequence[Event], *, min_events: int) -> Parts:
 
 @dataclass
 class Store:
-    """The files of the stage, read as InteractionsManifest describes them."""
+    """The content of an interactions stage."""
 
     users: list[Id]
     items: list[Id]
@@ -74,7 +74,7 @@ class Store:
 
 
 def read(made: InteractionsManifest) -> Store:
-    """Every event back in the user's ids, in the order of the store."""
+    """Read an interactions stage and return its events with their original ids, in the order of the store."""
     arrays = {name[:-4]: np.load(made.path(name)) for name in made.files if name.endswith(".npy")}
     users, items = (pq.read_table(made.path(f"{side}.parquet")).to_pydict() for side in ("users", "items"))
     store = Store(users["id"], items["id"], users["train_count"], items["train_count"])
@@ -93,10 +93,13 @@ def read(made: InteractionsManifest) -> Store:
 
 
 def check(made: InteractionsManifest, parts: Parts) -> None:
-    """The stage holds exactly `parts`: each event once, a user's in order of time, both vocabularies by falling count."""
+    """Assert that the stage holds the events of `parts` once each.
+
+    The events of a user must be in order of time, and both vocabularies sorted by descending count.
+    """
     store = read(made)
-    for stored, wanted in zip(store.parts, parts, strict=True):
-        assert sorted(stored) == sorted(wanted)
+    for stored, expected in zip(store.parts, parts, strict=True):
+        assert sorted(stored) == sorted(expected)
         for user in store.users:
             times = [time for owner, _, time in stored if owner == user]
             assert times == sorted(times)

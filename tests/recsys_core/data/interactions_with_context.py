@@ -1,4 +1,4 @@
-"""The interactions stage as its manifest describes it, written by hand."""
+"""Interactions stages written by hand, with context columns and weights of the events."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +25,15 @@ def write_interactions(
     weight: Sequence[float] | None = None,
     lineage: str = "first",
 ) -> InteractionsManifest:
-    """Users and items by row, events by user; `context` and `weight` have one entry per event in the order of the store."""
+    """Write an interactions stage.
+
+    Args:
+        users: user ids by row.
+        items: item ids by row.
+        log: events of each user.
+        context: columns with one entry per event in the order of the store.
+        weight: weight of each event in the order of the store.
+    """
     staging = folder.with_name(folder.name + ".building")
     staging.mkdir(parents=True)
     lengths = np.array([[len(part) for part in user] for user in log], np.int64).reshape(-1, 3)

@@ -1,4 +1,4 @@
-"""Real parquet for the tests of the ingest."""
+"""Small parquet files, and the expectation that a stage rejects one."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -14,14 +14,14 @@ from recsys_core.errors import InputError
 
 
 def write(path: Path, *, row_group: int | None = None, **columns: Any) -> str:
-    """A parquet file with `columns`; returns its path as a config holds it."""
+    """Write a parquet file with `columns` and return its path as a string."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table(columns), path, row_group_size=row_group)
     return str(path)
 
 
 def damage_data(path: str) -> None:
-    """Overwrites the first half of the file; the footer stays as it was."""
+    """Overwrite the first half of the file; the footer stays intact."""
     content = bytearray(Path(path).read_bytes())
     start, stop = 4, len(content) // 2
     content[start:stop] = b"\xff" * (stop - start)
@@ -30,7 +30,7 @@ def damage_data(path: str) -> None:
 
 @contextmanager
 def refusal(*parts: str) -> Iterator[None]:
-    """Expects an InputError of one line whose message holds all `parts` in this order."""
+    """Expect an InputError of one line whose message holds all `parts` in this order."""
     with pytest.raises(InputError) as caught:
         yield
     message = str(caught.value)
@@ -39,7 +39,7 @@ def refusal(*parts: str) -> Iterator[None]:
 
 
 def refuses(stage: Callable[[Path], object], folder: Path, *parts: str) -> None:
-    """`stage` refuses its input and leaves neither its folder nor a half-written one behind."""
+    """Assert that `stage` raises an InputError with `parts` and leaves no folder behind."""
     with refusal(*parts):
         stage(folder / "stage")
     assert [path for path in folder.iterdir() if path.name.startswith("stage")] == []

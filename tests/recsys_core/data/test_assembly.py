@@ -1,4 +1,4 @@
-"""A batch looks every item up once, and candidates, histories and features point where they should."""
+"""A batch looks up every distinct item once; its candidates, histories and features have the right indices."""
 
 from itertools import pairwise
 
@@ -33,7 +33,7 @@ def made(
     features: FeatureStore | None = None,
     weight: list[float] | None = None,
 ) -> Batch:
-    """Query n is of user n and of event 3 n."""
+    """Return a batch in which query n belongs to user n and event 3 n."""
     row = np.arange(len(history))
     return Assembler(user_batch_key=user, features=features).batch(
         user=row,
@@ -45,7 +45,7 @@ def made(
 
 
 def rows_of(jagged: KeyedJaggedTensor, key: str, *, samples: int | None = None) -> list[list[int]]:
-    """Of the first `samples`; the lists after them have to be empty."""
+    """Return the rows of the first `samples`; the later lists must be empty."""
     rows = [part.tolist() for part in jagged[key].to_dense()]
     assert samples is None or not any(rows[samples:])
     return rows[:samples]

@@ -1,4 +1,4 @@
-"""What a history holds, against plain Python over the same events."""
+"""Histories compared with plain Python over the same events."""
 
 import tracemalloc
 from dataclasses import replace
@@ -43,13 +43,13 @@ def lists_of(ragged: JaggedArray) -> Nested:
 
 
 def train_positions(store: EventStore) -> tuple[np.ndarray, np.ndarray]:
-    """Position and user of every training event."""
+    """Return position and user of every training event."""
     user = store.train_user.astype(np.int64)
     return store.user_offset[user] + np.arange(store.num_train_events) - store.first_example_U[user], user
 
 
 def places(log: Users) -> Users:
-    """`log` with the position of each event in place of its item."""
+    """Return `log` with the position of each event instead of its item."""
     counter = iter(range(10_000))
     return [tuple([next(counter) for _ in part] for part in user) for user in log]
 

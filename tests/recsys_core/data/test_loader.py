@@ -27,7 +27,7 @@ TENSORS = ("item_row_V", "candidate_C", "history_H", "history_offset")
 
 
 def loader_of(store: EventStore, **settings_of: Any) -> TrainLoader:
-    """By default every item is as likely to be drawn as another."""
+    """Return a loader. By default every item is drawn with the same probability."""
     items = len(store.item_count)
     base = {"batch_size": 4, "rank": 0, "world_size": 1, "seed": 5, "max_history": MAX_HISTORY, "num_negatives": 0}
     base |= {"assembler": Assembler(user_batch_key=UNPOOLED), "negative_share_I": np.full(items, 1 / items)}
@@ -35,13 +35,13 @@ def loader_of(store: EventStore, **settings_of: Any) -> TrainLoader:
 
 
 def numbered(sizes: list[int]) -> Users:
-    """Users with these many training events, all of different items, so that an item tells its event."""
+    """Return users with the given numbers of training events, each of another item, so that an item identifies its event."""
     counter = iter(range(1_000_000))
     return [([next(counter) for _ in range(size)], [], []) for size in sizes]
 
 
 def candidates(batch: Batch) -> list[int]:
-    """Catalogue rows of the K candidates."""
+    """Return the catalogue rows of the candidates."""
     return batch.item_row_V[batch.candidate_C].tolist()
 
 
@@ -50,7 +50,7 @@ def positives(batch: Batch) -> list[int]:
 
 
 def histories(batch: Batch) -> list[list[int]]:
-    """Catalogue rows, per query."""
+    """Return the catalogue rows of the history of each query."""
     row_H = batch.item_row_V[batch.history_H]
     return [row_H[start:end].tolist() for start, end in pairwise(batch.history_offset.tolist())]
 
@@ -208,7 +208,7 @@ def test_epochs_and_seeds_differ_and_the_same_ones_are_equal() -> None:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of three batches of loader_of's size, or of two with three negatives each."""
+    """Return chunks of three batches of the size in loader_of, or of two batches with three negatives each."""
     monkeypatch.setattr("recsys_core.data.loader.CHUNK_CANDIDATES", 14)
 
 

@@ -1,4 +1,4 @@
-"""The shuffle sends every position to exactly one place, a different one for each key."""
+"""The shuffle is a permutation that depends on the key."""
 
 import numpy as np
 import pytest

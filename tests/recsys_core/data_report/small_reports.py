@@ -15,7 +15,7 @@ FILES = FileSplit(test=("test.parquet",))
 
 
 def user(*items: int, test: int = 0, at: int = 0) -> Parts:
-    """Training events on consecutive days, then one test event."""
+    """Return training events on consecutive days and one test event."""
     return [(item, (at + day) * DAY_US) for day, item in enumerate(items)], [], [(test, 90 * DAY_US)]
 
 

@@ -13,7 +13,7 @@ HOSTILE = "<script>alert('&')</script>\u202e\x00\""
 
 
 class _Tags(HTMLParser):
-    """Collects the tags and the addresses of a page."""
+    """Collect the tags and the addresses of a page."""
 
     def __init__(self) -> None:
         super().__init__()

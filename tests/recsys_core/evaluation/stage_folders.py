@@ -1,4 +1,4 @@
-"""Small stage folders: interactions, embeddings, features and export."""
+"""Small interactions, embeddings, features and export stages written by hand."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

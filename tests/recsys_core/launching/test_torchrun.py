@@ -34,7 +34,7 @@ def test_on_one_host_the_agent_has_no_listening_socket_and_ranks_listen_on_the_l
 
 
 class Payload:
-    """Creates a file when it is unpickled."""
+    """Create a file on unpickling."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

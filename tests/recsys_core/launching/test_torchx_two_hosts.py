@@ -21,7 +21,7 @@ CONFIG = TrainingConfig(epochs=1, batch_size=64, log_every_steps=5, seed=3)
 
 
 def plan_for(experiment: Experiment, folder: Path, *, nodes: int) -> PlanManifest:
-    """Two ranks, each with half of every table's rows, wherever they run."""
+    """Plan two ranks, on one host or two, each with half of the rows of every table."""
     return plan_sharding(
         ShardingConfig(
             cluster=ClusterConfig(device="cpu", num_nodes=nodes, processes_per_node=2 // nodes),

@@ -1,4 +1,4 @@
-"""Nothing that nightjar did not make is removed or written over."""
+"""Files that nightjar did not create are neither deleted nor overwritten."""
 
 from pathlib import Path
 

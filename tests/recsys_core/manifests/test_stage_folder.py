@@ -35,7 +35,7 @@ from recsys_core.manifests import (
 
 
 class SquaresManifest(Manifest):
-    """squares.txt and deep/cubes.txt."""
+    """Write squares.txt and deep/cubes.txt."""
 
     kind: ClassVar[str] = "squares"
     count: int
@@ -169,7 +169,7 @@ def test_every_number_is_read_back_unchanged(tmp_path: Path, value: float) -> No
 
 
 def _killed_at(point: str, folder: Path) -> None:
-    """Child process: builds the stage and dies by SIGKILL just before `point` happens."""
+    """Build the stage in a child process that kills itself with SIGKILL just before `point`."""
 
     def die(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -207,7 +207,7 @@ def test_a_build_killed_at_any_point_is_redone(tmp_path: Path, point: str, befor
 
 
 class Settings(Frozen):
-    """Two settings, in the order of declaration."""
+    """Two settings in the order of their declaration."""
 
     layers: tuple[int, ...] = (64,)
     rate: float = 0.1

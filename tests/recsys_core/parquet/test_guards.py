@@ -1,4 +1,4 @@
-"""A bomb is refused before it goes off, and a flipped byte before it is used."""
+"""Decompression bombs are rejected before they are decompressed, and damaged pages before their values are used."""
 
 import subprocess
 import sys
@@ -111,7 +111,7 @@ def log(path: Path, *, checksums: bool, compression: str = "snappy", dictionary:
 
 
 def verdict(path: Path) -> str | None:
-    """What verify_pages says, if anything."""
+    """Return the message of verify_pages, or None for a valid file."""
     try:
         (source,) = open_sources([str(path)], setting="s")
         check_expansion([source], columns=ALL, max_expansion_ratio=1000, setting="s")

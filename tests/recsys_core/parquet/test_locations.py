@@ -1,4 +1,4 @@
-"""Paths, globs and folders name files, and none outside of data_root."""
+"""Paths, globs and folders as names of files, none of them outside data_root."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.recsys_core.data.parquet_files import refusal, write
 
 
 def names(pattern: object, folder: Path, *, data_root: Path | None = None) -> list[str]:
-    """What the pattern finds, relative to the folder, sorted."""
+    """Return the sorted paths that match the pattern, relative to the folder."""
     found = open_sources([str(pattern)], setting="s", data_root=data_root)
     return [str(Path(source.name).relative_to(folder)) for source in found]
 
@@ -103,7 +103,7 @@ def test_a_name_too_long_for_the_disk_is_rejected() -> None:
         open_sources([name], setting="s")
 
 
-def test_cyclic_links_do_not_hang(tmp_path: Path) -> None:
+def test_cyclic_links_are_followed_once(tmp_path: Path) -> None:
     write(tmp_path / "log" / "a.parquet", x=[1])
     for name in ("again", "and_again"):
         (tmp_path / "log" / name).symlink_to(tmp_path / "log")

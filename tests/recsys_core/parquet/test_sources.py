@@ -1,4 +1,4 @@
-"""What is wrong with a file is said before a row of it is read."""
+"""Invalid files are rejected before a row is read."""
 
 from pathlib import Path
 

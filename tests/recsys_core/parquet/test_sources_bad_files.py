@@ -1,4 +1,4 @@
-"""What is wrong with a file as a whole is said by both ingest stages alike, before a row is used, and nothing stays."""
+"""Both ingest stages reject damaged or mismatching files before they use a row, and leave no file behind."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -146,7 +146,7 @@ def noise(path: Path, *, checksums: bool, compression: str) -> bytes:
 
 
 def stored(folder: Path) -> list[bytes]:
-    """What a stage made, without the parts, whose rows lie as the threads came to them, and its manifest."""
+    """Return the files of a stage without its manifest and without the parts, whose row order depends on the threads."""
     return [path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file() and path.name != "manifest.json"]
 
 
@@ -155,7 +155,7 @@ def stored(folder: Path) -> list[bytes]:
 def test_flipped_bytes_give_an_error_or_a_complete_stage(
     tmp_path: Path, stage: Stage, checksums: bool, compression: str
 ) -> None:
-    """With checksums what comes through is what went in; without, a number may have become another."""
+    """With checksums an accepted file has the original values; without them a number may have changed."""
     path = tmp_path / "a.parquet"
     content = noise(path, checksums=checksums, compression=compression)
     stage(path)(tmp_path / "whole")
@@ -189,7 +189,7 @@ def test_a_string_that_is_not_utf8_is_rejected(tmp_path: Path) -> None:
 
 
 def test_a_wrong_checksum_inside_a_gzip_page_is_rejected(tmp_path: Path) -> None:
-    """DuckDB does not look at it: the bad row that comes of the damage is not what is wrong."""
+    """DuckDB ignores the gzip checksum, so without this check the error would be about a bad row."""
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table(GOOD | {"t": list(range(-1, ROWS - 1))}), path, compression="gzip", use_dictionary=False)
     chunk = pq.read_metadata(path).row_group(0).column(2)

@@ -1,4 +1,4 @@
-"""A file is compared with the sha256 next to it when it is first read."""
+"""A file is compared with the sha256 file next to it when it is first read."""
 
 import hashlib
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The keys in the names of folders are columns like others."""
+"""Hive partition keys in folder names are columns."""
 
 from datetime import date
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Files in a store are read as those on a disk are."""
+"""Files in an object store are read like local files."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +42,7 @@ def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
 
 
 def days(folder: Path, store: Store, *, rows: int = 10) -> None:
-    """Three days of a log, locally and in the store."""
+    """Write three days of a log to the disk and to the store."""
     for day in (17, 18, 19):
         part = f"log/dt=2026-11-{day}/part-0.parquet"
         ids = np.arange(rows) + day
@@ -116,7 +116,7 @@ def test_a_copy_continues_after_the_connection_is_lost(tmp_path: Path, store: St
     opened: list[list[int]] = []
 
     class Breaking(pq.ParquetFile):
-        """Loses the connection in the third and in the second row group it is asked for."""
+        """Drop the connection in the third row group of the first copy and in the second of the next."""
 
         def iter_batches(self, *args: Any, **kwargs: Any) -> Iterator[pa.RecordBatch]:
             opened.append(kwargs["row_groups"])

@@ -35,7 +35,7 @@ CONTEXT_FEATURES = ("context.single", "context.number")
 def config_of(
     *, history: dict[str, object] | None = None, layers: Sequence[int] = (24, DIM), **model: object
 ) -> TwoTowerConfig:
-    """A query tower of `layers` over histories of 6 items, unless `history` changes them."""
+    """Return a query tower of `layers` over histories of 6 items. history: other history settings."""
     return TwoTowerConfig(
         **{
             "embedding_dim": DIM,
@@ -76,7 +76,7 @@ class World:
 
     @property
     def log(self) -> list[list[int]]:
-        """All events per user."""
+        """All events of each user."""
         return [train + test for train, test in zip(self.train, self.test, strict=True)]
 
     @property
@@ -86,12 +86,12 @@ class World:
 
     @property
     def batches(self) -> QueryBatchBuilder:
-        """Builds the input of the tower. Features of events are not available at serving time."""
+        """Return the builder of tower inputs. Features of events are not available at serving time."""
         users = {key: value for key, value in self.features.features.items() if key.startswith("user.")}
         return QueryBatchBuilder(self.spec, FeatureStore(users))
 
     def query(self, user: int | None, history: Sequence[int]) -> np.ndarray:
-        """The float query vector. The rows of the user are pooled in NumPy; an unknown user has zeros."""
+        """Return the float query vector. The rows of the user are pooled in NumPy; an unknown user has zeros."""
         length = self.spec.config.history.length
         recent = list(history)[-length:] if length else []
         pooled = {name: torch.from_numpy(self._pooled(name, user))[None] for name in self.query_tables}
@@ -115,7 +115,7 @@ class World:
         return (total / (np.sum(weights) if weights else len(rows)) if "list" in name else total).astype(np.float32)
 
     def best(self, query: np.ndarray, *, seen: Sequence[int], k: int) -> list[str]:
-        """Ids by a plain sort over the catalogue."""
+        """Return the ids of the best items by sorting the whole catalogue."""
         order = np.argsort(-(self.item_vectors @ query), kind="stable")
         return [ITEM_IDS[row] for row in order if row not in set(seen)][:k]
 

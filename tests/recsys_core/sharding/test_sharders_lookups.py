@@ -1,4 +1,4 @@
-"""Sharded lookups against the same rows read off whole tables: lists, empty lists, and a rank that is asked for nothing.
+"""Sharded lookups compared with lookups in whole tables: lists, empty lists, and a rank without ids.
 
 Shapes: R rows and W columns of a table, n queries or items.
 """
@@ -45,7 +45,7 @@ def spec_of() -> ModelSpec:
 
 
 def slow(spec: ModelSpec, table: str, store: FeatureStore, owners: list[int]) -> Tensor:
-    """Weighted means (of lists) and weighted rows, in a loop over a table that is whole."""
+    """Return weighted means of lists and weighted rows, computed in a loop over the whole table."""
     weight_RW = torch.empty(spec.tables[table].num_rows, spec.tables[table].dim)
     fill_random(LocalShard(0, 0, weight_RW), table=table, dim=weight_RW.shape[1], seed=SEED, std=0.02)
     found = torch.zeros(len(owners), weight_RW.shape[1])

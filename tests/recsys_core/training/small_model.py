@@ -48,7 +48,7 @@ RANKS = {
     "item": np.argsort(np.argsort(-COUNTS, kind="stable"), kind="stable"),
     "user": np.random.default_rng(3).permutation(USERS),
 }
-"""Place of each row by training events."""
+"""Popularity rank of each item row: its position when the rows are sorted by training events."""
 
 
 def _facts(form: FeatureForm) -> FeatureFacts:
@@ -66,7 +66,7 @@ def small_spec(
     vectors: Sequence[str] = ("item",),
     forms: Mapping[str, FeatureForm] = FORMS,
 ) -> ModelSpec:
-    """User id, history, last item and `forms`; pretrained vectors for the tables `vectors`."""
+    """Return a model with user id, history, last item and features of `forms`. vectors: tables with pretrained vectors."""
     config = TwoTowerConfig(
         embedding_dim=dim,
         user_id=True,
@@ -85,7 +85,7 @@ def small_spec(
 
 
 def pretrained_of(spec: ModelSpec) -> dict[str, PretrainedRows]:
-    """Vectors for every table that has some; every fifth row has none."""
+    """Return pretrained vectors for the tables that have them; every fifth row has no vector."""
     found = {}
     for name, table in spec.tables.items():
         if table.pretrained:
@@ -109,7 +109,7 @@ def _feature(key: str, form: FeatureForm) -> Feature:
 
 
 def make_batch(spec: ModelSpec, *, ranks: Sequence[int], step: int, queries: int, negatives: int) -> Batch:
-    """What `ranks` are given in `step`, as one batch: their queries one after the other, then their negatives.
+    """Return the batches of `ranks` in `step` as one batch: their queries in order of rank, then their negatives.
 
     Histories have 0 to HISTORY items, so that the number of distinct items differs by rank and step.
     """
@@ -136,7 +136,7 @@ def make_batch(spec: ModelSpec, *, ranks: Sequence[int], step: int, queries: int
 
 
 def plain_task(spec: ModelSpec, *, loss: LossConfig, seed: int) -> tuple[RetrievalTask, dict[str, nn.Parameter]]:
-    """The task with its tables as ordinary parameters, by name; the first values are those of every sharding."""
+    """Return the task with its tables as ordinary parameters. Their initial values equal those of every sharding."""
     torch.manual_seed(seed)
     task = RetrievalTask(
         RetrievalHead(spec, loss=loss, item_count_I=COUNTS, popularity_rank={}, weight_decay={}, group=None),
@@ -168,7 +168,7 @@ def sharded_model(
     process: Process,
     quantized_comms: QuantizedCommsConfig = QuantizedCommsConfig(),  # noqa: B008  it is frozen
 ) -> tuple[DistributedModelParallel, PlanFile]:
-    """The same model on the ranks of the default process group, each table sharded by its kind of `kinds`."""
+    """Return the same model on the ranks of the default process group. kinds: sharding type of each table."""
     sharding = ShardingConfig(
         cluster=ClusterConfig(device="cpu", processes_per_node=process.world_size),
         tables={name: TableConstraint(sharding_types=(kind,)) for name, kind in kinds.items()},

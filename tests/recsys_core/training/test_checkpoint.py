@@ -1,4 +1,4 @@
-"""Checkpoints between worlds: saved by some ranks and one sharding, loaded by others; damaged ones are never read."""
+"""Checkpoints loaded with another number of ranks and another sharding; damaged checkpoints are never read."""
 
 import logging
 import random
@@ -41,7 +41,7 @@ from tests.recsys_core.training.small_model import make_batch, sharded_model, sm
 
 KINDS = ("row_wise", "table_wise", "column_wise")
 SAVED_BY = {"row_wise": 2, "table_wise": 3, "column_wise": 4}
-"""Ranks, by the sharding type that each checkpoint is saved in."""
+"""Number of ranks that save a checkpoint, by its sharding type."""
 STEPS = 3
 TRAINING = TrainingConfig(seed=1)
 LOSS = LossConfig(num_negatives=5)
@@ -49,7 +49,7 @@ BEST = BestValidation(step=2, metrics={"ndcg@10": 0.5})
 
 
 def spec_of(*, brands: bool = True) -> ModelSpec:
-    """Columns are split from 128 on. `user` keeps a sum per row, the items one per number."""
+    """Return a spec wide enough for column shards. `user` has an accumulator per row, the items one per value."""
     exact = TableOptimizer(kind="adagrad")
     forms = {"user.groups": "list"} | ({"item.brand": "single"} if brands else {})
     return small_spec(dim=256, forms=forms, tables={"item": TableConfig(optimizer=exact)})
@@ -84,7 +84,7 @@ def checkpointer(rank: int, folder: Path, **settings: Any) -> Checkpointer:
 
 
 def whole_state(made: Made, spec: ModelSpec) -> dict[str, np.ndarray]:
-    """Tables, their accumulators and all unsharded tensors, gathered from all ranks."""
+    """Return tables, accumulators and all unsharded tensors, gathered from all ranks."""
     found: dict[str, np.ndarray] = {}
     parts: dict[str, list[Any]] = {}
     state = made.model.state_dict()
@@ -229,7 +229,7 @@ def test_a_disk_too_small_for_a_checkpoint_is_reported_before_it_is_written(tmp_
 
 
 def hash_until_a_sign_of_life(rank: int, folder: Path) -> None:
-    """The hash of a file takes until the file that the launching process watches has been touched twice."""
+    """The hash of a file is delayed until the heartbeat file has been touched twice."""
     spec = spec_of()
     heartbeat = folder / "heartbeat"
     record = stage_folder.record_file

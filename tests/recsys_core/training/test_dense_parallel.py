@@ -1,4 +1,4 @@
-"""Towers sharded over the ranks (FSDP2) against replicas (DDP): the same steps, checkpoints and layers."""
+"""Towers sharded over the ranks (FSDP2) compared with replicas (DDP): the same steps, checkpoints and layers."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ ADAM = DenseOptimizer(learning_rate=0.01, weight_decay=0.01, warmup_steps=2)
 
 
 def spec_of(history: HistoryConfig | None = None) -> ModelSpec:
-    """Every kind of dense parameter; rows of the layers that ranks can't share evenly, of which the last of four has none."""
+    """Return a model with every kind of dense parameter. Its layers have too few rows for the last of four ranks."""
     forms = {"user.groups": "list", "user.age": "number", "item.price": "number"}
     spec = small_spec(forms=forms, tables={"user.age": TableConfig(dim=4), "item": TableConfig(dim=12)})
     towers = {
@@ -84,7 +84,7 @@ def make(rank: int, spec: ModelSpec, **settings: Any) -> Made:
 
 
 def train(made: Made, rank: int, spec: ModelSpec, *, steps: range, **settings: Any) -> list[float]:
-    """This rank's losses."""
+    """Train and return the losses of this rank."""
     training = TrainingConfig(**{"dense_optimizer": ADAM} | settings)
     rates = LearningRates(made.optimizer, spec=spec, config=training, total_steps=STEPS)
     batches = iter([make_batch(spec, ranks=[rank], step=step, queries=6, negatives=NEGATIVES) for step in steps])
@@ -100,7 +100,7 @@ def train(made: Made, rank: int, spec: ModelSpec, *, steps: range, **settings: A
 
 
 def dense_state(made: Made) -> dict[str, np.ndarray]:
-    """Collective. Weights and optimizer state of everything that is not sharded by TorchRec, by their names in a checkpoint."""
+    """Return the weights and optimizer states that TorchRec does not shard, by their names in a checkpoint. Collective."""
     flat, _ = flatten_state_dict({"model": made.model.state_dict(), "optimizer": made.optimizer.state_dict()})
     return {
         name: value.detach().numpy().copy()

@@ -1,4 +1,4 @@
-"""Arrays that ranks write together: equal to what one rank would write, on a full disk an error, and never half of one."""
+"""Arrays that several ranks write: equal to an array written by one rank; a full disk is an error."""
 
 import os
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_rows_and_columns_of_two_ranks_make_one_array_and_overlapping_records_ad
 
 
 def open_alone(rank: int, folder: Path) -> None:
-    """No file that a rank writes is open in another."""
+    """Assert that this rank has no file of another rank open."""
     process = process_of(rank)
     with writing_part(folder / "array.npy", process=process) as part:
         part.add(rank, 0, torch.ones(1, 2))
@@ -89,7 +89,7 @@ def test_a_disk_that_fills_up_in_a_part_or_in_the_array_is_an_error_and_no_signa
 
 
 def part_of(folder: Path, *records: tuple[int, int, torch.Tensor]) -> Path:
-    """The array's path; its one part holds `records`."""
+    """Write an array with one part that holds `records`; return its path."""
     with (folder / "array.npy.rank-0").open("wb") as file:
         for record in records:
             Part(file).add(*record)

@@ -1,4 +1,4 @@
-"""The sharded model against the same model on one process without TorchRec's distributed part."""
+"""The sharded model compared with the same model on one process without distributed TorchRec."""
 
 from typing import NamedTuple
 
@@ -28,11 +28,11 @@ COLUMN_KINDS = ("column_wise", "table_column_wise", "grid_shard")
 KINDS = ("table_wise", "row_wise", "table_row_wise", "data_parallel", *COLUMN_KINDS)
 STEPS, NEGATIVES = 4, 5
 ROUNDING = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 3e-2, "int8": 3e-2}
-"""Of a loss, by the precision in which rows travel."""
+"""Tolerance of a loss, by the precision in which rows are sent between ranks."""
 
 
 class Case(NamedTuple):
-    """kind: of the query tables, and of the item tables where they can have it; else those are of `item_kind`."""
+    """kind: sharding type of the query tables, and of the item tables that support it; otherwise they have `item_kind`."""
 
     kind: str
     loss: LossConfig = LossConfig(num_negatives=NEGATIVES)
@@ -64,12 +64,12 @@ class Case(NamedTuple):
 
 
 def queries(step: int) -> int:
-    """The last batch of an epoch is smaller."""
+    """Return the batches of an epoch, of which the last is smaller."""
     return 6 - 2 * (step == STEPS - 1)
 
 
 class Expected(NamedTuple):
-    """Losses by step; tables and layers after the last."""
+    """Losses of all steps; tables and layers after the last step."""
 
     losses: list[float]
     tables: dict[str, np.ndarray]
@@ -77,7 +77,7 @@ class Expected(NamedTuple):
 
 
 def train_plain(case: Case, *, ranks: int) -> Expected:
-    """STEPS on the batches of all ranks, in one process with dense gradients and without a process group."""
+    """Train STEPS on the batches of all ranks in one process, with dense gradients and without a process group."""
     spec, config = case.spec, case.training
     task, tables = plain_task(spec, loss=case.loss, seed=config.seed)
     trained = [weight for name, weight in tables.items() if not spec.tables[name].frozen]

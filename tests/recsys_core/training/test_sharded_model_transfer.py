@@ -1,4 +1,4 @@
-"""What each kind of transfer leaves of pretrained rows, on two gloo ranks and however the tables are sharded."""
+"""Pretrained rows after training with each kind of transfer, on two gloo ranks, for every sharding type."""
 
 import json
 from pathlib import Path
@@ -24,20 +24,20 @@ from tests.recsys_core.training.small_model import ITEMS, RANKS, USERS, make_bat
 
 KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 STEPS, QUERIES, NEGATIVES = 3, 8, 6
-"""Steps of an epoch, queries and negatives of a rank in one."""
+"""Steps of an epoch; queries and negatives of a rank in a step."""
 STAGES = (Unfreeze(epoch=2, share=0.3), Unfreeze(epoch=3, share=0.7))
 SOME_FORMS = {"item.genres": "list", "user.groups": "list"}
 
 
 class Run(NamedTuple):
-    """What a training was like. tables: each table before the first epoch and after each; state: names of optimizer state."""
+    """Result of a training. tables: each table before the first epoch and after each; state: names of optimizer states."""
 
     spec: ModelSpec
     tables: list[dict[str, np.ndarray]]
     state: dict[str, list[str]]
 
     def moved(self, table: str, *, epoch: int) -> np.ndarray:
-        """Which rows the epoch (1 is the first) changed."""
+        """Return a mask of the rows that the epoch changed. epoch: counted from 1."""
         before, after = self.tables[epoch - 1][table], self.tables[epoch][table]
         return (before != after).any(axis=1)
 
@@ -51,7 +51,7 @@ def training_of(**table_optimizer: object) -> TrainingConfig:
 
 
 def spec_of(kind: str, **settings: TableConfig) -> ModelSpec:
-    """dim is wide enough for TorchRec to split columns where they shall be."""
+    """Return a spec whose dim is large enough for column shards."""
     dim = 256 if kind == "column_wise" else 8
     return small_spec(dim=dim, tables=settings, vectors=("item", "user"), forms=SOME_FORMS)
 
@@ -103,7 +103,7 @@ def train(folder: Path, spec: ModelSpec, *, kind: str, training: TrainingConfig 
 
 
 def looked_up(spec: ModelSpec, *, epoch: int) -> dict[str, np.ndarray]:
-    """Which items and users the batches of an epoch hold, on either rank."""
+    """Return the items and users in the batches of an epoch on both ranks."""
     found = {"item": np.zeros(ITEMS, bool), "user": np.zeros(USERS, bool)}
     for step in range((epoch - 1) * STEPS, epoch * STEPS):
         batch = make_batch(spec, ranks=[0, 1], step=step, queries=QUERIES, negatives=NEGATIVES)

@@ -1,4 +1,4 @@
-"""One batch over one, two and four ranks: the same loss, the same tables and the same layers after a few steps."""
+"""One batch split over one, two or four ranks gives the same losses, tables and layers."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,7 @@ LOSS = LossConfig(num_negatives=NEGATIVES, cross_rank_negatives=True)
 
 
 def part_of(spec: ModelSpec, *, parts: range, step: int) -> Batch:
-    """The queries and candidates of `parts`; a few events count many times what others do."""
+    """Return a batch of the queries and candidates of `parts`; a few events have much higher weights."""
     batch = make_batch(spec, ranks=parts, step=step, queries=QUERIES, negatives=NEGATIVES)
     weight = [np.random.default_rng([9, step, part]).choice([0.0, 0.5, 6.0], QUERIES) for part in parts]
     return replace(batch, weight=torch.from_numpy(np.concatenate(weight).astype(np.float32)))
@@ -69,7 +69,7 @@ def train(rank: int, lookup: str, folder: Path) -> None:
 
 
 def trained(ranks: int, *, lookup: str, folder: Path) -> dict[str, NDArray[np.float32]]:
-    """Losses, whole tables and layers after training on `ranks` ranks."""
+    """Train on `ranks` ranks; return losses, whole tables and layers."""
     run_ranks(train, world_size=ranks, arguments=(lookup, folder))
     found = {}
     for rank in range(ranks):

@@ -110,7 +110,7 @@ def kill_a_rank(_: Progress) -> None:
 
 
 def once_at(step: int, action):
-    """An on_progress that calls `action` at the first line at or after `step`."""
+    """Return an on_progress that calls `action` at the first line at or after `step`."""
     done = threading.Event()
 
     def on_progress(progress: Progress) -> None:

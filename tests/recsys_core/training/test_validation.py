@@ -1,4 +1,4 @@
-"""The validation split while training, against what is served."""
+"""Validation during training compared with the served recommendations."""
 
 from pathlib import Path
 

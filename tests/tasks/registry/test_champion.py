@@ -1,4 +1,4 @@
-"""The champion that a run starts from: read once from a real MLflow, saved, and never a reason to fail."""
+"""The champion that a run starts from: read once from a real MLflow and saved; a missing champion is no error."""
 
 import json
 import logging
@@ -21,13 +21,13 @@ def run(workspace: Path) -> Run:
 
 @pytest.fixture(autouse=True)
 def complete_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every run has all its stages in the workspace."""
+    """The workspace has all stages of every run."""
     monkeypatch.setattr(Champion, "open", lambda run_id, **folders: SimpleNamespace(run_id=run_id, **folders))
 
 
 @pytest.fixture
 def set_champion(workspace: Path) -> Callable[[str], None]:
-    """Registers a version of a run and makes it champion of the model "shop"."""
+    """Register a version of a run and make it champion of the model "shop"."""
     client = connect(workspace)
 
     def register(run_id: str) -> None:

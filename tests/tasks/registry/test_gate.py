@@ -1,4 +1,4 @@
-"""The gate where runs finish together, and where the champion does not load; real packages on a real sqlite MLflow."""
+"""The gate with concurrent runs and with a broken champion; real packages on a real sqlite MLflow."""
 
 import logging
 import shutil
@@ -113,7 +113,7 @@ def test_where_no_version_can_be_champion_the_stage_fails_until_the_champion_loa
 
 
 def all_targets(sample: ServedSample) -> pa.ListArray:
-    """Perfect answers: popularity that no version reaches."""
+    """Return perfect metrics of the popularity baseline, which no version reaches."""
     items = sample.num_items
     rows = [[pair % items for pair in sample.target_pair_T if pair // items == user] for user in range(sample.num_users)]
     return pa.array([[sample.item_ids[int(row)].as_py() for row in user_rows] for user_rows in rows])

@@ -1,4 +1,4 @@
-"""MLflow in trouble, with real sockets and a real sqlite database: bounded waits, one sentence, no password."""
+"""Failures of MLflow, with real sockets and a real sqlite database: bounded waits, one sentence, no password."""
 
 import logging
 import sqlite3
@@ -43,7 +43,7 @@ TROUBLE: dict[str, tuple[Server, str]] = {
 
 @pytest.fixture(params=TROUBLE)
 def trouble(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
-    """The address of a server that is no healthy MLflow, without its password, and words of the message."""
+    """The address (without its password) of a server that is not a healthy MLflow, and words of the message."""
     server, words = TROUBLE[request.param]
     with server() as address:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address.replace("//", "//ada:s3cret@"))

@@ -31,7 +31,7 @@ print(move_champion(client, new, expected_champion=old, mark_as_former=True, tur
 
 @pytest.fixture
 def versions(workspace: Path) -> list[ModelVersion]:
-    """Versions 1 to 4; the first is champion."""
+    """Versions 1 to 4, of which the first is champion."""
     client = connect(workspace)
     client.create_registered_model("m")
     made = [client.create_model_version("m", f"file://{workspace}/{number}") for number in range(1, 5)]

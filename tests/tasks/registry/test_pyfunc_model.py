@@ -1,4 +1,4 @@
-"""A registered version as it is served: by URI in a fresh interpreter, and by MLflow's scoring server."""
+"""A registered version loaded by URI in a fresh interpreter and served by the scoring server of MLflow."""
 
 import hashlib
 import json
@@ -49,7 +49,7 @@ print(json.dumps([answer["item_ids"] for answer in answers]))
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory, stages: BuildStages) -> Iterator[Path]:
-    """With version 1 of the model m."""
+    """A workspace with version 1 of the model m."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         run = Run("one", workspace=tmp_path_factory.mktemp("workspace"), experiment="tests")
@@ -74,12 +74,12 @@ def model(workspace: Path) -> PyFuncModel:
 
 @pytest.fixture(scope="module")
 def server(model: PyFuncModel) -> TestClient:
-    """What `mlflow models serve` runs."""
+    """A client of the scoring server that `mlflow models serve` runs."""
     return TestClient(scoring_server.init(model))
 
 
 def post(server: TestClient, records: list[dict[str, Any]], **params: Any) -> tuple[int, Any]:
-    """Status, and the predictions or the message."""
+    """Send the records; return the HTTP status, and the predictions or the message."""
     request = json.dumps({"dataframe_records": records, "params": params})
     answer = server.post("/invocations", content=request, headers={"content-type": "application/json"})
     content = answer.json()
@@ -168,7 +168,7 @@ def test_a_param_that_is_unknown_or_wrong_fails_the_request_by_name(
 
 @pytest.fixture
 def stored(workspace: Path, tmp_path: Path) -> Iterator[Path]:
-    """The model in the artifact store, which a test may change."""
+    """The folder of the model in the artifact store, which a test may change."""
     (mlmodel,) = (workspace / "mlartifacts").rglob("MLmodel")
     folder = mlmodel.parent
     shutil.copytree(folder, tmp_path / "kept")

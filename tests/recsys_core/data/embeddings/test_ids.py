@@ -1,4 +1,4 @@
-"""Whatever Unicode an id of a vector is made of: it comes out as it went in, and finds its item in the log."""
+"""Ids of vectors with any Unicode text are stored unchanged and match the items of the log."""
 
 from pathlib import Path
 

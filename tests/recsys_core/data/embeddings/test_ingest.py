@@ -1,4 +1,4 @@
-"""The matrix is what went in, row for row, but for what the config leaves out."""
+"""The ingested matrix equals the vectors of the files, without the rows that the config drops."""
 
 from collections.abc import Callable
 from pathlib import Path

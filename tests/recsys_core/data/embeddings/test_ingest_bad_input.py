@@ -1,4 +1,4 @@
-"""What cannot be a vector is named by file, column, row, value and count, with the way out, and nothing stays behind."""
+"""Invalid vectors are rejected with file, column, row, value, count and fix, and no file of the stage is left."""
 
 import errno
 import os

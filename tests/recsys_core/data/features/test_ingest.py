@@ -1,4 +1,4 @@
-"""Features come out in the order of the catalogue, each value as the row of a vocabulary, a hash or a bucket."""
+"""Features are stored in the order of the catalogue, each value as the row of a vocabulary, a hash or a bucket."""
 
 import collections
 import hashlib
@@ -43,7 +43,7 @@ def items(path: str, *features: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows_of(made: FeaturesManifest, key: str) -> Any:
-    """One row per user, item or event; lists where the feature is one."""
+    """Return the table row of each user, item or event; a list of rows for a list feature."""
     row = np.load(made.path(f"{key}.row.npy"))
     assert row.dtype == np.int32
     if f"{key}.offset.npy" not in made.files:

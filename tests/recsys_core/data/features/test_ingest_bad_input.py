@@ -1,4 +1,4 @@
-"""What a feature table must not hold: refused with file, column, row and value, and nothing is left behind."""
+"""Invalid feature tables are rejected with file, column, row and value, and no file of the stage is left."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ LIST, WEIGHTS = pa.list_(pa.string()), pa.list_(pa.float64())
 
 
 def refused(folder: Path, *words: str, features: list[dict[str, Any]], path: str | None = None, **columns: Any) -> None:
-    """The item table with `columns` (ids 10 to 12 unless given) is refused in `words`."""
+    """Assert that the item table with `columns` is rejected with `words`. Without an id column its ids are 10 to 12."""
     interactions = write_interactions(folder / "log", users=["ann", "bob"], items=[10, 11, 12], log=LOG)
     path = path or write(folder / "items.parquet", **({"id": [10, 11, 12]} | columns))
     config = FeaturesConfig.model_validate({"items": {"paths": path, "id_column": "id", "features": features}})

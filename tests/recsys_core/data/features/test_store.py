@@ -1,4 +1,4 @@
-"""A batch's features are those of its users, events and candidates, sample by sample."""
+"""The features of a batch equal the features of its users, events and items."""
 
 from pathlib import Path
 
@@ -90,7 +90,7 @@ def loader_of(made: tuple[EventStore, FeatureStore], *, with_features: bool = Tr
 
 
 def samples(jagged: KeyedJaggedTensor, *, weights: bool = False) -> dict[str, list[list[float]]]:
-    """For each key the list of every sample: of rows, or of their weights."""
+    """Return, for each key, the rows (or their weights) of each sample."""
     found = {}
     for key, feature in jagged.to_dict().items():
         parts = feature.to_dense_weights() if weights else feature.to_dense()
@@ -99,7 +99,7 @@ def samples(jagged: KeyedJaggedTensor, *, weights: bool = False) -> dict[str, li
 
 
 def per_item(batch: Batch, key: str) -> list[list[float]]:
-    """Weights of each distinct item's values."""
+    """Return the weights of the values of each distinct item."""
     lengths = batch.sparse[UNPOOLED][key].lengths().tolist()
     return [part.tolist() for part in batch.item_weight[key].split(lengths)]
 

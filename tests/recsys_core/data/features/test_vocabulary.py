@@ -49,7 +49,7 @@ def ingest(
 
 
 def by_value(made: FeaturesManifest, key: str) -> dict[Any, int]:
-    """Each value of the vocabulary with the row of its vector; None is row 0."""
+    """Return the row of the vector of each value in the vocabulary; None is the value of row 0."""
     row = np.load(made.path(f"{key}.vector_row.npy"))
     assert (row.dtype, len(row)) == (np.int64, made.features[key].rows)
     values = pq.read_table(made.path(f"{key}.vocabulary.parquet"))["value"].to_pylist()

@@ -1,4 +1,4 @@
-"""Rows with ids, labels or weights that cannot be are named, or dropped and counted; strange ids are ids like any other."""
+"""Rows with invalid ids, labels or weights are rejected, or dropped and counted; unusual ids are valid."""
 
 from collections import Counter
 from pathlib import Path
@@ -102,7 +102,7 @@ FAULTS = {"user_id": [None, ""], "item_id": [None, ""], "t": [None, -1, 2**62], 
 
 
 def faulty_log(random: np.random.Generator, rows: int) -> tuple[dict[str, list[Any]], list[Event]]:
-    """Columns of which every fifth row or so has a fault, and the events without one."""
+    """Return columns in which about every fifth row is invalid, and the valid events."""
     columns: dict[str, list[Any]] = {
         "user_id": [f"u{number}" for number in random.integers(0, 20, rows)],
         "item_id": [f"i{number}" for number in random.integers(0, 30, rows)],
@@ -120,7 +120,7 @@ def faulty_log(random: np.random.Generator, rows: int) -> tuple[dict[str, list[A
 
 
 def reasons(columns: dict[str, list[Any]]) -> Counter[str]:
-    """The bad rows by column and reason, as the manifest counts them."""
+    """Return the number of bad rows by column and reason, as in the manifest."""
     counts: Counter[str] = Counter()
     words: dict[Any, str] = {"": "an empty string", -1: "before 1970", 2**62: "in the future", 6.0: "outside of 0 to 5"}
     words |= {INF: "infinite", -2.0: "negative"}

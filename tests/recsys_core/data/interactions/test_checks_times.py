@@ -1,4 +1,4 @@
-"""A time that is null, before 1970, in the future or beyond all clocks is a bad row in every kind of parquet."""
+"""Times that are null, before 1970, in the future or out of range are bad rows in every parquet type."""
 
 import datetime as dt
 from pathlib import Path
@@ -21,7 +21,7 @@ WAY_OUT = (
     "or raise interactions.max_future_days"
 )
 FUTURE = 9_000_000_000
-"""In the year 2255, in seconds."""
+"""A time of the year 2255 in seconds."""
 
 
 def error_parts(path: str, reason: str) -> tuple[str, ...]:
@@ -29,7 +29,7 @@ def error_parts(path: str, reason: str) -> tuple[str, ...]:
 
 
 def judged(tmp_path: Path, *times: int | None, kind: pa.DataType, **settings: Any) -> dict[str, int]:
-    """What is dropped of a log with `times` after five good events."""
+    """Return the dropped rows of a log that has `times` after five valid events."""
     ids = {name: values + [1] * len(times) for name, values in IDS.items()}
     path = write(tmp_path / "a.parquet", **ids, t=pa.array([1, 2, 3, 4, 5, *times], kind))
     made = ingest(tmp_path / "stage", path, split=LAST_OUT, on_bad_rows="drop", max_bad_share=0.9, **settings)
@@ -98,7 +98,7 @@ def test_the_smallest_and_largest_64_bit_times_are_checked(tmp_path: Path, unit:
 
 
 def with_times(path: Path, column: pa.Array) -> str:
-    """Without statistics: they would give the time away before a row is read."""
+    """Write a log without statistics, from which the time would be known before a row is read."""
     pq.write_table(pa.table(IDS | {"t": column}), path, write_statistics=False)
     return str(path)
 

@@ -1,4 +1,4 @@
-"""Which events count: window, duplicates, bots, minimums and caps, against the same rules in plain Python."""
+"""Filters of events (window, duplicates, bots, minimums, caps) compared with the same rules in plain Python."""
 
 from collections import Counter
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""No event is lost, doubled or put into the wrong split, whatever the ids, the times and the number of threads."""
+"""No event is lost, repeated or put into the wrong split, for any ids, times and number of threads."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ times = st.integers(0, 40).map(lambda step: step * DAY_US // 4)
 
 @st.composite
 def logs(draw: st.DrawFn, smallest: int = 1) -> list[Event]:
-    """Few ids, so that they repeat; times on a grid, so that some tie and some lie on the edge of a split."""
+    """Draw events of few ids, which repeat, and times on a grid, of which some are equal or on the edge of a split."""
     users, items = (draw(st.lists(draw(ids), min_size=2, max_size=6, unique=True)) for _ in range(2))
     log = draw(st.lists(st.tuples(st.sampled_from(users), st.sampled_from(items), times), min_size=smallest, max_size=30))
     return [(users[0], items[0], draw(times)), (users[1], items[1], draw(times)), *log]  # a single user or item is refused

@@ -1,4 +1,4 @@
-"""A log that cannot be used is refused with its file, column and row, and nothing of the stage stays."""
+"""An invalid log is rejected with file, column and row, and no file of the stage is left."""
 
 from collections.abc import Callable
 from pathlib import Path

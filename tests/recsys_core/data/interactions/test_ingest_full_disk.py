@@ -1,4 +1,4 @@
-"""A disk or a memory limit that is too small, at whatever moment it shows, ends in one message and leaves nothing behind."""
+"""A disk or memory limit that is too small ends the stage with one message and no file left, whenever it is reached."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "the ids": (4_000, 850_000, {"item_id": words(4_000)}, {}),
     "the context": (20_000, 0, {"where": words(20_000)}, {"context_columns": ("where",)}),
 }
-"""Rows, bytes that lie there already, columns and settings."""
+"""The rows of a log, the bytes already on the disk, the columns and the settings."""
 
 
 @pytest.mark.parametrize("case", CASES)

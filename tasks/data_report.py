@@ -33,7 +33,7 @@ def check_data(config: DataReportConfig, *, split: Split, dataset: Dataset, run:
             f"the data violates {len(manifest.breaches)} of the limits in data_report:\n{violations}\nsee {page}; "
             f"fix the data, or relax the limit and rerun with --resume {run.run_id}"
         )
-    return manifest, f"all limits hold, compared with {manifest.compared_with or 'no earlier run'}"
+    return manifest, f"no limit is violated; reference run: {manifest.compared_with or 'none'}"
 
 
 def _reference_run(run: Run) -> report_core.PreviousRun | None:

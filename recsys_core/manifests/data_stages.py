@@ -64,7 +64,9 @@ class ColumnFacts(Frozen):
     nulls: int = 0
     out_of_range: int = 0
     distinct: int | None = Field(None, description="number of distinct values, for id columns")
-    odd: int = Field(0, description="for id columns: number of ids with control characters or more than 1,000 characters")
+    odd: int = Field(
+        0, description="for id columns: number of unusual ids, with control characters or more than 1,000 characters"
+    )
     first: str | None = Field(None, description="smallest value; null for other columns than times, labels and weights")
     last: str | None = Field(None, description="largest value; null for other columns than times, labels and weights")
 
@@ -97,9 +99,9 @@ class InteractionsManifest(Manifest):
     """Vocabularies of users and items, and the event log in CSR format by user.
 
     Vocabulary:
-        users.parquet, items.parquet: columns `id`, `train_count` and `events`. A run that
-            builds the vocabulary numbers ids by descending number of events in the files, ties by ascending id; ids with only
-            a vector come last. A later run keeps every row and appends new ids in the same order.
+        users.parquet, items.parquet: columns `id`, `train_count` and `events`. All other files refer to an id by its row in
+            this file. The run that builds the vocabulary sorts the ids by descending number of events in the files, then by
+            ascending id; ids with only a vector are last. A later run keeps every row and appends new ids in the same order.
         item_rank.npy: int64 [items], popularity rank. The item with the most training events has rank 0; ties are by row.
         item_count.npy: int64 [items], number of training events.
         user_ids.parquet, item_ids.parquet: columns `id` and `row` (null: not in the vocabulary) of every id ever read. The
@@ -111,7 +113,7 @@ class InteractionsManifest(Manifest):
         event_item.npy: int32 [events], item rows.
         event_time.npy: int64 [events], microseconds; only if the log has timestamps.
         event_weight.npy: float32 [events]; only with a weight column.
-        context.parquet: the context columns as they were read; row k belongs to event_item[k].
+        context.parquet: the context columns as they were read; row k is the context of event_item[k].
         train_user.npy: int32 [train_events], user of the k-th training event in CSR order.
 
     Vectors:

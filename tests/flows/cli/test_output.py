@@ -19,7 +19,7 @@ FACTS = (
 @pytest.fixture
 def console(monkeypatch: pytest.MonkeyPatch) -> Console:
     console = Console(file=io.StringIO(), width=WIDTH, highlight=False)
-    monkeypatch.setattr(output, "log", console)
+    monkeypatch.setattr(output, "stderr", console)
     return console
 
 
@@ -39,7 +39,7 @@ def test_a_stage_is_one_line_and_a_warning_is_folded_between_words(console: Cons
 
 
 def test_a_stage_line_in_a_file_is_one_line(monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
-    monkeypatch.setattr(output, "log", Console(file=console.file, width=output.FILE_WIDTH))
+    monkeypatch.setattr(output, "stderr", Console(file=console.file, width=output.FILE_WIDTH))
     with output.stage_lines():
         LOG.info("one line", extra={"stage_line": ("train", FACTS, "1.5 s")})
     (line,) = printed(console)
@@ -48,7 +48,7 @@ def test_a_stage_line_in_a_file_is_one_line(monkeypatch: pytest.MonkeyPatch, con
 
 def test_the_bar_shows_the_stage_and_how_far_it_is(monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
     drawn = Console(file=io.StringIO(), width=WIDTH, force_terminal=True)
-    monkeypatch.setattr(output, "log", drawn)
+    monkeypatch.setattr(output, "stderr", drawn)
     with output.stage_lines():
         logging.getLogger("nightjar.steps").debug("evaluate", extra={"stage": "evaluate"})
         show_bar("evaluate", done=3_000, total=30_000, note="3,000 of 30,000 queries")

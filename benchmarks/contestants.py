@@ -33,7 +33,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig
 from recsys_core.patches import cpu_features, lookups
 from recsys_core.patches import rank as rank_patches
-from recsys_core.sharding.config import ClusterConfig, ShardingConfig, ShardingKind, TableConstraint
+from recsys_core.sharding.config import ClusterConfig, ShardingConfig, ShardingType, TableConstraint
 from recsys_core.sharding.planner import plan_sharding
 from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
 from recsys_core.training.config import TrainingConfig
@@ -46,7 +46,7 @@ ROWS, DIM, LAYERS = 1 << 20, 64, (128, 64)
 EVENTS = 3 << 20
 WARM_UP, WINDOW, WINDOWS = 20, 20, 3
 """For the comparison of sharding types: steps before the measurement, steps per timed window, number of windows."""
-BEST_KIND: ShardingKind = "table_wise"
+BEST_KIND: ShardingType = "table_wise"
 """Sharding type of both tables in the comparison. TorchRec's planner chooses it for the example too."""
 EXAMPLE, PREPARED, OURS, PREPARED_BATCHES = "example", "example, prepared ranks", "ours, fp32", "ours, prepared batches"
 CONTESTANTS = (EXAMPLE, PREPARED, OURS, PREPARED_BATCHES, "ours, bf16")
@@ -73,7 +73,7 @@ class Run(NamedTuple):
     name: str
     batch_size: int
     ranks: int = 2
-    kind: ShardingKind = BEST_KIND
+    kind: ShardingType = BEST_KIND
     warm_up: int = WARM_UP
     window: int = WINDOW
     windows: int = WINDOWS

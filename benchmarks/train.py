@@ -41,12 +41,12 @@ from benchmarks.contestants import (
 )
 from benchmarks.turns import run_window, take_turns
 from recsys_core.preflight import installed_versions
-from recsys_core.sharding.config import ShardingKind
+from recsys_core.sharding.config import ShardingType
 
 TURN = {1024: 200, 8192: 50}
 """Batch size -> steps per turn. A turn takes about two seconds, so batches prefetched before it have little effect."""
 LARGEST = max(TURN)
-KINDS: tuple[ShardingKind, ...] = (
+KINDS: tuple[ShardingType, ...] = (
     "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard", "data_parallel",
 )  # fmt: skip
 HERE = Path(__file__).parent

@@ -16,7 +16,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.config import ClusterConfig
 from recsys_core.sharding.lookup_stats import measure_lookups
 from recsys_core.sharding.plan_file import PlanFile, format_ranges
-from recsys_core.sharding.plan_page import compared_plans, fast_tier, format_bytes, format_milliseconds
+from recsys_core.sharding.plan_page import compared_plans, format_bytes, format_milliseconds, lookup_memory_field
 from recsys_core.sharding.planner import make_plan, write_plan
 
 MAX_RANK_LINES = 16
@@ -117,7 +117,8 @@ def print_plan(plan: PlanFile, *, paths: Sequence[Path], console: Console) -> No
         if naive.problem is not None:
             console.print(f"{naive.name}: {naive.problem}", style="yellow", markup=False, soft_wrap=True)
     console.print(
-        f"maximum / mean over the ranks: memory {plan.imbalance(fast_tier(plan)):.2f}, time {plan.imbalance('step_ms'):.2f}; "
+        f"maximum / mean over the ranks: memory {plan.imbalance(lookup_memory_field(plan)):.2f}, "
+        f"time {plan.imbalance('step_ms'):.2f}; "
         f"the reasons for each placement: {paths[1]} (and {paths[0].name})",
         markup=False,
         soft_wrap=True,

@@ -6,7 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from recsys_core.config import FilePath, Settings
 
-ShardingKind = Literal[
+ShardingType = Literal[
     "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard", "data_parallel"
 ]
 ComputeKernel = Literal["fused", "fused_uvm", "fused_uvm_caching", "key_value", "dense"]
@@ -15,13 +15,13 @@ GradientPrecision = Literal["fp32", "bf16"]
 
 
 class ClusterConfig(Settings):
-    """The hosts of the training; they need not exist while planning. 1 GB is 2^30 bytes.
+    """The hosts of the training. The planner does not connect to them. 1 GB is 2^30 bytes.
 
-    The default bandwidths are TorchRec's. They change the estimated time of a layout, not its memory.
+    The default bandwidths are TorchRec's. Bandwidths change the estimated time of a layout, not its estimated memory.
     """
 
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Device of the ranks; auto: the GPUs of this machine if it has any, otherwise cpu"
+        "auto", description="Device of the ranks; auto: cuda if this machine has a GPU, otherwise cpu"
     )
     num_nodes: int = Field(1, ge=1, le=100_000, description="Number of hosts")
     processes_per_node: int | None = Field(None, ge=1, le=1_024, description="Ranks per host; empty: one per GPU, or 2 on CPU")
@@ -29,13 +29,13 @@ class ClusterConfig(Settings):
         None,
         gt=0,
         le=1e6,
-        description="Memory per GPU in GB; empty: that of this machine's GPUs if device is auto, otherwise 80",
+        description="Memory per GPU in GB; empty: the memory of this machine's GPUs if device is auto, otherwise 80",
     )
     ddr_gb: float | None = Field(
         None,
         gt=0,
         le=1e6,
-        description="Main memory per host in GB; empty: that of this machine or container if device is auto, otherwise 16",
+        description="Main memory per host in GB; empty: memory of this machine or container if device is auto, otherwise 16",
     )
     ssd_gb: float = Field(0.0, ge=0, le=1e9, description="SSD space in GB per host for tables with compute kernel key_value")
     ssd_path: FilePath | None = Field(None, description="Folder on the SSD; required for compute kernel key_value")
@@ -49,7 +49,7 @@ class ClusterConfig(Settings):
 class TableConstraint(Settings):
     """Constraints on the layout that the planner chooses for one table."""
 
-    sharding_types: tuple[ShardingKind, ...] | None = Field(
+    sharding_types: tuple[ShardingType, ...] | None = Field(
         None, min_length=1, max_length=7, description="Allowed sharding types; empty: all except data_parallel"
     )
     compute_kernels: tuple[ComputeKernel, ...] | None = Field(
@@ -63,7 +63,10 @@ class TableConstraint(Settings):
         None, gt=0, le=1, description="Share of the rows that fused_uvm_caching caches in GPU memory; empty: 0.2"
     )
     pooling_factor: float | None = Field(
-        None, gt=0, le=1e6, description="Mean number of values that a query looks up; empty: as measured in the data"
+        None,
+        gt=0,
+        le=1e6,
+        description="Mean number of values that a query looks up in the table; empty: measured",
     )
 
     @model_validator(mode="after")
@@ -88,12 +91,12 @@ class QuantizedCommsConfig(Settings):
     @field_validator("backward", mode="before")
     @classmethod
     def _reject_lossy_precision(cls, value: object) -> object:
-        # TorchRec's loss scale does not help: the codec divides by it in fp16, before the gradients are fp32 again.
+        # TorchRec's loss scale does not help: the codec divides by the scale while the gradients are still fp16.
         if value in ("fp16", "int8"):
-            lost = "below 6e-8" if value == "fp16" else "below 1/255 of the largest of their row"
+            rounded_to_zero = "below 6e-8" if value == "fp16" else "below 1/255 of the largest gradient of their row"
             raise ValueError(
-                f"backward is {value}: gradients {lost} become 0, and no loss scale prevents it; set backward to bf16, which "
-                "has the range of fp32, or to fp32"
+                f"backward is {value}: gradients {rounded_to_zero} become 0, and no loss scale prevents it; "
+                "set backward to bf16, which has the range of fp32, or to fp32"
             )
         return value
 
@@ -107,5 +110,5 @@ class ShardingConfig(Settings):
     )
     quantized_comms: QuantizedCommsConfig = Field(
         default_factory=QuantizedCommsConfig,
-        description="Lower precision of the values sent between ranks, which takes fewer bytes",
+        description="Precision of the values sent between ranks; a lower precision sends fewer bytes",
     )

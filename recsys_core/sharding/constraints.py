@@ -1,4 +1,4 @@
-"""Sharding constraints: validation of the user's constraints, and the layouts offered to TorchRec's planner."""
+"""Sharding constraints: validation of the configured constraints, and the layouts offered to TorchRec's planner."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from torchrec.distributed.types import CacheParams, KeyValueParams
 from recsys_core.errors import InputError
 from recsys_core.models.optimizer_config import GPU_ONLY_OPTIMIZERS, TableOptimizer
 from recsys_core.models.spec import ModelSpec, TableSpec, module_name
-from recsys_core.sharding.config import ClusterConfig, ComputeKernel, ShardingConfig, ShardingKind, TableConstraint
+from recsys_core.sharding.config import ClusterConfig, ComputeKernel, ShardingConfig, ShardingType, TableConstraint
 from recsys_core.sharding.lookup_stats import LookupStats
 from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
 
@@ -22,22 +22,22 @@ MIN_COLUMN_SHARD_DIM = 128
 """Width of TorchRec's column shards; column_wise does not split a narrower table."""
 OFFLOADING_KERNELS: tuple[ComputeKernel, ...] = ("fused_uvm", "fused_uvm_caching", "key_value")
 INT8_DIM_MULTIPLE = 32
-INT8_POOLED_TYPES: tuple[ShardingKind, ...] = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
+INT8_POOLED_TYPES: tuple[ShardingType, ...] = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
 """Sharding types that can send the rows of pooled tables in int8: each row comes from one rank."""
 NOT_SUPPORTED = "not supported"
 SSD_OPTIMIZERS = ("rowwise_adagrad", "partial_rowwise_adam", "adam")
-WITHIN_HOST_TYPES: tuple[ShardingKind, ...] = ("table_row_wise", "table_column_wise", "grid_shard")
+WITHIN_HOST_TYPES: tuple[ShardingType, ...] = ("table_row_wise", "table_column_wise", "grid_shard")
 
 
 def optimizer_kind(table: TableSpec, *, default: TableOptimizer) -> str:
-    """Return the kind of the table's optimizer; none for a frozen table."""
+    """Return the kind of the table's optimizer; "none" for a frozen table."""
     return "none" if table.frozen else (table.settings.optimizer or default).kind
 
 
-def check_constraints(config: ShardingConfig, *, model: ModelSpec, device: str, default: TableOptimizer) -> None:
+def check_constraints(config: ShardingConfig, *, model: ModelSpec, device: str, default_optimizer: TableOptimizer) -> None:
     """Raise InputError for an unknown table, or a constraint that the table, its optimizer or the device does not support.
 
-    default: the optimizer of tables without their own.
+    default_optimizer: optimizer of tables without their own.
     """
     for name in config.tables:
         if name not in model.tables:
@@ -45,14 +45,14 @@ def check_constraints(config: ShardingConfig, *, model: ModelSpec, device: str, 
     _check_quantized_comms(config, model)
     for name, table in model.tables.items():
         constraint = config.tables.get(name, TableConstraint())
-        optimizer = optimizer_kind(table, default=default)
-        _check_kinds(name, table, constraint)
+        optimizer = optimizer_kind(table, default=default_optimizer)
+        _check_sharding_types(name, table, constraint)
         _check_kernels(name, constraint, cluster=config.cluster, device=device, optimizer=optimizer)
         _check_optimizer(name, constraint, device=device, optimizer=optimizer)
 
 
 def _check_quantized_comms(config: ShardingConfig, model: ModelSpec) -> None:
-    """Raise InputError for int8 with an unsupported width, or with sharding types that add rows of several ranks."""
+    """Raise InputError if embeddings are sent in int8, but the width or sharding type of a table does not support it."""
     if config.quantized_comms.forward != "int8":
         return
     for name, table in model.tables.items():
@@ -61,22 +61,23 @@ def _check_quantized_comms(config: ShardingConfig, model: ModelSpec) -> None:
                 f"sharding.quantized_comms: int8 supports widths that are multiples of {INT8_DIM_MULTIPLE}, but table {name} "
                 f"has {table.dim}; choose fp16 or bf16, or change tables.{name}.dim"
             )
-        kinds = config.tables.get(name, TableConstraint()).sharding_types
-        if not table.unpooled and not set(kinds or WITHIN_HOST_TYPES) <= set(INT8_POOLED_TYPES):
+        sharding_types = config.tables.get(name, TableConstraint()).sharding_types
+        if not table.unpooled and not set(sharding_types or WITHIN_HOST_TYPES) <= set(INT8_POOLED_TYPES):
             raise InputError(
-                f"sharding.quantized_comms: int8 cannot represent the partial results that row-wise types add between ranks, "
-                f"but sharding.tables.{name}.sharding_types is {list(kinds) if kinds else 'left to the planner'}; choose from "
-                f"{list(INT8_POOLED_TYPES)}, or set fp16 or bf16"
+                f"sharding.quantized_comms: int8 cannot represent the partial results that row-wise types add "
+                f"between ranks, but sharding.tables.{name}.sharding_types is "
+                f"{list(sharding_types) if sharding_types else 'left to the planner'}; "
+                f"choose from {list(INT8_POOLED_TYPES)}, or set fp16 or bf16"
             )
 
 
-def _check_kinds(name: str, table: TableSpec, constraint: TableConstraint) -> None:
-    impossible = sorted(set(constraint.sharding_types or ()) - set(UNPOOLED_SHARDING_TYPES))
-    if table.unpooled and impossible:
+def _check_sharding_types(name: str, table: TableSpec, constraint: TableConstraint) -> None:
+    unsupported_types = sorted(set(constraint.sharding_types or ()) - set(UNPOOLED_SHARDING_TYPES))
+    if table.unpooled and unsupported_types:
         advice = ", or set tables.user.lookup to pooled" if name == "user" else ""
         raise InputError(
-            f"sharding.tables.{name}: {impossible[0]} supports pooled lookups only, but the lookup of this table is unpooled; "
-            f"choose from {list(UNPOOLED_SHARDING_TYPES)}{advice}"
+            f"sharding.tables.{name}: {unsupported_types[0]} supports pooled lookups only, but the lookup of this table is "
+            f"unpooled; choose from {list(UNPOOLED_SHARDING_TYPES)}{advice}"
         )
 
 
@@ -103,14 +104,14 @@ def _check_kernels(name: str, constraint: TableConstraint, *, cluster: ClusterCo
             f"{setting}: key_value supports the optimizers {list(SSD_OPTIMIZERS)}, but the table has {optimizer}; choose one "
             "of them, or another kernel"
         )
-    replicated = "data_parallel" in (constraint.sharding_types or ())
-    if "dense" in kernels and not replicated:
+    allows_data_parallel = "data_parallel" in (constraint.sharding_types or ())
+    if "dense" in kernels and not allows_data_parallel:
         raise InputError(
             f"{setting}: dense is the kernel of data_parallel only, but sharding_types are "
             f"{list(constraint.sharding_types) if constraint.sharding_types else 'left to the planner'}; "
             "add data_parallel, or choose fused"
         )
-    if replicated and kernels and "dense" not in kernels:
+    if allows_data_parallel and kernels and "dense" not in kernels:
         raise InputError(
             f"{setting}: data_parallel supports only the kernel dense, but compute_kernels are {list(kernels)}; add dense, or "
             "remove data_parallel"
@@ -123,26 +124,27 @@ def _check_kernels(name: str, constraint: TableConstraint, *, cluster: ClusterCo
 
 
 def _check_optimizer(name: str, constraint: TableConstraint, *, device: str, optimizer: str) -> None:
-    kinds = constraint.sharding_types
-    if optimizer == "partial_rowwise_adam" and kinds is not None and "data_parallel" in kinds:
+    sharding_types = constraint.sharding_types
+    if optimizer == "partial_rowwise_adam" and sharding_types is not None and "data_parallel" in sharding_types:
         raise InputError(
             f"sharding.tables.{name}: data_parallel does not support optimizer partial_rowwise_adam, which has a fused kernel "
             "only; choose adam, or another sharding type"
         )
-    replicated = optimizer == "adam" and kinds == ("data_parallel",)
-    if device == "cpu" and optimizer in GPU_ONLY_OPTIMIZERS and not replicated:
+    is_data_parallel = optimizer == "adam" and sharding_types == ("data_parallel",)
+    if device == "cpu" and optimizer in GPU_ONLY_OPTIMIZERS and not is_data_parallel:
         advice = f", or replicate it: sharding.tables.{name}.sharding_types: [data_parallel]" if optimizer == "adam" else ""
         raise InputError(
             f"tables.{name}: optimizer {optimizer} has no fused kernel on a CPU; set rowwise_adagrad, adagrad or sgd{advice}"
         )
 
 
-def offered_kinds(
+def offered_sharding_types(
     table: TableSpec, constraint: TableConstraint, *, num_nodes: int, world_size: int
-) -> tuple[ShardingKind, ...]:
-    """Return the sharding types that the planner chooses from: the user's, or all that differ from each other on this cluster.
+) -> tuple[ShardingType, ...]:
+    """Return the configured sharding types of a table, or the default ones if none are configured.
 
-    data_parallel stores a replica and dense gradients on each rank, so it is offered only if the user lists it.
+    The default types leave out types that this cluster cannot distinguish from another type, and data_parallel, which stores
+    a replica and dense gradients on each rank.
     """
     return constraint.sharding_types or tuple(
         kind
@@ -151,8 +153,8 @@ def offered_kinds(
     )
 
 
-def why_not_offered(kind: ShardingKind, table: TableSpec, *, num_nodes: int, world_size: int) -> str | None:
-    """Return why the planner does not consider a sharding type that the user has not listed; None if it does."""
+def why_not_offered(kind: ShardingType, table: TableSpec, *, num_nodes: int, world_size: int) -> str | None:
+    """Return why a sharding type is not one of the default types of a table; None if it is one."""
     if kind == "data_parallel":
         return "only if listed in sharding_types: every rank would store a copy and exchange gradients as large as the table"
     if table.unpooled and kind not in UNPOOLED_SHARDING_TYPES:
@@ -169,14 +171,17 @@ def why_not_offered(kind: ShardingKind, table: TableSpec, *, num_nodes: int, wor
 
 
 def offered_kernels(constraint: TableConstraint, *, device: str) -> tuple[ComputeKernel, ...]:
-    """Return the kernels that the planner chooses from; it estimates offloading ones as slower, for use if HBM is short."""
+    """Return the configured kernels of a table, or the default ones.
+
+    The planner estimates longer times for offloading kernels, so it chooses them only if GPU memory is too small.
+    """
     if constraint.compute_kernels is not None:
         return constraint.compute_kernels
     return ("fused", "dense") if device == "cpu" else ("fused", "fused_uvm_caching", "fused_uvm", "dense")
 
 
 def lookups_of(name: str, *, model: ModelSpec, constraint: TableConstraint, lookup_stats: LookupStats | None) -> float:
-    """Return the values per query of a table: as configured, as measured, or the maximum."""
+    """Return the values that a query looks up in a table: the configured number, the measured number, or the maximum."""
     if constraint.pooling_factor is not None:
         return constraint.pooling_factor
     if lookup_stats is not None:
@@ -192,30 +197,34 @@ def parameter_constraints(
     world_size: int,
     batch_size: int,
     lookup_stats: LookupStats | None,
-    kinds: Mapping[str, tuple[ShardingKind, ...]] | None = None,
+    sharding_types: Mapping[str, tuple[ShardingType, ...]] | None = None,
     kernels: Mapping[str, tuple[ComputeKernel, ...]] | None = None,
 ) -> dict[str, ParameterConstraints]:
-    """Return TorchRec's constraints by module name. kinds, kernels: by table, instead of the offered ones."""
+    """Return TorchRec's constraints by module name.
+
+    sharding_types, kernels: sharding types and kernels by table, instead of the configured or default ones.
+    """
     constraints = {}
     for name, table in model.tables.items():
         constraint = config.tables.get(name, TableConstraint())
-        offered = offered_kinds(table, constraint, num_nodes=config.cluster.num_nodes, world_size=world_size)
-        values = lookups_of(name, model=model, constraint=constraint, lookup_stats=lookup_stats)
-        cache, ssd = None, None
+        offered_types = offered_sharding_types(table, constraint, num_nodes=config.cluster.num_nodes, world_size=world_size)
+        values_per_query = lookups_of(name, model=model, constraint=constraint, lookup_stats=lookup_stats)
+        cache_params, ssd_params = None, None
         if device == "cuda":
-            share = constraint.cache_load_factor or CACHE_LOAD_FACTOR
-            lookups = min(float(table.num_rows), values * batch_size * world_size)
-            cache = CacheParams(
-                load_factor=share, stats=_cache_stats(name, table=table, lookups=lookups, lookup_stats=lookup_stats)
+            cache_load_factor = constraint.cache_load_factor or CACHE_LOAD_FACTOR
+            lookups_per_step = min(float(table.num_rows), values_per_query * batch_size * world_size)
+            cache_params = CacheParams(
+                load_factor=cache_load_factor,
+                stats=_cache_stats(name, table=table, lookups=lookups_per_step, lookup_stats=lookup_stats),
             )
             if config.cluster.ssd_path is not None:
-                ssd = ssd_parameters(config.cluster.ssd_path)
+                ssd_params = ssd_parameters(config.cluster.ssd_path)
         constraints[module_name(name)] = ParameterConstraints(
-            sharding_types=list((kinds or {}).get(name, offered)),
+            sharding_types=list((sharding_types or {}).get(name, offered_types)),
             compute_kernels=list((kernels or {}).get(name, offered_kernels(constraint, device=device))),
-            pooling_factors=[values],
-            cache_params=cache,
-            key_value_params=ssd,
+            pooling_factors=[values_per_query],
+            cache_params=cache_params,
+            key_value_params=ssd_params,
         )
     return constraints
 
@@ -228,13 +237,13 @@ def ssd_parameters(path: str) -> KeyValueParams:
 def _cache_stats(
     name: str, *, table: TableSpec, lookups: float, lookup_stats: LookupStats | None
 ) -> EmbeddingOffloadStats | None:
-    """Return the miss curve of a cache that holds the most frequent rows; TorchRec estimates its misses from it."""
+    """Return the miss curve of a cache of the most frequent rows, from which TorchRec estimates cache misses."""
     if lookup_stats is None or name not in lookup_stats.hot_row_curve:
         return None
-    shares = torch.tensor((0.0, *lookup_stats.hot_row_curve[name]), dtype=torch.float64)
+    hit_rate = torch.tensor((0.0, *lookup_stats.hot_row_curve[name]), dtype=torch.float64)
     return EmbeddingOffloadStats(
-        cacheability=float(1 - shares.mean()),
+        cacheability=float(1 - hit_rate.mean()),
         expected_lookups=round(lookups),
-        mrc_hist_counts=shares.diff().clamp(min=0),
+        mrc_hist_counts=hit_rate.diff().clamp(min=0),
         height=table.num_rows,
     )

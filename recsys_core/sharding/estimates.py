@@ -1,4 +1,4 @@
-"""Estimates in plan.json: memory and time of each rank, and why each table got its sharding type."""
+"""Estimates in plan.json: memory and time of each rank, and the alternative sharding types of each table."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,18 +7,18 @@ from typing import get_args
 from torchrec.distributed.planner.types import PlannerError, Shard, ShardingOption, Storage
 
 from recsys_core.models.spec import TableSpec
-from recsys_core.sharding.config import ComputeKernel, ShardingKind, TableConstraint
+from recsys_core.sharding.config import ComputeKernel, ShardingType, TableConstraint
 from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, NOT_SUPPORTED, SSD_CACHE_MB, optimizer_kind, why_not_offered
 from recsys_core.sharding.infeasible import describe_shortage
 from recsys_core.sharding.plan_file import Alternative, NaivePlan, RankEstimate, TableMemory
 from recsys_core.sharding.torchrec_planner import TorchrecPlanner
 
-STATE_PER_WEIGHT = {"sgd": 0.0, "none": 0.0, "adagrad": 1.0, "adam": 2.0, "partial_rowwise_adam": 1.0}
-"""Bytes of optimizer state per byte of weights, as TorchRec counts them; rowwise_adagrad has one number per row instead."""
-MAX_TABLES_REPLANNED = 8
-"""With more tables, planning again for each faster alternative would take minutes."""
-NAIVE_TYPES: tuple[ShardingKind, ...] = ("row_wise", "table_wise")
-_FLOAT_BYTES = 4
+STATE_BYTES_PER_WEIGHT_BYTE = {"sgd": 0.0, "none": 0.0, "adagrad": 1.0, "adam": 2.0, "partial_rowwise_adam": 1.0}
+"""TorchRec's estimate of the optimizer state, in bytes per byte of weights. rowwise_adagrad has one number per row instead."""
+MAX_REPLANNED_TABLES = 8
+"""With more tables, computing a plan for each faster alternative would take minutes."""
+NAIVE_TYPES: tuple[ShardingType, ...] = ("row_wise", "table_wise")
+_FP32_BYTES = 4
 
 
 def rank_estimates(planner: TorchrecPlanner, options: Mapping[str, ShardingOption]) -> tuple[RankEstimate, ...]:
@@ -33,18 +33,18 @@ def rank_estimates(planner: TorchrecPlanner, options: Mapping[str, ShardingOptio
         for name, option, shard in shards:
             memory = _memory(planner, name, option=option, shard=shard)
             tables[name] = _add(tables[name], memory) if name in tables else memory
-        perfs = [shard.perf for _, _, shard in shards]
+        times = [shard.perf for _, _, shard in shards]
         estimates.append(
             RankEstimate(
                 hbm_bytes=sum(shard.storage.hbm for _, _, shard in shards),
                 ddr_bytes=sum(shard.storage.ddr for _, _, shard in shards),
                 ssd_bytes=sum(shard.storage.ssd for _, _, shard in shards),
-                step_ms=sum(perf.total for perf in perfs),
-                forward_compute_ms=sum(perf.fwd_compute for perf in perfs),
-                forward_comms_ms=sum(perf.fwd_comms for perf in perfs),
-                backward_compute_ms=sum(perf.bwd_compute for perf in perfs),
-                backward_comms_ms=sum(perf.bwd_comms for perf in perfs),
-                prefetch_ms=sum(perf.prefetch_compute for perf in perfs),
+                step_ms=sum(perf.total for perf in times),
+                forward_compute_ms=sum(perf.fwd_compute for perf in times),
+                forward_comms_ms=sum(perf.fwd_comms for perf in times),
+                backward_compute_ms=sum(perf.bwd_compute for perf in times),
+                backward_comms_ms=sum(perf.bwd_comms for perf in times),
+                prefetch_ms=sum(perf.prefetch_compute for perf in times),
                 tables=tables,
             )
         )
@@ -52,55 +52,72 @@ def rank_estimates(planner: TorchrecPlanner, options: Mapping[str, ShardingOptio
 
 
 def _memory(planner: TorchrecPlanner, name: str, *, option: ShardingOption, shard: Shard) -> TableMemory:
+    """Split the estimated memory of a shard into weights, optimizer state, cache and buffers."""
     table = planner.model.tables[name]
-    kind = optimizer_kind(table, default=planner.optimizer)
-    state = 1 / table.dim if kind == "rowwise_adagrad" else STATE_PER_WEIGHT[kind]
+    optimizer = optimizer_kind(table, default=planner.optimizer)
+    state_per_weight = 1 / table.dim if optimizer == "rowwise_adagrad" else STATE_BYTES_PER_WEIGHT_BYTE[optimizer]
     rows, columns = shard.size
-    weights = rows * columns * _FLOAT_BYTES
-    optimizer, cache = math.ceil(weights * state), 0
-    fast: int = shard.storage.hbm if planner.device == "cuda" else shard.storage.ddr
+    weight_bytes = rows * columns * _FP32_BYTES
+    optimizer_bytes, cache_bytes = math.ceil(weight_bytes * state_per_weight), 0
+    lookup_memory_bytes: int = shard.storage.hbm if planner.device == "cuda" else shard.storage.ddr
     if option.compute_kernel == "fused_uvm_caching":
-        share = option.cache_load_factor or CACHE_LOAD_FACTOR
-        # Besides rows and optimizer state, the cache index takes 4 bytes per row and 16 bytes per cached row.
-        cache = math.ceil(share * weights * (1 + state) + rows * (4 + 16 * share))
+        cache_load_factor = option.cache_load_factor or CACHE_LOAD_FACTOR
+        # The cache has the rows with their optimizer state. Its index needs 4 bytes per row and 16 bytes per cached row.
+        cache_bytes = math.ceil(cache_load_factor * weight_bytes * (1 + state_per_weight) + rows * (4 + 16 * cache_load_factor))
     elif option.compute_kernel == "key_value":
-        cache = min(SSD_CACHE_MB << 20, math.ceil(table.num_rows * CACHE_LOAD_FACTOR * table.dim * _FLOAT_BYTES))
-    resident = 0 if option.compute_kernel in ("fused_uvm", "fused_uvm_caching", "key_value") else weights + optimizer
-    return TableMemory(weights=weights, optimizer=optimizer, cache=cache, buffers=max(0, fast - resident - cache))
+        cache_bytes = min(SSD_CACHE_MB << 20, math.ceil(table.num_rows * CACHE_LOAD_FACTOR * table.dim * _FP32_BYTES))
+    resident_bytes = (
+        0 if option.compute_kernel in ("fused_uvm", "fused_uvm_caching", "key_value") else weight_bytes + optimizer_bytes
+    )
+    return TableMemory(
+        weights=weight_bytes,
+        optimizer=optimizer_bytes,
+        cache=cache_bytes,
+        buffers=max(0, lookup_memory_bytes - resident_bytes - cache_bytes),
+    )
 
 
-def _add(one: TableMemory, other: TableMemory) -> TableMemory:
+def _add(first: TableMemory, second: TableMemory) -> TableMemory:
     """Return the memory of two shards of a table on one rank."""
-    return TableMemory(**{name: value + getattr(other, name) for name, value in one.model_dump().items()})
+    return TableMemory(**{name: num_bytes + getattr(second, name) for name, num_bytes in first.model_dump().items()})
 
 
-def alternatives(planner: TorchrecPlanner, chosen: Mapping[str, ShardingOption]) -> dict[str, tuple[Alternative, ...]]:
-    """Return for each table every sharding type with its estimates and why it was chosen or not."""
+def compare_alternatives(planner: TorchrecPlanner, chosen: Mapping[str, ShardingOption]) -> dict[str, tuple[Alternative, ...]]:
+    """Return all sharding types of each table, with estimates and the reason for or against each type.
+
+    chosen: the layout of each table in the plan.
+    """
     tables = planner.model.tables
-    all_types: tuple[ShardingKind, ...] = get_args(ShardingKind)
-    supported = {
-        name: tuple(kind for kind in all_types if _is_supported(kind, table, planner=planner)) for name, table in tables.items()
+    all_types: tuple[ShardingType, ...] = get_args(ShardingType)
+    supported_types = {
+        name: tuple(sharding_type for sharding_type in all_types if _is_supported(sharding_type, table, planner=planner))
+        for name, table in tables.items()
     }
-    kernels: tuple[ComputeKernel, ...] = ("fused", "dense")
+    default_kernels: tuple[ComputeKernel, ...] = ("fused", "dense")
     if planner.device == "cuda":
-        kernels += ("fused_uvm_caching", "fused_uvm")
-    with_dense = {
-        name: tuple(dict.fromkeys((*(_constraint(planner, name).compute_kernels or kernels), "dense"))) for name in tables
+        default_kernels += ("fused_uvm_caching", "fused_uvm")
+    kernels = {
+        name: tuple(dict.fromkeys((*(_constraint(planner, name).compute_kernels or default_kernels), "dense")))
+        for name in tables
     }
-    options = planner.options(kinds=supported, kernels=with_dense)
+    options = planner.options(sharding_types=supported_types, kernels=kernels)
     return {
         name: tuple(
             _alternative(
-                planner, name, kind, [option for option in options[name] if option.sharding_type == kind], chosen=chosen
+                planner,
+                name,
+                sharding_type,
+                [option for option in options[name] if option.sharding_type == sharding_type],
+                chosen=chosen,
             )
-            for kind in all_types
+            for sharding_type in all_types
         )
         for name in sorted(tables)
     }
 
 
-def _is_supported(kind: ShardingKind, table: TableSpec, *, planner: TorchrecPlanner) -> bool:
-    reason = why_not_offered(kind, table, num_nodes=planner.config.cluster.num_nodes, world_size=planner.world_size)
+def _is_supported(sharding_type: ShardingType, table: TableSpec, *, planner: TorchrecPlanner) -> bool:
+    reason = why_not_offered(sharding_type, table, num_nodes=planner.config.cluster.num_nodes, world_size=planner.world_size)
     return reason is None or not reason.startswith(NOT_SUPPORTED)
 
 
@@ -111,25 +128,25 @@ def _constraint(planner: TorchrecPlanner, name: str) -> TableConstraint:
 def _alternative(
     planner: TorchrecPlanner,
     name: str,
-    kind: ShardingKind,
+    sharding_type: ShardingType,
     options: list[ShardingOption],
     *,
     chosen: Mapping[str, ShardingOption],
 ) -> Alternative:
     table = planner.model.tables[name]
-    reason = why_not_offered(kind, table, num_nodes=planner.config.cluster.num_nodes, world_size=planner.world_size)
+    reason = why_not_offered(sharding_type, table, num_nodes=planner.config.cluster.num_nodes, world_size=planner.world_size)
     if not options:
-        return Alternative(sharding_type=kind, verdict=reason or "no kernel supports it on this device")
+        return Alternative(sharding_type=sharding_type, verdict=reason or "no kernel supports it on this device")
     chosen_option = chosen[name]
-    if chosen_option.sharding_type == kind:
+    if chosen_option.sharding_type == sharding_type:
         best = next(option for option in options if option.compute_kernel == chosen_option.compute_kernel)
     else:
-        # The fastest option that fits without the other tables; if none fits, the one that exceeds the memory least.
-        best = min(options, key=lambda option: (_excess_bytes(option, planner.usable), cost_ms(option)))
+        # The fastest option that would fit without the other tables, or the option with the least excess memory.
+        best = min(options, key=lambda option: (_excess_bytes(option, planner.usable_memory), table_ms(option)))
     return Alternative(
-        sharding_type=kind,
+        sharding_type=sharding_type,
         compute_kernel=best.compute_kernel,
-        step_ms=cost_ms(best),
+        step_ms=table_ms(best),
         hbm_bytes=max(shard.storage.hbm for shard in best.shards),
         ddr_bytes=max(shard.storage.ddr for shard in best.shards),
         verdict=_verdict(planner, name, best, chosen=chosen_option, reason=reason),
@@ -144,66 +161,72 @@ def _verdict(
     chosen: ShardingOption,
     reason: str | None,
 ) -> str:
-    """Return why an option was chosen or not. reason: why its type is not offered by default, if it is not."""
-    kind, allowed = option.sharding_type, _constraint(planner, name).sharding_types
-    if chosen.sharding_type == kind:
+    """Return why the option of one sharding type was chosen or not.
+
+    chosen: the option of the table in the plan.
+    reason: why the type is not one of the default types; None if it is one.
+    """
+    sharding_type, allowed_types = option.sharding_type, _constraint(planner, name).sharding_types
+    if chosen.sharding_type == sharding_type:
         return "chosen"
-    if allowed is not None and kind not in allowed:
+    if allowed_types is not None and sharding_type not in allowed_types:
         return f"excluded by sharding.tables.{name}.sharding_types"
-    if allowed is None and reason is not None:
+    if allowed_types is None and reason is not None:
         return reason
-    excess_bytes = _excess_bytes(option, planner.usable)
+    excess_bytes = _excess_bytes(option, planner.usable_memory)
     if excess_bytes:
         return f"does not fit: {excess_bytes:,} bytes short on one rank"
-    slower = cost_ms(option) - cost_ms(chosen)
-    if slower >= 0:
-        return (
-            f"slower: {cost_ms(option):.3g} ms instead of {cost_ms(chosen):.3g} ms" if slower else "as fast as the chosen type"
-        )
-    if len(planner.model.tables) > MAX_TABLES_REPLANNED:
+    slower_ms = table_ms(option) - table_ms(chosen)
+    if slower_ms >= 0:
+        times = f"{table_ms(option):.3g} ms instead of {table_ms(chosen):.3g} ms"
+        return f"slower: {times}" if slower_ms else "as fast as the chosen type"
+    if len(planner.model.tables) > MAX_REPLANNED_TABLES:
         return "faster for this table alone, but not chosen together with the other tables"
     try:
-        step = step_ms(planner, planner.best(kinds={name: (kind,)}))
+        step_of_plan_ms = step_ms(planner, planner.best_options(sharding_types={name: (sharding_type,)}))
     except PlannerError:
         return "faster for this table alone, but it does not fit together with the other tables"
-    return f"faster for this table alone, but the lookups of all tables would take {step:.3g} ms"
+    return f"faster for this table alone, but the lookups of all tables would take {step_of_plan_ms:.3g} ms"
 
 
-def cost_ms(option: ShardingOption) -> float:
-    """Return the time of the slowest rank for this table alone."""
+def table_ms(option: ShardingOption) -> float:
+    """Return the milliseconds per step that the slowest rank needs for this table."""
     return max(float(shard.perf.total) for shard in option.shards)
 
 
 def step_ms(planner: TorchrecPlanner, options: Mapping[str, ShardingOption]) -> float:
-    """Return the time of the slowest rank for all tables."""
+    """Return the milliseconds per step that the slowest rank needs for all tables."""
     return max(rank.step_ms for rank in rank_estimates(planner, options))
 
 
-def _excess_bytes(option: ShardingOption, usable: Storage) -> int:
-    """Return by how many bytes the largest shard exceeds the memory of a rank; 0 if it fits."""
+def _excess_bytes(option: ShardingOption, usable_memory: Storage) -> int:
+    """Return the bytes by which the largest shard exceeds the usable memory of a rank; 0 if it fits."""
     tiers = ("hbm", "ddr")
-    excess: list[int] = [getattr(shard.storage, tier) - getattr(usable, tier) for shard in option.shards for tier in tiers]
+    excess: list[int] = [
+        getattr(shard.storage, tier) - getattr(usable_memory, tier) for shard in option.shards for tier in tiers
+    ]
     return max(0, *excess)
 
 
 def naive_plans(planner: TorchrecPlanner) -> tuple[NaivePlan, ...]:
-    """Return plans with one sharding type for all tables and the kernel fused, to compare the plan with."""
-    return tuple(_naive(planner, kind) for kind in NAIVE_TYPES)
+    """Return plans with one sharding type for all tables and the kernel fused, for a comparison with the chosen plan."""
+    return tuple(_naive(planner, sharding_type) for sharding_type in NAIVE_TYPES)
 
 
-def _naive(planner: TorchrecPlanner, kind: ShardingKind) -> NaivePlan:
-    tables: Sequence[str] = list(planner.model.tables)
-    kinds: dict[str, tuple[ShardingKind, ...]] = dict.fromkeys(tables, (kind,))
-    kernels: dict[str, tuple[ComputeKernel, ...]] = dict.fromkeys(tables, ("fused",))
+def _naive(planner: TorchrecPlanner, sharding_type: ShardingType) -> NaivePlan:
+    table_names: Sequence[str] = list(planner.model.tables)
+    sharding_types: dict[str, tuple[ShardingType, ...]] = dict.fromkeys(table_names, (sharding_type,))
+    kernels: dict[str, tuple[ComputeKernel, ...]] = dict.fromkeys(table_names, ("fused",))
     try:
-        ranks = rank_estimates(planner, planner.best(kinds=kinds, kernels=kernels))
+        ranks = rank_estimates(planner, planner.best_options(sharding_types=sharding_types, kernels=kernels))
     except PlannerError:
         problem = describe_shortage(
-            planner, {name: options[0] for name, options in planner.options(kinds=kinds, kernels=kernels).items()}
+            planner,
+            {name: options[0] for name, options in planner.options(sharding_types=sharding_types, kernels=kernels).items()},
         )
-        return NaivePlan(name=f"all {kind}", problem=f"does not fit: {problem}")
+        return NaivePlan(name=f"all {sharding_type}", problem=f"does not fit: {problem}")
     return NaivePlan(
-        name=f"all {kind}",
+        name=f"all {sharding_type}",
         step_ms=max(rank.step_ms for rank in ranks),
         hbm_bytes=max(rank.hbm_bytes for rank in ranks),
         ddr_bytes=max(rank.ddr_bytes for rank in ranks),

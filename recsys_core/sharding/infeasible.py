@@ -12,72 +12,74 @@ from recsys_core.sharding.torchrec_planner import RESERVED_SHARE, TorchrecPlanne
 from recsys_core.units import GIB
 
 MAX_RANKS = 1024
-"""Larger clusters are not tried, because planning for them takes minutes."""
+"""Larger clusters are not tried, because planning for a larger cluster takes minutes."""
 MAX_GPUS_PER_NODE = 8
 MAX_DDR_GB = 16_384.0
 MAX_TRIES = 3
 
 
 def infeasible_error(planner: TorchrecPlanner) -> InputError:
-    """Return the error with the missing bytes and the changes that make a plan feasible."""
+    """Build the error with the missing bytes and the changes that make a plan feasible."""
     sizes = {name: f"{table.num_rows:,} x {table.dim}" for name, table in planner.model.tables.items()}
-    smallest = {name: min(options, key=_size) for name, options in _resident(planner).items()}
-    changes = list(_helpful_changes(planner, smallest))
+    smallest_options = {name: min(options, key=_shard_and_total_bytes) for name, options in _resident_options(planner).items()}
+    changes = list(_helpful_changes(planner, smallest_options))
     advice = (
         f"a plan exists with {'; or with '.join(changes)}"
         if changes
         else (
-            f"no larger cluster that was tried has a plan (up to {MAX_RANKS} ranks, {MAX_DDR_GB:,.0f} GB per host); use "
+            f"no larger cluster has a plan either (tried up to {MAX_RANKS} ranks, {MAX_DDR_GB:,.0f} GB per host); use "
             "fewer or narrower rows"
         )
     )
     return InputError(
         f"sharding: no plan for tables {sizes} on {planner.world_size} ranks with {planner.hbm_gb:g} GB HBM per GPU and "
         f"{planner.ddr_gb:g} GB memory per host ({100 * RESERVED_SHARE:.0f} % of it reserved for layers, activations and "
-        f"input): {describe_shortage(planner, smallest)}; {advice}"
+        f"input): {describe_shortage(planner, smallest_options)}; {advice}"
     )
 
 
 def describe_shortage(planner: TorchrecPlanner, options: Mapping[str, ShardingOption]) -> str:
-    """Return which table is too large for one rank, or the largest if all tables together are too large; and by how much.
+    """Return a message with the missing bytes, for the table that is too large for a rank, or for all tables together.
 
     options: one layout per table.
     """
     tiers = {"hbm": "HBM", "ddr": "main memory"} if planner.device == "cuda" else {"ddr": "main memory"}
     message = ""
     for tier, tier_name in tiers.items():
-        usable: int = getattr(planner.usable, tier)
-        largest_shard = {name: max(getattr(shard.storage, tier) for shard in one.shards) for name, one in options.items()}
-        worst = max(largest_shard, key=lambda name: largest_shard[name])
-        missing_bytes = largest_shard[worst] - usable
+        usable_bytes: int = getattr(planner.usable_memory, tier)
+        shard_bytes = {name: [getattr(shard.storage, tier) for shard in option.shards] for name, option in options.items()}
+        largest_shard = {name: max(num_bytes) for name, num_bytes in shard_bytes.items()}
+        table = max(largest_shard, key=lambda name: largest_shard[name])
+        missing_bytes = largest_shard[table] - usable_bytes
         if missing_bytes > 0:
             return (
-                f"table {worst} needs {largest_shard[worst]:,} bytes of {tier_name} on one rank "
-                f"({options[worst].sharding_type}), but {usable:,} are usable: {missing_bytes:,} bytes short per rank"
+                f"table {table} needs {largest_shard[table]:,} bytes of {tier_name} on one rank "
+                f"({options[table].sharding_type}), but {usable_bytes:,} are usable: {missing_bytes:,} bytes short per rank"
             )
-        need = {name: sum(getattr(shard.storage, tier) for shard in one.shards) for name, one in options.items()}
-        largest = max(need, key=lambda name: need[name])
-        missing_bytes = sum(need.values()) - usable * planner.world_size
+        table_bytes = {name: sum(num_bytes) for name, num_bytes in shard_bytes.items()}
+        total_bytes = sum(table_bytes.values())
+        table = max(table_bytes, key=lambda name: table_bytes[name])
+        largest_table = f"table {table} is the largest, with {table_bytes[table]:,} of {total_bytes:,} bytes of {tier_name}"
+        missing_bytes = total_bytes - usable_bytes * planner.world_size
         if missing_bytes > 0:
             return (
-                f"table {largest} is the largest, with {need[largest]:,} of {sum(need.values()):,} bytes of {tier_name} that "
-                f"all tables need on {planner.world_size} ranks together: {missing_bytes:,} bytes short in total"
+                f"{largest_table} that all tables need on {planner.world_size} ranks together: "
+                f"{missing_bytes:,} bytes short in total"
             )
         message = message or (
-            f"table {largest} is the largest, with {need[largest]:,} of {sum(need.values()):,} bytes of {tier_name}: enough "
-            f"in total, but no distribution was found that fits the {usable:,} bytes of each rank"
+            f"{largest_table}: enough in total, but no distribution was found that fits the {usable_bytes:,} bytes of each rank"
         )
     return message
 
 
-def _resident(planner: TorchrecPlanner) -> dict[str, list[ShardingOption]]:
-    """Return the layouts that store all rows in the memory of the processor that looks them up, if there are any."""
+def _resident_options(planner: TorchrecPlanner) -> dict[str, list[ShardingOption]]:
+    """Return the layouts of each table without offloading, or all its layouts if every layout offloads rows."""
     options_by_table = planner.options()
-    resident = {
+    resident_options = {
         name: [option for option in options if option.compute_kernel in ("fused", "dense")]
         for name, options in options_by_table.items()
     }
-    return {name: resident[name] or options for name, options in options_by_table.items()}
+    return {name: resident_options[name] or options for name, options in options_by_table.items()}
 
 
 def _total_bytes(option: ShardingOption) -> int:
@@ -85,25 +87,25 @@ def _total_bytes(option: ShardingOption) -> int:
     return sum(shard.storage.hbm + shard.storage.ddr for shard in option.shards)
 
 
-def _size(option: ShardingOption) -> tuple[int, int]:
-    """Return the sort key (largest shard, total bytes): a layout is feasible only if its largest shard fits a rank."""
+def _shard_and_total_bytes(option: ShardingOption) -> tuple[int, int]:
+    """Return (bytes of the largest shard, bytes of all shards), the order in which layouts are preferred."""
     return max(shard.storage.hbm + shard.storage.ddr for shard in option.shards), _total_bytes(option)
 
 
 def _fits(planner: TorchrecPlanner) -> bool:
     try:
-        planner.best()
+        planner.best_options()
     except PlannerError:
         return False
     return True
 
 
-def _helpful_changes(planner: TorchrecPlanner, smallest: Mapping[str, ShardingOption]) -> Iterator[str]:
+def _helpful_changes(planner: TorchrecPlanner, smallest_options: Mapping[str, ShardingOption]) -> Iterator[str]:
     """Yield config changes that make a plan feasible, the cheapest first."""
     yield from _fewer_constraints(planner)
     yield from _offloading(planner)
-    yield from _more_memory(planner, smallest)
-    yield from _more_ranks(planner, smallest)
+    yield from _more_memory(planner, smallest_options)
+    yield from _more_ranks(planner, smallest_options)
 
 
 def _fewer_constraints(planner: TorchrecPlanner) -> Iterator[str]:
@@ -113,13 +115,13 @@ def _fewer_constraints(planner: TorchrecPlanner) -> Iterator[str]:
 
 
 def _offloading(planner: TorchrecPlanner) -> Iterator[str]:
-    """Yield kernels with rows in main memory for tables whose constraints exclude them; the planner has tried the others."""
+    """Yield offloading kernels for tables whose constraints exclude these kernels."""
     if planner.device == "cpu":
         return
-    caching: tuple[ComputeKernel, ...] = ("fused", "fused_uvm_caching")
+    caching_kernels: tuple[ComputeKernel, ...] = ("fused", "fused_uvm_caching")
     for name, constraint in planner.config.tables.items():
-        offloading = set(constraint.compute_kernels or caching) & {"fused_uvm", "fused_uvm_caching"}
-        if not offloading and _fits(_with_constraints(planner, {name: {"compute_kernels": caching}})):
+        allowed_offloading_kernels = set(constraint.compute_kernels or caching_kernels) & {"fused_uvm", "fused_uvm_caching"}
+        if not allowed_offloading_kernels and _fits(_with_constraints(planner, {name: {"compute_kernels": caching_kernels}})):
             yield f"sharding.tables.{name}.compute_kernels: [fused, fused_uvm_caching], which uses main memory"
 
 
@@ -131,34 +133,39 @@ def _with_constraints(planner: TorchrecPlanner, changes: Mapping[str, dict[str, 
     return replace(planner, config=config)
 
 
-def _more_memory(planner: TorchrecPlanner, smallest: Mapping[str, ShardingOption]) -> Iterator[str]:
-    """Yield a larger main memory: for all rows on CPUs, for offloaded rows on GPUs."""
-    need = sum(map(_total_bytes, smallest.values())) / planner.config.cluster.num_nodes / GIB / (1 - RESERVED_SHARE)
-    kernel = "" if planner.device == "cpu" else " (rows in main memory: kernel fused_uvm_caching or fused_uvm)"
-    for candidate in (need, 1.25 * need, 2 * need, 4 * need):
-        ddr_gb = float(math.ceil(max(candidate, planner.ddr_gb) / 16) * 16)
+def _more_memory(planner: TorchrecPlanner, smallest_options: Mapping[str, ShardingOption]) -> Iterator[str]:
+    """Yield a size of the main memory that is large enough. On GPUs, the main memory stores the offloaded rows."""
+    needed_gb = (
+        sum(map(_total_bytes, smallest_options.values())) / planner.config.cluster.num_nodes / GIB / (1 - RESERVED_SHARE)
+    )
+    advice = "" if planner.device == "cpu" else " (rows in main memory: kernel fused_uvm_caching or fused_uvm)"
+    for candidate_gb in (needed_gb, 1.25 * needed_gb, 2 * needed_gb, 4 * needed_gb):
+        ddr_gb = float(math.ceil(max(candidate_gb, planner.ddr_gb) / 16) * 16)
         if planner.ddr_gb < ddr_gb <= MAX_DDR_GB and _fits(planner.with_cluster(ddr_gb=ddr_gb)):
-            yield f"sharding.cluster.ddr_gb: {ddr_gb:g}{kernel}"
+            yield f"sharding.cluster.ddr_gb: {ddr_gb:g}{advice}"
             return
 
 
-def _more_ranks(planner: TorchrecPlanner, smallest: Mapping[str, ShardingOption]) -> Iterator[str]:
-    """Yield more GPUs per host or more hosts, starting with the number whose memory could hold all bytes."""
+def _more_ranks(planner: TorchrecPlanner, smallest_options: Mapping[str, ShardingOption]) -> Iterator[str]:
+    """Yield a number of GPUs per host or of hosts that is large enough.
+
+    The first number tried has enough memory in total, but the shards may not fit its ranks.
+    """
     cluster = planner.config.cluster
-    usable = planner.usable.hbm if planner.device == "cuda" else planner.usable.ddr
-    need = math.ceil(sum(map(_total_bytes, smallest.values())) / usable)
+    usable_bytes = planner.usable_memory.hbm if planner.device == "cuda" else planner.usable_memory.ddr
+    num_needed_ranks = math.ceil(sum(map(_total_bytes, smallest_options.values())) / usable_bytes)
     if planner.device == "cuda" and cluster.num_nodes == 1:
-        for processes in (2, 4, MAX_GPUS_PER_NODE):
-            too_few = processes <= planner.processes or 2 * processes < need
-            if not too_few and _fits(planner.with_cluster(processes=processes, processes_per_node=processes)):
-                yield f"sharding.cluster.processes_per_node: {processes}"
+        for processes_per_node in (2, 4, MAX_GPUS_PER_NODE):
+            too_few = processes_per_node <= planner.processes_per_node or 2 * processes_per_node < num_needed_ranks
+            if not too_few and _fits(planner.with_cluster(processes_per_node=processes_per_node)):
+                yield f"sharding.cluster.processes_per_node: {processes_per_node}"
                 return
-        planner = planner.with_cluster(processes=MAX_GPUS_PER_NODE, processes_per_node=MAX_GPUS_PER_NODE)
-    nodes = max(cluster.num_nodes + 1, math.ceil(need / planner.processes))
+        planner = planner.with_cluster(processes_per_node=MAX_GPUS_PER_NODE)
+    num_nodes = max(cluster.num_nodes + 1, math.ceil(num_needed_ranks / planner.processes_per_node))
     for _ in range(MAX_TRIES):
-        if nodes * planner.processes > MAX_RANKS:
+        if num_nodes * planner.processes_per_node > MAX_RANKS:
             return
-        if _fits(planner.with_cluster(num_nodes=nodes)):
-            yield f"sharding.cluster.num_nodes: {nodes} with processes_per_node {planner.processes}"
+        if _fits(planner.with_cluster(num_nodes=num_nodes)):
+            yield f"sharding.cluster.num_nodes: {num_nodes} with processes_per_node {planner.processes_per_node}"
             return
-        nodes = math.ceil(1.3 * nodes)
+        num_nodes = math.ceil(1.3 * num_nodes)

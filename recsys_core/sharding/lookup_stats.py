@@ -24,11 +24,11 @@ CHUNK_ROWS = 1 << 22
 class LookupStats(Frozen):
     """Expected lookups of one rank in one batch.
 
-    values_per_query: by table. A rank looks up each distinct item of its batch (candidates, negatives and histories together)
-        once, so the value of an item table is the expected number of distinct items divided by the queries of the batch. For a
-        list feature it is multiplied by the mean length of a list.
+    values_per_query: by table, the number of values that a rank looks up divided by the number of queries in its batch. A rank
+        looks up each distinct item of its batch once, whether it is a candidate, a negative or a history item. For a list
+        feature, the values of all its lists are counted.
     hot_row_curve: by table, the share of the lookups that go to the most frequent 1 %, 2 %, ... 100 % of the rows: the best hit
-        rate of a cache of that size. Only tables whose row frequencies are known have a curve.
+        rate of a cache of that size. Only tables with known row frequencies have a curve.
     """
 
     values_per_query: dict[str, float]
@@ -53,37 +53,41 @@ def lookup_stats_of(
 ) -> LookupStats:
     """Return the mean lookups over the batches of an epoch. batch_size: queries per rank and step.
 
-    Positives, negatives and history items are treated as independent draws; history items have the frequencies of positives.
+    The calculation assumes that positives, negatives and history items are drawn independently, and that history items are as
+    frequent as positives.
     """
     num_train_events_U = store.train_end - store.user_offset[:-1]
     probability_I = lookup_probability(
         store.item_count,
-        draws=batch_size * (1 + mean_history_length(num_train_events_U, model=model, ordered=store.ordered)),
-        negatives=loss.num_negatives,
+        num_draws=batch_size * (1 + mean_history_length(num_train_events_U, model=model, ordered=store.ordered)),
+        num_negatives=loss.num_negatives,
         alpha=loss.negative_sampling_alpha,
     )
-    num_distinct = max(1.0, float(probability_I.sum()))
+    num_distinct_items = max(1.0, float(probability_I.sum()))
     list_features = features.features if features is not None else {}
-    values: dict[str, float] = {}
+    values_per_query: dict[str, float] = {}
     for name, table in model.tables.items():
         offset = list_features[name].offset if name in list_features else None
         if table.side == "item":
-            values[name] = (num_distinct if offset is None else _weighted_length(offset, probability_I)) / batch_size
+            num_values = num_distinct_items if offset is None else _weighted_length(offset, probability_I)
+            values_per_query[name] = num_values / batch_size
         elif offset is None:
-            values[name] = 1.0
+            values_per_query[name] = 1.0
         elif name.startswith("user."):
-            values[name] = _weighted_length(offset, num_train_events_U) / max(1, store.num_train_events)
+            values_per_query[name] = _weighted_length(offset, num_train_events_U) / max(1, store.num_train_events)
         else:  # a list feature of the context has one list per event
-            values[name] = float(offset[-1]) / max(1, len(offset) - 1)
+            values_per_query[name] = float(offset[-1]) / max(1, len(offset) - 1)
     curves = {name: hot_row_curve(probability_I) for name, table in model.tables.items() if table.feature == "item"}
     if "user" in model.tables:
         curves["user"] = hot_row_curve(num_train_events_U.astype(np.float64))
-    # Rounded, because machines differ in the last digits and the plan's fingerprint contains these numbers.
-    return LookupStats(values_per_query={name: float(f"{value:.6g}") for name, value in values.items()}, hot_row_curve=curves)
+    # The plan's fingerprint contains these numbers. They are rounded, because machines differ in the last digits.
+    return LookupStats(
+        values_per_query={name: float(f"{value:.6g}") for name, value in values_per_query.items()}, hot_row_curve=curves
+    )
 
 
 def mean_history_length(num_train_events_U: NDArray[np.int64], *, model: ModelSpec, ordered: bool) -> float:
-    """Return the mean number of history items of a training event. num_train_events_U: training events of each user.
+    """Return the mean number of history items of a training event. num_train_events_U: number of training events of each user.
 
     >>> from recsys_core.models.config import HistoryConfig, TwoTowerConfig
     >>> model = ModelSpec.sized(TwoTowerConfig(history=HistoryConfig(length=2)), num_users=1, num_items=9)
@@ -93,41 +97,44 @@ def mean_history_length(num_train_events_U: NDArray[np.int64], *, model: ModelSp
     2.0
     """
     history = model.config.history
-    events_U, longest = num_train_events_U.astype(np.float64), history.length
+    num_events_U, max_length = num_train_events_U.astype(np.float64), history.length
     if ordered:
-        # The first `longest` events of a user have histories of 0, 1, 2, ... items; all later ones are full.
-        growing_U = np.minimum(events_U, longest)
-        total_U = growing_U * (growing_U - 1) / 2 + (events_U - growing_U) * longest
+        # The first max_length events of a user have histories of 0, 1, 2, ... items. All later histories are full.
+        num_growing_U = np.minimum(num_events_U, max_length)
+        total_length_U = num_growing_U * (num_growing_U - 1) / 2 + (num_events_U - num_growing_U) * max_length
     else:
-        others_U = events_U if history.include_target else np.maximum(events_U - 1, 0)
-        total_U = events_U * np.minimum(others_U, longest)
-    return float(total_U.sum() / max(1.0, events_U.sum()))
+        num_other_events_U = num_events_U if history.include_target else np.maximum(num_events_U - 1, 0)
+        total_length_U = num_events_U * np.minimum(num_other_events_U, max_length)
+    return float(total_length_U.sum() / max(1.0, num_events_U.sum()))
 
 
-def lookup_probability(count_I: NDArray[np.int64], *, draws: float, negatives: int, alpha: float) -> Floats:
-    """Return the probability [I] that a batch looks up each item; their sum is the expected number of distinct items.
+def lookup_probability(count_I: NDArray[np.int64], *, num_draws: float, num_negatives: int, alpha: float) -> Floats:
+    """Return the probability that a batch looks up each item, [I].
+
+    The sum of the probabilities is the expected number of distinct items.
 
     Args:
         count_I: training events of each item.
-        draws: number of positives and history items of the batch; they are drawn in proportion to count_I.
-        negatives: number of drawn negatives of the batch.
-        alpha: exponent of the negatives' distribution, see `negative_share`.
+        num_draws: number of positives and history items of the batch. They are drawn in proportion to count_I.
+        num_negatives: number of drawn negatives of the batch.
+        alpha: exponent of the sampling distribution of negatives, see `negative_share`.
 
-    >>> lookup_probability(np.array([1, 1]), draws=1, negatives=0, alpha=0.0).tolist()
+    >>> lookup_probability(np.array([1, 1]), num_draws=1, num_negatives=0, alpha=0.0).tolist()
     [0.5, 0.5]
-    >>> round(float(lookup_probability(np.array([1, 1, 1, 1]), draws=4, negatives=0, alpha=0.0).sum()), 4)  # 4 (1 - (3/4)^4)
+    >>> probability_I = lookup_probability(np.array([1, 1, 1, 1]), num_draws=4, num_negatives=0, alpha=0.0)
+    >>> round(float(probability_I.sum()), 4)  # 4 (1 - (3/4)^4)
     2.7344
     """
     probability_I = np.empty(len(count_I))
-    total = max(1, int(count_I.sum()))
-    negative_share_I = negative_share(count_I, alpha) if negatives else None
+    num_events = max(1, int(count_I.sum()))
+    negative_share_I = negative_share(count_I, alpha) if num_negatives else None
     for chunk in _chunks(len(count_I)):
-        # log1p(-1) is -inf for an item that every draw returns; its exponential is 0, as it should be.
+        # For an item with all events, log1p(-1) is -inf: the probability that the batch misses the item is 0.
         with np.errstate(divide="ignore"):
-            log_missed = draws * np.log1p(-count_I[chunk] / total)
+            log_missed_I = num_draws * np.log1p(-count_I[chunk] / num_events)
             if negative_share_I is not None:
-                log_missed += negatives * np.log1p(-np.minimum(negative_share_I[chunk], 1.0))
-        probability_I[chunk] = -np.expm1(log_missed)
+                log_missed_I += num_negatives * np.log1p(-np.minimum(negative_share_I[chunk], 1.0))
+        probability_I[chunk] = -np.expm1(log_missed_I)
     return probability_I
 
 
@@ -140,13 +147,14 @@ def hot_row_curve(weight_R: Floats) -> tuple[float, ...]:
     >>> [round(shares[percent - 1], 2) for percent in (1, 25, 50, 100)]
     [0.02, 0.6, 0.9, 1.0]
     """
-    total = float(weight_R.sum())
-    if total == 0:
+    total_weight = float(weight_R.sum())
+    if total_weight == 0:
         return tuple((1 + point) / CURVE_POINTS for point in range(CURVE_POINTS))
-    cumulative = np.concatenate([[0.0], np.cumsum(np.sort(weight_R)[::-1])]) / total
+    cumulative_share = np.concatenate([[0.0], np.cumsum(np.sort(weight_R)[::-1])]) / total_weight
     num_hot_rows = np.arange(1, CURVE_POINTS + 1) * len(weight_R) / CURVE_POINTS
-    low = np.minimum(num_hot_rows.astype(np.int64), len(weight_R) - 1)
-    shares: Floats = cumulative[low] + (num_hot_rows - low) * (cumulative[low + 1] - cumulative[low])
+    num_full_rows = np.minimum(num_hot_rows.astype(np.int64), len(weight_R) - 1)
+    share_of_last_row = cumulative_share[num_full_rows + 1] - cumulative_share[num_full_rows]
+    shares: Floats = cumulative_share[num_full_rows] + (num_hot_rows - num_full_rows) * share_of_last_row
     return tuple(round(min(1.0, share), 6) for share in shares.tolist())
 
 

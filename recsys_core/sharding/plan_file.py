@@ -14,15 +14,15 @@ from recsys_core.config import Frozen
 from recsys_core.errors import InputError
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec, module_name
-from recsys_core.sharding.config import ClusterConfig, ComputeKernel, QuantizedCommsConfig, ShardingKind
+from recsys_core.sharding.config import ClusterConfig, ComputeKernel, QuantizedCommsConfig, ShardingType
 from recsys_core.sharding.constraints import optimizer_kind, ssd_parameters
 from recsys_core.units import MIB
 
-Measure = Literal["hbm_bytes", "ddr_bytes", "step_ms"]
+RankMeasure = Literal["hbm_bytes", "ddr_bytes", "step_ms"]
 
 
 class ShardPlan(Frozen):
-    """A rectangle of a table on one rank; offset and size are (row, column)."""
+    """The part of a table on one rank. offset: its first row and column. size: its number of rows and columns."""
 
     rank: int
     offset: tuple[int, int]
@@ -30,9 +30,12 @@ class ShardPlan(Frozen):
 
 
 class Alternative(Frozen):
-    """One sharding type of a table with its fastest kernel, estimated without the other tables; maxima over the ranks."""
+    """Estimates for one sharding type of a table with its fastest kernel, if the model had no other tables.
 
-    sharding_type: ShardingKind
+    Memory and time are those of the rank with the highest value. verdict: why the type was chosen or not.
+    """
+
+    sharding_type: ShardingType
     compute_kernel: ComputeKernel | None = None
     step_ms: float | None = None
     hbm_bytes: int | None = None
@@ -46,7 +49,7 @@ class TablePlan(Frozen):
     rows: int
     dim: int
     optimizer: str
-    sharding_type: ShardingKind
+    sharding_type: ShardingType
     compute_kernel: ComputeKernel
     cache_load_factor: float | None = None
     ssd_path: str | None = None
@@ -58,7 +61,10 @@ class TablePlan(Frozen):
 
 
 class TableMemory(Frozen):
-    """Bytes of a table on one rank. Offloading kernels store weights and optimizer state in main memory or on the SSD."""
+    """Bytes of a table on one rank.
+
+    Offloading kernels store the weights and the optimizer state in main memory or on the SSD.
+    """
 
     weights: int
     optimizer: int
@@ -67,7 +73,7 @@ class TableMemory(Frozen):
 
 
 class RankEstimate(Frozen):
-    """Estimates for one rank: memory, and milliseconds per step of its lookups."""
+    """Estimates for one rank: memory, and the milliseconds that its lookups take per step."""
 
     hbm_bytes: int
     ddr_bytes: int
@@ -82,7 +88,7 @@ class RankEstimate(Frozen):
 
 
 class NaivePlan(Frozen):
-    """A plan with one sharding type for all tables. problem: why it is not feasible."""
+    """A plan with one sharding type for all tables. problem: why the plan is not feasible; None if it is."""
 
     name: str
     step_ms: float | None = None
@@ -116,11 +122,11 @@ class PlanFile(Frozen):
 
     @property
     def step_ms(self) -> float:
-        """Milliseconds of the slowest rank."""
+        """Milliseconds that the lookups of the slowest rank take per step."""
         return max(rank.step_ms for rank in self.ranks)
 
-    def imbalance(self, measure: Measure) -> float:
-        """Return the maximum over the ranks divided by their mean; 1 is perfectly balanced."""
+    def imbalance(self, measure: RankMeasure) -> float:
+        """Return the maximum over the ranks divided by the mean over the ranks; 1 for equal values."""
         values = [float(getattr(rank, measure)) for rank in self.ranks]
         return max(values) * len(values) / sum(values) if sum(values) else 1.0
 
@@ -132,17 +138,17 @@ class PlanFile(Frozen):
     def check_matches(self, *, spec: ModelSpec, world_size: int, optimizer: TableOptimizer | None = None) -> None:
         """Raise InputError if the plan is for another model or number of ranks, or was changed by hand.
 
-        optimizer: optimizer of tables without their own; None: the optimizers of these tables are not compared.
+        optimizer: optimizer of tables without their own. With None, the optimizers of these tables are not compared.
         """
         if world_size != self.world_size:
             raise InputError(
                 f"plan.json: made for {self.world_size} ranks, but {world_size} were started; "
                 f"plan again, or start {self.world_size}"
             )
-        planned = {name: (table.rows, table.dim) for name, table in self.tables.items()}
-        expected = {name: (table.num_rows, table.dim) for name, table in spec.tables.items()}
-        if planned != expected:
-            raise InputError(f"plan.json: made for tables {planned}, but the model has {expected}; plan again")
+        planned_sizes = {name: (table.rows, table.dim) for name, table in self.tables.items()}
+        model_sizes = {name: (table.num_rows, table.dim) for name, table in spec.tables.items()}
+        if planned_sizes != model_sizes:
+            raise InputError(f"plan.json: made for tables {planned_sizes}, but the model has {model_sizes}; plan again")
         for name, table in spec.tables.items():
             if optimizer is None and table.settings.optimizer is None and not table.frozen:
                 continue
@@ -160,17 +166,17 @@ class PlanFile(Frozen):
             )
 
     def to_torchrec(self, path: str, *, spec: ModelSpec) -> ShardingPlan:
-        """Return TorchRec's plan for the collections of `spec` below the module path `path`."""
+        """Convert to TorchRec's plan. path: module path of the embedding tables in the model."""
         modules: dict[str, dict[str, ParameterSharding]] = {}
         for name, table in self.tables.items():
             collection = f"{path}.{spec.tables[name].collection}"
-            modules.setdefault(collection, {})[module_name(name)] = self._parameter(table)
+            modules.setdefault(collection, {})[module_name(name)] = self._parameter_sharding(table)
         return ShardingPlan(plan={path: EmbeddingModuleShardingPlan(tables) for path, tables in modules.items()})
 
-    def _parameter(self, table: TablePlan) -> ParameterSharding:
-        spec = None
+    def _parameter_sharding(self, table: TablePlan) -> ParameterSharding:
+        sharding_spec = None
         if table.sharding_type != "data_parallel":
-            spec = EnumerableShardingSpec(
+            sharding_spec = EnumerableShardingSpec(
                 [
                     ShardMetadata(
                         shard_offsets=list(shard.offset),
@@ -184,7 +190,7 @@ class PlanFile(Frozen):
             sharding_type=table.sharding_type,
             compute_kernel=table.compute_kernel,
             ranks=list(table.ranks),
-            sharding_spec=spec,
+            sharding_spec=sharding_spec,
             cache_params=CacheParams(load_factor=table.cache_load_factor) if table.cache_load_factor else None,
             key_value_params=ssd_parameters(table.ssd_path) if table.ssd_path else None,
         )
@@ -193,18 +199,20 @@ class PlanFile(Frozen):
         """Return two Markdown tables: the layout of each table, and the estimates of the ranks."""
         lines = ["| table | rows x dim | sharding | kernel | ranks |", "|---|---|---|---|---|"]
         lines += [
-            f"| {name} | {t.rows:,} x {t.dim} | {t.sharding_type} | {t.compute_kernel} | {format_ranges(t.ranks)} |"
-            for name, t in self.tables.items()
+            f"| {name} | {table.rows:,} x {table.dim} | {table.sharding_type} | {table.compute_kernel} | "
+            f"{format_ranges(table.ranks)} |"
+            for name, table in self.tables.items()
         ]
         lines += ["", "| ranks | HBM | DDR | est. step |", "|---|---|---|---|"]
         lines += [
-            f"| {format_ranges(ranks)} | {r.hbm_bytes / MIB:,.1f} MiB | {r.ddr_bytes / MIB:,.1f} MiB | {r.step_ms:.2f} ms |"
-            for ranks, r in self.rank_groups()
+            f"| {format_ranges(ranks)} | {rank.hbm_bytes / MIB:,.1f} MiB | {rank.ddr_bytes / MIB:,.1f} MiB | "
+            f"{rank.step_ms:.2f} ms |"
+            for ranks, rank in self.rank_groups()
         ]
         return "\n".join(lines)
 
     def rank_groups(self) -> list[tuple[tuple[int, ...], RankEstimate]]:
-        """Return the ranks grouped by equal estimates."""
+        """Group the ranks with equal estimates. Return (ranks, their estimate) for each group."""
         groups: dict[str, list[int]] = {}
         for rank, estimate in enumerate(self.ranks):
             groups.setdefault(estimate.model_dump_json(), []).append(rank)
@@ -212,22 +220,22 @@ class PlanFile(Frozen):
 
 
 def layout_fingerprint(tables: dict[str, TablePlan], *, device: str, world_size: int) -> str:
-    """Return the sha256 of all that training executes: tables, optimizers, sharding types, kernels, shards and ranks."""
-    not_executed = {"values_per_query", "constraint", "alternatives"}
-    layout = {name: table.model_dump(mode="json", exclude=not_executed) for name, table in sorted(tables.items())}
+    """Return the sha256 of the settings that training executes: tables, optimizers, sharding types, kernels, shards, ranks."""
+    explanatory_fields = {"values_per_query", "constraint", "alternatives"}
+    layout = {name: table.model_dump(mode="json", exclude=explanatory_fields) for name, table in sorted(tables.items())}
     return hashlib.sha256(json.dumps([layout, device, world_size], sort_keys=True).encode()).hexdigest()
 
 
 def format_ranges(ranks: tuple[int, ...]) -> str:
-    """Format ranks as ranges.
+    """Format ranks, with three or more consecutive ranks as a range.
 
     >>> format_ranges((0, 1, 2, 5)), format_ranges((3,)), format_ranges((0, 1))
     ('0-2, 5', '3', '0, 1')
     """
-    runs: list[list[int]] = []
+    groups: list[list[int]] = []
     for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
+        if groups and rank == groups[-1][-1] + 1:
+            groups[-1].append(rank)
         else:
-            runs.append([rank])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+            groups.append([rank])
+    return ", ".join(f"{group[0]}-{group[-1]}" if len(group) > 2 else ", ".join(map(str, group)) for group in groups)

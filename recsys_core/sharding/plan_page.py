@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from recsys_core.html_page import render_page
-from recsys_core.sharding.plan_file import Measure, NaivePlan, PlanFile, RankEstimate, format_ranges
+from recsys_core.sharding.plan_file import NaivePlan, PlanFile, RankEstimate, RankMeasure, format_ranges
 
 _TEMPLATE = Path(__file__).with_name("plan.html")
 TIMES = (
@@ -16,8 +16,8 @@ TIMES = (
 
 
 def to_html(plan: PlanFile) -> str:
-    """Render the page."""
-    tier = fast_tier(plan)
+    """Render plan.html."""
+    memory_field = lookup_memory_field(plan)
     return render_page(
         _TEMPLATE,
         filters={"bytes": format_bytes, "ranges": format_ranges, "ms": format_milliseconds},
@@ -25,34 +25,34 @@ def to_html(plan: PlanFile) -> str:
         compared=compared_plans(plan),
         groups=plan.rank_groups(),
         times=TIMES,
-        tier_name="HBM" if tier == "hbm_bytes" else "main memory",
-        usable=plan.usable_hbm_bytes if tier == "hbm_bytes" else plan.usable_ddr_bytes,
-        fullest=max(getattr(rank, tier) for rank in plan.ranks),
-        slowest=plan.step_ms,
-        memory_imbalance=plan.imbalance(tier),
+        memory_name="HBM" if memory_field == "hbm_bytes" else "main memory",
+        usable_bytes=plan.usable_hbm_bytes if memory_field == "hbm_bytes" else plan.usable_ddr_bytes,
+        fullest_rank_bytes=max(getattr(rank, memory_field) for rank in plan.ranks),
+        slowest_rank_ms=plan.step_ms,
+        memory_imbalance=plan.imbalance(memory_field),
         time_imbalance=plan.imbalance("step_ms"),
-        parts=_parts,
+        parts=_memory_parts,
     )
 
 
-def fast_tier(plan: PlanFile) -> Measure:
-    """Return the field with the memory that the lookups read: GPU memory, or main memory on a CPU."""
+def lookup_memory_field(plan: PlanFile) -> RankMeasure:
+    """Return the name of the field with the memory that lookups read: GPU memory, or main memory on a CPU."""
     return "hbm_bytes" if plan.device == "cuda" else "ddr_bytes"
 
 
 def compared_plans(plan: PlanFile) -> tuple[NaivePlan, ...]:
-    """Return this plan and the naive ones, for a table that compares them."""
-    own = NaivePlan(
+    """Return this plan and the naive plans."""
+    this_plan = NaivePlan(
         name="as planned",
         step_ms=plan.step_ms,
         hbm_bytes=max(rank.hbm_bytes for rank in plan.ranks),
         ddr_bytes=max(rank.ddr_bytes for rank in plan.ranks),
     )
-    return (own, *plan.naive)
+    return (this_plan, *plan.naive)
 
 
-def _parts(plan: PlanFile, rank: RankEstimate, table: str) -> list[tuple[str, int, bool]]:
-    """Return (name, bytes, whether it is in the memory of the processor) for each part of a table's memory on a rank."""
+def _memory_parts(plan: PlanFile, rank: RankEstimate, table: str) -> list[tuple[str, int, bool]]:
+    """Return (name, bytes, whether the part is in the memory that lookups read) for each part of a table's memory on a rank."""
     memory = rank.tables[table]
     is_offloaded = plan.tables[table].compute_kernel in ("fused_uvm", "fused_uvm_caching", "key_value")
     parts = [

@@ -1,4 +1,4 @@
-"""Stage `plan`: offline planning with TorchRec's planner on meta tensors, for a cluster that need not exist."""
+"""Stage `plan`: offline sharding plan for the configured cluster, by TorchRec's planner on meta tensors."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.preflight import cgroup_limits
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, check_constraints, lookups_of, optimizer_kind
-from recsys_core.sharding.estimates import alternatives, naive_plans, rank_estimates
+from recsys_core.sharding.estimates import compare_alternatives, naive_plans, rank_estimates
 from recsys_core.sharding.infeasible import infeasible_error
 from recsys_core.sharding.lookup_stats import LookupStats
 from recsys_core.sharding.plan_file import Alternative, PlanFile, ShardPlan, TablePlan, layout_fingerprint
@@ -23,8 +23,8 @@ from recsys_core.sharding.torchrec_planner import TorchrecPlanner
 from recsys_core.units import GIB
 
 PLAN_NAME, PAGE_NAME = "plan.json", "plan.html"
-HBM_GB, DDR_GB = 80.0, 16.0
-"""Default memory of a cluster that is not this machine."""
+DEFAULT_HBM_GB, DEFAULT_DDR_GB = 80.0, 16.0
+"""Default memory per GPU and per host of a cluster other than this machine."""
 
 
 def plan_sharding(
@@ -36,10 +36,12 @@ def plan_sharding(
     optimizer: TableOptimizer | None = None,
     lookup_stats: LookupStats | None = None,
 ) -> PlanManifest:
-    """Stage `plan`: plan.json for the cluster of `config`, and plan.html, which explains it.
+    """Write plan.json for the cluster of `config`, and plan.html, which explains the plan.
 
-    See `make_plan` for the arguments. Raises InputError as `make_plan` does, and for the kernel `key_value`, which can be
-    planned but not trained.
+    The arguments are those of `make_plan`.
+
+    Raises:
+        InputError: `make_plan` raises it, or a table is constrained to the kernel `key_value`, which training does not support.
     """
     optimizer = optimizer or TableOptimizer()
     for name, constraint in config.tables.items():
@@ -54,41 +56,48 @@ def plan_sharding(
         write_plan(plan, out)
         return {"world_size": plan.world_size, "device": plan.device}
 
-    device, processes = resolve_cluster(config.cluster)
+    device, processes_per_node = resolve_cluster(config.cluster)
     cluster = with_default_memory(config.cluster)
-    fingerprint = fingerprint_of("plan", config, cluster, model, batch_size, optimizer.kind, device, processes, lookup_stats)
+    fingerprint = fingerprint_of(
+        "plan", config, cluster, model, batch_size, optimizer.kind, device, processes_per_node, lookup_stats
+    )
     return produce(folder, PlanManifest, fingerprint=fingerprint, build=build)
 
 
 def write_plan(plan: PlanFile, folder: Path) -> tuple[Path, Path]:
     """Write plan.json and plan.html into `folder`; return their paths."""
-    paths = folder / PLAN_NAME, folder / PAGE_NAME
-    paths[0].write_text(plan.model_dump_json(indent=2), encoding="utf-8")
-    paths[1].write_text(to_html(plan), encoding="utf-8")
-    return paths
+    plan_path, page_path = folder / PLAN_NAME, folder / PAGE_NAME
+    plan_path.write_text(plan.model_dump_json(indent=2), encoding="utf-8")
+    page_path.write_text(to_html(plan), encoding="utf-8")
+    return plan_path, page_path
 
 
 def resolve_cluster(cluster: ClusterConfig) -> tuple[Literal["cpu", "cuda"], int]:
-    """Return (device, processes per node); `auto` and an empty count are resolved for this machine."""
-    gpus = torch.cuda.device_count()
-    device: Literal["cpu", "cuda"] = ("cuda" if gpus else "cpu") if cluster.device == "auto" else cluster.device
-    return device, cluster.processes_per_node or (max(gpus, 1) if device == "cuda" else 2)
+    """Return (device, processes per node). Settings that are auto or empty are resolved for this machine."""
+    num_gpus = torch.cuda.device_count()
+    device: Literal["cpu", "cuda"] = ("cuda" if num_gpus else "cpu") if cluster.device == "auto" else cluster.device
+    return device, cluster.processes_per_node or (max(num_gpus, 1) if device == "cuda" else 2)
 
 
 def with_default_memory(cluster: ClusterConfig) -> ClusterConfig:
     """Return `cluster` with hbm_gb and ddr_gb set: for device auto to the memory of this machine, otherwise to the defaults."""
-    hbm_gb, ddr_gb = HBM_GB, DDR_GB
+    hbm_gb, ddr_gb = DEFAULT_HBM_GB, DEFAULT_DDR_GB
     if cluster.device == "auto":
-        installed = psutil.virtual_memory().total
-        ddr_gb = _whole_gb(min(cgroup_limits().memory_bytes or installed, installed))
+        total_memory_bytes = psutil.virtual_memory().total
+        ddr_gb = _whole_gb(min(cgroup_limits().memory_bytes or total_memory_bytes, total_memory_bytes))
         gpus = range(torch.cuda.device_count())
-        hbm_gb = _whole_gb(min((torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus), default=HBM_GB * GIB))
+        hbm_gb = _whole_gb(
+            min((torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus), default=DEFAULT_HBM_GB * GIB)
+        )
     return cluster.model_copy(update={"hbm_gb": cluster.hbm_gb or hbm_gb, "ddr_gb": cluster.ddr_gb or ddr_gb})
 
 
-def _whole_gb(size: float) -> float:
-    """Return GB of 2^30 bytes, rounded down above one: kernel updates change the available memory by some megabytes."""
-    return float(size // GIB) or size / GIB
+def _whole_gb(num_bytes: float) -> float:
+    """Convert bytes to GB of 2^30 bytes.
+
+    Values above 1 GB are rounded down, because a kernel update changes the available memory by some megabytes.
+    """
+    return float(num_bytes // GIB) or num_bytes / GIB
 
 
 def make_plan(
@@ -99,40 +108,44 @@ def make_plan(
     optimizer: TableOptimizer | None = None,
     lookup_stats: LookupStats | None = None,
 ) -> PlanFile:
-    """Return the best plan. Needs no process group, no GPU and no memory for the tables.
+    """Return the plan with the shortest estimated step, without a process group, a GPU or memory for the tables.
 
     Args:
         batch_size: queries per rank and step.
         optimizer: optimizer of tables without their own.
-        lookup_stats: measured lookups; None: the maximum, full histories of items that no other query of the batch has.
+        lookup_stats: measured lookups. With None, every query is assumed to look up a full history of items that no other query
+            of the batch looks up.
 
     Raises:
-        InputError: a constraint is not supported by the table, its optimizer or the device; or no plan fits the cluster. The
-            message then has the table, the missing bytes, and changes that make a plan feasible.
+        InputError: the table, its optimizer or the device does not support a constraint; or no plan fits the cluster. In the
+            second case, the message has the table, the missing bytes, and changes that make a plan feasible.
     """
-    device, processes = resolve_cluster(config.cluster)
+    device, processes_per_node = resolve_cluster(config.cluster)
     config = config.model_copy(update={"cluster": with_default_memory(config.cluster)})
     optimizer = optimizer or TableOptimizer()
-    check_constraints(config, model=model, device=device, default=optimizer)
+    check_constraints(config, model=model, device=device, default_optimizer=optimizer)
     planner = TorchrecPlanner(
         config=config,
         model=model,
         batch_size=batch_size,
         device=device,
-        processes=processes,
+        processes_per_node=processes_per_node,
         optimizer=optimizer,
         lookup_stats=lookup_stats,
     )
     try:
-        chosen = planner.best()
+        options_by_table = planner.best()
     except PlannerError:
         raise infeasible_error(planner) from None
-    considered = alternatives(planner, chosen)
-    tables = {name: _table_plan(planner, name, option=chosen[name], considered=considered[name]) for name in chosen}
+    alternatives_by_table = compare_alternatives(planner, options_by_table)
+    tables = {
+        name: _table_plan(planner, name, option=option, alternatives=alternatives_by_table[name])
+        for name, option in options_by_table.items()
+    }
     return PlanFile(
         device=device,
         num_nodes=config.cluster.num_nodes,
-        processes_per_node=processes,
+        processes_per_node=processes_per_node,
         batch_size=batch_size,
         fingerprint=layout_fingerprint(tables, device=device, world_size=planner.world_size),
         cluster=config.cluster,
@@ -140,27 +153,27 @@ def make_plan(
         usable_hbm_bytes=planner.usable.hbm,
         usable_ddr_bytes=planner.usable.ddr,
         tables=tables,
-        ranks=rank_estimates(planner, chosen),
+        ranks=rank_estimates(planner, options_by_table),
         naive=naive_plans(planner),
     )
 
 
 def _table_plan(
-    planner: TorchrecPlanner, name: str, *, option: ShardingOption, considered: tuple[Alternative, ...]
+    planner: TorchrecPlanner, name: str, *, option: ShardingOption, alternatives: tuple[Alternative, ...]
 ) -> TablePlan:
     table, constraint = planner.model.tables[name], planner.config.tables.get(name)
     shards = tuple(
         ShardPlan(rank=shard.rank, offset=(shard.offset[0], shard.offset[1]), size=(shard.size[0], shard.size[1]))
         for shard in option.shards
     )
-    cached = option.compute_kernel == "fused_uvm_caching"
+    has_cache = option.compute_kernel == "fused_uvm_caching"
     return TablePlan(
         rows=table.num_rows,
         dim=table.dim,
         optimizer=optimizer_kind(table, default=planner.optimizer),
         sharding_type=option.sharding_type,
         compute_kernel=option.compute_kernel,
-        cache_load_factor=(option.cache_load_factor or CACHE_LOAD_FACTOR) if cached else None,
+        cache_load_factor=(option.cache_load_factor or CACHE_LOAD_FACTOR) if has_cache else None,
         ssd_path=planner.config.cluster.ssd_path if option.compute_kernel == "key_value" else None,
         ranks=tuple(shard.rank for shard in shards),
         shards=shards,
@@ -168,12 +181,14 @@ def _table_plan(
             name, model=planner.model, constraint=constraint or TableConstraint(), lookup_stats=planner.lookup_stats
         ),
         constraint=_format_constraint(constraint) if constraint is not None else None,
-        alternatives=considered,
+        alternatives=alternatives,
     )
 
 
 def _format_constraint(constraint: TableConstraint) -> str | None:
-    """Return a table's constraint as in the config; None if it is empty."""
+    """Format the constraint of a table with the names of its settings; None if no setting is set."""
     settings = constraint.model_dump(mode="json", exclude_none=True)
-    lines = [f"{name}: {value if not isinstance(value, list) else ', '.join(value)}" for name, value in settings.items()]
-    return "; ".join(lines) or None
+    formatted_settings = [
+        f"{name}: {value if not isinstance(value, list) else ', '.join(value)}" for name, value in settings.items()
+    ]
+    return "; ".join(formatted_settings) or None

@@ -29,7 +29,7 @@ from recsys_core.models.embedding_tables import EmbeddingTables, parameter_name
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.models.task import TABLES_PATH
-from recsys_core.sharding.config import ClusterConfig, ComputeKernel, ShardingConfig, ShardingKind
+from recsys_core.sharding.config import ClusterConfig, ComputeKernel, ShardingConfig, ShardingType
 from recsys_core.sharding.constraints import optimizer_kind, parameter_constraints
 from recsys_core.sharding.lookup_stats import LookupStats
 from recsys_core.sharding.sharders import sharders
@@ -45,30 +45,34 @@ OPTIMIZER_CLASSES = {
     "adam": Adam,
     "partial_rowwise_adam": PartialRowWiseAdam,
 }
-"""Optimizer classes from which TorchRec derives the size of the optimizer state."""
-Kinds = Mapping[str, tuple[ShardingKind, ...]]
-Kernels = Mapping[str, tuple[ComputeKernel, ...]]
+"""Optimizer kind -> class from which TorchRec derives the size of the optimizer state."""
+ShardingTypesByTable = Mapping[str, tuple[ShardingType, ...]]
+KernelsByTable = Mapping[str, tuple[ComputeKernel, ...]]
 
 
 @dataclass(frozen=True)
 class TorchrecPlanner:
     """TorchRec's planner for one model on one cluster.
 
-    `device`, `processes` (per node) and the memory in `config` are resolved: none of them is empty or auto.
+    Attributes:
+        config: memory sizes of the cluster are set, see `with_default_memory`.
+        batch_size: queries per rank and step.
+        device, processes_per_node: the values of `resolve_cluster`.
+        optimizer: optimizer of tables without their own.
     """
 
     config: ShardingConfig
     model: ModelSpec
     batch_size: int
     device: Literal["cpu", "cuda"]
-    processes: int
+    processes_per_node: int
     optimizer: TableOptimizer
     lookup_stats: LookupStats | None
 
     @property
     def world_size(self) -> int:
         """Number of ranks on all hosts."""
-        return self.config.cluster.num_nodes * self.processes
+        return self.config.cluster.num_nodes * self.processes_per_node
 
     @property
     def hbm_gb(self) -> float:
@@ -83,52 +87,60 @@ class TorchrecPlanner:
         return self.config.cluster.ddr_gb
 
     @property
-    def usable(self) -> Storage:
-        """Bytes of one rank that are available for tables and their buffers."""
+    def usable_memory(self) -> Storage:
+        """Memory of one rank for tables and their buffers, in bytes."""
         cluster = self.config.cluster
         hbm = int(int(self.hbm_gb * GIB) * (1 - RESERVED_SHARE)) if self.device == "cuda" else 0
-        return Storage(hbm=hbm, ddr=self._ddr, ssd=int(cluster.ssd_gb * GIB / self.processes))
+        return Storage(hbm=hbm, ddr=self._usable_ddr_bytes, ssd=int(cluster.ssd_gb * GIB / self.processes_per_node))
 
     @property
-    def _ddr(self) -> int:
-        return int(self.ddr_gb * GIB * (1 - RESERVED_SHARE) / self.processes)
+    def _usable_ddr_bytes(self) -> int:
+        return int(self.ddr_gb * GIB * (1 - RESERVED_SHARE) / self.processes_per_node)
 
-    def with_cluster(self, *, processes: int | None = None, **cluster: Any) -> "TorchrecPlanner":
-        """Return the planner for a cluster with these changes."""
-        changed = ClusterConfig(**(self.config.cluster.model_dump() | cluster))
-        return replace(self, config=self.config.model_copy(update={"cluster": changed}), processes=processes or self.processes)
+    def with_cluster(self, **settings: Any) -> "TorchrecPlanner":
+        """Return the planner for a cluster with changed settings of ClusterConfig."""
+        cluster = ClusterConfig(**(self.config.cluster.model_dump() | settings))
+        processes_per_node = settings.get("processes_per_node", self.processes_per_node)
+        config = self.config.model_copy(update={"cluster": cluster})
+        return replace(self, config=config, processes_per_node=processes_per_node)
 
-    def best(self, *, kinds: Kinds | None = None, kernels: Kernels | None = None) -> dict[str, ShardingOption]:
-        """Return for each table the layout of the plan with the shortest estimated step. Raises PlannerError if none fits.
+    def best(
+        self, *, sharding_types: ShardingTypesByTable | None = None, kernels: KernelsByTable | None = None
+    ) -> dict[str, ShardingOption]:
+        """Return the layout of each table in the plan with the shortest estimated step. Raises PlannerError if no plan fits.
 
-        kinds, kernels: sharding types and kernels by table, instead of the offered ones.
+        sharding_types, kernels: by table, instead of the configured or default ones.
         """
-        chosen = _BestPlan()
-        constraints = self._constraints(kinds, kernels)
+        best_plan = _BestPlan()
+        constraints = self._constraints(sharding_types, kernels)
         planner = EmbeddingShardingPlanner(
             topology=self._topology,
             batch_size=self.batch_size,
             enumerator=EmbeddingEnumerator(self._topology, batch_size=self.batch_size, constraints=constraints),
             constraints=constraints,
-            stats=chosen,
+            stats=best_plan,
             debug=False,
-            # TorchRec reserves the share of GPU memory only; `usable` reserves that of main memory.
+            # TorchRec reserves this share of GPU memory only; `_usable_ddr_bytes` reserves the share of main memory.
             storage_reservation=FixedPercentageStorageReservation(percentage=RESERVED_SHARE),
         )
         with _quiet():
             planner.plan(self._module, sharders(self.config.quantized_comms))
-        return self._by_table(chosen.options)
+        return self._by_table(best_plan.options)
 
-    def options(self, *, kinds: Kinds | None = None, kernels: Kernels | None = None) -> dict[str, list[ShardingOption]]:
-        """Return for each table every layout with its estimates, whether it fits or not."""
+    def options(
+        self, *, sharding_types: ShardingTypesByTable | None = None, kernels: KernelsByTable | None = None
+    ) -> dict[str, list[ShardingOption]]:
+        """Return all layouts of each table with their estimates, including layouts that do not fit."""
         enumerator = EmbeddingEnumerator(
-            self._topology, batch_size=self.batch_size, constraints=self._constraints(kinds, kernels)
+            self._topology, batch_size=self.batch_size, constraints=self._constraints(sharding_types, kernels)
         )
         with _quiet():
             options = enumerator.enumerate(self._module, sharders(self.config.quantized_comms))
         return {name: [option for option in options if option.name == module_name(name)] for name in sorted(self.model.tables)}
 
-    def _constraints(self, kinds: Kinds | None, kernels: Kernels | None) -> dict[str, ParameterConstraints]:
+    def _constraints(
+        self, sharding_types: ShardingTypesByTable | None, kernels: KernelsByTable | None
+    ) -> dict[str, ParameterConstraints]:
         return parameter_constraints(
             self.config,
             model=self.model,
@@ -136,7 +148,7 @@ class TorchrecPlanner:
             world_size=self.world_size,
             batch_size=self.batch_size,
             lookup_stats=self.lookup_stats,
-            kinds=kinds,
+            sharding_types=sharding_types,
             kernels=kernels,
         )
 
@@ -146,32 +158,32 @@ class TorchrecPlanner:
 
     @cached_property
     def _module(self) -> nn.Module:
-        lookups = EmbeddingTables(self.model, device=torch.device("meta"))
-        parameters = dict(lookups.named_parameters())
+        embedding_tables = EmbeddingTables(self.model, device=torch.device("meta"))
+        parameters = dict(embedding_tables.named_parameters())
         for name, table in self.model.tables.items():
             kind = optimizer_kind(table, default=self.optimizer)
             parameters[parameter_name(self.model, name)]._optimizer_classes = [OPTIMIZER_CLASSES[kind]]  # type: ignore[attr-defined]
-        return nn.ModuleDict({TABLES_PATH: lookups})
+        return nn.ModuleDict({TABLES_PATH: embedding_tables})
 
     @cached_property
     def _topology(self) -> Topology:
         cluster = self.config.cluster
-        per_ms = GIB / 1000
+        bytes_per_ms = GIB / 1000
         with _quiet():
             return TopologyFactory.create_topology(
                 trainer_config=TrainerConfig(
                     world_size=self.world_size,
-                    local_world_size=self.processes,
+                    local_world_size=self.processes_per_node,
                     hbm_cap_bytes=int(self.hbm_gb * GIB),
-                    ddr_cap_bytes=self._ddr,
-                    ssd_cap_bytes=self.usable.ssd,
+                    ddr_cap_bytes=self._usable_ddr_bytes,
+                    ssd_cap_bytes=self.usable_memory.ssd,
                 ),
                 hardware_config=HardwareConfig(
-                    intra_host_bw=cluster.intra_host_gb_s * per_ms,
-                    inter_host_bw=cluster.inter_host_gb_s * per_ms,
-                    hbm_mem_bw=cluster.hbm_gb_s * per_ms,
-                    ddr_mem_bw=cluster.ddr_gb_s * per_ms,
-                    hbm_to_ddr_mem_bw=cluster.pcie_gb_s * per_ms,
+                    intra_host_bw=cluster.intra_host_gb_s * bytes_per_ms,
+                    inter_host_bw=cluster.inter_host_gb_s * bytes_per_ms,
+                    hbm_mem_bw=cluster.hbm_gb_s * bytes_per_ms,
+                    ddr_mem_bw=cluster.ddr_gb_s * bytes_per_ms,
+                    hbm_to_ddr_mem_bw=cluster.pcie_gb_s * bytes_per_ms,
                 ),
                 # Without this flag TorchRec ignores the configured bandwidths.
                 kernel_config=KernelConfig(compute_device=self.device, use_hardware_based_bandwidth=True),

@@ -19,7 +19,7 @@ def test_the_page_shows_the_numbers_of_the_last_result() -> None:
 def test_distinct_items_of_a_zipf_law_equal_a_count_over_all_items(exponent: float) -> None:
     items, draws, negatives = 20_000, 5_000, 300
     count_I = np.rint(1e12 * np.arange(1, items + 1, dtype=np.float64) ** -exponent).astype(np.int64)
-    counted = lookup_probability(count_I, draws=draws, negatives=negatives, alpha=0.0).sum()
+    counted = lookup_probability(count_I, num_draws=draws, num_negatives=negatives, alpha=0.0).sum()
     assert distinct_items(items, draws=draws, negatives=negatives, exponent=exponent) == pytest.approx(counted, rel=0.005)
 
 

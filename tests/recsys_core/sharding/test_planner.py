@@ -117,7 +117,7 @@ def test_every_process_chooses_the_same_of_equally_good_layouts():
             model=SPEC,
             batch_size=64,
             device="cpu",
-            processes=2,
+            processes_per_node=2,
             optimizer=TableOptimizer(),
             lookup_stats=None,
         )

@@ -18,12 +18,12 @@ from recsys_core.data.events import EvaluationSplit, EventStore
 from recsys_core.data.jagged import JaggedArray
 from recsys_core.manifests import InteractionsManifest
 
-BELOW_ANY_COSINE = -4.0
-"""Score of an item without a vector. The lowest cosine is -1."""
+NO_VECTOR_SCORE = -4.0
+"""Score of an item without a vector. It is below -1, the lowest cosine."""
 
 
 def popularity_order(count_I: NDArray[Any], *, item_ids: pa.Array) -> NDArray[np.int32]:
-    """Return item rows by falling count, int32 [I]. Ties go by ascending id: integers by value, strings by code point.
+    """Return item rows by falling count, int32 [I]. Equal counts are ordered by id: integers by value, strings by code point.
 
     >>> popularity_order(np.array([2, 5, 2]), item_ids=pa.array([30, 10, 20])).tolist()
     [1, 2, 0]
@@ -33,7 +33,7 @@ def popularity_order(count_I: NDArray[Any], *, item_ids: pa.Array) -> NDArray[np
 
 
 def popularity_before(split: EvaluationSplit, *, store: EventStore, interactions: InteractionsManifest) -> NDArray[np.int32]:
-    """Return item rows by falling number of events before `split`, int32 [I]: the recommendations for unknown users."""
+    """Return item rows by falling number of events before `split`, int32 [I]. Unknown users get this order."""
     item_ids = pq.read_table(interactions.path("items.parquet"), columns=["id"])["id"].combine_chunks()
     return popularity_order(store.counts_before(split), item_ids=item_ids)
 
@@ -65,7 +65,7 @@ def zero_shot_vectors(
         mode="mean",
         include_last_offset=True,
     )
-    penalty_I1 = torch.where(has_vector_I, 0.0, BELOW_ANY_COSINE)[:, None]
+    penalty_I1 = torch.where(has_vector_I, 0.0, NO_VECTOR_SCORE)[:, None]
     return (
         torch.cat([normalize(query_BD, dim=1), torch.ones((len(query_BD), 1))], dim=1),
         torch.cat([item_ID, penalty_I1], dim=1),

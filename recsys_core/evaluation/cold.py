@@ -1,6 +1,7 @@
-"""Ranking of cold items among cold items. It measures vectors and features alone, because cold items have no events.
+"""Ranking of cold items, the items without events, among each other.
 
-In a ranking of the full catalogue most cold items are below the items with events, even if the model places them well.
+This ranking shows how well the model uses pretrained vectors and features. In a ranking of the full catalogue, most cold items
+are below the items with events.
 
 Shapes: B queries, I items, C candidates, D width, L entries of all lists.
 """
@@ -35,8 +36,8 @@ def rank_among(
 ) -> Ranking:
     """Rank only the items of `candidate_rows`, for the queries with a target among them.
 
-    In the returned ranking, items are indexes into `candidate_rows`, and queries are renumbered without those that have no
-    target among the candidates.
+    In the returned ranking, items are indexes into `candidate_rows`, and queries are numbered from 0 after the queries without
+    a target among the candidates are removed.
 
     Args:
         query_BD, is_known_B, item_ID, order_I: as in `rank_served`.
@@ -62,15 +63,15 @@ def rank_among(
     candidate_index_I = np.full(len(item_ID), -1, np.int64)
     candidate_index_I[candidate_rows] = np.arange(len(candidate_rows))
     candidate_targets = _to_candidates(targets, candidate_index_I)
-    queries = np.flatnonzero(candidate_targets.lengths)
+    query_index = np.flatnonzero(candidate_targets.lengths)
     candidate_order_I = candidate_index_I[order_I]
     return rank_served(
-        query_BD[torch.from_numpy(queries)],
-        is_known_B=is_known_B[queries],
+        query_BD[torch.from_numpy(query_index)],
+        is_known_B=is_known_B[query_index],
         item_ID=item_ID[torch.from_numpy(candidate_rows)],
         order_I=candidate_order_I[candidate_order_I >= 0],
-        seen=_to_candidates(seen.take(queries), candidate_index_I),
-        targets=candidate_targets.take(queries),
+        seen=_to_candidates(seen.take(query_index), candidate_index_I),
+        targets=candidate_targets.take(query_index),
         k=k,
     )
 

@@ -56,15 +56,16 @@ class EvalQueries:
 
 @dataclass
 class _Progress:
-    """Number of queries ranked so far, and in the whole stage."""
+    """Counter of the queries that the stage has ranked."""
 
-    total: int
-    report: Callable[[int, int], None]
-    done: int = 0
+    num_queries: int
+    """Number of queries of the whole stage."""
+    on_progress: Callable[[int, int], None]
+    num_ranked: int = 0
 
     def add(self, num_queries: int) -> None:
-        self.done += num_queries
-        self.report(self.done, self.total)
+        self.num_ranked += num_queries
+        self.on_progress(self.num_ranked, self.num_queries)
 
 
 def evaluate(
@@ -78,9 +79,9 @@ def evaluate(
     """Rank the catalogue for the users of both splits as the Retriever serves it, and compare the test split with baselines.
 
     Metric names are flat: test/recall@20, validation/ndcg@10, baseline/popularity/recall@20, test/slice/cold_items/recall@20,
-    test/users. Metrics under <split>/cold/ and baseline/zero_shot/cold/ rank the items without an event before the split among
-    themselves, for the users with such a target, at cut-offs below the number of such items. They are missing if no user has
-    such a target.
+    test/users. Metrics under <split>/cold/ and baseline/zero_shot/cold/ rank only cold items, which are the items without an
+    event before the split. They are averaged over the users with a cold target and left out if there is no such user. A cut-off
+    K is left out if there are at most K cold items.
 
     on_progress: called with the number of queries ranked so far and their total.
 
@@ -98,20 +99,21 @@ def evaluate(
     def build(out: Path) -> dict[str, Any]:
         item_ID = torch.from_numpy(np.load(export.path("item_vectors.npy")))
         store = EventStore.open(interactions)
-        num_rankings = {"validation": 1, "test": 1 if embeddings is None else 2}  # popularity is not counted
+        # Test queries are also ranked by zero-shot vectors. Rankings by popularity take no time worth reporting.
+        num_rankings = {"validation": 1, "test": 1 if embeddings is None else 2}
         num_queries = {
             split: min(count, config.max_users or count) * num_rankings[split] for split, count in export.num_queries.items()
         }
         progress = _Progress(sum(num_queries.values()), on_progress)
-        values: dict[str, float] = {}
+        metric_values: dict[str, float] = {}
 
         if export.num_queries.get("validation", 0):
             queries = _load_queries("validation", config=config, store=store, export=export, interactions=interactions)
             ranking = _rank(queries, item_ID, config=config, progress=progress)
             if len(ranking.position_T):
-                values |= all_metrics("validation", ranking, config=config)
-            cold_C = cold_rows(store, "validation")
-            values |= _cold_metrics("validation", queries, item_ID, cold_C=cold_C, config=config)
+                metric_values |= all_metrics("validation", ranking, config=config)
+            cold_row_C = cold_rows(store, "validation")
+            metric_values |= _cold_metrics("validation", queries, item_ID, cold_row_C=cold_row_C, config=config)
 
         if not export.num_queries.get("test", 0):
             raise InputError("the test split has no event, so nothing can be evaluated; change interactions.split")
@@ -121,27 +123,29 @@ def evaluate(
             raise InputError(
                 f"the users had already seen all {ranking.num_seen_targets} test targets; set evaluation.exclude_seen to false"
             )
-        values |= all_metrics("test", ranking, config=config)
-        values |= _slice_metrics("test", ranking, store=store, queries=queries, config=config)
-        cold_C = cold_rows(store, "test")
-        values |= _cold_metrics("test", queries, item_ID, cold_C=cold_C, config=config)
+        metric_values |= all_metrics("test", ranking, config=config)
+        metric_values |= _slice_metrics("test", ranking, store=store, queries=queries, config=config)
+        cold_row_C = cold_rows(store, "test")
+        metric_values |= _cold_metrics("test", queries, item_ID, cold_row_C=cold_row_C, config=config)
 
         # Popularity cannot rank items without an event, so it has no cold metrics.
-        values |= all_metrics("baseline/popularity", _rank_by_popularity(queries, config=config), config=config)
+        metric_values |= all_metrics("baseline/popularity", _rank_by_popularity(queries, config=config), config=config)
         if embeddings is not None:
-            zero_shot_query, zero_shot_item = baselines.zero_shot_vectors(
+            zero_shot_query_BD, zero_shot_item_ID = baselines.zero_shot_vectors(
                 np.load(embeddings.vectors("item"), mmap_mode="r"),
                 vector_row_I=np.load(interactions.path("vector_row.npy")),
                 histories=queries.history,
             )
-            zero_shot = replace(queries, query_BD=zero_shot_query, is_known_B=np.ones_like(queries.is_known_B))
-            ranking = _rank(zero_shot, zero_shot_item, config=config, progress=progress)
-            values |= all_metrics("baseline/zero_shot", ranking, config=config)
-            values |= _cold_metrics("baseline/zero_shot", zero_shot, zero_shot_item, cold_C=cold_C, config=config)
+            zero_shot = replace(queries, query_BD=zero_shot_query_BD, is_known_B=np.ones_like(queries.is_known_B))
+            ranking = _rank(zero_shot, zero_shot_item_ID, config=config, progress=progress)
+            metric_values |= all_metrics("baseline/zero_shot", ranking, config=config)
+            metric_values |= _cold_metrics(
+                "baseline/zero_shot", zero_shot, zero_shot_item_ID, cold_row_C=cold_row_C, config=config
+            )
 
         np.save(out / "popularity.npy", queries.popularity_order_I)
-        (out / "metrics.json").write_text(json.dumps(values, indent=2))
-        return {"metrics": values}
+        (out / "metrics.json").write_text(json.dumps(metric_values, indent=2))
+        return {"metrics": metric_values}
 
     fingerprint = fingerprint_of("evaluation", config, export, interactions, dataset.embeddings)
     return produce(folder, EvaluationManifest, fingerprint=fingerprint, build=build)
@@ -157,15 +161,17 @@ def _load_queries(
 ) -> EvalQueries:
     """Load the exported queries of a split, or a random sample of max_users with a fixed seed."""
     users = np.load(export.path(f"query_users_{split}.npy"))
-    vectors = np.load(export.path(f"query_vectors_{split}.npy"), mmap_mode="r")
-    sample = np.arange(len(users))
+    query_vectors = np.load(export.path(f"query_vectors_{split}.npy"), mmap_mode="r")
+    sampled_index = np.arange(len(users))
     if config.max_users is not None and config.max_users < len(users):
-        sample = np.sort(np.random.default_rng(EVALUATION_USERS_SEED).choice(len(users), config.max_users, replace=False))
-    users = users[sample]
+        sampled_index = np.sort(
+            np.random.default_rng(EVALUATION_USERS_SEED).choice(len(users), config.max_users, replace=False)
+        )
+    users = users[sampled_index]
     history = store.items_before(users, split)
     spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
     return EvalQueries(
-        query_BD=torch.from_numpy(vectors[sample]),
+        query_BD=torch.from_numpy(query_vectors[sampled_index]),
         history=history,
         targets=store.targets(users, split),
         is_new_B=store.train_end[users] == store.user_offset[users],
@@ -197,27 +203,27 @@ def _seen_items(queries: EvalQueries, *, config: EvaluationConfig) -> JaggedArra
 
 
 def all_metrics(prefix: str, ranking: Ranking, *, config: EvaluationConfig) -> dict[str, float]:
-    """Return all metrics of a ranking as <prefix>/<metric>. Metrics that are not defined are left out."""
+    """Return all metrics of a ranking under <prefix>/<metric>. Undefined metrics are left out."""
     targets = ranking.target_positions()
-    values: dict[str, float] = {
+    metric_values: dict[str, float] = {
         "users": targets.num_users,
         "targets": len(targets.position_T),
         "seen_targets": ranking.num_seen_targets,
     }
     for k in config.ks:
-        values[f"recall@{k}"] = _mean(metrics.recall(targets, k=k))
-        values[f"ndcg@{k}"] = _mean(metrics.ndcg(targets, k=k))
-        values[f"precision@{k}"] = _mean(metrics.precision(targets, k=k))
-        values[f"hit_rate@{k}"] = _mean(metrics.hit_rate(targets, k=k))
-        values[f"coverage@{k}"] = metrics.coverage(ranking.top_BK, k=k, num_items=ranking.num_items)
-    values["mrr"] = _mean(metrics.reciprocal_rank(targets))
-    values[f"map@{max(config.ks)}"] = _mean(metrics.average_precision(targets, k=max(config.ks)))
-    values["auc"] = _mean(metrics.auc(targets))
-    return {f"{prefix}/{name}": float(value) for name, value in values.items() if not math.isnan(value)}
+        metric_values[f"recall@{k}"] = _mean(metrics.recall(targets, k=k))
+        metric_values[f"ndcg@{k}"] = _mean(metrics.ndcg(targets, k=k))
+        metric_values[f"precision@{k}"] = _mean(metrics.precision(targets, k=k))
+        metric_values[f"hit_rate@{k}"] = _mean(metrics.hit_rate(targets, k=k))
+        metric_values[f"coverage@{k}"] = metrics.coverage(ranking.top_BK, k=k, num_items=ranking.num_items)
+    metric_values["mrr"] = _mean(metrics.reciprocal_rank(targets))
+    metric_values[f"map@{max(config.ks)}"] = _mean(metrics.average_precision(targets, k=max(config.ks)))
+    metric_values["auc"] = _mean(metrics.auc(targets))
+    return {f"{prefix}/{name}": float(value) for name, value in metric_values.items() if not math.isnan(value)}
 
 
 def _cold_metrics(
-    prefix: str, queries: EvalQueries, item_ID: Tensor, *, cold_C: NDArray[np.int64], config: EvaluationConfig
+    prefix: str, queries: EvalQueries, item_ID: Tensor, *, cold_row_C: NDArray[np.int64], config: EvaluationConfig
 ) -> dict[str, float]:
     """Return the metrics of cold items ranked among cold items; empty if no user has a cold target."""
     ranking = rank_among(
@@ -225,7 +231,7 @@ def _cold_metrics(
         is_known_B=queries.is_known_B,
         item_ID=item_ID,
         order_I=queries.popularity_order_I,
-        candidate_rows=cold_C,
+        candidate_rows=cold_row_C,
         seen=JaggedArray.empty(len(queries.history)),  # a cold item is in no history
         targets=queries.targets,
         k=0,
@@ -233,34 +239,34 @@ def _cold_metrics(
     if not len(ranking.position_T):
         return {}
     targets = ranking.target_positions()
-    values: dict[str, float] = {"users": targets.num_users, "items": ranking.num_items}
+    metric_values: dict[str, float] = {"users": targets.num_users, "items": ranking.num_items}
     for k in config.ks:
-        if k < ranking.num_items:  # otherwise all items are among the first k
-            values[f"recall@{k}"] = _mean(metrics.recall(targets, k=k))
-            values[f"ndcg@{k}"] = _mean(metrics.ndcg(targets, k=k))
-            values[f"hit_rate@{k}"] = _mean(metrics.hit_rate(targets, k=k))
-    return {f"{prefix}/cold/{name}": float(value) for name, value in values.items()}
+        if k < ranking.num_items:  # otherwise every item is among the first k
+            metric_values[f"recall@{k}"] = _mean(metrics.recall(targets, k=k))
+            metric_values[f"ndcg@{k}"] = _mean(metrics.ndcg(targets, k=k))
+            metric_values[f"hit_rate@{k}"] = _mean(metrics.hit_rate(targets, k=k))
+    return {f"{prefix}/cold/{name}": float(value) for name, value in metric_values.items()}
 
 
 def _slice_metrics(
     prefix: str, ranking: Ranking, *, store: EventStore, queries: EvalQueries, config: EvaluationConfig
 ) -> dict[str, float]:
-    """Return metrics over subsets of the targets. The positions stay those in the full ranking."""
+    """Return metrics over subsets of the targets, from the positions of the targets in the full ranking."""
     is_cold_T, is_new_T = store.item_count[ranking.item_T] == 0, queries.is_new_B[ranking.query_T]
-    masks = {"cold_items": is_cold_T, "warm_items": ~is_cold_T, "new_users": is_new_T, "known_users": ~is_new_T}
-    values: dict[str, float] = {}
-    for name, mask_T in masks.items():
-        values[f"{prefix}/slice/{name}/targets"] = float(mask_T.sum())
+    slices = {"cold_items": is_cold_T, "warm_items": ~is_cold_T, "new_users": is_new_T, "known_users": ~is_new_T}
+    metric_values: dict[str, float] = {}
+    for name, mask_T in slices.items():
+        metric_values[f"{prefix}/slice/{name}/targets"] = float(mask_T.sum())
         if not mask_T.any():
             continue
         targets = ranking.target_positions(mask_T)
         for k in config.ks:
-            values[f"{prefix}/slice/{name}/recall@{k}"] = _mean(metrics.recall(targets, k=k))
-            values[f"{prefix}/slice/{name}/ndcg@{k}"] = _mean(metrics.ndcg(targets, k=k))
-    return values
+            metric_values[f"{prefix}/slice/{name}/recall@{k}"] = _mean(metrics.recall(targets, k=k))
+            metric_values[f"{prefix}/slice/{name}/ndcg@{k}"] = _mean(metrics.ndcg(targets, k=k))
+    return metric_values
 
 
 def _mean(value_U: NDArray[np.float64]) -> float:
-    """Average over the users for whom the metric is defined."""
+    """Average over the users for whom the metric is not NaN."""
     defined_U = value_U[~np.isnan(value_U)]
     return float(defined_U.mean()) if len(defined_U) else math.nan

@@ -33,7 +33,7 @@ class TargetPositions:
 
     @classmethod
     def from_pairs(cls, *, user_T: NDArray[Any], position_T: NDArray[Any], num_candidates_B: NDArray[Any]) -> Self:
-        """Build from pairs in any order. Users without a pair are dropped, and the others are renumbered from 0 to U - 1.
+        """Build from pairs in any order. Users without a pair are dropped, and the other users are renumbered.
 
         >>> TargetPositions.from_pairs(
         ...     user_T=np.array([5, 2, 5]), position_T=np.array([3, 0, 1]), num_candidates_B=np.full(6, 4)
@@ -41,28 +41,28 @@ class TargetPositions:
         array([0, 1, 3])
         """
         order_T = np.lexsort((position_T, user_T))
-        user_U, new_user_T, num_targets_U = np.unique(user_T[order_T], return_inverse=True, return_counts=True)
+        user_U, renumbered_user_T, num_targets_U = np.unique(user_T[order_T], return_inverse=True, return_counts=True)
         return cls(
             position_T=position_T[order_T].astype(np.int64),
-            user_T=new_user_T.astype(np.int64),
+            user_T=renumbered_user_T.astype(np.int64),
             num_candidates_U=num_candidates_B[user_U].astype(np.int64),
             num_targets_U=num_targets_U,
         )
 
     @property
     def num_users(self) -> int:
-        """Return U."""
+        """Number of users with a target."""
         return len(self.num_targets_U)
 
     @property
-    def first_target_U(self) -> NDArray[np.int64]:
-        """Return the index of each user's best-ranked target among the pairs."""
+    def first_target_index_U(self) -> NDArray[np.int64]:
+        """Index of each user's best-ranked target in position_T."""
         return np.concatenate([[0], np.cumsum(self.num_targets_U)[:-1]]).astype(np.int64)
 
     @property
     def num_targets_above_T(self) -> NDArray[np.int64]:
-        """Return the number of targets of the same user that are ranked above each target."""
-        return np.arange(len(self.position_T)) - np.repeat(self.first_target_U, self.num_targets_U)
+        """For each target, the number of targets of the same user that are ranked above it."""
+        return np.arange(len(self.position_T)) - np.repeat(self.first_target_index_U, self.num_targets_U)
 
     def sum_per_user(self, value_T: NDArray[Any]) -> Floats:
         """Sum the values of each user's targets, [U]."""
@@ -111,7 +111,7 @@ def hit_rate(targets: TargetPositions, *, k: int) -> Floats:
 
 
 def ndcg(targets: TargetPositions, *, k: int) -> Floats:
-    """Return the discounted gain of the first k items divided by that of the ideal order, [U]. Gains are 0 or 1.
+    """Return the discounted gain of the first k items divided by the gain of the ideal order, [U]. Gains are 0 or 1.
 
     The ideal order has min(k, number of targets) targets at the top. Below, the gain of the first user is
     1/log2(2) + 1/log2(4) = 1.5, and the ideal gain is 1/log2(2) + 1/log2(3) = 1.6309.
@@ -123,9 +123,9 @@ def ndcg(targets: TargetPositions, *, k: int) -> Floats:
     [0.9197, 0.5]
     """
     gain_T: Floats = np.where(targets.position_T < k, 1 / np.log2(targets.position_T + 2.0), 0.0)
-    ideal_K: Floats = np.cumsum(1 / np.log2(np.arange(k) + 2.0))
-    ideal_U: Floats = ideal_K[np.minimum(targets.num_targets_U, k) - 1]
-    return targets.sum_per_user(gain_T) / ideal_U
+    ideal_gain_K: Floats = np.cumsum(1 / np.log2(np.arange(k) + 2.0))
+    ideal_gain_U: Floats = ideal_gain_K[np.minimum(targets.num_targets_U, k) - 1]
+    return targets.sum_per_user(gain_T) / ideal_gain_U
 
 
 def reciprocal_rank(targets: TargetPositions) -> Floats:
@@ -137,8 +137,8 @@ def reciprocal_rank(targets: TargetPositions) -> Floats:
     >>> reciprocal_rank(targets).tolist()
     [0.5, 0.25]
     """
-    inverse_U: Floats = 1 / (targets.position_T[targets.first_target_U] + 1)
-    return inverse_U
+    reciprocal_U: Floats = 1 / (targets.position_T[targets.first_target_index_U] + 1)
+    return reciprocal_U
 
 
 def average_precision(targets: TargetPositions, *, k: int) -> Floats:
@@ -158,7 +158,9 @@ def average_precision(targets: TargetPositions, *, k: int) -> Floats:
 
 
 def auc(targets: TargetPositions) -> Floats:
-    """Return the share of the non-targets that are ranked below a target, averaged over the targets, [U]; NaN without any.
+    """Return the share of the non-targets that are ranked below a target, averaged over the targets, [U].
+
+    The AUC of a user without non-targets is NaN.
 
     Below, the first user has 6 candidates, of which 4 are not targets. All 4 are below the target at position 1, and 3 are
     below the target at position 3: (4/4 + 3/4) / 2. The target of the second user is the last of four candidates.
@@ -169,10 +171,10 @@ def auc(targets: TargetPositions) -> Floats:
     >>> auc(targets).tolist()
     [0.875, 0.0]
     """
-    num_others_U = (targets.num_candidates_U - targets.num_targets_U).astype(np.float64)
-    num_above_U = targets.sum_per_user(targets.position_T - targets.num_targets_above_T)
+    num_non_targets_U = (targets.num_candidates_U - targets.num_targets_U).astype(np.float64)
+    num_non_targets_above_U = targets.sum_per_user(targets.position_T - targets.num_targets_above_T)
     with np.errstate(invalid="ignore"):
-        return 1.0 - num_above_U / targets.num_targets_U / num_others_U
+        return 1.0 - num_non_targets_above_U / targets.num_targets_U / num_non_targets_U
 
 
 def coverage(top_BK: NDArray[np.int32], *, k: int, num_items: int) -> float:

@@ -25,7 +25,7 @@ CHUNK_SCORES = 1 << 22
 MIN_CHUNK_QUERIES = 16
 """Smallest number of queries per chunk, so that one pass over the item vectors serves several queries."""
 MAX_SCORES = 1 << 28
-"""Scores of all threads together: 1 GiB in float32. For a large catalogue fewer threads run."""
+"""Scores of all threads together: 1 GiB in float32. A large catalogue is ranked by fewer threads."""
 MAX_BLOCK_SIZE = 64
 
 
@@ -35,11 +35,12 @@ def no_progress(num_queries: int) -> None:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Top items of each query, and the position of each target.
+    """Top items of each query, and the position of each ranked target.
 
     Attributes:
-        query_T: int64, ascending; item_T: int64, item rows; position_T: int64, 0 for the best item. These describe the targets
-            that were ranked.
+        query_T: int64, query of each target, ascending.
+        item_T: int64, item row of each target.
+        position_T: int64, position of each target; 0 is the best item.
         num_candidates_B: int64, number of ranked items.
         top_BK: int32, rows of the best items; -1 after the last candidate.
         num_seen_targets: number of targets that were excluded because the user had seen them.
@@ -55,7 +56,7 @@ class Ranking:
     num_items: int
 
     def target_positions(self, mask_T: NDArray[np.bool_] | None = None) -> TargetPositions:
-        """Return the positions of the targets, or of the marked targets, for the metrics."""
+        """Return the positions of all targets, or of the targets in the mask."""
         mask = slice(None) if mask_T is None else mask_T
         return TargetPositions.from_pairs(
             user_T=self.query_T[mask], position_T=self.position_T[mask], num_candidates_B=self.num_candidates_B
@@ -63,10 +64,10 @@ class Ranking:
 
     @classmethod
     def merge(cls, first: Self, second: Self, *, is_second_B: NDArray[np.bool_]) -> Self:
-        """Merge the rankings of two groups of queries. is_second_B: which queries belong to the second group."""
-        query_of_merged_B = np.concatenate([np.flatnonzero(~is_second_B), np.flatnonzero(is_second_B)])
-        order_B = np.argsort(query_of_merged_B)
-        query_T = query_of_merged_B[np.concatenate([first.query_T, second.query_T + len(first.num_candidates_B)])]
+        """Merge the rankings of two groups of queries. is_second_B: whether each query belongs to the second group."""
+        query_index_B = np.concatenate([np.flatnonzero(~is_second_B), np.flatnonzero(is_second_B)])
+        order_B = np.argsort(query_index_B)
+        query_T = query_index_B[np.concatenate([first.query_T, second.query_T + len(first.num_candidates_B)])]
         order_T = np.argsort(query_T, kind="stable")
         return cls(
             query_T=query_T[order_T],
@@ -112,7 +113,7 @@ def rank_catalogue(
     top_BK = np.full((num_queries, k), -1, np.int32)
     position_T = np.zeros(len(targets.values_L), np.int64)
 
-    # Columns of the score matrix are items in `tie_order`: of equal scores, the lower column is ranked first.
+    # Columns of the score matrix are items in `tie_order`. The lower column of two equal scores is ranked first.
     row_C = tie_order(num_items)
     column_I = np.argsort(row_C)
     item_DC = item_ID[torch.from_numpy(row_C)].T
@@ -127,9 +128,9 @@ def rank_catalogue(
         score_BC[chunk_seen.list_index_L, column_I[chunk_seen.values_L]] = -np.inf
         column_T = column_I[chunk_targets.values_L]
         for query, score_C in enumerate(score_BC):
-            own_targets = slice(*chunk_targets.offset[query : query + 2])
-            positions = [_position(score_C, column) for column in column_T[own_targets]]
-            position_T[targets.offset[start] :][own_targets] = positions
+            query_targets = slice(*chunk_targets.offset[query : query + 2])
+            positions = [_position(score_C, column) for column in column_T[query_targets]]
+            position_T[targets.offset[start] :][query_targets] = positions
             if k:
                 top_columns = _top_columns(score_C, k=k)
                 top_BK[start + query, : len(top_columns)] = row_C[top_columns]
@@ -140,7 +141,7 @@ def rank_catalogue(
             for num_ranked in pool.map(rank_chunk, range(0, num_queries, chunk_queries)):
                 on_progress(num_ranked)
     finally:
-        torch.set_num_threads(num_threads)  # new threads inherit the number that was set last
+        torch.set_num_threads(num_threads)  # the last setting applies to new threads
     return Ranking(
         query_T=targets.list_index_L,
         item_T=targets.values_L,
@@ -153,7 +154,7 @@ def rank_catalogue(
 
 
 def rank_by_order(order_I: NDArray[Any], *, seen: JaggedArray, targets: JaggedArray, k: int) -> Ranking:
-    """Rank the unseen items of every query in one fixed order, without computing a score per query and item.
+    """Rank the unseen items of every query in the same order, without a score matrix.
 
     Args:
         order_I: all item rows, best first.
@@ -170,21 +171,23 @@ def rank_by_order(order_I: NDArray[Any], *, seen: JaggedArray, targets: JaggedAr
     order_index_I = np.empty(num_items, np.int64)
     order_index_I[order_I] = np.arange(num_items)
 
-    # One sortable number per (query, index in the order).
+    # A key is an integer that sorts by query first, then by index in the order.
     seen_key_L = np.sort(seen.list_index_L * num_items + order_index_I[seen.values_L])
     order_index_T = order_index_I[targets.values_L]
     target_key_T = targets.list_index_L * num_items + order_index_T
     num_seen_above_T = np.searchsorted(seen_key_L, target_key_T) - seen.offset[targets.list_index_L]
 
-    # The n-th seen item of a query, at index s of the order, has s - n unseen items above it. It therefore shifts every unseen
-    # item whose position is at least s - n one place down the order.
-    seen_number_L = np.arange(len(seen_key_L)) - seen.offset[seen.list_index_L]
-    unseen_above_L = seen_key_L % max(1, num_items) - seen_number_L
+    # The index of an unseen item in the order is its position plus the number of seen items above it. The n-th seen item of a
+    # query has an index s and therefore s - n unseen items above it: it is above every unseen item with a position of at least
+    # s - n.
+    num_seen_above_L = np.arange(len(seen_key_L)) - seen.offset[seen.list_index_L]
+    num_unseen_above_L = seen_key_L % max(1, num_items) - num_seen_above_L
     query_B1, position_K = np.arange(len(seen))[:, None], np.arange(k)
-    num_shifts_BK = np.searchsorted(
-        seen.list_index_L * num_items + unseen_above_L, query_B1 * num_items + position_K, side="right"
+    num_seen_above_BK = np.searchsorted(
+        seen.list_index_L * num_items + num_unseen_above_L, query_B1 * num_items + position_K, side="right"
     )
-    order_index_BK = position_K + num_shifts_BK - seen.offset[:-1, None]
+    num_seen_above_BK -= seen.offset[:-1, None]  # without the seen items of earlier queries
+    order_index_BK = position_K + num_seen_above_BK
     num_candidates_B = num_items - seen.lengths
     is_candidate_BK = position_K < num_candidates_B[:, None]
     top_BK = np.where(is_candidate_BK, order_I[np.minimum(order_index_BK, num_items - 1)], -1)
@@ -214,24 +217,25 @@ def rank_served(
 
     order_I: all item rows by falling popularity. The other arguments are those of `rank_catalogue`.
     """
-    known, unknown = np.flatnonzero(is_known_B), np.flatnonzero(~is_known_B)
+    known_queries, unknown_queries = np.flatnonzero(is_known_B), np.flatnonzero(~is_known_B)
     by_score = rank_catalogue(
-        query_BD[torch.from_numpy(known)],
+        query_BD[torch.from_numpy(known_queries)],
         item_ID=item_ID,
-        seen=seen.take(known),
-        targets=targets.take(known),
+        seen=seen.take(known_queries),
+        targets=targets.take(known_queries),
         k=k,
         on_progress=on_progress,
     )
-    by_popularity = rank_by_order(order_I, seen=seen.take(unknown), targets=targets.take(unknown), k=k)
-    on_progress(len(unknown))
+    by_popularity = rank_by_order(order_I, seen=seen.take(unknown_queries), targets=targets.take(unknown_queries), k=k)
+    on_progress(len(unknown_queries))
     return Ranking.merge(by_score, by_popularity, is_second_B=~is_known_B)
 
 
 def tie_order(num_items: int) -> NDArray[np.int64]:
-    """Return the item rows in the order that ranks equal scores: a fixed random permutation.
+    """Return the order of item rows with equal scores: a fixed random permutation.
 
-    Rows are numbered by falling popularity. In row order, a model with equal scores for all items would rank like popularity.
+    Ascending rows would favour popular items, because rows are numbered by falling popularity: a model with equal scores for
+    all items would rank them by popularity.
     """
     return np.random.default_rng(TIE_ORDER_SEED).permutation(num_items)
 
@@ -244,19 +248,19 @@ def _exclude_seen(targets: JaggedArray, *, seen: JaggedArray, num_items: int) ->
 
 
 def _position(score_C: NDArray[Any], column: int) -> int:
-    """Count the columns that are ranked above `column`: higher scores, and equal scores in lower columns."""
+    """Return the number of columns ranked above `column`: columns with higher scores, and lower columns with the same score."""
     score = score_C[column]
     return int(np.count_nonzero(score_C[:column] >= score) + np.count_nonzero(score_C[column + 1 :] > score))
 
 
 def _top_columns(score_C: NDArray[Any], *, k: int) -> NDArray[np.int64]:
     """Return the columns of the k best scores, equal scores by ascending column. Columns with score -inf are left out."""
-    # Split the scores into at least k blocks. The k-th highest block maximum is a lower bound of the k-th best score that few
-    # scores exceed, and finding it takes one pass.
+    # Split the scores into at least k blocks. The k-th highest block maximum is a lower bound of the k-th best score. It is
+    # computed in one pass, and only few scores are above it.
     block_size = max(1, min(MAX_BLOCK_SIZE, len(score_C) // (4 * k)))
     num_blocks = len(score_C) // block_size
     block_max = score_C[: block_size * num_blocks].reshape(block_size, num_blocks).max(axis=0)
     lower_bound = np.partition(block_max, num_blocks - k)[num_blocks - k]
-    columns = np.flatnonzero(score_C >= lower_bound)
-    best = columns[np.argsort(-score_C[columns], kind="stable")[:k]]
-    return best[score_C[best] > -np.inf]
+    candidate_columns = np.flatnonzero(score_C >= lower_bound)
+    best_columns = candidate_columns[np.argsort(-score_C[candidate_columns], kind="stable")[:k]]
+    return best_columns[score_C[best_columns] > -np.inf]

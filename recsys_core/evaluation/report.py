@@ -13,20 +13,20 @@ from recsys_core.manifests import TrainManifest
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = {"model": plots.BLUE, "popularity": plots.GREY, "zero_shot": plots.GREEN}
-COLUMNS = ("recall@20", "ndcg@10", "hit_rate@10", "mrr", "auc", "coverage@20")
+RANKER_COLOURS = {"model": plots.BLUE, "popularity": plots.GREY, "zero_shot": plots.GREEN}
+DEFAULT_COLUMNS = ("recall@20", "ndcg@10", "hit_rate@10", "mrr", "auc", "coverage@20")
 MAX_LABELLED_EPOCHS = 15
 COLD_SUFFIX = ", cold"
-"""Ends the name of a row whose metrics rank cold items among cold items."""
+"""Suffix of the rows whose metrics rank only cold items."""
 
 
 class MetricTable(Frozen):
-    """Metrics of the model and its baselines: one row per ranker, one value per column, None if it was not measured."""
+    """Metrics of the model and its baselines, one row per ranker. A value is None if the metric was not measured."""
 
     columns: tuple[str, ...]
     rows: dict[str, tuple[float | None, ...]]
     note: str = ""
-    """Number of items and users of the cold rows; empty without them."""
+    """Number of items and users behind the rows for cold items; empty without such rows."""
 
     def best_comparable(self, name: str) -> tuple[float, ...]:
         """Return the highest value of each column among the rows that rank the same items as the row `name`.
@@ -36,12 +36,12 @@ class MetricTable(Frozen):
         (0.3,)
         """
         is_cold = name.endswith(COLD_SUFFIX)
-        comparable_rows = [values for other, values in self.rows.items() if other.endswith(COLD_SUFFIX) == is_cold]
+        comparable_rows = [values for row_name, values in self.rows.items() if row_name.endswith(COLD_SUFFIX) == is_cold]
         return tuple(max(value or 0.0 for value in column) for column in zip(*comparable_rows, strict=True))
 
 
-def metric_table(metrics: Mapping[str, float], *, columns: Sequence[str] = COLUMNS) -> MetricTable:
-    """Build the table of the model's test metrics and its baselines, followed by the rows for cold items if they were measured.
+def metric_table(metrics: Mapping[str, float], *, columns: Sequence[str] = DEFAULT_COLUMNS) -> MetricTable:
+    """Build the table of the test metrics of the model and its baselines. Rows for cold items come last.
 
     >>> metric_table({"test/mrr": 0.5, "baseline/popularity/mrr": 0.25}, columns=["mrr"]).rows
     {'model': (0.5,), 'popularity': (0.25,)}
@@ -49,12 +49,15 @@ def metric_table(metrics: Mapping[str, float], *, columns: Sequence[str] = COLUM
     rankers = _metrics_by_ranker(metrics)
     shown_columns = tuple(column for column in columns if column in rankers["model"])
     cold_rankers = {f"{name}{COLD_SUFFIX}": _with_prefix("cold/", values) for name, values in rankers.items()}
-    measured = {name: values for name, values in cold_rankers.items() if values.keys() & set(shown_columns)}
-    rows = {name: tuple(values.get(column) for column in shown_columns) for name, values in (rankers | measured).items()}
+    measured_cold_rankers = {name: values for name, values in cold_rankers.items() if values.keys() & set(shown_columns)}
+    rows = {
+        name: tuple(values.get(column) for column in shown_columns)
+        for name, values in (rankers | measured_cold_rankers).items()
+    }
     note = ""
-    if measured:
-        counts = cold_rankers[f"model{COLD_SUFFIX}"]
-        note = f"cold: {counts['items']:,.0f} items without an earlier event, for {counts['users']:,.0f} users"
+    if measured_cold_rankers:
+        cold_model = cold_rankers[f"model{COLD_SUFFIX}"]
+        note = f"cold: {cold_model['items']:,.0f} items without an earlier event, for {cold_model['users']:,.0f} users"
     return MetricTable(columns=shown_columns, rows=rows, note=note)
 
 
@@ -78,15 +81,15 @@ def plot_recall(metrics: Mapping[str, float], *, path: Path) -> Path:
     cut_offs = sorted(int(name.removeprefix("recall@")) for name in rankers["model"] if re.fullmatch(r"recall@\d+", name))
     figure, axes = plots.new_figure(title="Recall on the test split, full catalogue", grid_axis="y")
     bar_width = 0.8 / len(rankers)
-    for number, (name, values) in enumerate(rankers.items()):
-        offset = (number - (len(rankers) - 1) / 2) * bar_width
+    for ranker_index, (name, values) in enumerate(rankers.items()):
+        offset = (ranker_index - (len(rankers) - 1) / 2) * bar_width
         positions = [index + offset for index in range(len(cut_offs))]
         recalls = [values[f"recall@{k}"] for k in cut_offs]
-        bars = axes.bar(positions, recalls, bar_width * 0.94, label=name.replace("_", "-"), color=COLOURS[name])
+        bars = axes.bar(positions, recalls, bar_width * 0.94, label=name.replace("_", "-"), color=RANKER_COLOURS[name])
         axes.bar_label(bars, fmt="%.3f", fontsize=7, padding=2, color=plots.INK)
     axes.set_xticks(range(len(cut_offs)), [str(k) for k in cut_offs])
     axes.set_xlabel("cut-off K")
-    axes.set_ylabel("recall@K (share of the test items found)")
+    axes.set_ylabel("recall@K (share of the test items among the first K)")
     plots.legend_above(axes)
     return plots.save_png(figure, path)
 
@@ -97,18 +100,18 @@ def plot_loss(train: TrainManifest, *, path: Path) -> Path:
     The loss falls in steps: at the start of an epoch the model sees the same events again, and has already learned from them.
     The dotted lines mark the ends of the epochs, and the mean loss of each epoch shows the trend.
     """
-    text = train.path("metrics.jsonl").read_text()
-    records = [json.loads(line) for line in text.splitlines() if line.strip()]
-    by_epoch: dict[int, list[dict[str, Any]]] = {}
+    metrics_json = train.path("metrics.jsonl").read_text()
+    records = [json.loads(line) for line in metrics_json.splitlines() if line.strip()]
+    records_by_epoch: dict[int, list[dict[str, Any]]] = {}
     for record in records:
-        by_epoch.setdefault(record["epoch"], []).append(record)
-    validated = [record for record in records if record["validation"]]
+        records_by_epoch.setdefault(record["epoch"], []).append(record)
+    validation_records = [record for record in records if record["validation"]]
 
     figure, panels = plots.new_panels(
-        2 if validated else 1,
-        title="Training loss and validation metrics" if validated else "Training loss",
+        2 if validation_records else 1,
+        title="Training loss and validation metrics" if validation_records else "Training loss",
         grid_axis="y",
-        size=(6.4, 5.8 if validated else 3.8),
+        size=(6.4, 5.8 if validation_records else 3.8),
     )
     loss_axes = panels[0]
     loss_axes.plot(
@@ -116,7 +119,7 @@ def plot_loss(train: TrainManifest, *, path: Path) -> Path:
         color=plots.BLUE, linewidth=1.0, alpha=0.55, label="loss",
     )  # fmt: skip
     first_step = 0
-    for epoch, epoch_records in by_epoch.items():
+    for epoch, epoch_records in records_by_epoch.items():
         last_step = epoch_records[-1]["step"]
         mean_loss = sum(record["loss"] for record in epoch_records) / len(epoch_records)
         loss_axes.hlines(
@@ -129,7 +132,7 @@ def plot_loss(train: TrainManifest, *, path: Path) -> Path:
         )
         for axes in panels:
             axes.axvline(last_step, color=plots.GREY, linewidth=1.0, linestyle=":", zorder=0.5)
-        if len(by_epoch) <= MAX_LABELLED_EPOCHS:
+        if len(records_by_epoch) <= MAX_LABELLED_EPOCHS:
             panels[-1].text(
                 (first_step + last_step) / 2, 0.02, str(epoch) if first_step else f"epoch {epoch}",
                 transform=panels[-1].get_xaxis_transform(), ha="center", fontsize=7.5, color=plots.INK,
@@ -142,18 +145,18 @@ def plot_loss(train: TrainManifest, *, path: Path) -> Path:
         transform=loss_axes.transAxes, ha="right", va="top", fontsize=7.5, color=plots.INK, backgroundcolor="white",
     )  # fmt: skip
 
-    if validated:
-        _plot_validation(panels[1], validated, best_epoch=train.best_epoch)
+    if validation_records:
+        _plot_validation(panels[1], validation_records, best_epoch=train.best_epoch)
     panels[-1].set_xlabel("training step (dotted lines: ends of the epochs)")
     return plots.save_png(figure, path)
 
 
-def _plot_validation(axes: "Axes", validated: Sequence[Mapping[str, Any]], *, best_epoch: int | None) -> None:
+def _plot_validation(axes: "Axes", validation_records: Sequence[Mapping[str, Any]], *, best_epoch: int | None) -> None:
     colours = (plots.GREEN, plots.ORANGE, plots.GREY)
-    for name, colour in zip(validated[0]["validation"], colours, strict=False):
-        points = [(record["step"], record["validation"][name]) for record in validated]
+    for name, colour in zip(validation_records[0]["validation"], colours, strict=False):
+        points = [(record["step"], record["validation"][name]) for record in validation_records]
         axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=4, linewidth=1.6, label=name)
-    for record in validated:
+    for record in validation_records:
         if record["epoch"] == best_epoch:
             axes.axvline(record["step"], color=plots.BLUE, linewidth=1.4, zorder=0.6, label=f"best epoch: {best_epoch}")
     axes.set_ylabel("metric on the validation split")

@@ -21,20 +21,20 @@ from recsys_core.seeds import INDEX_ORDER_SEED, INDEX_SAMPLE_SEED
 
 MIN_ITEMS_PER_CENTROID = 39
 """With fewer items per centroid, FAISS warns that k-means is undertrained."""
-SAMPLE_PER_CENTROID = 256
-"""FAISS uses at most this many vectors per centroid for k-means."""
-ADD_ROWS = 65_536
-MEASURED_QUERIES = 2_000
-SERIAL_ITEMS = 100_000
-"""Up to this size, HNSW is built by one thread. Its links then do not depend on timing, and a rerun gives the same index."""
+MAX_VECTORS_PER_CENTROID = 256
+"""FAISS trains k-means on at most this many vectors per centroid."""
+ADD_BATCH_ROWS = 65_536
+MAX_MEASURED_QUERIES = 2_000
+MAX_SINGLE_THREAD_ITEMS = 100_000
+"""Up to this number of items, one thread builds HNSW, so that its links do not depend on timing and a rerun is identical."""
 
 
 def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) -> IndexManifest:
     """Build the indexes of `config.built_kinds`, and measure recall and latency of each on the test queries.
 
     Raises:
-        InputError: ivf_pq is built and pq_m does not divide the vector width, there are fewer than two items, or the test split
-            is empty.
+        InputError: ivf_pq is built and pq_m does not divide the vector width; there are fewer than two items; or the test
+            split is empty.
     """
     if "ivf_pq" in config.built_kinds and export.dim % config.pq_m:
         raise InputError(
@@ -53,7 +53,7 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
         for kind in config.built_kinds:
             index, parameters = _build_index(kind, item_ID, config=config)
             faiss.write_index(index, str(out / f"{kind}.faiss"))
-            with _num_threads(1):
+            with _faiss_threads(1):
                 started = time.perf_counter()
                 _, row_BK = search(index, query_BD, kind=kind, depth=depth, parameters=parameters)
                 seconds = time.perf_counter() - started
@@ -80,20 +80,20 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
 
 
 def estimate_bytes(config: IndexConfig, *, num_items: int, dim: int) -> int:
-    """Return a lower bound of the size of all indexes: vectors or codes, row numbers, and the links of HNSW."""
-    vector, row = 4 * dim, 8
-    code = config.pq_m * usable_pq_nbits(num_items, requested=config.pq_nbits) // 8
+    """Return a lower bound of the bytes of all indexes: their vectors or codes, row numbers, and the links of HNSW."""
+    vector_bytes, row_bytes = 4 * dim, 8
+    code_bytes = config.pq_m * usable_pq_nbits(num_items, requested=config.pq_nbits) // 8
     bytes_per_item: dict[IndexKind, int] = {
-        "flat": vector + row,
-        "ivf_flat": vector + 2 * row,  # IVF stores the row number also in its cells
-        "ivf_pq": code + 2 * row,
-        "hnsw": vector + 8 * config.hnsw_m + row,
+        "flat": vector_bytes + row_bytes,
+        "ivf_flat": vector_bytes + 2 * row_bytes,  # the cells of an IVF index store the row numbers again
+        "ivf_pq": code_bytes + 2 * row_bytes,
+        "hnsw": vector_bytes + 8 * config.hnsw_m + row_bytes,
     }
     return num_items * sum(bytes_per_item[kind] for kind in config.built_kinds)
 
 
 def usable_nlist(num_items: int, *, requested: int) -> int:
-    """Return the requested number of cells, or the largest number that the items can train.
+    """Return the requested number of cells, or the largest number with enough items per cell for k-means.
 
     >>> usable_nlist(12_101, requested=100), usable_nlist(390, requested=100), usable_nlist(20, requested=100)
     (100, 10, 1)
@@ -102,10 +102,10 @@ def usable_nlist(num_items: int, *, requested: int) -> int:
 
 
 def usable_pq_nbits(num_items: int, *, requested: int) -> int:
-    """Return the requested bits, or the largest number of bits for which there is an item per centroid, as FAISS requires.
+    """Return the requested number of bits, or the largest number with at least one item per centroid, as FAISS requires.
 
-    The rule of 39 items per centroid does not apply: it ensures that centroids trained on a sample fit the other vectors, and
-    a small catalogue is trained on all its vectors.
+    MIN_ITEMS_PER_CENTROID does not apply here. It ensures that centroids trained on a sample also fit other vectors, but the
+    centroids of a small catalogue are trained on all its vectors.
 
     >>> usable_pq_nbits(12_101, requested=8), usable_pq_nbits(256, requested=8), usable_pq_nbits(255, requested=8)
     (8, 8, 7)
@@ -120,9 +120,9 @@ def recall_of_exact(
     query_BD: NDArray[np.float32],
     item_ID: NDArray[np.float32],
 ) -> float:
-    """Return the share of the exact top K that an index returns, over all queries. Row -1 is no item.
+    """Return the share of the exact top K that an index returns, over all queries. Row -1 marks a missing item.
 
-    An item with the same score as the last exact item counts as correct, because exact search breaks ties arbitrarily.
+    An item with the same score as the last exact item counts as correct, because the order of equal scores is arbitrary.
 
     >>> item_ID = np.array([[3], [2], [2], [1]], np.float32)
     >>> exact_row_BK = np.array([[0, 1], [0, 1]])
@@ -165,21 +165,21 @@ def _build_index(kind: IndexKind, item_ID: NDArray[np.float32], *, config: Index
             index.pq.cp.min_points_per_centroid = 1
             parameters |= {"pq_m": config.pq_m, "pq_nbits": nbits}
         index.cp.min_points_per_centroid = 1
-        index.train(_sample(item_ID, num_rows=SAMPLE_PER_CENTROID * max(nlist, 1 << nbits)))
+        index.train(_sample(item_ID, num_rows=MAX_VECTORS_PER_CENTROID * max(nlist, 1 << nbits)))
 
-    # FAISS returns equal scores in the order in which vectors were added. Rows are numbered by falling popularity. If they were
-    # added in row order, a model with equal scores for all items would be served like popularity.
+    # FAISS returns equal scores in the order in which the vectors were added. Row order would favour popular items,
+    # because rows are numbered by falling popularity.
     order_I = np.random.default_rng(INDEX_ORDER_SEED).permutation(num_items)
     index_with_rows = faiss.IndexIDMap(index)
-    with _num_threads(1 if kind == "hnsw" and num_items <= SERIAL_ITEMS else faiss.omp_get_max_threads()):
-        for start in range(0, num_items, ADD_ROWS):
-            rows = order_I[start : start + ADD_ROWS]
+    with _faiss_threads(1 if kind == "hnsw" and num_items <= MAX_SINGLE_THREAD_ITEMS else faiss.omp_get_max_threads()):
+        for start in range(0, num_items, ADD_BATCH_ROWS):
+            rows = order_I[start : start + ADD_BATCH_ROWS]
             index_with_rows.add_with_ids(np.ascontiguousarray(item_ID[rows]), rows)
     return index_with_rows, parameters
 
 
 def _sample(vectors: NDArray[np.float32], *, num_rows: int) -> NDArray[np.float32]:
-    """Draw rows at random, ascending so that a memory map is read once from front to back."""
+    """Return random rows, in ascending order so that a memory map is read from front to back."""
     if num_rows >= len(vectors):
         return np.ascontiguousarray(vectors)
     rows = np.sort(np.random.default_rng(INDEX_SAMPLE_SEED).choice(len(vectors), num_rows, replace=False))
@@ -190,15 +190,15 @@ def _load_queries(export: ExportManifest) -> NDArray[np.float32]:
     query_BD: NDArray[np.float32] = np.load(export.path("query_vectors_test.npy"))
     if len(query_BD) == 0:
         raise InputError("the test split has no event, so the indexes cannot be measured; change interactions.split")
-    return _sample(query_BD, num_rows=MEASURED_QUERIES)
+    return _sample(query_BD, num_rows=MAX_MEASURED_QUERIES)
 
 
 @contextmanager
-def _num_threads(count: int) -> Iterator[None]:
+def _faiss_threads(num_threads: int) -> Iterator[None]:
     """Set the number of FAISS threads for a `with` block."""
-    before = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(count)
+    previous_num_threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(num_threads)
     try:
         yield
     finally:
-        faiss.omp_set_num_threads(before)
+        faiss.omp_set_num_threads(previous_num_threads)

@@ -1,4 +1,4 @@
-"""Load and search FAISS indexes. Search parameters are passed with each call, and an index maps vectors to item rows.
+"""Loading and searching of FAISS indexes. Search parameters are passed with each call. An index returns item rows.
 
 Shapes: B queries, D width, N search depth.
 """
@@ -41,25 +41,26 @@ def verify_file(path: Path, *, record: FileRecord) -> None:
 def search(
     index: Any, query_BD: NDArray[np.float32], *, kind: IndexKind, depth: int, parameters: Mapping[str, int]
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return inner products [B, N] and item rows [B, N], best first. Row -1 fills up lists shorter than `depth`.
+    """Return inner products [B, N] and item rows [B, N], best first. Lists shorter than `depth` end with rows of -1.
 
-    parameters: those of the IndexReport: nprobe for the IVF kinds, ef_search for hnsw (raised to `depth` if smaller).
+    parameters: the parameters of the IndexReport. nprobe is used for the IVF kinds. ef_search is used for hnsw, and raised to
+        `depth` if it is smaller.
     """
-    settings: Any = None
+    search_parameters: Any = None
     if kind in ("ivf_flat", "ivf_pq"):
-        settings = faiss.SearchParametersIVF(nprobe=parameters["nprobe"])  # type: ignore[call-arg]  # faiss's stubs lag
+        search_parameters = faiss.SearchParametersIVF(nprobe=parameters["nprobe"])  # type: ignore[call-arg]  # faiss's stubs lag
     elif kind == "hnsw":
-        settings = faiss.SearchParametersHNSW(efSearch=max(parameters["ef_search"], depth))  # type: ignore[attr-defined]
-    score_BN, row_BN = index.search(np.ascontiguousarray(query_BD, dtype=np.float32), depth, params=settings)
+        search_parameters = faiss.SearchParametersHNSW(efSearch=max(parameters["ef_search"], depth))  # type: ignore[attr-defined]
+    score_BN, row_BN = index.search(np.ascontiguousarray(query_BD, dtype=np.float32), depth, params=search_parameters)
     return score_BN, row_BN
 
 
 def search_all(
     index: Any, query_BD: NDArray[np.float32], *, kind: IndexKind, depth: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Search all stored vectors. The lists are never short, and exact up to the quantization of ivf_pq."""
-    vectors: Any = faiss.downcast_index(index.index)
+    """Search all vectors of the index. The lists have `depth` items, and are exact except for the quantization of ivf_pq."""
+    inner_index: Any = faiss.downcast_index(index.index)
     if kind == "hnsw":
-        score_BN, index_BN = search(vectors.storage, query_BD, kind="flat", depth=depth, parameters={})
+        score_BN, index_BN = search(inner_index.storage, query_BD, kind="flat", depth=depth, parameters={})
         return score_BN, faiss.vector_to_array(index.id_map)[index_BN]
-    return search(index, query_BD, kind=kind, depth=depth, parameters={"nprobe": getattr(vectors, "nlist", 0)})
+    return search(index, query_BD, kind=kind, depth=depth, parameters={"nprobe": getattr(inner_index, "nlist", 0)})

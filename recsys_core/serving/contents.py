@@ -1,6 +1,7 @@
-"""Read a model package and verify it: the checksums first, then the contents of each file against package.json.
+"""Reading and verification of a model package: first the checksums, then the contents of each file against package.json.
 
-package.json has the size and sha256 of every other file. Its own sha256 is stored outside the package, with the model version.
+package.json has the size and sha256 of every other file. The sha256 of package.json is stored with the model version,
+outside the package.
 
 Shapes: U users, E events, I items, L values of one feature.
 """
@@ -21,7 +22,7 @@ from recsys_core.errors import StageError
 from recsys_core.models.spec import ModelSpec
 from recsys_core.retrieval.search import load_index, search, search_all, verify_file
 from recsys_core.serving.ids import IdMap
-from recsys_core.serving.package import DESCRIPTION, FORMAT_VERSION, Package, package_files
+from recsys_core.serving.package import DESCRIPTION_NAME, FORMAT_VERSION, Package, package_files
 from recsys_core.serving.quantise import ServedQueryTower, load_tower
 from recsys_core.serving.query_batch import user_features
 
@@ -45,11 +46,11 @@ class PackageContents:
 def read_package(folder: Path, *, sha256: str) -> PackageContents:
     """Read the package in `folder`. sha256: expected checksum of package.json.
 
-    Raises StageError with the name of a file that is missing, surplus or changed, or that does not match package.json.
+    Raises StageError if a file is missing, surplus or changed, or does not match package.json. The message names the file.
     """
-    package = _read_description(folder / DESCRIPTION, sha256=sha256)
-    # An error in a file is reported with the name of that file. Other errors are caused by the values of package.json.
-    with _errors_of(folder / DESCRIPTION):
+    package = _read_description(folder / DESCRIPTION_NAME, sha256=sha256)
+    # The readers below name their file in an error. Any other error has its cause in the values of package.json.
+    with _read_errors(folder / DESCRIPTION_NAME):
         return _read_contents(folder, package)
 
 
@@ -57,22 +58,20 @@ def _read_contents(folder: Path, package: Package) -> PackageContents:
     _verify_files(folder, package)
     spec = package.model
     user_offset, event_item = _read_events(folder, spec)
-    popularity_I = _read_array(folder / "popularity.npy", np.int32, rows=spec.num_items)
+    popularity_I = _read_array(folder / "popularity.npy", np.int32, num_rows=spec.num_items)
     if not np.array_equal(np.sort(popularity_I), np.arange(spec.num_items)):
-        raise _mismatch(
-            folder / "popularity.npy", "an order that repeats or lacks items", f"each of {spec.num_items} items once"
-        )
+        raise _mismatch(folder / "popularity.npy", "repeated or missing items", f"each of {spec.num_items} items once")
     return PackageContents(
         package=package,
         tower=load_tower(folder / "tower.safetensors", spec=spec, quantization=package.quantization),
         features=_read_features(folder, spec),
         index=_read_index(folder / "index.faiss", package),
-        items=_read_ids(folder / "item_ids.parquet", name="item_id", rows=spec.num_items),
-        users=_read_ids(folder / "user_ids.parquet", name="user_id", rows=spec.num_users),
+        items=_read_ids(folder / "item_ids.parquet", name="item_id", num_rows=spec.num_items),
+        users=_read_ids(folder / "user_ids.parquet", name="user_id", num_rows=spec.num_users),
         user_offset=user_offset,
         event_item=event_item,
         popularity_I=popularity_I,
-        popularity_share_I=_read_array(folder / "popularity_share.npy", np.float32, rows=spec.num_items),
+        popularity_share_I=_read_array(folder / "popularity_share.npy", np.float32, num_rows=spec.num_items),
     )
 
 
@@ -96,24 +95,24 @@ def _read_description(path: Path, *, sha256: str) -> Package:
 
 def _verify_files(folder: Path, package: Package) -> None:
     """Raise StageError unless the folder has exactly the files of the model, with the recorded checksums."""
-    needed = package_files(package.model)
-    for name in sorted(needed ^ package.files.keys()):
-        reason = "does not list it" if name in needed else "lists it, but the model does not use it"
-        raise StageError(f"{folder / name}: {DESCRIPTION} {reason}; package the model again")
-    for name in sorted({path.name for path in folder.iterdir()} - needed - {DESCRIPTION}):
-        raise StageError(f"{folder / name}: {DESCRIPTION} does not list this file; remove it, or package the model again")
+    expected_names = package_files(package.model)
+    for name in sorted(expected_names ^ package.files.keys()):
+        reason = "does not list it" if name in expected_names else "lists it, but the model does not use it"
+        raise StageError(f"{folder / name}: {DESCRIPTION_NAME} {reason}; package the model again")
+    for name in sorted({path.name for path in folder.iterdir()} - expected_names - {DESCRIPTION_NAME}):
+        raise StageError(f"{folder / name}: {DESCRIPTION_NAME} does not list this file; remove it, or package the model again")
     for name, record in package.files.items():
         if name != "index.faiss":  # load_index verifies it
             verify_file(folder / name, record=record)
 
 
 def _read_index(path: Path, package: Package) -> Any:
-    items, dim = package.model.num_items, package.model.config.output_dim
-    with _errors_of(path):
+    num_items, dim = package.model.num_items, package.model.config.output_dim
+    with _read_errors(path):
         index = load_index(path, record=package.files[path.name])
-        if (index.ntotal, index.d) != (items, dim):
-            raise _mismatch(path, f"{index.ntotal} vectors of width {index.d}", f"{items} vectors of width {dim}")
-        # One search of each sort verifies that kind and parameters in package.json match the index.
+        if (index.ntotal, index.d) != (num_items, dim):
+            raise _mismatch(path, f"{index.ntotal} vectors of width {index.d}", f"{num_items} vectors of width {dim}")
+        # These two searches fail if the kind or the parameters in package.json do not match the index.
         kind, query = package.index_kind, np.zeros((1, dim), np.float32)
         search(index, query, kind=kind, depth=1, parameters=package.index_parameters)
         search_all(index, query, kind=kind, depth=1)
@@ -123,9 +122,9 @@ def _read_index(path: Path, package: Package) -> Any:
 def _read_events(folder: Path, spec: ModelSpec) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     offset_path, item_path = folder / "user_offset.npy", folder / "event_item.npy"
     event_item = _read_array(item_path, np.int32)
-    user_offset = _read_array(offset_path, np.int64, rows=spec.num_users + 1)
-    _check_offset(offset_path, user_offset, values=len(event_item))
-    _check_rows(item_path, event_item, rows=spec.num_items)
+    user_offset = _read_array(offset_path, np.int64, num_rows=spec.num_users + 1)
+    _check_offset(offset_path, user_offset, num_values=len(event_item))
+    _check_rows(item_path, event_item, num_rows=spec.num_items)
     return user_offset, event_item
 
 
@@ -133,44 +132,44 @@ def _read_features(folder: Path, spec: ModelSpec) -> FeatureStore:
     features = {}
     for key, form in user_features(spec).items():
         path, is_list = folder / f"{key}.row.npy", form in ("list", "weighted_list")
-        row = _read_array(path, np.int32, rows=None if is_list else spec.num_users)
-        _check_rows(path, row, rows=spec.tables[key].num_rows)
+        row = _read_array(path, np.int32, num_rows=None if is_list else spec.num_users)
+        _check_rows(path, row, num_rows=spec.tables[key].num_rows)
         offset = weight = None
         if is_list:
-            offset = _read_array(folder / f"{key}.offset.npy", np.int64, rows=spec.num_users + 1)
-            _check_offset(folder / f"{key}.offset.npy", offset, values=len(row))
+            offset = _read_array(folder / f"{key}.offset.npy", np.int64, num_rows=spec.num_users + 1)
+            _check_offset(folder / f"{key}.offset.npy", offset, num_values=len(row))
         if form in ("weighted_list", "number"):
-            weight = _read_array(folder / f"{key}.weight.npy", np.float32, rows=len(row))
+            weight = _read_array(folder / f"{key}.weight.npy", np.float32, num_rows=len(row))
         features[key] = Feature(row=row, offset=offset, weight=weight)
     return FeatureStore(features)
 
 
-def _read_ids(path: Path, *, name: str, rows: int) -> IdMap:
-    with _errors_of(path):
+def _read_ids(path: Path, *, name: str, num_rows: int) -> IdMap:
+    with _read_errors(path):
         ids = IdMap.read(path, name=name)
-    if len(ids) != rows:
-        raise _mismatch(path, f"{len(ids)} ids", str(rows))
+    if len(ids) != num_rows:
+        raise _mismatch(path, f"{len(ids)} ids", str(num_rows))
     return ids
 
 
-def _read_array(path: Path, dtype: type[np.generic], *, rows: int | None = None) -> NDArray[Any]:
-    with _errors_of(path):
+def _read_array(path: Path, dtype: type[np.generic], *, num_rows: int | None = None) -> NDArray[Any]:
+    with _read_errors(path):
         array: NDArray[Any] = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    if array.dtype != dtype or array.ndim != 1 or (rows is not None and len(array) != rows):
-        needed = f"{np.dtype(dtype)} [{'any' if rows is None else rows}]"
-        raise _mismatch(path, f"{array.dtype} {list(array.shape)}", needed)
+    if array.dtype != dtype or array.ndim != 1 or (num_rows is not None and len(array) != num_rows):
+        expected = f"{np.dtype(dtype)} [{'any' if num_rows is None else num_rows}]"
+        raise _mismatch(path, f"{array.dtype} {list(array.shape)}", expected)
     return array
 
 
-def _check_offset(path: Path, offset: NDArray[np.int64], *, values: int) -> None:
-    if (offset[0], offset[-1]) != (0, values) or (np.diff(offset) < 0).any():
-        raise _mismatch(path, "offsets that decrease or have the wrong ends", f"offsets that increase from 0 to {values}")
+def _check_offset(path: Path, offset: NDArray[np.int64], *, num_values: int) -> None:
+    if (offset[0], offset[-1]) != (0, num_values) or (np.diff(offset) < 0).any():
+        raise _mismatch(path, "offsets that decrease or have the wrong ends", f"offsets that increase from 0 to {num_values}")
 
 
-def _check_rows(path: Path, row_L: NDArray[np.int32], *, rows: int) -> None:
-    low, high = (int(row_L.min()), int(row_L.max())) if len(row_L) else (0, 0)
-    if low < 0 or (len(row_L) and high >= rows):
-        raise _mismatch(path, f"rows {low} to {high}", f"rows 0 to {rows - 1}")
+def _check_rows(path: Path, row_L: NDArray[np.int32], *, num_rows: int) -> None:
+    lowest, highest = (int(row_L.min()), int(row_L.max())) if len(row_L) else (0, 0)
+    if lowest < 0 or (len(row_L) and highest >= num_rows):
+        raise _mismatch(path, f"rows {lowest} to {highest}", f"rows 0 to {num_rows - 1}")
 
 
 def _mismatch(path: Path, actual: str, expected: str) -> StageError:
@@ -178,8 +177,8 @@ def _mismatch(path: Path, actual: str, expected: str) -> StageError:
 
 
 @contextmanager
-def _errors_of(path: Path) -> Iterator[None]:
-    """Convert errors of numpy, pyarrow, faiss and torch about invalid contents to a StageError with the file name."""
+def _read_errors(path: Path) -> Iterator[None]:
+    """Convert an error of numpy, pyarrow, faiss or torch to a StageError that names the file."""
     try:
         yield
     except StageError:

@@ -16,16 +16,16 @@ from recsys_core.errors import InputError, shown
 from recsys_core.units import INT64_MAX
 
 Id = int | str
-INT64 = range(-INT64_MAX - 1, INT64_MAX + 1)
-EXACT_IN_FLOAT = range(-(2**53) + 1, 2**53)
-_DECIMAL = re.compile(r"0|-?[1-9][0-9]{0,18}")
+INT64_RANGE = range(-INT64_MAX - 1, INT64_MAX + 1)
+EXACT_FLOAT_RANGE = range(-(2**53) + 1, 2**53)
+_DECIMAL_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
 class IdMap:
     """Map between ids (int64 or string) and table rows. The row of an id is its index in the column `id` of a parquet file.
 
-    The lookup is a binary search over 64-bit keys: the integers themselves, or hashes of the strings. It needs 16 bytes per id
-    in addition to the ids, about a tenth of a dictionary.
+    Ids are looked up by binary search over 64-bit keys: the integers themselves, or hashes of the strings. The keys and their
+    rows need 16 bytes per id, about a tenth of the memory of a dictionary.
     """
 
     def __init__(self, ids: pa.Array, *, name: str) -> None:
@@ -34,9 +34,9 @@ class IdMap:
         self._is_text = not pa.types.is_integer(ids.type)
         self._ids = ids.cast(pa.large_string() if self._is_text else pa.int64())
         key_I = self._keys(self._ids)
-        self._row_by_key = np.argsort(key_I, kind="stable")
-        self._sorted_key = key_I[self._row_by_key]
-        self._longest_run = 1 if len(ids) == 0 else int(np.unique(self._sorted_key, return_counts=True)[1].max())
+        self._row_of_sorted_key = np.argsort(key_I, kind="stable")
+        self._sorted_keys = key_I[self._row_of_sorted_key]
+        self._max_equal_keys = 1 if len(ids) == 0 else int(np.unique(self._sorted_keys, return_counts=True)[1].max())
 
     @classmethod
     def read(cls, path: Path, *, name: str) -> "IdMap":
@@ -55,16 +55,16 @@ class IdMap:
         >>> IdMap(pa.array(["b", "a"]), name="item_id").rows(["a", "z", "b"])
         array([ 1, -1,  0])
         """
-        row = np.full(len(ids), -1, np.int64)
+        rows = np.full(len(ids), -1, np.int64)
         if len(ids) == 0 or len(self) == 0:
-            return row
-        parsed = self.parse(ids)
-        first = np.searchsorted(self._sorted_key, self._keys(parsed))
-        for step in range(self._longest_run):  # more than one step only if string hashes collide
-            candidate = self._row_by_key[np.minimum(first + step, len(self) - 1)]
-            is_same = pc.equal(self._ids.take(pa.array(candidate)), parsed).to_numpy(zero_copy_only=False)
-            row[is_same] = candidate[is_same]
-        return row
+            return rows
+        parsed_ids = self.parse(ids)
+        first_index = np.searchsorted(self._sorted_keys, self._keys(parsed_ids))
+        for offset in range(self._max_equal_keys):  # equal keys are hashes of different strings
+            candidate_rows = self._row_of_sorted_key[np.minimum(first_index + offset, len(self) - 1)]
+            is_match = pc.equal(self._ids.take(pa.array(candidate_rows)), parsed_ids).to_numpy(zero_copy_only=False)
+            rows[is_match] = candidate_rows[is_match]
+        return rows
 
     def ids(self, rows: NDArray[np.integer[Any]]) -> NDArray[Any]:
         """Return the ids of the rows: int64, or an object array of str."""
@@ -73,23 +73,23 @@ class IdMap:
 
     def _keys(self, ids: pa.Array) -> NDArray[Any]:
         values: NDArray[Any] = ids.to_numpy(zero_copy_only=False)
-        # NumPy's StringDType cannot be used: its searchsorted fails or misses strings of 16 bytes and more (NumPy 2.4).
+        # With NumPy's StringDType, searchsorted fails or misses strings of 16 bytes and more (NumPy 2.4).
         return pd.util.hash_array(values, categorize=False) if self._is_text else values
 
     def parse(self, ids: Sequence[Any] | NDArray[Any]) -> pa.Array:
         """Convert ids to the type of the map. Raises InputError for the first invalid id.
 
-        Integer ids may also be decimal strings, or whole floats below 2**53, because pandas converts an integer column with a
-        missing value to floats.
+        Integer ids may also be decimal strings. They may be whole floats below 2**53, because pandas converts an integer column
+        with a missing value to floats.
         """
-        kind, arrow = (str, pa.large_string()) if self._is_text else (int, pa.int64())
-        is_exact = isinstance(ids, np.ndarray) and ids.dtype == np.int64 and not self._is_text
-        if is_exact or set(map(type, ids)) == {kind}:
+        python_type, arrow_type = (str, pa.large_string()) if self._is_text else (int, pa.int64())
+        is_int64 = isinstance(ids, np.ndarray) and ids.dtype == np.int64 and not self._is_text
+        if is_int64 or set(map(type, ids)) == {python_type}:
             try:
-                return pa.array(ids, arrow)
+                return pa.array(ids, arrow_type)
             except (OverflowError, UnicodeEncodeError):
-                pass  # parse one by one, so that the error names the value
-        return pa.array([self._text(value) if self._is_text else self._integer(value) for value in ids], arrow)
+                pass  # parse each id below, so that the error names the invalid one
+        return pa.array([self._text(value) if self._is_text else self._integer(value) for value in ids], arrow_type)
 
     def _text(self, value: Any) -> str:
         if not isinstance(value, str):
@@ -101,14 +101,14 @@ class IdMap:
         return str(value)
 
     def _integer(self, value: Any) -> int:
-        is_float = isinstance(value, float | np.floating) and float(value).is_integer()
-        is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-        if not (is_float or is_whole or (isinstance(value, str) and _DECIMAL.fullmatch(value))):
+        is_whole_float = isinstance(value, float | np.floating) and float(value).is_integer()
+        is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        if not (is_whole_float or is_integer or (isinstance(value, str) and _DECIMAL_INTEGER.fullmatch(value))):
             self._reject(value, "is not an integer, but the model was trained on integer ids")
         number = int(value)
-        if is_float and number not in EXACT_IN_FLOAT:
+        if is_whole_float and number not in EXACT_FLOAT_RANGE:
             self._reject(value, "is a float too large to be an exact integer; send an integer, or a decimal string")
-        if number not in INT64:
+        if number not in INT64_RANGE:
             self._reject(value, "is not a 64-bit integer")
         return number
 

@@ -32,7 +32,7 @@ from recsys_core.serving.config import PackageConfig
 from recsys_core.serving.quantise import Quantization, build_tower, save_tower
 from recsys_core.serving.query_batch import served_tables, user_features
 
-DESCRIPTION = "package.json"
+DESCRIPTION_NAME = "package.json"
 FORMAT_VERSION: Final = 3
 
 
@@ -63,9 +63,9 @@ def build_package(
 
     - tower.safetensors: the query tower. index.faiss: the served index.
     - item_ids.parquet, user_ids.parquet: column `id`, in the order of the rows.
-    - user_offset.npy, event_item.npy: all events by user; serving uses training, validation and test events.
-    - popularity.npy int32 [I]: item rows by falling popularity. popularity_share.npy float32 [I]: their shares of the events
-      before the test, in the same order.
+    - user_offset.npy, event_item.npy: the events of each user from training, validation and test.
+    - popularity.npy int32 [I]: item rows by falling popularity.
+    - popularity_share.npy float32 [I]: share of the events before the test split, for the items in popularity.npy.
     - user.<feature>.*.npy: user features in the format of FeaturesManifest.
     - package.json: `Package`.
     """
@@ -73,8 +73,8 @@ def build_package(
     interactions, features = dataset.interactions, dataset.features
 
     def build(out: Path) -> dict[str, Any]:
-        package = out / "package"
-        package.mkdir()
+        package_folder = out / "package"
+        package_folder.mkdir()
         spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
         tower = build_tower(
             spec,
@@ -83,19 +83,20 @@ def build_package(
             dense=load_file(export.path("dense.safetensors")),
             quantization=config.quantization,
         )
-        save_tower(tower, package / "tower.safetensors")
-        shutil.copyfile(index.path(f"{index.served}.faiss"), package / "index.faiss")
+        save_tower(tower, package_folder / "tower.safetensors")
+        shutil.copyfile(index.path(f"{index.served}.faiss"), package_folder / "index.faiss")
         for name in ("user_offset.npy", "event_item.npy"):
-            shutil.copyfile(interactions.path(name), package / name)
+            shutil.copyfile(interactions.path(name), package_folder / name)
         for source, target in (("items.parquet", "item_ids.parquet"), ("users.parquet", "user_ids.parquet")):
-            pq.write_table(pq.read_table(interactions.path(source), columns=["id"]), package / target)
+            pq.write_table(pq.read_table(interactions.path(source), columns=["id"]), package_folder / target)
         for name in feature_files(spec):
             assert features is not None  # the spec has features
-            shutil.copyfile(features.path(name), package / name)
-        shutil.copyfile(evaluation.path("popularity.npy"), package / "popularity.npy")
-        np.save(package / "popularity_share.npy", _popularity_share(interactions, np.load(package / "popularity.npy")))
+            shutil.copyfile(features.path(name), package_folder / name)
+        shutil.copyfile(evaluation.path("popularity.npy"), package_folder / "popularity.npy")
+        popularity_I = np.load(package_folder / "popularity.npy")
+        np.save(package_folder / "popularity_share.npy", _popularity_share(interactions, popularity_I))
 
-        files = {path.name: record_file(path) for path in sorted(package.iterdir())}
+        files = {path.name: record_file(path) for path in sorted(package_folder.iterdir())}
         description = Package(
             model=spec,
             similarity=export.similarity,
@@ -104,9 +105,9 @@ def build_package(
             index_parameters=index.reports[index.served].parameters,
             files=files,
         )
-        (package / DESCRIPTION).write_text(description.model_dump_json(indent=2))
+        (package_folder / DESCRIPTION_NAME).write_text(description.model_dump_json(indent=2))
         return {
-            "bytes": sum(path.stat().st_size for path in package.iterdir()),
+            "bytes": sum(path.stat().st_size for path in package_folder.iterdir()),
             "served_index": index.served,
             "quantization": config.quantization,
         }
@@ -123,8 +124,8 @@ def build_package(
 
 
 def description_sha256(package: PackageManifest) -> str:
-    """Return the sha256 of package.json, which readers of the package verify."""
-    return package.files[f"package/{DESCRIPTION}"].sha256
+    """Return the sha256 of package.json."""
+    return package.files[f"package/{DESCRIPTION_NAME}"].sha256
 
 
 def package_files(spec: ModelSpec) -> set[str]:
@@ -146,5 +147,5 @@ def feature_files(spec: ModelSpec) -> list[str]:
 
 def _popularity_share(interactions: InteractionsManifest, order_I: NDArray[np.int32]) -> NDArray[np.float32]:
     count_I = EventStore.open(interactions).counts_before("test")
-    share: NDArray[np.float32] = (count_I[order_I] / max(1, count_I.sum())).astype(np.float32)
-    return share
+    share_I: NDArray[np.float32] = (count_I[order_I] / max(1, count_I.sum())).astype(np.float32)
+    return share_I

@@ -21,8 +21,8 @@ from recsys_core.models.towers import QueryTower
 from recsys_core.serving.query_batch import JaggedRows, QueryBatch, served_tables
 
 Quantization = Literal["int8", "none"]
-HISTORY = "history"
-"""Name of the table of item representations in histories."""
+HISTORY_TABLE = "history"
+"""Table of the item representations in histories."""
 CHUNK_ROWS = 1 << 16
 
 
@@ -31,9 +31,9 @@ class FloatRows(nn.Module):
 
     weight: Tensor
 
-    def __init__(self, rows: int, width: int) -> None:
+    def __init__(self, num_rows: int, dim: int) -> None:
         super().__init__()
-        self.register_buffer("weight", torch.empty(rows, width))
+        self.register_buffer("weight", torch.empty(num_rows, dim))
 
     @torch.no_grad()
     def fill(self, weight_RD: NDArray[np.float32]) -> None:
@@ -54,22 +54,21 @@ class Int8Rows(nn.Module):
     code: Tensor
     scale_offset: Tensor
 
-    def __init__(self, rows: int, width: int) -> None:
+    def __init__(self, num_rows: int, dim: int) -> None:
         super().__init__()
-        self.register_buffer("code", torch.empty(rows, width, dtype=torch.uint8))
-        self.register_buffer("scale_offset", torch.empty(rows, 2, dtype=torch.float16))
+        self.register_buffer("code", torch.empty(num_rows, dim, dtype=torch.uint8))
+        self.register_buffer("scale_offset", torch.empty(num_rows, 2, dtype=torch.float16))
 
     @torch.no_grad()
     def fill(self, weight_RD: NDArray[np.float32]) -> None:
         """Quantize the weights into the table. Raises StageError for a row whose scale or offset overflows float16."""
         for start in range(0, len(weight_RD), CHUNK_ROWS):
             chunk = slice(start, start + CHUNK_ROWS)
-            value = torch.from_numpy(np.ascontiguousarray(weight_RD[chunk]))
-            offset = value.amin(dim=1).half()
-            scale = ((value.amax(dim=1) - offset.float()) / 255).half()
-            scale = torch.where(
-                scale == 0, torch.ones_like(scale), scale
-            )  # all values are equal, or their range underflows float16
+            value_RD = torch.from_numpy(np.ascontiguousarray(weight_RD[chunk]))
+            offset = value_RD.amin(dim=1).half()
+            scale = ((value_RD.amax(dim=1) - offset.float()) / 255).half()
+            # A scale of 0 means that all values are equal, or that their range underflows float16.
+            scale = torch.where(scale == 0, torch.ones_like(scale), scale)
             is_finite = offset.isfinite() & scale.isfinite()
             if not is_finite.all():
                 row = start + int((~is_finite).nonzero()[0])
@@ -77,7 +76,7 @@ class Int8Rows(nn.Module):
                     f"row {row}: values {weight_RD[row].min():g} to {weight_RD[row].max():g} do not fit the float16 scale and "
                     "offset of an INT8 row; set package.quantization to none"
                 )
-            code = (value - offset.float()[:, None]) * (1 / scale.float())[:, None]
+            code = (value_RD - offset.float()[:, None]) * (1 / scale.float())[:, None]
             self.code[chunk] = code.round_().clamp_(0, 255).to(torch.uint8)
             self.scale_offset[chunk] = torch.stack([scale, offset], dim=1)
 
@@ -95,27 +94,31 @@ class ServedQueryTower(nn.Module):
         super().__init__()
         table_type = Int8Rows if quantization == "int8" else FloatRows
         self.spec = spec
-        self.tables = nn.ModuleDict({name: table_type(*shape) for name, shape in _shapes(spec).items()})
+        self.tables = nn.ModuleDict({name: table_type(*shape) for name, shape in _table_shapes(spec).items()})
         self.dense = QueryTower(spec)
         self.eval()
 
     @torch.inference_mode()
     def forward(self, batch: QueryBatch) -> Tensor:
         """Compute the query vectors, [B, D]."""
-        item_L = batch.history.row_L
-        item_LD = self.tables[HISTORY](item_L) if HISTORY in self.tables else torch.zeros(0, self.spec.config.history_dim)
+        item_row_L = batch.history.row_L
+        if HISTORY_TABLE in self.tables:
+            item_LD = self.tables[HISTORY_TABLE](item_row_L)
+        else:
+            item_LD = torch.zeros(0, self.spec.config.history_dim)
         features = {name: self._feature(name, batch) for name in self.spec.on_side("query")}
-        query_BD: Tensor = self.dense(item_LD, torch.arange(len(item_L)), batch.history.offset, features=features)
+        query_BD: Tensor = self.dense(item_LD, torch.arange(len(item_row_L)), batch.history.offset, features=features)
         return query_BD
 
     def _feature(self, name: str, batch: QueryBatch) -> Tensor:
-        """Look up and pool the table `name`, [B, D]. Features of events are zeros, because they are not available here."""
+        """Look up and pool the table `name`, [B, D]. A feature of events is unknown while serving, and its vector is zero."""
         table = self.spec.tables[name]
         if name not in batch.features:
             return torch.zeros(batch.size, table.dim)
-        rows = batch.features[name]
+        jagged_rows = batch.features[name]
         is_list = self.spec.forms.get(name, "single") in ("list", "weighted_list")
-        return _pooled(self.tables[module_name(name)](rows.row_L), rows, mean=is_list and table.settings.pooling == "mean")
+        value_LD = self.tables[module_name(name)](jagged_rows.row_L)
+        return _pooled(value_LD, jagged_rows, mean=is_list and table.settings.pooling == "mean")
 
 
 def build_tower(
@@ -134,11 +137,11 @@ def build_tower(
         dense: state of the trained dense layers; names with the prefix `query.` are used.
     """
     tower = ServedQueryTower(spec, quantization=quantization)
-    weights = {HISTORY: history_items} | {module_name(name): weight for name, weight in tables.items()}
+    weights_by_table = {HISTORY_TABLE: history_items} | {module_name(name): weight for name, weight in tables.items()}
     for name, table in tower.tables.items():
         assert isinstance(table, FloatRows | Int8Rows)
         try:
-            table.fill(weights[name])
+            table.fill(weights_by_table[name])
         except StageError as error:
             raise StageError(f"table {name}, {error}") from None
     query_state = {name.removeprefix("query."): value for name, value in dense.items() if name.startswith("query.")}
@@ -171,9 +174,9 @@ def load_tower(path: Path, *, spec: ModelSpec, quantization: Quantization) -> Se
     return tower
 
 
-def _shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Return submodule name -> (rows, width) of each table."""
-    history = {HISTORY: (spec.num_items, spec.config.history_dim)} if spec.config.history.length else {}
+def _table_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Return submodule name -> (number of rows, width) of each table."""
+    history = {HISTORY_TABLE: (spec.num_items, spec.config.history_dim)} if spec.config.history.length else {}
     return history | {module_name(name): (spec.tables[name].num_rows, spec.tables[name].dim) for name in served_tables(spec)}
 
 
@@ -181,13 +184,18 @@ def _dtype_and_shape(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _pooled(value_LD: Tensor, rows: JaggedRows, *, mean: bool) -> Tensor:
+def _pooled(value_LD: Tensor, jagged_rows: JaggedRows, *, mean: bool) -> Tensor:
     """Return the weighted sum of each list, [B, D], divided by the sum of its weights if `mean`; zeros for an empty list."""
-    weight_L = torch.ones(len(value_LD)) if rows.weight_L is None else rows.weight_L
+    weight_L = torch.ones(len(value_LD)) if jagged_rows.weight_L is None else jagged_rows.weight_L
     sum_BD = embedding_bag(
-        torch.arange(len(value_LD)), value_LD, rows.offset, mode="sum", per_sample_weights=weight_L, include_last_offset=True
+        torch.arange(len(value_LD)),
+        value_LD,
+        jagged_rows.offset,
+        mode="sum",
+        per_sample_weights=weight_L,
+        include_last_offset=True,
     )
     if not mean:
         return sum_BD
-    total_weight_B = torch.segment_reduce(weight_L, "sum", offsets=rows.offset, initial=0.0)
+    total_weight_B = torch.segment_reduce(weight_L, "sum", offsets=jagged_rows.offset, initial=0.0)
     return sum_BD / torch.where(total_weight_B > 0, total_weight_B, 1.0)[:, None]

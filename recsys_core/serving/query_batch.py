@@ -36,13 +36,13 @@ class QueryBatch:
 
     @property
     def size(self) -> int:
-        """B."""
+        """Number of queries."""
         return len(self.history.offset) - 1
 
 
 @dataclass(frozen=True)
 class QueryBatchBuilder:
-    """Builds query batches for a model from user rows and histories. features: the features of users."""
+    """Builder of query batches for a model, from user rows and histories. features: the user features of the package."""
 
     spec: ModelSpec
     features: FeatureStore
@@ -59,22 +59,22 @@ class QueryBatchBuilder:
         features = {}
         for name in served_tables(self.spec):
             if name == "user":
-                lists, weight_L = JaggedArray.from_single_values(user_row_B[is_known_B]), None
+                values, weight_L = JaggedArray.from_single_values(user_row_B[is_known_B]), None
             else:
-                lists, weight_L = self.features.features[name].at(user_row_B[is_known_B])
+                values, weight_L = self.features.features[name].at(user_row_B[is_known_B])
             length_B = np.zeros(len(user_row_B), np.int64)
-            length_B[is_known_B] = lists.lengths
-            features[name] = _to_tensors(JaggedArray.from_lengths(length_B, lists.values_L), weight_L)
+            length_B[is_known_B] = values.lengths
+            features[name] = _to_tensors(JaggedArray.from_lengths(length_B, values.values_L), weight_L)
         return QueryBatch(history=_to_tensors(recent, None), features=features)
 
 
 def user_features(spec: ModelSpec) -> dict[str, FeatureForm]:
-    """Return the form of each user feature. Features of events are not available at serving time."""
+    """Return user feature -> form. Other features are not available while serving."""
     return {key: form for key, form in spec.forms.items() if key.startswith("user.")}
 
 
 def served_tables(spec: ModelSpec) -> list[str]:
-    """Return the names of the tables that a query looks up besides the history: the user table and the user features."""
+    """Return the tables that a query looks up in addition to its history: the user table and the tables of user features."""
     return (["user"] if spec.config.user_id else []) + list(user_features(spec))
 
 

@@ -1,6 +1,6 @@
-"""Retriever: recommend items for user ids from a model package.
+"""The Retriever, which recommends items for user ids from a model package.
 
-Shapes: B queries, I items, D width, N fetched candidates, K recommended items at most.
+Shapes: B queries, I items, D width, N candidates fetched from the index, K recommended items.
 """
 
 from collections.abc import Sequence
@@ -73,15 +73,16 @@ class Retriever:
     ) -> tuple[list[NDArray[Any]], list[NDArray[np.float32]]]:
         """Recommend the k best unseen items for each user, best first; fewer if the user has seen nearly all items.
 
-        The score is the inner product of query and item vector. For a user without history and features it is the item's share
-        of all events.
+        The score of an item is the inner product of query and item vector. For a user without history and features, the score
+        is the share of the item in all events.
 
         Args:
             user_ids: may contain ids that the model does not have.
             k: number of items.
-            histories: one per user. A history replaces the user's stored history; None keeps it. Unknown item ids are ignored.
-            exclude_log: also exclude the items that the user has in the log. With False, only the items of the given history
-                are excluded, as if the log ended with it. This is how a version is measured on events that its log contains.
+            histories: one per user. A history replaces the user's stored history; None keeps the stored history. Unknown item
+                ids are ignored.
+            exclude_log: also exclude the items of the user's stored history. With False, only the items of the
+                history in use are excluded, so that a model can be measured on events that are in its stored histories.
 
         Returns:
             (item ids, scores), one array per user.
@@ -100,10 +101,10 @@ class Retriever:
         scores: list[NDArray[np.float32]] = []
         for start in range(0, len(user_rows), batch_size):
             batch = slice(start, start + batch_size)
-            history, excluded = self._histories(
-                user_rows[batch], replacements=histories and histories[batch], exclude_log=exclude_log
+            history, excluded_items = self._histories(
+                user_rows[batch], new_histories=histories and histories[batch], exclude_log=exclude_log
             )
-            top_items = self._top_items(user_rows[batch], history=history, excluded=excluded, k=k)
+            top_items = self._top_items(user_rows[batch], history=history, excluded_items=excluded_items, k=k)
             for row_K, score_K, num_items in zip(top_items.row_BK, top_items.score_BK, top_items.num_items_B, strict=True):
                 item_ids.append(self._item_ids.ids(row_K[:num_items]))
                 scores.append(score_K[:num_items])
@@ -112,9 +113,9 @@ class Retriever:
     def recommend_rows(
         self, user_ids: Sequence[Any], k: int, *, histories: Sequence[Any] | None = None, exclude_log: bool = True
     ) -> list[Recommendation]:
-        """Call `recommend` for the rows of a request. A row with an invalid value gets an error, and the others are served.
+        """Recommend items for the rows of a request. A row with an invalid value gets an error, and the other rows are served.
 
-        histories: a missing history (None or NaN) keeps the stored one. Raises InputError if k is below 1.
+        The arguments are those of `recommend`. A history may also be NaN, which means None. Raises InputError if k is below 1.
         """
         row_histories = [None] * len(user_ids) if histories is None else histories
         valid_users, valid_histories = [], []
@@ -153,35 +154,37 @@ class Retriever:
         return list(history)
 
     def _histories(
-        self, user_row_B: NDArray[np.int64], *, replacements: Sequence[History] | None, exclude_log: bool
+        self, user_row_B: NDArray[np.int64], *, new_histories: Sequence[History] | None, exclude_log: bool
     ) -> tuple[JaggedArray, JaggedArray]:
-        """Return the item rows of the histories that the query tower reads, and the item rows that are excluded."""
+        """Return the histories for the query tower, and the items to exclude, both as item rows."""
         start_B = np.where(user_row_B >= 0, self._user_offset[user_row_B], 0)
         end_B = np.where(user_row_B >= 0, self._user_offset[user_row_B + 1], 0)
-        stored = JaggedArray.from_slices(self._event_item, start=start_B, end=end_B)
+        stored_history = JaggedArray.from_slices(self._event_item, start=start_B, end=end_B)
         num_items = len(self._item_ids)
-        if replacements is None:
-            return stored, stored.distinct(bound=num_items)
-        length_B = np.array([0 if history is None else len(history) for history in replacements], np.int64)
-        rows = self._item_ids.rows([item_id for history in replacements if history is not None for item_id in history])
-        replacing = JaggedArray.from_lengths(length_B, rows).filter(rows >= 0)
-        is_replaced_B = np.array([history is not None for history in replacements])
-        history = stored.replace(replacing, where=is_replaced_B)
-        return history, stored.union(replacing, bound=num_items) if exclude_log else history.distinct(bound=num_items)
+        if new_histories is None:
+            return stored_history, stored_history.distinct(bound=num_items)
+        length_B = np.array([0 if history is None else len(history) for history in new_histories], np.int64)
+        rows = self._item_ids.rows([item_id for history in new_histories if history is not None for item_id in history])
+        new_history = JaggedArray.from_lengths(length_B, rows).filter(rows >= 0)
+        is_replaced_B = np.array([history is not None for history in new_histories])
+        history = stored_history.replace(new_history, where=is_replaced_B)
+        return history, stored_history.union(new_history, bound=num_items) if exclude_log else history.distinct(bound=num_items)
 
-    def _top_items(self, user_row_B: NDArray[np.int64], *, history: JaggedArray, excluded: JaggedArray, k: int) -> "_TopItems":
-        top_items = _TopItems(excluded=excluded, k=k, catalogue_size=len(self._item_ids))
+    def _top_items(
+        self, user_row_B: NDArray[np.int64], *, history: JaggedArray, excluded_items: JaggedArray, k: int
+    ) -> "_TopItems":
+        top_items = _TopItems(excluded_items=excluded_items, k=k, catalogue_size=len(self._item_ids))
         is_known_B = self.package.model.is_known(history_length_B=history.lengths, user_row_B=user_row_B)
-        known = np.flatnonzero(is_known_B)
-        if len(known):
-            query_BD = self._tower(self._batches.build(user_row_B[known], history.take(known))).numpy()
-            self._fill_by_index(top_items, known, query_BD)
-        unknown = np.flatnonzero(~is_known_B)
-        if len(unknown):
-            depth = int(top_items.depth_B[unknown].max())
-            shape = (len(unknown), depth)
+        known_queries = np.flatnonzero(is_known_B)
+        if len(known_queries):
+            query_BD = self._tower(self._batches.build(user_row_B[known_queries], history.take(known_queries))).numpy()
+            self._fill_by_index(top_items, known_queries, query_BD)
+        unknown_queries = np.flatnonzero(~is_known_B)
+        if len(unknown_queries):
+            depth = int(top_items.depth_B[unknown_queries].max())
+            shape = (len(unknown_queries), depth)
             top_items.fill(
-                unknown,
+                unknown_queries,
                 np.broadcast_to(self._popularity_I[:depth].astype(np.int64), shape),
                 np.broadcast_to(self._popularity_share_I[:depth], shape),
             )
@@ -191,52 +194,53 @@ class Retriever:
     def _fill_by_index(self, top_items: "_TopItems", queries: NDArray[np.int64], query_BD: NDArray[np.float32]) -> None:
         """Search the index for `queries`, whose vectors are query_BD.
 
-        Queries of similar depth are searched together. An approximate index may return too few items; such queries are searched
-        again over all vectors.
+        Queries of similar depth are searched together. An approximate index may return too few items for a query. Such queries
+        are searched again over all vectors.
         """
         kind, parameters = self.package.index_kind, self.package.index_parameters
         depth_B = top_items.depth_B[queries]
         log_depth_B = np.ceil(np.log2(np.maximum(depth_B, 1))).astype(np.int64)
         for log_depth in np.unique(log_depth_B):
-            group = np.flatnonzero(log_depth_B == log_depth)
-            depth = int(depth_B[group].max())
-            score_BN, row_BN = search(self._index, query_BD[group], kind=kind, depth=depth, parameters=parameters)
-            top_items.fill(queries[group], row_BN, score_BN)
-            short = group[top_items.is_short(queries[group])]
-            if len(short):
-                score_BN, row_BN = search_all(self._index, query_BD[short], kind=kind, depth=depth)
-                top_items.fill(queries[short], row_BN, score_BN)
+            queries_of_depth = np.flatnonzero(log_depth_B == log_depth)
+            depth = int(depth_B[queries_of_depth].max())
+            score_BN, row_BN = search(self._index, query_BD[queries_of_depth], kind=kind, depth=depth, parameters=parameters)
+            top_items.fill(queries[queries_of_depth], row_BN, score_BN)
+            short_queries = queries_of_depth[top_items.is_short(queries[queries_of_depth])]
+            if len(short_queries):
+                score_BN, row_BN = search_all(self._index, query_BD[short_queries], kind=kind, depth=depth)
+                top_items.fill(queries[short_queries], row_BN, score_BN)
 
 
 class _TopItems:
     """The best items that are not excluded, for each query of a batch.
 
     Attributes:
-        num_requested_B: number of items to recommend: k, or fewer if fewer items are left.
-        depth_B: number of candidates to fetch so that enough of them are not excluded.
-        num_items_B: number of items in row_BK and score_BK, the item rows and scores.
+        num_requested_B: number of items to recommend: k, or all items that are not excluded if they are fewer.
+        depth_B: number of candidates to fetch, with enough for num_requested_B items after the exclusion.
+        num_items_B: number of items set in row_BK and score_BK.
+        row_BK, score_BK: item rows and scores, best first.
     """
 
-    def __init__(self, *, excluded: JaggedArray, k: int, catalogue_size: int) -> None:
-        self._excluded, self._catalogue_size = excluded, catalogue_size
-        self.num_requested_B = np.minimum(k, catalogue_size - excluded.lengths)
-        self.depth_B = np.maximum(1, self.num_requested_B + np.where(self.num_requested_B > 0, excluded.lengths, 0))
-        self.num_items_B = np.zeros(len(excluded), np.int64)
-        self.row_BK = np.full((len(excluded), k), -1, np.int64)
-        self.score_BK = np.zeros((len(excluded), k), np.float32)
+    def __init__(self, *, excluded_items: JaggedArray, k: int, catalogue_size: int) -> None:
+        self._excluded, self._catalogue_size = excluded_items, catalogue_size
+        self.num_requested_B = np.minimum(k, catalogue_size - excluded_items.lengths)
+        self.depth_B = np.maximum(1, self.num_requested_B + np.where(self.num_requested_B > 0, excluded_items.lengths, 0))
+        self.num_items_B = np.zeros(len(excluded_items), np.int64)
+        self.row_BK = np.full((len(excluded_items), k), -1, np.int64)
+        self.score_BK = np.zeros((len(excluded_items), k), np.float32)
 
     def is_short(self, queries: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which of the queries have fewer items than requested."""
+        """Return whether each query has fewer items than requested."""
         return self.num_items_B[queries] < self.num_requested_B[queries]
 
     def fill(self, queries: NDArray[np.int64], row_BN: NDArray[np.int64], score_BN: NDArray[np.float32]) -> None:
-        """Set the items of `queries` to the first candidates that are not excluded. Row -1 is no candidate."""
+        """Set the items of `queries` to the first candidates that are not excluded. Row -1 marks a missing candidate."""
         candidate_key_BN = np.arange(len(queries))[:, None] * self._catalogue_size + row_BN
         excluded_keys = self._excluded.take(queries).pair_keys(bound=self._catalogue_size)
-        is_kept_BN = (row_BN >= 0) & ~np.isin(candidate_key_BN, excluded_keys)
-        position_BN = is_kept_BN.cumsum(axis=1) - 1
-        is_kept_BN &= position_BN < self.num_requested_B[queries][:, None]
-        query_BN = np.broadcast_to(queries[:, None], is_kept_BN.shape)
-        self.row_BK[query_BN[is_kept_BN], position_BN[is_kept_BN]] = row_BN[is_kept_BN]
-        self.score_BK[query_BN[is_kept_BN], position_BN[is_kept_BN]] = score_BN[is_kept_BN]
-        self.num_items_B[queries] = is_kept_BN.sum(axis=1)
+        is_recommended_BN = (row_BN >= 0) & ~np.isin(candidate_key_BN, excluded_keys)
+        position_BN = is_recommended_BN.cumsum(axis=1) - 1
+        is_recommended_BN &= position_BN < self.num_requested_B[queries][:, None]
+        query_BN = np.broadcast_to(queries[:, None], is_recommended_BN.shape)
+        self.row_BK[query_BN[is_recommended_BN], position_BN[is_recommended_BN]] = row_BN[is_recommended_BN]
+        self.score_BK[query_BN[is_recommended_BN], position_BN[is_recommended_BN]] = score_BN[is_recommended_BN]
+        self.num_items_B[queries] = is_recommended_BN.sum(axis=1)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from recsys_core.errors import StageError
 from recsys_core.manifests import PackageManifest, record_file
 from recsys_core.serving.contents import read_package
-from recsys_core.serving.package import DESCRIPTION, description_sha256, package_files
+from recsys_core.serving.package import DESCRIPTION_NAME, description_sha256, package_files
 from recsys_core.serving.retriever import Retriever
 from tests.recsys_core.serving.conftest import DIM, ITEM_IDS, ITEMS, USER_FEATURES, USERS, Build
 
@@ -36,7 +36,7 @@ def copy(packaged: PackageManifest, tmp_path: Path) -> Path:
 
 def describe(folder: Path, change: Callable[[dict[str, Any]], object]) -> str:
     """Edit package.json and return its new sha256."""
-    path = folder / DESCRIPTION
+    path = folder / DESCRIPTION_NAME
     described = json.loads(path.read_bytes())
     change(described)
     path.write_text(json.dumps(described))
@@ -52,7 +52,11 @@ def rehash(folder: Path, name: str) -> str:
 def test_every_file_of_the_package_is_listed_and_needed(packaged: PackageManifest) -> None:
     names = {path.name for path in (packaged.folder / "package").iterdir()}
     contents = read_package(packaged.folder / "package", sha256=description_sha256(packaged))
-    assert names == package_files(contents.package.model) | {DESCRIPTION} == contents.package.files.keys() | {DESCRIPTION}
+    assert (
+        names
+        == package_files(contents.package.model) | {DESCRIPTION_NAME}
+        == contents.package.files.keys() | {DESCRIPTION_NAME}
+    )
 
 
 def test_a_flipped_bit_or_a_missing_file_is_rejected_by_name(packaged: PackageManifest, copy: Path) -> None:
@@ -168,8 +172,8 @@ def test_a_description_with_one_changed_value_loads_or_is_rejected_with_a_messag
     folder = tmp_path_factory.mktemp("edited")
     for path in (packaged.folder / "package").iterdir():
         (folder / path.name).hardlink_to(path)
-    (folder / DESCRIPTION).unlink()
-    described = json.loads((packaged.folder / "package" / DESCRIPTION).read_bytes())
+    (folder / DESCRIPTION_NAME).unlink()
+    described = json.loads((packaged.folder / "package" / DESCRIPTION_NAME).read_bytes())
     *parents, last = data.draw(st.sampled_from(_leaves(described)))
     holder = described
     for key in parents:
@@ -179,7 +183,7 @@ def test_a_description_with_one_changed_value_loads_or_is_rejected_with_a_messag
     else:
         holder[last] = data.draw(st.sampled_from([None, 0, -1, 7, 10**9, 0.5, "", "hnsw", "none", "sum", "dot", [], {}, True]))
     content = json.dumps(described).encode()
-    (folder / DESCRIPTION).write_bytes(content)
+    (folder / DESCRIPTION_NAME).write_bytes(content)
     try:
         loaded = Retriever.load(folder, sha256=hashlib.sha256(content).hexdigest())
     except StageError as error:

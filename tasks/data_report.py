@@ -23,7 +23,7 @@ def check_data(config: DataReportConfig, *, split: Split, dataset: Dataset, run:
         folder=run.stage_folder("check_data"),
     )
     page = manifest.path("report.html")
-    show_markdown("data-report", to_markdown(manifest, page=page))
+    show_markdown("data-report", to_markdown(manifest, page_path=page))
     log_data_report_or_warn(run, manifest)
     for warning in manifest.warnings:
         LOG.warning("data: %s", warning)

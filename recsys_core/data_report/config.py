@@ -34,7 +34,7 @@ class DataReportConfig(Settings):
         gt=0,
         le=1_000,
         description="largest population stability index (PSI) of item popularity against the previous run. By the usual rule "
-        "of thumb 0.1 is a moderate and 0.25 a major shift; the report warns of both",
+        "of thumb, 0.1 is a moderate and 0.25 a major shift; the report has a warning from 0.1 on",
     )
     min_item_vector_share: float | None = Field(
         None, ge=0, le=1, description="smallest share of items with a pretrained vector"

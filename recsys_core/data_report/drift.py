@@ -36,8 +36,8 @@ class Mover(Frozen):
 class Turnover:
     """New and vanished users (or items). Only users (or items) with at least one event are counted."""
 
-    new: int
-    vanished: int
+    num_new: int
+    num_vanished: int
     new_share: float
     """Share of this run's users or items that are new."""
     vanished_share: float
@@ -45,31 +45,34 @@ class Turnover:
 
     @classmethod
     def between(cls, previous_count: Ints, count_I: Ints, *, previous_row_I: Ints) -> "Turnover":
-        """Compare event counts by row. previous_row_I: row in the previous run, -1 for a new id.
+        """Compare the numbers of events by row. previous_row_I: row of each id in the previous run, -1 for a new id.
 
         >>> Turnover.between(np.array([3, 1, 0]), np.array([2, 0, 4, 5]), previous_row_I=np.array([0, 1, 2, -1]))
-        Turnover(new=2, vanished=1, new_share=0.6666666666666666, vanished_share=0.5)
+        Turnover(num_new=2, num_vanished=1, new_share=0.6666666666666666, vanished_share=0.5)
         """
         is_present_I = count_I > 0
-        is_matched_I = previous_row_I >= 0
+        was_known_I = previous_row_I >= 0
         was_present_I = np.zeros(len(count_I), bool)
-        was_present_I[is_matched_I] = previous_count[previous_row_I[is_matched_I]] > 0
-        new, stayed = int(np.sum(is_present_I & ~was_present_I)), int(np.sum(is_present_I & was_present_I))
-        vanished = int(np.sum(previous_count > 0)) - stayed
-        return cls(new, vanished, _share(new, new + stayed), _share(vanished, vanished + stayed))
+        was_present_I[was_known_I] = previous_count[previous_row_I[was_known_I]] > 0
+        num_new = int(np.sum(is_present_I & ~was_present_I))
+        num_stayed = int(np.sum(is_present_I & was_present_I))
+        num_vanished = int(np.sum(previous_count > 0)) - num_stayed
+        return cls(
+            num_new, num_vanished, _share(num_new, num_new + num_stayed), _share(num_vanished, num_vanished + num_stayed)
+        )
 
 
-def match_rows(previous: InteractionsManifest, current: InteractionsManifest, *, side: str, spill: Path) -> Ints:
+def match_rows(previous: InteractionsManifest, current: InteractionsManifest, *, side: str, spill_folder: Path) -> Ints:
     """Return the previous run's row of each of this run's users or items, int64, -1 for new ids.
 
-    Rows are matched by id. If this run continues the vocabulary of the previous run, they are equal.
+    Rows are matched by id. If this run continues the vocabulary of the previous run, an id has the same row in both runs.
 
     Args:
         side: "users" or "items".
-        spill: folder for DuckDB's temporary files.
+        spill_folder: folder for DuckDB's temporary files.
     """
     num_rows, num_previous_rows = (_num_rows(manifest, side) for manifest in (current, previous))
-    # Two runs that both continue a third run are matched by id: their new rows may differ.
+    # If both runs continue a third run, they may have given the same new row to different ids.
     if current.continues == previous.fingerprint:
         same_rows: Ints = np.arange(num_rows)
         same_rows[num_previous_rows:] = -1
@@ -83,14 +86,16 @@ def match_rows(previous: InteractionsManifest, current: InteractionsManifest, *,
         for manifest in (current, previous)
     )
     query = f"SELECT c.row AS current, p.row AS previous FROM {current_ids} c JOIN {previous_ids} p USING (id)"
-    with duckdb.connect(config={"temp_directory": str(spill), "memory_limit": "2GB"}) as connection:
+    with duckdb.connect(config={"temp_directory": str(spill_folder), "memory_limit": "2GB"}) as connection:
         for batch in connection.sql(query).to_arrow_reader(_BATCH_ROWS):
             matched_rows[batch.column("current").to_numpy()] = batch.column("previous").to_numpy()
     return matched_rows
 
 
 def popularity_buckets(count_I: Ints) -> Ints:
-    """Assign items to ten buckets with about a tenth of the events each. Bucket 0 has the most popular items; ties go by row.
+    """Return the bucket of each item, [I]. The ten buckets have about a tenth of the events each.
+
+    Bucket 0 has the most popular items. Items with equal counts are ordered by row.
 
     >>> popularity_buckets(np.array([5, 50, 25, 20, 0])).tolist()
     [9, 0, 5, 7, 9]
@@ -126,15 +131,17 @@ def stability_index(previous_count: Ints, count: Ints, *, smoothing: float = SMO
 
 
 def popularity_psi(previous_count: Ints, count_I: Ints, *, previous_row_I: Ints) -> float:
-    """Return the stability index of training events over the previous run's popularity buckets and one bucket for new items.
+    """Return the population stability index of the training events between the previous run and this run.
+
+    The buckets are the previous run's `popularity_buckets` and one bucket for new items.
 
     >>> popularity_psi(np.array([4, 4]), np.array([8, 8]), previous_row_I=np.array([1, 0]))
     0.0
     """
     previous_bucket = popularity_buckets(previous_count)
-    is_matched_I = previous_row_I >= 0
-    bucket_count = np.bincount(previous_bucket[previous_row_I[is_matched_I]], count_I[is_matched_I], minlength=NUM_BUCKETS + 1)
-    bucket_count[NUM_BUCKETS] = count_I[~is_matched_I].sum()
+    was_known_I = previous_row_I >= 0
+    bucket_count = np.bincount(previous_bucket[previous_row_I[was_known_I]], count_I[was_known_I], minlength=NUM_BUCKETS + 1)
+    bucket_count[NUM_BUCKETS] = count_I[~was_known_I].sum()
     return stability_index(np.bincount(previous_bucket, previous_count, minlength=NUM_BUCKETS + 1), bucket_count)
 
 
@@ -148,40 +155,51 @@ def find_movers(
     num_movers: int = NUM_MOVERS,
 ) -> tuple[Mover, ...]:
     """Return the items whose share of the training events changed most, largest change first."""
-    is_matched_I = previous_row_I >= 0
+    was_known_I = previous_row_I >= 0
     previous_share, share_I = previous_count / previous_count.sum(), count_I / count_I.sum()
-    share_before_I = np.zeros(len(count_I))
-    share_before_I[is_matched_I] = previous_share[previous_row_I[is_matched_I]]
-    moved_rows = np.argsort(-np.abs(share_I - share_before_I), kind="stable")[:num_movers]
+    previous_share_I = np.zeros(len(count_I))
+    previous_share_I[was_known_I] = previous_share[previous_row_I[was_known_I]]
+    moved_rows = np.argsort(-np.abs(share_I - previous_share_I), kind="stable")[:num_movers]
 
-    is_removed = np.ones(len(previous_count), bool)  # no longer in the vocabulary
-    is_removed[previous_row_I[is_matched_I]] = False
+    is_removed = np.ones(len(previous_count), bool)  # items that are no longer in the vocabulary
+    is_removed[previous_row_I[was_known_I]] = False
     removed_rows = np.flatnonzero(is_removed)
     removed_rows = removed_rows[np.argsort(-previous_count[removed_rows], kind="stable")[:num_movers]]
 
-    changes = [
-        *zip(read_ids(current, moved_rows), share_before_I[moved_rows].tolist(), share_I[moved_rows].tolist(), strict=True),
-        *zip(read_ids(previous, removed_rows), previous_share[removed_rows].tolist(), [0.0] * len(removed_rows), strict=True),
+    share_pairs = np.concatenate(
+        [
+            np.stack([previous_share_I[moved_rows], share_I[moved_rows]], axis=1),
+            np.stack([previous_share[removed_rows], np.zeros(len(removed_rows))], axis=1),
+        ]
+    )
+    item_ids = read_ids(current, moved_rows) + read_ids(previous, removed_rows)
+    movers = [
+        Mover(id=item_id, previous=before, current=now)
+        for item_id, (before, now) in zip(item_ids, share_pairs.tolist(), strict=True)
+        if before != now
     ]
-    changes = sorted((change for change in changes if change[1] != change[2]), key=lambda change: -abs(change[2] - change[1]))
-    return tuple(Mover(id=item_id, previous=before, current=now) for item_id, before, now in changes[:num_movers])
+    movers.sort(key=lambda mover: -abs(mover.current - mover.previous))
+    return tuple(movers[:num_movers])
 
 
 def compare_runs(
-    previous: InteractionsManifest, current: InteractionsManifest, *, events_I: Ints, spill: Path
+    previous: InteractionsManifest, current: InteractionsManifest, *, events_I: Ints, spill_folder: Path
 ) -> tuple[dict[str, float], tuple[Mover, ...]]:
-    """Return the metrics of the change, and the items that moved most. events_I: this run's events per item in all parts."""
+    """Return the drift metrics and the items with the largest change of popularity.
+
+    events_I: number of this run's events of each item in all parts of the split.
+    """
     previous_count, count_I = (np.load(manifest.path("item_count.npy"), mmap_mode="r") for manifest in (previous, current))
-    previous_row_I = match_rows(previous, current, side="items", spill=spill)
-    previous_row_U = match_rows(previous, current, side="users", spill=spill)
+    previous_row_I = match_rows(previous, current, side="items", spill_folder=spill_folder)
+    previous_row_U = match_rows(previous, current, side="users", spill_folder=spill_folder)
     items = Turnover.between(_events_per_item(previous), events_I, previous_row_I=previous_row_I)
     users = Turnover.between(_events_per_user(previous), _events_per_user(current), previous_row_I=previous_row_U)
     metrics = {
         "event_drop_share": 1 - current.train_events / previous.train_events,
-        "new_users": users.new,
-        "new_items": items.new,
-        "vanished_users": users.vanished,
-        "vanished_items": items.vanished,
+        "new_users": users.num_new,
+        "new_items": items.num_new,
+        "vanished_users": users.num_vanished,
+        "vanished_items": items.num_vanished,
         "new_user_share": users.new_share,
         "new_item_share": items.new_share,
         "vanished_user_share": users.vanished_share,
@@ -193,7 +211,7 @@ def compare_runs(
 
 
 def read_ids(manifest: InteractionsManifest, rows: Ints) -> list[str]:
-    """Return the item ids of a few rows, quoted and escaped for display."""
+    """Return the item ids of the rows, quoted and escaped for display. The rows must be few."""
     id_of_row: dict[int, str] = {}
     start = 0
     with pq.ParquetFile(manifest.path("items.parquet")) as file:

@@ -1,4 +1,4 @@
-"""Leaks across the split: one pass over the event store that counts repetitions, leaks and misplaced events.
+"""Counts of leaked, repeated and misplaced events, computed in one pass over the event store.
 
 Shapes: I items, U users of a chunk, E events of a chunk. The parts of the split: 0 training, 1 validation, 2 test.
 """
@@ -24,7 +24,7 @@ Ints = NDArray[np.int64]
 
 @dataclass
 class SplitCounts:
-    """Counts over the whole event store. Counts that need timestamps stay 0 without them."""
+    """Counts over the whole event store. In a store without timestamps, counts that depend on time are 0."""
 
     events_I: Ints
     test_events_I: Ints
@@ -43,7 +43,7 @@ class SplitCounts:
     misplaced_events: int = 0
     """Events that contradict the kind of split; see `count_split`."""
     unordered_events: int = 0
-    """Events stored after a later event of the same user and part. Histories would contain the future."""
+    """Events that are stored after an event with a later time of the same user and part. Histories would contain the future."""
 
 
 def count_split(interactions: InteractionsManifest, *, split: Split, chunk_events: int = CHUNK_EVENTS) -> SplitCounts:
@@ -52,8 +52,8 @@ def count_split(interactions: InteractionsManifest, *, split: Split, chunk_event
     `misplaced_events` depends on split.kind:
 
     - time: training events after the first validation or test event, and validation events after the first test event.
-    - leave_last_out: validation and test events beyond the first of each user, and those earlier than an earlier part of the
-      same user.
+    - leave_last_out: validation and test events after the user's first event of that part, and validation and test parts of a
+      user that start before an earlier part ends.
     - files: none, because the user chose the split.
     """
     store = EventStore.open(interactions)
@@ -64,18 +64,23 @@ def count_split(interactions: InteractionsManifest, *, split: Split, chunk_event
     if event_time is not None and split.kind == "time":
         first_times = _first_times(store, event_time)
 
-    for first, last in _user_chunks(store.user_offset, events=chunk_events):
-        start, stop = int(store.user_offset[first]), int(store.user_offset[last])
-        if start == stop:  # users of earlier runs without an event in this run
+    for first_user, end_user in _user_chunks(store.user_offset, max_events=chunk_events):
+        start_event, end_event = int(store.user_offset[first_user]), int(store.user_offset[end_user])
+        if start_event == end_event:  # users of earlier runs without an event in this run
             continue
         end_U3 = np.stack(
-            [store.train_end[first:last], store.validation_end[first:last], store.user_offset[first + 1 : last + 1]], axis=1
+            [
+                store.train_end[first_user:end_user],
+                store.validation_end[first_user:end_user],
+                store.user_offset[first_user + 1 : end_user + 1],
+            ],
+            axis=1,
         )
-        start_U3 = np.column_stack([store.user_offset[first:last], end_U3[:, :2]])
+        start_U3 = np.column_stack([store.user_offset[first_user:end_user], end_U3[:, :2]])
         chunk = _Chunk(
             length_U3=end_U3 - start_U3,
-            item_E=store.event_item[start:stop].astype(np.int64),
-            time_E=None if event_time is None else np.asarray(event_time[start:stop]),
+            item_E=store.event_item[start_event:end_event].astype(np.int64),
+            time_E=None if event_time is None else np.asarray(event_time[start_event:end_event]),
         )
         counts.events_I += np.bincount(chunk.item_E, minlength=interactions.num_items)
         counts.test_events_I += np.bincount(chunk.item_E[chunk.part_E == 2], minlength=interactions.num_items)
@@ -111,41 +116,41 @@ class _Chunk:
         """Part of each event: 0 training, 1 validation, 2 test."""
         return self.segment_E % 3
 
-    def first_U3(self, value_E: Ints, *, empty: int) -> Ints:
+    def first_value_U3(self, value_E: Ints, *, empty: int) -> Ints:
         """Return the value of the first event of each user in each part; `empty` for a part without events."""
         end_U3 = np.cumsum(self.length_U3.ravel()).reshape(-1, 3)
-        return self._at(end_U3 - self.length_U3, value_E, empty=empty)
+        return self._value_at(end_U3 - self.length_U3, value_E, empty=empty)
 
-    def last_U3(self, value_E: Ints, *, empty: int) -> Ints:
+    def last_value_U3(self, value_E: Ints, *, empty: int) -> Ints:
         """Return the value of the last event of each user in each part; `empty` for a part without events."""
         end_U3 = np.cumsum(self.length_U3.ravel()).reshape(-1, 3)
-        return self._at(end_U3 - 1, value_E, empty=empty)
+        return self._value_at(end_U3 - 1, value_E, empty=empty)
 
-    def _at(self, index_U3: Ints, value_E: Ints, *, empty: int) -> Ints:
+    def _value_at(self, index_U3: Ints, value_E: Ints, *, empty: int) -> Ints:
         return np.where(self.length_U3 > 0, value_E[np.clip(index_U3, 0, len(value_E) - 1)], empty)
 
 
-def _user_chunks(user_offset: Ints, *, events: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, last) user of each chunk, last exclusive. A chunk has at most `events` events, or a single user."""
-    num_users, first = len(user_offset) - 1, 0
-    while first < num_users:
-        last = int(np.searchsorted(user_offset, user_offset[first] + events, side="right")) - 1
-        last = min(max(last, first + 1), num_users)
-        yield first, last
-        first = last
+def _user_chunks(user_offset: Ints, *, max_events: int) -> Iterator[tuple[int, int]]:
+    """Yield (first user, end user) of each chunk; end is exclusive. A chunk has at most max_events events, or a single user."""
+    num_users, first_user = len(user_offset) - 1, 0
+    while first_user < num_users:
+        end_user = int(np.searchsorted(user_offset, user_offset[first_user] + max_events, side="right")) - 1
+        end_user = min(max(end_user, first_user + 1), num_users)
+        yield first_user, end_user
+        first_user = end_user
 
 
 def _first_times(store: EventStore, event_time: Ints) -> tuple[int, int]:
     """Return the times of the first validation event and of the first test event."""
     first_times = []
-    for start, end in ((store.train_end, store.validation_end), (store.validation_end, store.user_offset[1:])):
-        first_events = start[end > start]
-        first_times.append(int(event_time[first_events].min()) if len(first_events) else _NEVER)
+    for start_U, end_U in ((store.train_end, store.validation_end), (store.validation_end, store.user_offset[1:])):
+        first_event_of_user = start_U[end_U > start_U]
+        first_times.append(int(event_time[first_event_of_user].min()) if len(first_event_of_user) else _NEVER)
     return first_times[0], first_times[1]
 
 
 def _count_repetitions(chunk: _Chunk, counts: SplitCounts, *, num_items: int) -> None:
-    # Sort by (user, item); the stable sort keeps the order by part and time within a pair.
+    # Sort by (user, item). The sort is stable, so the events of a pair stay ordered by part and time.
     pair_E = chunk.user_E * num_items + chunk.item_E
     order = np.argsort(pair_E, kind="stable")
     pair_E, part_E = pair_E[order], chunk.part_E[order]
@@ -159,9 +164,9 @@ def _count_repetitions(chunk: _Chunk, counts: SplitCounts, *, num_items: int) ->
     is_same_time_E = np.concatenate([[False], (time_E[1:] == time_E[:-1]) & (part_E[1:] == part_E[:-1])])
     counts.duplicates += int(np.sum(is_repeated_E & is_same_time_E))
 
-    # Copies in different parts are not neighbours in this order. Sort the pairs that occur in several parts by time.
-    in_several_parts = np.isin(pair_E, pair_E[part_E != first_part_E])
-    pair_E, part_E, time_E = pair_E[in_several_parts], part_E[in_several_parts], time_E[in_several_parts]
+    # Copies in different parts are not neighbours in this order. Sort the events of pairs in several parts by time.
+    is_in_several_parts_E = np.isin(pair_E, pair_E[part_E != first_part_E])
+    pair_E, part_E, time_E = pair_E[is_in_several_parts_E], part_E[is_in_several_parts_E], time_E[is_in_several_parts_E]
     order = np.lexsort((part_E, time_E, pair_E))
     pair_E, part_E, time_E = pair_E[order], part_E[order], time_E[order]
     is_first_E = np.concatenate([[True], (pair_E[1:] != pair_E[:-1]) | (time_E[1:] != time_E[:-1])])[: len(pair_E)]
@@ -170,18 +175,20 @@ def _count_repetitions(chunk: _Chunk, counts: SplitCounts, *, num_items: int) ->
 
 
 def _count_by_time(chunk: _Chunk, time_E: Ints, counts: SplitCounts, *, split: Split, first_times: tuple[int, int]) -> None:
-    day_and_part, num_events = np.unique(time_E // DAY_US * 3 + chunk.part_E, return_counts=True)
-    for day, part, count in zip((day_and_part // 3).tolist(), (day_and_part % 3).tolist(), num_events.tolist(), strict=True):
-        counts.events_by_day.setdefault(day, np.zeros(3, np.int64))[part] += count
+    day_part_key, num_events = np.unique(time_E // DAY_US * 3 + chunk.part_E, return_counts=True)
+    for day, part, num_day_events in zip(
+        (day_part_key // 3).tolist(), (day_part_key % 3).tolist(), num_events.tolist(), strict=True
+    ):
+        counts.events_by_day.setdefault(day, np.zeros(3, np.int64))[part] += num_day_events
     is_same_segment = chunk.segment_E[1:] == chunk.segment_E[:-1]
     counts.unordered_events += int(np.sum(is_same_segment & (time_E[1:] < time_E[:-1])))
-    first_U3 = chunk.first_U3(time_E, empty=_NEVER)
-    last_U3 = chunk.last_U3(time_E, empty=-_NEVER)
-    counts.future_events += int(np.sum((chunk.part_E == 0) & (time_E > first_U3[chunk.user_E, 2])))
+    first_time_U3 = chunk.first_value_U3(time_E, empty=_NEVER)
+    last_time_U3 = chunk.last_value_U3(time_E, empty=-_NEVER)
+    counts.future_events += int(np.sum((chunk.part_E == 0) & (time_E > first_time_U3[chunk.user_E, 2])))
     if split.kind == "time":
         first_validation, first_test = first_times
         counts.misplaced_events += int(np.sum((chunk.part_E == 0) & (time_E > min(first_validation, first_test))))
         counts.misplaced_events += int(np.sum((chunk.part_E == 1) & (time_E > first_test)))
     if split.kind == "leave_last_out":
-        counts.misplaced_events += int(np.sum(first_U3[:, 1] < last_U3[:, 0]))
-        counts.misplaced_events += int(np.sum(first_U3[:, 2] < np.maximum(last_U3[:, 0], last_U3[:, 1])))
+        counts.misplaced_events += int(np.sum(first_time_U3[:, 1] < last_time_U3[:, 0]))
+        counts.misplaced_events += int(np.sum(first_time_U3[:, 2] < np.maximum(last_time_U3[:, 0], last_time_U3[:, 1])))

@@ -1,4 +1,4 @@
-"""Limits of the data report: check the metrics against the config, and warn of suspicious values without a limit."""
+"""Checks of the data report: metrics against the configured limits, and warnings about suspicious metrics."""
 
 import math
 from collections.abc import Mapping
@@ -52,11 +52,11 @@ WARNINGS = (
     ("unseen_user_share", 0.5, "of the test users have no training event"),
     ("empty_day_share", 0.0, "of the days between the first and the last event have no event: is a partition missing?"),
 )  # fmt: skip
-"""(metric, largest value without a warning, what the share means)."""
+"""(metric, largest value without a warning, end of the sentence that starts with the share)."""
 
 
 class Check(Frozen):
-    """One limit and the measured value. `limit` is None without a limit, `value` is None if it could not be measured."""
+    """One limit and the measured value. limit: None if the config has no limit. value: None if it could not be measured."""
 
     setting: str
     description: str
@@ -77,20 +77,20 @@ def check_limits(metrics: Mapping[str, float], config: DataReportConfig) -> tupl
     return tuple(_check(limit, metrics.get(limit.metric, math.nan), getattr(config, limit.setting)) for limit in LIMITS)
 
 
-def _check(limit: _Limit, value: float, bound: float | None) -> Check:
+def _check(limit: _Limit, value: float, configured_limit: float | None) -> Check:
     is_minimum = limit.setting.startswith("min_")
     # Comparisons with NaN are false, so a metric that was not measured passes.
-    is_broken = bound is not None and (value < bound if is_minimum else value > bound)
+    is_broken = configured_limit is not None and (value < configured_limit if is_minimum else value > configured_limit)
     return Check(
         setting=limit.setting,
         description=limit.description,
         value=None if math.isnan(value) else value,
-        limit=bound,
+        limit=configured_limit,
         passed=not is_broken,
         value_text="not measured" if math.isnan(value) else format_metric(value, limit.unit),
         limit_text="no limit"
-        if bound is None
-        else f"{'at least' if is_minimum else 'at most'} {format_metric(bound, limit.unit)}",
+        if configured_limit is None
+        else f"{'at least' if is_minimum else 'at most'} {format_metric(configured_limit, limit.unit)}",
     )
 
 
@@ -104,12 +104,14 @@ def describe_breaches(checks: tuple[Check, ...]) -> tuple[str, ...]:
 
 
 def find_warnings(metrics: Mapping[str, float]) -> tuple[str, ...]:
-    """Return a sentence for each suspicious metric, whether or not it has a limit."""
+    """Return one sentence per suspicious metric, independent of the limits."""
     warnings = []
     psi = metrics.get("popularity_psi", math.nan)
     if psi >= MODERATE_PSI:
-        size = "major" if psi >= MAJOR_PSI else "moderate"
-        warnings.append(f"item popularity changed since the previous run: PSI {psi:.3f}, by the rule of thumb a {size} shift")
+        severity = "major" if psi >= MAJOR_PSI else "moderate"
+        warnings.append(
+            f"item popularity changed since the previous run: PSI {psi:.3f}, by the rule of thumb a {severity} shift"
+        )
     for metric, threshold, description in WARNINGS:
         if metrics.get(metric, math.nan) > threshold:
             warnings.append(f"{format_metric(metrics[metric], 'share')} {description}")
@@ -117,7 +119,7 @@ def find_warnings(metrics: Mapping[str, float]) -> tuple[str, ...]:
 
 
 def format_metric(value: float | None, unit: Unit) -> str:
-    """Format a metric for a reader: a share as a percentage with up to four significant digits; "-" without a value.
+    """Format a metric. A share becomes a percentage with up to four significant digits, and None becomes "-".
 
     >>> [format_metric(value, "share") for value in (0, 0.5, 0.0123, 0.00004)]
     ['0 %', '50 %', '1.23 %', '0.004 %']

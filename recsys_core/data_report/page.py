@@ -1,4 +1,4 @@
-"""report.html and its summary in Markdown."""
+"""The HTML page of the data report, and its summary in Markdown."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,7 +63,7 @@ def to_html(report: DataReport, *, run: str) -> str:
         filters={
             "metric": format_metric,
             "change": format_change,
-            "plain": lambda text: printable(text, at_most=SHOWN_CHARACTERS),
+            "escaped": lambda text: printable(text, at_most=SHOWN_CHARACTERS),
         },
         report=report,
         run=run,
@@ -72,7 +72,7 @@ def to_html(report: DataReport, *, run: str) -> str:
     )
 
 
-def to_markdown(report: DataReportManifest, *, page: Path) -> str:
+def to_markdown(report: DataReportManifest, *, page_path: Path) -> str:
     """Return the verdict, the warnings, the metrics and the path of the page in GitHub's Markdown."""
     if report.breaches:
         plural = "s" if len(report.breaches) > 1 else ""
@@ -88,7 +88,7 @@ def to_markdown(report: DataReportManifest, *, page: Path) -> str:
         if name in report.metrics
     ]
     compared = f"Compared with {report.compared_with}" if report.compared_with else "No previous run to compare with"
-    return "\n".join([*lines, "", f"{compared}. Full report: `{page}`"])
+    return "\n".join([*lines, "", f"{compared}. Full report: `{page_path}`"])
 
 
 def format_change(current: float | None, previous: float | None) -> str:
@@ -101,7 +101,7 @@ def format_change(current: float | None, previous: float | None) -> str:
 
 
 def plot_days(days: Sequence[Day]) -> Markup | None:
-    """Plot events over time by part of the split. More than 120 days are summed over equal periods. None without timestamps."""
+    """Plot events over time by part of the split. A bar shows several days if there are more than 120. None without timestamps."""
     if not days:
         return None
     first_day = np.datetime64(days[0].day)
@@ -114,11 +114,11 @@ def plot_days(days: Sequence[Day]) -> Markup | None:
 
     figure, axes = plots.new_figure(size=_PLOT_SIZE, grid_axis="y")
     bottom = np.zeros(num_bars)
-    for part, name, colour in zip(
+    for events_of_part, name, colour in zip(
         events, ("training", "validation", "test"), (plots.BLUE, plots.GREEN, plots.ORANGE), strict=True
     ):
-        axes.bar(range(num_bars), part, 0.86, bottom=bottom, color=colour, label=name)
-        bottom += part
+        axes.bar(range(num_bars), events_of_part, 0.86, bottom=bottom, color=colour, label=name)
+        bottom += events_of_part
     labelled_bars = range(0, num_bars, max(1, num_bars // 6))
     axes.set_xticks(labelled_bars, [str(first_day + days_per_bar * bar) for bar in labelled_bars])
     axes.set_xlabel("day (UTC)" if days_per_bar == 1 else f"first of {days_per_bar} days (UTC)")
@@ -151,7 +151,7 @@ def plot_popularity(report: DataReport) -> Markup:
 def plot_histories(history_lengths: Sequence[tuple[str, int]]) -> Markup:
     """Plot the number of users by number of training events."""
     figure, axes = plots.new_figure(size=_PLOT_SIZE, grid_axis="y")
-    axes.bar([name for name, _ in history_lengths], [users for _, users in history_lengths], 0.8, color=plots.BLUE)
+    axes.bar([name for name, _ in history_lengths], [num_users for _, num_users in history_lengths], 0.8, color=plots.BLUE)
     axes.set_xlabel("training events of the user")
     axes.set_ylabel("users")
     axes.tick_params(axis="x", labelrotation=35 if len(history_lengths) > 7 else 0)

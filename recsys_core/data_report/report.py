@@ -49,9 +49,10 @@ def report_data(
     """
 
     def build(out: Path) -> dict[str, Any]:
-        report = measure(config, split=split, interactions=interactions, previous=previous, spill=out / "spill")
-        if (out / "spill").exists():
-            (out / "spill").rmdir()
+        spill_folder = out / "spill"
+        report = build_report(config, split=split, interactions=interactions, previous=previous, spill_folder=spill_folder)
+        if spill_folder.exists():
+            spill_folder.rmdir()
         (out / "report.json").write_text(report.model_dump_json(indent=2), encoding="utf-8")
         (out / "report.html").write_text(to_html(report, run=folder.parent.name), encoding="utf-8")
         return {
@@ -67,15 +68,15 @@ def report_data(
     return produce(folder, DataReportManifest, fingerprint=fingerprint, build=build)
 
 
-def measure(
+def build_report(
     config: DataReportConfig,
     *,
     split: Split,
     interactions: InteractionsManifest,
     previous: PreviousRun | None,
-    spill: Path,
+    spill_folder: Path,
 ) -> DataReport:
-    """Return the report without writing it. spill: folder for DuckDB's temporary files."""
+    """Build the report without writing a file. spill_folder: folder for DuckDB's temporary files."""
     counts = count_split(interactions, split=split)
     count_I = np.load(interactions.path("item_count.npy"), mmap_mode="r")
     metrics = size_metrics(interactions, counts) | share_metrics(interactions, counts, count_I)
@@ -83,7 +84,9 @@ def measure(
     movers: tuple[Mover, ...] = ()
     if previous is not None:
         previous_count = np.load(previous.interactions.path("item_count.npy"), mmap_mode="r")
-        drift_metrics, movers = compare_runs(previous.interactions, interactions, events_I=counts.events_I, spill=spill)
+        drift_metrics, movers = compare_runs(
+            previous.interactions, interactions, events_I=counts.events_I, spill_folder=spill_folder
+        )
         metrics |= drift_metrics
     checks = check_limits(metrics, config)
     return DataReport(
@@ -106,8 +109,13 @@ def measure(
         removed_events=interactions.removed_events,
         bad_rows=interactions.bad_rows,
         days=tuple(
-            Day(day=str(np.datetime64(day, "D")), train=int(parts[0]), validation=int(parts[1]), test=int(parts[2]))
-            for day, parts in sorted(counts.events_by_day.items())
+            Day(
+                day=str(np.datetime64(day, "D")),
+                train=int(num_events[0]),
+                validation=int(num_events[1]),
+                test=int(num_events[2]),
+            )
+            for day, num_events in sorted(counts.events_by_day.items())
         ),
         history_lengths=history_histogram(train_lengths(interactions)),
         popularity=popularity_curve(count_I),

@@ -1,4 +1,4 @@
-"""Contents of report.json, which report.html shows."""
+"""Schema of report.json."""
 
 from recsys_core.config import Frozen
 from recsys_core.data_report.drift import Mover
@@ -16,12 +16,12 @@ class Day(Frozen):
 
 
 class DataReport(Frozen):
-    """report.json. Fields named `previous_...` are empty for the first run."""
+    """The content of report.json. Fields named `previous_...` are empty for the first run."""
 
     compared_with: str | None
     """Name of the previous run."""
     vocabulary_run: int
-    """1 for the run that built the vocabulary, one more for each run that continued it."""
+    """Number of runs with the current vocabulary: the run that built it, and the runs that continued it."""
     rebuild_reason: str | None
     """Why the vocabulary was rebuilt; None if it was continued."""
     first_time: str | None

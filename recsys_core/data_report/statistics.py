@@ -12,7 +12,7 @@ from recsys_core.data_report.leaks import SplitCounts
 from recsys_core.manifests import InteractionsManifest
 
 HEAD_SHARE = 0.01
-"""Share of the items with training events that counts as the head: the most popular ones."""
+"""Share of the items with training events that belong to the head, the most popular items."""
 _CURVE_POINTS = 60
 
 Ints = NDArray[np.int64]
@@ -41,7 +41,7 @@ def size_metrics(interactions: InteractionsManifest, counts: SplitCounts) -> dic
 
 
 def share_metrics(interactions: InteractionsManifest, counts: SplitCounts, count_I: Ints) -> dict[str, float]:
-    """Return shares and indexes; NaN for a metric that this log does not define. count_I: training events of each item."""
+    """Return shares and indexes, NaN where undefined. count_I: number of training events of each item."""
     num_train, num_test = interactions.train_events, interactions.test_events
     num_held_out = interactions.validation_events + num_test
     num_rows = sum(source.rows for source in interactions.sources)
@@ -53,8 +53,8 @@ def share_metrics(interactions: InteractionsManifest, counts: SplitCounts, count
     head_size = max(1, math.ceil(HEAD_SHARE * len(descending_count_I)))
     has_test_U = user_offset[1:] > validation_end
     has_no_train_U = train_end == user_offset[:-1]
-    # Without timestamps, equal events cannot be told from repeated ones, and only the order of the split can be checked.
-    is_timed = "event_time.npy" in interactions.files
+    # Without timestamps, two events with the same user and item may be different events, and only the order can be checked.
+    has_times = "event_time.npy" in interactions.files
     split_violations = float(counts.misplaced_events + (counts.unordered_events if interactions.ordered else 0))
     null_shares = [_ratio(column.nulls, num_rows) for column in interactions.columns.values()]
     return {
@@ -63,14 +63,14 @@ def share_metrics(interactions: InteractionsManifest, counts: SplitCounts, count
         "gini": gini(descending_count_I),
         "head_share": _ratio(float(descending_count_I[:head_size].sum()), num_train),
         "null_share": max(null_shares, default=math.nan),
-        "duplicate_share": _ratio(counts.duplicates, num_train + num_held_out) if is_timed else math.nan,
+        "duplicate_share": _ratio(counts.duplicates, num_train + num_held_out) if has_times else math.nan,
         "repeated_train_pair_share": _ratio(counts.repeated_train_pairs, num_train),
         "repeated_pair_share": _ratio(counts.repeated_test_pairs, num_test),
         "unseen_item_share": _ratio(float(counts.test_events_I[count_I == 0].sum()), num_test),
         "unseen_user_share": _ratio(float(np.sum(has_test_U & has_no_train_U)), float(has_test_U.sum())),
-        "leaked_event_share": _ratio(counts.leaked_events, num_held_out) if is_timed else math.nan,
-        "future_event_share": _ratio(counts.future_events, num_train) if is_timed else math.nan,
-        "split_violations": split_violations if is_timed or interactions.ordered else math.nan,
+        "leaked_event_share": _ratio(counts.leaked_events, num_held_out) if has_times else math.nan,
+        "future_event_share": _ratio(counts.future_events, num_train) if has_times else math.nan,
+        "split_violations": split_violations if has_times or interactions.ordered else math.nan,
     }
 
 
@@ -95,15 +95,17 @@ def history_histogram(length_U: Ints) -> tuple[tuple[str, int], ...]:
     >>> history_histogram(np.array([0, 1, 2, 3, 4, 4, 9]))
     (('0', 1), ('1', 1), ('2-3', 2), ('4-7', 2), ('8-15', 1))
     """
-    range_U = np.frexp(np.asarray(length_U, np.float64))[1]  # 0 -> 0, 1 -> 1, 2 and 3 -> 2, 4 to 7 -> 3
-    names = [str(low) if low == high else f"{low:,}-{high:,}" for low, high in ((2**n // 2, 2**n - 1) for n in range(64))]
-    return tuple((names[number], num_users) for number, num_users in enumerate(np.bincount(range_U).tolist()))
+    range_index_U = np.frexp(np.asarray(length_U, np.float64))[1]  # 0 -> 0, 1 -> 1, 2 and 3 -> 2, 4 to 7 -> 3
+    range_names = [str(low) if low == high else f"{low:,}-{high:,}" for low, high in ((2**n // 2, 2**n - 1) for n in range(64))]
+    return tuple(
+        (range_names[range_index], num_users) for range_index, num_users in enumerate(np.bincount(range_index_U).tolist())
+    )
 
 
 def train_lengths(interactions: InteractionsManifest) -> Ints:
     """Return the number of training events of each user, [U]."""
-    start, end = (np.load(interactions.path(f"{name}.npy"), mmap_mode="r") for name in ("user_offset", "train_end"))
-    length_U: Ints = end - start[:-1]
+    user_offset, train_end = (np.load(interactions.path(f"{name}.npy"), mmap_mode="r") for name in ("user_offset", "train_end"))
+    length_U: Ints = train_end - user_offset[:-1]
     return length_U
 
 
@@ -118,7 +120,7 @@ def popularity_curve(count_I: Ints) -> tuple[tuple[int, float], ...]:
 
 
 def _num_files_without_checksums(interactions: InteractionsManifest) -> int:
-    """Count the files without page checksums: a flipped bit in them cannot be detected."""
+    """Return the number of files without page checksums. A flipped bit in such a file cannot be detected."""
     with_checksums = {file.source for part in interactions.parts for file in part.files if file.checksums}
     return sum(source not in with_checksums for source in interactions.sources)
 

@@ -44,5 +44,5 @@ def test_the_page_is_one_file_and_escapes_all_values_of_the_data(tmp_path: Path)
     assert "x" * 100 not in page and len(page) < 300_000
     hostile_run = to_html(report, run=HOSTILE)
     assert "<script>" not in hostile_run
-    markdown = to_markdown(manifest, page=manifest.path("report.html"))
+    markdown = to_markdown(manifest, page_path=manifest.path("report.html"))
     assert "**1 limit broken**" in markdown and "<script>" not in markdown

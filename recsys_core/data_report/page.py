@@ -101,7 +101,7 @@ def format_change(current: float | None, previous: float | None) -> str:
 
 
 def plot_days(days: Sequence[Day]) -> Markup | None:
-    """Plot events over time by part of the split. A bar shows several days if there are more than 120. None without timestamps."""
+    """Plot events over time by part of the split; None without timestamps. More than 120 days share bars."""
     if not days:
         return None
     first_day = np.datetime64(days[0].day)

@@ -81,8 +81,8 @@ class Retriever:
             k: number of items.
             histories: one per user. A history replaces the user's stored history; None keeps the stored history. Unknown item
                 ids are ignored.
-            exclude_log: also exclude the items of the user's stored history. With False, only the items of the
-                history in use are excluded, so that a model can be measured on events that are in its stored histories.
+            exclude_log: also exclude the items of the user's stored history. With False, only the history that the
+                model reads is excluded, so that the model can be measured on events that the stored histories contain.
 
         Returns:
             (item ids, scores), one array per user.

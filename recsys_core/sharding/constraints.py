@@ -141,37 +141,36 @@ def _check_optimizer(name: str, constraint: TableConstraint, *, device: str, opt
 def offered_sharding_types(
     table: TableSpec, constraint: TableConstraint, *, num_nodes: int, world_size: int
 ) -> tuple[ShardingType, ...]:
-    """Return the configured sharding types of a table, or the default ones if none are configured.
+    """Return the configured sharding types of a table, or the default types if none are configured.
 
-    The default types leave out types that this cluster cannot distinguish from another type, and data_parallel, which stores
-    a replica and dense gradients on each rank.
+    `why_not_offered` returns why a sharding type is not a default type.
     """
     return constraint.sharding_types or tuple(
-        kind
-        for kind in ("table_wise", "row_wise", "column_wise", *WITHIN_HOST_TYPES)
-        if why_not_offered(kind, table, num_nodes=num_nodes, world_size=world_size) is None
+        sharding_type
+        for sharding_type in ("table_wise", "row_wise", "column_wise", *WITHIN_HOST_TYPES)
+        if why_not_offered(sharding_type, table, num_nodes=num_nodes, world_size=world_size) is None
     )
 
 
-def why_not_offered(kind: ShardingType, table: TableSpec, *, num_nodes: int, world_size: int) -> str | None:
+def why_not_offered(sharding_type: ShardingType, table: TableSpec, *, num_nodes: int, world_size: int) -> str | None:
     """Return why a sharding type is not one of the default types of a table; None if it is one."""
-    if kind == "data_parallel":
+    if sharding_type == "data_parallel":
         return "only if listed in sharding_types: every rank would store a copy and exchange gradients as large as the table"
-    if table.unpooled and kind not in UNPOOLED_SHARDING_TYPES:
+    if table.unpooled and sharding_type not in UNPOOLED_SHARDING_TYPES:
         return f"{NOT_SUPPORTED}: it supports pooled lookups only, and the lookup of this table is unpooled"
-    if kind != "table_wise" and world_size == 1:
+    if sharding_type != "table_wise" and world_size == 1:
         return "the same as table_wise with one rank"
-    if kind in WITHIN_HOST_TYPES and num_nodes == 1:
-        return f"the same as {'column_wise' if kind == 'table_column_wise' else 'row_wise'} on one host"
-    if kind in ("column_wise", "table_column_wise") and table.dim <= MIN_COLUMN_SHARD_DIM:
+    if sharding_type in WITHIN_HOST_TYPES and num_nodes == 1:
+        return f"the same as {'column_wise' if sharding_type == 'table_column_wise' else 'row_wise'} on one host"
+    if sharding_type in ("column_wise", "table_column_wise") and table.dim <= MIN_COLUMN_SHARD_DIM:
         return f"the same as table_wise: column shards have {MIN_COLUMN_SHARD_DIM} columns, and the table has {table.dim}"
-    if kind == "grid_shard" and table.dim <= MIN_COLUMN_SHARD_DIM:
+    if sharding_type == "grid_shard" and table.dim <= MIN_COLUMN_SHARD_DIM:
         return f"the same as table_row_wise: column shards have {MIN_COLUMN_SHARD_DIM} columns, and the table has {table.dim}"
     return None
 
 
 def offered_kernels(constraint: TableConstraint, *, device: str) -> tuple[ComputeKernel, ...]:
-    """Return the configured kernels of a table, or the default ones.
+    """Return the configured kernels of a table, or the default kernels if none are configured.
 
     The planner estimates longer times for offloading kernels, so it chooses them only if GPU memory is too small.
     """
@@ -180,8 +179,10 @@ def offered_kernels(constraint: TableConstraint, *, device: str) -> tuple[Comput
     return ("fused", "dense") if device == "cpu" else ("fused", "fused_uvm_caching", "fused_uvm", "dense")
 
 
-def lookups_of(name: str, *, model: ModelSpec, constraint: TableConstraint, lookup_stats: LookupStats | None) -> float:
-    """Return the values that a query looks up in a table: the configured number, the measured number, or the maximum."""
+def num_values_per_query(
+    name: str, *, model: ModelSpec, constraint: TableConstraint, lookup_stats: LookupStats | None
+) -> float:
+    """Return the number of values that a query looks up in a table: configured, measured, or the maximum."""
     if constraint.pooling_factor is not None:
         return constraint.pooling_factor
     if lookup_stats is not None:
@@ -208,7 +209,7 @@ def parameter_constraints(
     for name, table in model.tables.items():
         constraint = config.tables.get(name, TableConstraint())
         offered_types = offered_sharding_types(table, constraint, num_nodes=config.cluster.num_nodes, world_size=world_size)
-        values_per_query = lookups_of(name, model=model, constraint=constraint, lookup_stats=lookup_stats)
+        values_per_query = num_values_per_query(name, model=model, constraint=constraint, lookup_stats=lookup_stats)
         cache_params, ssd_params = None, None
         if device == "cuda":
             cache_load_factor = constraint.cache_load_factor or CACHE_LOAD_FACTOR

@@ -13,7 +13,7 @@ from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
 from recsys_core.preflight import cgroup_limits
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
-from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, check_constraints, lookups_of, optimizer_kind
+from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, check_constraints, num_values_per_query, optimizer_kind
 from recsys_core.sharding.estimates import compare_alternatives, naive_plans, rank_estimates
 from recsys_core.sharding.infeasible import infeasible_error
 from recsys_core.sharding.lookup_stats import LookupStats
@@ -41,7 +41,7 @@ def plan_sharding(
     The arguments are those of `make_plan`.
 
     Raises:
-        InputError: `make_plan` raises it, or a table is constrained to the kernel `key_value`, which training does not support.
+        InputError: as in `make_plan`, or if a table is constrained to the kernel `key_value`, which training does not support.
     """
     optimizer = optimizer or TableOptimizer()
     for name, constraint in config.tables.items():
@@ -80,15 +80,13 @@ def resolve_cluster(cluster: ClusterConfig) -> tuple[Literal["cpu", "cuda"], int
 
 
 def with_default_memory(cluster: ClusterConfig) -> ClusterConfig:
-    """Return `cluster` with hbm_gb and ddr_gb set: for device auto to the memory of this machine, otherwise to the defaults."""
+    """Return `cluster` with values for empty hbm_gb and ddr_gb: the memory of this machine for device auto, or the defaults."""
     hbm_gb, ddr_gb = DEFAULT_HBM_GB, DEFAULT_DDR_GB
     if cluster.device == "auto":
         total_memory_bytes = psutil.virtual_memory().total
         ddr_gb = _whole_gb(min(cgroup_limits().memory_bytes or total_memory_bytes, total_memory_bytes))
-        gpus = range(torch.cuda.device_count())
-        hbm_gb = _whole_gb(
-            min((torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus), default=DEFAULT_HBM_GB * GIB)
-        )
+        gpu_bytes = [torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())]
+        hbm_gb = _whole_gb(min(gpu_bytes, default=DEFAULT_HBM_GB * GIB))
     return cluster.model_copy(update={"hbm_gb": cluster.hbm_gb or hbm_gb, "ddr_gb": cluster.ddr_gb or ddr_gb})
 
 
@@ -134,7 +132,7 @@ def make_plan(
         lookup_stats=lookup_stats,
     )
     try:
-        options_by_table = planner.best()
+        options_by_table = planner.best_options()
     except PlannerError:
         raise infeasible_error(planner) from None
     alternatives_by_table = compare_alternatives(planner, options_by_table)
@@ -150,8 +148,8 @@ def make_plan(
         fingerprint=layout_fingerprint(tables, device=device, world_size=planner.world_size),
         cluster=config.cluster,
         quantized_comms=config.quantized_comms,
-        usable_hbm_bytes=planner.usable.hbm,
-        usable_ddr_bytes=planner.usable.ddr,
+        usable_hbm_bytes=planner.usable_memory.hbm,
+        usable_ddr_bytes=planner.usable_memory.ddr,
         tables=tables,
         ranks=rank_estimates(planner, options_by_table),
         naive=naive_plans(planner),
@@ -177,7 +175,7 @@ def _table_plan(
         ssd_path=planner.config.cluster.ssd_path if option.compute_kernel == "key_value" else None,
         ranks=tuple(shard.rank for shard in shards),
         shards=shards,
-        values_per_query=lookups_of(
+        values_per_query=num_values_per_query(
             name, model=planner.model, constraint=constraint or TableConstraint(), lookup_stats=planner.lookup_stats
         ),
         constraint=_format_constraint(constraint) if constraint is not None else None,

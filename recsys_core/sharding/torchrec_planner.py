@@ -104,7 +104,7 @@ class TorchrecPlanner:
         config = self.config.model_copy(update={"cluster": cluster})
         return replace(self, config=config, processes_per_node=processes_per_node)
 
-    def best(
+    def best_options(
         self, *, sharding_types: ShardingTypesByTable | None = None, kernels: KernelsByTable | None = None
     ) -> dict[str, ShardingOption]:
         """Return the layout of each table in the plan with the shortest estimated step. Raises PlannerError if no plan fits.

@@ -74,7 +74,7 @@ def evaluate(
     export: ExportManifest,
     dataset: Dataset,
     folder: Path,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Callable[[int, int], None] = lambda num_ranked, num_queries: None,
 ) -> EvaluationManifest:
     """Rank the catalogue for the users of both splits as the Retriever serves it, and compare the test split with baselines.
 

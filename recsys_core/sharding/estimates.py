@@ -82,10 +82,12 @@ def _add(first: TableMemory, second: TableMemory) -> TableMemory:
     return TableMemory(**{name: num_bytes + getattr(second, name) for name, num_bytes in first.model_dump().items()})
 
 
-def compare_alternatives(planner: TorchrecPlanner, chosen: Mapping[str, ShardingOption]) -> dict[str, tuple[Alternative, ...]]:
+def compare_alternatives(
+    planner: TorchrecPlanner, chosen_options: Mapping[str, ShardingOption]
+) -> dict[str, tuple[Alternative, ...]]:
     """Return all sharding types of each table, with estimates and the reason for or against each type.
 
-    chosen: the layout of each table in the plan.
+    chosen_options: the layout of each table in the plan.
     """
     tables = planner.model.tables
     all_types: tuple[ShardingType, ...] = get_args(ShardingType)
@@ -108,7 +110,7 @@ def compare_alternatives(planner: TorchrecPlanner, chosen: Mapping[str, Sharding
                 name,
                 sharding_type,
                 [option for option in options[name] if option.sharding_type == sharding_type],
-                chosen=chosen,
+                chosen=chosen_options[name],
             )
             for sharding_type in all_types
         )
@@ -131,25 +133,24 @@ def _alternative(
     sharding_type: ShardingType,
     options: list[ShardingOption],
     *,
-    chosen: Mapping[str, ShardingOption],
+    chosen: ShardingOption,
 ) -> Alternative:
     table = planner.model.tables[name]
     reason = why_not_offered(sharding_type, table, num_nodes=planner.config.cluster.num_nodes, world_size=planner.world_size)
     if not options:
         return Alternative(sharding_type=sharding_type, verdict=reason or "no kernel supports it on this device")
-    chosen_option = chosen[name]
-    if chosen_option.sharding_type == sharding_type:
-        best = next(option for option in options if option.compute_kernel == chosen_option.compute_kernel)
+    if chosen.sharding_type == sharding_type:
+        option = next(candidate for candidate in options if candidate.compute_kernel == chosen.compute_kernel)
     else:
         # The fastest option that would fit without the other tables, or the option with the least excess memory.
-        best = min(options, key=lambda option: (_excess_bytes(option, planner.usable_memory), table_ms(option)))
+        option = min(options, key=lambda candidate: (_excess_bytes(candidate, planner.usable_memory), table_ms(candidate)))
     return Alternative(
         sharding_type=sharding_type,
-        compute_kernel=best.compute_kernel,
-        step_ms=table_ms(best),
-        hbm_bytes=max(shard.storage.hbm for shard in best.shards),
-        ddr_bytes=max(shard.storage.ddr for shard in best.shards),
-        verdict=_verdict(planner, name, best, chosen=chosen_option, reason=reason),
+        compute_kernel=option.compute_kernel,
+        step_ms=table_ms(option),
+        hbm_bytes=max(shard.storage.hbm for shard in option.shards),
+        ddr_bytes=max(shard.storage.ddr for shard in option.shards),
+        verdict=_verdict(planner, name, option, chosen=chosen, reason=reason),
     )
 
 
@@ -183,10 +184,10 @@ def _verdict(
     if len(planner.model.tables) > MAX_REPLANNED_TABLES:
         return "faster for this table alone, but not chosen together with the other tables"
     try:
-        step_of_plan_ms = step_ms(planner, planner.best_options(sharding_types={name: (sharding_type,)}))
+        all_tables_ms = step_ms(planner, planner.best_options(sharding_types={name: (sharding_type,)}))
     except PlannerError:
         return "faster for this table alone, but it does not fit together with the other tables"
-    return f"faster for this table alone, but the lookups of all tables would take {step_of_plan_ms:.3g} ms"
+    return f"faster for this table alone, but the lookups of all tables would take {all_tables_ms:.3g} ms"
 
 
 def table_ms(option: ShardingOption) -> float:
@@ -202,10 +203,10 @@ def step_ms(planner: TorchrecPlanner, options: Mapping[str, ShardingOption]) -> 
 def _excess_bytes(option: ShardingOption, usable_memory: Storage) -> int:
     """Return the bytes by which the largest shard exceeds the usable memory of a rank; 0 if it fits."""
     tiers = ("hbm", "ddr")
-    excess: list[int] = [
+    excess_by_shard: list[int] = [
         getattr(shard.storage, tier) - getattr(usable_memory, tier) for shard in option.shards for tier in tiers
     ]
-    return max(0, *excess)
+    return max(0, *excess_by_shard)
 
 
 def naive_plans(planner: TorchrecPlanner) -> tuple[NaivePlan, ...]:

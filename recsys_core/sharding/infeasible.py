@@ -1,4 +1,4 @@
-"""Error for a cluster without a feasible plan: the table, the missing bytes, and changes that were verified to help."""
+"""Error for a cluster without a feasible plan: the table, the missing bytes, and changes that make a plan feasible."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -39,7 +39,7 @@ def infeasible_error(planner: TorchrecPlanner) -> InputError:
 
 
 def describe_shortage(planner: TorchrecPlanner, options: Mapping[str, ShardingOption]) -> str:
-    """Return a message with the missing bytes, for the table that is too large for a rank, or for all tables together.
+    """Return a message with the missing bytes: of a table that is too large for a rank, or of all tables together.
 
     options: one layout per table.
     """
@@ -47,16 +47,18 @@ def describe_shortage(planner: TorchrecPlanner, options: Mapping[str, ShardingOp
     message = ""
     for tier, tier_name in tiers.items():
         usable_bytes: int = getattr(planner.usable_memory, tier)
-        shard_bytes = {name: [getattr(shard.storage, tier) for shard in option.shards] for name, option in options.items()}
-        largest_shard = {name: max(num_bytes) for name, num_bytes in shard_bytes.items()}
-        table = max(largest_shard, key=lambda name: largest_shard[name])
-        missing_bytes = largest_shard[table] - usable_bytes
+        shard_bytes_by_table = {
+            name: [getattr(shard.storage, tier) for shard in option.shards] for name, option in options.items()
+        }
+        largest_shard_bytes = {name: max(num_bytes) for name, num_bytes in shard_bytes_by_table.items()}
+        table = max(largest_shard_bytes, key=lambda name: largest_shard_bytes[name])
+        missing_bytes = largest_shard_bytes[table] - usable_bytes
         if missing_bytes > 0:
             return (
-                f"table {table} needs {largest_shard[table]:,} bytes of {tier_name} on one rank "
+                f"table {table} needs {largest_shard_bytes[table]:,} bytes of {tier_name} on one rank "
                 f"({options[table].sharding_type}), but {usable_bytes:,} are usable: {missing_bytes:,} bytes short per rank"
             )
-        table_bytes = {name: sum(num_bytes) for name, num_bytes in shard_bytes.items()}
+        table_bytes = {name: sum(num_bytes) for name, num_bytes in shard_bytes_by_table.items()}
         total_bytes = sum(table_bytes.values())
         table = max(table_bytes, key=lambda name: table_bytes[name])
         largest_table = f"table {table} is the largest, with {table_bytes[table]:,} of {total_bytes:,} bytes of {tier_name}"
@@ -83,7 +85,7 @@ def _resident_options(planner: TorchrecPlanner) -> dict[str, list[ShardingOption
 
 
 def _total_bytes(option: ShardingOption) -> int:
-    """Return the bytes of a layout on all ranks."""
+    """Return the bytes that a layout needs on all ranks."""
     return sum(shard.storage.hbm + shard.storage.ddr for shard in option.shards)
 
 
@@ -101,7 +103,7 @@ def _fits(planner: TorchrecPlanner) -> bool:
 
 
 def _helpful_changes(planner: TorchrecPlanner, smallest_options: Mapping[str, ShardingOption]) -> Iterator[str]:
-    """Yield config changes that make a plan feasible, the cheapest first."""
+    """Yield config changes that make a plan feasible, the cheapest change first."""
     yield from _fewer_constraints(planner)
     yield from _offloading(planner)
     yield from _more_memory(planner, smallest_options)

@@ -43,26 +43,26 @@ def sentence_of(detail: ErrorDetails, raw: Mapping[str, Any]) -> str:
             return f"{key}: {detail['msg']}, but it is {shown(detail['input'])}"
 
 
-def dotted_key(loc: tuple[int | str, ...], raw: Any) -> str:
+def dotted_key(location: tuple[int | str, ...], raw: Any) -> str:
     """Return pydantic's location as the dotted key of the settings `raw`.
 
     A location may also contain the name of a union member, which is not a key of the file.
     """
     names: list[str] = []
-    level = raw
-    for index, step in enumerate(loc):
-        if _contains(level, step):
-            level = level[step]
-            names.append(str(step))
-        elif index == len(loc) - 1 and isinstance(step, str) and isinstance(level, dict):
-            names.append(step)  # a missing key
+    group = raw
+    for index, location_part in enumerate(location):
+        if _contains(group, location_part):
+            group = group[location_part]
+            names.append(str(location_part))
+        elif index == len(location) - 1 and isinstance(location_part, str) and isinstance(group, dict):
+            names.append(location_part)  # a missing key
     return ".".join(names)
 
 
-def _contains(level: Any, step: int | str) -> bool:
-    if isinstance(level, dict):
-        return step in level
-    return isinstance(level, list) and isinstance(step, int) and step < len(level)
+def _contains(group: Any, location_part: int | str) -> bool:
+    if isinstance(group, dict):
+        return location_part in group
+    return isinstance(group, list) and isinstance(location_part, int) and location_part < len(group)
 
 
 def _suggestion(key: str) -> str:
@@ -70,9 +70,9 @@ def _suggestion(key: str) -> str:
     key = re.sub(r"\.\d+(?=\.)", "", key)  # the index in a list of groups
     parent, _, name = key.rpartition(".")
     siblings = {path.rpartition(".")[2] for path in valid_keys if fnmatchcase(parent, path.rpartition(".")[0])}
-    similar = difflib.get_close_matches(name, siblings, n=1)
-    if similar:
-        return f"did you mean {parent}{'.' if parent else ''}{similar[0]}?"
+    similar_names = difflib.get_close_matches(name, siblings, n=1)
+    if similar_names:
+        return f"did you mean {parent}{'.' if parent else ''}{similar_names[0]}?"
     same_name_keys = [path for path in valid_keys if path.rpartition(".")[2] == name]
     if not same_name_keys and siblings:
         return f"known here: {', '.join(sorted(siblings))}"

@@ -70,9 +70,9 @@ def settings_as_yaml(config: PipelineConfig, settings: Mapping[str, Any]) -> str
     """Return `settings` as YAML for the user's config file. If a setting is in a list, the whole list is written."""
     raw = with_settings(config, settings).model_dump(mode="json")
     groups: dict[str, Any] = {}
-    for dotted in settings:
-        without_index = re.sub(r"\.\d+(\..*)?$", "", dotted)
-        _put(groups, without_index, _get(raw, without_index), source=dotted)
+    for dotted_name in settings:
+        without_index = re.sub(r"\.\d+(\..*)?$", "", dotted_name)
+        _put(groups, without_index, _get(raw, without_index), source=dotted_name)
     return yaml_loader.dump(groups)
 
 
@@ -104,8 +104,8 @@ class _Candidate(NamedTuple):
 def _validate(config: PipelineConfig, settings: Mapping[str, Any]) -> _Candidate:
     """Validate `config` with `settings` replaced."""
     raw = config.model_dump(mode="json") | {"tuning": None}
-    for dotted, value in settings.items():
-        _put(raw, dotted, value, source=f"tuning.ranges.{dotted}")
+    for dotted_name, value in settings.items():
+        _put(raw, dotted_name, value, source=f"tuning.ranges.{dotted_name}")
     try:
         return _Candidate(PipelineConfig.model_validate(raw))
     except ValidationError as error:
@@ -117,19 +117,19 @@ def _validate(config: PipelineConfig, settings: Mapping[str, Any]) -> _Candidate
         return _Candidate(None, bool(own_details), tuple(sentence_of(detail, raw) for detail in own_details or details))
 
 
-def _check_range(config: PipelineConfig, dotted: str, value_range: RangeConfig) -> RangeConfig:
-    """Return the range in the type of its setting; raise ValueError, one problem per line, if no trial could use it."""
-    if dotted.partition(".")[0] not in TUNABLE_GROUPS or "." not in dotted:
+def _check_range(config: PipelineConfig, dotted_name: str, value_range: RangeConfig) -> RangeConfig:
+    """Return the range in the type of its setting; raise ValueError, one problem per line, if it is invalid."""
+    if dotted_name.partition(".")[0] not in TUNABLE_GROUPS or "." not in dotted_name:
         raise ValueError(
-            f"{dotted}: all trials share one ingest and end after training, so a range can only be given for settings of "
-            f"{', '.join(TUNABLE_GROUPS)}"
+            f"{dotted_name}: all trials share one ingest and end after training, so only these groups of settings can have a "
+            f"range: {', '.join(TUNABLE_GROUPS)}"
         )
     for group, reason in NOT_TUNABLE.items():
-        if f"{dotted}.".startswith(f"{group}."):
-            raise ValueError(f"{dotted}: {reason}")
-    candidates = [(probe, _validate(config, {dotted: probe})) for probe in value_range.probes]
+        if f"{dotted_name}.".startswith(f"{group}."):
+            raise ValueError(f"{dotted_name}: {reason}")
+    candidates = [(probe, _validate(config, {dotted_name: probe})) for probe in value_range.probes]
     value_by_label = {
-        label_of(probe): _get(candidate.config.model_dump(mode="json"), dotted)
+        label_of(probe): _get(candidate.config.model_dump(mode="json"), dotted_name)
         for probe, candidate in candidates
         if candidate.config is not None
     }
@@ -140,7 +140,7 @@ def _check_range(config: PipelineConfig, dotted: str, value_range: RangeConfig) 
     try:
         return value_range.in_setting_type(value_by_label)
     except ValueError as error:
-        raise ValueError(f"{dotted}: {error}") from None
+        raise ValueError(f"{dotted_name}: {error}") from None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -168,49 +168,49 @@ def _parse(text: str, *, subject: str) -> Any:
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
     source = f"--set {printable(override, at_most=200)}"
-    dotted, separator, text = override.partition("=")
-    if not separator or not dotted:
+    dotted_name, separator, text = override.partition("=")
+    if not separator or not dotted_name:
         raise InputError(f"{source}: expected a.b=value, e.g. --set training.batch_size=8192")
-    _put(raw, dotted.strip(), _parse(text, subject=f"{source}: the value"), source=source)
+    _put(raw, dotted_name.strip(), _parse(text, subject=f"{source}: the value"), source=source)
 
 
-def _split(dotted: str, *, source: str) -> list[str]:
+def _split(dotted_name: str, *, source: str) -> list[str]:
     """Split a."b.c".d into a, b.c, d."""
-    if re.fullmatch(rf"{_NAME}(\.{_NAME})*", dotted) is None:
+    if re.fullmatch(rf"{_NAME}(\.{_NAME})*", dotted_name) is None:
         raise InputError(
             f'{source}: expected a.b=value; quote a name that contains a dot, and no part of any other name: a."b.c"=value'
         )
-    names = [quoted or plain for quoted, plain in re.findall(r'"([^"]+)"|([^".]+)', dotted)]
+    names = [quoted or plain for quoted, plain in re.findall(r'"([^"]+)"|([^".]+)', dotted_name)]
     if len(names) > yaml_loader.MAX_DEPTH:
         raise InputError(f"{source}: {len(names):,} nested names, but no setting is nested that deep")
     return names
 
 
-def _get(raw: Any, dotted: str) -> Any:
-    for key in _split(dotted, source=dotted):
+def _get(raw: Any, dotted_name: str) -> Any:
+    for key in _split(dotted_name, source=dotted_name):
         raw = raw[int(key)] if isinstance(raw, list) else raw[key]
     return raw
 
 
-def _put(raw: dict[str, Any], dotted: str, value: Any, *, source: str) -> None:
+def _put(raw: dict[str, Any], dotted_name: str, value: Any, *, source: str) -> None:
     """Set raw[a][b] for the name a.b and create missing groups.
 
     Args:
         source: the user's text, for error messages.
     """
-    *parents, last_name = _split(dotted, source=source)
-    level: Any = raw
+    *parents, last_name = _split(dotted_name, source=source)
+    group: Any = raw
     for depth, key in enumerate(parents):
-        if isinstance(level, list):
-            if not (key.isdecimal() and key.isascii() and int(key[:9]) < len(level)):
+        if isinstance(group, list):
+            if not (key.isdecimal() and key.isascii() and int(key[:9]) < len(group)):
                 parent = ".".join(parents[:depth])
-                raise InputError(f"{source}: {parent} is a list of {len(level)}; name an entry by its index, from 0")
-            level = level[int(key[:9])]
+                raise InputError(f"{source}: {parent} is a list of {len(group)}; name an entry by its index, from 0")
+            group = group[int(key[:9])]
         else:
-            level[key] = {} if level.get(key) is None else level[key]
-            level = level[key]
-        is_list_entry = isinstance(level, list) and depth + 1 == len(parents)
-        if not isinstance(level, dict | list) or is_list_entry:
-            group = ".".join(parents[: depth + 1])
-            raise InputError(f"{source}: {group} is the value {shown(level)}, not a group of settings")
-    level[last_name] = value
+            group[key] = {} if group.get(key) is None else group[key]
+            group = group[key]
+        is_list_entry = isinstance(group, list) and depth + 1 == len(parents)
+        if not isinstance(group, dict | list) or is_list_entry:
+            group_name = ".".join(parents[: depth + 1])
+            raise InputError(f"{source}: {group_name} is the value {shown(group)}, not a group of settings")
+    group[last_name] = value

@@ -83,30 +83,30 @@ class _Template(NamedTuple):
         """Yield the lines of `model`, the group of settings with the dotted name `group`."""
         indent = "  " * depth
         for name, field in type(model).model_fields.items():
-            value, dotted = getattr(model, name), f"{group}.{name}" if group else name
-            if not self._is_written(dotted, field, value):
+            value, dotted_name = getattr(model, name), f"{group}.{name}" if group else name
+            if not self._is_written(dotted_name, field, value):
                 continue
             if depth == 0 and list(nested_models(field.annotation)):
                 yield ""
-            if dotted in self.notes:
-                yield f"{indent}# {self.notes[dotted]}"
+            if dotted_name in self.notes:
+                yield f"{indent}# {self.notes[dotted_name]}"
             if isinstance(value, BaseModel):
                 yield from _with_comment(f"{indent}{name}:", _comment(field))
-                yield from self.lines(value, group=dotted, depth=depth + 1)
+                yield from self.lines(value, group=dotted_name, depth=depth + 1)
             elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
                 yield from _with_comment(f"{indent}{name}:", _comment(field))
                 # A single group is written without a list, so that --set can name its settings without an index.
-                is_single_group = len(value) == 1 and dotted == "embeddings"
+                is_single_group = len(value) == 1 and dotted_name == "embeddings"
                 for entry in value:
-                    entry_lines = self.lines(entry, group=dotted, depth=depth + 1)
+                    entry_lines = self.lines(entry, group=dotted_name, depth=depth + 1)
                     yield from entry_lines if is_single_group else _as_list_entry(entry_lines, depth=depth)
             else:
                 yield from _with_comment(f"{indent}{name}: {_scalar(value)}", _comment(field))
 
-    def _is_written(self, dotted: str, field: FieldInfo, value: Any) -> bool:
+    def _is_written(self, dotted_name: str, field: FieldInfo, value: Any) -> bool:
         if self.names is None or field.is_required() or value != field.get_default(call_default_factory=True):
             return True
-        return any(name == dotted or name.startswith(f"{dotted}.") for name in self.names)
+        return any(name == dotted_name or name.startswith(f"{dotted_name}.") for name in self.names)
 
 
 def _as_list_entry(lines: Iterator[str], *, depth: int) -> Iterator[str]:
@@ -123,7 +123,10 @@ def _comment(field: FieldInfo) -> str:
 def _choices(field: FieldInfo) -> list[str]:
     members = list(nested_models(field.annotation))
     if len(members) > 1:
-        return [f"{m.model_fields['kind'].default}: {', '.join(n for n in m.model_fields if n != 'kind')}" for m in members]
+        return [
+            f"{member.model_fields['kind'].default}: {', '.join(name for name in member.model_fields if name != 'kind')}"
+            for member in members
+        ]
     if members:
         return []
     literals = [argument for argument in get_args(field.annotation) if isinstance(argument, str)]

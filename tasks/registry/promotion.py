@@ -71,16 +71,20 @@ def _wait_for_turn(client: MlflowClient, name: str, *, number: str, own_turn: st
     """Wait until no other version of the model has a turn before (own_turn, number)."""
     own_position = (_order(own_turn), int(number))
     first_in_line: tuple[tuple[int, int], str] | None = None
-    first_since = 0.0
+    first_since_s = 0.0
     while True:
-        now = time.monotonic()
-        queue = [((_order(turn), int(other)), turn) for other, turn in _turns(client, name).items() if other != number]
+        now_s = time.monotonic()
+        queue = [
+            ((_order(turn), int(other_number)), turn)
+            for other_number, turn in _turns(client, name).items()
+            if other_number != number
+        ]
         earlier_turns = [entry for entry in queue if entry[0] < own_position]
         if not earlier_turns:
             return
         if min(earlier_turns) != first_in_line:
-            first_in_line, first_since = min(earlier_turns), now
-        elif now - first_since > ABANDONED_S:
+            first_in_line, first_since_s = min(earlier_turns), now_s
+        elif now_s - first_since_s > ABANDONED_S:
             client.delete_model_version_tag(name, str(first_in_line[0][1]), TURN_TAG)
         time.sleep(_POLL_S)
 

@@ -61,13 +61,13 @@ def _model_spec(config: PipelineConfig, dataset: Dataset) -> ModelSpec:
 
 
 def check_probes(config: PipelineConfig, dataset: Dataset) -> None:
-    """Raise InputError for a value of a range that fits neither the data nor the cluster, before any training starts."""
+    """Raise InputError if a checked value of a range does not fit the data or the cluster, before any training starts."""
     assert config.tuning is not None
     for name, value_range in config.tuning.ranges.items():
         for probe in value_range.probes:
             try:
                 candidate = with_settings(config, {name: probe})
-            except InputError:  # the value needs another setting that varies too
+            except InputError:  # the value may be valid together with another value of a second range
                 continue
             try:
                 make_plan(

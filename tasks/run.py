@@ -97,7 +97,7 @@ class Run:
 
     @property
     def config_file(self) -> Path:
-        """The config that the run was last started with."""
+        """Path of the config file, written at each start of the run."""
         return self.folder / "config.yaml"
 
     def stage_folder(self, stage: StageName) -> Path:
@@ -107,7 +107,7 @@ class Run:
     def previous(
         self, stage: StageName, manifest_type: type[ManifestT], *, where: Callable[[ManifestT], bool] = lambda _: True
     ) -> ManifestT | None:
-        """Return the newest manifest of `stage` in an earlier run for which `where` returns True; None without such a run."""
+        """Return the manifest of `stage` from the newest earlier run whose manifest `where` accepts; None if there is none."""
         earlier_runs = sorted(
             (path for path in self.folder.parent.glob("*") if path.is_dir() and path.name < self.run_id), reverse=True
         )

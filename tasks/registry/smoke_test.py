@@ -84,8 +84,8 @@ def prepare_sample(interactions: InteractionsManifest, *, max_users: int, folder
     folder.mkdir()
     file = folder / "cases.parquet"
     pq.write_table(pa.table({"user_id": user_ids, "history": history_ids}), file)
-    seen = history.distinct(bound=len(item_ids))
-    new_targets = targets.distinct(bound=len(item_ids)).difference(seen, bound=len(item_ids))
+    seen_items = history.distinct(bound=len(item_ids))
+    new_targets = targets.distinct(bound=len(item_ids)).difference(seen_items, bound=len(item_ids))
     if not len(new_targets.values_L):
         raise StageError(
             f"none of {len(user_row_U):,} test users has a test item that is not in the user's history, so no version can be "
@@ -94,8 +94,8 @@ def prepare_sample(interactions: InteractionsManifest, *, max_users: int, folder
     return ServedSample(
         file=file,
         item_ids=item_ids,
-        num_seen_U=seen.lengths,
-        seen_pair_L=seen.pair_keys(bound=len(item_ids)),
+        num_seen_U=seen_items.lengths,
+        seen_pair_L=seen_items.pair_keys(bound=len(item_ids)),
         target_pair_T=new_targets.pair_keys(bound=len(item_ids)),
     )
 

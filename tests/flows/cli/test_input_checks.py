@@ -74,7 +74,7 @@ def test_a_workspace_that_cannot_be_written_is_found_before_the_run(tmp_path: Pa
 
 
 def checked(folder: Path, log: dict[str, Any], vectors: dict[str, Any] | None = None, **settings: Any) -> dict[str, str]:
-    """Return the message of check_inputs for a log with a time column t and vectors in the column v."""
+    """Check a config with a log (time column t) and vectors (column v); return the summaries of check_inputs by setting."""
     raw: dict[str, Any] = {"model": {"embedding_dim": 8}, "workspace": folder / "workspace"} | settings
     raw["interactions"] = (
         {"timestamp_column": "t"} | raw.get("interactions", {}) | {"paths": write(folder / "log.parquet", **log)}

@@ -208,7 +208,7 @@ def test_epochs_and_seeds_differ_and_the_same_ones_are_equal() -> None:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Return chunks of three batches of the size in loader_of, or of two batches with three negatives each."""
+    """Make chunks of three batches of the size in loader_of, or of two batches with three negatives each."""
     monkeypatch.setattr("recsys_core.data.loader.CHUNK_CANDIDATES", 14)
 
 

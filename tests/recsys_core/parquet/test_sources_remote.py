@@ -116,7 +116,7 @@ def test_a_copy_continues_after_the_connection_is_lost(tmp_path: Path, store: St
     opened: list[list[int]] = []
 
     class Breaking(pq.ParquetFile):
-        """Drop the connection in the third row group of the first copy and in the second of the next."""
+        """Lose the connection in the third and in the fifth reading of a row group."""
 
         def iter_batches(self, *args: Any, **kwargs: Any) -> Iterator[pa.RecordBatch]:
             opened.append(kwargs["row_groups"])

@@ -48,7 +48,7 @@ RANKS = {
     "item": np.argsort(np.argsort(-COUNTS, kind="stable"), kind="stable"),
     "user": np.random.default_rng(3).permutation(USERS),
 }
-"""Popularity rank of each item row: its position when the rows are sorted by training events."""
+"""Popularity rank of each row, by table."""
 
 
 def _facts(form: FeatureForm) -> FeatureFacts:

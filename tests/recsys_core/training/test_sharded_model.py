@@ -64,7 +64,7 @@ class Case(NamedTuple):
 
 
 def queries(step: int) -> int:
-    """Return the batches of an epoch, of which the last is smaller."""
+    """Return the number of queries of a rank in `step`; the last batch of an epoch is smaller."""
     return 6 - 2 * (step == STEPS - 1)
 
 

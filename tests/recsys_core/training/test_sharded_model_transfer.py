@@ -51,7 +51,7 @@ def training_of(**table_optimizer: object) -> TrainingConfig:
 
 
 def spec_of(kind: str, **settings: TableConfig) -> ModelSpec:
-    """Return a spec whose dim is large enough for column shards."""
+    """Return a spec for the sharding type `kind`; for column_wise its dim is large enough to be split."""
     dim = 256 if kind == "column_wise" else 8
     return small_spec(dim=dim, tables=settings, vectors=("item", "user"), forms=SOME_FORMS)
 

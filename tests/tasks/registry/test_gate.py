@@ -113,7 +113,7 @@ def test_where_no_version_can_be_champion_the_stage_fails_until_the_champion_loa
 
 
 def all_targets(sample: ServedSample) -> pa.ListArray:
-    """Return perfect metrics of the popularity baseline, which no version reaches."""
+    """Return all targets of each user: as recommendations of the popularity baseline they are better than any version."""
     items = sample.num_items
     rows = [[pair % items for pair in sample.target_pair_T if pair // items == user] for user in range(sample.num_users)]
     return pa.array([[sample.item_ids[int(row)].as_py() for row in user_rows] for user_rows in rows])

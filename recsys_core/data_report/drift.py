@@ -34,7 +34,7 @@ class Mover(Frozen):
 
 @dataclass(frozen=True)
 class Turnover:
-    """New and vanished users (or items). Only users (or items) with at least one event are counted."""
+    """Numbers and shares of new and vanished users, or items. Users or items without an event are not counted."""
 
     num_new: int
     num_vanished: int

@@ -39,9 +39,9 @@ class SplitCounts:
     leaked_events: int = 0
     """Validation and test events with a copy (user, item, time) in an earlier part."""
     future_events: int = 0
-    """Training events later than the first test event of their user."""
+    """Training events with a later time than the first test event of their user."""
     misplaced_events: int = 0
-    """Events that contradict the kind of split; see `count_split`."""
+    """Events in the wrong part for the kind of split; see `count_split`."""
     unordered_events: int = 0
     """Events that are stored after an event with a later time of the same user and part. Histories would contain the future."""
 
@@ -57,8 +57,8 @@ def count_split(interactions: InteractionsManifest, *, split: Split, chunk_event
     - files: none, because the user chose the split.
     """
     store = EventStore.open(interactions)
-    is_timed = "event_time.npy" in interactions.files
-    event_time = np.load(interactions.path("event_time.npy"), mmap_mode="r") if is_timed else None
+    has_times = "event_time.npy" in interactions.files
+    event_time = np.load(interactions.path("event_time.npy"), mmap_mode="r") if has_times else None
     counts = SplitCounts(*np.zeros((2, interactions.num_items), np.int64))
     first_times = (_NEVER, _NEVER)
     if event_time is not None and split.kind == "time":

@@ -56,7 +56,7 @@ class Ranking:
     num_items: int
 
     def target_positions(self, mask_T: NDArray[np.bool_] | None = None) -> TargetPositions:
-        """Return the positions of all targets, or of the targets in the mask."""
+        """Return the positions of the targets, or of those where mask_T is true."""
         mask = slice(None) if mask_T is None else mask_T
         return TargetPositions.from_pairs(
             user_T=self.query_T[mask], position_T=self.position_T[mask], num_candidates_B=self.num_candidates_B
@@ -65,9 +65,9 @@ class Ranking:
     @classmethod
     def merge(cls, first: Self, second: Self, *, is_second_B: NDArray[np.bool_]) -> Self:
         """Merge the rankings of two groups of queries. is_second_B: whether each query belongs to the second group."""
-        query_index_B = np.concatenate([np.flatnonzero(~is_second_B), np.flatnonzero(is_second_B)])
-        order_B = np.argsort(query_index_B)
-        query_T = query_index_B[np.concatenate([first.query_T, second.query_T + len(first.num_candidates_B)])]
+        query_of_merged_B = np.concatenate([np.flatnonzero(~is_second_B), np.flatnonzero(is_second_B)])
+        order_B = np.argsort(query_of_merged_B)
+        query_T = query_of_merged_B[np.concatenate([first.query_T, second.query_T + len(first.num_candidates_B)])]
         order_T = np.argsort(query_T, kind="stable")
         return cls(
             query_T=query_T[order_T],

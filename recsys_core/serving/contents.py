@@ -49,7 +49,7 @@ def read_package(folder: Path, *, sha256: str) -> PackageContents:
     Raises StageError if a file is missing, surplus or changed, or does not match package.json. The message names the file.
     """
     package = _read_description(folder / DESCRIPTION_NAME, sha256=sha256)
-    # The readers below name their file in an error. Any other error has its cause in the values of package.json.
+    # The functions that read a file raise errors with the name of that file. Other errors come from values in package.json.
     with _read_errors(folder / DESCRIPTION_NAME):
         return _read_contents(folder, package)
 
@@ -58,7 +58,7 @@ def _read_contents(folder: Path, package: Package) -> PackageContents:
     _verify_files(folder, package)
     spec = package.model
     user_offset, event_item = _read_events(folder, spec)
-    popularity_I = _read_array(folder / "popularity.npy", np.int32, num_rows=spec.num_items)
+    popularity_I = _read_array(folder / "popularity.npy", np.int32, length=spec.num_items)
     if not np.array_equal(np.sort(popularity_I), np.arange(spec.num_items)):
         raise _mismatch(folder / "popularity.npy", "repeated or missing items", f"each of {spec.num_items} items once")
     return PackageContents(
@@ -66,12 +66,12 @@ def _read_contents(folder: Path, package: Package) -> PackageContents:
         tower=load_tower(folder / "tower.safetensors", spec=spec, quantization=package.quantization),
         features=_read_features(folder, spec),
         index=_read_index(folder / "index.faiss", package),
-        items=_read_ids(folder / "item_ids.parquet", name="item_id", num_rows=spec.num_items),
-        users=_read_ids(folder / "user_ids.parquet", name="user_id", num_rows=spec.num_users),
+        items=_read_ids(folder / "item_ids.parquet", name="item_id", num_ids=spec.num_items),
+        users=_read_ids(folder / "user_ids.parquet", name="user_id", num_ids=spec.num_users),
         user_offset=user_offset,
         event_item=event_item,
         popularity_I=popularity_I,
-        popularity_share_I=_read_array(folder / "popularity_share.npy", np.float32, num_rows=spec.num_items),
+        popularity_share_I=_read_array(folder / "popularity_share.npy", np.float32, length=spec.num_items),
     )
 
 
@@ -122,7 +122,7 @@ def _read_index(path: Path, package: Package) -> Any:
 def _read_events(folder: Path, spec: ModelSpec) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     offset_path, item_path = folder / "user_offset.npy", folder / "event_item.npy"
     event_item = _read_array(item_path, np.int32)
-    user_offset = _read_array(offset_path, np.int64, num_rows=spec.num_users + 1)
+    user_offset = _read_array(offset_path, np.int64, length=spec.num_users + 1)
     _check_offset(offset_path, user_offset, num_values=len(event_item))
     _check_rows(item_path, event_item, num_rows=spec.num_items)
     return user_offset, event_item
@@ -132,31 +132,31 @@ def _read_features(folder: Path, spec: ModelSpec) -> FeatureStore:
     features = {}
     for key, form in user_features(spec).items():
         path, is_list = folder / f"{key}.row.npy", form in ("list", "weighted_list")
-        row = _read_array(path, np.int32, num_rows=None if is_list else spec.num_users)
+        row = _read_array(path, np.int32, length=None if is_list else spec.num_users)
         _check_rows(path, row, num_rows=spec.tables[key].num_rows)
         offset = weight = None
         if is_list:
-            offset = _read_array(folder / f"{key}.offset.npy", np.int64, num_rows=spec.num_users + 1)
+            offset = _read_array(folder / f"{key}.offset.npy", np.int64, length=spec.num_users + 1)
             _check_offset(folder / f"{key}.offset.npy", offset, num_values=len(row))
         if form in ("weighted_list", "number"):
-            weight = _read_array(folder / f"{key}.weight.npy", np.float32, num_rows=len(row))
+            weight = _read_array(folder / f"{key}.weight.npy", np.float32, length=len(row))
         features[key] = Feature(row=row, offset=offset, weight=weight)
     return FeatureStore(features)
 
 
-def _read_ids(path: Path, *, name: str, num_rows: int) -> IdMap:
+def _read_ids(path: Path, *, name: str, num_ids: int) -> IdMap:
     with _read_errors(path):
         ids = IdMap.read(path, name=name)
-    if len(ids) != num_rows:
-        raise _mismatch(path, f"{len(ids)} ids", str(num_rows))
+    if len(ids) != num_ids:
+        raise _mismatch(path, f"{len(ids)} ids", str(num_ids))
     return ids
 
 
-def _read_array(path: Path, dtype: type[np.generic], *, num_rows: int | None = None) -> NDArray[Any]:
+def _read_array(path: Path, dtype: type[np.generic], *, length: int | None = None) -> NDArray[Any]:
     with _read_errors(path):
         array: NDArray[Any] = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    if array.dtype != dtype or array.ndim != 1 or (num_rows is not None and len(array) != num_rows):
-        expected = f"{np.dtype(dtype)} [{'any' if num_rows is None else num_rows}]"
+    if array.dtype != dtype or array.ndim != 1 or (length is not None and len(array) != length):
+        expected = f"{np.dtype(dtype)} [{'any' if length is None else length}]"
         raise _mismatch(path, f"{array.dtype} {list(array.shape)}", expected)
     return array
 

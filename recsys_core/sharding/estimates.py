@@ -8,7 +8,14 @@ from torchrec.distributed.planner.types import PlannerError, Shard, ShardingOpti
 
 from recsys_core.models.spec import TableSpec
 from recsys_core.sharding.config import ComputeKernel, ShardingType, TableConstraint
-from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, NOT_SUPPORTED, SSD_CACHE_MB, optimizer_kind, why_not_offered
+from recsys_core.sharding.constraints import (
+    CACHE_LOAD_FACTOR,
+    NOT_SUPPORTED,
+    OFFLOADING_KERNELS,
+    SSD_CACHE_MB,
+    optimizer_kind,
+    why_not_offered,
+)
 from recsys_core.sharding.infeasible import describe_shortage
 from recsys_core.sharding.plan_file import Alternative, NaivePlan, RankEstimate, TableMemory
 from recsys_core.sharding.torchrec_planner import TorchrecPlanner
@@ -59,21 +66,20 @@ def _memory(planner: TorchrecPlanner, name: str, *, option: ShardingOption, shar
     rows, columns = shard.size
     weight_bytes = rows * columns * _FP32_BYTES
     optimizer_bytes, cache_bytes = math.ceil(weight_bytes * state_per_weight), 0
-    lookup_memory_bytes: int = shard.storage.hbm if planner.device == "cuda" else shard.storage.ddr
+    fast_memory_bytes: int = shard.storage.hbm if planner.device == "cuda" else shard.storage.ddr
     if option.compute_kernel == "fused_uvm_caching":
         cache_load_factor = option.cache_load_factor or CACHE_LOAD_FACTOR
         # The cache has the rows with their optimizer state. Its index needs 4 bytes per row and 16 bytes per cached row.
         cache_bytes = math.ceil(cache_load_factor * weight_bytes * (1 + state_per_weight) + rows * (4 + 16 * cache_load_factor))
     elif option.compute_kernel == "key_value":
         cache_bytes = min(SSD_CACHE_MB << 20, math.ceil(table.num_rows * CACHE_LOAD_FACTOR * table.dim * _FP32_BYTES))
-    resident_bytes = (
-        0 if option.compute_kernel in ("fused_uvm", "fused_uvm_caching", "key_value") else weight_bytes + optimizer_bytes
-    )
+    is_offloaded = option.compute_kernel in OFFLOADING_KERNELS
+    resident_bytes = 0 if is_offloaded else weight_bytes + optimizer_bytes
     return TableMemory(
         weights=weight_bytes,
         optimizer=optimizer_bytes,
         cache=cache_bytes,
-        buffers=max(0, lookup_memory_bytes - resident_bytes - cache_bytes),
+        buffers=max(0, fast_memory_bytes - resident_bytes - cache_bytes),
     )
 
 

@@ -137,9 +137,8 @@ def _with_constraints(planner: TorchrecPlanner, changes: Mapping[str, dict[str, 
 
 def _more_memory(planner: TorchrecPlanner, smallest_options: Mapping[str, ShardingOption]) -> Iterator[str]:
     """Yield a size of the main memory that is large enough. On GPUs, the main memory stores the offloaded rows."""
-    needed_gb = (
-        sum(map(_total_bytes, smallest_options.values())) / planner.config.cluster.num_nodes / GIB / (1 - RESERVED_SHARE)
-    )
+    total_bytes = sum(map(_total_bytes, smallest_options.values()))
+    needed_gb = total_bytes / planner.config.cluster.num_nodes / GIB / (1 - RESERVED_SHARE)
     advice = "" if planner.device == "cpu" else " (rows in main memory: kernel fused_uvm_caching or fused_uvm)"
     for candidate_gb in (needed_gb, 1.25 * needed_gb, 2 * needed_gb, 4 * needed_gb):
         ddr_gb = float(math.ceil(max(candidate_gb, planner.ddr_gb) / 16) * 16)
@@ -151,7 +150,7 @@ def _more_memory(planner: TorchrecPlanner, smallest_options: Mapping[str, Shardi
 def _more_ranks(planner: TorchrecPlanner, smallest_options: Mapping[str, ShardingOption]) -> Iterator[str]:
     """Yield a number of GPUs per host or of hosts that is large enough.
 
-    The first number tried has enough memory in total, but the shards may not fit its ranks.
+    Much smaller numbers than the number of ranks whose memory holds all tables are not tried.
     """
     cluster = planner.config.cluster
     usable_bytes = planner.usable_memory.hbm if planner.device == "cuda" else planner.usable_memory.ddr

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from recsys_core.html_page import render_page
+from recsys_core.sharding.constraints import OFFLOADING_KERNELS
 from recsys_core.sharding.plan_file import NaivePlan, PlanFile, RankEstimate, RankMeasure, format_ranges
 
 _TEMPLATE = Path(__file__).with_name("plan.html")
@@ -54,7 +55,7 @@ def compared_plans(plan: PlanFile) -> tuple[NaivePlan, ...]:
 def _memory_parts(plan: PlanFile, rank: RankEstimate, table: str) -> list[tuple[str, int, bool]]:
     """Return (name, bytes, whether the part is in the memory that lookups read) for each part of a table's memory on a rank."""
     memory = rank.tables[table]
-    is_offloaded = plan.tables[table].compute_kernel in ("fused_uvm", "fused_uvm_caching", "key_value")
+    is_offloaded = plan.tables[table].compute_kernel in OFFLOADING_KERNELS
     parts = [
         ("weights", memory.weights, not is_offloaded),
         ("optimizer", memory.optimizer, not is_offloaded),

@@ -52,8 +52,8 @@ def test_a_folder_that_nightjar_did_not_make_is_no_run(tmp_path: Path) -> None:
     (theirs / "embeddings" / "mine.npy").write_text("kept")
     (theirs / "config.yaml").write_text("kept")
     (tmp_path / "runs" / "link").symlink_to(theirs)
-    for run_id, said in (("theirs", "holds files, but not the marker .nightjar"), ("link", "is a link")):
-        with pytest.raises(InputError, match=said), Run(run_id, workspace=tmp_path, experiment="e").lock():
+    for run_id, message in (("theirs", "holds files, but not the marker .nightjar"), ("link", "is a link")):
+        with pytest.raises(InputError, match=message), Run(run_id, workspace=tmp_path, experiment="e").lock():
             pass
     assert sorted(path.name for path in theirs.rglob("*")) == ["config.yaml", "embeddings", "mine.npy"]
 
@@ -71,8 +71,8 @@ def test_a_second_command_in_a_workspace_is_rejected_with_pid_and_run_of_the_fir
     first = fork.Process(target=_hold, args=(tmp_path, ready, finish))
     first.start()
     assert ready.wait(60) and first.pid is not None
-    said = f"process {first.pid} with run first is using this workspace"
-    with pytest.raises(InputError, match=said), workspace_lock(tmp_path, run_id="second"):
+    message = f"process {first.pid} with run first is using this workspace"
+    with pytest.raises(InputError, match=message), workspace_lock(tmp_path, run_id="second"):
         pass
     if end == "killed":
         os.kill(first.pid, signal.SIGKILL)

@@ -49,16 +49,16 @@ def test_vectors_of_another_width_than_their_table_are_found_before_the_run(tmp_
         "embeddings": {"paths": vectors, "vector_column": "v"},
         "model": {"embedding_dim": 8},
     }
-    said = refusal(
+    message = refusal(
         "the vectors of table 'item' have 12 numbers, but the table has 8; set tables.item.dim to 12", "pca_dim to 8"
     )
-    with said:
+    with message:
         check_inputs(PipelineConfig.model_validate(config))
     check_inputs(PipelineConfig.model_validate(config | {"tables": {"item": {"dim": 12}}}))
 
 
 @pytest.mark.parametrize(
-    ("workspace", "said"),
+    ("workspace", "message"),
     [
         ("/dev/null", "/dev/null is not a folder"),
         ("/dev/null/x", "is not a folder"),
@@ -66,10 +66,10 @@ def test_vectors_of_another_width_than_their_table_are_found_before_the_run(tmp_
         ("log.parquet", "is no"),
     ],
 )
-def test_a_workspace_that_cannot_be_written_is_found_before_the_run(tmp_path: Path, workspace: str, said: str) -> None:
+def test_a_workspace_that_cannot_be_written_is_found_before_the_run(tmp_path: Path, workspace: str, message: str) -> None:
     log = write(tmp_path / "log.parquet", user_id=[1, 2], item_id=[1, 2], t=[1, 2])
     config = {"interactions": {"paths": log, "timestamp_column": "t"}, "workspace": tmp_path / workspace}
-    with refusal(f"workspace {tmp_path / workspace}: ", said):
+    with refusal(f"workspace {tmp_path / workspace}: ", message):
         check_inputs(PipelineConfig.model_validate(config))
 
 
@@ -115,7 +115,7 @@ def id_map(folder: Path, theirs: list[str], ours: list[str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("times", "unit", "said"),
+    ("times", "unit", "message"),
     [
         (
             [1_700_000_000, 1_700_000_100],
@@ -132,9 +132,9 @@ def id_map(folder: Path, theirs: list[str], ours: list[str]) -> dict[str, str]:
     ],
 )
 def test_a_unit_that_puts_the_log_into_1970_or_far_ahead_is_found_before_the_run(
-    tmp_path: Path, times: Any, unit: str, said: str
+    tmp_path: Path, times: Any, unit: str, message: str
 ) -> None:
-    with refusal("log.parquet: column 't': ", said):
+    with refusal("log.parquet: column 't': ", message):
         checked(tmp_path, LOG | {"t": times}, interactions={"timestamp_unit": unit})
 
 

@@ -166,9 +166,9 @@ def test_a_bad_row_ends_a_run_with_2_and_one_message_that_no_id_can_break(file: 
         [sys.executable, "-m", "flows.cli", "run", str(file)], capture_output=True, text=True, cwd=Path(cli.__file__).parents[2]
     )
     assert answer.returncode == 2, answer.stderr
-    said = f"error: {file.parent / 'log.parquet'}: column 'timestamp', row 1: -7 is before 1970 (1 of 100 rows); "
+    message = f"error: {file.parent / 'log.parquet'}: column 'timestamp', row 1: -7 is before 1970 (1 of 100 rows); "
     assert sum(line.startswith("error: ") for line in answer.stderr.splitlines()) == 1
-    assert said in answer.stderr
+    assert message in answer.stderr
     assert "Traceback" not in answer.stderr and "Traceback" not in answer.stdout
     assert "nanobind" not in answer.stderr
     (run,) = (file.parent / "workspace" / "runs").iterdir()

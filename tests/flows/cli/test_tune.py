@@ -46,16 +46,16 @@ def test_an_invalid_range_is_rejected_when_the_file_is_read(tmp_path: Path, rang
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("tuning=null", "tuning is not set; name the settings to vary"),
         ("training.validation=null", "trials are compared by its metric"),
     ],
 )
-def test_a_file_without_ranges_or_without_validation_is_rejected(tmp_path: Path, override: str, said: str) -> None:
+def test_a_file_without_ranges_or_without_validation_is_rejected(tmp_path: Path, override: str, message: str) -> None:
     file = tmp_path / "nightly.yaml"
     file.write_text(CONFIG)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         check_tunable(load_config(file, [override]), file=file)
 
 

@@ -73,10 +73,10 @@ class Store:
     parts: Parts = field(default_factory=lambda: ([], [], []))
 
 
-def read(made: InteractionsManifest) -> Store:
+def read(manifest: InteractionsManifest) -> Store:
     """Read an interactions stage and return its events with their original ids, in the order of the store."""
-    arrays = {name[:-4]: np.load(made.path(name)) for name in made.files if name.endswith(".npy")}
-    users, items = (pq.read_table(made.path(f"{side}.parquet")).to_pydict() for side in ("users", "items"))
+    arrays = {name[:-4]: np.load(manifest.path(name)) for name in manifest.files if name.endswith(".npy")}
+    users, items = (pq.read_table(manifest.path(f"{side}.parquet")).to_pydict() for side in ("users", "items"))
     store = Store(users["id"], items["id"], users["train_count"], items["train_count"])
     time = arrays.get("event_time", np.zeros(len(arrays["event_item"]), np.int64)).tolist()
     for row, user in enumerate(store.users):
@@ -85,19 +85,19 @@ def read(made: InteractionsManifest) -> Store:
         for code, part in enumerate(store.parts):
             part.extend((user, store.items[arrays["event_item"][at]], time[at]) for at in range(bounds[code], bounds[code + 1]))
     assert arrays["user_offset"][0] == 0 and arrays["user_offset"][-1] == len(arrays["event_item"])
-    assert [len(part) for part in store.parts] == [made.train_events, made.validation_events, made.test_events]
-    assert (made.num_users, made.num_items) == (len(store.users), len(store.items))
+    assert [len(part) for part in store.parts] == [manifest.train_events, manifest.validation_events, manifest.test_events]
+    assert (manifest.num_users, manifest.num_items) == (len(store.users), len(store.items))
     assert [store.users[row] for row in arrays["train_user"]] == [user for user, _, _ in store.parts[0]]
     assert arrays["item_count"].tolist() == store.item_counts
     return store
 
 
-def check(made: InteractionsManifest, parts: Parts) -> None:
+def check(manifest: InteractionsManifest, parts: Parts) -> None:
     """Assert that the stage holds the events of `parts` once each.
 
     The events of a user must be in order of time, and both vocabularies sorted by descending count.
     """
-    store = read(made)
+    store = read(manifest)
     for stored, expected in zip(store.parts, parts, strict=True):
         assert sorted(stored) == sorted(expected)
         for user in store.users:

@@ -95,10 +95,10 @@ def test_users_items_and_events_have_features_with_weights(history: list[list[in
     for side in SIDES:
         for form in FORMS:
             key = f"{side}.{form}"
-            wanted = [values_of(store, key, owner) for owner in owners[side]]
+            expected = [values_of(store, key, owner) for owner in owners[side]]
             jagged = batch.sparse[UNPOOLED if side == "item" else POOLED_WEIGHTED if key in weighted else POOLED]
-            assert rows_of(jagged, key, samples=len(wanted)) == [rows for rows, _ in wanted]
-            weights = [weight for _, several in wanted for weight in several or ()]
+            assert rows_of(jagged, key, samples=len(expected)) == [rows for rows, _ in expected]
+            weights = [weight for _, several in expected for weight in several or ()]
             if key in weighted:
                 assert jagged[key].weights().tolist() == weights
             elif form in ("weighted_list", "number"):
@@ -129,8 +129,8 @@ def test_an_item_batch_keeps_its_order_and_has_item_features() -> None:
     for user in (None, POOLED, UNPOOLED):
         batch = Assembler(user_batch_key=user, features=store).items(np.array([6, 0, 3]))
         assert (batch.batch_size, batch.item_row_V.tolist(), batch.candidate_C.tolist()) == (0, [6, 0, 3], [0, 1, 2])
-        wanted = [values_of(store, "item.list", item)[0] for item in (6, 0, 3)]
-        assert rows_of(batch.sparse[UNPOOLED], "item.list", samples=3) == wanted
+        expected = [values_of(store, "item.list", item)[0] for item in (6, 0, 3)]
+        assert rows_of(batch.sparse[UNPOOLED], "item.list", samples=3) == expected
         assert batch.sparse[POOLED].values().tolist() == batch.sparse[POOLED_WEIGHTED].values().tolist() == []
 
 

@@ -114,10 +114,10 @@ def test_targets_and_histories_equal_those_of_plain_python(
 def test_the_store_opens_what_the_ingest_wrote(tmp_path: Path, timed: bool) -> None:
     train = write_log(tmp_path / "a.parquet", [("ann", 10 + at, at) for at in range(6)] + [("bob", 11, 1)])
     test = write_log(tmp_path / "b.parquet", [("ann", 99, 50)])
-    made = ingest(
+    manifest = ingest(
         tmp_path / "stage", train, split={"kind": "files", "test": test}, **({} if timed else {"timestamp_column": None})
     )
-    store = EventStore.open(made)
+    store = EventStore.open(manifest)
     assert (store.ordered, store.num_train_events, store.event_item.tolist()[-1]) == (timed, 7, 0)
     assert store.users_with_targets("test").tolist() == [0]
     position, user = train_positions(store)

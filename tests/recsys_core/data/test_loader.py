@@ -267,9 +267,9 @@ def test_the_batch_moves_as_a_whole() -> None:
 
 def test_a_query_batch_has_the_history_of_each_user_before_the_split() -> None:
     store = store_of([([1, 2, 3], [4], [5]), ([6], [], [7]), ([8, 9], [10], [])])
-    for split, wanted in (("test", [[3, 4], [6]]), ("validation", [[2, 3], [6]])):
+    for split, expected in (("test", [[3, 4], [6]]), ("validation", [[2, 3], [6]])):
         batch = query_batch(store, np.array([0, 1]), split, assembler=Assembler(user_batch_key=UNPOOLED), max_history=2)
-        assert histories(batch) == wanted
+        assert histories(batch) == expected
         assert batch.sparse[UNPOOLED]["user"].values().tolist() == [0, 1]
         assert candidates(batch) == []
 

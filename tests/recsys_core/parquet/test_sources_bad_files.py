@@ -50,7 +50,7 @@ def damaged(path: Path, cut: Callable[[bytes], bytes]) -> Path:
 
 @BOTH
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (lambda whole: b"", "not a readable parquet file (0 bytes): it is empty; write it again"),
         (lambda whole: whole[: len(whole) // 2], "it begins as parquet, but its end is missing: truncated; copy"),
@@ -58,9 +58,9 @@ def damaged(path: Path, cut: Callable[[bytes], bytes]) -> Path:
         (lambda whole: b"id,item\n1,2\n", "(12 bytes): it has no parquet footer; list only parquet files"),
     ],
 )
-def test_truncated_files_are_rejected(tmp_path: Path, stage: Stage, content: Callable[[bytes], bytes], said: str) -> None:
+def test_truncated_files_are_rejected(tmp_path: Path, stage: Stage, content: Callable[[bytes], bytes], message: str) -> None:
     path = damaged(tmp_path / "a.parquet", content)
-    refuses(stage(path), tmp_path, f"{path}: not a readable parquet file (", said.split("): ")[-1])
+    refuses(stage(path), tmp_path, f"{path}: not a readable parquet file (", message.split("): ")[-1])
 
 
 @BOTH
@@ -112,12 +112,12 @@ def test_ids_of_mixed_type_are_rejected(tmp_path: Path, stage: Stage) -> None:
 
 
 def test_bombs(tmp_path: Path) -> None:
-    said = ("is this a decompression bomb?", "max_expansion_ratio is 1000; raise it if the file is sound")
+    message = ("is this a decompression bomb?", "max_expansion_ratio is 1000; raise it if the file is sound")
     lists = list_bomb(tmp_path / "lists.parquet")
-    refuses(embeddings(lists, vector_column="vector"), tmp_path, f"{lists}: ", "that decode to 9,0", *said)
+    refuses(embeddings(lists, vector_column="vector"), tmp_path, f"{lists}: ", "that decode to 9,0", *message)
     refuses(
         interactions(lists, context_columns=("vector",), timestamp_column="t"), tmp_path,
-        f"{lists}: ", *said,
+        f"{lists}: ", *message,
     )  # fmt: skip
 
 
@@ -127,8 +127,8 @@ def test_paths_that_leave_data_root(tmp_path: Path, stage: Stage, way: str) -> N
     secret = write(tmp_path / "secret.parquet", **GOOD)
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "link.parquet").symlink_to(secret)
-    said = f"resolves to {secret}, which is not below data_root ({tmp_path / 'root'}); move"
-    refuses(stage(tmp_path / way, root=tmp_path / "root"), tmp_path, f"{stage.__name__}", said)
+    message = f"resolves to {secret}, which is not below data_root ({tmp_path / 'root'}); move"
+    refuses(stage(tmp_path / way, root=tmp_path / "root"), tmp_path, f"{stage.__name__}", message)
 
 
 def noise(path: Path, *, checksums: bool, compression: str) -> bytes:
@@ -159,7 +159,7 @@ def test_flipped_bytes_give_an_error_or_a_complete_stage(
     path = tmp_path / "a.parquet"
     content = noise(path, checksums=checksums, compression=compression)
     stage(path)(tmp_path / "whole")
-    wanted, refused = stored(tmp_path / "whole"), 0
+    expected, refused = stored(tmp_path / "whole"), 0
     random = np.random.default_rng(4)
     for index, place in enumerate(random.integers(4, len(content), 8)):
         damaged = bytearray(content)
@@ -173,7 +173,7 @@ def test_flipped_bytes_give_an_error_or_a_complete_stage(
             assert str(error).startswith(f"{path}: ") and "\n" not in str(error), error
             assert not folder.exists() and not list(folder.parent.glob(f"{folder.name}*"))
         else:
-            assert not checksums or stored(folder) == wanted
+            assert not checksums or stored(folder) == expected
     assert not checksums or refused >= 4
 
 
@@ -182,8 +182,8 @@ def test_a_string_that_is_not_utf8_is_rejected(tmp_path: Path) -> None:
     broken = pa.StringArray.from_buffers(ROWS, pa.py_buffer(np.arange(0, 2 * ROWS + 2, 2, dtype=np.int32)), letters)
     for column, settings in (("item_id", {}), ("place", {"context_columns": ("place",)})):
         path = write(tmp_path / "a.parquet", **(GOOD | {column: broken}))
-        said = f"{path}: column {column!r}: damaged, or not of the declared type ("
-        refuses(interactions(path, **settings), tmp_path, said, "is not valid UTF8!); copy or write the file again")
+        message = f"{path}: column {column!r}: damaged, or not of the declared type ("
+        refuses(interactions(path, **settings), tmp_path, message, "is not valid UTF8!); copy or write the file again")
     path = write(tmp_path / "a.parquet", **(GOOD | {"item_id": broken}))
     refuses(embeddings(path), tmp_path, f"{path}: column 'item_id': damaged, or not UTF-8 (", "write it again")
 

@@ -91,8 +91,8 @@ def test_a_glob_passes_over_sidecars(tmp_path: Path) -> None:
 def test_the_manifest_records_which_files_have_page_checksums(tmp_path: Path) -> None:
     plain = log_of(tmp_path / "log")
     pq.write_table(pq.read_table(log_of(tmp_path, 4)), tmp_path / "log" / "b.parquet", write_page_checksum=True)
-    made = ingest(tmp_path / "stage", str(tmp_path / "log"), split=SPLIT)
-    assert {file.source.path: file.checksums for part in made.parts for file in part.files} == {
+    manifest = ingest(tmp_path / "stage", str(tmp_path / "log"), split=SPLIT)
+    assert {file.source.path: file.checksums for part in manifest.parts for file in part.files} == {
         plain: False,
         str(tmp_path / "log" / "b.parquet"): True,
     }

@@ -112,7 +112,7 @@ def test_only_the_columns_asked_for_are_fetched(tmp_path: Path, store: Store) ->
 def test_a_copy_continues_after_the_connection_is_lost(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     days(tmp_path, store, rows=50)
     (source,) = open_sources([store.uri("log/dt=2026-11-19/part-0.parquet")], setting="s")
-    wanted = source.open().read(columns=["user_id", "item_id"])
+    expected = source.open().read(columns=["user_id", "item_id"])
     opened: list[list[int]] = []
 
     class Breaking(pq.ParquetFile):
@@ -128,7 +128,7 @@ def test_a_copy_continues_after_the_connection_is_lost(tmp_path: Path, store: St
 
     monkeypatch.setattr("recsys_core.parquet.local_copies.pq.ParquetFile", Breaking)
     with local_files([source], columns=["user_id", "item_id"], scratch=tmp_path) as (file,):
-        assert pq.read_table(file) == wanted
+        assert pq.read_table(file) == expected
     assert opened[:6] == [[0], [1], [2], [2], [3], [3]]
 
 

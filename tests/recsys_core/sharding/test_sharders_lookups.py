@@ -88,8 +88,8 @@ def look_up(rank: int, kind: str) -> None:
         found = table_outputs(spec, looked_up, batch, side="query") | table_outputs(spec, looked_up, batch, side="item")
         owners = {"user": users.tolist(), "context": (3 * users).tolist(), "item": batch.item_row_V.tolist()}
         for name, value in found.items():
-            wanted = slow(spec, name, store, owners[name.split(".")[0]])
-            torch.testing.assert_close(value, wanted, msg=lambda text, where=f"{case}, {name}": f"{where}: {text}")
+            expected = slow(spec, name, store, owners[name.split(".")[0]])
+            torch.testing.assert_close(value, expected, msg=lambda text, where=f"{case}, {name}": f"{where}: {text}")
         assert task.eval().encode_queries(batch).isfinite().all()
 
 

@@ -18,14 +18,14 @@ from tests.recsys_core.data.parquet_files import refuses, write
 def test_unusual_unicode_ids_are_stored_unchanged(tmp_path: Path, dictionary: bool) -> None:
     ids = pa.array(STRANGE).dictionary_encode() if dictionary else pa.array(STRANGE)
     path = write(tmp_path / "v.parquet", item_id=ids, v=[[1.0 + row] for row in range(len(STRANGE))])
-    made = ingest_embeddings((EmbeddingsConfig(paths=path, vector_column="v"),), folder=tmp_path / "embeddings")
-    assert pq.read_table(made.ids("item"))["id"].to_pylist() == STRANGE
+    manifest = ingest_embeddings((EmbeddingsConfig(paths=path, vector_column="v"),), folder=tmp_path / "embeddings")
+    assert pq.read_table(manifest.ids("item"))["id"].to_pylist() == STRANGE
     log = [(user, item, time) for time, (user, item) in enumerate((user, item) for user in "ab" for item in STRANGE[::-1])]
     store = interaction_logs.ingest(
         tmp_path / "stage",
         interaction_logs.write_log(tmp_path / "a.parquet", log),
         split={"kind": "leave_last_out"},
-        embeddings=made,
+        embeddings=manifest,
     )
     items, rows = interaction_logs.read(store).items, np.load(store.path("vector_row.npy"))
     assert [STRANGE[row] for row in rows] == items

@@ -47,8 +47,8 @@ def ingest(folder: Path, *paths: str, **settings: Any) -> EmbeddingsManifest:
     return ingest_embeddings((EmbeddingsConfig(paths=paths, **columns, **settings),), folder=folder)
 
 
-def ids_of(made: EmbeddingsManifest) -> list[int | str]:
-    return pq.read_table(made.ids("item")).column("id").to_pylist()
+def ids_of(manifest: EmbeddingsManifest) -> list[int | str]:
+    return pq.read_table(manifest.ids("item")).column("id").to_pylist()
 
 
 def some_vectors(rows: int, dim: int, dtype: type = np.float32) -> np.ndarray:
@@ -60,12 +60,12 @@ def some_vectors(rows: int, dim: int, dtype: type = np.float32) -> np.ndarray:
 def test_every_list_layout_gives_the_same_matrix(tmp_path: Path, layout: Layout, dtype: type) -> None:
     vectors = some_vectors(11, 3, dtype)
     path = write(tmp_path / "a.parquet", item_id=np.arange(11) * 7, v=layout(vectors), row_group=4)
-    made = ingest(tmp_path / "stage", path, batch_rows=3)
-    stored = np.load(made.vectors("item"))
+    manifest = ingest(tmp_path / "stage", path, batch_rows=3)
+    stored = np.load(manifest.vectors("item"))
     assert stored.dtype == np.float32
     np.testing.assert_array_equal(stored, vectors.astype(np.float32))
-    assert ids_of(made) == list(range(0, 77, 7))
-    assert (made.tables["item"].rows, made.tables["item"].dim, made.tables["item"].id_type) == (11, 3, "int64")
+    assert ids_of(manifest) == list(range(0, 77, 7))
+    assert (manifest.tables["item"].rows, manifest.tables["item"].dim, manifest.tables["item"].id_type) == (11, 3, "int64")
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
@@ -74,9 +74,9 @@ def test_single_columns_are_put_in_order_of_their_number(tmp_path: Path, first: 
     vectors = some_vectors(5, 12, dtype)
     columns = {f"dim_{first + index}": vectors[:, index] for index in np.random.default_rng(0).permutation(12)}
     path = write(tmp_path / "a.parquet", dim_note=["x"] * 5, item_id=list("abcde"), **columns)
-    made = ingest(tmp_path / "stage", path, batch_rows=2, dimension_prefix="dim_")
-    np.testing.assert_array_equal(np.load(made.vectors("item")), vectors.astype(np.float32))
-    assert ids_of(made) == list("abcde")
+    manifest = ingest(tmp_path / "stage", path, batch_rows=2, dimension_prefix="dim_")
+    np.testing.assert_array_equal(np.load(manifest.vectors("item")), vectors.astype(np.float32))
+    assert ids_of(manifest) == list("abcde")
 
 
 @settings(max_examples=25, deadline=None)
@@ -95,9 +95,9 @@ def test_the_matrix_does_not_depend_on_batches_and_row_groups(
     vectors = np.where(vectors.any(axis=1, keepdims=True), vectors, np.float32(1))  # a vector of zeros is refused
     column = (as_fixed if fixed else as_list)(vectors)
     path = write(folder / "a.parquet", item_id=np.arange(len(vectors)), v=column, row_group=row_group)
-    made = ingest(folder / "stage", path, batch_rows=batch_rows)
-    np.testing.assert_array_equal(np.load(made.vectors("item")), vectors)
-    assert ids_of(made) == list(range(len(vectors)))
+    manifest = ingest(folder / "stage", path, batch_rows=batch_rows)
+    np.testing.assert_array_equal(np.load(manifest.vectors("item")), vectors)
+    assert ids_of(manifest) == list(range(len(vectors)))
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,9 @@ def test_the_matrix_does_not_depend_on_batches_and_row_groups(
     ],
 )
 def test_ids_are_stored_as_one_of_two_types(tmp_path: Path, ids: pa.Array) -> None:
-    made = ingest(tmp_path / "stage", write(tmp_path / "a.parquet", item_id=ids, v=as_list(some_vectors(3, 2))))
-    assert ids_of(made) == ids.to_pylist()
-    assert str(pq.read_schema(made.ids("item")).field("id").type) == made.tables["item"].id_type
+    manifest = ingest(tmp_path / "stage", write(tmp_path / "a.parquet", item_id=ids, v=as_list(some_vectors(3, 2))))
+    assert ids_of(manifest) == ids.to_pylist()
+    assert str(pq.read_schema(manifest.ids("item")).field("id").type) == manifest.tables["item"].id_type
 
 
 def test_files_of_a_glob_follow_one_another_by_name(tmp_path: Path) -> None:
@@ -127,10 +127,10 @@ def test_files_of_a_glob_follow_one_another_by_name(tmp_path: Path) -> None:
             other=["x"] * (len(vectors[part])),
         )
     write(tmp_path / "in-aa.parquet", item_id=pa.array([], pa.int64()), v=as_fixed(vectors[:0]))
-    made = ingest(tmp_path / "stage", str(tmp_path / "in-*.parquet"), batch_rows=2)
-    np.testing.assert_array_equal(np.load(made.vectors("item")), vectors)
-    assert ids_of(made) == list(range(9))
-    assert [source.rows for source in made.sources] == [2, 0, 4, 3]
+    manifest = ingest(tmp_path / "stage", str(tmp_path / "in-*.parquet"), batch_rows=2)
+    np.testing.assert_array_equal(np.load(manifest.vectors("item")), vectors)
+    assert ids_of(manifest) == list(range(9))
+    assert [source.rows for source in manifest.sources] == [2, 0, 4, 3]
 
 
 def test_a_stage_folder_may_have_pattern_characters_in_its_name(tmp_path: Path) -> None:
@@ -152,8 +152,13 @@ def test_the_result_depends_neither_on_threads_nor_on_row_groups(tmp_path: Path,
 
 def test_the_stage_has_only_matrices_and_ids(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", item_id=[1, 2], v=[[1.0, 2.0], [3.0, 5.0]])
-    made = ingest(tmp_path / "stage", path)
-    assert {file.name for file in made.folder.iterdir()} == {"item.vectors.npy", "item.ids.parquet", "manifest.json", MARKER}
+    manifest = ingest(tmp_path / "stage", path)
+    assert {file.name for file in manifest.folder.iterdir()} == {
+        "item.vectors.npy",
+        "item.ids.parquet",
+        "manifest.json",
+        MARKER,
+    }
 
 
 @pytest.mark.parametrize("columns", [{"vector_column": "v"}, {"dimension_prefix": "d"}])
@@ -170,9 +175,9 @@ def test_a_projection_keeps_the_directions_of_most_variance(tmp_path: Path) -> N
     plane = rng.normal(size=(500, 2)) @ rng.normal(size=(2, 9)) + 5.0
     vectors = plane + 1e-3 * rng.normal(size=plane.shape)
     path = write(tmp_path / "a.parquet", item_id=np.arange(500), v=as_list(vectors), row_group=70)
-    made = ingest(tmp_path / "stage", path, pca_dim=2)
-    stored = np.load(made.vectors("item"))
-    assert made.tables["item"].dim == 2 and 0.9999 < (made.tables["item"].explained_variance or 0) < 1.0
+    manifest = ingest(tmp_path / "stage", path, pca_dim=2)
+    stored = np.load(manifest.vectors("item"))
+    assert manifest.tables["item"].dim == 2 and 0.9999 < (manifest.tables["item"].explained_variance or 0) < 1.0
     centred = vectors - vectors.mean(axis=0)
     expected = centred @ np.linalg.svd(centred, full_matrices=False)[2][:2].T
     np.testing.assert_allclose(np.abs(stored), np.abs(expected), rtol=1e-3, atol=1e-3)
@@ -185,13 +190,13 @@ def test_a_projection_keeps_the_directions_of_most_variance(tmp_path: Path) -> N
 def test_an_id_map_replaces_ids_and_drops_ids_without_an_entry(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", item_id=["x", "y", "z", "w"], v=[[1.0], [2.0], [3.0], [4.0]])
     ids = write(tmp_path / "map.parquet", theirs=["w", "x", "unused", "z"], ours=[40, 10, 5, 30])
-    made = ingest(
+    manifest = ingest(
         tmp_path / "stage", path, vector_column="v", id_map={"paths": ids, "from_column": "theirs", "to_column": "ours"}
     )
-    assert ids_of(made) == [10, 30, 40] and made.tables["item"].id_type == "int64"
-    assert np.load(made.vectors("item")).tolist() == [[1.0], [3.0], [4.0]]
-    assert (made.tables["item"].rows, made.tables["item"].unmapped) == (3, 1)
-    assert [Path(source.path).name for source in made.sources] == ["a.parquet", "map.parquet"]
+    assert ids_of(manifest) == [10, 30, 40] and manifest.tables["item"].id_type == "int64"
+    assert np.load(manifest.vectors("item")).tolist() == [[1.0], [3.0], [4.0]]
+    assert (manifest.tables["item"].rows, manifest.tables["item"].unmapped) == (3, 1)
+    assert [Path(source.path).name for source in manifest.sources] == ["a.parquet", "map.parquet"]
 
 
 def test_the_first_of_two_entries_for_a_table_wins_and_each_table_has_its_own_files(tmp_path: Path) -> None:
@@ -203,12 +208,12 @@ def test_the_first_of_two_entries_for_a_table_wins_and_each_table_has_its_own_fi
         EmbeddingsConfig(paths=users, table="user", id_column="user", vector_column="v"),
         EmbeddingsConfig(paths=bought, id_column="sku", dimension_prefix="e"),
     )
-    made = ingest_embeddings(entries, folder=tmp_path / "stage")
-    assert ids_of(made) == [1, 2, 3, 5, 4]
-    assert np.load(made.vectors("item")).tolist() == [[1, 0], [2, 0], [3, 0], [9, 5], [9, 4]]
-    assert (made.tables["item"].overridden, made.tables["user"].overridden) == (2, 0)
-    assert np.load(made.vectors("user")).tolist() == [[7.0, 7.0, 7.0]]
-    assert pq.read_table(made.ids("user"))["id"].to_pylist() == ["ann"]
+    manifest = ingest_embeddings(entries, folder=tmp_path / "stage")
+    assert ids_of(manifest) == [1, 2, 3, 5, 4]
+    assert np.load(manifest.vectors("item")).tolist() == [[1, 0], [2, 0], [3, 0], [9, 5], [9, 4]]
+    assert (manifest.tables["item"].overridden, manifest.tables["user"].overridden) == (2, 0)
+    assert np.load(manifest.vectors("user")).tolist() == [[7.0, 7.0, 7.0]]
+    assert pq.read_table(manifest.ids("user"))["id"].to_pylist() == ["ann"]
 
 
 @settings(max_examples=20, deadline=None)
@@ -231,7 +236,7 @@ def test_only_bad_rows_are_dropped_and_the_others_keep_their_vectors(
     for name, vector in zip(names, vectors, strict=True):
         if name and vector is not None and len(vector) == 3:
             expected.setdefault(name, vector)
-    made = ingest(folder / "stage", path, on_bad_rows="drop", max_bad_share=1.0, batch_rows=batch_rows, vector_column="v")
-    assert ids_of(made) == list(expected)
-    assert np.load(made.vectors("item")).tolist() == list(expected.values())
-    assert made.tables["item"].rows + sum(made.tables["item"].dropped.values()) == len(names)
+    manifest = ingest(folder / "stage", path, on_bad_rows="drop", max_bad_share=1.0, batch_rows=batch_rows, vector_column="v")
+    assert ids_of(manifest) == list(expected)
+    assert np.load(manifest.vectors("item")).tolist() == list(expected.values())
+    assert manifest.tables["item"].rows + sum(manifest.tables["item"].dropped.values()) == len(names)

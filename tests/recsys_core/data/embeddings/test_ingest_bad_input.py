@@ -210,11 +210,11 @@ BAD = {"item_id": [1, 2, None, 2, *range(3, 99)], "v": [[1.0], [np.nan], [1.0], 
 
 def test_with_drop_bad_rows_are_dropped_and_counted(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", **{name: values[:99] for name, values in BAD.items()})
-    made = ingest(tmp_path / "stage", path, on_bad_rows="drop", max_bad_share=0.04)
+    manifest = ingest(tmp_path / "stage", path, on_bad_rows="drop", max_bad_share=0.04)
     # The first vector of item 2 is no vector, so the second is its first.
-    assert made.tables["item"].dropped == {"null_id": 1, "not_finite": 1, "all_zero": 1}
-    assert pq.read_table(made.ids("item"))["id"].to_pylist() == [1, 2, *range(4, 98)]
-    assert np.load(made.vectors("item"))[:3].tolist() == [[1.0], [4.0], [1.0]]
+    assert manifest.tables["item"].dropped == {"null_id": 1, "not_finite": 1, "all_zero": 1}
+    assert pq.read_table(manifest.ids("item"))["id"].to_pylist() == [1, 2, *range(4, 98)]
+    assert np.load(manifest.vectors("item"))[:3].tolist() == [[1.0], [4.0], [1.0]]
 
 
 def test_more_bad_rows_than_max_bad_share_are_rejected_with_their_reasons(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_entries_of_one_table_that_do_not_fit_together_are_rejected(
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"pca_dim": 5}, "embeddings.pca_dim is 5, but the vectors of "),
         (
@@ -279,9 +279,9 @@ def test_entries_of_one_table_that_do_not_fit_together_are_rejected(
         ),
     ],
 )
-def test_a_projection_that_the_vectors_do_not_allow_is_rejected(tmp_path: Path, settings: dict[str, int], said: str) -> None:
+def test_a_projection_that_the_vectors_do_not_allow_is_rejected(tmp_path: Path, settings: dict[str, int], message: str) -> None:
     path = write(tmp_path / "a.parquet", item_id=[1, 2], v=[[1.0, 2.0, 3.0], [1.0, 2.0, 4.0]])
-    refuses(lambda folder: ingest(folder, path, **settings), tmp_path, said)
+    refuses(lambda folder: ingest(folder, path, **settings), tmp_path, message)
 
 
 def test_a_matrix_larger_than_the_free_disk_is_rejected_before_a_vector_is_written(
@@ -299,11 +299,11 @@ def test_a_matrix_larger_than_the_free_disk_is_rejected_before_a_vector_is_writt
 
 
 @pytest.mark.parametrize(
-    ("rows", "dim", "said"),
+    ("rows", "dim", "message"),
     [(4_000, 128, "4,000 x 128 numbers, takes 0.002 GiB"), (40_000, 1, "the stage does not fit")],
 )
-def test_a_full_disk_is_an_input_error(tmp_path: Path, small_disk: Path, rows: int, dim: int, said: str) -> None:
+def test_a_full_disk_is_an_input_error(tmp_path: Path, small_disk: Path, rows: int, dim: int, message: str) -> None:
     """In the second case the matrix fits on the disk, but the ids do not."""
     ids = [np.random.default_rng(row).bytes(16).hex() for row in range(rows)]
     path = write(tmp_path / "a.parquet", item_id=ids, v=list(np.ones((rows, dim), np.float32)))
-    refuses(lambda folder: ingest(folder, path), small_disk, said, "but the disk has 0.00", "GiB free; free some")
+    refuses(lambda folder: ingest(folder, path), small_disk, message, "but the disk has 0.00", "GiB free; free some")

@@ -40,38 +40,38 @@ def features_of(
     )  # fmt: skip
 
 
-def stored(made: FeaturesManifest, key: str = "item.price") -> tuple[list[int], list[float]]:
-    row, weight = (np.load(made.path(f"{key}.{name}.npy")) for name in ("row", "weight"))
+def stored(manifest: FeaturesManifest, key: str = "item.price") -> tuple[list[int], list[float]]:
+    row, weight = (np.load(manifest.path(f"{key}.{name}.npy")) for name in ("row", "weight"))
     assert (row.dtype, weight.dtype) == (np.int32, np.float32)
     return row.tolist(), weight.tolist()
 
 
 def test_a_number_is_standardised_with_the_training_events(tmp_path: Path) -> None:
     # Of 1, 3, 1 and 3: mean 2, standard deviation 1. Item 6 is not in training, item 7 not in the table.
-    made = ingest(tmp_path, [1.0, 3.0, 1.0, 3.0, None, math.nan, 4.5])
-    assert stored(made) == ([1, 1, 1, 1, 0, 0, 1, 0], [-1.0, 1.0, -1.0, 1.0, 0.0, 0.0, 2.5, 0.0])
-    facts = made.features["item.price"]
+    manifest = ingest(tmp_path, [1.0, 3.0, 1.0, 3.0, None, math.nan, 4.5])
+    assert stored(manifest) == ([1, 1, 1, 1, 0, 0, 1, 0], [-1.0, 1.0, -1.0, 1.0, 0.0, 0.0, 2.5, 0.0])
+    facts = manifest.features["item.price"]
     assert (facts.mean, facts.std, facts.rows, facts.missing, facts.values) == (2.0, 1.0, 2, 3, 8)
     assert facts.weighted and facts.boundaries is None
-    assert sorted(made.files) == ["item.price.row.npy", "item.price.weight.npy"]
+    assert sorted(manifest.files) == ["item.price.row.npy", "item.price.weight.npy"]
 
 
 def test_infinities_and_outliers_are_cut_off_and_infinities_move_no_mean(tmp_path: Path) -> None:
-    made = ingest(tmp_path, [1.0, 3.0, math.inf, -math.inf, 1.0, 3.0, 1e30, -200.0])
-    assert stored(made) == ([1] * 8, [-1.0, 1.0, 10.0, -10.0, -1.0, 1.0, 10.0, -10.0])
+    manifest = ingest(tmp_path, [1.0, 3.0, math.inf, -math.inf, 1.0, 3.0, 1e30, -200.0])
+    assert stored(manifest) == ([1] * 8, [-1.0, 1.0, 10.0, -10.0, -1.0, 1.0, 10.0, -10.0])
 
 
 @pytest.mark.parametrize("price", [[0.1] * 6 + [7.0], [None] * 6 + [7.0]])
 def test_a_feature_without_variance_in_training_has_zero_weights(tmp_path: Path, price: list[float | None]) -> None:
-    made = ingest(tmp_path, pa.array(price, pa.float64()))
-    assert made.features["item.price"].std == 0
-    assert stored(made) == ([int(one is not None) for one in price] + [0], [0.0] * 8)
+    manifest = ingest(tmp_path, pa.array(price, pa.float64()))
+    assert manifest.features["item.price"].std == 0
+    assert stored(manifest) == ([int(one is not None) for one in price] + [0], [0.0] * 8)
 
 
 @pytest.mark.parametrize("kind", [pa.int16(), pa.uint64(), pa.float32(), pa.decimal128(9, 2)])
 def test_every_numeric_type_is_accepted(tmp_path: Path, kind: pa.DataType) -> None:
-    made = ingest(tmp_path, pa.array([1.0, 3.0] * 3).cast(kind))
-    assert stored(made)[1][:6] == [-1.0, 1.0] * 3
+    manifest = ingest(tmp_path, pa.array([1.0, 3.0] * 3).cast(kind))
+    assert stored(manifest)[1][:6] == [-1.0, 1.0] * 3
 
 
 def test_later_runs_keep_the_mean_until_the_vocabulary_is_rebuilt(tmp_path: Path) -> None:
@@ -101,8 +101,8 @@ def test_the_context_is_standardised_over_training_events(tmp_path: Path) -> Non
     interactions = write_interactions(
         tmp_path / "log", users=["u", "v"], items=ITEMS, log=LOG, context={"hour": [4, 8, 4, 100, 12, 8, 4, 8]}
     )
-    made = features_of(tmp_path, interactions, context=[{"name": "hour", "kind": "numeric", "standardise": True}])
-    assert stored(made, "context.hour") == ([1] * 8, [-1.0, 1.0, -1.0, 10.0, 3.0, 1.0, -1.0, 1.0])
+    manifest = features_of(tmp_path, interactions, context=[{"name": "hour", "kind": "numeric", "standardise": True}])
+    assert stored(manifest, "context.hour") == ([1] * 8, [-1.0, 1.0, -1.0, 10.0, 3.0, 1.0, -1.0, 1.0])
 
 
 def test_the_store_gives_each_number_as_the_weight_of_its_row(tmp_path: Path) -> None:
@@ -122,9 +122,9 @@ def test_the_store_gives_each_number_as_the_weight_of_its_row(tmp_path: Path) ->
 def test_any_number_becomes_a_finite_one_and_training_has_mean_0_and_spread_1(
     tmp_path_factory: pytest.TempPathFactory, price: list[float | None]
 ) -> None:
-    made = ingest(tmp_path_factory.mktemp("case"), pa.array(price, pa.float64()))
-    row, weight = stored(made)
-    facts = made.features["item.price"]
+    manifest = ingest(tmp_path_factory.mktemp("case"), pa.array(price, pa.float64()))
+    row, weight = stored(manifest)
+    facts = manifest.features["item.price"]
     assert facts.mean is not None and facts.std is not None
     assert math.isfinite(facts.mean) and math.isfinite(facts.std)
     assert all(abs(one) <= 10 for one in weight)

@@ -142,8 +142,8 @@ def test_a_query_has_the_event_features_of_the_first_event_of_the_split(
     users = np.array([4, 1])
     for split, first in (("validation", store.train_end), ("test", store.validation_end)):
         batch = query_batch(store, users, split, assembler=Assembler(user_batch_key=UNPOOLED, features=features), max_history=2)
-        wanted = features.features["context.device"].row[first[users]].tolist()
-        assert batch.sparse["pooled"]["context.device"].values().tolist() == wanted
+        expected = features.features["context.device"].row[first[users]].tolist()
+        assert batch.sparse["pooled"]["context.device"].values().tolist() == expected
 
 
 def test_lists_keep_their_own_values(made: tuple[EventStore, FeatureStore]) -> None:

@@ -48,11 +48,11 @@ def ingest(
     )  # fmt: skip
 
 
-def by_value(made: FeaturesManifest, key: str) -> dict[Any, int]:
+def by_value(manifest: FeaturesManifest, key: str) -> dict[Any, int]:
     """Return the row of the vector of each value in the vocabulary; None is the value of row 0."""
-    row = np.load(made.path(f"{key}.vector_row.npy"))
-    assert (row.dtype, len(row)) == (np.int64, made.features[key].rows)
-    values = pq.read_table(made.path(f"{key}.vocabulary.parquet"))["value"].to_pylist()
+    row = np.load(manifest.path(f"{key}.vector_row.npy"))
+    assert (row.dtype, len(row)) == (np.int64, manifest.features[key].rows)
+    values = pq.read_table(manifest.path(f"{key}.vocabulary.parquet"))["value"].to_pylist()
     return dict(zip(values, row.tolist(), strict=True))
 
 
@@ -60,17 +60,17 @@ def by_value(made: FeaturesManifest, key: str) -> dict[Any, int]:
 def test_each_value_has_the_row_of_its_vector(tmp_path: Path, name: type) -> None:
     embeddings = embed(tmp_path, item__brand=[name(9), name(2), name(1)], item=ITEMS[:2])
     brand = pa.array([name(one) for one in (1, 2, 2, 3)] + [None])
-    made = ingest(tmp_path, embeddings, {"name": "brand"}, {"name": "other", "column": "brand"}, brand=brand)
-    assert by_value(made, "item.brand") == {None: -1, name(2): 1, name(1): 2, name(3): -1}
-    assert (made.features["item.brand"].with_vector, made.features["item.other"].with_vector) == (2, 0)
-    assert "item.other.vector_row.npy" not in made.files
+    manifest = ingest(tmp_path, embeddings, {"name": "brand"}, {"name": "other", "column": "brand"}, brand=brand)
+    assert by_value(manifest, "item.brand") == {None: -1, name(2): 1, name(1): 2, name(3): -1}
+    assert (manifest.features["item.brand"].with_vector, manifest.features["item.other"].with_vector) == (2, 0)
+    assert "item.other.vector_row.npy" not in manifest.files
 
 
 def test_list_values_get_vectors_and_values_below_min_count_do_not(tmp_path: Path) -> None:
     tags = pa.array([["a", "b"], ["b", "c"], None, [], ["b", "c", None]], pa.list_(pa.string()))
     embeddings = embed(tmp_path, item__tags=["a", "b", "d"])
-    made = ingest(tmp_path, embeddings, {"name": "tags", "kind": "list", "min_count": 2}, tags=tags)
-    assert by_value(made, "item.tags") == {None: -1, "b": 1, "c": -1}
+    manifest = ingest(tmp_path, embeddings, {"name": "tags", "kind": "list", "min_count": 2}, tags=tags)
+    assert by_value(manifest, "item.tags") == {None: -1, "b": 1, "c": -1}
 
 
 def test_in_a_later_run_values_keep_their_rows_and_get_the_new_vectors(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_other_vectors_change_the_fingerprint(tmp_path: Path) -> None:
     earlier = ingest(tmp_path / "1", embed(tmp_path / "1", item__brand=["a", "b"]), {"name": "brand"}, brand=brand)
     other = ingest(tmp_path / "2", embed(tmp_path / "2", item__brand=["b", "a"]), {"name": "brand"}, brand=brand)
     none = ingest(tmp_path / "3", None, {"name": "brand"}, brand=brand)
-    assert len({made.fingerprint for made in (earlier, other, none)}) == 3
+    assert len({manifest.fingerprint for manifest in (earlier, other, none)}) == 3
     assert "item.brand.vector_row.npy" not in none.files
 
 

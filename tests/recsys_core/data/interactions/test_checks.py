@@ -73,10 +73,10 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_row_is_rejected_and_no_file_is_left(tmp_path: Path, case: str) -> None:
-    columns, settings, said = BAD[case]
+    columns, settings, message = BAD[case]
     path = write(tmp_path / "a.parquet", **(GOOD | columns))
     way_out = [] if case.startswith("one") else ["rows); ", ", or set interactions.on_bad_rows to drop"]
-    refuses(lambda folder: ingest(folder, path, split=LAST_OUT, **settings), tmp_path, f"{path}: column {said}", *way_out)
+    refuses(lambda folder: ingest(folder, path, split=LAST_OUT, **settings), tmp_path, f"{path}: column {message}", *way_out)
 
 
 def test_the_message_names_the_first_bad_row_of_the_first_bad_file(tmp_path: Path) -> None:
@@ -84,11 +84,11 @@ def test_the_message_names_the_first_bad_row_of_the_first_bad_file(tmp_path: Pat
     write(tmp_path / "log" / "b.parquet", **(GOOD | {"t": [1, 2, -1, 3]}), x=[1.0, 1.0, 1.0, NAN])
     write(tmp_path / "log" / "c.parquet", **(GOOD | {"user_id": [None, 1, 1, 2]}), x=[NAN, NAN, NAN, 1.0])
     log = str(tmp_path / "log")
-    said = "b.parquet: column 't', row 2: -1 is before 1970 (1 of 12 rows); "
-    refuses(lambda folder: ingest(folder, log, split=LAST_OUT, **LABEL), tmp_path, said)
+    message = "b.parquet: column 't', row 2: -1 is before 1970 (1 of 12 rows); "
+    refuses(lambda folder: ingest(folder, log, split=LAST_OUT, **LABEL), tmp_path, message)
     write(tmp_path / "log" / "b.parquet", **GOOD, x=[1.0, 1.0, 1.0, NAN])
-    said = "b.parquet: column 'x', row 3: nan is null or not a number (4 of 12 rows); "
-    refuses(lambda folder: ingest(folder, log, split=LAST_OUT, **LABEL), tmp_path, said)
+    message = "b.parquet: column 'x', row 3: nan is null or not a number (4 of 12 rows); "
+    refuses(lambda folder: ingest(folder, log, split=LAST_OUT, **LABEL), tmp_path, message)
 
 
 def test_rows_are_counted_across_row_groups(tmp_path: Path) -> None:
@@ -138,14 +138,14 @@ def test_dropped_rows_are_counted_by_reason_and_all_others_are_kept(tmp_path: Pa
     logs = [faulty_log(random, 400) for _ in range(3)]
     paths = [write(tmp_path / f"{index}.parquet", row_group=70, **columns) for index, (columns, _) in enumerate(logs)]
     settings = RANGE | {"weight_column": "w", "on_bad_rows": "drop"}
-    made = ingest(tmp_path / "good", *paths, split=LAST_OUT, max_bad_share=0.3, **settings)
-    check(made, leave_last_out([event for _, events in logs for event in events], min_events=3))
+    manifest = ingest(tmp_path / "good", *paths, split=LAST_OUT, max_bad_share=0.3, **settings)
+    check(manifest, leave_last_out([event for _, events in logs for event in events], min_events=3))
     counts = sum((reasons(columns) for columns, _ in logs), Counter())
-    assert made.bad_rows == counts
-    facts = made.columns["user_id"]
+    assert manifest.bad_rows == counts
+    facts = manifest.columns["user_id"]
     assert (facts.nulls, facts.out_of_range) == (counts["user_id: null"], counts["user_id: an empty string"])
     below = [sum(x is not None and x < 1 for x in columns["x"]) for columns, _ in logs]
-    assert 0 < made.removed_events["below_threshold"] <= sum(below)
+    assert 0 < manifest.removed_events["below_threshold"] <= sum(below)
     refuses(
         lambda folder: ingest(folder, *paths, split=LAST_OUT, max_bad_share=0.1, **settings), tmp_path,
         "0.parquet: column ", " of 1,200 rows); ", " of 1,200 rows are bad (", "), a share of 0.",
@@ -158,9 +158,9 @@ def test_bad_values_outside_the_type_of_the_column_are_dropped_too(tmp_path: Pat
     users = pa.array([*(user for user, _, _ in log), 2**64 - 1, 1], pa.uint64())
     columns = {"user_id": users, "item_id": [5, 6, 7] * 2 + [5, 6], "t": [5, 6, 7] * 2 + [1, 1], "x": [1.0] * 7 + [-1e300]}
     path = write(tmp_path / "a.parquet", **columns)
-    made = ingest(tmp_path / "stage", path, split=LAST_OUT, on_bad_rows="drop", max_bad_share=0.5, **WEIGHT)
-    check(made, leave_last_out(log, min_events=3))
-    assert made.bad_rows == {"user_id: over int64": 1, "x: negative": 1}
+    manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, on_bad_rows="drop", max_bad_share=0.5, **WEIGHT)
+    check(manifest, leave_last_out(log, min_events=3))
+    assert manifest.bad_rows == {"user_id: over int64": 1, "x: negative": 1}
 
 
 def test_a_log_of_nothing_but_bad_rows_is_rejected_whatever_the_share(tmp_path: Path) -> None:
@@ -178,10 +178,10 @@ STRANGE = [*ODD, " ", "日本", "é", "e\u0301", "'; DROP TABLE log; --", "🦉"
 def test_unusual_unicode_ids_are_stored_unchanged_and_suspicious_ones_are_counted(tmp_path: Path) -> None:
     pairs = [(user, item) for user in STRANGE for item in STRANGE]
     log = [(*pair, time) for time, pair in enumerate(pairs)]
-    made = ingest(tmp_path / "stage", write_log(tmp_path / "a.parquet", log), split=LAST_OUT)
-    check(made, leave_last_out(log, min_events=3))
+    manifest = ingest(tmp_path / "stage", write_log(tmp_path / "a.parquet", log), split=LAST_OUT)
+    check(manifest, leave_last_out(log, min_events=3))
     for column in ("user_id", "item_id"):
-        assert (made.columns[column].distinct, made.columns[column].odd) == (len(STRANGE), len(ODD))
+        assert (manifest.columns[column].distinct, manifest.columns[column].odd) == (len(STRANGE), len(ODD))
 
 
 def test_ids_in_folder_names_are_checked_like_other_ids(tmp_path: Path) -> None:
@@ -189,13 +189,13 @@ def test_ids_in_folder_names_are_checked_like_other_ids(tmp_path: Path) -> None:
     for name in ("a%E2%80%AEx", "b%0A", "c"):
         write(tmp_path / "log" / f"user_id={name}" / "a.parquet", **events)
     log = str(tmp_path / "log")
-    made = ingest(tmp_path / "good", log, split=LAST_OUT)
+    manifest = ingest(tmp_path / "good", log, split=LAST_OUT)
     kept: list[Event] = [(user, item, item - 4) for user in ("a\u202ex", "b\n", "c") for item in (5, 6, 7)]
-    check(made, leave_last_out(kept, min_events=3))
-    assert made.columns["user_id"].odd == 2
+    check(manifest, leave_last_out(kept, min_events=3))
+    assert manifest.columns["user_id"].odd == 2
     write(tmp_path / "log" / "user_id=" / "a.parquet", **events)
-    said = "user_id=/a.parquet: column 'user_id', row 0: '' is an empty string (3 of 12 rows"
-    refuses(lambda folder: ingest(folder, log, split=LAST_OUT), tmp_path, said)
+    message = "user_id=/a.parquet: column 'user_id', row 0: '' is an empty string (3 of 12 rows"
+    refuses(lambda folder: ingest(folder, log, split=LAST_OUT), tmp_path, message)
 
 
 def test_a_null_is_found_even_if_the_statistics_have_none(tmp_path: Path) -> None:
@@ -204,5 +204,5 @@ def test_a_null_is_found_even_if_the_statistics_have_none(tmp_path: Path) -> Non
         whole = path.read_bytes()
         start = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
         path.write_bytes(whole[:start] + whole[start:].replace(b"\x16\x02", b"\x16\x00"))  # Thrift's 64-bit 1 becomes 0
-        said = f"{path}: damaged: its statistics claim that it has no nulls, but it has; copy or write the file again"
-        refuses(lambda folder, path=path: ingest(folder, str(path), split=LAST_OUT, **WEIGHT), tmp_path, said)
+        message = f"{path}: damaged: its statistics claim that it has no nulls, but it has; copy or write the file again"
+        refuses(lambda folder, path=path: ingest(folder, str(path), split=LAST_OUT, **WEIGHT), tmp_path, message)

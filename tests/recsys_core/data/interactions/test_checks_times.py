@@ -32,9 +32,9 @@ def judged(tmp_path: Path, *times: int | None, kind: pa.DataType, **settings: An
     """Return the dropped rows of a log that has `times` after five valid events."""
     ids = {name: values + [1] * len(times) for name, values in IDS.items()}
     path = write(tmp_path / "a.parquet", **ids, t=pa.array([1, 2, 3, 4, 5, *times], kind))
-    made = ingest(tmp_path / "stage", path, split=LAST_OUT, on_bad_rows="drop", max_bad_share=0.9, **settings)
-    assert made.train_events + made.validation_events + made.test_events == 5
-    return made.bad_rows
+    manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, on_bad_rows="drop", max_bad_share=0.9, **settings)
+    assert manifest.train_events + manifest.validation_events + manifest.test_events == 5
+    return manifest.bad_rows
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -116,8 +116,8 @@ def test_a_time_that_has_no_microseconds_is_named(tmp_path: Path, value: int, po
 @pytest.mark.parametrize(("unit", "value"), [("ms", 2**63 // 100), ("us", -(2**63))])
 def test_the_message_about_a_bad_time_in_the_statistics_names_its_column(tmp_path: Path, unit: str, value: int) -> None:
     path = write(tmp_path / "a.parquet", **IDS, t=pa.array([1, 2, value, value, 0], pa.timestamp(unit)))
-    said = "the times of column 't' reach beyond the year 290,000, which cannot be valid; fix the job that writes them"
-    refuses(lambda folder: ingest(folder, path, split=LAST_OUT), tmp_path, "a.parquet", said)
+    message = "the times of column 't' reach beyond the year 290,000, which cannot be valid; fix the job that writes them"
+    refuses(lambda folder: ingest(folder, path, split=LAST_OUT), tmp_path, "a.parquet", message)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ DAYS = [{"item_id": [5, 6, 7], "user_id": [1, 1, 1]}, {"item_id": [5, 6], "user_
 
 
 @pytest.mark.parametrize(
-    ("keys", "settings", "said"),
+    ("keys", "settings", "message"),
     [
         (("2024-01-01", "9024-01-02"), {}, "9024-01-02 is in the future (2 of 5"),
         (("2024-01-01", "1924-01-02"), {}, "1924-01-02 is before 1970 (2 of 5"),
@@ -155,15 +155,17 @@ DAYS = [{"item_id": [5, 6, 7], "user_id": [1, 1, 1]}, {"item_id": [5, 6], "user_
         (("4", "9223372036854775807"), {"timestamp_unit": "s"}, "9223372036854775807 is in the future (2 of 5"),
     ],
 )
-def test_a_time_in_a_folder_name_is_checked(tmp_path: Path, keys: tuple[str, str], settings: dict[str, Any], said: str) -> None:
+def test_a_time_in_a_folder_name_is_checked(
+    tmp_path: Path, keys: tuple[str, str], settings: dict[str, Any], message: str
+) -> None:
     first, second = sorted(keys)
     write(tmp_path / "log" / f"t={first}" / "a.parquet", **DAYS[0])
     write(tmp_path / "log" / f"t={second}" / "a.parquet", **DAYS[1])
     log = str(tmp_path / "log")
-    row = f"t={said.split()[0]}/a.parquet: column 't', row 0: "
-    if said.startswith("1924"):
-        said = said.replace("2 of 5", "3 of 5")
-    refuses(lambda folder: ingest(folder, log, split=LAST_OUT, **settings), tmp_path, row + said, WAY_OUT)
+    row = f"t={message.split()[0]}/a.parquet: column 't', row 0: "
+    if message.startswith("1924"):
+        message = message.replace("2 of 5", "3 of 5")
+    refuses(lambda folder: ingest(folder, log, split=LAST_OUT, **settings), tmp_path, row + message, WAY_OUT)
 
 
 def test_text_in_a_folder_name_is_rejected_as_a_time(tmp_path: Path) -> None:

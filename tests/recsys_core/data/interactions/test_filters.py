@@ -22,8 +22,8 @@ events = st.lists(
 )
 
 
-def kept(made: InteractionsManifest) -> list[Event]:
-    return sorted(event for part in read(made).parts for event in part)
+def kept(manifest: InteractionsManifest) -> list[Event]:
+    return sorted(event for part in read(manifest).parts for event in part)
 
 
 def core(log: list[Event], *, users: int, items: int) -> list[Event]:
@@ -40,16 +40,16 @@ def core(log: list[Event], *, users: int, items: int) -> list[Event]:
 def test_both_minimums_hold_at_the_end(
     tmp_path_factory: pytest.TempPathFactory, log: list[Event], users: int, items: int
 ) -> None:
-    wanted = core(log, users=users, items=items)
-    assume(all(len({event[side] for event in wanted}) > 1 for side in (0, 1)))
-    assume(max(Counter(user for user, _, _ in wanted).values()) >= 3)  # otherwise no user has a test event
+    expected = core(log, users=users, items=items)
+    assume(all(len({event[side] for event in expected}) > 1 for side in (0, 1)))
+    assume(max(Counter(user for user, _, _ in expected).values()) >= 3)  # otherwise no user has a test event
     folder = tmp_path_factory.mktemp("core")
     chosen = {"min_user_events": users, "min_item_events": items}
-    made = ingest(folder / "stage", write_log(folder / "log.parquet", log), split=LAST_OUT, filter=chosen)
-    assert kept(made) == sorted(wanted)
-    assert made.removed_events == ({"rare": len(log) - len(wanted)} if len(wanted) < len(log) else {})
-    assert set(read(made).users) == {user for user, _, _ in wanted}
-    assert set(read(made).items) == {item for _, item, _ in wanted}
+    manifest = ingest(folder / "stage", write_log(folder / "log.parquet", log), split=LAST_OUT, filter=chosen)
+    assert kept(manifest) == sorted(expected)
+    assert manifest.removed_events == ({"rare": len(log) - len(expected)} if len(expected) < len(log) else {})
+    assert set(read(manifest).users) == {user for user, _, _ in expected}
+    assert set(read(manifest).items) == {item for _, item, _ in expected}
 
 
 LOG = [
@@ -87,18 +87,20 @@ FILTERS = {
 @pytest.mark.parametrize("case", FILTERS)
 def test_a_filter_keeps_the_matching_events_and_counts_the_others(tmp_path: Path, case: str) -> None:
     chosen, rule, reason = FILTERS[case]
-    made = ingest(tmp_path / "stage", write_log(tmp_path / "log.parquet", LOG), split=LAST_OUT, filter=chosen)
-    wanted = sorted(rule(LOG))
-    assert sorted((user, time) for user, _, time in kept(made)) == sorted((user, time) for user, _, time in wanted)
+    manifest = ingest(tmp_path / "stage", write_log(tmp_path / "log.parquet", LOG), split=LAST_OUT, filter=chosen)
+    expected = sorted(rule(LOG))
+    assert sorted((user, time) for user, _, time in kept(manifest)) == sorted((user, time) for user, _, time in expected)
     if reason != "over_cap":  # of events at one time, which are the newest is settled by the vocabulary
-        assert kept(made) == wanted
-    assert made.removed_events == {reason: len(LOG) - len(wanted)}
+        assert kept(manifest) == expected
+    assert manifest.removed_events == {reason: len(LOG) - len(expected)}
 
 
 def test_users_above_the_bot_threshold_are_removed_with_their_events(tmp_path: Path) -> None:
-    made = ingest(tmp_path / "stage", write_log(tmp_path / "log.parquet", LOG), split=LAST_OUT, filter={"bot_threshold": 10})
-    assert read(made).users == [1, 2]
-    assert made.removed_events == {"bot_users": 1, "bot_events": 30}
+    manifest = ingest(
+        tmp_path / "stage", write_log(tmp_path / "log.parquet", LOG), split=LAST_OUT, filter={"bot_threshold": 10}
+    )
+    assert read(manifest).users == [1, 2]
+    assert manifest.removed_events == {"bot_users": 1, "bot_events": 30}
 
 
 @pytest.mark.parametrize("filters", [{}, {"max_user_events": 3}, {"duplicates": "last"}])
@@ -108,8 +110,8 @@ def test_equal_events_are_held_out_independently_of_their_order_in_the_file(tmp_
     stored = []
     for name, step in (("as it came", 1), ("turned around", -1)):
         path = write_log(tmp_path / f"{name}.parquet", log[::step], w=weights[::step])
-        made = ingest(tmp_path / name, path, split=LAST_OUT, weight_column="w", filter=filters)
-        stored.append(np.load(made.path("event_weight.npy")).tolist())
+        manifest = ingest(tmp_path / name, path, split=LAST_OUT, weight_column="w", filter=filters)
+        stored.append(np.load(manifest.path("event_weight.npy")).tolist())
     assert stored[0] == stored[1]
 
 
@@ -117,8 +119,8 @@ def test_equal_events_are_held_out_independently_of_their_order_in_the_file(tmp_
 def test_an_event_in_both_the_training_and_the_test_files_stays_in_training(tmp_path: Path, policy: str) -> None:
     log = [(user, item, user + item) for user in (1, 2) for item in (10, 11, 12)]
     train, test = write_log(tmp_path / "train.parquet", log), write_log(tmp_path / "test.parquet", [*log, (1, 13, 9)])
-    made = ingest(tmp_path / "stage", train, split={"kind": "files", "test": (test,)}, filter={"duplicates": policy})
-    assert [sorted(part) for part in read(made).parts] == [log, [], [(1, 13, 9)]]
+    manifest = ingest(tmp_path / "stage", train, split={"kind": "files", "test": (test,)}, filter={"duplicates": policy})
+    assert [sorted(part) for part in read(manifest).parts] == [log, [], [(1, 13, 9)]]
 
 
 @pytest.mark.parametrize(
@@ -150,10 +152,10 @@ def test_weights_and_context_stay_with_their_events(tmp_path: Path) -> None:
     weights, devices = [number / 8 for number in times], [f"d{number}" for number in times]
     path = write_log(tmp_path / "log.parquet", log, w=weights, **{"de'v\"ice": devices})
     settings = {"weight_column": "w", "context_columns": ("de'v\"ice", "t")}
-    made = ingest(tmp_path / "stage", path, split=LAST_OUT, **settings)
-    stored = np.load(made.path("event_time.npy"))
-    assert np.load(made.path("event_weight.npy")).tolist() == [weights[time] for time in stored]
-    context = pq.read_table(made.path("context.parquet"))
+    manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, **settings)
+    stored = np.load(manifest.path("event_time.npy"))
+    assert np.load(manifest.path("event_weight.npy")).tolist() == [weights[time] for time in stored]
+    context = pq.read_table(manifest.path("context.parquet"))
     assert context.column_names == ["de'v\"ice", "t"]
     assert context.column(0).to_pylist() == [devices[time] for time in stored]
     assert context.column("t").to_pylist() == stored.tolist()
@@ -187,5 +189,7 @@ def test_the_time_split_starts_from_the_newest_event_above_the_threshold(tmp_pat
         t=[t for *_, t in log],
         s=[5, 5, 5, 1],
     )
-    made = ingest(tmp_path / "stage", path, split={"kind": "time", "validation_days": 0}, label_column="s", label_threshold=3)
-    assert read(made).parts[2] == [log[2]]
+    manifest = ingest(
+        tmp_path / "stage", path, split={"kind": "time", "validation_days": 0}, label_column="s", label_threshold=3
+    )
+    assert read(manifest).parts[2] == [log[2]]

@@ -43,13 +43,13 @@ def two_runs(
     return first, ingest(folder / "run2", paths, split=split, previous=first, **settings)
 
 
-def rows(made: InteractionsManifest, side: str) -> dict[Any, int]:
-    ids = pq.read_table(made.path(f"{side}.parquet")).column("id").to_pylist()
+def rows(manifest: InteractionsManifest, side: str) -> dict[Any, int]:
+    ids = pq.read_table(manifest.path(f"{side}.parquet")).column("id").to_pylist()
     return {one: row for row, one in enumerate(ids)}
 
 
-def same_events(made: InteractionsManifest, other: InteractionsManifest) -> None:
-    for one, two in zip(read(made).parts, read(other).parts, strict=True):
+def same_events(manifest: InteractionsManifest, other: InteractionsManifest) -> None:
+    for one, two in zip(read(manifest).parts, read(other).parts, strict=True):
         assert sorted(one) == sorted(two)
 
 
@@ -90,18 +90,18 @@ def test_a_run_without_new_files_reads_no_file(tmp_path: Path) -> None:
 def test_a_changed_file_is_read_again_and_counts_once(tmp_path: Path) -> None:
     first, _ = two_runs(tmp_path)
     write_log(tmp_path / "in" / "day1.parquet", [("eve", "v", DAY_US), ("eve", "x", DAY_US + 1)])
-    made = ingest(tmp_path / "again", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)
-    assert made.files_read == 2
-    same_events(made, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME))
+    manifest = ingest(tmp_path / "again", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)
+    assert manifest.files_read == 2
+    same_events(manifest, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME))
 
 
 def test_events_of_deleted_files_are_removed_but_their_ids_keep_their_rows(tmp_path: Path) -> None:
     first = ingest(tmp_path / "run1", partitions(tmp_path / "in", DAYS), split=TIME)
     (tmp_path / "in" / "day3.parquet").unlink()
-    made = ingest(tmp_path / "run2", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)
-    assert (made.files_read, made.num_users, made.idle_users, made.idle_items) == (0, 4, 1, 1)
-    assert rows(made, "users") == rows(first, "users")
-    assert sum(len(part) for part in read(made).parts) == 9
+    manifest = ingest(tmp_path / "run2", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)
+    assert (manifest.files_read, manifest.num_users, manifest.idle_users, manifest.idle_items) == (0, 4, 1, 1)
+    assert rows(manifest, "users") == rows(first, "users")
+    assert sum(len(part) for part in read(manifest).parts) == 9
 
 
 @pytest.mark.parametrize(
@@ -219,9 +219,9 @@ def test_an_id_of_a_deleted_file_gets_no_row_when_its_filter_is_removed(tmp_path
 def test_a_workspace_in_a_folder_named_like_a_hive_key_is_read_like_any_other(tmp_path: Path, folder: str) -> None:
     first, second = two_runs(tmp_path / folder)
     plain_first, plain_second = two_runs(tmp_path / "plain")
-    for made, plain in ((first, plain_first), (second, plain_second)):
-        same_events(made, plain)
-        assert rows(made, "users") == rows(plain, "users") and rows(made, "items") == rows(plain, "items")
+    for manifest, plain in ((first, plain_first), (second, plain_second)):
+        same_events(manifest, plain)
+        assert rows(manifest, "users") == rows(plain, "users") and rows(manifest, "items") == rows(plain, "items")
 
 
 day = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(0, DAY_US - 1)), min_size=1, max_size=8)
@@ -238,17 +238,17 @@ def test_the_last_of_several_runs_has_the_events_of_one_run_over_all_days(
     folder = tmp_path_factory.mktemp("runs")
     test = write_log(folder / "test.parquet", log[0])
     chosen = {"split": {"kind": "files", "test": test}, "filter": {"min_item_events": least}}
-    made: InteractionsManifest | None = None
+    manifest: InteractionsManifest | None = None
     for number, stop in enumerate(sorted({2, *(min(cut + 1, len(log)) for cut in cuts), len(log)})):
-        before = made
-        made = ingest(folder / f"run{number}", partitions(folder / "in", log[:stop]), previous=before, **chosen)
+        before = manifest
+        manifest = ingest(folder / f"run{number}", partitions(folder / "in", log[:stop]), previous=before, **chosen)
         if before is not None:
             for side in ("users", "items"):
-                assert rows(before, side).items() <= rows(made, side).items()
-    assert made is not None
+                assert rows(before, side).items() <= rows(manifest, side).items()
+    assert manifest is not None
     whole = ingest(folder / "whole", str(folder / "in" / "*.parquet"), **chosen)
-    same_events(made, whole)
-    rank = np.load(made.path("item_rank.npy"))
-    counts = np.load(made.path("item_count.npy"))
-    assert sorted(rank.tolist()) == list(range(made.num_items))
+    same_events(manifest, whole)
+    rank = np.load(manifest.path("item_rank.npy"))
+    counts = np.load(manifest.path("item_count.npy"))
+    assert sorted(rank.tolist()) == list(range(manifest.num_items))
     assert (np.diff(counts[np.argsort(rank)]) <= 0).all()

@@ -44,9 +44,14 @@ def test_a_time_split_holds_every_event_once_in_order(
     assume(parts[0])
     folder = tmp_path_factory.mktemp("time")
     split = {"kind": "time", "test_days": test_days, "validation_days": validation_days}
-    made = ingest(folder / "stage", write_log(folder / "log.parquet", log), split=split)
-    check(made, parts)
-    assert (made.removed_events, made.items_with_vector, made.items_vector_only, made.ordered) == ({}, 0, 0, True)
+    manifest = ingest(folder / "stage", write_log(folder / "log.parquet", log), split=split)
+    check(manifest, parts)
+    assert (manifest.removed_events, manifest.items_with_vector, manifest.items_vector_only, manifest.ordered) == (
+        {},
+        0,
+        0,
+        True,
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -76,9 +81,9 @@ def test_several_files_make_one_log(tmp_path: Path) -> None:
     log = [("ann", 5, 3), ("bob", 6, 1), ("ann", 7, 2), ("ann", 8, 1), ("ann", 5, 9)]
     for index, event in enumerate(log):
         write_log(tmp_path / "in" / f"{index}.parquet", [event], **({"extra": [1]} if index else {}))
-    made = ingest(tmp_path / "stage", str(tmp_path / "in" / "*.parquet"), split=LAST_OUT)
-    check(made, leave_last_out(log, min_events=3))
-    assert [Path(source.path).name for source in made.sources] == [f"{index}.parquet" for index in range(5)]
+    manifest = ingest(tmp_path / "stage", str(tmp_path / "in" / "*.parquet"), split=LAST_OUT)
+    check(manifest, leave_last_out(log, min_events=3))
+    assert [Path(source.path).name for source in manifest.sources] == [f"{index}.parquet" for index in range(5)]
 
 
 def test_a_file_without_rows_between_others_is_read_as_such(tmp_path: Path) -> None:
@@ -86,9 +91,9 @@ def test_a_file_without_rows_between_others_is_read_as_such(tmp_path: Path) -> N
     write_log(tmp_path / "in" / "0.parquet", log[:2])
     pq.write_table(pq.read_table(tmp_path / "in" / "0.parquet").slice(0, 0), tmp_path / "in" / "1.parquet")
     write_log(tmp_path / "in" / "2.parquet", log[2:])
-    made = ingest(tmp_path / "stage", str(tmp_path / "in"), split=LAST_OUT)
-    check(made, leave_last_out(log, min_events=3))
-    assert (made.files_read, [file.source.rows for file in made.parts[0].files]) == (3, [2, 0, 3])
+    manifest = ingest(tmp_path / "stage", str(tmp_path / "in"), split=LAST_OUT)
+    check(manifest, leave_last_out(log, min_events=3))
+    assert (manifest.files_read, [file.source.rows for file in manifest.parts[0].files]) == (3, [2, 0, 3])
 
 
 @pytest.mark.parametrize("name", ["day[1].parquet", "day?.parquet", "day*.parquet", "day{1,2}.parquet", "d'ay\".parquet"])
@@ -96,8 +101,8 @@ def test_a_file_name_is_no_pattern(tmp_path: Path, name: str) -> None:
     log = [("ann", 5, 3), ("ann", 6, 4), ("ann", 7, 5)]
     write_log(tmp_path / "in" / name, log)
     write_log(tmp_path / "in" / "day1.parquet", [("bob", *event[1:]) for event in log])
-    made = ingest(tmp_path / "run[1]" / "stage", str(tmp_path / "in" / "d*"), split=LAST_OUT)
-    check(made, leave_last_out(log + [("bob", *event[1:]) for event in log], min_events=3))
+    manifest = ingest(tmp_path / "run[1]" / "stage", str(tmp_path / "in" / "d*"), split=LAST_OUT)
+    check(manifest, leave_last_out(log + [("bob", *event[1:]) for event in log], min_events=3))
 
 
 def big_log(rows: int = 300_000) -> dict[str, np.ndarray]:
@@ -112,16 +117,16 @@ def big_log(rows: int = 300_000) -> dict[str, np.ndarray]:
 def test_the_result_is_the_same_bytes_for_any_number_of_threads(tmp_path: Path) -> None:
     columns = big_log()
     path = write(tmp_path / "log.parquet", row_group=30_000, **columns)
-    made = [ingest(tmp_path / f"stage{n}", path, split={"kind": "time"}, threads=n) for n in (1, 2, 4)]
-    # The rows of a part lie as the threads came to them.
-    first, *others = ({name: file for name, file in one.files.items() if "parts/" not in name} for one in made)
+    manifests = [ingest(tmp_path / f"stage{n}", path, split={"kind": "time"}, threads=n) for n in (1, 2, 4)]
+    # The order of rows within a part depends on the threads.
+    first, *others = ({name: file for name, file in manifest.files.items() if "parts/" not in name} for manifest in manifests)
     assert others == [first, first]
-    stage = made[0]
+    stage = manifests[0]
     offset, item, time = (np.load(stage.path(f"{name}.npy")) for name in ("user_offset", "event_item", "event_time"))
     users, items = (pq.read_table(stage.path(f"{side}.parquet")).column("id").to_numpy() for side in ("users", "items"))
     stored = np.stack([np.repeat(users, np.diff(offset)), items[item], time])
-    wanted = np.stack(list(columns.values()))
-    np.testing.assert_array_equal(stored[:, np.lexsort(stored)], wanted[:, np.lexsort(wanted)])
+    expected = np.stack(list(columns.values()))
+    np.testing.assert_array_equal(stored[:, np.lexsort(stored)], expected[:, np.lexsort(expected)])
     same_user = np.repeat(np.arange(len(users)), np.diff(offset))
     assert (np.diff(time)[np.diff(same_user) == 0] >= 0).all()
 
@@ -146,20 +151,20 @@ TIMES: dict[str, tuple[pa.Array, dict[str, str], int]] = {
 def test_every_kind_of_time_becomes_microseconds(tmp_path: Path, case: str) -> None:
     column, unit, grain = TIMES[case]
     path = write(tmp_path / "log.parquet", user_id=[1, 2, 3], item_id=[1, 2, 3], t=column)
-    made = ingest(tmp_path / "stage", path, split={"kind": "time"}, **unit)
-    times = np.load(made.path("event_time.npy"))
+    manifest = ingest(tmp_path / "stage", path, split={"kind": "time"}, **unit)
+    times = np.load(manifest.path("event_time.npy"))
     assert times.tolist() == [moment // grain * grain for moment in MOMENTS]
-    assert made.first_time is not None and made.first_time.startswith("2023-11-14T")
-    assert made.last_time is not None and made.last_time.endswith("+00:00")
+    assert manifest.first_time is not None and manifest.first_time.startswith("2023-11-14T")
+    assert manifest.last_time is not None and manifest.last_time.endswith("+00:00")
 
 
 @pytest.mark.parametrize("kind", [pa.float32(), pa.int16(), pa.float64()])
 def test_an_order_column_orders_the_events_without_a_time(tmp_path: Path, kind: pa.DataType) -> None:
     order = pa.array([3, -1, 2, 0, 7], pa.float64()).cast(kind)
     path = write(tmp_path / "log.parquet", user_id=[1] * 4 + [2], item_id=[30, 10, 25, 20, 10], at=order)
-    made = ingest(tmp_path / "stage", path, split=LAST_OUT, order_column="at")
-    assert [[item for _, item, _ in part] for part in read(made).parts] == [[10, 20, 10], [25], [30]]
-    assert (made.ordered, made.first_time, "event_time.npy" in made.files) == (True, None, False)
+    manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, order_column="at")
+    assert [[item for _, item, _ in part] for part in read(manifest).parts] == [[10, 20, 10], [25], [30]]
+    assert (manifest.ordered, manifest.first_time, "event_time.npy" in manifest.files) == (True, None, False)
 
 
 LABELS = [
@@ -173,17 +178,17 @@ LABELS = [
 def test_events_below_the_label_threshold_are_counted_and_left_out(tmp_path: Path, label: pa.Array, threshold: float) -> None:
     log = [*((1, item, item) for item in range(5)), (2, 0, 0)]
     path = write_log(tmp_path / "log.parquet", log, stars=label)
-    made = ingest(tmp_path / "stage", path, split=LAST_OUT, label_column="stars", label_threshold=threshold)
-    check(made, leave_last_out([log[0], log[2], log[3], log[5]], min_events=3))
-    assert made.removed_events == {"below_threshold": 2}
+    manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, label_column="stars", label_threshold=threshold)
+    check(manifest, leave_last_out([log[0], log[2], log[3], log[5]], min_events=3))
+    assert manifest.removed_events == {"below_threshold": 2}
 
 
 def test_the_label_threshold_holds_for_given_test_files_too(tmp_path: Path) -> None:
     train = write_log(tmp_path / "a.parquet", [(1, 1, 1), (1, 2, 2), (2, 1, 1)], stars=[5, 1, 5])
     test = write_log(tmp_path / "b.parquet", [(1, 3, 3), (1, 4, 4)], stars=[1, 5])
-    made = ingest(tmp_path / "stage", train, split={"kind": "files", "test": test}, label_column="stars", label_threshold=2)
-    check(made, ([(1, 1, 1), (2, 1, 1)], [], [(1, 4, 4)]))
-    assert made.removed_events == {"below_threshold": 2}
+    manifest = ingest(tmp_path / "stage", train, split={"kind": "files", "test": test}, label_column="stars", label_threshold=2)
+    check(manifest, ([(1, 1, 1), (2, 1, 1)], [], [(1, 4, 4)]))
+    assert manifest.removed_events == {"below_threshold": 2}
 
 
 def test_the_validation_share_is_taken_from_train_only_and_is_reproducible(tmp_path: Path) -> None:
@@ -192,10 +197,10 @@ def test_the_validation_share_is_taken_from_train_only_and_is_reproducible(tmp_p
     backwards = write_log(tmp_path / "backwards.parquet", log[::-1])
     test = write_log(tmp_path / "test.parquet", [(1, 60, 60)])
     split = {"kind": "files", "test": test, "validation_share": 0.2}
-    made = [ingest(tmp_path / str(index), path, split=split) for index, path in enumerate((train, backwards))]
-    first, second = (read(one) for one in made)
+    manifests = [ingest(tmp_path / str(index), path, split=split) for index, path in enumerate((train, backwards))]
+    first, second = (read(manifest) for manifest in manifests)
     assert first == second
-    assert 850 < made[0].validation_events < 1150  # 5 standard deviations of 28 around 1000
+    assert 850 < manifests[0].validation_events < 1150  # 5 standard deviations of 28 around 1000
     assert sorted(first.parts[0] + first.parts[1]) == log
     assert len({user for user, _, _ in first.parts[1]}) > 90
 
@@ -238,10 +243,10 @@ def test_a_changed_split_reads_the_whole_log_again(tmp_path: Path) -> None:
 def test_a_log_without_order_keeps_each_users_events_together(tmp_path: Path) -> None:
     train = write_log(tmp_path / "a.parquet", log := [(user, item, 0) for item in range(20) for user in range(5)])
     test = write_log(tmp_path / "b.parquet", [(0, 99, 0)])
-    made = ingest(tmp_path / "stage", train, split={"kind": "files", "test": test}, timestamp_column=None)
-    check(made, (log, [], [(0, 99, 0)]))
-    orders = {tuple(item for user, item, _ in read(made).parts[0] if user == one) for one in range(5)}
-    assert not made.ordered and len(orders) == 5
+    manifest = ingest(tmp_path / "stage", train, split={"kind": "files", "test": test}, timestamp_column=None)
+    check(manifest, (log, [], [(0, 99, 0)]))
+    orders = {tuple(item for user, item, _ in read(manifest).parts[0] if user == one) for one in range(5)}
+    assert not manifest.ordered and len(orders) == 5
 
 
 def vectors(folder: Path, ids: Sequence[Any]) -> EmbeddingsManifest:
@@ -255,10 +260,10 @@ def test_items_known_by_their_vector_alone_are_in_the_vocabulary(tmp_path: Path,
     log = [("u", as_id(3), 1), ("u", as_id(1), 2), ("u", as_id(3), 3), ("v", as_id(3), 3), ("u", as_id(5), 4)]
     embeddings = vectors(tmp_path / "run [1]'s", [as_id(number) for number in (9, 3, 7, 5)])
     path = write_log(tmp_path / "log.parquet", log)
-    made = ingest(tmp_path / "stage", path, split={"kind": "leave_last_out"}, embeddings=embeddings)
-    assert read(made).items == [as_id(number) for number in (3, 1, 5, 9, 7)]
-    assert np.load(made.path("vector_row.npy")).tolist() == [1, -1, 3, 0, 2]
-    assert (made.items_with_vector, made.items_vector_only) == (4, 2)
+    manifest = ingest(tmp_path / "stage", path, split={"kind": "leave_last_out"}, embeddings=embeddings)
+    assert read(manifest).items == [as_id(number) for number in (3, 1, 5, 9, 7)]
+    assert np.load(manifest.path("vector_row.npy")).tolist() == [1, -1, 3, 0, 2]
+    assert (manifest.items_with_vector, manifest.items_vector_only) == (4, 2)
 
 
 def test_columns_may_be_named_anything(tmp_path: Path) -> None:
@@ -267,17 +272,17 @@ def test_columns_may_be_named_anything(tmp_path: Path) -> None:
     log = [("ann", 5, 3), ("ann", 6, 4), ("ann", 7, 5), ("bob", 5, 1)]
     columns = dict(zip(names.values(), [*zip(*log, strict=True), (1, 1, 1, 1)], strict=True))
     path = write(tmp_path / "log.parquet", filename=[1] * 4, split=[7] * 4, position=[7] * 4, **columns)
-    made = ingest(tmp_path / "stage", path, split=LAST_OUT, label_threshold=1, **names)
-    check(made, leave_last_out(log, min_events=3))
+    manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, label_threshold=1, **names)
+    check(manifest, leave_last_out(log, min_events=3))
 
 
 def test_the_spill_folder_is_deleted(tmp_path: Path) -> None:
     path = write(tmp_path / "log.parquet", **big_log(1_000_000))
-    made = ingest(tmp_path / "stage", path, split={"kind": "time"}, memory_limit="40MB", threads=1)
-    left = {str(path.relative_to(made.folder)) for path in made.folder.rglob("*") if path.is_file()}
-    assert left == {*made.files, "manifest.json", MARKER}
-    assert {path.name for path in made.folder.iterdir() if path.is_dir()} == {"parts"}
-    assert made.train_events + made.validation_events + made.test_events == 1_000_000
+    manifest = ingest(tmp_path / "stage", path, split={"kind": "time"}, memory_limit="40MB", threads=1)
+    left = {str(path.relative_to(manifest.folder)) for path in manifest.folder.rglob("*") if path.is_file()}
+    assert left == {*manifest.files, "manifest.json", MARKER}
+    assert {path.name for path in manifest.folder.iterdir() if path.is_dir()} == {"parts"}
+    assert manifest.train_events + manifest.validation_events + manifest.test_events == 1_000_000
 
 
 @pytest.mark.skipif(not BEAUTY.exists(), reason="the Beauty log is not on this machine")
@@ -287,13 +292,13 @@ def test_data_real_beauty_gives_the_published_numbers(tmp_path: Path) -> None:
         folder=tmp_path / "vectors",
     )
     path = str(BEAUTY / "interactions.parquet")
-    made = ingest(tmp_path / "stage", path, split=LAST_OUT, order_column="position", embeddings=embeddings)
-    assert (made.num_users, made.num_items, made.items_with_vector) == (22_363, 12_101, 12_101)
-    assert (made.train_events, made.validation_events, made.test_events) == (198_502 - 2 * 22_363, 22_363, 22_363)
-    assert targets_never_seen(made) == {"train": 138, "train and validation": 52}
+    manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, order_column="position", embeddings=embeddings)
+    assert (manifest.num_users, manifest.num_items, manifest.items_with_vector) == (22_363, 12_101, 12_101)
+    assert (manifest.train_events, manifest.validation_events, manifest.test_events) == (198_502 - 2 * 22_363, 22_363, 22_363)
+    assert targets_never_seen(manifest) == {"train": 138, "train and validation": 52}
 
 
-def targets_never_seen(made: InteractionsManifest) -> dict[str, int]:
-    train, validation, test = ([item for _, item, _ in part] for part in read(made).parts)
+def targets_never_seen(manifest: InteractionsManifest) -> dict[str, int]:
+    train, validation, test = ([item for _, item, _ in part] for part in read(manifest).parts)
     known = {"train": set(train), "train and validation": {*train, *validation}}
     return {name: sum(item not in items for item in test) for name, items in known.items()}

@@ -54,5 +54,5 @@ def test_a_disk_that_fills_up_while_duckdb_spills(tmp_path: Path, small_disk: Pa
 @pytest.mark.parametrize("limit", ["1MB", "2MB", "8MB"])
 def test_a_memory_limit_that_is_too_small_is_named(tmp_path: Path, limit: str) -> None:
     path = log(tmp_path, rows=200_000, ids=2**40)
-    said = f"interactions.memory_limit is {limit}, which is too little: "
-    refuses(lambda folder: ingest(folder, path, split=LAST_OUT, memory_limit=limit), tmp_path, said)
+    message = f"interactions.memory_limit is {limit}, which is too little: "
+    refuses(lambda folder: ingest(folder, path, split=LAST_OUT, memory_limit=limit), tmp_path, message)

@@ -2,37 +2,37 @@
 
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from prefect.logging import disable_run_logger
-from prefect.testing.utilities import prefect_test_harness
 
 from recsys_core.manifests import PlanManifest, produce
 from tasks.run import Run, StageName
 from tasks.stage import StoppedEarly, stage
 
 
-@stage("plan_sharding")
-def plan(folder: Path | None, *, run: Run) -> tuple[PlanManifest | None, str]:
-    if folder is None:
-        return None, "nothing to plan"
-    manifest = produce(folder, PlanManifest, fingerprint="f", build=lambda out: {"world_size": 2, "device": "cpu"})
-    return manifest, "2 cpu ranks"
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PlanManifest | None]:
+    """A stage without Prefect's engine, which would start a server; tests/flows/test_nightly.py runs stages with it."""
+    monkeypatch.setattr("tasks.stage.task", lambda **_: lambda function: function)
+
+    @stage("plan_sharding")
+    def plan(folder: Path | None, *, run: Run) -> tuple[PlanManifest | None, str]:
+        if folder is None:
+            return None, "nothing to plan"
+        manifest = produce(folder, PlanManifest, fingerprint="f", build=lambda out: {"world_size": 2, "device": "cpu"})
+        return manifest, "2 cpu ranks"
+
+    return plan
 
 
 def run_of(folder: Path, *, until: StageName | None = None) -> Run:
     return Run("r", workspace=folder, experiment="e", until=until)
 
 
-@pytest.fixture(scope="module")
-def prefect_server():
-    with prefect_test_harness(), disable_run_logger():
-        yield
-
-
 def test_a_stage_returns_its_manifest_and_logs_whether_it_was_kept_or_skipped(
-    tmp_path: Path, prefect_server: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, plan: Callable[..., PlanManifest | None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
     assert plan(tmp_path / "plan", run=run_of(tmp_path)) == plan(tmp_path / "plan", run=run_of(tmp_path))
@@ -46,7 +46,9 @@ def test_a_stage_returns_its_manifest_and_logs_whether_it_was_kept_or_skipped(
     assert [bool(re.fullmatch(pattern, line)) for pattern, line in zip(patterns, lines, strict=True)] == [True] * 3
 
 
-def test_the_run_ends_after_the_stage_that_until_names_and_its_manifest_is_there(tmp_path: Path, prefect_server: None) -> None:
+def test_the_run_ends_after_the_stage_that_until_names_and_its_manifest_is_there(
+    tmp_path: Path, plan: Callable[..., PlanManifest | None]
+) -> None:
     with pytest.raises(StoppedEarly, match="plan_sharding"):
         plan(tmp_path / "plan", run=run_of(tmp_path, until="plan_sharding"))
     assert (tmp_path / "plan" / "manifest.json").is_file()

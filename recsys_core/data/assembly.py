@@ -42,13 +42,13 @@ class Assembler:
 
         Args:
             user: [B], rows of the users.
-            event: [B], index in the log of each query's event; the features of the event belong to it.
+            event: [B], index in the log of each query's event, for the features of the context.
             history: B lists of item rows.
             candidate: [C], item rows, the B positives first; empty if only queries are encoded.
             weight: [B], factor of each query's loss; None: all factors are 1.
         """
         item_index, item_row_V = pd.factorize(np.concatenate([candidate, history.values_L]))
-        item_row_V = _not_empty(item_row_V)  # without candidates and histories it is an unused item
+        item_row_V = _not_empty(item_row_V)  # one unused item if there are no candidates and no histories
         sparse, item_weight = self._query_features(user, event), {}
         unpooled = {"item": JaggedArray.from_single_values(item_row_V)}
         for key, feature in self._features_of("item"):

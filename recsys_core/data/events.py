@@ -73,17 +73,17 @@ class EventStore:
         """
         if self.event_weight is None:
             return np.float32(1)
-        example_to_event_U, total = self.user_offset[:-1] - self.first_example_U, 0.0
+        example_to_event_U, total_weight = self.user_offset[:-1] - self.first_example_U, 0.0
         for start in range(0, self.num_train_events, EVENTS_PER_CHUNK):
             user_E = self.train_user[start : start + EVENTS_PER_CHUNK]
             event_E = np.arange(start, start + len(user_E)) + example_to_event_U[user_E]
-            total += float(self.event_weight[event_E].sum(dtype=np.float64))
-        if total == 0:
+            total_weight += float(self.event_weight[event_E].sum(dtype=np.float64))
+        if total_weight == 0:
             raise InputError(
                 f"interactions.weight_column: all {self.num_train_events:,} training events have the weight 0 and do not "
                 "contribute to the loss; give at least one event a weight above 0, or remove weight_column"
             )
-        return np.float32(total / self.num_train_events)
+        return np.float32(total_weight / self.num_train_events)
 
     def histories(
         self, event_B: Int64Array, user_B: Int64Array, *, max_history: int, include_target: bool = False

@@ -93,7 +93,7 @@ def opened(folder: Path, *, seed: int = 1) -> Study:
 def test_a_study_that_is_interrupted_in_each_trial_tries_the_settings_of_an_undisturbed_one(tmp_path: Path) -> None:
     def tries(folder: Path, *, reopen: bool) -> list[dict[str, Any]]:
         study = opened(folder)
-        for number in range(12):  # from the eleventh on they depend on what came before
+        for number in range(12):  # from the eleventh trial on the settings depend on the earlier results
             if reopen:
                 study.start_trial()  # and is interrupted
                 study = opened(folder)

@@ -18,7 +18,7 @@ from tests.recsys_core.evaluation.stage_folders import embeddings_stage, export_
 
 BEAUTY = Path(__file__).resolve().parents[4] / "shared" / "data" / "beauty"
 
-# Four users, six items; user 3 is new, items 3, 4 and 5 are cold. User 2's second test event repeats what it had before.
+# Four users, six items; user 3 is new, items 3, 4 and 5 are cold. The second test event of user 2 repeats an earlier event.
 TRAIN = [[0, 1], [0, 2], [0], []]
 VALIDATION = [[2], [1], [], [0]]
 TEST = [[3], [3, 5], [4, 0], [1]]

@@ -121,7 +121,7 @@ def test_every_flipped_bit_in_any_file_is_noticed(tmp_path: Path, name: str) -> 
         damaged = bytearray(intact)
         damaged[position] ^= 1 << position % 8
         path.write_bytes(damaged)
-        # A flip in the manifest may leave what it says as it was, 1e-05 and 1E-05; one in a file may not.
+        # A flip in the manifest may keep its meaning, as from 1e-05 to 1E-05; a flip in a file must be noticed.
         found = load_manifest(tmp_path / "stage", SquaresManifest)
         assert found is None or (name == MANIFEST_NAME and found == made), (
             f"byte {position}: {bytes(damaged[max(0, position - 20) : position + 20])!r}"

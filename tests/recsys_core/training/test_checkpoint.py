@@ -55,22 +55,22 @@ def spec_of(*, brands: bool = True) -> ModelSpec:
     return small_spec(dim=256, forms=forms, tables={"item": TableConfig(optimizer=exact)})
 
 
-class Made(NamedTuple):
+class Setup(NamedTuple):
     model: DistributedModelParallel
     optimizer: CombinedOptimizer
 
 
-def make(rank: int, kind: str, *, spec: ModelSpec, steps: int = 0) -> Made:
+def make(rank: int, kind: str, *, spec: ModelSpec, steps: int = 0) -> Setup:
     process = Process(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
     model, _ = sharded_model(spec, kinds=dict.fromkeys(spec.tables, kind), training=TRAINING, loss=LOSS, process=process)
-    made = Made(model, make_optimizer(model, spec=spec, config=TRAINING))
-    train(made, rank, spec=spec, steps=range(steps))
-    return made
+    setup = Setup(model, make_optimizer(model, spec=spec, config=TRAINING))
+    train(setup, rank, spec=spec, steps=range(steps))
+    return setup
 
 
-def train(made: Made, rank: int, *, spec: ModelSpec, steps: range) -> None:
+def train(setup: Setup, rank: int, *, spec: ModelSpec, steps: range) -> None:
     batches = iter([make_batch(spec, ranks=[rank], step=step, queries=6, negatives=5) for step in steps])
-    pipeline = TrainPipelineSparseDist(made.model, made.optimizer, torch.device("cpu"))
+    pipeline = TrainPipelineSparseDist(setup.model, setup.optimizer, torch.device("cpu"))
     for _ in steps:
         pipeline.progress(batches)
     if steps:
@@ -83,14 +83,14 @@ def checkpointer(rank: int, folder: Path, **settings: Any) -> Checkpointer:
     return Checkpointer(folder, fingerprint="f", attempt=1, process=process, **defaults | settings)
 
 
-def whole_state(made: Made, spec: ModelSpec) -> dict[str, np.ndarray]:
+def whole_state(setup: Setup, spec: ModelSpec) -> dict[str, np.ndarray]:
     """Return tables, accumulators and all unsharded tensors, gathered from all ranks."""
     found: dict[str, np.ndarray] = {}
     parts: dict[str, list[Any]] = {}
-    state = made.model.state_dict()
+    state = setup.model.state_dict()
     for name in spec.tables:
         parts[name] = [(shard.row, shard.column, shard.weight_RD.numpy()) for shard in table_shards(state, table=name)]
-        parts[f"{name} accumulator"] = accumulator_shards(made.optimizer, spec=spec, table=name)
+        parts[f"{name} accumulator"] = accumulator_shards(setup.optimizer, spec=spec, table=name)
     gathered: list[dict[str, list[Any]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(gathered, parts)
     for name, table in spec.tables.items():
@@ -104,17 +104,17 @@ def whole_state(made: Made, spec: ModelSpec) -> dict[str, np.ndarray]:
                 row, column, value = shard.in_table(rowwise=by_row, dim=table.dim)
                 accumulator = found[f"{name} accumulator"].reshape(table.num_rows, -1)
                 accumulator[row : row + len(value), column : column + value.shape[1]] += value.numpy()
-    flat, _ = flatten_state_dict({"model": state, "optimizer": made.optimizer.state_dict()})
+    flat, _ = flatten_state_dict({"model": state, "optimizer": setup.optimizer.state_dict()})
     return found | {key: np.array(value) for key, value in flat.items() if not isinstance(value, ShardedTensor)}
 
 
 def save_one(rank: int, kind: str, folder: Path) -> None:
     spec = spec_of()
-    made = make(rank, kind, spec=spec, steps=STEPS)
+    setup = make(rank, kind, spec=spec, steps=STEPS)
     saver = checkpointer(rank, folder / kind)
-    saver.save(made.model, made.optimizer, step=STEPS, best=BEST)
-    expected = whole_state(made, spec)
-    train(made, rank, spec=spec, steps=range(STEPS, STEPS + 2))  # while the checkpoint is being written
+    saver.save(setup.model, setup.optimizer, step=STEPS, best=BEST)
+    expected = whole_state(setup, spec)
+    train(setup, rank, spec=spec, steps=range(STEPS, STEPS + 2))  # while the checkpoint is being written
     saver.finish()
     if rank == 0:
         np.savez(folder / f"{kind}.npz", **expected)
@@ -132,9 +132,9 @@ def load_all(rank: int, folder: Path) -> None:
     spec = spec_of()
     for kind in KINDS:
         for source in SAVED_BY:
-            made = make(rank, kind, spec=spec)
-            restore(made.model, made.optimizer, checkpoint=folder / source / checkpoint_name(STEPS))
-            found, expected = whole_state(made, spec), dict(np.load(folder / f"{source}.npz"))
+            setup = make(rank, kind, spec=spec)
+            restore(setup.model, setup.optimizer, checkpoint=folder / source / checkpoint_name(STEPS))
+            found, expected = whole_state(setup, spec), dict(np.load(folder / f"{source}.npz"))
             assert found.keys() == expected.keys()
             assert any("exp_avg_sq" in key for key in found) and any(key.endswith("step") for key in found)
             for name, value in expected.items():
@@ -149,9 +149,9 @@ def test_tables_accumulators_and_layers_are_restored_on_other_ranks_and_with_ano
 
 
 def load_into(rank: int, checkpoint: Path, spec: ModelSpec, message: str) -> None:
-    made = make(rank, "row_wise", spec=spec)
+    setup = make(rank, "row_wise", spec=spec)
     with pytest.raises(StageError, match=message):
-        restore(made.model, made.optimizer, checkpoint=checkpoint)
+        restore(setup.model, setup.optimizer, checkpoint=checkpoint)
 
 
 def test_a_checkpoint_of_another_model_is_rejected_with_tables_and_shapes(saved):
@@ -203,10 +203,10 @@ def test_a_half_written_checkpoint_of_an_earlier_attempt_is_ignored(saved, tmp_p
 
 
 def keep_few(rank: int, folder: Path) -> None:
-    made = make(rank, "row_wise", spec=spec_of())
+    setup = make(rank, "row_wise", spec=spec_of())
     saver = checkpointer(rank, folder, keep=2)
     for step in range(1, 6):
-        saver.save(made.model, made.optimizer, step=step, best=BEST if step > 1 else None)
+        saver.save(setup.model, setup.optimizer, step=step, best=BEST if step > 1 else None)
     saver.finish()
     if rank == 0:
         assert sorted(path.name for path in folder.iterdir()) == [checkpoint_name(step) for step in (2, 4, 5)]
@@ -217,10 +217,10 @@ def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
 
 
 def save_on_a_full_disk(rank: int, folder: Path) -> None:
-    made = make(rank, "row_wise", spec=spec_of())
+    setup = make(rank, "row_wise", spec=spec_of())
     shutil.disk_usage = lambda _: shutil._ntuple_diskusage(10**6, 10**6 - 99, 99)  # type: ignore[attr-defined]
     with pytest.raises(InputError, match=r"a checkpoint takes 0\.\d+ GiB, but the disk has 0.000 GiB free"):
-        checkpointer(rank, folder).save(made.model, made.optimizer, step=1, best=None)
+        checkpointer(rank, folder).save(setup.model, setup.optimizer, step=1, best=None)
 
 
 def test_a_disk_too_small_for_a_checkpoint_is_reported_before_it_is_written(tmp_path):
@@ -243,10 +243,10 @@ def hash_until_a_sign_of_life(rank: int, folder: Path) -> None:
                 time.sleep(0.05)
         return record(path)
 
-    made = make(rank, "row_wise", spec=spec, steps=1)
+    setup = make(rank, "row_wise", spec=spec, steps=1)
     saver = checkpointer(rank, folder / "checkpoints")
     stage_folder.record_file = slow  # type: ignore[assignment]
-    saver.save(made.model, made.optimizer, step=1, best=None)
+    saver.save(setup.model, setup.optimizer, step=1, best=None)
     saver.finish()
     if rank == 0:
         assert load_manifest(folder / "checkpoints" / checkpoint_name(1), CheckpointManifest, verify=False) is not None

@@ -56,7 +56,7 @@ def spec_of(history: HistoryConfig | None = None) -> ModelSpec:
     return spec.model_copy(update={"config": spec.config.model_copy(update=towers)})
 
 
-class Made(NamedTuple):
+class Setup(NamedTuple):
     model: DistributedModelParallel
     optimizer: CombinedOptimizer
 
@@ -70,38 +70,38 @@ def process_of(rank: int) -> Process:
     return Process(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
 
 
-def make(rank: int, spec: ModelSpec, **settings: Any) -> Made:
+def make(rank: int, spec: ModelSpec, **settings: Any) -> Setup:
     training = TrainingConfig(seed=1, **{"dense_optimizer": ADAM} | settings)
     kinds = {name: KINDS.get(name, "row_wise") for name in spec.tables}
     model, _ = sharded_model(spec, kinds=kinds, training=training, loss=LOSS, process=process_of(rank))
-    made = Made(model, make_optimizer(model, spec=spec, config=training))
-    made.head.bf16 = training.precision == "bf16"
-    sharded = {name for name, value in made.head.named_parameters() if isinstance(value, DTensor)}
-    towers = {name for name, _ in made.head.named_parameters() if "tower." in name or "item.projection." in name}
+    setup = Setup(model, make_optimizer(model, spec=spec, config=training))
+    setup.head.bf16 = training.precision == "bf16"
+    sharded = {name for name, value in setup.head.named_parameters() if isinstance(value, DTensor)}
+    towers = {name for name, _ in setup.head.named_parameters() if "tower." in name or "item.projection." in name}
     assert sharded == (towers if training.dense_parallel == "sharded" else set())
-    assert len(made.head.state_dict()) == len(towers) + 3, "but for the pooling's weights and its start, and the temperature"
-    return made
+    assert len(setup.head.state_dict()) == len(towers) + 3, "but for the pooling's weights and its start, and the temperature"
+    return setup
 
 
-def train(made: Made, rank: int, spec: ModelSpec, *, steps: range, **settings: Any) -> list[float]:
+def train(setup: Setup, rank: int, spec: ModelSpec, *, steps: range, **settings: Any) -> list[float]:
     """Train and return the losses of this rank."""
     training = TrainingConfig(**{"dense_optimizer": ADAM} | settings)
-    rates = LearningRates(made.optimizer, spec=spec, config=training, total_steps=STEPS)
+    rates = LearningRates(setup.optimizer, spec=spec, config=training, total_steps=STEPS)
     batches = iter([make_batch(spec, ranks=[rank], step=step, queries=6, negatives=NEGATIVES) for step in steps])
-    pipeline = TrainPipelineSparseDist(made.model, made.optimizer, torch.device("cpu"))
+    pipeline = TrainPipelineSparseDist(setup.model, setup.optimizer, torch.device("cpu"))
     losses = []
     for step in steps:
         rates.set_step(step)
         losses.append(pipeline.progress(batches).item())
     if steps:
-        assert len(pipeline._pipelined_modules) == len(made.model.module.embedding_tables)
+        assert len(pipeline._pipelined_modules) == len(setup.model.module.embedding_tables)
         pipeline.detach()
     return losses
 
 
-def dense_state(made: Made) -> dict[str, np.ndarray]:
+def dense_state(setup: Setup) -> dict[str, np.ndarray]:
     """Return the weights and optimizer states that TorchRec does not shard, by their names in a checkpoint. Collective."""
-    flat, _ = flatten_state_dict({"model": made.model.state_dict(), "optimizer": made.optimizer.state_dict()})
+    flat, _ = flatten_state_dict({"model": setup.model.state_dict(), "optimizer": setup.optimizer.state_dict()})
     return {
         name: value.detach().numpy().copy()
         for name, value in gathered_items({name: value for name, value in flat.items() if not isinstance(value, ShardedTensor)})
@@ -117,8 +117,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def local_tables(made: Made, name: str) -> list[np.ndarray]:
-    return [shard.weight_RD.numpy() for shard in table_shards(made.model.state_dict(), table=name)]
+def local_tables(setup: Setup, name: str) -> list[np.ndarray]:
+    return [shard.weight_RD.numpy() for shard in table_shards(setup.model.state_dict(), table=name)]
 
 
 def step_both(rank: int, names: list[str], spec: ModelSpec) -> None:
@@ -126,13 +126,13 @@ def step_both(rank: int, names: list[str], spec: ModelSpec) -> None:
         settings = SETTINGS[case]
         replicated, sharded = (make(rank, spec, dense_parallel=mode, **settings) for mode in ("replicated", "sharded"))
         started = dense_state(replicated)
-        expected, found = (train(made, rank, spec, steps=range(STEPS), **settings) for made in (replicated, sharded))
+        expected, found = (train(setup, rank, spec, steps=range(STEPS), **settings) for setup in (replicated, sharded))
         rounding = ROUNDING[settings.get("precision", "fp32")]
         np.testing.assert_allclose(found, expected, rtol=rounding, err_msg=f"{case}: losses")
         expected, actual = dense_state(replicated), dense_state(sharded)
         assert actual.keys() == expected.keys()
         for name in spec.tables:
-            for place, shards in enumerate(zip(*(local_tables(made, name) for made in (replicated, sharded)), strict=True)):
+            for place, shards in enumerate(zip(*(local_tables(setup, name) for setup in (replicated, sharded)), strict=True)):
                 expected[f"{name} {place}"], actual[f"{name} {place}"] = shards
         for name, value in expected.items():
             # By the largest number of a tensor: Adam turns the rounding of a gradient near zero into a part of a whole step.
@@ -153,11 +153,11 @@ def encode_both(rank: int) -> None:
     spec = spec_of(HistoryConfig(length=4, pooling="recency", item_representation="candidate_tower"))
     found: list[list[torch.Tensor]] = []
     for mode in ("replicated", "sharded"):
-        made = make(rank, spec, dense_parallel=mode)
-        task, batch = made.model.module, make_batch(spec, ranks=[rank], step=9, queries=6, negatives=NEGATIVES)
+        setup = make(rank, spec, dense_parallel=mode)
+        task, batch = setup.model.module, make_batch(spec, ranks=[rank], step=9, queries=6, negatives=NEGATIVES)
         found.append([])
         for steps in (range(0), range(2)):  # an export has not stepped the model, a validation has
-            train(made, rank, spec, steps=steps)
+            train(setup, rank, spec, steps=steps)
             with torch.no_grad():
                 found[-1] += [*task.eval().encode_items(batch), task.encode_queries(batch)]
             task.train()
@@ -176,14 +176,14 @@ def saved_name(mode: str, ranks: int) -> str:
 
 def save_one(rank: int, mode: str, folder: Path) -> None:
     spec = spec_of()
-    made = make(rank, spec, dense_parallel=mode)
-    train(made, rank, spec, steps=range(2))
+    setup = make(rank, spec, dense_parallel=mode)
+    train(setup, rank, spec, steps=range(2))
     process = process_of(rank)
     target, heartbeat = folder / saved_name(mode, process.world_size), folder / "heartbeat"
     saver = Checkpointer(target, fingerprint="f", attempt=1, keep=1, extra_files={}, heartbeat=heartbeat, process=process)
-    saver.save(made.model, made.optimizer, step=2, best=None)
-    expected = dense_state(made)
-    train(made, rank, spec, steps=range(2, 4))  # while the checkpoint is being written
+    saver.save(setup.model, setup.optimizer, step=2, best=None)
+    expected = dense_state(setup)
+    train(setup, rank, spec, steps=range(2, 4))  # while the checkpoint is being written
     saver.finish()
     if rank == 0:
         np.savez(folder / f"{saved_name(mode, process.world_size)}.npz", **expected)
@@ -204,9 +204,9 @@ def load_all(rank: int, folder: Path) -> None:
     spec = spec_of()
     for mode in ("replicated", "sharded"):
         for source in (saved_name(*source) for source in SAVED):
-            made = make(rank, spec, dense_parallel=mode)
-            restore(made.model, made.optimizer, checkpoint=folder / source / checkpoint_name(2))
-            found, expected = dense_state(made), dict(np.load(folder / f"{source}.npz"))
+            setup = make(rank, spec, dense_parallel=mode)
+            restore(setup.model, setup.optimizer, checkpoint=folder / source / checkpoint_name(2))
+            found, expected = dense_state(setup), dict(np.load(folder / f"{source}.npz"))
             assert found.keys() == expected.keys()
             for name, value in expected.items():
                 np.testing.assert_array_equal(found[name], value, err_msg=f"{source} -> {mode}: {name}")
@@ -218,14 +218,14 @@ def test_a_checkpoint_loads_sharded_and_replicated_on_any_number_of_ranks(saved,
 
 
 def fill_warm(rank: int, folder: Path) -> None:
-    made = make(rank, spec_of(), dense_parallel="sharded")
-    layers = {name: torch.rand(value.shape) for name, value in made.head.named_parameters()}
+    setup = make(rank, spec_of(), dense_parallel="sharded")
+    layers = {name: torch.rand(value.shape) for name, value in setup.head.named_parameters()}
     dist.broadcast_object_list(given := [layers])
     if rank == 0:
         save_file(given[0], folder / "dense.safetensors")
     dist.barrier()
-    load_champion_weights(made.model, warm=WarmStart(run_id="champion", export=folder, prepared=folder))
-    found = dict(gathered_items(made.head.state_dict()))
+    load_champion_weights(setup.model, warm=WarmStart(run_id="champion", export=folder, prepared=folder))
+    found = dict(gathered_items(setup.head.state_dict()))
     assert found.keys() == given[0].keys()
     for name, value in given[0].items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=0)
@@ -236,13 +236,13 @@ def test_the_layers_of_the_champion_are_loaded_into_sharded_layers(tmp_path):
 
 
 def refuse_alone(rank: int) -> None:
-    made = make(rank, spec := spec_of(), dense_parallel="sharded")
-    weight = dict(made.head.named_parameters())["query.tower.layers.0.weight"]
+    setup = make(rank, spec := spec_of(), dense_parallel="sharded")
+    weight = dict(setup.head.named_parameters())["query.tower.layers.0.weight"]
     if rank == 1:  # the other one does not come: it waits for this rank's part in the next step
         with torch.no_grad():
             local_part(weight)[0, 0] = torch.nan
         with pytest.raises(StageError, match=r"rank 1: .* \(layers head\.query\.tower\.layers\.0\.weight are not finite\)"):
-            raise_if_not_finite(torch.tensor(torch.nan), step=3, epoch=1, model=made.model, spec=spec, rank=rank)
+            raise_if_not_finite(torch.tensor(torch.nan), step=3, epoch=1, model=setup.model, spec=spec, rank=rank)
 
 
 def test_one_rank_alone_reports_which_of_its_layers_are_not_finite():

@@ -35,7 +35,7 @@ def decay_alone(rank: int, kind: str, dense_parallel: DenseParallel) -> None:
         for parameter in parameters.values():
             parameter.fill_(1.0)
     for parameter in parameters.values():
-        parameter.grad = torch.zeros_like(parameter)  # whatever moves now moves by decay alone
+        parameter.grad = torch.zeros_like(parameter)  # without a gradient only weight decay changes a parameter
     make_optimizer(model, spec=spec, config=config).step()
     for name, parameter in parameters.items():
         is_still = torch.equal(local_part(parameter), torch.ones_like(local_part(parameter)))

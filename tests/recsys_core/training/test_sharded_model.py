@@ -88,7 +88,7 @@ def train_plain(case: Case, *, ranks: int) -> Expected:
         for optimizer, schedule in ((adagrad, config.table_optimizer), (sgd, config.dense_optimizer)):
             optimizer.param_groups[0]["lr"] = schedule.learning_rate * schedule.scale(step, total_steps=STEPS)
             optimizer.zero_grad()
-        # Ranks that share candidates see what one rank with all their queries would; else their losses are averaged.
+        # Ranks that share candidates equal one rank with all their queries; otherwise their losses are averaged.
         groups = [list(range(ranks))] if case.loss.cross_rank_negatives else [[rank] for rank in range(ranks)]
         batches = [make_batch(spec, ranks=group, step=step, queries=queries(step), negatives=NEGATIVES) for group in groups]
         mean = torch.stack([task(batch)[0] for batch in batches]).mean()

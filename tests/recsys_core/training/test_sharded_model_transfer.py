@@ -162,7 +162,7 @@ def test_full_trains_every_row_that_is_looked_up(tmp_path):
 @pytest.mark.parametrize("kind", ["row_wise", "data_parallel"])
 def test_a_table_with_a_smaller_learning_rate_of_its_own_moves_less(kind, tmp_path):
     slow = TableOptimizer(learning_rate=0.001, warmup_steps=0)
-    # The first rows of Adagrad move by the learning rate whatever the gradient.
+    # The first step of Adagrad moves a row by the learning rate for any gradient.
     run = train(tmp_path, spec_of(kind, item=TableConfig(optimizer=slow)), kind=kind)
     step = {name: np.abs(run.tables[1][name] - run.tables[0][name]).max() for name in ("item", "user", "item.genres")}
     assert step["item"] < 0.02 * min(step["user"], step["item.genres"])

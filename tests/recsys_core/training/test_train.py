@@ -252,7 +252,7 @@ def test_a_replaced_metrics_file_is_read_from_its_beginning_even_if_it_is_longer
     tail = MetricsTail(tmp_path / "metrics.jsonl", lambda line: seen.append((line.step, line.loss)))
     write(tmp_path / "metrics.jsonl", losses=[0.25])
     tail.relay()
-    write(tmp_path / "new", losses=[0.5, 0.125])  # its first line is shorter than what was read
+    write(tmp_path / "new", losses=[0.5, 0.125])  # its first line is shorter than the part already read
     (tmp_path / "new").replace(tmp_path / "metrics.jsonl")
     tail.relay()
     assert seen == [(1, 0.25), (2, 0.125)]

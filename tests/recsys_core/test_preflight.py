@@ -148,7 +148,7 @@ def test_the_table_marks_a_limit_that_is_below_the_machine() -> None:
         machine_cores=64,
         usable_cores=1.5,
         machine_memory_bytes=64 * 2**30,
-        memory_bytes=8 * 2**30,
+        usable_memory_bytes=8 * 2**30,
         available_memory_bytes=6 * 2**30,
         gpus=(Gpu(name="H200", memory_bytes=140 * 2**30), Gpu(name="H200", memory_bytes=140 * 2**30)),
         folder=Path("workspace"),

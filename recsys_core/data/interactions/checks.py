@@ -1,4 +1,4 @@
-"""Row checks of the interaction log, as SQL over the view `raw` (see incremental.py), and the scan that counts them."""
+"""Row checks of the interaction log, as SQL over the view `raw` (see incremental.py), and the scan that counts the bad rows."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -67,27 +67,29 @@ def scan_files(
     *,
     num_files: int,
     range_columns: Sequence[str],
-    positive: str,
+    positive_condition: str,
 ) -> list[FileStatistics]:
     """Return the statistics of each file of `raw`, in one scan.
 
     Args:
         range_columns: columns of `raw` whose smallest and largest value is returned.
-        positive: SQL, true for the rows that reach the label threshold. The range of `position` is over these rows only.
+        positive_condition: SQL that is true for the rows that reach the label threshold. The range of `position` covers only
+            these rows.
     """
-    good = pass_condition(checks)
-    counts = [f"count(*) FILTER ({check.condition})" for check in checks]
-    ranges = []
+    good_condition = pass_condition(checks)
+    expressions = ["source", "count(*)", f"count(*) FILTER (NOT ({good_condition}))"]
+    expressions += [f"count(*) FILTER ({check.condition})" for check in checks]
     for column in range_columns:
-        rows = f"{good} AND {positive}" if column == "position" else good
-        ranges += [f"{bound}({column}::DOUBLE) FILTER ({rows})" for bound in ("min", "max")]
-    values = ", ".join(["source", "count(*)", f"count(*) FILTER (NOT ({good}))", *counts, *ranges])
+        condition = f"{good_condition} AND {positive_condition}" if column == "position" else good_condition
+        expressions += [f"{bound}({column}::DOUBLE) FILTER ({condition})" for bound in ("min", "max")]
+    query = f"SELECT {', '.join(expressions)} FROM raw GROUP BY source"
     statistics = [FileStatistics()] * num_files  # a file without rows does not occur in `raw`
-    for source, num_rows, num_bad, *rest in connection.sql(f"SELECT {values} FROM raw GROUP BY source").fetchall():
-        bad_counts = {check.name: count for check, count in zip(checks, rest, strict=False) if count}
-        bounds = zip(rest[len(checks) :: 2], rest[len(checks) + 1 :: 2], strict=True)
-        found = {column: pair for column, pair in zip(range_columns, bounds, strict=True) if pair[0] is not None}
-        statistics[source] = FileStatistics(num_rows, num_bad, bad_counts, found)
+    for source, num_rows, num_bad, *check_counts_and_bounds in connection.sql(query).fetchall():
+        check_counts, bounds = check_counts_and_bounds[: len(checks)], check_counts_and_bounds[len(checks) :]
+        bad_counts = {check.name: count for check, count in zip(checks, check_counts, strict=True) if count}
+        low_and_high = zip(range_columns, bounds[::2], bounds[1::2], strict=True)
+        ranges = {column: (low, high) for column, low, high in low_and_high if low is not None}
+        statistics[source] = FileStatistics(num_rows, num_bad, bad_counts, ranges)
     return statistics
 
 
@@ -104,9 +106,9 @@ def reject_bad_log(
     def find_first() -> BadRow:
         index = next(index for index, file in enumerate(statistics) if file.num_bad)
         relation = f"(SELECT * FROM raw WHERE source = {index})"
-        bad = first_bad_row(connection, checks, relation=relation, row_sql="row", source=sources[index])
-        assert bad is not None
-        return bad
+        bad_row = first_bad_row(connection, checks, relation=relation, row_sql="row", source=sources[index])
+        assert bad_row is not None
+        return bad_row
 
     reject_bad_rows(
         {check.name: sum(file.bad_counts.get(check.name, 0) for file in statistics) for check in checks},
@@ -117,54 +119,58 @@ def reject_bad_log(
     )
 
 
-def _id_checks(alias: str, column: str, kind: pa.DataType) -> list[RowCheck]:
+def _id_checks(alias: str, column: str, arrow_type: pa.DataType) -> list[RowCheck]:
     checks = [RowCheck(column, "null", f'"{alias}" IS NULL', FIX_ROWS)]
-    if pa.types.is_uint64(value_type(kind)):
-        too_large = f'"{alias}" > {INT64_MAX}'
-        checks.append(RowCheck(column, "over int64", too_large, "ids have to fit into int64; write them as strings"))
-    if not pa.types.is_integer(value_type(kind)):
+    if pa.types.is_uint64(value_type(arrow_type)):
+        is_too_large = f'"{alias}" > {INT64_MAX}'
+        checks.append(RowCheck(column, "over int64", is_too_large, "ids have to fit into int64; write them as strings"))
+    if not pa.types.is_integer(value_type(arrow_type)):
         checks.append(RowCheck(column, "an empty string", f"\"{alias}\" = ''", FIX_ROWS))
     return checks
 
 
 def _time_checks(column: str, *, latest_us: int) -> list[RowCheck]:
-    # A time that overflows 64 bits of microseconds is null in `position`; `early` then tells whether it is before 1970.
+    # `position` is null for a time that overflows 64 bits of microseconds. `before_1970` is also valid for such a time.
     overflow = "position IS NULL AND time IS NOT NULL"
     return [
         RowCheck(column, "null", "time IS NULL", FIX_ROWS),
-        RowCheck(column, IN_FUTURE, f"position > {latest_us} OR ({overflow} AND NOT early)", FIX_CLOCK),
-        RowCheck(column, "before 1970", f"position < 0 OR ({overflow} AND early)", FIX_CLOCK),
+        RowCheck(column, IN_FUTURE, f"position > {latest_us} OR ({overflow} AND NOT before_1970)", FIX_CLOCK),
+        RowCheck(column, "before 1970", f"position < 0 OR ({overflow} AND before_1970)", FIX_CLOCK),
     ]
 
 
-def _order_checks(column: str, kind: pa.DataType) -> list[RowCheck]:
-    checks = _number_checks("sequence", column, kind)
-    if pa.types.is_uint64(kind):
+def _order_checks(column: str, arrow_type: pa.DataType) -> list[RowCheck]:
+    checks = _number_checks("sequence", column, arrow_type)
+    if pa.types.is_uint64(arrow_type):
         checks.append(RowCheck(column, "over int64", f"sequence > {INT64_MAX}", FIX_ROWS))
     return checks
 
 
-def _label_checks(column: str, kind: pa.DataType, *, label_range: tuple[float, float] | None) -> list[RowCheck]:
-    checks = _number_checks("label", column, kind)
+def _label_checks(column: str, arrow_type: pa.DataType, *, label_range: tuple[float, float] | None) -> list[RowCheck]:
+    checks = _number_checks("label", column, arrow_type)
     if label_range is not None:
         low, high = label_range
         # isfinite: DuckDB orders NaN above all numbers, and NaN has a check of its own.
-        outside = f"isfinite(label::DOUBLE) AND (label::DOUBLE < {low!r} OR label::DOUBLE > {high!r})"
-        checks.append(RowCheck(column, f"outside of {low:g} to {high:g}", outside, "see interactions.label_range"))
+        is_outside = f"isfinite(label::DOUBLE) AND (label::DOUBLE < {low!r} OR label::DOUBLE > {high!r})"
+        checks.append(
+            RowCheck(
+                column, f"outside of {low:g} to {high:g}", is_outside, "fix these labels, or change interactions.label_range"
+            )
+        )
     return checks
 
 
-def _weight_checks(column: str, kind: pa.DataType) -> list[RowCheck]:
-    negative, large = "weight < 0", f"weight::DOUBLE > {FLOAT32_MAX!r}"
+def _weight_checks(column: str, arrow_type: pa.DataType) -> list[RowCheck]:
+    is_negative, is_too_large = "weight < 0", f"weight::DOUBLE > {FLOAT32_MAX!r}"
     return [
-        *_number_checks("weight", column, kind),
-        RowCheck(column, "negative", f"{negative} AND isfinite(weight::DOUBLE)", "a weight has to be 0 or more"),
-        RowCheck(column, "too large for float32", f"{large} AND isfinite(weight::DOUBLE)", FIX_ROWS),
+        *_number_checks("weight", column, arrow_type),
+        RowCheck(column, "negative", f"{is_negative} AND isfinite(weight::DOUBLE)", "a weight has to be 0 or more"),
+        RowCheck(column, "too large for float32", f"{is_too_large} AND isfinite(weight::DOUBLE)", FIX_ROWS),
     ]
 
 
-def _number_checks(alias: str, column: str, kind: pa.DataType) -> list[RowCheck]:
-    if not pa.types.is_floating(kind):
+def _number_checks(alias: str, column: str, arrow_type: pa.DataType) -> list[RowCheck]:
+    if not pa.types.is_floating(arrow_type):
         return [RowCheck(column, "null or not a number", f"{alias} IS NULL", FIX_ROWS)]
     return [
         RowCheck(column, "null or not a number", f"{alias} IS NULL OR isnan({alias}::DOUBLE)", FIX_ROWS),

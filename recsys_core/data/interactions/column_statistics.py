@@ -16,12 +16,12 @@ LONG_ID = 1_000
 
 
 def bad_row_counts(parts: Sequence[LogPart], log: InteractionsInput) -> dict[str, int]:
-    """Return the number of dropped rows by check, named `<column>: <reason>`."""
-    total: dict[str, int] = {}
+    """Return the number of dropped rows by check. A check is named `<column>: <reason>`."""
+    counts: dict[str, int] = {}
     for file in _current_files(parts, log):
         for name, count in file.bad_rows.items():
-            total[name] = total.get(name, 0) + count
-    return total
+            counts[name] = counts.get(name, 0) + count
+    return counts
 
 
 def column_statistics(
@@ -60,8 +60,9 @@ def column_statistics(
 
 
 def _current_files(parts: Sequence[LogPart], log: InteractionsInput) -> list[ReadFile]:
-    current = log.splits
-    return [file for part in parts for file in part.files if file.source in current]
+    """Return the files of the parts that are still input files. A part may also have files that are gone or changed."""
+    current_sources = set(log.split_codes)
+    return [file for part in parts for file in part.files if file.source in current_sources]
 
 
 def _as_text(value: float, *, is_time: bool) -> str:

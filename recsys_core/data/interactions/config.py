@@ -7,21 +7,21 @@ from pydantic import AfterValidator, Field, model_validator
 from recsys_core.config import MAX_COUNT, MAX_DAYS, OPERATIONAL, Checksums, Column, Paths, Settings
 
 SPLITS = ("train", "validation", "test")
-"""The code of a split is its index here; the events of a user are stored in this order."""
+"""A split is stored as its index in this tuple, its code. The events of a user are stored in the order of the codes."""
 
-_UNITS = {"K": 1_000, "M": 1_000_000, "G": 1_000_000_000, "T": 1_000_000_000_000}
+_BYTES_PER_UNIT = {"K": 1_000, "M": 1_000_000, "G": 1_000_000_000, "T": 1_000_000_000_000}
 
 
-def _as_memory(limit: str) -> str:
-    amount, unit = limit.rstrip("KMGTiB "), next(char for char in limit if char in _UNITS)
-    if not 1_000_000 <= float(amount) * _UNITS[unit] <= 1e15:
+def _check_memory_limit(limit: str) -> str:
+    amount, unit = limit.rstrip("KMGTiB "), next(char for char in limit if char in _BYTES_PER_UNIT)
+    if not 1_000_000 <= float(amount) * _BYTES_PER_UNIT[unit] <= 1e15:
         raise ValueError(f"is {limit}; set a value from 1MB to 1000TB")
     return limit
 
 
 Label = Annotated[float, Field(ge=-1e30, le=1e30)]
 MemoryLimit = Annotated[
-    str, Field(max_length=20, pattern=r"^[0-9]{1,6}(\.[0-9]{1,6})? ?[KMGT]i?B$"), AfterValidator(_as_memory)
+    str, Field(max_length=20, pattern=r"^[0-9]{1,6}(\.[0-9]{1,6})? ?[KMGT]i?B$"), AfterValidator(_check_memory_limit)
 ]
 
 
@@ -69,7 +69,7 @@ class FileSplit(Settings):
     )
 
     @model_validator(mode="after")
-    def _one_validation(self) -> Self:
+    def _check_validation(self) -> Self:
         if self.validation is not None and self.validation_share > 0:
             raise ValueError("set validation or validation_share, not both")
         if self.validation_by == "item" and self.validation_share == 0:
@@ -84,7 +84,7 @@ Split = Annotated[TimeSplit | LeaveLastOut | FileSplit, Field(discriminator="kin
 
 
 class LogFilter(Settings):
-    """Filters of the log, applied in the order of the fields. All of them count only events inside the window."""
+    """Filters of the log, applied in the order of the fields. Events outside of the window count for no other filter."""
 
     window_days: float | None = Field(
         None, gt=0, le=MAX_DAYS, description="Number of days at the end of the log to keep; empty: all events"
@@ -216,7 +216,7 @@ class InteractionsConfig(Settings):
     @property
     def columns(self) -> tuple[str, ...]:
         """All columns to read, without repeats."""
-        named = (
+        optional_columns = (
             self.user_column,
             self.item_column,
             self.timestamp_column,
@@ -225,7 +225,7 @@ class InteractionsConfig(Settings):
             self.weight_column,
             *self.context_columns,
         )
-        return tuple(dict.fromkeys(column for column in named if column is not None))
+        return tuple(dict.fromkeys(column for column in optional_columns if column is not None))
 
     @property
     def ordered(self) -> bool:

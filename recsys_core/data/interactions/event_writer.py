@@ -1,6 +1,6 @@
 """Writer of the event store: the sorted log streams from DuckDB into the memory maps that InteractionsManifest describes.
 
-Shapes: E events of a batch, U users, I items, S splits.
+E is the number of events of a batch, S the number of splits.
 """
 
 from collections.abc import Iterator
@@ -33,34 +33,34 @@ class EventWriter:
 
     def write_events(self, connection: duckdb.DuckDBPyConnection) -> None:
         """Write event_item.npy and, as configured, event_time.npy, event_weight.npy and context.parquet."""
-        extra = extra_columns(connection, "log")
-        (user, join_user), (item, join_item) = self._users.row_of('log."user"'), self._items.row_of("log.item")
+        extra_names = extra_columns(connection, "log")
+        (user_row, user_join), (item_row, item_join) = self._users.row_of('log."user"'), self._items.row_of("log.item")
         columns = [
-            f"{user} AS u",
-            f"{item} AS i",
+            f"{user_row} AS user_row",
+            f"{item_row} AS item_row",
             "log.split AS split",
             "log.position AS position",
-            *(f"log.{name}" for name in extra),
+            *(f"log.{name}" for name in extra_names),
         ]
         ((num_events,),) = connection.sql("SELECT count(*) FROM log").fetchall()
         reader = connection.sql(
-            f"SELECT {', '.join(columns)} FROM log{join_user}{join_item} ORDER BY u, split, position, i"
-            + "".join(f", log.{name}" for name in extra)
+            f"SELECT {', '.join(columns)} FROM log{user_join}{item_join} ORDER BY user_row, split, position, item_row"
+            + "".join(f", log.{name}" for name in extra_names)
         ).to_arrow_reader(BATCH_ROWS)
-        arrays = {"i": allocate_npy(self._out / "event_item.npy", dtype=np.int32, shape=(num_events,))}
+        arrays = {"item_row": allocate_npy(self._out / "event_item.npy", dtype=np.int32, shape=(num_events,))}
         if self._config.timestamp_column is not None:
             arrays["position"] = allocate_npy(self._out / "event_time.npy", dtype=np.int64, shape=(num_events,))
-        if "weight" in extra:
+        if "weight" in extra_names:
             arrays["weight"] = allocate_npy(self._out / "event_weight.npy", dtype=np.float32, shape=(num_events,))
         start = 0
         with _ContextFile(self._out / "context.parquet", self._config.context_columns) as context:
             for batch in _merge_batches(reader):
                 for name, array in arrays.items():
                     array[start : start + batch.num_rows] = batch.column(name).to_numpy()
-                self._count(batch)
+                self._count_events(batch)
                 context.write(batch)
                 start += batch.num_rows
-        assert start == num_events, f"the join of {num_events} events with the vocabularies returned {start}"
+        assert start == num_events, f"the join of {num_events} events with the vocabularies returned {start} events"
 
     def write_offsets(self) -> None:
         """Write the arrays that have one entry per user, per item or per training event."""
@@ -93,29 +93,30 @@ class EventWriter:
             array[start:stop] = np.repeat(np.arange(first_user, first_user + len(counts), dtype=np.int32), counts)
             start = stop
 
-    def _count(self, batch: pa.RecordBatch) -> None:
-        user_E, item_E, split_E = (batch.column(name).to_numpy() for name in ("u", "i", "split"))
-        first, stop = int(user_E[0]), int(user_E[-1]) + 1  # events are sorted by user
-        key_E = (user_E - first) * len(SPLITS) + split_E
-        self.user_count_US[first:stop] += np.bincount(key_E, minlength=(stop - first) * len(SPLITS)).reshape(-1, len(SPLITS))
-        key_E = item_E.astype(np.int64) * len(SPLITS) + split_E
-        self.item_count_IS += np.bincount(key_E, minlength=self.item_count_IS.size).reshape(-1, len(SPLITS))
+    def _count_events(self, batch: pa.RecordBatch) -> None:
+        user_E, item_E, split_E = (batch.column(name).to_numpy() for name in ("user_row", "item_row", "split"))
+        first_user, stop_user = int(user_E[0]), int(user_E[-1]) + 1  # events are sorted by user
+        user_split_E = (user_E - first_user) * len(SPLITS) + split_E
+        num_counts = (stop_user - first_user) * len(SPLITS)
+        self.user_count_US[first_user:stop_user] += np.bincount(user_split_E, minlength=num_counts).reshape(-1, len(SPLITS))
+        item_split_E = item_E.astype(np.int64) * len(SPLITS) + split_E
+        self.item_count_IS += np.bincount(item_split_E, minlength=self.item_count_IS.size).reshape(-1, len(SPLITS))
 
 
 def _merge_batches(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
-    """Yield batches of at least BATCH_ROWS rows: counting a batch costs time in proportion to the catalogue."""
-    pending: list[pa.RecordBatch] = []
+    """Yield batches of at least BATCH_ROWS rows, because counting a batch takes time proportional to the number of items."""
+    small_batches: list[pa.RecordBatch] = []
     for batch in reader:
-        pending.append(batch)
-        if sum(each.num_rows for each in pending) >= BATCH_ROWS:
-            yield pa.concat_batches(pending)
-            pending = []
-    if pending:
-        yield pa.concat_batches(pending)
+        small_batches.append(batch)
+        if sum(each.num_rows for each in small_batches) >= BATCH_ROWS:
+            yield pa.concat_batches(small_batches)
+            small_batches = []
+    if small_batches:
+        yield pa.concat_batches(small_batches)
 
 
 class _ContextFile:
-    """context.parquet: the unchanged values of the context columns, one row per event. No file without such columns."""
+    """context.parquet: the unchanged values of the context columns, one row per event. Only with context columns."""
 
     def __init__(self, path: Path, columns: tuple[str, ...]) -> None:
         self._path, self._columns = path, columns

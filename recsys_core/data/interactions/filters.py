@@ -1,6 +1,7 @@
-"""Filters and split of the log: from the parts to the table or view `log` (user, item, position, split, extra columns).
+"""Filters and split of the log. They read the parts and create `log` (user, item, position, split, extra columns).
 
-User and item are codes (see vocabulary.py). An extra column is the weight or a context column.
+`log` is a table or a view in DuckDB. User and item are codes (see vocabulary.py). Position is the sort key of a user's events
+(see incremental.py). The extra columns are the weight and the context columns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ import duckdb
 
 from recsys_core.data.interactions.config import SPLITS, FileSplit, InteractionsConfig, LeaveLastOut, LogFilter, TimeSplit
 from recsys_core.errors import InputError
-from recsys_core.manifests import LogPart, SourceFile
+from recsys_core.manifests import LogPart, ReadFile, SourceFile
 from recsys_core.parquet.duckdb_session import scan
 from recsys_core.units import DAY_US
 
@@ -22,42 +23,45 @@ def load_log(
     *,
     parts: Sequence[LogPart],
     folder: Path,
-    splits: Mapping[SourceFile, int],
+    split_codes: Mapping[SourceFile, int],
 ) -> dict[str, int]:
     """Create `log` from the parts in `folder`; return the number of removed events by reason.
 
     Args:
-        splits: the current input files, each with the code of its split; events of other files are left out.
+        split_codes: code of the split of each input file; events of other files are left out.
     """
-    # A part whose files all had no rows may have no current file left.
-    current = [part for part in parts if any(file.source in splits for file in part.files)]
-    is_given = isinstance(config.split, FileSplit)
-    events = " UNION ALL ".join(_events_of(part, folder=folder, splits=splits, is_given=is_given) for part in current)
-    connection.execute(f"CREATE VIEW events AS {events}").fetchall()
+    # A part without rows is kept even if none of its files is an input file any more.
+    current_parts = [part for part in parts if any(file.source in split_codes for file in part.files)]
+    events_query = " UNION ALL ".join(
+        _part_query(part, folder=folder, split_codes=split_codes, is_split_by_files=isinstance(config.split, FileSplit))
+        for part in current_parts
+    )
+    connection.execute(f"CREATE VIEW events AS {events_query}").fetchall()
     num_events = _count(connection, "SELECT count(*) FROM events")
     if num_events == 0:
-        raise InputError(_no_events(config, parts))
-    removed = {"below_threshold": sum(file.below_threshold for part in parts for file in part.files if file.source in splits)}
-    newest = _newest_time(parts, config, splits) if config.timestamp_column else 0
-    kept = "events"
+        raise InputError(_no_events_message(config, parts))
+    current_files = [file for part in parts for file in part.files if file.source in split_codes]
+    num_removed = {"below_threshold": sum(file.below_threshold for file in current_files)}
+    newest_us = _newest_time(current_files, config.timestamp_column) if config.timestamp_column else 0
+    relation = "events"
     if config.filter.window_days is not None:
-        kept = f"(SELECT * FROM events WHERE position > {newest - int(config.filter.window_days * DAY_US)})"
+        relation = f"(SELECT * FROM events WHERE position > {newest_us - int(config.filter.window_days * DAY_US)})"
     if config.filter != LogFilter(window_days=config.filter.window_days):
-        connection.execute(f"CREATE TABLE kept AS SELECT * FROM {kept}").fetchall()
-        removed["outside_window"] = num_events - _count(connection, "SELECT count(*) FROM kept")
-        removed |= _apply_filters(connection, config.filter)
-        kept = "kept"
+        connection.execute(f"CREATE TABLE remaining AS SELECT * FROM {relation}").fetchall()
+        num_removed["outside_window"] = num_events - _count(connection, "SELECT count(*) FROM remaining")
+        num_removed |= _apply_filters(connection, config.filter)
+        relation = "remaining"
     elif config.filter.window_days is not None:
-        removed["outside_window"] = num_events - _count(connection, f"SELECT count(*) FROM {kept}")
-    split = _split(config, newest=newest, extra=extra_columns(connection, "events"))
+        num_removed["outside_window"] = num_events - _count(connection, f"SELECT count(*) FROM {relation}")
+    split = _split_expression(config, newest_us=newest_us, tie_breakers=extra_columns(connection, "events"))
     # A view is evaluated again at each use, which is cheap unless the split needs a window function over users.
     kind = "TABLE" if isinstance(config.split, LeaveLastOut) else "VIEW"
-    connection.execute(f"CREATE {kind} log AS SELECT * EXCLUDE (split), ({split})::TINYINT AS split FROM {kept}").fetchall()
-    return {reason: count for reason, count in removed.items() if count}
+    connection.execute(f"CREATE {kind} log AS SELECT * EXCLUDE (split), ({split})::TINYINT AS split FROM {relation}").fetchall()
+    return {reason: count for reason, count in num_removed.items() if count}
 
 
 def extra_columns(connection: duckdb.DuckDBPyConnection, table: str) -> list[str]:
-    """Return the weight and context columns of `table`. Sorts use them as tie-breakers, so that every order is determined."""
+    """Return the weight and context columns of `table`. Sorts end with these columns, so that every order is reproducible."""
     return [name for name in connection.table(table).columns if name == "weight" or name.startswith("context_")]
 
 
@@ -70,11 +74,12 @@ def check_log(connection: duckdb.DuckDBPyConnection, config: InteractionsConfig,
     counts = dict(connection.sql("SELECT split, count(*) FROM log GROUP BY split").fetchall())
     if not counts:
         raise InputError(f"{first_file}: interactions.filter removes all events; relax it")
-    sizes = ", ".join(f"{counts.get(code, 0):,} {name}" for code, name in enumerate(SPLITS))
+    split_sizes = ", ".join(f"{counts.get(code, 0):,} {name}" for code, name in enumerate(SPLITS))
     for code, name in enumerate(SPLITS):
         if not counts.get(code) and name != "validation":
             raise InputError(
-                f"{first_file}: the split {config.split.kind!r} leaves no {name} events ({sizes}); change interactions.split"
+                f"{first_file}: the split {config.split.kind!r} leaves no {name} events ({split_sizes}); "
+                "change interactions.split"
             )
     for side, column in (("user", config.user_column), ("item", config.item_column)):
         if _count(connection, f'SELECT count(*) FROM (SELECT DISTINCT "{side}" FROM log LIMIT 2)') < 2:
@@ -85,63 +90,72 @@ def check_log(connection: duckdb.DuckDBPyConnection, config: InteractionsConfig,
     return {"first_time": as_time(first), "last_time": as_time(last)}
 
 
-def _events_of(part: LogPart, *, folder: Path, splits: Mapping[SourceFile, int], is_given: bool) -> str:
-    """Return SQL for the events of the current files of `part`, with the split of their file."""
-    read = scan(folder / part.file)
-    current = [(index, splits[file.source]) for index, file in enumerate(part.files) if file.source in splits]
-    if len(current) == len(part.files) and not is_given:
-        return f"SELECT * EXCLUDE (source), 0 AS split FROM {read}"
-    values = ", ".join(f"({index}, {split})" for index, split in current)
-    return f"SELECT * EXCLUDE (source) FROM {read} JOIN (VALUES {values}) AS current(source, split) USING (source)"
+def _part_query(part: LogPart, *, folder: Path, split_codes: Mapping[SourceFile, int], is_split_by_files: bool) -> str:
+    """Return SQL for the events of those files of `part` that are still input files, with the split of their file."""
+    part_scan = scan(folder / part.file)
+    source_splits = [(index, split_codes[file.source]) for index, file in enumerate(part.files) if file.source in split_codes]
+    if len(source_splits) == len(part.files) and not is_split_by_files:
+        return f"SELECT * EXCLUDE (source), 0 AS split FROM {part_scan}"
+    values = ", ".join(f"({index}, {split})" for index, split in source_splits)
+    return f"SELECT * EXCLUDE (source) FROM {part_scan} JOIN (VALUES {values}) AS source_splits(source, split) USING (source)"
 
 
 def _apply_filters(connection: duckdb.DuckDBPyConnection, filters: LogFilter) -> dict[str, int]:
-    """Remove events from table `kept`; return the number of removed events by reason, and the number of bot users."""
-    removed: dict[str, int] = {}
+    """Remove events from table `remaining`; return the number of removed events by reason, and the number of bot users."""
+    num_removed: dict[str, int] = {}
     if filters.duplicates != "keep":
-        removed["duplicates"] = _remove_duplicates(connection, filters.duplicates)
+        num_removed["duplicates"] = _remove_duplicates(connection, filters.duplicates)
     if filters.bot_threshold is not None:
-        bots = f'SELECT "user" FROM kept GROUP BY "user" HAVING count(*) > {filters.bot_threshold}'
-        removed["bot_users"] = _count(connection, f"SELECT count(*) FROM ({bots})")
-        removed["bot_events"] = _replace_kept(connection, f'SELECT * FROM kept ANTI JOIN ({bots}) USING ("user")')
-    removed["rare"] = _remove_rare(connection, filters)
+        bots_query = f'SELECT "user" FROM remaining GROUP BY "user" HAVING count(*) > {filters.bot_threshold}'
+        num_removed["bot_users"] = _count(connection, f"SELECT count(*) FROM ({bots_query})")
+        num_removed["bot_events"] = _replace_remaining(
+            connection, f'SELECT * FROM remaining ANTI JOIN ({bots_query}) USING ("user")'
+        )
+    num_removed["rare"] = _remove_rare(connection, filters)
     if filters.max_user_events is not None:
-        order = _newest_first(("split", *extra_columns(connection, "kept")))
-        newest = f'row_number() OVER (PARTITION BY "user" ORDER BY {order}) <= {filters.max_user_events}'
-        removed["over_cap"] = _replace_kept(connection, f"SELECT * FROM kept QUALIFY {newest}")
-    return removed
+        order = _newest_first(("split", *extra_columns(connection, "remaining")))
+        is_newest = f'row_number() OVER (PARTITION BY "user" ORDER BY {order}) <= {filters.max_user_events}'
+        num_removed["over_cap"] = _replace_remaining(connection, f"SELECT * FROM remaining QUALIFY {is_newest}")
+    return num_removed
 
 
 def _remove_duplicates(connection: duckdb.DuckDBPyConnection, duplicates: str) -> int:
     key = '"user", item, position' if duplicates == "exact" else '"user", item'
     time_order = "position DESC" if duplicates == "last" else "position"
-    # By split: of an event in both the training and the test files, the training event is kept.
-    order = ", ".join([time_order, "split", *extra_columns(connection, "kept")])
-    return _replace_kept(connection, f"SELECT * FROM kept QUALIFY row_number() OVER (PARTITION BY {key} ORDER BY {order}) = 1")
+    # `split` comes before the extra columns: if an event is in both the training and the test files, the training event stays.
+    order = ", ".join([time_order, "split", *extra_columns(connection, "remaining")])
+    return _replace_remaining(
+        connection, f"SELECT * FROM remaining QUALIFY row_number() OVER (PARTITION BY {key} ORDER BY {order}) = 1"
+    )
 
 
 def _remove_rare(connection: duckdb.DuckDBPyConnection, filters: LogFilter) -> int:
-    """Remove users and items with too few events until none is left (k-core): each removal takes events from the others."""
-    minimums = {"item": filters.min_item_events, "user": filters.min_user_events}
+    """Remove the events of rare items and users until every item and user has enough events (k-core); return their number.
+
+    The removal of an item takes events from users, and the other way round, so one pass is not enough.
+    """
+    min_events = {"item": filters.min_item_events, "user": filters.min_user_events}
     total = 0
     while True:
-        removed = 0
-        for side, minimum in minimums.items():
+        num_removed = 0
+        for side, minimum in min_events.items():
             if minimum > 1:
-                rare = f'SELECT "{side}" FROM kept GROUP BY "{side}" HAVING count(*) < {minimum}'
-                removed += _replace_kept(connection, f'SELECT * FROM kept ANTI JOIN ({rare}) USING ("{side}")')
-        total += removed
-        if removed == 0:
+                rare_query = f'SELECT "{side}" FROM remaining GROUP BY "{side}" HAVING count(*) < {minimum}'
+                num_removed += _replace_remaining(
+                    connection, f'SELECT * FROM remaining ANTI JOIN ({rare_query}) USING ("{side}")'
+                )
+        total += num_removed
+        if num_removed == 0:
             return total
 
 
-def _replace_kept(connection: duckdb.DuckDBPyConnection, query: str) -> int:
-    """Replace table `kept` by the rows of `query`; return how many rows this removes."""
-    before = _count(connection, "SELECT count(*) FROM kept")
+def _replace_remaining(connection: duckdb.DuckDBPyConnection, query: str) -> int:
+    """Replace table `remaining` by the rows of `query`; return the number of removed rows."""
+    num_before = _count(connection, "SELECT count(*) FROM remaining")
     connection.execute(f"CREATE TABLE next AS {query}").fetchall()
-    connection.execute("DROP TABLE kept").fetchall()
-    connection.execute("ALTER TABLE next RENAME TO kept").fetchall()
-    return before - _count(connection, "SELECT count(*) FROM kept")
+    connection.execute("DROP TABLE remaining").fetchall()
+    connection.execute("ALTER TABLE next RENAME TO remaining").fetchall()
+    return num_before - _count(connection, "SELECT count(*) FROM remaining")
 
 
 def _newest_first(tie_breakers: Sequence[str]) -> str:
@@ -149,30 +163,33 @@ def _newest_first(tie_breakers: Sequence[str]) -> str:
     return ", ".join(f"{column} DESC" for column in ("position", "item", *tie_breakers))
 
 
-def _split(config: InteractionsConfig, *, newest: int, extra: Sequence[str]) -> str:
-    """Return SQL for the code of an event's split. `newest` is the newest time of the log, `extra` the extra columns."""
+def _split_expression(config: InteractionsConfig, *, newest_us: int, tie_breakers: Sequence[str]) -> str:
+    """Return SQL for the code of an event's split.
+
+    Args:
+        newest_us: newest time of the log.
+        tie_breakers: columns that order the events of a user with the same position and item.
+    """
     split = config.split
     if isinstance(split, TimeSplit):
-        test = newest - int(split.test_days * DAY_US)
-        validation = test - int(split.validation_days * DAY_US)
-        return f"CASE WHEN position > {test} THEN 2 WHEN position > {validation} THEN 1 ELSE 0 END"
+        test_start_us = newest_us - int(split.test_days * DAY_US)
+        validation_start_us = test_start_us - int(split.validation_days * DAY_US)
+        return f"CASE WHEN position > {test_start_us} THEN 2 WHEN position > {validation_start_us} THEN 1 ELSE 0 END"
     if isinstance(split, LeaveLastOut):
-        window = f'PARTITION BY "user" ORDER BY {_newest_first(extra)}'
-        few = f'count(*) OVER (PARTITION BY "user") < {split.min_events}'
-        return f"CASE WHEN {few} THEN 0 ELSE greatest(0, 3 - row_number() OVER ({window})) END"
+        window = f'PARTITION BY "user" ORDER BY {_newest_first(tie_breakers)}'
+        has_few_events = f'count(*) OVER (PARTITION BY "user") < {split.min_events}'
+        return f"CASE WHEN {has_few_events} THEN 0 ELSE greatest(0, 3 - row_number() OVER ({window})) END"
     if split.validation_share > 0:
         return f"CASE WHEN split = 0 AND draw < {int(split.validation_share * 1_000_000)} THEN 1 ELSE split END"
     return "split"
 
 
-def _newest_time(parts: Sequence[LogPart], config: InteractionsConfig, splits: Mapping[SourceFile, int]) -> int:
-    """Return the newest time of the current files in microseconds. The float spans are exact until the year 2255."""
-    column = config.timestamp_column or ""
-    files = [file for part in parts for file in part.files if file.source in splits and column in file.spans]
-    return int(max(file.spans[column][1] for file in files))
+def _newest_time(files: Sequence[ReadFile], timestamp_column: str) -> int:
+    """Return the newest time of the files in microseconds. The spans are floats, which are exact until the year 2255."""
+    return int(max(file.spans[timestamp_column][1] for file in files if timestamp_column in file.spans))
 
 
-def _no_events(config: InteractionsConfig, parts: Sequence[LogPart]) -> str:
+def _no_events_message(config: InteractionsConfig, parts: Sequence[LogPart]) -> str:
     file = parts[0].files[0].source.path
     if config.label_column:
         return (

@@ -34,13 +34,12 @@ def ingest_interactions(
 
     Args:
         embeddings: pretrained vectors. An item with a vector is in the catalogue even without an event.
-        previous: the stage of the previous run. It is continued unless a rebuild is due: ids keep their rows, and only
-            new files are read.
+        previous: manifest of the previous run. Unless a rebuild is due, ids keep their rows, and only new files are read.
         data_root: folder that has to contain every input file.
 
     Raises:
-        InputError: bad rows (see config.on_bad_rows), ids of another type than the ids of the vectors, no item or user of
-            the log among the vectors, an empty training or test split, or too little memory or disk.
+        InputError: bad rows (see config.on_bad_rows), ids of another type than the ids of the vectors, vectors that
+            share no id with the log, an empty training or test split, or too little memory or disk.
     """
     log = check_interactions(config, data_root=data_root)
     _check_vector_id_types(config, log, embeddings)
@@ -48,11 +47,11 @@ def ingest_interactions(
     settings = config.result_settings()
     fingerprint = fingerprint_of("interactions", settings, embeddings, records, previous)
     rebuild_reason = _rebuild_reason(config, log, previous)
-    continued = None if rebuild_reason else previous
-    history = {
-        "continues": continued.fingerprint if continued else None,
-        "lineage": continued.lineage if continued else fingerprint,
-        "run_number": continued.run_number + 1 if continued else 1,
+    continued_run = None if rebuild_reason else previous
+    vocabulary_facts = {
+        "continues": continued_run.fingerprint if continued_run else None,
+        "lineage": continued_run.lineage if continued_run else fingerprint,
+        "run_number": continued_run.run_number + 1 if continued_run else 1,
         "rebuild_reason": rebuild_reason,
     }
 
@@ -61,10 +60,10 @@ def ingest_interactions(
         with database(
             memory_limit=config.memory_limit, threads=config.threads, spill=spill, subject="interactions"
         ) as connection:
-            facts = _ingest(connection, config, log, embeddings, out, continued=continued)
+            facts = _ingest(connection, config, log, embeddings, out, continued_run=continued_run)
         shutil.rmtree(spill, ignore_errors=True)
-        types = {"user_id_type": log.user_id_type, "item_id_type": log.item_id_type}
-        return facts | history | types | {"sources": records}
+        id_types = {"user_id_type": log.user_id_type, "item_id_type": log.item_id_type}
+        return facts | vocabulary_facts | id_types | {"sources": records}
 
     return produce(folder, InteractionsManifest, fingerprint=fingerprint, build=build)
 
@@ -76,15 +75,15 @@ def _ingest(
     embeddings: EmbeddingsManifest | None,
     out: Path,
     *,
-    continued: InteractionsManifest | None,
+    continued_run: InteractionsManifest | None,
 ) -> dict[str, Any]:
-    num_users_without_row = create_id_table(connection, "user", id_type=log.user_id_type, continued=continued)
-    num_items_without_row = create_id_table(connection, "item", id_type=log.item_id_type, continued=continued)
-    gathered = gather_parts(connection, config, log, out, continued=continued)
-    removed = load_log(connection, config, parts=gathered.parts, folder=out, splits=log.splits)
+    num_users_without_row = create_id_table(connection, "user", id_type=log.user_id_type, continued_run=continued_run)
+    num_items_without_row = create_id_table(connection, "item", id_type=log.item_id_type, continued_run=continued_run)
+    parts, new_sources = gather_parts(connection, config, log, out, continued_run=continued_run)
+    num_removed = load_log(connection, config, parts=parts, folder=out, split_codes=log.split_codes)
     time_span = check_log(connection, config, first_file=log.sources[0].name)
 
-    is_filtered = bool(removed or num_users_without_row or num_items_without_row) or config.filter != LogFilter()
+    is_filtered = bool(num_removed or num_users_without_row or num_items_without_row) or config.filter != LogFilter()
     vector_ids = {table: embeddings.ids(table) for table in embeddings.tables} if embeddings else {}
     users = assign_rows(connection, "user", is_filtered=is_filtered, vector_ids=vector_ids.get("user"))
     items = assign_rows(connection, "item", is_filtered=is_filtered, vector_ids=vector_ids.get("item"), add_vector_ids=True)
@@ -110,12 +109,12 @@ def _ingest(
         "items_vector_only": int((has_vector_I & ~has_event_I).sum()),
         "idle_users": int((user_count_U == 0).sum()),
         "idle_items": int((~has_event_I & ~has_vector_I).sum()),
-        "rows_read": sum(source.record.rows for source in gathered.new_sources),
-        "files_read": len(gathered.new_sources),
-        "columns": column_statistics(connection, config, log, parts=gathered.parts, out=out),
-        "removed_events": removed,
-        "bad_rows": bad_row_counts(gathered.parts, log),
-        "parts": gathered.parts,
+        "rows_read": sum(source.record.rows for source in new_sources),
+        "files_read": len(new_sources),
+        "columns": column_statistics(connection, config, log, parts=parts, out=out),
+        "removed_events": num_removed,
+        "bad_rows": bad_row_counts(parts, log),
+        "parts": parts,
     }
 
 
@@ -136,24 +135,23 @@ def _check_vector_id_types(config: InteractionsConfig, log: InteractionsInput, e
 def _require_match(embeddings: EmbeddingsManifest | None, side: str, *, any_match: bool) -> None:
     if embeddings is not None and side in embeddings.tables and not any_match:
         raise InputError(
-            f"embeddings: none of the {embeddings.tables[side].rows:,} {side} vectors has the id of "
-            f"one of the {side}s of the log; check "
-            "that both use the same ids"
+            f"embeddings: none of the {embeddings.tables[side].rows:,} ids of the {side} vectors is an id of the "
+            f"{side}s of the log; check that both use the same ids"
         )
 
 
 def _rebuild_reason(config: InteractionsConfig, log: InteractionsInput, previous: InteractionsManifest | None) -> str | None:
-    """Return why the vocabularies are built from scratch, or None if those of the previous run are continued."""
+    """Return the reason to build the vocabularies from scratch; None to continue the vocabularies of the previous run."""
     if previous is None:
         return "there is no previous run"
     if config.vocabulary.rebuild == "always":
         return "interactions.vocabulary.rebuild is always"
-    columns = (config.user_column, config.item_column)
-    if columns != previous.id_columns:
-        return f"the ids come from the columns {columns}, in the previous run from {previous.id_columns}"
-    types, previous_types = (log.user_id_type, log.item_id_type), (previous.user_id_type, previous.item_id_type)
-    if types != previous_types:
-        return f"the id types are {types}, in the previous run {previous_types}"
+    id_columns = (config.user_column, config.item_column)
+    if id_columns != previous.id_columns:
+        return f"the ids come from the columns {id_columns}, in the previous run from {previous.id_columns}"
+    id_types, previous_id_types = (log.user_id_type, log.item_id_type), (previous.user_id_type, previous.item_id_type)
+    if id_types != previous_id_types:
+        return f"the id types are {id_types}, in the previous run {previous_id_types}"
     if previous.run_number >= config.vocabulary.rebuild_after_runs:
         return f"{previous.run_number} runs have used the same vocabularies (interactions.vocabulary.rebuild_after_runs)"
     for side, num_idle, num_rows in (

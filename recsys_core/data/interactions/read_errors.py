@@ -21,21 +21,23 @@ from recsys_core.units import DAY_US, INT64_MAX
 
 TICKS_PER_S = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
 _BATCH_ROWS = 262_144
-_FALSE_NULL_COUNT = "{name}: damaged: its statistics claim that it has no nulls, but it has; copy or write the file again"
+_FALSE_NULL_COUNT_MESSAGE = (
+    "{name}: damaged: its statistics claim that it has no nulls, but it has; copy or write the file again"
+)
 
 
 @contextmanager
 def explain_read_errors(config: InteractionsConfig, sources: Sequence[Source], paths: Sequence[Path]) -> Iterator[None]:
-    """Turn a DuckDB error about the content of a file into an InputError that names the file and the column.
+    """Replace a DuckDB error about the content of a file by an InputError that names the file and the column.
 
     Args:
         paths: a local file for each of `sources`.
     """
     try:
         yield
-    except duckdb.ConstraintException as error:  # a null id, where the file's statistics claim that there is none
+    except duckdb.ConstraintException as error:  # an id is null although the file's statistics claim that none is
         name = next((source.name for source in sources if _has_null_id(source, config)), sources[0].name)
-        raise InputError(_FALSE_NULL_COUNT.format(name=name)) from error
+        raise InputError(_FALSE_NULL_COUNT_MESSAGE.format(name=name)) from error
     except (duckdb.Error, pa.ArrowException, OSError) as error:
         is_conversion = isinstance(error, duckdb.ConversionException)
         is_read_error = is_conversion or isinstance(error, pa.ArrowException | OSError) or type(error) in DAMAGED_FILE_ERRORS
@@ -50,21 +52,25 @@ def explain_read_errors(config: InteractionsConfig, sources: Sequence[Source], p
 
 
 def reject_false_null_counts(
-    written: Mapping[int, tuple[int, int]], statistics: Sequence[FileStatistics], sources: Sequence[Source], *, has_label: bool
+    written_counts: Mapping[int, tuple[int, int]],
+    statistics: Sequence[FileStatistics],
+    sources: Sequence[Source],
+    *,
+    has_label: bool,
 ) -> None:
     """Raise InputError for a file that has nulls although its parquet statistics claim that it has none.
 
     DuckDB skips the null check of a column whose statistics claim no nulls, so the scan does not find them.
 
     Args:
-        written: by position in `sources`, the rows written and how many of these have a null.
+        written_counts: number of rows that were written, and number of these rows that have a null; by index in `sources`.
         statistics: statistics of each file, from the scan.
-        has_label: whether rows were also removed by the label threshold.
+        has_label: whether the label threshold also removed rows.
     """
     for index, file in enumerate(statistics):
-        num_rows, num_nulls = written.get(index, (0, 0))
+        num_rows, num_nulls = written_counts.get(index, (0, 0))
         if num_nulls or (not has_label and num_rows != file.num_rows - file.num_bad):
-            raise InputError(_FALSE_NULL_COUNT.format(name=sources[index].name))
+            raise InputError(_FALSE_NULL_COUNT_MESSAGE.format(name=sources[index].name))
 
 
 def _has_null_id(source: Source, config: InteractionsConfig) -> bool:
@@ -81,7 +87,7 @@ def _reject_unreadable_column(source: Source, path: Path, config: InteractionsCo
                 continue
             try:
                 connection.sql(f"SELECT max(hash({quoted(column)})) FROM {scan(path)}").fetchall()
-            except duckdb.ConversionException:  # a time: see _reject_out_of_range_times
+            except duckdb.ConversionException:  # an out-of-range time, which _reject_out_of_range_times reports
                 continue
             except duckdb.Error as error:
                 message = first_line(error).replace(str(path), source.name)
@@ -94,38 +100,39 @@ def _reject_unreadable_column(source: Source, path: Path, config: InteractionsCo
 def _reject_out_of_range_times(config: InteractionsConfig, sources: Sequence[Source]) -> None:
     """Raise InputError for the first time before 1970 or in the future, with the number of such rows."""
     column, latest_us = config.timestamp_column or "", latest_valid_time(config)
-    first: tuple[Source, int] | None = None
-    count = 0
+    first_bad_row: tuple[Source, int] | None = None
+    num_bad = 0
     for source in sources:
-        bad_N = _rows_with_bad_time(source, column, latest_us=latest_us)
-        count += len(bad_N)
-        if len(bad_N) and first is None:
-            first = source, int(bad_N[0])
-    if first is not None:
-        source, row = first
+        bad_rows = _rows_with_bad_time(source, column, latest_us=latest_us)
+        num_bad += len(bad_rows)
+        if len(bad_rows) and first_bad_row is None:
+            first_bad_row = source, int(bad_rows[0])
+    if first_bad_row is not None:
+        source, row = first_bad_row
         num_rows = sum(each.record.rows for each in sources)
         raise InputError(
             f"{source.name}: column {column!r}, row {row}: {shown(value_at(source, column, row))} is before 1970 or in the "
-            f"future ({count:,} of {num_rows:,} rows), and some of these times are too far off to be dropped; {FIX_CLOCK}"
+            f"future ({num_bad:,} of {num_rows:,} rows); the rows cannot be dropped, because DuckDB cannot read some of these "
+            f"times; {FIX_CLOCK}"
         )
 
 
 def _rows_with_bad_time(source: Source, column: str, *, latest_us: int) -> NDArray[np.int64]:
-    if column not in source.schema.names:  # a hive key: its dates were already parsed by pyarrow
+    if column not in source.schema.names:  # a hive key, whose values pyarrow has already parsed
         return np.empty(0, np.int64)
-    kind = source.schema.field(column).type
-    if pa.types.is_timestamp(kind):
-        stored, latest = pa.int64(), latest_us * TICKS_PER_S[kind.unit] // 1_000_000
-    elif pa.types.is_date32(kind):
-        stored, latest = pa.int32(), latest_us // DAY_US
+    arrow_type = source.schema.field(column).type
+    if pa.types.is_timestamp(arrow_type):
+        storage_type, latest_ticks = pa.int64(), latest_us * TICKS_PER_S[arrow_type.unit] // 1_000_000
+    elif pa.types.is_date32(arrow_type):
+        storage_type, latest_ticks = pa.int32(), latest_us // DAY_US
     else:
         return np.empty(0, np.int64)
-    rows, start = [], 0
+    bad_rows, batch_start = [], 0
     with source.open() as file:
         for batch in file.iter_batches(_BATCH_ROWS, columns=[column]):
-            time = batch.column(0).view(stored)
-            in_future = pc.greater(time, pa.scalar(min(latest, INT64_MAX), pa.int64()))
-            bad = pc.fill_null(pc.or_(pc.less(time, 0), in_future), False)
-            rows.append(start + np.flatnonzero(bad.to_numpy(zero_copy_only=False)))
-            start += batch.num_rows
-    return np.concatenate(rows) if rows else np.empty(0, np.int64)
+            ticks = batch.column(0).view(storage_type)
+            is_in_future = pc.greater(ticks, pa.scalar(min(latest_ticks, INT64_MAX), pa.int64()))
+            is_bad = pc.fill_null(pc.or_(pc.less(ticks, 0), is_in_future), False)
+            bad_rows.append(batch_start + np.flatnonzero(is_bad.to_numpy(zero_copy_only=False)))
+            batch_start += batch.num_rows
+    return np.concatenate(bad_rows) if bad_rows else np.empty(0, np.int64)

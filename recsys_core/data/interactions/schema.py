@@ -19,19 +19,19 @@ class InteractionsInput:
     """The files of the log, with checked schemas."""
 
     files: Mapping[str, tuple[Source, ...]]
-    """The files by the name of their split; all files are under "train" unless the splits come in files of their own."""
+    """The files by the name of their split. All files are in "train" unless the log is split by files."""
     user_id_type: IdType
     item_id_type: IdType
 
     @property
     def sources(self) -> tuple[Source, ...]:
         """All files."""
-        return tuple(source for group in self.files.values() for source in group)
+        return tuple(source for sources in self.files.values() for source in sources)
 
     @property
-    def splits(self) -> dict[SourceFile, int]:
-        """Code of the split of each file, which is 0 unless the splits come in files of their own."""
-        return {source.record: SPLITS.index(name) for name, group in self.files.items() for source in group}
+    def split_codes(self) -> dict[SourceFile, int]:
+        """Code of the split of each file. All codes are 0 unless the log is split by files."""
+        return {source.record: SPLITS.index(name) for name, sources in self.files.items() for source in sources}
 
 
 def check_interactions(config: InteractionsConfig, *, data_root: Path | None = None) -> InteractionsInput:
@@ -47,20 +47,20 @@ def check_interactions(config: InteractionsConfig, *, data_root: Path | None = N
                 config.split.validation, setting="interactions.split.validation", data_root=data_root
             )
         files["test"] = open_sources(config.split.test, setting="interactions.split.test", data_root=data_root)
-    sources = tuple(source for group in files.values() for source in group)
+    all_sources = tuple(source for sources in files.values() for source in sources)
     if config.checksums == "sidecar":
-        require_sidecars(sources)
+        require_sidecars(all_sources)
     _require_distinct_files(files)
-    user_id_type = id_type(sources, config.user_column, setting="interactions.user_column")
-    item_id_type = id_type(sources, config.item_column, setting="interactions.item_column")
+    user_id_type = id_type(all_sources, config.user_column, setting="interactions.user_column")
+    item_id_type = id_type(all_sources, config.item_column, setting="interactions.item_column")
     if config.timestamp_column is not None:
-        _check_timestamps(sources, config.timestamp_column)
-    for source in sources:
+        _check_timestamps(all_sources, config.timestamp_column)
+    for source in all_sources:
         _check_column_names(source, config)
         _check_number_columns(source, config)
-    require_same_types(sources, config.context_columns)
+    require_same_types(all_sources, config.context_columns)
     check_expansion(
-        sources,
+        all_sources,
         columns=config.columns,
         max_expansion_ratio=config.max_expansion_ratio,
         setting="interactions.max_expansion_ratio",
@@ -70,13 +70,14 @@ def check_interactions(config: InteractionsConfig, *, data_root: Path | None = N
 
 
 def _require_distinct_files(files: Mapping[str, Sequence[Source]]) -> None:
-    split_of: dict[str, str] = {}
+    split_of_file: dict[str, str] = {}
     for split, sources in files.items():
         for source in sources:
-            other = split_of.setdefault(source.name, split)
-            if other != split:
+            other_split = split_of_file.setdefault(source.name, split)
+            if other_split != split:
                 raise InputError(
-                    f"{source.name}: is in both the {other} and the {split} files; a test on training events is meaningless"
+                    f"{source.name}: is in both the {other_split} and the {split} files; "
+                    "a test on training events is meaningless"
                 )
     locations = [source.location for sources in files.values() for source in sources]
     check_distinct_files(locations, setting=f"interactions, {' and '.join(files)}")
@@ -84,21 +85,21 @@ def _require_distinct_files(files: Mapping[str, Sequence[Source]]) -> None:
 
 def _check_timestamps(sources: Sequence[Source], column: str) -> None:
     """Require one kind of time in all files: DuckDB would convert a mixture with the time zone of this machine, or fail."""
-    first_kind = require_column(sources[0], column, setting="interactions.timestamp_column")
+    first_type = require_column(sources[0], column, setting="interactions.timestamp_column")
     for source in sources:
-        kind = require_column(source, column, setting="interactions.timestamp_column")
-        is_time = pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_integer(kind)
-        _require_type(is_time, source, column, kind, "a timestamp, a date or an integer")
-        if _kind_of_time(kind) != _kind_of_time(first_kind):
+        arrow_type = require_column(source, column, setting="interactions.timestamp_column")
+        is_time = pa.types.is_timestamp(arrow_type) or pa.types.is_date(arrow_type) or pa.types.is_integer(arrow_type)
+        _require_type(is_time, source, column, arrow_type, "a timestamp, a date or an integer")
+        if _time_family(arrow_type) != _time_family(first_type):
             raise InputError(
-                f"{source.name}: column {column!r} is {kind}, but {first_kind} in {sources[0].name}; write one type"
+                f"{source.name}: column {column!r} is {arrow_type}, but {first_type} in {sources[0].name}; write one type"
             )
 
 
-def _kind_of_time(kind: pa.DataType) -> str:
-    if pa.types.is_integer(kind):
+def _time_family(arrow_type: pa.DataType) -> str:
+    if pa.types.is_integer(arrow_type):
         return "integer"
-    return "with time zone" if pa.types.is_timestamp(kind) and kind.tz is not None else "without time zone"
+    return "with time zone" if pa.types.is_timestamp(arrow_type) and arrow_type.tz is not None else "without time zone"
 
 
 def _check_column_names(source: Source, config: InteractionsConfig) -> None:
@@ -112,11 +113,11 @@ def _check_number_columns(source: Source, config: InteractionsConfig) -> None:
     for setting in ("order_column", "label_column", "weight_column"):
         column = getattr(config, setting)
         if column is not None:
-            kind = require_column(source, column, setting=f"interactions.{setting}")
-            is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
-            _require_type(is_number or pa.types.is_boolean(kind), source, column, kind, "a number")
+            arrow_type = require_column(source, column, setting=f"interactions.{setting}")
+            is_number = pa.types.is_integer(arrow_type) or pa.types.is_floating(arrow_type) or pa.types.is_decimal(arrow_type)
+            _require_type(is_number or pa.types.is_boolean(arrow_type), source, column, arrow_type, "a number")
 
 
-def _require_type(fits: bool, source: Source, column: str, kind: pa.DataType, expected: str) -> None:
+def _require_type(fits: bool, source: Source, column: str, arrow_type: pa.DataType, expected: str) -> None:
     if not fits:
-        raise InputError(f"{source.name}: column {column!r} is {kind}, but has to be {expected}; cast it")
+        raise InputError(f"{source.name}: column {column!r} is {arrow_type}, but has to be {expected}; cast it")

@@ -1,7 +1,7 @@
-"""Vocabularies of users and items in DuckDB: an id gets a code when it is first read, and a row when it is in the catalogue.
+"""Vocabularies of users and items in DuckDB: every id ever read has a code, and every id in the catalogue also has a row.
 
 Codes and rows stay the same from run to run. Each side (user, item) has two tables:
-<side>_ids (id, code, known): every id ever read; `known` is its row in the previous run, or null.
+<side>_ids (id, code, previous_row): every id ever read; previous_row is null for an id without a row in the previous run.
 <side>s (id, code, row, vector_row): the ids that have a row in this run.
 """
 
@@ -40,15 +40,21 @@ class Vocabulary:
 
 
 def create_id_table(
-    connection: duckdb.DuckDBPyConnection, side: str, *, id_type: IdType, continued: InteractionsManifest | None
+    connection: duckdb.DuckDBPyConnection, side: str, *, id_type: IdType, continued_run: InteractionsManifest | None
 ) -> int:
-    """Create table <side>_ids, with the ids of the run `continued` if there is one; return how many of them have no row."""
-    connection.execute(f"CREATE TABLE {side}_ids (id {SQL_TYPE[id_type]} NOT NULL, code INTEGER, known INTEGER)").fetchall()
-    if continued is None:
+    """Create table <side>_ids with the ids of `continued_run`; return the number of these ids that have no row.
+
+    Args:
+        continued_run: the previous run; None if the vocabulary is built from scratch, so that the table starts empty.
+    """
+    connection.execute(
+        f"CREATE TABLE {side}_ids (id {SQL_TYPE[id_type]} NOT NULL, code INTEGER, previous_row INTEGER)"
+    ).fetchall()
+    if continued_run is None:
         return 0
-    previous_ids = scan(continued.path(f"{side}_ids.parquet"), options="file_row_number = true")
+    previous_ids = scan(continued_run.path(f"{side}_ids.parquet"), options="file_row_number = true")
     connection.execute(f'INSERT INTO {side}_ids SELECT id, file_row_number, "row" FROM {previous_ids}').fetchall()
-    ((num_without_row,),) = connection.sql(f"SELECT count(*) FROM {side}_ids WHERE known IS NULL").fetchall()
+    ((num_without_row,),) = connection.sql(f"SELECT count(*) FROM {side}_ids WHERE previous_row IS NULL").fetchall()
     return int(num_without_row)
 
 
@@ -60,33 +66,33 @@ def assign_rows(
     vector_ids: Path | None = None,
     add_vector_ids: bool = False,
 ) -> Vocabulary:
-    """Create table <side>s: known ids keep their row, new ids follow in the order of their codes.
+    """Create table <side>s: ids of the previous run keep their row, and new ids follow in the order of their codes.
 
     Args:
         is_filtered: whether some ids may have no event in `log`; a new id without an event gets no row.
         vector_ids: parquet file with the column `id`, one row per pretrained vector; None without vectors.
         add_vector_ids: whether an id with a vector and without an event gets a row too.
     """
-    vectors = ""
+    vectors_query = ""
     if vector_ids is not None:
-        vectors = f"(SELECT id, file_row_number AS vector_row FROM {scan(vector_ids, options='file_row_number = true')})"
+        vectors_query = f"(SELECT id, file_row_number AS vector_row FROM {scan(vector_ids, options='file_row_number = true')})"
     if add_vector_ids and vector_ids is not None:
-        ((num_codes,),) = connection.sql(f"SELECT count(*) FROM {side}_ids").fetchall()
+        ((num_ids,),) = connection.sql(f"SELECT count(*) FROM {side}_ids").fetchall()
         connection.execute(
-            f"INSERT INTO {side}_ids SELECT id, {num_codes} + row_number() OVER (ORDER BY vector_row) - 1, NULL "
-            f"FROM {vectors} ANTI JOIN {side}_ids USING (id)"
+            f"INSERT INTO {side}_ids SELECT id, {num_ids} + row_number() OVER (ORDER BY vector_row) - 1, NULL "
+            f"FROM {vectors_query} ANTI JOIN {side}_ids USING (id)"
         ).fetchall()
-    ((num_known,),) = connection.sql(f"SELECT count(known) FROM {side}_ids").fetchall()
-    joins = f" LEFT JOIN {vectors} USING (id)" if vector_ids is not None else ""
+    ((num_previous,),) = connection.sql(f"SELECT count(previous_row) FROM {side}_ids").fetchall()
+    joins = f" LEFT JOIN {vectors_query} USING (id)" if vector_ids is not None else ""
     vector_row = "coalesce(vector_row, -1)" if vector_ids is not None else "-1"
     has_row = "true"
     if is_filtered:
-        joins += f' LEFT JOIN (SELECT DISTINCT "{side}" AS code, true AS present FROM log) USING (code)'
-        has_row = "known IS NOT NULL OR present" + (f" OR {vector_row} >= 0" if add_vector_ids else "")
-    new_row = f"{num_known} + row_number() OVER (PARTITION BY known IS NULL ORDER BY code) - 1"
+        joins += f' LEFT JOIN (SELECT DISTINCT "{side}" AS code, true AS has_event FROM log) USING (code)'
+        has_row = "previous_row IS NOT NULL OR has_event" + (f" OR {vector_row} >= 0" if add_vector_ids else "")
+    new_row = f"{num_previous} + row_number() OVER (PARTITION BY previous_row IS NULL ORDER BY code) - 1"
     connection.execute(
-        f'CREATE TABLE {side}s AS SELECT id, code, coalesce(known, {new_row})::INTEGER AS "row", {vector_row} AS vector_row '
-        f"FROM {side}_ids{joins} WHERE {has_row}"
+        f'CREATE TABLE {side}s AS SELECT id, code, coalesce(previous_row, {new_row})::INTEGER AS "row", '
+        f"{vector_row} AS vector_row FROM {side}_ids{joins} WHERE {has_row}"
     ).fetchall()
     table = connection.sql(f'SELECT id, code, vector_row FROM {side}s ORDER BY "row"').to_arrow_table()
     code_R = table.column("code").to_numpy()

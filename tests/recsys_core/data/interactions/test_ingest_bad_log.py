@@ -155,7 +155,7 @@ def test_given_files_that_are_missing_are_named_with_their_setting(tmp_path: Pat
     ("ids", "parts"),
     [
         (["5", "6"], ("column 'item_id' is int64, but the id of the item vectors is string",)),
-        ([50, 60, 70], ("embeddings: none of the 3 item vectors has the id of one of the items of the log",)),
+        ([50, 60, 70], ("embeddings: none of the 3 ids of the item vectors is an id of the items of the log",)),
     ],
 )
 def test_vectors_of_other_items_are_rejected(tmp_path: Path, ids: list[Any], parts: tuple[str, ...]) -> None:

@@ -31,7 +31,7 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
             settings = config.tables.get(table)
             check_width(dim, (settings and settings.dim) or config.model.embedding_dim, table=table)
         width_text = f"{dim} numbers each" if dim else "lengths differ in the first rows"
-        facts[vectors.setting] = f"{vectors.rows:,} vectors of {table} in {len(vectors.sources)} files, {width_text}"
+        facts[vectors.setting] = f"{vectors.num_rows:,} vectors of {table} in {len(vectors.sources)} files, {width_text}"
     columns = {"item": config.interactions_with_context.item_column, "user": config.interactions_with_context.user_column}
     check_shared_ids(config.interactions_with_context, log.sources, embeddings, id_columns=columns)
     if config.features is not None:

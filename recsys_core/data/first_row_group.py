@@ -116,7 +116,7 @@ def check_shared_ids(
         if not all(source.local for source in sources) or not all(column in source.schema.names for source in log):
             continue
         if not _any_match(config, log, column, table_vectors):
-            num_vectors, first_files = sum(files.rows for files in table_vectors), table_vectors[0]
+            num_vectors, first_files = sum(files.num_rows for files in table_vectors), table_vectors[0]
             vector_ids = first_values(first_files.sources, first_files.config.id_column)
             raise InputError(
                 f"embeddings: none of the {num_vectors:,} {table} vectors belongs to one of the log's {table}s: column "

@@ -57,22 +57,23 @@ def read_batches(
 def decode_ahead(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Yield the same batches; decode each one while its predecessor is in use, so that one row group keeps two cores busy."""
     with ThreadPoolExecutor(1, thread_name_prefix="decoder") as decoder:
-        upcoming = decoder.submit(next, batches, None)
-        while (batch := upcoming.result()) is not None:
-            upcoming = decoder.submit(next, batches, None)
+        next_batch = decoder.submit(next, batches, None)
+        while (batch := next_batch.result()) is not None:
+            next_batch = decoder.submit(next, batches, None)
             yield batch
 
 
 def _reject_null_of_fixed_size(source: Source, path: Path, column: str) -> None:
-    """Raise InputError for a null in a column of fixed-size lists, which pyarrow cannot read (it counts as an empty list)."""
+    """Raise InputError for a null in a column of fixed-size lists. Pyarrow cannot read such a null."""
     if not pa.types.is_fixed_size_list(source.schema.field(column).type):
         return
-    read = scan(path, options="file_row_number = true")
-    query = f"SELECT min(file_row_number), count(*) FROM {read} WHERE {quoted(column)} IS NULL"
+    relation = scan(path, options="file_row_number = true")
+    query = f"SELECT min(file_row_number), count(*) FROM {relation} WHERE {quoted(column)} IS NULL"
     with duckdb.connect() as connection, contextlib.suppress(duckdb.Error):
-        first, count = connection.execute(query).fetchall()[0]
-        if count:
+        first_row, num_nulls = connection.execute(query).fetchall()[0]
+        if num_nulls:
             raise InputError(
-                f"{source.name}: column {column!r}, row {first}: the vector is null ({count:,} of {source.record.rows:,} "
-                "rows); fix these rows, or write the column as a list of variable size, whose null rows can be dropped"
+                f"{source.name}: column {column!r}, row {first_row}: the vector is null ({num_nulls:,} of "
+                f"{source.record.rows:,} rows); fix these rows, or write the column as a list of "
+                "variable size, whose null rows can be dropped"
             )

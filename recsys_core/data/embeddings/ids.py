@@ -1,6 +1,6 @@
-"""Ids of pretrained vectors, in DuckDB: which rows are kept, under which id, and in which order.
+"""Ids of pretrained vectors in DuckDB: the selection of the usable rows, their ids, and their order in the matrix.
 
-Shapes: N rows of a batch, X rows with the same fault. A row is counted over all files of an entry.
+Rows are numbered over all files of an entry. N is the number of rows of a batch, X the number of rows with the same fault.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,18 +30,18 @@ ARROW_TYPE: dict[IdType, pa.DataType] = {"int64": pa.int64(), "string": pa.strin
 class TableIds:
     """Ids of all entries of one embedding table.
 
-    Each entry is read into table `entry_ids` (row, id), filtered, translated by its id map, and then added to table `kept`
-    (entry, row, id). An id belongs to the first entry that has it.
+    Each entry is read into table `entry_ids` (row, id), filtered, translated by its id map, and then added to table
+    `table_ids` (entry, row, id). An id belongs to the first entry that has it.
     """
 
     def __init__(self, connection: duckdb.DuckDBPyConnection, *, id_type: IdType) -> None:
         self._connection, self._id_type = connection, id_type
-        self._run(f"CREATE TABLE kept (entry INTEGER, row BIGINT, id {SQL_TYPE[id_type]})")
+        self._run(f"CREATE TABLE table_ids (entry INTEGER, row BIGINT, id {SQL_TYPE[id_type]})")
 
     @property
-    def num_kept(self) -> int:
-        """Number of kept ids of all entries so far."""
-        return self._count("SELECT count(*) FROM kept")
+    def num_ids(self) -> int:
+        """Number of ids in table `table_ids`."""
+        return self._count("SELECT count(*) FROM table_ids")
 
     def read_entry(self, files: VectorFiles, *, paths: Sequence[Path]) -> RowFaults:
         """Read the usable ids of an entry; return the rows without a usable id.
@@ -50,44 +50,44 @@ class TableIds:
             paths: a local file for each of files.sources.
         """
         self._run(f"CREATE OR REPLACE TABLE entry_ids (row BIGINT, id {SQL_TYPE[files.source_id_type]})")
-        column, kind = files.config.id_column, ARROW_TYPE[files.source_id_type]
-        faulty: list[FaultyRows] = []
+        column, data_type = files.config.id_column, ARROW_TYPE[files.source_id_type]
+        faulty_rows: list[FaultyRows] = []
         start = 0
         for source, path in zip(files.sources, paths, strict=True):
             for batch in read_batches(source, path, columns=[column], batch_rows=BATCH_ROWS):
                 ids = _valid_text(source, column, batch.column(column))
                 row_N = np.arange(start, start + len(ids))
                 start += len(ids)
-                batch_faulty = _faulty_ids(ids, row_N, column=column)
-                if batch_faulty:
-                    usable_N = ~np.isin(row_N, np.concatenate([rows.row_X for rows in batch_faulty]))
+                faulty_rows_of_batch = _faulty_ids(ids, row_N, column=column)
+                if faulty_rows_of_batch:
+                    usable_N = ~np.isin(row_N, np.concatenate([each.row_X for each in faulty_rows_of_batch]))
                     row_N, ids = row_N[usable_N], ids.filter(pa.array(usable_N))
-                    faulty += batch_faulty
-                self._insert("entry_ids", pa.record_batch([_as_arrow(row_N), ids.cast(kind)], names=["row", "id"]))
-        return RowFaults.collect(files.rows, [faulty])
+                    faulty_rows += faulty_rows_of_batch
+                self._insert("entry_ids", pa.record_batch([_as_arrow(row_N), ids.cast(data_type)], names=["row", "id"]))
+        return RowFaults.collect(files.num_rows, [faulty_rows])
 
     def remove(self, row_X: NDArray[np.int64]) -> None:
-        """Remove rows of the entry."""
+        """Remove rows from table `entry_ids`."""
         if len(row_X):
-            self._connection.register("removed", pa.table({"row": row_X}))
-            self._run("DELETE FROM entry_ids WHERE row IN (SELECT row FROM removed)")
-            self._connection.unregister("removed")
+            self._connection.register("rows_to_remove", pa.table({"row": row_X}))
+            self._run("DELETE FROM entry_ids WHERE row IN (SELECT row FROM rows_to_remove)")
+            self._connection.unregister("rows_to_remove")
 
     def find_duplicates(self, files: VectorFiles) -> RowFaults:
         """Return all rows of the entry whose id is also in an earlier row."""
         self._run(
-            "CREATE OR REPLACE TEMP TABLE repeated AS "
-            "SELECT id, min(row) AS first FROM entry_ids GROUP BY id HAVING count(*) > 1"
+            "CREATE OR REPLACE TEMP TABLE repeated_ids AS "
+            "SELECT id, min(row) AS first_row FROM entry_ids GROUP BY id HAVING count(*) > 1"
         )
         duplicates = self._connection.sql(
-            "SELECT row, first, id FROM entry_ids JOIN repeated USING (id) WHERE row > first ORDER BY row"
+            "SELECT row, first_row, id FROM entry_ids JOIN repeated_ids USING (id) WHERE row > first_row ORDER BY row"
         ).to_arrow_table()
         if not len(duplicates):
-            return RowFaults.collect(files.rows, [])
-        file, row = locate(files.sources, duplicates["first"][0].as_py())
+            return RowFaults.collect(files.num_rows, [])
+        file, row = locate(files.sources, duplicates["first_row"][0].as_py())
         problem = f"id {shown(duplicates['id'][0].as_py())} is already in {file}, row {row}"
-        rows = FaultyRows(Fault.DUPLICATE_ID, duplicates["row"].to_numpy(), files.config.id_column, problem)
-        return RowFaults.collect(files.rows, [[rows]])
+        duplicate_rows = FaultyRows(Fault.DUPLICATE_ID, duplicates["row"].to_numpy(), files.config.id_column, problem)
+        return RowFaults.collect(files.num_rows, [[duplicate_rows]])
 
     def translate(self, files: VectorFiles, *, paths: Sequence[Path]) -> int:
         """Replace the entry's ids by those of its id map; return the number of ids that the map does not have.
@@ -120,34 +120,34 @@ class TableIds:
             )
         return num_ids - num_translated
 
-    def keep(self, *, entry: int) -> int:
-        """Add the entry's ids to table `kept`; return how many of them an earlier entry has."""
-        num_kept, num_ids = self.num_kept, self._count("SELECT count(*) FROM entry_ids")
-        self._run(f"INSERT INTO kept SELECT {entry}, row, id FROM entry_ids ANTI JOIN kept USING (id)")
+    def add_entry(self, *, entry: int) -> int:
+        """Add the entry's ids to table `table_ids`; return the number of its ids that an earlier entry has."""
+        num_before, num_entry_ids = self.num_ids, self._count("SELECT count(*) FROM entry_ids")
+        self._run(f"INSERT INTO table_ids SELECT {entry}, row, id FROM entry_ids ANTI JOIN table_ids USING (id)")
         self._run("DROP TABLE entry_ids")
-        return num_ids - (self.num_kept - num_kept)
+        return num_entry_ids - (self.num_ids - num_before)
 
     def write(self, path: Path) -> None:
         """Write a parquet file with column `id`, in the order of the rows of the matrix."""
-        reader = self._connection.sql("SELECT id FROM kept ORDER BY entry, row").to_arrow_reader(BATCH_ROWS)
+        reader = self._connection.sql("SELECT id FROM table_ids ORDER BY entry, row").to_arrow_reader(BATCH_ROWS)
         schema = pa.schema([("id", ARROW_TYPE[self._id_type])])
         with pq.ParquetWriter(path, schema, use_dictionary=False) as writer:
             for batch in reader:
                 writer.write_table(pa.Table.from_batches([batch]).cast(schema))
 
-    def kept_rows(self, *, entry: int, batch_rows: int) -> Iterator[NDArray[np.int64]]:
-        """Yield the kept rows of an entry, ascending, about `batch_rows` at a time."""
-        query = f"SELECT row FROM kept WHERE entry = {entry} ORDER BY row"
+    def rows_of_entry(self, *, entry: int, batch_rows: int) -> Iterator[NDArray[np.int64]]:
+        """Yield the rows of an entry whose ids are in `table_ids`, ascending, about `batch_rows` at a time."""
+        query = f"SELECT row FROM table_ids WHERE entry = {entry} ORDER BY row"
         for batch in self._connection.sql(query).to_arrow_reader(batch_rows):
             yield np.from_dlpack(batch.column("row")).astype(np.int64, copy=False)
 
     def _require_distinct(self, side: str, files: VectorFiles, *, column: str) -> None:
         """Raise InputError if an id occurs twice in one column of the id map."""
-        repeated = self._connection.sql(
+        repeated_ids = self._connection.sql(
             f"SELECT {side}, list(row ORDER BY row)[:2], count(*) OVER () FROM id_map GROUP BY {side} "
             "HAVING count(*) > 1 ORDER BY 2 LIMIT 1"
         ).fetchall()
-        for value, (first, second), count in repeated:
+        for value, (first, second), count in repeated_ids:
             (file, row), (first_file, first_row) = locate(files.id_map, second), locate(files.id_map, first)
             raise InputError(
                 f"{file}: column {column!r}, row {row}: id {shown(value)} is already in {first_file}, row {first_row} "
@@ -174,7 +174,7 @@ def _faulty_ids(ids: pa.Array, row_N: NDArray[np.int64], *, column: str) -> list
         masks[Fault.ID_OUT_OF_RANGE] = pc.fill_null(pc.greater(values, pa.scalar(INT64_MAX, pa.uint64())), False)
     if not pa.types.is_integer(values.type):
         masks[Fault.EMPTY_ID] = pc.fill_null(pc.equal(pc.binary_length(values.cast(pa.string())), 0), False)
-    faulty = []
+    faulty_rows = []
     for fault, mask in masks.items():
         if mask.true_count:
             index_X = np.flatnonzero(mask.to_numpy(zero_copy_only=False))
@@ -183,8 +183,8 @@ def _faulty_ids(ids: pa.Array, row_N: NDArray[np.int64], *, column: str) -> list
                 Fault.EMPTY_ID: "the id is an empty string",
                 Fault.ID_OUT_OF_RANGE: f"the id is {values[index_X[0]].as_py()}, but ids have to fit into int64",
             }[fault]
-            faulty.append(FaultyRows(fault, row_N[index_X], column, problem))
-    return faulty
+            faulty_rows.append(FaultyRows(fault, row_N[index_X], column, problem))
+    return faulty_rows
 
 
 def _read_id_map(files: VectorFiles, paths: Sequence[Path]) -> Iterator[pa.RecordBatch]:
@@ -198,9 +198,9 @@ def _read_id_map(files: VectorFiles, paths: Sequence[Path]) -> Iterator[pa.Recor
             row_N = np.arange(start, start + batch.num_rows)
             start += batch.num_rows
             for name in (config.from_column, config.to_column):
-                for rows in _faulty_ids(_valid_text(source, name, batch.column(name)), row_N, column=name):
-                    file, row = locate(files.id_map, int(rows.row_X[0]))
-                    raise InputError(f"{file}: column {name!r}, row {row}: {rows.problem}; drop the row")
+                for faulty_rows in _faulty_ids(_valid_text(source, name, batch.column(name)), row_N, column=name):
+                    file, row = locate(files.id_map, int(faulty_rows.row_X[0]))
+                    raise InputError(f"{file}: column {name!r}, row {row}: {faulty_rows.problem}; drop the row")
             ids = [
                 batch.column(config.from_column).cast(ARROW_TYPE[files.source_id_type]),
                 batch.column(config.to_column).cast(ARROW_TYPE[files.id_type]),

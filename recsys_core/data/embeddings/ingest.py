@@ -1,7 +1,7 @@
 """Stage `embeddings`: pretrained vectors from parquet into one memory-mapped matrix per embedding table.
 
 An entry is one item of the config list `embeddings`; a table may have several entries.
-Shapes: N rows of a block, R rows of a matrix, D numbers of a vector.
+N is the number of rows of a block.
 """
 
 import os
@@ -62,50 +62,55 @@ class _Entry:
 
     index: int
     files: VectorFiles
-    matrix: Path
-    dropped: Mapping[str, int]
-    unmapped: int
-    overridden: int
+    matrix_path: Path
+    num_dropped: Mapping[str, int]
+    """Number of dropped rows by fault."""
+    num_unmapped: int
+    num_overridden: int
 
     @property
     def is_complete(self) -> bool:
-        """Whether the matrix can be used as it is: all rows are kept, without a projection."""
-        return not (self.dropped or self.unmapped or self.overridden or self.files.config.pca_dim)
+        """Whether the matrix needs no further change: all rows are kept, without a projection."""
+        return not (self.num_dropped or self.num_unmapped or self.num_overridden or self.files.config.pca_dim)
 
     @property
-    def width(self) -> int:
+    def source_dim(self) -> int:
         """Length of the vectors before the projection."""
-        return int(np.load(self.matrix, mmap_mode="r").shape[1])
+        return int(np.load(self.matrix_path, mmap_mode="r").shape[1])
 
 
 def _build_table(entries: Sequence[VectorFiles], *, table: str, out: Path) -> VectorTable:
     scratch = out / f"{table}.scratch"
     scratch.mkdir()
-    threads = max((files.config.threads or 0 for files in entries), default=0) or None
+    num_threads = max((files.config.threads or 0 for files in entries), default=0) or None
     try:
         with database(
             memory_limit=MEMORY_LIMIT,
-            threads=threads,
+            threads=num_threads,
             spill=scratch / "spill",
             subject=f"the ids of the {table} vectors",
             setting="the memory for ids",
         ) as connection:
             ids = TableIds(connection, id_type=entries[0].id_type)
-            read = [
+            read_entries = [
                 _read_entry(files, ids=ids, scratch=scratch / str(index), index=index) for index, files in enumerate(entries)
             ]
-            if not ids.num_kept:
+            if not ids.num_ids:
                 raise InputError(f"{entries[0].setting}: no vector is left for table {table!r}")
             ids.write(out / f"{table}.ids.parquet")
-            dim, explained_variance = _write_matrix(read, ids=ids, target=out / f"{table}.vectors.npy")
+            dim, explained_variance = _write_matrix(read_entries, ids=ids, target=out / f"{table}.vectors.npy")
             return VectorTable(
-                rows=ids.num_kept,
+                rows=ids.num_ids,
                 dim=dim,
                 id_type=entries[0].id_type,
                 explained_variance=explained_variance,
-                dropped={name: sum(entry.dropped.get(name, 0) for entry in read) for entry in read for name in entry.dropped},
-                unmapped=sum(entry.unmapped for entry in read),
-                overridden=sum(entry.overridden for entry in read),
+                dropped={
+                    name: sum(entry.num_dropped.get(name, 0) for entry in read_entries)
+                    for entry in read_entries
+                    for name in entry.num_dropped
+                },
+                unmapped=sum(entry.num_unmapped for entry in read_entries),
+                overridden=sum(entry.num_overridden for entry in read_entries),
             )
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -117,30 +122,39 @@ def _read_entry(files: VectorFiles, *, ids: TableIds, scratch: Path, index: int)
     scratch.mkdir()
     if config.checksums == "sidecar":
         verify_sidecars((*files.sources, *files.id_map))
-    matrix = scratch / "vectors.npy"
+    matrix_path = scratch / "vectors.npy"
     with ExitStack() as stack:
         paths = stack.enter_context(local_files(files.sources, columns=[config.id_column, *files.columns], scratch=scratch))
-        id_faults, vector_faults = _read_ids_and_vectors(files, paths, ids=ids, matrix=matrix)
+        id_faults, vector_faults = _read_ids_and_vectors(files, paths, ids=ids, matrix_path=matrix_path)
         if config.on_bad_rows == "fail":
-            reject_faults(id_faults, files)  # reported first: after a faulty id, not all vectors have been read
-        faults = id_faults.over(vector_faults)
+            # Faulty ids are rejected first, because the reading of the vectors stops after a faulty id.
+            reject_faults(id_faults, files)
+        faults = id_faults.merge(vector_faults)
         if config.on_bad_rows == "drop":
-            ids.remove(faults.rows())
+            ids.remove(faults.faulty_rows())
             # Duplicates are searched among the usable rows, so that the first row with a usable vector keeps the id.
             duplicates = ids.find_duplicates(files)
-            ids.remove(duplicates.rows())
-            faults = faults.over(duplicates)
+            ids.remove(duplicates.faulty_rows())
+            faults = faults.merge(duplicates)
         reject_faults(faults, files)
-        unmapped = 0
+        num_unmapped = 0
         if config.id_map is not None:
             columns = sorted({config.id_map.from_column, config.id_map.to_column})
             map_paths = stack.enter_context(local_files(files.id_map, columns=columns, scratch=scratch))
-            unmapped = ids.translate(files, paths=map_paths)
-    return _Entry(index, files, matrix, dropped=faults.counts(), unmapped=unmapped, overridden=ids.keep(entry=index))
+            num_unmapped = ids.translate(files, paths=map_paths)
+    num_overridden = ids.add_entry(entry=index)
+    return _Entry(
+        index,
+        files,
+        matrix_path,
+        num_dropped=faults.counts(),
+        num_unmapped=num_unmapped,
+        num_overridden=num_overridden,
+    )
 
 
 def _read_ids_and_vectors(
-    files: VectorFiles, paths: Sequence[Path], *, ids: TableIds, matrix: Path
+    files: VectorFiles, paths: Sequence[Path], *, ids: TableIds, matrix_path: Path
 ) -> tuple[RowFaults, RowFaults]:
     """Read ids and vectors at the same time; return the faults of both. With on_bad_rows fail, a faulty id ends the reading."""
     stop = threading.Event()
@@ -148,64 +162,64 @@ def _read_ids_and_vectors(
     def read_ids() -> RowFaults:
         faults = ids.read_entry(files, paths=paths)
         if files.config.on_bad_rows == "fail":
-            faults = faults.over(ids.find_duplicates(files))
-            if faults.first:
+            faults = faults.merge(ids.find_duplicates(files))
+            if faults.first_row:
                 stop.set()
         return faults
 
     with ThreadPoolExecutor(1, thread_name_prefix="ids") as thread:
         id_faults = thread.submit(read_ids)
-        vector_faults = read_vectors(files, paths=paths, out=matrix, stop=stop)
+        vector_faults = read_vectors(files, paths=paths, out=matrix_path, stop=stop)
         return id_faults.result(), vector_faults
 
 
 def _write_matrix(entries: Sequence[_Entry], *, ids: TableIds, target: Path) -> tuple[int, float | None]:
     """Write the kept rows of all entries; return their dimension and the smallest explained variance of the projections."""
     if len(entries) == 1 and entries[0].is_complete:
-        dim = entries[0].width
-        entries[0].matrix.rename(target)
+        dim = entries[0].source_dim
+        entries[0].matrix_path.rename(target)
         return dim, None
     projections = [_fit_projection(entry, ids=ids) for entry in entries]
-    dims = [entry.files.config.pca_dim or entry.width for entry in entries]
+    dims = [entry.files.config.pca_dim or entry.source_dim for entry in entries]
     for entry, dim in zip(entries, dims, strict=True):
         require_one_dim(entry.files, dim, other=entries[0].files, other_dim=dims[0])
-    out_RD = allocate_npy(target, dtype=np.float32, shape=(ids.num_kept, dims[0]))
+    out_RD = allocate_npy(target, dtype=np.float32, shape=(ids.num_ids, dims[0]))
     start = 0
     for entry, projection in zip(entries, projections, strict=True):
         for block_ND in _kept_vectors(entry, ids=ids):
-            vector_ND = block_ND
+            output_ND = block_ND
             if projection is not None:
-                vector_ND = projection.apply(block_ND)
+                output_ND = projection.apply(block_ND)
                 if entry.files.config.normalise:
-                    vector_ND = unit_length(vector_ND)
-            out_RD[start : start + len(vector_ND)] = vector_ND
-            start += len(vector_ND)
-        os.unlink(entry.matrix)  # noqa: PTH108  frees disk space for the next entry
-    assert start == ids.num_kept
+                    output_ND = unit_length(output_ND)
+            out_RD[start : start + len(output_ND)] = output_ND
+            start += len(output_ND)
+        os.unlink(entry.matrix_path)  # noqa: PTH108  frees disk space for the next entry
+    assert start == ids.num_ids
     return dims[0], min((projection.explained_variance for projection in projections if projection is not None), default=None)
 
 
 def _kept_vectors(entry: _Entry, *, ids: TableIds, step: int = 1) -> Iterator[NDArray[np.float32]]:
     """Yield the kept vectors of an entry in blocks, in the order of their rows; with `step`, every step-th of them."""
-    matrix_RD = np.load(entry.matrix, mmap_mode="r")
+    matrix_RD = np.load(entry.matrix_path, mmap_mode="r")
     offset = 0
     batch_rows = max(MIN_BATCH_ROWS, BATCH_BYTES // (4 * matrix_RD.shape[1]))
-    for row_N in ids.kept_rows(entry=entry.index, batch_rows=batch_rows):
-        chosen_N = row_N[offset::step]
+    for row_N in ids.rows_of_entry(entry=entry.index, batch_rows=batch_rows):
+        sampled_row_N = row_N[offset::step]
         offset = (offset - len(row_N)) % step
-        if len(chosen_N):
-            yield matrix_RD[chosen_N]
+        if len(sampled_row_N):
+            yield matrix_RD[sampled_row_N]
 
 
 def _fit_projection(entry: _Entry, *, ids: TableIds) -> Projection | None:
     dim = entry.files.config.pca_dim
     if dim is None:
         return None
-    check_pca_dim(entry.files, entry.width)
-    num_vectors = sum(len(row_N) for row_N in ids.kept_rows(entry=entry.index, batch_rows=65_536))
+    check_pca_dim(entry.files, entry.source_dim)
+    num_vectors = sum(len(row_N) for row_N in ids.rows_of_entry(entry=entry.index, batch_rows=65_536))
     if num_vectors <= dim:
         raise InputError(
-            f"{entry.files.setting}.pca_dim is {dim}, but there are only {num_vectors:,} vectors to fit it on; give more than "
-            f"{dim} vectors, or lower it"
+            f"{entry.files.setting}.pca_dim is {dim}, but there are only {num_vectors:,} vectors to fit it on; provide more "
+            f"than {dim} vectors, or lower it"
         )
     return Projection.fit(_kept_vectors(entry, ids=ids, step=-(-num_vectors // SAMPLE_ROWS)), dim=dim)

@@ -1,7 +1,7 @@
-"""Readers of the two layouts of vectors: a list column, or one column per dimension; and the check of the vectors.
+"""Readers of the two layouts of vectors: a list column, or one column per dimension.
 
 A reader writes vectors into the matrix and returns the faulty rows. The content of the matrix in a faulty row is undefined.
-Shapes: N rows of a batch, D numbers of a vector, R rows of an entry, X rows with the same fault.
+Rows are numbered over all files of an entry. N is the number of rows of a batch, X the number of rows with the same fault.
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ TRANSPOSED_ROWS = 1_024
 
 
 @dataclass(frozen=True)
-class Unit:
+class ReadTask:
     """The part of a file that one thread reads: adjacent row groups, with all columns or with some of them."""
 
     source: Source
     path: Path
     row_groups: tuple[int, ...]
     start: int
-    """First row, counted over all files of the entry."""
+    """Number of its first row."""
     columns: slice
 
 
@@ -42,26 +42,26 @@ class ListReader:
     batch_rows: int
     normalise: bool
 
-    def read(self, unit: Unit) -> list[FaultyRows]:
-        """Write the vectors of `unit` into the matrix; return its faulty rows."""
-        faulty: list[FaultyRows] = []
-        dim, start = self.matrix_RD.shape[1], unit.start
+    def read(self, task: ReadTask) -> list[FaultyRows]:
+        """Write the vectors of `task` into the matrix; return its faulty rows."""
+        faulty_rows: list[FaultyRows] = []
+        dim, start = self.matrix_RD.shape[1], task.start
         batches = read_batches(
-            unit.source, unit.path, columns=[self.column], batch_rows=self.batch_rows, row_groups=unit.row_groups
+            task.source, task.path, columns=[self.column], batch_rows=self.batch_rows, row_groups=task.row_groups
         )
         for batch in decode_ahead(batches):
             column = batch.column(self.column)
             length_N = np.from_dlpack(pc.fill_null(pc.list_value_length(column), -1)).astype(np.int64)
             has_vector_N = length_N == dim
             if not has_vector_N.all():
-                faulty += self._wrong_lengths(length_N, start)
+                faulty_rows += self._wrong_lengths(length_N, start)
                 column = column.filter(pa.array(has_vector_N))
             values = column.flatten()
             is_faulty_N = ~has_vector_N
             if values.null_count:
-                nulls = self._null_elements(values, start + np.flatnonzero(has_vector_N))
-                faulty.append(nulls)
-                is_faulty_N[nulls.row_X - start] = True
+                null_rows = self._null_elements(values, start + np.flatnonzero(has_vector_N))
+                faulty_rows.append(null_rows)
+                is_faulty_N[null_rows.row_X - start] = True
                 values = values.fill_null(0.0)
             with np.errstate(over="ignore"):  # a number too large for float32 becomes inf, which check_vectors finds
                 block_ND = np.from_dlpack(values).astype(np.float32, copy=False).reshape(-1, dim)
@@ -70,23 +70,23 @@ class ListReader:
                 target_ND[:] = block_ND
             else:
                 target_ND[has_vector_N] = block_ND
-            faulty += check_vectors(target_ND, start, is_faulty_N, columns=[self.column], normalise=self.normalise)
+            faulty_rows += check_vectors(target_ND, start, is_faulty_N, columns=[self.column], normalise=self.normalise)
             start += len(length_N)
-        return faulty
+        return faulty_rows
 
     def _wrong_lengths(self, length_N: NDArray[np.int64], start: int) -> list[FaultyRows]:
-        faulty = []
+        faulty_rows = []
         null_X = np.flatnonzero(length_N < 0)
         if len(null_X):
-            faulty.append(FaultyRows(Fault.NULL_VECTOR, start + null_X, self.column, "the vector is null"))
+            faulty_rows.append(FaultyRows(Fault.NULL_VECTOR, start + null_X, self.column, "the vector is null"))
         wrong_X = np.flatnonzero((length_N != self.matrix_RD.shape[1]) & (length_N >= 0))
         if len(wrong_X):
             length = length_N[wrong_X[0]]
             problem = f"the vector has {length} numbers, but the first vector has {self.matrix_RD.shape[1]}"
             if length == 0:
                 problem = "the vector is empty"
-            faulty.append(FaultyRows(Fault.WRONG_LENGTH, start + wrong_X, self.column, problem))
-        return faulty
+            faulty_rows.append(FaultyRows(Fault.WRONG_LENGTH, start + wrong_X, self.column, problem))
+        return faulty_rows
 
     def _null_elements(self, values: pa.Array, row_N: NDArray[np.int64]) -> FaultyRows:
         null_ND = values.is_null().to_numpy(zero_copy_only=False).reshape(len(row_N), -1)
@@ -97,33 +97,33 @@ class ListReader:
 
 @dataclass(frozen=True)
 class ColumnsReader:
-    """Reads vectors from one column per dimension, some columns at a time, which Arrow transposes block by block."""
+    """Reads vectors from one column per dimension. Arrow transposes a few columns at a time into rows of the matrix."""
 
     columns: Sequence[str]
     matrix_RD: NDArray[np.float32]
     batch_rows: int
 
-    def read(self, unit: Unit) -> list[FaultyRows]:
-        """Write the columns of `unit` into the matrix; return the rows with a null. A null becomes 0."""
-        faulty: list[FaultyRows] = []
-        names, start = list(self.columns[unit.columns]), unit.start
-        batches = read_batches(unit.source, unit.path, columns=names, batch_rows=self.batch_rows, row_groups=unit.row_groups)
+    def read(self, task: ReadTask) -> list[FaultyRows]:
+        """Write the columns of `task` into the matrix; return the rows with a null. A null becomes 0."""
+        faulty_rows: list[FaultyRows] = []
+        names, start = list(self.columns[task.columns]), task.start
+        batches = read_batches(task.source, task.path, columns=names, batch_rows=self.batch_rows, row_groups=task.row_groups)
         for batch in batches:
             arrays = []
             for name in names:
                 array = batch.column(name)
                 if array.null_count:
                     row_X = start + np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))
-                    faulty.append(FaultyRows(Fault.NULL_ELEMENT, row_X, name, "the number is null"))
+                    faulty_rows.append(FaultyRows(Fault.NULL_ELEMENT, row_X, name, "the number is null"))
                     array = array.fill_null(0.0)
                 arrays.append(array if pa.types.is_float32(array.type) else array.cast(pa.float32(), safe=False))
-            dense = pa.record_batch(arrays, names=names)
-            target_ND = self.matrix_RD[start : start + batch.num_rows, unit.columns]
-            for first in range(0, batch.num_rows, TRANSPOSED_ROWS):
-                block = dense.slice(first, TRANSPOSED_ROWS)
-                target_ND[first : first + TRANSPOSED_ROWS] = block.to_tensor(row_major=True).to_numpy()
+            float32_batch = pa.record_batch(arrays, names=names)
+            target_ND = self.matrix_RD[start : start + batch.num_rows, task.columns]
+            for block_start in range(0, batch.num_rows, TRANSPOSED_ROWS):
+                block = float32_batch.slice(block_start, TRANSPOSED_ROWS)
+                target_ND[block_start : block_start + TRANSPOSED_ROWS] = block.to_tensor(row_major=True).to_numpy()
             start += batch.num_rows
-        return faulty
+        return faulty_rows
 
 
 def check_vectors(
@@ -132,43 +132,43 @@ def check_vectors(
     """Return the rows whose vector is not finite or all zero; with `normalise`, scale all vectors to length 1, in place.
 
     Args:
-        start: first row of the block, counted over all files of the entry.
+        start: number of the first row of the block.
         is_faulty_N: rows that already have a fault, which are not checked again.
         columns: the list column, or the column of each dimension.
     """
-    faulty: list[FaultyRows] = []
+    faulty_rows: list[FaultyRows] = []
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         square_N = np.vecdot(block_ND, block_ND)
-    # A square overflows or underflows before the numbers themselves do, so such rows are checked number by number.
-    doubtful_N = ~(np.isfinite(square_N) & (square_N > np.finfo(np.float32).tiny))
+    # A square can overflow or underflow although the numbers are valid, so the numbers of such rows are checked.
+    unsafe_N = ~(np.isfinite(square_N) & (square_N > np.finfo(np.float32).tiny))
     length_N = np.sqrt(square_N, dtype=np.float64)
-    if doubtful_N.any():
-        doubtful_N &= ~is_faulty_N
-        doubtful_X = np.flatnonzero(doubtful_N)
-        doubtful_XD = block_ND[doubtful_X]
+    if unsafe_N.any():
+        unsafe_N &= ~is_faulty_N
+        unsafe_X = np.flatnonzero(unsafe_N)
+        unsafe_XD = block_ND[unsafe_X]
         with np.errstate(over="ignore", invalid="ignore"):
-            length_N[doubtful_X] = np.linalg.norm(doubtful_XD.astype(np.float64), axis=1)
-        faulty = _not_finite_or_zero(doubtful_XD, start + doubtful_X, columns=columns)
+            length_N[unsafe_X] = np.linalg.norm(unsafe_XD.astype(np.float64), axis=1)
+        faulty_rows = _not_finite_or_zero(unsafe_XD, start + unsafe_X, columns=columns)
     if normalise:
-        with np.errstate(all="ignore"):  # faulty rows may divide by 0
+        with np.errstate(all="ignore"):  # a faulty row may have length 0
             # A length outside the range of float32 needs float64, which is slower.
-            block_ND /= length_N[:, None] if doubtful_N.any() else length_N[:, None].astype(np.float32)
-    return faulty
+            block_ND /= length_N[:, None] if unsafe_N.any() else length_N[:, None].astype(np.float32)
+    return faulty_rows
 
 
 def _not_finite_or_zero(
     vector_XD: NDArray[np.float32], row_X: NDArray[np.int64], *, columns: Sequence[str]
 ) -> list[FaultyRows]:
-    faulty = []
+    faulty_rows = []
     finite_XD = np.isfinite(vector_XD)
     not_finite_X, zero_X = ~finite_XD.all(axis=1), ~vector_XD.any(axis=1)
     if not_finite_X.any():
-        first = int(np.argmax(not_finite_X))
-        dimension = int(np.argmin(finite_XD[first]))
+        first_index = int(np.argmax(not_finite_X))
+        dimension = int(np.argmin(finite_XD[first_index]))
         column = columns[dimension] if len(columns) > 1 else columns[0]
-        problem = f"number {dimension} of the vector is {float(vector_XD[first, dimension])} as float32"
-        faulty.append(FaultyRows(Fault.NOT_FINITE, row_X[not_finite_X], column, problem))
+        problem = f"number {dimension} of the vector is {float(vector_XD[first_index, dimension])} as float32"
+        faulty_rows.append(FaultyRows(Fault.NOT_FINITE, row_X[not_finite_X], column, problem))
     if zero_X.any():
         problem = "all numbers of the vector are 0, so it has no direction and no cosine"
-        faulty.append(FaultyRows(Fault.ALL_ZERO, row_X[zero_X], columns[0], problem))
-    return faulty
+        faulty_rows.append(FaultyRows(Fault.ALL_ZERO, row_X[zero_X], columns[0], problem))
+    return faulty_rows

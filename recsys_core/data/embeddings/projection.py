@@ -1,6 +1,6 @@
 """Principal component analysis (PCA) of pretrained vectors, fitted on a sample.
 
-Shapes: N rows of a block, D numbers of a vector, P numbers of a projected vector.
+N is the number of rows of a block, P the width of a projected vector.
 """
 
 from collections.abc import Iterable
@@ -32,22 +32,22 @@ class Projection:
         >>> projection.explained_variance, projection.component_DP.round(3).tolist()
         (1.0, [[0.6000000238418579], [0.800000011920929]])
         """
-        rows = 0
+        num_rows = 0
         sum_D = moment_DD = np.zeros(())
         for block_ND in blocks_ND:
-            exact_ND = block_ND.astype(np.float64)
-            rows += len(exact_ND)
-            sum_D = sum_D + exact_ND.sum(axis=0)
-            moment_DD = moment_DD + exact_ND.T @ exact_ND
-        mean_D = sum_D / rows
-        covariance_DD = moment_DD / rows - np.outer(mean_D, mean_D)
-        value_D, vector_DD = np.linalg.eigh(covariance_DD)  # ascending
-        component_DP = vector_DD[:, ::-1][:, :dim]
+            float64_ND = block_ND.astype(np.float64)
+            num_rows += len(float64_ND)
+            sum_D = sum_D + float64_ND.sum(axis=0)
+            moment_DD = moment_DD + float64_ND.T @ float64_ND
+        mean_D = sum_D / num_rows
+        covariance_DD = moment_DD / num_rows - np.outer(mean_D, mean_D)
+        eigenvalue_D, eigenvector_DD = np.linalg.eigh(covariance_DD)  # ascending
+        component_DP = eigenvector_DD[:, ::-1][:, :dim]
         # The sign of a component is arbitrary; it is fixed so that the result is reproducible.
         component_DP = component_DP * np.sign(component_DP[np.abs(component_DP).argmax(axis=0), np.arange(dim)])
-        total = value_D.clip(min=0).sum()
-        explained = value_D[::-1][:dim].clip(min=0).sum()
-        share = float(explained / total) if total > 0 else 1.0
+        total_variance = eigenvalue_D.clip(min=0).sum()
+        kept_variance = eigenvalue_D[::-1][:dim].clip(min=0).sum()
+        share = float(kept_variance / total_variance) if total_variance > 0 else 1.0
         return cls(mean_D, np.ascontiguousarray(component_DP, np.float32), min(round(share, 12), 1.0))
 
     def apply(self, block_ND: NDArray[np.float32]) -> NDArray[np.float32]:

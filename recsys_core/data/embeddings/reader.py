@@ -12,19 +12,19 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recsys_core.data.embeddings.batches import read_batches
-from recsys_core.data.embeddings.layouts import ColumnsReader, ListReader, Unit, check_vectors
+from recsys_core.data.embeddings.layouts import ColumnsReader, ListReader, ReadTask, check_vectors
 from recsys_core.data.embeddings.row_faults import FaultyRows, RowFaults
 from recsys_core.data.embeddings.schema import VectorFiles
 from recsys_core.disk import allocate_npy
 from recsys_core.errors import InputError
 
 COLUMNS_AT_A_TIME = 8
-"""A parquet reader holds a page of each column, often 1 MiB, and its dictionary; for a wide file that would be gigabytes."""
+"""A parquet reader holds a page (often 1 MiB) and the dictionary of each column: gigabytes for thousands of columns."""
 BATCH_BYTES = 8 * 2**20
 MIN_BATCH_ROWS = 64
-UNIT_ROWS = 131_072
-LONGEST_VECTOR = 65_536
-Part = TypeVar("Part")
+TASK_ROWS = 131_072
+MAX_DIM = 65_536
+Task = TypeVar("Task")
 
 
 def read_vectors(files: VectorFiles, *, paths: Sequence[Path], out: Path, stop: threading.Event) -> RowFaults:
@@ -38,71 +38,71 @@ def read_vectors(files: VectorFiles, *, paths: Sequence[Path], out: Path, stop: 
         InputError: a file is damaged, or the matrix does not fit on the disk.
     """
     config = files.config
-    dim = files.source_dim or _first_length(files, paths)
-    if dim > LONGEST_VECTOR:
+    dim = files.source_dim or _first_vector_length(files, paths)
+    if dim > MAX_DIM:
         raise InputError(
-            f"{files.sources[0].name}: column {files.columns[0]!r}: vectors of {dim:,} numbers; at most {LONGEST_VECTOR:,} are "
+            f"{files.sources[0].name}: column {files.columns[0]!r}: vectors of {dim:,} numbers; at most {MAX_DIM:,} are "
             "supported"
         )
-    matrix_RD = allocate_npy(out, dtype=np.float32, shape=(files.rows, dim))
-    threads = config.threads or len(os.sched_getaffinity(0))
-    normalise = config.normalise and config.pca_dim is None  # after a projection it is done there
+    matrix_RD = allocate_npy(out, dtype=np.float32, shape=(files.num_rows, dim))
+    num_threads = config.threads or len(os.sched_getaffinity(0))
+    normalise = config.normalise and config.pca_dim is None  # projected vectors are normalised after the projection
     batch_rows = min(config.batch_rows, max(MIN_BATCH_ROWS, BATCH_BYTES // (4 * min(dim, COLUMNS_AT_A_TIME * 8))))
     if config.vector_column is not None:
         list_batch_rows = min(batch_rows, max(MIN_BATCH_ROWS, BATCH_BYTES // (4 * dim)))
         list_reader = ListReader(config.vector_column, matrix_RD, list_batch_rows, normalise)
-        units = _units(files, paths, column_groups=[slice(0, 1)])
-        return RowFaults.collect(files.rows, _in_threads(threads, list_reader.read, units, stop=stop))
+        tasks = _read_tasks(files, paths, column_groups=[slice(0, 1)])
+        return RowFaults.collect(files.num_rows, _in_threads(num_threads, list_reader.read, tasks, stop=stop))
 
     column_groups = [slice(start, min(start + COLUMNS_AT_A_TIME, dim)) for start in range(0, dim, COLUMNS_AT_A_TIME)]
     columns_reader = ColumnsReader(files.columns, matrix_RD, batch_rows)
-    units = _units(files, paths, column_groups=column_groups)
-    null_faults = RowFaults.collect(files.rows, _in_threads(threads, columns_reader.read, units, stop=stop))
+    tasks = _read_tasks(files, paths, column_groups=column_groups)
+    null_faults = RowFaults.collect(files.num_rows, _in_threads(num_threads, columns_reader.read, tasks, stop=stop))
 
-    def check(start: int) -> list[FaultyRows]:
+    def check_batch(start: int) -> list[FaultyRows]:
         rows = slice(start, start + batch_rows)
         has_null_N = null_faults.code_R[rows] != 0
         return check_vectors(matrix_RD[rows], start, has_null_N, columns=files.columns, normalise=normalise)
 
-    starts = range(0, files.rows, batch_rows)
-    return null_faults.over(RowFaults.collect(files.rows, _in_threads(threads, check, starts, stop=stop)))
+    batch_starts = range(0, files.num_rows, batch_rows)
+    return null_faults.merge(RowFaults.collect(files.num_rows, _in_threads(num_threads, check_batch, batch_starts, stop=stop)))
 
 
 def _in_threads(
-    threads: int, read: Callable[[Part], list[FaultyRows]], parts: Iterable[Part], *, stop: threading.Event
+    num_threads: int, run: Callable[[Task], list[FaultyRows]], tasks: Iterable[Task], *, stop: threading.Event
 ) -> Iterator[list[FaultyRows]]:
-    """Yield the faulty rows of each part. The first error, or `stop`, skips all parts that have not started."""
+    """Yield the faulty rows of each task. After the first error, or once `stop` is set, no task starts."""
 
-    def read_unless_stopped(part: Part) -> list[FaultyRows]:
-        return [] if stop.is_set() else read(part)
+    def run_unless_stopped(task: Task) -> list[FaultyRows]:
+        return [] if stop.is_set() else run(task)
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="vectors") as pool:
-        yield from pool.map(read_unless_stopped, parts)
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="vectors") as pool:
+        yield from pool.map(run_unless_stopped, tasks)
 
 
-def _units(files: VectorFiles, paths: Sequence[Path], *, column_groups: Sequence[slice]) -> Iterator[Unit]:
-    """Yield units of at least one row group and at most UNIT_ROWS rows, for each group of columns."""
-    position = 0
+def _read_tasks(files: VectorFiles, paths: Sequence[Path], *, column_groups: Sequence[slice]) -> Iterator[ReadTask]:
+    """Yield tasks of adjacent row groups, for each group of columns. Only a task of one row group may exceed TASK_ROWS rows."""
+    first_row = 0
     for source, path in zip(files.sources, paths, strict=True):
         with pq.ParquetFile(path) as file:
-            sizes = [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)]
-        start = 0
-        while start < len(sizes):
-            stop, num_rows = start, 0
-            while stop < len(sizes) and num_rows + sizes[stop] <= max(UNIT_ROWS, sizes[start]):
-                num_rows, stop = num_rows + sizes[stop], stop + 1
+            group_rows = [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)]
+        start_group = 0
+        while start_group < len(group_rows):
+            stop_group, num_rows = start_group, 0
+            while stop_group < len(group_rows) and num_rows + group_rows[stop_group] <= max(TASK_ROWS, group_rows[start_group]):
+                num_rows, stop_group = num_rows + group_rows[stop_group], stop_group + 1
             for columns in column_groups:
-                yield Unit(source, path, tuple(range(start, stop)), position, columns)
-            start, position = stop, position + num_rows
+                yield ReadTask(source, path, tuple(range(start_group, stop_group)), first_row, columns)
+            start_group, first_row = stop_group, first_row + num_rows
 
 
-def _first_length(files: VectorFiles, paths: Sequence[Path]) -> int:
+def _first_vector_length(files: VectorFiles, paths: Sequence[Path]) -> int:
     """Return the length of the first vector that is neither null nor empty; all others have to have this length."""
     (column,) = files.columns
     for source, path in zip(files.sources, paths, strict=True):
         for batch in read_batches(source, path, columns=[column], batch_rows=64):
             lengths = pc.list_value_length(batch.column(column))
-            positive = lengths.filter(pc.fill_null(pc.greater(lengths, 0), False))
-            if len(positive):
-                return int(positive[0].as_py())
+            positive_lengths = lengths.filter(pc.fill_null(pc.greater(lengths, 0), False))
+            if len(positive_lengths):
+                return int(positive_lengths[0].as_py())
     raise InputError(f"{files.sources[0].name}: column {column!r}: no row has a vector; check the job that writes this table")

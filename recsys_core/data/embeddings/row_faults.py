@@ -1,6 +1,6 @@
 """Unusable rows of pretrained embeddings: one fault code per row, and the error or the drop that follows.
 
-Shapes: R rows of an entry, counted over all of its files; X rows with the same fault.
+Rows are numbered over all files of an entry. R is the number of rows of an entry, X the number of rows with the same fault.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,10 +36,10 @@ class FaultyRows:
 
     fault: Fault
     row_X: NDArray[np.int64]
-    """Ascending, counted over all files of the entry."""
+    """Numbers of the rows, ascending."""
     column: str
     problem: str
-    """What is wrong with the first of the rows, for a message."""
+    """Problem of the first of these rows, for a message."""
 
 
 @dataclass(frozen=True)
@@ -48,34 +48,35 @@ class RowFaults:
 
     code_R: NDArray[np.uint8]
     """Fault of each row, 0 for a usable row."""
-    first: Mapping[Fault, tuple[int, str, str]]
-    """First row with each fault, its column, and its problem."""
+    first_row: Mapping[Fault, tuple[int, str, str]]
+    """For each fault, the first row with it, the column and the problem."""
 
     @classmethod
     def collect(cls, num_rows: int, batches: Iterable[Sequence[FaultyRows]]) -> Self:
-        """Collect the faults of batches that were read in any order. A row has the same fault wherever it occurs."""
+        """Collect the faults of batches in any order. A row that is in several batches has the same fault in each of them."""
         code_R = np.zeros(num_rows, np.uint8)  # zero pages take no memory until one is written, and faults are rare
-        first: dict[Fault, tuple[int, str, str]] = {}
+        first_row: dict[Fault, tuple[int, str, str]] = {}
         for batch in batches:
-            for rows in batch:
-                code_R[rows.row_X] = rows.fault
-                row = (int(rows.row_X[0]), rows.column, rows.problem)
-                first[rows.fault] = min(row, first.get(rows.fault, row))
-        return cls(code_R, first)
+            for faulty_rows in batch:
+                fault = faulty_rows.fault
+                code_R[faulty_rows.row_X] = fault
+                row = (int(faulty_rows.row_X[0]), faulty_rows.column, faulty_rows.problem)
+                first_row[fault] = min(row, first_row.get(fault, row))
+        return cls(code_R, first_row)
 
-    def over(self, other: "RowFaults") -> "RowFaults":
-        """Return both faults; a row with a fault in both has the fault of `self`."""
-        if not other.first:
+    def merge(self, other: "RowFaults") -> "RowFaults":
+        """Return the faults of `self` and `other`. A row with a fault in both has the fault of `self`."""
+        if not other.first_row:
             return self
-        return RowFaults(np.where(self.code_R != 0, self.code_R, other.code_R), {**other.first, **self.first})
+        return RowFaults(np.where(self.code_R != 0, self.code_R, other.code_R), {**other.first_row, **self.first_row})
 
-    def rows(self) -> NDArray[np.int64]:
+    def faulty_rows(self) -> NDArray[np.int64]:
         """Return all rows with a fault, ascending."""
-        return np.flatnonzero(self.code_R) if self.first else np.empty(0, np.int64)
+        return np.flatnonzero(self.code_R) if self.first_row else np.empty(0, np.int64)
 
     def counts(self) -> dict[str, int]:
         """Return the number of rows with each fault, by its name in lower case."""
-        counts = {fault.name.lower(): int(np.count_nonzero(self.code_R == fault)) for fault in sorted(self.first)}
+        counts = {fault.name.lower(): int(np.count_nonzero(self.code_R == fault)) for fault in sorted(self.first_row)}
         return {name: count for name, count in counts.items() if count}
 
 
@@ -84,22 +85,23 @@ def reject_faults(faults: RowFaults, files: VectorFiles) -> None:
     counts = faults.counts()
 
     def find_first() -> BadRow:
-        fault = min((fault for fault in faults.first if fault.name.lower() in counts), key=lambda fault: faults.first[fault])
-        index, column, problem = faults.first[fault]
-        file, row = locate(files.sources, index)
+        first_rows = {fault: row for fault, row in faults.first_row.items() if fault.name.lower() in counts}
+        fault = min(first_rows, key=lambda fault: first_rows[fault])
+        entry_row, column, problem = first_rows[fault]
+        file, row = locate(files.sources, entry_row)
         return BadRow(file, column, row, problem, check_name=fault.name.lower(), fix="fix these rows")
 
     reject_bad_rows(
         counts,
         num_bad=sum(counts.values()),
-        num_rows=files.rows,
+        num_rows=files.num_rows,
         policy=BadRowPolicy(files.setting, files.config.on_bad_rows, files.config.max_bad_share),
         find_first=find_first,
     )
 
 
 def locate(sources: Sequence[Source], row: int) -> tuple[str, int]:
-    """Return the file of a row that is counted over all files, and its row in this file, from 0."""
+    """Return the file of a row that is numbered over all files, and the number of the row in this file, from 0."""
     for source in sources:
         if row < source.record.rows:
             return source.name, row

@@ -31,7 +31,7 @@ class VectorFiles:
     id_type: IdType
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """Number of rows of all files."""
         return sum(source.record.rows for source in self.sources)
 
@@ -40,8 +40,8 @@ class VectorFiles:
         """Length of the vectors in the files; None if the schema does not determine it."""
         if self.config.vector_column is None:
             return len(self.columns)
-        kind = self.sources[0].schema.field(self.columns[0]).type
-        return int(kind.list_size) if pa.types.is_fixed_size_list(kind) else None
+        data_type = self.sources[0].schema.field(self.columns[0]).type
+        return int(data_type.list_size) if pa.types.is_fixed_size_list(data_type) else None
 
     @property
     def dim(self) -> int | None:
@@ -57,9 +57,9 @@ def check_embeddings(configs: Sequence[EmbeddingsConfig], *, data_root: Path | N
     """
     keys = ["embeddings"] if len(configs) == 1 else [f"embeddings.{index}" for index in range(len(configs))]
     entries = tuple(_check_entry(config, setting=key, data_root=data_root) for config, key in zip(configs, keys, strict=True))
-    first_of_table: dict[str, VectorFiles] = {}
+    first_entry_of_table: dict[str, VectorFiles] = {}
     for files in entries:
-        other = first_of_table.setdefault(files.config.table, files)
+        other = first_entry_of_table.setdefault(files.config.table, files)
         require_one_type(
             files.id_type,
             of=f"the id of {files.setting}",
@@ -134,36 +134,36 @@ def _require_same_vector_types(sources: Sequence[Source], columns: Sequence[str]
     first = sources[0]
     for source in sources[1:]:
         for column in columns:
-            kind, first_kind = source.schema.field(column).type, first.schema.field(column).type
-            if _number_and_length(kind) != _number_and_length(first_kind):
+            data_type, first_type = source.schema.field(column).type, first.schema.field(column).type
+            if _element_type_and_length(data_type) != _element_type_and_length(first_type):
                 raise InputError(
-                    f"{source.name}: column {column!r} is {kind}, but {first_kind} in {first.name}; write one type"
+                    f"{source.name}: column {column!r} is {data_type}, but {first_type} in {first.name}; write one type"
                 )
 
 
-def _number_and_length(kind: pa.DataType) -> tuple[str, int | None]:
-    """Return what has to be equal in all files; list types may differ in the width of their offsets and in field names."""
-    if pa.types.is_floating(kind):
-        return str(kind), None
-    return str(kind.value_type), kind.list_size if pa.types.is_fixed_size_list(kind) else None
+def _element_type_and_length(data_type: pa.DataType) -> tuple[str, int | None]:
+    """Return the number type and the list length. Only these have to be equal in all files."""
+    if pa.types.is_floating(data_type):
+        return str(data_type), None
+    return str(data_type.value_type), data_type.list_size if pa.types.is_fixed_size_list(data_type) else None
 
 
 def _vector_columns(source: Source, config: EmbeddingsConfig, *, setting: str) -> tuple[str, ...]:
     """Return the list column, or the columns of the dimensions in the order of their numbers."""
     if config.vector_column is not None:
-        kind = require_column(source, config.vector_column, setting=f"{setting}.vector_column")
-        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-        if not is_list or not pa.types.is_floating(kind.value_type):
+        data_type = require_column(source, config.vector_column, setting=f"{setting}.vector_column")
+        is_list = pa.types.is_list(data_type) or pa.types.is_large_list(data_type) or pa.types.is_fixed_size_list(data_type)
+        if not is_list or not pa.types.is_floating(data_type.value_type):
             raise InputError(
-                f"{source.name}: column {config.vector_column!r} is {kind}, but a vector is a list of floats; "
+                f"{source.name}: column {config.vector_column!r} is {data_type}, but a vector is a list of floats; "
                 f"cast it, or set {setting}.dimension_prefix for one column per dimension"
             )
         return (config.vector_column,)
     columns = _numbered_columns(source, config.dimension_prefix or "")
     for name in columns:
-        kind = source.schema.field(name).type
-        if not pa.types.is_floating(kind):
-            raise InputError(f"{source.name}: column {name!r} is {kind}, but a dimension is a float; cast it")
+        data_type = source.schema.field(name).type
+        if not pa.types.is_floating(data_type):
+            raise InputError(f"{source.name}: column {name!r} is {data_type}, but a dimension is a float; cast it")
     return columns
 
 

@@ -119,12 +119,12 @@ def reject_bad_log(
     )
 
 
-def _id_checks(alias: str, column: str, arrow_type: pa.DataType) -> list[RowCheck]:
+def _id_checks(alias: str, column: str, data_type: pa.DataType) -> list[RowCheck]:
     checks = [RowCheck(column, "null", f'"{alias}" IS NULL', FIX_ROWS)]
-    if pa.types.is_uint64(value_type(arrow_type)):
+    if pa.types.is_uint64(value_type(data_type)):
         is_too_large = f'"{alias}" > {INT64_MAX}'
         checks.append(RowCheck(column, "over int64", is_too_large, "ids have to fit into int64; write them as strings"))
-    if not pa.types.is_integer(value_type(arrow_type)):
+    if not pa.types.is_integer(value_type(data_type)):
         checks.append(RowCheck(column, "an empty string", f"\"{alias}\" = ''", FIX_ROWS))
     return checks
 
@@ -139,15 +139,15 @@ def _time_checks(column: str, *, latest_us: int) -> list[RowCheck]:
     ]
 
 
-def _order_checks(column: str, arrow_type: pa.DataType) -> list[RowCheck]:
-    checks = _number_checks("sequence", column, arrow_type)
-    if pa.types.is_uint64(arrow_type):
+def _order_checks(column: str, data_type: pa.DataType) -> list[RowCheck]:
+    checks = _number_checks("sequence", column, data_type)
+    if pa.types.is_uint64(data_type):
         checks.append(RowCheck(column, "over int64", f"sequence > {INT64_MAX}", FIX_ROWS))
     return checks
 
 
-def _label_checks(column: str, arrow_type: pa.DataType, *, label_range: tuple[float, float] | None) -> list[RowCheck]:
-    checks = _number_checks("label", column, arrow_type)
+def _label_checks(column: str, data_type: pa.DataType, *, label_range: tuple[float, float] | None) -> list[RowCheck]:
+    checks = _number_checks("label", column, data_type)
     if label_range is not None:
         low, high = label_range
         # isfinite: DuckDB orders NaN above all numbers, and NaN has a check of its own.
@@ -160,17 +160,17 @@ def _label_checks(column: str, arrow_type: pa.DataType, *, label_range: tuple[fl
     return checks
 
 
-def _weight_checks(column: str, arrow_type: pa.DataType) -> list[RowCheck]:
+def _weight_checks(column: str, data_type: pa.DataType) -> list[RowCheck]:
     is_negative, is_too_large = "weight < 0", f"weight::DOUBLE > {FLOAT32_MAX!r}"
     return [
-        *_number_checks("weight", column, arrow_type),
+        *_number_checks("weight", column, data_type),
         RowCheck(column, "negative", f"{is_negative} AND isfinite(weight::DOUBLE)", "a weight has to be 0 or more"),
         RowCheck(column, "too large for float32", f"{is_too_large} AND isfinite(weight::DOUBLE)", FIX_ROWS),
     ]
 
 
-def _number_checks(alias: str, column: str, arrow_type: pa.DataType) -> list[RowCheck]:
-    if not pa.types.is_floating(arrow_type):
+def _number_checks(alias: str, column: str, data_type: pa.DataType) -> list[RowCheck]:
+    if not pa.types.is_floating(data_type):
         return [RowCheck(column, "null or not a number", f"{alias} IS NULL", FIX_ROWS)]
     return [
         RowCheck(column, "null or not a number", f"{alias} IS NULL OR isnan({alias}::DOUBLE)", FIX_ROWS),

@@ -51,7 +51,7 @@ def gather_parts(
     """
     (out / "parts").mkdir()
     hive_key_types = {
-        name: str(arrow_type) for name, arrow_type in log.sources[0].partition_types.items() if name in config.columns
+        name: str(data_type) for name, data_type in log.sources[0].partition_types.items() if name in config.columns
     }
     part_settings = config.model_dump(mode="json", include=PART_SETTINGS)
     settings_fingerprint = fingerprint_of(duckdb.__version__, part_settings, _validation_draw_sql(config), hive_key_types)
@@ -189,12 +189,10 @@ def _raw_log_sql(
     return f"SELECT *, {_position_sql(config, schema)} AS position{before_1970} FROM ({raw})"
 
 
-def _widest_type(arrow_types: Sequence[pa.DataType]) -> pa.DataType:
+def _widest_type(data_types: Sequence[pa.DataType]) -> pa.DataType:
     """Return the type that decides the checks and casts of a column that has another type in another file."""
-    wide_types = [
-        arrow_type for arrow_type in arrow_types if pa.types.is_floating(arrow_type) or pa.types.is_uint64(arrow_type)
-    ]
-    return (wide_types or list(arrow_types))[0]
+    wide_types = [data_type for data_type in data_types if pa.types.is_floating(data_type) or pa.types.is_uint64(data_type)]
+    return (wide_types or list(data_types))[0]
 
 
 def _hive_keys_sql(sources: Sequence[Source], names: Sequence[str]) -> str:
@@ -220,19 +218,19 @@ def _position_sql(config: InteractionsConfig, schema: Mapping[str, pa.DataType])
         return "TRY(sequence::BIGINT)" if pa.types.is_integer(schema[config.order_column]) else "sequence::DOUBLE"
     if config.timestamp_column is None:
         return f"(hash({PAIR_IDS}) >> 1)::BIGINT"
-    arrow_type = schema[config.timestamp_column]
-    if pa.types.is_integer(arrow_type):
+    data_type = schema[config.timestamp_column]
+    if pa.types.is_integer(data_type):
         return f"TRY(CAST(time AS BIGINT) {TO_MICROSECONDS[config.timestamp_unit]})"
-    has_time_zone = pa.types.is_timestamp(arrow_type) and arrow_type.tz is not None
+    has_time_zone = pa.types.is_timestamp(data_type) and data_type.tz is not None
     # The cast is needed because epoch_us does not accept nanoseconds with a time zone.
     return f"TRY(epoch_us(time::{'TIMESTAMPTZ' if has_time_zone else 'TIMESTAMP'}))"
 
 
-def _before_1970_sql(arrow_type: pa.DataType) -> str:
+def _before_1970_sql(data_type: pa.DataType) -> str:
     """Return SQL that is true for a time before 1970. It also holds for a time that is too large for `position`."""
-    if pa.types.is_integer(arrow_type):
+    if pa.types.is_integer(data_type):
         return "time < 0"
-    has_time_zone = pa.types.is_timestamp(arrow_type) and arrow_type.tz is not None
+    has_time_zone = pa.types.is_timestamp(data_type) and data_type.tz is not None
     return "time::TIMESTAMPTZ < TIMESTAMPTZ '1970-01-01 00:00:00+00'" if has_time_zone else "time < DATE '1970-01-01'"
 
 
@@ -292,7 +290,7 @@ def _write_events(
     ]
     connection.execute(
         f"COPY (SELECT {columns} FROM raw {' '.join(joins)} WHERE {is_kept}) "
-        f"TO {quoted(str(part_path), mark=chr(39))} (FORMAT parquet, COMPRESSION lz4_raw)"
+        f"TO {quoted(str(part_path), quote=chr(39))} (FORMAT parquet, COMPRESSION lz4_raw)"
     ).fetchall()
     has_null = "position IS NULL" + (" OR weight IS NULL" if config.weight_column else "")
     query = f"SELECT source, count(*), count(*) FILTER ({has_null}) FROM {scan(part_path)} GROUP BY 1"

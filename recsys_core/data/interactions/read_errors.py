@@ -120,10 +120,10 @@ def _reject_out_of_range_times(config: InteractionsConfig, sources: Sequence[Sou
 def _rows_with_bad_time(source: Source, column: str, *, latest_us: int) -> NDArray[np.int64]:
     if column not in source.schema.names:  # a hive key, whose values pyarrow has already parsed
         return np.empty(0, np.int64)
-    arrow_type = source.schema.field(column).type
-    if pa.types.is_timestamp(arrow_type):
-        storage_type, latest_ticks = pa.int64(), latest_us * TICKS_PER_S[arrow_type.unit] // 1_000_000
-    elif pa.types.is_date32(arrow_type):
+    data_type = source.schema.field(column).type
+    if pa.types.is_timestamp(data_type):
+        storage_type, latest_ticks = pa.int64(), latest_us * TICKS_PER_S[data_type.unit] // 1_000_000
+    elif pa.types.is_date32(data_type):
         storage_type, latest_ticks = pa.int32(), latest_us // DAY_US
     else:
         return np.empty(0, np.int64)

@@ -87,19 +87,19 @@ def _check_timestamps(sources: Sequence[Source], column: str) -> None:
     """Require one kind of time in all files: DuckDB would convert a mixture with the time zone of this machine, or fail."""
     first_type = require_column(sources[0], column, setting="interactions.timestamp_column")
     for source in sources:
-        arrow_type = require_column(source, column, setting="interactions.timestamp_column")
-        is_time = pa.types.is_timestamp(arrow_type) or pa.types.is_date(arrow_type) or pa.types.is_integer(arrow_type)
-        _require_type(is_time, source, column, arrow_type, "a timestamp, a date or an integer")
-        if _time_family(arrow_type) != _time_family(first_type):
+        data_type = require_column(source, column, setting="interactions.timestamp_column")
+        is_time = pa.types.is_timestamp(data_type) or pa.types.is_date(data_type) or pa.types.is_integer(data_type)
+        _require_type(is_time, source, column, data_type, "a timestamp, a date or an integer")
+        if _time_family(data_type) != _time_family(first_type):
             raise InputError(
-                f"{source.name}: column {column!r} is {arrow_type}, but {first_type} in {sources[0].name}; write one type"
+                f"{source.name}: column {column!r} is {data_type}, but {first_type} in {sources[0].name}; write one type"
             )
 
 
-def _time_family(arrow_type: pa.DataType) -> str:
-    if pa.types.is_integer(arrow_type):
+def _time_family(data_type: pa.DataType) -> str:
+    if pa.types.is_integer(data_type):
         return "integer"
-    return "with time zone" if pa.types.is_timestamp(arrow_type) and arrow_type.tz is not None else "without time zone"
+    return "with time zone" if pa.types.is_timestamp(data_type) and data_type.tz is not None else "without time zone"
 
 
 def _check_column_names(source: Source, config: InteractionsConfig) -> None:
@@ -113,11 +113,11 @@ def _check_number_columns(source: Source, config: InteractionsConfig) -> None:
     for setting in ("order_column", "label_column", "weight_column"):
         column = getattr(config, setting)
         if column is not None:
-            arrow_type = require_column(source, column, setting=f"interactions.{setting}")
-            is_number = pa.types.is_integer(arrow_type) or pa.types.is_floating(arrow_type) or pa.types.is_decimal(arrow_type)
-            _require_type(is_number or pa.types.is_boolean(arrow_type), source, column, arrow_type, "a number")
+            data_type = require_column(source, column, setting=f"interactions.{setting}")
+            is_number = pa.types.is_integer(data_type) or pa.types.is_floating(data_type) or pa.types.is_decimal(data_type)
+            _require_type(is_number or pa.types.is_boolean(data_type), source, column, data_type, "a number")
 
 
-def _require_type(fits: bool, source: Source, column: str, arrow_type: pa.DataType, expected: str) -> None:
+def _require_type(fits: bool, source: Source, column: str, data_type: pa.DataType, expected: str) -> None:
     if not fits:
-        raise InputError(f"{source.name}: column {column!r} is {arrow_type}, but has to be {expected}; cast it")
+        raise InputError(f"{source.name}: column {column!r} is {data_type}, but has to be {expected}; cast it")

@@ -39,7 +39,7 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
             config.features,
             user_id_type=log.user_id_type,
             item_id_type=log.item_id_type,
-            log=log.sources,
+            context_sources=log.sources,
             data_root=config.data_root,
         )
         check_vectors(tables, id_types={vectors.config.table: vectors.id_type for vectors in embeddings})

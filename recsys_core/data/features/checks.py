@@ -19,21 +19,21 @@ def reject_bad_table(connection: duckdb.DuckDBPyConnection, table: FeatureTable,
     """
     checks = list(_row_checks(table))
     if checks:
-        counts = ", ".join(f"count(*) FILTER ({check.condition})" for check in checks)
+        count_expressions = ", ".join(f"count(*) FILTER ({check.condition})" for check in checks)
         any_failure = " OR ".join(f"coalesce({check.condition}, false)" for check in checks)
-        query = f"SELECT count(*) FILTER ({any_failure}), {counts} FROM {scan_all(paths)}"
-        ((num_bad, *counts_C),) = connection.sql(query).fetchall()
-        _reject(connection, table, checks, counts_C, num_bad=num_bad, paths=paths)
+        query = f"SELECT count(*) FILTER ({any_failure}), {count_expressions} FROM {scan_all(paths)}"
+        ((num_bad, *check_counts),) = connection.sql(query).fetchall()
+        _reject_failures(connection, table, checks, check_counts, num_bad=num_bad, paths=paths)
     if table.id_column is not None:
         column = quoted(table.id_column)
         duplicates = f"SELECT {column} AS id, count(*) AS rows FROM {scan_all(paths)} GROUP BY 1 HAVING count(*) > 1"
         ((num_bad,),) = connection.sql(f"SELECT coalesce(sum(rows), 0)::BIGINT FROM ({duplicates})").fetchall()
         is_duplicate = f"{column} IN (SELECT id FROM ({duplicates}))"
         check = RowCheck(table.id_column, "the id of more than one row", is_duplicate, "keep one row for each id")
-        _reject(connection, table, [check], [num_bad], num_bad=num_bad, paths=paths)
+        _reject_failures(connection, table, [check], [num_bad], num_bad=num_bad, paths=paths)
 
 
-def _reject(
+def _reject_failures(
     connection: duckdb.DuckDBPyConnection,
     table: FeatureTable,
     checks: Sequence[RowCheck],
@@ -46,9 +46,9 @@ def _reject(
         for source, path in zip(table.sources, paths, strict=True):
             # row_number, because a column of the file may be called file_row_number.
             relation = f'(SELECT row_number() OVER () - 1 AS "nightjar row", * FROM {scan_all([path])})'
-            bad = first_bad_row(connection, checks, relation=relation, row_sql='"nightjar row"', source=source)
-            if bad is not None:
-                return bad
+            bad_row = first_bad_row(connection, checks, relation=relation, row_sql='"nightjar row"', source=source)
+            if bad_row is not None:
+                return bad_row
         raise AssertionError(f"{table.setting}: {num_bad} bad rows were counted, but none is in the files")
 
     reject_bad_rows(
@@ -68,11 +68,11 @@ def _row_checks(table: FeatureTable) -> Iterator[RowCheck]:
             yield RowCheck(table.id_column, "over int64", f"{column} > {INT64_MAX}", "write the ids as strings")
     for feature in table.features:
         column = quoted(feature.source_column)
-        if table.value_type.get(feature.name) == "int64":
-            too_large = f"{column} > {INT64_MAX}"
+        if table.value_types.get(feature.name) == "int64":
+            is_too_large = f"{column} > {INT64_MAX}"
             if feature.is_list:
-                too_large = f"len(list_filter({column}, lambda x: x > {INT64_MAX})) > 0"
-            yield RowCheck(feature.source_column, "over int64", too_large, "write the values as strings")
+                is_too_large = f"len(list_filter({column}, lambda x: x > {INT64_MAX})) > 0"
+            yield RowCheck(feature.source_column, "over int64", is_too_large, "write the values as strings")
         if feature.weight_column is not None:
             weight = quoted(feature.weight_column)
             yield RowCheck(

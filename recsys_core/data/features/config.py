@@ -73,12 +73,12 @@ class FeatureConfig(Settings):
 
     @model_validator(mode="after")
     def _settings_fit_kind(self) -> Self:
-        self._only_with("weight_column", kinds=("weighted_list",))
-        self._only_with("max_values", kinds=("list", "weighted_list"))
-        self._only_with("hash_rows", kinds=("categorical", "list", "weighted_list"))
-        self._only_with("buckets", kinds=("numeric",))
-        self._only_with("boundaries", kinds=("numeric",))
-        self._only_with("standardise", kinds=("numeric",))
+        self._reject_for_other_kinds("weight_column", kinds=("weighted_list",))
+        self._reject_for_other_kinds("max_values", kinds=("list", "weighted_list"))
+        self._reject_for_other_kinds("hash_rows", kinds=("categorical", "list", "weighted_list"))
+        self._reject_for_other_kinds("buckets", kinds=("numeric",))
+        self._reject_for_other_kinds("boundaries", kinds=("numeric",))
+        self._reject_for_other_kinds("standardise", kinds=("numeric",))
         if self.kind == "weighted_list" and self.weight_column is None:
             raise ValueError(
                 f"feature {self.name!r} is a weighted_list, but has no weight_column; set weight_column, or set kind to list"
@@ -111,7 +111,7 @@ class FeatureConfig(Settings):
                 )
         return self
 
-    def _only_with(self, setting: str, *, kinds: tuple[FeatureKind, ...]) -> None:
+    def _reject_for_other_kinds(self, setting: str, *, kinds: tuple[FeatureKind, ...]) -> None:
         value = getattr(self, setting)
         if value is not None and value is not False and self.kind not in kinds:
             raise ValueError(

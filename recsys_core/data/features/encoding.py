@@ -19,54 +19,54 @@ def encode(column: FeatureColumn) -> FeatureFacts:
     """Write the files of one feature (see FeaturesManifest)."""
     if column.feature.kind == "numeric":
         return encode_numeric(column)
-    column.connection.execute(f"CREATE VIEW spread AS {_spread_values(column)}")
+    column.connection.execute(f"CREATE VIEW single_values AS {_single_values_sql(column)}")
     facts = _encode_by_vocabulary(column) if column.feature.hash_rows is None else _encode_by_hash(column)
-    column.connection.execute("DROP VIEW spread")
+    column.connection.execute("DROP VIEW single_values")
     return facts
 
 
-def _spread_values(column: FeatureColumn) -> str:
-    """Return SQL for one row per value: row, trained, value; for a list feature also the index in the list and the weight."""
-    values = column.values_sql()
+def _single_values_sql(column: FeatureColumn) -> str:
+    """Return SQL for one row per value: row, in_training, value, and for a list feature also list_index and weight."""
+    values = column.value_sql()
     if not column.feature.is_list:
-        return f"SELECT row, trained, {values} AS value FROM joined"
-    weight = f", unnest({column.weights_sql()}) AS weight" if column.feature.weight_column else ""
+        return f"SELECT row, in_training, {values} AS value FROM joined"
+    weight = f", unnest({column.weight_sql()}) AS weight" if column.feature.weight_column else ""
     indices = f"unnest(range(len({values}))) AS list_index"
-    return f"SELECT row, trained, unnest({values}) AS value, {indices}{weight} FROM joined"
+    return f"SELECT row, in_training, unnest({values}) AS value, {indices}{weight} FROM joined"
 
 
 def _encode_by_vocabulary(column: FeatureColumn) -> FeatureFacts:
-    new_values = create_vocabulary(column)
-    counts = _write_rows(column, table_row="vocabulary.row", source="spread LEFT JOIN vocabulary USING (value)")
+    num_new_values = create_vocabulary(column)
+    counts = _write_rows(column, table_row_sql="vocabulary.row", relation="single_values LEFT JOIN vocabulary USING (value)")
     write_vocabulary(column)
-    table_rows = 1 + column.count("SELECT coalesce(max(row), 0) FROM vocabulary")
-    with_vector = write_vector_rows(column, table_rows=table_rows)
+    num_table_rows = 1 + column.count("SELECT coalesce(max(row), 0) FROM vocabulary")
+    num_with_vector = write_vector_rows(column, num_table_rows=num_table_rows)
     column.connection.execute("DROP TABLE vocabulary")
-    return column.facts(rows=table_rows, new_values=new_values, with_vector=with_vector, **counts)
+    return column.facts(rows=num_table_rows, new_values=num_new_values, with_vector=num_with_vector, **counts)
 
 
 def _encode_by_hash(column: FeatureColumn) -> FeatureFacts:
     # md5, because DuckDB's own hash may differ between its versions.
-    table_row = f"1 + md5_number_lower(CAST(value AS VARCHAR)) % {column.feature.hash_rows}"
-    counts = _write_rows(column, table_row=table_row, source="spread")
+    table_row_sql = f"1 + md5_number_lower(CAST(value AS VARCHAR)) % {column.feature.hash_rows}"
+    counts = _write_rows(column, table_row_sql=table_row_sql, relation="single_values")
     return column.facts(rows=1 + (column.feature.hash_rows or 0), **counts)
 
 
-def _write_rows(column: FeatureColumn, *, table_row: str, source: str) -> dict[str, int]:
+def _write_rows(column: FeatureColumn, *, table_row_sql: str, relation: str) -> dict[str, int]:
     """Write the row of every value; return the counts of FeatureFacts.
 
     Args:
-        table_row: SQL for the row of a value in the embedding table; null for a value without a row.
-        source: SQL for the view `spread`, with the join that `table_row` needs.
+        table_row_sql: SQL for the row of a value in the embedding table; null for a value without a row.
+        relation: SQL for the view `single_values` with the join that `table_row_sql` needs.
     """
     if column.feature.is_list:
-        return _write_lists(column, table_row=table_row, source=source)
-    row_R = column.allocate("row", dtype=np.int32, length=column.num_rows)
+        return _write_lists(column, table_row_sql=table_row_sql, relation=relation)
+    table_row_R = column.allocate("row", dtype=np.int32, length=column.num_rows)
     num_present = num_unknown = 0
-    query = f"SELECT spread.row, coalesce({table_row}, 0)::INTEGER FROM {source} WHERE value IS NOT NULL"
-    for position_N, table_row_N in _batches(column, query):
-        row_R[position_N] = table_row_N
-        num_present += len(position_N)
+    query = f"SELECT single_values.row, coalesce({table_row_sql}, 0)::INTEGER FROM {relation} WHERE value IS NOT NULL"
+    for row_N, table_row_N in _batches(column, query):
+        table_row_R[row_N] = table_row_N
+        num_present += len(row_N)
         num_unknown += int((table_row_N == 0).sum())
     return {
         "values": column.num_rows,
@@ -75,32 +75,32 @@ def _write_rows(column: FeatureColumn, *, table_row: str, source: str) -> dict[s
     }
 
 
-def _write_lists(column: FeatureColumn, *, table_row: str, source: str) -> dict[str, int]:
-    """Write the lists as CSR: list n holds row[offset[n]:offset[n + 1]], with a weight for each row if there are weights."""
+def _write_lists(column: FeatureColumn, *, table_row_sql: str, relation: str) -> dict[str, int]:
+    """Write the lists in CSR format: list n is row[offset[n]:offset[n + 1]], and weight has one entry per row."""
     offset = column.allocate("offset", dtype=np.int64, length=column.num_rows + 1)
     num_empty = column.num_rows
-    query = f"SELECT row, len({column.values_sql()}) FROM joined WHERE len(v{column.number}) > 0"
-    for position_N, length_N in _batches(column, query):
-        offset[1 + position_N] = length_N
-        num_empty -= len(position_N)
+    query = f"SELECT row, len({column.value_sql()}) FROM joined WHERE len(v{column.feature_index}) > 0"
+    for row_N, length_N in _batches(column, query):
+        offset[1 + row_N] = length_N
+        num_empty -= len(row_N)
     np.cumsum(offset, out=offset)
 
     num_values, num_unknown = int(offset[-1]), 0
-    row_L = column.allocate("row", dtype=np.int32, length=num_values)
+    table_row_L = column.allocate("row", dtype=np.int32, length=num_values)
     has_weights = column.feature.weight_column is not None
     weight_L = column.allocate("weight", dtype=np.float32, length=num_values) if has_weights else None
     weight = ", weight" if has_weights else ""
-    query = f"SELECT spread.row, coalesce({table_row}, 0)::INTEGER, list_index{weight} FROM {source}"
-    for position_N, table_row_N, list_index_N, *weight_N in _batches(column, query):
-        target_N = offset[position_N] + list_index_N
-        row_L[target_N] = table_row_N
+    query = f"SELECT single_values.row, coalesce({table_row_sql}, 0)::INTEGER, list_index{weight} FROM {relation}"
+    for row_N, table_row_N, list_index_N, *weight_N in _batches(column, query):
+        target_N = offset[row_N] + list_index_N
+        table_row_L[target_N] = table_row_N
         if weight_L is not None:
             weight_L[target_N] = weight_N[0]
         num_unknown += int((table_row_N == 0).sum())
 
-    longest, num_truncated = column.feature.max_values, 0
-    if longest is not None:
-        num_truncated = column.count(f"SELECT count(*) FROM joined WHERE len(v{column.number}) > {longest}")
+    max_values, num_truncated = column.feature.max_values, 0
+    if max_values is not None:
+        num_truncated = column.count(f"SELECT count(*) FROM joined WHERE len(v{column.feature_index}) > {max_values}")
     return {
         "values": num_values,
         "out_of_vocabulary": num_unknown,

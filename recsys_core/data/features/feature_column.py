@@ -29,34 +29,36 @@ class PreviousFeature:
 class FeatureColumn:
     """One feature of one side.
 
-    Its values are in DuckDB's table `joined`, which has one row for each user, item or event with features: `row`, the row
-    of the user, item or event; `trained`, whether training uses it; and for feature number n the columns `v<n>` (the value,
-    or a list of values) and `w<n>` (the list of weights).
+    Its values are in DuckDB's table `joined`, which has one row for each user, item or event with features. Columns:
+    row: the row of the user, item or event.
+    in_training: whether the user or item has a training event, or the event is one.
+    v<n>, w<n>: the value (or list of values) and the list of weights of the feature with index n.
     """
 
     connection: duckdb.DuckDBPyConnection
     feature: FeatureConfig
-    number: int
+    feature_index: int
+    """Index of the feature among the features of its side."""
     key: str
     """<side>.<name>: start of the names of its files."""
     value_type: IdType | None
     num_rows: int
     """Users, items or events of the side."""
-    counted: str
-    """SQL: true for the rows of `joined` whose values are counted for the vocabulary."""
-    continued: PreviousFeature | None
-    """The feature in the previous run, if values keep the rows that they had there."""
+    is_counted: str
+    """SQL that is true for the rows of `joined` whose values count for the vocabulary."""
+    previous: PreviousFeature | None
+    """The feature in the previous run, whose vocabulary, boundaries or mean are used again. None to build them from scratch."""
     out: Path
     vector_ids: Path | None = None
     """Parquet file with the value of each pretrained vector; None without vectors."""
 
-    def values_sql(self) -> str:
+    def value_sql(self) -> str:
         """Return SQL for the value; for a list feature, for the first `max_values` values."""
-        return self._first_values(f"v{self.number}")
+        return self._first_values(f"v{self.feature_index}")
 
-    def weights_sql(self) -> str:
+    def weight_sql(self) -> str:
         """Return SQL for the weights of the values."""
-        return self._first_values(f"w{self.number}")
+        return self._first_values(f"w{self.feature_index}")
 
     def _first_values(self, name: str) -> str:
         return name if self.feature.max_values is None else f"{name}[:{self.feature.max_values}]"
@@ -69,18 +71,18 @@ class FeatureColumn:
         """Return a new memory-mapped array of the feature, filled with zeros."""
         return allocate_npy(self.out / f"{self.key}.{name}.npy", dtype=dtype, shape=(length,))
 
-    def facts(self, **measured: Any) -> FeatureFacts:
+    def facts(self, **counts_and_fits: Any) -> FeatureFacts:
         """Return the facts of the feature for the manifest."""
         return FeatureFacts(
             kind=self.feature.kind,
             definition=definition(self.feature, self.value_type),
-            continued=self.continued is not None,
-            **measured,
+            continued=self.previous is not None,
+            **counts_and_fits,
         )
 
 
 def definition(feature: FeatureConfig, value_type: IdType | None) -> str:
-    """Return the settings that decide the row of a value. The vocabulary of another definition is not continued."""
+    """Return the settings that decide the row of a value. A change of the definition starts a new vocabulary."""
     settings: dict[str, Any] = {"kind": feature.kind, "column": feature.source_column, "type": value_type}
     settings |= {name: getattr(feature, name) for name in ("hash_rows", "buckets", "boundaries")}
     settings["standardise"] = feature.standardise or None

@@ -50,8 +50,8 @@ def ingest_features(
     """Write the arrays that FeaturesManifest describes, out of core in DuckDB.
 
     Args:
-        previous: the stage of the previous run. Vocabularies, boundaries and means are continued if the vocabularies of
-            users and items are.
+        previous: manifest of the previous run. Its feature vocabularies, boundaries and means are used again, unless the
+            vocabularies of users and items were rebuilt.
         embeddings: pretrained vectors; a table such as item.brand holds vectors of the values of a feature.
         data_root: folder that has to contain every file of a feature table.
 
@@ -61,10 +61,15 @@ def ingest_features(
     """
     if previous is not None and previous.lineage != interactions.lineage:
         previous = None
-    log = open_sources([str(interactions.path(CONTEXT_NAME))], setting="features.context") if config.context else ()
-    log = tuple(replace(source, partition={}) for source in log)  # a workspace folder named key=value is not a hive key
+    context_sources = open_sources([str(interactions.path(CONTEXT_NAME))], setting="features.context") if config.context else ()
+    # A workspace folder named key=value is not a hive key.
+    context_sources = tuple(replace(source, partition={}) for source in context_sources)
     tables = check_features(
-        config, user_id_type=interactions.user_id_type, item_id_type=interactions.item_id_type, log=log, data_root=data_root
+        config,
+        user_id_type=interactions.user_id_type,
+        item_id_type=interactions.item_id_type,
+        context_sources=context_sources,
+        data_root=data_root,
     )
     vector_tables = {} if embeddings is None else embeddings.tables
     check_vectors(tables, id_types={name: table.id_type for name, table in vector_tables.items()})
@@ -84,18 +89,18 @@ def ingest_features(
                     _load_context(connection, table, interactions=interactions, scratch=scratch)
                 else:
                     table_facts[table.side] = _load_table(connection, table, interactions=interactions, scratch=scratch)
-                for number, feature in enumerate(table.features):
-                    key, value_type = f"{table.side}.{feature.name}", table.value_type.get(feature.name)
+                for feature_index, feature in enumerate(table.features):
+                    key, value_type = f"{table.side}.{feature.name}", table.value_types.get(feature.name)
                     column = FeatureColumn(
                         connection=connection,
                         feature=feature,
-                        number=number,
+                        feature_index=feature_index,
                         key=key,
                         value_type=value_type,
                         num_rows=_num_rows(table, interactions),
-                        # All users and items count, but only the events that are known at training time.
-                        counted="trained" if table.side == "context" else "TRUE",
-                        continued=_continued_feature(previous, key, feature, value_type),
+                        # The values of all users and items count, but only the values of training events.
+                        is_counted="in_training" if table.side == "context" else "TRUE",
+                        previous=_previous_feature(previous, key, feature, value_type),
                         out=out,
                         vector_ids=embeddings.ids(key) if embeddings is not None and key in embeddings.tables else None,
                     )
@@ -112,16 +117,17 @@ def _load_table(
 ) -> FeatureTableFacts:
     """Create table `joined` (see FeatureColumn) with the rows of a feature table whose id is in the catalogue."""
     assert table.id_column is not None and table.id_type is not None
-    if table.sidecars:
+    if table.has_sidecars:
         verify_sidecars(table.sources)
     with local_files(table.sources, columns=table.columns, scratch=scratch) as paths:
         reject_bad_table(connection, table, paths=paths)
         catalogue = scan(interactions.path(f"{table.side}s.parquet"), options="file_row_number = true")
         connection.execute(
-            "CREATE TABLE joined AS SELECT catalogue.row, catalogue.trained, described.* EXCLUDE (described_id) FROM "
-            f"(SELECT id, file_row_number AS row, train_count > 0 AS trained FROM {catalogue}) catalogue "
-            f"JOIN (SELECT CAST({quoted(table.id_column)} AS {SQL_TYPE[table.id_type]}) AS described_id, "
-            f"{_value_columns(table)} FROM {scan_all(paths)}) described ON catalogue.id = described.described_id"
+            "CREATE TABLE joined AS "
+            "SELECT catalogue.row, catalogue.in_training, feature_table.* EXCLUDE (feature_table_id) "
+            f"FROM (SELECT id, file_row_number AS row, train_count > 0 AS in_training FROM {catalogue}) catalogue "
+            f"JOIN (SELECT CAST({quoted(table.id_column)} AS {SQL_TYPE[table.id_type]}) AS feature_table_id, "
+            f"{_value_columns(table)} FROM {scan_all(paths)}) feature_table ON catalogue.id = feature_table.feature_table_id"
         )
     ((num_matched,),) = connection.sql("SELECT count(*) FROM joined").fetchall()
     num_rows = sum(source.record.rows for source in table.sources)
@@ -145,7 +151,7 @@ def _load_context(
         reject_bad_table(connection, table, paths=paths)
         connection.register("events", _read_events(paths[0], columns=table.columns, interactions=interactions))
         connection.execute(
-            'CREATE TABLE joined AS SELECT "nightjar row" AS row, "nightjar trained" AS trained, '
+            'CREATE TABLE joined AS SELECT "nightjar row" AS row, "nightjar in_training" AS in_training, '
             f"{_value_columns(table)} FROM events"
         )
 
@@ -154,7 +160,7 @@ def _value_columns(table: FeatureTable) -> str:
     """Return SQL for the columns v<n> and w<n> of `joined`, cast to the types in which values and weights are stored."""
     columns = []
     for number, feature in enumerate(table.features):
-        value_type = table.value_type.get(feature.name)
+        value_type = table.value_types.get(feature.name)
         sql_type = ("DOUBLE" if value_type is None else SQL_TYPE[value_type]) + ("[]" if feature.is_list else "")
         columns.append(f"CAST({quoted(feature.source_column)} AS {sql_type}) AS v{number}")
         if feature.weight_column is not None:
@@ -178,27 +184,27 @@ def _read_events(path: Path, *, columns: Sequence[str], interactions: Interactio
     )
     file = pq.ParquetFile(path)
     fields = [file.schema_arrow.field(name) for name in columns]
-    schema = pa.schema([*fields, ("nightjar row", pa.int64()), ("nightjar trained", pa.bool_())])
+    schema = pa.schema([*fields, ("nightjar row", pa.int64()), ("nightjar in_training", pa.bool_())])
 
     def batches() -> Iterator[pa.RecordBatch]:
         start = 0
         for batch in file.iter_batches(BATCH_ROWS, columns=list(columns)):
             stop = start + batch.num_rows
-            users = slice(
+            user_range = slice(
                 int(np.searchsorted(user_offset, start, side="right")) - 1, int(np.searchsorted(user_offset, stop, side="left"))
             )
-            # The events of a user are training events up to train_end and then others, so the two alternate in the batch.
-            bounds = np.stack([user_offset[users], train_end_U[users]], axis=1).reshape(-1)
-            lengths = np.diff(np.clip(np.append(bounds, stop), start, stop))
-            trained = np.repeat(np.arange(len(lengths)) % 2 == 0, lengths)
+            # The events of each user are first its training events, then all others: the runs of both kinds alternate.
+            run_starts = np.stack([user_offset[user_range], train_end_U[user_range]], axis=1).reshape(-1)
+            run_lengths = np.diff(np.clip(np.append(run_starts, stop), start, stop))
+            is_training = np.repeat(np.arange(len(run_lengths)) % 2 == 0, run_lengths)
             arrays = [batch.column(name) for name in columns]
-            yield pa.RecordBatch.from_arrays([*arrays, pa.array(np.arange(start, stop)), pa.array(trained)], schema=schema)
+            yield pa.RecordBatch.from_arrays([*arrays, pa.array(np.arange(start, stop)), pa.array(is_training)], schema=schema)
             start = stop
 
     return pa.RecordBatchReader.from_batches(schema, batches())
 
 
-def _continued_feature(
+def _previous_feature(
     previous: FeaturesManifest | None, key: str, feature: FeatureConfig, value_type: IdType | None
 ) -> PreviousFeature | None:
     """Return the feature in the previous run; None if its definition differs or its vocabulary file is missing or changed."""

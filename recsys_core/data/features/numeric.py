@@ -1,6 +1,6 @@
 """Numeric features: buckets of equal size, or standardised values; both are fitted on the training rows.
 
-Shapes: N values of a batch, R users, items or events.
+N is the number of values of a batch, R the number of users, items or events.
 """
 
 import math
@@ -27,18 +27,18 @@ def encode_numeric(column: FeatureColumn) -> FeatureFacts:
     standardise = column.feature.standardise
     boundaries: tuple[float, ...] = () if standardise else _boundaries(column)
     mean, std = _mean_and_std(column) if standardise else (None, None)
-    row_R = column.allocate("row", dtype=np.int32, length=column.num_rows)
+    table_row_R = column.allocate("row", dtype=np.int32, length=column.num_rows)
     weight_R = column.allocate("weight", dtype=np.float32, length=column.num_rows) if standardise else None
     num_present = 0
-    query = f"SELECT row, v{column.number} AS value FROM joined"
+    query = f"SELECT row, v{column.feature_index} AS value FROM joined"
     for batch in column.connection.sql(query).to_arrow_reader(BATCH_ROWS):
         value_N = batch.column("value").to_numpy(zero_copy_only=False)  # null becomes NaN
-        present_N = ~np.isnan(value_N)
-        position_N, value_N = batch.column("row").to_numpy()[present_N], value_N[present_N]
-        row_R[position_N] = 1 + np.searchsorted(np.array(boundaries, np.float64), value_N, side="right")
+        is_present_N = ~np.isnan(value_N)
+        row_N, value_N = batch.column("row").to_numpy()[is_present_N], value_N[is_present_N]
+        table_row_R[row_N] = 1 + np.searchsorted(np.array(boundaries, np.float64), value_N, side="right")
         if weight_R is not None and mean is not None and std is not None:
-            weight_R[position_N] = standardised(value_N, mean=mean, std=std)
-        num_present += len(position_N)
+            weight_R[row_N] = standardised(value_N, mean=mean, std=std)
+        num_present += len(row_N)
     return column.facts(
         rows=len(boundaries) + 2,
         values=column.num_rows,
@@ -52,62 +52,65 @@ def encode_numeric(column: FeatureColumn) -> FeatureFacts:
 
 def _boundaries(column: FeatureColumn) -> tuple[float, ...]:
     """Return the boundaries of the previous run, those of the config, or new ones for equally full buckets."""
-    if column.continued is not None and column.continued.facts.boundaries is not None:
-        return column.continued.facts.boundaries
+    if column.previous is not None and column.previous.facts.boundaries is not None:
+        return column.previous.facts.boundaries
     if column.feature.boundaries is not None:
         return column.feature.boundaries
     new_boundaries: list[float] = quantiles(
-        column.connection, f"v{column.number}", buckets=column.feature.buckets or 1
+        column.connection, f"v{column.feature_index}", buckets=column.feature.buckets or 1
     ).tolist()
     return tuple(new_boundaries)
 
 
 def _mean_and_std(column: FeatureColumn) -> tuple[float | None, float | None]:
     """Return the mean and the standard deviation of the previous run, or those of the training values."""
-    if column.continued is not None:
-        return column.continued.facts.mean, column.continued.facts.std
-    return moments(column.connection, f"v{column.number}")
+    if column.previous is not None:
+        return column.previous.facts.mean, column.previous.facts.std
+    return moments(column.connection, f"v{column.feature_index}")
 
 
 def quantiles(connection: duckdb.DuckDBPyConnection, column: str, *, buckets: int) -> Numbers:
     """Return the boundaries of `buckets` equally full buckets; fewer if a frequent value fills more than one bucket."""
     # DuckDB sorts and spills to disk; its own quantile functions would hold all values in memory.
-    ((count,),) = connection.sql(f"SELECT count(*) {_trained(column)}").fetchall()
+    ((count,),) = connection.sql(f"SELECT count(*) {_finite_training_values(column)}").fetchall()
     boundary_index = np.arange(buckets) * count // buckets
-    picked, start = [np.zeros(0)], 0
-    for batch in connection.sql(f"SELECT {column} AS value {_trained(column)} ORDER BY value").to_arrow_reader(BATCH_ROWS):
-        inside = boundary_index[(boundary_index >= start) & (boundary_index < start + batch.num_rows)]
-        picked.append(batch.column("value").to_numpy()[inside - start])
+    boundaries, start = [np.zeros(0)], 0
+    query = f"SELECT {column} AS value {_finite_training_values(column)} ORDER BY value"
+    for batch in connection.sql(query).to_arrow_reader(BATCH_ROWS):
+        index_of_batch = boundary_index[(boundary_index >= start) & (boundary_index < start + batch.num_rows)]
+        boundaries.append(batch.column("value").to_numpy()[index_of_batch - start])
         start += batch.num_rows
-    distinct: Numbers = np.unique(np.concatenate(picked))
-    return distinct[1:]  # no value is below the smallest one
+    distinct_boundaries: Numbers = np.unique(np.concatenate(boundaries))
+    return distinct_boundaries[1:]  # the smallest boundary has no value below it
 
 
 def moments(connection: duckdb.DuckDBPyConnection, column: str) -> tuple[float, float]:
     """Return the mean and the population standard deviation of the finite training values; (0, 0) if there are none.
 
     >>> with duckdb.connect() as connection:
-    ...     _ = connection.execute("CREATE TABLE joined AS SELECT true AS trained, unnest([1, 3, 'inf'::DOUBLE]) AS v0")
+    ...     _ = connection.execute("CREATE TABLE joined AS SELECT true AS in_training, unnest([1, 3, 'inf'::DOUBLE]) AS v0")
     ...     moments(connection, "v0")
     (2.0, 1.0)
     """
-    ((count, low, high),) = connection.sql(f"SELECT count(*), min({column}), max({column}) {_trained(column)}").fetchall()
+    ((count, low, high),) = connection.sql(
+        f"SELECT count(*), min({column}), max({column}) {_finite_training_values(column)}"
+    ).fetchall()
     if not count or low == high:  # equal values: a rounded sum could give a deviation other than 0
         return low or 0.0, 0.0
-    # Scaled, because squares of large numbers overflow. A power of two rounds nothing.
+    # The values are scaled, because squares of large numbers overflow. Division by a power of two is exact.
     scale = math.ldexp(1.0, math.frexp(max(abs(low), abs(high)))[1] - 1)
 
-    def average(of: Callable[[Numbers], Numbers]) -> float:
-        # fsum rounds exactly once. DuckDB returns the rows in any order, and the rounding of its own sums depends on it.
-        batches = _batches(connection, f"SELECT {column} AS value {_trained(column)}")
-        return math.fsum(chain.from_iterable(of(value_N / scale).tolist() for value_N in batches)) / int(count)
+    def average(transform: Callable[[Numbers], Numbers]) -> float:
+        # fsum rounds exactly once. The rounding of a total in DuckDB depends on the order of the rows, which changes.
+        batches = _batches(connection, f"SELECT {column} AS value {_finite_training_values(column)}")
+        return math.fsum(chain.from_iterable(transform(value_N / scale).tolist() for value_N in batches)) / int(count)
 
     mean = average(lambda value_N: value_N)
     return mean * scale, math.sqrt(average(lambda value_N: (value_N - mean) ** 2)) * scale
 
 
 def standardised(value_N: Numbers, *, mean: float, std: float) -> NDArray[np.float32]:
-    """Return (value - mean) / std, clipped to -10 to 10. NaN becomes 0; if `std` is 0, all values do.
+    """Return (value - mean) / std, clipped to -10 to 10. NaN becomes 0. If `std` is 0, all values become 0.
 
     >>> standardised(np.array([5.0, 1.0, 1000.0, -np.inf, np.nan]), mean=3.0, std=2.0).tolist()
     [1.0, -1.0, 10.0, -10.0, 0.0]
@@ -117,13 +120,13 @@ def standardised(value_N: Numbers, *, mean: float, std: float) -> NDArray[np.flo
     if std < np.finfo(np.float64).tiny:
         return np.zeros(len(value_N), np.float32)
     with np.errstate(over="ignore"):
-        # Halves, because the difference of two finite numbers may overflow.
+        # The numbers are halved, because the difference of two finite numbers may overflow.
         score_N = (value_N / 2 - mean / 2) / (std / 2)
     return np.nan_to_num(np.clip(score_N, -MAX_DEVIATIONS, MAX_DEVIATIONS), nan=0.0).astype(np.float32)
 
 
-def _trained(column: str) -> str:
-    return f"FROM joined WHERE trained AND isfinite({column})"
+def _finite_training_values(column: str) -> str:
+    return f"FROM joined WHERE in_training AND isfinite({column})"
 
 
 def _batches(connection: duckdb.DuckDBPyConnection, query: str) -> Iterator[Numbers]:

@@ -1,4 +1,4 @@
-"""Schema check of the feature tables: files, columns and types from the parquet footers, and the tables of the vectors."""
+"""Schema check of the feature tables: files, columns and types, from the parquet footers alone."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,12 +33,12 @@ class FeatureTable:
     setting: str
     sources: tuple[Source, ...]
     features: tuple[FeatureConfig, ...]
-    value_type: dict[str, IdType]
+    value_types: dict[str, IdType]
     """Type in which the values of a feature are stored, by the name of the feature; numeric features are left out."""
     id_column: str | None = None
     """None for the context, whose rows are the events."""
     id_type: IdType | None = None
-    sidecars: bool = False
+    has_sidecars: bool = False
     """Whether each file has its sha256 next to it."""
 
     @property
@@ -53,29 +53,29 @@ def check_features(
     *,
     user_id_type: IdType,
     item_id_type: IdType,
-    log: Sequence[Source],
+    context_sources: Sequence[Source],
     data_root: Path | None = None,
 ) -> tuple[FeatureTable, ...]:
     """Open the feature tables and check their columns and types; raise InputError.
 
     Args:
-        log: files with the columns of the context features.
+        context_sources: files with the columns of the context features.
         data_root: folder that has to contain every file of a table.
     """
     tables = []
     sides: tuple[tuple[Side, IdType], ...] = (("user", user_id_type), ("item", item_id_type))
     for side, log_id_type in sides:
-        declared = config.users if side == "user" else config.items
-        if declared is None:
+        table_config = config.users if side == "user" else config.items
+        if table_config is None:
             continue
         setting = f"features.{side}s"
-        sources = open_sources(declared.paths, setting=f"{setting}.paths", data_root=data_root)
-        if declared.checksums == "sidecar":
+        sources = open_sources(table_config.paths, setting=f"{setting}.paths", data_root=data_root)
+        if table_config.checksums == "sidecar":
             require_sidecars(sources)
-        table_id_type = id_type(sources, declared.id_column, setting=f"{setting}.id_column")
+        table_id_type = id_type(sources, table_config.id_column, setting=f"{setting}.id_column")
         require_one_type(
             table_id_type,
-            of=f"{sources[0].name}: column {declared.id_column!r}",
+            of=f"{sources[0].name}: column {table_config.id_column!r}",
             other=log_id_type,
             of_other=f"the {side} id of the log",
         )
@@ -83,18 +83,18 @@ def check_features(
             side,
             setting,
             sources,
-            declared.features,
-            _value_types(sources, declared.features, setting=setting),
-            declared.id_column,
+            table_config.features,
+            _value_types(sources, table_config.features, setting=setting),
+            table_config.id_column,
             table_id_type,
-            sidecars=declared.checksums == "sidecar",
+            has_sidecars=table_config.checksums == "sidecar",
         )
         _check_column_names(table)
         tables.append(table)
     if config.context:
         setting = "features.context"
-        types = _value_types(log, config.context, setting=setting)
-        tables.append(FeatureTable("context", setting, tuple(log), config.context, types))
+        types = _value_types(context_sources, config.context, setting=setting)
+        tables.append(FeatureTable("context", setting, tuple(context_sources), config.context, types))
         _check_column_names(tables[-1])
     return tuple(tables)
 
@@ -125,7 +125,7 @@ def check_vectors(tables: Sequence[FeatureTable], *, id_types: Mapping[str, IdTy
                 f"a row of its table does not belong to a single value; set {way_out}, or remove the vectors"
             )
         require_one_type(
-            table.value_type[feature.name],
+            table.value_types[feature.name],
             of=f"{table.sources[0].name}: column {feature.source_column!r}",
             other=vector_id_type,
             of_other=f"the id of the {name} vectors",
@@ -166,20 +166,20 @@ def _value_type(source: Source, feature: FeatureConfig, *, where: str) -> IdType
         if not _is_number(kind):
             raise _wrong_type(source, column, kind, where, "numeric needs a number; cast it, or set kind to categorical")
         return None
-    value = kind
+    stored_type = kind
     if feature.is_list:
         if not is_list(kind):
             way_out = f"{feature.kind} needs a list; write one, or set kind to categorical"
             raise _wrong_type(source, column, kind, where, way_out)
-        value = kind.value_type
+        stored_type = kind.value_type
     if feature.weight_column is not None:
-        weights = require_column(source, feature.weight_column, setting=where)
-        if not is_list(weights) or not _is_number(weights.value_type):
-            raise _wrong_type(source, feature.weight_column, weights, where, "weights are a list of numbers; cast it")
-    value = value_type(value)
-    if pa.types.is_integer(value):
+        weight_type = require_column(source, feature.weight_column, setting=where)
+        if not is_list(weight_type) or not _is_number(weight_type.value_type):
+            raise _wrong_type(source, feature.weight_column, weight_type, where, "weights are a list of numbers; cast it")
+    stored_type = value_type(stored_type)
+    if pa.types.is_integer(stored_type):
         return "int64"
-    if is_text(value) or pa.types.is_boolean(value):
+    if is_text(stored_type) or pa.types.is_boolean(stored_type):
         return "string"
     raise _wrong_type(source, column, kind, where, f"{feature.kind} needs integers, strings or booleans; cast it")
 

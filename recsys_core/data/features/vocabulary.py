@@ -13,24 +13,24 @@ from recsys_core.parquet.duckdb_session import SQL_TYPE, scan
 
 
 def create_vocabulary(column: FeatureColumn) -> int:
-    """Create table `vocabulary` from the view `spread` (see encoding.py); return the number of new values.
+    """Create table `vocabulary` from the view `single_values` (see encoding.py); return the number of new values.
 
     The values of the previous run keep their rows. New values follow by decreasing count, then by value.
     """
     connection = column.connection
     connection.execute(
-        "CREATE TEMP TABLE counted AS SELECT value, count(*) AS count FROM spread "
-        f"WHERE {column.counted} AND value IS NOT NULL GROUP BY value"
+        "CREATE TEMP TABLE value_counts AS SELECT value, count(*) AS count FROM single_values "
+        f"WHERE {column.is_counted} AND value IS NOT NULL GROUP BY value"
     )
-    if column.continued is not None and column.continued.vocabulary is not None:
-        # Row 0 of the file is not a value.
-        previous = (
+    if column.previous is not None and column.previous.vocabulary is not None:
+        # Row 0 of the file is shared by all values without a row.
+        previous_rows = (
             "(SELECT value, file_row_number AS row FROM "
-            f"{scan(column.continued.vocabulary, options='file_row_number = true')} WHERE file_row_number > 0)"
+            f"{scan(column.previous.vocabulary, options='file_row_number = true')} WHERE file_row_number > 0)"
         )
         connection.execute(
-            "CREATE TEMP TABLE vocabulary AS SELECT previous.value, coalesce(counted.count, 0) AS count, previous.row "
-            f"FROM {previous} previous LEFT JOIN counted ON previous.value = counted.value"
+            "CREATE TEMP TABLE vocabulary AS SELECT previous.value, coalesce(value_counts.count, 0) AS count, previous.row "
+            f"FROM {previous_rows} previous LEFT JOIN value_counts ON previous.value = value_counts.value"
         )
     else:
         value_type = SQL_TYPE[column.value_type or "string"]
@@ -38,17 +38,19 @@ def create_vocabulary(column: FeatureColumn) -> int:
     num_previous = column.count("SELECT count(*) FROM vocabulary")
     connection.execute(
         f"INSERT INTO vocabulary SELECT value, count, {num_previous} + row_number() OVER (ORDER BY count DESC, value) "
-        f"FROM (SELECT * FROM counted ANTI JOIN vocabulary USING (value)) WHERE count >= {column.feature.min_count}"
+        f"FROM (SELECT * FROM value_counts ANTI JOIN vocabulary USING (value)) WHERE count >= {column.feature.min_count}"
     )
-    connection.execute("DROP TABLE counted")
+    connection.execute("DROP TABLE value_counts")
     return column.count("SELECT count(*) FROM vocabulary") - num_previous
 
 
 def write_vocabulary(column: FeatureColumn) -> None:
     """Write <side>.<name>.vocabulary.parquet (value, count), in the order of the rows; row 0 has value null."""
-    num_without_row = f"(SELECT count(*) FROM spread WHERE {column.counted}) - (SELECT coalesce(sum(count), 0) FROM vocabulary)"
+    count_without_row = (
+        f"(SELECT count(*) FROM single_values WHERE {column.is_counted}) - (SELECT coalesce(sum(count), 0) FROM vocabulary)"
+    )
     reader = column.connection.sql(
-        f"SELECT value, count FROM (SELECT NULL AS value, ({num_without_row})::BIGINT AS count, 0 AS row "
+        f"SELECT value, count FROM (SELECT NULL AS value, ({count_without_row})::BIGINT AS count, 0 AS row "
         "UNION ALL SELECT * FROM vocabulary) ORDER BY row"
     ).to_arrow_reader(BATCH_ROWS)
     schema = pa.schema([("value", pa.string() if column.value_type == "string" else pa.int64()), ("count", pa.int64())])
@@ -57,11 +59,11 @@ def write_vocabulary(column: FeatureColumn) -> None:
             writer.write_table(pa.Table.from_batches([batch]).cast(schema))
 
 
-def write_vector_rows(column: FeatureColumn, *, table_rows: int) -> int:
+def write_vector_rows(column: FeatureColumn, *, num_table_rows: int) -> int:
     """Write the row of the pretrained vector of each value (-1 without a vector); return how many values have a vector."""
     if column.vector_ids is None:
         return 0
-    vector_row_R = column.allocate("vector_row", dtype=np.int64, length=table_rows)
+    vector_row_R = column.allocate("vector_row", dtype=np.int64, length=num_table_rows)
     vector_row_R[:] = -1
     num_values = 0
     vectors = f"(SELECT id, file_row_number AS vector_row FROM {scan(column.vector_ids, options='file_row_number = true')})"
@@ -73,7 +75,7 @@ def write_vector_rows(column: FeatureColumn, *, table_rows: int) -> int:
         num_values += batch.num_rows
     if not num_values:
         raise InputError(
-            f"embeddings: none of the vectors for {column.key!r} has the id of one of its {table_rows - 1:,} values; check "
+            f"embeddings: none of the ids of the {column.key!r} vectors is one of its {num_table_rows - 1:,} values; check "
             "that both use the same ids"
         )
     return num_values

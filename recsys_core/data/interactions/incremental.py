@@ -198,7 +198,7 @@ def _widest_type(data_types: Sequence[pa.DataType]) -> pa.DataType:
 def _hive_keys_sql(sources: Sequence[Source], names: Sequence[str]) -> str:
     """Return SQL for a table with the hive keys `names` of each file, as dates, integers or strings."""
     rows = [
-        f"({index}, {', '.join(_constant_sql(source.constant(name)) for name in names)})"
+        f"({index}, {', '.join(_constant_sql(source.partition_value(name)) for name in names)})"
         for index, source in enumerate(sources)
     ]
     return f"SELECT * FROM (VALUES {', '.join(rows)}) AS t(source, {', '.join(quoted(name) for name in names)})"

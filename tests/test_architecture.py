@@ -27,7 +27,7 @@ CORE_MAY_IMPORT = {
     "retrieval": {"", "manifests", "retrieval"},
     "serving": {"", "manifests", "data", "models", "retrieval", "serving"},
 }
-"""What each package of recsys_core may import; "" means the modules directly in recsys_core: errors, config, preflight."""
+"""Packages that each package of recsys_core may import; "" means the modules directly in recsys_core, such as errors."""
 
 NAMELESS = {"utils", "helpers", "common", "misc", "util"}
 

@@ -73,7 +73,7 @@ def test_a_workspace_that_cannot_be_written_is_found_before_the_run(tmp_path: Pa
         check_inputs(PipelineConfig.model_validate(config))
 
 
-def checked(folder: Path, log: dict[str, Any], vectors: dict[str, Any] | None = None, **settings: Any) -> dict[str, str]:
+def check_config(folder: Path, log: dict[str, Any], vectors: dict[str, Any] | None = None, **settings: Any) -> dict[str, str]:
     """Check a config with a log (time column t) and vectors (column v); return the summaries of check_inputs by setting."""
     raw: dict[str, Any] = {"model": {"embedding_dim": 8}, "workspace": folder / "workspace"} | settings
     raw["interactions"] = (
@@ -91,23 +91,23 @@ LOG = {"user_id": [1, 2], "item_id": [1, 2], "t": [1, 2]}
 def test_vectors_in_lists_are_measured_in_their_first_rows(tmp_path: Path) -> None:
     twelve = {"item_id": [1, 2], "v": [[1.0] * 12, None]}
     with refusal("the vectors of table 'item' have 12 numbers, but the table has 8; set tables.item.dim to 12"):
-        checked(tmp_path, LOG, twelve)
-    assert "12 numbers each" in checked(tmp_path, LOG, twelve, tables={"item": {"dim": 12}})["embeddings"]
-    assert "8 numbers each" in checked(tmp_path, LOG, twelve, embeddings={"pca_dim": 8})["embeddings"]
+        check_config(tmp_path, LOG, twelve)
+    assert "12 numbers each" in check_config(tmp_path, LOG, twelve, tables={"item": {"dim": 12}})["embeddings"]
+    assert "8 numbers each" in check_config(tmp_path, LOG, twelve, embeddings={"pca_dim": 8})["embeddings"]
     with refusal("embeddings.pca_dim is 16, but the vectors of ", "have 12 numbers"):
-        checked(tmp_path, LOG, twelve, embeddings={"pca_dim": 16}, model={"embedding_dim": 16})
+        check_config(tmp_path, LOG, twelve, embeddings={"pca_dim": 16}, model={"embedding_dim": 16})
 
 
 def test_ids_of_log_and_vectors_that_never_match_are_found_before_the_run(tmp_path: Path) -> None:
     log = LOG | {"item_id": ["a", "b"]}
     eight = [[1.0] * 8] * 5
     with refusal("none of the 5 item vectors belongs to one of the log's items", "such as 'a'", "such as 'item-1'"):
-        checked(tmp_path, log, {"item_id": [f"item-{row}" for row in range(1, 6)], "v": eight})
+        check_config(tmp_path, log, {"item_id": [f"item-{row}" for row in range(1, 6)], "v": eight})
     late = {"item_id": ["x", "y", "z", "w", "b"], "v": eight}  # beyond the first row group
-    assert "5 vectors" in checked(tmp_path, log, late)["embeddings"]
+    assert "5 vectors" in check_config(tmp_path, log, late)["embeddings"]
     with refusal("none of the 5 item vectors"):
-        checked(tmp_path, log, late, embeddings={"id_map": id_map(tmp_path, ["x", "y"], ["q", "r"])})
-    checked(tmp_path, log, late, embeddings={"id_map": id_map(tmp_path, ["x", "y"], ["q", "a"])})
+        check_config(tmp_path, log, late, embeddings={"id_map": id_map(tmp_path, ["x", "y"], ["q", "r"])})
+    check_config(tmp_path, log, late, embeddings={"id_map": id_map(tmp_path, ["x", "y"], ["q", "a"])})
 
 
 def id_map(folder: Path, theirs: list[str], ours: list[str]) -> dict[str, str]:
@@ -135,9 +135,9 @@ def test_a_unit_that_puts_the_log_into_1970_or_far_ahead_is_found_before_the_run
     tmp_path: Path, times: Any, unit: str, message: str
 ) -> None:
     with refusal("log.parquet: column 't': ", message):
-        checked(tmp_path, LOG | {"t": times}, interactions={"timestamp_unit": unit})
+        check_config(tmp_path, LOG | {"t": times}, interactions={"timestamp_unit": unit})
 
 
 @pytest.mark.parametrize("times", [[0, 1], [5, 400_000], [1_700_000_000, 1], [None, 3], [-1, 2], pa.array([1, 2], pa.date32())])
 def test_validate_accepts_times_that_start_at_zero(tmp_path: Path, times: Any) -> None:
-    checked(tmp_path, LOG | {"t": times})
+    check_config(tmp_path, LOG | {"t": times})

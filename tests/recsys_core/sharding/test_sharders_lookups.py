@@ -30,7 +30,7 @@ from tests.recsys_core.data.random_features import facts, feature_store, values_
 
 USERS, ITEMS, EVENTS, SEED = 5, 9, 20, 3
 HISTORIES = {"both ranks": ([[1, 2], [3]], [[4, 4], []]), "one rank": ([[], []], [[7, 1], [0]]), "none": ([[], []], [[], []])}
-"""Of the two queries of each of two ranks."""
+"""Histories of the two queries of each of two ranks."""
 
 
 def spec_of() -> ModelSpec:

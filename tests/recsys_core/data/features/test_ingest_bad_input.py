@@ -16,7 +16,7 @@ LOG = [([0, 1, 2], [], [1]), ([1], [], [0])]
 LIST, WEIGHTS = pa.list_(pa.string()), pa.list_(pa.float64())
 
 
-def refused(folder: Path, *words: str, features: list[dict[str, Any]], path: str | None = None, **columns: Any) -> None:
+def assert_rejected(folder: Path, *words: str, features: list[dict[str, Any]], path: str | None = None, **columns: Any) -> None:
     """Assert that the item table with `columns` is rejected with `words`. Without an id column its ids are 10 to 12."""
     interactions = write_interactions(folder / "log", users=["ann", "bob"], items=[10, 11, 12], log=LOG)
     path = path or write(folder / "items.parquet", **({"id": [10, 11, 12]} | columns))
@@ -34,11 +34,11 @@ BRAND = [{"name": "brand"}]
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    refused(tmp_path, "features.items.paths", "no such file", features=BRAND, path=str(tmp_path / "none.parquet"))
+    assert_rejected(tmp_path, "features.items.paths", "no such file", features=BRAND, path=str(tmp_path / "none.parquet"))
 
 
 def test_a_missing_column_names_the_feature_and_the_nearest_column(tmp_path: Path) -> None:
-    refused(
+    assert_rejected(
         tmp_path,
         "items.parquet",
         "'brand'",
@@ -50,7 +50,9 @@ def test_a_missing_column_names_the_feature_and_the_nearest_column(tmp_path: Pat
 
 
 def test_a_missing_id_column_is_named(tmp_path: Path) -> None:
-    refused(tmp_path, "'id'", "features.items.id_column", features=BRAND, path=write(tmp_path / "items.parquet", brand=["a"]))
+    assert_rejected(
+        tmp_path, "'id'", "features.items.id_column", features=BRAND, path=write(tmp_path / "items.parquet", brand=["a"])
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,14 +69,14 @@ def test_a_column_type_that_does_not_fit_the_feature_kind_is_rejected(
     tmp_path: Path, kind: str, values: list[Any], words: tuple[str, ...]
 ) -> None:
     feature = {"name": "brand", "kind": kind} | ({"buckets": 4} if kind == "numeric" else {})
-    refused(tmp_path, "items.parquet", *words, features=[feature], brand=values)
+    assert_rejected(tmp_path, "items.parquet", *words, features=[feature], brand=values)
 
 
 def test_files_with_different_types_are_rejected(tmp_path: Path) -> None:
     write(tmp_path / "data" / "a.parquet", id=[10], brand=[1])
     write(tmp_path / "data" / "b.parquet", id=[11], brand=["x"])
     path = str(tmp_path / "data" / "*.parquet")
-    refused(
+    assert_rejected(
         tmp_path,
         "b.parquet: column 'brand' is string, but column 'brand' of",
         "a.parquet is int64; write both as one type",
@@ -84,7 +86,7 @@ def test_files_with_different_types_are_rejected(tmp_path: Path) -> None:
 
 
 def test_ids_of_another_type_than_those_of_the_log_are_rejected(tmp_path: Path) -> None:
-    refused(
+    assert_rejected(
         tmp_path,
         "items.parquet",
         "'id' is string, but the item id of the log is int64",
@@ -95,7 +97,7 @@ def test_ids_of_another_type_than_those_of_the_log_are_rejected(tmp_path: Path) 
 
 
 def test_a_null_id_is_rejected(tmp_path: Path) -> None:
-    refused(
+    assert_rejected(
         tmp_path,
         "items.parquet: column 'id', row 1: null (2 of 3 rows); drop these rows",
         features=BRAND,
@@ -105,7 +107,7 @@ def test_a_null_id_is_rejected(tmp_path: Path) -> None:
 
 
 def test_an_id_that_occurs_twice_is_rejected_even_in_two_files(tmp_path: Path) -> None:
-    refused(
+    assert_rejected(
         tmp_path,
         "items.parquet: column 'id', row 0: 11 is the id of more than one row",
         "(2 of 3 rows); keep one row for each id",
@@ -127,7 +129,7 @@ def test_an_id_that_occurs_twice_is_rejected_even_in_two_files(tmp_path: Path) -
 
 
 def test_ids_without_a_match_in_the_log_are_rejected(tmp_path: Path) -> None:
-    refused(
+    assert_rejected(
         tmp_path,
         "items.parquet",
         "'id'",
@@ -140,7 +142,7 @@ def test_ids_without_a_match_in_the_log_are_rejected(tmp_path: Path) -> None:
 
 def test_numbers_over_int64_are_rejected(tmp_path: Path) -> None:
     huge = pa.array([1, 2**64 - 1, 3], pa.uint64())
-    refused(
+    assert_rejected(
         tmp_path,
         "column 'brand', row 1: 18446744073709551615 is over int64 (1 of 3 rows); write the values as strings",
         features=BRAND,
@@ -150,7 +152,9 @@ def test_numbers_over_int64_are_rejected(tmp_path: Path) -> None:
 
 def test_ids_over_int64_are_rejected(tmp_path: Path) -> None:
     huge = pa.array([1, 2**64 - 1, 3], pa.uint64())
-    refused(tmp_path, "column 'id', row 1", "over int64", "write the ids as strings", features=BRAND, id=huge, brand=["a"] * 3)
+    assert_rejected(
+        tmp_path, "column 'id', row 1", "over int64", "write the ids as strings", features=BRAND, id=huge, brand=["a"] * 3
+    )
 
 
 LIKES = [{"name": "likes", "kind": "weighted_list", "weight_column": "much"}]
@@ -158,7 +162,7 @@ LIKES = [{"name": "likes", "kind": "weighted_list", "weight_column": "much"}]
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0, None, 1e300])
 def test_a_weight_that_is_negative_or_not_finite_is_rejected(tmp_path: Path, weight: float | None) -> None:
-    refused(
+    assert_rejected(
         tmp_path, "items.parquet: column 'much', row 2", "is a list with a weight that is null, negative, or not finite",
         "(2 of 4 rows)",
         features=LIKES, id=[10, 11, 12, 13], likes=pa.array([["a"], [], ["a", "b"], ["c"]], LIST),
@@ -167,14 +171,14 @@ def test_a_weight_that_is_negative_or_not_finite_is_rejected(tmp_path: Path, wei
 
 
 def test_more_weights_than_values_are_rejected(tmp_path: Path) -> None:
-    refused(
+    assert_rejected(
         tmp_path, "items.parquet: column 'much', row 1: [1.0, 2.0] is", "not as long as the list in 'likes'", features=LIKES,
         likes=pa.array([["a"], ["b"], None], LIST), much=pa.array([[1.0], [1.0, 2.0], None], WEIGHTS),
     )  # fmt: skip
 
 
 def test_weights_that_are_not_a_list_of_numbers_are_rejected(tmp_path: Path) -> None:
-    refused(
+    assert_rejected(
         tmp_path,
         "'much' is string",
         "weights are a list of numbers",
@@ -187,18 +191,20 @@ def test_weights_that_are_not_a_list_of_numbers_are_rejected(tmp_path: Path) -> 
 def test_a_damaged_file_is_rejected(tmp_path: Path) -> None:
     path = write(tmp_path / "items.parquet", id=list(range(1000)), brand=[f"b{row}" for row in range(1000)])
     damage_data(path)
-    refused(tmp_path, "the features: ", features=BRAND, path=path)
+    assert_rejected(tmp_path, "the features: ", features=BRAND, path=path)
 
 
 def test_columns_whose_names_differ_only_in_case_are_rejected(tmp_path: Path) -> None:
-    refused(tmp_path, "columns ['brand', 'Brand'] differ by case alone", features=BRAND, brand=["a"] * 3, Brand=["b"] * 3)
+    assert_rejected(
+        tmp_path, "columns ['brand', 'Brand'] differ by case alone", features=BRAND, brand=["a"] * 3, Brand=["b"] * 3
+    )
 
 
 def test_column_names_with_quotes_and_very_long_values_are_harmless(tmp_path: Path) -> None:
     column = 'much" FROM x; DROP TABLE joined; --'
     feature = [{"name": "likes", "kind": "weighted_list", "weight_column": column}]
     likes, much = pa.array([["\u202e" + "x" * 10_000], ["b"] * 5_000, None], LIST), [[1.0], [-1.0] * 5_000, None]
-    refused(
+    assert_rejected(
         tmp_path,
         "DROP TABLE",
         "row 1: [-1.0, -1.0",

@@ -28,7 +28,7 @@ def error_parts(path: str, reason: str) -> tuple[str, ...]:
     return (f"{path}: column 't', row 1: ", f" is {reason} (2 of 5 rows); {WAY_OUT}, or set", "on_bad_rows to drop")
 
 
-def judged(tmp_path: Path, *times: int | None, kind: pa.DataType, **settings: Any) -> dict[str, int]:
+def bad_rows_of(tmp_path: Path, *times: int | None, kind: pa.DataType, **settings: Any) -> dict[str, int]:
     """Return the dropped rows of a log that has `times` after five valid events."""
     ids = {name: values + [1] * len(times) for name, values in IDS.items()}
     path = write(tmp_path / "a.parquet", **ids, t=pa.array([1, 2, 3, 4, 5, *times], kind))
@@ -40,16 +40,16 @@ def judged(tmp_path: Path, *times: int | None, kind: pa.DataType, **settings: An
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_kind_of_timestamp_is_checked(tmp_path: Path, kind: pa.TimestampType) -> None:
     tick = PER_S[kind.unit]
-    found = judged(tmp_path, FUTURE * tick, FUTURE * tick + 1, -5 * tick, -tick, -6 * tick, None, kind=kind)
+    found = bad_rows_of(tmp_path, FUTURE * tick, FUTURE * tick + 1, -5 * tick, -tick, -6 * tick, None, kind=kind)
     assert found == {"t: null": 1, "t: in the future": 2, "t: before 1970": 3}
 
 
 @pytest.mark.parametrize("unit", PER_S)
 def test_integer_times_of_every_unit_are_checked_over_64_bits(tmp_path: Path, unit: str) -> None:
     future = (FUTURE * PER_S[unit], 2**63 - 1)
-    found = judged(tmp_path / "signed", *future, -5 * PER_S[unit], -(2**63), None, kind=pa.int64(), timestamp_unit=unit)
+    found = bad_rows_of(tmp_path / "signed", *future, -5 * PER_S[unit], -(2**63), None, kind=pa.int64(), timestamp_unit=unit)
     assert found == {"t: null": 1, "t: in the future": 2, "t: before 1970": 2}
-    found = judged(tmp_path / "unsigned", *future, 2**64 - 1, None, kind=pa.uint64(), timestamp_unit=unit)
+    found = bad_rows_of(tmp_path / "unsigned", *future, 2**64 - 1, None, kind=pa.uint64(), timestamp_unit=unit)
     assert found == {"t: null": 1, "t: in the future": 3}
 
 

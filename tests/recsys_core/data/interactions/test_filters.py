@@ -22,7 +22,7 @@ events = st.lists(
 )
 
 
-def kept(manifest: InteractionsManifest) -> list[Event]:
+def events_of(manifest: InteractionsManifest) -> list[Event]:
     return sorted(event for part in read(manifest).parts for event in part)
 
 
@@ -46,7 +46,7 @@ def test_both_minimums_hold_at_the_end(
     folder = tmp_path_factory.mktemp("core")
     chosen = {"min_user_events": users, "min_item_events": items}
     manifest = ingest(folder / "stage", write_log(folder / "log.parquet", log), split=LAST_OUT, filter=chosen)
-    assert kept(manifest) == sorted(expected)
+    assert events_of(manifest) == sorted(expected)
     assert manifest.removed_events == ({"rare": len(log) - len(expected)} if len(expected) < len(log) else {})
     assert set(read(manifest).users) == {user for user, _, _ in expected}
     assert set(read(manifest).items) == {item for _, item, _ in expected}
@@ -89,9 +89,9 @@ def test_a_filter_keeps_the_matching_events_and_counts_the_others(tmp_path: Path
     chosen, rule, reason = FILTERS[case]
     manifest = ingest(tmp_path / "stage", write_log(tmp_path / "log.parquet", LOG), split=LAST_OUT, filter=chosen)
     expected = sorted(rule(LOG))
-    assert sorted((user, time) for user, _, time in kept(manifest)) == sorted((user, time) for user, _, time in expected)
+    assert sorted((user, time) for user, _, time in events_of(manifest)) == sorted((user, time) for user, _, time in expected)
     if reason != "over_cap":  # of events at one time, which are the newest is settled by the vocabulary
-        assert kept(manifest) == expected
+        assert events_of(manifest) == expected
     assert manifest.removed_events == {reason: len(LOG) - len(expected)}
 
 

@@ -19,7 +19,7 @@ LAST_OUT = {"kind": "leave_last_out"}
 GOOD = {"user_id": [1, 1, 1, 2], "item_id": [5, 6, 7, 5], "t": [1, 2, 3, 4], "stars": [1.0, 2.0, 3.0, 4.0]}
 
 
-def into(*paths: str, split: dict[str, Any] = LAST_OUT, **settings: Any) -> Callable[[Path], InteractionsManifest]:
+def ingest_of(*paths: str, split: dict[str, Any] = LAST_OUT, **settings: Any) -> Callable[[Path], InteractionsManifest]:
     return lambda folder: ingest(folder, *paths, split=split, **settings)
 
 
@@ -27,25 +27,25 @@ def into(*paths: str, split: dict[str, Any] = LAST_OUT, **settings: Any) -> Call
 def test_a_null_is_named_with_file_and_row(tmp_path: Path, column: str) -> None:
     write(tmp_path / "a.parquet", **GOOD)
     write(tmp_path / "b.parquet", **(GOOD | {column: [*GOOD[column][:2], None, None]}))
-    stage = into(str(tmp_path / "*.parquet"), label_column="stars", label_threshold=1)
+    stage = ingest_of(str(tmp_path / "*.parquet"), label_column="stars", label_threshold=1)
     refuses(stage, tmp_path, f"b.parquet: column {column!r}, row 2: null", "(2 of 8 rows)")
 
 
 @pytest.mark.parametrize("settings", [{"label_column": "x", "label_threshold": 0.0}, {"order_column": "x"}])
 def test_a_nan_label_or_weight_is_rejected(tmp_path: Path, settings: dict[str, Any]) -> None:
     path = write(tmp_path / "a.parquet", **GOOD, x=[1.0, float("nan"), 2.0, 3.0])
-    refuses(into(path, **settings), tmp_path, "a.parquet: column 'x', row 1: nan is null or not a number (1 of 4 rows")
+    refuses(ingest_of(path, **settings), tmp_path, "a.parquet: column 'x', row 1: nan is null or not a number (1 of 4 rows")
 
 
 def test_the_row_of_a_null_is_found_next_to_columns_of_any_name(tmp_path: Path) -> None:
     columns = GOOD | {"filename": ["x"] * 4, "source": [9] * 4, "row": [9] * 4, "item_id": [1, 2, 3, None]}
-    refuses(into(write(tmp_path / "a.parquet", **columns)), tmp_path, "a.parquet: column 'item_id', row 3: null")
+    refuses(ingest_of(write(tmp_path / "a.parquet", **columns)), tmp_path, "a.parquet: column 'item_id', row 3: null")
 
 
 @pytest.mark.parametrize("name", ["file_row_number", "File_Index"])
 def test_a_column_with_a_name_that_counts_rows_is_rejected(tmp_path: Path, name: str) -> None:
     refuses(
-        into(write(tmp_path / "a.parquet", **GOOD, **{name: [1] * 4})),
+        ingest_of(write(tmp_path / "a.parquet", **GOOD, **{name: [1] * 4})),
         tmp_path,
         f"column {name!r} has a name that DuckDB reserves",
         "rename it",
@@ -104,13 +104,13 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_log_is_rejected_and_no_file_is_left(tmp_path: Path, case: str) -> None:
     columns, settings, parts = BAD[case]
-    refuses(into(write(tmp_path / "a.parquet", **(GOOD | columns)), **settings), tmp_path, *parts)
+    refuses(ingest_of(write(tmp_path / "a.parquet", **(GOOD | columns)), **settings), tmp_path, *parts)
 
 
 def test_a_sort_that_outgrows_the_memory_is_rejected_by_its_setting(tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     columns = {name: random.integers(0, 2**60, 300_000) for name in ("user_id", "item_id")} | {"t": np.arange(300_000)}
-    stage = into(write(tmp_path / "a.parquet", **columns), memory_limit="4MB", order_column="t")
+    stage = ingest_of(write(tmp_path / "a.parquet", **columns), memory_limit="4MB", order_column="t")
     refuses(stage, tmp_path, "interactions.memory_limit is 4MB, which is too little")
 
 
@@ -123,21 +123,21 @@ def test_a_sort_that_outgrows_the_memory_is_rejected_by_its_setting(tmp_path: Pa
 )
 def test_files_with_times_of_different_types_are_rejected(tmp_path: Path, other: pa.Array, message: str) -> None:
     first, second = write(tmp_path / "a.parquet", **GOOD), write(tmp_path / "b.parquet", **(GOOD | {"t": other}))
-    refuses(into(first, second), tmp_path, f"b.parquet: column 't' is {message} in ", "a.parquet")
+    refuses(ingest_of(first, second), tmp_path, f"b.parquet: column 't' is {message} in ", "a.parquet")
     given = {"kind": "files", "test": second}
-    refuses(into(first, split=given), tmp_path, f"b.parquet: column 't' is {message} in ", "a.parquet")
+    refuses(ingest_of(first, split=given), tmp_path, f"b.parquet: column 't' is {message} in ", "a.parquet")
 
 
 def test_local_times_and_times_with_a_zone_are_not_mixed(tmp_path: Path) -> None:
     local = write(tmp_path / "a.parquet", **(GOOD | {"t": pa.array([1, 2, 3, 4], pa.timestamp("us"))}))
     zoned = write(tmp_path / "b.parquet", **(GOOD | {"t": pa.array([1, 2, 3, 4], pa.timestamp("us", tz="Asia/Kolkata"))}))
-    refuses(into(local, zoned), tmp_path, "b.parquet: column 't' is timestamp[us, tz=Asia/Kolkata], but timestamp[us] in ")
+    refuses(ingest_of(local, zoned), tmp_path, "b.parquet: column 't' is timestamp[us, tz=Asia/Kolkata], but timestamp[us] in ")
 
 
 def test_ids_of_another_type_in_the_test_files_are_rejected(tmp_path: Path) -> None:
     train = write(tmp_path / "a.parquet", **GOOD)
     test = write(tmp_path / "b.parquet", **(GOOD | {"user_id": list("abcd")}))
-    stage = into(train, split={"kind": "files", "test": test})
+    stage = ingest_of(train, split={"kind": "files", "test": test})
     refuses(stage, tmp_path, "b.parquet: column 'user_id' is string, but column 'user_id' of ", "a.parquet is int64")
 
 
@@ -162,7 +162,7 @@ def test_vectors_of_other_items_are_rejected(tmp_path: Path, ids: list[Any], par
     vectors = write(tmp_path / "v.parquet", item_id=ids, v=[[1.0]] * len(ids))
     config = EmbeddingsConfig(paths=vectors, vector_column="v")
     embeddings = ingest_embeddings((config,), folder=tmp_path / "embeddings")
-    refuses(into(write(tmp_path / "a.parquet", **GOOD), embeddings=embeddings), tmp_path, *parts)
+    refuses(ingest_of(write(tmp_path / "a.parquet", **GOOD), embeddings=embeddings), tmp_path, *parts)
 
 
 @pytest.mark.parametrize("compression", ["snappy", "zstd", "none"])
@@ -170,4 +170,4 @@ def test_damage_behind_an_intact_footer_is_rejected(tmp_path: Path, compression:
     columns = {name: np.random.default_rng(0).integers(0, 10**9, 5000) for name in ("user_id", "item_id", "t")}
     pq.write_table(pa.table(columns), tmp_path / "a.parquet", compression=compression)
     damage_data(str(tmp_path / "a.parquet"))
-    refuses(into(str(tmp_path / "a.parquet")), tmp_path, "a.parquet: column 'user_id', rows 0 to 4,999: a page is damaged")
+    refuses(ingest_of(str(tmp_path / "a.parquet")), tmp_path, "a.parquet: column 'user_id', rows 0 to 4,999: a page is damaged")

@@ -28,8 +28,8 @@ class ReadTask:
     source: Source
     path: Path
     row_groups: tuple[int, ...]
-    start: int
-    """Number of its first row."""
+    first_row: int
+    """Number of its first row, counted over all files of the entry."""
     columns: slice
 
 
@@ -45,7 +45,7 @@ class ListReader:
     def read(self, task: ReadTask) -> list[FaultyRows]:
         """Write the vectors of `task` into the matrix; return its faulty rows."""
         faulty_rows: list[FaultyRows] = []
-        dim, start = self.matrix_RD.shape[1], task.start
+        dim, start = self.matrix_RD.shape[1], task.first_row
         batches = read_batches(
             task.source, task.path, columns=[self.column], batch_rows=self.batch_rows, row_groups=task.row_groups
         )
@@ -106,7 +106,7 @@ class ColumnsReader:
     def read(self, task: ReadTask) -> list[FaultyRows]:
         """Write the columns of `task` into the matrix; return the rows with a null. A null becomes 0."""
         faulty_rows: list[FaultyRows] = []
-        names, start = list(self.columns[task.columns]), task.start
+        names, start = list(self.columns[task.columns]), task.first_row
         batches = read_batches(task.source, task.path, columns=names, batch_rows=self.batch_rows, row_groups=task.row_groups)
         for batch in batches:
             arrays = []

@@ -119,10 +119,12 @@ def check_vectors(tables: Sequence[FeatureTable], *, id_types: Mapping[str, IdTy
             )
         table, feature = features[name]
         if feature.kind == "numeric" or feature.hash_rows is not None:
-            kind, way_out = ("numeric", "kind to categorical") if feature.kind == "numeric" else ("hashed", "hash_rows to null")
+            encoding, way_out = (
+                ("numeric", "kind to categorical") if feature.kind == "numeric" else ("hashed", "hash_rows to null")
+            )
             raise InputError(
-                f"embeddings: vectors are given for table {name!r}, but feature {feature.name!r} of {table.setting} is {kind}: "
-                f"a row of its table does not belong to a single value; set {way_out}, or remove the vectors"
+                f"embeddings: vectors are given for table {name!r}, but feature {feature.name!r} of {table.setting} is "
+                f"{encoding}: a row of its table does not belong to a single value; set {way_out}, or remove the vectors"
             )
         require_one_type(
             table.value_types[feature.name],
@@ -148,30 +150,33 @@ def _value_types(sources: Sequence[Source], features: Sequence[FeatureConfig], *
     first = sources[0]
     for feature in features:
         column = feature.source_column
-        kinds = [_value_type(source, feature, where=f"{setting}, feature {feature.name!r}") for source in sources]
-        for source, kind in zip(sources, kinds, strict=True):
+        value_types = [_value_type(source, feature, where=f"{setting}, feature {feature.name!r}") for source in sources]
+        for source, stored_type in zip(sources, value_types, strict=True):
             require_one_type(
-                kind, of=f"{source.name}: column {column!r}", other=kinds[0], of_other=f"column {column!r} of {first.name}"
+                stored_type,
+                of=f"{source.name}: column {column!r}",
+                other=value_types[0],
+                of_other=f"column {column!r} of {first.name}",
             )
-        if kinds[0] is not None:
-            types[feature.name] = kinds[0]
+        if value_types[0] is not None:
+            types[feature.name] = value_types[0]
     return types
 
 
 def _value_type(source: Source, feature: FeatureConfig, *, where: str) -> IdType | None:
     """Return the type in which the values of a feature are stored; None for a numeric feature."""
     column = feature.source_column
-    kind = require_column(source, column, setting=where)
+    data_type = require_column(source, column, setting=where)
     if feature.kind == "numeric":
-        if not _is_number(kind):
-            raise _wrong_type(source, column, kind, where, "numeric needs a number; cast it, or set kind to categorical")
+        if not _is_number(data_type):
+            raise _wrong_type(source, column, data_type, where, "numeric needs a number; cast it, or set kind to categorical")
         return None
-    stored_type = kind
+    stored_type = data_type
     if feature.is_list:
-        if not is_list(kind):
+        if not is_list(data_type):
             way_out = f"{feature.kind} needs a list; write one, or set kind to categorical"
-            raise _wrong_type(source, column, kind, where, way_out)
-        stored_type = kind.value_type
+            raise _wrong_type(source, column, data_type, where, way_out)
+        stored_type = data_type.value_type
     if feature.weight_column is not None:
         weight_type = require_column(source, feature.weight_column, setting=where)
         if not is_list(weight_type) or not _is_number(weight_type.value_type):
@@ -181,12 +186,12 @@ def _value_type(source: Source, feature: FeatureConfig, *, where: str) -> IdType
         return "int64"
     if is_text(stored_type) or pa.types.is_boolean(stored_type):
         return "string"
-    raise _wrong_type(source, column, kind, where, f"{feature.kind} needs integers, strings or booleans; cast it")
+    raise _wrong_type(source, column, data_type, where, f"{feature.kind} needs integers, strings or booleans; cast it")
 
 
-def _wrong_type(source: Source, column: str, kind: pa.DataType, where: str, way_out: str) -> InputError:
-    return InputError(f"{source.name}: column {column!r} is {str(kind)[:SHOWN_CHARACTERS]} ({where}); {way_out}")
+def _wrong_type(source: Source, column: str, data_type: pa.DataType, where: str, way_out: str) -> InputError:
+    return InputError(f"{source.name}: column {column!r} is {str(data_type)[:SHOWN_CHARACTERS]} ({where}); {way_out}")
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
+def _is_number(data_type: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(data_type) or pa.types.is_floating(data_type) or pa.types.is_decimal(data_type))

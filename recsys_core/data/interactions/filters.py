@@ -28,9 +28,9 @@ def load_log(
     """Create `log` from the parts in `folder`; return the number of removed events by reason.
 
     Args:
-        split_codes: code of the split of each input file; events of other files are left out.
+        split_codes: code of the split of each input file; events of other files are not in `log`.
     """
-    # A part without rows is kept even if none of its files is an input file any more.
+    # A reused part without rows can have no input file left; it is skipped.
     current_parts = [part for part in parts if any(file.source in split_codes for file in part.files)]
     events_query = " UNION ALL ".join(
         _part_query(part, folder=folder, split_codes=split_codes, is_split_by_files=isinstance(config.split, FileSplit))
@@ -55,8 +55,10 @@ def load_log(
         num_removed["outside_window"] = num_events - _count(connection, f"SELECT count(*) FROM {relation}")
     split = _split_expression(config, newest_us=newest_us, tie_breakers=extra_columns(connection, "events"))
     # A view is evaluated again at each use, which is cheap unless the split needs a window function over users.
-    kind = "TABLE" if isinstance(config.split, LeaveLastOut) else "VIEW"
-    connection.execute(f"CREATE {kind} log AS SELECT * EXCLUDE (split), ({split})::TINYINT AS split FROM {relation}").fetchall()
+    relation_kind = "TABLE" if isinstance(config.split, LeaveLastOut) else "VIEW"
+    connection.execute(
+        f"CREATE {relation_kind} log AS SELECT * EXCLUDE (split), ({split})::TINYINT AS split FROM {relation}"
+    ).fetchall()
     return {reason: count for reason, count in num_removed.items() if count}
 
 

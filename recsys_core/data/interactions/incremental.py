@@ -137,21 +137,27 @@ def read_part(
         ).fetchall()
         checks = row_checks(config, schema=schema)
         range_columns = _range_columns(config)
-        is_positive = f"label::DOUBLE >= {config.label_threshold!r}" if config.label_column else "true"
+        positive_condition = f"label::DOUBLE >= {config.label_threshold!r}" if config.label_column else "true"
         statistics = scan_files(
             connection,
             checks,
             num_files=len(sources),
             range_columns=list(range_columns),
-            positive_condition=is_positive,
+            positive_condition=positive_condition,
         )
         _require_rows_of_footer(statistics, sources)
         reject_bad_log(connection, config, checks, statistics, sources=sources)
         # The checks take a second per 20 million rows, so they are not repeated if no row is bad.
-        is_kept = f"{pass_condition(checks)} AND {is_positive}" if any(each.num_bad for each in statistics) else is_positive
+        keep_condition = (
+            f"{pass_condition(checks)} AND {positive_condition}"
+            if any(each.num_bad for each in statistics)
+            else positive_condition
+        )
         for side, id_type in zip(("user", "item"), id_types, strict=True):
-            _add_ids(connection, side, id_type=id_type, is_kept=is_kept)
-        written_counts = _write_events(connection, config, part_path=part_path, is_kept=is_kept, id_types=id_types)
+            _add_ids(connection, side, id_type=id_type, keep_condition=keep_condition)
+        written_counts = _write_events(
+            connection, config, part_path=part_path, keep_condition=keep_condition, id_types=id_types
+        )
         reject_false_null_counts(written_counts, statistics, sources, has_label=config.label_column is not None)
     files = tuple(
         ReadFile(
@@ -253,11 +259,11 @@ def _require_rows_of_footer(statistics: Sequence[FileStatistics], sources: Seque
             )
 
 
-def _add_ids(connection: duckdb.DuckDBPyConnection, side: str, *, id_type: IdType, is_kept: str) -> None:
+def _add_ids(connection: duckdb.DuckDBPyConnection, side: str, *, id_type: IdType, keep_condition: str) -> None:
     """Give the new ids of `raw` the next codes, the most frequent id first."""
     ((num_codes,),) = connection.sql(f"SELECT count(*) FROM {side}_ids").fetchall()
     id_counts = (
-        f'SELECT TRY_CAST("{side}" AS {SQL_TYPE[id_type]}) AS id, count(*) AS events FROM raw WHERE {is_kept} GROUP BY 1'
+        f'SELECT TRY_CAST("{side}" AS {SQL_TYPE[id_type]}) AS id, count(*) AS events FROM raw WHERE {keep_condition} GROUP BY 1'
     )
     anti_join = f"ANTI JOIN {side}_ids USING (id)" if num_codes else ""
     connection.execute(
@@ -271,7 +277,7 @@ def _write_events(
     config: InteractionsConfig,
     *,
     part_path: Path,
-    is_kept: str,
+    keep_condition: str,
     id_types: tuple[IdType, IdType],
 ) -> dict[int, tuple[int, int]]:
     """Write the rows to keep, as codes; return the number of rows written and of rows with a null, by index of the source."""
@@ -289,7 +295,7 @@ def _write_events(
         for side, value in (("user", user), ("item", item))
     ]
     connection.execute(
-        f"COPY (SELECT {columns} FROM raw {' '.join(joins)} WHERE {is_kept}) "
+        f"COPY (SELECT {columns} FROM raw {' '.join(joins)} WHERE {keep_condition}) "
         f"TO {quoted(str(part_path), quote=chr(39))} (FORMAT parquet, COMPRESSION lz4_raw)"
     ).fetchall()
     has_null = "position IS NULL" + (" OR weight IS NULL" if config.weight_column else "")

@@ -42,7 +42,7 @@ def database(
             yield connection
     except duckdb.OutOfMemoryException as error:
         message = first_line(error)
-        # DuckDB reports a spill folder without room as out of memory.
+        # DuckDB raises OutOfMemoryException also if the disk of the spill folder is full.
         if "failed to offload" in message.lower() or ("temp" in message.lower() and "director" in message.lower()):
             raise disk_full_error(spill, reason=f"DuckDB spills {subject} beyond {setting} to this folder") from error
         raise InputError(f"{setting} is {memory_limit}, which is too little: {message}") from error

@@ -149,7 +149,7 @@ def _parse(content: bytes, path: Path, sha256: str, connection: duckdb.DuckDBPyC
         chunks: dict[str, Any] = connection.execute(query, [str(path)]).fetchnumpy()
     except duckdb.ConversionException as error:  # DuckDB cannot represent a timestamp in the statistics
         raise _InvalidFooterError(_explain_timestamp(content)) from error
-    except duckdb.Error as error:  # the message names the temporary file
+    except duckdb.Error as error:  # without the path of the temporary file
         reason = str(error).splitlines()[0].rpartition(f'"{path}": ')[2]
         raise _InvalidFooterError(f"{reason}; copy or write it again") from error
     with pq.ParquetFile(pa.BufferReader(content)) as file:
@@ -227,7 +227,7 @@ def _check_counts_and_offsets(
         (num_values > 0) & is_outside,
         "bytes {start:,} to {end:,}, but the data ends at {data_end:,}: truncated or damaged; copy or write it again",
     )
-    # Python integers do not overflow.
+    # Added up as Python integers, which do not overflow.
     num_rows_in_groups = sum(int(num_rows_in_group) for num_rows_in_group in group_rows[:, 0]) if leaves else 0
     if num_rows_in_groups != num_rows:
         raise _InvalidFooterError(

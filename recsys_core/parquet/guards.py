@@ -100,7 +100,7 @@ def _text_bytes(source: Source, columns: Sequence[str], *, stop_above: float) ->
     """Count the bytes of all strings that the file stores in dictionaries; stop as soon as the count exceeds `stop_above`."""
     footer, num_bytes = source.footer, 0
     text_leaves = [leaf for leaf in footer.leaves_of(columns) if footer.leaves[leaf].physical_type == "BYTE_ARRAY"]
-    # A string is at most as long as its column chunk.
+    # A string has at most as many bytes as its column chunk.
     if (footer.num_values[:, text_leaves].astype(float) * footer.uncompressed_bytes[:, text_leaves]).sum() <= stop_above:
         return 0
     for leaf in text_leaves:
@@ -248,7 +248,7 @@ def _read_sidecar(source: Source) -> str:
     match = _SIDECAR_LINE.fullmatch(text)
     if match is None:
         raise InputError(
-            f"{source.name}{SIDECAR}: holds {shown(text)}, expected one line of 64 hexadecimal digits and the name "
+            f"{source.name}{SIDECAR}: contains {shown(text)}, expected one line of 64 hexadecimal digits and the name "
             "of the file; write it with sha256sum"
         )
     return match[1].lower()

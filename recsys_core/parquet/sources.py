@@ -28,7 +28,7 @@ class Source:
     footer: Footer = field(repr=False)
     record: SourceFile
     partition: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """Hive keys in the path, e.g. {"dt": "2026-11-19"}."""
+    """Hive keys in the path, for example {"dt": "2026-11-19"}."""
     partition_types: Mapping[str, pa.DataType] = field(default_factory=dict)
     """Type of each hive key: int64, date32 or string, derived from the values of the key in all files of the setting."""
 

@@ -79,7 +79,7 @@ def test_a_sidecar_is_what_sha256sum_writes(tmp_path: Path, line: str) -> None:
 @pytest.mark.parametrize("line", ["", "hello", "{digest}  a\n{digest}  b\n", "{digest}0  a", "sha256:{digest}"])
 def test_a_sidecar_that_holds_no_sha256_is_named(tmp_path: Path, line: str) -> None:
     path = with_sidecar(log_of(tmp_path / "log"), line=line)
-    with refusal(f"{path}.sha256: holds ", "expected one line of 64 hexadecimal digits"):
+    with refusal(f"{path}.sha256: contains ", "expected one line of 64 hexadecimal digits"):
         read_log(tmp_path)
 
 

@@ -8,16 +8,6 @@ from recsys_core.launching.rank import register_rank
 from recsys_core.patches.cpu_features import share_cpu_features
 
 
-def main(job_file: str) -> None:
-    """Run the job; torchrun's `record` writes an exception to the rank's error file, where the agent reads it."""
-    register_rank()
-    share_cpu_features()
-    # torch is imported only now: share_cpu_features has to run before it.
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    record(run_job)(Path(job_file))
-
-
 def run_job(job_file: Path) -> None:
     """Collective. Join the process group and run the TrainJob or ExportJob in `job_file`."""
     from recsys_core.patches.rank import prepare_rank
@@ -39,4 +29,10 @@ def run_job(job_file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    register_rank()
+    share_cpu_features()
+    # torch is imported only now: share_cpu_features has to run before it.
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    # `record` writes an exception to the rank's error file, which the agent reads.
+    record(run_job)(Path(sys.argv[1]))

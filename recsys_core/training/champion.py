@@ -56,10 +56,10 @@ class Champion:
         """
         train_manifest = load_manifest(train, TrainManifest, verify=False)
         export_manifest = load_manifest(export, ExportManifest)
-        log = load_manifest(interactions, InteractionsManifest, verify=False)
-        if train_manifest is None or export_manifest is None or log is None:
+        interactions_manifest = load_manifest(interactions, InteractionsManifest, verify=False)
+        if train_manifest is None or export_manifest is None or interactions_manifest is None:
             return None
-        if not all(log.path(name).is_file() for name in log.files):
+        if not all(interactions_manifest.path(name).is_file() for name in interactions_manifest.files):
             return None
         try:
             spec = ModelSpec.model_validate_json(export_manifest.path("model.json").read_bytes())
@@ -68,7 +68,7 @@ class Champion:
         features_manifest = load_manifest(features, FeaturesManifest, verify=False) if spec.forms else None
         if spec.forms and features_manifest is None:
             return None
-        return cls(run_id, spec, train_manifest, export_manifest, log, features_manifest)
+        return cls(run_id, spec, train_manifest, export_manifest, interactions_manifest, features_manifest)
 
 
 def champion_rows(table: str, *, dataset: Dataset, champion: Champion) -> NDArray[np.int64]:
@@ -80,35 +80,35 @@ def champion_rows(table: str, *, dataset: Dataset, champion: Champion) -> NDArra
     Raises StageError if a file of the champion has changed.
     """
     if table in ID_FILES:
-        return rows_by_id(table, of=dataset.interactions, within=champion.interactions)
-    current, old = dataset.features, champion.features
-    assert current is not None and old is not None  # both models have the table
+        return rows_by_id(table, ids_of=dataset.interactions, rows_of=champion.interactions)
+    features, old_features = dataset.features, champion.features
+    assert features is not None and old_features is not None  # both models have the table
     vocabulary = vocabulary_name(table)
-    if vocabulary in current.files:
-        return rows_by_value(_column(current, vocabulary, "value"), _column(old, vocabulary, "value"))
-    # Hash values or buckets, in the same order. Equal quantiles may have left the champion with fewer buckets.
-    row = np.arange(current.features[table].rows)
-    return np.where(row < old.features[table].rows, row, -1)
+    if vocabulary in features.files:
+        return rows_by_value(_column(features, vocabulary, "value"), _column(old_features, vocabulary, "value"))
+    # Rows are hash values or buckets, in the same order. The champion has fewer buckets if some of its quantiles were equal.
+    rows = np.arange(features.features[table].rows)
+    return np.where(rows < old_features.features[table].rows, rows, -1)
 
 
-def rows_by_id(table: str, *, of: InteractionsManifest, within: InteractionsManifest) -> NDArray[np.int64]:
-    """Return for each id of `table` in one stage its row in another stage, -1 if it is not there.
+def rows_by_id(table: str, *, ids_of: InteractionsManifest, rows_of: InteractionsManifest) -> NDArray[np.int64]:
+    """Return for each row of `table` in the stage `ids_of` the row with the same id in the stage `rows_of`, -1 for none.
 
     Raises StageError if a file of either stage has changed.
     """
-    return rows_by_value(_column(of, ID_FILES[table], "id"), _column(within, ID_FILES[table], "id"))
+    return rows_by_value(_column(ids_of, ID_FILES[table], "id"), _column(rows_of, ID_FILES[table], "id"))
 
 
-def rows_by_value(values: pa.ChunkedArray, within: pa.ChunkedArray) -> NDArray[np.int64]:
-    """Return for each of `values` its index in `within`, -1 if it is not there. Null is a value; 5 equals "5".
+def rows_by_value(values: pa.ChunkedArray, vocabulary: pa.ChunkedArray) -> NDArray[np.int64]:
+    """Return for each of `values` its index in `vocabulary`, -1 for none. Null is a value; 5 equals "5".
 
     >>> rows_by_value(pa.chunked_array([["b", "new", "a"]]), pa.chunked_array([["a", "b", "old"]])).tolist()
     [1, -1, 0]
     """
-    if values.type != within.type:
-        values, within = values.cast(pa.string()), within.cast(pa.string())
-    row = pc.index_in(values, value_set=within).fill_null(-1)
-    return np.asarray(row.to_numpy(), dtype=np.int64)
+    if values.type != vocabulary.type:
+        values, vocabulary = values.cast(pa.string()), vocabulary.cast(pa.string())
+    rows = pc.index_in(values, value_set=vocabulary).fill_null(-1)
+    return np.asarray(rows.to_numpy(), dtype=np.int64)
 
 
 def vocabulary_name(feature: str) -> str:
@@ -131,7 +131,7 @@ def _column(stage: Manifest, name: str, column: str) -> pa.ChunkedArray:
 def require_compatible(spec: ModelSpec, *, champion: Champion, dataset: Dataset, optimizer: TableOptimizer) -> None:
     """Raise InputError for the first setting that gives the champion's rows or layers another meaning.
 
-    optimizer: this run's optimizer of the tables without one of their own.
+    optimizer: training.table_optimizer of this run, which tables without an `optimizer` setting use.
     """
     id_columns = dataset.interactions.id_columns
     if id_columns != champion.interactions.id_columns:
@@ -198,7 +198,7 @@ def champion_layers(spec: ModelSpec, *, champion: Champion, dense: Mapping[str, 
 
     Raises InputError if a layer has another shape.
     """
-    carried = {}
+    carried_layers = {}
     for name, shape in _layer_shapes(spec).items():
         old_name = _name_in_champion(name, spec=spec, old=champion.spec)
         if old_name is None or (name == _EMPTY_HISTORY and name not in dense):
@@ -206,10 +206,10 @@ def champion_layers(spec: ModelSpec, *, champion: Champion, dense: Mapping[str, 
         old_shape = tuple(dense[old_name].shape) if old_name in dense else None
         if old_shape != shape:
             raise _incompatible(f"the shape of layer {name}", shape, old_shape, champion)
-        carried[name] = dense[old_name]
+        carried_layers[name] = dense[old_name]
     if spec.config.learn_temperature and _TEMPERATURE in dense:
-        carried[_TEMPERATURE] = dense[_TEMPERATURE]
-    return carried
+        carried_layers[_TEMPERATURE] = dense[_TEMPERATURE]
+    return carried_layers
 
 
 def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -244,10 +244,15 @@ def _require_same_definition(name: str, *, features: FeaturesManifest | None, ch
 
 
 def _incompatible(setting: str, value: object, old_value: object, champion: Champion) -> InputError:
-    shown, old_shown = (
-        "absent" if one is None else str(list(one)) if isinstance(one, tuple) else str(one) for one in (value, old_value)
+    value_text, old_value_text = (
+        "absent"
+        if setting_value is None
+        else str(list(setting_value))
+        if isinstance(setting_value, tuple)
+        else str(setting_value)
+        for setting_value in (value, old_value)
     )
     return InputError(
-        f"{setting} is {shown} in this run, but {old_shown} in the champion (run {champion.run_id}) from which training would "
-        "start; set training.warm_start to null for this run, or go back to the old setting"
+        f"{setting} is {value_text} in this run, but {old_value_text} in the champion (run {champion.run_id}), from which this "
+        "training would start; set training.warm_start to null for this run, or go back to the old setting"
     )

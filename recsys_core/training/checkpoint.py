@@ -66,9 +66,9 @@ class Checkpointer:
 
     Args:
         attempt: number of the launch; part of the temporary folder's name, so that no attempt adds to another's files.
-        keep: number of newest checkpoints that are kept, in addition to the best one.
+        keep_checkpoints: number of newest checkpoints that are kept, in addition to the best one.
         extra_files: files that are added to each checkpoint, text by file name.
-        heartbeat: file that is touched while a checkpoint is hashed, when after the last step nothing else touches it.
+        heartbeat: file that is touched while a checkpoint is hashed. After the last step nothing else would touch it.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class Checkpointer:
         *,
         fingerprint: str,
         attempt: int,
-        keep: int,
+        keep_checkpoints: int,
         extra_files: dict[str, str],
         heartbeat: Path,
         process: Process,
     ) -> None:
-        self._folder, self._fingerprint, self._attempt, self._keep = folder, fingerprint, attempt, keep
+        self._folder, self._fingerprint, self._attempt, self._keep_checkpoints = folder, fingerprint, attempt, keep_checkpoints
         self._extra_files, self._heartbeat, self._process = extra_files, heartbeat, process
         # A process group of its own: in the default group the background thread's messages would mix with the training's.
         group = dist.new_group(backend="gloo")
@@ -97,17 +97,19 @@ class Checkpointer:
     def save(
         self, model: DistributedModelParallel, optimizer: CombinedOptimizer, *, step: int, best: BestValidation | None
     ) -> None:
-        """Copy the state and return; a background thread writes, hashes and commits it.
+        """Copy the state and return; a background thread writes, hashes and commits the checkpoint.
 
-        Raises InputError if the disk is too small, and any error of the previous save.
+        Raises InputError if the disk is too small, and the error of the previous save if it failed.
         """
         self.finish()
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         target = self._folder / checkpoint_name(step)
         staging = target.with_name(f"{target.name}.tmp-{self._attempt}")
         self._require_free_space(state, staging=staging)
-        writing = async_save(state, checkpoint_id=staging, process_group=self._group, async_stager=BlockingAsyncStager())
-        self._commit_in_progress = self._thread.submit(self._commit, cast("Future[None]", writing), staging, target, step, best)
+        write_future = async_save(state, checkpoint_id=staging, process_group=self._group, async_stager=BlockingAsyncStager())
+        self._commit_in_progress = self._thread.submit(
+            self._commit, cast("Future[None]", write_future), staging, target, step, best
+        )
 
     def finish(self) -> None:
         """Wait until the last save is committed; raise its error, if any."""
@@ -116,9 +118,11 @@ class Checkpointer:
             with explain_disk_full(self._folder):
                 commit.result()
 
-    def _commit(self, writing: "Future[None]", staging: Path, target: Path, step: int, best: BestValidation | None) -> None:
+    def _commit(
+        self, write_future: "Future[None]", staging: Path, target: Path, step: int, best: BestValidation | None
+    ) -> None:
         started = time.perf_counter()
-        writing.result()  # on rank 0 it completes after all ranks have written and .metadata exists
+        write_future.result()  # on rank 0 it completes after all ranks have written and .metadata exists
         if not self._process.is_main:
             return
         for name, text in self._extra_files.items():
@@ -136,9 +140,9 @@ class Checkpointer:
                 world_size=self._process.world_size,
                 best=best,
             )
-        for old in _committed(self._folder)[: -self._keep]:
-            if best is None or old.name != checkpoint_name(best.step):
-                shutil.rmtree(old)
+        for old_folder in _committed(self._folder)[: -self._keep_checkpoints]:
+            if best is None or old_folder.name != checkpoint_name(best.step):
+                shutil.rmtree(old_folder)
 
     def _require_free_space(self, state: dict[str, Any], *, staging: Path) -> None:
         """Raise InputError if the disk is too small; DCP's own error would be `inline_container unexpected pos`."""
@@ -152,13 +156,13 @@ class Checkpointer:
 
 
 def _local_bytes(value: object) -> int:
-    """Bytes that this rank writes of an entry of a state dict."""
+    """Return the number of bytes that this rank writes for an entry of a state dict."""
     tensors = [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
     return sum(local_part(tensor).nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
 def _committed(folder: Path) -> list[Path]:
-    """Checkpoint folders by step, without the temporary ones."""
+    """Return the folders of the complete checkpoints, sorted by step."""
     return sorted(path for path in folder.glob("step-*[0-9]") if ".tmp-" not in path.name)
 
 
@@ -174,26 +178,26 @@ def latest_checkpoint(folder: Path, *, fingerprint: str) -> CheckpointManifest |
 
 
 def restore(model: DistributedModelParallel, optimizer: CombinedOptimizer, *, checkpoint: Path) -> None:
-    """Collective. Load weights and optimizer state into this rank's shards, whatever the saved ranks and sharding were.
+    """Collective. Load weights and optimizer state into this rank's shards; the number of ranks and the sharding may differ.
 
     Row-wise Adagrad has one accumulator per row and column shard. If a table is now split into another number of column shards,
     each shard gets the accumulator of the whole row: the mean over the saved column shards, weighted by their widths.
 
     Raises StageError if the checkpoint belongs to another model; the message names the entries and both shapes.
     """
-    for _, part in optimizer.optimizers:
-        if isinstance(part, KeyedOptimizer) and not isinstance(part, CombinedOptimizer):
-            part.init_state()  # DCP silently skips state that does not exist yet
+    for _, optimizer_part in optimizer.optimizers:
+        if isinstance(optimizer_part, KeyedOptimizer) and not isinstance(optimizer_part, CombinedOptimizer):
+            optimizer_part.init_state()  # DCP silently skips state that does not exist yet
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     current, _ = flatten_state_dict(state)
     saved: Mapping[str, Any] = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    accumulators = {key: _weight_key(key, current) for key, value in current.items() if _is_rowwise_accumulator(value)}
-    _require_same_entries(current, saved, resizable=accumulators, checkpoint=checkpoint)
-    resized = {key: weight for key, weight in accumulators.items() if current[key].size() != saved[key].size}
-    load({key: value for key, value in current.items() if key not in resized}, checkpoint_id=checkpoint)
-    saved_accumulators = {key: torch.empty(saved[key].size) for key in resized}
+    weight_by_accumulator = {key: _weight_key(key, current) for key, value in current.items() if _is_rowwise_accumulator(value)}
+    _require_same_entries(current, saved, resizable=weight_by_accumulator, checkpoint=checkpoint)
+    weight_by_resized = {key: weight for key, weight in weight_by_accumulator.items() if current[key].size() != saved[key].size}
+    load({key: value for key, value in current.items() if key not in weight_by_resized}, checkpoint_id=checkpoint)
+    saved_accumulators = {key: torch.empty(saved[key].size) for key in weight_by_resized}
     load(dict(saved_accumulators), checkpoint_id=checkpoint)
-    for key, weight in resized.items():
+    for key, weight in weight_by_resized.items():
         accumulator_SR = saved_accumulators[key].view(-1, current[weight].size(0))
         _fill_accumulators(current[key], accumulator_SR=accumulator_SR, saved_weight=saved[weight])
     model.load_state_dict(state["model"])
@@ -205,7 +209,7 @@ def _is_rowwise_accumulator(value: object) -> bool:
 
 
 def _weight_key(key: str, current: Mapping[str, Any]) -> str:
-    """optimizer.state.<weight>.<table>.momentum1 -> model.<weight>."""
+    """Return the key of an accumulator's weight: optimizer.state.<weight>.<table>.momentum1 -> model.<weight>."""
     return next(name for name in current if name.startswith("model.") and f".{name.removeprefix('model.')}." in key)
 
 
@@ -238,8 +242,8 @@ def _require_same_entries(
     if not differences:
         return
     num_hidden = len(differences) - MAX_SHOWN_DIFFERENCES
-    shown = "; ".join(differences[:MAX_SHOWN_DIFFERENCES]) + (f"; and {num_hidden} more" if num_hidden > 0 else "")
+    difference_list = "; ".join(differences[:MAX_SHOWN_DIFFERENCES]) + (f"; and {num_hidden} more" if num_hidden > 0 else "")
     raise StageError(
-        f"{checkpoint}: the checkpoint belongs to another model or another kind of sharding: {shown}; "
+        f"{checkpoint}: the checkpoint belongs to another model or another kind of sharding: {difference_list}; "
         "remove the folder to train from scratch"
     )

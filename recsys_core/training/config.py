@@ -67,7 +67,7 @@ class TrainingConfig(Settings):
         default_factory=ValidationConfig,
         description="Validation during training; empty: none, the last epoch's model is the result",
     )
-    # The fingerprint of a training holds the champion it starts from instead.
+    # OPERATIONAL, because the fingerprint of a training has the export of the champion that it starts from instead.
     warm_start: Annotated[WarmStartConfig | None, OPERATIONAL] = Field(
         default_factory=WarmStartConfig, description="Start from the champion if there is one; empty: always train from scratch"
     )

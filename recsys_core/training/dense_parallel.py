@@ -25,7 +25,7 @@ would save about 1 % of a GPU's memory and cost two all-gathers per layer and st
 """
 
 
-def require_layers(mode: DenseParallel, *, spec: ModelSpec) -> None:
+def require_shardable_layers(mode: DenseParallel, *, spec: ModelSpec) -> None:
     """Raise InputError if `mode` is sharded and neither tower has a layer."""
     if mode != "sharded":
         return
@@ -40,7 +40,7 @@ def require_layers(mode: DenseParallel, *, spec: ModelSpec) -> None:
 
 
 def is_sharded(mode: DenseParallel, *, num_parameters: int, world_size: int) -> bool:
-    """Whether layers with this many parameters are sharded.
+    """Return whether layers with `num_parameters` parameters in total are sharded.
 
     >>> [is_sharded("auto", num_parameters=millions * 2**20, world_size=8) for millions in (64, 65)]
     [False, True]
@@ -54,8 +54,8 @@ def is_sharded(mode: DenseParallel, *, num_parameters: int, world_size: int) -> 
 def shard_layers(head: RetrievalHead, *, mode: DenseParallel, device: torch.device) -> set[str]:
     """Collective. Shard the weights of the towers' layers if `mode` requires it.
 
-    The weights of the pooling and the temperature are small and stay replicated. With bf16 the rounded copies of the gathered
-    weights stay in memory until the backward pass, as they do with autocast.
+    The weights of the pooling and the temperature are small and stay replicated. With bf16, autocast keeps a rounded copy of
+    the gathered weights in memory until the backward pass.
 
     Returns:
         Names of the sharded parameters, which DDP has to ignore.
@@ -79,7 +79,7 @@ def shard_layers(head: RetrievalHead, *, mode: DenseParallel, device: torch.devi
 
 
 def _modules_with_parameters(query: QueryTower, item: CandidateTower) -> list[nn.Module]:
-    """The modules to shard. Each is called as a module, because FSDP gathers the parameters of a module when it is called."""
+    """Return the modules to shard. FSDP gathers their parameters when they are called, so the model calls each as a module."""
     return [module for module in (query.tower, item.tower, item.projection) if next(module.parameters(), None) is not None]
 
 
@@ -88,7 +88,7 @@ def local_part(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def gathered_items(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def gather_tensors(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Collective. Yield (name, whole tensor) of a state dict, gathering one tensor at a time."""
     for name, value in state.items():
         yield name, value.full_tensor() if isinstance(value, DTensor) else value

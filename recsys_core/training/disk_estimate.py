@@ -32,15 +32,15 @@ def training_bytes(config: TrainingConfig, *, model: ModelSpec, work: Path, step
 
 def export_bytes(default: TableOptimizer, *, model: ModelSpec) -> int:
     """Return the bytes of the export's arrays, plus the largest one, which is on disk twice while it is built."""
-    widths = model.config.history_dim, model.config.output_dim
-    arrays = [model.num_items * width * FLOAT_BYTES for width in widths]
-    arrays += [_weight_bytes(table) for table in model.tables.values()]
-    accumulators = [
+    dims = model.config.history_dim, model.config.output_dim
+    array_bytes = [model.num_items * dim * FLOAT_BYTES for dim in dims]
+    array_bytes += [_weight_bytes(table) for table in model.tables.values()]
+    accumulator_bytes = [
         _state_bytes(table, default=default)
         for table in model.tables.values()
         if (table.settings.optimizer or default).kind in ("rowwise_adagrad", "adagrad")
     ]
-    return sum(arrays) + sum(accumulators) + max(arrays)
+    return sum(array_bytes) + sum(accumulator_bytes) + max(array_bytes)
 
 
 def _weight_bytes(table: TableSpec) -> int:

@@ -62,11 +62,12 @@ class RankWriter:
     def write(
         self, parts: Sequence[Part], *, num_rows: int, encode: Callable[[Int64Array], tuple[Tensor, ...]], name: str
     ) -> None:
-        """Collective. Encode this rank's range of `num_rows` rows, and add one array of vectors to each of `parts`.
+        """Collective. Encode this rank's range of `num_rows` rows, and append the vectors to `parts`.
 
         Args:
-            encode: row numbers -> one array of vectors per part.
-            name: what is encoded, for the error message.
+            parts: this rank's parts of one or more arrays.
+            encode: function of row numbers that returns one array of vectors per part.
+            name: name of the vectors, for the error message.
 
         Raises StageError if a vector is not finite.
         """
@@ -74,7 +75,7 @@ class RankWriter:
             for part, vectors in zip(parts, encode(rows), strict=True):
                 if not vectors.isfinite().all():
                     raise StageError(
-                        f"{name}: the trained model gives vectors that are not finite (near row {rows[0]}); lower the learning "
+                        f"{name}: vectors of the trained model are not finite (near row {rows[0]}); lower the learning "
                         "rates of training.table_optimizer or training.dense_optimizer"
                     )
                 if is_real:
@@ -91,9 +92,10 @@ class RankWriter:
         self._heartbeat.touch()
 
     def batches(self, num_rows: int) -> Iterator[tuple[NDArray[np.int64], bool]]:
-        """Yield (rows, True) for this rank's range.
+        """Yield (row numbers, True) for each batch of this rank's range.
 
-        Encoding is collective, so every rank gets equally many batches; a rank with fewer rows gets row 0 with False instead.
+        Encoding is collective, so every rank needs equally many batches. A batch without rows becomes ([0], False); the caller
+        encodes row 0 and discards the result.
         """
         if num_rows == 0:
             return

@@ -29,7 +29,7 @@ from recsys_core.models.task import RetrievalTask
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.checkpoint import restore
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.dense_parallel import gathered_items
+from recsys_core.training.dense_parallel import gather_tensors
 from recsys_core.training.disk_estimate import export_bytes
 from recsys_core.training.encoding import Encoder, RankWriter
 from recsys_core.training.job_spec import JOB_NAME, PLAN_NAME, ExportJob
@@ -51,7 +51,7 @@ def export_vectors(
     folder: Path,
     launcher: Launcher = LocalLauncher(),  # noqa: B008  it is frozen
 ) -> ExportManifest:
-    """Launch the ranks that trained the model again, to write its arrays; no rank gathers a whole table.
+    """Launch as many ranks as in the training, which write the arrays of the model together. No rank gathers a whole table.
 
     Raises InputError, StageError or LaunchError as `launch` does.
     """
@@ -81,12 +81,12 @@ def export_vectors(
             launcher=launcher,
         )
         (out / "model.json").write_text(model.model_dump_json(indent=2))
-        queries = {split: len(np.load(out / f"query_users_{split}.npy")) for split in SPLITS}
+        num_queries = {split: len(np.load(out / f"query_users_{split}.npy")) for split in SPLITS}
         return {
             "num_items": model.num_items,
             "dim": model.config.output_dim,
             "similarity": model.config.similarity,
-            "num_queries": queries,
+            "num_queries": num_queries,
         }
 
     manifest = produce(
@@ -127,7 +127,7 @@ def run_export(job: ExportJob, *, process: Process) -> None:
         _write_tables(model, job=job, writer=writer, process=process)
         _write_accumulators(optimizer, job=job, writer=writer, process=process)
     layers = {}
-    for name, value in gathered_items(task.head.state_dict()):
+    for name, value in gather_tensors(task.head.state_dict()):
         if process.is_main:
             layers[name] = value.detach().cpu().contiguous()
     if process.is_main:
@@ -137,11 +137,11 @@ def run_export(job: ExportJob, *, process: Process) -> None:
 
 def _write_item_vectors(encoder: Encoder, *, job: ExportJob, writer: RankWriter) -> None:
     config, process = job.spec.config, encoder.process
-    dims = {job.out / "history_items.npy": config.history_dim, job.out / "item_vectors.npy": config.output_dim}
+    dim_by_path = {job.out / "history_items.npy": config.history_dim, job.out / "item_vectors.npy": config.output_dim}
     with ExitStack() as stack:
-        parts = [stack.enter_context(writing_part(path, process=process)) for path in dims]
+        parts = [stack.enter_context(writing_part(path, process=process)) for path in dim_by_path]
         writer.write(parts, num_rows=job.spec.num_items, encode=encoder.items, name="item_vectors.npy")
-    for path, dim in dims.items():
+    for path, dim in dim_by_path.items():
         writer.build(path, shape=(job.spec.num_items, dim))
 
 
@@ -176,16 +176,16 @@ def _write_accumulators(optimizer: CombinedOptimizer, *, job: ExportJob, writer:
     for name, table in job.spec.tables.items():
         if not has_accumulators(job.spec, name, default=default):
             continue
-        rowwise = (table.settings.optimizer or default).kind == "rowwise_adagrad"
+        is_rowwise = (table.settings.optimizer or default).kind == "rowwise_adagrad"
         path = job.out / f"state_{name}.npy"
         shards = accumulator_shards(optimizer, spec=job.spec, table=name)
         with writing_part(path, process=process) as part:
             for shard in shards if _writes_table(plan, name, process=process) else ():
-                part.add(*shard.in_table(rowwise=rowwise, dim=table.dim))
+                part.add(*shard.in_table(is_rowwise=is_rowwise, dim=table.dim))
         # Ranks that hold different columns of a row each add their share of the row's accumulator.
-        writer.build(path, shape=(table.num_rows,) if rowwise else (table.num_rows, table.dim), accumulate=rowwise)
+        writer.build(path, shape=(table.num_rows,) if is_rowwise else (table.num_rows, table.dim), accumulate=is_rowwise)
 
 
 def _writes_table(plan: PlanFile, table: str, *, process: Process) -> bool:
-    """Whether this rank writes its shards of a table. Every rank holds all rows of a replicated table; rank 0 writes them."""
+    """Return whether this rank writes its shards of `table`. Rank 0 alone writes a replicated table, which every rank holds."""
     return plan.tables[table].sharding_type != "data_parallel" or process.is_main

@@ -1,4 +1,4 @@
-"""Job files: the JSON that tells every launched rank what to run, and the results that rank 0 writes."""
+"""Files of a job: the JSON job description that every rank reads, and the results that rank 0 writes."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,8 +22,9 @@ class WarmStart(Frozen):
     Attributes:
         run_id: run of the champion.
         export: stage folder with the champion's tables and Adagrad accumulators.
-        prepared: folder with rows_<table>.npy for each table that is carried over (int64 [rows]: the champion's row of each row
-            of this run's table, -1 for a new one), and dense.safetensors with the champion's layers under this run's names.
+        prepared: folder with two kinds of files. dense.safetensors has the champion's layers under the names of this run.
+            rows_<table>.npy, for each table that is carried over, is an int64 array with one entry per row of this run's table:
+            the champion's row for the same id, -1 for a new id.
     """
 
     run_id: str
@@ -32,17 +33,19 @@ class WarmStart(Frozen):
 
     @property
     def row_files(self) -> dict[str, Path]:
-        """rows_<table>.npy of each table that is carried over, by table."""
+        """Path of rows_<table>.npy by table, for the tables that are carried over."""
         return {path.stem.removeprefix("rows_"): path for path in sorted(self.prepared.glob("rows_*.npy"))}
 
 
 class TrainJob(Frozen):
-    """Train a model; checkpoints, metrics.jsonl and result.json are written to `work`.
+    """Job that trains a model, and writes checkpoints, metrics.jsonl and result.json to the folder `work`.
 
     Attributes:
         attempt: number of the launch, from 1.
-        resume: verified checkpoint to resume from; None: start with the initial model, or with `warm`.
-        planned_ranks: the planned world size, if this attempt has fewer ranks; batches and epochs are sized for it.
+        resume: verified checkpoint to resume from; None: start from the initial model or the champion.
+        planned_ranks: world size of the original plan, which defines batches and epochs; None unless this attempt has fewer
+            ranks.
+        warm: the champion to start from, if this is a warm start.
         interactions, embeddings, features: stage folders of the ingested data.
     """
 
@@ -67,12 +70,12 @@ class TrainJob(Frozen):
 
     @property
     def heartbeat(self) -> Path:
-        """File whose changes show the launching process that the ranks still work."""
+        """File that the ranks change while they work; the launching process watches it."""
         return self.work / METRICS_NAME
 
 
 class ExportJob(Frozen):
-    """Write the vectors, tables and layers of the model in `checkpoint` to `out`."""
+    """Job that writes the vectors, tables and layers of the model in `checkpoint` to the folder `out`."""
 
     kind: Literal["export"] = "export"
     work: Path
@@ -91,7 +94,7 @@ class ExportJob(Frozen):
 
     @property
     def heartbeat(self) -> Path:
-        """File whose changes show the launching process that the ranks still work."""
+        """File that the ranks change while they work; the launching process watches it."""
         return self.work / "heartbeat"
 
 
@@ -116,7 +119,7 @@ class Progress(Frozen):
 
 
 class TrainResult(Frozen):
-    """result.json: what rank 0 writes when the training has ended."""
+    """Content of result.json, which rank 0 writes at the end of the training."""
 
     steps: int
     epochs: int

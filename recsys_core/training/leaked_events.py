@@ -21,15 +21,15 @@ TIME_FILE = "event_time.npy"
 
 
 def count_leaked_events(interactions: InteractionsManifest, *, champion: InteractionsManifest) -> int:
-    """Count the validation and test events of this run that the champion was trained on and a new model would not be.
+    """Count the validation and test events of this run that were training events of the champion.
 
     Two events are the same if user, item and, where both logs have times, time are equal. Not counted are:
-    - events that are also training events of this run;
+    - events that occur again among the training events of this run;
     - the validation event of a user who had too few events to be split in the champion's run and has more now: with
-      `leave_last_out` every user who reaches `min_events` has such an event.
+      `leave_last_out`, every user who reaches `min_events` has one such event.
 
-    The training events are read only if the newest one is as new as the oldest held-out event; with a split by time that moves
-    forward this is never so.
+    All training events are compared only if the champion's newest one is not older than the oldest held-out event. With a split
+    by time that moves forward it always is older.
 
     Raises StageError if a file of the champion has changed.
     """
@@ -41,46 +41,46 @@ def count_leaked_events(interactions: InteractionsManifest, *, champion: Interac
     time, old_time = (mapped(stage.path(TIME_FILE)) if has_times else None for stage in stages)
     if time is not None and old_time is not None and _newest_training(old_store, old_time) < _oldest_held_out(store, time):
         return 0
-    user_row, item_row = (rows_by_id(side, of=champion, within=interactions) for side in ("user", "item"))
-    has_grown_U = _has_grown(store, old_store, user_row=user_row)
-    held_out = HeldOutEvents.of(store, np.where(has_grown_U, store.validation_end, store.train_end), time=time)
+    user_row, item_row = (rows_by_id(side, ids_of=champion, rows_of=interactions) for side in ("user", "item"))
+    has_new_events_U = _has_new_events(store, old_store, user_row=user_row)
+    held_out = HeldOutEvents.of(store, np.where(has_new_events_U, store.validation_end, store.train_end), time=time)
     trained_by_champion = held_out.matches(old_store, time=old_time, user_row=user_row, item_row=item_row)
     if not len(trained_by_champion):
         return 0
-    same_user, same_item = np.arange(len(store.train_end)), np.arange(len(store.item_count))
-    trained_in_this_run = held_out.matches(store, time=time, user_row=same_user, item_row=same_item)
+    own_user_row, own_item_row = np.arange(len(store.train_end)), np.arange(len(store.item_count))
+    trained_in_this_run = held_out.matches(store, time=time, user_row=own_user_row, item_row=own_item_row)
     return len(np.setdiff1d(trained_by_champion, trained_in_this_run))
 
 
 def _newest_training(store: EventStore, time: NDArray[np.int64]) -> int:
-    """Time of the newest training event. The events of a user are in order."""
+    """Return the time of the newest training event. The events of each user are sorted by time."""
     return int(time[store.train_end[store.train_end > store.user_offset[:-1]] - 1].max())
 
 
 def _oldest_held_out(store: EventStore, time: NDArray[np.int64]) -> int:
-    """Time of the oldest validation or test event. The events of a user in each part are in order."""
-    parts = ((store.train_end, store.validation_end), (store.validation_end, store.user_offset[1:]))
-    return int(np.concatenate([time[first_U[first_U < end_U]] for first_U, end_U in parts]).min())
+    """Return the time of the oldest validation or test event. The events of each user are sorted by time within each split."""
+    splits = ((store.train_end, store.validation_end), (store.validation_end, store.user_offset[1:]))
+    return int(np.concatenate([time[first_U[first_U < end_U]] for first_U, end_U in splits]).min())
 
 
-def _has_grown(store: EventStore, old_store: EventStore, *, user_row: Int64Array) -> NDArray[np.bool_]:
-    """Return for each user whether all the user's events were training events of the champion, and there are more now.
+def _has_new_events(store: EventStore, old_store: EventStore, *, user_row: Int64Array) -> NDArray[np.bool_]:
+    """Return for each user of `store` whether the champion was trained on all events that the user had, and there are more now.
 
-    user_row: for each user of `old_store` the row in `store`, -1 for none.
+    user_row: the row in `store` of each user of `old_store`, -1 for none.
     """
-    has_grown_U = np.zeros(len(store.train_end), np.bool_)
+    has_new_events_U = np.zeros(len(store.train_end), np.bool_)
     unsplit_old_users = np.flatnonzero((old_store.train_end == old_store.user_offset[1:]) & (user_row >= 0))
     users = user_row[unsplit_old_users]
-    has_grown_U[users] = np.diff(store.user_offset)[users] > np.diff(old_store.user_offset)[unsplit_old_users]
-    return has_grown_U
+    has_new_events_U[users] = np.diff(store.user_offset)[users] > np.diff(old_store.user_offset)[unsplit_old_users]
+    return has_new_events_U
 
 
 @dataclass(frozen=True)
 class HeldOutEvents:
-    """Distinct held-out events, coded as integers for a binary search.
+    """Distinct held-out events, encoded as integers for a binary search.
 
     Attributes:
-        num_items: items of the log.
+        num_items: number of items of the log.
         pairs: sorted codes of the (user, item) pairs: user * num_items + item.
         times: sorted times.
         code_H: sorted codes of the events: (index in pairs) * len(times) + (index in times).
@@ -93,7 +93,7 @@ class HeldOutEvents:
 
     @classmethod
     def of(cls, store: EventStore, first_U: Int64Array, *, time: NDArray[np.int64] | None) -> Self:
-        """Collect the events of each user from index `first_U` on. time: of each event; None: times are not compared."""
+        """Collect the events of each user from index `first_U` on. time: times of all events; None: times are not compared."""
         num_items, end_U = len(store.item_count), store.user_offset[1:]
         user = np.repeat(np.arange(len(first_U)), end_U - first_U)
         pair = user * num_items + JaggedArray.from_slices(store.event_item, start=first_U, end=end_U).values_L
@@ -128,6 +128,6 @@ class HeldOutEvents:
 
 
 def _search(value_E: NDArray[np.int64], sorted_values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the index of each value in `sorted_values`, and whether the value is there."""
+    """Return the index of each value in `sorted_values`, and whether `sorted_values` has the value."""
     index_E = np.searchsorted(sorted_values, value_E).clip(max=len(sorted_values) - 1)
     return index_E, sorted_values[index_E] == value_E

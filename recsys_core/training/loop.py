@@ -86,8 +86,9 @@ class Trainer:
     """The state of one training on one rank. Constructing it is collective: it loads the checkpoint or the champion.
 
     Attributes:
-        step: steps done. saved_step: the step of the newest checkpoint.
-        best: the best validation so far; None before the first one.
+        step: number of completed steps.
+        saved_step: `step` of the newest checkpoint.
+        best: the best validation so far; None before the first validation.
         unfrozen: share of the rows that the current epoch trains, by gradually unfrozen table.
     """
 
@@ -119,7 +120,7 @@ class Trainer:
             job.work / CHECKPOINTS_NAME,
             fingerprint=job.fingerprint,
             attempt=job.attempt,
-            keep=self.config.keep_checkpoints,
+            keep_checkpoints=self.config.keep_checkpoints,
             extra_files={JOB_NAME: job.model_dump_json(indent=2), PLAN_NAME: job.plan.read_text()},
             heartbeat=job.heartbeat,
             process=process,
@@ -148,7 +149,10 @@ class Trainer:
             self._write_result()
 
     def _train_epoch(self, epoch: int, *, first_batch: int) -> None:
-        """Train `epoch` (1-based) from `first_batch` (0-based) on; log and save within the epoch, not after its last step."""
+        """Train `epoch` (1-based), starting at `first_batch` (0-based); write log lines and checkpoints between the steps.
+
+        After the last step of the epoch `train` writes them, because they include the validation.
+        """
         self.model.train()
         self.unfrozen = self.head.set_epoch(epoch)
         batches = self.timer.batches(self.loader.epoch(epoch - 1, start_batch=first_batch))
@@ -194,7 +198,7 @@ class Trainer:
         return metrics
 
     def _has_stopped_improving(self) -> bool:
-        """Whether the last `patience` validations were no better than the best one."""
+        """Return whether none of the last `patience` validations has improved on the best one."""
         validation = self.config.validation
         if self.best is None or validation is None or validation.patience is None or self.step % self.epoch_steps:
             return False
@@ -202,11 +206,11 @@ class Trainer:
         return num_epochs_since_best >= validation.patience * validation.every_epochs
 
     def _log(self, epoch: int, *, validation: dict[str, float] | None = None) -> None:
-        schedule = self.config.table_optimizer
+        table_optimizer = self.config.table_optimizer
         self.metrics_log.write_line(
             self.step,
             epoch=epoch,
-            learning_rate=schedule.learning_rate * schedule.scale(self.step - 1, total_steps=self.total_steps),
+            learning_rate=table_optimizer.learning_rate * table_optimizer.scale(self.step - 1, total_steps=self.total_steps),
             times=self.timer.reset(),
             unfrozen=self.unfrozen,
             validation=validation or {},
@@ -238,7 +242,7 @@ def load_state(
     """Collective. Restore the checkpoint of `job`, or load the champion into the initial model.
 
     Returns:
-        (number of steps done, best validation so far).
+        (number of completed steps, best validation so far).
     """
     if job.resume is not None:
         checkpoint = require_manifest(job.resume, CheckpointManifest, verify=False)

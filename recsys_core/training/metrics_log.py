@@ -26,14 +26,14 @@ class MetricsLog:
     """Writer of metrics.jsonl: averages the loss and the throughput over the ranks and the steps since the previous line.
 
     Args:
-        first_step: step that the training resumes from; lines of later steps are removed, since they will be written again.
+        first_step: step that the training resumes from. Lines of later steps are removed, because the training repeats them.
     """
 
     def __init__(self, path: Path, *, process: Process, total_steps: int, first_step: int) -> None:
         self._path, self._process, self._total_steps = path, process, total_steps
         self._loss_sum_and_steps = torch.zeros(2, dtype=torch.float64, device=process.device)
         self._os_process = psutil.Process()
-        self._num_samples = self._num_samples_in_all = 0
+        self._num_samples = self._total_num_samples = 0
         self._line_started = self._started = time.perf_counter()
         self.last_loss = float("nan")
         if process.is_main:
@@ -63,12 +63,12 @@ class MetricsLog:
         unfrozen: dict[str, float],
         validation: dict[str, float],
     ) -> None:
-        """Collective. Append a line and start averaging again. times: this rank's, since the previous line."""
+        """Collective. Append a line, and start new averages. times: the times of this rank since the previous line."""
         milliseconds = times.milliseconds()
-        summed = torch.tensor([*milliseconds.values(), times.embedding_bytes], dtype=torch.float64)
-        summed = torch.cat([self._loss_sum_and_steps, summed.to(self._loss_sum_and_steps.device)])
-        dist.all_reduce(summed)
-        (loss_sum, num_steps), summed = summed[:2].tolist(), summed[2:].cpu()
+        step_times = torch.tensor([*milliseconds.values(), times.embedding_bytes], dtype=torch.float64)
+        totals = torch.cat([self._loss_sum_and_steps, step_times.to(self._loss_sum_and_steps.device)])
+        dist.all_reduce(totals)
+        loss_sum, num_steps, *total_ms, total_embedding_bytes = totals.tolist()
         memory = torch.tensor([self._os_process.memory_info().rss, self._peak_hbm_bytes()])
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)
         if num_steps:
@@ -76,23 +76,23 @@ class MetricsLog:
         now = time.perf_counter()
         seconds = now - self._line_started
         world_size = self._process.world_size
-        line = Progress(
+        progress = Progress(
             step=step,
             total_steps=self._total_steps,
             epoch=epoch,
             loss=self.last_loss,
             learning_rate=learning_rate,
             samples_per_s=self._num_samples / seconds,
-            ms_per_step={name: ms / world_size for name, ms in zip(milliseconds, summed.tolist(), strict=False)},
-            embedding_bytes_per_s=summed[-1].item() / seconds,
+            ms_per_step={name: ms / world_size for name, ms in zip(milliseconds, total_ms, strict=True)},
+            embedding_bytes_per_s=total_embedding_bytes / seconds,
             memory_bytes={name: int(size) for name, size in zip(("rss", "hbm"), memory, strict=True) if size},
             unfrozen=unfrozen,
             validation=validation,
         )
         if self._process.is_main:
             with self._path.open("a") as file:
-                file.write(line.model_dump_json() + "\n")
-        self._num_samples_in_all += self._num_samples
+                file.write(progress.model_dump_json() + "\n")
+        self._total_num_samples += self._num_samples
         self._num_samples, self._line_started = 0, now
         self._loss_sum_and_steps.zero_()
 
@@ -101,8 +101,8 @@ class MetricsLog:
 
     @property
     def samples_per_s(self) -> float:
-        """Mean throughput of this attempt, with the time of checkpoints and validation included."""
-        return self._num_samples_in_all / (time.perf_counter() - self._started)
+        """Mean throughput of this attempt; the time includes checkpoints and validation."""
+        return self._total_num_samples / (time.perf_counter() - self._started)
 
 
 class MetricsTail:
@@ -144,7 +144,9 @@ def raise_if_not_finite(
             bad_rows = torch.nonzero(~torch.isfinite(shard.weight_RD).all(dim=1))
             if len(bad_rows):
                 first_row = shard.row + int(bad_rows[0])
-                problems.append(f"table {table}: {len(bad_rows)} rows here are not finite, the first is row {first_row}")
+                problems.append(
+                    f"table {table}: {len(bad_rows)} rows of this rank are not finite, the first is row {first_row}"
+                )
                 break
     # Only this rank's part of each layer: a gather would hang, since the other ranks may not be in this branch.
     layers = [
@@ -154,9 +156,9 @@ def raise_if_not_finite(
     ]
     if layers:
         problems.append(f"layers {', '.join(layers)} are not finite")
-    where = "; ".join(problems) or "tables and layers are finite"
+    details = "; ".join(problems) or "tables and layers are finite"
     raise StageError(
-        f"step {step}, epoch {epoch}, rank {rank}: the loss is {loss.item()} ({where}); "
+        f"step {step}, epoch {epoch}, rank {rank}: the loss is {loss.item()} ({details}); "
         "lower the learning_rate of training.table_optimizer or training.dense_optimizer, set their gradient_clip_value and "
         "gradient_clip_norm, or raise model.temperature"
     )

@@ -54,11 +54,11 @@ def make_optimizer(model: DistributedModelParallel, *, spec: ModelSpec, config: 
 def table_of(parameter: str, spec: ModelSpec) -> str | None:
     """Return the table that a parameter or optimizer-state name belongs to; None for those of the towers."""
     words = parameter.split(".")
-    collection = next((index for index, word in enumerate(words) if word in ("embeddings", "embedding_bags")), None)
-    if collection is None:
+    collection_index = next((index for index, word in enumerate(words) if word in ("embeddings", "embedding_bags")), None)
+    if collection_index is None:
         return None
-    # The table is the word after "embeddings"; an earlier word may be a collection of the same name.
-    return next(name for name in spec.tables if module_name(name) == words[collection + 1])
+    # The next word is the table. Other words may equal a table's name too.
+    return next(name for name in spec.tables if module_name(name) == words[collection_index + 1])
 
 
 def _replicated_table_optimizer(name: str, parameter: Tensor, settings: TableOptimizer) -> KeyedOptimizer:
@@ -76,17 +76,19 @@ def _replicated_table_optimizer(name: str, parameter: Tensor, settings: TableOpt
 
 def _dense_optimizer(layers: dict[str, Tensor], settings: DenseOptimizer) -> KeyedOptimizer:
     def build(parameters: list[Tensor]) -> torch.optim.Optimizer:
-        # One group per kind of parameter. Sharded and plain tensors are separate, since no fused kernel takes both and torch's
-        # fused kernel for sharded ones is Adam's only. Only matrices decay: biases, scales of norms, the pooling's weights and
-        # the temperature do not get better by being near zero.
+        # One group per kind of parameter. Sharded and plain tensors need separate groups, because no fused kernel accepts both;
+        # for sharded tensors torch has a fused kernel of Adam only. Weight decay applies to matrices only, because values near
+        # zero are no better for biases, scales of norms, the pooling's weights and the temperature.
         groups = [
             {
-                "params": [value for value in parameters if (isinstance(value, DTensor), value.dim() > 1) == (sharded, matrix)],
-                "fused": not sharded or settings.kind == "adam",
-                "weight_decay": settings.weight_decay if matrix else 0.0,
+                "params": [
+                    value for value in parameters if (isinstance(value, DTensor), value.dim() > 1) == (is_sharded, is_matrix)
+                ],
+                "fused": not is_sharded or settings.kind == "adam",
+                "weight_decay": settings.weight_decay if is_matrix else 0.0,
             }
-            for sharded in (False, True)
-            for matrix in (True, False)
+            for is_sharded in (False, True)
+            for is_matrix in (True, False)
         ]
         optimizer: torch.optim.Optimizer = DENSE_KINDS[settings.kind](
             [group for group in groups if group["params"]], lr=settings.learning_rate
@@ -96,7 +98,7 @@ def _dense_optimizer(layers: dict[str, Tensor], settings: DenseOptimizer) -> Key
     optimizer = KeyedOptimizerWrapper(layers, build)
     if settings.gradient_clip_norm is None:
         return optimizer
-    # Without the process groups of the sharded parameters, the norm would be that of this rank's part only.
+    # Without the process groups of the sharded parameters, the norm would cover only this rank's part of them.
     groups = {value: [value.device_mesh.get_group()] for value in layers.values() if isinstance(value, DTensor)}
     return GradientClippingOptimizer(
         optimizer,
@@ -131,8 +133,8 @@ class LearningRates:
 
 def _leaf_optimizers(optimizer: KeyedOptimizer) -> Iterator[KeyedOptimizer]:
     if isinstance(optimizer, CombinedOptimizer):
-        for _, part in optimizer.optimizers:
-            yield from _leaf_optimizers(part)
+        for _, child in optimizer.optimizers:
+            yield from _leaf_optimizers(child)
     else:
         yield optimizer
 
@@ -151,32 +153,34 @@ class AccumulatorShard:
     num_columns: int
     values_RC: Tensor
 
-    def in_table(self, *, rowwise: bool, dim: int) -> tuple[int, int, Tensor]:
-        """Return (row, column, values) of what this shard adds to the accumulators of the whole table of width `dim`.
+    def in_table(self, *, is_rowwise: bool, dim: int) -> tuple[int, int, Tensor]:
+        """Return (row, column, values): the values to add to the accumulators of the whole table, and their position in it.
 
-        rowwise: the table has one accumulator per row, the mean over all columns. Each shard has the mean over its own columns,
-        and adds it in proportion to its width.
+        Args:
+            is_rowwise: the table has one accumulator per row, the mean over its `dim` columns. Each shard has the mean over its
+                own columns, so its value is weighted by its share of the columns.
         """
-        if rowwise:
+        if is_rowwise:
             return self.row, 0, self.values_RC[:, :1] * (self.num_columns / dim)
         return self.row, self.column, self.values_RC
 
 
 def has_accumulators(spec: ModelSpec, table: str, *, default: TableOptimizer) -> bool:
-    """Whether `table` is trained by an Adagrad. default: optimizer of the tables without one of their own."""
+    """Return whether an Adagrad optimizer trains `table`. default: optimizer of the tables without an `optimizer` setting."""
     table_spec = spec.tables[table]
     return not table_spec.frozen and (table_spec.settings.optimizer or default).kind in ADAGRAD_KINDS
 
 
 def accumulator_shards(optimizer: KeyedOptimizer, *, spec: ModelSpec, table: str) -> list[AccumulatorShard]:
-    """Return this rank's accumulators of `table`, from make_optimizer's result; empty if other ranks hold the table."""
+    """Return this rank's accumulators of `table`; empty if other ranks have the table. optimizer: result of make_optimizer."""
     shards = []
     state = optimizer.state
     for name, parameter in optimizer.params.items():
         if table_of(name, spec) != table:
             continue
         value = next(value for key, value in state[parameter].items() if key.rpartition(".")[2] in _ACCUMULATOR_KEYS)
-        # Positions come from the weights: for column-wise sharding TorchRec numbers row-wise state through all column shards.
+        # The positions are those of the weights. The state's own are wrong for column-wise sharding: TorchRec numbers the rows
+        # of row-wise state through all column shards.
         for weight, tensor in zip(local_shards(parameter), _local_tensors(value), strict=True):
             values_RC = tensor[:, None] if tensor.dim() == 1 else tensor
             shards.append(AccumulatorShard(weight.row, weight.column, weight.weight_RD.shape[1], values_RC))

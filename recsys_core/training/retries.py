@@ -1,6 +1,7 @@
 """Retries of a training: each attempt is a new process group that resumes from the last verified checkpoint."""
 
 import logging
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,7 +36,7 @@ class LaunchResult(NamedTuple):
 def launch_with_retries(
     job: TrainJob, *, launcher: Launcher, sharding: ShardingConfig | None, on_progress: Callable[[Progress], None]
 ) -> LaunchResult:
-    """Launch `job` until it ends well, at most job.training.max_attempts times.
+    """Launch `job` until an attempt succeeds, at most job.training.max_attempts times.
 
     After two failures in a row the next attempt uses fewer ranks, if job.training.min_processes allows it.
 
@@ -45,7 +46,7 @@ def launch_with_retries(
 
     Raises:
         LaunchError: the last attempt failed.
-        InputError, StageError: an attempt failed in a way that another attempt would only repeat.
+        InputError, StageError: an attempt failed with an error that would occur again in another attempt.
     """
     work, config = job.work, job.training
     work.mkdir(parents=True, exist_ok=True)
@@ -84,8 +85,8 @@ def _prepare_attempt(job: TrainJob, *, attempt: int) -> tuple[TrainJob, PlanFile
     (job.work / JOB_NAME).write_text(job.model_dump_json(indent=2))
     plan = PlanFile.read(job.plan)
     if attempt > 1 or checkpoint is not None:
-        start = "the start" if checkpoint is None else f"step {checkpoint.step}"
-        logger.info("attempt %d: %d ranks, from %s", attempt, plan.world_size, start)
+        step = 0 if checkpoint is None else checkpoint.step
+        logger.info("attempt %d: %d ranks, from step %d", attempt, plan.world_size, step)
     return job, plan
 
 
@@ -94,14 +95,14 @@ def _lacks_gpus(plan: PlanFile) -> bool:
 
 
 def _with_fewer_ranks(job: TrainJob, *, plan: PlanFile, sharding: ShardingConfig) -> TrainJob | None:
-    """Plan `job` for fewer ranks with as many examples per step; return None if there is no such plan.
+    """Return `job` with a plan for fewer ranks and the same number of examples per step; None if there is no such plan.
 
     The new world size is the largest smaller one that divides the planned one and is at least training.min_processes.
     """
     planned_ranks = job.planned_ranks or plan.world_size
     min_ranks = job.training.min_processes or planned_ranks
-    clusters = ((nodes, processes) for nodes, processes in _smaller_clusters(plan) if planned_ranks % (nodes * processes) == 0)
-    num_nodes, processes_per_node = next(clusters, (0, 0))
+    cluster_sizes = (size for size in _smaller_clusters(plan) if planned_ranks % math.prod(size) == 0)
+    num_nodes, processes_per_node = next(cluster_sizes, (0, 0))
     world_size = num_nodes * processes_per_node
     if world_size < min_ranks:
         return None
@@ -134,6 +135,6 @@ def _with_fewer_ranks(job: TrainJob, *, plan: PlanFile, sharding: ShardingConfig
 
 
 def _smaller_clusters(plan: PlanFile) -> Iterator[tuple[int, int]]:
-    """Yield (nodes, processes per node): fewer hosts first, then fewer processes on one host."""
+    """Yield (number of nodes, processes per node): first with fewer nodes, then with fewer processes on one node."""
     yield from ((num_nodes, plan.processes_per_node) for num_nodes in range(plan.num_nodes - 1, 0, -1))
     yield from ((1, num_processes) for num_processes in range(plan.processes_per_node - 1, 0, -1))

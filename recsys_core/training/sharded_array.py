@@ -1,4 +1,4 @@
-"""Arrays written by all ranks together: each rank appends to a file of its own, and one rank joins the files.
+"""Arrays written by all ranks together: each rank appends to its own file, and one rank joins the files.
 
 On network storage, hosts that write one file through memory maps silently overwrite each other's pages. Here each rank appends
 records to its own part, and syncs and closes it before the barrier after which other ranks read it.
@@ -46,7 +46,7 @@ class Part:
 @contextmanager
 def writing_part(path: Path, *, process: Process) -> Iterator[Part]:
     """Collective. Yield this rank's part of the array `path`; after the block every rank can read all parts."""
-    with explain_disk_full(path.parent), _part(path, process.rank).open("wb") as file:
+    with explain_disk_full(path.parent), _part_path(path, process.rank).open("wb") as file:
         yield Part(file)
         file.flush()
         os.fsync(file.fileno())
@@ -56,10 +56,10 @@ def writing_part(path: Path, *, process: Process) -> Iterator[Part]:
 def build_array(
     path: Path, *, shape: tuple[int, ...], process: Process, accumulate: bool = False, on_record: Callable[[], None]
 ) -> None:
-    """Write the .npy file `path` from all parts, and remove the parts. One rank calls this.
+    """Write the .npy file `path` from all parts, and remove the parts. Called on one rank only.
 
     Args:
-        accumulate: add up records of the same region; by default each value of the array has to be in exactly one record.
+        accumulate: add records of the same region. By default, each value of the array must be in exactly one record.
         on_record: called after each record.
 
     Raises:
@@ -74,7 +74,7 @@ def build_array(
         assert isinstance(target, np.memmap)
         target.flush()
     for rank in range(process.world_size):
-        _part(path, rank).unlink()
+        _part_path(path, rank).unlink()
 
 
 def fill_array(
@@ -85,11 +85,11 @@ def fill_array(
     accumulate: bool = False,
     on_record: Callable[[], None] = lambda: None,
 ) -> None:
-    """Copy all parts of `path` into `target`, an array of zeros, in the order of the ranks; see build_array."""
+    """Copy all parts of `path` into `target`, an array of zeros, in the order of the ranks. accumulate: see build_array."""
     target_RC = target if target.ndim == 2 else target[:, None]
     num_values = 0
     for rank in range(process.world_size):
-        for region, values_RC in _records(_part(path, rank), shape=target_RC.shape):
+        for region, values_RC in _records(_part_path(path, rank), shape=target_RC.shape):
             if accumulate:
                 target_RC[region] += values_RC
             else:
@@ -106,10 +106,10 @@ def fill_array(
 def remove_part(path: Path, *, process: Process) -> None:
     """Collective. Remove this rank's part after all ranks have read it."""
     dist.barrier()
-    _part(path, process.rank).unlink()
+    _part_path(path, process.rank).unlink()
 
 
-def _part(path: Path, rank: int) -> Path:
+def _part_path(path: Path, rank: int) -> Path:
     return path.with_name(f"{path.name}.rank-{rank}")
 
 
@@ -122,14 +122,16 @@ def _records(part: Path, *, shape: tuple[int, ...]) -> Iterator[tuple[Region, ND
         ) from None
     with file:
         while header := file.read(HEADER_BYTES):
-            # A header that is cut off is padded to negative numbers, which no region has.
-            row, column, rows, columns = np.frombuffer(header.ljust(HEADER_BYTES, b"\xff"), np.int64).tolist()
-            is_inside = min(row, column, rows, columns) >= 0 and row + rows <= shape[0] and column + columns <= shape[1]
-            content = file.read(rows * columns * 4) if is_inside else b""
-            if not is_inside or len(content) != rows * columns * 4:
+            # A truncated header is padded to negative numbers, so that it fails the check below.
+            row, column, num_rows, num_columns = np.frombuffer(header.ljust(HEADER_BYTES, b"\xff"), np.int64).tolist()
+            is_inside = (
+                min(row, column, num_rows, num_columns) >= 0 and row + num_rows <= shape[0] and column + num_columns <= shape[1]
+            )
+            content = file.read(num_rows * num_columns * 4) if is_inside else b""
+            if not is_inside or len(content) != num_rows * num_columns * 4:
                 raise StageError(
-                    f"{part}: a record of {rows} x {columns} values at row {row}, column {column} is cut off or does not fit "
-                    f"into an array of {shape[0]} x {shape[1]}; mount the same, intact storage under this path on all hosts"
+                    f"{part}: a record of {num_rows} x {num_columns} values at row {row}, column {column} is cut off or does "
+                    f"not fit into an array of {shape[0]} x {shape[1]}; mount the same, intact storage under this path on all hosts"
                 )
-            values_RC = np.frombuffer(content, np.float32).reshape(rows, columns)
-            yield (slice(row, row + rows), slice(column, column + columns)), values_RC
+            values_RC = np.frombuffer(content, np.float32).reshape(num_rows, num_columns)
+            yield (slice(row, row + num_rows), slice(column, column + num_columns)), values_RC

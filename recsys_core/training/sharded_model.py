@@ -97,24 +97,23 @@ def build_model(
     process: Process,
     config: TrainingConfig,
 ) -> DistributedModelParallel:
-    """Collective. Shard the task as `plan` says, fuse the table optimizers, and fill the tables with random rows.
+    """Collective. Shard the task according to `plan`, fuse the table optimizers, and fill the tables with random rows.
 
     Args:
         item_count_I: training events per item.
-        popularity_rank: by gradually unfrozen table, see RetrievalHead.
+        popularity_rank: popularity rank of each row, by gradually unfrozen table; see RetrievalHead.
 
     Raises InputError if the plan was made for another model or world size.
     """
     default = config.table_optimizer
     plan.check_matches(spec=spec, world_size=process.world_size, optimizer=default)
     torch.manual_seed(config.seed)  # the layers start with the same values on every rank
-    decay = weight_decay(spec, default=default)
     head = RetrievalHead(
         spec,
         loss=loss,
         item_count_I=item_count_I,
         popularity_rank=popularity_rank,
-        weight_decay=decay,
+        weight_decay=weight_decay(spec, default=default),
         group=dist.group.WORLD,
     )
     task = RetrievalTask(head, device=process.device)
@@ -137,7 +136,7 @@ def build_model(
 
 
 def weight_decay(spec: ModelSpec, *, default: TableOptimizer) -> dict[str, float]:
-    """Return the strength of the L2 penalty by table: of trained, unpooled tables with a weight decay above zero."""
+    """Return the strength of the L2 penalty by table, for the trained id and offset tables with a weight decay above zero."""
     strengths = {
         name: (table.settings.optimizer or default).weight_decay
         for name, table in spec.tables.items()
@@ -154,47 +153,47 @@ def _assign_fused_optimizers(tables: nn.Module, spec: ModelSpec, *, plan: PlanFi
             continue
         settings = table.settings.optimizer or default
         # A frozen table is never stepped. SGD is the only optimizer of every device that keeps no state.
-        kind, fused, eps = _FUSED["sgd" if table.frozen else settings.kind]
-        arguments: dict[str, Any] = {"optimizer": fused, "learning_rate": settings.learning_rate, "eps": eps}
+        optimizer_class, fbgemm_type, eps = _FUSED["sgd" if table.frozen else settings.kind]
+        arguments: dict[str, Any] = {"optimizer": fbgemm_type, "learning_rate": settings.learning_rate, "eps": eps}
         if settings.gradient_clip_value is not None:
             arguments |= {"gradient_clipping": True, "max_gradient": settings.gradient_clip_value}
         # The attributes that TorchRec's apply_optimizer_in_backward sets. That function is not called, because it first builds
         # an optimizer with torch's arguments and rejects FBGEMM's.
         parameter = parameters[parameter_name(spec, name)]
-        parameter._optimizer_classes = [kind]  # type: ignore[attr-defined]
+        parameter._optimizer_classes = [optimizer_class]  # type: ignore[attr-defined]
         parameter._optimizer_kwargs = [arguments]  # type: ignore[attr-defined]
 
 
 def fill_pretrained(model: DistributedModelParallel, *, spec: ModelSpec, pretrained: Mapping[str, PretrainedRows]) -> None:
-    """Copy the pretrained vectors of this rank's rows; fill rows without a vector as `tables.<name>.missing` says.
+    """Copy the pretrained vectors of this rank's rows; fill the other rows according to `tables.<name>.missing`.
 
     The ranks of a host read the same memory-mapped file, so the host's page cache holds the vectors once.
     """
     state = model.state_dict()
     for name, table in spec.tables.items():
-        settings, rows = table.settings, pretrained.get(name)
+        settings, pretrained_table = table.settings, pretrained.get(name)
         norm = random_norm(settings.init_std, table.dim) if settings.rescale else None
         mean_D = None
-        if rows is None:
+        if pretrained_table is None:
             vector_row = no_vectors(table.num_rows)
         else:
-            vector_row = rows.vector_row
+            vector_row = pretrained_table.vector_row
             num_missing = table.num_rows - sum(len(chunk) for chunk in rows_with_vector(vector_row))
             logger.info(
                 "table %s: %d of %d rows have no vector and start %s", name, num_missing, table.num_rows, settings.missing
             )
             if settings.missing == "mean":
-                mean_D = mean_vector(rows.vectors, vector_row=vector_row, norm=norm)
+                mean_D = mean_vector(pretrained_table.vectors, vector_row=vector_row, norm=norm)
         with torch.no_grad():
             for shard in table_shards(state, table=name):
                 if settings.missing != "random":
                     fill_missing(shard, vector_row=vector_row, value_D=mean_D)
-                if rows is not None:
-                    copy_pretrained(shard, vectors=rows.vectors, vector_row=vector_row, norm=norm)
+                if pretrained_table is not None:
+                    copy_pretrained(shard, vectors=pretrained_table.vectors, vector_row=vector_row, norm=norm)
 
 
 def zero_unknown_users(model: DistributedModelParallel, *, is_known_U: NDArray[np.bool_]) -> None:
-    """Set the rows of users without training event and vector to zero; such users are served by their history alone."""
+    """Set the rows of users without training event and vector to zero. The history alone represents such users."""
     with torch.no_grad():
         for shard in table_shards(model.state_dict(), table="user"):
             zero_rows(shard, is_zero_R=~is_known_U)
@@ -217,7 +216,7 @@ def popularity_ranks(spec: ModelSpec, *, store: EventStore, interactions: Intera
 
 
 def pretrained_rows(spec: ModelSpec, *, dataset: Dataset) -> dict[str, PretrainedRows]:
-    """Return the pretrained vectors by table, for the tables that have some; the dataset needs embeddings."""
+    """Return the pretrained vectors of each table with `pretrained` set. The dataset must have embeddings."""
     assert dataset.embeddings is not None
     id_files = {"item": "vector_row.npy", "user": "user_vector_row.npy"}
     pretrained = {}

@@ -50,11 +50,11 @@ class StepTimer:
         self._times = StepTimes()
 
     def batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield `batches`; the time until each is available counts as data loading."""
+        """Yield the batches; add the time to wait for each batch to data_seconds."""
         while True:
-            started = time.perf_counter()
+            start = time.perf_counter()
             batch = next(batches, None)
-            self._times.data_seconds += (time.perf_counter() - started) if self._is_timing else 0.0
+            self._times.data_seconds += (time.perf_counter() - start) if self._is_timing else 0.0
             if batch is None:
                 return
             self._times.embedding_bytes += self._lookup_bytes(batch)
@@ -64,11 +64,11 @@ class StepTimer:
     def step(self, *, is_sampled: bool) -> Iterator[None]:
         """Time the block as one step. is_sampled: time it on a GPU too."""
         self._is_timing = is_sampled or not self._is_gpu
-        started = self._now()
+        start = self._now()
         yield
         if self._is_timing:
             self._times.steps += 1
-            self._times.seconds += self._now() - started
+            self._times.seconds += self._now() - start
         self._is_timing = False
 
     def reset(self) -> StepTimes:
@@ -82,7 +82,7 @@ class StepTimer:
         return time.perf_counter()
 
     def _lookup_bytes(self, batch: Batch) -> int:
-        """Bytes of the embedding rows that this rank's batch looks up."""
+        """Return the bytes of the embedding rows that this rank's batch looks up."""
         num_values: dict[tuple[str, str], int] = {
             (name, feature): count
             for name, sparse in batch.sparse.items()

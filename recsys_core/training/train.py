@@ -14,7 +14,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.config import ShardingConfig
 from recsys_core.training.champion import Champion
 from recsys_core.training.config import TrainingConfig, WarmStartConfig
-from recsys_core.training.dense_parallel import require_layers
+from recsys_core.training.dense_parallel import require_shardable_layers
 from recsys_core.training.disk_estimate import training_bytes
 from recsys_core.training.job_spec import (
     CHECKPOINTS_NAME,
@@ -54,16 +54,16 @@ def train(
     Args:
         plan: the sharding plan to train with.
         on_progress: called with each new line of metrics.jsonl.
-        sharding: settings that `plan` was made from; needed to continue with fewer processes (config.min_processes).
-        champion: model to start from, see `choose_start`.
+        sharding: settings of `plan`; needed to plan again with fewer processes (config.min_processes).
+        champion: model to start from, if `choose_start` accepts it.
 
     Raises:
         InputError: settings and data do not fit, or the champion is not compatible with them.
         StageError, LaunchError: the training failed; see `launch`.
     """
-    require_layers(config.dense_parallel, spec=model)
+    require_shardable_layers(config.dense_parallel, spec=model)
     interactions, embeddings, features = dataset.interactions, dataset.embeddings, dataset.features
-    start, reason = choose_start(config.warm_start, champion=champion, interactions=interactions)
+    start, full_training_reason = choose_start(config.warm_start, champion=champion, interactions=interactions)
     settings = config.result_settings()
     fingerprint = fingerprint_of(
         "train", settings, model, loss, interactions, embeddings, features, plan, start and start.export
@@ -73,8 +73,8 @@ def train(
     def build(out: Path) -> dict[str, Any]:
         if _job_fingerprint(work) != fingerprint:
             shutil.rmtree(work, ignore_errors=True)  # checkpoints and metrics of other settings
-        if reason is not None:
-            logger.info("full training: %s", reason)
+        if full_training_reason is not None:
+            logger.info("full training: %s", full_training_reason)
         warm = None
         if start is not None:
             warm_folder = work / "warm"
@@ -93,8 +93,8 @@ def train(
             plan=plan.path("plan.json"),
             warm=warm,
         )
-        num_attempts, final_plan = launch_with_retries(job, launcher=launcher, sharding=sharding, on_progress=on_progress)
-        result = _copy_result(job, plan=final_plan, out=out)
+        num_attempts, last_plan = launch_with_retries(job, launcher=launcher, sharding=sharding, on_progress=on_progress)
+        result = _copy_result(job, plan=last_plan, out=out)
         return result.model_dump(exclude={"checkpoint"}) | {
             "attempts": num_attempts,
             "warm_from": start and start.run_id,
@@ -111,7 +111,7 @@ def train(
 def choose_start(
     config: WarmStartConfig | None, *, champion: Champion | None, interactions: InteractionsManifest
 ) -> tuple[Champion | None, str | None]:
-    """Return the champion to start from, or None and the reason to train from scratch although there is a champion.
+    """Return (champion to start from, None), or (None, reason to train from scratch). Without a champion the reason is None.
 
     The champion is not used if a training from scratch is due, or if it was trained on events that are now held out: validation
     and test would then measure what it has memorised.
@@ -121,7 +121,7 @@ def choose_start(
     num_runs = champion.train.num_warm_starts + 1
     if num_runs >= config.full_retrain_every:
         every = config.full_retrain_every
-        return None, f"run {num_runs} since the last one (training.warm_start.full_retrain_every is {every})"
+        return None, f"this is run {num_runs} since the last full training (training.warm_start.full_retrain_every is {every})"
     num_leaked = count_leaked_events(interactions, champion=champion.interactions)
     if num_leaked:
         num_held_out = interactions.validation_events + interactions.test_events
@@ -133,13 +133,13 @@ def choose_start(
 
 
 def _job_fingerprint(work: Path) -> str | None:
-    """Return the fingerprint of the training that `work` belongs to."""
+    """Return the fingerprint of the training that created `work`; None if there is no job file."""
     job_file = work / JOB_NAME
     return TrainJob.model_validate_json(job_file.read_bytes()).fingerprint if job_file.is_file() else None
 
 
 def _copy_result(job: TrainJob, *, plan: Path, out: Path) -> TrainResult:
-    """Copy checkpoint, metrics, plan, model and profile of an ended training to `out`."""
+    """Copy checkpoint, metrics, plan, model and profile of the completed training to `out`."""
     result = TrainResult.model_validate_json((job.work / RESULT_NAME).read_bytes())
     shutil.copytree(job.work / CHECKPOINTS_NAME / result.checkpoint, out / "checkpoint", copy_function=link_or_copy)
     shutil.copy(job.work / METRICS_NAME, out / METRICS_NAME)
@@ -151,7 +151,7 @@ def _copy_result(job: TrainJob, *, plan: Path, out: Path) -> TrainResult:
 
 
 def link_or_copy(source: str, target: str) -> None:
-    """Hard-link a file of a checkpoint, which is never written again; copy it if the disk does not support links."""
+    """Hard-link a file of a checkpoint, since such files never change; copy it if the disk does not support links."""
     try:
         Path(target).hardlink_to(source)
     except OSError as error:

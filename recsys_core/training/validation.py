@@ -30,13 +30,13 @@ _METRICS = {"recall": metrics.recall, "ndcg": metrics.ndcg, "hit_rate": metrics.
 
 
 class Validator:
-    """Validates the model as it will be served: users without a vector of their own get the popularity order.
+    """Validates the model with the ranking of the served retriever: unknown users get the popularity order.
 
     Every rank encodes its share of the items, then ranks all items for its share of the users.
 
     Args:
-        work: folder for the ranks' parts of the item vectors; all ranks see it.
-        heartbeat: file to touch while validating.
+        work: folder for the ranks' parts of the item vectors, which all ranks can read.
+        heartbeat: file to touch during the validation.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Validator:
         spec = encoder.spec
         history_length = self._store.items_before(self._users, "validation").lengths
         self._is_known = spec.is_known(history_length_B=history_length, user_row_B=self._users)
-        self._popular_I = np.arange(spec.num_items, dtype=np.int32)
+        self._popularity_order_I = np.arange(spec.num_items, dtype=np.int32)
         if not self._is_known.all():  # only unknown users get this order, and computing it reads all ids
-            self._popular_I = popularity_before("validation", store=self._store, interactions=interactions)
+            self._popularity_order_I = popularity_before("validation", store=self._store, interactions=interactions)
 
     @property
     def has_users(self) -> bool:
-        """Whether any user has a validation event of an item not seen before."""
+        """Whether any user has a validation event of an item that the user has not seen before."""
         return len(self._users) > 0
 
     @property
@@ -70,20 +70,20 @@ class Validator:
         task, process = self._encoder.task, self._encoder.process
         task.eval()
         item_ID = self._encode_items()
-        user_count_and_sums = torch.zeros(1 + len(_METRICS), dtype=torch.float64)
+        user_count_and_totals = torch.zeros(1 + len(_METRICS), dtype=torch.float64)
         for index_B, is_real in self._writer.batches(len(self._users)):
             query_BD = self._encoder.queries(self._users[index_B], split="validation").cpu()
             if not is_real:
                 continue
             positions = self._target_positions(index_B, query_BD=query_BD, item_ID=item_ID)
-            user_count_and_sums[0] += positions.num_users
+            user_count_and_totals[0] += positions.num_users
             for index, metric in enumerate(_METRICS.values(), 1):
-                user_count_and_sums[index] += metric(positions, k=self.config.k).sum()
-        user_count_and_sums = user_count_and_sums.to(process.device)
-        dist.all_reduce(user_count_and_sums)
+                user_count_and_totals[index] += metric(positions, k=self.config.k).sum()
+        user_count_and_totals = user_count_and_totals.to(process.device)
+        dist.all_reduce(user_count_and_totals)
         task.train()
-        num_users, *sums = user_count_and_sums
-        return {f"{name}@{self.config.k}": float(total / num_users) for name, total in zip(_METRICS, sums, strict=True)}
+        num_users, *totals = user_count_and_totals
+        return {f"{name}@{self.config.k}": float(total / num_users) for name, total in zip(_METRICS, totals, strict=True)}
 
     def _encode_items(self) -> Tensor:
         """Collective. Return the vectors of all items, on the CPU of every rank."""
@@ -99,15 +99,15 @@ class Validator:
         return torch.from_numpy(item_ID)
 
     def _target_positions(self, index_B: Int64Array, *, query_BD: Tensor, item_ID: Tensor) -> TargetPositions:
-        """Rank the candidates for the users at `index_B` of the validated users."""
+        """Rank the candidates for the users at positions `index_B` of the validated users."""
         users = self._users[index_B]
         seen, targets = self._store.items_before(users, "validation"), self._store.targets(users, "validation")
-        rank = rank_served if self._cold_items is None else partial(rank_among, candidate_rows=self._cold_items)
-        ranking = rank(
+        rank_items = rank_served if self._cold_items is None else partial(rank_among, candidate_rows=self._cold_items)
+        ranking = rank_items(
             query_BD,
             is_known_B=self._is_known[index_B],
             item_ID=item_ID,
-            order_I=self._popular_I,
+            order_I=self._popularity_order_I,
             seen=seen,
             targets=targets,
             k=0,
@@ -116,9 +116,9 @@ class Validator:
 
 
 def users_to_validate(config: ValidationConfig, *, store: EventStore, cold_items: NDArray[np.int64] | None) -> Int64Array:
-    """Return the rows of the users to validate on: a fixed sample of those with a validation event of an unseen item.
+    """Return the rows of the users to validate on: a fixed random sample, without users who have seen all their targets.
 
-    Raises InputError if config.candidates is cold and no validation event is of a cold item.
+    Raises InputError if config.candidates is cold and there is no validation event of a cold item.
     """
     users = store.users_with_targets("validation")
     if cold_items is not None and len(users):
@@ -128,11 +128,11 @@ def users_to_validate(config: ValidationConfig, *, store: EventStore, cold_items
         users = users[targets.filter(is_cold_I[targets.values_L]).lengths > 0]
         if not len(users):
             raise InputError(
-                "training.validation.candidates is cold, but every validation event is of an item with training events; "
+                "training.validation.candidates is cold, but every validation event has an item with training events; "
                 "hold out items (interactions.split.validation_by: item), or set training.validation.candidates to all"
             )
     if len(users) > config.max_users:
         users = np.sort(np.random.default_rng(VALIDATION_USERS_SEED).choice(users, config.max_users, replace=False))
-    # Users who had seen all their targets have no rank to average.
+    # A target that the user has seen is not ranked, so a user without unseen targets has no metric.
     unseen = store.targets(users, "validation").difference(store.items_before(users, "validation"), bound=len(store.item_count))
     return users[unseen.lengths > 0]

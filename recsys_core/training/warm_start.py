@@ -44,10 +44,10 @@ def prepare_warm_start(
     carried = carried_tables(spec, champion=champion)
     for name, table in spec.tables.items():
         if name in carried:
-            row = champion_rows(name, dataset=dataset, champion=champion)
-            np.save(folder / f"rows_{name}.npy", row)
+            champion_row = champion_rows(name, dataset=dataset, champion=champion)
+            np.save(folder / f"rows_{name}.npy", champion_row)
             vector_row = pretrained[name].vector_row if name in pretrained else None
-            message = _row_counts(row, vector_row=vector_row, missing=table.settings.missing)
+            message = _describe_rows(champion_row, vector_row=vector_row, missing=table.settings.missing)
         else:
             reason = "frozen" if table.frozen else "new" if name not in champion.spec.tables else "frozen in the champion"
             message = f"{reason}, initialised as in a training from scratch"
@@ -55,14 +55,14 @@ def prepare_warm_start(
     return WarmStart(run_id=champion.run_id, export=champion.export.folder, prepared=folder)
 
 
-def _row_counts(row: NDArray[np.int64], *, vector_row: NDArray[np.int64] | None, missing: str) -> str:
-    """Describe where the rows of a table come from.
+def _describe_rows(champion_row: NDArray[np.int64], *, vector_row: NDArray[np.int64] | None, missing: str) -> str:
+    """Describe the origin of the initial values of a table's rows.
 
-    >>> _row_counts(np.array([3, 0, -1, -1]), vector_row=np.array([0, -1, 1, -1]), missing="random")
+    >>> _describe_rows(np.array([3, 0, -1, -1]), vector_row=np.array([0, -1, 1, -1]), missing="random")
     '2 of 4 rows from the champion, 2 new (1 from their vector, 1 random)'
     """
-    is_new = row < 0
-    counts = f"{(~is_new).sum():,} of {len(row):,} rows from the champion, {is_new.sum():,} new"
+    is_new = champion_row < 0
+    counts = f"{(~is_new).sum():,} of {len(champion_row):,} rows from the champion, {is_new.sum():,} new"
     if not is_new.any():
         return counts
     num_with_vector = 0 if vector_row is None else int((vector_row[is_new] >= 0).sum())
@@ -70,38 +70,38 @@ def _row_counts(row: NDArray[np.int64], *, vector_row: NDArray[np.int64] | None,
 
 
 def load_champion_weights(model: DistributedModelParallel, *, warm: WarmStart) -> None:
-    """Collective. Overwrite this rank's rows and layers of an initial model with the champion's, where it has them."""
+    """Collective. Overwrite the rows and layers that are carried over from the champion, on this rank's part of the model."""
     state = model.state_dict()
     task: RetrievalTask = get_unwrapped_module(model)
     parameters = dict(task.head.named_parameters())
     with no_grad():
         for name, path in warm.row_files.items():
-            row, weights = mapped(path), mapped(warm.export / f"table_{name}.npy")
+            champion_row, weights = mapped(path), mapped(warm.export / f"table_{name}.npy")
             for shard in table_shards(state, table=name):
-                copy_pretrained(shard, vectors=weights, vector_row=row, norm=None)
+                copy_pretrained(shard, vectors=weights, vector_row=champion_row, norm=None)
         for name, value in load_file(warm.prepared / DENSE_NAME).items():
             copy_whole(parameters[name], value)
 
 
 def load_champion_accumulators(optimizer: KeyedOptimizer, *, spec: ModelSpec, default: TableOptimizer, warm: WarmStart) -> None:
-    """Copy the champion's Adagrad accumulators of the rows that are carried over; new rows keep zeros.
+    """Copy the champion's Adagrad accumulators of the rows that are carried over. The accumulators of new rows remain zero.
 
     With an accumulator of zero, Adagrad's first step of a trained row would be as large as the learning rate. Adam's moments
-    are not carried over: Adam estimates them again within its warm-up.
+    are not carried over, because Adam estimates them again within its warm-up.
 
-    default: optimizer of the tables without one of their own.
+    default: optimizer of the tables without an `optimizer` setting.
     """
     for name, path in warm.row_files.items():
         if not has_accumulators(spec, name, default=default):
             continue
-        row, saved = mapped(path), mapped(warm.export / f"state_{name}.npy")
+        champion_row, accumulators = mapped(path), mapped(warm.export / f"state_{name}.npy")
         for shard in accumulator_shards(optimizer, spec=spec, table=name):
             is_rowwise = shard.values_RC.shape[1] == 1
             if is_rowwise:  # an accumulator per value becomes the row's mean
-                values = (saved if saved.ndim == 1 else saved.mean(axis=1))[:, None]
-            elif saved.ndim == 1:  # an accumulator per row is repeated for each value
-                values = np.broadcast_to(saved[:, None], (len(saved), spec.tables[name].dim))
+                values = (accumulators if accumulators.ndim == 1 else accumulators.mean(axis=1))[:, None]
+            elif accumulators.ndim == 1:  # an accumulator per row is repeated for each value
+                values = np.broadcast_to(accumulators[:, None], (len(accumulators), spec.tables[name].dim))
             else:
-                values = saved
+                values = accumulators
             target = LocalShard(shard.row, 0 if is_rowwise else shard.column, shard.values_RC)
-            copy_pretrained(target, vectors=values, vector_row=row, norm=None)
+            copy_pretrained(target, vectors=values, vector_row=champion_row, norm=None)

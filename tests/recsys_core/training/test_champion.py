@@ -241,7 +241,7 @@ def test_every_nth_run_trains_from_scratch(run: PreparedRun, champion: Champion,
     config = WarmStartConfig(full_retrain_every=every)
     start, reason = choose_start(config, champion=champion, interactions=run.interactions)
     assert (start, reason is None) == ((champion, True) if is_warm else (None, False))
-    assert reason is None or f"run 4 since the last one (training.warm_start.full_retrain_every is {every})" in reason
+    assert reason is None or f"run 4 since the last full training (training.warm_start.full_retrain_every is {every})" in reason
 
 
 def test_without_setting_or_champion_the_training_starts_from_scratch_without_a_message(

@@ -79,7 +79,7 @@ def train(setup: Setup, rank: int, *, spec: ModelSpec, steps: range) -> None:
 
 def checkpointer(rank: int, folder: Path, **settings: Any) -> Checkpointer:
     process = Process(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
-    defaults = {"keep": 9, "extra_files": {"job.json": "{}"}, "heartbeat": folder.with_name("heartbeat")}
+    defaults = {"keep_checkpoints": 9, "extra_files": {"job.json": "{}"}, "heartbeat": folder.with_name("heartbeat")}
     return Checkpointer(folder, fingerprint="f", attempt=1, process=process, **defaults | settings)
 
 
@@ -101,7 +101,7 @@ def whole_state(setup: Setup, spec: ModelSpec) -> dict[str, np.ndarray]:
             for row, column, value in one[name]:
                 found[name][row : row + len(value), column : column + value.shape[1]] = value
             for shard in one[f"{name} accumulator"]:
-                row, column, value = shard.in_table(rowwise=by_row, dim=table.dim)
+                row, column, value = shard.in_table(is_rowwise=by_row, dim=table.dim)
                 accumulator = found[f"{name} accumulator"].reshape(table.num_rows, -1)
                 accumulator[row : row + len(value), column : column + value.shape[1]] += value.numpy()
     flat, _ = flatten_state_dict({"model": state, "optimizer": setup.optimizer.state_dict()})
@@ -204,7 +204,7 @@ def test_a_half_written_checkpoint_of_an_earlier_attempt_is_ignored(saved, tmp_p
 
 def keep_few(rank: int, folder: Path) -> None:
     setup = make(rank, "row_wise", spec=spec_of())
-    saver = checkpointer(rank, folder, keep=2)
+    saver = checkpointer(rank, folder, keep_checkpoints=2)
     for step in range(1, 6):
         saver.save(setup.model, setup.optimizer, step=step, best=BEST if step > 1 else None)
     saver.finish()

@@ -25,7 +25,7 @@ from recsys_core.models.table_config import TableConfig
 from recsys_core.models.task import RetrievalHead
 from recsys_core.training.checkpoint import Checkpointer, checkpoint_name, restore
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.dense_parallel import gathered_items, local_part, require_layers
+from recsys_core.training.dense_parallel import gather_tensors, local_part, require_shardable_layers
 from recsys_core.training.job_spec import WarmStart
 from recsys_core.training.metrics_log import raise_if_not_finite
 from recsys_core.training.optimizers import LearningRates, make_optimizer
@@ -104,7 +104,7 @@ def dense_state(setup: Setup) -> dict[str, np.ndarray]:
     flat, _ = flatten_state_dict({"model": setup.model.state_dict(), "optimizer": setup.optimizer.state_dict()})
     return {
         name: value.detach().numpy().copy()
-        for name, value in gathered_items({name: value for name, value in flat.items() if not isinstance(value, ShardedTensor)})
+        for name, value in gather_tensors({name: value for name, value in flat.items() if not isinstance(value, ShardedTensor)})
     }
 
 
@@ -180,7 +180,9 @@ def save_one(rank: int, mode: str, folder: Path) -> None:
     train(setup, rank, spec, steps=range(2))
     process = process_of(rank)
     target, heartbeat = folder / saved_name(mode, process.world_size), folder / "heartbeat"
-    saver = Checkpointer(target, fingerprint="f", attempt=1, keep=1, extra_files={}, heartbeat=heartbeat, process=process)
+    saver = Checkpointer(
+        target, fingerprint="f", attempt=1, keep_checkpoints=1, extra_files={}, heartbeat=heartbeat, process=process
+    )
     saver.save(setup.model, setup.optimizer, step=2, best=None)
     expected = dense_state(setup)
     train(setup, rank, spec, steps=range(2, 4))  # while the checkpoint is being written
@@ -225,7 +227,7 @@ def fill_warm(rank: int, folder: Path) -> None:
         save_file(given[0], folder / "dense.safetensors")
     dist.barrier()
     load_champion_weights(setup.model, warm=WarmStart(run_id="champion", export=folder, prepared=folder))
-    found = dict(gathered_items(setup.head.state_dict()))
+    found = dict(gather_tensors(setup.head.state_dict()))
     assert found.keys() == given[0].keys()
     for name, value in given[0].items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=0)
@@ -253,8 +255,8 @@ def test_sharding_towers_without_layers_is_rejected_before_the_launch(tmp_path):
     spec = small_spec(forms={})
     plain = TowerConfig(layers=())
     bare = spec.model_copy(update={"config": spec.config.model_copy(update={"query": plain, "candidate": plain})})
-    require_layers("sharded", spec=spec)
-    require_layers("auto", spec=bare)
+    require_shardable_layers("sharded", spec=spec)
+    require_shardable_layers("auto", spec=bare)
     with pytest.raises(InputError, match=r"is sharded, .*layers are \[\], .* or set training.dense_parallel to auto"):
         train_stage(
             TrainingConfig(dense_parallel="sharded"),

@@ -1,8 +1,8 @@
 """Sharders with every sharding type on CPUs, and correct and fast CPU kernels for unpooled lookups.
 
 The unpooled fused kernel is slow on CPUs: a backward pass of 27,740 rows x 64 takes 51 ms, and 4 ms with the pooled kernel. So
-unpooled tables use the pooled kernel with one row per bag. The dense kernel of replicated tables pools regardless of its
-pooling_mode, which mixes up the rows of a collection with several tables; it is replaced by torch's embedding.
+unpooled tables use the pooled kernel with one row per bag. The dense kernel of replicated tables ignores its
+pooling_mode and pools the rows, which gives wrong results for a collection with several tables; torch's embedding replaces it.
 
 Shapes: F features of a kernel, L lookups, D width of a row.
 """
@@ -72,13 +72,13 @@ def bags_of_one(kernel: SplitTableBatchedEmbeddingBagsCodegen, forward: Any, ind
 
 
 def dense_rows(kernel: DenseTableBatchedEmbeddingBagsCodegen, *, indices: Tensor, offsets: Tensor, tables: list[int]) -> Tensor:
-    """Return [L, D], feature after feature. tables: the table of the kernel that each feature reads."""
+    """Return [L, D], feature after feature. tables: for each feature the index of its table in the kernel."""
     num_bags = (len(offsets) - 1) // len(tables)
     rows_by_feature = []
     for feature, table in enumerate(tables):
         num_rows, dim = kernel.embedding_specs[table]
-        start = kernel.weights_physical_offsets[table]
-        weight = kernel.weights[start : start + num_rows * dim].view(num_rows, dim)
-        first, last = int(offsets[feature * num_bags]), int(offsets[(feature + 1) * num_bags])
-        rows_by_feature.append(embedding(indices[first:last], weight))
+        weight_start = kernel.weights_physical_offsets[table]
+        weight = kernel.weights[weight_start : weight_start + num_rows * dim].view(num_rows, dim)
+        start, end = int(offsets[feature * num_bags]), int(offsets[(feature + 1) * num_bags])
+        rows_by_feature.append(embedding(indices[start:end], weight))
     return torch.cat(rows_by_feature)

@@ -131,7 +131,8 @@ def _records(part: Path, *, shape: tuple[int, ...]) -> Iterator[tuple[Region, ND
             if not is_inside or len(content) != num_rows * num_columns * 4:
                 raise StageError(
                     f"{part}: a record of {num_rows} x {num_columns} values at row {row}, column {column} is cut off or does "
-                    f"not fit into an array of {shape[0]} x {shape[1]}; mount the same, intact storage under this path on all hosts"
+                    f"not fit into an array of {shape[0]} x {shape[1]}; mount the same, intact storage under this path on all "
+                    "hosts"
                 )
             values_RC = np.frombuffer(content, np.float32).reshape(num_rows, num_columns)
             yield (slice(row, row + num_rows), slice(column, column + num_columns)), values_RC

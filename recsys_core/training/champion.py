@@ -244,15 +244,13 @@ def _require_same_definition(name: str, *, features: FeaturesManifest | None, ch
 
 
 def _incompatible(setting: str, value: object, old_value: object, champion: Champion) -> InputError:
-    value_text, old_value_text = (
-        "absent"
-        if setting_value is None
-        else str(list(setting_value))
-        if isinstance(setting_value, tuple)
-        else str(setting_value)
-        for setting_value in (value, old_value)
-    )
     return InputError(
-        f"{setting} is {value_text} in this run, but {old_value_text} in the champion (run {champion.run_id}), from which this "
-        "training would start; set training.warm_start to null for this run, or go back to the old setting"
+        f"{setting} is {_value_text(value)} in this run, but {_value_text(old_value)} in the champion (run {champion.run_id}), "
+        "from which this training would start; set training.warm_start to null for this run, or go back to the old setting"
     )
+
+
+def _value_text(value: object) -> str:
+    if value is None:
+        return "absent"
+    return str(list(value)) if isinstance(value, tuple) else str(value)

@@ -108,7 +108,7 @@ class Monitor:
         return [node for node in range(self._spec.num_nodes) if node not in ready_hosts]
 
     def _wait_for_failures(self) -> None:
-        """Wait until every host has reported its end. One failure ends all hosts, and the host with the cause may report last."""
+        """Wait until every host has reported its end. A failure ends all hosts, and the host that caused it may report last."""
         deadline = time.monotonic() + FAILURES_TIMEOUT_S
         while (
             len(self._folder.failures()) + len(self._folder.finished_nodes()) < self._spec.num_nodes

@@ -70,20 +70,22 @@ class Validator:
         task, process = self._encoder.task, self._encoder.process
         task.eval()
         item_ID = self._encode_items()
-        user_count_and_totals = torch.zeros(1 + len(_METRICS), dtype=torch.float64)
+        totals = torch.zeros(1 + len(_METRICS), dtype=torch.float64)  # number of users, then the total of each metric
         for index_B, is_real in self._writer.batches(len(self._users)):
             query_BD = self._encoder.queries(self._users[index_B], split="validation").cpu()
             if not is_real:
                 continue
             positions = self._target_positions(index_B, query_BD=query_BD, item_ID=item_ID)
-            user_count_and_totals[0] += positions.num_users
+            totals[0] += positions.num_users
             for index, metric in enumerate(_METRICS.values(), 1):
-                user_count_and_totals[index] += metric(positions, k=self.config.k).sum()
-        user_count_and_totals = user_count_and_totals.to(process.device)
-        dist.all_reduce(user_count_and_totals)
+                totals[index] += metric(positions, k=self.config.k).sum()
+        totals = totals.to(process.device)
+        dist.all_reduce(totals)
         task.train()
-        num_users, *totals = user_count_and_totals
-        return {f"{name}@{self.config.k}": float(total / num_users) for name, total in zip(_METRICS, totals, strict=True)}
+        num_users, *metric_totals = totals
+        return {
+            f"{name}@{self.config.k}": float(total / num_users) for name, total in zip(_METRICS, metric_totals, strict=True)
+        }
 
     def _encode_items(self) -> Tensor:
         """Collective. Return the vectors of all items, on the CPU of every rank."""

@@ -234,7 +234,7 @@ def test_a_plan_for_more_gpus_than_the_host_has_is_rejected_before_the_launch(ex
     cluster = ClusterConfig(device="cuda", processes_per_node=64)
     plan = plan_sharding(ShardingConfig(cluster=cluster), model=experiment.spec, batch_size=64, folder=tmp_path / "plan")
     assert isinstance(plan, PlanManifest)
-    with pytest.raises(InputError, match=r"wants 64 GPUs on this host, but there are \d+"):
+    with pytest.raises(InputError, match=r"needs 64 GPUs on this host, but there are \d+"):
         run_train(experiment._replace(plan=plan), tmp_path / "train")
     assert not (tmp_path / "train").exists() and not (tmp_path / "train.work" / "logs").exists()
 

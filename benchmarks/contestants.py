@@ -44,44 +44,48 @@ from recsys_core.training.sharded_model import initial_model
 
 ROWS, DIM, LAYERS = 1 << 20, 64, (128, 64)
 EVENTS = 3 << 20
-WARM_UP, WINDOW, WINDOWS = 20, 20, 3
+WARM_UP_STEPS, WINDOW_STEPS, NUM_WINDOWS = 20, 20, 3
 """For the comparison of sharding types: steps before the measurement, steps per timed window, number of windows."""
-BEST_KIND: ShardingType = "table_wise"
-"""Sharding type of both tables in the comparison. TorchRec's planner chooses it for the example too."""
+BEST_TYPE: ShardingType = "table_wise"
+"""Sharding type of both tables when contestants are compared. TorchRec's planner chooses it for the example too."""
 EXAMPLE, PREPARED, OURS, PREPARED_BATCHES = "example", "example, prepared ranks", "ours, fp32", "ours, prepared batches"
 CONTESTANTS = (EXAMPLE, PREPARED, OURS, PREPARED_BATCHES, "ours, bf16")
 CPU_FEATURES = "cpu features"
-REPLACED = {
+PATCH_FUNCTIONS = {
     "unpooled lookups": (lookups, "patch_cpu_kernels"),
     "own cores": (rank_patches, "pin_to_core_share"),
     "batch work": (rank_patches, "use_batch_scheduling"),
 }
-PATCHES = (CPU_FEATURES, *REPLACED)
-"""Patches that make a step faster. REPLACED maps each to the function that is replaced by a no-op without the patch."""
-Paced = Callable[[Iterable[Any]], Iterator[Any]]
+PATCHES = (CPU_FEATURES, *PATCH_FUNCTIONS)
+"""Patches that make a step faster. PATCH_FUNCTIONS has the module and function of each; a no-op replaces the function to
+measure a step without the patch."""
+Pace = Callable[[Iterable[Any]], Iterator[Any]]
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
-def without(patch: str) -> str:
+def name_without(patch: str) -> str:
     """Return the name of the contestant `ours, fp32` without `patch`."""
     return f"ours, without {patch}"
 
 
 class Run(NamedTuple):
-    """One contestant. `kind` is the sharding type of the user table, and of the item table if unpooled tables support it."""
+    """One contestant with its settings.
+
+    sharding_type: of the user table, and of the item table if unpooled tables support it.
+    """
 
     name: str
     batch_size: int
-    ranks: int = 2
-    kind: ShardingType = BEST_KIND
-    warm_up: int = WARM_UP
-    window: int = WINDOW
-    windows: int = WINDOWS
+    num_ranks: int = 2
+    sharding_type: ShardingType = BEST_TYPE
+    warm_up_steps: int = WARM_UP_STEPS
+    window_steps: int = WINDOW_STEPS
+    num_windows: int = NUM_WINDOWS
 
     @property
-    def steps(self) -> int:
-        """Number of all steps."""
-        return self.warm_up + self.windows * self.window
+    def num_steps(self) -> int:
+        """Number of steps, including the warm-up."""
+        return self.warm_up_steps + self.num_windows * self.window_steps
 
 
 def write_log(folder: Path) -> InteractionsManifest:
@@ -98,16 +102,16 @@ def write_log(folder: Path) -> InteractionsManifest:
     return ingest_interactions(config, embeddings=None, folder=folder / "interactions")
 
 
-class Steps:
-    """One long epoch with a fixed number of batches, from the loader or prepared in advance."""
+class OneEpochLoader:
+    """Loader of one long epoch with a fixed number of batches, which are loaded in each step or in advance."""
 
-    def __init__(self, loader: TrainLoader, *, steps: int, prepared: bool, paced: Paced | None) -> None:
-        self._loader, self._steps, self._paced = loader, steps, paced
-        self.num_epoch_samples = steps * loader.num_batch_samples(0)
-        self._prepared = [loader.batch(0, step) for step in range(min(steps, len(loader)))] if prepared else None
+    def __init__(self, loader: TrainLoader, *, num_steps: int, in_advance: bool, pace: Pace | None) -> None:
+        self._loader, self._num_steps, self._pace = loader, num_steps, pace
+        self.num_epoch_samples = num_steps * loader.num_batch_samples(0)
+        self._batches = [loader.batch(0, step) for step in range(min(num_steps, len(loader)))] if in_advance else None
 
     def __len__(self) -> int:
-        return self._steps
+        return self._num_steps
 
     def num_batch_samples(self, index: int) -> int:
         """Return the number of queries of a batch. The last batch of an epoch is full too."""
@@ -116,15 +120,15 @@ class Steps:
     def epoch(self, epoch: int, *, start_batch: int) -> Iterator[Batch]:
         """Yield the batches."""
         batches = chain.from_iterable(self._epochs())
-        yield from islice(batches, self._steps) if self._paced is None else self._paced(batches)
+        yield from islice(batches, self._num_steps) if self._pace is None else self._pace(batches)
 
     def _epochs(self) -> Iterator[Iterable[Batch]]:
         for epoch in count():
-            yield self._loader.epoch(epoch) if self._prepared is None else self._prepared
+            yield self._loader.epoch(epoch) if self._batches is None else self._batches
 
 
-def ours(run: Run, *, folder: Path, process: Process, paced: Paced | None) -> dict[str, Any]:
-    """Train, and return the samples per second and the mean step times of the timed windows."""
+def train_with_nightjar(run: Run, *, folder: Path, process: Process, pace: Pace | None) -> dict[str, Any]:
+    """Train with nightjar's trainer, and return the samples per second and the mean step times of the timed windows."""
     interactions = require_manifest(folder / "interactions", InteractionsManifest, verify=False)
     model = TwoTowerConfig(
         embedding_dim=DIM,
@@ -136,7 +140,7 @@ def ours(run: Run, *, folder: Path, process: Process, paced: Paced | None) -> di
         candidate=TowerConfig(layers=LAYERS, skip_connection=False, dropout=0.0),
     )
     loss = LossConfig(kind="bce", num_negatives=1)
-    is_pooled = run.kind not in UNPOOLED_SHARDING_TYPES
+    is_pooled = run.sharding_type not in UNPOOLED_SHARDING_TYPES
     spec = ModelSpec.of(
         model,
         dataset=Dataset(interactions),
@@ -147,13 +151,16 @@ def ours(run: Run, *, folder: Path, process: Process, paced: Paced | None) -> di
         epochs=1,
         batch_size=run.batch_size,
         validation=None,
-        log_every_steps=run.window,
+        log_every_steps=run.window_steps,
         checkpoint_every_steps=10**9,
         precision="bf16" if "bf16" in run.name else "fp32",
     )
-    cluster = ClusterConfig(device="cpu", processes_per_node=run.ranks)
-    item = "row_wise" if is_pooled else run.kind
-    tables = {"user": TableConstraint(sharding_types=(run.kind,)), "item": TableConstraint(sharding_types=(item,))}
+    cluster = ClusterConfig(device="cpu", processes_per_node=run.num_ranks)
+    item_type = "row_wise" if is_pooled else run.sharding_type
+    tables = {
+        "user": TableConstraint(sharding_types=(run.sharding_type,)),
+        "item": TableConstraint(sharding_types=(item_type,)),
+    }
     work = folder / run.name
     if process.is_main:
         plan_sharding(
@@ -175,63 +182,62 @@ def ours(run: Run, *, folder: Path, process: Process, paced: Paced | None) -> di
     loader = make_loader(
         job, store=store, assembler=Assembler(user_batch_key=job.spec.user_batch_key, features=None), process=process
     )
-    limited: Any = Steps(loader, steps=run.steps, prepared=run.name == PREPARED_BATCHES, paced=paced)
+    one_epoch: Any = OneEpochLoader(loader, num_steps=run.num_steps, in_advance=run.name == PREPARED_BATCHES, pace=pace)
     sharded = initial_model(job, store=store, dataset=Dataset(interactions), process=process)
-    trainer = Trainer(job, model=sharded, loader=limited, validator=None, process=process)
+    trainer = Trainer(job, model=sharded, loader=one_epoch, validator=None, process=process)
     trainer._save = lambda: None  # type: ignore[method-assign]  # no checkpoints in a benchmark
     trainer.train()
     if not process.is_main:
         return {}
     lines = [Progress.model_validate_json(line) for line in (work / METRICS_NAME).read_text().splitlines()]
-    timed = [line for line in lines if line.step > run.warm_up]
+    timed = [line for line in lines if line.step > run.warm_up_steps]
     times = {name: statistics.fmean(line.ms_per_step[name] for line in timed) for name in timed[0].ms_per_step}
     return {"samples_per_s": statistics.harmonic_mean([line.samples_per_s for line in timed]), "ms_per_step": times}
 
 
-def _rank(run: Run, rank: int, folder: Path, pipe: Connection, is_paced: bool) -> None:
+def _run_rank(run: Run, rank: int, folder: Path, pipe: Connection, takes_turns: bool) -> None:
     torch.set_num_threads(1)  # also torchrun's default
-    for patch, (module, function) in REPLACED.items():
-        if run.name == without(patch):
+    for patch, (module, function) in PATCH_FUNCTIONS.items():
+        if run.name == name_without(patch):
             setattr(module, function, lambda *_, **__: None)
     if run.name != EXAMPLE:
-        rank_patches.prepare_rank(local_rank=rank, num_local_ranks=run.ranks)
+        rank_patches.prepare_rank(local_rank=rank, num_local_ranks=run.num_ranks)
     store = f"file://{folder / run.name}.group"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=run.ranks, timeout=timedelta(minutes=10))
-    paced = Turns(pipe, window=run.window, windows=run.windows).paced if is_paced else None
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=run.num_ranks, timeout=timedelta(minutes=10))
+    pace = Turns(pipe, window_steps=run.window_steps, num_windows=run.num_windows).pace if takes_turns else None
     if run.name.startswith(EXAMPLE):
-        assert paced is not None
-        os.environ |= {"LOCAL_WORLD_SIZE": str(run.ranks), "LOCAL_RANK": str(rank)}
-        torchrec_loop.train(rows=ROWS, dim=DIM, layers=list(LAYERS), batch_size=run.batch_size, paced=paced)
+        assert pace is not None
+        os.environ |= {"LOCAL_WORLD_SIZE": str(run.num_ranks), "LOCAL_RANK": str(rank)}
+        torchrec_loop.train(rows=ROWS, dim=DIM, layers=list(LAYERS), batch_size=run.batch_size, pace=pace)
     else:
-        process = Process(rank=rank, world_size=run.ranks, device=torch.device("cpu"))
-        result = ours(run, folder=folder, process=process, paced=paced)
-        if rank == 0 and not is_paced:
+        process = Process(rank=rank, world_size=run.num_ranks, device=torch.device("cpu"))
+        result = train_with_nightjar(run, folder=folder, process=process, pace=pace)
+        if rank == 0 and not takes_turns:
             pipe.send(result)
     dist.barrier()
     dist.destroy_process_group()
 
 
 @contextmanager
-def started(run: Run, *, folder: Path, is_paced: bool) -> Iterator[list[Connection]]:
-    """Start the ranks of one contestant, yield a pipe to each, and wait for their end on exit."""
-    pipes, ranks = [], []
-    if run.name not in (EXAMPLE, without(CPU_FEATURES)):
-        os.environ["LD_PRELOAD"] = str(
-            cpu_features.libc10_path()
-        )  # instead of share_cpu_features(), because a spawned process imports torch first
-    for rank in range(run.ranks):
-        here, there = _CONTEXT.Pipe()
-        ranks.append(_CONTEXT.Process(target=_rank, args=(run, rank, folder, there, is_paced)))
-        ranks[-1].start()
-        there.close()  # otherwise the end of a rank is not detected
-        pipes.append(here)
+def running_ranks(run: Run, *, folder: Path, takes_turns: bool) -> Iterator[list[Connection]]:
+    """Start the ranks of one contestant, yield a pipe to each, and wait on exit until the ranks have ended."""
+    pipes, processes = [], []
+    if run.name not in (EXAMPLE, name_without(CPU_FEATURES)):
+        # share_cpu_features() would be too late, because a spawned process imports torch first.
+        os.environ["LD_PRELOAD"] = str(cpu_features.libc10_path())
+    for rank in range(run.num_ranks):
+        parent_end, rank_end = _CONTEXT.Pipe()
+        processes.append(_CONTEXT.Process(target=_run_rank, args=(run, rank, folder, rank_end, takes_turns)))
+        processes[-1].start()
+        rank_end.close()  # otherwise the end of a rank is not detected
+        pipes.append(parent_end)
     os.environ.pop("LD_PRELOAD", None)
     try:
         yield pipes
     finally:
         for pipe in pipes:
             pipe.close()  # ends a rank that waits for its turn
-        for process in ranks:
+        for process in processes:
             process.join()
     shutil.rmtree(folder / run.name, ignore_errors=True)
     (folder / f"{run.name}.group").unlink(missing_ok=True)

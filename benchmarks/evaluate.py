@@ -1,11 +1,11 @@
-"""Exact evaluation compared with plain numpy, quiet and under load; writes benchmarks/evaluate.json and evaluate.md.
+"""Benchmark of the exact evaluation, compared with plain numpy, on an idle and on a busy machine.
 
-    make bench-evaluate
+    make bench-evaluate          # writes benchmarks/evaluate.json and evaluate.md
     python -m benchmarks.evaluate --rounds 1 --queries 3000
 
-30,000 users, 41,000 items, 64 numbers per vector, 217,000 test targets, five times as many seen items. `ours` ranks the
-catalogue and computes every metric of the stage `evaluate`; `numpy` computes Recall@20 from a matrix product and argpartition.
-Each run is a process of its own, and the two take turns.
+The data are 30,000 users, 41,000 items, vectors of 64 numbers, 217,000 test targets and five times as many seen items. `ours`
+ranks the catalogue and computes every metric of the stage `evaluate`. `numpy` computes Recall@20 from a matrix product and
+argpartition. Each run is a separate process, and the contestants alternate.
 """
 
 import argparse
@@ -38,14 +38,18 @@ HERE = Path(__file__).parent
 CONTESTANTS = ("numpy", "ours")
 
 
-def draw(queries: int) -> tuple[NDArray[np.float32], NDArray[np.float32], JaggedArray, JaggedArray]:
-    """Query vectors, item vectors, seen items and targets; no target is seen."""
+def random_data(num_queries: int) -> tuple[NDArray[np.float32], NDArray[np.float32], JaggedArray, JaggedArray]:
+    """Return query vectors, item vectors, seen items and targets; no target is a seen item."""
     random = np.random.default_rng(0)
-    query_BD = random.normal(size=(queries, DIM)).astype(np.float32)
+    query_BD = random.normal(size=(num_queries, DIM)).astype(np.float32)
     item_ID = random.normal(size=(ITEMS, DIM)).astype(np.float32)
-    count = round(queries * TARGETS_PER_QUERY)
-    pairs = [np.sort(random.integers(0, queries, size)) for size in (count, count * SEEN_PER_TARGET)]
-    targets, seen = (JaggedArray.from_pairs(owner, random.integers(0, ITEMS, len(owner)), num_lists=queries) for owner in pairs)
+    num_targets = round(num_queries * TARGETS_PER_QUERY)
+    sizes = (num_targets, num_targets * SEEN_PER_TARGET)
+    query_indices = [np.sort(random.integers(0, num_queries, size)) for size in sizes]
+    targets, seen = (
+        JaggedArray.from_pairs(query_L, random.integers(0, ITEMS, len(query_L)), num_lists=num_queries)
+        for query_L in query_indices
+    )
     targets, seen = targets.distinct(bound=ITEMS), seen.distinct(bound=ITEMS)
     return query_BD, item_ID, seen, targets.difference(seen, bound=ITEMS)
 
@@ -53,26 +57,26 @@ def draw(queries: int) -> tuple[NDArray[np.float32], NDArray[np.float32], Jagged
 def evaluate_with_numpy(
     query_BD: NDArray[np.float32], item_ID: NDArray[np.float32], seen: JaggedArray, targets: JaggedArray
 ) -> float:
-    """Recall@20, mean over the queries with a target."""
-    hits_E = np.zeros(len(query_BD))
+    """Return Recall@20, the mean over the queries with a target."""
+    num_hits_B = np.zeros(len(query_BD))
     for start in range(0, len(query_BD), CHUNK):
         end = min(start + CHUNK, len(query_BD))
-        score_CI = query_BD[start:end] @ item_ID.T
-        part = seen.slice(start, end)
-        score_CI[part.list_index_L, part.values_L] = -np.inf
-        top_CK = np.argpartition(score_CI, ITEMS - K, axis=1)[:, ITEMS - K :]
-        key_CK = np.arange(end - start)[:, None] * ITEMS + top_CK
-        part = targets.slice(start, end)
-        is_hit_T = np.isin(part.pair_keys(bound=ITEMS), key_CK)
-        hits_E[start:end] = np.bincount(part.list_index_L, weights=is_hit_T, minlength=end - start)
-    has_target_E = targets.lengths > 0
-    return float((hits_E[has_target_E] / targets.lengths[has_target_E]).mean())
+        score_BI = query_BD[start:end] @ item_ID.T
+        chunk_seen = seen.slice(start, end)
+        score_BI[chunk_seen.list_index_L, chunk_seen.values_L] = -np.inf
+        top_BK = np.argpartition(score_BI, ITEMS - K, axis=1)[:, ITEMS - K :]
+        key_BK = np.arange(end - start)[:, None] * ITEMS + top_BK
+        chunk_targets = targets.slice(start, end)
+        is_hit_T = np.isin(chunk_targets.pair_keys(bound=ITEMS), key_BK)
+        num_hits_B[start:end] = np.bincount(chunk_targets.list_index_L, weights=is_hit_T, minlength=end - start)
+    has_target_B = targets.lengths > 0
+    return float((num_hits_B[has_target_B] / targets.lengths[has_target_B]).mean())
 
 
 def evaluate_with_ours(
     query_BD: NDArray[np.float32], item_ID: NDArray[np.float32], seen: JaggedArray, targets: JaggedArray
 ) -> float:
-    """The same, from all metrics with the default cut-offs."""
+    """Return Recall@20 out of all metrics with the default cut-offs."""
     config = EvaluationConfig()
     ranking = rank_catalogue(
         torch.from_numpy(query_BD), item_ID=torch.from_numpy(item_ID), seen=seen, targets=targets, k=max(config.ks)
@@ -80,53 +84,58 @@ def evaluate_with_ours(
     return all_metrics("test", ranking, config=config)[f"test/recall@{K}"]
 
 
-def measure(contestant: str, *, queries: int) -> dict[str, float]:
-    """Seconds, seconds of all cores, and the recall, which both contestants must agree on."""
-    drawn = draw(queries)
+def measure(contestant: str, *, num_queries: int) -> dict[str, float]:
+    """Return the seconds, the CPU seconds of all cores, and Recall@20 of one run."""
+    data = random_data(num_queries)
     started, started_cpu = time.perf_counter(), time.process_time()
-    recall = (evaluate_with_numpy if contestant == "numpy" else evaluate_with_ours)(*drawn)
+    recall = (evaluate_with_numpy if contestant == "numpy" else evaluate_with_ours)(*data)
     return {"seconds": time.perf_counter() - started, "cpu_s": time.process_time() - started_cpu, "recall": recall}
 
 
 @contextmanager
-def busy(processes: int) -> Iterator[None]:
-    """Keep as many cores busy while the body runs."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+def busy_cores(num_cores: int) -> Iterator[None]:
+    """Keep this many cores busy while the body runs."""
+    loads = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_cores)]
     try:
         yield
     finally:
-        for other in others:
-            other.kill()
-            other.wait()
+        for load in loads:
+            load.kill()
+            load.wait()
 
 
-def compare(*, rounds: int, queries: int, cores: int) -> list[dict[str, Any]]:
-    """One row per load: all runs of each contestant."""
+def compare(*, rounds: int, num_queries: int, num_cores: int) -> list[dict[str, Any]]:
+    """Return all runs of each contestant, with 0, 1 and `num_cores` other busy processes.
+
+    Raises AssertionError if the contestants compute different recalls.
+    """
     rows = []
-    for others in sorted({0, 1, cores}):
+    for num_busy in sorted({0, 1, num_cores}):
         runs: dict[str, list[dict[str, float]]] = {name: [] for name in CONTESTANTS}
-        with busy(others):
+        with busy_cores(num_busy):
             for _ in range(rounds):
                 for name in CONTESTANTS:
-                    runs[name].append(in_fresh_process("benchmarks.evaluate", "--only", name, "--queries", str(queries)))
-        recalls = [run["recall"] for of_one in runs.values() for run in of_one]
+                    runs[name].append(in_fresh_process("benchmarks.evaluate", "--only", name, "--queries", str(num_queries)))
+        recalls = [run["recall"] for contestant_runs in runs.values() for run in contestant_runs]
         assert max(recalls) - min(recalls) < 1e-6, f"the contestants disagree on Recall@{K}: {recalls}"
-        rows.append({"others": others, "runs": runs})
+        rows.append({"others": num_busy, "runs": runs})
     return rows
 
 
 def to_markdown(results: dict[str, Any]) -> str:
-    """The rows as a table."""
+    """Return the report."""
     lines = [
         "# Exact evaluation",
         "",
-        f"Made on {results['date']} on {results['cores']} cores by `make bench-evaluate`: torch {results['torch']}, "
-        f"numpy {results['numpy']}. {results['queries']:,} users, {ITEMS:,} items, vectors of {DIM}, "
-        f"{round(results['queries'] * TARGETS_PER_QUERY):,} test targets. `ours` computes every metric of the stage "
-        f"`evaluate`, `numpy` Recall@{K} from a matrix product and argpartition. Medians of {results['rounds']} runs in turns, "
-        "each in a fresh process; in parentheses all runs. CPU: seconds of all cores together.",
+        f"Measured on {results['date']} on {results['cores']} cores by `make bench-evaluate` with torch {results['torch']} "
+        f"and numpy {results['numpy']}.",
+        f"{results['queries']:,} users, {ITEMS:,} items, vectors of {DIM} numbers, "
+        f"{round(results['queries'] * TARGETS_PER_QUERY):,} test targets. `ours` computes every metric of the",
+        f"stage `evaluate`; `numpy` computes Recall@{K} from a matrix product and argpartition.",
+        f"The table has the medians of {results['rounds']} runs per contestant, and in parentheses all runs. Each run is a",
+        "separate process, and the contestants alternate. CPU seconds are the total of all cores.",
         "",
-        "| other busy processes | numpy, s | ours, s | ours to numpy | numpy, CPU s | ours, CPU s |",
+        "| other busy processes | numpy, s | ours, s | ours / numpy | numpy, CPU s | ours, CPU s |",
         "|---:|---:|---:|---:|---:|---:|",
     ]
     for row in results["rows"]:
@@ -139,23 +148,24 @@ def to_markdown(results: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, and write evaluate.json and evaluate.md; with --only print one measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--queries", type=int, default=QUERIES)
-    parser.add_argument("--only", choices=CONTESTANTS, help="run one contestant once and print its figures")
+    parser.add_argument("--only", choices=CONTESTANTS, help="run one contestant once and print its measurement")
     options = parser.parse_args(arguments)
     if options.only:
-        sys.stdout.write(json.dumps(measure(options.only, queries=options.queries)) + "\n")
+        sys.stdout.write(json.dumps(measure(options.only, num_queries=options.queries)) + "\n")
         return
-    cores, versions = len(os.sched_getaffinity(0)), installed_versions()
+    num_cores, versions = len(os.sched_getaffinity(0)), installed_versions()
     results = {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "cores": cores,
+        "cores": num_cores,
         "torch": versions["torch"],
         "numpy": np.__version__,
         "rounds": options.rounds,
         "queries": options.queries,
-        "rows": compare(rounds=options.rounds, queries=options.queries, cores=cores),
+        "rows": compare(rounds=options.rounds, num_queries=options.queries, num_cores=num_cores),
     }
     (HERE / "evaluate.json").write_text(json.dumps(results, indent=1) + "\n")
     (HERE / "evaluate.md").write_text(to_markdown(results))

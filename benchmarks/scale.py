@@ -61,15 +61,18 @@ LARGEST = "20 B rows, 32 x 8 GPUs"
 def distinct_items(items: int, *, draws: int, negatives: int, exponent: float) -> float:
     """Return the expected number of distinct items in a batch of `draws` Zipf draws and `negatives` uniform draws.
 
-    The sum runs over the 1,000 most popular items; the rest is integrated, so the catalogue of 10^9 items is not listed.
+    The 1,000 most popular items are summed one by one. The other items are integrated over 4,000 intervals of popularity rank,
+    so a catalogue of 10^9 items needs no array of that size.
     """
-    head = np.arange(1, min(items, 1000) + 1, dtype=np.float64)
-    edge = np.geomspace(1000.5, items + 0.5, 4001) if items > 1000 else np.empty(0)
-    middle = np.sqrt(edge[1:] * edge[:-1])
-    popularity_rank, width = np.concatenate([head, middle]), np.concatenate([np.ones_like(head), np.diff(edge)])
-    share = popularity_rank**-exponent
-    share /= (share * width).sum()
-    return float((width * -np.expm1(draws * np.log1p(-share) + negatives * np.log1p(-1 / items))).sum())
+    head_ranks = np.arange(1, min(items, 1000) + 1, dtype=np.float64)
+    interval_bounds = np.geomspace(1000.5, items + 0.5, 4001) if items > 1000 else np.empty(0)
+    interval_middles = np.sqrt(interval_bounds[1:] * interval_bounds[:-1])
+    popularity_rank = np.concatenate([head_ranks, interval_middles])
+    num_items = np.concatenate([np.ones_like(head_ranks), np.diff(interval_bounds)])
+    draw_probability = popularity_rank**-exponent
+    draw_probability /= (draw_probability * num_items).sum()
+    occurs = -np.expm1(draws * np.log1p(-draw_probability) + negatives * np.log1p(-1 / items))
+    return float((num_items * occurs).sum())
 
 
 def spec_of(size: dict[str, Any], *, pooled_users: bool) -> ModelSpec:
@@ -95,23 +98,27 @@ def plan(size: dict[str, Any], *, optimizer: str = "rowwise_adagrad", pooled_use
 
 def sent_bytes(plan_file: PlanFile, *, unpooled_tables: set[str], number_bytes: int) -> dict[str, float]:
     """Return the bytes that the busiest rank sends per step for rows and gradients: in total and between hosts."""
-    ranks, local, batch = plan_file.world_size, plan_file.processes_per_node, plan_file.batch_size
-    total = outside = 0.0
+    ranks, ranks_per_host, batch = plan_file.world_size, plan_file.processes_per_node, plan_file.batch_size
+    total = between_hosts = 0.0
     for name, table in plan_file.tables.items():
         row_bytes = table.dim * number_bytes
         if name in unpooled_tables and table.sharding_type == "row_wise":
-            each = table.values_per_query * batch * row_bytes
-            total, outside = total + each * (ranks - 1) / ranks, outside + each * (ranks - local) / ranks
+            batch_bytes = table.values_per_query * batch * row_bytes
+            total += batch_bytes * (ranks - 1) / ranks
+            between_hosts += batch_bytes * (ranks - ranks_per_host) / ranks
         elif table.sharding_type == "row_wise":  # a partial sum for every query of every rank, mostly zeros
-            total, outside = total + (ranks - 1) * batch * row_bytes, outside + (ranks - local) * batch * row_bytes
+            total += (ranks - 1) * batch * row_bytes
+            between_hosts += (ranks - ranks_per_host) * batch * row_bytes
         elif table.sharding_type == "table_row_wise":  # added up within the host, then sent to the other hosts
-            within_host = ranks * batch * row_bytes / local
-            between_hosts = within_host * (plan_file.num_nodes - 1) / plan_file.num_nodes
-            total, outside = total + (local - 1) * within_host + between_hosts, outside + between_hosts
+            reduced_bytes = ranks * batch * row_bytes / ranks_per_host
+            to_other_hosts = reduced_bytes * (plan_file.num_nodes - 1) / plan_file.num_nodes
+            total += (ranks_per_host - 1) * reduced_bytes + to_other_hosts
+            between_hosts += to_other_hosts
         else:  # table_wise: the rank of the table sends to all others
-            each = table.values_per_query * batch * row_bytes
-            total, outside = total + (ranks - 1) * each, outside + (ranks - local) * each
-    return {"sent": 2 * total, "between_hosts": 2 * outside}  # rows forward, gradients backward
+            batch_bytes = table.values_per_query * batch * row_bytes
+            total += (ranks - 1) * batch_bytes
+            between_hosts += (ranks - ranks_per_host) * batch_bytes
+    return {"sent": 2 * total, "between_hosts": 2 * between_hosts}  # rows forward, gradients backward
 
 
 def measure(size: dict[str, Any], *, pooled_users: bool = False) -> dict[str, Any]:
@@ -121,8 +128,8 @@ def measure(size: dict[str, Any], *, pooled_users: bool = False) -> dict[str, An
     seconds = time.perf_counter() - started
     unpooled_tables = {name for name, table in spec_of(size, pooled_users=pooled_users).tables.items() if table.unpooled}
     fullest = max(plan_file.ranks, key=lambda rank: rank.hbm_bytes)
-    columns = ASSUMED["batch_size"] + ASSUMED["negatives"]
-    towers_ms = 6 * ASSUMED["batch_size"] * columns * ASSUMED["dim"] / ASSUMED["tower_tflops"] / 1e9
+    num_candidates = ASSUMED["batch_size"] + ASSUMED["negatives"]
+    towers_ms = 6 * ASSUMED["batch_size"] * num_candidates * ASSUMED["dim"] / ASSUMED["tower_tflops"] / 1e9
     comms_ms = max(rank.forward_comms_ms + rank.backward_comms_ms for rank in plan_file.ranks)
     loader_ms = 1000 * ASSUMED["batch_size"] / ASSUMED["loader_samples_per_s_and_rank"]
     step_ms = max(plan_file.step_ms + towers_ms, loader_ms)
@@ -162,7 +169,7 @@ def measure(size: dict[str, Any], *, pooled_users: bool = False) -> dict[str, An
         "checkpoint_write_s": (weights + state) / 1e9 / ASSUMED["checkpoint_write_gb_per_s_and_host"] / plan_file.num_nodes,
         "checkpoint_hash_s": (weights + state) / 1e9 / ASSUMED["checkpoint_hash_gb_per_s"],
         "plan_seconds": seconds,
-        "naive": {one.name: one.model_dump() for one in plan_file.naive},
+        "naive": {naive_plan.name: naive_plan.model_dump() for naive_plan in plan_file.naive},
     }
 
 
@@ -173,7 +180,7 @@ def optimizers() -> dict[str, Any]:
         try:
             plan_file = plan(SIZES[LARGEST], optimizer=kind)
         except InputError as error:
-            results[kind] = {"refused": str(error)}
+            results[kind] = {"infeasible": str(error)}
             continue
         fullest = max(plan_file.ranks, key=lambda rank: rank.hbm_bytes)
         kernels = sorted({table.compute_kernel for table in plan_file.tables.values()})
@@ -230,8 +237,8 @@ def to_markdown(result: dict[str, Any]) -> str:
     ]
     lines += ["", f"{LARGEST.split(',')[0]} with other optimizers:", "", "| optimizer | memory per GPU |", "|:---|:---|"]
     for kind, estimate in result["optimizers"].items():
-        if "refused" in estimate:
-            cell = estimate["refused"].split("input): ")[1]
+        if "infeasible" in estimate:
+            cell = estimate["infeasible"].split("input): ")[1]
         else:
             hbm, ddr = estimate["rank_hbm_bytes"] / 1e9, estimate["rank_ddr_bytes"] / 1e9
             cell = (
@@ -239,12 +246,12 @@ def to_markdown(result: dict[str, Any]) -> str:
                 f"lookups {estimate['lookups_ms']:,.1f} ms"
             )
         lines.append(f"| {kind} | {cell} |")
-    pooled = result["bags"]
+    pooled = result["pooled_users"]
     lines += [
         "",
-        f"With pooled user lookups (`tables.user.lookup: pooled`): {pooled['fp32']['sent'] / 1e6:,.1f} MB sent per step, "
-        f"lookups {pooled['lookups_ms']:.2f} ms, step {pooled['step_ms']:.2f} ms, {pooled['hours']:.2f} hours, "
-        f"{pooled['dollars']:,.0f} dollars.",
+        f"With pooled user lookups (`tables.user.lookup: pooled`), a GPU sends {pooled['fp32']['sent'] / 1e6:,.1f} MB "
+        f"per step. Lookups take {pooled['lookups_ms']:.2f} ms, a step",
+        f"{pooled['step_ms']:.2f} ms, and an epoch {pooled['hours']:.2f} hours and {pooled['dollars']:,.0f} dollars.",
     ]
     return "\n".join(lines)
 
@@ -256,7 +263,7 @@ def main() -> None:
         "assumed": ASSUMED | {"host": HOST},
         "sizes": {name: measure(size) for name, size in SIZES.items()},
         "optimizers": optimizers(),
-        "bags": measure(SIZES[LARGEST], pooled_users=True),
+        "pooled_users": measure(SIZES[LARGEST], pooled_users=True),
     }
     RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     page = PAGE.read_text(encoding="utf-8")

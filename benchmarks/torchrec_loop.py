@@ -52,9 +52,9 @@ class Task(nn.Module):
 
 
 def train(
-    *, rows: int, dim: int, layers: list[int], batch_size: int, paced: Callable[[Iterable[Batch]], Iterator[Batch]]
+    *, rows: int, dim: int, layers: list[int], batch_size: int, pace: Callable[[Iterable[Batch]], Iterator[Batch]]
 ) -> None:
-    """Train on the batches that `paced` yields."""
+    """Train on random batches. pace: yields the batches in the turns of this contestant."""
     device = torch.device("cpu")
     task = Task(rows=rows, dim=dim, layers=layers, device=device)
     apply_optimizer_in_backward(RowWiseAdagrad, task.ebc.parameters(), {"lr": 0.01})
@@ -68,7 +68,7 @@ def train(
         batch_sampler=None,
         num_workers=0,
     )
-    batches = paced(loader)
+    batches = pace(loader)
     pipeline = TrainPipelineSparseDist(model, optimizer, device)
     with suppress(StopIteration):
         while True:

@@ -5,7 +5,7 @@
     python -m benchmarks.train --parts patches      # the effect of each patch of recsys_core/patches
 
 Two tables of 1,048,576 x 64, an MLP [128, 64] per tower, binary cross-entropy, two gloo ranks. nightjar's trainer reads an
-ingested parquet log. `ours, prepared batches` trains on the same batches, loaded in advance. The contestants take turns
+ingested parquet log. `ours, prepared batches` trains on batches that were loaded in advance. The contestants take turns
 (benchmarks/turns.py).
 """
 
@@ -35,17 +35,17 @@ from benchmarks.contestants import (
     PREPARED_BATCHES,
     ROWS,
     Run,
-    started,
-    without,
+    name_without,
+    running_ranks,
     write_log,
 )
 from benchmarks.turns import run_window, take_turns
 from recsys_core.preflight import installed_versions
 from recsys_core.sharding.config import ShardingType
 
-TURN = {1024: 200, 8192: 50}
+TURN_STEPS = {1024: 200, 8192: 50}
 """Batch size -> steps per turn. A turn takes about two seconds, so batches prefetched before it have little effect."""
-LARGEST = max(TURN)
+LARGEST_BATCH = max(TURN_STEPS)
 KINDS: tuple[ShardingType, ...] = (
     "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard", "data_parallel",
 )  # fmt: skip
@@ -55,14 +55,16 @@ PARTS = ("compared", "patches", "by_kind")
 
 def measure(run: Run, *, folder: Path) -> dict[str, Any]:
     """Return the measurement of rank 0."""
-    with started(run, folder=folder, is_paced=False) as pipes:
+    with running_ranks(run, folder=folder, takes_turns=False) as pipes:
         result: dict[str, Any] = pipes[0].recv()
-    say(f"{run.name}, batch {run.batch_size}, {run.ranks} ranks, {run.kind}: {result['samples_per_s']:,.0f}/s")
+    print_now(
+        f"{run.name}, batch {run.batch_size}, {run.num_ranks} ranks, {run.sharding_type}: {result['samples_per_s']:,.0f}/s"
+    )
     return result
 
 
-def say(line: str) -> None:
-    """Print a line and flush, so that it also appears at once in a pipe."""
+def print_now(line: str) -> None:
+    """Print a line and flush stdout, which is buffered in a pipe."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
@@ -70,17 +72,17 @@ def say(line: str) -> None:
 def compare(folder: Path, *, names: Sequence[str], rounds: int) -> list[dict[str, Any]]:
     """Return the samples per second of each contestant in each round, after a warm-up round."""
     results = []
-    for batch_size, steps in TURN.items():
+    for batch_size, steps in TURN_STEPS.items():
         with ExitStack() as stack:
             pipes = {}
             for name in names:
-                run = Run(name, batch_size, warm_up=0, window=steps, windows=1 + rounds)
-                pipes[name] = stack.enter_context(started(run, folder=folder, is_paced=True))
+                run = Run(name, batch_size, warm_up_steps=0, window_steps=steps, num_windows=1 + rounds)
+                pipes[name] = stack.enter_context(running_ranks(run, folder=folder, takes_turns=True))
                 run_window(pipes[name])  # before the next contestant starts, so that only one runs at a time
             seconds = take_turns(pipes, rounds=rounds)
         for name, turn_seconds in seconds.items():
-            speeds = [run.ranks * batch_size * steps / turn for turn in turn_seconds]
-            say(f"{name}, batch {batch_size}: {statistics.median(speeds):,.0f}/s")
+            speeds = [run.num_ranks * batch_size * steps / turn for turn in turn_seconds]
+            print_now(f"{name}, batch {batch_size}: {statistics.median(speeds):,.0f}/s")
             results.append({"name": name, "batch_size": batch_size, "samples_per_s": speeds})
     return results
 
@@ -91,8 +93,8 @@ def by_kind(folder: Path) -> list[dict[str, Any]]:
     for ranks in (1, 2, 4):
         for kind in KINDS:
             # Replicas exchange the gradient of the whole table in every step, which takes seconds.
-            steps = {"warm_up": 2, "window": 2, "windows": 1} if kind == "data_parallel" else {}
-            run = Run("ours, fp32", LARGEST, ranks=ranks, kind=kind, **steps)
+            steps = {"warm_up_steps": 2, "window_steps": 2, "num_windows": 1} if kind == "data_parallel" else {}
+            run = Run(OURS, LARGEST_BATCH, num_ranks=ranks, sharding_type=kind, **steps)
             results.append({"kind": kind, "ranks": ranks} | measure(run, folder=folder))
     return results
 
@@ -102,13 +104,16 @@ def to_markdown(results: dict[str, Any]) -> str:
     lines = [
         "# The training step",
         "",
-        f"Measured on {results['date']} on {results['cores']} cores by `make bench-train`: "
-        f"torch {results['versions']['torch']}, torchrec {results['versions']['torchrec']}. "
-        f"Two tables of {ROWS:,} x {DIM}, MLP {list(LAYERS)}, BCE, "
-        f"2 gloo ranks. Samples/s over both ranks. All contestants were started and ran in turns of about two seconds, in "
-        f"{len(results['compared'][0]['samples_per_s'])} rounds: medians, and in brackets the quartiles.",
+        f"Measured on {results['date']} on {results['cores']} cores by `make bench-train` with torch "
+        f"{results['versions']['torch']} and torchrec {results['versions']['torchrec']}.",
+        f"The model has two tables of {ROWS:,} x {DIM}, an MLP {list(LAYERS)} per tower and binary cross-entropy; two gloo",
+        "ranks. The contestants ran in turns of about two seconds, in "
+        f"{len(results['compared'][0]['samples_per_s'])} rounds. The table has the medians over the rounds, and",
+        "in brackets the quartiles. Samples/s are totals of both ranks. A ratio is computed per round, to the contestant in",
+        "the title of the column.",
         "",
-        "| batch per rank | | samples/s | to the example | to the prepared example | to prepared batches |",
+        "| batch per rank | contestant | samples/s | to `example` | to `example, prepared ranks` "
+        "| to `ours, prepared batches` |",
         "|---:|:---|---:|---:|---:|---:|",
     ]
     speeds = {(row["batch_size"], row["name"]): np.array(row["samples_per_s"]) for row in results["compared"]}
@@ -117,11 +122,12 @@ def to_markdown(results: dict[str, Any]) -> str:
         lines.append(f"| {batch_size:,} | {name} | {_quartiles(samples_per_s, ',.0f')} | {' | '.join(ratios)} |")
     lines += [
         "",
-        "`example` is the loop of TorchRec's retrieval example on RandomRecDataset (benchmarks/torchrec_loop.py), started as",
-        "by torchrun. The prepared example also has the process settings of nightjar's ranks (recsys_core/patches): pinned",
-        "cores, the batch scheduling policy, and the CPU features that FBGEMM does not detect by itself.",
-        "`ours` is nightjar's trainer on an ingested parquet log, with one drawn negative in addition to the positives. Ratios",
-        "are computed per round.",
+        "- `example`: the loop of TorchRec's retrieval example on RandomRecDataset (benchmarks/torchrec_loop.py), with the",
+        "  process settings of torchrun.",
+        "- `example, prepared ranks`: the same loop with the process settings of nightjar's ranks (recsys_core/patches):",
+        "  pinned cores, the batch scheduling policy, and the CPU features that FBGEMM does not detect by itself.",
+        "- `ours`: nightjar's trainer on an ingested parquet log, with one sampled negative per step for all queries.",
+        "- `ours, prepared batches`: the same trainer on batches that were loaded in advance.",
     ]
     if "patches" in results:
         lines += patches_to_markdown(results["patches"])
@@ -129,10 +135,11 @@ def to_markdown(results: dict[str, Any]) -> str:
         return "\n".join(lines) + "\n"
     lines += [
         "",
-        f"By sharding type of the user table, batch {LARGEST:,} per rank. The user table is pooled if the type requires it.",
-        "The item table has the same type, or row_wise if unpooled tables do not support it. Tables narrower than 128 are not",
-        "split by columns, so the column-wise types leave the tables whole here. Four ranks share two cores. Milliseconds of a",
-        "step and of waiting for data, means over the ranks (recsys_core/training/step_timer.py):",
+        f"The next table compares sharding types of the user table, with batches of {LARGEST_BATCH:,} per rank. The user table",
+        "is pooled if the type requires it. The item table has the same type, or row_wise if unpooled tables do not support",
+        "it. Tables with fewer than 128 columns are not split by columns, so the column-wise types leave the tables whole",
+        "here. Four ranks share two cores. The last columns are milliseconds of a step and of waiting for data, means over",
+        "the ranks (recsys_core/training/step_timer.py):",
         "",
         "| ranks | sharding type | samples/s | step | data |",
         "|---:|:---|---:|---:|---:|",
@@ -150,11 +157,13 @@ def patches_to_markdown(compared: list[dict[str, Any]]) -> list[str]:
         "",
         "Step time of `ours, fp32` without one patch of recsys_core/patches, relative to the step time with all patches:",
         "",
-        f"| without | {' | '.join(f'batch {batch_size:,}' for batch_size in TURN)} |",
-        f"|:---|{'---:|' * len(TURN)}",
+        f"| without | {' | '.join(f'batch {batch_size:,}' for batch_size in TURN_STEPS)} |",
+        f"|:---|{'---:|' * len(TURN_STEPS)}",
     ]
     for patch in PATCHES:
-        ratios = [_quartiles(speeds[OURS, batch_size] / speeds[without(patch), batch_size], ".2f") for batch_size in TURN]
+        ratios = [
+            _quartiles(speeds[OURS, batch_size] / speeds[name_without(patch), batch_size], ".2f") for batch_size in TURN_STEPS
+        ]
         lines.append(f"| {patch} | {' | '.join(ratios)} |")
     return lines
 
@@ -180,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if part == "by_kind":
                 results[part] = by_kind(folder)
             else:
-                names = CONTESTANTS if part == "compared" else (OURS, *map(without, PATCHES))
+                names = CONTESTANTS if part == "compared" else (OURS, *map(name_without, PATCHES))
                 results[part] = compare(folder, names=names, rounds=options.rounds)
             results |= {
                 "date": f"{datetime.now(UTC):%Y-%m-%d}",

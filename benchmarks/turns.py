@@ -14,24 +14,24 @@ T = TypeVar("T")
 
 
 class Turns:
-    """The side of a rank: it waits for the parent before each window, and sends back the seconds of the window."""
+    """The turns of one rank: it waits for the parent before each window, and sends back the seconds of the window."""
 
-    def __init__(self, pipe: Connection, *, window: int, windows: int) -> None:
+    def __init__(self, pipe: Connection, *, window_steps: int, num_windows: int) -> None:
         self._pipe = pipe
-        self.window, self.windows = window, windows
+        self.window_steps, self.num_windows = window_steps, num_windows
 
     @property
-    def steps(self) -> int:
+    def num_steps(self) -> int:
         """Number of steps in all windows."""
-        return self.window * self.windows
+        return self.window_steps * self.num_windows
 
-    def paced(self, batches: Iterable[T]) -> Iterator[T]:
+    def pace(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield the batches of all windows. A window ends when the trainer requests the first batch of the next one."""
         remaining = iter(batches)
-        for _ in range(self.windows):
+        for _ in range(self.num_windows):
             self._pipe.recv()
             started = time.perf_counter()
-            yield from islice(remaining, self.window)
+            yield from islice(remaining, self.window_steps)
             self._pipe.send(time.perf_counter() - started)
 
 

@@ -14,15 +14,15 @@ def test_each_contestant_runs_alone_and_is_timed_by_its_slowest_rank() -> None:
     pipes, threads = {}, []
     for name, pauses in (("ours", [0.0, 0.05]), ("theirs", [0.0, 0.0])):
         ends = [Pipe() for _ in pauses]
-        pipes[name] = [here for here, _ in ends]
-        for (_, there), pause in zip(ends, pauses, strict=True):
+        pipes[name] = [parent_end for parent_end, _ in ends]
+        for (_, rank_end), pause in zip(ends, pauses, strict=True):
 
             def rank(turns: Turns, name: str, pause: float) -> None:
-                for batch in turns.paced(range(100)):
+                for batch in turns.pace(range(100)):
                     executed.append((name, batch))
                     time.sleep(pause)
 
-            threads.append(threading.Thread(target=rank, args=(Turns(there, window=2, windows=3), name, pause)))
+            threads.append(threading.Thread(target=rank, args=(Turns(rank_end, window_steps=2, num_windows=3), name, pause)))
             threads[-1].start()
     run_window(pipes["ours"])
     seconds = take_turns(pipes, rounds=2)
@@ -45,7 +45,7 @@ def test_each_contestant_runs_alone_and_is_timed_by_its_slowest_rank() -> None:
 
 
 def test_a_rank_that_ends_early_raises_an_error() -> None:
-    here, there = Pipe()
-    there.close()
+    parent_end, rank_end = Pipe()
+    rank_end.close()
     with pytest.raises((EOFError, BrokenPipeError)):
-        run_window([here])
+        run_window([parent_end])

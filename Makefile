@@ -47,12 +47,12 @@ bench-evaluate: setup ## compare the exact evaluation with plain numpy; writes b
 bench-scale: setup ## plan three model sizes up to 20 billion rows; writes benchmarks/scale.json and the tables of docs/scale.md
 	$(BIN)/python -m benchmarks.scale
 
-lint: setup ## run ruff and mypy
+lint: setup words spelling ## run ruff, mypy, the word list and the spell check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-words: ## check that no file uses a word that CONTRIBUTING.md rules out
+words: ## check that no file uses a word that infra/words.py lists
 	@$(PYTHON) infra/words.py
 
 spelling: setup ## check the spelling of code and docs

@@ -1,6 +1,6 @@
-"""Check that prose and names avoid the words that CONTRIBUTING.md rules out: `make words`.
+"""Check of prose and names for words that the project does not use: `make words`.
 
-It reads the files of `git ls-files` and prints file:line for each word that it finds.
+The script reads the files of `git ls-files` and prints file:line for each forbidden word.
 """
 
 import re
@@ -58,7 +58,7 @@ class Finding(NamedTuple):
         return f"{self.path}:{self.line}: {self.word!r}; write: {self.replacement}"
 
 
-_BOUNDED = [
+_WHOLE_WORDS = [
     (re.compile(rf"(?<![A-Za-z])(?:{word})(?![A-Za-z])", re.IGNORECASE), advice) for word, advice in REPLACEMENTS.items()
 ]
 _ELSE_IN_CODE = re.compile(r"\belse\b(?=\s*:|\s+[\w(\[{\"'-])")
@@ -71,13 +71,13 @@ def findings_in(path: str, text: str) -> Iterator[Finding]:
     ["a.py:2: 'told'; write: a plain verb or noun"]
     """
     allowed = ALLOWED.get(path)
-    for number, line in enumerate(text.splitlines(), start=1):
+    for line_number, line in enumerate(text.splitlines(), start=1):
         prose = re.sub(allowed, "", line) if allowed else line
         if path.endswith(".py") and "#" not in prose and '"' not in prose:
             prose = _ELSE_IN_CODE.sub("", prose)
-        for pattern, advice in _BOUNDED:
+        for pattern, advice in _WHOLE_WORDS:
             for match in pattern.finditer(prose):
-                yield Finding(path, number, match.group().strip(), advice)
+                yield Finding(path, line_number, match.group().strip(), advice)
 
 
 def tracked_files() -> list[str]:

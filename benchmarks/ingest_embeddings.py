@@ -37,8 +37,8 @@ def write_vectors(folder: Path, *, rows: int, dim: int) -> None:
     offsets = pa.array(np.arange(0, rows * dim + 1, dim, dtype=np.int32))
     column = pa.ListArray.from_arrays(offsets, pa.array(vectors.ravel()))
     pq.write_table(pa.table({"item_id": ids, "vector": column}), folder / "list.parquet")
-    single = {f"{PREFIX}{index}": np.ascontiguousarray(vectors[:, index]) for index in range(dim)}
-    pq.write_table(pa.table({"item_id": ids, **single}), folder / "wide.parquet")
+    vector_columns = {f"{PREFIX}{index}": np.ascontiguousarray(vectors[:, index]) for index in range(dim)}
+    pq.write_table(pa.table({"item_id": ids, **vector_columns}), folder / "wide.parquet")
 
 
 def measure(*, rows: int = 1_000_000, dim: int = 128, repeats: int = 3) -> dict[str, Any]:
@@ -47,12 +47,14 @@ def measure(*, rows: int = 1_000_000, dim: int = 128, repeats: int = 3) -> dict[
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_vectors(folder, rows=rows, dim=dim)
-        for layout, ways in LAYOUTS.items():
-            runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+        for layout, methods in LAYOUTS.items():
+            runs: dict[str, list[dict[str, float]]] = {method: [] for method in methods}
             for _ in range(repeats):
-                for way in ways:
-                    runs[way].append(in_fresh_process("benchmarks.ingest_embeddings", way, str(folder / f"{layout}.parquet")))
-            results[layout] = {way: summary(measurements) for way, measurements in runs.items()}
+                for method in methods:
+                    runs[method].append(
+                        in_fresh_process("benchmarks.ingest_embeddings", method, str(folder / f"{layout}.parquet"))
+                    )
+            results[layout] = {method: summary(measurements) for method, measurements in runs.items()}
     return results
 
 
@@ -64,15 +66,15 @@ def to_markdown(results: dict[str, Any]) -> str:
         "| layout | method | seconds | speed-up over pandas | peak anonymous MB | of which at the start |",
         "|:---|:---|---:|---:|---:|---:|",
     ]
-    for layout, ways in LAYOUTS.items():
-        for way in ways:
-            result, reference = results[layout][way], results[layout][ways[0]]
-            line = [layout, way, *cells(result, references=[reference]), f"{result['start_anon_bytes'] / 1e6:,.0f}"]
-            lines.append(f"| {' | '.join(line)} |")
+    for layout, methods in LAYOUTS.items():
+        for method in methods:
+            result, reference = results[layout][method], results[layout][methods[0]]
+            row = [layout, method, *cells(result, references=[reference]), f"{result['start_anon_bytes'] / 1e6:,.0f}"]
+            lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines) + "\n"
 
 
-def _pandas_way(file: Path, *, block: bool) -> Callable[[], object]:
+def _pandas_work(file: Path, *, block: bool) -> Callable[[], object]:
     import pandas as pd
     import torch
 
@@ -89,7 +91,7 @@ def _pandas_way(file: Path, *, block: bool) -> Callable[[], object]:
     return work
 
 
-def _nightjar_way(file: Path, folder: Path) -> Callable[[], object]:
+def _nightjar_work(file: Path, folder: Path) -> Callable[[], object]:
     from recsys_core.data.embeddings.config import EmbeddingsConfig
     from recsys_core.data.embeddings.ingest import ingest_embeddings
 
@@ -101,9 +103,13 @@ def _nightjar_way(file: Path, folder: Path) -> Callable[[], object]:
 def main() -> None:
     """Measure one method if arguments name it, otherwise all."""
     if len(sys.argv) == 3:
-        way, file = sys.argv[1], Path(sys.argv[2])
+        method, file = sys.argv[1], Path(sys.argv[2])
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-            work = _nightjar_way(file, Path(folder)) if way == "nightjar" else _pandas_way(file, block=way == "pandas_block")
+            work = (
+                _nightjar_work(file, Path(folder))
+                if method == "nightjar"
+                else _pandas_work(file, block=method == "pandas_block")
+            )
             sys.stdout.write(json.dumps(measured(work)) + "\n")
         return
     results = measure()

@@ -2,8 +2,8 @@
 
     python -m benchmarks.ingest_interactions          # prints the tables; `make bench-ingest` writes them
 
-Two pandas programs serve as references: `pandas` in the usual form (value_counts, get_indexer), and `pandas_factorize`, tuned
-(factorize, counts of codes). Both split by time, number string ids by decreasing frequency, sort by user, split, time and
+Two pandas programs serve as references: `pandas` uses value_counts and get_indexer, and the faster `pandas_factorize` uses
+factorize and counts of codes. Both split by time, number string ids by decreasing frequency, sort by user, split, time and
 item, and write the arrays with numpy. Unlike the stage, they do not check rows, hash or sync files, or support a second run
 that continues from the first. Each measurement is a separate process, the methods alternate, and import time is excluded.
 """
@@ -23,22 +23,22 @@ from benchmarks.measuring import cells, in_fresh_process, measured, summary
 from recsys_core.units import DAY_S
 
 MODULE = "benchmarks.ingest_interactions"
-WAYS = ("pandas", "pandas_factorize", "nightjar")
-EVENTS_A_DAY = 2_000_000
+METHODS = ("pandas", "pandas_factorize", "nightjar")
+EVENTS_PER_DAY = 2_000_000
 FIRST_S = 1_760_000_000
 SPLIT = {"kind": "time", "test_days": 1, "validation_days": 1}
 
 
 def write_log(folder: Path, *, days: int, users: int, items: int, first_day: int = 0) -> None:
-    """Write one file per day with EVENTS_A_DAY events: string ids with skewed frequencies, in time order."""
+    """Write one file per day with EVENTS_PER_DAY events: string ids with skewed frequencies, in time order."""
     user_id = pa.array([f"user-{number:07d}" for number in range(users)])
     item_id = pa.array([f"item-{number:06d}" for number in range(items)])
     folder.mkdir(exist_ok=True)
     for day in range(first_day, first_day + days):
         random = np.random.default_rng(day)
-        user = (users * random.random(EVENTS_A_DAY) ** 1.5).astype(np.int32)
-        item = (items * random.random(EVENTS_A_DAY) ** 3).astype(np.int32)
-        second = FIRST_S + DAY_S * day + np.sort(random.integers(0, DAY_S, EVENTS_A_DAY))
+        user = (users * random.random(EVENTS_PER_DAY) ** 1.5).astype(np.int32)
+        item = (items * random.random(EVENTS_PER_DAY) ** 3).astype(np.int32)
+        second = FIRST_S + DAY_S * day + np.sort(random.integers(0, DAY_S, EVENTS_PER_DAY))
         columns = {"user_id": user_id.take(pa.array(user)), "item_id": item_id.take(pa.array(item))}
         table = pa.table(columns | {"timestamp": pa.array(second * 1_000_000).cast(pa.timestamp("us", "UTC"))})
         pq.write_table(table, folder / f"day-{day:03d}.parquet", row_group_size=1_000_000)
@@ -49,10 +49,10 @@ def measure(*, repeats: int = 3) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_log(folder / "small", days=10, users=1_000_000, items=200_000)
-        runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+        runs: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
         for _ in range(repeats):
-            for way in WAYS:
-                runs[way].append(in_fresh_process(MODULE, way, str(folder / "small"), str(folder / "out"), "1GB"))
+            for method in METHODS:
+                runs[method].append(in_fresh_process(MODULE, method, str(folder / "small"), str(folder / "out"), "1GB"))
         write_log(folder / "small", days=1, users=1_000_000, items=200_000, first_day=10)
         second = in_fresh_process(MODULE, "second_run", str(folder / "small"), str(folder / "out"), "1GB")
         write_log(folder / "large", days=50, users=5_000_000, items=1_000_000)
@@ -62,7 +62,7 @@ def measure(*, repeats: int = 3) -> dict[str, Any]:
             name: in_fresh_process(MODULE, "nightjar", str(log), str(folder / "out"), "4GB") for name, log in logs.items()
         }
     return {
-        "ways": {way: summary(measurements) for way, measurements in runs.items()},
+        "methods": {method: summary(measurements) for method, measurements in runs.items()},
         "second_run": second,
         "same_limit": {name: result | {"seconds": round(result["seconds"], 2)} for name, result in same_limit.items()},
     }
@@ -70,14 +70,17 @@ def measure(*, repeats: int = 3) -> dict[str, Any]:
 
 def to_markdown(results: dict[str, Any]) -> str:
     """Return three tables: the comparison with pandas, the second run, and the large log."""
-    ways = results["ways"]
+    methods = results["methods"]
     lines = [
-        f"{10 * EVENTS_A_DAY:,} events, 1,000,000 users and 200,000 items with string ids, 10 files; memory_limit 1GB; "
+        f"{10 * EVENTS_PER_DAY:,} events, 1,000,000 users and 200,000 items with string ids, 10 files; memory_limit 1GB; "
         "median, and all runs in brackets.",
         "",
         "| method | seconds | speed-up over pandas | over pandas_factorize | peak anonymous MB |",
         "|:---|---:|---:|---:|---:|",
-        *(f"| {' | '.join([way, *cells(ways[way], references=[ways[other] for other in WAYS[:2]])])} |" for way in WAYS),
+        *(
+            f"| {' | '.join([method, *cells(methods[method], references=[methods[other] for other in METHODS[:2]])])} |"
+            for method in METHODS
+        ),
         "",
         "A second run with one more file of 2,000,000 events. Every id keeps its row.",
         "",
@@ -92,8 +95,8 @@ def to_markdown(results: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        "A larger log, memory_limit 4GB for both: 22,000,000 events as above, and 100,000,000 with 5,000,000 users and "
-        "1,000,000 items in 50 files.",
+        "Two sizes of the log with memory_limit 4GB: 22,000,000 events as above, and 100,000,000 events with 5,000,000 users",
+        "and 1,000,000 items in 50 files.",
         "",
         "| events | seconds | microseconds per event | peak anonymous MB |",
         "|---:|---:|---:|---:|",
@@ -104,26 +107,26 @@ def to_markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _pandas_way(paths: list[Path], out: Path, *, tuned: bool) -> Callable[[], object]:
+def _pandas_work(paths: list[Path], out: Path, *, tuned: bool) -> Callable[[], object]:
     import pandas as pd
 
-    def rows(ids: Any, train: Any) -> Any:
+    def rows_of(ids: Any, is_train: Any) -> Any:
         if tuned:
             code, unique = pd.factorize(ids)
-            order = np.argsort(-np.bincount(code[train], minlength=len(unique)), kind="stable")
+            order = np.argsort(-np.bincount(code[is_train], minlength=len(unique)), kind="stable")
             row = np.empty_like(order)
             row[order] = np.arange(len(order))
             return row[code].astype(np.int32)
-        frequent = ids[train].value_counts().index
-        vocabulary = frequent.append(pd.Index(ids.unique()).difference(frequent))
+        by_frequency = ids[is_train].value_counts().index
+        vocabulary = by_frequency.append(pd.Index(ids.unique()).difference(by_frequency))
         return vocabulary.get_indexer(ids).astype(np.int32)
 
     def work() -> object:
         log = pd.concat([pd.read_parquet(path) for path in paths], ignore_index=True)
         test = log["timestamp"].max() - pd.Timedelta(days=1)
         split = np.where(log["timestamp"] > test, 2, np.where(log["timestamp"] > test - pd.Timedelta(days=1), 1, 0))
-        train = split == 0
-        codes = {"user": rows(log["user_id"], train), "item": rows(log["item_id"], train)}
+        is_train = split == 0
+        codes = {"user": rows_of(log["user_id"], is_train), "item": rows_of(log["item_id"], is_train)}
         stored = pd.DataFrame(codes | {"split": split.astype(np.int8), "time": log["timestamp"]})
         stored = stored.sort_values(["user", "split", "time", "item"])
         np.save(out / "user_offset.npy", np.concatenate([[0], np.cumsum(np.bincount(stored["user"]))]))
@@ -164,24 +167,24 @@ def _two_runs(paths: list[Path], out: Path, *, memory_limit: str) -> dict[str, A
     }
 
 
-def _measure_one(way: str, paths: list[Path], out: Path, memory_limit: str) -> dict[str, Any]:
-    if way == "second_run":
+def _measure_one(method: str, paths: list[Path], out: Path, memory_limit: str) -> dict[str, Any]:
+    if method == "second_run":
         return _two_runs(paths, out, memory_limit=memory_limit)
     events = sum(pq.read_metadata(path).num_rows for path in paths)
-    if way == "nightjar":
+    if method == "nightjar":
         from recsys_core.data.interactions import ingest  # noqa: F401  imported before the measurement
 
         return measured(lambda: _nightjar(paths, out / "stage", memory_limit=memory_limit)) | {"events": events}
-    return measured(_pandas_way(paths, out, tuned=way == "pandas_factorize")) | {"events": events}
+    return measured(_pandas_work(paths, out, tuned=method == "pandas_factorize")) | {"events": events}
 
 
 def main() -> None:
     """Measure one method if arguments name it, otherwise all."""
     if len(sys.argv) == 5:
-        way, folder, out, memory_limit = sys.argv[1:]
+        method, folder, out, memory_limit = sys.argv[1:]
         Path(out).mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out) as scratch:
-            result = _measure_one(way, sorted(Path(folder).glob("*.parquet")), Path(scratch), memory_limit)
+            result = _measure_one(method, sorted(Path(folder).glob("*.parquet")), Path(scratch), memory_limit)
         sys.stdout.write(json.dumps(result) + "\n")
         return
     sys.stdout.write(to_markdown(measure()))

@@ -26,21 +26,21 @@ def in_fresh_process(module: str, *arguments: str) -> dict[str, Any]:
 def measured(work: Callable[[], object]) -> dict[str, Any]:
     """Return the seconds of `work`, and RssAnon of /proc/self/status at the start and at its peak, without mapped files."""
     start_bytes = _anon_bytes()
-    samples, is_over = [start_bytes], threading.Event()
+    anon_bytes, is_finished = [start_bytes], threading.Event()
 
     def sample() -> None:
-        while not is_over.wait(SAMPLE_S):
-            samples.append(_anon_bytes())
+        while not is_finished.wait(SAMPLE_S):
+            anon_bytes.append(_anon_bytes())
 
     sampler = threading.Thread(target=sample)
     sampler.start()
     started = time.perf_counter()
     result = work()
     seconds = time.perf_counter() - started
-    is_over.set()
+    is_finished.set()
     sampler.join()
-    del result  # was kept alive until the last sample
-    return {"seconds": seconds, "peak_anon_bytes": max(samples), "start_anon_bytes": start_bytes}
+    del result  # the last sample includes its memory
+    return {"seconds": seconds, "peak_anon_bytes": max(anon_bytes), "start_anon_bytes": start_bytes}
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -56,8 +56,8 @@ def cells(measurement: dict[str, Any], *, references: Sequence[dict[str, Any]]) 
     """Return table cells: the median and all runs, the speed-up over each reference, and the peak memory in MB."""
     seconds = median(measurement["seconds"])
     runs = ", ".join(f"{value:.2f}" for value in sorted(measurement["seconds"]))
-    faster = [f"{median(other['seconds']) / seconds:.1f}" for other in references]
-    return [f"{seconds:.2f} ({runs})", *faster, f"{measurement['peak_anon_bytes'] / 1e6:,.0f}"]
+    speed_ups = [f"{median(reference['seconds']) / seconds:.1f}" for reference in references]
+    return [f"{seconds:.2f} ({runs})", *speed_ups, f"{measurement['peak_anon_bytes'] / 1e6:,.0f}"]
 
 
 def _anon_bytes() -> int:

@@ -35,7 +35,7 @@ def main() -> None:
         command.add_argument("target", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "terminal":
-        session = Path(arguments.source).read_text(encoding="utf-8")
+        session = Path(arguments.source).read_bytes().decode()  # read_text would replace each \r
         arguments.target.write_text(terminal_svg(session, title=arguments.title, columns=arguments.columns), encoding="utf-8")
     else:
         screenshot(arguments.source, target=arguments.target, width=arguments.width, height=arguments.height)

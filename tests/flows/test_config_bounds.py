@@ -77,10 +77,10 @@ def test_every_number_has_both_bounds_and_every_text_a_length() -> None:
         ("registry.experiment=' a'", "registry.experiment: is ' a', with a blank at its beginning or end"),
         ('name="\\u2028"', "name: contains the control character U+2028"),
         ('workspace="a\\0b"', "workspace: "),
-        ("workspace=~stranger-here/x", "workspace: is '~unknown-user-here/x', but this user does not exist"),
+        ("workspace=~stranger-here/x", "workspace: is '~stranger-here/x', but the user after ~ does not exist"),
         (
             "interactions.paths=~stranger-here/x",
-            "interactions.paths: is '~stranger-here/x', but this user does not exist",
+            "interactions.paths: is '~stranger-here/x', but the user after ~ does not exist",
         ),
         ("interactions.paths=' '", "interactions.paths: is an empty path"),
         ("interactions.user_column=", "interactions.user_column: Input should be a valid string"),

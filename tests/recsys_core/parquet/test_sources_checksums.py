@@ -60,7 +60,7 @@ def test_a_file_without_a_sidecar_or_with_another_sha256_is_rejected_by_name_and
     tmp_path: Path, read: Callable[[Path], object], columns: dict[str, Any]
 ) -> None:
     path = write(tmp_path / "log" / "a.parquet", **columns) if columns else log_of(tmp_path / "log")
-    with refusal(f"{path}.sha256: cannot be read", "write it with sha256sum, or set checksums to pages"):
+    with refusal(f"{path}.sha256: cannot be read", "write this file with sha256sum, or set checksums to pages"):
         read(tmp_path)
     Path(f"{path}.sha256").write_text("0" * 64 + "  a.parquet\n")
     digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()

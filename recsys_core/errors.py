@@ -18,7 +18,10 @@ class NightjarError(Exception):
 
 
 class InputError(NightjarError, ValueError):
-    """The config or the data is wrong, and the user can fix it. The message names the location, both values and the fix."""
+    """The config or the data is wrong, and the user can fix it.
+
+    The message names the place, the actual value, the expected value and the fix.
+    """
 
     exit_code = 2
 
@@ -88,7 +91,7 @@ def printable(text: str, *, at_most: int | None = None) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, printable in another message; without a message, the name of its class."""
+    """Return the first line of an error's message, with control characters escaped; if it is empty, the name of its class."""
     lines = str(error).splitlines()
     return printable(lines[0], at_most=_LINE_CHARACTERS) if lines else type(error).__name__
 

@@ -36,7 +36,8 @@ def generate(
     """Write interactions/day-NN.parquet (user_id string, item_id int64, timestamp) and item_embeddings.parquet.
 
     Each user has a few topics, which change over time. The item of an event belongs to one of these topics; popular items are
-    more likely. The vectors are the items' topics plus noise. The last `num_cold_items` items occur on the last two days only.
+    more likely. An item's vector is a linear projection of its topic weights plus noise. The last
+    `num_cold_items` items occur on the last two days only.
     """
     rng = np.random.default_rng(seed)
     topic_IT = rng.dirichlet(np.full(NUM_TOPICS, TOPIC_CONCENTRATION), num_items)
@@ -53,6 +54,7 @@ def generate(
 
 
 def _active_users(rng: np.random.Generator, *, num_users: int, num_events: int) -> NDArray[np.int64]:
+    """Draw a user for each event. Users differ in how active they are."""
     activity_U = rng.gamma(1.5, size=num_users) + 0.1
     return rng.choice(num_users, num_events, p=activity_U / activity_U.sum())
 
@@ -62,8 +64,8 @@ def _topics_of_events(
 ) -> NDArray[np.int64]:
     """Draw a topic for each event from the topics of its user. The topics of a user change over the days."""
     topics_UT = np.argsort(rng.random((num_users, NUM_TOPICS)), axis=1)
-    shift_E = ((NUM_TOPIC_SHIFTS + 0.999) * day_E / num_days).astype(np.int64)
-    topic_E: NDArray[np.int64] = topics_UT[user_E, shift_E + rng.integers(0, TOPICS_PER_USER, len(user_E))]
+    num_shifts_E = ((NUM_TOPIC_SHIFTS + 0.999) * day_E / num_days).astype(np.int64)
+    topic_E: NDArray[np.int64] = topics_UT[user_E, num_shifts_E + rng.integers(0, TOPICS_PER_USER, len(user_E))]
     return topic_E
 
 

@@ -43,9 +43,9 @@ def zero_shot_vectors(
 ) -> tuple[Tensor, Tensor]:
     """Return query vectors [B, D + 1] and item vectors [I, D + 1] whose inner product is the zero-shot score.
 
-    The score is the cosine between the item and the mean of the normalised vectors of the history. The last column is a
-    penalty that ranks items without a vector below all others. For a history without any vector, every item with a vector has
-    the score 0.
+    The score is the cosine between the item and the mean of the normalised vectors of the history. The last column of
+    the items is a penalty that ranks items without a vector below all others; the last column of the queries is 1. If no item
+    of a history has a vector, every item with a vector has the score 0.
 
     Args:
         vectors_RD: pretrained vectors.

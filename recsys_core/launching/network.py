@@ -79,12 +79,12 @@ def _addresses() -> dict[str, str]:
 def _own_address(head_name: str) -> str:
     """Return the address from which this host connects to node 0.
 
-    A loopback address is replaced by the address of this host's own name: the first host of a Kubernetes job gets "localhost"
-    as the name of node 0.
+    If this is a loopback address, return the address to which this host's own name resolves. This happens on the first host
+    of a Kubernetes job, where the name of node 0 is "localhost".
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((head_name or platform.node(), 9))  # UDP: sends nothing
+            probe.connect((head_name or platform.node(), 9))  # connecting a UDP socket sends nothing
             address = str(probe.getsockname()[0])
         return socket.gethostbyname(platform.node()) if address.startswith("127.") else address
     except OSError:

@@ -40,6 +40,7 @@ class HistoryPooling(nn.Module):
             offset: int64 [B + 1], the bounds of each history in `history_H`.
         """
         length_B = offset.diff()
+        # For each history entry, the index of the query to which it belongs.
         query_H = torch.repeat_interleave(
             torch.arange(len(length_B), device=offset.device), length_B, output_size=len(history_H)
         )
@@ -76,7 +77,7 @@ def last_items(item_VD: Tensor, history_H: Tensor, offset: Tensor, *, start: Ten
     [[3.0], [7.0]]
     """
     has_item_B = offset.diff() > 0
-    last_B = history_H[(offset[1:] - 1).clamp(min=0)] if len(history_H) else torch.zeros_like(offset[1:])
+    last_item_B = history_H[(offset[1:] - 1).clamp(min=0)] if len(history_H) else torch.zeros_like(offset[1:])
     if not len(item_VD):
         return start.expand(len(has_item_B), -1)
-    return torch.where(has_item_B[:, None], item_VD[last_B], start.to(item_VD.dtype))
+    return torch.where(has_item_B[:, None], item_VD[last_item_B], start.to(item_VD.dtype))

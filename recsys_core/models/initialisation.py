@@ -52,9 +52,9 @@ def copy_pretrained(
 
     Args:
         vectors: memory-mapped, one vector per row; only the vectors of this shard's rows are read from the file.
-        vector_row: int64, one entry per row of the table: the row of its vector in `vectors`, -1 without a vector.
-        norm: length to which each vector is scaled; None: no scaling. The usual length is that of a random row
-            (`random_norm`): row-wise Adagrad moves a row by about the learning rate, so it would hardly change a much longer
+        vector_row: for each row of the whole table, the index of its vector in `vectors`; -1 if it has none.
+        norm: norm to which each vector is scaled; None: no scaling. It is usually the norm of a random row (`random_norm`),
+            because a step of row-wise Adagrad has about the length of the learning rate and would hardly change a much longer
             vector.
     """
     num_rows, shard_dim = shard.weight_RD.shape
@@ -82,7 +82,7 @@ def mean_vector(vectors: NDArray[np.float32], *, vector_row: NDArray[np.int64], 
 
 
 def rows_with_vector(vector_row: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Yield the entries that are not -1, in order, in arrays of CHUNK_ROWS: one array of all entries may not fit into memory.
+    """Yield the entries of `vector_row` that are not -1, in order, in arrays of CHUNK_ROWS to save memory.
 
     >>> [rows.tolist() for rows in rows_with_vector(np.array([4, -1, 0]))]
     [[4, 0]]

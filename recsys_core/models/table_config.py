@@ -17,7 +17,7 @@ TEACHER_TABLE = "item_teacher"
 
 
 def random_norm(std: float, dim: int) -> float:
-    """Return the expected length of a vector of `dim` values from N(0, std)."""
+    """Return the expected norm of a random row: `dim` values from a normal distribution with standard deviation `std`."""
     return std * math.sqrt(dim)
 
 

@@ -1,7 +1,8 @@
 """Sharded checkpoints with torch.distributed.checkpoint: written in the background, verified by sha256, committed by rename.
 
-Readers accept only a folder whose manifest verifies: DCP itself has no checksums and unpickles its .metadata. Randomness and
-data order are functions of (seed, step, rank), so the step is the only other state that is saved.
+Readers accept only a folder whose manifest verifies: DCP itself has no checksums and unpickles its .metadata. A checkpoint
+holds the weights, the optimizer state and the step. It needs no random state and no position in the data, because both are
+functions of (seed, step, rank).
 
 Shapes: R rows of a table, S column shards of the saved table.
 """
@@ -68,7 +69,8 @@ class Checkpointer:
         attempt: number of the launch; part of the temporary folder's name, so that no attempt adds to another's files.
         keep_checkpoints: number of newest checkpoints that are kept, in addition to the best one.
         extra_files: files that are added to each checkpoint, text by file name.
-        heartbeat: file that is touched while a checkpoint is hashed. After the last step nothing else would touch it.
+        heartbeat: file that shows the launcher that the ranks work. It is touched while a checkpoint is hashed, because
+            nothing else changes it after the last step.
     """
 
     def __init__(
@@ -127,7 +129,7 @@ class Checkpointer:
             return
         for name, text in self._extra_files.items():
             (staging / name).write_text(text)
-        # A folder of this name is damaged or belongs to other settings; otherwise training would have resumed after this step.
+        # If the target exists, it is damaged or belongs to other settings. Otherwise training would have resumed from it.
         shutil.rmtree(target, ignore_errors=True)
         with heartbeat_thread(self._heartbeat.touch, interval_s=HEARTBEAT_S):
             seal(
@@ -191,15 +193,16 @@ def restore(model: DistributedModelParallel, optimizer: CombinedOptimizer, *, ch
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     current, _ = flatten_state_dict(state)
     saved: Mapping[str, Any] = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    weight_by_accumulator = {key: _weight_key(key, current) for key, value in current.items() if _is_rowwise_accumulator(value)}
-    _require_same_entries(current, saved, resizable=weight_by_accumulator, checkpoint=checkpoint)
-    weight_by_resized = {key: weight for key, weight in weight_by_accumulator.items() if current[key].size() != saved[key].size}
-    load({key: value for key, value in current.items() if key not in weight_by_resized}, checkpoint_id=checkpoint)
-    saved_accumulators = {key: torch.empty(saved[key].size) for key in weight_by_resized}
+    weight_keys = {key: _weight_key(key, current) for key, value in current.items() if _is_rowwise_accumulator(value)}
+    _require_same_entries(current, saved, resizable=weight_keys, checkpoint=checkpoint)
+    resized_keys = [key for key in weight_keys if current[key].size() != saved[key].size]
+    load({key: value for key, value in current.items() if key not in resized_keys}, checkpoint_id=checkpoint)
+    saved_accumulators = {key: torch.empty(saved[key].size) for key in resized_keys}
     load(dict(saved_accumulators), checkpoint_id=checkpoint)
-    for key, weight in weight_by_resized.items():
-        accumulator_SR = saved_accumulators[key].view(-1, current[weight].size(0))
-        _fill_accumulators(current[key], accumulator_SR=accumulator_SR, saved_weight=saved[weight])
+    for key, saved_accumulator in saved_accumulators.items():
+        weight_key = weight_keys[key]
+        accumulator_SR = saved_accumulator.view(-1, current[weight_key].size(0))
+        _fill_accumulators(current[key], accumulator_SR=accumulator_SR, saved_weight=saved[weight_key])
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
 
@@ -209,7 +212,10 @@ def _is_rowwise_accumulator(value: object) -> bool:
 
 
 def _weight_key(key: str, current: Mapping[str, Any]) -> str:
-    """Return the key of an accumulator's weight: optimizer.state.<weight>.<table>.momentum1 -> model.<weight>."""
+    """Return the key of the weight of an accumulator.
+
+    The key optimizer.state.<weight>.<table>.momentum1 gives model.<weight>.
+    """
     return next(name for name in current if name.startswith("model.") and f".{name.removeprefix('model.')}." in key)
 
 
@@ -219,7 +225,7 @@ def _fill_accumulators(target: ShardedTensor, *, accumulator_SR: Tensor, saved_w
     share_S = torch.tensor(list(width_by_column.values()), dtype=accumulator_SR.dtype) / sum(width_by_column.values())
     accumulator_R = share_S @ accumulator_SR
     for shard in target.local_shards():
-        # TorchRec numbers the rows of row-wise state through all column shards.
+        # TorchRec concatenates the row-wise state of all column shards, so the offset may be beyond the rows of the table.
         first_row = shard.metadata.shard_offsets[0] % len(accumulator_R)
         shard.tensor.copy_(accumulator_R[first_row : first_row + len(shard.tensor)])
 

@@ -26,7 +26,7 @@ class MetricsLog:
     """Writer of metrics.jsonl: averages the loss and the throughput over the ranks and the steps since the previous line.
 
     Args:
-        first_step: step that the training resumes from. Lines of later steps are removed, because the training repeats them.
+        first_step: number of steps that are already completed. Lines of later steps are removed, because they are repeated.
     """
 
     def __init__(self, path: Path, *, process: Process, total_steps: int, first_step: int) -> None:
@@ -42,7 +42,7 @@ class MetricsLog:
     def _remove_lines_after(self, step: int) -> None:
         lines = self._path.read_text().splitlines(keepends=True) if self._path.is_file() else []
         lines = [line for line in lines if line.endswith("\n") and Progress.model_validate_json(line).step <= step]
-        # Replaces the file: MetricsTail detects the new inode and starts from its beginning.
+        # The new file has another inode. MetricsTail detects this and reads the new file from its beginning.
         write_text(self._path, "".join(lines))
         if lines:
             self.last_loss = Progress.model_validate_json(lines[-1]).loss
@@ -63,7 +63,13 @@ class MetricsLog:
         unfrozen: dict[str, float],
         validation: dict[str, float],
     ) -> None:
-        """Collective. Append a line, and start new averages. times: the times of this rank since the previous line."""
+        """Collective. Append a line, and start new averages.
+
+        Args:
+            times: times of this rank since the previous line.
+            unfrozen: share of the rows that the epoch trains, by gradually unfrozen table.
+            validation: validation metrics; empty except after an epoch.
+        """
         milliseconds = times.milliseconds()
         step_times = torch.tensor([*milliseconds.values(), times.embedding_bytes], dtype=torch.float64)
         totals = torch.cat([self._loss_sum_and_steps, step_times.to(self._loss_sum_and_steps.device)])
@@ -122,9 +128,9 @@ class MetricsTail:
                 self._inode, self._offset = inode, 0
             file.seek(self._offset)
             unread = file.read()
-        complete = unread[: unread.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        for line in complete.splitlines():
+        complete_lines = unread[: unread.rfind(b"\n") + 1]
+        self._offset += len(complete_lines)
+        for line in complete_lines.splitlines():
             progress = Progress.model_validate_json(line)
             if progress.step > self._last_step:
                 self._last_step = progress.step

@@ -1,6 +1,8 @@
-"""Unusable rows of pretrained embeddings: one fault code per row, and the error or the drop that follows.
+"""Unusable rows of pretrained embeddings: the fault of each row, and the error if these rows may not be dropped.
 
-Rows are numbered over all files of an entry. R is the number of rows of an entry, X the number of rows with the same fault.
+An entry is one item of the config list `embeddings`. Its rows are numbered from 0, continuously over all its files.
+
+Shapes: R rows of an entry, X rows with the same fault.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +19,10 @@ from recsys_core.parquet.sources import Source
 
 
 class Fault(IntEnum):
-    """Why a row is unusable. A row has at most one fault; a fault of the id comes before a fault of the vector."""
+    """Why a row is unusable.
+
+    A row has at most one fault: NULL_ID, EMPTY_ID and ID_OUT_OF_RANGE take precedence over the faults of its vector.
+    """
 
     NULL_ID = 1
     EMPTY_ID = 2
@@ -49,19 +54,22 @@ class RowFaults:
     code_R: NDArray[np.uint8]
     """Fault of each row, 0 for a usable row."""
     first_row: Mapping[Fault, tuple[int, str, str]]
-    """For each fault, the first row with it, the column and the problem."""
+    """For each fault, the first row with this fault, its column and its problem."""
 
     @classmethod
     def collect(cls, num_rows: int, batches: Iterable[Sequence[FaultyRows]]) -> Self:
-        """Collect the faults of batches in any order. A row that is in several batches has the same fault in each of them."""
+        """Collect the faults of batches in any order.
+
+        Batches of different columns may contain the same row; its fault is then the same in each of them.
+        """
         code_R = np.zeros(num_rows, np.uint8)  # zero pages take no memory until one is written, and faults are rare
         first_row: dict[Fault, tuple[int, str, str]] = {}
         for batch in batches:
             for faulty_rows in batch:
                 fault = faulty_rows.fault
                 code_R[faulty_rows.row_X] = fault
-                row = (int(faulty_rows.row_X[0]), faulty_rows.column, faulty_rows.problem)
-                first_row[fault] = min(row, first_row.get(fault, row))
+                first_of_batch = (int(faulty_rows.row_X[0]), faulty_rows.column, faulty_rows.problem)
+                first_row[fault] = min(first_of_batch, first_row.get(fault, first_of_batch))
         return cls(code_R, first_row)
 
     def merge(self, other: "RowFaults") -> "RowFaults":
@@ -101,7 +109,7 @@ def reject_faults(faults: RowFaults, files: VectorFiles) -> None:
 
 
 def locate(sources: Sequence[Source], row: int) -> tuple[str, int]:
-    """Return the file of a row that is numbered over all files, and the number of the row in this file, from 0."""
+    """Return the file that contains row `row` of the entry, and the number of this row in the file, counted from 0."""
     for source in sources:
         if row < source.record.rows:
             return source.name, row

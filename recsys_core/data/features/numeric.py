@@ -1,6 +1,8 @@
-"""Numeric features: buckets of equal size, or standardised values; both are fitted on the training rows.
+"""Numeric features: buckets, or standardised values.
 
-N is the number of values of a batch, R the number of users, items or events.
+Mean, standard deviation, and boundaries that the config does not list are computed from the training rows.
+
+Shapes: N values of a batch, R users, items or events.
 """
 
 import math
@@ -20,9 +22,10 @@ Numbers = NDArray[np.float64]
 
 
 def encode_numeric(column: FeatureColumn) -> FeatureFacts:
-    """Write the row of each number: row 1 + n of bucket n, or row 1 with the standardised number as its weight.
+    """Write the row of the embedding table for each number.
 
-    Null and NaN have row 0. Bucket n holds the numbers from boundary n - 1 up to, but without, boundary n.
+    With buckets, a number in bucket n gets row 1 + n. Bucket n holds numbers x with boundary[n - 1] <= x < boundary[n].
+    Without buckets, each number gets row 1, and the standardised number is its weight. Null and NaN get row 0.
     """
     standardise = column.feature.standardise
     boundaries: tuple[float, ...] = () if standardise else _boundaries(column)

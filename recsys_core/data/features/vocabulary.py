@@ -46,11 +46,11 @@ def create_vocabulary(column: FeatureColumn) -> int:
 
 def write_vocabulary(column: FeatureColumn) -> None:
     """Write <side>.<name>.vocabulary.parquet (value, count), in the order of the rows; row 0 has value null."""
-    count_without_row = (
+    count_without_row_sql = (
         f"(SELECT count(*) FROM single_values WHERE {column.is_counted}) - (SELECT coalesce(sum(count), 0) FROM vocabulary)"
     )
     reader = column.connection.sql(
-        f"SELECT value, count FROM (SELECT NULL AS value, ({count_without_row})::BIGINT AS count, 0 AS row "
+        f"SELECT value, count FROM (SELECT NULL AS value, ({count_without_row_sql})::BIGINT AS count, 0 AS row "
         "UNION ALL SELECT * FROM vocabulary) ORDER BY row"
     ).to_arrow_reader(BATCH_ROWS)
     schema = pa.schema([("value", pa.string() if column.value_type == "string" else pa.int64()), ("count", pa.int64())])
@@ -60,22 +60,25 @@ def write_vocabulary(column: FeatureColumn) -> None:
 
 
 def write_vector_rows(column: FeatureColumn, *, num_table_rows: int) -> int:
-    """Write the row of the pretrained vector of each value (-1 without a vector); return how many values have a vector."""
+    """Write <side>.<name>.vector_row.npy: for each row, the index of the pretrained vector of its value, or -1.
+
+    Return the number of values that have a vector.
+    """
     if column.vector_ids is None:
         return 0
     vector_row_R = column.allocate("vector_row", dtype=np.int64, length=num_table_rows)
     vector_row_R[:] = -1
-    num_values = 0
+    num_with_vector = 0
     vectors = f"(SELECT id, file_row_number AS vector_row FROM {scan(column.vector_ids, options='file_row_number = true')})"
     reader = column.connection.sql(
         f"SELECT vocabulary.row, vectors.vector_row FROM vocabulary JOIN {vectors} vectors ON vocabulary.value = vectors.id"
     ).to_arrow_reader(BATCH_ROWS)
     for batch in reader:
         vector_row_R[batch.column("row").to_numpy()] = batch.column("vector_row").to_numpy()
-        num_values += batch.num_rows
-    if not num_values:
+        num_with_vector += batch.num_rows
+    if not num_with_vector:
         raise InputError(
             f"embeddings: none of the ids of the {column.key!r} vectors is one of its {num_table_rows - 1:,} values; check "
             "that both use the same ids"
         )
-    return num_values
+    return num_with_vector

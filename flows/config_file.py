@@ -26,12 +26,13 @@ MAX_PROBLEMS = 20
 _NAME = r'(?:"[^"]+"|[^".]+)'
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConfig:
     """Read the config in `path` with `overrides` applied, such as "training.batch_size=8192" with the value in YAML.
 
     A name that contains a dot is quoted: 'tables."item.brand".dim=8'. Relative paths, in the file and in overrides, are
     relative to the folder of the file. Raises InputError.
     """
+    path = Path(path)
     raw = _read(path)
     for override in overrides:
         _apply_override(raw, override)

@@ -61,20 +61,23 @@ def _model_spec(config: PipelineConfig, dataset: Dataset) -> ModelSpec:
 
 
 def check_probes(config: PipelineConfig, dataset: Dataset) -> None:
-    """Raise InputError if a checked value of a range does not fit the data or the cluster, before any training starts."""
+    """Raise InputError if a range has a probe with which no sharding plan can be made for this dataset and cluster.
+
+    The probes are the values of a range that are checked before the first trial, for example its ends.
+    """
     assert config.tuning is not None
     for name, value_range in config.tuning.ranges.items():
         for probe in value_range.probes:
             try:
-                candidate = with_settings(config, {name: probe})
+                trial_config = with_settings(config, {name: probe})
             except InputError:  # the value may be valid together with another value of a second range
                 continue
             try:
                 make_plan(
-                    candidate.sharding,
-                    model=_model_spec(candidate, dataset),
-                    batch_size=candidate.training.batch_size,
-                    optimizer=candidate.training.table_optimizer,
+                    trial_config.sharding,
+                    model=_model_spec(trial_config, dataset),
+                    batch_size=trial_config.training.batch_size,
+                    optimizer=trial_config.training.table_optimizer,
                 )
             except InputError as error:
                 raise InputError(
@@ -83,7 +86,10 @@ def check_probes(config: PipelineConfig, dataset: Dataset) -> None:
 
 
 def open_study(config: PipelineConfig, dataset: Dataset) -> Study:
-    """Open the study of this config and dataset. Settings that do not change a trial's result may differ from the study's."""
+    """Open the study of this config and dataset, or create it.
+
+    Settings that do not affect the results of trials may have changed since the study was created.
+    """
     tuning, validation = config.tuning, config.training.validation
     assert tuning is not None and validation is not None
     name = fingerprint_of(
@@ -110,24 +116,24 @@ def _run_trial(config: PipelineConfig, trial: RunningTrial, dataset: Dataset, *,
     assert config.tuning is not None
     folder = study.folder / f"trial-{trial.number}"
     try:
-        candidate = with_settings(config, trial.settings)
-        model = _model_spec(candidate, dataset)
-        training = candidate.training
+        trial_config = with_settings(config, trial.settings)
+        model = _model_spec(trial_config, dataset)
+        training = trial_config.training
         plan = plan_sharding(
-            candidate.sharding,
+            trial_config.sharding,
             model=model,
             batch_size=training.batch_size,
             optimizer=training.table_optimizer,
-            lookup_stats=measure_lookups(model, batch_size=training.batch_size, loss=candidate.loss, dataset=dataset),
+            lookup_stats=measure_lookups(model, batch_size=training.batch_size, loss=trial_config.loss, dataset=dataset),
             folder=folder / "plan",
         )
     except InputError as error:
         return TrialResult(ending="failed", seconds=0, reason=str(error))
-    train_candidate = partial(
+    train_trial = partial(
         train,
         training,
         model=model,
-        loss=candidate.loss,
+        loss=trial_config.loss,
         dataset=dataset,
         plan=plan,
         folder=folder / "train",
@@ -135,15 +141,15 @@ def _run_trial(config: PipelineConfig, trial: RunningTrial, dataset: Dataset, *,
     )
     best = "" if study.best_trial is None else f", best {study.best_trial.value:.4f}"
     label = f"trial {trial.number + 1}/{config.tuning.trials}{best}"
-    return run_trial(trial, train_candidate, metric=study.metric, folder=folder, label=label)
+    return run_trial(trial, train_trial, metric=study.metric, folder=folder, label=label)
 
 
 def _log_result(trial: RunningTrial, result: TrialResult, *, metric: str) -> None:
     value = "" if result.value is None else f"{metric} {result.value:.4f}, "
     settings = ", ".join(f"{name} {short_label(setting)}" for name, setting in trial.settings.items())
     reason = f" ({result.reason.splitlines()[0]})" if result.reason else ""
-    name, facts, duration = f"trial {trial.number}", f"{value}{result.ending}{reason}: {settings}", f"{result.seconds:,.1f} s"
-    LOG.info("%-20s %-70s %s", name, facts, duration, extra={"stage_line": (name, facts, duration)})
+    name, outcome, duration = f"trial {trial.number}", f"{value}{result.ending}{reason}: {settings}", f"{result.seconds:,.1f} s"
+    LOG.info("%-20s %-70s %s", name, outcome, duration, extra={"stage_line": (name, outcome, duration)})
 
 
 def report(config: PipelineConfig, study: Study, *, is_done: bool) -> None:

@@ -36,10 +36,10 @@ def require_free(folder: Path, needed_bytes: int, *, subject: str) -> None:
 
 @contextmanager
 def explain_disk_full(folder: Path) -> Iterator[None]:
-    """Raise InputError with the free space in place of an error that a full disk caused during a write below `folder`.
+    """If a full disk causes an error in the block, raise an InputError in its place that reports the free space.
 
-    Some libraries do not report the cause of a failed write. If less than MIN_STAGE_BYTES are free, any error is therefore
-    attributed to the full disk.
+    The block writes below `folder`. Some libraries do not report the cause of a failed write. If less than MIN_STAGE_BYTES are
+    free, any error is therefore attributed to the full disk.
     """
     try:
         yield

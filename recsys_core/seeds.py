@@ -48,14 +48,14 @@ def table_chunk_seed(seed: int, *, table: str, chunk: int) -> int:
 
 
 def negatives_key(seed: int, *, epoch: int, rank: int) -> NDArray[np.uint64]:
-    """Return the key [2] of the counter-based generator (Philox) that draws the negatives of one epoch on one rank."""
+    """Return the key of the counter-based generator (Philox) that draws the negatives of one epoch on one rank: two numbers."""
     return np.random.SeedSequence([seed, epoch, rank]).generate_state(2, np.uint64).astype(np.uint64, copy=False)
 
 
 def trial_seed(seed: int, *, trial: int) -> int:
     """Return the seed of Optuna's sampler for one trial of `nightjar tune`.
 
-    Each trial runs in a new process with a new sampler. With one seed for all trials each would get the same suggestion.
+    Each trial gets a new sampler. If all samplers had the same seed, they would all draw the same random settings.
 
     >>> trial_seed(7, trial=2)
     700023

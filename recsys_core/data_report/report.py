@@ -77,15 +77,15 @@ def build_report(
     spill_folder: Path,
 ) -> DataReport:
     """Build the report without writing a file. spill_folder: folder for DuckDB's temporary files."""
-    counts = count_split(interactions, split=split)
-    count_I = np.load(interactions.path("item_count.npy"), mmap_mode="r")
-    metrics = size_metrics(interactions, counts) | share_metrics(interactions, counts, count_I)
-    previous_count = np.zeros(0, np.int64)
+    split_counts = count_split(interactions, split=split)
+    item_count_I = np.load(interactions.path("item_count.npy"), mmap_mode="r")
+    metrics = size_metrics(interactions, split_counts) | share_metrics(interactions, split_counts, item_count_I)
+    previous_item_count_I = np.zeros(0, np.int64)
     movers: tuple[Mover, ...] = ()
     if previous is not None:
-        previous_count = np.load(previous.interactions.path("item_count.npy"), mmap_mode="r")
+        previous_item_count_I = np.load(previous.interactions.path("item_count.npy"), mmap_mode="r")
         drift_metrics, movers = compare_runs(
-            previous.interactions, interactions, events_I=counts.events_I, spill_folder=spill_folder
+            previous.interactions, interactions, events_I=split_counts.events_I, spill_folder=spill_folder
         )
         metrics |= drift_metrics
     checks = check_limits(metrics, config)
@@ -115,11 +115,11 @@ def build_report(
                 validation=int(num_events[1]),
                 test=int(num_events[2]),
             )
-            for day, num_events in sorted(counts.events_by_day.items())
+            for day, num_events in sorted(split_counts.events_by_day.items())
         ),
         history_lengths=history_histogram(train_lengths(interactions)),
-        popularity=popularity_curve(count_I),
-        previous_popularity=popularity_curve(previous_count),
+        popularity=popularity_curve(item_count_I),
+        previous_popularity=popularity_curve(previous_item_count_I),
         movers=movers,
     )
 

@@ -56,7 +56,7 @@ class EvalQueries:
 
 @dataclass
 class _Progress:
-    """Counter of the queries that the stage has ranked."""
+    """Counter of the queries for which the stage has ranked the catalogue."""
 
     num_queries: int
     """Number of queries of the whole stage."""
@@ -76,7 +76,9 @@ def evaluate(
     folder: Path,
     on_progress: Callable[[int, int], None] = lambda num_ranked, num_queries: None,
 ) -> EvaluationManifest:
-    """Rank the catalogue for the users of both splits as the Retriever serves it, and compare the test split with baselines.
+    """Compute the metrics of the model on the validation and test splits, and the metrics of the baselines on the test split.
+
+    Like the Retriever, the stage ranks items by the user's query vector, or by popularity if the model does not know the user.
 
     Metric names are flat: test/recall@20, validation/ndcg@10, baseline/popularity/recall@20, test/slice/cold_items/recall@20,
     test/users. Metrics under <split>/cold/ and baseline/zero_shot/cold/ rank only cold items, which are the items without an
@@ -89,7 +91,7 @@ def evaluate(
         InputError: no test user has a target.
         StageError: the export and the interactions have different numbers of items, or a vector is not finite.
     """
-    interactions, embeddings = dataset.interactions, dataset.item_vectors
+    interactions, item_embeddings = dataset.interactions, dataset.item_vectors
     if export.num_items != interactions.num_items:
         raise StageError(
             f"{export.folder} has {export.num_items} items, but {interactions.folder} has {interactions.num_items};"
@@ -99,8 +101,9 @@ def evaluate(
     def build(out: Path) -> dict[str, Any]:
         item_ID = torch.from_numpy(np.load(export.path("item_vectors.npy")))
         store = EventStore.open(interactions)
-        # Test queries are also ranked by zero-shot vectors. Rankings by popularity take no time worth reporting.
-        num_rankings = {"validation": 1, "test": 1 if embeddings is None else 2}
+        # The zero-shot baseline ranks the catalogue a second time for each test query. The popularity baseline is fast and not
+        # part of the progress.
+        num_rankings = {"validation": 1, "test": 1 if item_embeddings is None else 2}
         num_queries = {
             split: min(count, config.max_users or count) * num_rankings[split] for split, count in export.num_queries.items()
         }
@@ -130,9 +133,9 @@ def evaluate(
 
         # Popularity cannot rank items without an event, so it has no cold metrics.
         metric_values |= all_metrics("baseline/popularity", _rank_by_popularity(queries, config=config), config=config)
-        if embeddings is not None:
+        if item_embeddings is not None:
             zero_shot_query_BD, zero_shot_item_ID = baselines.zero_shot_vectors(
-                np.load(embeddings.vectors("item"), mmap_mode="r"),
+                np.load(item_embeddings.vectors("item"), mmap_mode="r"),
                 vector_row_I=np.load(interactions.path("vector_row.npy")),
                 histories=queries.history,
             )
@@ -159,23 +162,23 @@ def _load_queries(
     export: ExportManifest,
     interactions: InteractionsManifest,
 ) -> EvalQueries:
-    """Load the exported queries of a split, or a random sample of max_users with a fixed seed."""
-    users = np.load(export.path(f"query_users_{split}.npy"))
+    """Load the exported queries of a split; if there are more than max_users, a random sample of them with a fixed seed."""
+    user_row_B = np.load(export.path(f"query_users_{split}.npy"))
     query_vectors = np.load(export.path(f"query_vectors_{split}.npy"), mmap_mode="r")
-    sampled_index = np.arange(len(users))
-    if config.max_users is not None and config.max_users < len(users):
+    sampled_index = np.arange(len(user_row_B))
+    if config.max_users is not None and config.max_users < len(user_row_B):
         sampled_index = np.sort(
-            np.random.default_rng(EVALUATION_USERS_SEED).choice(len(users), config.max_users, replace=False)
+            np.random.default_rng(EVALUATION_USERS_SEED).choice(len(user_row_B), config.max_users, replace=False)
         )
-    users = users[sampled_index]
-    history = store.items_before(users, split)
+    user_row_B = user_row_B[sampled_index]
+    history = store.items_before(user_row_B, split)
     spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
     return EvalQueries(
         query_BD=torch.from_numpy(query_vectors[sampled_index]),
         history=history,
-        targets=store.targets(users, split),
-        is_new_B=store.train_end[users] == store.user_offset[users],
-        is_known_B=spec.is_known(history_length_B=history.lengths, user_row_B=users),
+        targets=store.targets(user_row_B, split),
+        is_new_B=store.train_end[user_row_B] == store.user_offset[user_row_B],
+        is_known_B=spec.is_known(history_length_B=history.lengths, user_row_B=user_row_B),
         popularity_order_I=baselines.popularity_before(split, store=store, interactions=interactions),
     )
 
@@ -204,21 +207,21 @@ def _seen_items(queries: EvalQueries, *, config: EvaluationConfig) -> JaggedArra
 
 def all_metrics(prefix: str, ranking: Ranking, *, config: EvaluationConfig) -> dict[str, float]:
     """Return all metrics of a ranking under <prefix>/<metric>. Undefined metrics are left out."""
-    targets = ranking.target_positions()
+    target_positions = ranking.target_positions()
     metric_values: dict[str, float] = {
-        "users": targets.num_users,
-        "targets": len(targets.position_T),
+        "users": target_positions.num_users,
+        "targets": len(target_positions.position_T),
         "seen_targets": ranking.num_seen_targets,
     }
     for k in config.ks:
-        metric_values[f"recall@{k}"] = _mean(metrics.recall(targets, k=k))
-        metric_values[f"ndcg@{k}"] = _mean(metrics.ndcg(targets, k=k))
-        metric_values[f"precision@{k}"] = _mean(metrics.precision(targets, k=k))
-        metric_values[f"hit_rate@{k}"] = _mean(metrics.hit_rate(targets, k=k))
+        metric_values[f"recall@{k}"] = _mean(metrics.recall(target_positions, k=k))
+        metric_values[f"ndcg@{k}"] = _mean(metrics.ndcg(target_positions, k=k))
+        metric_values[f"precision@{k}"] = _mean(metrics.precision(target_positions, k=k))
+        metric_values[f"hit_rate@{k}"] = _mean(metrics.hit_rate(target_positions, k=k))
         metric_values[f"coverage@{k}"] = metrics.coverage(ranking.top_BK, k=k, num_items=ranking.num_items)
-    metric_values["mrr"] = _mean(metrics.reciprocal_rank(targets))
-    metric_values[f"map@{max(config.ks)}"] = _mean(metrics.average_precision(targets, k=max(config.ks)))
-    metric_values["auc"] = _mean(metrics.auc(targets))
+    metric_values["mrr"] = _mean(metrics.reciprocal_rank(target_positions))
+    metric_values[f"map@{max(config.ks)}"] = _mean(metrics.average_precision(target_positions, k=max(config.ks)))
+    metric_values["auc"] = _mean(metrics.auc(target_positions))
     return {f"{prefix}/{name}": float(value) for name, value in metric_values.items() if not math.isnan(value)}
 
 
@@ -238,13 +241,13 @@ def _cold_metrics(
     )
     if not len(ranking.position_T):
         return {}
-    targets = ranking.target_positions()
-    metric_values: dict[str, float] = {"users": targets.num_users, "items": ranking.num_items}
+    target_positions = ranking.target_positions()
+    metric_values: dict[str, float] = {"users": target_positions.num_users, "items": ranking.num_items}
     for k in config.ks:
         if k < ranking.num_items:  # otherwise every item is among the first k
-            metric_values[f"recall@{k}"] = _mean(metrics.recall(targets, k=k))
-            metric_values[f"ndcg@{k}"] = _mean(metrics.ndcg(targets, k=k))
-            metric_values[f"hit_rate@{k}"] = _mean(metrics.hit_rate(targets, k=k))
+            metric_values[f"recall@{k}"] = _mean(metrics.recall(target_positions, k=k))
+            metric_values[f"ndcg@{k}"] = _mean(metrics.ndcg(target_positions, k=k))
+            metric_values[f"hit_rate@{k}"] = _mean(metrics.hit_rate(target_positions, k=k))
     return {f"{prefix}/cold/{name}": float(value) for name, value in metric_values.items()}
 
 
@@ -259,10 +262,10 @@ def _slice_metrics(
         metric_values[f"{prefix}/slice/{name}/targets"] = float(mask_T.sum())
         if not mask_T.any():
             continue
-        targets = ranking.target_positions(mask_T)
+        target_positions = ranking.target_positions(mask_T)
         for k in config.ks:
-            metric_values[f"{prefix}/slice/{name}/recall@{k}"] = _mean(metrics.recall(targets, k=k))
-            metric_values[f"{prefix}/slice/{name}/ndcg@{k}"] = _mean(metrics.ndcg(targets, k=k))
+            metric_values[f"{prefix}/slice/{name}/recall@{k}"] = _mean(metrics.recall(target_positions, k=k))
+            metric_values[f"{prefix}/slice/{name}/ndcg@{k}"] = _mean(metrics.ndcg(target_positions, k=k))
     return metric_values
 
 

@@ -102,7 +102,7 @@ def require_local_capacity(layout: ProcessLayout) -> None:
 
 
 def _start_hosts(spec: LaunchSpec, folder: LaunchFolder, *, launcher: Launcher) -> AbstractContextManager[HostGroup]:
-    """Start one agent per host; the context ends those that still run."""
+    """Start one agent process per host. The context manager ends the agents that still run when the block ends."""
     if launcher.kind == "local":
         return LocalHost(spec, folder)
     try:
@@ -115,9 +115,9 @@ def _start_hosts(spec: LaunchSpec, folder: LaunchFolder, *, launcher: Launcher) 
 
 
 class LocalHost(AbstractContextManager["LocalHost"]):
-    """The agent of this host and its ranks; a HostGroup.
+    """A HostGroup with one host: this one. Its agent is a child process that runs the ranks under torchrun.
 
-    The agent starts with the object, in a session of its own. It ends with this process, and its ranks end with it.
+    The constructor starts the agent in a new POSIX session. If this process ends, the agent and its ranks end too.
     """
 
     def __init__(self, spec: LaunchSpec, folder: LaunchFolder) -> None:

@@ -24,11 +24,13 @@ TABLES_PATH = "embedding_tables"
 class RetrievalHead(nn.Module):
     """The dense part of the model: everything after the embedding lookups.
 
-    It is a separate module because the train pipeline traces the code of the module that holds the embedding tables.
+    The train pipeline traces the code of RetrievalTask, which holds the embedding tables. The head is a separate module, so
+    that its code is not traced.
 
     Args:
         item_count_I: number of training events per item.
-        popularity_rank: by table with transfer `gradual`: each row's rank by training events; rank 0 has the most.
+        popularity_rank: for each table with transfer `gradual`, the popularity ranks of its rows. The row of rank 0 has the
+            most training events.
         weight_decay: strength of the L2 penalty, by table; see `l2_penalty`.
         group: process group of the ranks that train together; None for a single process.
     """
@@ -58,7 +60,7 @@ class RetrievalHead(nn.Module):
         self.bf16 = False
 
     def set_epoch(self, epoch: int) -> dict[str, float]:
-        """Unfreeze the rows that `epoch` (1-based) trains; return the share of trained rows, by gradual table."""
+        """Unfreeze the rows that `epoch` (1-based) trains in tables with transfer `gradual`; return their share by table."""
         shares = {table: self.spec.tables[table].settings.trained_share(epoch) for table in self.num_trained_rows}
         self.num_trained_rows = {table: round(share * self.spec.tables[table].num_rows) for table, share in shares.items()}
         return shares
@@ -66,7 +68,7 @@ class RetrievalHead(nn.Module):
     def forward(self, embeddings: CollectionOutputs, batch: Batch) -> Tensor:
         """Return the scalar loss of a batch."""
         with torch.autocast(batch.item_row_V.device.type, dtype=torch.bfloat16, enabled=self.bf16):
-            item_VD, features, item_tables = self.items(embeddings, batch)
+            item_VD, features, item_outputs = self.items(embeddings, batch)
             candidate_C = batch.candidate_C
             if self.spec.config.history.item_representation == "candidate_tower":
                 history_item_VD = self.item(item_VD, features=features)
@@ -75,13 +77,13 @@ class RetrievalHead(nn.Module):
                 history_item_VD = item_VD
                 candidate_features = {name: value.index_select(0, candidate_C) for name, value in features.items()}
                 candidate_CD = self.item(item_VD.index_select(0, candidate_C), features=candidate_features)
-            query_BD, query_tables = self.queries(embeddings, batch, history_item_VD=history_item_VD)
-            teacher_CD = item_tables[TEACHER_TABLE][candidate_C] if TEACHER_TABLE in item_tables else None
+            query_BD, query_outputs = self.queries(embeddings, batch, history_item_VD=history_item_VD)
+            teacher_CD = item_outputs[TEACHER_TABLE][candidate_C] if TEACHER_TABLE in item_outputs else None
             loss: Tensor = self.objective(query_BD, candidate_CD, batch=batch, teacher_CD=teacher_CD)
             # FBGEMM's CPU kernels silently ignore weight decay. As a part of the loss it works on every device.
-            tables = item_tables | query_tables
+            outputs = item_outputs | query_outputs
             for table, strength in self.weight_decay.items():
-                loss = loss + strength * self._l2_penalty(table, tables[table], batch=batch)
+                loss = loss + strength * self._l2_penalty(table, outputs[table], batch=batch)
         return loss
 
     def _l2_penalty(self, table: str, value_VD: Tensor, *, batch: Batch) -> Tensor:
@@ -97,9 +99,9 @@ class RetrievalHead(nn.Module):
 
     def items(self, embeddings: CollectionOutputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """Return item embeddings [V, D], the items' features by name, and the outputs of all item tables by name."""
-        tables = table_outputs(self.spec, embeddings, batch, side="item")
-        tables["item"] = self._mask_frozen_gradients("item", tables["item"], row_V=batch.item_row_V)
-        return self.item.embed(tables), {name: tables[name] for name in self.item.features}, tables
+        outputs = table_outputs(self.spec, embeddings, batch, side="item")
+        outputs["item"] = self._mask_frozen_gradients("item", outputs["item"], row_V=batch.item_row_V)
+        return self.item.embed(outputs), {name: outputs[name] for name in self.item.features}, outputs
 
     def queries(
         self, embeddings: CollectionOutputs, batch: Batch, *, history_item_VD: Tensor
@@ -108,10 +110,10 @@ class RetrievalHead(nn.Module):
 
         history_item_VD: vectors of the batch's distinct items as they are used in histories.
         """
-        tables = table_outputs(self.spec, embeddings, batch, side="query")
+        outputs = table_outputs(self.spec, embeddings, batch, side="query")
         if "user" in self.num_trained_rows:
-            tables["user"] = self._mask_frozen_gradients("user", tables["user"], row_V=self._user_row(batch))
-        return self.query(history_item_VD, batch.history_H, batch.history_offset, features=tables), tables
+            outputs["user"] = self._mask_frozen_gradients("user", outputs["user"], row_V=self._user_row(batch))
+        return self.query(history_item_VD, batch.history_H, batch.history_offset, features=outputs), outputs
 
     def _mask_frozen_gradients(self, table: str, value_VD: Tensor, *, row_V: Tensor) -> Tensor:
         """Detach the rows of a gradual table that are still frozen.
@@ -130,7 +132,7 @@ class RetrievalTask(nn.Module):
 
     def __init__(self, head: RetrievalHead, *, device: torch.device) -> None:
         super().__init__()
-        # On the meta device: the sharding plan allocates each rank's shards only.
+        # The tables are created on the meta device, without memory. Sharding later allocates only each rank's shards.
         self.embedding_tables = EmbeddingTables(head.spec, device=torch.device("meta"))
         self._batch_key = {table.collection: table.batch_key for table in head.spec.tables.values()}
         self._item_collections = sorted({table.collection for table in head.spec.on_side("item").values()})
@@ -152,7 +154,10 @@ class RetrievalTask(nn.Module):
         return embeddings
 
     def encode_items(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the vectors of the batch's V distinct items in histories [V, D], and their candidate vectors [V, D]."""
+        """Return the history vectors [V, D] and the candidate vectors [V, D] of the batch's distinct items.
+
+        The history vector of an item represents it in the histories of queries.
+        """
         item_VD, features, _ = self.head.items(self._look_up(batch, self._item_collections), batch)
         candidate_VD = self.head.item(item_VD, features=features)
         histories_use_tower = self.head.spec.config.history.item_representation == "candidate_tower"

@@ -22,7 +22,7 @@ from recsys_core.serving.query_batch import JaggedRows, QueryBatch, served_table
 
 Quantization = Literal["int8", "none"]
 HISTORY_TABLE = "history"
-"""Table of the item representations in histories."""
+"""Name of the table with the vectors that represent items in histories."""
 CHUNK_ROWS = 1 << 16
 
 
@@ -176,8 +176,10 @@ def load_tower(path: Path, *, spec: ModelSpec, quantization: Quantization) -> Se
 
 def _table_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Return submodule name -> (number of rows, width) of each table."""
-    history = {HISTORY_TABLE: (spec.num_items, spec.config.history_dim)} if spec.config.history.length else {}
-    return history | {module_name(name): (spec.tables[name].num_rows, spec.tables[name].dim) for name in served_tables(spec)}
+    history_shape = {HISTORY_TABLE: (spec.num_items, spec.config.history_dim)} if spec.config.history.length else {}
+    return history_shape | {
+        module_name(name): (spec.tables[name].num_rows, spec.tables[name].dim) for name in served_tables(spec)
+    }
 
 
 def _dtype_and_shape(tensor: Tensor) -> str:

@@ -20,8 +20,9 @@ logger = logging.getLogger(__name__)
 REPLICA_BYTES_PER_PARAMETER = 16
 """float32 weight, gradient and Adam's two moments."""
 MAX_REPLICA_BYTES = 2**30
-"""`auto` shards larger replicas: more than 67 million parameters, such as two layers of 5,800 x 5,800. Sharding smaller ones
-would save about 1 % of a GPU's memory and cost two all-gathers per layer and step.
+"""Largest replica that is not sharded if training.dense_parallel is `auto`. It has 67 million parameters: two
+layers of 5,800 x 5,800 are just above it. Sharding a smaller replica would save about 1 % of a GPU's memory and cost two
+all-gathers per layer and step.
 """
 
 
@@ -78,9 +79,14 @@ def shard_layers(head: RetrievalHead, *, mode: DenseParallel, device: torch.devi
     return {name for name, parameter in head.named_parameters() if isinstance(parameter, DTensor)}
 
 
-def _modules_with_parameters(query: QueryTower, item: CandidateTower) -> list[nn.Module]:
-    """Return the modules to shard. FSDP gathers their parameters when they are called, so the model calls each as a module."""
-    return [module for module in (query.tower, item.tower, item.projection) if next(module.parameters(), None) is not None]
+def _modules_with_parameters(query_tower: QueryTower, candidate_tower: CandidateTower) -> list[nn.Module]:
+    """Return the modules to shard.
+
+    FSDP gathers the parameters of a module in a hook that runs when the module is called. The towers therefore have to call
+    these modules and must not use their parameters directly.
+    """
+    modules = (query_tower.tower, candidate_tower.tower, candidate_tower.projection)
+    return [module for module in modules if next(module.parameters(), None) is not None]
 
 
 def local_part(value: Tensor) -> Tensor:
@@ -95,7 +101,7 @@ def gather_tensors(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def copy_whole(parameter: Tensor, value: Tensor) -> None:
-    """Overwrite `parameter`, or this rank's part of it, with the whole tensor `value`, which every rank has."""
+    """Copy `value` into `parameter`; only this rank's part if `parameter` is sharded. Every rank has the whole `value`."""
     if isinstance(parameter, DTensor):
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(value)

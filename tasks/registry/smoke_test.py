@@ -42,14 +42,15 @@ class NotFetchedError(TrackingServerError):
 
 @dataclass(frozen=True)
 class ServedSample:
-    """A sample of test users with their histories. A pair is the integer `user_index * num_items + item_row`.
+    """A sample of test users with their histories. A (user, item) pair is one integer: `user_index * num_items + item_row`.
 
     Attributes:
-        file: parquet file with the columns user_id and history, the ids of the items before the test period.
+        file: parquet file with one row per user. The column `history` lists the ids of the items that the user had before
+            the test period; the other column is `user_id`.
         item_ids: ids of the catalogue by item row.
         num_seen_U: number of distinct items in each user's history.
-        seen_pair_L: pairs of users and items of their histories, ascending.
-        target_pair_T: pairs of users and items of the test period that are not in their histories, ascending.
+        seen_pair_L: the pairs of each user with the items in the user's history, ascending.
+        target_pair_T: the pairs of each user with the user's test items that are not in the history, ascending.
     """
 
     file: Path
@@ -82,8 +83,8 @@ def prepare_sample(interactions: InteractionsManifest, *, max_users: int, folder
     user_ids = pq.read_table(interactions.path("users.parquet"), columns=["id"])["id"].take(pa.array(user_row_U))
     history_ids = pa.ListArray.from_arrays(history.offset, item_ids.take(pa.array(history.values_L)))
     folder.mkdir()
-    file = folder / "cases.parquet"
-    pq.write_table(pa.table({"user_id": user_ids, "history": history_ids}), file)
+    histories_file = folder / "cases.parquet"
+    pq.write_table(pa.table({"user_id": user_ids, "history": history_ids}), histories_file)
     seen_items = history.distinct(bound=len(item_ids))
     new_targets = targets.distinct(bound=len(item_ids)).difference(seen_items, bound=len(item_ids))
     if not len(new_targets.values_L):
@@ -92,7 +93,7 @@ def prepare_sample(interactions: InteractionsManifest, *, max_users: int, folder
             "measured; choose another test period in interactions.split"
         )
     return ServedSample(
-        file=file,
+        file=histories_file,
         item_ids=item_ids,
         num_seen_U=seen_items.lengths,
         seen_pair_L=seen_items.pair_keys(bound=len(item_ids)),
@@ -133,7 +134,7 @@ def predict_in_subprocess(sample: ServedSample, *, model_uri: str, tracking_uri:
 
 
 def recommend_popular(sample: ServedSample, *, popular_item_I: Ints) -> pa.ListArray:
-    """Return the ids of the K most popular items that are not in each user's history.
+    """Return, for each user, the ids of the K most popular items that are not in the user's history.
 
     Args:
         popular_item_I: item rows, the most popular first.

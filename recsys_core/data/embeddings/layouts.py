@@ -1,7 +1,8 @@
 """Readers of the two layouts of vectors: a list column, or one column per dimension.
 
 A reader writes vectors into the matrix and returns the faulty rows. The content of the matrix in a faulty row is undefined.
-Rows are numbered over all files of an entry. N is the number of rows of a batch, X the number of rows with the same fault.
+Row numbers count the rows of all files of one entry of the config list `embeddings`. N is the number of rows of a batch, X the
+number of its rows that are faulty or have to be checked.
 """
 
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ class ReadTask:
     path: Path
     row_groups: tuple[int, ...]
     first_row: int
-    """Number of its first row, counted over all files of the entry."""
+    """Row number of the first row of the task."""
     columns: slice
 
 
@@ -52,24 +53,24 @@ class ListReader:
         for batch in decode_ahead(batches):
             column = batch.column(self.column)
             length_N = np.from_dlpack(pc.fill_null(pc.list_value_length(column), -1)).astype(np.int64)
-            has_vector_N = length_N == dim
-            if not has_vector_N.all():
+            has_right_length_N = length_N == dim
+            if not has_right_length_N.all():
                 faulty_rows += self._wrong_lengths(length_N, start)
-                column = column.filter(pa.array(has_vector_N))
+                column = column.filter(pa.array(has_right_length_N))
             values = column.flatten()
-            is_faulty_N = ~has_vector_N
+            is_faulty_N = ~has_right_length_N
             if values.null_count:
-                null_rows = self._null_elements(values, start + np.flatnonzero(has_vector_N))
+                null_rows = self._null_elements(values, start + np.flatnonzero(has_right_length_N))
                 faulty_rows.append(null_rows)
                 is_faulty_N[null_rows.row_X - start] = True
                 values = values.fill_null(0.0)
             with np.errstate(over="ignore"):  # a number too large for float32 becomes inf, which check_vectors finds
                 block_ND = np.from_dlpack(values).astype(np.float32, copy=False).reshape(-1, dim)
             target_ND = self.matrix_RD[start : start + len(length_N)]
-            if has_vector_N.all():
+            if has_right_length_N.all():
                 target_ND[:] = block_ND
             else:
-                target_ND[has_vector_N] = block_ND
+                target_ND[has_right_length_N] = block_ND
             faulty_rows += check_vectors(target_ND, start, is_faulty_N, columns=[self.column], normalise=self.normalise)
             start += len(length_N)
         return faulty_rows
@@ -97,7 +98,7 @@ class ListReader:
 
 @dataclass(frozen=True)
 class ColumnsReader:
-    """Reads vectors from one column per dimension. Arrow transposes a few columns at a time into rows of the matrix."""
+    """Reads vectors from one column per dimension. Arrow transposes TRANSPOSED_ROWS rows at a time."""
 
     columns: Sequence[str]
     matrix_RD: NDArray[np.float32]
@@ -129,7 +130,9 @@ class ColumnsReader:
 def check_vectors(
     block_ND: NDArray[np.float32], start: int, is_faulty_N: NDArray[np.bool_], *, columns: Sequence[str], normalise: bool
 ) -> list[FaultyRows]:
-    """Return the rows whose vector is not finite or all zero; with `normalise`, scale all vectors to length 1, in place.
+    """Return the rows whose vector is all zero or has a number that is not finite.
+
+    With `normalise`, also scale all vectors in place to length 1.
 
     Args:
         start: number of the first row of the block.
@@ -138,21 +141,21 @@ def check_vectors(
     """
     faulty_rows: list[FaultyRows] = []
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        square_N = np.vecdot(block_ND, block_ND)
-    # A square can overflow or underflow although the numbers are valid, so the numbers of such rows are checked.
-    unsafe_N = ~(np.isfinite(square_N) & (square_N > np.finfo(np.float32).tiny))
-    length_N = np.sqrt(square_N, dtype=np.float64)
+        squared_norm_N = np.vecdot(block_ND, block_ND)
+    # The squared norm of valid numbers can overflow or underflow, so the numbers of such rows are checked.
+    unsafe_N = ~(np.isfinite(squared_norm_N) & (squared_norm_N > np.finfo(np.float32).tiny))
+    norm_N = np.sqrt(squared_norm_N, dtype=np.float64)
     if unsafe_N.any():
         unsafe_N &= ~is_faulty_N
         unsafe_X = np.flatnonzero(unsafe_N)
         unsafe_XD = block_ND[unsafe_X]
         with np.errstate(over="ignore", invalid="ignore"):
-            length_N[unsafe_X] = np.linalg.norm(unsafe_XD.astype(np.float64), axis=1)
+            norm_N[unsafe_X] = np.linalg.norm(unsafe_XD.astype(np.float64), axis=1)
         faulty_rows = _not_finite_or_zero(unsafe_XD, start + unsafe_X, columns=columns)
     if normalise:
-        with np.errstate(all="ignore"):  # a faulty row may have length 0
-            # A length outside the range of float32 needs float64, which is slower.
-            block_ND /= length_N[:, None] if unsafe_N.any() else length_N[:, None].astype(np.float32)
+        with np.errstate(all="ignore"):  # a faulty row may have norm 0
+            # A norm outside the range of float32 needs float64, which is slower.
+            block_ND /= norm_N[:, None] if unsafe_N.any() else norm_N[:, None].astype(np.float32)
     return faulty_rows
 
 
@@ -160,15 +163,15 @@ def _not_finite_or_zero(
     vector_XD: NDArray[np.float32], row_X: NDArray[np.int64], *, columns: Sequence[str]
 ) -> list[FaultyRows]:
     faulty_rows = []
-    finite_XD = np.isfinite(vector_XD)
-    not_finite_X, zero_X = ~finite_XD.all(axis=1), ~vector_XD.any(axis=1)
-    if not_finite_X.any():
-        first_index = int(np.argmax(not_finite_X))
-        dimension = int(np.argmin(finite_XD[first_index]))
+    is_finite_XD = np.isfinite(vector_XD)
+    has_non_finite_X, is_zero_X = ~is_finite_XD.all(axis=1), ~vector_XD.any(axis=1)
+    if has_non_finite_X.any():
+        first_index = int(np.argmax(has_non_finite_X))
+        dimension = int(np.argmin(is_finite_XD[first_index]))
         column = columns[dimension] if len(columns) > 1 else columns[0]
         problem = f"number {dimension} of the vector is {float(vector_XD[first_index, dimension])} as float32"
-        faulty_rows.append(FaultyRows(Fault.NOT_FINITE, row_X[not_finite_X], column, problem))
-    if zero_X.any():
+        faulty_rows.append(FaultyRows(Fault.NOT_FINITE, row_X[has_non_finite_X], column, problem))
+    if is_zero_X.any():
         problem = "all numbers of the vector are 0, so it has no direction and no cosine"
-        faulty_rows.append(FaultyRows(Fault.ALL_ZERO, row_X[zero_X], columns[0], problem))
+        faulty_rows.append(FaultyRows(Fault.ALL_ZERO, row_X[is_zero_X], columns[0], problem))
     return faulty_rows

@@ -33,7 +33,8 @@ def lock(uv: str, *, options: list[str]) -> None:
     """Write all files of infra/locks, keeping versions that are already locked."""
     LOCKS.mkdir(exist_ok=True)
     pins = "\n".join(pin for path in LOCKS.glob("*.txt") for pin in re.findall(r"(?m)^[a-z0-9][^\s;]*", path.read_text()))
-    project = [str(ROOT / "pyproject.toml"), "--group", f"{ROOT / 'pyproject.toml'}:dev", "--extra", "torchx"]
+    pyproject = str(ROOT / "pyproject.toml")
+    project = [pyproject, "--group", f"{pyproject}:dev", "--extra", "servers", "--extra", "torchx"]
     bootstrap = compile_lock(uv, sources=["-"], stdin="uv", pins=pins, options=options)
     # torchrec requires fbgemm-gpu, the CUDA build. It has the import name of fbgemm-gpu-cpu, so only one may be installed.
     cpu = compile_lock(uv, sources=[*project, "--extra", "cpu"], exclude="fbgemm-gpu", pins=pins, options=options)

@@ -82,7 +82,8 @@ def findings_in(path: str, text: str) -> Iterator[Finding]:
 
 def tracked_files() -> list[str]:
     """Return the paths of all files that the check reads."""
-    listed = subprocess.run(["git", "ls-files", "-z", "--", *PATTERNS], cwd=ROOT, check=True, capture_output=True, text=True)
+    command = ["git", "ls-files", "-z", "--", *PATTERNS]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     return [path for path in listed.stdout.split("\0") if path and path not in EXEMPT_FILES and (ROOT / path).is_file()]
 
 

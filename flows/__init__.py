@@ -3,9 +3,10 @@
 >>> from flows import load_config, load_retriever, nightly_retrain, open_run
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import tasks as _tasks  # noqa: F401  sets the environment that prefect reads when it is imported
+from recsys_core.lazy_imports import lazy_attributes
 
 if TYPE_CHECKING:
     from flows.cli.query import load_retriever as load_retriever
@@ -16,21 +17,15 @@ if TYPE_CHECKING:
     from flows.results import open_run as open_run
     from flows.tuning import tune_settings as tune_settings
 
-_MODULES = {
-    "load_retriever": "flows.cli.query",
-    "PipelineConfig": "flows.config",
-    "load_config": "flows.config_file",
-    "nightly_retrain": "flows.nightly",
-    "RunResults": "flows.results",
-    "open_run": "flows.results",
-    "tune_settings": "flows.tuning",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import on first use: Prefect and torch take seconds."""
-    from importlib import import_module
-
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "load_retriever": "flows.cli.query",
+        "PipelineConfig": "flows.config",
+        "load_config": "flows.config_file",
+        "nightly_retrain": "flows.nightly",
+        "RunResults": "flows.results",
+        "open_run": "flows.results",
+        "tune_settings": "flows.tuning",
+    },
+)

@@ -1,7 +1,8 @@
 """All stages by name, imported at first use: the ingests do not need torch, FAISS and MLflow, which take seconds to import."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from recsys_core.lazy_imports import lazy_attributes
 
 if TYPE_CHECKING:
     from tasks.data_report import check_data as check_data
@@ -16,22 +17,19 @@ if TYPE_CHECKING:
     from tasks.register import register as register
     from tasks.train import train as train
 
-_MODULES = {
-    "ingest_embeddings": "ingest",
-    "ingest_interactions": "ingest",
-    "ingest_features": "ingest",
-    "check_data": "data_report",
-    "plan_sharding": "plan",
-    "train": "train",
-    "export_vectors": "export",
-    "evaluate": "evaluate",
-    "build_index": "index",
-    "build_package": "package",
-    "register": "register",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__} has no stage {name!r}; there are {', '.join(_MODULES)}")
-    return getattr(import_module(f"tasks.{_MODULES[name]}"), name)
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "ingest_embeddings": "tasks.ingest",
+        "ingest_interactions": "tasks.ingest",
+        "ingest_features": "tasks.ingest",
+        "check_data": "tasks.data_report",
+        "plan_sharding": "tasks.plan",
+        "train": "tasks.train",
+        "export_vectors": "tasks.export",
+        "evaluate": "tasks.evaluate",
+        "build_index": "tasks.index",
+        "build_package": "tasks.package",
+        "register": "tasks.register",
+    },
+)

@@ -6,6 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from recsys_core.config import FilePath, Settings
 
+PLAN_NAME = "plan.json"
 ShardingType = Literal[
     "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard", "data_parallel"
 ]

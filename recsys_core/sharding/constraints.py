@@ -10,6 +10,7 @@ from torchrec.distributed.types import CacheParams, KeyValueParams
 from recsys_core.errors import InputError
 from recsys_core.models.optimizer_config import GPU_ONLY_OPTIMIZERS, TableOptimizer
 from recsys_core.models.spec import ModelSpec, TableSpec, module_name
+from recsys_core.models.table_checks import check_table_names
 from recsys_core.sharding.config import ClusterConfig, ComputeKernel, ShardingConfig, ShardingType, TableConstraint
 from recsys_core.sharding.lookup_stats import LookupStats
 from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
@@ -39,9 +40,7 @@ def check_constraints(config: ShardingConfig, *, model: ModelSpec, device: str, 
 
     default_optimizer: optimizer of tables without their own.
     """
-    for name in config.tables:
-        if name not in model.tables:
-            raise InputError(f"sharding.tables.{name}: no such table; the model has {sorted(model.tables)}")
+    check_table_names("sharding.tables", config.tables, tables=model.tables)
     _check_quantized_comms(config, model)
     for name, table in model.tables.items():
         constraint = config.tables.get(name, TableConstraint())

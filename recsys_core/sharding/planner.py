@@ -12,7 +12,7 @@ from recsys_core.manifests import PlanManifest, fingerprint_of, produce
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
 from recsys_core.preflight import cgroup_limits
-from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
+from recsys_core.sharding.config import PLAN_NAME, ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, check_constraints, num_values_per_query, optimizer_kind
 from recsys_core.sharding.estimates import compare_alternatives, naive_plans, rank_estimates
 from recsys_core.sharding.infeasible import infeasible_error
@@ -22,7 +22,7 @@ from recsys_core.sharding.plan_page import to_html
 from recsys_core.sharding.torchrec_planner import TorchrecPlanner
 from recsys_core.units import GIB
 
-PLAN_NAME, PAGE_NAME = "plan.json", "plan.html"
+PAGE_NAME = "plan.html"
 DEFAULT_HBM_GB, DEFAULT_DDR_GB = 80.0, 16.0
 """Default memory per GPU and per host of a cluster other than this machine."""
 

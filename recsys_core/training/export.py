@@ -26,13 +26,14 @@ from recsys_core.models.embedding_tables import table_shards
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.task import RetrievalTask
+from recsys_core.sharding.config import PLAN_NAME
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.checkpoint import restore
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.dense_parallel import gather_tensors
 from recsys_core.training.disk_estimate import export_bytes
 from recsys_core.training.encoding import Encoder, RankWriter
-from recsys_core.training.job_spec import JOB_NAME, PLAN_NAME, ExportJob
+from recsys_core.training.job_spec import JOB_NAME, ExportJob
 from recsys_core.training.optimizers import accumulator_shards, has_accumulators, make_optimizer
 from recsys_core.training.process_group import Process
 from recsys_core.training.sharded_array import writing_part

@@ -11,7 +11,7 @@ from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training.config import TrainingConfig
 
-JOB_NAME, PLAN_NAME = "job.json", "plan.json"
+JOB_NAME = "job.json"
 METRICS_NAME, RESULT_NAME = "metrics.jsonl", "result.json"
 CHECKPOINTS_NAME, PROFILE_NAME = "checkpoints", "profile"
 

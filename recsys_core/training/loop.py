@@ -18,13 +18,13 @@ from recsys_core.manifests import require_manifest
 from recsys_core.models.sampling import negative_share
 from recsys_core.models.task import RetrievalTask
 from recsys_core.seeds import step_seed
+from recsys_core.sharding.config import PLAN_NAME
 from recsys_core.training.checkpoint import BestValidation, Checkpointer, CheckpointManifest, checkpoint_name, restore
 from recsys_core.training.encoding import Encoder
 from recsys_core.training.job_spec import (
     CHECKPOINTS_NAME,
     JOB_NAME,
     METRICS_NAME,
-    PLAN_NAME,
     PROFILE_NAME,
     RESULT_NAME,
     TrainJob,

@@ -11,7 +11,7 @@ from recsys_core.launching.config import Launcher, LocalLauncher
 from recsys_core.manifests import Dataset, InteractionsManifest, PlanManifest, TrainManifest, fingerprint_of, produce
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.sharding.config import ShardingConfig
+from recsys_core.sharding.config import PLAN_NAME, ShardingConfig
 from recsys_core.training.champion import Champion
 from recsys_core.training.config import TrainingConfig, WarmStartConfig
 from recsys_core.training.dense_parallel import require_shardable_layers
@@ -20,7 +20,6 @@ from recsys_core.training.job_spec import (
     CHECKPOINTS_NAME,
     JOB_NAME,
     METRICS_NAME,
-    PLAN_NAME,
     PROFILE_NAME,
     RESULT_NAME,
     Progress,
@@ -90,7 +89,7 @@ def train(
             interactions=interactions.folder,
             embeddings=embeddings.folder if embeddings else None,
             features=features.folder if features else None,
-            plan=plan.path("plan.json"),
+            plan=plan.path(PLAN_NAME),
             warm=warm,
         )
         num_attempts, last_plan = launch_with_retries(job, launcher=launcher, sharding=sharding, on_progress=on_progress)

@@ -15,7 +15,8 @@ import pytest
 
 from recsys_core.errors import InputError, LaunchError, StageError
 from recsys_core.launching.config import LocalLauncher
-from recsys_core.launching.launch import require_local_capacity
+from recsys_core.launching.heartbeat import HeartbeatFile
+from recsys_core.launching.launch import launch
 from recsys_core.launching.messages import LaunchFolder, ProcessLayout
 from tests.recsys_core.launching.scripted_launches import agents_and_ranks, launch_ranks
 
@@ -77,11 +78,17 @@ def test_a_disk_with_room_only_for_launch_json_is_reported_instead_of_the_exit_c
         launch_ranks(small_disk, {})
 
 
-def test_the_local_launcher_rejects_a_layout_of_two_hosts() -> None:
+def test_the_local_launcher_rejects_a_layout_of_two_hosts_before_it_creates_a_folder(tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"made for 2 hosts.*set launcher\.kind to torchx, or sharding\.cluster\.num_nodes to 1"
     ):
-        require_local_capacity(ProcessLayout(device="cpu", num_nodes=2, processes_per_node=1))
+        launch(
+            tmp_path / "job.json",
+            layout=ProcessLayout(device="cpu", num_nodes=2, processes_per_node=1),
+            folder=tmp_path / "logs",
+            heartbeat_file=HeartbeatFile(tmp_path / "heartbeat", start_timeout_s=1, timeout_s=1),
+        )
+    assert list(tmp_path.iterdir()) == []
 
 
 @contextmanager

@@ -40,7 +40,7 @@ CASES = {
     ),
     "an unknown table": (
         config_with("itm", sharding_types=("row_wise",)),
-        r"sharding.tables.itm: no such table; the model has \['item', 'user'\]",
+        r"sharding.tables.itm: the model has no such table; it has \['item', 'user'\]",
     ),
     "a pooling type for an unpooled table": (
         config_with(sharding_types=("row_wise", "grid_shard")),

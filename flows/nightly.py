@@ -9,33 +9,52 @@ from flows.config import PipelineConfig
 from flows.config_file import dump_config
 from recsys_core.manifests import Dataset, RegistrationManifest
 from recsys_core.models.spec import ModelSpec
-from tasks.run import Run, StageName
+from tasks.run import Run, RunOptions, StageName
 from tasks.stage import StoppedEarly
 
 
 def _run_id() -> str:
-    parameters = runtime.flow_run.parameters
     # Derived from the flow run, so that Prefect's own retry of it resumes in the same folder.
-    return parameters.get("run_id") or f"{runtime.flow_run.scheduled_start_time:%Y%m%d-%H%M%S}-{runtime.flow_run.id[:4]}"
+    return f"{runtime.flow_run.scheduled_start_time:%Y%m%d-%H%M%S}-{runtime.flow_run.id[:4]}"
+
+
+def flow_run_name(pipeline: str, *, run_id: str | None, reason: str) -> str:
+    """Return the name of the current flow run: pipeline, run id (which begins with date and time), reason."""
+    return f"{pipeline} {run_id or _run_id()}" + (f": {reason}" if reason else "")
 
 
 def _flow_run_name() -> str:
-    return f"{runtime.flow_run.parameters['config'].name} {_run_id()}"
+    parameters = runtime.flow_run.parameters
+    return flow_run_name(
+        parameters["config"].name, run_id=parameters.get("run_id"), reason=parameters.get("options", RunOptions()).reason
+    )
 
 
 @flow(name="nightly-retrain", flow_run_name=_flow_run_name, validate_parameters=True)
-def nightly_retrain(config: PipelineConfig, run_id: str | None = None, until: StageName | None = None) -> State:
+def nightly_retrain(
+    config: PipelineConfig,
+    run_id: str | None = None,
+    until: StageName | None = None,
+    options: RunOptions = RunOptions(),  # noqa: B008  it is frozen
+) -> State:
     """Retrain the retriever from the newest data and register the result.
 
     Args:
         config: input, model, training and promotion.
         run_id: a run to resume; its complete stages are kept. Empty: a new run.
         until: the last stage to run. Empty: all stages.
+        options: options of this run, which are not part of the config.
 
     Returns:
         The manifest of the registered version; None if the run stops before `register`.
     """
-    run = Run(run_id or _run_id(), workspace=config.workspace.absolute(), experiment=config.registry.experiment, until=until)
+    run = Run(
+        run_id or _run_id(),
+        workspace=config.workspace.absolute(),
+        experiment=config.registry.experiment,
+        until=None if until == "register" else until,
+        options=options,
+    )
     with run.lock():
         dump_config(config, run.config_file)
         try:

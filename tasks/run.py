@@ -1,4 +1,4 @@
-"""A run: its id, its folder, its stages, and the locks that keep other processes out."""
+"""A run: its options, its id, its folder, its stages, and the locks that keep other processes out."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from filelock import FileLock, Timeout
 
@@ -60,8 +60,44 @@ STAGES: dict[StageName, type[Manifest]] = {
 }
 """The stages in their order, each with the manifest it writes into the folder of its name."""
 
+Promote = Literal["by_gate", "never", "force"]
+"""by_gate: the comparison with the champion decides. never: the champion stays. force: the new version becomes champion."""
+MAX_REASON_CHARACTERS = 200
+
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 """A run id names one folder; it is never a path."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of one run, which are not part of the config.
+
+    Attributes:
+        reason: why the run was started; empty for a scheduled run. A tag of the run in Prefect and MLflow.
+        full_retrain: build the vocabularies again, read all input files and train from scratch.
+        dry_run: execute all stages, but register no version.
+        promote: what decides whether the new version becomes champion. `force` needs a reason; the version must still pass the
+            smoke test.
+    """
+
+    reason: str = ""
+    full_retrain: bool = False
+    dry_run: bool = False
+    promote: Promote = "by_gate"
+
+    def __post_init__(self) -> None:
+        """Raise InputError for options that are invalid or contradict each other."""
+        if len(self.reason) > MAX_REASON_CHARACTERS or not self.reason.isprintable():
+            raise InputError(
+                f"reason {shown(self.reason)}: has {len(self.reason)} characters; a reason is one line of at most "
+                f"{MAX_REASON_CHARACTERS} characters without control characters"
+            )
+        if self.promote not in get_args(Promote):
+            raise InputError(f"promote is {shown(self.promote)}; set it to one of {', '.join(get_args(Promote))}")
+        if self.promote == "force" and not self.reason.strip():
+            raise InputError("promote is force, but there is no reason; give a reason, which is recorded on the new version")
+        if self.promote == "force" and self.dry_run:
+            raise InputError("promote is force, but a dry run registers no version; drop one of the two options")
 
 
 @dataclass(frozen=True)
@@ -74,6 +110,7 @@ class Run:
         experiment: MLflow experiment of the run.
         parent: name of the folder in the workspace that contains the run's folder.
         until: last stage to run; None: all stages.
+        options: options of this run, which are not part of the config.
     """
 
     run_id: str
@@ -81,13 +118,18 @@ class Run:
     experiment: str
     parent: str = "runs"
     until: StageName | None = None
+    options: RunOptions = RunOptions()
 
     def __post_init__(self) -> None:
-        """Raise InputError for an invalid run id."""
+        """Raise InputError for an invalid run id, and if a forced promotion would not be reached."""
         if RUN_ID.fullmatch(self.run_id) is None:
             raise InputError(
                 f"run id {shown(self.run_id)}: a run id consists of letters, digits, - and _, such as 20261121-070312-ab12; "
                 f"name a folder of {self.workspace / self.parent}"
+            )
+        if self.options.promote == "force" and self.until not in (None, "register"):
+            raise InputError(
+                f"promote is force, but the run ends after {self.until} and registers no version; drop one of the two options"
             )
 
     @property

@@ -1,0 +1,65 @@
+"""The flow of deployments: `nightly-retrain` with the parameters of the form that starts a run in the Prefect UI."""
+
+from typing import Annotated, Any
+
+from prefect import flow, runtime
+from prefect.client.schemas.objects import State
+from pydantic import Field
+
+from flows.config_file import load_config
+from flows.nightly import flow_run_name, nightly_retrain
+from recsys_core.config import MAX_PATH_CHARACTERS
+from recsys_core.errors import InputError
+from tasks.run import MAX_REASON_CHARACTERS, Promote, RunOptions, StageName
+
+MAX_OVERRIDES = 100
+
+
+def _shown(title: str) -> Any:
+    """Return a field with the title that the form shows. The form's description is the text in the docstring of the flow."""
+    return Field(json_schema_extra={"title": title})
+
+
+def _flow_run_name() -> str:
+    parameters = runtime.flow_run.parameters
+    try:
+        pipeline = load_config(parameters["pipeline"]).name
+    except InputError:  # the flow itself raises it
+        pipeline = str(parameters["pipeline"])
+    return flow_run_name(pipeline, run_id=parameters.get("resume"), reason=parameters.get("reason", ""))
+
+
+@flow(name="nightly-retrain", flow_run_name=_flow_run_name, validate_parameters=True)
+def deployed_retrain(
+    pipeline: Annotated[str, _shown("Pipeline"), Field(min_length=1, max_length=MAX_PATH_CHARACTERS)],
+    reason: Annotated[str, _shown("Reason"), Field(max_length=MAX_REASON_CHARACTERS)] = "",
+    overrides: Annotated[tuple[str, ...], _shown("Settings to override"), Field(max_length=MAX_OVERRIDES)] = (),
+    resume: Annotated[str, _shown("Run to resume"), Field(max_length=100)] = "",
+    until: Annotated[StageName, _shown("Last stage")] = "register",
+    full_retrain: Annotated[bool, _shown("Train from scratch")] = False,
+    dry_run: Annotated[bool, _shown("Dry run")] = False,
+    promote: Annotated[Promote, _shown("Promotion")] = "by_gate",
+) -> State:
+    """Retrain the retriever from the newest data and register the result.
+
+    Args:
+        pipeline: Path of the config file on the worker. The file is read when the run starts.
+        reason: Why you start this run, in one line. It becomes a tag of the run in Prefect and MLflow. Required if Promotion is
+            force.
+        overrides: Settings that differ from the config file in this run only, as key=value, for example training.epochs=3.
+        resume: Run id of an interrupted run of this pipeline, such as 20261121-070312-ab12. The run keeps its complete stages.
+            Give the same settings and options as at its first start. Empty starts a new run.
+        until: The run ends after this stage.
+        full_retrain: Read all input files, build the vocabularies again and train without the champion's weights.
+        dry_run: Run all stages and log the metrics, but register no version. A resume without this option registers it.
+        promote: Rule that decides whether the new version becomes champion. by_gate: the comparison with the champion decides.
+            never: the comparison is recorded, the alias champion is not moved. force: the new version becomes champion if it
+            passes the smoke test.
+
+    Returns:
+        The state in which the run ends: Promoted, NotPromoted, BrokenChampion, DryRun or StoppedEarly.
+    """
+    options = RunOptions(reason=reason, full_retrain=full_retrain, dry_run=dry_run, promote=promote)
+    config = load_config(pipeline, overrides)
+    state: State = nightly_retrain.fn(config, run_id=resume or None, until=until, options=options)
+    return state

@@ -1,15 +1,19 @@
 """The nightly run: parquet goes in, a registered, gated retriever comes out."""
 
+from typing import cast
+
 from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from flows import stages
+from flows.after_run import after_run
 from flows.config import PipelineConfig
 from flows.config_file import dump_config
 from recsys_core.manifests import Dataset, RegistrationManifest
 from recsys_core.models.spec import ModelSpec
 from tasks.run import Run, RunOptions, StageName
+from tasks.run_record import RunState, record_run
 from tasks.stage import StoppedEarly
 
 
@@ -56,17 +60,28 @@ def nightly_retrain(
         options=options,
     )
     with run.lock():
-        dump_config(config, run.config_file)
         try:
-            registration = retrain(config, run)
-        except StoppedEarly as stopped:
-            return Completed(name="StoppedEarly", message=f"stopped after {stopped.stage}, as requested")
+            with record_run(run, pipeline=config.name) as ending:
+                state = _retrain_to_state(config, run)
+                ending.set(cast(RunState, state.name), state.message or "")
+                return state
+        finally:
+            after_run(config, run)
+
+
+def _retrain_to_state(config: PipelineConfig, run: Run) -> State:
+    """Run the stages; return the end state of the flow run."""
+    dump_config(config, run.config_file)
+    try:
+        registration = retrain(config, run)
+    except StoppedEarly as stopped:
+        return Completed(name="StoppedEarly", message=f"stopped after {stopped.stage}, as requested")
     outcome = (
         f"{registration.model_name} version {registration.version} is {registration.alias}: {'; '.join(registration.reasons)}"
     )
     if registration.alarm is not None:
         return Completed(name="BrokenChampion", message=f"{registration.alarm}; {outcome}", data=registration)
-    name = "Completed" if registration.promoted else "NotPromoted"
+    name = "Promoted" if registration.promoted else "NotPromoted"
     return Completed(name=name, message=outcome, data=registration)
 
 

@@ -172,6 +172,19 @@ class Run:
         finally:
             lock.release()
 
+    def is_locked(self) -> bool:
+        """Return whether a process is working on the run: the kernel releases the lock of a dead process."""
+        lock_file = self.folder / ".lock"
+        if not lock_file.is_file():
+            return False
+        lock = FileLock(lock_file)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            return True
+        lock.release()
+        return False
+
 
 @contextmanager
 def workspace_lock(workspace: Path, *, run_id: str) -> Iterator[None]:

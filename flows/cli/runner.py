@@ -1,6 +1,5 @@
 """Running flows from the command line: locks, signals and errors of any flow; `nightjar run` and its results."""
 
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from recsys_core.errors import InputError, NightjarError, StageError, TrackingSe
 from recsys_core.evaluation.report import metric_table
 from recsys_core.manifests import TrainManifest, require_own_folder
 from tasks.run import Run, StageName, new_run_id, workspace_lock
+from tasks.run_record import write_traceback
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,7 @@ def run_flow(
 
 def save_traceback(error: Exception, *, folder: Path) -> StageError:
     """Write the traceback of an unexpected error to error.log in `folder`; return the error as one line."""
-    folder.mkdir(parents=True, exist_ok=True)
-    log_file = folder / "error.log"
-    log_file.write_text(redacted("".join(traceback.format_exception(error))))
+    log_file = write_traceback(error, folder=folder)
     return StageError(redacted(f"{type(error).__name__}: {error}\nthe traceback is in {log_file}"))
 
 

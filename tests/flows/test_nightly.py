@@ -181,7 +181,7 @@ def lines_written(run: Path) -> int:
 @pytest.mark.parametrize(
     ("promoted", "alarm", "name", "message"),
     [
-        (True, None, "Completed", "m version 3 is champion: because"),
+        (True, None, "Promoted", "m version 3 is champion: because"),
         (False, None, "NotPromoted", "m version 3 is challenger: because"),
         (True, "the champion does not load", "BrokenChampion", "the champion does not load; m version 3 is champion: because"),
     ],

@@ -1,0 +1,26 @@
+"""Housekeeping at the end of each run, also of a failed one. None of it can fail the run."""
+
+import logging
+from collections.abc import Callable
+
+from flows.config import PipelineConfig
+from tasks.run import Run
+from tasks.run_record import RunRecord
+
+LOG = logging.getLogger("nightjar")
+
+
+def after_run(config: PipelineConfig, run: Run) -> None:
+    """Do the work that follows each run; log a warning where it fails.
+
+    An interrupted run is left out: its process must end at once. The next run makes up for it.
+    """
+    record = RunRecord.read(run)
+    if record is None or record.state == "Interrupted":
+        return
+    chores: tuple[tuple[str, Callable[[PipelineConfig, Run], object]], ...] = ()
+    for name, chore in chores:
+        try:
+            chore(config, run)
+        except Exception as error:  # any error of a library
+            LOG.warning("could not %s (%s: %s); the run is not affected", name, type(error).__name__, error)

@@ -7,6 +7,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from flows.schedule import ScheduleConfig
 from recsys_core.config import Folder, Name, Paths, Settings, is_uri
 from recsys_core.data.embeddings.config import EmbeddingsConfig, EmbeddingsConfigs
 from recsys_core.data.features.config import FeaturesConfig
@@ -70,6 +71,9 @@ class PipelineConfig(Settings):
     package: PackageConfig = Field(default_factory=PackageConfig, description="servable package of the retriever")
     registry: RegistryConfig = Field(
         default_factory=RegistryConfig, description="MLflow, and when a new version becomes champion"
+    )
+    schedule: ScheduleConfig = Field(
+        default_factory=ScheduleConfig, description="when the pipeline runs by itself under `nightjar up` or a Prefect worker"
     )
     tuning: TuningConfig | None = Field(
         None, description="settings that `nightjar tune` varies, and their ranges; empty: no tuning"

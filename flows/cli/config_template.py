@@ -47,6 +47,8 @@ IMPORTANT_SETTINGS = (
     "index.served_kind",
     "registry.model_name",
     "registry.max_relative_drop",
+    "schedule.cron",
+    "schedule.timezone",
 )
 """Settings that `nightjar init` writes. It also writes every setting whose value is not the default."""
 _WIDTH = 128

@@ -1,0 +1,81 @@
+"""Config of the schedule: when a pipeline runs by itself, and what happens if the previous run has not ended well."""
+
+import difflib
+import re
+from datetime import datetime
+from typing import Annotated, Literal
+from zoneinfo import ZoneInfo, available_timezones
+
+from cronsim import CronSim, CronSimError
+from pydantic import AfterValidator, Field
+
+from recsys_core.config import Settings
+from recsys_core.errors import shown
+
+MINUTES_PER_WEEK = 10_080
+
+
+def _check_cron(expression: str) -> str:
+    problem = "has a second field" if len(expression.split()) == 6 else None
+    if problem is None and re.search(r"LW|\dL", expression.upper()):
+        problem = "has LW or a number before L, which Prefect does not support"
+    try:
+        CronSim(expression, datetime(2026, 1, 1))
+    except CronSimError as error:
+        problem = f"is no cron expression: {error}"
+    if problem is not None:
+        raise ValueError(
+            f"{shown(expression)} {problem}; write the five fields minute, hour, day of month, month and day of week, "
+            "e.g. 15 2 * * * for 02:15 on every day"
+        )
+    return expression
+
+
+def _check_timezone(name: str) -> str:
+    names = available_timezones()
+    if name not in names:
+        by_lower_case = {known_name.lower(): known_name for known_name in names}
+        similar_names = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
+        advice = f"did you mean {by_lower_case[similar_names[0]]}?" if similar_names else "write a name such as Europe/Berlin"
+        raise ValueError(f"{shown(name)} is no time zone of the IANA database; {advice}")
+    return name
+
+
+class ScheduleConfig(Settings):
+    """When the pipeline runs by itself. `nightjar up` and `nightjar deploy` create the schedule in Prefect."""
+
+    cron: Annotated[str, Field(max_length=200), AfterValidator(_check_cron)] | None = Field(
+        None,
+        description="planned starts as a cron expression: minute, hour, day of month, month and day of week, e.g. 15 2 * * * "
+        "for 02:15 on every day; empty: runs are started by hand only",
+    )
+    timezone: Annotated[str, Field(max_length=100), AfterValidator(_check_timezone)] = Field(
+        "UTC", description="time zone of the cron expression as a name of the IANA database, e.g. Europe/Berlin"
+    )
+    deadline_minutes: int | None = Field(
+        None,
+        ge=1,
+        le=MINUTES_PER_WEEK,
+        description="minutes after the planned start until a run must have ended; a later run is reported, but not stopped; "
+        "empty: no deadline",
+    )
+    on_overrun: Literal["skip", "queue"] = Field(
+        "skip",
+        description="what happens to a new run while another run of the pipeline is running. skip: the new run is cancelled; "
+        "queue: it starts after the end of the other run",
+    )
+    unfinished_run: Literal["resume", "new"] = Field(
+        "new",
+        description="what a scheduled run does if the previous run was interrupted or failed. resume: it resumes that run with "
+        "the data of that run; new: it starts from the newest data",
+    )
+
+    def next_start(self, after: datetime) -> datetime | None:
+        """Return the first planned start after a time, in the time zone of the schedule; None without a cron expression.
+
+        >>> from datetime import UTC
+        >>> schedule = ScheduleConfig(cron="15 2 * * *", timezone="Europe/Berlin")
+        >>> str(schedule.next_start(datetime(2026, 11, 22, 12, tzinfo=UTC)))
+        '2026-11-23 02:15:00+01:00'
+        """
+        return None if self.cron is None else next(CronSim(self.cron, after.astimezone(ZoneInfo(self.timezone))))

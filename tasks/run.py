@@ -67,6 +67,10 @@ MAX_REASON_CHARACTERS = 200
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 """A run id names one folder; it is never a path."""
 
+LOCK_NAME = ".lock"
+REDUCED_NAME = "reduced.json"
+"""File in the folder of a run whose large files retention has removed. The run cannot be resumed."""
+
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -158,9 +162,17 @@ class Run:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Lock the run's folder; raise InputError if another process has locked it, or if nightjar did not create it."""
+        """Lock the run's folder.
+
+        Raises InputError if another process has locked it, if nightjar did not create it, or if retention has reduced the run.
+        """
         create_own_folder(self.folder)
-        lock = FileLock(self.folder / ".lock")
+        if (self.folder / REDUCED_NAME).exists():
+            raise InputError(
+                f"{self.folder}: only the manifests and reports of run {self.run_id} are left, because it is older than the "
+                "runs that retention.whole_runs keeps; start a new run"
+            )
+        lock = FileLock(self.folder / LOCK_NAME)
         try:
             lock.acquire(timeout=0)
         except Timeout:

@@ -130,18 +130,28 @@ def load_manifest(folder: Path, manifest_type: type[ManifestT], *, verify: bool 
     Args:
         verify: compare the sha256 of every file; False: compare sizes only, for ranks whose launcher has just verified.
     """
+    manifest = read_manifest(folder, manifest_type)
+    if manifest is None:
+        return None
     try:
-        content: dict[str, Any] = json.loads((folder / MANIFEST_NAME).read_bytes())
-        if content.pop("sha256") != _digest(content):
-            return None
-        manifest = manifest_type.model_validate(content | {"folder": folder})
         is_intact = all(
             (folder / name).stat().st_size == record.bytes and (not verify or record_file(folder / name) == record)
             for name, record in manifest.files.items()
         )
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, *_DAMAGED_JSON_ERRORS):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     return manifest if is_intact else None
+
+
+def read_manifest(folder: Path, manifest_type: type[ManifestT]) -> ManifestT | None:
+    """Return the manifest of `folder` without a look at its files, which retention may have removed; None if it is damaged."""
+    try:
+        content: dict[str, Any] = json.loads((folder / MANIFEST_NAME).read_bytes())
+        if content.pop("sha256") != _digest(content):
+            return None
+        return manifest_type.model_validate(content | {"folder": folder})
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, *_DAMAGED_JSON_ERRORS):
+        return None
 
 
 def require_manifest(folder: Path, manifest_type: type[ManifestT], *, verify: bool = True) -> ManifestT:

@@ -19,7 +19,7 @@ import torch
 
 from recsys_core.data.assembly import Assembler
 from recsys_core.data.batch_keys import UNPOOLED
-from recsys_core.data.events import EventStore, mapped
+from recsys_core.data.events import EventStore, memory_map
 from recsys_core.data.features.store import Feature, FeatureStore
 from recsys_core.data.loader import TrainLoader
 
@@ -73,11 +73,11 @@ def write_store(folder: Path) -> None:
 def open_store(folder: Path) -> tuple[EventStore, FeatureStore]:
     """Map the arrays of write_store in `folder`."""
     names = ("user_offset", "train_end", "validation_end", "event_item", "train_user", "item_count", "vector_row")
-    store = EventStore(ordered=True, **{name: mapped(folder / f"{name}.npy") for name in names})
+    store = EventStore(ordered=True, **{name: memory_map(folder / f"{name}.npy") for name in names})
 
     def part(key: str, name: str) -> Any:
         path = folder / f"{key}.{name}.npy"
-        return mapped(path) if path.is_file() else None
+        return memory_map(path) if path.is_file() else None
 
     return store, FeatureStore(
         {key: Feature(row=part(key, "row"), offset=part(key, "offset"), weight=part(key, "weight")) for key in FEATURES}

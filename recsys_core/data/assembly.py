@@ -42,21 +42,21 @@ class Assembler:
 
         Args:
             user: [B], rows of the users.
-            event: [B], index in the log of each query's event, for the features of the context.
+            event: [B], index of each query's event in the log; it selects the values of the context features.
             history: B lists of item rows.
             candidate: [C], item rows, the B positives first; empty if only queries are encoded.
             weight: [B], factor of each query's loss; None: all factors are 1.
         """
         item_index, item_row_V = pd.factorize(np.concatenate([candidate, history.values_L]))
-        item_row_V = _not_empty(item_row_V)  # one unused item if there are no candidates and no histories
+        item_row_V = _at_least_one_row(item_row_V)  # one unused item if there are no candidates and no histories
         sparse, item_weight = self._query_features(user, event), {}
         unpooled = {"item": JaggedArray.from_single_values(item_row_V)}
         for key, feature in self._features_of("item"):
-            unpooled[key], weight_L = feature.at(item_row_V)
+            unpooled[key], weight_L = feature.lists_of(item_row_V)
             if weight_L is not None:
                 item_weight[key] = torch.from_numpy(weight_L)
         if self.user_batch_key == UNPOOLED:
-            unpooled["user"] = JaggedArray.from_single_values(_not_empty(user))
+            unpooled["user"] = JaggedArray.from_single_values(_at_least_one_row(user))
         sparse[UNPOOLED] = keyed_jagged(unpooled, num_samples=max(len(item_row_V), len(user)))
         return Batch(
             sparse=sparse,
@@ -80,7 +80,7 @@ class Assembler:
         feature_weights: list[NDArray[np.float32]] = []
         for side, index_B in (("user", user_B), ("context", event_B)):
             for key, feature in self._features_of(side):
-                values, weight_L = feature.at(index_B)
+                values, weight_L = feature.lists_of(index_B)
                 if weight_L is None:
                     pooled[key] = values
                 else:
@@ -99,6 +99,6 @@ class Assembler:
         return [(key, feature) for key, feature in features.items() if key.startswith(f"{side}.")]
 
 
-def _not_empty(rows: Int64Array) -> Int64Array:
-    """Return `rows`, or row 0 if it is empty: FBGEMM on a GPU rejects an empty lookup (pytorch/FBGEMM#3750)."""
+def _at_least_one_row(rows: Int64Array) -> Int64Array:
+    """Return `rows`, or [0] if `rows` is empty. FBGEMM on a GPU rejects an empty lookup (pytorch/FBGEMM#3750)."""
     return rows if len(rows) else np.zeros(1, np.int64)

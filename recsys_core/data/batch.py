@@ -37,7 +37,7 @@ class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
     history_offset: Tensor
     """int64 [B + 1]: the history of query b is history_H[history_offset[b]:history_offset[b + 1]]."""
     item_weight: dict[str, Tensor]
-    """Weights of the items' weighted features, by feature: a float32 tensor with one weight for each value."""
+    """For each weighted item feature, a float32 tensor with one weight per value of the feature."""
     weight: Tensor | None = None
     """float32 [B]: factor of each query's loss, 1 on average over the training events; None: all 1."""
 

@@ -16,7 +16,7 @@ EvaluationSplit = Literal["validation", "test"]
 EVENTS_PER_CHUNK = 2**18
 
 
-def mapped(path: Path) -> NDArray[Any]:
+def memory_map(path: Path) -> NDArray[Any]:
     """Memory-map a .npy file, read-only, as a plain array, because indexing an np.memmap takes microseconds longer."""
     return np.asarray(np.load(path, mmap_mode="r"))
 
@@ -30,6 +30,7 @@ class EventStore:
     """
 
     ordered: bool
+    """Whether the events of a user have an order, from timestamps or an order column."""
     user_offset: Int64Array
     train_end: Int64Array
     validation_end: Int64Array
@@ -46,7 +47,7 @@ class EventStore:
         names = ["user_offset", "train_end", "validation_end", "event_item", "train_user", "item_count", "vector_row"]
         if "event_weight.npy" in manifest.files:
             names.append("event_weight")
-        return cls(ordered=manifest.ordered, **{name: mapped(manifest.path(f"{name}.npy")) for name in names})
+        return cls(ordered=manifest.ordered, **{name: memory_map(manifest.path(f"{name}.npy")) for name in names})
 
     @property
     def num_train_events(self) -> int:
@@ -90,16 +91,16 @@ class EventStore:
     ) -> JaggedArray:
         """Return the history of each training event: at most max_history items of the same user.
 
-        In a log with timestamps these are the items right before the event, oldest first.
+        In an ordered log these are the items right before the event, oldest first.
 
-        A log without timestamps stores the events of a user in random order. There the history consists of the items that
-        follow the event; after the user's last training event it continues with the first one. With include_target the item
-        of the event itself comes first.
+        An unordered log stores the events of a user in random order. There the history consists of the items after the event.
+        If it reaches the user's last training event, it continues at the user's first event. With include_target the history
+        starts with the item of the event itself.
 
         Args:
             event_B: index of each event in the log.
             user_B: row of each event's user.
-            include_target: used only for a log without timestamps.
+            include_target: used only for an unordered log.
         """
         start_B, end_B = self.user_offset[user_B], self.train_end[user_B]
         if self.ordered:
@@ -122,8 +123,8 @@ class EventStore:
         start_U, end_U = self._bounds(split)
         return JaggedArray.from_slices(self.event_item, start=start_U[user_B], end=end_U[user_B])
 
-    def first_event(self, user_B: Int64Array, split: EvaluationSplit) -> Int64Array:
-        """Return the index in the log at which each user's events in `split` start, even if the user has none."""
+    def first_event_index(self, user_B: Int64Array, split: EvaluationSplit) -> Int64Array:
+        """Return the index in the log of each user's first event in `split`, or where it would be if the user has none."""
         return self._bounds(split)[0][user_B]
 
     def items_before(self, user_B: Int64Array, split: EvaluationSplit, *, max_items: int | None = None) -> JaggedArray:

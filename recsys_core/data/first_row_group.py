@@ -51,7 +51,9 @@ def _first_non_empty(sources: Sequence[Source]) -> Source:
 
 
 def vector_length(files: VectorFiles) -> int | None:
-    """Return the width of the stored vectors, taken from the schema or the first rows; None if their lengths differ.
+    """Return the width of the vectors after the projection (pca_dim), from the config, the schema or the first rows.
+
+    Return None if the vectors of the first rows differ in length.
 
     Raises:
         InputError: pca_dim is larger than the width of the input vectors.
@@ -87,12 +89,12 @@ def check_time_unit(config: InteractionsConfig, sources: Sequence[Source]) -> No
             is_unit_from_config = values.type != pa.timestamp(unit)
             fix = f"set interactions.timestamp_unit to {other_unit}" if is_unit_from_config else "write the column again"
             raise InputError(
-                f"{_first_non_empty(sources).name}: column {column!r}: {ticks['max']} is {_day(max_time_s)} in {unit}, and "
-                f"{_day(ticks['max'] // ticks_per_s)} in {other_unit}; {fix}"
+                f"{_first_non_empty(sources).name}: column {column!r}: {ticks['max']} is {_date_text(max_time_s)} in {unit}, "
+                f"and {_date_text(ticks['max'] // ticks_per_s)} in {other_unit}; {fix}"
             )
 
 
-def _day(seconds: int) -> str:
+def _date_text(seconds: int) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d}" if seconds < _YEAR_6000_S else "after the year 6000"
 
 
@@ -120,8 +122,8 @@ def check_shared_ids(
             vector_ids = first_values(first_files.sources, first_files.config.id_column)
             raise InputError(
                 f"embeddings: none of the {num_vectors:,} {table} vectors belongs to one of the log's {table}s: column "
-                f"{column!r} of {log[0].name} has ids such as {_example(log_ids)}, but {first_files.sources[0].name} "
-                f"has ids such as {_example(vector_ids)}; write both with the same ids"
+                f"{column!r} of {log[0].name} has ids such as {_example_id(log_ids)}, but {first_files.sources[0].name} "
+                f"has ids such as {_example_id(vector_ids)}; write both with the same ids"
             )
 
 
@@ -161,6 +163,6 @@ def _scan(sources: Sequence[Source]) -> str:
     return scan_all([source.path for source in sources])
 
 
-def _example(ids: pa.Array | None) -> str:
+def _example_id(ids: pa.Array | None) -> str:
     non_null = None if ids is None else ids.drop_null()
     return "none" if non_null is None or not len(non_null) else shown(non_null[0].as_py())

@@ -85,7 +85,7 @@ class JaggedArray:
         return JaggedArray.from_slices(self.values_L, start=np.maximum(self.offset[:-1], end - num_values), end=end)
 
     def slice(self, start: int, end: int) -> "JaggedArray":
-        """Return the lists from `start` to before `end`; their values are a view."""
+        """Return the lists with the indices start, ..., end - 1; their values are a view."""
         values_L = self.values_L[self.offset[start] : self.offset[end]]
         return JaggedArray(self.offset[start : end + 1] - self.offset[start], values_L)
 

@@ -41,11 +41,11 @@ class TrainLoader:
         batch_size: queries per rank and step; the last batch of an epoch may be smaller.
         assembler: builds the batches.
         max_history: longest history, in items; 0: no histories.
-        include_target: for logs without timestamps: whether the history of an event may contain the event's own item.
+        include_target: whether the history of an event starts with the event's own item; used only for an unordered log.
         num_negatives: number of items drawn for each batch, in addition to the positives.
         negative_share_I: float64 [I], probability of each item to be drawn.
-        planned_ranks: number of ranks in the sharding plan, a multiple of world_size. A retry with fewer ranks and
-            proportionally larger batches has the same number of examples and batches in each epoch as the plan.
+        num_planned_ranks: number of ranks in the original sharding plan, a multiple of world_size. A retry on fewer ranks,
+            with proportionally larger batches, then has as many examples and batches per epoch as the first attempt.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TrainLoader:
         include_target: bool = False,
         num_negatives: int = 0,
         negative_share_I: NDArray[np.float64] | None = None,
-        planned_ranks: int | None = None,
+        num_planned_ranks: int | None = None,
     ) -> None:
         if num_negatives and negative_share_I is None:
             raise ValueError(f"num_negatives is {num_negatives}, but negative_share_I is missing")
@@ -74,7 +74,7 @@ class TrainLoader:
         # The index of a training example plus this number is the index of its event in the log.
         self._example_to_event_U = store.user_offset[:-1] - store.first_example_U
         self._mean_weight = store.mean_weight()
-        num_planned_ranks = planned_ranks or world_size
+        num_planned_ranks = num_planned_ranks or world_size
         self.num_epoch_samples = store.num_train_events // num_planned_ranks * num_planned_ranks // world_size
 
     def __len__(self) -> int:
@@ -149,10 +149,10 @@ def prefetch(items: Iterable[T], *, depth: int) -> Generator[T, None, None]:
     The generator raises an exception of the thread after the items that precede it. Closing the generator ends the thread.
     """
     results: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(maxsize=depth)
-    closed = threading.Event()
+    is_closed = threading.Event()
 
     def put(result: tuple[T] | BaseException | None) -> bool:
-        while not closed.is_set():
+        while not is_closed.is_set():
             try:
                 results.put(result, timeout=0.1)
                 return True
@@ -177,7 +177,7 @@ def prefetch(items: Iterable[T], *, depth: int) -> Generator[T, None, None]:
                 raise result
             yield result[0]
     finally:
-        closed.set()
+        is_closed.set()
         thread.join()  # a thread that runs numpy or torch code at interpreter shutdown crashes the process
 
 
@@ -186,11 +186,11 @@ def query_batch(
 ) -> Batch:
     """Build the users' queries at the start of `split`, without candidates.
 
-    A query consists of the history before `split` and the context of the user's first event in it.
+    A query consists of the user's history before `split` and the context of the user's first event in `split`.
     """
     return assembler.batch(
         user=user_B,
-        event=store.first_event(user_B, split),
+        event=store.first_event_index(user_B, split),
         history=store.items_before(user_B, split, max_items=max_history),
         candidate=np.zeros(0, np.int64),
     )

@@ -1,7 +1,7 @@
 """Row checks of the input stages: SQL conditions for unusable rows, and the decision to drop them or to raise an error.
 
-The interaction log and the feature tables check their rows in DuckDB, with `RowCheck`. The pretrained embeddings check
-theirs in NumPy (see embeddings/row_faults.py). All three report a `BadRow` through `reject_bad_rows`.
+Rows of the interaction log and of the feature tables are checked in DuckDB, with `RowCheck`. Rows of pretrained embeddings
+are checked in NumPy (see embeddings/row_faults.py). In all three cases `reject_bad_rows` raises the error for a `BadRow`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -124,15 +124,15 @@ def first_bad_row(
     """
     failures = ", ".join(f"coalesce({check.condition}, false)" for check in checks)
     query = f"SELECT {row_sql}, {failures} FROM {relation} WHERE NOT ({pass_condition(checks)}) ORDER BY 1 LIMIT 1"
-    for row, *is_failed in connection.sql(query).fetchall():
-        check = checks[is_failed.index(True)]
+    for row, *failure_flags in connection.sql(query).fetchall():
+        check = checks[failure_flags.index(True)]
         problem = check.problem(value_at(source, check.column, row))
         return BadRow(source.name, check.column, row, problem, check_name=check.name, fix=check.fix)
     return None
 
 
 def value_at(source: Source, column: str, row: int) -> Any:
-    """Return one value of a file, read with pyarrow: formatting an out-of-range time breaks the connection of DuckDB."""
+    """Return one value of a file. pyarrow reads it, because DuckDB's connection breaks on an out-of-range time."""
     if column in source.partition:
         return source.partition_value(column)
     with source.open() as file:

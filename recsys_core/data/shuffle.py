@@ -1,9 +1,10 @@
 """A shuffle that computes each index of the permutation on its own, without a permutation array in memory.
 
-It is a Feistel network on pairs (left, right) of a grid that is hardly larger than n. Each round adds a hash of one half to the
-other half, modulo the size of that other half. An index that leaves [0, n) goes through the network again until it is inside
-(cycle walking; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). On this grid about one index in sqrt(n)
-leaves. On a grid whose size is the next power of four, up to three in four would.
+It is a Feistel network. An index is split into a pair (left, right), the coordinates of a cell of a grid. Each round adds a
+hash of one coordinate to the other coordinate, modulo the length of the grid in that direction. If the resulting index is
+outside [0, n), it goes through the network again until it is inside (cycle walking; Black and Rogaway, "Ciphers with arbitrary
+finite domains", 2002). The grid has about sqrt(n) cells more than n, so about one index in sqrt(n) needs another pass. With
+the next power of four as the size of the grid, up to three in four indices would need one.
 """
 
 import math
@@ -44,11 +45,11 @@ def _round_keys(key: tuple[int, ...]) -> NDArray[np.uint64]:
 
 
 def _feistel(
-    value: NDArray[np.uint64], *, sizes: tuple[np.uint64, np.uint64], round_keys: NDArray[np.uint64]
+    index: NDArray[np.uint64], *, sizes: tuple[np.uint64, np.uint64], round_keys: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
-    left = value // sizes[1]
-    halves = [left, value - left * sizes[1]]
-    hashed, buffer = np.empty_like(value), np.empty_like(value)
+    left = index // sizes[1]
+    halves = [left, index - left * sizes[1]]
+    hashed, buffer = np.empty_like(index), np.empty_like(index)
     for round_index, key in enumerate(round_keys):
         target_half, source_half, size = halves[round_index % 2], halves[1 - round_index % 2], sizes[round_index % 2]
         # Hash `source_half`; the upper 32 bits are well mixed.

@@ -64,6 +64,7 @@ def _topics_of_events(
 ) -> NDArray[np.int64]:
     """Draw a topic for each event from the topics of its user. The topics of a user change over the days."""
     topics_UT = np.argsort(rng.random((num_users, NUM_TOPICS)), axis=1)
+    # At any time, the topics of a user are TOPICS_PER_USER adjacent entries of topics_UT. A shift moves on by one entry.
     num_shifts_E = ((NUM_TOPIC_SHIFTS + 0.999) * day_E / num_days).astype(np.int64)
     topic_E: NDArray[np.int64] = topics_UT[user_E, num_shifts_E + rng.integers(0, TOPICS_PER_USER, len(user_E))]
     return topic_E
@@ -79,11 +80,11 @@ def _items_of_events(
 ) -> NDArray[np.int64]:
     """Draw an item for each event: an item of the event's topic that is available on that day."""
     item_E = np.empty(len(topic_E), np.int64)
-    for has_new_items in (False, True):
-        events_of_phase = np.flatnonzero((day_E >= first_day_I.max()) == has_new_items)
-        is_available_I = (first_day_I == 0) | has_new_items
+    for cold_items_exist in (False, True):  # before and after the first day of the cold items
+        events_of_period = np.flatnonzero((day_E >= first_day_I.max()) == cold_items_exist)
+        is_available_I = (first_day_I == 0) | cold_items_exist
         for topic in range(NUM_TOPICS):
-            event_index = events_of_phase[topic_E[events_of_phase] == topic]
+            event_index = events_of_period[topic_E[events_of_period] == topic]
             weight_I = topic_IT[:, topic] * popularity_I * is_available_I
             item_E[event_index] = rng.choice(len(weight_I), len(event_index), p=weight_I / weight_I.sum())
     return item_E

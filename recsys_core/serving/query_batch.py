@@ -61,7 +61,7 @@ class QueryBatchBuilder:
             if name == "user":
                 values, weight_L = JaggedArray.from_single_values(user_row_B[is_known_B]), None
             else:
-                values, weight_L = self.features.features[name].at(user_row_B[is_known_B])
+                values, weight_L = self.features.features[name].lists_of(user_row_B[is_known_B])
             length_B = np.zeros(len(user_row_B), np.int64)
             length_B[is_known_B] = values.lengths
             features[name] = _to_tensors(JaggedArray.from_lengths(length_B, values.values_L), weight_L)

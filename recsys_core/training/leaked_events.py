@@ -11,7 +11,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from recsys_core.data.events import EVENTS_PER_CHUNK, EventStore, mapped
+from recsys_core.data.events import EVENTS_PER_CHUNK, EventStore, memory_map
 from recsys_core.data.jagged import Int64Array, JaggedArray
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.training.champion import require_unchanged, rows_by_id
@@ -38,7 +38,7 @@ def count_leaked_events(interactions: InteractionsManifest, *, champion: Interac
     for name in (*EVENT_FILES, TIME_FILE) if has_times else EVENT_FILES:
         require_unchanged(champion, name)
     store, old_store = (EventStore.open(stage) for stage in stages)
-    time, old_time = (mapped(stage.path(TIME_FILE)) if has_times else None for stage in stages)
+    time, old_time = (memory_map(stage.path(TIME_FILE)) if has_times else None for stage in stages)
     if time is not None and old_time is not None and _newest_training(old_store, old_time) < _oldest_held_out(store, time):
         return 0
     user_row, item_row = (rows_by_id(side, ids_of=champion, rows_of=interactions) for side in ("user", "item"))

@@ -78,7 +78,7 @@ def make_loader(job: TrainJob, *, store: EventStore, assembler: Assembler, proce
         include_target=history.include_target,
         num_negatives=loss.num_negatives,
         negative_share_I=negative_share(store.item_count, loss.negative_sampling_alpha) if loss.num_negatives else None,
-        planned_ranks=job.planned_ranks,
+        num_planned_ranks=job.planned_ranks,
     )
 
 

@@ -16,7 +16,7 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.optimizers import SGD, Adagrad, Adam, PartialRowWiseAdam
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from recsys_core.data.events import EventStore, mapped
+from recsys_core.data.events import EventStore, memory_map
 from recsys_core.manifests import Dataset, InteractionsManifest
 from recsys_core.models.embedding_tables import parameter_name, table_shards
 from recsys_core.models.initialisation import (
@@ -206,7 +206,7 @@ def popularity_ranks(spec: ModelSpec, *, store: EventStore, interactions: Intera
         if table.settings.transfer != "gradual":
             continue
         if name == "item":
-            ranks[name] = mapped(interactions.path("item_rank.npy"))
+            ranks[name] = memory_map(interactions.path("item_rank.npy"))
         else:
             num_events_U = store.train_end - store.user_offset[:-1]
             rank_U = np.empty(len(num_events_U), np.int64)
@@ -226,10 +226,10 @@ def pretrained_rows(spec: ModelSpec, *, dataset: Dataset) -> dict[str, Pretraine
         source = "item" if name == TEACHER_TABLE else name
         if source not in id_files:
             assert dataset.features is not None
-            vector_row = mapped(dataset.features.path(f"{source}.vector_row.npy"))
+            vector_row = memory_map(dataset.features.path(f"{source}.vector_row.npy"))
         elif id_files[source] in dataset.interactions.files:
-            vector_row = mapped(dataset.interactions.path(id_files[source]))
+            vector_row = memory_map(dataset.interactions.path(id_files[source]))
         else:
             vector_row = no_vectors(table.num_rows)
-        pretrained[name] = PretrainedRows(mapped(dataset.embeddings.vectors(source)), vector_row)
+        pretrained[name] = PretrainedRows(memory_map(dataset.embeddings.vectors(source)), vector_row)
     return pretrained

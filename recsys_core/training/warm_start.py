@@ -10,7 +10,7 @@ from torch import no_grad
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.optim.keyed import KeyedOptimizer
 
-from recsys_core.data.events import mapped
+from recsys_core.data.events import memory_map
 from recsys_core.manifests import Dataset
 from recsys_core.models.embedding_tables import LocalShard, table_shards
 from recsys_core.models.initialisation import copy_pretrained
@@ -76,7 +76,7 @@ def load_champion_weights(model: DistributedModelParallel, *, warm: WarmStart) -
     parameters = dict(task.head.named_parameters())
     with no_grad():
         for name, path in warm.row_files.items():
-            champion_row, weights = mapped(path), mapped(warm.export / f"table_{name}.npy")
+            champion_row, weights = memory_map(path), memory_map(warm.export / f"table_{name}.npy")
             for shard in table_shards(state, table=name):
                 copy_pretrained(shard, vectors=weights, vector_row=champion_row, norm=None)
         for name, value in load_file(warm.prepared / DENSE_NAME).items():
@@ -94,7 +94,7 @@ def load_champion_accumulators(optimizer: KeyedOptimizer, *, spec: ModelSpec, de
     for name, path in warm.row_files.items():
         if not has_accumulators(spec, name, default=default):
             continue
-        champion_row, accumulators = mapped(path), mapped(warm.export / f"state_{name}.npy")
+        champion_row, accumulators = memory_map(path), memory_map(warm.export / f"state_{name}.npy")
         for shard in accumulator_shards(optimizer, spec=spec, table=name):
             is_rowwise = shard.values_RC.shape[1] == 1
             if is_rowwise:  # an accumulator per value becomes the row's mean

@@ -8,7 +8,7 @@ from typing import Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from recsys_core.data.events import mapped
+from recsys_core.data.events import memory_map
 from recsys_core.data.jagged import Int64Array, JaggedArray, ragged_ranges
 from recsys_core.manifests import FeatureFacts, FeaturesManifest
 
@@ -31,8 +31,8 @@ class Feature:
     offset: Int64Array | None
     weight: NDArray[np.float32] | None
 
-    def at(self, index: Int64Array) -> tuple[JaggedArray, NDArray[np.float32] | None]:
-        """Return the lists of the users, items or events `index`, and the weights of their entries, if there are any."""
+    def lists_of(self, index: Int64Array) -> tuple[JaggedArray, NDArray[np.float32] | None]:
+        """Return the list of each user, item or event in `index`, and the weights of all entries; None without weights."""
         if self.offset is None:
             lists = JaggedArray(np.arange(len(index) + 1), self.row[index].astype(np.int64))
             return lists, None if self.weight is None else self.weight[index]
@@ -59,9 +59,9 @@ class FeatureStore:
         features = {}
         for key, form in forms.items():
             features[key] = Feature(
-                row=mapped(folder / f"{key}.row.npy"),
-                offset=mapped(folder / f"{key}.offset.npy") if form in ("list", "weighted_list") else None,
-                weight=mapped(folder / f"{key}.weight.npy") if form in ("weighted_list", "number") else None,
+                row=memory_map(folder / f"{key}.row.npy"),
+                offset=memory_map(folder / f"{key}.offset.npy") if form in ("list", "weighted_list") else None,
+                weight=memory_map(folder / f"{key}.weight.npy") if form in ("weighted_list", "number") else None,
             )
         return cls(features)
 

@@ -107,7 +107,7 @@ def test_the_context_is_standardised_over_training_events(tmp_path: Path) -> Non
 
 def test_the_store_gives_each_number_as_the_weight_of_its_row(tmp_path: Path) -> None:
     store = FeatureStore.open(ingest(tmp_path, [1.0, 3.0, 1.0, 3.0, None, math.nan, 4.5]))
-    lists, weight = store.features["item.price"].at(np.array([6, 4, 0]))
+    lists, weight = store.features["item.price"].lists_of(np.array([6, 4, 0]))
     assert (lists.values_L.tolist(), lists.lengths.tolist()) == ([1, 0, 1], [1, 1, 1])
     assert weight is not None and weight.tolist() == [2.5, 0.0, -1.0]
     batch = Assembler(user_batch_key=None, features=store).items(np.array([1, 6]))

@@ -147,7 +147,7 @@ def test_a_query_has_the_event_features_of_the_first_event_of_the_split(
 
 
 def test_lists_keep_their_own_values(made: tuple[EventStore, FeatureStore]) -> None:
-    lists, weight = made[1].features["item.tags"].at(np.array([7, 0, 3]))
+    lists, weight = made[1].features["item.tags"].lists_of(np.array([7, 0, 3]))
     # t0 is the most frequent tag, t2 the rarest.
     assert (lists.values_L.tolist(), lists.lengths.tolist()) == ([1, 2, 3, 1, 2, 3], [3, 0, 3])
     assert weight is not None and weight.tolist() == WEIGHT["item.tags"][7] + WEIGHT["item.tags"][3]
@@ -176,7 +176,7 @@ def test_the_form_of_a_feature_follows_its_number_of_values_and_weights(tmp_path
     }  # fmt: skip
     store = FeatureStore.read(stage.folder, {"item.number": "number"})
     assert set(store.features) == {"item.number"}
-    lists, weight = store.features["item.number"].at(np.array([1, 0]))
+    lists, weight = store.features["item.number"].lists_of(np.array([1, 0]))
     assert lists.lengths.tolist() == [1, 1] and weight is not None and weight.tolist() == [1.0, -1.0]
 
 

@@ -13,11 +13,11 @@ def run_job(job_file: Path) -> None:
     from recsys_core.patches.rank import prepare_rank
     from recsys_core.sharding.plan_file import PlanFile
     from recsys_core.training.export import run_export
-    from recsys_core.training.job_spec import JOB, TrainJob
+    from recsys_core.training.job_spec import JOB_ADAPTER, TrainJob
     from recsys_core.training.loop import run_training
     from recsys_core.training.process_group import join_process_group
 
-    job = JOB.validate_json(job_file.read_bytes())
+    job = JOB_ADAPTER.validate_json(job_file.read_bytes())
     device = PlanFile.read(job.plan).device
     if device == "cpu":
         prepare_rank(local_rank=int(os.environ["LOCAL_RANK"]), num_local_ranks=int(os.environ["LOCAL_WORLD_SIZE"]))

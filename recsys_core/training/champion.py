@@ -31,10 +31,10 @@ from recsys_core.models.towers import CandidateTower, QueryTower
 from recsys_core.training.optimizers import has_accumulators
 
 ID_FILES = {"item": "items.parquet", OFFSET_TABLE: "items.parquet", "user": "users.parquet"}
-"""File of the interactions stage with the ids of a table's rows; every other table belongs to a feature."""
-_TEMPERATURE = "objective.log_temperature"
-_EMPTY_HISTORY = "query.pooling.start"
-"""Vector of an empty history; exports of early versions do not have it."""
+"""Table -> file of the interactions stage with the ids of its rows. All other tables belong to features."""
+_TEMPERATURE_NAME = "objective.log_temperature"
+_EMPTY_HISTORY_NAME = "query.pooling.start"
+"""Parameter with the vector of an empty history; exports of early versions do not have it."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ class Champion:
 def champion_rows(table: str, *, dataset: Dataset, champion: Champion) -> NDArray[np.int64]:
     """Return for each row of `table` its row in the champion's table, -1 for a new row: int64 [rows].
 
-    Rows are matched by id, also if the vocabulary continues the champion's: two runs may have continued the same vocabulary,
-    and the rows that they appended then belong to different ids.
+    Rows are matched by id even if this run's vocabulary continues the champion's. Two runs may have continued the same
+    vocabulary, and the rows that they appended belong to different ids.
 
     Raises StageError if a file of the champion has changed.
     """
     if table in ID_FILES:
-        return rows_by_id(table, ids_of=dataset.interactions, rows_of=champion.interactions)
+        return rows_by_id(table, from_stage=dataset.interactions, to_stage=champion.interactions)
     features, old_features = dataset.features, champion.features
     assert features is not None and old_features is not None  # both models have the table
     vocabulary = vocabulary_name(table)
@@ -91,16 +91,18 @@ def champion_rows(table: str, *, dataset: Dataset, champion: Champion) -> NDArra
     return np.where(rows < old_features.features[table].rows, rows, -1)
 
 
-def rows_by_id(table: str, *, ids_of: InteractionsManifest, rows_of: InteractionsManifest) -> NDArray[np.int64]:
-    """Return for each row of `table` in the stage `ids_of` the row with the same id in the stage `rows_of`, -1 for none.
+def rows_by_id(table: str, *, from_stage: InteractionsManifest, to_stage: InteractionsManifest) -> NDArray[np.int64]:
+    """Return, for each row of `table` in `from_stage`, the row with the same id in `to_stage`, -1 for none.
 
     Raises StageError if a file of either stage has changed.
     """
-    return rows_by_value(_column(ids_of, ID_FILES[table], "id"), _column(rows_of, ID_FILES[table], "id"))
+    return rows_by_value(_column(from_stage, ID_FILES[table], "id"), _column(to_stage, ID_FILES[table], "id"))
 
 
 def rows_by_value(values: pa.ChunkedArray, vocabulary: pa.ChunkedArray) -> NDArray[np.int64]:
-    """Return for each of `values` its index in `vocabulary`, -1 for none. Null is a value; 5 equals "5".
+    """Return the index of each of `values` in `vocabulary`, -1 for none. Null is a value.
+
+    Values of different types are compared as strings: 5 equals "5".
 
     >>> rows_by_value(pa.chunked_array([["b", "new", "a"]]), pa.chunked_array([["a", "b", "old"]])).tolist()
     [1, -1, 0]
@@ -120,7 +122,7 @@ def require_unchanged(stage: Manifest, name: str) -> Path:
     """Return the path of a file of `stage`; raise StageError if it differs from its checksum."""
     path: Path = stage.path(name)
     if record_file(path) != stage.files[name]:
-        raise StageError(f"{path}: changed since it was written; set training.warm_start to null for this run")
+        raise StageError(f"{path}: the file has changed since it was written; set training.warm_start to null for this run")
     return path
 
 
@@ -129,9 +131,9 @@ def _column(stage: Manifest, name: str, column: str) -> pa.ChunkedArray:
 
 
 def require_compatible(spec: ModelSpec, *, champion: Champion, dataset: Dataset, optimizer: TableOptimizer) -> None:
-    """Raise InputError for the first setting that gives the champion's rows or layers another meaning.
+    """Raise InputError for the first setting whose new value changes the meaning of the champion's rows or layers.
 
-    optimizer: training.table_optimizer of this run, which tables without an `optimizer` setting use.
+    optimizer: training.table_optimizer of this run, the optimizer of tables without an `optimizer` setting.
     """
     id_columns = dataset.interactions.id_columns
     if id_columns != champion.interactions.id_columns:
@@ -151,13 +153,15 @@ def require_compatible(spec: ModelSpec, *, champion: Champion, dataset: Dataset,
 
 
 def carried_tables(spec: ModelSpec, *, champion: Champion) -> list[str]:
-    """Return the tables whose rows are carried over: those that the champion trained and this run trains too."""
-    old = champion.spec.tables
-    return [name for name, table in spec.tables.items() if not table.frozen and name in old and not old[name].frozen]
+    """Return the tables whose rows are carried over: the tables that both the champion and this run train."""
+    old_tables = champion.spec.tables
+    return [
+        name for name, table in spec.tables.items() if not table.frozen and name in old_tables and not old_tables[name].frozen
+    ]
 
 
 def architecture(spec: ModelSpec) -> dict[str, object]:
-    """Return the settings that have to be equal, by name: with other values, equal shapes can have another meaning."""
+    """Return, by name, the settings that both models must share. If one differs, equal shapes can have different meanings."""
     config, history = spec.config, spec.config.history
     settings: dict[str, object] = {
         "model.embedding_dim": config.embedding_dim,
@@ -201,14 +205,14 @@ def champion_layers(spec: ModelSpec, *, champion: Champion, dense: Mapping[str, 
     carried_layers = {}
     for name, shape in _layer_shapes(spec).items():
         old_name = _name_in_champion(name, spec=spec, old=champion.spec)
-        if old_name is None or (name == _EMPTY_HISTORY and name not in dense):
+        if old_name is None or (name == _EMPTY_HISTORY_NAME and name not in dense):
             continue
         old_shape = tuple(dense[old_name].shape) if old_name in dense else None
         if old_shape != shape:
             raise _incompatible(f"the shape of layer {name}", shape, old_shape, champion)
         carried_layers[name] = dense[old_name]
-    if spec.config.learn_temperature and _TEMPERATURE in dense:
-        carried_layers[_TEMPERATURE] = dense[_TEMPERATURE]
+    if spec.config.learn_temperature and _TEMPERATURE_NAME in dense:
+        carried_layers[_TEMPERATURE_NAME] = dense[_TEMPERATURE_NAME]
     return carried_layers
 
 
@@ -232,13 +236,13 @@ def _name_in_champion(name: str, *, spec: ModelSpec, old: ModelSpec) -> str | No
 
 
 def _require_same_definition(name: str, *, features: FeaturesManifest | None, champion: Champion) -> None:
-    """Raise InputError if the rows of a feature without a vocabulary have another meaning than the champion's."""
-    old = champion.features
-    if features is None or old is None or name not in features.features:
+    """Raise InputError if a feature has no vocabulary to match its rows by, and its definition differs from the champion's."""
+    old_features = champion.features
+    if features is None or old_features is None or name not in features.features:
         return
-    if all(vocabulary_name(name) in stage.files for stage in (features, old)):
+    if all(vocabulary_name(name) in stage.files for stage in (features, old_features)):
         return
-    definition, old_definition = (stage.features[name].definition for stage in (features, old))
+    definition, old_definition = (stage.features[name].definition for stage in (features, old_features))
     if definition != old_definition:
         raise _incompatible(f"the definition of feature {name}", definition, old_definition, champion)
 

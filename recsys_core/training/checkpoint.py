@@ -1,8 +1,8 @@
 """Sharded checkpoints with torch.distributed.checkpoint: written in the background, verified by sha256, committed by rename.
 
-Readers accept only a folder whose manifest verifies: DCP itself has no checksums and unpickles its .metadata. A checkpoint
-holds the weights, the optimizer state and the step. It needs no random state and no position in the data, because both are
-functions of (seed, step, rank).
+torch.distributed.checkpoint (DCP) has no checksums, and it unpickles the file .metadata. A checkpoint is therefore read only
+after the checksums in its manifest are verified. It holds the weights, the optimizer state and the step. It needs no random
+state and no position in the data, because both are functions of (seed, step, rank).
 
 Shapes: R rows of a table, S column shards of the saved table.
 """
@@ -10,7 +10,7 @@ Shapes: R rows of a table, S column shards of the saved table.
 import logging
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -66,11 +66,11 @@ class Checkpointer:
     """Writes checkpoints to `<folder>/step-<step>`, one at a time, while training continues. Every method is collective.
 
     Args:
-        attempt: number of the launch; part of the temporary folder's name, so that no attempt adds to another's files.
+        attempt: number of the launch. The name of the temporary folder contains it, so two attempts never share a folder.
         keep_checkpoints: number of newest checkpoints that are kept, in addition to the best one.
         extra_files: files that are added to each checkpoint, text by file name.
-        heartbeat: file that shows the launcher that the ranks work. It is touched while a checkpoint is hashed, because
-            nothing else changes it after the last step.
+        heartbeat: file whose changes show the launcher that the ranks are working. It is touched while a checkpoint is hashed,
+            because nothing else changes it after the last step.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Checkpointer:
     ) -> None:
         self._folder, self._fingerprint, self._attempt, self._keep_checkpoints = folder, fingerprint, attempt, keep_checkpoints
         self._extra_files, self._heartbeat, self._process = extra_files, heartbeat, process
-        # A process group of its own: in the default group the background thread's messages would mix with the training's.
+        # A separate process group: in the default group the background thread's messages would mix with those of the training.
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)  # every rank is a member
         self._group = group
@@ -191,18 +191,18 @@ def restore(model: DistributedModelParallel, optimizer: CombinedOptimizer, *, ch
         if isinstance(optimizer_part, KeyedOptimizer) and not isinstance(optimizer_part, CombinedOptimizer):
             optimizer_part.init_state()  # DCP silently skips state that does not exist yet
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    current, _ = flatten_state_dict(state)
-    saved: Mapping[str, Any] = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    weight_keys = {key: _weight_key(key, current) for key, value in current.items() if _is_rowwise_accumulator(value)}
-    _require_same_entries(current, saved, resizable=weight_keys, checkpoint=checkpoint)
-    resized_keys = [key for key in weight_keys if current[key].size() != saved[key].size]
-    load({key: value for key, value in current.items() if key not in resized_keys}, checkpoint_id=checkpoint)
-    saved_accumulators = {key: torch.empty(saved[key].size) for key in resized_keys}
+    entries, _ = flatten_state_dict(state)
+    saved_metadata: Mapping[str, Any] = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    weight_keys = {key: _weight_key(key, entries) for key, value in entries.items() if _is_rowwise_accumulator(value)}
+    _require_same_entries(entries, saved_metadata, resizable_keys=weight_keys.keys(), checkpoint=checkpoint)
+    resized_keys = [key for key in weight_keys if entries[key].size() != saved_metadata[key].size]
+    load({key: value for key, value in entries.items() if key not in resized_keys}, checkpoint_id=checkpoint)
+    saved_accumulators = {key: torch.empty(saved_metadata[key].size) for key in resized_keys}
     load(dict(saved_accumulators), checkpoint_id=checkpoint)
     for key, saved_accumulator in saved_accumulators.items():
         weight_key = weight_keys[key]
-        accumulator_SR = saved_accumulator.view(-1, current[weight_key].size(0))
-        _fill_accumulators(current[key], accumulator_SR=accumulator_SR, saved_weight=saved[weight_key])
+        accumulator_SR = saved_accumulator.view(-1, entries[weight_key].size(0))
+        _fill_accumulators(entries[key], accumulator_SR=accumulator_SR, saved_weight=saved_metadata[weight_key])
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
 
@@ -211,12 +211,12 @@ def _is_rowwise_accumulator(value: object) -> bool:
     return isinstance(value, ShardedTensor) and len(value.size()) == 1
 
 
-def _weight_key(key: str, current: Mapping[str, Any]) -> str:
-    """Return the key of the weight of an accumulator.
+def _weight_key(key: str, entries: Mapping[str, Any]) -> str:
+    """Return the key of the weight that an accumulator belongs to.
 
-    The key optimizer.state.<weight>.<table>.momentum1 gives model.<weight>.
+    The accumulator optimizer.state.<weight>.<table>.momentum1 belongs to model.<weight>.
     """
-    return next(name for name in current if name.startswith("model.") and f".{name.removeprefix('model.')}." in key)
+    return next(name for name in entries if name.startswith("model.") and f".{name.removeprefix('model.')}." in key)
 
 
 def _fill_accumulators(target: ShardedTensor, *, accumulator_SR: Tensor, saved_weight: TensorStorageMetadata) -> None:
@@ -231,18 +231,22 @@ def _fill_accumulators(target: ShardedTensor, *, accumulator_SR: Tensor, saved_w
 
 
 def _require_same_entries(
-    current: Mapping[str, Any], saved: Mapping[str, Any], *, resizable: Mapping[str, str], checkpoint: Path
+    entries: Mapping[str, Any], saved_metadata: Mapping[str, Any], *, resizable_keys: Set[str], checkpoint: Path
 ) -> None:
-    """Collective. Raise StageError unless model and checkpoint have the same entries, with the same weight shapes."""
-    # Gathered from all ranks: a rank without a shard of a table has no optimizer state of it.
-    local_shapes = {key: list(value.size()) if hasattr(value, "size") else [] for key, value in current.items()}
+    """Collective. Raise StageError unless model and checkpoint have the same entries, and weights of the same shapes.
+
+    resizable_keys: entries whose shapes may differ.
+    """
+    # The shapes come from all ranks, because a rank without a shard of a table has no optimizer state for the table.
+    local_shapes = {key: list(value.size()) if hasattr(value, "size") else [] for key, value in entries.items()}
     shapes_by_rank: list[dict[str, list[int]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(shapes_by_rank, local_shapes)
     shapes = {key: shape for rank_shapes in shapes_by_rank for key, shape in rank_shapes.items()}
-    differences = [f"no {key} in the checkpoint" for key in sorted(set(shapes) - set(saved))]
-    differences += [f"no {key} in the model" for key in sorted(set(saved) - set(shapes))]
-    for key in sorted(set(shapes) & set(saved) - set(resizable)):
-        saved_shape = list(saved[key].size) if isinstance(saved[key], TensorStorageMetadata) else []
+    differences = [f"no {key} in the checkpoint" for key in sorted(set(shapes) - set(saved_metadata))]
+    differences += [f"no {key} in the model" for key in sorted(set(saved_metadata) - set(shapes))]
+    for key in sorted(set(shapes) & set(saved_metadata) - resizable_keys):
+        saved_entry = saved_metadata[key]
+        saved_shape = list(saved_entry.size) if isinstance(saved_entry, TensorStorageMetadata) else []
         if saved_shape != shapes[key] and not key.startswith("optimizer."):
             differences.append(f"{key} is {saved_shape} in the checkpoint, {shapes[key]} in the model")
     if not differences:

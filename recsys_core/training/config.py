@@ -8,7 +8,7 @@ from recsys_core.config import MAX_COUNT, OPERATIONAL, WEEK_S, Settings
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
 
 ValidationMetric = Literal["recall", "ndcg", "hit_rate"]
-MOST_EPOCHS = 10_000
+MAX_EPOCHS = 10_000
 DenseParallel = Literal["auto", "replicated", "sharded"]
 
 
@@ -21,10 +21,10 @@ class ValidationConfig(Settings):
         "all", description="Items that are ranked: all items, or only the items without a training event"
     )
     every_epochs: int = Field(
-        1, ge=1, le=MOST_EPOCHS, description="Epochs between two validations; the last epoch is validated too"
+        1, ge=1, le=MAX_EPOCHS, description="Epochs between two validations; the last epoch is always validated"
     )
     patience: int | None = Field(
-        3, ge=1, le=MOST_EPOCHS, description="Stop after this many validations without an improvement; empty: train all epochs"
+        3, ge=1, le=MAX_EPOCHS, description="Stop after this many validations without an improvement; empty: train all epochs"
     )
     max_users: int = Field(
         10_000, ge=1, le=MAX_COUNT, description="Validate on a fixed random sample of at most this many users"
@@ -49,7 +49,7 @@ class ProfileConfig(Settings):
 class TrainingConfig(Settings):
     """Loop, optimizers, checkpoints and restarts."""
 
-    epochs: int = Field(10, ge=1, le=MOST_EPOCHS, description="Maximum number of passes over the training events")
+    epochs: int = Field(10, ge=1, le=MAX_EPOCHS, description="Maximum number of passes over the training events")
     batch_size: int = Field(1024, ge=1, le=1_048_576, description="Examples per rank and step")
     table_optimizer: TableOptimizer = Field(
         default_factory=TableOptimizer, description="Optimizer of the embedding tables, fused into the backward pass"
@@ -65,9 +65,9 @@ class TrainingConfig(Settings):
     )
     validation: ValidationConfig | None = Field(
         default_factory=ValidationConfig,
-        description="Validation during training; empty: none, the last epoch's model is the result",
+        description="Validation during training; empty: no validation, and the model of the last epoch is the result",
     )
-    # OPERATIONAL, because the fingerprint of a training has the export of the champion that it starts from instead.
+    # OPERATIONAL, because the fingerprint of a training contains the champion that the training starts from.
     warm_start: Annotated[WarmStartConfig | None, OPERATIONAL] = Field(
         default_factory=WarmStartConfig, description="Start from the champion if there is one; empty: always train from scratch"
     )
@@ -92,8 +92,8 @@ class TrainingConfig(Settings):
         description="After two failures in a row, continue with fewer ranks, down to this many; empty: never use fewer ranks",
     )
     start_timeout_s: Annotated[float, OPERATIONAL] = Field(
-        180.0, gt=0, le=WEEK_S, description="Longest time until the first heartbeat of the ranks, in s"
+        180.0, gt=0, le=WEEK_S, description="Longest time from the start of all ranks to their first heartbeat, in s"
     )
     heartbeat_timeout_s: Annotated[float, OPERATIONAL] = Field(
-        600.0, gt=0, le=WEEK_S, description="Longest time without a heartbeat during training, in s"
+        600.0, gt=0, le=WEEK_S, description="Longest time between two heartbeats of the ranks, in s"
     )

@@ -20,9 +20,8 @@ logger = logging.getLogger(__name__)
 REPLICA_BYTES_PER_PARAMETER = 16
 """float32 weight, gradient and Adam's two moments."""
 MAX_REPLICA_BYTES = 2**30
-"""Largest replica that is not sharded if training.dense_parallel is `auto`. It has 67 million parameters: two
-layers of 5,800 x 5,800 are just above it. Sharding a smaller replica would save about 1 % of a GPU's memory and cost two
-all-gathers per layer and step.
+"""Largest replica that is not sharded if training.dense_parallel is `auto`: 67 million parameters, about two layers of
+5,800 x 5,800. Sharding a smaller replica would save about 1 % of a GPU's memory and cost two all-gathers per layer and step.
 """
 
 
@@ -100,7 +99,7 @@ def gather_tensors(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def copy_whole(parameter: Tensor, value: Tensor) -> None:
+def copy_into(parameter: Tensor, value: Tensor) -> None:
     """Copy `value` into `parameter`; only this rank's part if `parameter` is sharded. Every rank has the whole `value`."""
     if isinstance(parameter, DTensor):
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

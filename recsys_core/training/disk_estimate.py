@@ -31,7 +31,7 @@ def training_bytes(config: TrainingConfig, *, model: ModelSpec, work: Path, step
 
 
 def export_bytes(default: TableOptimizer, *, model: ModelSpec) -> int:
-    """Return the bytes of the export's arrays, plus the largest one, which is on disk twice while it is built."""
+    """Return the bytes of the export's arrays. The largest array counts twice: it is on disk twice while it is built."""
     dims = model.config.history_dim, model.config.output_dim
     array_bytes = [model.num_items * dim * FLOAT_BYTES for dim in dims]
     array_bytes += [_weight_bytes(table) for table in model.tables.values()]

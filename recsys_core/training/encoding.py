@@ -26,7 +26,7 @@ ENCODE_BATCH_ROWS = 8192
 
 @dataclass(frozen=True)
 class Encoder:
-    """A trained task and the data of its inputs. Encoding is collective: every rank has to encode equally many batches."""
+    """A trained task and the data of its inputs. Encoding is collective: every rank must encode the same number of batches."""
 
     task: RetrievalTask
     store: EventStore
@@ -38,11 +38,11 @@ class Encoder:
         """The spec of the task's model."""
         return self.task.head.spec
 
-    def items(self, rows: Int64Array) -> tuple[Tensor, Tensor]:
+    def encode_items(self, rows: Int64Array) -> tuple[Tensor, Tensor]:
         """Collective. Return (item representations for histories [B, D], candidate vectors [B, D]); their widths may differ."""
         return self.task.encode_items(self.assembler.items(rows).to(self.process.device))
 
-    def queries(self, users: Int64Array, *, split: EvaluationSplit) -> Tensor:
+    def encode_queries(self, users: Int64Array, *, split: EvaluationSplit) -> Tensor:
         """Collective. Return query vectors [B, D] of `users`, from their events before `split`."""
         length = self.spec.config.history.length
         batch = query_batch(self.store, users, split, assembler=self.assembler, max_history=length)
@@ -94,8 +94,8 @@ class RankWriter:
     def batches(self, num_rows: int) -> Iterator[tuple[NDArray[np.int64], bool]]:
         """Yield (row numbers, True) for each batch of this rank's range.
 
-        Encoding is collective, so every rank needs equally many batches. A batch without rows becomes ([0], False); the caller
-        encodes row 0 and discards the result.
+        Encoding is collective, so every rank needs the same number of batches. A batch without rows becomes ([0], False); the
+        caller encodes row 0 and discards the result.
         """
         if num_rows == 0:
             return

@@ -52,7 +52,7 @@ def export_vectors(
     folder: Path,
     launcher: Launcher = LocalLauncher(),  # noqa: B008  it is frozen
 ) -> ExportManifest:
-    """Launch as many ranks as in the training, which write the arrays of the model together. No rank gathers a whole table.
+    """Launch as many ranks as the training had. Together they write the arrays of the model; no rank gathers a whole table.
 
     Raises InputError, StageError or LaunchError as `launch` does.
     """
@@ -141,7 +141,7 @@ def _write_item_vectors(encoder: Encoder, *, job: ExportJob, writer: RankWriter)
     dim_by_path = {job.out / "history_items.npy": config.history_dim, job.out / "item_vectors.npy": config.output_dim}
     with ExitStack() as stack:
         parts = [stack.enter_context(writing_part(path, process=process)) for path in dim_by_path]
-        writer.write(parts, num_rows=job.spec.num_items, encode=encoder.items, name="item_vectors.npy")
+        writer.write(parts, num_rows=job.spec.num_items, encode=encoder.encode_items, name="item_vectors.npy")
     for path, dim in dim_by_path.items():
         writer.build(path, shape=(job.spec.num_items, dim))
 
@@ -153,7 +153,7 @@ def _write_query_vectors(encoder: Encoder, split: EvaluationSplit, *, job: Expor
     path = job.out / f"query_vectors_{split}.npy"
 
     def encode(rows: Int64Array) -> tuple[torch.Tensor]:
-        return (encoder.queries(users[rows], split=split),)
+        return (encoder.encode_queries(users[rows], split=split),)
 
     with writing_part(path, process=encoder.process) as part:
         writer.write([part], num_rows=len(users), encode=encode, name=path.name)

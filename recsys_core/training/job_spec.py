@@ -22,7 +22,7 @@ class WarmStart(Frozen):
     Attributes:
         run_id: run of the champion.
         export: stage folder with the champion's tables and Adagrad accumulators.
-        prepared: folder with two kinds of files. dense.safetensors has the champion's layers under the names of this run.
+        prepared: folder with two kinds of files. dense.safetensors has the champion's layers, named as in this run's model.
             rows_<table>.npy, for each table that is carried over, is an int64 array with one entry per row of this run's table:
             the champion's row for the same id, -1 for a new id.
     """
@@ -42,9 +42,9 @@ class TrainJob(Frozen):
 
     Attributes:
         attempt: number of the launch, from 1.
-        resume: verified checkpoint to resume from; None: start from the initial model or the champion.
-        planned_ranks: world size of the original plan, which defines batches and epochs; None unless this attempt has fewer
-            ranks.
+        resume: verified checkpoint to resume from; None: the training starts from the initial model or from the champion.
+        planned_ranks: world size of the original plan, if this attempt has fewer ranks; otherwise None. The original world size
+            still determines the batches and the length of an epoch.
         warm: the champion to start from, if this is a warm start.
         interactions, embeddings, features: stage folders of the ingested data.
     """
@@ -99,7 +99,7 @@ class ExportJob(Frozen):
 
 
 Job = Annotated[TrainJob | ExportJob, Field(discriminator="kind")]
-JOB: TypeAdapter[TrainJob | ExportJob] = TypeAdapter(Job)
+JOB_ADAPTER: TypeAdapter[TrainJob | ExportJob] = TypeAdapter(Job)
 
 
 class Progress(Frozen):
@@ -111,10 +111,10 @@ class Progress(Frozen):
     loss: float
     learning_rate: float = Field(description="learning rate of training.table_optimizer")
     samples_per_s: float = Field(description="training examples per second, all ranks")
-    ms_per_step: dict[str, float] = Field({}, description="step: duration; data: the part of it spent waiting for the loader")
+    ms_per_step: dict[str, float] = Field({}, description="step: duration of a step; data: its wait for the loader")
     embedding_bytes_per_s: float = Field(0.0, description="bytes of embedding rows looked up per second, all ranks")
-    memory_bytes: dict[str, int] = Field({}, description="rss and peak hbm of the rank with the most")
-    unfrozen: dict[str, float] = Field({}, description="share of the rows that the epoch trains, by gradually unfrozen table")
+    memory_bytes: dict[str, int] = Field({}, description="rss and peak hbm, each the maximum over the ranks")
+    unfrozen: dict[str, float] = Field({}, description="by gradually unfrozen table: share of its rows that this epoch trains")
     validation: dict[str, float] = Field({}, description="validation metrics, in the last line of an epoch")
 
 

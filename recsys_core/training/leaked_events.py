@@ -1,6 +1,6 @@
 """Leaked events: held-out events of this run that the champion was trained on.
 
-There are such events if the split moves back: the log ends earlier, more days are held out, or the kind of split has changed.
+Events leak if the split moves back: the log ends earlier, more days are held out, or the kind of split has changed.
 
 Shapes: U users, E training events of a chunk, H distinct held-out events.
 """
@@ -23,13 +23,14 @@ TIME_FILE = "event_time.npy"
 def count_leaked_events(interactions: InteractionsManifest, *, champion: InteractionsManifest) -> int:
     """Count the validation and test events of this run that were training events of the champion.
 
-    Two events are the same if user, item and, where both logs have times, time are equal. Not counted are:
-    - events that occur again among the training events of this run;
-    - the validation event of a user who had too few events to be split in the champion's run and has more now: with
+    Two events are the same if they have the same user and the same item, and the same time if both logs have times. Two kinds
+    of events are not counted:
+    - events that also occur among the training events of this run;
+    - the validation event of a user who had too few events for a split in the champion's run and has more now. With
       `leave_last_out`, every user who reaches `min_events` has one such event.
 
-    All training events are compared only if the champion's newest one is not older than the oldest held-out event. With a split
-    by time that moves forward it always is older.
+    If all training events of the champion are older than all held-out events, the events are not compared. This is always so
+    if a split by time moves forward.
 
     Raises StageError if a file of the champion has changed.
     """
@@ -39,9 +40,13 @@ def count_leaked_events(interactions: InteractionsManifest, *, champion: Interac
         require_unchanged(champion, name)
     store, old_store = (EventStore.open(stage) for stage in stages)
     time, old_time = (memory_map(stage.path(TIME_FILE)) if has_times else None for stage in stages)
-    if time is not None and old_time is not None and _newest_training(old_store, old_time) < _oldest_held_out(store, time):
+    if (
+        time is not None
+        and old_time is not None
+        and _newest_training_time(old_store, old_time) < _oldest_held_out_time(store, time)
+    ):
         return 0
-    user_row, item_row = (rows_by_id(side, ids_of=champion, rows_of=interactions) for side in ("user", "item"))
+    user_row, item_row = (rows_by_id(side, from_stage=champion, to_stage=interactions) for side in ("user", "item"))
     has_new_events_U = _has_new_events(store, old_store, user_row=user_row)
     held_out = HeldOutEvents.of(store, np.where(has_new_events_U, store.validation_end, store.train_end), time=time)
     trained_by_champion = held_out.matches(old_store, time=old_time, user_row=user_row, item_row=item_row)
@@ -52,21 +57,21 @@ def count_leaked_events(interactions: InteractionsManifest, *, champion: Interac
     return len(np.setdiff1d(trained_by_champion, trained_in_this_run))
 
 
-def _newest_training(store: EventStore, time: NDArray[np.int64]) -> int:
+def _newest_training_time(store: EventStore, time: NDArray[np.int64]) -> int:
     """Return the time of the newest training event. The events of each user are sorted by time."""
     return int(time[store.train_end[store.train_end > store.user_offset[:-1]] - 1].max())
 
 
-def _oldest_held_out(store: EventStore, time: NDArray[np.int64]) -> int:
+def _oldest_held_out_time(store: EventStore, time: NDArray[np.int64]) -> int:
     """Return the time of the oldest validation or test event. The events of each user are sorted by time within each split."""
     splits = ((store.train_end, store.validation_end), (store.validation_end, store.user_offset[1:]))
     return int(np.concatenate([time[first_U[first_U < end_U]] for first_U, end_U in splits]).min())
 
 
 def _has_new_events(store: EventStore, old_store: EventStore, *, user_row: Int64Array) -> NDArray[np.bool_]:
-    """Return for each user of `store` whether the champion was trained on all events that the user had, and there are more now.
+    """Return for each user of `store` whether the champion was trained on all events of the user, and the user has new events.
 
-    user_row: the row in `store` of each user of `old_store`, -1 for none.
+    user_row: for each user of `old_store` the row in `store`, -1 for none.
     """
     has_new_events_U = np.zeros(len(store.train_end), np.bool_)
     unsplit_old_users = np.flatnonzero((old_store.train_end == old_store.user_offset[1:]) & (user_row >= 0))
@@ -118,11 +123,11 @@ class HeldOutEvents:
         for first in range(0, store.num_train_events, EVENTS_PER_CHUNK):
             user_E = store.train_user[first : first + EVENTS_PER_CHUNK]
             index_E = np.arange(first, first + len(user_E)) + example_to_index_U[user_E]
-            row_E, item_E = user_row[user_E], item_row[store.event_item[index_E]]
-            pair_index_E, has_pair_E = _search(row_E * self.num_items + item_E, self.pairs)
-            time_index_E, has_time_E = _search(np.zeros_like(row_E) if time is None else time[index_E], self.times)
+            user_row_E, item_row_E = user_row[user_E], item_row[store.event_item[index_E]]
+            pair_index_E, has_pair_E = _search(user_row_E * self.num_items + item_row_E, self.pairs)
+            time_index_E, has_time_E = _search(np.zeros_like(user_row_E) if time is None else time[index_E], self.times)
             code_E = pair_index_E * len(self.times) + time_index_E
-            is_candidate_E = (row_E >= 0) & (item_E >= 0) & has_pair_E & has_time_E
+            is_candidate_E = (user_row_E >= 0) & (item_row_E >= 0) & has_pair_E & has_time_E
             matching_codes.append(np.intersect1d(code_E[is_candidate_E], self.code_H))
         return np.unique(np.concatenate(matching_codes))
 

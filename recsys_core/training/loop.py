@@ -1,4 +1,4 @@
-"""The training loop of one rank: resume or warm-start, train the epochs, validate, keep the best model, stop early."""
+"""The training loop of one rank: resume or warm start, epochs, validation, checkpoints, early stopping."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -51,8 +51,8 @@ def run_training(job: TrainJob, *, process: Process) -> None:
     loader = make_loader(job, store=store, assembler=assembler, process=process)
     if len(loader) == 0:
         raise InputError(
-            f"{dataset.interactions.train_events} training events are too few for {process.world_size} ranks, each of which "
-            "needs at least one; use fewer processes or more data"
+            f"{dataset.interactions.train_events} training events are too few for {process.world_size} ranks: each "
+            "rank needs at least one event; use fewer processes or more data"
         )
     model = initial_model(job, store=store, dataset=dataset, process=process)
     validator = None
@@ -83,13 +83,13 @@ def make_loader(job: TrainJob, *, store: EventStore, assembler: Assembler, proce
 
 
 class Trainer:
-    """The state of one training on one rank. Constructing it is collective: it loads the checkpoint or the champion.
+    """The state of one training on one rank. The constructor is collective, and loads the checkpoint or the champion.
 
     Attributes:
         step: number of completed steps.
         saved_step: `step` of the newest checkpoint.
         best: the best validation so far; None before the first validation.
-        unfrozen: share of the rows that the current epoch trains, by gradually unfrozen table.
+        unfrozen: by gradually unfrozen table, the share of its rows that the current epoch trains.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Trainer:
         self.unfrozen: dict[str, float] = {}
         self.optimizer = make_optimizer(model, spec=job.spec, config=self.config)
         self.learning_rates = LearningRates(self.optimizer, spec=job.spec, config=self.config, total_steps=self.total_steps)
-        # Also for cached tables: TorchRec's prefetching pipeline locks cache lines and does not survive detach().
+        # Cached tables use this pipeline too: TorchRec's prefetching pipeline locks cache lines, so it fails after detach().
         self.pipeline = TrainPipelineSparseDist(model, self.optimizer, process.device)
         self.dropout_generator = default_generator(process.device)
         self.step, self.best = load_state(job, model=model, optimizer=self.optimizer)
@@ -151,7 +151,7 @@ class Trainer:
     def _train_epoch(self, epoch: int, *, first_batch: int) -> None:
         """Train `epoch` (1-based), starting at `first_batch` (0-based); write log lines and checkpoints between the steps.
 
-        After the last step of the epoch `train` writes them, because they include the validation.
+        The log line and the checkpoint after the last step include the validation. `train` writes them.
         """
         self.model.train()
         self.unfrozen = self.head.set_epoch(epoch)
@@ -162,12 +162,13 @@ class Trainer:
             if batch + 1 == self.epoch_steps:
                 break
             is_save_due = self.step % self.config.checkpoint_every_steps == 0
-            # A step that is saved is logged too: a resumed run then averages its next line over the same steps.
+            # Each checkpoint follows a log line, so the next line of a resumed run averages the same steps as otherwise.
             if is_save_due or self.step % self.config.log_every_steps == 0:
                 self._log(epoch)
             if is_save_due:
                 self._save()
-        # An attached pipeline replaces the tables' forward methods, and validation calls them. No batch is in flight here.
+        # An attached pipeline replaces the forward methods of the tables; validation needs the original methods. No batch is in
+        # flight here.
         self.pipeline.detach()
 
     def _train_step(self, batches: Iterator[Batch], *, epoch: int, num_samples: int) -> None:
@@ -187,7 +188,7 @@ class Trainer:
         self.metrics_log.add(loss, num_samples=num_samples)
 
     def _validate(self, epoch: int) -> dict[str, float]:
-        """Return the metrics of `epoch`, and remember the best; empty if no validation is due after this epoch."""
+        """Validate, update `best` and return the metrics; return an empty dict if no validation is due after `epoch`."""
         if self.validator is None or not self.validator.has_users:
             return {}
         if epoch % self.validator.config.every_epochs != 0 and epoch != self.config.epochs:
@@ -198,7 +199,7 @@ class Trainer:
         return metrics
 
     def _has_stopped_improving(self) -> bool:
-        """Return whether none of the last `patience` validations has improved on the best one."""
+        """Return whether the last `patience` validations brought no improvement."""
         validation = self.config.validation
         if self.best is None or validation is None or validation.patience is None or self.step % self.epoch_steps:
             return False
@@ -239,7 +240,7 @@ class Trainer:
 def load_state(
     job: TrainJob, *, model: DistributedModelParallel, optimizer: CombinedOptimizer
 ) -> tuple[int, BestValidation | None]:
-    """Collective. Restore the checkpoint of `job`, or load the champion into the initial model.
+    """Collective. Restore the checkpoint of `job`, or load the champion into the initial model, if `job` has one of them.
 
     Returns:
         (number of completed steps, best validation so far).

@@ -26,7 +26,7 @@ class MetricsLog:
     """Writer of metrics.jsonl: averages the loss and the throughput over the ranks and the steps since the previous line.
 
     Args:
-        first_step: number of steps that are already completed. Lines of later steps are removed, because they are repeated.
+        first_step: number of completed steps. Lines of later steps are removed, because this attempt repeats these steps.
     """
 
     def __init__(self, path: Path, *, process: Process, total_steps: int, first_step: int) -> None:
@@ -67,7 +67,7 @@ class MetricsLog:
 
         Args:
             times: times of this rank since the previous line.
-            unfrozen: share of the rows that the epoch trains, by gradually unfrozen table.
+            unfrozen: by gradually unfrozen table, the share of its rows that the epoch trains.
             validation: validation metrics; empty except after an epoch.
         """
         milliseconds = times.milliseconds()
@@ -140,7 +140,7 @@ class MetricsTail:
 def raise_if_not_finite(
     loss: Tensor, *, step: int, epoch: int, model: DistributedModelParallel, spec: ModelSpec, rank: int
 ) -> None:
-    """Raise StageError if the loss of a step is not finite; the message names the tables and layers with such values."""
+    """Raise StageError if the loss of a step is not finite; the message names the tables and layers that are not finite."""
     if math.isfinite(loss.item()):
         return
     state = model.state_dict()
@@ -154,7 +154,7 @@ def raise_if_not_finite(
                     f"table {table}: {len(bad_rows)} rows of this rank are not finite, the first is row {first_row}"
                 )
                 break
-    # Only this rank's part of each layer: a gather would hang, since the other ranks may not be in this branch.
+    # Only this rank's part of each layer is checked. A gather would hang, because other ranks may not reach this line.
     layers = [
         name
         for name, value in model.named_parameters()

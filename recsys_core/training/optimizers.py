@@ -52,7 +52,7 @@ def make_optimizer(model: DistributedModelParallel, *, spec: ModelSpec, config: 
 
 
 def table_of(parameter: str, spec: ModelSpec) -> str | None:
-    """Return the table that a parameter or optimizer-state name belongs to; None for those of the towers."""
+    """Return the table that the name of a parameter or optimizer state belongs to; None if it belongs to a tower."""
     words = parameter.split(".")
     collection_index = next((index for index, word in enumerate(words) if word in ("embeddings", "embedding_bags")), None)
     if collection_index is None:
@@ -76,9 +76,9 @@ def _replicated_table_optimizer(name: str, parameter: Tensor, settings: TableOpt
 
 def _dense_optimizer(layers: dict[str, Tensor], settings: DenseOptimizer) -> KeyedOptimizer:
     def build(parameters: list[Tensor]) -> torch.optim.Optimizer:
-        # One group per kind of parameter. Sharded and plain tensors need separate groups, because no fused kernel accepts both;
-        # for sharded tensors torch has a fused kernel of Adam only. Weight decay applies to matrices only, because values near
-        # zero are no better for biases, scales of norms, the pooling's weights and the temperature.
+        # Sharded and plain tensors need separate groups, because no fused kernel accepts both; for sharded tensors, only
+        # torch's Adam has a fused kernel. Weight decay applies to matrices only: biases, scales of norms, the pooling's weights
+        # and the temperature do not improve when they shrink.
         groups = [
             {
                 "params": [
@@ -110,7 +110,7 @@ def _dense_optimizer(layers: dict[str, Tensor], settings: DenseOptimizer) -> Key
 
 
 class LearningRates:
-    """Sets the learning rates of a step: each table's by its schedule, the layers' by the dense optimizer's schedule."""
+    """Sets the learning rates of a step. Tables follow the schedule of their optimizer, layers that of the dense optimizer."""
 
     def __init__(self, optimizer: CombinedOptimizer, *, spec: ModelSpec, config: TrainingConfig, total_steps: int) -> None:
         self._total_steps = total_steps
@@ -157,8 +157,8 @@ class AccumulatorShard:
         """Return (row, column, values): the values to add to the accumulators of the whole table, and their position in it.
 
         Args:
-            is_rowwise: the table has one accumulator per row, the mean over its `dim` columns. Each shard has the mean over its
-                own columns, so its value is weighted by its share of the columns.
+            is_rowwise: the table has one accumulator per row, the mean over its `dim` columns. A shard has the mean over its
+                own columns, which is weighted by the shard's share of the columns.
         """
         if is_rowwise:
             return self.row, 0, self.values_RC[:, :1] * (self.num_columns / dim)
@@ -179,8 +179,8 @@ def accumulator_shards(optimizer: KeyedOptimizer, *, spec: ModelSpec, table: str
         if table_of(name, spec) != table:
             continue
         value = next(value for key, value in state[parameter].items() if key.rpartition(".")[2] in _ACCUMULATOR_KEYS)
-        # The positions are those of the weights. The state's own are wrong for column-wise sharding: TorchRec numbers the rows
-        # of row-wise state through all column shards.
+        # The positions come from the weights. The positions in the state are wrong for column-wise sharding, because TorchRec
+        # counts the rows of row-wise state through all column shards.
         for weight, tensor in zip(local_shards(parameter), _local_tensors(value), strict=True):
             values_RC = tensor[:, None] if tensor.dim() == 1 else tensor
             shards.append(AccumulatorShard(weight.row, weight.column, weight.weight_RD.shape[1], values_RC))

@@ -12,7 +12,7 @@ from torch import distributed as dist
 from recsys_core.launching.messages import STORE_VARIABLE
 
 COLLECTIVE_TIMEOUT_S = 3600.0
-"""Longer than training.heartbeat_timeout_s usually is: the launching process detects a hang first, and reports the stacks."""
+"""Longer than usual values of training.heartbeat_timeout_s, so that the launching process detects a hang first."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,6 @@ def join_process_group(*, device: str) -> Iterator[Process]:
     else:
         dist.init_process_group(backend, timeout=timeout)
     yield Process(rank=dist.get_rank(), world_size=dist.get_world_size(), device=local_device)
-    # Not in a `finally`: after an exception the other ranks would fail on the closed connection before this rank has reported
-    # its own error.
+    # Not in a `finally` block: after an exception the other ranks would fail on the closed connection before this rank has
+    # reported its own error.
     dist.destroy_process_group()

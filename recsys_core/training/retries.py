@@ -41,7 +41,7 @@ def launch_with_retries(
     After two failures in a row the next attempt uses fewer ranks, if job.training.min_processes allows it.
 
     Args:
-        sharding: settings to plan fewer ranks with; None: always use the same plan.
+        sharding: settings for a plan with fewer ranks; None: all attempts use the same plan.
         on_progress: called once with each line of metrics.jsonl.
 
     Raises:
@@ -71,10 +71,11 @@ def launch_with_retries(
                 raise
             logger.warning("training attempt %d of %d failed: %s", attempt, config.max_attempts, error)
         num_failures += 1
-        is_shrink_due = num_failures >= MAX_FAILURES_PER_WORLD_SIZE or (launcher.kind == "local" and _lacks_gpus(plan))
-        smaller_job = _with_fewer_ranks(job, plan=plan, sharding=sharding) if sharding is not None and is_shrink_due else None
-        if smaller_job is not None:
-            job, num_failures = smaller_job, 0
+        should_use_fewer_ranks = num_failures >= MAX_FAILURES_PER_WORLD_SIZE or (launcher.kind == "local" and _lacks_gpus(plan))
+        if sharding is not None and should_use_fewer_ranks:
+            smaller_job = _with_fewer_ranks(job, plan=plan, sharding=sharding)
+            if smaller_job is not None:
+                job, num_failures = smaller_job, 0
     raise AssertionError("unreachable: max_attempts is at least 1")
 
 

@@ -1,7 +1,7 @@
 """Arrays written by all ranks together: each rank appends to its own file, and one rank joins the files.
 
 On network storage, hosts that write one file through memory maps silently overwrite each other's pages. Here each rank appends
-records to its own part, and syncs and closes it before the barrier after which other ranks read it.
+records to a file of its own, its *part*. All ranks sync and close their parts before a barrier, and read parts only after it.
 
 Shapes: R rows and C columns of a rectangle of the array.
 """

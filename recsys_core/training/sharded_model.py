@@ -43,7 +43,7 @@ from recsys_core.training.process_group import Process
 
 logger = logging.getLogger(__name__)
 ADAGRAD_EPS = 1e-8
-_FUSED: dict[str, tuple[type[torch.optim.Optimizer], EmbOptimType, float]] = {
+_FUSED_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], EmbOptimType, float]] = {
     "rowwise_adagrad": (RowWiseAdagrad, EmbOptimType.EXACT_ROWWISE_ADAGRAD, ADAGRAD_EPS),
     "adagrad": (Adagrad, EmbOptimType.EXACT_ADAGRAD, ADAGRAD_EPS),
     "sgd": (SGD, EmbOptimType.EXACT_SGD, ADAGRAD_EPS),
@@ -101,7 +101,7 @@ def build_model(
 
     Args:
         item_count_I: training events per item.
-        popularity_rank: popularity rank of each row, by gradually unfrozen table; see RetrievalHead.
+        popularity_rank: by gradually unfrozen table, the popularity rank of each row; see RetrievalHead.
 
     Raises InputError if the plan was made for another model or world size.
     """
@@ -153,12 +153,12 @@ def _assign_fused_optimizers(tables: nn.Module, spec: ModelSpec, *, plan: PlanFi
             continue
         settings = table.settings.optimizer or default
         # A frozen table is never stepped. SGD is the only optimizer of every device that keeps no state.
-        optimizer_class, fbgemm_type, eps = _FUSED["sgd" if table.frozen else settings.kind]
+        optimizer_class, fbgemm_type, eps = _FUSED_OPTIMIZERS["sgd" if table.frozen else settings.kind]
         arguments: dict[str, Any] = {"optimizer": fbgemm_type, "learning_rate": settings.learning_rate, "eps": eps}
         if settings.gradient_clip_value is not None:
             arguments |= {"gradient_clipping": True, "max_gradient": settings.gradient_clip_value}
-        # The attributes that TorchRec's apply_optimizer_in_backward sets. That function is not called, because it first builds
-        # an optimizer with torch's arguments and rejects FBGEMM's.
+        # These are the attributes that TorchRec's apply_optimizer_in_backward sets. The function itself cannot be used: it also
+        # builds a torch optimizer, which does not accept FBGEMM's arguments.
         parameter = parameters[parameter_name(spec, name)]
         parameter._optimizer_classes = [optimizer_class]  # type: ignore[attr-defined]
         parameter._optimizer_kwargs = [arguments]  # type: ignore[attr-defined]
@@ -193,26 +193,26 @@ def fill_pretrained(model: DistributedModelParallel, *, spec: ModelSpec, pretrai
 
 
 def zero_unknown_users(model: DistributedModelParallel, *, is_known_U: NDArray[np.bool_]) -> None:
-    """Set the rows of users without training event and vector to zero. The history alone represents such users."""
+    """Set the rows of unknown users to zero: users with neither a training event nor a vector. Only their history counts."""
     with torch.no_grad():
         for shard in table_shards(model.state_dict(), table="user"):
             zero_rows(shard, is_zero_R=~is_known_U)
 
 
 def popularity_ranks(spec: ModelSpec, *, store: EventStore, interactions: InteractionsManifest) -> dict[str, NDArray[np.int64]]:
-    """Return the popularity rank of each row, by gradually unfrozen table: 0 for the most training events, ties by row."""
-    ranks = {}
+    """Return the popularity rank of each row of the gradually unfrozen tables: 0 for the most training events, ties by row."""
+    rank_by_table = {}
     for name, table in spec.tables.items():
         if table.settings.transfer != "gradual":
             continue
         if name == "item":
-            ranks[name] = memory_map(interactions.path("item_rank.npy"))
+            rank_by_table[name] = memory_map(interactions.path("item_rank.npy"))
         else:
             num_events_U = store.train_end - store.user_offset[:-1]
             rank_U = np.empty(len(num_events_U), np.int64)
             rank_U[np.argsort(-num_events_U, kind="stable")] = np.arange(len(num_events_U))
-            ranks[name] = rank_U
-    return ranks
+            rank_by_table[name] = rank_U
+    return rank_by_table
 
 
 def pretrained_rows(spec: ModelSpec, *, dataset: Dataset) -> dict[str, PretrainedRows]:

@@ -35,7 +35,7 @@ class StepTimes:
     embedding_bytes: int = 0
 
     def milliseconds(self) -> dict[str, float]:
-        """Return the mean per timed step of the whole step and of the wait for data."""
+        """Return the mean duration of a timed step, and the mean time that it waited for data."""
         num_steps = max(self.steps, 1)
         return {"step": 1000 * self.seconds / num_steps, "data": 1000 * self.data_seconds / num_steps}
 
@@ -62,7 +62,7 @@ class StepTimer:
 
     @contextmanager
     def step(self, *, is_sampled: bool) -> Iterator[None]:
-        """Time the block as one step. is_sampled: time it on a GPU too."""
+        """Time the block as one step. On a GPU the step is timed only if `is_sampled`."""
         self._is_timing = is_sampled or not self._is_gpu
         start = self._now()
         yield

@@ -1,4 +1,4 @@
-"""Stage `train`: choose the start, launch the ranks until the training has ended, commit the best checkpoint."""
+"""Stage `train`: a training from scratch or from the champion, in launched ranks; the best checkpoint is committed."""
 
 import errno
 import logging
@@ -31,8 +31,8 @@ from recsys_core.training.retries import launch_with_retries
 from recsys_core.training.warm_start import prepare_warm_start
 
 logger = logging.getLogger(__name__)
-NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
-"""Errors of a hard link across disks, or on a file system without hard links (SMB, exFAT, some mounts of object stores)."""
+HARD_LINK_ERRORS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
+"""Errors of a hard link between two disks, or on a file system without hard links (SMB, exFAT, some mounted object stores)."""
 
 
 def train(
@@ -53,20 +53,19 @@ def train(
     Args:
         plan: the sharding plan to train with.
         on_progress: called with each new line of metrics.jsonl.
-        sharding: settings of `plan`; needed to plan again with fewer processes (config.min_processes).
-        champion: model to start from, if `choose_start` accepts it.
+        sharding: settings of `plan`. A retry with fewer processes (config.min_processes) makes a new plan from them.
+        champion: the training starts from this model, unless `choose_start` rejects it.
 
     Raises:
-        InputError: settings and data do not fit, or the champion is not compatible with them.
+        InputError: the settings do not fit the data, or the champion is not compatible with the settings.
         StageError, LaunchError: the training failed; see `launch`.
     """
     require_shardable_layers(config.dense_parallel, spec=model)
     interactions, embeddings, features = dataset.interactions, dataset.embeddings, dataset.features
-    start, full_training_reason = choose_start(config.warm_start, champion=champion, interactions=interactions)
+    start_champion, full_training_reason = choose_start(config.warm_start, champion=champion, interactions=interactions)
     settings = config.result_settings()
-    fingerprint = fingerprint_of(
-        "train", settings, model, loss, interactions, embeddings, features, plan, start and start.export
-    )
+    champion_export = start_champion and start_champion.export
+    fingerprint = fingerprint_of("train", settings, model, loss, interactions, embeddings, features, plan, champion_export)
     work = folder.with_name(folder.name + ".work")
 
     def build(out: Path) -> dict[str, Any]:
@@ -74,12 +73,14 @@ def train(
             shutil.rmtree(work, ignore_errors=True)  # checkpoints and metrics of other settings
         if full_training_reason is not None:
             logger.info("full training: %s", full_training_reason)
-        warm = None
-        if start is not None:
+        warm_start = None
+        if start_champion is not None:
             warm_folder = work / "warm"
             shutil.rmtree(warm_folder, ignore_errors=True)
             optimizer = config.table_optimizer
-            warm = prepare_warm_start(start, spec=model, dataset=dataset, optimizer=optimizer, folder=warm_folder)
+            warm_start = prepare_warm_start(
+                start_champion, spec=model, dataset=dataset, optimizer=optimizer, folder=warm_folder
+            )
         job = TrainJob(
             work=work,
             fingerprint=fingerprint,
@@ -90,14 +91,14 @@ def train(
             embeddings=embeddings.folder if embeddings else None,
             features=features.folder if features else None,
             plan=plan.path(PLAN_NAME),
-            warm=warm,
+            warm=warm_start,
         )
         num_attempts, last_plan = launch_with_retries(job, launcher=launcher, sharding=sharding, on_progress=on_progress)
         result = _copy_result(job, plan=last_plan, out=out)
         return result.model_dump(exclude={"checkpoint"}) | {
             "attempts": num_attempts,
-            "warm_from": start and start.run_id,
-            "num_warm_starts": start.train.num_warm_starts + 1 if start else 0,
+            "warm_from": start_champion and start_champion.run_id,
+            "num_warm_starts": start_champion.train.num_warm_starts + 1 if start_champion else 0,
         }
 
     steps_per_epoch = interactions.train_events // (config.batch_size * plan.world_size)
@@ -110,17 +111,24 @@ def train(
 def choose_start(
     config: WarmStartConfig | None, *, champion: Champion | None, interactions: InteractionsManifest
 ) -> tuple[Champion | None, str | None]:
-    """Return (champion to start from, None), or (None, reason to train from scratch). Without a champion the reason is None.
+    """Decide whether a training starts from the champion.
 
-    The champion is not used if a training from scratch is due, or if it was trained on events that are now held out: validation
-    and test would then measure what it has memorised.
+    The champion is not used if a training from scratch is due. It is also not used if it was trained on events that are now
+    held out, because validation and test would then measure memorised events.
+
+    Returns:
+        (champion, None) if the training starts from it; (None, reason) if the champion must not be used; (None, None) without
+        a champion, or if `config` is None.
     """
     if config is None or champion is None:
         return None, None
-    num_runs = champion.train.num_warm_starts + 1
-    if num_runs >= config.full_retrain_every:
+    num_runs_since_full = champion.train.num_warm_starts + 1
+    if num_runs_since_full >= config.full_retrain_every:
         every = config.full_retrain_every
-        return None, f"this is run {num_runs} since the last full training (training.warm_start.full_retrain_every is {every})"
+        return None, (
+            f"this is run {num_runs_since_full} since the last full training "
+            f"(training.warm_start.full_retrain_every is {every})"
+        )
     num_leaked = count_leaked_events(interactions, champion=champion.interactions)
     if num_leaked:
         num_held_out = interactions.validation_events + interactions.test_events
@@ -154,6 +162,6 @@ def link_or_copy(source: str, target: str) -> None:
     try:
         Path(target).hardlink_to(source)
     except OSError as error:
-        if error.errno not in NO_LINKS:
+        if error.errno not in HARD_LINK_ERRORS:
             raise
         shutil.copyfile(source, target)

@@ -72,7 +72,7 @@ class Validator:
         item_ID = self._encode_items()
         totals = torch.zeros(1 + len(_METRICS), dtype=torch.float64)  # number of users, then the total of each metric
         for index_B, is_real in self._writer.batches(len(self._users)):
-            query_BD = self._encoder.queries(self._users[index_B], split="validation").cpu()
+            query_BD = self._encoder.encode_queries(self._users[index_B], split="validation").cpu()
             if not is_real:
                 continue
             positions = self._target_positions(index_B, query_BD=query_BD, item_ID=item_ID)
@@ -93,7 +93,7 @@ class Validator:
         path = self._work / "validation_items"
         with writing_part(path, process=process) as part:
             self._writer.write(
-                [part], num_rows=spec.num_items, encode=lambda rows: self._encoder.items(rows)[1:], name="validation"
+                [part], num_rows=spec.num_items, encode=lambda rows: self._encoder.encode_items(rows)[1:], name="validation"
             )
         item_ID = np.zeros((spec.num_items, spec.config.output_dim), np.float32)
         fill_array(path, item_ID, process=process, on_record=self._writer.beat)
@@ -118,7 +118,7 @@ class Validator:
 
 
 def users_to_validate(config: ValidationConfig, *, store: EventStore, cold_items: NDArray[np.int64] | None) -> Int64Array:
-    """Return the rows of the users to validate on: a fixed random sample, without users who have seen all their targets.
+    """Return the rows of the users to validate on: a fixed random sample. Users who have seen all their targets are left out.
 
     Raises InputError if config.candidates is cold and there is no validation event of a cold item.
     """

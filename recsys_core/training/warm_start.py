@@ -18,7 +18,7 @@ from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.task import RetrievalTask
 from recsys_core.training.champion import Champion, carried_tables, champion_layers, champion_rows, require_compatible
-from recsys_core.training.dense_parallel import copy_whole
+from recsys_core.training.dense_parallel import copy_into
 from recsys_core.training.job_spec import WarmStart
 from recsys_core.training.optimizers import accumulator_shards, has_accumulators
 from recsys_core.training.sharded_model import pretrained_rows
@@ -80,7 +80,7 @@ def load_champion_weights(model: DistributedModelParallel, *, warm: WarmStart) -
             for shard in table_shards(state, table=name):
                 copy_pretrained(shard, vectors=weights, vector_row=champion_row, norm=None)
         for name, value in load_file(warm.prepared / DENSE_NAME).items():
-            copy_whole(parameters[name], value)
+            copy_into(parameters[name], value)
 
 
 def load_champion_accumulators(optimizer: KeyedOptimizer, *, spec: ModelSpec, default: TableOptimizer, warm: WarmStart) -> None:

@@ -104,5 +104,5 @@ def test_a_changed_file_of_the_champion_is_an_error(tmp_path: Path) -> None:
     champion = ingest_run(tmp_path / "champion", log_of(), split=TIME)
     path = champion.path("train_end.npy")
     path.write_bytes(path.read_bytes() + b" ")
-    with pytest.raises(StageError, match=r"train_end\.npy: changed since it was written; set training.warm_start to"):
+    with pytest.raises(StageError, match=r"train_end\.npy: the file has changed since it was written; set training.warm_start"):
         count_leaked_events(champion, champion=champion)

@@ -200,7 +200,7 @@ def test_exported_vectors_are_those_of_the_unsharded_model(experiment, exported)
     assembler = Assembler(user_batch_key=UNPOOLED, features=FeatureStore.open(experiment.data.features))
     encoder = Encoder(task.eval(), store, assembler, Process(rank=0, world_size=1, device=cpu))
     with torch.no_grad():
-        history_item, item = encoder.items(np.arange(spec.num_items))
+        history_item, item = encoder.encode_items(np.arange(spec.num_items))
         close = {"rtol": 1e-4, "atol": 1e-5}
         np.testing.assert_allclose(np.load(exported.path("history_items.npy")), history_item, **close)
         np.testing.assert_allclose(np.load(exported.path("item_vectors.npy")), item, **close)
@@ -208,7 +208,7 @@ def test_exported_vectors_are_those_of_the_unsharded_model(experiment, exported)
             users = np.load(exported.path(f"query_users_{split}.npy"))
             np.testing.assert_array_equal(users, store.users_with_targets(split))
             query = np.load(exported.path(f"query_vectors_{split}.npy"))
-            np.testing.assert_allclose(query, encoder.queries(users, split=split), **close)
+            np.testing.assert_allclose(query, encoder.encode_queries(users, split=split), **close)
 
 
 def test_the_float_tower_as_served_gives_the_exported_query_vectors(experiment, exported):

@@ -78,7 +78,10 @@ def main(spec_path: str, token: str, node: str, head_variable: str) -> int:
 
 
 def _read_spec(path: Path, *, token: str, host: Host) -> LaunchSpec:
-    """Read launch.json. Raises HostRejected if the versions differ, and checks them first: the fields may differ too."""
+    """Read launch.json. Raises HostRejected if the versions differ.
+
+    The versions are compared before the other fields are read, because another version may have other fields.
+    """
     fix = "the workspace must be on storage that all hosts mount at the same path"
     if not wait_for(path, timeout_s=STORAGE_TIMEOUT_S):
         raise _FolderError(f"{host} does not see {path}, which the launching process wrote; {fix}")

@@ -35,7 +35,9 @@ class LocalLauncher(Settings):
 class MountConfig(Settings):
     """Storage that the scheduler mounts in each container."""
 
-    type: Literal["volume", "bind"] = Field("volume", description="A volume claim of the cluster, or a folder of the host")
+    type: Literal["volume", "bind"] = Field(
+        "volume", description="Kind of storage: a volume claim of the cluster (volume), or a folder of the host (bind)"
+    )
     src: FilePath = Field(description="Name of the volume claim, or path of the host's folder")
     dst: FilePath = Field(
         pattern="^/", description="Mount point; workspace and data must have the same paths in the containers as on this host"
@@ -81,7 +83,7 @@ class TorchxLauncher(Settings):
         "(docs/security.md); empty: the interface that leads to the first host, or lo for local_cwd",
     )
     rendezvous_port: int = Field(
-        0, ge=0, le=65535, description="Port on which the first host listens for the others; 0: any free port"
+        0, ge=0, le=65535, description="Port on which the first host listens for the other hosts; 0: any free port"
     )
     queue_timeout_s: float = Field(
         3600.0, gt=0, le=8 * WEEK_S, description="Seconds that the request may wait in the scheduler's queue"

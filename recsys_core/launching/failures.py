@@ -14,30 +14,32 @@ PEER_LOST = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|remote process exited|ncclRemoteError|ncclSystemError|DistNetworkError"
 )
 NIGHTJAR_RAISED, SIGNALLED, RAISED, LOST_PEER, TERMINATED = range(5)
-"""Kinds of rank failure, the most likely cause first: a lost peer and torchrun's SIGTERM follow from another failure."""
+"""Kinds of rank failure, the most likely cause first. A lost peer and torchrun's SIGTERM are consequences of other failures."""
 
 
-def error_from_failures(failures: Iterable[HostFailure], *, num_nodes: int, folder: LaunchFolder) -> InputError | StageError:
+def error_from_failures(
+    host_failures: Iterable[HostFailure], *, num_nodes: int, folder: LaunchFolder
+) -> InputError | StageError:
     """Return the error for the failure that came first. An InputError or StageError of a rank keeps its class and message."""
-    failures = sorted(failures, key=lambda failure: failure.node)
-    rejections = [failure for failure in failures if failure.reason]
-    rank_failures = [(failure, host) for host in failures for failure in host.rank_failures]
+    host_failures = sorted(host_failures, key=lambda failure: failure.node)
+    rejections = [failure for failure in host_failures if failure.reason]
+    rank_failures = [(failure, host_failure) for host_failure in host_failures for failure in host_failure.rank_failures]
     if rejections and all(_kind_of(failure) in (LOST_PEER, TERMINATED) for failure, _ in rank_failures):
         error_type = LaunchError if all(rejection.retryable for rejection in rejections) else InputError
         return error_type("\n".join(rejection.reason for rejection in rejections))
-    cause, host = min(rank_failures, key=lambda pair: (_kind_of(pair[0]), pair[0].timestamp, pair[0].rank))
+    cause, host_failure = min(rank_failures, key=lambda pair: (_kind_of(pair[0]), pair[0].timestamp, pair[0].rank))
     nightjar_error = NIGHTJAR_ERROR.search(cause.traceback)
     if nightjar_error:
         return (InputError if nightjar_error[1] == "InputError" else StageError)(nightjar_error[2].strip())
-    rank = f"rank {cause.rank} on host {host.host}" if num_nodes > 1 else f"rank {cause.rank}"
+    rank = f"rank {cause.rank} on host {host_failure.host}" if num_nodes > 1 else f"rank {cause.rank}"
     disk_full = DISK_FULL_MESSAGE.search(f"{cause.traceback}\n{cause.last_lines}")
     if disk_full or free_bytes(folder.path) < MIN_STAGE_BYTES:
-        quote = f" ({_line_around(disk_full)})" if disk_full else ""  # the full disk may be another one than the folder's
+        quote = f" ({_line_around(disk_full)})" if disk_full else ""  # the rank may have filled another disk
         return disk_full_error(folder.path, reason=f"the output of {rank} does not fit{quote}")
     exit_status = f"signal {cause.signal}" if cause.signal else f"exit code {cause.exit_code}"
     if cause.traceback:
         exit_status = "an exception"
-    lines = [f"{rank} was the first to fail, with {exit_status}{_memory_hint(cause, host)}:"]
+    lines = [f"{rank} was the first to fail, with {exit_status}{_memory_hint(cause, host_failure)}:"]
     if _kind_of(cause) == LOST_PEER:
         lines.append(
             "(it lost the connection to another rank, but no host reported a failed rank: an agent was killed, or a host is "
@@ -48,7 +50,7 @@ def error_from_failures(failures: Iterable[HostFailure], *, num_nodes: int, fold
 
 
 def _kind_of(failure: RankFailure) -> int:
-    if failure.traceback:  # it counts even if torchrun's SIGTERM ended the rank after the exception
+    if failure.traceback:  # first, because torchrun's SIGTERM may have ended the rank after its exception
         if NIGHTJAR_ERROR.search(failure.traceback):
             return NIGHTJAR_RAISED
         return LOST_PEER if PEER_LOST.search(failure.traceback) else RAISED
@@ -63,14 +65,15 @@ def _line_around(match: re.Match[str]) -> str:
     return match.string[start : None if end < 0 else end].strip()[:300]
 
 
-def _memory_hint(failure: RankFailure, host: HostFailure) -> str:
+def _memory_hint(failure: RankFailure, host_failure: HostFailure) -> str:
     """Describe the memory limit of a rank that was killed or raised an out-of-memory error; empty for other failures."""
-    limit = gib(host.memory_bytes or 0)
+    limit = gib(host_failure.memory_bytes or 0)
     advice = "lower training.batch_size, use fewer ranks per host or more hosts, or raise the limit"
     if failure.signal == "SIGKILL":
-        if host.oom_kills:
+        if host_failure.oom_kills:
             return (
-                f"; the kernel's out-of-memory killer ended {host.oom_kills} of its processes at a limit of {limit}: {advice}"
+                f"; the kernel's out-of-memory killer ended {host_failure.oom_kills} processes of the host at a "
+                f"limit of {limit}: {advice}"
             )
         return f" (possibly out of memory: the limit of this host is {limit}; its kernel log, dmesg, shows out-of-memory kills)"
     message = OUT_OF_MEMORY.search(failure.traceback)

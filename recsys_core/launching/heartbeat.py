@@ -9,9 +9,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class HeartbeatFile:
-    """A file that the ranks touch or extend while they work, and how long a launch waits for it to change.
+    """A file that the ranks touch or extend while they work, and the longest times between two changes of it.
 
-    start_timeout_s: from the moment when all ranks run until the first heartbeat. timeout_s: from one heartbeat to the next.
+    start_timeout_s: from the start of all ranks to the first heartbeat. timeout_s: from one heartbeat to the next.
     """
 
     path: Path
@@ -33,7 +33,7 @@ class HeartbeatFile:
 def heartbeat(beat: Callable[[], object], *, interval_s: float) -> Iterator[None]:
     """Call `beat` now and every `interval_s` seconds in a daemon thread until the block ends.
 
-    The calls come from a thread, because the block may wait for a slow disk for longer than the timeout of the heartbeat.
+    A thread makes the calls, because the block may wait for a slow disk for longer than the timeout of the heartbeat.
     """
     stop = threading.Event()
 

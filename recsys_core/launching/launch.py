@@ -39,7 +39,7 @@ def launch(
     launcher: Launcher = LocalLauncher(),  # noqa: B008  it is frozen
     module: str = "recsys_core.training",
 ) -> None:
-    """Run `python -m <module> <job_file>` as the ranks of `layout`; return when all of them exited with code 0.
+    """Run `python -m <module> <job_file>` as the ranks of `layout`; return when all of them have exited with code 0.
 
     Args:
         job_file: JSON of a TrainJob or ExportJob.
@@ -48,7 +48,7 @@ def launch(
             file under the same paths.
         heartbeat_file: the file that the ranks touch while they work.
         poll: called about five times a second.
-        launcher: starts the ranks on this host, or on many through TorchX.
+        launcher: starts the ranks on this host, or on many hosts through TorchX.
 
     Raises:
         InputError: the layout needs more GPUs or hosts than there are, a host was rejected, or a rank raised InputError.
@@ -115,7 +115,7 @@ def _start_hosts(spec: LaunchSpec, folder: LaunchFolder, *, launcher: Launcher) 
 
 
 class LocalHost(AbstractContextManager["LocalHost"]):
-    """A HostGroup with one host: this one. Its agent is a child process that runs the ranks under torchrun.
+    """A HostGroup that consists of this host. Its agent is a child process that runs the ranks under torchrun.
 
     The constructor starts the agent in a new POSIX session. If this process ends, the agent and its ranks end too.
     """
@@ -159,7 +159,7 @@ class LocalHost(AbstractContextManager["LocalHost"]):
 
 
 def _lease(spec: LaunchSpec, folder: LaunchFolder) -> AbstractContextManager[None]:
-    """Increment the counter in the file `lease` while the block runs. Remote hosts end their ranks when the counter stops."""
+    """Increment the counter in the file `lease` while the block runs. Remote hosts end their ranks when it stops changing."""
     if spec.lease_timeout_s is None:
         return nullcontext()
     counter = itertools.count()
@@ -170,7 +170,7 @@ def _lease(spec: LaunchSpec, folder: LaunchFolder) -> AbstractContextManager[Non
 
 @contextmanager
 def _exit_on_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit, so that `finally` blocks end the ranks first. A handler of the caller stays in place."""
+    """Turn SIGTERM into SystemExit, so that `finally` blocks end the ranks. If the caller has set a handler, change nothing."""
     is_main_thread = threading.current_thread() is threading.main_thread()
     if not is_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

@@ -1,4 +1,4 @@
-"""Messages between the launching process and the hosts: small files in one folder that all of them see.
+"""Messages between the launching process and the hosts: small files in a folder that all of them can read.
 
 launch.json       the LaunchSpec; written before any host starts
 lease             a counter that the launching process increments while it is alive
@@ -49,9 +49,9 @@ class ProcessLayout(Frozen):
 
 
 class LaunchSpec(ProcessLayout):
-    """Everything that a host needs to know about a launch.
+    """The settings of a launch, for its hosts.
 
-    token: distinguishes this launch from others. versions: package -> version of the launching process. module: the ranks run
+    token: identifies this launch. versions: package -> version in the launching process. module: the ranks run
     `python -m <module> <job>`. interface: network interface that connects the hosts; None: the one that leads to node 0.
     rendezvous_port: 0 for any free port. lease_timeout_s: None if the hosts are children of the launching process.
     """
@@ -67,7 +67,7 @@ class LaunchSpec(ProcessLayout):
 
 
 class HostReady(Frozen):
-    """A host that has started and passed its checks. port: where node 0 listens for the others; 0 on the other hosts."""
+    """A host that has started and passed its checks. port: the port on which node 0 listens; 0 on the other hosts."""
 
     node: int
     host: str
@@ -86,7 +86,7 @@ class RankStarted(Frozen):
 
 
 class RankFailure(Frozen):
-    """How a rank failed. signal: a name such as SIGKILL. traceback: empty if a signal ended the rank before it wrote one."""
+    """A failed rank. signal: a name such as SIGKILL. traceback: empty if a signal ended the rank before it wrote one."""
 
     rank: int
     exit_code: int
@@ -97,7 +97,7 @@ class RankFailure(Frozen):
 
 
 class HostFailure(Frozen):
-    """Why a host stopped: a failed check of its agent (`reason`), or the failures of its ranks.
+    """The cause of the end of a host: a failed check of its agent (`reason`), or the failures of its ranks.
 
     retryable: whether another attempt may succeed. oom_kills: number of processes of this host's container that the kernel's
     out-of-memory killer ended during the launch; None if the kernel does not count them. memory_bytes: the memory limit.
@@ -160,7 +160,7 @@ class LaunchFolder:
         return self.path / f"stack-{rank}.txt"
 
     def write(self, name: str, message: Frozen) -> None:
-        """Write a message atomically. Raises FileExistsError if there is one of this name, which stays unchanged."""
+        """Write a message atomically. If a message of this name exists, raise FileExistsError and leave it unchanged."""
         target, staging = self.path / name, self.path / f".{name}"
         # Mode "x" fails for a second writer. A hard link would too, but some file systems do not support hard links.
         with staging.open("x") as file:

@@ -23,24 +23,24 @@ GroupState = Literal["queued", "running", "ended"]
 
 
 class HostGroup(Protocol):
-    """The agents of one launch, as the launcher that started them sees them."""
+    """The agents of one launch, under the control of the launcher that started them."""
 
     def state(self) -> GroupState:
-        """Return queued while no host has been assigned."""
+        """Return the state of the agents: queued until the scheduler has assigned the hosts."""
 
     def exit_summary(self) -> str:
-        """Return how the agents ended: an exit code, or the state that a scheduler reports."""
+        """Return a description of the end of the agents: an exit code, or the state that a scheduler reports."""
 
     def log(self, node: int) -> str:
         """Return the last lines that the agent of a host printed; empty while they cannot be read."""
 
     def end(self) -> None:
-        """End all agents and their ranks; return when none runs."""
+        """End all agents and their ranks, and wait until none of them runs."""
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """How long a phase may last, and the setting that limits it."""
+    """The longest duration of a phase, and the setting that limits it."""
 
     limit_s: float
     setting: str
@@ -108,7 +108,7 @@ class Monitor:
         return [node for node in range(self._spec.num_nodes) if node not in ready_hosts]
 
     def _wait_for_failures(self) -> None:
-        """Wait until every host has reported its end. A failure ends all hosts, and the host that caused it may report last."""
+        """Wait until every host has reported its end. One failure ends all hosts, and the failed host may report last."""
         deadline = time.monotonic() + FAILURES_TIMEOUT_S
         while (
             len(self._folder.failures()) + len(self._folder.finished_nodes()) < self._spec.num_nodes
@@ -151,21 +151,21 @@ class Monitor:
         return format_stacks(self._folder, world_size=self._spec.world_size)
 
     def _rendezvous_error(self, group: HostGroup, deadline: Deadline) -> InputError | StageError:
-        group.end()  # before the logs are read: some schedulers have them only for hosts that have ended
+        group.end()  # first, because some schedulers provide logs only for hosts that have ended
         ready_hosts, missing_nodes = self._folder.ready_hosts(), self._missing_nodes
-        started = f"{len(ready_hosts)} of {self._spec.num_nodes} hosts started"
+        hosts_started = f"{len(ready_hosts)} of {self._spec.num_nodes} hosts started"
         host_names = ", ".join(f"node {node} (host {ready.host})" for node, ready in sorted(ready_hosts.items())) or "none"
         if missing_nodes:
             self._raise_if_rejected(group)
             return LaunchError(
-                f"{started} within {deadline.limit_s:g} s: {host_names}; missing: "
+                f"{hosts_started} within {deadline.limit_s:g} s: {host_names}; missing: "
                 f"{', '.join(f'node {node}' for node in missing_nodes)}; {group.exit_summary()}; raise {deadline.setting} if "
                 f"the hosts need more time to start{self._quote_logs(group, missing_nodes)}"
             )
         late_ranks = sorted(set(range(self._spec.world_size)) - self._folder.started_ranks().keys())
         return LaunchError(
-            f"{started} ({host_names}), but after {deadline.limit_s:g} s ranks {', '.join(map(str, late_ranks))} do not run: "
-            f"the hosts could not reach each other at {ready_hosts[0].address}:{ready_hosts[0].port} (open "
+            f"{hosts_started} ({host_names}), but after {deadline.limit_s:g} s ranks {', '.join(map(str, late_ranks))} do not "
+            f"run: the hosts could not reach each other at {ready_hosts[0].address}:{ready_hosts[0].port} (open "
             f"launcher.rendezvous_port between them), or they need more time to start (raise {deadline.setting})"
             f"{self._quote_logs(group, range(self._spec.num_nodes))}"
         )

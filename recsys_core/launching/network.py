@@ -17,7 +17,7 @@ LOOPBACK_ADDRESS = "127.0.0.1"
 class HostNetwork:
     """Interface and address by which the other hosts reach this one, and the rendezvous of all hosts.
 
-    rendezvous: address and port on which node 0 listens. listener: the socket on which it listens; None on the other hosts.
+    rendezvous: address and port on which node 0 listens. listener: the socket with which node 0 listens; None on other hosts.
     """
 
     interface: str
@@ -27,7 +27,7 @@ class HostNetwork:
 
     @property
     def port(self) -> int:
-        """Port on which this host listens; 0 if it does not."""
+        """Port on which this host listens; 0 without a listener."""
         return 0 if self.listener is None else int(self.listener.getsockname()[1])
 
 
@@ -37,7 +37,7 @@ LOOPBACK_NETWORK = HostNetwork(LOOPBACK, LOOPBACK_ADDRESS)
 def find_network(spec: LaunchSpec, *, host: Host, head_name: str) -> HostNetwork:
     """Return the interface and address by which the other hosts reach this one. head_name: host name of node 0.
 
-    Raises HostRejected if the configured interface does not exist, or if the address is that of the loopback interface.
+    Raises HostRejected if the configured interface does not exist, or if the address belongs to the loopback interface.
     """
     addresses = _addresses()
     interfaces = ", ".join(f"{name} {address}" for name, address in sorted(addresses.items()))

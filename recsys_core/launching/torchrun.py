@@ -1,8 +1,9 @@
 """The ranks of one host under torchrun: rendezvous, failure reports, and a thread that watches the launching process.
 
-torchrun's own rendezvous backends are not used. They listen on all interfaces, and c10d keeps its state as a pickle that anyone
-who reaches the port can replace. Here the ranks of a single host meet over a file in a private folder. Several hosts meet at a
-TCPStore that listens on one address of node 0, and their agents read only plain strings from it.
+torchrun's own rendezvous backends are not used. They listen on all interfaces, and the backend c10d stores its state as a
+pickle that anyone with access to the port can replace. Here the ranks of a single host connect through a file in a private
+folder. Several hosts connect to a TCPStore that listens on one address of node 0, and their agents read only plain strings
+from it.
 """
 
 import os
@@ -47,12 +48,12 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 CONNECT_TIMEOUT_S = 60.0
 POLL_S = 0.5
 MAX_POLLS_WITHOUT_LEASE = 4
-"""More polls in a row without a lease are not a delay of the file system: a resumed run has taken over the folder."""
+"""A slow file system may hide the lease for some polls. After this many polls, a resumed run has taken over the folder."""
 TERM_GRACE_S = 8.0
 
 
 def run_ranks(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, network: HostNetwork) -> tuple[RankFailure, ...]:
-    """Run the ranks of this host until all have ended; return the failures.
+    """Run the ranks of this host until all of them have ended; return the failures.
 
     Raises HostRejected if this host cannot connect to the others, or loses the connection.
     """
@@ -118,7 +119,7 @@ def _watch_launching_process(spec: LaunchSpec, folder: LaunchFolder, node: int) 
             request_stacks(folder, node=node)
         if spec.lease_timeout_s is None:
             continue
-        # The lease has no timestamp, because the clocks of the hosts differ: this host's own clock measures its age.
+        # The lease has no timestamp, because the clocks of the hosts differ. This host measures the age with its own clock.
         current_lease = folder.read_lease(spec.token)
         polls_without_lease = polls_without_lease + 1 if current_lease is None else 0
         if current_lease != lease:
@@ -158,7 +159,7 @@ def connect_store(network: HostNetwork, *, timeout_s: float) -> Store:
 
 
 class StaticRendezvous(RendezvousHandler):
-    """A rendezvous with a fixed number of hosts, each of which knows its node number.
+    """A rendezvous of a fixed number of hosts with fixed node numbers.
 
     endpoint: (address, port) of `store`, to which the ranks connect too; None if the ranks use a FileStore.
     """

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 ROLE = "nightjar"
 LOG_FOLDER = "scheduler"
 LOCAL_STATUS_INTERVAL_S, STATUS_INTERVAL_S = 0.5, 10.0
-"""Intervals of status requests. A long one is enough for remote schedulers: hosts that start report it in the launch folder."""
+"""Intervals of status requests. Remote schedulers need few requests, because hosts report their start in the launch folder."""
 NO_STATUS_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 60.0
 LOG_TIMEOUT_S = 10.0
@@ -37,7 +37,7 @@ def submit(spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLauncher) 
     """
     with contextlib.closing(get_runner()) as runner:
         with _restore_signal_handlers():
-            request = request_of(spec, folder, launcher=launcher, runner=runner)
+            request = build_request(spec, folder, launcher=launcher, runner=runner)
         try:
             handle = runner.schedule(request)
         except Exception as error:  # each scheduler's client has its own exceptions
@@ -53,8 +53,8 @@ def submit(spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLauncher) 
             group.end()
 
 
-def request_of(spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLauncher, runner: Runner) -> AppDryRunInfo[object]:
-    """Return the request to submit; str() of it is a batch script or the YAML of a job, in the scheduler's own format."""
+def build_request(spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLauncher, runner: Runner) -> AppDryRunInfo[object]:
+    """Return the request to submit. str(request) is the scheduler's own format: a batch script or the YAML of a job."""
     is_local = launcher.scheduler in LOCAL_SCHEDULERS
     args = dict(launcher.args)
     if is_local:
@@ -137,7 +137,7 @@ class TorchxGroup:
                 self._runner.cancel(self._handle)
             deadline = time.monotonic() + END_TIMEOUT_S
             while self.state() != "ended" and self._status is not None and time.monotonic() < deadline:
-                # At most a second to the next request, however long the interval is.
+                # The next request follows within a second, even if the interval is longer.
                 self._requested_at = min(self._requested_at, time.monotonic() - self._interval_s + 1.0)
                 time.sleep(0.1)
         except Exception as error:  # the scheduler cannot be reached; the hosts end when their lease expires
@@ -156,7 +156,7 @@ class TorchxGroup:
             logger.debug("%s: no status: %s", self._handle, error)
 
     def _fetch_log(self, node: int) -> str:
-        """Read the log in a thread with a deadline: some schedulers block."""
+        """Read the log in a thread with a deadline, because some schedulers block."""
         lines: list[str] = []
 
         def read() -> None:

@@ -1,8 +1,8 @@
 """Sharders with every sharding type on CPUs, and correct and fast CPU kernels for unpooled lookups.
 
-The unpooled fused kernel is slow on CPUs: a backward pass of 27,740 rows x 64 takes 51 ms, and 4 ms with the pooled kernel. So
-unpooled tables use the pooled kernel with one row per bag. The dense kernel of replicated tables ignores its
-pooling_mode and pools the rows, which gives wrong results for a collection with several tables; torch's embedding replaces it.
+The unpooled fused kernel is slow on CPUs: a backward pass of 27,740 rows x 64 takes 51 ms, and 4 ms with the pooled kernel.
+Unpooled tables therefore use the pooled kernel with one row per bag. The dense kernel of replicated tables ignores its
+pooling_mode and pools the rows, so its results are wrong for a collection with several tables. torch's `embedding` replaces it.
 
 Shapes: F features of a kernel, L lookups, D width of a row.
 """
@@ -24,7 +24,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ShardingType
 
 ONE_TABLE_PER_KERNEL = {"use_one_tbe_per_table": True}
-"""Fused parameter that `bags_of_one` requires: all features of a kernel then read shards of the same table."""
+"""Fused parameter that `fused_lookup` requires: all features of a kernel then read shards of the same table."""
 
 
 class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]  # TorchRec has no types
@@ -54,25 +54,34 @@ def patch_cpu_kernels(sharded: ShardedEmbeddingCollection) -> None:
     for module in nn.ModuleList(sharded._lookups).modules():
         if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen) and module.use_cpu:
             module.pooling_mode = PoolingMode.SUM
-            module.forward = partial(bags_of_one, module, module.forward)
+            module.forward = partial(fused_lookup, module, module.forward)
         if isinstance(module, BatchedDenseEmbedding) and module.emb_module.use_cpu:
-            module.emb_module.forward = partial(dense_rows, module.emb_module, tables=list(module._feature_table_map))
+            module.emb_module.forward = partial(dense_lookup, module.emb_module, tables=list(module._feature_table_map))
 
 
-def bags_of_one(kernel: SplitTableBatchedEmbeddingBagsCodegen, forward: Any, indices: Tensor, offsets: Tensor) -> Tensor:
-    """Return [L, D], feature after feature, like the unpooled kernel. All features have the same number of lookups."""
+def fused_lookup(kernel: SplitTableBatchedEmbeddingBagsCodegen, forward: Any, indices: Tensor, offsets: Tensor) -> Tensor:
+    """Look up unpooled rows with the pooled kernel, one row per bag: [L, D], all rows of the first feature first.
+
+    All features have the same number of lookups. forward: the kernel's own forward method.
+    """
     num_features = len(kernel.embedding_specs)
     num_lookups = len(indices) // num_features
     if not kernel.weights_host.numel():
-        # This rank has no row of a table with fewer rows than ranks. It has no lookups, but takes part in the backward pass.
+        # The table has fewer rows than there are ranks, and this rank has none of them. Without lookups, the rank still takes
+        # part in the backward pass.
         return torch.zeros(0, kernel.embedding_specs[0][1], requires_grad=True)
     pooled: Tensor = forward(indices, torch.arange(len(indices) + 1, dtype=offsets.dtype, device=offsets.device))
     dim = pooled.shape[1] // num_features  # explicit, because view cannot infer -1 without lookups
     return pooled.view(num_lookups, num_features, dim).transpose(0, 1).reshape(len(indices), dim)
 
 
-def dense_rows(kernel: DenseTableBatchedEmbeddingBagsCodegen, *, indices: Tensor, offsets: Tensor, tables: list[int]) -> Tensor:
-    """Return [L, D], feature after feature. tables: for each feature the index of its table in the kernel."""
+def dense_lookup(
+    kernel: DenseTableBatchedEmbeddingBagsCodegen, *, indices: Tensor, offsets: Tensor, tables: list[int]
+) -> Tensor:
+    """Look up unpooled rows with torch's `embedding`: [L, D], all rows of the first feature first.
+
+    tables: for each feature the index of its table in the kernel.
+    """
     num_bags = (len(offsets) - 1) // len(tables)
     rows_by_feature = []
     for feature, table in enumerate(tables):

@@ -13,7 +13,8 @@ def prepare_rank(*, local_rank: int, num_local_ranks: int) -> None:
 def pin_to_core_share(*, local_rank: int, num_local_ranks: int) -> None:
     """Pin this process to its share of the host's cores, if there is at least one core per rank.
 
-    A step is a chain of short waits for other ranks; after a move to another core a rank continues with cold caches.
+    In each step a rank waits for the other ranks many times. After a wait the kernel may move the rank to another core, where
+    the caches do not contain its data.
     """
     cores = sorted(os.sched_getaffinity(0))
     cores_per_rank = len(cores) // num_local_ranks
@@ -22,10 +23,10 @@ def pin_to_core_share(*, local_rank: int, num_local_ranks: int) -> None:
 
 
 def use_batch_scheduling() -> None:
-    """Set the scheduling policy SCHED_BATCH: a thread that wakes up does not preempt the running thread of its core.
+    """Set the scheduling policy SCHED_BATCH: a thread that wakes up does not preempt the thread that is running on its core.
 
-    gloo's sender threads wake up tens of times per step for microseconds, and each preemption of the trainer costs more than
-    their work. Threads that this process starts later inherit the policy.
+    gloo's sender threads wake up tens of times per step for some microseconds. If a sender thread preempted the trainer, the
+    preemption would cost more than the work of the thread. Threads that this process starts later inherit the policy.
     """
     if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return  # not Linux, or the user has set a policy for this process

@@ -17,7 +17,7 @@ from tests.recsys_core.launching.scripted_launches import TWO_HOSTS, agents_and_
 pytest.importorskip("torchx")
 from torchx.runner import get_runner
 
-from recsys_core.launching.torchx import request_of
+from recsys_core.launching.torchx import build_request
 
 ROOT = Path(__file__).resolve().parents[3]
 REQUESTS = Path(__file__).parent / "requests"
@@ -43,7 +43,7 @@ def hosts_import_this_tree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def request_for(launcher: TorchxLauncher) -> str:
     with get_runner() as runner:
-        return str(request_of(SPEC, LaunchFolder(FOLDER), launcher=launcher, runner=runner))
+        return str(build_request(SPEC, LaunchFolder(FOLDER), launcher=launcher, runner=runner))
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def test_bag_sharder_is_needed() -> None:
     assert not offered & {"row_wise", "table_row_wise", "grid_shard"}
 
 
-def test_dense_rows_is_needed() -> None:
+def test_dense_lookup_is_needed() -> None:
     kernel = DenseTableBatchedEmbeddingBagsCodegen([(10, 4)], pooling_mode=PoolingMode.NONE, use_cpu=True)
     looked_up = kernel(torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3]))
     assert len(looked_up) == 2  # pooled to 2 bags; correct would be 3 rows
@@ -38,7 +38,7 @@ def test_empty_shards_are_needed() -> None:
         fused(rows=0)(NO_INDEX, ONE_OFFSET)
 
 
-def test_the_patch_of_bags_of_one_is_for_the_installed_fbgemm() -> None:
+def test_fused_lookup_is_for_the_installed_fbgemm() -> None:
     # Measure whether the unpooled CPU kernel is still slow:
     # python -m benchmarks.train --parts patches
     assert fbgemm_gpu.__version__.startswith("1.9.")

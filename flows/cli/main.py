@@ -101,16 +101,35 @@ def validate(file: ConfigFile = DEFAULT_FILE, overrides: Overrides = None) -> No
     output.stdout.print(f"{file}: OK. Run it with: nightjar run {file}", markup=False, soft_wrap=True)
 
 
-@app.command(epilog="Example: nightjar doctor")
-def doctor(folder: Annotated[Path, typer.Option(help="folder of the workspace")] = Path()) -> None:
-    """Check the versions of the libraries and the hardware of this machine."""
+@app.command(epilog="Example: nightjar doctor nightly.yaml")
+def doctor(
+    file: Annotated[
+        Path | None, typer.Argument(help="config file: its servers, schedule, worker, disk and devices are checked too")
+    ] = None,
+    overrides: Overrides = None,
+    folder: Annotated[Path, typer.Option(help="folder whose disk is checked if no file is given")] = Path(),
+) -> None:
+    """Check the versions of the libraries and the hardware; with a config file, the whole installation."""
+    config = None
+    if file is not None:
+        from flows.config_file import load_config
+
+        config = load_config(file, overrides or ())
     from recsys_core.preflight import check_environment
 
-    preflight = check_environment(folder)
+    preflight = check_environment(folder if config is None else config.workspace)
     output.print_facts(dict(preflight.rows), console=output.stdout)
     for problem in preflight.problems:
         output.stdout.print(f"problem: {problem}", style="red", markup=False, soft_wrap=True)
-    if preflight.problems:
+    num_problems = len(preflight.problems)
+    if config is not None:
+        from flows.doctor.installation import examine
+
+        findings = examine(config, gpus=preflight.gpus)
+        output.print_findings(findings, console=output.stdout)
+        num_problems += sum(finding.status == "problem" for finding in findings.values())
+    if num_problems:
+        output.stdout.print(f"{num_problems} {'problem' if num_problems == 1 else 'problems'} found.", style="red")
         raise typer.Exit(1)
     output.stdout.print("No problems found.")
 

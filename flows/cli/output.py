@@ -15,6 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from flows.doctor.finding import Finding
     from recsys_core.evaluation.report import MetricTable
 
 FILE_WIDTH = 200
@@ -145,6 +146,15 @@ def print_facts(facts: Mapping[str, str], *, console: Console) -> None:
     width = max(len(name) for name in facts)
     for name, value in facts.items():
         console.print(f"[dim]{name.ljust(width)}[/]  {escape(value)}", soft_wrap=True)
+
+
+def print_findings(findings: "Mapping[str, Finding]", *, console: Console) -> None:
+    """Print subject, status and text of each finding."""
+    width, styles = max(len(name) for name in findings), {"ok": "green", "problem": "red", "not used": "dim"}
+    console.print()
+    for name, finding in findings.items():
+        status = f"[{styles[finding.status]}]{finding.status:<8}[/]"
+        console.print(f"[dim]{name.ljust(width)}[/]  {status}  {escape(finding.text)}", soft_wrap=True)
 
 
 def print_releases(releases: Sequence[Mapping[str, Any]], *, console: Console) -> None:

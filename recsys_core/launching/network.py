@@ -39,7 +39,7 @@ def find_network(spec: LaunchSpec, *, host: Host, head_name: str) -> HostNetwork
 
     Raises HostRejected if the configured interface does not exist, or if the address belongs to the loopback interface.
     """
-    addresses = _addresses()
+    addresses = interface_addresses()
     interfaces = ", ".join(f"{name} {address}" for name, address in sorted(addresses.items()))
     if spec.interface is not None:
         if spec.interface not in addresses:
@@ -66,7 +66,7 @@ def listen(spec: LaunchSpec, network: HostNetwork, *, host: Host) -> HostNetwork
         ) from None
 
 
-def _addresses() -> dict[str, str]:
+def interface_addresses() -> dict[str, str]:
     """Return the first IPv4 address of each network interface."""
     addresses = {}
     for name, entries in psutil.net_if_addrs().items():

@@ -1,0 +1,82 @@
+"""Checks of this machine for `nightjar doctor FILE`: disk, shared memory, devices and network interfaces."""
+
+import os
+import shutil
+from pathlib import Path
+
+from flows.config import PipelineConfig
+from flows.doctor.finding import Finding, not_used, ok, problem
+from recsys_core.disk import free_bytes
+from recsys_core.launching.config import LOCAL_SCHEDULERS, LOOPBACK, LocalLauncher
+from recsys_core.launching.network import interface_addresses
+from recsys_core.preflight import Gpu
+from recsys_core.units import MIB, gib
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 the mount point is a convention of Linux
+MIN_SHARED_MEMORY_BYTES = 128 * MIB
+"""Twice the default of container engines, in which NCCL fails to start its ranks."""
+DISK_RESERVE = 1.2
+"""Free space that a run needs, as a multiple of the size of the previous run."""
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def check_disk(workspace: Path) -> Finding:
+    """Compare the free space of the workspace's disk with the size of the previous run."""
+    free = free_bytes(workspace)
+    runs = sorted(path for path in (workspace / "runs").glob("*") if path.is_dir())
+    if not runs:
+        return ok(f"{gib(free)} free in {workspace}; no run yet")
+    size = sum(path.stat(follow_symlinks=False).st_size for path in runs[-1].rglob("*") if path.is_file())
+    text = f"{gib(free)} free in {workspace}; run {runs[-1].name} takes {gib(size)}"
+    if free < DISK_RESERVE * size:
+        return problem(f"{text}, and the next run needs as much; remove old runs, or set workspace to a larger disk")
+    return ok(text)
+
+
+def check_shared_memory(folder: Path) -> Finding:
+    """Check the size of the shared memory, which is small in containers."""
+    if not folder.is_dir():
+        return problem(f"{folder} does not exist; mount a tmpfs there")
+    usage = shutil.disk_usage(folder)
+    text = f"{folder}: {gib(usage.free)} free of {gib(usage.total)}"
+    if usage.free < MIN_SHARED_MEMORY_BYTES:
+        return problem(
+            f"{text}; the ranks need {gib(MIN_SHARED_MEMORY_BYTES, digits=3)}; remove stale files there, or start the "
+            "container with more (--shm-size, shm_size, or an emptyDir with medium Memory)"
+        )
+    return ok(text)
+
+
+def check_devices(config: PipelineConfig, *, gpus: tuple[Gpu, ...]) -> Finding:
+    """Compare the ranks of the config with the devices of this machine."""
+    cluster = config.sharding.cluster
+    if not isinstance(config.launcher, LocalLauncher):
+        return not_used(f"training runs on hosts of {config.launcher.scheduler}, not on this machine")
+    if cluster.device == "cpu" or (cluster.device == "auto" and not gpus):
+        return ok(f"CPU, {cluster.processes_per_node or 2} ranks")
+    num_ranks = cluster.processes_per_node or len(gpus)
+    names = ", ".join(sorted({gpu.name for gpu in gpus}))
+    if not gpus or num_ranks > len(gpus):
+        return problem(
+            f"sharding.cluster has device {cluster.device} and {num_ranks or 1} ranks, but torch can use {len(gpus)} GPUs"
+            f"{f' ({names})' if names else ''}; check nvidia-smi, or set sharding.cluster.device or processes_per_node"
+        )
+    return ok(f"{len(gpus)} GPUs ({names}), {num_ranks} ranks")
+
+
+def check_network(config: PipelineConfig) -> Finding:
+    """Check that the network interfaces of the collectives exist on this machine."""
+    launcher, addresses = config.launcher, interface_addresses()
+    interfaces = ", ".join(f"{name} {address}" for name, address in sorted(addresses.items()))
+    if isinstance(launcher, LocalLauncher):
+        return ok(f"{LOOPBACK} {addresses.get(LOOPBACK, '')}: all ranks are on this machine")
+    environment = os.environ | launcher.env if launcher.scheduler in LOCAL_SCHEDULERS else launcher.env
+    names = {f"launcher.env.{variable}": environment[variable] for variable in INTERFACE_VARIABLES if variable in environment}
+    if launcher.interface_name is not None:
+        names["launcher.interface"] = launcher.interface_name
+    missing = {setting: name for setting, name in names.items() if name not in addresses}
+    if missing:
+        setting, name = next(iter(missing.items()))
+        return problem(f"{setting} is {name}, but this machine has {interfaces}; set it to an interface that every host has")
+    used = ", ".join(sorted(set(names.values()))) or "the interface that leads to the first host"
+    return ok(f"{used}; this machine has {interfaces}")

@@ -1,0 +1,254 @@
+"""Checks of the Prefect and MLflow servers for `nightjar doctor FILE`, over plain HTTP without retries."""
+
+import os
+import time
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from importlib import metadata
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+from mlflow.utils.credentials import get_default_host_creds
+from mlflow.utils.rest_utils import http_request
+from sqlalchemy import create_engine, text
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import SQLAlchemyError
+
+from flows.config import PipelineConfig
+from flows.doctor.finding import Finding, not_used, ok, problem
+from recsys_core.errors import redacted
+from tasks.registry.mlflow_client import tracking_uri
+
+REQUEST_TIMEOUT_S = 4.0
+MAX_CLOCK_SKEW_S = 5.0
+"""Schedules, heartbeats and leases compare the clocks of machines."""
+MAX_LATENESS_S = 300.0
+"""Time after its planned start at which a run that has not started counts as late."""
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+class ServerProblem(Exception):
+    """A server does not answer as expected; the message ends with the fix."""
+
+
+def check_prefect() -> Finding:
+    """Check that the server of PREFECT_API_URL answers, accepts the credentials and has a compatible version."""
+    api = os.environ.get("PREFECT_API_URL")
+    if not api:
+        return not_used("embedded: every command starts its own server; set PREFECT_API_URL to use a running one")
+    try:
+        version = str(_prefect("GET", "/admin/version"))
+        is_open = not _prefect_credentials() or _answers_without_credentials(f"{api}/admin/version")
+    except ServerProblem as error:
+        return problem(str(error))
+    return _server_finding("prefect", version, address=api, is_open=is_open, password="PREFECT_SERVER_API_AUTH_STRING")  # noqa: S106 the name of a variable
+
+
+def check_mlflow(config: PipelineConfig) -> Finding:
+    """Check that the server or the database of MLFLOW_TRACKING_URI answers and has a compatible version."""
+    uri = tracking_uri(config.workspace)
+    if not uri.startswith(("http://", "https://")):
+        return _check_mlflow_database(uri)
+    try:
+        version = _mlflow(uri, "/version").text.strip()
+        _mlflow(uri, "/api/2.0/mlflow/registered-models/search?max_results=1")
+        is_open = _answers_without_credentials(f"{uri}/api/2.0/mlflow/registered-models/search?max_results=1")
+    except ServerProblem as error:
+        return problem(str(error))
+    return _server_finding("mlflow", version, address=uri, is_open=is_open, password="`mlflow server --app-name basic-auth`")  # noqa: S106 a command
+
+
+def check_clocks(config: PipelineConfig) -> Finding:
+    """Compare the clock of this machine with those of the servers, from the Date header of an answer."""
+    addresses = {"Prefect": os.environ.get("PREFECT_API_URL", ""), "MLflow": tracking_uri(config.workspace)}
+    skews: dict[str, float] = {}
+    for name, address in addresses.items():
+        if address.startswith(("http://", "https://")):
+            try:
+                before = time.time()
+                answer = requests.get(f"{address}/health", timeout=REQUEST_TIMEOUT_S / 2)
+                server_time = parsedate_to_datetime(answer.headers["Date"]).timestamp()
+            except (requests.RequestException, KeyError, ValueError):
+                continue  # the check of the server reports it
+            # The header has whole seconds, rounded down.
+            skews[name] = max(before - server_time - 1, server_time - time.time(), 0.0)
+    if not skews:
+        return not_used("no HTTP server answers")
+    differences = ", ".join(f"{skew:.0f} s to {name}" for name, skew in skews.items())
+    if max(skews.values()) > MAX_CLOCK_SKEW_S:
+        return problem(
+            f"{differences}; more than {MAX_CLOCK_SKEW_S:g} s move schedules and deadlines; synchronise both clocks (NTP)"
+        )
+    return ok(differences)
+
+
+def check_schedule(config: PipelineConfig) -> Finding:
+    """Check that the deployment of the pipeline exists, is not paused, and has a next run."""
+    if not os.environ.get("PREFECT_API_URL"):
+        return not_used("no Prefect server that keeps a schedule; `nightjar up` or `nightjar deploy` creates one")
+    try:
+        deployment = _deployment(config)
+        if deployment is None:
+            return problem(f"the server has no deployment of pipeline {config.name}; create it with `nightjar deploy`")
+        name = f"deployment {deployment['name']}"
+        if deployment["paused"]:
+            return problem(f"{name} is paused; resume it on the Deployments page of Prefect, or with `nightjar deploy`")
+        if not any(schedule["active"] for schedule in deployment["schedules"]):
+            return not_used(f"{name} has no active schedule: runs are started by hand only")
+        body = {
+            "deployments": {"id": {"any_": [deployment["id"]]}},
+            "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}},
+            "sort": "NEXT_SCHEDULED_START_TIME_ASC",
+            "limit": 1,
+        }
+        next_runs = _prefect("POST", "/flow_runs/filter", body)
+    except ServerProblem:
+        return not_used("unknown, because the Prefect server does not answer")
+    if not next_runs:
+        return problem(f"{name} has an active schedule but no planned run; check that the server runs its scheduler service")
+    start = datetime.fromisoformat(next_runs[0]["next_scheduled_start_time"] or next_runs[0]["expected_start_time"])
+    planned = f"{name}: next run at {start.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+    if (datetime.now(UTC) - start).total_seconds() > MAX_LATENESS_S:
+        return problem(f"{planned}, which is late; start a worker, or check the concurrency limit of the deployment")
+    return ok(planned)
+
+
+def check_worker(config: PipelineConfig) -> Finding:
+    """Check that a process picks up the runs of the deployment: a worker of its work pool, or `nightjar up`."""
+    if not os.environ.get("PREFECT_API_URL"):
+        return not_used("runs are started by `nightjar run` or `nightjar up`")
+    try:
+        deployment = _deployment(config)
+        if deployment is None:
+            return not_used("no deployment")
+        pool = deployment["work_pool_name"]
+        if pool is None:
+            if deployment["status"] == "READY":
+                return ok(f"deployment {deployment['name']} is served")
+            return problem(f"no process serves deployment {deployment['name']}; start it with `nightjar up`")
+        if _prefect("GET", f"/work_pools/{pool}")["is_paused"]:
+            return problem(f"work pool {pool} is paused; resume it: prefect work-pool resume {pool}")
+        workers = _prefect("POST", f"/work_pools/{pool}/workers/filter", {})
+    except ServerProblem as error:
+        return problem(str(error)) if "work_pools" in str(error) else not_used("unknown: the Prefect server does not answer")
+    online = [worker["name"] for worker in workers if worker["status"] == "ONLINE"]
+    if not online:
+        heartbeats = [worker["last_heartbeat_time"] for worker in workers]
+        last = f"the last heartbeat was at {max(heartbeats)}" if heartbeats else "it never had one"
+        return problem(f"work pool {pool} has no worker ({last}); start one: prefect worker start --pool {pool}")
+    return ok(f"work pool {pool}: {', '.join(sorted(online))}")
+
+
+def _deployment(config: PipelineConfig) -> dict[str, Any] | None:
+    """Return the deployment of the pipeline's nightly flow; None if the server has none."""
+    body = {"flows": {"name": {"any_": ["nightly-retrain"]}}, "deployments": {"name": {"any_": [config.name]}}}
+    deployments = _prefect("POST", "/deployments/filter", body)
+    return deployments[0] if deployments else None
+
+
+def _prefect(method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    """Return the JSON answer of Prefect's API; None if the answer is empty."""
+    api = os.environ["PREFECT_API_URL"]
+    headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get("PREFECT_API_KEY")) else {}
+    login = os.environ.get("PREFECT_API_AUTH_STRING")
+    try:
+        answer = requests.request(
+            method,
+            api + path,
+            json=body,
+            headers=headers,
+            auth=tuple(login.split(":", 1)) if login and ":" in login else None,  # type: ignore[arg-type]
+            timeout=REQUEST_TIMEOUT_S,
+        )
+    except requests.RequestException as error:
+        raise ServerProblem(_no_answer(api, error, variable="PREFECT_API_URL")) from None
+    fix = "set PREFECT_API_AUTH_STRING to user:password"
+    return _json(_require_success(answer, address=f"{api}{path}", fix=fix), address=api)
+
+
+def _mlflow(uri: str, path: str) -> requests.Response:
+    """Return the answer of MLflow's server, asked with the credentials that MLflow uses."""
+    try:
+        answer = http_request(get_default_host_creds(uri), path, "GET", max_retries=0, timeout=REQUEST_TIMEOUT_S)
+    except Exception as error:  # MLflow wraps the errors of requests
+        raise ServerProblem(_no_answer(uri, error, variable="MLFLOW_TRACKING_URI")) from None
+    fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+    return _require_success(answer, address=f"{uri}{path}", fix=fix)
+
+
+def _check_mlflow_database(uri: str) -> Finding:
+    database = make_url(uri)
+    if database.get_backend_name() == "sqlite" and not os.path.exists(database.database or ""):  # noqa: PTH110 a name or None
+        return not_used(f"embedded: the first run creates {database.database}")
+    try:
+        with create_engine(database).connect() as connection:
+            revision = connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one()
+    except (SQLAlchemyError, ModuleNotFoundError) as error:
+        root_cause = str(getattr(error, "orig", error)).splitlines()[0]
+        return problem(f"{uri}: {root_cause}; check MLFLOW_TRACKING_URI, and that the extra `servers` is installed")
+    return ok(f"{redacted(uri)}, schema {revision}")
+
+
+def _no_answer(address: str, error: Exception, *, variable: str) -> str:
+    reason = "no answer in time" if "timed out" in str(error).lower() else "connection refused or reset"
+    if "resolve" in str(error):
+        reason = "its host name is unknown"
+    return f"{address}: {reason}; start the server, or correct {variable}"
+
+
+def _require_success(answer: requests.Response, *, address: str, fix: str) -> requests.Response:
+    if answer.status_code in (401, 403):
+        raise ServerProblem(f"{address}: access denied (status {answer.status_code}); {fix}")
+    if not answer.ok:
+        raise ServerProblem(f"{address}: status {answer.status_code}; check that the address is that of the API, and its log")
+    return answer
+
+
+def _json(answer: requests.Response, *, address: str) -> Any:
+    try:
+        return answer.json() if answer.content else None
+    except ValueError:
+        raise ServerProblem(f"{address}: the answer is not that of Prefect's API; PREFECT_API_URL ends in /api") from None
+
+
+def _prefect_credentials() -> bool:
+    return bool(os.environ.get("PREFECT_API_AUTH_STRING") or os.environ.get("PREFECT_API_KEY"))
+
+
+def _answers_without_credentials(url: str) -> bool:
+    """Return whether any program that reaches the server may use it."""
+    session = requests.Session()
+    session.trust_env = False  # no credentials of ~/.netrc, and no proxy
+    try:
+        return session.get(url, timeout=REQUEST_TIMEOUT_S).ok
+    except requests.RequestException:
+        return False
+
+
+def _server_finding(package: str, version: str, *, address: str, is_open: bool, password: str) -> Finding:
+    """Compare the version of a server with that of the installed package; report a server that has no password."""
+    client = metadata.version(package)
+    server = f"{redacted(address)}, version {version}"
+    if _major(version) != _major(client):
+        return problem(f"{server}, but this machine has {package} {client}; install the same major version on both")
+    if _numbers(version) < _numbers(client)[:2]:
+        return problem(f"{server} is older than {package} {client} of this machine; update the server first")
+    host = urlsplit(address).hostname
+    if is_open and host not in LOOPBACK_HOSTS:
+        return problem(f"{server} has no password: whoever reaches it can run code on the workers; set {password}")
+    return ok(server + ("" if is_open else ", with password"))
+
+
+def _major(version: str) -> str:
+    return version.partition(".")[0]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version: 3.9.1rc2 -> (3, 9)."""
+    numbers: list[int] = []
+    for part in version.split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)

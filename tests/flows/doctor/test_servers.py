@@ -1,0 +1,157 @@
+"""Checks of the servers: real Prefect and MLflow where their answer matters, small HTTP servers for wrong answers."""
+
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from flows.cli.config_template import starter_config
+from flows.config import PipelineConfig
+from flows.doctor.finding import Finding
+from flows.doctor.servers import check_clocks, check_mlflow, check_prefect, check_schedule, check_worker
+from flows.prefect_server import embedded_server
+from tests.tasks.unhealthy_servers import answering, closed
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineConfig:
+    for name in list(os.environ):
+        if name.startswith(("PREFECT_", "MLFLOW_TRACKING_")):
+            monkeypatch.delenv(name)
+    return starter_config().with_absolute_paths(tmp_path)
+
+
+def test_without_servers_nothing_is_checked_and_nothing_is_created(config: PipelineConfig, tmp_path: Path) -> None:
+    findings = (check_prefect(), check_mlflow(config), check_schedule(config), check_worker(config), check_clocks(config))
+    assert {finding.status for finding in findings} == {"not used"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_that_is_down_is_a_problem_that_names_the_variable(
+    config: PipelineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = closed().replace("//", "//ada:s3cret@")
+    monkeypatch.setenv("PREFECT_API_URL", f"{address}/api")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    hidden = address.replace("s3cret", "***")
+    assert check_prefect() == (
+        "problem", f"{hidden}/api: connection refused or reset; start the server, or correct PREFECT_API_URL"
+    )  # fmt: skip
+    assert check_mlflow(config) == (
+        "problem", f"{hidden}: connection refused or reset; start the server, or correct MLFLOW_TRACKING_URI"
+    )  # fmt: skip
+    assert check_schedule(config).status == check_worker(config).status == "not used"
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "text"),
+    [
+        ((200, '"3.9.1"'), "ok", "version 3.9.1"),
+        ((200, '"3.10.0"'), "ok", "version 3.10.0"),
+        ((200, '"3.8.8"'), "problem", "version 3.8.8 is older than prefect 3.9.1 of this machine; update the server first"),
+        ((200, '"2.20.0"'), "problem", "version 2.20.0, but this machine has prefect 3.9.1; install the same major version"),
+        ((200, "<html>"), "problem", "the answer is not that of Prefect's API; PREFECT_API_URL ends in /api"),
+        ((404, ""), "problem", "status 404; check that the address is that of the API"),
+        ((401, ""), "problem", "access denied (status 401); set PREFECT_API_AUTH_STRING to user:password"),
+    ],
+)
+def test_version_and_access_of_the_prefect_server_are_checked(
+    config: PipelineConfig, monkeypatch: pytest.MonkeyPatch, answer: tuple[int, str], status: str, text: str
+) -> None:
+    with answering(answer) as address:
+        monkeypatch.setenv("PREFECT_API_URL", f"{address}/api")
+        finding = check_prefect()
+    assert finding.status == status and text in finding.text
+
+
+def test_a_server_without_password_is_a_problem_unless_it_is_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flows.doctor.servers.LOOPBACK_HOSTS", ())
+    with answering((200, '"3.9.1"')) as address:
+        monkeypatch.setenv("PREFECT_API_URL", f"{address}/api")
+        finding = check_prefect()
+    assert finding.status == "problem" and "has no password: whoever reaches it can run code on the workers" in finding.text
+
+
+def test_an_mlflow_server_that_needs_a_password_is_a_problem(config: PipelineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with answering((200, "3.17.2"), (401, "")) as address:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        finding = check_mlflow(config)
+    assert finding.status == "problem" and finding.text.endswith("set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")
+
+
+def test_the_database_of_mlflow_is_opened(config: PipelineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    database = tmp_path / "mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
+    with sqlite3.connect(database) as connection:
+        connection.execute("CREATE TABLE other (id)")
+    assert "no such table: alembic_version" in check_mlflow(config).text
+    with sqlite3.connect(database) as connection:
+        connection.execute("CREATE TABLE alembic_version AS SELECT 'a1b2' AS version_num")
+    assert check_mlflow(config) == Finding("ok", f"sqlite:///{database}, schema a1b2")
+
+
+@pytest.mark.parametrize(("ahead_s", "status"), [(0, "ok"), (3, "ok"), (60, "problem"), (-60, "problem")])
+def test_a_clock_that_differs_from_the_servers_is_a_problem(
+    config: PipelineConfig, monkeypatch: pytest.MonkeyPatch, ahead_s: int, status: str
+) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def date_time_string(self, timestamp: float | None = None) -> str:
+            return formatdate(time.time() + ahead_s, usegmt=True)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{server.server_address[1]}/api")
+        assert check_clocks(config).status == status
+        server.shutdown()
+
+
+@pytest.fixture
+def prefect(config: PipelineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A real Prefect server with a password, named by PREFECT_API_URL."""
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
+    with embedded_server() as server:
+        assert server is not None
+        server.begin(log_file=tmp_path / "prefect.log")
+        server.wait()
+        yield
+
+
+@pytest.mark.usefixtures("prefect")
+def test_schedule_and_worker_are_read_from_a_real_server(config: PipelineConfig) -> None:
+    from flows.doctor.servers import _prefect as call
+
+    assert check_prefect().text.endswith("version 3.9.1, with password")
+    finding = check_schedule(config)
+    assert finding.status == "problem" and "no deployment of pipeline nightly; create it with" in finding.text
+    assert check_worker(config).status == "not used"
+
+    call("POST", "/work_pools/", {"name": "hosts", "type": "process"})
+    flow = call("POST", "/flows/", {"name": "nightly-retrain"})
+    cron = {"schedule": {"cron": "15 2 * * *", "timezone": "Europe/Berlin"}, "active": True}
+    body = {"name": config.name, "flow_id": flow["id"], "schedules": [cron], "work_pool_name": "hosts"}
+    deployment = call("POST", "/deployments/", body)
+    finding = check_worker(config)
+    assert finding.status == "problem" and "work pool hosts has no worker (it never had one)" in finding.text
+    call("POST", "/work_pools/hosts/workers/heartbeat", {"name": "first", "heartbeat_interval_seconds": 30})
+    assert check_worker(config) == Finding("ok", "work pool hosts: first")
+
+    call("POST", f"/deployments/{deployment['id']}/schedule", {"min_runs": 1})
+    finding = check_schedule(config)
+    assert finding.status == "ok" and "next run at " in finding.text
+    call("POST", f"/deployments/{deployment['id']}/pause_deployment", {})
+    finding = check_schedule(config)
+    assert finding.status == "problem" and "is paused" in finding.text

@@ -1,4 +1,4 @@
-"""Checks of this machine for `nightjar doctor FILE`: disk, shared memory, devices and network interfaces."""
+"""Checks of this machine for `nightjar doctor FILE`: shared memory, devices and network interfaces."""
 
 import os
 import shutil
@@ -6,7 +6,6 @@ from pathlib import Path
 
 from flows.config import PipelineConfig
 from flows.doctor.finding import Finding, not_used, ok, problem
-from recsys_core.disk import free_bytes
 from recsys_core.launching.config import LOCAL_SCHEDULERS, LOOPBACK, LocalLauncher
 from recsys_core.launching.network import interface_addresses
 from recsys_core.preflight import Gpu
@@ -15,22 +14,7 @@ from recsys_core.units import MIB, gib
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 the mount point is a convention of Linux
 MIN_SHARED_MEMORY_BYTES = 128 * MIB
 """Twice the default of container engines, in which NCCL fails to start its ranks."""
-DISK_RESERVE = 1.2
-"""Free space that a run needs, as a multiple of the size of the previous run."""
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
-
-def check_disk(workspace: Path) -> Finding:
-    """Compare the free space of the workspace's disk with the size of the previous run."""
-    free = free_bytes(workspace)
-    runs = sorted(path for path in (workspace / "runs").glob("*") if path.is_dir())
-    if not runs:
-        return ok(f"{gib(free)} free in {workspace}; no run yet")
-    size = sum(path.stat(follow_symlinks=False).st_size for path in runs[-1].rglob("*") if path.is_file())
-    text = f"{gib(free)} free in {workspace}; run {runs[-1].name} takes {gib(size)}"
-    if free < DISK_RESERVE * size:
-        return problem(f"{text}, and the next run needs as much; remove old runs, or set workspace to a larger disk")
-    return ok(text)
 
 
 def check_shared_memory(folder: Path) -> Finding:

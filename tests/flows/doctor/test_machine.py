@@ -1,4 +1,4 @@
-"""Checks of disk, shared memory, devices and network interfaces."""
+"""Checks of shared memory, devices and network interfaces."""
 
 import threading
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from flows.cli.config_template import starter_config
 from flows.config import PipelineConfig
 from flows.doctor.finding import not_used, ok, run_checks
-from flows.doctor.machine import check_devices, check_disk, check_network, check_shared_memory
+from flows.doctor.machine import check_devices, check_network, check_shared_memory
 from recsys_core.preflight import Gpu
 
 
@@ -40,18 +40,6 @@ def test_checks_run_at_the_same_time_and_a_check_without_result_is_a_problem() -
     assert findings["second"] == ("problem", "OSError: s3://ada:***@bucket is gone")
     assert findings["third"].status == "problem" and findings["third"].text.startswith("no result within 0.5 s")
     never.set()
-
-
-def test_the_free_disk_is_compared_with_the_newest_run(small_disk: Path) -> None:
-    assert check_disk(small_disk).text.endswith("no run yet")
-    for name, size in (("20261120-000000-aaaa", 2**10), ("20261121-000000-bbbb", 600 * 2**10)):
-        stage = small_disk / "runs" / name / "train"
-        stage.mkdir(parents=True)
-        (stage / "model").write_bytes(bytes(size))
-    finding = check_disk(small_disk)
-    assert (
-        finding.status == "problem" and "run 20261121-000000-bbbb takes 0.0 GiB, and the next run needs as much" in finding.text
-    )
 
 
 def test_little_shared_memory_is_a_problem_with_the_option_that_enlarges_it(small_disk: Path) -> None:

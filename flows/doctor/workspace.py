@@ -1,0 +1,61 @@
+"""Checks of the workspace for `nightjar doctor FILE`: free disk space, and the end of the previous run."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+from flows.config import PipelineConfig
+from flows.doctor.finding import Finding, not_used, ok, problem
+from recsys_core.disk import free_bytes
+from recsys_core.units import gib
+from tasks.run import Run
+from tasks.run_record import RunRecord
+
+DISK_RESERVE = 1.2
+"""Free space that a run needs, as a multiple of the size of the previous run."""
+PROBLEM_STATES = {
+    "Failed": "resume it with --resume {run_id}",
+    "Interrupted": "resume it with --resume {run_id}",
+    "DataRejected": "read check_data/report.html in its folder, then correct the data or the limits of data_report",
+    "BrokenChampion": "roll the alias champion back to a version that works",
+}
+"""States of a run that need a person, each with the next step."""
+
+
+def check_disk(workspace: Path) -> Finding:
+    """Compare the free space of the workspace's disk with the size of the previous run."""
+    free = free_bytes(workspace)
+    folder = _newest_run_folder(workspace)
+    if folder is None:
+        return ok(f"{gib(free)} free in {workspace}; no run yet")
+    size = sum(path.stat(follow_symlinks=False).st_size for path in folder.rglob("*") if path.is_file())
+    text = f"{gib(free)} free in {workspace}; run {folder.name} takes {gib(size)}"
+    if free < DISK_RESERVE * size:
+        return problem(f"{text}, and the next run needs as much; remove old runs, or set workspace to a larger disk")
+    return ok(text)
+
+
+def check_previous_run(config: PipelineConfig) -> Finding:
+    """Report when the newest run ended and in which state; a failed, rejected or overdue run is a problem."""
+    folder = _newest_run_folder(config.workspace)
+    if folder is None:
+        return not_used("no run yet")
+    run = Run(folder.name, workspace=config.workspace, experiment=config.registry.experiment)
+    record = RunRecord.read(run)
+    if record is None:
+        return not_used(f"run {run.run_id} has no run.json: an older version of nightjar made it")
+    if record.state == "Running":
+        minutes = (datetime.now(UTC) - record.started).total_seconds() / 60
+        text = f"run {run.run_id} is running for {minutes:,.0f} minutes (process {record.pid} on {record.host})"
+        deadline = config.schedule.deadline_minutes
+        if deadline is not None and minutes > deadline:
+            return problem(f"{text}, longer than schedule.deadline_minutes {deadline}; read its log in Prefect, or cancel it")
+        return ok(text)
+    ended = "" if record.ended is None else f" at {record.ended:%Y-%m-%d %H:%M} UTC"
+    text = f"run {run.run_id} ended{ended}: {record.state}{f', {record.message}' if record.message else ''}"
+    if record.state in PROBLEM_STATES:
+        return problem(f"{text}; {PROBLEM_STATES[record.state].format(run_id=run.run_id)}")
+    return ok(text)
+
+
+def _newest_run_folder(workspace: Path) -> Path | None:
+    return max((path for path in (workspace / "runs").glob("*") if path.is_dir()), default=None)

@@ -55,7 +55,7 @@ def read_batches(
 
 
 def decode_ahead(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield the same batches; decode each one while its predecessor is in use, so that one row group keeps two cores busy."""
+    """Yield the same batches. A thread decodes the next batch while the caller works on the current batch."""
     with ThreadPoolExecutor(1, thread_name_prefix="decoder") as decoder:
         next_batch = decoder.submit(next, batches, None)
         while (batch := next_batch.result()) is not None:

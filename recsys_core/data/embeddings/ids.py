@@ -1,10 +1,13 @@
 """Ids of pretrained vectors in DuckDB: the selection of the usable rows, their ids, and their order in the matrix.
 
-Rows are numbered over all files of an entry. N is the number of rows of a batch, X the number of rows with the same fault.
+An entry is one item of the config list `embeddings`. Its rows are numbered from 0, continuously over all its files.
+
+Shapes: N rows of a batch, X rows with the same fault.
 """
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import duckdb
 import numpy as np
@@ -60,7 +63,7 @@ class TableIds:
                 start += len(ids)
                 faulty_rows_of_batch = _faulty_ids(ids, row_N, column=column)
                 if faulty_rows_of_batch:
-                    usable_N = ~np.isin(row_N, np.concatenate([each.row_X for each in faulty_rows_of_batch]))
+                    usable_N = ~np.isin(row_N, np.concatenate([same_fault.row_X for same_fault in faulty_rows_of_batch]))
                     row_N, ids = row_N[usable_N], ids.filter(pa.array(usable_N))
                     faulty_rows += faulty_rows_of_batch
                 self._insert("entry_ids", pa.record_batch([_as_arrow(row_N), ids.cast(data_type)], names=["row", "id"]))
@@ -141,8 +144,8 @@ class TableIds:
         for batch in self._connection.sql(query).to_arrow_reader(batch_rows):
             yield np.from_dlpack(batch.column("row")).astype(np.int64, copy=False)
 
-    def _require_distinct(self, side: str, files: VectorFiles, *, column: str) -> None:
-        """Raise InputError if an id occurs twice in one column of the id map."""
+    def _require_distinct(self, side: Literal["source", "target"], files: VectorFiles, *, column: str) -> None:
+        """Raise InputError if an id occurs twice in one column of table `id_map`. `column`: name of the column in the files."""
         repeated_ids = self._connection.sql(
             f"SELECT {side}, list(row ORDER BY row)[:2], count(*) OVER () FROM id_map GROUP BY {side} "
             "HAVING count(*) > 1 ORDER BY 2 LIMIT 1"

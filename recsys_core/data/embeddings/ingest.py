@@ -1,7 +1,8 @@
 """Stage `embeddings`: pretrained vectors from parquet into one memory-mapped matrix per embedding table.
 
 An entry is one item of the config list `embeddings`; a table may have several entries.
-N is the number of rows of a block.
+
+Shapes: N rows of a block.
 """
 
 import os
@@ -66,11 +67,13 @@ class _Entry:
     num_dropped: Mapping[str, int]
     """Number of dropped rows by fault."""
     num_unmapped: int
+    """Number of vectors whose id is not in the id map."""
     num_overridden: int
+    """Number of vectors that are not used, because an earlier entry has the same id."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether the matrix needs no further change: all rows are kept, without a projection."""
+        """Whether the matrix is final: no row is removed, and no projection is applied."""
         return not (self.num_dropped or self.num_unmapped or self.num_overridden or self.files.config.pca_dim)
 
     @property
@@ -163,7 +166,7 @@ def _read_ids_and_vectors(
         faults = ids.read_entry(files, paths=paths)
         if files.config.on_bad_rows == "fail":
             faults = faults.merge(ids.find_duplicates(files))
-            if faults.first_row:
+            if faults.first_row_by_fault:
                 stop.set()
         return faults
 
@@ -174,7 +177,7 @@ def _read_ids_and_vectors(
 
 
 def _write_matrix(entries: Sequence[_Entry], *, ids: TableIds, target: Path) -> tuple[int, float | None]:
-    """Write the kept rows of all entries; return their dimension and the smallest explained variance of the projections."""
+    """Write the usable vectors of all entries; return their length and the smallest explained variance of the projections."""
     if len(entries) == 1 and entries[0].is_complete:
         dim = entries[0].source_dim
         entries[0].matrix_path.rename(target)
@@ -186,7 +189,7 @@ def _write_matrix(entries: Sequence[_Entry], *, ids: TableIds, target: Path) -> 
     out_RD = allocate_npy(target, dtype=np.float32, shape=(ids.num_ids, dims[0]))
     start = 0
     for entry, projection in zip(entries, projections, strict=True):
-        for block_ND in _kept_vectors(entry, ids=ids):
+        for block_ND in _usable_vectors(entry, ids=ids):
             output_ND = block_ND
             if projection is not None:
                 output_ND = projection.apply(block_ND)
@@ -199,8 +202,8 @@ def _write_matrix(entries: Sequence[_Entry], *, ids: TableIds, target: Path) -> 
     return dims[0], min((projection.explained_variance for projection in projections if projection is not None), default=None)
 
 
-def _kept_vectors(entry: _Entry, *, ids: TableIds, step: int = 1) -> Iterator[NDArray[np.float32]]:
-    """Yield the kept vectors of an entry in blocks, in the order of their rows; with `step`, every step-th of them."""
+def _usable_vectors(entry: _Entry, *, ids: TableIds, step: int = 1) -> Iterator[NDArray[np.float32]]:
+    """Yield every `step`-th usable vector of an entry, in blocks and in the order of the rows."""
     matrix_RD = np.load(entry.matrix_path, mmap_mode="r")
     offset = 0
     batch_rows = max(MIN_BATCH_ROWS, BATCH_BYTES // (4 * matrix_RD.shape[1]))
@@ -222,4 +225,4 @@ def _fit_projection(entry: _Entry, *, ids: TableIds) -> Projection | None:
             f"{entry.files.setting}.pca_dim is {dim}, but there are only {num_vectors:,} vectors to fit it on; provide more "
             f"than {dim} vectors, or lower it"
         )
-    return Projection.fit(_kept_vectors(entry, ids=ids, step=-(-num_vectors // SAMPLE_ROWS)), dim=dim)
+    return Projection.fit(_usable_vectors(entry, ids=ids, step=-(-num_vectors // SAMPLE_ROWS)), dim=dim)

@@ -55,12 +55,12 @@ class ListReader:
             length_N = np.from_dlpack(pc.fill_null(pc.list_value_length(column), -1)).astype(np.int64)
             has_right_length_N = length_N == dim
             if not has_right_length_N.all():
-                faulty_rows += self._wrong_lengths(length_N, start)
+                faulty_rows += self._find_wrong_lengths(length_N, start)
                 column = column.filter(pa.array(has_right_length_N))
             values = column.flatten()
             is_faulty_N = ~has_right_length_N
             if values.null_count:
-                null_rows = self._null_elements(values, start + np.flatnonzero(has_right_length_N))
+                null_rows = self._find_null_elements(values, start + np.flatnonzero(has_right_length_N))
                 faulty_rows.append(null_rows)
                 is_faulty_N[null_rows.row_X - start] = True
                 values = values.fill_null(0.0)
@@ -75,21 +75,21 @@ class ListReader:
             start += len(length_N)
         return faulty_rows
 
-    def _wrong_lengths(self, length_N: NDArray[np.int64], start: int) -> list[FaultyRows]:
+    def _find_wrong_lengths(self, length_N: NDArray[np.int64], start: int) -> list[FaultyRows]:
         faulty_rows = []
-        null_X = np.flatnonzero(length_N < 0)
-        if len(null_X):
-            faulty_rows.append(FaultyRows(Fault.NULL_VECTOR, start + null_X, self.column, "the vector is null"))
-        wrong_X = np.flatnonzero((length_N != self.matrix_RD.shape[1]) & (length_N >= 0))
-        if len(wrong_X):
-            length = length_N[wrong_X[0]]
+        null_index_X = np.flatnonzero(length_N < 0)
+        if len(null_index_X):
+            faulty_rows.append(FaultyRows(Fault.NULL_VECTOR, start + null_index_X, self.column, "the vector is null"))
+        wrong_index_X = np.flatnonzero((length_N != self.matrix_RD.shape[1]) & (length_N >= 0))
+        if len(wrong_index_X):
+            length = length_N[wrong_index_X[0]]
             problem = f"the vector has {length} numbers, but the first vector has {self.matrix_RD.shape[1]}"
             if length == 0:
                 problem = "the vector is empty"
-            faulty_rows.append(FaultyRows(Fault.WRONG_LENGTH, start + wrong_X, self.column, problem))
+            faulty_rows.append(FaultyRows(Fault.WRONG_LENGTH, start + wrong_index_X, self.column, problem))
         return faulty_rows
 
-    def _null_elements(self, values: pa.Array, row_N: NDArray[np.int64]) -> FaultyRows:
+    def _find_null_elements(self, values: pa.Array, row_N: NDArray[np.int64]) -> FaultyRows:
         null_ND = values.is_null().to_numpy(zero_copy_only=False).reshape(len(row_N), -1)
         has_null_N = null_ND.any(axis=1)
         problem = f"number {np.argmax(null_ND[np.argmax(has_null_N)])} of the vector is null"
@@ -142,24 +142,25 @@ def check_vectors(
     faulty_rows: list[FaultyRows] = []
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         squared_norm_N = np.vecdot(block_ND, block_ND)
-    # The squared norm of valid numbers can overflow or underflow, so the numbers of such rows are checked.
-    unsafe_N = ~(np.isfinite(squared_norm_N) & (squared_norm_N > np.finfo(np.float32).tiny))
+    # The squared norm is a fast first check. It overflows or underflows for some valid vectors too, so a second check looks at
+    # each number of a suspect vector.
+    is_suspect_N = ~(np.isfinite(squared_norm_N) & (squared_norm_N > np.finfo(np.float32).tiny))
     norm_N = np.sqrt(squared_norm_N, dtype=np.float64)
-    if unsafe_N.any():
-        unsafe_N &= ~is_faulty_N
-        unsafe_X = np.flatnonzero(unsafe_N)
-        unsafe_XD = block_ND[unsafe_X]
+    if is_suspect_N.any():
+        is_suspect_N &= ~is_faulty_N
+        suspect_index_X = np.flatnonzero(is_suspect_N)
+        suspect_XD = block_ND[suspect_index_X]
         with np.errstate(over="ignore", invalid="ignore"):
-            norm_N[unsafe_X] = np.linalg.norm(unsafe_XD.astype(np.float64), axis=1)
-        faulty_rows = _not_finite_or_zero(unsafe_XD, start + unsafe_X, columns=columns)
+            norm_N[suspect_index_X] = np.linalg.norm(suspect_XD.astype(np.float64), axis=1)
+        faulty_rows = _find_not_finite_or_zero(suspect_XD, start + suspect_index_X, columns=columns)
     if normalise:
         with np.errstate(all="ignore"):  # a faulty row may have norm 0
             # A norm outside the range of float32 needs float64, which is slower.
-            block_ND /= norm_N[:, None] if unsafe_N.any() else norm_N[:, None].astype(np.float32)
+            block_ND /= norm_N[:, None] if is_suspect_N.any() else norm_N[:, None].astype(np.float32)
     return faulty_rows
 
 
-def _not_finite_or_zero(
+def _find_not_finite_or_zero(
     vector_XD: NDArray[np.float32], row_X: NDArray[np.int64], *, columns: Sequence[str]
 ) -> list[FaultyRows]:
     faulty_rows = []

@@ -11,7 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 SAMPLE_ROWS = 131_072
-"""Enough for a few thousand dimensions; with more rows only the third digit of the explained variance changes."""
+"""Number of vectors to fit a projection on, enough for a few thousand dimensions.
+
+With more vectors, only the third digit of the explained variance changes.
+"""
 
 
 @dataclass(frozen=True)

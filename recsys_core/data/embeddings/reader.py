@@ -19,7 +19,9 @@ from recsys_core.disk import allocate_npy
 from recsys_core.errors import InputError
 
 COLUMNS_AT_A_TIME = 8
-"""A parquet reader holds a page (often 1 MiB) and the dictionary of each column: gigabytes for thousands of columns."""
+"""Number of columns that a task reads. A parquet reader holds a page (often 1 MiB) and the dictionary of each of its columns in
+memory, which would be gigabytes for thousands of columns.
+"""
 BATCH_BYTES = 8 * 2**20
 MIN_BATCH_ROWS = 64
 TASK_ROWS = 131_072
@@ -32,7 +34,7 @@ def read_vectors(files: VectorFiles, *, paths: Sequence[Path], out: Path, stop: 
 
     Args:
         paths: a local file for each of files.sources.
-        stop: once it is set, reading ends early, and the result is incomplete.
+        stop: event that another thread sets to end the reading early; the result is then incomplete.
 
     Raises:
         InputError: a file is damaged, or the matrix does not fit on the disk.

@@ -19,7 +19,7 @@ from recsys_core.parquet.sources import Source
 
 
 class Fault(IntEnum):
-    """Why a row is unusable.
+    """The reason why a row is unusable.
 
     A row has at most one fault: NULL_ID, EMPTY_ID and ID_OUT_OF_RANGE take precedence over the faults of its vector.
     """
@@ -53,38 +53,39 @@ class RowFaults:
 
     code_R: NDArray[np.uint8]
     """Fault of each row, 0 for a usable row."""
-    first_row: Mapping[Fault, tuple[int, str, str]]
+    first_row_by_fault: Mapping[Fault, tuple[int, str, str]]
     """For each fault, the first row with this fault, its column and its problem."""
 
     @classmethod
     def collect(cls, num_rows: int, batches: Iterable[Sequence[FaultyRows]]) -> Self:
         """Collect the faults of batches in any order.
 
-        Batches of different columns may contain the same row; its fault is then the same in each of them.
+        Batches with different columns of the same row must have the same fault for it.
         """
         code_R = np.zeros(num_rows, np.uint8)  # zero pages take no memory until one is written, and faults are rare
-        first_row: dict[Fault, tuple[int, str, str]] = {}
+        first_row_by_fault: dict[Fault, tuple[int, str, str]] = {}
         for batch in batches:
             for faulty_rows in batch:
                 fault = faulty_rows.fault
                 code_R[faulty_rows.row_X] = fault
                 first_of_batch = (int(faulty_rows.row_X[0]), faulty_rows.column, faulty_rows.problem)
-                first_row[fault] = min(first_of_batch, first_row.get(fault, first_of_batch))
-        return cls(code_R, first_row)
+                first_row_by_fault[fault] = min(first_of_batch, first_row_by_fault.get(fault, first_of_batch))
+        return cls(code_R, first_row_by_fault)
 
     def merge(self, other: "RowFaults") -> "RowFaults":
         """Return the faults of `self` and `other`. A row with a fault in both has the fault of `self`."""
-        if not other.first_row:
+        if not other.first_row_by_fault:
             return self
-        return RowFaults(np.where(self.code_R != 0, self.code_R, other.code_R), {**other.first_row, **self.first_row})
+        code_R = np.where(self.code_R != 0, self.code_R, other.code_R)
+        return RowFaults(code_R, {**other.first_row_by_fault, **self.first_row_by_fault})
 
     def faulty_rows(self) -> NDArray[np.int64]:
         """Return all rows with a fault, ascending."""
-        return np.flatnonzero(self.code_R) if self.first_row else np.empty(0, np.int64)
+        return np.flatnonzero(self.code_R) if self.first_row_by_fault else np.empty(0, np.int64)
 
     def counts(self) -> dict[str, int]:
         """Return the number of rows with each fault, by its name in lower case."""
-        counts = {fault.name.lower(): int(np.count_nonzero(self.code_R == fault)) for fault in sorted(self.first_row)}
+        counts = {fault.name.lower(): int(np.count_nonzero(self.code_R == fault)) for fault in sorted(self.first_row_by_fault)}
         return {name: count for name, count in counts.items() if count}
 
 
@@ -93,7 +94,7 @@ def reject_faults(faults: RowFaults, files: VectorFiles) -> None:
     counts = faults.counts()
 
     def find_first() -> BadRow:
-        first_rows = {fault: row for fault, row in faults.first_row.items() if fault.name.lower() in counts}
+        first_rows = {fault: row for fault, row in faults.first_row_by_fault.items() if fault.name.lower() in counts}
         fault = min(first_rows, key=lambda fault: first_rows[fault])
         entry_row, column, problem = first_rows[fault]
         file, row = locate(files.sources, entry_row)

@@ -99,8 +99,9 @@ def _check_entry(config: EmbeddingsConfig, *, setting: str, data_root: Path | No
         other_columns = _vector_columns(source, config, setting=setting)
         if other_columns != columns:
             raise InputError(
-                f"{source.name}: the vectors are {len(other_columns)} columns, {other_columns[0]} to {other_columns[-1]}, but "
-                f"{len(columns)}, {columns[0]} to {columns[-1]}, in {sources[0].name}; write the same columns to every file"
+                f"{source.name}: the vectors have {len(other_columns)} columns ({other_columns[0]} to {other_columns[-1]}), "
+                f"but the vectors of {sources[0].name} have {len(columns)} ({columns[0]} to {columns[-1]}); write the same "
+                "columns to every file"
             )
     _require_same_vector_types(sources, columns)
     check_expansion(
@@ -130,7 +131,7 @@ def _check_entry(config: EmbeddingsConfig, *, setting: str, data_root: Path | No
 
 
 def _require_same_vector_types(sources: Sequence[Source], columns: Sequence[str]) -> None:
-    """Require one type in all files: float in one and double in another suggests two writers, and maybe two models."""
+    """Require one type in all files. Different float types suggest that the vectors are from different models."""
     first = sources[0]
     for source in sources[1:]:
         for column in columns:

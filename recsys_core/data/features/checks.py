@@ -65,14 +65,14 @@ def _row_checks(table: FeatureTable) -> Iterator[RowCheck]:
         column = quoted(table.id_column)
         yield RowCheck(table.id_column, "null", f"{column} IS NULL", "drop these rows")
         if table.id_type == "int64":
-            yield RowCheck(table.id_column, "over int64", f"{column} > {INT64_MAX}", "write the ids as strings")
+            yield RowCheck(table.id_column, "too large for int64", f"{column} > {INT64_MAX}", "write the ids as strings")
     for feature in table.features:
         column = quoted(feature.source_column)
         if table.value_types.get(feature.name) == "int64":
             is_too_large = f"{column} > {INT64_MAX}"
             if feature.is_list:
                 is_too_large = f"len(list_filter({column}, lambda x: x > {INT64_MAX})) > 0"
-            yield RowCheck(feature.source_column, "over int64", is_too_large, "write the values as strings")
+            yield RowCheck(feature.source_column, "too large for int64", is_too_large, "write the values as strings")
         if feature.weight_column is not None:
             weight = quoted(feature.weight_column)
             yield RowCheck(

@@ -10,8 +10,8 @@ from recsys_core.config import MAX_COUNT, Checksums, Column, Paths, Settings
 FeatureKind = Literal["categorical", "list", "weighted_list", "numeric"]
 Side = Literal["user", "item", "context"]
 Boundary = Annotated[float, Field(ge=-1e300, le=1e300)]
-MOST_ROWS = 2**31 - 2
-"""Rows are stored as int32, and row 0 is reserved."""
+MAX_HASH_ROWS = 2**31 - 2
+"""Row numbers are stored as int32, and row 0 is reserved."""
 
 
 class FeatureConfig(Settings):
@@ -33,7 +33,7 @@ class FeatureConfig(Settings):
     )
     min_count: int = Field(1, ge=1, le=MAX_COUNT, description="Values with fewer occurrences share row 0")
     hash_rows: int | None = Field(
-        None, ge=1, le=MOST_ROWS, description="Number of rows that values are hashed to, instead of building a vocabulary"
+        None, ge=1, le=MAX_HASH_ROWS, description="Number of rows that values are hashed to, instead of building a vocabulary"
     )
     max_values: int | None = Field(
         None,
@@ -85,15 +85,14 @@ class FeatureConfig(Settings):
             )
         if self.kind == "weighted_list" and self.weight_column == self.source_column:
             raise ValueError(
-                f"feature {self.name!r}: {self.source_column!r} is both the column of the values and "
-                f"weight_column; set another "
-                "weight_column"
+                f"feature {self.name!r}: {self.source_column!r} is both the column of the values and weight_column; "
+                "set another weight_column"
             )
         if self.min_count > 1 and (self.kind == "numeric" or self.hash_rows is not None):
-            way_out = "set kind to categorical" if self.kind == "numeric" else "remove hash_rows"
+            fix = "set kind to categorical" if self.kind == "numeric" else "remove hash_rows"
             raise ValueError(
                 f"feature {self.name!r}: min_count is {self.min_count}, but only a vocabulary counts values; remove min_count, "
-                f"or {way_out}"
+                f"or {fix}"
             )
         return self
 

@@ -76,7 +76,7 @@ def _write_rows(column: FeatureColumn, *, table_row_sql: str, relation: str) -> 
 
 
 def _write_lists(column: FeatureColumn, *, table_row_sql: str, relation: str) -> dict[str, int]:
-    """Write the lists in CSR format: list n is row[offset[n]:offset[n + 1]], and weight has one entry per row."""
+    """Write the lists in CSR format. List n is row[offset[n]:offset[n + 1]], and `weight` is parallel to `row`."""
     offset = column.allocate("offset", dtype=np.int64, length=column.num_rows + 1)
     num_empty = column.num_rows
     query = f"SELECT row, len({column.value_sql()}) FROM joined WHERE len(v{column.feature_index}) > 0"

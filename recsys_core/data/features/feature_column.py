@@ -1,4 +1,7 @@
-"""FeatureColumn: one feature of one side while it is encoded, with its values in DuckDB and its files in the stage."""
+"""FeatureColumn: one feature during its encoding, with its values in DuckDB and its files in the folder of the stage.
+
+The side of a feature is user, item or context. Context features belong to events.
+"""
 
 import json
 from dataclasses import dataclass
@@ -27,11 +30,11 @@ class PreviousFeature:
 
 @dataclass(frozen=True)
 class FeatureColumn:
-    """One feature of one side.
+    """One feature during its encoding.
 
     Its values are in DuckDB's table `joined`, which has one row for each user, item or event with features. Columns:
     row: the row of the user, item or event.
-    in_training: whether the user or item has a training event, or the event is one.
+    in_training: whether the user or item has a training event; for a context feature, whether the event is a training event.
     v<n>, w<n>: the value (or list of values) and the list of weights of the feature with index n.
     """
 
@@ -44,8 +47,8 @@ class FeatureColumn:
     value_type: IdType | None
     num_rows: int
     """Users, items or events of the side."""
-    is_counted: str
-    """SQL that is true for the rows of `joined` whose values count for the vocabulary."""
+    count_condition: str
+    """SQL condition on the rows of `joined`; values in the other rows do not count for the vocabulary."""
     previous: PreviousFeature | None
     """The feature in the previous run, whose vocabulary, boundaries or mean are used again. None to build them from scratch."""
     out: Path

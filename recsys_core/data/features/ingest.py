@@ -62,7 +62,7 @@ def ingest_features(
     if previous is not None and previous.lineage != interactions.lineage:
         previous = None
     context_sources = open_sources([str(interactions.path(CONTEXT_NAME))], setting="features.context") if config.context else ()
-    # A workspace folder named key=value is not a hive key.
+    # The path of the workspace may contain a folder named key=value, which is not a hive key of the context columns.
     context_sources = tuple(replace(source, partition={}) for source in context_sources)
     tables = check_features(
         config,
@@ -98,8 +98,8 @@ def ingest_features(
                         key=key,
                         value_type=value_type,
                         num_rows=_num_rows(table, interactions),
-                        # The values of all users and items count, but only the values of training events.
-                        is_counted="in_training" if table.side == "context" else "TRUE",
+                        # Validation and test events do not count for the vocabulary of a context feature.
+                        count_condition="in_training" if table.side == "context" else "TRUE",
                         previous=_previous_feature(previous, key, feature, value_type),
                         out=out,
                         vector_ids=embeddings.ids(key) if embeddings is not None and key in embeddings.tables else None,
@@ -193,7 +193,8 @@ def _read_events(path: Path, *, columns: Sequence[str], interactions: Interactio
             user_range = slice(
                 int(np.searchsorted(user_offset, start, side="right")) - 1, int(np.searchsorted(user_offset, stop, side="left"))
             )
-            # The events of each user are first its training events, then all others: the runs of both kinds alternate.
+            # The training events of a user come before the user's other events, so in the log runs of training events
+            # alternate with runs of other events.
             run_starts = np.stack([user_offset[user_range], train_end_U[user_range]], axis=1).reshape(-1)
             run_lengths = np.diff(np.clip(np.append(run_starts, stop), start, stop))
             is_training = np.repeat(np.arange(len(run_lengths)) % 2 == 0, run_lengths)

@@ -69,16 +69,16 @@ def _mean_and_std(column: FeatureColumn) -> tuple[float | None, float | None]:
     """Return the mean and the standard deviation of the previous run, or those of the training values."""
     if column.previous is not None:
         return column.previous.facts.mean, column.previous.facts.std
-    return moments(column.connection, f"v{column.feature_index}")
+    return training_mean_and_std(column.connection, f"v{column.feature_index}")
 
 
 def quantiles(connection: duckdb.DuckDBPyConnection, column: str, *, buckets: int) -> Numbers:
     """Return the boundaries of `buckets` equally full buckets; fewer if a frequent value fills more than one bucket."""
     # DuckDB sorts and spills to disk; its own quantile functions would hold all values in memory.
-    ((count,),) = connection.sql(f"SELECT count(*) {_finite_training_values(column)}").fetchall()
+    ((count,),) = connection.sql(f"SELECT count(*) {_from_finite_training_values(column)}").fetchall()
     boundary_index = np.arange(buckets) * count // buckets
     boundaries, start = [np.zeros(0)], 0
-    query = f"SELECT {column} AS value {_finite_training_values(column)} ORDER BY value"
+    query = f"SELECT {column} AS value {_from_finite_training_values(column)} ORDER BY value"
     for batch in connection.sql(query).to_arrow_reader(BATCH_ROWS):
         index_of_batch = boundary_index[(boundary_index >= start) & (boundary_index < start + batch.num_rows)]
         boundaries.append(batch.column("value").to_numpy()[index_of_batch - start])
@@ -87,16 +87,16 @@ def quantiles(connection: duckdb.DuckDBPyConnection, column: str, *, buckets: in
     return distinct_boundaries[1:]  # the smallest boundary has no value below it
 
 
-def moments(connection: duckdb.DuckDBPyConnection, column: str) -> tuple[float, float]:
+def training_mean_and_std(connection: duckdb.DuckDBPyConnection, column: str) -> tuple[float, float]:
     """Return the mean and the population standard deviation of the finite training values; (0, 0) if there are none.
 
     >>> with duckdb.connect() as connection:
     ...     _ = connection.execute("CREATE TABLE joined AS SELECT true AS in_training, unnest([1, 3, 'inf'::DOUBLE]) AS v0")
-    ...     moments(connection, "v0")
+    ...     training_mean_and_std(connection, "v0")
     (2.0, 1.0)
     """
     ((count, low, high),) = connection.sql(
-        f"SELECT count(*), min({column}), max({column}) {_finite_training_values(column)}"
+        f"SELECT count(*), min({column}), max({column}) {_from_finite_training_values(column)}"
     ).fetchall()
     if not count or low == high:  # equal values: a rounded sum could give a deviation other than 0
         return low or 0.0, 0.0
@@ -105,7 +105,7 @@ def moments(connection: duckdb.DuckDBPyConnection, column: str) -> tuple[float, 
 
     def average(transform: Callable[[Numbers], Numbers]) -> float:
         # fsum rounds exactly once. The rounding of a total in DuckDB depends on the order of the rows, which changes.
-        batches = _batches(connection, f"SELECT {column} AS value {_finite_training_values(column)}")
+        batches = _batches(connection, f"SELECT {column} AS value {_from_finite_training_values(column)}")
         return math.fsum(chain.from_iterable(transform(value_N / scale).tolist() for value_N in batches)) / int(count)
 
     mean = average(lambda value_N: value_N)
@@ -128,7 +128,7 @@ def standardised(value_N: Numbers, *, mean: float, std: float) -> NDArray[np.flo
     return np.nan_to_num(np.clip(score_N, -MAX_DEVIATIONS, MAX_DEVIATIONS), nan=0.0).astype(np.float32)
 
 
-def _finite_training_values(column: str) -> str:
+def _from_finite_training_values(column: str) -> str:
     return f"FROM joined WHERE in_training AND isfinite({column})"
 
 

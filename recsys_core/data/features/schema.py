@@ -22,7 +22,7 @@ from recsys_core.parquet.guards import require_sidecars
 from recsys_core.parquet.sources import Source, open_sources
 
 ID_TABLES = ("item", "user")
-"""Embedding tables of the ids themselves; the interactions stage matches their vectors."""
+"""Embedding tables with one row per id of the log. The interactions stage matches their vectors with these ids."""
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,10 @@ def check_vectors(tables: Sequence[FeatureTable], *, id_types: Mapping[str, IdTy
             )
         table, feature = features[name]
         if feature.kind == "numeric" or feature.hash_rows is not None:
-            encoding, way_out = (
-                ("numeric", "kind to categorical") if feature.kind == "numeric" else ("hashed", "hash_rows to null")
-            )
+            encoding, fix = ("numeric", "kind to categorical") if feature.kind == "numeric" else ("hashed", "hash_rows to null")
             raise InputError(
                 f"embeddings: vectors are given for table {name!r}, but feature {feature.name!r} of {table.setting} is "
-                f"{encoding}: a row of its table does not belong to a single value; set {way_out}, or remove the vectors"
+                f"{encoding}: a row of its table does not belong to a single value; set {fix}, or remove the vectors"
             )
         require_one_type(
             table.value_types[feature.name],
@@ -174,8 +172,8 @@ def _value_type(source: Source, feature: FeatureConfig, *, where: str) -> IdType
     stored_type = data_type
     if feature.is_list:
         if not is_list(data_type):
-            way_out = f"{feature.kind} needs a list; write one, or set kind to categorical"
-            raise _wrong_type(source, column, data_type, where, way_out)
+            fix = f"{feature.kind} needs a list; write one, or set kind to categorical"
+            raise _wrong_type(source, column, data_type, where, fix)
         stored_type = data_type.value_type
     if feature.weight_column is not None:
         weight_type = require_column(source, feature.weight_column, setting=where)
@@ -189,8 +187,8 @@ def _value_type(source: Source, feature: FeatureConfig, *, where: str) -> IdType
     raise _wrong_type(source, column, data_type, where, f"{feature.kind} needs integers, strings or booleans; cast it")
 
 
-def _wrong_type(source: Source, column: str, data_type: pa.DataType, where: str, way_out: str) -> InputError:
-    return InputError(f"{source.name}: column {column!r} is {str(data_type)[:SHOWN_CHARACTERS]} ({where}); {way_out}")
+def _wrong_type(source: Source, column: str, data_type: pa.DataType, where: str, fix: str) -> InputError:
+    return InputError(f"{source.name}: column {column!r} is {str(data_type)[:SHOWN_CHARACTERS]} ({where}); {fix}")
 
 
 def _is_number(data_type: pa.DataType) -> bool:

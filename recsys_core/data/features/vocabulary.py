@@ -20,7 +20,7 @@ def create_vocabulary(column: FeatureColumn) -> int:
     connection = column.connection
     connection.execute(
         "CREATE TEMP TABLE value_counts AS SELECT value, count(*) AS count FROM single_values "
-        f"WHERE {column.is_counted} AND value IS NOT NULL GROUP BY value"
+        f"WHERE {column.count_condition} AND value IS NOT NULL GROUP BY value"
     )
     if column.previous is not None and column.previous.vocabulary is not None:
         # Row 0 of the file is shared by all values without a row.
@@ -46,9 +46,8 @@ def create_vocabulary(column: FeatureColumn) -> int:
 
 def write_vocabulary(column: FeatureColumn) -> None:
     """Write <side>.<name>.vocabulary.parquet (value, count), in the order of the rows; row 0 has value null."""
-    count_without_row_sql = (
-        f"(SELECT count(*) FROM single_values WHERE {column.is_counted}) - (SELECT coalesce(sum(count), 0) FROM vocabulary)"
-    )
+    num_values_sql = f"SELECT count(*) FROM single_values WHERE {column.count_condition}"
+    count_without_row_sql = f"({num_values_sql}) - (SELECT coalesce(sum(count), 0) FROM vocabulary)"
     reader = column.connection.sql(
         f"SELECT value, count FROM (SELECT NULL AS value, ({count_without_row_sql})::BIGINT AS count, 0 AS row "
         "UNION ALL SELECT * FROM vocabulary) ORDER BY row"
@@ -78,7 +77,7 @@ def write_vector_rows(column: FeatureColumn, *, num_table_rows: int) -> int:
         num_with_vector += batch.num_rows
     if not num_with_vector:
         raise InputError(
-            f"embeddings: none of the ids of the {column.key!r} vectors is one of its {num_table_rows - 1:,} values; check "
-            "that both use the same ids"
+            f"embeddings: none of the ids of the {column.key!r} vectors is one of the feature's {num_table_rows - 1:,} values; "
+            "check that both use the same ids"
         )
     return num_with_vector

@@ -123,7 +123,9 @@ def _id_checks(alias: str, column: str, data_type: pa.DataType) -> list[RowCheck
     checks = [RowCheck(column, "null", f'"{alias}" IS NULL', FIX_ROWS)]
     if pa.types.is_uint64(value_type(data_type)):
         is_too_large = f'"{alias}" > {INT64_MAX}'
-        checks.append(RowCheck(column, "over int64", is_too_large, "ids have to fit into int64; write them as strings"))
+        checks.append(
+            RowCheck(column, "too large for int64", is_too_large, "ids have to fit into int64; write them as strings")
+        )
     if not pa.types.is_integer(value_type(data_type)):
         checks.append(RowCheck(column, "an empty string", f"\"{alias}\" = ''", FIX_ROWS))
     return checks
@@ -142,7 +144,7 @@ def _time_checks(column: str, *, latest_us: int) -> list[RowCheck]:
 def _order_checks(column: str, data_type: pa.DataType) -> list[RowCheck]:
     checks = _number_checks("sequence", column, data_type)
     if pa.types.is_uint64(data_type):
-        checks.append(RowCheck(column, "over int64", f"sequence > {INT64_MAX}", FIX_ROWS))
+        checks.append(RowCheck(column, "too large for int64", f"sequence > {INT64_MAX}", FIX_ROWS))
     return checks
 
 

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, model_validator
 from recsys_core.config import MAX_COUNT, MAX_DAYS, OPERATIONAL, Checksums, Column, Paths, Settings
 
 SPLITS = ("train", "validation", "test")
-"""A split is stored as its index in this tuple, its code. The events of a user are stored in the order of the codes."""
+"""Names of the splits. The index of a split is its code. The events of a user are stored in the order of the codes."""
 
 _BYTES_PER_UNIT = {"K": 1_000, "M": 1_000_000, "G": 1_000_000_000, "T": 1_000_000_000_000}
 
@@ -91,8 +91,8 @@ class LogFilter(Settings):
     )
     duplicates: Literal["keep", "exact", "first", "last"] = Field(
         "keep",
-        description="Repeated events to remove. keep: none; exact: repeats of user, item and time; first: all but the "
-        "first event of a user with an item; last: all but the last one",
+        description="Repeated events to remove. keep: none; exact: all but one of the events "
+        "with the same user, item and time; first: all but the first event of a user with an item; last: all but the last one",
     )
     bot_threshold: int | None = Field(
         None,
@@ -110,11 +110,11 @@ class LogFilter(Settings):
 
 
 class VocabularyConfig(Settings):
-    """When to rebuild the vocabularies. In a run without a rebuild every id keeps its row, and new ids are appended."""
+    """Rules for rebuilding the vocabularies. In a run without a rebuild every id keeps its row, and new ids are appended."""
 
     rebuild: Literal["when_due", "always"] = Field(
         "when_due",
-        description="When to rebuild the vocabularies, which numbers all ids by decreasing number of events. "
+        description="When to rebuild the vocabularies. A rebuild numbers all ids by decreasing number of events. "
         "when_due: at the limits rebuild_after_runs and max_idle_share; always: in every run",
     )
     rebuild_after_runs: int = Field(30, ge=1, le=10_000, description="Rebuild after this many runs with the same vocabularies")

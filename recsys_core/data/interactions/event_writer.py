@@ -85,12 +85,12 @@ class EventWriter:
 
     def _write_train_user(self, train_count_U: Counts) -> None:
         """Write the user of each training event, BATCH_ROWS users at a time."""
-        array = allocate_npy(self._out / "train_user.npy", dtype=np.int32, shape=(int(train_count_U.sum()),))
+        train_user = allocate_npy(self._out / "train_user.npy", dtype=np.int32, shape=(int(train_count_U.sum()),))
         start = 0
         for first_user in range(0, len(train_count_U), BATCH_ROWS):
             counts = train_count_U[first_user : first_user + BATCH_ROWS]
             stop = start + int(counts.sum())
-            array[start:stop] = np.repeat(np.arange(first_user, first_user + len(counts), dtype=np.int32), counts)
+            train_user[start:stop] = np.repeat(np.arange(first_user, first_user + len(counts), dtype=np.int32), counts)
             start = stop
 
     def _count_events(self, batch: pa.RecordBatch) -> None:
@@ -108,7 +108,7 @@ def _merge_batches(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
     small_batches: list[pa.RecordBatch] = []
     for batch in reader:
         small_batches.append(batch)
-        if sum(each.num_rows for each in small_batches) >= BATCH_ROWS:
+        if sum(small_batch.num_rows for small_batch in small_batches) >= BATCH_ROWS:
             yield pa.concat_batches(small_batches)
             small_batches = []
     if small_batches:
@@ -116,7 +116,7 @@ def _merge_batches(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
 
 
 class _ContextFile:
-    """context.parquet: the unchanged values of the context columns, one row per event. Only with context columns."""
+    """Writer of context.parquet: the unchanged context columns, one row per event. Without context columns there is no file."""
 
     def __init__(self, path: Path, columns: tuple[str, ...]) -> None:
         self._path, self._columns = path, columns

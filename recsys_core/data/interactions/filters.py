@@ -30,7 +30,7 @@ def load_log(
     Args:
         split_codes: code of the split of each input file; events of other files are not in `log`.
     """
-    # A reused part without rows can have no input file left; it is skipped.
+    # A reused part may have no file that is still an input file, if its files have no rows. Such a part is left out.
     current_parts = [part for part in parts if any(file.source in split_codes for file in part.files)]
     events_query = " UNION ALL ".join(
         _part_query(part, folder=folder, split_codes=split_codes, is_split_by_files=isinstance(config.split, FileSplit))
@@ -154,9 +154,9 @@ def _remove_rare(connection: duckdb.DuckDBPyConnection, filters: LogFilter) -> i
 def _replace_remaining(connection: duckdb.DuckDBPyConnection, query: str) -> int:
     """Replace table `remaining` by the rows of `query`; return the number of removed rows."""
     num_before = _count(connection, "SELECT count(*) FROM remaining")
-    connection.execute(f"CREATE TABLE next AS {query}").fetchall()
+    connection.execute(f"CREATE TABLE next_remaining AS {query}").fetchall()
     connection.execute("DROP TABLE remaining").fetchall()
-    connection.execute("ALTER TABLE next RENAME TO remaining").fetchall()
+    connection.execute("ALTER TABLE next_remaining RENAME TO remaining").fetchall()
     return num_before - _count(connection, "SELECT count(*) FROM remaining")
 
 

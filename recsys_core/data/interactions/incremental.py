@@ -119,7 +119,7 @@ def read_part(
         InputError: bad rows (see config.on_bad_rows), and files whose content contradicts their footer.
     """
     schema = {
-        column: _widest_type([require_column(each, column, setting="interactions") for each in sources])
+        column: _widest_type([require_column(source, column, setting="interactions") for source in sources])
         for column in config.columns
     }
     if config.checksums == "sidecar":
@@ -150,7 +150,7 @@ def read_part(
         # The checks take a second per 20 million rows, so they are not repeated if no row is bad.
         keep_condition = (
             f"{pass_condition(checks)} AND {positive_condition}"
-            if any(each.num_bad for each in statistics)
+            if any(file.num_bad for file in statistics)
             else positive_condition
         )
         for side, id_type in zip(("user", "item"), id_types, strict=True):
@@ -162,12 +162,12 @@ def read_part(
     files = tuple(
         ReadFile(
             source=source.record,
-            bad_rows=dict(each.bad_counts),
-            below_threshold=each.num_rows - each.num_bad - written_counts.get(index, (0, 0))[0] if config.label_column else 0,
-            spans={range_columns[alias]: bounds for alias, bounds in each.ranges.items()},
+            bad_rows=dict(file.bad_counts),
+            below_threshold=file.num_rows - file.num_bad - written_counts.get(index, (0, 0))[0] if config.label_column else 0,
+            spans={range_columns[alias]: bounds for alias, bounds in file.ranges.items()},
             checksums=has_checksums[index],
         )
-        for index, (source, each) in enumerate(zip(sources, statistics, strict=True))
+        for index, (source, file) in enumerate(zip(sources, statistics, strict=True))
     )
     return LogPart(file=f"parts/{part_path.name}", reading=settings_fingerprint, files=files)
 
@@ -316,6 +316,9 @@ def _validation_draw_sql(config: InteractionsConfig) -> str | None:
 
 
 def _id_condition_sql(connection: duckdb.DuckDBPyConnection, side: str, *, value: str) -> str:
-    """Return SQL that joins `value` with its id. If all hashes differ, the join compares hashes, which is a third faster."""
+    """Return the SQL condition that joins the ids in `value` with table <side>_ids.
+
+    If all ids have different hashes, the condition compares hashes, which is a third faster.
+    """
     ((num_ids, num_hashes),) = connection.sql(f"SELECT count(*), count(DISTINCT hash(id)) FROM {side}_ids").fetchall()
     return f"hash({value}) = hash({side[0]}.id)" if num_hashes == num_ids else f"{value} = {side[0]}.id"

@@ -148,10 +148,10 @@ def _rebuild_reason(config: InteractionsConfig, log: InteractionsInput, previous
         return "interactions.vocabulary.rebuild is always"
     id_columns = (config.user_column, config.item_column)
     if id_columns != previous.id_columns:
-        return f"the ids come from the columns {id_columns}, in the previous run from {previous.id_columns}"
+        return f"the ids come from the columns {id_columns}, but came from {previous.id_columns} in the previous run"
     id_types, previous_id_types = (log.user_id_type, log.item_id_type), (previous.user_id_type, previous.item_id_type)
     if id_types != previous_id_types:
-        return f"the id types are {id_types}, in the previous run {previous_id_types}"
+        return f"the id types are {id_types}, but were {previous_id_types} in the previous run"
     if previous.run_number >= config.vocabulary.rebuild_after_runs:
         return f"{previous.run_number} runs have used the same vocabularies (interactions.vocabulary.rebuild_after_runs)"
     for side, num_idle, num_rows in (

@@ -22,7 +22,7 @@ from recsys_core.units import DAY_US, INT64_MAX
 TICKS_PER_S = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
 _BATCH_ROWS = 262_144
 _FALSE_NULL_COUNT_MESSAGE = (
-    "{name}: damaged: its statistics claim that it has no nulls, but it has; copy or write the file again"
+    "{name}: damaged: its statistics claim that it has no nulls, but it has nulls; copy or write the file again"
 )
 
 
@@ -80,7 +80,7 @@ def _has_null_id(source: Source, config: InteractionsConfig) -> bool:
 
 
 def _reject_unreadable_column(source: Source, path: Path, config: InteractionsConfig) -> None:
-    """Raise InputError for the first column that DuckDB cannot read; pyarrow accepts some kinds of damage."""
+    """Raise InputError for the first column that DuckDB cannot read. pyarrow, and so `verify_pages`, accepts some of this damage."""
     with duckdb.connect(config={"threads": 1}) as connection:
         for column in config.columns:
             if column not in source.schema.names:  # a hive key
@@ -118,6 +118,7 @@ def _reject_out_of_range_times(config: InteractionsConfig, sources: Sequence[Sou
 
 
 def _rows_with_bad_time(source: Source, column: str, *, latest_us: int) -> NDArray[np.int64]:
+    """Return the rows with a time before 1970 or after `latest_us`; no rows if the column is no timestamp and no date32."""
     if column not in source.schema.names:  # a hive key, whose values pyarrow has already parsed
         return np.empty(0, np.int64)
     data_type = source.schema.field(column).type

@@ -165,7 +165,7 @@ def test_files_with_different_dimensions_are_rejected_with_both_names(tmp_path: 
     second = write(tmp_path / "b.parquet", item_id=[2], **other)
     refuses(
         lambda folder: ingest(folder, first, second, dimension_prefix="d"),
-        tmp_path, f"b.parquet: the vectors are {len(other)} columns", "d0 to d1, in", "a.parquet",
+        tmp_path, f"b.parquet: the vectors have {len(other)} columns", "a.parquet have 2 (d0 to d1)",
     )  # fmt: skip
 
 

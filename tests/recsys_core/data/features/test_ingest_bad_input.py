@@ -144,7 +144,7 @@ def test_numbers_over_int64_are_rejected(tmp_path: Path) -> None:
     huge = pa.array([1, 2**64 - 1, 3], pa.uint64())
     assert_rejected(
         tmp_path,
-        "column 'brand', row 1: 18446744073709551615 is over int64 (1 of 3 rows); write the values as strings",
+        "column 'brand', row 1: 18446744073709551615 is too large for int64 (1 of 3 rows); write the values as strings",
         features=BRAND,
         brand=huge,
     )
@@ -153,7 +153,13 @@ def test_numbers_over_int64_are_rejected(tmp_path: Path) -> None:
 def test_ids_over_int64_are_rejected(tmp_path: Path) -> None:
     huge = pa.array([1, 2**64 - 1, 3], pa.uint64())
     assert_rejected(
-        tmp_path, "column 'id', row 1", "over int64", "write the ids as strings", features=BRAND, id=huge, brand=["a"] * 3
+        tmp_path,
+        "column 'id', row 1",
+        "too large for int64",
+        "write the ids as strings",
+        features=BRAND,
+        id=huge,
+        brand=["a"] * 3,
     )
 
 

@@ -107,7 +107,7 @@ PRICE = {"name": "price", "kind": "numeric"}
             "item__brand",
             ["x", "y"],
             {"name": "brand"},
-            ("none of the ids of the 'item.brand' vectors is one of its 2",),
+            ("none of the ids of the 'item.brand' vectors is one of the feature's 2",),
         ),
     ],
 )

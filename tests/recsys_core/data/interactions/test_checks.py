@@ -56,10 +56,10 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "a null weight": ({"x": [True, None, True, True]}, WEIGHT, "'x', row 1: null (1 of 4"),
     "an infinite order": ({"x": [1.0, INF, 2.0, 3.0]}, {"order_column": "x"}, "'x', row 1: inf is infinite (1 of 4"),
-    "an order over int64": (
+    "an order too large for int64": (
         {"x": pa.array([1, 2, 2**64 - 1, 2**63 - 1], pa.uint64())},
         {"order_column": "x"},
-        "'x', row 2: 18446744073709551615 is over int64 (1 of 4",
+        "'x', row 2: 18446744073709551615 is too large for int64 (1 of 4",
     ),
     "one user": ({"user_id": [1] * 4}, {}, "'user_id': the log has a single user; a model needs at least two"),
     "one item": ({"item_id": ["x"] * 4}, {}, "'item_id': the log has a single item; a model needs at least two"),
@@ -160,7 +160,7 @@ def test_bad_values_outside_the_type_of_the_column_are_dropped_too(tmp_path: Pat
     path = write(tmp_path / "a.parquet", **columns)
     manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, on_bad_rows="drop", max_bad_share=0.5, **WEIGHT)
     check(manifest, leave_last_out(log, min_events=3))
-    assert manifest.bad_rows == {"user_id: over int64": 1, "x: negative": 1}
+    assert manifest.bad_rows == {"user_id: too large for int64": 1, "x: negative": 1}
 
 
 def test_a_log_of_nothing_but_bad_rows_is_rejected_whatever_the_share(tmp_path: Path) -> None:
@@ -204,5 +204,5 @@ def test_a_null_is_found_even_if_the_statistics_have_none(tmp_path: Path) -> Non
         whole = path.read_bytes()
         start = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
         path.write_bytes(whole[:start] + whole[start:].replace(b"\x16\x02", b"\x16\x00"))  # Thrift's 64-bit 1 becomes 0
-        message = f"{path}: damaged: its statistics claim that it has no nulls, but it has; copy or write the file again"
+        message = f"{path}: damaged: its statistics claim that it has no nulls, but it has nulls; copy or write the file again"
         refuses(lambda folder, path=path: ingest(folder, str(path), split=LAST_OUT, **WEIGHT), tmp_path, message)

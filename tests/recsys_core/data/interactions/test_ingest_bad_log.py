@@ -67,10 +67,10 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         ("no column 'itemid' (interactions.item_column); did you mean 'item_id'",),
     ),
     "two columns for DuckDB": ({"USER_ID": [9] * 4}, {}, ("a.parquet: columns ['user_id', 'USER_ID'] differ by case alone",)),
-    "uint64 over int64": (
+    "uint64 too large for int64": (
         {"item_id": pa.array([1, 2, 3, 2**63], pa.uint64())},
         {},
-        ("a.parquet: column 'item_id', row 3: 9223372036854775808 is over int64 (1 of 4", "fit into int64"),
+        ("a.parquet: column 'item_id', row 3: 9223372036854775808 is too large for int64 (1 of 4", "fit into int64"),
     ),
     "milliseconds read as seconds": (
         {"t": [1_700_000_000_000] * 4},

@@ -45,7 +45,12 @@ class Turnover:
 
     @classmethod
     def between(cls, previous_count: Ints, count_I: Ints, *, previous_row_I: Ints) -> "Turnover":
-        """Compare the numbers of events by row. previous_row_I: row of each id in the previous run, -1 for a new id.
+        """Compare the users or items of two runs.
+
+        Args:
+            previous_count: number of events of each row of the previous run.
+            count_I: number of events of each row of this run.
+            previous_row_I: for each row of this run, the row of the same id in the previous run; -1 for a new id.
 
         >>> Turnover.between(np.array([3, 1, 0]), np.array([2, 0, 4, 5]), previous_row_I=np.array([0, 1, 2, -1]))
         Turnover(num_new=2, num_vanished=1, new_share=0.6666666666666666, vanished_share=0.5)

@@ -52,8 +52,8 @@ def count_split(interactions: InteractionsManifest, *, split: Split, chunk_event
     `misplaced_events` depends on split.kind:
 
     - time: training events after the first validation or test event, and validation events after the first test event.
-    - leave_last_out: validation and test events after the user's first event of that part, and validation and test parts of a
-      user that start before an earlier part ends.
+    - leave_last_out: a user has at most one validation and one test event, and further ones are misplaced. A validation or test
+      event before the end of an earlier part of the same user is misplaced too.
     - files: none, because the user chose the split.
     """
     store = EventStore.open(interactions)
@@ -116,18 +116,18 @@ class _Chunk:
         """Part of each event: 0 training, 1 validation, 2 test."""
         return self.segment_E % 3
 
-    def first_value_U3(self, value_E: Ints, *, empty: int) -> Ints:
-        """Return the value of the first event of each user in each part; `empty` for a part without events."""
+    def first_value_U3(self, value_E: Ints, *, default: int) -> Ints:
+        """Return the value of the first event of each user in each part; `default` for a part without events."""
         end_U3 = np.cumsum(self.length_U3.ravel()).reshape(-1, 3)
-        return self._value_at(end_U3 - self.length_U3, value_E, empty=empty)
+        return self._value_at(end_U3 - self.length_U3, value_E, default=default)
 
-    def last_value_U3(self, value_E: Ints, *, empty: int) -> Ints:
-        """Return the value of the last event of each user in each part; `empty` for a part without events."""
+    def last_value_U3(self, value_E: Ints, *, default: int) -> Ints:
+        """Return the value of the last event of each user in each part; `default` for a part without events."""
         end_U3 = np.cumsum(self.length_U3.ravel()).reshape(-1, 3)
-        return self._value_at(end_U3 - 1, value_E, empty=empty)
+        return self._value_at(end_U3 - 1, value_E, default=default)
 
-    def _value_at(self, index_U3: Ints, value_E: Ints, *, empty: int) -> Ints:
-        return np.where(self.length_U3 > 0, value_E[np.clip(index_U3, 0, len(value_E) - 1)], empty)
+    def _value_at(self, index_U3: Ints, value_E: Ints, *, default: int) -> Ints:
+        return np.where(self.length_U3 > 0, value_E[np.clip(index_U3, 0, len(value_E) - 1)], default)
 
 
 def _user_chunks(user_offset: Ints, *, max_events: int) -> Iterator[tuple[int, int]]:
@@ -164,9 +164,10 @@ def _count_repetitions(chunk: _Chunk, counts: SplitCounts, *, num_items: int) ->
     is_same_time_E = np.concatenate([[False], (time_E[1:] == time_E[:-1]) & (part_E[1:] == part_E[:-1])])
     counts.duplicates += int(np.sum(is_repeated_E & is_same_time_E))
 
-    # Copies in different parts are not neighbours in this order. Sort the events of pairs in several parts by time.
-    is_in_several_parts_E = np.isin(pair_E, pair_E[part_E != first_part_E])
-    pair_E, part_E, time_E = pair_E[is_in_several_parts_E], part_E[is_in_several_parts_E], time_E[is_in_several_parts_E]
+    # In this order, the copies of an event in different parts are not adjacent. Take the pairs that occur in more than one part,
+    # and sort their events by time.
+    spans_parts_E = np.isin(pair_E, pair_E[part_E != first_part_E])
+    pair_E, part_E, time_E = pair_E[spans_parts_E], part_E[spans_parts_E], time_E[spans_parts_E]
     order = np.lexsort((part_E, time_E, pair_E))
     pair_E, part_E, time_E = pair_E[order], part_E[order], time_E[order]
     is_first_E = np.concatenate([[True], (pair_E[1:] != pair_E[:-1]) | (time_E[1:] != time_E[:-1])])[: len(pair_E)]
@@ -182,8 +183,8 @@ def _count_by_time(chunk: _Chunk, time_E: Ints, counts: SplitCounts, *, split: S
         counts.events_by_day.setdefault(day, np.zeros(3, np.int64))[part] += num_day_events
     is_same_segment = chunk.segment_E[1:] == chunk.segment_E[:-1]
     counts.unordered_events += int(np.sum(is_same_segment & (time_E[1:] < time_E[:-1])))
-    first_time_U3 = chunk.first_value_U3(time_E, empty=_NEVER)
-    last_time_U3 = chunk.last_value_U3(time_E, empty=-_NEVER)
+    first_time_U3 = chunk.first_value_U3(time_E, default=_NEVER)
+    last_time_U3 = chunk.last_value_U3(time_E, default=-_NEVER)
     counts.future_events += int(np.sum((chunk.part_E == 0) & (time_E > first_time_U3[chunk.user_E, 2])))
     if split.kind == "time":
         first_validation, first_test = first_times

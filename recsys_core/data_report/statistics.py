@@ -12,7 +12,7 @@ from recsys_core.data_report.leaks import SplitCounts
 from recsys_core.manifests import InteractionsManifest
 
 HEAD_SHARE = 0.01
-"""Share of the items with training events that belong to the head, the most popular items."""
+"""The head, the most popular items, is this share of the items with training events."""
 _CURVE_POINTS = 60
 
 Ints = NDArray[np.int64]
@@ -41,7 +41,10 @@ def size_metrics(interactions: InteractionsManifest, counts: SplitCounts) -> dic
 
 
 def share_metrics(interactions: InteractionsManifest, counts: SplitCounts, count_I: Ints) -> dict[str, float]:
-    """Return shares and indexes, NaN where undefined. count_I: number of training events of each item."""
+    """Return shares, the Gini coefficient and the number of split violations. A metric that cannot be measured is NaN.
+
+    count_I: number of training events of each item.
+    """
     num_train, num_test = interactions.train_events, interactions.test_events
     num_held_out = interactions.validation_events + num_test
     num_rows = sum(source.rows for source in interactions.sources)
@@ -53,7 +56,7 @@ def share_metrics(interactions: InteractionsManifest, counts: SplitCounts, count
     head_size = max(1, math.ceil(HEAD_SHARE * len(descending_count_I)))
     has_test_U = user_offset[1:] > validation_end
     has_no_train_U = train_end == user_offset[:-1]
-    # Without timestamps, two events with the same user and item may be different events, and only the order can be checked.
+    # Duplicates and leaks are copies with the same user, item and time, so they are not measured without timestamps.
     has_times = "event_time.npy" in interactions.files
     split_violations = float(counts.misplaced_events + (counts.unordered_events if interactions.ordered else 0))
     null_shares = [_ratio(column.nulls, num_rows) for column in interactions.columns.values()]

@@ -115,23 +115,22 @@ def id_type(sources: Sequence[Source], column: str, *, setting: str) -> IdType:
     for source, type_of_ids in type_of_source.items():
         require_one_type(
             type_of_ids,
-            of=f"{source.name}: column {column!r}",
-            other=first_type,
-            of_other=f"column {column!r} of {first_source.name}",
+            subject=f"{source.name}: column {column!r}",
+            other_type=first_type,
+            other_subject=f"column {column!r} of {first_source.name}",
         )
     return first_type
 
 
-def require_one_type(first_type: str | None, *, of: str, other: str | None, of_other: str) -> None:
+def require_one_type(data_type: str | None, *, subject: str, other_type: str | None, other_subject: str) -> None:
     """Raise InputError if two columns whose values are compared with each other have different types.
 
     Args:
-        of: the first column, as the message names it.
-        other: type of the second column.
-        of_other: the second column, as the message names it.
+        data_type, other_type: types of the two columns.
+        subject, other_subject: names of the two columns in the message.
     """
-    if first_type != other:
-        raise InputError(f"{of} is {first_type}, but {of_other} is {other}; write both as one type")
+    if data_type != other_type:
+        raise InputError(f"{subject} is {data_type}, but {other_subject} is {other_type}; write both as one type")
 
 
 def require_unambiguous_case(source: Source, columns: Sequence[str]) -> None:

@@ -24,10 +24,10 @@ SQL_TYPE = {"int64": "BIGINT", "string": "VARCHAR"}
 def database(
     *, memory_limit: str, threads: int | None, spill: Path, subject: str, setting: str = "interactions.memory_limit"
 ) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open an in-memory database that writes data beyond its memory limit to a folder.
+    """Open an in-memory database that spills data beyond its memory limit to disk.
 
     Args:
-        spill: this folder.
+        spill: folder for the spilled data.
         subject: result of the queries, in the plural, for messages: "the events".
         setting: config key of memory_limit, for messages.
 

@@ -2,7 +2,7 @@
 
 Each footer is parsed twice. pyarrow provides the schema and reads the data later. DuckDB provides counts and offsets, because
 pyarrow's FileMetaData.row_group(i).column(j) aborts the process if a level histogram contradicts the schema (seen with 25.0.1,
-cf. apache/arrow#45283: the C++ exception is not caught). nightjar must not call it on input files.
+cf. apache/arrow#45283: the C++ exception is not caught). nightjar must not call this method on input files.
 """
 
 import hashlib
@@ -149,7 +149,7 @@ def _parse(content: bytes, path: Path, sha256: str, connection: duckdb.DuckDBPyC
         chunks: dict[str, Any] = connection.execute(query, [str(path)]).fetchnumpy()
     except duckdb.ConversionException as error:  # DuckDB cannot represent a timestamp in the statistics
         raise _InvalidFooterError(_explain_timestamp(content)) from error
-    except duckdb.Error as error:  # without the path of the temporary file
+    except duckdb.Error as error:  # remove the path of the temporary file from the message
         reason = str(error).splitlines()[0].rpartition(f'"{path}": ')[2]
         raise _InvalidFooterError(f"{reason}; copy or write it again") from error
     with pq.ParquetFile(pa.BufferReader(content)) as file:
@@ -227,7 +227,7 @@ def _check_counts_and_offsets(
         (num_values > 0) & is_outside,
         "bytes {start:,} to {end:,}, but the data ends at {data_end:,}: truncated or damaged; copy or write it again",
     )
-    # Added up as Python integers, which do not overflow.
+    # Python integers do not overflow, unlike a numpy sum of corrupt counts.
     num_rows_in_groups = sum(int(num_rows_in_group) for num_rows_in_group in group_rows[:, 0]) if leaves else 0
     if num_rows_in_groups != num_rows:
         raise _InvalidFooterError(

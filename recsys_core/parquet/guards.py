@@ -1,6 +1,6 @@
 """Checks of an input file before its rows are used: for decompression bombs, for damaged pages, and against its sha256 file.
 
-Run `check_expansion` first: the other checks decode data, and it rejects files that would decode to too much memory.
+Run `check_expansion` first. It rejects files that would fill the memory when the other checks decode them.
 """
 
 import hashlib
@@ -35,14 +35,14 @@ _SIDECAR_LINE = re.compile(r"\\?([0-9a-fA-F]{64})([ \t]+\*?[^\n]*)?\s*")
 def check_expansion(
     sources: Sequence[Source], *, columns: Sequence[str], max_expansion_ratio: float, setting: str, count_texts: bool = True
 ) -> None:
-    """Reject decompression bombs: `columns` that decode to more than 1 GiB and more than a multiple of the file's size.
+    """Reject decompression bombs: files whose `columns` decode to more than 1 GiB and to far more than the size of the file.
 
     The sizes of numbers and lists are computed from the footers, without reading data. A footer does not contain the lengths of
     strings. The dictionaries of the strings are therefore read too (0.2 s for 20 million rows). The strings themselves are read
     only if a bound computed from the dictionaries is above the limit.
 
     Args:
-        max_expansion_ratio: largest ratio of decoded bytes to bytes of the file.
+        max_expansion_ratio: largest allowed ratio of decoded bytes to file bytes. Files that decode to at most 1 GiB are always allowed.
         setting: config key of max_expansion_ratio, for messages.
         count_texts: whether to count the characters of strings; false if the reader keeps them in dictionaries.
 
@@ -53,7 +53,7 @@ def check_expansion(
     def require_within_limit(name: str, decoded_bytes: float, file_bytes: int) -> None:
         if decoded_bytes > HARMLESS_BYTES and decoded_bytes > max_expansion_ratio * file_bytes:
             raise InputError(
-                f"{name}: {file_bytes:,} bytes that decode to {decoded_bytes:,.0f} or more in the columns "
+                f"{name}: {file_bytes:,} bytes decode to {decoded_bytes:,.0f} or more in the columns "
                 f"{shown_names(columns, at_most=10)}, {decoded_bytes / file_bytes:,.0f} times as much: "
                 f"is this a decompression bomb? {setting} is {max_expansion_ratio:g}; raise it if the file is sound"
             )
@@ -77,7 +77,7 @@ def _decoded_bytes_by_footer(source: Source, columns: Sequence[str]) -> float:
     leaves = footer.leaves_of(columns)
     widths = (footer.leaves[leaf].width or _VALUE_BYTES.get(footer.leaves[leaf].physical_type, 8) for leaf in leaves)
     value_bytes = np.array([*widths])
-    # Computed as float: a corrupt count may be so large that the product overflows int64.
+    # Computed as float, because the product with a corrupt count may overflow int64.
     chunk_bytes = np.maximum(footer.num_values[:, leaves] * value_bytes.astype(float), footer.uncompressed_bytes[:, leaves])
     decoded_bytes = float(chunk_bytes.sum())
     # A null in a column of fixed-size lists is one value in the file, but a whole list in memory.
@@ -100,7 +100,7 @@ def _text_bytes(source: Source, columns: Sequence[str], *, stop_above: float) ->
     """Count the bytes of all strings that the file stores in dictionaries; stop as soon as the count exceeds `stop_above`."""
     footer, num_bytes = source.footer, 0
     text_leaves = [leaf for leaf in footer.leaves_of(columns) if footer.leaves[leaf].physical_type == "BYTE_ARRAY"]
-    # A string has at most as many bytes as its column chunk.
+    # Upper bound: no string has more bytes than its column chunk. If the bound is within the limit, no string is read.
     if (footer.num_values[:, text_leaves].astype(float) * footer.uncompressed_bytes[:, text_leaves]).sum() <= stop_above:
         return 0
     for leaf in text_leaves:

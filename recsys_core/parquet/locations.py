@@ -94,7 +94,7 @@ def connect(uri: str, *, setting: str) -> tuple[pafs.FileSystem, str, str]:
     """Connect to the filesystem of a URI.
 
     Returns:
-        The filesystem, the path within it, and the prefix that turns a path within it into a URI: "s3:/" and "/" and the path.
+        The filesystem, the path within it, and a prefix such as "s3:/": f"{prefix}/{path}" is the URI of a path within it.
     """
     match = URI.fullmatch(uri)
     assert match is not None, "callers check is_uri"
@@ -161,13 +161,13 @@ def _folder_hint(num_folders: int) -> str:
 
 
 def _expand_glob(pattern: str) -> list[str]:
-    base, tail = _split_glob(pattern)
-    if "**" in tail:  # glob.glob would follow a link to a parent folder in circles
+    base, components = _split_glob(pattern)
+    if "**" in components:  # glob.glob would follow a link to a parent folder in circles
         paths = [path if base else os.path.relpath(path, ".") for path in _walk(base or ".", ())]
-        paths = [path for path in paths if _matches(_components(path, base), tail)]
+        paths = [path for path in paths if _matches(_components(path, base), components)]
     else:
         paths = glob.glob(pattern)  # noqa: PTH207  # the pattern may be absolute
-    return paths if _includes_hidden_files(tail) else [path for path in paths if not _is_skipped(path, below=base)]
+    return paths if _includes_hidden_files(components) else [path for path in paths if not _is_skipped(path, below=base)]
 
 
 def _walk(folder: str, parents: tuple[str, ...]) -> Iterator[str]:
@@ -211,11 +211,12 @@ def _find_remote(filesystem: pafs.FileSystem, path: str, *, prefix: str, setting
     elif not glob.has_magic(path):
         raise InputError(f"{setting}: no such file: {shown_uri}")
     else:
-        base, tail = _split_glob(path)
-        infos_below = list_files(pafs.FileSelector(base, recursive=len(tail) > 1 or tail == ["**"], allow_not_found=True))
-        matching_infos = [info for info in infos_below if _matches(_components(info.path, base), tail)]
+        base, components = _split_glob(path)
+        is_recursive = len(components) > 1 or components == ["**"]
+        infos_below = list_files(pafs.FileSelector(base, recursive=is_recursive, allow_not_found=True))
+        matching_infos = [info for info in infos_below if _matches(_components(info.path, base), components)]
         files = [info for info in matching_infos if info.type == pafs.FileType.File]
-        if not _includes_hidden_files(tail):
+        if not _includes_hidden_files(components):
             files = [info for info in files if not _is_skipped(info.path, below=base)]
         if not files:
             raise InputError(f"{setting}: no file matches: {shown_uri}{_folder_hint(len(matching_infos))}")
@@ -224,7 +225,7 @@ def _find_remote(filesystem: pafs.FileSystem, path: str, *, prefix: str, setting
 
 
 def _split_glob(pattern: str) -> tuple[str, list[str]]:
-    """Split a glob before its first component with a wildcard: into a folder, and the components of the rest."""
+    """Split a glob into the folder before its first component with a wildcard, and the components from there on."""
     components = pattern.split("/")
     first = next(index for index, component in enumerate(components) if glob.has_magic(component))
     base = "/".join(components[:first])
@@ -235,20 +236,20 @@ def _components(path: str, base: str) -> list[str]:
     return [component for component in path.removeprefix(base).split("/") if component]
 
 
-def _matches(components: Sequence[str], tail: Sequence[str]) -> bool:
-    """Return whether a path matches a glob, component by component; ** matches any number of folders."""
-    if not tail:
-        return not components
-    if tail[0] == "**":
-        if len(tail) == 1:
-            return bool(components)
-        return any(_matches(components[start:], tail[1:]) for start in range(len(components)))
-    return bool(components) and fnmatchcase(components[0], tail[0]) and _matches(components[1:], tail[1:])
+def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Return whether the components of a path match those of a glob; ** matches any number of folders."""
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        if len(pattern) == 1:
+            return bool(path)
+        return any(_matches(path[start:], pattern[1:]) for start in range(len(path)))
+    return bool(path) and fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
 
 
-def _includes_hidden_files(tail: Sequence[str]) -> bool:
-    """Return whether a component of a glob starts with _ or . itself."""
-    return any(component[0] in "_." for component in tail)
+def _includes_hidden_files(pattern: Sequence[str]) -> bool:
+    """Return whether one of the components of a glob starts with _ or . itself."""
+    return any(component[0] in "_." for component in pattern)
 
 
 def _is_skipped(path: str, *, below: str) -> bool:
@@ -288,5 +289,5 @@ def _explain_store_error(error: BaseException) -> str:
     if isinstance(error, FileNotFoundError) or "NO_SUCH_BUCKET" in message or getattr(error, "errno", None) == errno.ENOENT:
         return f"no such bucket or folder ({message})"
     if "ACCESS_DENIED" in message or "INVALID_ACCESS_KEY" in message or "SIGNATURE" in message or "403" in message:
-        return f"the store rejects these credentials; check those in the environment ({message})"
+        return f"the store rejects the credentials from the environment; check them ({message})"
     return f"the store returns an error ({message})"

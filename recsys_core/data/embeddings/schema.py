@@ -62,9 +62,9 @@ def check_embeddings(configs: Sequence[EmbeddingsConfig], *, data_root: Path | N
         other = first_entry_of_table.setdefault(files.config.table, files)
         require_one_type(
             files.id_type,
-            of=f"the id of {files.setting}",
-            other=other.id_type,
-            of_other=f"the id of {other.setting} for the same table, {files.config.table!r},",
+            subject=f"the id of {files.setting}",
+            other_type=other.id_type,
+            other_subject=f"the id of {other.setting} for the same table, {files.config.table!r},",
         )
         if files.dim and other.dim:
             require_one_dim(files, files.dim, other=other, other_dim=other.dim)
@@ -119,9 +119,9 @@ def _check_entry(config: EmbeddingsConfig, *, setting: str, data_root: Path | No
         from_column = config.id_map.from_column
         require_one_type(
             id_type(id_map, from_column, setting=f"{setting}.id_map.from_column"),
-            of=f"{id_map[0].name}: column {from_column!r}",
-            other=source_id_type,
-            of_other=f"column {config.id_column!r} of {sources[0].name}",
+            subject=f"{id_map[0].name}: column {from_column!r}",
+            other_type=source_id_type,
+            other_subject=f"column {config.id_column!r} of {sources[0].name}",
         )
         target_id_type = id_type(id_map, config.id_map.to_column, setting=f"{setting}.id_map.to_column")
     files = VectorFiles(config, setting, sources, columns, source_id_type, id_map, target_id_type)

@@ -75,9 +75,9 @@ def check_features(
         table_id_type = id_type(sources, table_config.id_column, setting=f"{setting}.id_column")
         require_one_type(
             table_id_type,
-            of=f"{sources[0].name}: column {table_config.id_column!r}",
-            other=log_id_type,
-            of_other=f"the {side} id of the log",
+            subject=f"{sources[0].name}: column {table_config.id_column!r}",
+            other_type=log_id_type,
+            other_subject=f"the {side} id of the log",
         )
         table = FeatureTable(
             side,
@@ -126,9 +126,9 @@ def check_vectors(tables: Sequence[FeatureTable], *, id_types: Mapping[str, IdTy
             )
         require_one_type(
             table.value_types[feature.name],
-            of=f"{table.sources[0].name}: column {feature.source_column!r}",
-            other=vector_id_type,
-            of_other=f"the id of the {name} vectors",
+            subject=f"{table.sources[0].name}: column {feature.source_column!r}",
+            other_type=vector_id_type,
+            other_subject=f"the id of the {name} vectors",
         )
 
 
@@ -152,9 +152,9 @@ def _value_types(sources: Sequence[Source], features: Sequence[FeatureConfig], *
         for source, stored_type in zip(sources, value_types, strict=True):
             require_one_type(
                 stored_type,
-                of=f"{source.name}: column {column!r}",
-                other=value_types[0],
-                of_other=f"column {column!r} of {first.name}",
+                subject=f"{source.name}: column {column!r}",
+                other_type=value_types[0],
+                other_subject=f"column {column!r} of {first.name}",
             )
         if value_types[0] is not None:
             types[feature.name] = value_types[0]

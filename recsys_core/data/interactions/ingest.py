@@ -126,9 +126,9 @@ def _check_vector_id_types(config: InteractionsConfig, log: InteractionsInput, e
         if embeddings is not None and table in embeddings.tables:
             require_one_type(
                 id_type,
-                of=f"{log.sources[0].name}: column {column!r}",
-                other=embeddings.tables[table].id_type,
-                of_other=f"the id of the {table} vectors",
+                subject=f"{log.sources[0].name}: column {column!r}",
+                other_type=embeddings.tables[table].id_type,
+                other_subject=f"the id of the {table} vectors",
             )
 
 

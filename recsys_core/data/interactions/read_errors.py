@@ -80,7 +80,7 @@ def _has_null_id(source: Source, config: InteractionsConfig) -> bool:
 
 
 def _reject_unreadable_column(source: Source, path: Path, config: InteractionsConfig) -> None:
-    """Raise InputError for the first column that DuckDB cannot read. pyarrow, and so `verify_pages`, accepts some of this damage."""
+    """Raise InputError for the first column that DuckDB cannot read. Some damage is an error in DuckDB but not in pyarrow."""
     with duckdb.connect(config={"threads": 1}) as connection:
         for column in config.columns:
             if column not in source.schema.names:  # a hive key

@@ -114,7 +114,7 @@ def test_ids_of_mixed_type_are_rejected(tmp_path: Path, stage: Stage) -> None:
 def test_bombs(tmp_path: Path) -> None:
     message = ("is this a decompression bomb?", "max_expansion_ratio is 1000; raise it if the file is sound")
     lists = list_bomb(tmp_path / "lists.parquet")
-    refuses(embeddings(lists, vector_column="vector"), tmp_path, f"{lists}: ", "that decode to 9,0", *message)
+    refuses(embeddings(lists, vector_column="vector"), tmp_path, f"{lists}: ", "decode to 9,0", *message)
     refuses(
         interactions(lists, context_columns=("vector",), timestamp_column="t"), tmp_path,
         f"{lists}: ", *message,

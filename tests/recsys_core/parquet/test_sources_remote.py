@@ -199,7 +199,7 @@ def test_a_missing_object_is_reported_with_its_name(store: Store) -> None:
 
 def test_rejected_credentials_are_reported(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "stranger")
-    with refusal("s: s3://bucket/log: the store rejects these credentials; check those in the environment"):
+    with refusal("s: s3://bucket/log: the store rejects the credentials from the environment; check them"):
         open_sources([store.uri("log")], setting="s")
 
 

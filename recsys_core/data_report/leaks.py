@@ -52,8 +52,8 @@ def count_split(interactions: InteractionsManifest, *, split: Split, chunk_event
     `misplaced_events` depends on split.kind:
 
     - time: training events after the first validation or test event, and validation events after the first test event.
-    - leave_last_out: a user has at most one validation and one test event, and further ones are misplaced. A validation or test
-      event before the end of an earlier part of the same user is misplaced too.
+    - leave_last_out: a user has at most one validation and one test event, and further ones are misplaced. If one of
+      these parts starts before an earlier part of the same user ends, one more misplaced event is counted.
     - files: none, because the user chose the split.
     """
     store = EventStore.open(interactions)
@@ -164,8 +164,8 @@ def _count_repetitions(chunk: _Chunk, counts: SplitCounts, *, num_items: int) ->
     is_same_time_E = np.concatenate([[False], (time_E[1:] == time_E[:-1]) & (part_E[1:] == part_E[:-1])])
     counts.duplicates += int(np.sum(is_repeated_E & is_same_time_E))
 
-    # In this order, the copies of an event in different parts are not adjacent. Take the pairs that occur in more than one part,
-    # and sort their events by time.
+    # In this order, the copies of an event in different parts are not adjacent. Take the pairs that occur in more than one
+    # part, and sort their events by time.
     spans_parts_E = np.isin(pair_E, pair_E[part_E != first_part_E])
     pair_E, part_E, time_E = pair_E[spans_parts_E], part_E[spans_parts_E], time_E[spans_parts_E]
     order = np.lexsort((part_E, time_E, pair_E))

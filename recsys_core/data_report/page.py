@@ -101,7 +101,7 @@ def format_change(current: float | None, previous: float | None) -> str:
 
 
 def plot_days(days: Sequence[Day]) -> Markup | None:
-    """Plot events over time by part of the split; None without timestamps. If there are more than 120 days, a bar has several."""
+    """Plot events over time by part of the split; None without timestamps. Above 120 days, each bar covers several days."""
     if not days:
         return None
     first_day = np.datetime64(days[0].day)

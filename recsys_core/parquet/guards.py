@@ -42,7 +42,7 @@ def check_expansion(
     only if a bound computed from the dictionaries is above the limit.
 
     Args:
-        max_expansion_ratio: largest allowed ratio of decoded bytes to file bytes. Files that decode to at most 1 GiB are always allowed.
+        max_expansion_ratio: largest allowed ratio of decoded bytes to file bytes, for files above 1 GiB.
         setting: config key of max_expansion_ratio, for messages.
         count_texts: whether to count the characters of strings; false if the reader keeps them in dictionaries.
 

@@ -12,7 +12,7 @@ import sys
 from contextlib import closing, suppress
 from pathlib import Path
 
-from recsys_core.atomic import replacing
+from recsys_core.atomic import atomic_replacement
 from recsys_core.parent_process import die_with_parent
 
 
@@ -89,7 +89,7 @@ def _cache_folder() -> Path:
 def _copy_database(source: Path, target: Path) -> None:
     """Copy a sqlite database atomically."""
     with (
-        replacing(target) as temporary,
+        atomic_replacement(target) as temporary,
         closing(sqlite3.connect(source)) as source_database,
         closing(sqlite3.connect(temporary)) as target_database,
     ):

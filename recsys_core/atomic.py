@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_replacement(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the same folder; rename it to `path` at the end, or remove it after an error.
 
     Two processes may replace the same file: the temporary name contains the process id.
@@ -23,5 +23,5 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def write_text(path: Path, text: str) -> None:
     """Replace the content of `path` with `text`, in UTF-8."""
-    with replacing(path) as temporary:
+    with atomic_replacement(path) as temporary:
         temporary.write_text(text, encoding="utf-8")

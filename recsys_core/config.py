@@ -101,11 +101,9 @@ Checksums = Annotated[
     ),
 ]
 Column = Annotated[str, Field(min_length=1, max_length=1_000), AfterValidator(_check_control_characters)]
-"""Name of a column."""
 Name = Annotated[
     str, Field(min_length=1, max_length=200), AfterValidator(_check_control_characters), AfterValidator(_check_outer_blanks)
 ]
-"""A name on one line."""
 FilePath = Annotated[str, Field(min_length=1, max_length=MAX_PATH_CHARACTERS), AfterValidator(_check_path)]
 """A path, a glob or a URI."""
 Folder = Annotated[Path, AfterValidator(_check_folder)]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from recsys_core.errors import InputError, NightjarError
-from recsys_core.units import gib
+from recsys_core.units import format_gib
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 DISK_FULL_MESSAGE = re.compile(
@@ -28,15 +28,15 @@ MIN_STAGE_BYTES = 2**16
 def require_free(folder: Path, needed_bytes: int, *, subject: str) -> None:
     """Raise InputError if the disk of `folder` has less free space than `needed_bytes`; the folder need not exist yet.
 
-    subject: the object that needs the space, for the message: "the train stage".
+    subject: the object that needs the space, as named in the message, such as "the train stage".
     """
     if free_bytes(folder) < needed_bytes:
-        raise disk_full_error(folder, reason=f"{subject} takes at least {gib(needed_bytes, digits=3)}")
+        raise disk_full_error(folder, reason=f"{subject} takes at least {format_gib(needed_bytes, digits=3)}")
 
 
 @contextmanager
 def explain_disk_full(folder: Path) -> Iterator[None]:
-    """If a full disk causes an error in the block, raise an InputError in its place that reports the free space.
+    """Replace an error in the block that a full disk causes by an InputError that reports the free space.
 
     The block writes below `folder`. Some libraries do not report the cause of a failed write. If less than MIN_STAGE_BYTES are
     free, any error is therefore attributed to the full disk.
@@ -60,12 +60,12 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def disk_full_error(folder: Path, *, reason: str) -> InputError:
-    """Return the error for a disk that is too small. reason: the start of the message: "the checkpoint does not fit"."""
+    """Return the error for a disk that is too small. reason: start of the message, such as "the checkpoint does not fit"."""
     existing_folder = _nearest_existing(folder)
     mount = next(path for path in (existing_folder, *existing_folder.parents) if path.is_mount())
     return InputError(
-        f"{folder}: {reason}, but the disk has {gib(free_bytes(folder), digits=3)} free; "
-        f"free some, or set workspace to a folder on a larger disk than the one at {mount}"
+        f"{folder}: {reason}, but the disk has {format_gib(free_bytes(folder), digits=3)} free; "
+        f"free some space, or set workspace to a folder on a larger disk than the one at {mount}"
     )
 
 
@@ -100,7 +100,9 @@ def allocate_npy(path: Path, *, dtype: DTypeLike, shape: tuple[int, ...]) -> NDA
                 raise
             path.unlink()
             shape_text = f"{' x '.join(f'{length:,}' for length in shape)} numbers"
-            raise disk_full_error(path.parent, reason=f"{path.name}, {shape_text}, takes {gib(size, digits=3)}") from error
+            raise disk_full_error(
+                path.parent, reason=f"{path.name}, {shape_text}, takes {format_gib(size, digits=3)}"
+            ) from error
     array: NDArray[Any] = np.load(path, mmap_mode="r+")
     return array
 

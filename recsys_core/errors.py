@@ -91,7 +91,7 @@ def printable(text: str, *, at_most: int | None = None) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, with control characters escaped; if it is empty, the name of its class."""
+    """Return the first line of an error's message, with control characters escaped; the name of its class if there is none."""
     lines = str(error).splitlines()
     return printable(lines[0], at_most=_LINE_CHARACTERS) if lines else type(error).__name__
 

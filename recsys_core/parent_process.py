@@ -20,8 +20,8 @@ def parent_environment() -> dict[str, str]:
 def die_with_parent() -> None:
     """Make Linux kill this process when its parent ends, or at once if the parent has already ended.
 
-    The parent is the process that put `parent_environment()` into the environment of this one. Without the variable nothing
-    happens.
+    The parent is the process that put `parent_environment()` into the environment of this process. Without that variable,
+    nothing happens.
     """
     parent_pid = os.environ.get(PARENT_VARIABLE)
     if not parent_pid or sys.platform != "linux":

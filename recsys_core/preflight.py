@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from recsys_core.disk import free_bytes
-from recsys_core.units import GIB, gib
+from recsys_core.units import GIB, format_gib
 
 PACKAGES = (
     "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "faiss-cpu", "faiss-gpu", "numpy", "pyarrow", "duckdb",
@@ -71,9 +71,9 @@ class Preflight:
     @property
     def rows(self) -> list[tuple[str, str]]:
         """Name and value of each result, as the rows of a table."""
-        memory = f"{gib(self.available_memory_bytes)} available of {gib(self.usable_memory_bytes)}"
+        memory = f"{format_gib(self.available_memory_bytes)} available of {format_gib(self.usable_memory_bytes)}"
         if self.usable_memory_bytes < self.machine_memory_bytes:
-            memory += f" (limit; the machine has {gib(self.machine_memory_bytes)})"
+            memory += f" (limit; the machine has {format_gib(self.machine_memory_bytes)})"
         return [
             ("python", f"{platform.python_version()} ({sys.executable})"),
             *((name, self.versions[name]) for name in PACKAGES if name in self.versions),
@@ -81,9 +81,9 @@ class Preflight:
             ("memory", memory),
             (
                 "gpus",
-                "; ".join(f"{gpu.name}, {gib(gpu.memory_bytes)}" for gpu in self.gpus) or "none that torch can use",
+                "; ".join(f"{gpu.name}, {format_gib(gpu.memory_bytes)}" for gpu in self.gpus) or "none that torch can use",
             ),
-            ("free disk", f"{gib(self.free_disk_bytes)} in {self.folder}"),
+            ("free disk", f"{format_gib(self.free_disk_bytes)} in {self.folder}"),
         ]
 
 
@@ -97,8 +97,8 @@ def check_environment(folder: Path) -> Preflight:
     free_disk_bytes = free_bytes(folder)
     if free_disk_bytes < _MIN_DISK_BYTES:
         problems.append(
-            f"{folder}: only {gib(free_disk_bytes)} of disk free, but a run needs at least {gib(_MIN_DISK_BYTES)}; "
-            "free some space"
+            f"{folder}: only {format_gib(free_disk_bytes)} of disk free, but a run needs at least "
+            f"{format_gib(_MIN_DISK_BYTES)}; free some space"
         )
     limits = cgroup_limits()
     memory = psutil.virtual_memory()
@@ -147,8 +147,8 @@ def check_versions(versions: Mapping[str, str]) -> list[str]:
             problems += _check_fbgemm(fbgemm, versions)
     if "fastapi" in versions and _major_minor(versions["fastapi"]) >= (0, 151):
         problems.append(
-            f"fastapi {versions['fastapi']}: prefect's server needs a version below 0.151, because with newer versions it "
-            "rejects the requests of prefect's client; run make clean setup"
+            f"fastapi {versions['fastapi']}: prefect's server needs a version below 0.151, because with newer versions the "
+            "server rejects the requests of prefect's client; run make clean setup"
         )
     return problems
 
@@ -207,7 +207,7 @@ def oom_kills(*, mounts: Path = Path("/sys/fs/cgroup"), membership: Path = Path(
     """Return the number of processes of this cgroup (v1 or v2) that the out-of-memory killer has ended; None: unknown."""
     for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)
-        # In a container `path` may be a path on the host, which is not mounted in the container: the mount point is read too.
+        # In a container, `path` may be a path of the host that the container does not mount. The mount point is read too.
         mount = mounts / controllers
         for file in (folder / name for folder in (mount / path.lstrip("/"), mount) for name in _OOM_FILES):
             words = file.read_text().split() if file.is_file() else []
@@ -223,7 +223,7 @@ def _read_integers(path: Path) -> list[int]:
 
 
 def _anonymous_bytes(path: Path) -> int:
-    """Return the bytes of anonymous memory. The kernel can drop the rest of the used memory, which is page cache."""
+    """Return the bytes of anonymous memory. The other used memory is page cache, which the kernel can drop."""
     pairs = (line.split() for line in path.read_text().splitlines()) if path.is_file() else ()
     return sum(int(value) for name, value in pairs if name in ("anon", "total_rss"))
 
@@ -234,7 +234,7 @@ def _probe_gpus() -> tuple[tuple[Gpu, ...], list[str]]:
         probe = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return (), [
-            f"torch, torchrec and faiss did not import within {_PROBE_TIMEOUT_S:g} s; "
+            f"the imports of torch, torchrec and faiss took more than {_PROBE_TIMEOUT_S:g} s; "
             "check for a very slow disk or a GPU that hangs"
         ]
     if probe.returncode != 0:

@@ -9,10 +9,10 @@ FLOAT32_MAX = 3.4028234663852886e38
 """The largest finite float32."""
 
 
-def gib(num_bytes: int, *, digits: int = 1) -> str:
+def format_gib(num_bytes: int, *, digits: int = 1) -> str:
     """Format a size in GiB for a message.
 
-    >>> gib(1_342_177_280, digits=3), gib(2**33)
+    >>> format_gib(1_342_177_280, digits=3), format_gib(2**33)
     ('1.250 GiB', '8.0 GiB')
     """
     return f"{num_bytes / GIB:,.{digits}f} GiB"

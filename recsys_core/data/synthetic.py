@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from recsys_core.atomic import replacing
+from recsys_core.atomic import atomic_replacement
 from recsys_core.units import DAY_US
 
 NUM_TOPICS = 60
@@ -110,5 +110,5 @@ def _write_vectors(rng: np.random.Generator, path: Path, topic_IT: NDArray[np.fl
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(vectors_ID.astype(np.float32).ravel()), dim)
     order_I = rng.permutation(len(topic_IT))
     table = pa.table({"item_id": np.arange(len(topic_IT)) + 1000, "embedding": vectors}).take(order_I)
-    with replacing(path) as temporary:  # written last: if it exists, all files are complete
+    with atomic_replacement(path) as temporary:  # written last: if it exists, all files are complete
         pq.write_table(table, temporary)

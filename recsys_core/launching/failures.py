@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from recsys_core.disk import DISK_FULL_MESSAGE, MIN_STAGE_BYTES, disk_full_error, free_bytes
 from recsys_core.errors import InputError, LaunchError, StageError
 from recsys_core.launching.messages import HostFailure, LaunchFolder, RankFailure
-from recsys_core.units import gib
+from recsys_core.units import format_gib
 
 NIGHTJAR_ERROR = re.compile(r"^recsys_core\.errors\.(InputError|StageError): (.*)", re.MULTILINE | re.DOTALL)
 OUT_OF_MEMORY = re.compile(r"^\S*(?:OutOfMemoryError: .*|.*can't allocate memory.*)|^MemoryError.*", re.MULTILINE)
@@ -67,7 +67,7 @@ def _line_around(match: re.Match[str]) -> str:
 
 def _memory_hint(failure: RankFailure, host_failure: HostFailure) -> str:
     """Describe the memory limit of a rank that was killed or raised an out-of-memory error; empty for other failures."""
-    limit = gib(host_failure.memory_bytes or 0)
+    limit = format_gib(host_failure.memory_bytes or 0)
     advice = "lower training.batch_size, use fewer ranks per host or more hosts, or raise the limit"
     if failure.signal == "SIGKILL":
         if host_failure.oom_kills:

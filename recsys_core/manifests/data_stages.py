@@ -15,7 +15,7 @@ class SourceFile(Frozen):
     path: str
     bytes: int
     rows: int
-    modified_ns: int = Field(description="modification time; some changes of values leave the footer unchanged")
+    modified_ns: int = Field(description="modification time; it detects changes of values that leave the footer unchanged")
     footer_sha256: str = Field(description="sha256 of the parquet footer: layout, sizes and statistics")
 
 
@@ -67,8 +67,8 @@ class ColumnFacts(Frozen):
     odd: int = Field(
         0, description="for id columns: number of unusual ids, with control characters or more than 1,000 characters"
     )
-    first: str | None = Field(None, description="smallest value; null for other columns than times, labels and weights")
-    last: str | None = Field(None, description="largest value; null for other columns than times, labels and weights")
+    first: str | None = Field(None, description="smallest value, for columns of times, labels and weights")
+    last: str | None = Field(None, description="largest value, for columns of times, labels and weights")
 
 
 class ReadFile(Frozen):
@@ -79,7 +79,8 @@ class ReadFile(Frozen):
     below_threshold: int = Field(description="number of rows whose label is below the threshold")
     spans: dict[str, tuple[float, float]] = Field(description="smallest and largest value of each numeric or time column")
     checksums: bool = Field(
-        False, description="whether the pages have checksums; false too if the file was read before nightjar recorded this"
+        False,
+        description="whether the pages have checksums; also false if an older nightjar, which did not record it, read the file",
     )
 
 
@@ -101,7 +102,7 @@ class InteractionsManifest(Manifest):
     Vocabulary:
         users.parquet, items.parquet: columns `id`, `train_count` and `events`. All other files refer to an id by its row in
             this file. The run that builds the vocabulary sorts the ids by descending number of events in the files, then by
-            ascending id; ids with only a vector are last. A later run keeps every row and appends new ids in the same order.
+            ascending id; ids with only a vector are last. Later runs keep every row and append new ids in that order.
         item_rank.npy: int64 [items], popularity rank. The item with the most training events has rank 0; ties are by row.
         item_count.npy: int64 [items], number of training events.
         user_ids.parquet, item_ids.parquet: columns `id` and `row` (null: not in the vocabulary) of every id ever read. The
@@ -196,18 +197,20 @@ class FeaturesManifest(Manifest):
     The owners of a feature are the rows of users.parquet or items.parquet or, for context features, the events of
     event_item.npy. Files per feature:
 
-        <side>.<name>.row.npy: int32 [owners] for one value each (categorical, numeric); int32 [values] for lists.
+        <side>.<name>.row.npy: int32 [owners] if each owner has one value (categorical, numeric); int32 [values] for lists.
         <side>.<name>.offset.npy: int64 [owners + 1], bounds of each list; only for lists.
         <side>.<name>.weight.npy: float32, one weight per value; only for weighted lists and standardised numbers. A
             standardised number is row 1 with the number (-10 to 10) as its weight. A missing number is row 0 with weight 0.
         <side>.<name>.vocabulary.parquet: columns `value` and `count`; the position of a value is its row. Row 0 has the
-            value null and is the row of all values out of vocabulary. Not for numeric and hashed features.
+            value null and is the row of all values out of vocabulary. Numeric and hashed features do not have this file.
         <side>.<name>.vector_row.npy: int64, one entry per row of the embedding table: its row in <side>.<name>.vectors.npy
             of the embeddings stage, -1 without a vector. Only if there are vectors of the feature.
     """
 
     kind: ClassVar[str] = "features"
-    lineage: str = Field(description="lineage of the interactions; the arrays have the same order of users, items and events")
+    lineage: str = Field(
+        description="lineage of the interactions stage, whose users, items and events the arrays have in the same order"
+    )
     features: dict[str, FeatureFacts]
     tables: dict[str, FeatureTableFacts] = Field(description="statistics of the input table, by side (user, item)")
     sources: tuple[SourceFile, ...]

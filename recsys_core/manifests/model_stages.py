@@ -48,7 +48,7 @@ class ExportManifest(Manifest):
         query_vectors_<split>.npy: float32 [queries, dim]; split is validation or test. One query per user with at least one
             event in the split, with the user's history before the split.
         query_users_<split>.npy: int64 [queries], user rows.
-        history_items.npy: float32 [items, width], vector of each item in a history.
+        history_items.npy: float32 [items, width], the vector that represents each item in a history.
         table_<name>.npy: float32 [rows, dim], the embedding tables.
         state_<name>.npy: float32 [rows] (rowwise_adagrad) or [rows, dim] (adagrad), the Adagrad accumulator of each trained
             table with one of these optimizers.
@@ -71,7 +71,7 @@ class EvaluationManifest(Manifest):
 
 
 class IndexReport(Frozen):
-    """One index compared with exact search, measured on evaluation queries."""
+    """Comparison of one index with exact search on evaluation queries."""
 
     recall: float = Field(description="share of the exact top `k` that the index returns")
     k: int
@@ -81,7 +81,7 @@ class IndexReport(Frozen):
 
 
 class IndexManifest(Manifest):
-    """<kind>.faiss for each built kind."""
+    """One file <kind>.faiss for each kind of index that was built."""
 
     kind: ClassVar[str] = "index"
     served: str = Field(description="kind of the index that goes into the package")

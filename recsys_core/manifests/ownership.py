@@ -24,13 +24,13 @@ def require_own_folder(folder: Path) -> None:
         return
     if folder.is_symlink() or not folder.is_dir():
         raise InputError(
-            f"{folder}: is {'a link' if folder.is_symlink() else 'a file'}, but nightjar needs a folder of its own here, in "
-            "which it may replace and remove files; move it away"
+            f"{folder}: is {'a link' if folder.is_symlink() else 'a file'}, but nightjar needs a folder of its own here, to "
+            f"replace and remove files in it; move the {'link' if folder.is_symlink() else 'file'} away"
         )
     if not (folder / MARKER).is_file() and any(folder.iterdir()):
         raise InputError(
-            f"{folder}: holds files, but not the marker {MARKER} of a folder that nightjar created, so nothing in it is "
-            f"replaced or removed; move it away, or, if nightjar created it, create an empty file {MARKER} in it"
+            f"{folder}: holds files, but not the marker {MARKER} of a folder that nightjar created, so nightjar does not "
+            f"replace or remove them; move the folder away, or, if nightjar created it, create an empty file {MARKER} in it"
         )
 
 

@@ -36,7 +36,7 @@ class FileRecord(Frozen):
 
 
 class Manifest(Frozen):
-    """Base of the manifests of all stages. `folder` is the folder that was read; it is not written to the file."""
+    """Base of the manifests of all stages. `folder` is the folder of the manifest; manifest.json does not contain it."""
 
     kind: ClassVar[str]
 
@@ -165,7 +165,7 @@ def require_manifest(folder: Path, manifest_type: type[ManifestT], *, verify: bo
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    """Return the checksum that a manifest stores of its own content."""
+    """Return the checksum of a manifest's content, which manifest.json contains too."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

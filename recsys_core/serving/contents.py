@@ -39,18 +39,18 @@ class PackageContents:
     users: IdMap
     user_offset: NDArray[np.int64]
     event_item: NDArray[np.int32]
-    popularity_I: NDArray[np.int32]
+    item_by_popularity_I: NDArray[np.int32]
     popularity_share_I: NDArray[np.float32]
 
 
 def read_package(folder: Path, *, sha256: str) -> PackageContents:
     """Read the package in `folder`. sha256: expected checksum of package.json.
 
-    Raises StageError if a file is missing, surplus or changed, or does not match package.json. The message names the file.
+    Raises StageError if a file is missing, superfluous or changed, or does not match package.json. The message names the file.
     """
     package = _read_description(folder / DESCRIPTION_NAME, sha256=sha256)
-    # The functions that read a file raise errors with the name of that file. Other errors come from values in package.json.
-    with _read_errors(folder / DESCRIPTION_NAME):
+    # The functions that read a file name it in their errors. All other errors come from values in package.json.
+    with _name_unreadable_file(folder / DESCRIPTION_NAME):
         return _read_contents(folder, package)
 
 
@@ -58,8 +58,8 @@ def _read_contents(folder: Path, package: Package) -> PackageContents:
     _verify_files(folder, package)
     spec = package.model
     user_offset, event_item = _read_events(folder, spec)
-    popularity_I = _read_array(folder / "popularity.npy", np.int32, length=spec.num_items)
-    if not np.array_equal(np.sort(popularity_I), np.arange(spec.num_items)):
+    item_by_popularity_I = _read_array(folder / "popularity.npy", np.int32, length=spec.num_items)
+    if not np.array_equal(np.sort(item_by_popularity_I), np.arange(spec.num_items)):
         raise _mismatch(folder / "popularity.npy", "repeated or missing items", f"each of {spec.num_items} items once")
     return PackageContents(
         package=package,
@@ -70,7 +70,7 @@ def _read_contents(folder: Path, package: Package) -> PackageContents:
         users=_read_ids(folder / "user_ids.parquet", name="user_id", num_ids=spec.num_users),
         user_offset=user_offset,
         event_item=event_item,
-        popularity_I=popularity_I,
+        item_by_popularity_I=item_by_popularity_I,
         popularity_share_I=_read_array(folder / "popularity_share.npy", np.float32, length=spec.num_items),
     )
 
@@ -108,7 +108,7 @@ def _verify_files(folder: Path, package: Package) -> None:
 
 def _read_index(path: Path, package: Package) -> Any:
     num_items, dim = package.model.num_items, package.model.config.output_dim
-    with _read_errors(path):
+    with _name_unreadable_file(path):
         index = load_index(path, record=package.files[path.name])
         if (index.ntotal, index.d) != (num_items, dim):
             raise _mismatch(path, f"{index.ntotal} vectors of width {index.d}", f"{num_items} vectors of width {dim}")
@@ -145,7 +145,7 @@ def _read_features(folder: Path, spec: ModelSpec) -> FeatureStore:
 
 
 def _read_ids(path: Path, *, name: str, num_ids: int) -> IdMap:
-    with _read_errors(path):
+    with _name_unreadable_file(path):
         ids = IdMap.read(path, name=name)
     if len(ids) != num_ids:
         raise _mismatch(path, f"{len(ids)} ids", str(num_ids))
@@ -153,7 +153,7 @@ def _read_ids(path: Path, *, name: str, num_ids: int) -> IdMap:
 
 
 def _read_array(path: Path, dtype: type[np.generic], *, length: int | None = None) -> NDArray[Any]:
-    with _read_errors(path):
+    with _name_unreadable_file(path):
         array: NDArray[Any] = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     if array.dtype != dtype or array.ndim != 1 or (length is not None and len(array) != length):
         expected = f"{np.dtype(dtype)} [{'any' if length is None else length}]"
@@ -177,7 +177,7 @@ def _mismatch(path: Path, actual: str, expected: str) -> StageError:
 
 
 @contextmanager
-def _read_errors(path: Path) -> Iterator[None]:
+def _name_unreadable_file(path: Path) -> Iterator[None]:
     """Convert an error of numpy, pyarrow, faiss or torch to a StageError that names the file."""
     try:
         yield

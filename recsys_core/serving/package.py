@@ -65,7 +65,7 @@ def build_package(
     - item_ids.parquet, user_ids.parquet: column `id`, in the order of the rows.
     - user_offset.npy, event_item.npy: the events of each user from training, validation and test.
     - popularity.npy int32 [I]: item rows by falling popularity.
-    - popularity_share.npy float32 [I]: share of the events before the test split, for the items in popularity.npy.
+    - popularity_share.npy float32 [I]: share of each item in the events before the test split, in the order of popularity.npy.
     - user.<feature>.*.npy: user features in the format of FeaturesManifest.
     - package.json: `Package`.
     """
@@ -93,8 +93,8 @@ def build_package(
             assert features is not None  # the spec has features
             shutil.copyfile(features.path(name), package_folder / name)
         shutil.copyfile(evaluation.path("popularity.npy"), package_folder / "popularity.npy")
-        popularity_I = np.load(package_folder / "popularity.npy")
-        np.save(package_folder / "popularity_share.npy", _popularity_share(interactions, popularity_I))
+        item_by_popularity_I = np.load(package_folder / "popularity.npy")
+        np.save(package_folder / "popularity_share.npy", _popularity_share(interactions, item_by_popularity_I))
 
         files = {path.name: record_file(path) for path in sorted(package_folder.iterdir())}
         description = Package(
@@ -145,7 +145,7 @@ def feature_files(spec: ModelSpec) -> list[str]:
     return [f"{key}.{array}.npy" for key, form in user_features(spec).items() for array in arrays_by_form[form]]
 
 
-def _popularity_share(interactions: InteractionsManifest, order_I: NDArray[np.int32]) -> NDArray[np.float32]:
+def _popularity_share(interactions: InteractionsManifest, item_by_popularity_I: NDArray[np.int32]) -> NDArray[np.float32]:
     count_I = EventStore.open(interactions).counts_before("test")
-    share_I: NDArray[np.float32] = (count_I[order_I] / max(1, count_I.sum())).astype(np.float32)
+    share_I: NDArray[np.float32] = (count_I[item_by_popularity_I] / max(1, count_I.sum())).astype(np.float32)
     return share_I

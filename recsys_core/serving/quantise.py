@@ -111,7 +111,7 @@ class ServedQueryTower(nn.Module):
         return query_BD
 
     def _feature(self, name: str, batch: QueryBatch) -> Tensor:
-        """Look up and pool the table `name`, [B, D]. A feature of events is unknown while serving, and its vector is zero."""
+        """Look up and pool the table `name`, [B, D]. Context features are unknown while serving, so their vectors are zero."""
         table = self.spec.tables[name]
         if name not in batch.features:
             return torch.zeros(batch.size, table.dim)
@@ -155,7 +155,7 @@ def save_tower(tower: ServedQueryTower, path: Path) -> None:
 
 
 def load_tower(path: Path, *, spec: ModelSpec, quantization: Quantization) -> ServedQueryTower:
-    """Read a file of `save_tower`. Raises StageError for a tensor that is missing, surplus, or of a different shape or type."""
+    """Read a file of `save_tower`. Raises StageError for a missing or unknown tensor, or one of a different shape or type."""
     with torch.device("meta"):
         tower = ServedQueryTower(spec, quantization=quantization)
     try:

@@ -29,7 +29,7 @@ class JaggedRows:
 
 @dataclass(frozen=True)
 class QueryBatch:
-    """Item rows of each history, oldest first, and the rows of each table in `served_tables`."""
+    """Input of a batch of queries: the item rows of each history, oldest first, and the rows of each served table."""
 
     history: JaggedRows
     features: dict[str, JaggedRows]
@@ -54,7 +54,7 @@ class QueryBatchBuilder:
             user_row_B: -1 for a user who is not in the vocabulary. Such a user has no features.
             history: item rows, oldest first. Only the newest items are used, up to the history length of the model.
         """
-        recent = history.last(self.spec.config.history.length)
+        recent_history = history.last(self.spec.config.history.length)
         is_known_B = user_row_B >= 0
         features = {}
         for name in served_tables(self.spec):
@@ -65,7 +65,7 @@ class QueryBatchBuilder:
             length_B = np.zeros(len(user_row_B), np.int64)
             length_B[is_known_B] = values.lengths
             features[name] = _to_tensors(JaggedArray.from_lengths(length_B, values.values_L), weight_L)
-        return QueryBatch(history=_to_tensors(recent, None), features=features)
+        return QueryBatch(history=_to_tensors(recent_history, None), features=features)
 
 
 def user_features(spec: ModelSpec) -> dict[str, FeatureForm]:

@@ -41,18 +41,19 @@ class Retriever:
     def __init__(self, contents: PackageContents) -> None:
         self.package = contents.package
         self._tower = contents.tower
-        self._batches = QueryBatchBuilder(contents.package.model, contents.features)
+        self._batch_builder = QueryBatchBuilder(contents.package.model, contents.features)
         self._index = contents.index
         self._item_ids, self._user_ids = contents.items, contents.users
         self._user_offset, self._event_item = contents.user_offset, contents.event_item
-        self._popularity_I, self._popularity_share_I = contents.popularity_I, contents.popularity_share_I
+        self._item_by_popularity_I = contents.item_by_popularity_I
+        self._popularity_share_I = contents.popularity_share_I
 
     @classmethod
     def load(cls, folder: Path, *, sha256: str | None = None) -> Self:
         """Load a model package.
 
         Args:
-            folder: the package, or, without sha256, the folder of a `package` stage, whose manifest has the checksum.
+            folder: folder of the package. Without sha256: folder of a `package` stage, whose manifest has the checksum.
             sha256: expected checksum of package.json.
 
         Raises:
@@ -81,8 +82,8 @@ class Retriever:
             k: number of items.
             histories: one per user. A history replaces the user's stored history; None keeps the stored history. Unknown item
                 ids are ignored.
-            exclude_log: also exclude the items of the user's stored history. With False, only the history that the
-                model reads is excluded, so that the model can be measured on events that the stored histories contain.
+            exclude_log: also exclude the items of the user's stored history. With False, only the items of the history that the
+                model reads are excluded. The model can then be measured on events that are in the stored histories.
 
         Returns:
             (item ids, scores), one array per user.
@@ -177,7 +178,7 @@ class Retriever:
         is_known_B = self.package.model.is_known(history_length_B=history.lengths, user_row_B=user_row_B)
         known_queries = np.flatnonzero(is_known_B)
         if len(known_queries):
-            query_BD = self._tower(self._batches.build(user_row_B[known_queries], history.take(known_queries))).numpy()
+            query_BD = self._tower(self._batch_builder.build(user_row_B[known_queries], history.take(known_queries))).numpy()
             self._fill_by_index(top_items, known_queries, query_BD)
         unknown_queries = np.flatnonzero(~is_known_B)
         if len(unknown_queries):
@@ -185,7 +186,7 @@ class Retriever:
             shape = (len(unknown_queries), depth)
             top_items.fill(
                 unknown_queries,
-                np.broadcast_to(self._popularity_I[:depth].astype(np.int64), shape),
+                np.broadcast_to(self._item_by_popularity_I[:depth].astype(np.int64), shape),
                 np.broadcast_to(self._popularity_share_I[:depth], shape),
             )
         assert (top_items.num_items_B == top_items.num_requested_B).all()
@@ -216,7 +217,7 @@ class _TopItems:
 
     Attributes:
         num_requested_B: number of items to recommend: k, or all items that are not excluded if they are fewer.
-        depth_B: number of candidates to fetch, with enough for num_requested_B items after the exclusion.
+        depth_B: number of candidates to fetch, so that num_requested_B items remain after the exclusion.
         num_items_B: number of items set in row_BK and score_BK.
         row_BK, score_BK: item rows and scores, best first.
     """

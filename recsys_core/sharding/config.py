@@ -18,7 +18,7 @@ GradientPrecision = Literal["fp32", "bf16"]
 class ClusterConfig(Settings):
     """The hosts of the training. The planner does not connect to them. 1 GB is 2^30 bytes.
 
-    The default bandwidths are TorchRec's. Bandwidths change the estimated time of a layout, not its estimated memory.
+    The default bandwidths are the defaults of TorchRec. Bandwidths change the estimated time of a layout, not its memory.
     """
 
     device: Literal["auto", "cpu", "cuda"] = Field(

@@ -24,7 +24,7 @@ MIN_COLUMN_SHARD_DIM = 128
 OFFLOADING_KERNELS: tuple[ComputeKernel, ...] = ("fused_uvm", "fused_uvm_caching", "key_value")
 INT8_DIM_MULTIPLE = 32
 INT8_POOLED_TYPES: tuple[ShardingType, ...] = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
-"""Sharding types that can send the rows of pooled tables in int8: each row comes from one rank."""
+"""Sharding types that can send the rows of pooled tables in int8, because each row comes from one rank."""
 NOT_SUPPORTED = "not supported"
 SSD_OPTIMIZERS = ("rowwise_adagrad", "partial_rowwise_adam", "adam")
 WITHIN_HOST_TYPES: tuple[ShardingType, ...] = ("table_row_wise", "table_column_wise", "grid_shard")
@@ -38,7 +38,7 @@ def optimizer_kind(table: TableSpec, *, default: TableOptimizer) -> str:
 def check_constraints(config: ShardingConfig, *, model: ModelSpec, device: str, default_optimizer: TableOptimizer) -> None:
     """Raise InputError for an unknown table, or a constraint that the table, its optimizer or the device does not support.
 
-    default_optimizer: optimizer of tables without their own.
+    default_optimizer: optimizer of tables without an `optimizer` setting.
     """
     check_table_names("sharding.tables", config.tables, tables=model.tables)
     _check_quantized_comms(config, model)
@@ -181,7 +181,7 @@ def offered_kernels(constraint: TableConstraint, *, device: str) -> tuple[Comput
 def num_values_per_query(
     name: str, *, model: ModelSpec, constraint: TableConstraint, lookup_stats: LookupStats | None
 ) -> float:
-    """Return the number of values that a query looks up in a table: configured, measured, or the maximum."""
+    """Return the number of values that a query looks up in a table: pooling_factor, the measured number, or the maximum."""
     if constraint.pooling_factor is not None:
         return constraint.pooling_factor
     if lookup_stats is not None:
@@ -202,7 +202,7 @@ def parameter_constraints(
 ) -> dict[str, ParameterConstraints]:
     """Return TorchRec's constraints by module name.
 
-    sharding_types, kernels: sharding types and kernels by table, instead of the configured or default ones.
+    sharding_types, kernels: by table; they replace the configured or default sharding types and kernels.
     """
     constraints = {}
     for name, table in model.tables.items():
@@ -237,7 +237,7 @@ def ssd_parameters(path: str) -> KeyValueParams:
 def _cache_stats(
     name: str, *, table: TableSpec, lookups: float, lookup_stats: LookupStats | None
 ) -> EmbeddingOffloadStats | None:
-    """Return the miss curve of a cache of the most frequent rows, from which TorchRec estimates cache misses."""
+    """Return the miss curve of a cache of the most frequent rows. TorchRec estimates the cache misses with it."""
     if lookup_stats is None or name not in lookup_stats.hot_row_curve:
         return None
     hit_rate = torch.tensor((0.0, *lookup_stats.hot_row_curve[name]), dtype=torch.float64)

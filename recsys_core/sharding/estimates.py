@@ -39,7 +39,7 @@ def rank_estimates(planner: TorchrecPlanner, options: Mapping[str, ShardingOptio
         tables: dict[str, TableMemory] = {}
         for name, option, shard in shards:
             memory = _memory(planner, name, option=option, shard=shard)
-            tables[name] = _add(tables[name], memory) if name in tables else memory
+            tables[name] = _add_memory(tables[name], memory) if name in tables else memory
         times = [shard.perf for _, _, shard in shards]
         estimates.append(
             RankEstimate(
@@ -83,7 +83,7 @@ def _memory(planner: TorchrecPlanner, name: str, *, option: ShardingOption, shar
     )
 
 
-def _add(first: TableMemory, second: TableMemory) -> TableMemory:
+def _add_memory(first: TableMemory, second: TableMemory) -> TableMemory:
     """Return the memory of two shards of a table on one rank."""
     return TableMemory(**{name: num_bytes + getattr(second, name) for name, num_bytes in first.model_dump().items()})
 
@@ -91,7 +91,7 @@ def _add(first: TableMemory, second: TableMemory) -> TableMemory:
 def compare_alternatives(
     planner: TorchrecPlanner, chosen_options: Mapping[str, ShardingOption]
 ) -> dict[str, tuple[Alternative, ...]]:
-    """Return all sharding types of each table, with estimates and the reason for or against each type.
+    """Return estimates for all sharding types of each table, and the reason for or against each type.
 
     chosen_options: the layout of each table in the plan.
     """
@@ -217,10 +217,10 @@ def _excess_bytes(option: ShardingOption, usable_memory: Storage) -> int:
 
 def naive_plans(planner: TorchrecPlanner) -> tuple[NaivePlan, ...]:
     """Return plans with one sharding type for all tables and the kernel fused, for a comparison with the chosen plan."""
-    return tuple(_naive(planner, sharding_type) for sharding_type in NAIVE_TYPES)
+    return tuple(_naive_plan(planner, sharding_type) for sharding_type in NAIVE_TYPES)
 
 
-def _naive(planner: TorchrecPlanner, sharding_type: ShardingType) -> NaivePlan:
+def _naive_plan(planner: TorchrecPlanner, sharding_type: ShardingType) -> NaivePlan:
     table_names: Sequence[str] = list(planner.model.tables)
     sharding_types: dict[str, tuple[ShardingType, ...]] = dict.fromkeys(table_names, (sharding_type,))
     kernels: dict[str, tuple[ComputeKernel, ...]] = dict.fromkeys(table_names, ("fused",))

@@ -90,7 +90,7 @@ def _total_bytes(option: ShardingOption) -> int:
 
 
 def _shard_and_total_bytes(option: ShardingOption) -> tuple[int, int]:
-    """Return (bytes of the largest shard, bytes of all shards), the order in which layouts are preferred."""
+    """Return (bytes of the largest shard, bytes of all shards). Layouts with lower values are preferred."""
     return max(shard.storage.hbm + shard.storage.ddr for shard in option.shards), _total_bytes(option)
 
 
@@ -150,15 +150,15 @@ def _more_memory(planner: TorchrecPlanner, smallest_options: Mapping[str, Shardi
 def _more_ranks(planner: TorchrecPlanner, smallest_options: Mapping[str, ShardingOption]) -> Iterator[str]:
     """Yield a number of GPUs per host or of hosts that is large enough.
 
-    Much smaller numbers than the number of ranks whose memory holds all tables are not tried.
+    The memory of `num_needed_ranks` ranks holds all tables. Numbers of ranks far below it are not tried.
     """
     cluster = planner.config.cluster
     usable_bytes = planner.usable_memory.hbm if planner.device == "cuda" else planner.usable_memory.ddr
     num_needed_ranks = math.ceil(sum(map(_total_bytes, smallest_options.values())) / usable_bytes)
     if planner.device == "cuda" and cluster.num_nodes == 1:
         for processes_per_node in (2, 4, MAX_GPUS_PER_NODE):
-            too_few = processes_per_node <= planner.processes_per_node or 2 * processes_per_node < num_needed_ranks
-            if not too_few and _fits(planner.with_cluster(processes_per_node=processes_per_node)):
+            is_too_few = processes_per_node <= planner.processes_per_node or 2 * processes_per_node < num_needed_ranks
+            if not is_too_few and _fits(planner.with_cluster(processes_per_node=processes_per_node)):
                 yield f"sharding.cluster.processes_per_node: {processes_per_node}"
                 return
         planner = planner.with_cluster(processes_per_node=MAX_GPUS_PER_NODE)

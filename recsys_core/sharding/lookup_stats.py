@@ -1,4 +1,4 @@
-"""Expected lookups per batch, computed from the ingested data; the planner estimates time and cache misses from them.
+"""Expected lookups per batch, computed from the ingested data. The planner uses them to estimate time and cache misses.
 
 Shapes: I items, U users, R rows of a table.
 """
@@ -100,8 +100,8 @@ def mean_history_length(num_train_events_U: NDArray[np.int64], *, model: ModelSp
     num_events_U, max_length = num_train_events_U.astype(np.float64), history.length
     if ordered:
         # The first max_length events of a user have histories of 0, 1, 2, ... items. All later histories are full.
-        num_growing_U = np.minimum(num_events_U, max_length)
-        total_length_U = num_growing_U * (num_growing_U - 1) / 2 + (num_events_U - num_growing_U) * max_length
+        num_shorter_U = np.minimum(num_events_U, max_length)
+        total_length_U = num_shorter_U * (num_shorter_U - 1) / 2 + (num_events_U - num_shorter_U) * max_length
     else:
         num_other_events_U = num_events_U if history.include_target else np.maximum(num_events_U - 1, 0)
         total_length_U = num_events_U * np.minimum(num_other_events_U, max_length)
@@ -131,10 +131,10 @@ def lookup_probability(count_I: NDArray[np.int64], *, num_draws: float, num_nega
     for chunk in _chunks(len(count_I)):
         # For an item with all events, log1p(-1) is -inf: the probability that the batch misses the item is 0.
         with np.errstate(divide="ignore"):
-            log_missed_I = num_draws * np.log1p(-count_I[chunk] / num_events)
+            log_miss_probability_I = num_draws * np.log1p(-count_I[chunk] / num_events)
             if negative_share_I is not None:
-                log_missed_I += num_negatives * np.log1p(-np.minimum(negative_share_I[chunk], 1.0))
-        probability_I[chunk] = -np.expm1(log_missed_I)
+                log_miss_probability_I += num_negatives * np.log1p(-np.minimum(negative_share_I[chunk], 1.0))
+        probability_I[chunk] = -np.expm1(log_miss_probability_I)
     return probability_I
 
 
@@ -159,7 +159,7 @@ def hot_row_curve(weight_R: Floats) -> tuple[float, ...]:
 
 
 def _weighted_length(offset: NDArray[np.int64], weight: NDArray[np.int64] | Floats) -> float:
-    """Return the sum over all lists of length times weight."""
+    """Return the weighted total of the lengths of all lists."""
     return sum(float(np.dot(np.diff(offset[chunk.start : chunk.stop + 1]), weight[chunk])) for chunk in _chunks(len(weight)))
 
 

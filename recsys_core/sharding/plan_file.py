@@ -30,9 +30,9 @@ class ShardPlan(Frozen):
 
 
 class Alternative(Frozen):
-    """Estimates for one sharding type of a table with its fastest kernel, if the model had no other tables.
+    """Estimates for one sharding type of a table with its fastest kernel, without the other tables of the model.
 
-    Memory and time are those of the rank with the highest value. verdict: why the type was chosen or not.
+    Memory and time are maxima over the ranks. verdict: why the type was chosen or not.
     """
 
     sharding_type: ShardingType
@@ -138,7 +138,7 @@ class PlanFile(Frozen):
     def check_matches(self, *, spec: ModelSpec, world_size: int, optimizer: TableOptimizer | None = None) -> None:
         """Raise InputError if the plan is for another model or number of ranks, or was changed by hand.
 
-        optimizer: optimizer of tables without their own. With None, the optimizers of these tables are not compared.
+        optimizer: optimizer of tables without an `optimizer` setting. With None, these tables' optimizers are not compared.
         """
         if world_size != self.world_size:
             raise InputError(

@@ -23,7 +23,7 @@ def to_html(plan: PlanFile) -> str:
         _TEMPLATE,
         filters={"bytes": format_bytes, "ranges": format_ranges, "ms": format_milliseconds},
         plan=plan,
-        compared=compared_plans(plan),
+        compared_plans=compared_plans(plan),
         groups=plan.rank_groups(),
         times=TIMES,
         memory_name="HBM" if memory_field == "hbm_bytes" else "main memory",

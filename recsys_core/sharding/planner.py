@@ -80,7 +80,10 @@ def resolve_cluster(cluster: ClusterConfig) -> tuple[Literal["cpu", "cuda"], int
 
 
 def with_default_memory(cluster: ClusterConfig) -> ClusterConfig:
-    """Return `cluster` with values for empty hbm_gb and ddr_gb: the memory of this machine for device auto, or the defaults."""
+    """Return `cluster` with values for empty hbm_gb and ddr_gb.
+
+    The values are the memory of this machine if the device is auto, and otherwise the defaults.
+    """
     hbm_gb, ddr_gb = DEFAULT_HBM_GB, DEFAULT_DDR_GB
     if cluster.device == "auto":
         total_memory_bytes = psutil.virtual_memory().total
@@ -110,13 +113,13 @@ def make_plan(
 
     Args:
         batch_size: queries per rank and step.
-        optimizer: optimizer of tables without their own.
+        optimizer: optimizer of tables without an `optimizer` setting.
         lookup_stats: measured lookups. With None, every query is assumed to look up a full history of items that no other query
             of the batch looks up.
 
     Raises:
-        InputError: the table, its optimizer or the device does not support a constraint; or no plan fits the cluster. In the
-            second case, the message has the table, the missing bytes, and changes that make a plan feasible.
+        InputError: a table, its optimizer or the device does not support a constraint, or no plan fits the cluster. If no plan
+            fits, the message has the table, the missing bytes, and changes that make a plan feasible.
     """
     device, processes_per_node = resolve_cluster(config.cluster)
     config = config.model_copy(update={"cluster": with_default_memory(config.cluster)})

@@ -8,7 +8,7 @@ from recsys_core.patches.lookups import ONE_TABLE_PER_KERNEL, BagSharder, RowSha
 from recsys_core.sharding.config import QuantizedCommsConfig
 
 UNPOOLED_SHARDING_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
-"""Sharding types that TorchRec supports for an EmbeddingCollection; the others pool their rows."""
+"""Sharding types that TorchRec supports for unpooled lookups (EmbeddingCollection). All other types pool the rows."""
 
 
 def sharders(quantized_comms: QuantizedCommsConfig) -> list[ModuleSharder[nn.Module]]:

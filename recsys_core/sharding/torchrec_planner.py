@@ -55,10 +55,10 @@ class TorchrecPlanner:
     """TorchRec's planner for one model on one cluster.
 
     Attributes:
-        config: memory sizes of the cluster are set, see `with_default_memory`.
+        config: the cluster must have memory sizes, see `with_default_memory`.
         batch_size: queries per rank and step.
         device, processes_per_node: the values of `resolve_cluster`.
-        optimizer: optimizer of tables without their own.
+        optimizer: optimizer of tables without an `optimizer` setting.
     """
 
     config: ShardingConfig
@@ -109,7 +109,7 @@ class TorchrecPlanner:
     ) -> dict[str, ShardingOption]:
         """Return the layout of each table in the plan with the shortest estimated step. Raises PlannerError if no plan fits.
 
-        sharding_types, kernels: by table, instead of the configured or default ones.
+        sharding_types, kernels: by table; they replace the configured or default sharding types and kernels.
         """
         best_plan = _BestPlan()
         constraints = self._constraints(sharding_types, kernels)
@@ -168,7 +168,7 @@ class TorchrecPlanner:
     @cached_property
     def _topology(self) -> Topology:
         cluster = self.config.cluster
-        bytes_per_ms = GIB / 1000
+        bytes_per_ms_per_gb_s = GIB / 1000
         with _quiet():
             return TopologyFactory.create_topology(
                 trainer_config=TrainerConfig(
@@ -179,11 +179,11 @@ class TorchrecPlanner:
                     ssd_cap_bytes=self.usable_memory.ssd,
                 ),
                 hardware_config=HardwareConfig(
-                    intra_host_bw=cluster.intra_host_gb_s * bytes_per_ms,
-                    inter_host_bw=cluster.inter_host_gb_s * bytes_per_ms,
-                    hbm_mem_bw=cluster.hbm_gb_s * bytes_per_ms,
-                    ddr_mem_bw=cluster.ddr_gb_s * bytes_per_ms,
-                    hbm_to_ddr_mem_bw=cluster.pcie_gb_s * bytes_per_ms,
+                    intra_host_bw=cluster.intra_host_gb_s * bytes_per_ms_per_gb_s,
+                    inter_host_bw=cluster.inter_host_gb_s * bytes_per_ms_per_gb_s,
+                    hbm_mem_bw=cluster.hbm_gb_s * bytes_per_ms_per_gb_s,
+                    ddr_mem_bw=cluster.ddr_gb_s * bytes_per_ms_per_gb_s,
+                    hbm_to_ddr_mem_bw=cluster.pcie_gb_s * bytes_per_ms_per_gb_s,
                 ),
                 # Without this flag TorchRec ignores the configured bandwidths.
                 kernel_config=KernelConfig(compute_device=self.device, use_hardware_based_bandwidth=True),

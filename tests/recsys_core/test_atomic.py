@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from recsys_core.atomic import replacing, write_text
+from recsys_core.atomic import atomic_replacement, write_text
 
 
 def test_text_replaces_the_file_and_leaves_no_temporary_file(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_an_error_keeps_the_old_file_and_removes_the_temporary_one(tmp_path: Pat
     path.write_text("old")
 
     def write_half() -> None:
-        with replacing(path) as temporary:
+        with atomic_replacement(path) as temporary:
             temporary.write_text("ne")
             raise OSError("the disk is full")
 

@@ -261,7 +261,7 @@ def test_a_full_disk_raises_one_error_and_leaves_nothing_behind(small_disk: Path
 def test_too_little_disk_space_raises_before_the_stage_begins(small_disk: Path) -> None:
     says = (
         rf"^{small_disk}/stage: the squares stage takes at least 1\.000 GiB, but the disk has 0\.001 GiB free; "
-        rf"free some, or set workspace to a folder on a larger disk than the one at {small_disk}$"
+        rf"free some space, or set workspace to a folder on a larger disk than the one at {small_disk}$"
     )
     with pytest.raises(InputError, match=says):
         produce(small_disk / "stage", SquaresManifest, fingerprint="a", build=never, needs_bytes=2**30)

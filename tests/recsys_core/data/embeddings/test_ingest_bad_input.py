@@ -294,7 +294,7 @@ def test_a_matrix_larger_than_the_free_disk_is_rejected_before_a_vector_is_writt
     path = write(tmp_path / "a.parquet", item_id=[1, 2], v=ONES * 2)
     refuses(
         lambda folder: ingest(folder, path), tmp_path,
-        "stage.tmp", ": vectors.npy, 2 x 2 numbers, takes ", " GiB, but the disk has ", " GiB free; free some, or set",
+        "stage.tmp", ": vectors.npy, 2 x 2 numbers, takes ", " GiB, but the disk has ", " GiB free; free some space, or set",
     )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ def test_a_disk_that_fills_up_while_the_log_is_written(tmp_path: Path, small_dis
     (small_disk / "already").write_bytes(b"x" * there)
     refuses(
         lambda folder: ingest(folder, path, split=LAST_OUT, **settings), small_disk,
-        ", but the disk has 0.00", " GiB free; free some, or set workspace to a folder on a larger disk",
+        ", but the disk has 0.00", " GiB free; free some space, or set workspace to a folder on a larger disk",
     )  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def test_a_disk_that_fills_up_while_duckdb_spills(tmp_path: Path, small_disk: Pa
     path = log(tmp_path, rows=400_000, ids=2**40)
     refuses(
         lambda folder: ingest(folder, path, split=LAST_OUT, memory_limit="24MB", threads=1), small_disk,
-        ", but the disk has 0.00", " GiB free; free some, or set workspace",
+        ", but the disk has 0.00", " GiB free; free some space, or set workspace",
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from flows.doctor.finding import Finding, not_used, ok, problem
 from recsys_core.launching.config import LOCAL_SCHEDULERS, LOOPBACK, LocalLauncher
 from recsys_core.launching.network import interface_addresses
 from recsys_core.preflight import Gpu
-from recsys_core.units import MIB, gib
+from recsys_core.units import MIB, format_gib
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 the mount point is a convention of Linux
 MIN_SHARED_MEMORY_BYTES = 128 * MIB
@@ -22,10 +22,10 @@ def check_shared_memory(folder: Path) -> Finding:
     if not folder.is_dir():
         return problem(f"{folder} does not exist; mount a tmpfs there")
     usage = shutil.disk_usage(folder)
-    text = f"{folder}: {gib(usage.free)} free of {gib(usage.total)}"
+    text = f"{folder}: {format_gib(usage.free)} free of {format_gib(usage.total)}"
     if usage.free < MIN_SHARED_MEMORY_BYTES:
         return problem(
-            f"{text}; the ranks need {gib(MIN_SHARED_MEMORY_BYTES, digits=3)}; remove stale files there, or start the "
+            f"{text}; the ranks need {format_gib(MIN_SHARED_MEMORY_BYTES, digits=3)}; remove stale files there, or start the "
             "container with more (--shm-size, shm_size, or an emptyDir with medium Memory)"
         )
     return ok(text)

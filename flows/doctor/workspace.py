@@ -6,7 +6,7 @@ from pathlib import Path
 from flows.config import PipelineConfig
 from flows.doctor.finding import Finding, not_used, ok, problem
 from recsys_core.disk import free_bytes
-from recsys_core.units import gib
+from recsys_core.units import format_gib
 from tasks.run import Run
 from tasks.run_record import RunRecord
 
@@ -26,9 +26,9 @@ def check_disk(workspace: Path) -> Finding:
     free = free_bytes(workspace)
     folder = _newest_run_folder(workspace)
     if folder is None:
-        return ok(f"{gib(free)} free in {workspace}; no run yet")
+        return ok(f"{format_gib(free)} free in {workspace}; no run yet")
     size = sum(path.stat(follow_symlinks=False).st_size for path in folder.rglob("*") if path.is_file())
-    text = f"{gib(free)} free in {workspace}; run {folder.name} takes {gib(size)}"
+    text = f"{format_gib(free)} free in {workspace}; run {folder.name} takes {format_gib(size)}"
     if free < DISK_RESERVE * size:
         return problem(f"{text}, and the next run needs as much; remove old runs, or set workspace to a larger disk")
     return ok(text)

@@ -36,8 +36,8 @@ def rank_among(
 ) -> Ranking:
     """Rank only the items of `candidate_rows`, for the queries with a target among them.
 
-    In the returned ranking, items are indexes into `candidate_rows`, and queries are numbered from 0 after the queries without
-    a target among the candidates are removed.
+    Queries without a target among the candidates are removed, and the remaining queries are numbered from 0. An item of the
+    returned ranking is an index into `candidate_rows`.
 
     Args:
         query_BD, is_known_B, item_ID, order_I: as in `rank_served`.

@@ -65,9 +65,10 @@ class Ranking:
     @classmethod
     def merge(cls, first: Self, second: Self, *, is_second_B: NDArray[np.bool_]) -> Self:
         """Merge the rankings of two groups of queries. is_second_B: whether each query belongs to the second group."""
-        query_of_merged_B = np.concatenate([np.flatnonzero(~is_second_B), np.flatnonzero(is_second_B)])
-        order_B = np.argsort(query_of_merged_B)
-        query_T = query_of_merged_B[np.concatenate([first.query_T, second.query_T + len(first.num_candidates_B)])]
+        # Concatenate first and second, then sort by query. original_query_B: query number of each concatenated query.
+        original_query_B = np.concatenate([np.flatnonzero(~is_second_B), np.flatnonzero(is_second_B)])
+        order_B = np.argsort(original_query_B)
+        query_T = original_query_B[np.concatenate([first.query_T, second.query_T + len(first.num_candidates_B)])]
         order_T = np.argsort(query_T, kind="stable")
         return cls(
             query_T=query_T[order_T],
@@ -141,7 +142,7 @@ def rank_catalogue(
             for num_ranked in pool.map(rank_chunk, range(0, num_queries, chunk_queries)):
                 on_progress(num_ranked)
     finally:
-        torch.set_num_threads(num_threads)  # the last setting applies to new threads
+        torch.set_num_threads(num_threads)  # later threads would otherwise use the number that the pool's threads have set
     return Ranking(
         query_T=targets.list_index_L,
         item_T=targets.values_L,
@@ -177,9 +178,9 @@ def rank_by_order(order_I: NDArray[Any], *, seen: JaggedArray, targets: JaggedAr
     target_key_T = targets.list_index_L * num_items + order_index_T
     num_seen_above_T = np.searchsorted(seen_key_L, target_key_T) - seen.offset[targets.list_index_L]
 
-    # The index of an unseen item in the order is its position plus the number of seen items above it. The n-th seen item of a
-    # query has an index s and therefore s - n unseen items above it: it is above every unseen item with a position of at least
-    # s - n.
+    # An unseen item at position p of the ranking has the index p + (number of seen items above it) in the order. To count these
+    # seen items: the n-th seen item of a query (n from 0) has an index s in the order, with s - n unseen items above it. It is
+    # above the unseen item at position p if s - n <= p.
     num_seen_above_L = np.arange(len(seen_key_L)) - seen.offset[seen.list_index_L]
     num_unseen_above_L = seen_key_L % max(1, num_items) - num_seen_above_L
     query_B1, position_K = np.arange(len(seen))[:, None], np.arange(k)

@@ -21,7 +21,7 @@ COLD_SUFFIX = ", cold"
 
 
 class MetricTable(Frozen):
-    """Metrics of the model and its baselines, one row per ranker. A value is None if the metric was not measured."""
+    """Metrics of the rankers (the model and its baselines), one row each. A value is None if the metric was not measured."""
 
     columns: tuple[str, ...]
     rows: dict[str, tuple[float | None, ...]]
@@ -48,7 +48,7 @@ def metric_table(metrics: Mapping[str, float], *, columns: Sequence[str] = DEFAU
     """
     rankers = _metrics_by_ranker(metrics)
     shown_columns = tuple(column for column in columns if column in rankers["model"])
-    cold_rankers = {f"{name}{COLD_SUFFIX}": _with_prefix("cold/", values) for name, values in rankers.items()}
+    cold_rankers = {f"{name}{COLD_SUFFIX}": _metrics_under("cold/", values) for name, values in rankers.items()}
     measured_cold_rankers = {name: values for name, values in cold_rankers.items() if values.keys() & set(shown_columns)}
     rows = {
         name: tuple(values.get(column) for column in shown_columns)
@@ -167,8 +167,11 @@ def _plot_validation(axes: "Axes", validation_records: Sequence[Mapping[str, Any
 def _metrics_by_ranker(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Return the test metrics of the model and of each baseline, without their prefixes."""
     baselines = sorted({name.split("/")[1] for name in metrics if name.startswith("baseline/")})
-    return {"model": _with_prefix("test/", metrics)} | {name: _with_prefix(f"baseline/{name}/", metrics) for name in baselines}
+    return {"model": _metrics_under("test/", metrics)} | {
+        name: _metrics_under(f"baseline/{name}/", metrics) for name in baselines
+    }
 
 
-def _with_prefix(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+def _metrics_under(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics whose names start with `prefix`, under their names without it."""
     return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}

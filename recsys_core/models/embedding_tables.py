@@ -148,6 +148,6 @@ def local_shards(value: Any) -> list[LocalShard]:
 
 
 def table_shards(state: Mapping[str, Any], *, table: str) -> list[LocalShard]:
-    """Return this rank's shards of `table` from the state dict of a (sharded) RetrievalTask; empty if it has none."""
+    """Return this rank's shards of `table`, from the state dict of a RetrievalTask; empty if the rank has no shard."""
     value = next((value for key, value in state.items() if key.endswith(f".{module_name(table)}.weight")), None)
     return local_shards(value) if value is not None else []

@@ -42,7 +42,9 @@ class LossConfig(Settings):
         "equally likely",
     )
     cross_rank_negatives: bool = Field(
-        False, description="use the candidates of all ranks as negatives of each query; the towers do no more work"
+        False,
+        description="use the candidates of all ranks as negatives of each query; each rank still encodes only its own "
+        "candidates",
     )
     logq_correction: Literal["counts", "streaming", "none"] = Field(
         "counts",

@@ -1,10 +1,10 @@
 """Retrieval losses (softmax, BCE, BPR, cosine contrastive), the distillation loss, and the L2 penalty on embeddings.
 
-A retrieval loss takes the score of each query with its positive, and its scores with N negatives that all queries share. Each
-returns the mean over the queries, weighted by `weight_B`. The mean over ranks with equal batches is the loss of all queries.
-`masked_BN` marks columns that must not count as negatives of a query: the query's own positive, another occurrence of the same
-item, an item of the query's history. A query without a negative has a finite loss and a finite gradient. Losses are computed in
-float32 even if autocast made the scores bf16.
+A retrieval loss takes the score of each query with its positive, and the scores of each query with N negatives that all queries
+share. It returns the mean of the queries' losses, each multiplied by its weight in `weight_B`. If all ranks have equally many
+queries, the mean of the ranks' losses is the mean over all queries. `masked_BN` marks columns that must not count as negatives
+of a query: the query's own positive, another occurrence of the same item, or an item of the query's history. A query without a
+negative has a finite loss and a finite gradient. Losses are computed in float32 even if autocast made the scores bf16.
 """
 
 import torch
@@ -42,8 +42,9 @@ def softmax_loss(
             RecSys 2019), which lowers the logit of a popular item. None: no correction.
         weight_B: factor on each query's loss, 1 on average over the log; None: 1.
 
-    Pass `log_q_B` if the positive's item may be in several columns. If the other columns of the item are masked, the positive
-    occurs exactly once, and None is unbiased (Khrylchenko et al., "Correcting the LogQ correction", RecSys 2025).
+    Pass `log_q_B` if the positive's item may be in several columns. Pass None if the other columns of the item are masked: the
+    positive then occurs exactly once, and a correction of its logit would be a bias (Khrylchenko et al., "Correcting the LogQ
+    correction", RecSys 2025).
 
     >>> score = {"positive_B": torch.zeros(1), "negative_BN": torch.zeros(1, 1), "masked_BN": None, "weight_B": None}
     >>> loss = softmax_loss(**score, temperature=1.0, log_q_B=None, log_q_N=None)
@@ -181,10 +182,10 @@ def distillation_loss(
 
 
 def l2_penalty(value_VD: Tensor, row_V: Tensor, *, max_rows: int, group: ProcessGroup | None) -> Tensor:
-    """Return half the squared norm of the rows that a step looks up, so that the mean over the ranks counts each row once.
+    """Return half the squared norm of the rows that a step looks up. The mean over the ranks counts each row once.
 
-    Gradients are averaged over the ranks. Without the scaling, a row that several ranks look up would count several times, and
-    all rows would count less with more ranks. The ranks of `group` exchange their row numbers: a collective.
+    Gradients are averaged over the ranks. Without a scaling, a row that several ranks look up would count several times, and
+    all rows would count less with more ranks. The function is a collective: the ranks of `group` exchange their row numbers.
 
     Args:
         value_VD: values of the rows.

@@ -20,7 +20,7 @@ from recsys_core.models.losses import (
     distillation_loss,
     softmax_loss,
 )
-from recsys_core.models.sampling import StreamingFrequency, log_expected_count, negative_share, seen_columns
+from recsys_core.models.sampling import StreamingFrequency, log_expected_count, negative_share, seen_pairs
 from recsys_core.models.spec import ModelSpec
 
 FREQUENCY_RATE = 0.01
@@ -28,15 +28,15 @@ FREQUENCY_RATE = 0.01
 
 
 @dataclass(frozen=True)
-class Columns:
+class ScoreColumns:
     """The N candidates whose scores are the columns of the score matrix.
 
     Attributes:
         vector_ND: candidate vectors.
         item_row_N: item rows.
         positive_column_B: column of each query's own positive; None if the positives are not columns.
-        num_positives: number of columns that are in-batch positives, of all ranks whose candidates are columns.
-        num_negatives: number of columns that are drawn negatives, of the same ranks.
+        num_positives: number of columns that are positives of a query, on this rank or another rank.
+        num_negatives: number of columns that are drawn negatives.
     """
 
     vector_ND: Tensor
@@ -58,7 +58,7 @@ class Objective(nn.Module):
         self, spec: ModelSpec, *, loss: LossConfig, item_count_I: NDArray[np.int64], group: ProcessGroup | None
     ) -> None:
         super().__init__()
-        self.loss = loss
+        self.config = loss
         self.group = group
         self.min_norm = spec.row_norm
         temperature = torch.tensor(math.log(spec.config.temperature))
@@ -94,7 +94,7 @@ class Objective(nn.Module):
             teacher_CD: pretrained vectors of the candidates, zeros for a candidate without a vector; None without distillation.
         """
         loss = self._retrieval_loss(query_BD, candidate_CD, batch=batch)
-        distillation = self.loss.distillation
+        distillation = self.config.distillation
         if distillation is None or teacher_CD is None:
             return loss
         has_teacher_C, candidate_C, batch_size = teacher_CD.any(dim=1), batch.candidate_C, batch.batch_size
@@ -117,19 +117,19 @@ class Objective(nn.Module):
         negative_BN = functional.linear(query_BD, columns.vector_ND)
         positive_B = _positive_scores(query_BD, candidate_CD[: batch.batch_size], precision=negative_BN.dtype)
         masked_BN = self._negative_mask(columns, item_row_B, batch=batch)
-        loss, weight_B, temperature = self.loss, batch.weight, self.temperature
-        if loss.kind == "cosine_contrastive":
+        config, weight_B, temperature = self.config, batch.weight, self.temperature
+        if config.kind == "cosine_contrastive":
             return cosine_contrastive_loss(
                 positive_B,
                 negative_BN,
                 masked_BN=masked_BN,
-                margin=loss.margin,
-                negative_weight=loss.negative_weight,
+                margin=config.margin,
+                negative_weight=config.negative_weight,
                 weight_B=weight_B,
             )
-        if loss.kind != "softmax":
-            pairwise_loss = bce_loss if loss.kind == "bce" else bpr_loss
-            return pairwise_loss(positive_B, negative_BN, masked_BN=masked_BN, temperature=temperature, weight_B=weight_B)
+        if config.kind != "softmax":
+            loss_function = bce_loss if config.kind == "bce" else bpr_loss
+            return loss_function(positive_B, negative_BN, masked_BN=masked_BN, temperature=temperature, weight_B=weight_B)
         log_q_B, log_q_N = self._log_q(columns, item_row_B)
         return softmax_loss(
             positive_B,
@@ -141,23 +141,23 @@ class Objective(nn.Module):
             weight_B=weight_B,
         )
 
-    def _columns(self, candidate_CD: Tensor, item_row_C: Tensor, *, batch_size: int) -> Columns:
+    def _columns(self, candidate_CD: Tensor, item_row_C: Tensor, *, batch_size: int) -> ScoreColumns:
         num_candidates = len(item_row_C)
-        if not self.loss.uses_in_batch_negatives:
+        if not self.config.uses_in_batch_negatives:
             num_negatives = num_candidates - batch_size
-            return Columns(candidate_CD[batch_size:], item_row_C[batch_size:], None, 0, num_negatives)
+            return ScoreColumns(candidate_CD[batch_size:], item_row_C[batch_size:], None, 0, num_negatives)
         positive_column_B = torch.arange(batch_size, device=item_row_C.device)
         world_size = 1
-        if self.loss.cross_rank_negatives and self.group is not None and self.group.size() > 1:
+        if self.config.cross_rank_negatives and self.group is not None and self.group.size() > 1:
             world_size = self.group.size()
             positive_column_B = positive_column_B + self.group.rank() * num_candidates
             candidate_CD, item_row_C = gather_candidates(candidate_CD, item_row_C, group=self.group)
         num_positives = world_size * batch_size
-        return Columns(candidate_CD, item_row_C, positive_column_B, num_positives, len(item_row_C) - num_positives)
+        return ScoreColumns(candidate_CD, item_row_C, positive_column_B, num_positives, len(item_row_C) - num_positives)
 
-    def _negative_mask(self, columns: Columns, item_row_B: Tensor, *, batch: Batch) -> Tensor | None:
+    def _negative_mask(self, columns: ScoreColumns, item_row_B: Tensor, *, batch: Batch) -> Tensor | None:
         """Return True for each candidate that must not count as a negative of the query."""
-        if self.loss.mask_negatives == "none":
+        if self.config.mask_negatives == "none":
             if columns.positive_column_B is None:
                 return None
             device = columns.item_row_N.device
@@ -165,25 +165,25 @@ class Objective(nn.Module):
             masked_BN.scatter_(1, columns.positive_column_B[:, None], True)
             return masked_BN
         masked_BN = item_row_B[:, None] == columns.item_row_N[None, :]
-        if self.loss.mask_negatives == "seen":
+        if self.config.mask_negatives == "seen":
             history_row_H = batch.item_row_V[batch.history_H]
-            query_index, column_index = seen_columns(history_row_H, batch.history_offset, columns.item_row_N)
+            query_index, column_index = seen_pairs(history_row_H, batch.history_offset, columns.item_row_N)
             masked_BN[query_index, column_index] = True
         return masked_BN
 
-    def _log_q(self, columns: Columns, item_row_B: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def _log_q(self, columns: ScoreColumns, item_row_B: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return the log expected counts of the positives and of the columns."""
-        if self.loss.logq_correction == "none":
+        if self.config.logq_correction == "none":
             return None, None
         if self.frequency is not None and self.training:
             self.frequency.update(self._positives_of_all_ranks(columns, item_row_B), self.steps)
             self.steps += 1
         # If other columns of the positive's item are masked, the positive occurs exactly once, and a correction of its logit
         # would be wrong (Khrylchenko et al., "Correcting the LogQ correction", RecSys 2025).
-        log_q_B = self._log_expected_count(item_row_B, columns) if self.loss.mask_negatives == "none" else None
+        log_q_B = self._log_expected_count(item_row_B, columns) if self.config.mask_negatives == "none" else None
         return log_q_B, self._log_expected_count(columns.item_row_N, columns)
 
-    def _log_expected_count(self, item_row_N: Tensor, columns: Columns) -> Tensor:
+    def _log_expected_count(self, item_row_N: Tensor, columns: ScoreColumns) -> Tensor:
         if self.frequency is None:
             positive_share_N = self.positive_share_I[item_row_N]
         else:
@@ -195,7 +195,7 @@ class Objective(nn.Module):
             num_negatives=columns.num_negatives,
         )
 
-    def _positives_of_all_ranks(self, columns: Columns, item_row_B: Tensor) -> Tensor:
+    def _positives_of_all_ranks(self, columns: ScoreColumns, item_row_B: Tensor) -> Tensor:
         """Return the positives of all ranks in the same order on each rank, so that every rank has the same estimate."""
         batch_size = len(item_row_B)
         if columns.num_positives > batch_size:  # the columns are already gathered

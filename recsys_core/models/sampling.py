@@ -12,7 +12,7 @@ from recsys_core.errors import InputError
 
 
 def log_expected_count(positive_share_C: Tensor, negative_share_C: Tensor, *, num_positives: int, num_negatives: int) -> Tensor:
-    """Return the log of how often each candidate is expected among the in-batch positives and the drawn negatives.
+    """Return the log of the expected number of each candidate's occurrences among in-batch positives and drawn negatives.
 
     This is the log Q of the logQ correction (Yi et al., "Sampling-bias-corrected neural modeling for large corpus item
     recommendations", RecSys 2019) for the mixture of Yang et al., "Mixed negative sampling" (WWW 2020).
@@ -126,7 +126,7 @@ class StreamingFrequency(nn.Module):
         return -self.gap_I[item_row_C].clamp(min=1).log()
 
 
-def seen_columns(history_row_H: Tensor, history_offset: Tensor, candidate_row_C: Tensor) -> tuple[Tensor, Tensor]:
+def seen_pairs(history_row_H: Tensor, history_offset: Tensor, candidate_row_C: Tensor) -> tuple[Tensor, Tensor]:
     """Return the (query, candidate) pairs where the candidate is in the query's history.
 
     The candidates are sorted, and each history entry is looked up by binary search: a comparison of all pairs would need a
@@ -141,7 +141,7 @@ def seen_columns(history_row_H: Tensor, history_offset: Tensor, candidate_row_C:
         Two int64 tensors with the query index and the candidate index of each pair, in the order of the histories. An item
         that is twice in a history yields each pair twice.
 
-    >>> seen_columns(torch.tensor([7, 5, 9]), torch.tensor([0, 2, 3]), torch.tensor([5, 9, 5]))
+    >>> seen_pairs(torch.tensor([7, 5, 9]), torch.tensor([0, 2, 3]), torch.tensor([5, 9, 5]))
     (tensor([0, 0, 1]), tensor([0, 2, 1]))
     """
     device = history_row_H.device

@@ -202,8 +202,8 @@ class ModelSpec(Frozen):
     def output_name(self, table: str) -> str:
         """Return the name of the table's output. TorchRec appends the table's name if several tables have the same feature."""
         spec = self.tables[table]
-        same_feature = [t for t in self.tables.values() if t.collection == spec.collection and t.feature == spec.feature]
-        return spec.feature if len(same_feature) == 1 else f"{spec.feature}@{module_name(table)}"
+        lookups = [(other.collection, other.feature) for other in self.tables.values()]
+        return spec.feature if lookups.count((spec.collection, spec.feature)) == 1 else f"{spec.feature}@{module_name(table)}"
 
 
 def module_name(table: str) -> str:

@@ -61,9 +61,9 @@ class TableConfig(Settings):
     optimizer: TableOptimizer | None = Field(None, description="optimizer of this table; empty: training.table_optimizer")
     lookup: Literal["unpooled", "pooled"] | None = Field(
         None,
-        description="lookup of user embeddings, for table user: unpooled (the default): in one exchange between ranks with the "
-        "item embeddings; pooled: in one exchange with the query features, which allows table_row_wise, table_column_wise and "
-        "grid_shard",
+        description="table user: how its rows are exchanged between ranks. unpooled (the default): together with item "
+        "embeddings; pooled: together with query features. Only pooled allows the sharding types table_row_wise, "
+        "table_column_wise and grid_shard",
     )
     pooling: Literal["mean", "sum"] = Field(
         "mean", description="list features: how the embeddings of a list's values become one vector"

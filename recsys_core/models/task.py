@@ -68,7 +68,7 @@ class RetrievalHead(nn.Module):
     def forward(self, embeddings: CollectionOutputs, batch: Batch) -> Tensor:
         """Return the scalar loss of a batch."""
         with torch.autocast(batch.item_row_V.device.type, dtype=torch.bfloat16, enabled=self.bf16):
-            item_VD, features, item_outputs = self.items(embeddings, batch)
+            item_VD, features, item_outputs = self.embed_items(embeddings, batch)
             candidate_C = batch.candidate_C
             if self.spec.config.history.item_representation == "candidate_tower":
                 history_item_VD = self.item(item_VD, features=features)
@@ -77,7 +77,7 @@ class RetrievalHead(nn.Module):
                 history_item_VD = item_VD
                 candidate_features = {name: value.index_select(0, candidate_C) for name, value in features.items()}
                 candidate_CD = self.item(item_VD.index_select(0, candidate_C), features=candidate_features)
-            query_BD, query_outputs = self.queries(embeddings, batch, history_item_VD=history_item_VD)
+            query_BD, query_outputs = self.encode_queries(embeddings, batch, history_item_VD=history_item_VD)
             teacher_CD = item_outputs[TEACHER_TABLE][candidate_C] if TEACHER_TABLE in item_outputs else None
             loss: Tensor = self.objective(query_BD, candidate_CD, batch=batch, teacher_CD=teacher_CD)
             # FBGEMM's CPU kernels silently ignore weight decay. As a part of the loss it works on every device.
@@ -97,13 +97,13 @@ class RetrievalHead(nn.Module):
         row_B: Tensor = batch.sparse[self.spec.tables["user"].batch_key]["user"].values()
         return row_B
 
-    def items(self, embeddings: CollectionOutputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    def embed_items(self, embeddings: CollectionOutputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """Return item embeddings [V, D], the items' features by name, and the outputs of all item tables by name."""
         outputs = table_outputs(self.spec, embeddings, batch, side="item")
         outputs["item"] = self._mask_frozen_gradients("item", outputs["item"], row_V=batch.item_row_V)
         return self.item.embed(outputs), {name: outputs[name] for name in self.item.features}, outputs
 
-    def queries(
+    def encode_queries(
         self, embeddings: CollectionOutputs, batch: Batch, *, history_item_VD: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return query vectors [B, D] and the outputs of all query tables by name.
@@ -158,7 +158,7 @@ class RetrievalTask(nn.Module):
 
         The history vector of an item represents it in the histories of queries.
         """
-        item_VD, features, _ = self.head.items(self._look_up(batch, self._item_collections), batch)
+        item_VD, features, _ = self.head.embed_items(self._look_up(batch, self._item_collections), batch)
         candidate_VD = self.head.item(item_VD, features=features)
         histories_use_tower = self.head.spec.config.history.item_representation == "candidate_tower"
         return (candidate_VD if histories_use_tower else item_VD), candidate_VD
@@ -166,8 +166,8 @@ class RetrievalTask(nn.Module):
     def encode_queries(self, batch: Batch) -> Tensor:
         """Return query vectors [B, D] of a batch without candidates."""
         embeddings = self._look_up(batch, list(self.embedding_tables))
-        history_item_VD, features, _ = self.head.items(embeddings, batch)
+        history_item_VD, features, _ = self.head.embed_items(embeddings, batch)
         if self.head.spec.config.history.item_representation == "candidate_tower":
             history_item_VD = self.head.item(history_item_VD, features=features)
-        query_BD: Tensor = self.head.queries(embeddings, batch, history_item_VD=history_item_VD)[0]
+        query_BD: Tensor = self.head.encode_queries(embeddings, batch, history_item_VD=history_item_VD)[0]
         return query_BD

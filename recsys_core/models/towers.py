@@ -75,8 +75,8 @@ class QueryTower(nn.Module):
         config = spec.config
         self.cosine = config.similarity == "cosine"
         self.last_item = config.history.last_item
-        self.tables = (["user"] if config.user_id else []) + spec.features("query")
-        widths = [spec.tables[name].dim for name in self.tables]
+        self.feature_names = (["user"] if config.user_id else []) + spec.features("query")
+        widths = [spec.tables[name].dim for name in self.feature_names]
         self.pooling: HistoryPooling | None = None
         if config.history.length:
             self.pooling = HistoryPooling(config.history, dim=config.history_dim, std=spec.history_std)
@@ -98,7 +98,7 @@ class QueryTower(nn.Module):
             inputs.append(self.pooling(item_VD, history_H, offset))
             if self.last_item:
                 inputs.append(last_items(item_VD, history_H, offset, start=self.pooling.start))
-        query_BD: Tensor = self.tower(inputs + [features[name] for name in self.tables])
+        query_BD: Tensor = self.tower(inputs + [features[name] for name in self.feature_names])
         return unit_vectors(query_BD.float(), min_norm=self.min_norm) if self.cosine else query_BD.float()
 
 

@@ -9,7 +9,7 @@ from recsys_core.models.sampling import (
     StreamingFrequency,
     log_expected_count,
     negative_share,
-    seen_columns,
+    seen_pairs,
 )
 
 
@@ -116,10 +116,10 @@ def test_frequencies_continue_from_a_checkpoint():
     st.lists(st.lists(st.integers(0, 7), max_size=5), max_size=5),
     st.lists(st.integers(0, 7), max_size=8),
 )
-def test_seen_columns_equal_those_of_a_plain_loop(histories, candidates):
+def test_seen_pairs_equal_those_of_a_plain_loop(histories, candidates):
     history_H = torch.tensor([row for history in histories for row in history], dtype=torch.int64)
     offset = torch.tensor([0, *np.cumsum([len(history) for history in histories], dtype=int).tolist()])
-    query_index, column_index = seen_columns(history_H, offset, torch.tensor(candidates, dtype=torch.int64))
+    query_index, column_index = seen_pairs(history_H, offset, torch.tensor(candidates, dtype=torch.int64))
     assert query_index.dtype == column_index.dtype == torch.int64
     expected = [
         (b, k) for b, history in enumerate(histories) for row in history for k, item in enumerate(candidates) if item == row

@@ -284,6 +284,28 @@ def releases(file: ConfigFile = DEFAULT_FILE, overrides: Overrides = None, as_js
         )
 
 
+@app.command(epilog='Example: nightjar deploy --cron "15 2 * * *" --timezone Europe/Berlin --work-pool nightjar')
+def deploy(
+    file: ConfigFile = DEFAULT_FILE,
+    overrides: Overrides = None,
+    cron: Annotated[str | None, typer.Option(help="planned starts, instead of schedule.cron")] = None,
+    timezone: Annotated[str | None, typer.Option(help="time zone of the planned starts, instead of schedule.timezone")] = None,
+    work_pool: Annotated[str | None, typer.Option(metavar="NAME", help="work pool whose workers run the pipeline")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run/--apply", help="only print the changes")] = False,
+) -> None:
+    """Create or update the deployment of the pipeline in the Prefect server of PREFECT_API_URL."""
+    import json
+
+    from flows.config_file import load_config
+
+    options = {"schedule.cron": cron, "schedule.timezone": timezone}
+    replaced = [f"{name}={json.dumps(value)}" for name, value in options.items() if value is not None]
+    config = load_config(file, [*(overrides or ()), *replaced])
+    from flows.cli.deploy import deploy_pipeline
+
+    deploy_pipeline(config, file=file, overrides=overrides or (), work_pool=work_pool, dry_run=dry_run)
+
+
 @app.command(epilog="Example: nightjar ui --mlflow-port 5001")
 def ui(
     file: ConfigFile = DEFAULT_FILE,

@@ -1,0 +1,50 @@
+"""`nightjar deploy`: the deployment of a pipeline in the user's Prefect server, for the workers of a work pool."""
+
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from flows.cli import output
+from flows.config import PipelineConfig
+from recsys_core.errors import InputError
+
+
+def deploy_pipeline(
+    config: PipelineConfig, *, file: Path, overrides: Sequence[str], work_pool: str | None, dry_run: bool
+) -> None:
+    """Print how the deployment changes, and change it unless `dry_run`; InputError before anything is created."""
+    if not os.environ.get("PREFECT_API_URL"):
+        raise InputError(
+            "PREFECT_API_URL is not set; set it to the API of your Prefect server, e.g. http://127.0.0.1:4200/api, or start "
+            f"servers and schedule on this machine with: nightjar up {file}"
+        )
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "1")  # a user waits for the answer
+    from flows import deployments
+
+    with deployments.prefect_server() as client:
+        work_pool = deployments.check_work_pool(client, work_pool)
+        current = deployments.read_deployment(client, config.name)
+        deployment = deployments.deployment_of(
+            config,
+            file=file,
+            overrides=overrides,
+            work_pool=work_pool,
+            is_active=not deployments.is_paused(current, config),
+        )
+        changes = deployments.changes(current, deployment)
+        rows = [[change.setting, change.current, change.new] for change in changes]
+        if rows:
+            output.print_table(["setting", "current", "new"], rows, console=output.stdout)
+        if not dry_run:
+            deployments.apply(deployment)
+    verb = "created" if current is None else "updated" if changes else "unchanged"
+    next_start = config.schedule.next_start(datetime.now(UTC))
+    facts = {
+        "deployment": f"{deployment.full_name}, {f'would be {verb}' if dry_run else verb}",
+        "next start": "by hand only; set schedule.cron or --cron" if next_start is None else f"{next_start:%Y-%m-%d %H:%M %Z}",
+        "worker": f"prefect worker start --pool {work_pool}",
+        "start by hand": f"prefect deployment run {deployment.full_name}",
+    }
+    output.print_facts(facts, console=output.stdout)

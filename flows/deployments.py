@@ -1,0 +1,169 @@
+"""The deployment of a pipeline in a Prefect server: its schedule, its concurrency limit and the defaults of its form.
+
+`nightjar deploy` creates it for the workers of a work pool, and `nightjar up` for the process that it starts.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy, VersionInfo
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.deployments.runner import RunnerDeployment
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.schedules import Schedule
+from prefect.types.entrypoint import EntrypointType
+
+import recsys_core
+from flows.config import PipelineConfig
+from flows.deployed import deployed_retrain
+from recsys_core.errors import InputError, first_line, redacted, shown, shown_names
+from tasks import ENVIRONMENT
+
+ON_OVERRUN = {"skip": ConcurrencyLimitStrategy.CANCEL_NEW, "queue": ConcurrencyLimitStrategy.ENQUEUE}
+
+
+class Change(NamedTuple):
+    """A setting of the deployment and its values before and after `deploy`."""
+
+    setting: str
+    current: str
+    new: str
+
+
+def deployment_of(
+    config: PipelineConfig, *, file: Path, overrides: Sequence[str], work_pool: str | None, is_active: bool = True
+) -> RunnerDeployment:
+    """Return the deployment `nightly-retrain/<name of the pipeline>`. A run of it reads `file` when the run starts.
+
+    Args:
+        overrides: default of the field "Settings to override" in the form.
+        work_pool: work pool whose workers run it; None: the process of `nightjar up`.
+        is_active: whether the schedule starts runs; false for a schedule that a person has paused.
+    """
+    schedule = config.schedule
+    planned = Schedule(cron=schedule.cron, timezone=schedule.timezone, active=is_active) if schedule.cron else None
+    deployment = deployed_retrain.to_deployment(
+        config.name,
+        schedules=[] if planned is None else [planned],
+        concurrency_limit=ConcurrencyLimitConfig(limit=1, collision_strategy=ON_OVERRUN[schedule.on_overrun]),
+        parameters={"pipeline": str(file.absolute()), "overrides": list(overrides)},
+        tags=["nightjar", config.name],
+        version=recsys_core.__version__,
+        entrypoint_type=EntrypointType.MODULE_PATH,
+        job_variables={"env": ENVIRONMENT} if work_pool else {},
+    )
+    assert isinstance(deployment, RunnerDeployment)
+    deployment.work_pool_name = work_pool  # None is stored too: it removes the work pool of an earlier deployment
+    return deployment
+
+
+def read_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:
+    """Return the deployment of the pipeline `name`; None if it does not exist; InputError if Prefect rejects the name."""
+    if "/" in name or "%" in name:
+        raise InputError(f"name: {shown(name)} contains / or %, which the name of a Prefect deployment may not contain")
+    try:
+        return client.read_deployment_by_name(f"{deployed_retrain.name}/{name}")
+    except ObjectNotFound:
+        return None
+
+
+def is_paused(deployment: DeploymentResponse | None, config: PipelineConfig) -> bool:
+    """Return whether a person has paused the schedule that `config` describes."""
+    schedules = [] if deployment is None else deployment.schedules
+    return any(
+        not schedule.active and getattr(schedule.schedule, "cron", None) == config.schedule.cron for schedule in schedules
+    )
+
+
+def changes(current: DeploymentResponse | None, new: RunnerDeployment) -> list[Change]:
+    """Return the settings that differ; for a deployment that does not exist, all settings."""
+    current_settings = {} if current is None else _settings(current)
+    pairs = ((name, current_settings.get(name, "-"), value) for name, value in _settings(new).items())
+    return [Change(name, before, after) for name, before, after in pairs if before != after]
+
+
+def apply(deployment: RunnerDeployment) -> None:
+    """Create the deployment, or update it."""
+    # With version information Prefect does not look for a git repository in the current folder.
+    deployment.apply(version_info=VersionInfo(type="prefect:simple", version=recsys_core.__version__))
+
+
+@contextmanager
+def prefect_server() -> Iterator[SyncPrefectClient]:
+    """Yield a client of the server in PREFECT_API_URL; raise InputError if it does not answer or its version does not fit."""
+    url = redacted(os.environ["PREFECT_API_URL"])
+    try:
+        with get_client(sync_client=True) as client:
+            _check_version(client.api_version(), url=url)
+            yield client
+    except (httpx.HTTPError, PrefectHTTPStatusError, RuntimeError) as error:
+        status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else None
+        if status in (401, 403):
+            raise InputError(
+                f"the Prefect server at {url} rejects the request with HTTP status {status}; set PREFECT_API_AUTH_STRING or "
+                "PREFECT_API_KEY to the secret of the server"
+            ) from None
+        cause = error.__cause__ or error
+        problem = f"{type(cause).__name__}: {first_line(cause)}"
+        raise InputError(
+            redacted(f"the Prefect server at {url} does not work: {problem}; check the server and PREFECT_API_URL")
+        ) from None
+
+
+def _check_version(server_version: str, *, url: str) -> None:
+    import prefect
+
+    server, client = (version.split(".")[:2] for version in (server_version, prefect.__version__))
+    if server[0] != client[0] or [int(part) for part in server] < [int(part) for part in client]:
+        raise InputError(
+            f"the Prefect server at {url} has version {server_version}, but this installation of nightjar has Prefect "
+            f"{prefect.__version__}, which needs a server of version {'.'.join(client)} or a later {client[0]}.x; upgrade the "
+            "server"
+        )
+
+
+def check_work_pool(client: SyncPrefectClient, name: str | None) -> str:
+    """Return the name of an existing work pool, by default PREFECT_DEPLOYMENTS_DEFAULT_WORK_POOL_NAME; or raise InputError."""
+    from prefect.settings import get_current_settings
+
+    name = name or get_current_settings().deployments.default_work_pool_name
+    work_pools = [work_pool.name for work_pool in client.read_work_pools()]
+    if name in work_pools:
+        return name
+    problem = "--work-pool is missing" if name is None else f"--work-pool {name}: the Prefect server has no such work pool"
+    raise InputError(
+        f"{problem}; its work pools are {shown_names(work_pools) if work_pools else 'none'}; create one with: "
+        f"prefect work-pool create {name or 'nightjar'} --type process"
+    )
+
+
+def _settings(deployment: RunnerDeployment | DeploymentResponse) -> dict[str, str]:
+    """Return what `changes` compares, as text by name."""
+    if isinstance(deployment, RunnerDeployment):
+        limit = deployment.concurrency_limit
+    else:
+        limit = deployment.global_concurrency_limit.limit if deployment.global_concurrency_limit else None
+    options = deployment.concurrency_options
+    facts: dict[str, Any] = {
+        "schedule": ", ".join(map(_describe_schedule, deployment.schedules or [])) or "none",
+        "concurrent runs": f"{limit or 'any number'}" + (f", {options.collision_strategy.value}" if options else ""),
+        "pipeline": deployment.parameters.get("pipeline"),
+        "overrides": ", ".join(deployment.parameters.get("overrides") or []) or "none",
+        "work pool": deployment.work_pool_name or "none",
+        "entry point": deployment.entrypoint,
+        "tags": ", ".join(sorted(deployment.tags)),
+        "version": deployment.version,
+    }
+    return {name: str(value) for name, value in facts.items()}
+
+
+def _describe_schedule(planned: Any) -> str:
+    """Describe a schedule of a deployment: cron expression, time zone, and whether it is paused."""
+    schedule = planned.schedule
+    text = f"{schedule.cron} {schedule.timezone or 'UTC'}" if hasattr(schedule, "cron") else str(schedule)
+    return text if planned.active is not False else f"{text}, paused"

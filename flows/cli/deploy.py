@@ -20,7 +20,7 @@ def deploy_pipeline(
             f"servers and schedule on this machine with: nightjar up {file}"
         )
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
-    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "1")  # a user waits for the answer
+    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "2")  # a user waits for the answer
     from flows import deployments
 
     with deployments.prefect_server() as client:

@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             settings = {
                 PREFECT_API_URL: server.api,
                 PREFECT_API_AUTH_STRING: os.environ["PREFECT_API_AUTH_STRING"],
-                PREFECT_CLIENT_MAX_RETRIES: 0,
+                PREFECT_CLIENT_MAX_RETRIES: 3,  # a busy sqlite database answers 503
             }
             with temporary_settings(settings), deployments.prefect_server() as client:
                 client._client.post("/work_pools/", json={"name": POOL, "type": "process"}).raise_for_status()

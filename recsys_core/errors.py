@@ -26,6 +26,10 @@ class InputError(NightjarError, ValueError):
     exit_code = 2
 
 
+class DataRejectedError(InputError):
+    """The data violates a limit of `data_report`."""
+
+
 class StageError(NightjarError, RuntimeError):
     """A stage failed for a reason outside its input: a worker died, or a file changed."""
 

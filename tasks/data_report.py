@@ -4,7 +4,7 @@ from recsys_core.data.interactions.config import Split
 from recsys_core.data_report import report as report_core
 from recsys_core.data_report.config import DataReportConfig
 from recsys_core.data_report.page import to_markdown
-from recsys_core.errors import InputError
+from recsys_core.errors import DataRejectedError
 from recsys_core.manifests import DataReportManifest, Dataset, InteractionsManifest, load_manifest
 from tasks.registry.tracking import log_data_report_or_warn
 from tasks.reporting import LOG, show_markdown
@@ -14,7 +14,7 @@ from tasks.stage import stage
 
 @stage("check_data")
 def check_data(config: DataReportConfig, *, split: Split, dataset: Dataset, run: Run) -> tuple[DataReportManifest, str]:
-    """Write the data report; InputError if the data violates a limit of the config."""
+    """Write the data report; DataRejectedError if the data violates a limit of the config."""
     manifest = report_core.report_data(
         config,
         split=split,
@@ -29,7 +29,7 @@ def check_data(config: DataReportConfig, *, split: Split, dataset: Dataset, run:
         LOG.warning("data: %s", warning)
     if manifest.breaches:
         violations = "\n".join(f"- {breach}" for breach in manifest.breaches)
-        raise InputError(
+        raise DataRejectedError(
             f"the data violates {len(manifest.breaches)} of the limits in data_report:\n{violations}\nsee {page}; "
             f"fix the data, or relax the limit and rerun with --resume {run.run_id}"
         )

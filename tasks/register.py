@@ -4,6 +4,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mlflow import MlflowClient
+
 from recsys_core.manifests import (
     DataReportManifest,
     Dataset,
@@ -37,22 +39,40 @@ def register(
     report: DataReportManifest,
     dataset: Dataset,
     run: Run,
-) -> tuple[RegistrationManifest, str]:
-    """Log the run's results to MLflow, register the package as a model version and pass it through the champion gate."""
+) -> tuple[RegistrationManifest | None, str]:
+    """Log the run's results to MLflow, register the package as a model version and pass it through the champion gate.
+
+    A dry run logs the results only, and returns no manifest.
+    """
     uri, interactions = tracking_uri(run.workspace), dataset.interactions
     retry = partial(call_with_retries, uri=uri)
 
-    def build(folder: Path) -> dict[str, Any]:
+    def log_run() -> tuple[MlflowClient, str]:
         client = retry(lambda: connect(run.workspace))
         mlflow_run_id = retry(lambda: tracking.open_run(client, run))
         log_results = partial(tracking.log_results, run=run, plan=plan, train=trained, evaluation=evaluation, index=index)
         retry(lambda: log_results(client, mlflow_run_id))
         manifests = (dataset.embeddings, interactions)
         retry(lambda: tracking.log_data(client, mlflow_run_id, manifests=manifests, report=report))
+        return client, mlflow_run_id
+
+    def build(folder: Path) -> dict[str, Any]:
+        client, mlflow_run_id = log_run()
         create_version = partial(version_for, package, config=config, client=client, interactions=interactions, run=run)
         version = retry(lambda: create_version(mlflow_run_id=mlflow_run_id))
-        return pass_gate(version, config=config, client=client, interactions=interactions, evaluation=evaluation, folder=folder)
+        return pass_gate(
+            version,
+            config=config,
+            options=run.options,
+            client=client,
+            interactions=interactions,
+            evaluation=evaluation,
+            folder=folder,
+        )
 
-    fingerprint = fingerprint_of("registration", config, uri, package, evaluation, trained)
+    if run.options.dry_run:
+        log_run()
+        return None, "dry run: no version is registered"
+    fingerprint = fingerprint_of("registration", config, uri, package, evaluation, trained, run.options.promote)
     manifest = produce(run.stage_folder("register"), RegistrationManifest, fingerprint=fingerprint, build=build)
     return manifest, f"{manifest.model_name} version {manifest.version} is {manifest.alias}: {manifest.reasons[0]}"

@@ -109,6 +109,10 @@ class RegistrationManifest(Manifest):
     alias: Literal["champion", "challenger"]
     promoted: bool
     reasons: tuple[str, ...] = Field(description="why the version was promoted or not")
+    promote: Literal["by_gate", "never", "force"] = Field(
+        "by_gate", description="by_gate: the comparison decided; never, force: the person who started the run decided"
+    )
+    run_reason: str = Field("", description="why the run was started; empty for a scheduled run")
     alarm: str | None = Field(
         None,
         description="why the version was not compared with the champion; null if it was, or if there was no champion",

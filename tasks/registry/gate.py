@@ -5,7 +5,8 @@
    more than `registry.max_relative_drop`.
 3. Fallback: if the champion does not load, the new version is compared with the last former champion that loads, and the winner
    becomes champion. If no former champion loads either, the new version must be at least as good as popularity.
-4. Promotion: the winner gets the alias `champion`, a new version that lost gets `challenger`.
+4. Promotion: the winner gets the alias `champion`, a new version that lost gets `challenger`. The person who starts a run may
+   decide instead of the comparison (`RunOptions.promote`).
 """
 
 import json
@@ -23,9 +24,18 @@ from mlflow.entities.model_registry import ModelVersion
 from recsys_core.errors import StageError
 from recsys_core.manifests import EvaluationManifest, InteractionsManifest
 from tasks.registry.config import RegistryConfig
-from tasks.registry.mlflow_client import LOG, call_with_retries
+from tasks.registry.mlflow_client import LOG, RUN_REASON_TAG, call_with_retries
 from tasks.registry.promotion import move_champion
-from tasks.registry.releases import ALARM_TAG, BROKEN_TAG, METRICS_TAG, REASONS_TAG, SMOKE_TAG, champion_of, former_champions
+from tasks.registry.releases import (
+    ALARM_TAG,
+    BROKEN_TAG,
+    METRICS_TAG,
+    PROMOTE_TAG,
+    REASONS_TAG,
+    SMOKE_TAG,
+    champion_of,
+    former_champions,
+)
 from tasks.registry.smoke_test import (
     NotFetchedError,
     ServedSample,
@@ -37,6 +47,7 @@ from tasks.registry.smoke_test import (
     served_metrics,
 )
 from tasks.registry.tracking import as_metrics, log_metrics
+from tasks.run import RunOptions
 
 MAX_FORMER_CHAMPIONS = 3
 """Number of former champions that the fallback tries to load."""
@@ -53,7 +64,7 @@ class Verdict:
         promoted: whether the new version becomes champion.
         reason: the comparison in one sentence.
         metrics: metrics of all compared versions, as <served | champion | former_champion | popularity>/<metric>.
-        alarm: error of a champion that does not load, and the version that replaces it; None if the champion loads.
+        alarm: error of a champion that does not load, and what follows from it; None if the champion loads.
         reinstated: the former champion that becomes champion again, if any.
     """
 
@@ -70,6 +81,7 @@ class _Gate:
 
     version: ModelVersion
     config: RegistryConfig
+    options: RunOptions
     client: MlflowClient
     sample: ServedSample
     evaluation: EvaluationManifest
@@ -87,6 +99,7 @@ def pass_gate(
     version: ModelVersion,
     *,
     config: RegistryConfig,
+    options: RunOptions,
     client: MlflowClient,
     interactions: InteractionsManifest,
     evaluation: EvaluationManifest,
@@ -95,13 +108,17 @@ def pass_gate(
     """Test `version`, compare it with the champion, set its alias and its tags; return the fields of RegistrationManifest.
 
     Args:
+        options: `promote` decides whether the comparison or the person who started the run decides.
         folder: receives the users of the smoke test and each version's recommendations.
 
     Raises:
         StageError: the version failed the smoke test, or no version can be champion.
     """
     sample = prepare_sample(interactions, max_users=config.smoke_test_users, folder=folder / "smoke_test")
-    gate = _Gate(version, config, client, sample, evaluation)
+    gate = _Gate(version, config, options, client, sample, evaluation)
+    gate.set_tag(version, PROMOTE_TAG, options.promote)
+    if options.reason:
+        gate.set_tag(version, RUN_REASON_TAG, options.reason)
     verdict = _compare_and_promote(gate, _smoke_test(gate))
     assert version.run_id is not None  # version_for creates every version from an MLflow run
     gate.retry(log_metrics, client, version.run_id, as_metrics(verdict.metrics))
@@ -111,6 +128,8 @@ def pass_gate(
         "alias": "champion" if verdict.promoted else "challenger",
         "promoted": verdict.promoted,
         "reasons": (verdict.reason,),
+        "promote": options.promote,
+        "run_reason": options.reason,
         "alarm": verdict.alarm,
         "mlflow_run_id": version.run_id,
         "metrics": verdict.metrics,
@@ -143,7 +162,7 @@ def _compare_and_promote(gate: _Gate, new_metrics: dict[str, float]) -> Verdict:
     version, client = gate.version, gate.client
     while True:
         champion = gate.retry(champion_of, client, version.name)
-        verdict = _compare(gate, new_metrics, champion=champion)
+        verdict = _decide(gate, new_metrics, champion=champion)
         gate.set_tag(version, METRICS_TAG, json.dumps(verdict.metrics))
         gate.set_tag(version, REASONS_TAG, verdict.reason)
         if verdict.alarm is not None:
@@ -158,33 +177,50 @@ def _compare_and_promote(gate: _Gate, new_metrics: dict[str, float]) -> Verdict:
         LOG.info("%s: another version became champion; version %s is compared with it", version.name, version.version)
     if not verdict.promoted:
         gate.retry(client.set_registered_model_alias, version.name, "challenger", version.version)
+    elif "challenger" in gate.retry(client.get_model_version, version.name, version.version).aliases:
+        # An earlier start of the run did not promote the version, and a resume with another `promote` does.
+        gate.retry(client.delete_registered_model_alias, version.name, "challenger")
     if verdict.alarm is not None:
         LOG.error("%s: %s", version.name, verdict.alarm)
-        if winner is None:
+        if winner is None and gate.options.promote == "by_gate":
             raise StageError(f"{version.name}: {verdict.alarm}; {verdict.reason}")
     return verdict
 
 
-def _compare(gate: _Gate, new_metrics: dict[str, float], *, champion: ModelVersion | None) -> Verdict:
-    """Compare the new version, whose metrics are `new_metrics`, with the champion."""
+def _decide(gate: _Gate, new_metrics: dict[str, float], *, champion: ModelVersion | None) -> Verdict:
+    """Compare the new version, whose metrics are `new_metrics`, with the champion, and apply `promote` to the result."""
     version = gate.version
-    if champion is None:
-        return Verdict(True, "there was no champion", new_metrics)
-    if str(champion.version) == str(version.version):
+    if champion is not None and str(champion.version) == str(version.version):
         # The run was interrupted after the promotion and resumed: repeat the first verdict.
         tags = gate.retry(gate.client.get_model_version, version.name, version.version).tags
         return Verdict(True, tags[REASONS_TAG], json.loads(tags[METRICS_TAG]), tags.get(ALARM_TAG))
+    verdict = _compare(gate, new_metrics, champion=champion)
+    match gate.options.promote:
+        case "never":
+            verdict = replace(verdict, promoted=False, reinstated=None, reason=f"promote is never; {verdict.reason}")
+        case "force":
+            reason = f"promotion was forced ({gate.options.reason}); {verdict.reason}"
+            verdict = replace(verdict, promoted=True, reinstated=None, reason=reason)
+    if verdict.alarm is None:
+        return verdict
+    winner = version if verdict.promoted else verdict.reinstated
+    result = "no other version becomes champion" if winner is None else f"version {winner.version} is champion instead"
+    return replace(verdict, alarm=f"{verdict.alarm}; {result}")
+
+
+def _compare(gate: _Gate, new_metrics: dict[str, float], *, champion: ModelVersion | None) -> Verdict:
+    """Compare the new version with the champion or, if the champion does not load, with its replacement."""
+    if champion is None:
+        return Verdict(True, "there was no champion", new_metrics)
     try:
         metrics = new_metrics | _measure(gate, champion, name="champion")
     except UnusableVersionError as error:
-        champion_error = f"the champion, version {champion.version}, does not load ({error})"
-        return _compare_with_former_champion(gate, new_metrics, champion_error=champion_error) or _compare_with_popularity(
-            gate, new_metrics, champion_error=champion_error
-        )
+        verdict = _compare_with_former_champion(gate, new_metrics) or _compare_with_popularity(gate, new_metrics)
+        return replace(verdict, alarm=f"the champion, version {champion.version}, does not load ({error})")
     return judge(metrics, config=gate.config, baseline="champion", label=f"version {champion.version}")
 
 
-def _compare_with_former_champion(gate: _Gate, new_metrics: dict[str, float], *, champion_error: str) -> Verdict | None:
+def _compare_with_former_champion(gate: _Gate, new_metrics: dict[str, float]) -> Verdict | None:
     """Compare with the last former champion that loads; return None if none of them loads. One of the two becomes champion."""
     for former_champion in gate.retry(former_champions, gate.client, gate.version.name)[:MAX_FORMER_CHAMPIONS]:
         try:
@@ -192,21 +228,17 @@ def _compare_with_former_champion(gate: _Gate, new_metrics: dict[str, float], *,
         except UnusableVersionError:
             continue
         verdict = judge(metrics, config=gate.config, baseline="former_champion", label=f"version {former_champion.version}")
-        winner = gate.version if verdict.promoted else former_champion
-        alarm = f"{champion_error}; version {winner.version} is champion instead"
-        return replace(verdict, alarm=alarm, reinstated=None if verdict.promoted else former_champion)
+        return verdict if verdict.promoted else replace(verdict, reinstated=former_champion)
     return None
 
 
-def _compare_with_popularity(gate: _Gate, new_metrics: dict[str, float], *, champion_error: str) -> Verdict:
+def _compare_with_popularity(gate: _Gate, new_metrics: dict[str, float]) -> Verdict:
     """Compare with popularity, the baseline of last resort: a version that is worse than popularity is not promoted."""
     popular_item_I = np.load(gate.evaluation.path("popularity.npy")).astype(np.int64)
     answers = recommend_popular(gate.sample, popular_item_I=popular_item_I)
     metrics = {f"popularity/{name}": value for name, value in served_metrics(answers, sample=gate.sample).items()}
     strict_config = gate.config.model_copy(update={"max_relative_drop": 0.0})
-    verdict = judge(new_metrics | metrics, config=strict_config, baseline="popularity", label="popularity")
-    result = f"version {gate.version.version} is champion instead" if verdict.promoted else "no other version can be champion"
-    return replace(verdict, alarm=f"{champion_error}; {result}")
+    return judge(new_metrics | metrics, config=strict_config, baseline="popularity", label="popularity")
 
 
 def judge(metrics: dict[str, float], *, config: RegistryConfig, baseline: str, label: str) -> Verdict:

@@ -25,6 +25,8 @@ LOG = logging.getLogger("nightjar")
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 RUN_ID_TAG = "nightjar.run_id"
+RUN_REASON_TAG = "nightjar.run_reason"
+"""Tag of an MLflow run and of a version: why a person started the run."""
 ANSWER_TIMEOUT_S = 15.0
 """Deadline of a call whose result is optional, or for which a user waits."""
 RETRY_TIMEOUT_S = 120.0

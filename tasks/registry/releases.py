@@ -20,6 +20,8 @@ ALARM_TAG = "nightjar.alarm"
 """Set on a version that was compared while the champion did not load: the champion's error."""
 BROKEN_TAG = "nightjar.broken"
 """Set on a version that did not load during a comparison: the last line of its stderr. Removed when it loads again."""
+PROMOTE_TAG = "nightjar.promote"
+"""How the version could become champion: by_gate, never or force (`RunOptions.promote`)."""
 FORMER_CHAMPION_TAG = "nightjar.champion_until"
 """Set on a champion that loaded when another version replaced it: seconds since 1970."""
 

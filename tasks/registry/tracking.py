@@ -30,7 +30,16 @@ from recsys_core.manifests import (
 )
 from recsys_core.retrieval.plot import plot_indexes
 from recsys_core.training.job_spec import Progress
-from tasks.registry.mlflow_client import ANSWER_TIMEOUT_S, LOG, RUN_ID_TAG, call_or_warn, connect, tracking_error, tracking_uri
+from tasks.registry.mlflow_client import (
+    ANSWER_TIMEOUT_S,
+    LOG,
+    RUN_ID_TAG,
+    RUN_REASON_TAG,
+    call_or_warn,
+    connect,
+    tracking_error,
+    tracking_uri,
+)
 from tasks.run import Run
 
 TRAINING_METRICS = ("loss", "learning_rate", "samples_per_s", "embedding_bytes_per_s", "epoch")
@@ -53,9 +62,14 @@ def open_run(client: MlflowClient, run: Run) -> str:
             experiment_id = experiment.experiment_id
         query = f"tags.`{RUN_ID_TAG}` = '{run.run_id}'"
         existing_runs = client.search_runs([experiment_id], query, ViewType.ACTIVE_ONLY, max_results=1)
-        if existing_runs:
-            return str(existing_runs[0].info.run_id)
-        return str(client.create_run(experiment_id, tags={RUN_ID_TAG: run.run_id, MLFLOW_RUN_NAME: run.run_id}).info.run_id)
+        reason = {RUN_REASON_TAG: run.options.reason} if run.options.reason else {}
+        if not existing_runs:
+            tags = {RUN_ID_TAG: run.run_id, MLFLOW_RUN_NAME: run.run_id}
+            return str(client.create_run(experiment_id, tags=tags | reason).info.run_id)
+        mlflow_run = existing_runs[0]
+        if not reason.items() <= mlflow_run.data.tags.items():  # the resumed run has another reason
+            client.set_tag(mlflow_run.info.run_id, RUN_REASON_TAG, run.options.reason)
+        return str(mlflow_run.info.run_id)
 
 
 def log_params(client: MlflowClient, mlflow_run_id: str, *, config_file: Path) -> None:

@@ -8,12 +8,12 @@ from mlflow import MlflowClient
 from recsys_core.manifests import RegistrationManifest
 from tasks.register import register
 from tasks.registry.config import RegistryConfig
-from tasks.run import Run
+from tasks.run import Run, RunOptions
 from tests.tasks.conftest import Stages
 
 
-def run_of(workspace: Path, run_id: str) -> Run:
-    run = Run(run_id, workspace=workspace, experiment="tests")
+def run_of(workspace: Path, run_id: str, **options: Any) -> Run:
+    run = Run(run_id, workspace=workspace, experiment="tests", options=RunOptions(**options))
     run.folder.mkdir(parents=True, exist_ok=True)
     run.config_file.write_text("name: tests\n")
     return run

@@ -100,7 +100,7 @@ def test_where_no_version_can_be_champion_the_stage_fails_until_the_champion_loa
     flip_a_bit(workspace, "1")
     monkeypatch.setattr(gate, "recommend_popular", lambda sample, **_: all_targets(sample))
     with pytest.raises(
-        StageError, match=r"^m: the champion, version 1, does not load .*; no other version can be champion; rec"
+        StageError, match=r"^m: the champion, version 1, does not load .*; no other version becomes champion; rec"
     ):
         do_register(stages(confused=True), run_of(workspace, "two"))
     client = connect(workspace)

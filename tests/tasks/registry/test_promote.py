@@ -1,0 +1,102 @@
+"""The gate when the person who starts a run decides: promote never, promote force, dry run; real packages on a real MLflow."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from recsys_core.errors import StageError
+from recsys_core.manifests import RegistrationManifest, load_manifest
+from tasks.registry import gate
+from tasks.registry.mlflow_client import connect
+from tasks.registry.smoke_test import K, ServedSample
+from tests.tasks.conftest import Stages
+from tests.tasks.registration import aliases, do_register, run_of, version_tags
+from tests.tasks.registry.test_gate import flip_a_bit
+
+BuildStages = Callable[..., Stages]
+
+
+def test_never_records_the_comparison_and_moves_no_champion_until_a_resume_promotes(
+    workspace: Path, stages: BuildStages, predicted_here: list[str]
+) -> None:
+    first = do_register(stages(), run_of(workspace, "zero", promote="never"))
+    client = connect(workspace)
+    assert (first.reasons, aliases(client)) == (("promote is never; there was no champion",), {"challenger": "1"})
+
+    do_register(stages(), run_of(workspace, "one"))
+    equal = do_register(stages(), run_of(workspace, "two", promote="never", reason="try a new loss"))
+    assert (equal.alias, equal.promoted, equal.promote, equal.run_reason) == ("challenger", False, "never", "try a new loss")
+    assert equal.reasons[0].startswith("promote is never; recall@20 is") and equal.reasons[0].endswith("of version 2")
+    assert aliases(client) == {"champion": "2", "challenger": "3"}
+    tags = version_tags(client, "3")
+    assert (tags["nightjar.promote"], tags["nightjar.run_reason"]) == ("never", "try a new loss")
+
+    resumed = do_register(stages(), run_of(workspace, "two"))
+    assert (resumed.version, resumed.alias, resumed.promote) == ("3", "champion", "by_gate")
+    assert aliases(client) == {"champion": "3"}
+
+
+def test_force_promotes_a_worse_version_and_records_the_reason(
+    workspace: Path, stages: BuildStages, predicted_here: list[str]
+) -> None:
+    do_register(stages(), run_of(workspace, "one"))
+    run = run_of(workspace, "two", promote="force", reason="legal: item 7 must go")
+    forced = do_register(stages(confused=True), run)
+    assert (forced.alias, forced.promoted) == ("champion", True)
+    assert forced.reasons[0].startswith("promotion was forced (legal: item 7 must go); recall@20 is")
+    assert "less than 0.98 of the" in forced.reasons[0]
+    client = connect(workspace)
+    assert aliases(client) == {"champion": "2"}
+    tags = version_tags(client, "2")
+    assert (tags["nightjar.promote"], tags["nightjar.reasons"]) == ("force", forced.reasons[0])
+    assert "nightjar.champion_until" in version_tags(client, "1")
+    assert client.get_run(forced.mlflow_run_id).data.tags["nightjar.run_reason"] == "legal: item 7 must go"
+    written = load_manifest(run.stage_folder("register"), RegistrationManifest)
+    assert written is not None and (written.promote, written.run_reason) == ("force", "legal: item 7 must go")
+
+
+def test_force_does_not_skip_the_smoke_test(
+    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def recommend_unknown_items(sample: ServedSample, **_: object) -> pa.ListArray:
+        return pa.array([[-1] * K] * sample.num_users)
+
+    do_register(stages(), run_of(workspace, "one"))
+    monkeypatch.setattr(gate, "predict_in_subprocess", recommend_unknown_items)
+    with pytest.raises(StageError, match="items that are not in the catalogue"):
+        do_register(stages(), run_of(workspace, "two", promote="force", reason="now"))
+    assert aliases(connect(workspace)) == {"champion": "1"}
+
+
+@pytest.mark.parametrize("promote", ["never", "force"])
+def test_a_broken_champion_is_reported_and_replaced_only_by_force(
+    workspace: Path, stages: BuildStages, predicted_here: list[str], promote: str
+) -> None:
+    for run_id in ("one", "two"):
+        do_register(stages(), run_of(workspace, run_id))
+    flip_a_bit(workspace, "2")
+    answer = do_register(stages(confused=True), run_of(workspace, "three", promote=promote, reason="why"))
+    assert answer.alarm is not None and answer.alarm.startswith("the champion, version 2, does not load")
+    if promote == "never":
+        assert answer.alarm.endswith("; no other version becomes champion")
+        assert aliases(connect(workspace)) == {"champion": "2", "challenger": "3"}
+    else:
+        assert answer.alarm.endswith("; version 3 is champion instead")
+        assert aliases(connect(workspace)) == {"champion": "3"}
+
+
+def test_a_dry_run_logs_the_metrics_and_registers_nothing_until_it_is_resumed(
+    workspace: Path, stages: BuildStages, predicted_here: list[str]
+) -> None:
+    run, client = run_of(workspace, "one", dry_run=True, reason="look first"), connect(workspace)
+    assert do_register(stages(), run) is None
+    assert client.search_registered_models() == [] and not run.stage_folder("register").exists()
+    (logged,) = client.search_runs(["1"])
+    assert logged.data.metrics["test/recall_at_20"] == stages().evaluation.metrics["test/recall@20"]
+    assert logged.data.tags["nightjar.run_reason"] == "look first"
+
+    resumed = do_register(stages(), run_of(workspace, "one", reason="looks good"))
+    assert (resumed.alias, resumed.mlflow_run_id) == ("champion", logged.info.run_id)
+    assert client.get_run(logged.info.run_id).data.tags["nightjar.run_reason"] == "looks good"

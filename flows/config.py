@@ -175,6 +175,13 @@ class PipelineConfig(Settings):
         columns = dict.fromkeys([*self.interactions.context_columns, *self.features.context_columns])
         return self.interactions.model_copy(update={"context_columns": tuple(columns)})
 
+    def for_full_retrain(self) -> Self:
+        """Return the config with the settings that rebuild the vocabularies, read all files and train from scratch."""
+        vocabulary = self.interactions.vocabulary.model_copy(update={"rebuild": "always"})
+        interactions = self.interactions.model_copy(update={"vocabulary": vocabulary})
+        training = self.training.model_copy(update={"warm_start": None})
+        return self.model_copy(update={"interactions": interactions, "training": training})
+
     def with_absolute_paths(self, folder: Path) -> Self:
         """Return the config with relative paths resolved against `folder`."""
 

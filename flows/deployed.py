@@ -6,11 +6,15 @@ from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 from pydantic import Field
 
+from flows.cli.input_checks import check_inputs
 from flows.config_file import load_config
-from flows.nightly import flow_run_name, nightly_retrain
+from flows.flow_run_labels import default_run_id, flow_run_name
+from flows.nightly import nightly_retrain
+from flows.resume import check_resume
 from recsys_core.config import MAX_PATH_CHARACTERS
-from recsys_core.errors import InputError
-from tasks.run import MAX_REASON_CHARACTERS, Promote, RunOptions, StageName
+from recsys_core.disk import explain_disk_full
+from recsys_core.errors import InputError, StageError, TrackingServerError
+from tasks.run import MAX_REASON_CHARACTERS, Promote, Run, RunOptions, StageName, workspace_lock
 
 MAX_OVERRIDES = 100
 
@@ -57,9 +61,26 @@ def deployed_retrain(
             passes the smoke test.
 
     Returns:
-        The state in which the run ends: Promoted, NotPromoted, BrokenChampion, DryRun or StoppedEarly.
+        The end state of the flow run; docs/operations.md lists all end states.
+
+    Raises:
+        InputError: the config, a setting, an option or the input is invalid, or the run cannot be resumed; nothing has begun.
     """
     options = RunOptions(reason=reason, full_retrain=full_retrain, dry_run=dry_run, promote=promote)
     config = load_config(pipeline, overrides)
-    state: State = nightly_retrain.fn(config, run_id=resume or None, until=until, options=options)
+    run = Run(
+        resume or default_run_id(),
+        workspace=config.workspace,
+        experiment=config.registry.experiment,
+        until=until,
+        options=options,
+    )
+    if resume:
+        check_resume(config, run)
+    check_inputs(config)
+    with workspace_lock(config.workspace, run_id=run.run_id), explain_disk_full(run.folder):
+        try:
+            state: State = nightly_retrain.fn(config, run_id=run.run_id, until=until, options=options)
+        except TrackingServerError as error:
+            raise StageError(f"{error}; resume the run: start it from the same form with the run id {run.run_id}") from None
     return state

@@ -4,27 +4,20 @@ from typing import cast
 
 from prefect import flow, runtime
 from prefect.client.schemas.objects import State
-from prefect.states import Completed
+from prefect.states import Completed, Failed
 
 from flows import stages
 from flows.after_run import after_run
 from flows.config import PipelineConfig
 from flows.config_file import dump_config
+from flows.flow_run_labels import default_run_id, flow_run_name, tag_flow_run
+from flows.resume import check_resume
+from recsys_core.errors import DataRejectedError
 from recsys_core.manifests import Dataset, RegistrationManifest
 from recsys_core.models.spec import ModelSpec
 from tasks.run import Run, RunOptions, StageName
 from tasks.run_record import RunState, record_run
 from tasks.stage import StoppedEarly
-
-
-def _run_id() -> str:
-    # Derived from the flow run, so that Prefect's own retry of it resumes in the same folder.
-    return f"{runtime.flow_run.scheduled_start_time:%Y%m%d-%H%M%S}-{runtime.flow_run.id[:4]}"
-
-
-def flow_run_name(pipeline: str, *, run_id: str | None, reason: str) -> str:
-    """Return the name of the current flow run: pipeline, run id (which begins with date and time), reason."""
-    return f"{pipeline} {run_id or _run_id()}" + (f": {reason}" if reason else "")
 
 
 def _flow_run_name() -> str:
@@ -50,16 +43,22 @@ def nightly_retrain(
         options: options of this run, which are not part of the config.
 
     Returns:
-        The manifest of the registered version; None if the run stops before `register`.
+        The manifest of the registered version; None if the run registers no version. `tasks.run_record.RunState` lists the
+        names of the flow run's end states.
     """
+    if options.full_retrain:
+        config = config.for_full_retrain()
     run = Run(
-        run_id or _run_id(),
+        run_id or default_run_id(),
         workspace=config.workspace.absolute(),
         experiment=config.registry.experiment,
         until=None if until == "register" else until,
         options=options,
     )
+    tag_flow_run(config.name, reason=options.reason)
     with run.lock():
+        if run.config_file.is_file():
+            check_resume(config, run)
         try:
             with record_run(run, pipeline=config.name) as ending:
                 state = _retrain_to_state(config, run)
@@ -76,6 +75,10 @@ def _retrain_to_state(config: PipelineConfig, run: Run) -> State:
         registration = retrain(config, run)
     except StoppedEarly as stopped:
         return Completed(name="StoppedEarly", message=f"stopped after {stopped.stage}, as requested")
+    except DataRejectedError as error:
+        return Failed(name="DataRejected", message=str(error), data=error)
+    if registration is None:
+        return Completed(name="DryRun", message=f"dry run: no version is registered; a resume of {run.run_id} registers it")
     outcome = (
         f"{registration.model_name} version {registration.version} is {registration.alias}: {'; '.join(registration.reasons)}"
     )
@@ -85,8 +88,8 @@ def _retrain_to_state(config: PipelineConfig, run: Run) -> State:
     return Completed(name=name, message=outcome, data=registration)
 
 
-def retrain(config: PipelineConfig, run: Run) -> RegistrationManifest:
-    """Run the stages in order. Each is skipped where the run already holds its complete result."""
+def retrain(config: PipelineConfig, run: Run) -> RegistrationManifest | None:
+    """Run the stages in order. Each is skipped where the run already holds its complete result. A dry run returns None."""
     dataset = ingest(config, run)
     report = stages.check_data(config.data_report, split=config.interactions.split, dataset=dataset, run=run)
     model = ModelSpec.of(config.model, dataset=dataset, tables=config.tables, loss=config.loss)

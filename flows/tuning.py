@@ -7,6 +7,7 @@ from prefect import flow
 
 from flows.config import PipelineConfig
 from flows.config_file import dump_config, settings_as_yaml, with_settings
+from flows.flow_run_labels import tag_flow_run
 from flows.nightly import ingest
 from recsys_core.errors import InputError
 from recsys_core.manifests import Dataset, fingerprint_of
@@ -25,12 +26,13 @@ TUNING_FOLDER = "tuning"
 """Folder of all studies in the workspace."""
 
 
-@flow(name="tune", flow_run_name="tune-{config.name}")
+@flow(name="tune", flow_run_name="{config.name} tune")
 def tune_settings(config: PipelineConfig) -> Study:
     """Search `tuning.ranges` for the settings with the best validation metric; resume a study of the same config and data."""
     tuning = config.tuning
     assert tuning is not None
     deadline = time.monotonic() + (tuning.timeout_s or float("inf"))
+    tag_flow_run(config.name)
     run = Run("data", workspace=config.workspace.absolute(), experiment=config.registry.experiment, parent=TUNING_FOLDER)
     with run.lock():
         dataset = _ingest(config, run)

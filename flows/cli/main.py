@@ -3,8 +3,9 @@
 import gc
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -169,6 +170,13 @@ def run(
     overrides: Overrides = None,
     until: Until = None,
     resume: Annotated[str | None, typer.Option(metavar="RUN_ID", help="resume this run at its first incomplete stage")] = None,
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="why you start this run; a tag in Prefect and MLflow")] = "",
+    full_retrain: Annotated[bool, typer.Option("--full-retrain", help="rebuild the vocabularies, train from scratch")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="run all stages, log the metrics, register no version")] = False,
+    promote: Annotated[
+        Literal["by_gate", "never", "force"],
+        typer.Option(help="what decides whether the new version becomes champion; force needs --reason"),
+    ] = "by_gate",
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -180,20 +188,24 @@ def run(
         from flows.cli.runner import Command, print_results, run_nightly
         from flows.config_file import load_config
         from recsys_core.errors import InputError
-        from tasks.run import STAGES
+        from tasks.run import STAGES, RunOptions
 
+        options = RunOptions(reason=reason, full_retrain=full_retrain, dry_run=dry_run, promote=promote)
         last_stage = next((stage for stage in STAGES if stage == until), None)
         if until is not None and last_stage is None:
             raise InputError(f"--until {until}: no such stage; the stages are {', '.join(STAGES)}")
         config = load_config(file, overrides or ())
         check_inputs(config)
         prepare(config.workspace, verbose=verbose)
-        command = Command(config, server, text=as_command("run", file, overrides))
-        results = run_nightly(command, resume=resume, until=last_stage)
+        arguments = ["--reason", reason] * bool(reason) + ["--full-retrain"] * full_retrain
+        arguments += ["--promote", promote] * (promote != "by_gate")
+        to_register = as_command("run", file, overrides, arguments)
+        command = Command(config, server, text=to_register + " --dry-run" * dry_run)
+        results = run_nightly(command, resume=resume, until=last_stage, options=options)
     if as_json:
         sys.stdout.write(results.as_json() + "\n")
     else:
-        print_results(results, file=file, overrides=overrides or ())
+        print_results(results, file=file, command_text=to_register)
 
 
 @app.command(epilog="Example: nightjar tune nightly.yaml --trials 40")
@@ -219,7 +231,8 @@ def tune(
         if trials is not None and config.tuning is not None:
             config = config.model_copy(update={"tuning": config.tuning.model_copy(update={"trials": trials})})
         prepare(config.workspace, verbose=verbose)
-        study = tuning.run_study(Command(config, server, text=as_command("tune", file, overrides, trials=trials)))
+        arguments = [] if trials is None else ["--trials", str(trials)]
+        study = tuning.run_study(Command(config, server, text=as_command("tune", file, overrides, arguments)))
     if as_json:
         sys.stdout.write(tuning.as_json(study) + "\n")
     else:
@@ -323,16 +336,14 @@ def ui(
     serve(config, prefect_port=prefect_port, mlflow_port=mlflow_port)
 
 
-def as_command(name: str, file: Path, overrides: list[str] | None, *, trials: int | None = None) -> str:
+def as_command(name: str, file: Path, overrides: list[str] | None, arguments: Sequence[str] = ()) -> str:
     """Return the command line, quoted for a shell.
 
     >>> as_command("run", Path("nightly.yaml"), ["model.query.layers=[64, 32]"])
     "nightjar run nightly.yaml --set 'model.query.layers=[64, 32]'"
     """
-    arguments = ["nightjar", name, str(file)]
-    for override in overrides or ():
-        arguments += ["--set", override]
-    return shlex.join(arguments if trials is None else [*arguments, "--trials", str(trials)])
+    settings = [word for override in overrides or () for word in ("--set", override)]
+    return shlex.join(["nightjar", name, str(file), *settings, *arguments])
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Running flows from the command line: locks, signals and errors of any flow; `nightjar run` and its results."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,12 @@ from flows.cli.interruption import interruptible
 from flows.config import PipelineConfig
 from flows.prefect_server import EmbeddedServer, prefect_session
 from flows.results import RunResults
+from flows.resume import check_resume
 from recsys_core.disk import explain_disk_full
-from recsys_core.errors import InputError, NightjarError, StageError, TrackingServerError, redacted
+from recsys_core.errors import NightjarError, StageError, TrackingServerError, redacted
 from recsys_core.evaluation.report import metric_table
 from recsys_core.manifests import TrainManifest, require_own_folder
-from tasks.run import Run, StageName, new_run_id, workspace_lock
+from tasks.run import Run, RunOptions, StageName, new_run_id, workspace_lock
 from tasks.run_record import write_traceback
 
 
@@ -73,13 +74,18 @@ def save_traceback(error: Exception, *, folder: Path) -> StageError:
     return StageError(redacted(f"{type(error).__name__}: {error}\nthe traceback is in {log_file}"))
 
 
-def run_nightly(command: Command, *, resume: str | None, until: StageName | None) -> RunResults:
+def run_nightly(command: Command, *, resume: str | None, until: StageName | None, options: RunOptions) -> RunResults:
     """Run the nightly flow to its end, or to the stage `until`; resume the run `resume` unless it is None."""
     config = command.config
-    run = Run(resume or new_run_id(), workspace=config.workspace, experiment=config.registry.experiment)
-    if resume is not None and not run.config_file.is_file():
-        run_ids = sorted(path.name for path in run.folder.parent.glob("*") if path.is_dir())
-        raise InputError(f"--resume {resume}: no such run in {run.folder.parent}; the runs are {run_ids or 'none'}")
+    run = Run(
+        resume or new_run_id(),
+        workspace=config.workspace,
+        experiment=config.registry.experiment,
+        until=until,
+        options=options,
+    )
+    if resume is not None:
+        check_resume(config, run)
     require_own_folder(run.folder)
 
     def load_flow() -> Any:
@@ -92,17 +98,21 @@ def run_nightly(command: Command, *, resume: str | None, until: StageName | None
             return f"resume with: {command.text} --resume {run.run_id}"
         return f"no stage had begun; start again with: {command.text}"
 
-    parameters = {"run_id": run.run_id, "until": until}
+    parameters = {"run_id": run.run_id, "until": until, "options": options}
     try:
         run_flow(load_flow, command, run_id=run.run_id, folder=run.folder, how_to_resume=how_to_resume, parameters=parameters)
     except TrackingServerError as error:
         raise StageError(f"{error}; resume the run with --resume {run.run_id}") from None
-    # The run's folder may hold later stages than `until` from an earlier start of the run.
-    return RunResults.read(run, until=until)
+    # The run's folder may hold later stages from an earlier start of the run.
+    return RunResults.read(run, until="package" if options.dry_run and until in (None, "register") else until)
 
 
-def print_results(results: RunResults, *, file: Path, overrides: Sequence[str]) -> None:
-    """Print a table of metrics, and the paths and commands for the run's results."""
+def print_results(results: RunResults, *, file: Path, command_text: str) -> None:
+    """Print a table of metrics, and the paths and commands for the run's results.
+
+    Args:
+        command_text: the command line that resumes the run, without --resume.
+    """
     version = results.registration
     if "evaluate" in results.stages:
         output.stdout.print("\n[bold]Metrics over the full catalogue[/]")
@@ -123,6 +133,5 @@ def print_results(results: RunResults, *, file: Path, overrides: Sequence[str]) 
         facts["query"] = f"nightjar query {file} --user ID -k 10"
         facts["browse"] = f"nightjar ui {file}"
     else:
-        options = "".join(f" --set {override}" for override in overrides)
-        facts["resume"] = f"nightjar run {file}{options} --resume {results.run.run_id}"
+        facts["resume"] = f"{command_text} --resume {results.run.run_id}"
     output.print_facts(facts, console=output.stdout)

@@ -21,11 +21,14 @@ from mlflow.pyfunc import scoring_server
 
 from flows import nightly
 from flows.cli.config_template import starter_config
+from flows.config import PipelineConfig
+from flows.config_file import load_config
 from recsys_core.data.synthetic import generate
-from recsys_core.errors import InputError
+from recsys_core.errors import DataRejectedError, InputError
 from recsys_core.manifests import RegistrationManifest
+from recsys_core.training.config import WarmStartConfig
 from tasks.registry.mlflow_client import connect, tracking_uri
-from tasks.run import STAGES, Run
+from tasks.run import STAGES, Run, RunOptions
 from tests.recsys_core.launching.listening_sockets import Listening, collect_listening
 
 ROOT = Path(nightly.__file__).parents[1]
@@ -89,7 +92,7 @@ def sockets() -> Listening:
 def outcome(workspace: Workspace, sockets: Listening) -> Any:
     """The result of an undisturbed run."""
     with collect_listening() as during:
-        answer = workspace.nightjar("run")
+        answer = workspace.nightjar("run", "--reason", "first run")
     sockets |= during
     return answer
 
@@ -119,11 +122,13 @@ def test_mlflow_has_the_curves_that_the_trainer_wrote(workspace: Workspace, outc
     assert logged == {line["step"]: line["loss"] for line in map(json.loads, lines)}
 
 
-def test_prefect_shows_the_pipeline_name_and_finished_training(workspace: Workspace, outcome: Any) -> None:
+def test_prefect_shows_pipeline_reason_verdict_and_finished_training(workspace: Workspace, outcome: Any) -> None:
     (file,) = workspace.folder.rglob("prefect.db")
     with closing(sqlite3.connect(file)) as database:
-        assert database.execute("select name from flow_run").fetchall() == [(f"small-catalogue {outcome['run_id']}",)]
+        ((name, tags, state),) = database.execute("select name, tags, state_name from flow_run").fetchall()
         ((percent,),) = database.execute("select data from artifact where key = 'training-progress'").fetchall()
+    assert (name, state) == (f"small-catalogue {outcome['run_id']}: first run", "Promoted")
+    assert json.loads(tags) == ["pipeline:small-catalogue", "reason:first run"]
     assert percent == 100
 
 
@@ -200,6 +205,36 @@ def test_a_challenger_and_a_broken_champion_end_the_flow_in_named_states(
     assert (state.name, state.is_completed()) == (name, True)
     assert state.message == message
     assert Run("r", workspace=tmp_path / "workspace", experiment="e").config_file.is_file()
+
+
+def test_rejected_data_end_the_flow_in_a_failed_state_and_a_dry_run_in_a_completed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reject(config: PipelineConfig, run: Run) -> None:
+        raise DataRejectedError("the data violates 1 of the limits in data_report")
+
+    config = starter_config().with_absolute_paths(tmp_path)
+    monkeypatch.setattr(nightly, "retrain", reject)
+    state = nightly.nightly_retrain.fn(config, run_id="r")
+    assert (state.name, state.is_failed()) == ("DataRejected", True)
+    with pytest.raises(DataRejectedError, match="violates 1 of the limits"):
+        state.result(_sync=True)
+
+    monkeypatch.setattr(nightly, "retrain", lambda config, run: None)
+    state = nightly.nightly_retrain.fn(config, run_id="r", options=RunOptions(dry_run=True))
+    assert (state.name, state.is_completed()) == ("DryRun", True)
+    assert state.message == "dry run: no version is registered; a resume of r registers it"
+
+
+def test_a_full_retrain_builds_the_vocabularies_again_and_starts_from_no_champion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nightly, "retrain", lambda config, run: None)
+    config = starter_config().with_absolute_paths(tmp_path)
+    assert (config.training.warm_start, config.interactions.vocabulary.rebuild) == (WarmStartConfig(), "when_due")
+    nightly.nightly_retrain.fn(config, run_id="r", options=RunOptions(full_retrain=True))
+    used = load_config(tmp_path / "workspace/runs/r/config.yaml")
+    assert (used.training.warm_start, used.interactions.vocabulary.rebuild) == (None, "always")
 
 
 @pytest.mark.parametrize("run_id", ["../../theirs", "theirs", "link"])

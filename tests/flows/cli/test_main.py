@@ -125,6 +125,7 @@ def test_bad_config_and_bad_input_exit_with_2_and_one_message_before_anything_is
             "no such stage; the stages are ingest_embeddings, ingest_interactions, ingest_features, check_data, plan_sharding",
         ),
         (["run", "--resume", "20200101-000000-0000"], "no such run"),
+        (["run", "--promote", "force"], "promote is force, but there is no reason; give a reason"),
         (["run", "--resume", "../.."], "run id '../..': a run id consists of letters, digits, - and _"),
         (["run", "--set", "workspace=/proc/none"], "workspace /proc/none: cannot be written"),
         (["query", "--user", "1", "--set", "workspace=/dev/null/x"], "workspace /dev/null/x: /dev/null is not a folder"),

@@ -1,0 +1,37 @@
+"""Names and tags of flow runs: pipeline, run id and reason, by which the runs of several pipelines on one server differ."""
+
+import logging
+from uuid import UUID
+
+from prefect import get_client, runtime
+
+LOG = logging.getLogger("nightjar")
+MAX_TAG_CHARACTERS = 80
+
+
+def default_run_id() -> str:
+    """Return the run id of the current flow run: its scheduled time in UTC, and four digits of its id.
+
+    Prefect's own retry of the flow run has the same id, and resumes in the same folder.
+    """
+    return f"{runtime.flow_run.scheduled_start_time:%Y%m%d-%H%M%S}-{runtime.flow_run.id[:4]}"
+
+
+def flow_run_name(pipeline: str, *, run_id: str | None, reason: str = "") -> str:
+    """Return the name of the current flow run: pipeline, run id, which begins with date and time, and reason."""
+    return f"{pipeline} {run_id or default_run_id()}" + (f": {reason}" if reason else "")
+
+
+def tag_flow_run(pipeline: str, *, reason: str = "") -> None:
+    """Add the tags pipeline:<name> and reason:<text> to the current flow run. A failure is only a warning."""
+    flow_run_id = runtime.flow_run.id
+    if flow_run_id is None:  # the function of the flow is called without Prefect
+        return
+    tags = {*runtime.flow_run.tags, f"pipeline:{pipeline}"[:MAX_TAG_CHARACTERS]}
+    if reason:
+        tags.add(f"reason:{reason}"[:MAX_TAG_CHARACTERS])
+    try:
+        with get_client(sync_client=True) as client:
+            client.update_flow_run(UUID(flow_run_id), tags=sorted(tags))
+    except Exception as error:  # any error of the server or the network
+        LOG.warning("could not tag the flow run in Prefect (%s: %s); the run continues", type(error).__name__, error)

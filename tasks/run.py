@@ -93,8 +93,8 @@ class RunOptions:
         """Raise InputError for options that are invalid or contradict each other."""
         if len(self.reason) > MAX_REASON_CHARACTERS or not self.reason.isprintable():
             raise InputError(
-                f"reason {shown(self.reason)}: a reason is one line of at most {MAX_REASON_CHARACTERS} characters, but this one "
-                f"has {len(self.reason)} characters or a control character; shorten it"
+                f"reason {shown(self.reason)}: a reason is one line of at most {MAX_REASON_CHARACTERS} characters, but this "
+                f"one has {len(self.reason)} characters, or a control character such as a line break; change it"
             )
         if self.promote not in get_args(Promote):
             raise InputError(f"promote is {shown(self.promote)}; set it to one of {', '.join(get_args(Promote))}")

@@ -81,9 +81,9 @@ def evaluate(
     Like the Retriever, the stage ranks items by the user's query vector, or by popularity if the model does not know the user.
 
     Metric names are flat: test/recall@20, validation/ndcg@10, baseline/popularity/recall@20, test/slice/cold_items/recall@20,
-    test/users. Metrics under <split>/cold/ and baseline/zero_shot/cold/ are those of a ranking of the cold items alone: the items
-    without an event before the split. These metrics are averaged over the users with a cold target, and left out if there is no
-    such user. A cut-off K is used only if there are more than K cold items.
+    test/users. Metrics under <split>/cold/ and baseline/zero_shot/cold/ are those of a ranking of the cold items alone, which
+    are the items without an event before the split. These metrics are averaged over the users with a cold target, and left out
+    if there is no such user. A cut-off K is used only if there are more than K cold items.
 
     on_progress: called with the number of queries ranked so far and their total.
 

@@ -54,6 +54,9 @@ def nightly_retrain(
         experiment=config.registry.experiment,
         until=None if until == "register" else until,
         options=options,
+        pipeline=config.name,
+        flow_run_id=runtime.flow_run.id,
+        flow_run_url=runtime.flow_run.ui_url,
     )
     tag_flow_run(config.name, reason=options.reason)
     with run.lock():

@@ -71,6 +71,7 @@ class EmbeddedServer:
         self._log_file = log_file
         self._log_start = log_file.stat().st_size if log_file.is_file() else 0
         os.environ.update(PREFECT_API_URL=self.api, PREFECT_API_AUTH_STRING=password)
+        os.environ.setdefault("PREFECT_UI_URL", "")  # no UI: Prefect would derive its address from the API's
         self._environment = {
             **os.environ,
             "PREFECT_SERVER_API_AUTH_STRING": password,

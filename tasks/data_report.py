@@ -6,8 +6,9 @@ from recsys_core.data_report.config import DataReportConfig
 from recsys_core.data_report.page import to_markdown
 from recsys_core.errors import DataRejectedError
 from recsys_core.manifests import DataReportManifest, Dataset, InteractionsManifest, load_manifest
+from tasks.artifacts import show_link, show_markdown
 from tasks.registry.tracking import log_data_report_or_warn
-from tasks.reporting import LOG, show_markdown
+from tasks.reporting import LOG
 from tasks.run import Run
 from tasks.stage import stage
 
@@ -23,8 +24,10 @@ def check_data(config: DataReportConfig, *, split: Split, dataset: Dataset, run:
         folder=run.stage_folder("check_data"),
     )
     page = manifest.path("report.html")
-    show_markdown("data-report", to_markdown(manifest, page_path=page))
-    log_data_report_or_warn(run, manifest)
+    show_markdown(run, "data-report", to_markdown(manifest, page_path=page))
+    mlflow_address = log_data_report_or_warn(run, manifest)
+    if mlflow_address is not None:
+        show_link(run, "mlflow-run", mlflow_address, text="MLflow run")
     for warning in manifest.warnings:
         LOG.warning("data: %s", warning)
     if manifest.breaches:

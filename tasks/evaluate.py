@@ -4,7 +4,8 @@ from recsys_core.evaluation import evaluate as evaluate_core
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.report import metric_table, to_markdown
 from recsys_core.manifests import Dataset, EvaluationManifest, ExportManifest
-from tasks.reporting import show_bar, show_markdown
+from tasks.artifacts import show_markdown
+from tasks.reporting import show_bar
 from tasks.run import Run
 from tasks.stage import stage
 
@@ -20,6 +21,6 @@ def evaluate(config: EvaluationConfig, *, export: ExportManifest, dataset: Datas
         on_progress=lambda done, total: show_bar("evaluate", done=done, total=total, note=f"{done:,} of {total:,} queries"),
     )
     table = metric_table(manifest.metrics)
-    show_markdown("metrics", to_markdown(table))
+    show_markdown(run, "metrics", to_markdown(table))
     metrics = [f"{column} {value:.4f}" for column, value in zip(table.columns, table.rows["model"], strict=True)]
     return manifest, ", ".join(metrics[:3])

@@ -8,7 +8,7 @@ from recsys_core.sharding.config import ShardingConfig
 from recsys_core.sharding.lookup_stats import measure_lookups
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.config import TrainingConfig
-from tasks.reporting import show_markdown
+from tasks.artifacts import show_markdown
 from tasks.run import Run
 from tasks.stage import stage
 
@@ -27,6 +27,6 @@ def plan_sharding(
         folder=run.stage_folder("plan_sharding"),
     )
     plan = PlanFile.read(manifest.path("plan.json"))
-    show_markdown("sharding-plan", plan.to_markdown())
+    show_markdown(run, "sharding-plan", plan.to_markdown())
     tables = ", ".join(f"{name} {table.sharding_type}" for name, table in plan.tables.items())
     return manifest, f"{plan.world_size} {plan.device} ranks: {tables}"

@@ -6,6 +6,7 @@ from typing import Any
 
 from mlflow import MlflowClient
 
+from recsys_core.evaluation.report import MetricTable, metric_table, to_markdown
 from recsys_core.manifests import (
     DataReportManifest,
     Dataset,
@@ -18,6 +19,8 @@ from recsys_core.manifests import (
     fingerprint_of,
     produce,
 )
+from tasks.artifacts import show_markdown
+from tasks.events import emit_alias_change
 from tasks.registry import tracking
 from tasks.registry.config import RegistryConfig
 from tasks.registry.gate import pass_gate
@@ -68,6 +71,7 @@ def register(
             interactions=interactions,
             evaluation=evaluation,
             folder=folder,
+            on_alias_change=partial(emit_alias_change, run=run),
         )
 
     if run.options.dry_run:
@@ -75,4 +79,26 @@ def register(
         return None, "dry run: no version is registered"
     fingerprint = fingerprint_of("registration", config, uri, package, evaluation, trained, run.options.promote)
     manifest = produce(run.stage_folder("register"), RegistrationManifest, fingerprint=fingerprint, build=build)
+    show_markdown(run, "verdict", verdict_page(manifest, evaluation=evaluation))
     return manifest, f"{manifest.model_name} version {manifest.version} is {manifest.alias}: {manifest.reasons[0]}"
+
+
+def verdict_page(registration: RegistrationManifest, *, evaluation: EvaluationManifest) -> str:
+    """Return the verdict in Markdown: the new version next to the champion, and next to the baselines."""
+    served: dict[str, dict[str, float]] = {}
+    for name, value in registration.metrics.items():
+        ranker, _, metric = name.partition("/")
+        served.setdefault(ranker.replace("served", f"version {registration.version}").replace("_", " "), {})[metric] = value
+    columns = tuple(next(iter(served.values())))
+    rows = {ranker: tuple(values.get(column) for column in columns) for ranker, values in served.items()}
+    lines = [
+        f"## {registration.model_name} version {registration.version} is {registration.alias}",
+        *registration.reasons,
+        *([f"**Alarm:** {registration.alarm}"] if registration.alarm is not None else []),
+        "### As served, for the users of the smoke test",
+        to_markdown(MetricTable(columns=columns, rows=rows)),
+        "### Over the full catalogue",
+        to_markdown(metric_table(evaluation.metrics)),
+        f"MLflow run `{registration.mlflow_run_id}`",
+    ]
+    return "\n\n".join(lines)

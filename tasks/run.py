@@ -115,6 +115,9 @@ class Run:
         parent: name of the folder in the workspace that contains the run's folder.
         until: last stage to run; None: all stages.
         options: options of this run, which are not part of the config.
+        pipeline: name of the pipeline; empty outside a flow.
+        flow_run_id: id of the Prefect flow run; None outside a flow.
+        flow_run_url: address of the flow run in the Prefect UI; None without a UI.
     """
 
     run_id: str
@@ -123,6 +126,9 @@ class Run:
     parent: str = "runs"
     until: StageName | None = None
     options: RunOptions = RunOptions()
+    pipeline: str = ""
+    flow_run_id: str | None = None
+    flow_run_url: str | None = None
 
     def __post_init__(self) -> None:
         """Raise InputError for an invalid run id, and if a forced promotion would not be reached."""

@@ -9,9 +9,10 @@ from recsys_core.sharding.config import ShardingConfig
 from recsys_core.training import train as train_core
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job_spec import Progress
+from tasks.artifacts import TrainingProgress, show_image
 from tasks.registry.champion import starting_champion
 from tasks.registry.tracking import MetricRelay
-from tasks.reporting import TrainingProgress, show_image, training_facts
+from tasks.reporting import training_facts
 from tasks.run import Run
 from tasks.stage import stage
 
@@ -30,7 +31,7 @@ def train(
     run: Run,
 ) -> tuple[TrainManifest, str]:
     """Train with torchrun on one or more hosts; send each line of metrics to MLflow, the terminal and a Prefect artifact."""
-    progress_artifact = TrainingProgress()
+    progress_artifact = TrainingProgress(run)
     champion = starting_champion(model_name, run=run) if config.warm_start is not None else None
     with MetricRelay(run) as relay:
 
@@ -50,5 +51,5 @@ def train(
             champion=champion,
             launcher=launcher,
         )
-    show_image("training-loss", plot_loss(manifest, path=run.folder / "loss.png"))
+    show_image(run, "training-loss", plot_loss(manifest, path=run.folder / "loss.png"))
     return manifest, progress_artifact.finish(training_facts(manifest, config=config))

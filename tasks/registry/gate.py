@@ -25,7 +25,7 @@ from recsys_core.errors import StageError
 from recsys_core.manifests import EvaluationManifest, InteractionsManifest
 from tasks.registry.config import RegistryConfig
 from tasks.registry.mlflow_client import LOG, RUN_REASON_TAG, call_with_retries
-from tasks.registry.promotion import move_champion
+from tasks.registry.promotion import AliasChange, move_champion
 from tasks.registry.releases import (
     ALARM_TAG,
     BROKEN_TAG,
@@ -77,7 +77,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class _Gate:
-    """The new version, the users that all versions are measured on, and metrics by version number."""
+    """The new version, the users that all versions are measured on, and metrics by version number.
+
+    Attributes:
+        on_alias_change: called after each alias that moved to another version.
+    """
 
     version: ModelVersion
     config: RegistryConfig
@@ -85,6 +89,7 @@ class _Gate:
     client: MlflowClient
     sample: ServedSample
     evaluation: EvaluationManifest
+    on_alias_change: Callable[[AliasChange], None]
     metrics_by_version: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def retry(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -93,6 +98,11 @@ class _Gate:
 
     def set_tag(self, version: ModelVersion, name: str, value: str) -> None:
         self.retry(self.client.set_model_version_tag, version.name, version.version, name, value)
+
+    def report_alias(self, alias: str, version: ModelVersion, *, old_version: str | None, reason: str) -> None:
+        """Report that `alias` is now on `version`, unless it was there before."""
+        if old_version != str(version.version):
+            self.on_alias_change(AliasChange(version.name, alias, old_version, str(version.version), reason))
 
 
 def pass_gate(
@@ -104,18 +114,20 @@ def pass_gate(
     interactions: InteractionsManifest,
     evaluation: EvaluationManifest,
     folder: Path,
+    on_alias_change: Callable[[AliasChange], None],
 ) -> dict[str, Any]:
     """Test `version`, compare it with the champion, set its alias and its tags; return the fields of RegistrationManifest.
 
     Args:
         options: `promote` decides whether the comparison or the person who started the run decides.
         folder: receives the users of the smoke test and each version's recommendations.
+        on_alias_change: called after each alias that moved to another version.
 
     Raises:
         StageError: the version failed the smoke test, or no version can be champion.
     """
     sample = prepare_sample(interactions, max_users=config.smoke_test_users, folder=folder / "smoke_test")
-    gate = _Gate(version, config, options, client, sample, evaluation)
+    gate = _Gate(version, config, options, client, sample, evaluation, on_alias_change)
     gate.set_tag(version, PROMOTE_TAG, options.promote)
     if options.reason:
         gate.set_tag(version, RUN_REASON_TAG, options.reason)
@@ -173,10 +185,15 @@ def _compare_and_promote(gate: _Gate, new_metrics: dict[str, float]) -> Verdict:
         # A champion that does not load cannot serve as a former champion later.
         move = partial(move_champion, expected_champion=champion, mark_as_former=verdict.alarm is None, turn_version=version)
         if gate.retry(move, client, winner):
+            old_version = None if champion is None else str(champion.version)
+            gate.report_alias("champion", winner, old_version=old_version, reason=verdict.reason)
             break
         LOG.info("%s: another version became champion; version %s is compared with it", version.name, version.version)
     if not verdict.promoted:
+        old_challenger = gate.retry(client.get_registered_model, version.name).aliases.get("challenger")
         gate.retry(client.set_registered_model_alias, version.name, "challenger", version.version)
+        old_version = None if old_challenger is None else str(old_challenger)
+        gate.report_alias("challenger", version, old_version=old_version, reason=verdict.reason)
     elif "challenger" in gate.retry(client.get_model_version, version.name, version.version).aliases:
         # An earlier start of the run did not promote the version, and a resume with another `promote` does.
         gate.retry(client.delete_registered_model_alias, version.name, "challenger")

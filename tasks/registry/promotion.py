@@ -10,6 +10,7 @@ died: its tag is removed.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
@@ -22,6 +23,17 @@ TURN_S = 60.0
 """Length of a turn: a process that needs more time does not move the alias."""
 ABANDONED_S = 2 * TURN_S
 _POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class AliasChange:
+    """An alias that moved to another version of a model. old_version: None if no version had the alias."""
+
+    model_name: str
+    alias: str
+    old_version: str | None
+    new_version: str
+    reason: str
 
 
 def move_champion(

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import yaml
 from filelock import FileLock
@@ -17,6 +18,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, Metric, Param, RunStatus, ViewType
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NAME
 
+from recsys_core.errors import redacted
 from recsys_core.evaluation.report import plot_loss, plot_recall
 from recsys_core.manifests import (
     DataReportManifest,
@@ -42,6 +44,11 @@ from tasks.registry.mlflow_client import (
 )
 from tasks.run import Run
 
+PIPELINE_TAG = "nightjar.pipeline"
+FLOW_RUN_TAG = "nightjar.prefect_flow_run"
+"""Id of the Prefect flow run; of the last one if the run was resumed."""
+FLOW_RUN_URL_TAG = "nightjar.prefect_url"
+"""Address of this flow run in the Prefect UI."""
 TRAINING_METRICS = ("loss", "learning_rate", "samples_per_s", "embedding_bytes_per_s", "epoch")
 _FLUSH_INTERVAL_S = 1.0
 _METRICS_PER_CALL = 900
@@ -51,7 +58,11 @@ _MAX_PATHS = 100
 
 
 def open_run(client: MlflowClient, run: Run) -> str:
-    """Return the id of the MLflow run of `run`; create the experiment and the MLflow run if they do not exist."""
+    """Return the id of the MLflow run of `run`; create the experiment and the MLflow run if they do not exist.
+
+    The tags refer to the pipeline and to the Prefect flow run, which is another one after a resume.
+    """
+    tags = _tags_of(run)
     with FileLock(run.workspace / ".mlflow.lock"):
         experiment = client.get_experiment_by_name(run.experiment)
         if experiment is None:
@@ -62,14 +73,41 @@ def open_run(client: MlflowClient, run: Run) -> str:
             experiment_id = experiment.experiment_id
         query = f"tags.`{RUN_ID_TAG}` = '{run.run_id}'"
         existing_runs = client.search_runs([experiment_id], query, ViewType.ACTIVE_ONLY, max_results=1)
-        reason = {RUN_REASON_TAG: run.options.reason} if run.options.reason else {}
-        if not existing_runs:
-            tags = {RUN_ID_TAG: run.run_id, MLFLOW_RUN_NAME: run.run_id}
-            return str(client.create_run(experiment_id, tags=tags | reason).info.run_id)
-        mlflow_run = existing_runs[0]
-        if not reason.items() <= mlflow_run.data.tags.items():  # the resumed run has another reason
-            client.set_tag(mlflow_run.info.run_id, RUN_REASON_TAG, run.options.reason)
-        return str(mlflow_run.info.run_id)
+        if existing_runs:
+            (mlflow_run,) = existing_runs
+            for name, value in tags.items():
+                if mlflow_run.data.tags.get(name) != value:
+                    client.set_tag(mlflow_run.info.run_id, name, value)
+            return str(mlflow_run.info.run_id)
+        return str(client.create_run(experiment_id, tags=tags).info.run_id)
+
+
+def _tags_of(run: Run) -> dict[str, str]:
+    """Return the tags of the MLflow run of `run`."""
+    tags = {
+        RUN_ID_TAG: run.run_id,
+        MLFLOW_RUN_NAME: run.run_id,
+        PIPELINE_TAG: run.pipeline,
+        RUN_REASON_TAG: run.options.reason,
+        FLOW_RUN_TAG: run.flow_run_id,
+        FLOW_RUN_URL_TAG: run.flow_run_url,
+    }
+    return {name: value for name, value in tags.items() if value}
+
+
+def run_address(client: MlflowClient, mlflow_run_id: str) -> str:
+    """Return the address of an MLflow run in the UI of an MLflow server; without a server, the database and the run id."""
+    uri = client.tracking_uri
+    if not uri.startswith(("http://", "https://")):
+        return f"{redacted(uri)}, run {mlflow_run_id}"
+    experiment_id = client.get_run(mlflow_run_id).info.experiment_id
+    return f"{server_address(uri)}/#/experiments/{experiment_id}/runs/{mlflow_run_id}"
+
+
+def server_address(uri: str) -> str:
+    """Return `uri` without user name, password and final slash."""
+    parts = urlsplit(uri)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
 
 
 def log_params(client: MlflowClient, mlflow_run_id: str, *, config_file: Path) -> None:
@@ -192,17 +230,21 @@ def log_data_report(client: MlflowClient, mlflow_run_id: str, report: DataReport
     client.log_artifact(mlflow_run_id, str(report.path("report.html")), "data_report")
 
 
-def log_data_report_or_warn(run: Run, report: DataReportManifest) -> None:
-    """Log the data report. If MLflow does not work, log a warning; the report is then logged at registration."""
+def log_data_report_or_warn(run: Run, report: DataReportManifest) -> str | None:
+    """Log the data report; return the address of the MLflow run.
 
-    def log(client: MlflowClient) -> None:
+    If MLflow does not work, log a warning and return None; the report is then logged at registration.
+    """
+
+    def log(client: MlflowClient) -> str:
         mlflow_run_id = open_run(client, run)
         log_params(client, mlflow_run_id, config_file=run.config_file)
         log_data_report(client, mlflow_run_id, report)
         client.set_terminated(mlflow_run_id, RunStatus.to_string(RunStatus.FAILED if report.breaches else RunStatus.FINISHED))
+        return run_address(client, mlflow_run_id)
 
     warning = "could not log the data report to MLflow; it will be logged at registration"
-    call_or_warn(log, workspace=run.workspace, warning=warning)
+    return call_or_warn(log, workspace=run.workspace, warning=warning)
 
 
 class MetricRelay:

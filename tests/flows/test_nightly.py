@@ -126,7 +126,8 @@ def test_prefect_shows_pipeline_reason_verdict_and_finished_training(workspace: 
     (file,) = workspace.folder.rglob("prefect.db")
     with closing(sqlite3.connect(file)) as database:
         ((name, tags, state),) = database.execute("select name, tags, state_name from flow_run").fetchall()
-        ((percent,),) = database.execute("select data from artifact where key = 'training-progress'").fetchall()
+        key = "small-catalogue-training-progress"
+        ((percent,),) = database.execute("select data from artifact where key = ?", [key]).fetchall()
     assert (name, state) == (f"small-catalogue {outcome['run_id']}: first run", "Promoted")
     assert json.loads(tags) == ["pipeline:small-catalogue", "reason:first run"]
     assert percent == 100

@@ -23,7 +23,7 @@ from tests.tasks.unhealthy_servers import silent
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr(data_report, "show_markdown", lambda key, words: (tmp_path / f"{key}.md").write_text(words))
+    monkeypatch.setattr(data_report, "show_markdown", lambda run, name, words: (tmp_path / f"{name}.md").write_text(words))
     return tmp_path
 
 

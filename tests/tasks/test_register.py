@@ -11,8 +11,10 @@ import pyarrow as pa
 import pytest
 
 from recsys_core.errors import InputError, StageError
+from tasks import register
 from tasks.registry import gate
 from tasks.registry.mlflow_client import connect
+from tasks.registry.promotion import AliasChange
 from tasks.registry.releases import champion_uri, list_releases
 from tasks.registry.smoke_test import K, ServedSample
 from tests.tasks.conftest import ITEMS, STEPS, Stages
@@ -64,8 +66,10 @@ def test_the_logged_model_has_its_own_code_and_no_pickle(
 
 
 def test_a_worse_version_becomes_challenger_and_an_equal_one_champion(
-    workspace: Path, stages: BuildStages, predicted_here: list[str]
+    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    changes: list[AliasChange] = []
+    monkeypatch.setattr(register, "emit_alias_change", lambda change, run: changes.append(change))
     do_register(stages(), run_of(workspace, "one"))
     worse = do_register(stages(confused=True), run_of(workspace, "two"))
     assert (worse.version, worse.alias, worse.promoted) == ("2", "challenger", False)
@@ -78,6 +82,11 @@ def test_a_worse_version_becomes_challenger_and_an_equal_one_champion(
     same = do_register(stages(), run_of(workspace, "three"))
     assert (same.version, same.alias) == ("3", "champion")
     assert aliases(client) == {"champion": "3", "challenger": "2"}
+    assert [(change.alias, change.old_version, change.new_version) for change in changes] == [
+        ("champion", None, "1"),
+        ("challenger", None, "2"),
+        ("champion", "1", "3"),
+    ]
     assert predicted_here == [f"models:/m/{version}" for version in (1, 2, 1, 3, 1)]
 
 

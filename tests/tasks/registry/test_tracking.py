@@ -2,13 +2,22 @@
 
 import logging
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tasks.registry.mlflow_client import connect
-from tasks.registry.tracking import MetricRelay, as_metrics, log_params, log_training_metrics, open_run
-from tasks.run import Run
+from tasks.registry.tracking import (
+    MetricRelay,
+    as_metrics,
+    log_params,
+    log_training_metrics,
+    open_run,
+    run_address,
+    server_address,
+)
+from tasks.run import Run, RunOptions
 from tests.tasks.conftest import STEPS, progress
 
 
@@ -33,6 +42,24 @@ def test_the_mlflow_run_is_found_again_and_its_artifacts_are_in_the_workspace(ru
     assert found.data.tags["nightjar.run_id"] == run.run_id
     assert found.info.artifact_uri.startswith((run.workspace / "mlartifacts").as_uri())
     assert open_run(client, Run("another", workspace=run.workspace, experiment="tests")) != first
+
+
+def test_the_tags_refer_to_the_pipeline_the_reason_and_the_last_flow_run(run: Run) -> None:
+    client = connect(run.workspace)
+    first = replace(run, pipeline="films", flow_run_id="1", flow_run_url="http://prefect/1", options=RunOptions("new items"))
+    mlflow_run_id = open_run(client, first)
+    assert open_run(client, replace(first, flow_run_id="2", flow_run_url=None)) == mlflow_run_id
+    assert open_run(client, run) == mlflow_run_id  # outside a flow
+    tags = client.get_run(mlflow_run_id).data.tags
+    assert (tags["nightjar.pipeline"], tags["nightjar.reason"]) == ("films", "new items")
+    assert (tags["nightjar.prefect_flow_run"], tags["nightjar.prefect_url"]) == ("2", "http://prefect/1")
+
+
+def test_the_address_of_an_mlflow_run_has_no_password(run: Run) -> None:
+    client = connect(run.workspace)
+    mlflow_run_id = open_run(client, run)
+    assert run_address(client, mlflow_run_id) == f"sqlite:///{run.workspace}/mlflow.db, run {mlflow_run_id}"
+    assert server_address("https://me:secret@mlflow:5000/base/") == "https://mlflow:5000/base"
 
 
 def test_relayed_metrics_arrive_and_a_resumed_training_logs_no_step_twice(run: Run) -> None:

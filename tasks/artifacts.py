@@ -1,0 +1,115 @@
+"""Artifacts of a run in the Prefect UI: pages, images, links, and the progress of the training.
+
+The keys contain the name of the pipeline, so two pipelines on one server have separate histories. Without a flow run nothing is
+sent. An artifact that cannot be sent is a warning, because the run does not need it.
+"""
+
+import base64
+import hashlib
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import cast
+from uuid import UUID
+
+from prefect.artifacts import (
+    create_image_artifact,
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    update_progress_artifact,
+)
+
+from recsys_core.training.job_spec import Progress
+from tasks.reporting import LOG, show_bar, training_note
+from tasks.run import Run
+
+_PROGRESS_EVERY_S = 5.0
+
+
+def artifact_key(pipeline: str, name: str) -> str:
+    """Return `<pipeline>-<name>` in the characters that Prefect allows: lower-case letters, digits and dashes.
+
+    A pipeline whose name has other characters gets a suffix, because two names may differ in these characters only.
+
+    >>> artifact_key("films", "metrics")
+    'films-metrics'
+    >>> artifact_key("Films (EU)", "metrics")
+    'films-eu-f044-metrics'
+    """
+    slug = re.sub(r"[^a-z0-9]+", "-", pipeline.lower()).strip("-")
+    suffix = "" if slug == pipeline else hashlib.sha256(pipeline.encode()).hexdigest()[:4]
+    return "-".join(part for part in (slug, suffix, name) if part)
+
+
+def show_markdown(run: Run, name: str, markdown: str) -> None:
+    """Create a markdown artifact."""
+    _send(run, name, lambda key: create_markdown_artifact(markdown, key=key))
+
+
+def show_image(run: Run, name: str, png: Path) -> None:
+    """Create an image artifact. Prefect stores only an address, so the image is embedded in a data URL."""
+    address = "data:image/png;base64," + base64.b64encode(png.read_bytes()).decode()
+    _send(run, name, lambda key: create_image_artifact(address, key=key))
+
+
+def show_link(run: Run, name: str, address: str, *, text: str) -> None:
+    """Create a link artifact; if `address` cannot be opened in a browser, a markdown artifact with `text` and `address`."""
+    if address.startswith(("http://", "https://")):
+        _send(run, name, lambda key: create_link_artifact(address, link_text=text, key=key))
+    else:
+        show_markdown(run, name, f"{text}: `{address}`")
+
+
+def _send(run: Run, name: str, create: Callable[[str], object]) -> UUID | None:
+    """Return the id of the artifact that `create` sends under the key of `name`; None if it was not sent."""
+    if run.flow_run_id is None:
+        return None
+    key = artifact_key(run.pipeline, name)
+    try:
+        return cast(UUID, create(key))
+    except Exception as error:  # any error of the server or the network
+        LOG.warning("could not send the artifact %s to Prefect (%s: %s); the run continues", key, type(error).__name__, error)
+        return None
+
+
+class TrainingProgress:
+    """The progress of training: sent to the terminal at once, and to a Prefect artifact every few seconds.
+
+    Each update of the artifact is a request. The first failed request ends the updates; training continues.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._artifact_id: UUID | None = None  # None while nothing has been sent, e.g. for a training that is reused
+        self._sent_at, self._reachable = -_PROGRESS_EVERY_S, run.flow_run_id is not None
+        self._validation: Mapping[str, float] = {}
+
+    def send(self, progress: Progress) -> None:
+        """Send one line of metrics.jsonl."""
+        self._validation = progress.validation or self._validation
+        note = training_note(progress, validation=self._validation)
+        show_bar("train", done=progress.step, total=progress.total_steps, note=note)
+        if time.monotonic() - self._sent_at >= _PROGRESS_EVERY_S:
+            self._update(100 * progress.step / progress.total_steps, f"{note}  {progress.samples_per_s:,.0f} samples/s")
+
+    def finish(self, facts: str) -> str:
+        """Set the artifact, if there is one, to 100 %, also after early stopping. Return `facts`."""
+        if self._artifact_id is not None:
+            self._update(100.0, facts)
+        return facts
+
+    def _update(self, percent: float, description: str) -> None:
+        if not self._reachable:
+            return
+        self._sent_at = time.monotonic()
+
+        def send(key: str) -> UUID:
+            if self._artifact_id is None:
+                return cast(UUID, create_progress_artifact(percent, key=key, description=description))
+            update_progress_artifact(self._artifact_id, percent, description=description)
+            return self._artifact_id
+
+        sent = _send(self._run, "training-progress", send)
+        self._artifact_id, self._reachable = sent or self._artifact_id, sent is not None

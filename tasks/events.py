@@ -1,0 +1,32 @@
+"""Prefect events of a run: one for each alias that moves to another version, so that an automation can deploy it."""
+
+from prefect.events import emit_event
+
+from tasks.registry.promotion import AliasChange
+from tasks.reporting import LOG
+from tasks.run import Run
+
+
+def emit_alias_change(change: AliasChange, *, run: Run) -> None:
+    """Send the event nightjar.<alias>.changed of the resource nightjar.model.<name>.
+
+    Prefect adds the flow run, its deployment and its tags as related resources. Outside a flow run nothing is sent. An event
+    that cannot be sent is a warning.
+    """
+    if run.flow_run_id is None:
+        return
+    name = f"nightjar.{change.alias}.changed"
+    resource = {"prefect.resource.id": f"nightjar.model.{change.model_name}", "prefect.resource.name": change.model_name}
+    payload = {
+        "model": change.model_name,
+        "alias": change.alias,
+        "old_version": change.old_version,
+        "new_version": change.new_version,
+        "reason": change.reason,
+        "pipeline": run.pipeline,
+        "run_id": run.run_id,
+    }
+    try:
+        emit_event(name, resource=resource, payload=payload)
+    except Exception as error:  # any error of Prefect's events client
+        LOG.warning("could not send the event %s to Prefect (%s: %s)", name, type(error).__name__, error)

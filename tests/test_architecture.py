@@ -87,7 +87,15 @@ def test_the_core_imports_neither_orchestrator_nor_tracker() -> None:
 
 
 def test_a_stage_imports_no_other_stage() -> None:
-    stages = {path.stem for path in (ROOT / "tasks").glob("*.py")} - {"__init__", "run", "reporting", "stage"}
+    stages = {path.stem for path in (ROOT / "tasks").glob("*.py")} - {
+        "__init__",
+        "artifacts",
+        "events",
+        "reporting",
+        "run",
+        "run_record",
+        "stage",
+    }
     wrong = []
     for place, module, name in imports_of("tasks"):
         own, other = module.split(".")[1:2], name.split(".")[1:2]

@@ -48,7 +48,7 @@ PIPELINE_TAG = "nightjar.pipeline"
 FLOW_RUN_TAG = "nightjar.prefect_flow_run"
 """Id of the Prefect flow run; of the last one if the run was resumed."""
 FLOW_RUN_URL_TAG = "nightjar.prefect_url"
-"""Address of this flow run in the Prefect UI."""
+"""Address in the Prefect UI of the last flow run that had a UI."""
 TRAINING_METRICS = ("loss", "learning_rate", "samples_per_s", "embedding_bytes_per_s", "epoch")
 _FLUSH_INTERVAL_S = 1.0
 _METRICS_PER_CALL = 900

@@ -23,6 +23,7 @@ def emit_alias_change(change: AliasChange, *, run: Run) -> None:
         "old_version": change.old_version,
         "new_version": change.new_version,
         "reason": change.reason,
+        "run_reason": run.options.reason,
         "pipeline": run.pipeline,
         "run_id": run.run_id,
     }

@@ -99,10 +99,11 @@ class _Gate:
     def set_tag(self, version: ModelVersion, name: str, value: str) -> None:
         self.retry(self.client.set_model_version_tag, version.name, version.version, name, value)
 
-    def report_alias(self, alias: str, version: ModelVersion, *, old_version: str | None, reason: str) -> None:
-        """Report that `alias` is now on `version`, unless it was there before."""
-        if old_version != str(version.version):
-            self.on_alias_change(AliasChange(version.name, alias, old_version, str(version.version), reason))
+    def report_alias(self, alias: str, *, old_version: object, new_version: object, reason: str) -> None:
+        """Report that `alias` moved from one version number to another, or None, unless they are equal."""
+        old, new = (None if number is None else str(number) for number in (old_version, new_version))
+        if old != new:
+            self.on_alias_change(AliasChange(self.version.name, alias, old, new, reason))
 
 
 def pass_gate(
@@ -185,18 +186,18 @@ def _compare_and_promote(gate: _Gate, new_metrics: dict[str, float]) -> Verdict:
         # A champion that does not load cannot serve as a former champion later.
         move = partial(move_champion, expected_champion=champion, mark_as_former=verdict.alarm is None, turn_version=version)
         if gate.retry(move, client, winner):
-            old_version = None if champion is None else str(champion.version)
-            gate.report_alias("champion", winner, old_version=old_version, reason=verdict.reason)
+            old_version = None if champion is None else champion.version
+            gate.report_alias("champion", old_version=old_version, new_version=winner.version, reason=verdict.reason)
             break
         LOG.info("%s: another version became champion; version %s is compared with it", version.name, version.version)
     if not verdict.promoted:
         old_challenger = gate.retry(client.get_registered_model, version.name).aliases.get("challenger")
         gate.retry(client.set_registered_model_alias, version.name, "challenger", version.version)
-        old_version = None if old_challenger is None else str(old_challenger)
-        gate.report_alias("challenger", version, old_version=old_version, reason=verdict.reason)
+        gate.report_alias("challenger", old_version=old_challenger, new_version=version.version, reason=verdict.reason)
     elif "challenger" in gate.retry(client.get_model_version, version.name, version.version).aliases:
         # An earlier start of the run did not promote the version, and a resume with another `promote` does.
         gate.retry(client.delete_registered_model_alias, version.name, "challenger")
+        gate.report_alias("challenger", old_version=version.version, new_version=None, reason=verdict.reason)
     if verdict.alarm is not None:
         LOG.error("%s: %s", version.name, verdict.alarm)
         if winner is None and gate.options.promote == "by_gate":

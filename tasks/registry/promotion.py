@@ -27,12 +27,18 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True)
 class AliasChange:
-    """An alias that moved to another version of a model. old_version: None if no version had the alias."""
+    """An alias that moved to another version of a model.
+
+    Attributes:
+        old_version: version that had the alias; None if there was none.
+        new_version: version that has the alias; None if the alias was removed.
+        reason: why the alias moved.
+    """
 
     model_name: str
     alias: str
     old_version: str | None
-    new_version: str
+    new_version: str | None
     reason: str
 
 

@@ -69,7 +69,7 @@ class Assembler:
             weight=None if weight is None else torch.from_numpy(weight),
         )
 
-    def items(self, item_row: Int64Array) -> Batch:
+    def item_batch(self, item_row: Int64Array) -> Batch:
         """Build a batch of candidates without queries. The rows in `item_row` must be distinct; the batch keeps their order."""
         empty = np.zeros(0, np.int64)
         return self.batch(user=empty, event=empty, history=JaggedArray.empty(0), candidate=item_row)

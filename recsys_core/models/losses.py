@@ -2,9 +2,11 @@
 
 A retrieval loss takes the score of each query with its positive, and the scores of each query with N negatives that all queries
 share. It returns the mean of the queries' losses, each multiplied by its weight in `weight_B`. If all ranks have equally many
-queries, the mean of the ranks' losses is the mean over all queries. `masked_BN` marks columns that must not count as negatives
-of a query: the query's own positive, another occurrence of the same item, or an item of the query's history. A query without a
-negative has a finite loss and a finite gradient. Losses are computed in float32 even if autocast made the scores bf16.
+queries, the mean of the ranks' losses is the mean over all queries.
+
+`is_masked_BN` marks columns that must not count as negatives of a query: the query's own positive, another occurrence of the
+same item, or an item of the query's history. A query without a negative has a finite loss and a finite gradient. Losses are
+computed in float32 even if autocast made the scores bf16.
 """
 
 import torch
@@ -20,10 +22,10 @@ _MASKED_LOGIT = torch.finfo(torch.float32).min
 
 
 def softmax_loss(
-    positive_B: Tensor,
-    negative_BN: Tensor,
+    positive_score_B: Tensor,
+    negative_score_BN: Tensor,
     *,
-    masked_BN: Tensor | None,
+    is_masked_BN: Tensor | None,
     temperature: Tensor | float,
     log_q_B: Tensor | None,
     log_q_N: Tensor | None,
@@ -32,9 +34,9 @@ def softmax_loss(
     """Return the sampled softmax loss: cross-entropy of the positive among itself and the negatives.
 
     Args:
-        positive_B: score of each query with its positive.
-        negative_BN: score of each query with each negative.
-        masked_BN: True if the candidate must not count as a negative of the query; None: all count.
+        positive_score_B: score of each query with its positive.
+        negative_score_BN: score of each query with each negative.
+        is_masked_BN: True if the candidate must not count as a negative of the query; None: all count.
         temperature: logits are scores / temperature; may be a learned parameter.
         log_q_B: log of the expected number of columns with the positive's item, subtracted from the positive's logit; None: 0.
         log_q_N: log of the expected number of columns with each negative's item, subtracted from its logit. This
@@ -46,21 +48,22 @@ def softmax_loss(
     positive then occurs exactly once, and a correction of its logit would be a bias (Khrylchenko et al., "Correcting the LogQ
     correction", RecSys 2025).
 
-    >>> score = {"positive_B": torch.zeros(1), "negative_BN": torch.zeros(1, 1), "masked_BN": None, "weight_B": None}
-    >>> loss = softmax_loss(**score, temperature=1.0, log_q_B=None, log_q_N=None)
+    >>> arguments = {"positive_score_B": torch.zeros(1), "negative_score_BN": torch.zeros(1, 1)}
+    >>> arguments |= {"is_masked_BN": None, "weight_B": None}
+    >>> loss = softmax_loss(**arguments, temperature=1.0, log_q_B=None, log_q_N=None)
     >>> round(loss.item(), 4)  # two equal logits: log 2
     0.6931
-    >>> loss = softmax_loss(**score, temperature=1.0, log_q_B=None, log_q_N=torch.tensor([3.0]).log())
+    >>> loss = softmax_loss(**arguments, temperature=1.0, log_q_B=None, log_q_N=torch.tensor([3.0]).log())
     >>> round(loss.item(), 4)  # a negative expected three times counts a third: log(1 + 1/3)
     0.2877
     """
     # Work in place on one [B, N] copy: it is the largest tensor of a step.
-    logits_BN = negative_BN.float() / temperature
+    logits_BN = negative_score_BN.float() / temperature
     if log_q_N is not None:
         logits_BN -= log_q_N
-    if masked_BN is not None:
-        logits_BN.masked_fill_(masked_BN, _MASKED_LOGIT)
-    logit_B = positive_B.float() / temperature
+    if is_masked_BN is not None:
+        logits_BN.masked_fill_(is_masked_BN, _MASKED_LOGIT)
+    logit_B = positive_score_B.float() / temperature
     if log_q_B is not None:
         logit_B = logit_B - log_q_B
     # -log(e^p / (e^p + sum e^n)) = log(1 + e^(log sum e^n - p))
@@ -68,45 +71,55 @@ def softmax_loss(
 
 
 def bce_loss(
-    positive_B: Tensor, negative_BN: Tensor, *, masked_BN: Tensor | None, temperature: Tensor | float, weight_B: Tensor | None
+    positive_score_B: Tensor,
+    negative_score_BN: Tensor,
+    *,
+    is_masked_BN: Tensor | None,
+    temperature: Tensor | float,
+    weight_B: Tensor | None,
 ) -> Tensor:
     """Return the binary cross-entropy of the positive (label 1) plus the mean over the negatives (label 0).
 
     Arguments as in `softmax_loss`. A query without a negative has only the first term.
 
     >>> scores = torch.zeros(1), torch.tensor([[0.0, 9.0]])
-    >>> loss = bce_loss(*scores, masked_BN=torch.tensor([[False, True]]), temperature=1.0, weight_B=None)
+    >>> loss = bce_loss(*scores, is_masked_BN=torch.tensor([[False, True]]), temperature=1.0, weight_B=None)
     >>> round(loss.item(), 4)  # 2 log 2
     1.3863
     """
-    negative_B = _mean_over_negatives(softplus(negative_BN.float() / temperature), masked_BN)
-    return weighted_mean(softplus(-positive_B.float() / temperature) + negative_B, weight_B)
+    mean_negative_loss_B = _mean_over_negatives(softplus(negative_score_BN.float() / temperature), is_masked_BN)
+    return weighted_mean(softplus(-positive_score_B.float() / temperature) + mean_negative_loss_B, weight_B)
 
 
 def bpr_loss(
-    positive_B: Tensor, negative_BN: Tensor, *, masked_BN: Tensor | None, temperature: Tensor | float, weight_B: Tensor | None
+    positive_score_B: Tensor,
+    negative_score_BN: Tensor,
+    *,
+    is_masked_BN: Tensor | None,
+    temperature: Tensor | float,
+    weight_B: Tensor | None,
 ) -> Tensor:
     """Return -log sigmoid(positive - negative), mean over the negatives (Rendle et al., "BPR", UAI 2009).
 
     Arguments as in `softmax_loss`. A query without a negative has the loss 0.
 
     >>> scores = torch.tensor([0.3]), torch.tensor([[0.3, 0.3 - 3.0**0.5, -9.0]])
-    >>> loss = bpr_loss(*scores, masked_BN=torch.tensor([[False, True, True]]), temperature=0.1, weight_B=None)
+    >>> loss = bpr_loss(*scores, is_masked_BN=torch.tensor([[False, True, True]]), temperature=0.1, weight_B=None)
     >>> round(loss.item(), 4)  # equal scores: log 2
     0.6931
     >>> scores = torch.tensor([0.0]), torch.tensor([[3.0]]).log()
-    >>> round(bpr_loss(*scores, masked_BN=None, temperature=1.0, weight_B=None).item(), 4)  # sigmoid = 1/4: log 4
+    >>> round(bpr_loss(*scores, is_masked_BN=None, temperature=1.0, weight_B=None).item(), 4)  # sigmoid = 1/4: log 4
     1.3863
     """
-    difference_BN = (positive_B.float()[:, None] - negative_BN.float()) / temperature
-    return weighted_mean(_mean_over_negatives(softplus(-difference_BN), masked_BN), weight_B)
+    difference_BN = (positive_score_B.float()[:, None] - negative_score_BN.float()) / temperature
+    return weighted_mean(_mean_over_negatives(softplus(-difference_BN), is_masked_BN), weight_B)
 
 
 def cosine_contrastive_loss(
-    positive_B: Tensor,
-    negative_BN: Tensor,
+    positive_score_B: Tensor,
+    negative_score_BN: Tensor,
     *,
-    masked_BN: Tensor | None,
+    is_masked_BN: Tensor | None,
     margin: float,
     negative_weight: float,
     weight_B: Tensor | None,
@@ -124,11 +137,13 @@ def cosine_contrastive_loss(
 
     >>> scores = torch.tensor([0.75]), torch.tensor([[1.0, 0.25, 1.0]])
     >>> masked = torch.tensor([[False, False, True]])
-    >>> cosine_contrastive_loss(*scores, masked_BN=masked, margin=0.5, negative_weight=2.0, weight_B=None).item()
+    >>> cosine_contrastive_loss(*scores, is_masked_BN=masked, margin=0.5, negative_weight=2.0, weight_B=None).item()
     0.75
     """
-    excess_BN = (negative_BN.float() - margin).relu()
-    return weighted_mean(1 - positive_B.float() + negative_weight * _mean_over_negatives(excess_BN, masked_BN), weight_B)
+    excess_BN = (negative_score_BN.float() - margin).relu()
+    return weighted_mean(
+        1 - positive_score_B.float() + negative_weight * _mean_over_negatives(excess_BN, is_masked_BN), weight_B
+    )
 
 
 def distillation_loss(
@@ -216,12 +231,12 @@ def weighted_mean(value_B: Tensor, weight_B: Tensor | None) -> Tensor:
     return value_B.mean() if weight_B is None else (value_B * weight_B).mean()
 
 
-def _mean_over_negatives(value_BN: Tensor, masked_BN: Tensor | None) -> Tensor:
+def _mean_over_negatives(value_BN: Tensor, is_masked_BN: Tensor | None) -> Tensor:
     """Return the mean of each row over the unmasked columns; 0 for a row without unmasked columns."""
     num_columns = value_BN.shape[1]
-    if masked_BN is None:
+    if is_masked_BN is None:
         return value_BN.sum(dim=1) / max(num_columns, 1)
-    return value_BN.masked_fill(masked_BN, 0).sum(dim=1) / (num_columns - masked_BN.sum(dim=1)).clamp(min=1)
+    return value_BN.masked_fill(is_masked_BN, 0).sum(dim=1) / (num_columns - is_masked_BN.sum(dim=1)).clamp(min=1)
 
 
 def _log_similarity(

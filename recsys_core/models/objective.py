@@ -114,27 +114,29 @@ class Objective(nn.Module):
         item_row_C = batch.item_row_V[batch.candidate_C]
         item_row_B = item_row_C[: batch.batch_size]
         columns = self._columns(candidate_CD, item_row_C, batch_size=batch.batch_size)
-        negative_BN = functional.linear(query_BD, columns.vector_ND)
-        positive_B = _positive_scores(query_BD, candidate_CD[: batch.batch_size], precision=negative_BN.dtype)
-        masked_BN = self._negative_mask(columns, item_row_B, batch=batch)
+        negative_score_BN = functional.linear(query_BD, columns.vector_ND)
+        positive_score_B = _positive_scores(query_BD, candidate_CD[: batch.batch_size], precision=negative_score_BN.dtype)
+        is_masked_BN = self._negative_mask(columns, item_row_B, batch=batch)
         config, weight_B, temperature = self.config, batch.weight, self.temperature
         if config.kind == "cosine_contrastive":
             return cosine_contrastive_loss(
-                positive_B,
-                negative_BN,
-                masked_BN=masked_BN,
+                positive_score_B,
+                negative_score_BN,
+                is_masked_BN=is_masked_BN,
                 margin=config.margin,
                 negative_weight=config.negative_weight,
                 weight_B=weight_B,
             )
         if config.kind != "softmax":
             loss_function = bce_loss if config.kind == "bce" else bpr_loss
-            return loss_function(positive_B, negative_BN, masked_BN=masked_BN, temperature=temperature, weight_B=weight_B)
+            return loss_function(
+                positive_score_B, negative_score_BN, is_masked_BN=is_masked_BN, temperature=temperature, weight_B=weight_B
+            )
         log_q_B, log_q_N = self._log_q(columns, item_row_B)
         return softmax_loss(
-            positive_B,
-            negative_BN,
-            masked_BN=masked_BN,
+            positive_score_B,
+            negative_score_BN,
+            is_masked_BN=is_masked_BN,
             temperature=temperature,
             log_q_B=log_q_B,
             log_q_N=log_q_N,
@@ -161,15 +163,15 @@ class Objective(nn.Module):
             if columns.positive_column_B is None:
                 return None
             device = columns.item_row_N.device
-            masked_BN = torch.zeros(len(item_row_B), len(columns.item_row_N), dtype=torch.bool, device=device)
-            masked_BN.scatter_(1, columns.positive_column_B[:, None], True)
-            return masked_BN
-        masked_BN = item_row_B[:, None] == columns.item_row_N[None, :]
+            is_masked_BN = torch.zeros(len(item_row_B), len(columns.item_row_N), dtype=torch.bool, device=device)
+            is_masked_BN.scatter_(1, columns.positive_column_B[:, None], True)
+            return is_masked_BN
+        is_masked_BN = item_row_B[:, None] == columns.item_row_N[None, :]
         if self.config.mask_negatives == "seen":
             history_row_H = batch.item_row_V[batch.history_H]
             query_index, column_index = seen_pairs(history_row_H, batch.history_offset, columns.item_row_N)
-            masked_BN[query_index, column_index] = True
-        return masked_BN
+            is_masked_BN[query_index, column_index] = True
+        return is_masked_BN
 
     def _log_q(self, columns: ScoreColumns, item_row_B: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return the log expected counts of the positives and of the columns."""

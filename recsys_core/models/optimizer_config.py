@@ -52,8 +52,8 @@ class TableOptimizer(Schedule):
         0.0,
         ge=0,
         le=1_000,
-        description="L2 penalty on the rows that a step looks up, each row counted once over all ranks (tables item, user and "
-        "item_offset)",
+        description="L2 penalty on the rows that a step looks up; counts each row once, even if several ranks look it up. Only "
+        "for the tables item, user and item_offset",
     )
     gradient_clip_value: float | None = Field(
         None,

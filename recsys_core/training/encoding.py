@@ -40,7 +40,7 @@ class Encoder:
 
     def encode_items(self, rows: Int64Array) -> tuple[Tensor, Tensor]:
         """Collective. Return (item representations for histories [B, D], candidate vectors [B, D]); their widths may differ."""
-        return self.task.encode_items(self.assembler.items(rows).to(self.process.device))
+        return self.task.encode_items(self.assembler.item_batch(rows).to(self.process.device))
 
     def encode_queries(self, users: Int64Array, *, split: EvaluationSplit) -> Tensor:
         """Collective. Return query vectors [B, D] of `users`, from their events before `split`."""

@@ -58,7 +58,7 @@ class TableIds:
         start = 0
         for source, path in zip(files.sources, paths, strict=True):
             for batch in read_batches(source, path, columns=[column], batch_rows=BATCH_ROWS):
-                ids = _valid_text(source, column, batch.column(column))
+                ids = _require_utf8(source, column, batch.column(column))
                 row_N = np.arange(start, start + len(ids))
                 start += len(ids)
                 faulty_rows_of_batch = _faulty_ids(ids, row_N, column=column)
@@ -201,7 +201,7 @@ def _read_id_map(files: VectorFiles, paths: Sequence[Path]) -> Iterator[pa.Recor
             row_N = np.arange(start, start + batch.num_rows)
             start += batch.num_rows
             for name in (config.from_column, config.to_column):
-                for faulty_rows in _faulty_ids(_valid_text(source, name, batch.column(name)), row_N, column=name):
+                for faulty_rows in _faulty_ids(_require_utf8(source, name, batch.column(name)), row_N, column=name):
                     file, row = locate(files.id_map, int(faulty_rows.row_X[0]))
                     raise InputError(f"{file}: column {name!r}, row {row}: {faulty_rows.problem}; drop the row")
             ids = [
@@ -211,7 +211,7 @@ def _read_id_map(files: VectorFiles, paths: Sequence[Path]) -> Iterator[pa.Recor
             yield pa.record_batch([_as_arrow(row_N), *ids], names=["row", "source", "target"])
 
 
-def _valid_text(source: Source, column: str, ids: pa.Array) -> pa.Array:
+def _require_utf8(source: Source, column: str, ids: pa.Array) -> pa.Array:
     """Return `ids`; raise InputError if they are strings and not valid UTF-8."""
     if not pa.types.is_integer(ids.type):
         try:

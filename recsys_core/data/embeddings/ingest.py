@@ -72,7 +72,7 @@ class _Entry:
     """Number of vectors that are not used, because an earlier entry has the same id."""
 
     @property
-    def is_complete(self) -> bool:
+    def is_final(self) -> bool:
         """Whether the matrix is final: no row is removed, and no projection is applied."""
         return not (self.num_dropped or self.num_unmapped or self.num_overridden or self.files.config.pca_dim)
 
@@ -178,7 +178,7 @@ def _read_ids_and_vectors(
 
 def _write_matrix(entries: Sequence[_Entry], *, ids: TableIds, target: Path) -> tuple[int, float | None]:
     """Write the usable vectors of all entries; return their length and the smallest explained variance of the projections."""
-    if len(entries) == 1 and entries[0].is_complete:
+    if len(entries) == 1 and entries[0].is_final:
         dim = entries[0].source_dim
         entries[0].matrix_path.rename(target)
         return dim, None

@@ -30,10 +30,10 @@ class TimeSplit(Settings):
 
     kind: Literal["time"] = "time"
     test_days: float = Field(
-        1.0, gt=0, le=MAX_DAYS, description="Length of the test period, which ends at the newest event, in days"
+        1.0, gt=0, le=MAX_DAYS, description="Length of the test period in days; it ends at the newest event"
     )
     validation_days: float = Field(
-        1.0, ge=0, le=MAX_DAYS, description="Length of the validation period, which ends where the test period starts, in days"
+        1.0, ge=0, le=MAX_DAYS, description="Length of the validation period in days; it ends at the start of the test period"
     )
 
 

@@ -127,7 +127,7 @@ def test_weights_are_those_of_the_queries() -> None:
 def test_an_item_batch_keeps_its_order_and_has_item_features() -> None:
     store = feature_store(users=USERS, items=ITEMS, events=EVENTS)
     for user in (None, POOLED, UNPOOLED):
-        batch = Assembler(user_batch_key=user, features=store).items(np.array([6, 0, 3]))
+        batch = Assembler(user_batch_key=user, features=store).item_batch(np.array([6, 0, 3]))
         assert (batch.batch_size, batch.item_row_V.tolist(), batch.candidate_C.tolist()) == (0, [6, 0, 3], [0, 1, 2])
         expected = [values_of(store, "item.list", item)[0] for item in (6, 0, 3)]
         assert rows_of(batch.sparse[UNPOOLED], "item.list", samples=3) == expected

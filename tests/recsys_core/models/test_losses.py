@@ -22,25 +22,27 @@ every_loss = pytest.mark.parametrize("name", LOSSES)
 def test_logq_lowers_the_logit_of_a_popular_candidate():
     # All scores are 0. The positive is expected once (log 1 = 0); its columns are expected three times and once.
     log_q_N = log_expected_count(torch.tensor([0.75, 0.25]), torch.zeros(2), num_positives=4, num_negatives=0)
-    positive_B, negative_BN = torch.zeros(1), torch.zeros(1, 2, requires_grad=True)
-    loss = partial(softmax_loss, positive_B, masked_BN=None, temperature=1.0, weight_B=None)
+    positive_score_B, negative_score_BN = torch.zeros(1), torch.zeros(1, 2, requires_grad=True)
+    loss = partial(softmax_loss, positive_score_B, is_masked_BN=None, temperature=1.0, weight_B=None)
 
-    plain = loss(negative_BN, log_q_B=None, log_q_N=None)
+    plain = loss(negative_score_BN, log_q_B=None, log_q_N=None)
     assert plain.item() == pytest.approx(math.log(3))
-    corrected = loss(negative_BN, log_q_B=torch.zeros(1), log_q_N=log_q_N)
+    corrected = loss(negative_score_BN, log_q_B=torch.zeros(1), log_q_N=log_q_N)
     assert corrected.item() == pytest.approx(math.log(1 + 1 / 3 + 1))  # the wrong sign: log(1 + 3 + 1)
     corrected.backward()
-    assert negative_BN.grad.tolist() == [pytest.approx([(1 / 3) / (7 / 3), 1 / (7 / 3)])]  # the popular one is pushed less
+    assert negative_score_BN.grad.tolist() == [
+        pytest.approx([(1 / 3) / (7 / 3), 1 / (7 / 3)])
+    ]  # the popular one is pushed less
 
 
 def test_logq_lowers_the_logit_of_a_popular_positive():
     # Score 0 and expected three times: it counts 1/3 against a column that is expected once, so its gradient is -3/4.
-    positive_B = torch.zeros(1, requires_grad=True)
-    score = {"masked_BN": None, "temperature": 1.0, "weight_B": None, "log_q_N": torch.zeros(1)}
-    loss = softmax_loss(positive_B, torch.zeros(1, 1), log_q_B=torch.tensor([3.0]).log(), **score)
+    positive_score_B = torch.zeros(1, requires_grad=True)
+    score = {"is_masked_BN": None, "temperature": 1.0, "weight_B": None, "log_q_N": torch.zeros(1)}
+    loss = softmax_loss(positive_score_B, torch.zeros(1, 1), log_q_B=torch.tensor([3.0]).log(), **score)
     loss.backward()
     assert loss.item() == pytest.approx(math.log(4))  # the wrong sign: log(4 / 3)
-    assert positive_B.grad.tolist() == pytest.approx([-0.75])
+    assert positive_score_B.grad.tolist() == pytest.approx([-0.75])
 
 
 # True choice probabilities of two types of queries over four items. Item 0 is by far the most popular.
@@ -64,7 +66,7 @@ def learned_choice(correction, *, mask_hits, batch_size=128, steps=120):
         loss = softmax_loss(
             scores[query_B, item_B],
             scores[query_B][:, item_B],
-            masked_BN=item_B[:, None] == item_B if mask_hits else own_BB,
+            is_masked_BN=item_B[:, None] == item_B if mask_hits else own_BB,
             temperature=1.0,
             log_q_B=positive and positive * log_q_B,
             log_q_N=columns and columns * log_q_B,
@@ -124,64 +126,68 @@ def queries(draw):
     scores_BN = torch.rand(size, columns + 1, generator=generator) * 2 - 1
     masks = st.lists(st.lists(st.booleans(), min_size=columns, max_size=columns), min_size=size, max_size=size)
     masked = draw(st.none() | masks)
-    masked_BN = None if masked is None else torch.tensor(masked, dtype=torch.bool).reshape(size, columns)
+    is_masked_BN = None if masked is None else torch.tensor(masked, dtype=torch.bool).reshape(size, columns)
     weight = draw(st.none() | st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0]), min_size=size, max_size=size))
-    return scores_BN[:, 0], scores_BN[:, 1:], masked_BN, None if weight is None else torch.tensor(weight)
+    return scores_BN[:, 0], scores_BN[:, 1:], is_masked_BN, None if weight is None else torch.tensor(weight)
 
 
 @every_loss
 @settings(max_examples=60, deadline=None)
 @given(queries())
 def test_the_loss_equals_the_weighted_mean_of_a_loop_over_the_queries(name, case):
-    positive_B, negative_BN, masked_BN, weight_B = case
-    positive_B.requires_grad_()
-    negative_BN.requires_grad_()
-    loss = LOSSES[name](positive_B, negative_BN, masked_BN=masked_BN, weight_B=weight_B)
+    positive_score_B, negative_score_BN, is_masked_BN, weight_B = case
+    positive_score_B.requires_grad_()
+    negative_score_BN.requires_grad_()
+    loss = LOSSES[name](positive_score_B, negative_score_BN, is_masked_BN=is_masked_BN, weight_B=weight_B)
 
     total = 0.0
-    for b, positive in enumerate(positive_B.tolist()):
+    for b, positive in enumerate(positive_score_B.tolist()):
         negatives = [
-            score for n, score in enumerate(negative_BN[b].tolist()) if masked_BN is None or not masked_BN[b, n].item()
+            score
+            for n, score in enumerate(negative_score_BN[b].tolist())
+            if is_masked_BN is None or not is_masked_BN[b, n].item()
         ]
         weight = 1.0 if weight_B is None else weight_B[b].item()
         total += weight * query_loss(name, positive, negatives)
-    assert loss.item() == pytest.approx(total / len(positive_B), rel=1e-5, abs=1e-6)
+    assert loss.item() == pytest.approx(total / len(positive_score_B), rel=1e-5, abs=1e-6)
 
     loss.backward()
-    assert positive_B.grad.isfinite().all() and negative_BN.grad.isfinite().all()
-    if masked_BN is not None:
-        assert (negative_BN.grad[masked_BN] == 0).all()
+    assert positive_score_B.grad.isfinite().all() and negative_score_BN.grad.isfinite().all()
+    if is_masked_BN is not None:
+        assert (negative_score_BN.grad[is_masked_BN] == 0).all()
 
 
 @settings(max_examples=40, deadline=None)
 @given(queries(), st.integers(0, 10_000))
 def test_the_corrected_softmax_equals_a_plain_loop(case, seed):
-    positive_B, negative_BN, masked_BN, weight_B = case
+    positive_score_B, negative_score_BN, is_masked_BN, weight_B = case
     generator = torch.Generator().manual_seed(seed)
-    log_q_B, log_q_N = (torch.rand(n, generator=generator) * 6 - 3 for n in negative_BN.shape)
-    score = {"masked_BN": masked_BN, "weight_B": weight_B, "temperature": T}
-    loss = softmax_loss(positive_B, negative_BN, **score, log_q_B=log_q_B, log_q_N=log_q_N)
-    shifted = LOSSES["softmax"](positive_B - T * log_q_B, negative_BN - T * log_q_N, masked_BN=masked_BN, weight_B=weight_B)
+    log_q_B, log_q_N = (torch.rand(n, generator=generator) * 6 - 3 for n in negative_score_BN.shape)
+    score = {"is_masked_BN": is_masked_BN, "weight_B": weight_B, "temperature": T}
+    loss = softmax_loss(positive_score_B, negative_score_BN, **score, log_q_B=log_q_B, log_q_N=log_q_N)
+    shifted = LOSSES["softmax"](
+        positive_score_B - T * log_q_B, negative_score_BN - T * log_q_N, is_masked_BN=is_masked_BN, weight_B=weight_B
+    )
     assert loss.item() == pytest.approx(shifted.item(), rel=1e-5, abs=1e-6)
 
 
 @every_loss
 def test_a_query_whose_columns_are_all_masked_has_a_finite_loss_and_gradient(name):
-    positive_B = torch.tensor([0.5, 0.5], requires_grad=True)
-    negative_BN = torch.tensor([[0.1, 0.9], [0.1, 0.9]], requires_grad=True)
-    masked_BN = torch.tensor([[True, True], [False, False]])
-    loss = LOSSES[name](positive_B, negative_BN, masked_BN=masked_BN, weight_B=None)
+    positive_score_B = torch.tensor([0.5, 0.5], requires_grad=True)
+    negative_score_BN = torch.tensor([[0.1, 0.9], [0.1, 0.9]], requires_grad=True)
+    is_masked_BN = torch.tensor([[True, True], [False, False]])
+    loss = LOSSES[name](positive_score_B, negative_score_BN, is_masked_BN=is_masked_BN, weight_B=None)
     loss.backward()
     alone = query_loss(name, 0.5, [])
     assert loss.item() == pytest.approx((alone + query_loss(name, 0.5, [0.1, 0.9])) / 2, rel=1e-6)
-    assert positive_B.grad.isfinite().all() and negative_BN.grad[0].tolist() == [0, 0]
-    assert (negative_BN.grad[1] != 0).any()
+    assert positive_score_B.grad.isfinite().all() and negative_score_BN.grad[0].tolist() == [0, 0]
+    assert (negative_score_BN.grad[1] != 0).any()
 
 
 @every_loss
 def test_masked_scores_of_any_size_do_not_matter(name):
-    masked_BN = torch.tensor([[True, False]])
-    loss = partial(LOSSES[name], torch.tensor([0.5]), masked_BN=masked_BN, weight_B=None)
+    is_masked_BN = torch.tensor([[True, False]])
+    loss = partial(LOSSES[name], torch.tensor([0.5]), is_masked_BN=is_masked_BN, weight_B=None)
     huge_BN = torch.tensor([[1e30, 0.9]], requires_grad=True)
     loss(huge_BN).backward()
     assert loss(huge_BN).item() == loss(torch.tensor([[0.0, 0.9]])).item()
@@ -190,9 +196,9 @@ def test_masked_scores_of_any_size_do_not_matter(name):
 
 @every_loss
 def test_losses_do_not_change_their_inputs(name):
-    negative_BN, masked_BN = torch.tensor([[0.3, 0.9]]), torch.tensor([[True, False]])
-    LOSSES[name](torch.tensor([0.5]), negative_BN, masked_BN=masked_BN, weight_B=None)
-    assert negative_BN.tolist() == torch.tensor([[0.3, 0.9]]).tolist()
+    negative_score_BN, is_masked_BN = torch.tensor([[0.3, 0.9]]), torch.tensor([[True, False]])
+    LOSSES[name](torch.tensor([0.5]), negative_score_BN, is_masked_BN=is_masked_BN, weight_B=None)
+    assert negative_score_BN.tolist() == torch.tensor([[0.3, 0.9]]).tolist()
 
 
 @every_loss
@@ -200,23 +206,23 @@ def test_losses_of_bfloat16_scores_are_computed_in_float32(name):
     torch.manual_seed(0)
     scores = (torch.rand(3) - 0.5).bfloat16(), (torch.rand(3, 5_000) - 0.5).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = LOSSES[name](*scores, masked_BN=None, weight_B=None)
+        loss = LOSSES[name](*scores, is_masked_BN=None, weight_B=None)
     assert loss.dtype == torch.float32
-    assert loss.item() == LOSSES[name](*(score.float() for score in scores), masked_BN=None, weight_B=None).item()
+    assert loss.item() == LOSSES[name](*(score.float() for score in scores), is_masked_BN=None, weight_B=None).item()
 
 
 @pytest.mark.parametrize("loss", [partial(softmax_loss, log_q_B=None, log_q_N=None), bce_loss, bpr_loss])
 def test_a_temperature_can_be_learned(loss):
-    positive_B, negative_BN = torch.tensor([0.2, -0.1]), torch.tensor([[0.4, 0.1], [0.0, -0.6]])
-    score = {"masked_BN": None, "weight_B": None}
+    positive_score_B, negative_score_BN = torch.tensor([0.2, -0.1]), torch.tensor([[0.4, 0.1], [0.0, -0.6]])
+    score = {"is_masked_BN": None, "weight_B": None}
     temperature = torch.tensor(0.5, requires_grad=True)
-    loss(positive_B, negative_BN, temperature=temperature, **score).backward()
-    up, down = (loss(positive_B, negative_BN, temperature=0.5 + h, **score).item() for h in (1e-3, -1e-3))
+    loss(positive_score_B, negative_score_BN, temperature=temperature, **score).backward()
+    up, down = (loss(positive_score_B, negative_score_BN, temperature=0.5 + h, **score).item() for h in (1e-3, -1e-3))
     assert temperature.grad.item() == pytest.approx((up - down) / 2e-3, rel=1e-3)
 
 
 def test_bce_can_reach_zero_because_scores_can_be_negative():
-    assert LOSSES["bce"](torch.tensor([30.0]), torch.tensor([[-30.0]]), masked_BN=None, weight_B=None).item() < 1e-6
+    assert LOSSES["bce"](torch.tensor([30.0]), torch.tensor([[-30.0]]), is_masked_BN=None, weight_B=None).item() < 1e-6
 
 
 @settings(max_examples=40, deadline=None)

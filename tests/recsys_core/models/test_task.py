@@ -90,7 +90,7 @@ def batch_of(
 
 def scores(task: RetrievalTask) -> Tensor:
     """Return the score of each query with every item [B, I]."""
-    all_items = Assembler(user_batch_key=UNPOOLED).items(np.arange(ITEMS))
+    all_items = Assembler(user_batch_key=UNPOOLED).item_batch(np.arange(ITEMS))
     return task.eval().encode_queries(batch_of([])) @ task.encode_items(all_items)[1].T
 
 
@@ -151,14 +151,14 @@ def test_history_items_can_be_encoded_by_the_candidate_tower() -> None:
         "query": {"layers": [6]},
     }
     task = task_of(config)
-    history_items, vectors = task.eval().encode_items(Assembler(user_batch_key=None).items(np.arange(ITEMS)))
+    history_items, vectors = task.eval().encode_items(Assembler(user_batch_key=None).item_batch(np.arange(ITEMS)))
     assert history_items.shape == (ITEMS, 6) and torch.equal(history_items, vectors)
     (layer,) = task.head.query.tower.layers
     start = task.head.query.pooling.start
     history = torch.stack([vectors[one].mean(dim=0) if one else start for one in HISTORY])
     torch.testing.assert_close(task.encode_queries(batch_of([])), normalize(layer(history), dim=1))
     embeddings = (
-        task_of(config | {"history": {}}).eval().encode_items(Assembler(user_batch_key=None).items(np.arange(ITEMS)))[0]
+        task_of(config | {"history": {}}).eval().encode_items(Assembler(user_batch_key=None).item_batch(np.arange(ITEMS)))[0]
     )
     assert embeddings.shape == (ITEMS, 4)
 
@@ -175,7 +175,7 @@ def test_the_encoders_give_the_vectors_that_the_loss_compares() -> None:
             loss={"kind": "bce", "in_batch_negatives": True, "mask_negatives": "none"},
         ).eval()
         query_BD = task.encode_queries(batch_of([], features=store))
-        candidate_CD = task.encode_items(Assembler(user_batch_key=UNPOOLED, features=store).items(np.arange(ITEMS)))[1][
+        candidate_CD = task.encode_items(Assembler(user_batch_key=UNPOOLED, features=store).item_batch(np.arange(ITEMS)))[1][
             CANDIDATES
         ]
         expected = task.head.objective(query_BD, candidate_CD, batch=batch_of(features=store), teacher_CD=None)

@@ -110,7 +110,7 @@ def test_the_store_gives_each_number_as_the_weight_of_its_row(tmp_path: Path) ->
     lists, weight = store.features["item.price"].lists_of(np.array([6, 4, 0]))
     assert (lists.values_L.tolist(), lists.lengths.tolist()) == ([1, 0, 1], [1, 1, 1])
     assert weight is not None and weight.tolist() == [2.5, 0.0, -1.0]
-    batch = Assembler(user_batch_key=None, features=store).items(np.array([1, 6]))
+    batch = Assembler(user_batch_key=None, features=store).item_batch(np.array([1, 6]))
     assert batch.sparse[UNPOOLED]["item.price"].lengths().tolist() == [1, 1]
     assert batch.item_weight["item.price"].tolist() == [1.0, 2.5]
 

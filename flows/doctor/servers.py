@@ -93,9 +93,17 @@ def check_schedule(config: PipelineConfig) -> Finding:
             return problem(f"the server has no deployment of pipeline {config.name}; create it with `nightjar deploy`")
         name = f"deployment {deployment['name']}"
         if deployment["paused"]:
-            return problem(f"{name} is paused; resume it on the Deployments page of Prefect, or with `nightjar deploy`")
-        if not any(schedule["active"] for schedule in deployment["schedules"]):
-            return not_used(f"{name} has no active schedule: runs are started by hand only")
+            return problem(f"{name} is paused; resume it on its page in Prefect")
+        crons = [schedule["schedule"].get("cron") for schedule in deployment["schedules"]]
+        if crons != ([config.schedule.cron] if config.schedule.cron else []):
+            return problem(
+                f"{name} has the schedule {', '.join(map(str, crons)) or 'none'}, but schedule.cron is "
+                f"{config.schedule.cron or 'empty'}; apply the config with `nightjar deploy`"
+            )
+        if not crons:
+            return not_used(f"{name} has no schedule: runs are started by hand only")
+        if not deployment["schedules"][0]["active"]:
+            return problem(f"the schedule {crons[0]} of {name} is paused; resume it on the page of the deployment in Prefect")
         body = {
             "deployments": {"id": {"any_": [deployment["id"]]}},
             "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}},

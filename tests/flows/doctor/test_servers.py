@@ -16,6 +16,7 @@ from flows.config import PipelineConfig
 from flows.doctor.finding import Finding
 from flows.doctor.servers import check_clocks, check_mlflow, check_prefect, check_schedule, check_worker
 from flows.prefect_server import embedded_server
+from flows.schedule import ScheduleConfig
 from tests.tasks.unhealthy_servers import answering, closed
 
 
@@ -149,6 +150,9 @@ def test_schedule_and_worker_are_read_from_a_real_server(config: PipelineConfig)
     call("POST", "/work_pools/hosts/workers/heartbeat", {"name": "first", "heartbeat_interval_seconds": 30})
     assert check_worker(config) == Finding("ok", "work pool hosts: first")
 
+    finding = check_schedule(config)
+    assert finding.status == "problem" and "has the schedule 15 2 * * *, but schedule.cron is empty" in finding.text
+    config = config.model_copy(update={"schedule": ScheduleConfig(cron="15 2 * * *", timezone="Europe/Berlin")})
     call("POST", f"/deployments/{deployment['id']}/schedule", {"min_runs": 1})
     finding = check_schedule(config)
     assert finding.status == "ok" and "next run at " in finding.text

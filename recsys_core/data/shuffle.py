@@ -4,7 +4,7 @@ It is a Feistel network. An index is split into a pair (left, right), the coordi
 hash of one coordinate to the other coordinate, modulo the length of the grid in that direction. If the resulting index is
 outside [0, n), it goes through the network again until it is inside (cycle walking; Black and Rogaway, "Ciphers with arbitrary
 finite domains", 2002). The grid has about sqrt(n) cells more than n, so about one index in sqrt(n) needs another pass. With
-the next power of four as the size of the grid, up to three in four indices would need one.
+the next power of four as the size of the grid, up to three in four indices would need another pass.
 """
 
 import math

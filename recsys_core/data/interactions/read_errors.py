@@ -118,7 +118,7 @@ def _reject_out_of_range_times(config: InteractionsConfig, sources: Sequence[Sou
 
 
 def _rows_with_bad_time(source: Source, column: str, *, latest_us: int) -> NDArray[np.int64]:
-    """Return the rows with a time before 1970 or after `latest_us`; no rows if the column is no timestamp and no date32."""
+    """Return the rows with a time before 1970 or after `latest_us`; no rows if the type is neither timestamp nor date32."""
     if column not in source.schema.names:  # a hive key, whose values pyarrow has already parsed
         return np.empty(0, np.int64)
     data_type = source.schema.field(column).type

@@ -53,13 +53,14 @@ CONTESTANTS = (EXAMPLE, PREPARED, OURS, PREPARED_BATCHES, "ours, bf16")
 CPU_FEATURES = "cpu features"
 PATCH_FUNCTIONS = {
     "unpooled lookups": (lookups, "patch_cpu_kernels"),
-    "own cores": (rank_patches, "pin_to_core_share"),
-    "batch work": (rank_patches, "use_batch_scheduling"),
+    "core pinning": (rank_patches, "pin_to_core_share"),
+    "batch scheduling": (rank_patches, "use_batch_scheduling"),
 }
 PATCHES = (CPU_FEATURES, *PATCH_FUNCTIONS)
-"""Patches that make a step faster. PATCH_FUNCTIONS has the module and function of each; a no-op replaces the function to
-measure a step without the patch."""
+"""Patches that make a step faster. PATCH_FUNCTIONS has the module and the function of each patch. To measure a step without a
+patch, a no-op replaces its function."""
 Pace = Callable[[Iterable[Any]], Iterator[Any]]
+"""Function that yields the batches in the turns of a contestant; see Turns.pace."""
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
@@ -71,7 +72,7 @@ def name_without(patch: str) -> str:
 class Run(NamedTuple):
     """One contestant with its settings.
 
-    sharding_type: of the user table, and of the item table if unpooled tables support it.
+    sharding_type: type of the user table, and of the item table if unpooled tables support the type.
     """
 
     name: str
@@ -89,11 +90,11 @@ class Run(NamedTuple):
 
 
 def write_log(folder: Path) -> InteractionsManifest:
-    """Write random pairs in which every user and item occurs as a parquet log, and ingest it."""
+    """Write a parquet log of random pairs, in which every user and every item occurs, and ingest it."""
     rng = np.random.default_rng(0)
-    num_extra = EVENTS - ROWS
-    user = np.concatenate([rng.permutation(ROWS), rng.integers(0, ROWS, num_extra)])
-    item = np.concatenate([rng.permutation(ROWS), rng.integers(0, ROWS, num_extra)])
+    num_repeated = EVENTS - ROWS
+    user = np.concatenate([rng.permutation(ROWS), rng.integers(0, ROWS, num_repeated)])
+    item = np.concatenate([rng.permutation(ROWS), rng.integers(0, ROWS, num_repeated)])
     table = pa.table({"user_id": user, "item_id": item})
     pq.write_table(table, folder / "log.parquet")
     pq.write_table(table.slice(0, 1_000), folder / "test.parquet")  # required by the split, never used
@@ -103,7 +104,7 @@ def write_log(folder: Path) -> InteractionsManifest:
 
 
 class OneEpochLoader:
-    """Loader of one long epoch with a fixed number of batches, which are loaded in each step or in advance."""
+    """Loader of one long epoch with a fixed number of batches. The batches are loaded step by step, or all in advance."""
 
     def __init__(self, loader: TrainLoader, *, num_steps: int, in_advance: bool, pace: Pace | None) -> None:
         self._loader, self._num_steps, self._pace = loader, num_steps, pace
@@ -182,17 +183,17 @@ def train_with_nightjar(run: Run, *, folder: Path, process: Process, pace: Pace 
     loader = make_loader(
         job, store=store, assembler=Assembler(user_batch_key=job.spec.user_batch_key, features=None), process=process
     )
-    one_epoch: Any = OneEpochLoader(loader, num_steps=run.num_steps, in_advance=run.name == PREPARED_BATCHES, pace=pace)
+    one_epoch_loader: Any = OneEpochLoader(loader, num_steps=run.num_steps, in_advance=run.name == PREPARED_BATCHES, pace=pace)
     sharded = initial_model(job, store=store, dataset=Dataset(interactions), process=process)
-    trainer = Trainer(job, model=sharded, loader=one_epoch, validator=None, process=process)
+    trainer = Trainer(job, model=sharded, loader=one_epoch_loader, validator=None, process=process)
     trainer._save = lambda: None  # type: ignore[method-assign]  # no checkpoints in a benchmark
     trainer.train()
     if not process.is_main:
         return {}
     lines = [Progress.model_validate_json(line) for line in (work / METRICS_NAME).read_text().splitlines()]
-    timed = [line for line in lines if line.step > run.warm_up_steps]
-    times = {name: statistics.fmean(line.ms_per_step[name] for line in timed) for name in timed[0].ms_per_step}
-    return {"samples_per_s": statistics.harmonic_mean([line.samples_per_s for line in timed]), "ms_per_step": times}
+    timed_lines = [line for line in lines if line.step > run.warm_up_steps]
+    mean_ms = {name: statistics.fmean(line.ms_per_step[name] for line in timed_lines) for name in timed_lines[0].ms_per_step}
+    return {"samples_per_s": statistics.harmonic_mean([line.samples_per_s for line in timed_lines]), "ms_per_step": mean_ms}
 
 
 def _run_rank(run: Run, rank: int, folder: Path, pipe: Connection, takes_turns: bool) -> None:

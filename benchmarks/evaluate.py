@@ -3,9 +3,9 @@
     make bench-evaluate          # writes benchmarks/evaluate.json and evaluate.md
     python -m benchmarks.evaluate --rounds 1 --queries 3000
 
-The data are 30,000 users, 41,000 items, vectors of 64 numbers, 217,000 test targets and five times as many seen items. `ours`
-ranks the catalogue and computes every metric of the stage `evaluate`. `numpy` computes Recall@20 from a matrix product and
-argpartition. Each run is a separate process, and the contestants alternate.
+The data are 30,000 users, 41,000 items, vectors of 64 numbers, 217,000 test targets and five times as many seen items. The
+contestant `ours` ranks the catalogue and computes every metric of the stage `evaluate`. The contestant `numpy` computes
+Recall@20 from a matrix product and argpartition. Each run is a separate process, and the contestants alternate.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.measuring import in_fresh_process
+from benchmarks.measuring import run_in_new_process
 from recsys_core.data.jagged import JaggedArray
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import all_metrics
@@ -73,10 +73,10 @@ def evaluate_with_numpy(
     return float((num_hits_B[has_target_B] / targets.lengths[has_target_B]).mean())
 
 
-def evaluate_with_ours(
+def evaluate_with_nightjar(
     query_BD: NDArray[np.float32], item_ID: NDArray[np.float32], seen: JaggedArray, targets: JaggedArray
 ) -> float:
-    """Return Recall@20 out of all metrics with the default cut-offs."""
+    """Compute all metrics with the default cut-offs, and return Recall@20."""
     config = EvaluationConfig()
     ranking = rank_catalogue(
         torch.from_numpy(query_BD), item_ID=torch.from_numpy(item_ID), seen=seen, targets=targets, k=max(config.ks)
@@ -88,7 +88,7 @@ def measure(contestant: str, *, num_queries: int) -> dict[str, float]:
     """Return the seconds, the CPU seconds of all cores, and Recall@20 of one run."""
     data = random_data(num_queries)
     started, started_cpu = time.perf_counter(), time.process_time()
-    recall = (evaluate_with_numpy if contestant == "numpy" else evaluate_with_ours)(*data)
+    recall = (evaluate_with_numpy if contestant == "numpy" else evaluate_with_nightjar)(*data)
     return {"seconds": time.perf_counter() - started, "cpu_s": time.process_time() - started_cpu, "recall": recall}
 
 
@@ -115,7 +115,7 @@ def compare(*, rounds: int, num_queries: int, num_cores: int) -> list[dict[str, 
         with busy_cores(num_busy):
             for _ in range(rounds):
                 for name in CONTESTANTS:
-                    runs[name].append(in_fresh_process("benchmarks.evaluate", "--only", name, "--queries", str(num_queries)))
+                    runs[name].append(run_in_new_process("benchmarks.evaluate", "--only", name, "--queries", str(num_queries)))
         recalls = [run["recall"] for contestant_runs in runs.values() for run in contestant_runs]
         assert max(recalls) - min(recalls) < 1e-6, f"the contestants disagree on Recall@{K}: {recalls}"
         rows.append({"others": num_busy, "runs": runs})
@@ -129,11 +129,12 @@ def to_markdown(results: dict[str, Any]) -> str:
         "",
         f"Measured on {results['date']} on {results['cores']} cores by `make bench-evaluate` with torch {results['torch']} "
         f"and numpy {results['numpy']}.",
-        f"{results['queries']:,} users, {ITEMS:,} items, vectors of {DIM} numbers, "
-        f"{round(results['queries'] * TARGETS_PER_QUERY):,} test targets. `ours` computes every metric of the",
-        f"stage `evaluate`; `numpy` computes Recall@{K} from a matrix product and argpartition.",
-        f"The table has the medians of {results['rounds']} runs per contestant, and in parentheses all runs. Each run is a",
-        "separate process, and the contestants alternate. CPU seconds are the total of all cores.",
+        f"The data have {results['queries']:,} users, {ITEMS:,} items, vectors of {DIM} numbers and "
+        f"{round(results['queries'] * TARGETS_PER_QUERY):,} test targets. The contestant `ours`",
+        f"computes every metric of the stage `evaluate`. The contestant `numpy` computes Recall@{K} from a matrix product and",
+        "argpartition. Each run is a separate process, and the contestants alternate. The columns with seconds have the",
+        f"median of the runs, with all runs in parentheses (runs per contestant: {results['rounds']}). CPU seconds are the",
+        "total of all cores.",
         "",
         "| other busy processes | numpy, s | ours, s | ours / numpy | numpy, CPU s | ours, CPU s |",
         "|---:|---:|---:|---:|---:|---:|",

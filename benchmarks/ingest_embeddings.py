@@ -3,7 +3,7 @@
     python -m benchmarks.ingest_embeddings            # prints the table, and the numbers as JSON on the last line
 
 - `pandas` reads the file, stacks rows or columns, and moves the tensor to shared memory.
-- `pandas_block` copies the block of a wide data frame instead of stacking its columns, which is faster.
+- `pandas_block` copies the block of a wide data frame. This is faster than stacking its columns.
 - `nightjar` is the complete stage: checks, hashes, fsync and rename. Afterwards every rank maps the matrix.
 
 Each measurement is a separate process, and the methods alternate. Import time is excluded. Anonymous memory is RssAnon of
@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.measuring import cells, in_fresh_process, measured, summary
+from benchmarks.measuring import measure_work, run_in_new_process, summary, table_cells
 
 LAYOUTS = {"list": ("pandas", "nightjar"), "wide": ("pandas", "pandas_block", "nightjar")}
 """Methods for each layout of the file; the first one is the reference."""
@@ -42,7 +42,7 @@ def write_vectors(folder: Path, *, rows: int, dim: int) -> None:
 
 
 def measure(*, rows: int = 1_000_000, dim: int = 128, repeats: int = 3) -> dict[str, Any]:
-    """Return layout -> method -> seconds of each run and peak_anon_bytes, and the sizes."""
+    """Return the sizes, and for each layout and method the seconds of all runs and the anonymous memory."""
     results: dict[str, Any] = {"rows": rows, "dim": dim, "cores": len(os.sched_getaffinity(0))}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -52,7 +52,7 @@ def measure(*, rows: int = 1_000_000, dim: int = 128, repeats: int = 3) -> dict[
             for _ in range(repeats):
                 for method in methods:
                     runs[method].append(
-                        in_fresh_process("benchmarks.ingest_embeddings", method, str(folder / f"{layout}.parquet"))
+                        run_in_new_process("benchmarks.ingest_embeddings", method, str(folder / f"{layout}.parquet"))
                     )
             results[layout] = {method: summary(measurements) for method, measurements in runs.items()}
     return results
@@ -61,15 +61,16 @@ def measure(*, rows: int = 1_000_000, dim: int = 128, repeats: int = 3) -> dict[
 def to_markdown(results: dict[str, Any]) -> str:
     """Return one table line per layout and method."""
     lines = [
-        f"{results['rows']:,} x {results['dim']} float32 in one file; median, and all runs in brackets.",
+        f"{results['rows']:,} x {results['dim']} float32 numbers in one file. The seconds are the median, with all runs in "
+        "brackets.",
         "",
-        "| layout | method | seconds | speed-up over pandas | peak anonymous MB | of which at the start |",
+        "| layout | method | seconds | speed-up over pandas | peak anonymous MB | anonymous MB at the start |",
         "|:---|:---|---:|---:|---:|---:|",
     ]
     for layout, methods in LAYOUTS.items():
         for method in methods:
             result, reference = results[layout][method], results[layout][methods[0]]
-            row = [layout, method, *cells(result, references=[reference]), f"{result['start_anon_bytes'] / 1e6:,.0f}"]
+            row = [layout, method, *table_cells(result, references=[reference]), f"{result['start_anon_bytes'] / 1e6:,.0f}"]
             lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines) + "\n"
 
@@ -101,7 +102,7 @@ def _nightjar_work(file: Path, folder: Path) -> Callable[[], object]:
 
 
 def main() -> None:
-    """Measure one method if arguments name it, otherwise all."""
+    """Measure the method that the arguments name, or all methods without arguments."""
     if len(sys.argv) == 3:
         method, file = sys.argv[1], Path(sys.argv[2])
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
@@ -110,7 +111,7 @@ def main() -> None:
                 if method == "nightjar"
                 else _pandas_work(file, block=method == "pandas_block")
             )
-            sys.stdout.write(json.dumps(measured(work)) + "\n")
+            sys.stdout.write(json.dumps(measure_work(work)) + "\n")
         return
     results = measure()
     sys.stdout.write(to_markdown(results) + "\n" + json.dumps(results) + "\n")

@@ -19,13 +19,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.measuring import cells, in_fresh_process, measured, summary
+from benchmarks.measuring import measure_work, run_in_new_process, summary, table_cells
 from recsys_core.units import DAY_S
 
 MODULE = "benchmarks.ingest_interactions"
 METHODS = ("pandas", "pandas_factorize", "nightjar")
 EVENTS_PER_DAY = 2_000_000
-FIRST_S = 1_760_000_000
+FIRST_TIMESTAMP_S = 1_760_000_000
 SPLIT = {"kind": "time", "test_days": 1, "validation_days": 1}
 
 
@@ -38,7 +38,7 @@ def write_log(folder: Path, *, days: int, users: int, items: int, first_day: int
         random = np.random.default_rng(day)
         user = (users * random.random(EVENTS_PER_DAY) ** 1.5).astype(np.int32)
         item = (items * random.random(EVENTS_PER_DAY) ** 3).astype(np.int32)
-        second = FIRST_S + DAY_S * day + np.sort(random.integers(0, DAY_S, EVENTS_PER_DAY))
+        second = FIRST_TIMESTAMP_S + DAY_S * day + np.sort(random.integers(0, DAY_S, EVENTS_PER_DAY))
         columns = {"user_id": user_id.take(pa.array(user)), "item_id": item_id.take(pa.array(item))}
         table = pa.table(columns | {"timestamp": pa.array(second * 1_000_000).cast(pa.timestamp("us", "UTC"))})
         pq.write_table(table, folder / f"day-{day:03d}.parquet", row_group_size=1_000_000)
@@ -52,14 +52,14 @@ def measure(*, repeats: int = 3) -> dict[str, Any]:
         runs: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
         for _ in range(repeats):
             for method in METHODS:
-                runs[method].append(in_fresh_process(MODULE, method, str(folder / "small"), str(folder / "out"), "1GB"))
+                runs[method].append(run_in_new_process(MODULE, method, str(folder / "small"), str(folder / "out"), "1GB"))
         write_log(folder / "small", days=1, users=1_000_000, items=200_000, first_day=10)
-        second = in_fresh_process(MODULE, "second_run", str(folder / "small"), str(folder / "out"), "1GB")
+        second = run_in_new_process(MODULE, "second_run", str(folder / "small"), str(folder / "out"), "1GB")
         write_log(folder / "large", days=50, users=5_000_000, items=1_000_000)
-        # Both logs with the same memory limit, so that only the size of the log differs.
+        # Both logs have the same memory limit, so that only their sizes differ.
         logs = {name: folder / name for name in ("small", "large")}
         same_limit = {
-            name: in_fresh_process(MODULE, "nightjar", str(log), str(folder / "out"), "4GB") for name, log in logs.items()
+            name: run_in_new_process(MODULE, "nightjar", str(log), str(folder / "out"), "4GB") for name, log in logs.items()
         }
     return {
         "methods": {method: summary(measurements) for method, measurements in runs.items()},
@@ -72,17 +72,17 @@ def to_markdown(results: dict[str, Any]) -> str:
     """Return three tables: the comparison with pandas, the second run, and the large log."""
     methods = results["methods"]
     lines = [
-        f"{10 * EVENTS_PER_DAY:,} events, 1,000,000 users and 200,000 items with string ids, 10 files; memory_limit 1GB; "
-        "median, and all runs in brackets.",
+        f"The log has {10 * EVENTS_PER_DAY:,} events, 1,000,000 users and 200,000 items with string ids in 10 files. The",
+        "memory limit is 1GB. The seconds are the median, with all runs in brackets.",
         "",
         "| method | seconds | speed-up over pandas | over pandas_factorize | peak anonymous MB |",
         "|:---|---:|---:|---:|---:|",
         *(
-            f"| {' | '.join([method, *cells(methods[method], references=[methods[other] for other in METHODS[:2]])])} |"
+            f"| {' | '.join([method, *table_cells(methods[method], references=[methods[other] for other in METHODS[:2]])])} |"
             for method in METHODS
         ),
         "",
-        "A second run with one more file of 2,000,000 events. Every id keeps its row.",
+        "The second run has one more file with 2,000,000 events. Every id keeps its row.",
         "",
         "| | seconds | files read | rows read | events in the store | rows that changed |",
         "|:---|---:|---:|---:|---:|---:|",
@@ -95,8 +95,8 @@ def to_markdown(results: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        "Two sizes of the log with memory_limit 4GB: 22,000,000 events as above, and 100,000,000 events with 5,000,000 users",
-        "and 1,000,000 items in 50 files.",
+        "Two logs with a memory limit of 4GB: the log above with 22,000,000 events, and a log with 100,000,000 events,",
+        "5,000,000 users and 1,000,000 items in 50 files.",
         "",
         "| events | seconds | microseconds per event | peak anonymous MB |",
         "|---:|---:|---:|---:|",
@@ -123,17 +123,18 @@ def _pandas_work(paths: list[Path], out: Path, *, tuned: bool) -> Callable[[], o
 
     def work() -> object:
         log = pd.concat([pd.read_parquet(path) for path in paths], ignore_index=True)
-        test = log["timestamp"].max() - pd.Timedelta(days=1)
-        split = np.where(log["timestamp"] > test, 2, np.where(log["timestamp"] > test - pd.Timedelta(days=1), 1, 0))
+        time, day = log["timestamp"], pd.Timedelta(days=1)
+        test_start = time.max() - day
+        split = np.where(time > test_start, 2, np.where(time > test_start - day, 1, 0))
         is_train = split == 0
         codes = {"user": rows_of(log["user_id"], is_train), "item": rows_of(log["item_id"], is_train)}
-        stored = pd.DataFrame(codes | {"split": split.astype(np.int8), "time": log["timestamp"]})
-        stored = stored.sort_values(["user", "split", "time", "item"])
-        np.save(out / "user_offset.npy", np.concatenate([[0], np.cumsum(np.bincount(stored["user"]))]))
-        np.save(out / "event_item.npy", stored["item"].to_numpy())
-        np.save(out / "event_time.npy", stored["time"].astype(np.int64).to_numpy())
-        np.save(out / "item_count.npy", np.bincount(stored["item"][stored["split"] == 0]))
-        return stored
+        events = pd.DataFrame(codes | {"split": split.astype(np.int8), "time": time})
+        events = events.sort_values(["user", "split", "time", "item"])
+        np.save(out / "user_offset.npy", np.concatenate([[0], np.cumsum(np.bincount(events["user"]))]))
+        np.save(out / "event_item.npy", events["item"].to_numpy())
+        np.save(out / "event_time.npy", events["time"].astype(np.int64).to_numpy())
+        np.save(out / "item_count.npy", np.bincount(events["item"][events["split"] == 0]))
+        return events
 
     return work
 
@@ -151,17 +152,17 @@ def _nightjar(paths: list[Path], folder: Path, *, memory_limit: str, previous: A
 def _two_runs(paths: list[Path], out: Path, *, memory_limit: str) -> dict[str, Any]:
     first = _nightjar(paths[:-1], out / "first", memory_limit=memory_limit)
     second = _nightjar(paths, out / "second", memory_limit=memory_limit, previous=first)
-    changed = 0
+    num_changed_rows = 0
     for side in ("users", "items"):
         before, after = (pq.read_table(run.path(f"{side}.parquet"), columns=["id"]).column("id") for run in (first, second))
-        changed += int((before.to_numpy() != after.slice(0, len(before)).to_numpy()).sum())
+        num_changed_rows += int((before.to_numpy() != after.slice(0, len(before)).to_numpy()).sum())
     return {
         name: {
             "seconds": run.seconds,
             "files_read": run.files_read,
             "rows_read": run.rows_read,
             "events": run.train_events + run.validation_events + run.test_events,
-            "rows_changed": changed,
+            "rows_changed": num_changed_rows,
         }
         for name, run in {"first": first, "second": second}.items()
     }
@@ -174,12 +175,12 @@ def _measure_one(method: str, paths: list[Path], out: Path, memory_limit: str) -
     if method == "nightjar":
         from recsys_core.data.interactions import ingest  # noqa: F401  imported before the measurement
 
-        return measured(lambda: _nightjar(paths, out / "stage", memory_limit=memory_limit)) | {"events": events}
-    return measured(_pandas_work(paths, out, tuned=method == "pandas_factorize")) | {"events": events}
+        return measure_work(lambda: _nightjar(paths, out / "stage", memory_limit=memory_limit)) | {"events": events}
+    return measure_work(_pandas_work(paths, out, tuned=method == "pandas_factorize")) | {"events": events}
 
 
 def main() -> None:
-    """Measure one method if arguments name it, otherwise all."""
+    """Measure the method that the arguments name, or all methods without arguments."""
     if len(sys.argv) == 5:
         method, folder, out, memory_limit = sys.argv[1:]
         Path(out).mkdir(exist_ok=True)

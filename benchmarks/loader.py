@@ -2,7 +2,7 @@
 
     python -m benchmarks.loader          # prints the table; `make bench-ingest` includes it
 
-The loader reads a store of 20,000,000 events in a temporary folder, and no training runs. benchmarks/train.py measures the
+The loader reads a store of 20,000,000 events in a temporary folder while no training runs. benchmarks/train.py measures the
 effect of the loader on the training step.
 """
 
@@ -34,13 +34,12 @@ CASES = {
         ("user.segment", "user.interests", "item.brand", "item.price", "item.tags", "context.device"),
     ),
 }
-"""Case -> (maximal length of a history, features in addition to the ids)."""
+"""Case -> (maximum length of a history, features in addition to the ids)."""
 FEATURES = {
     "user.segment": (USERS, 0), "user.interests": (USERS, 5), "item.brand": (ITEMS, 0), "item.price": (ITEMS, 0),
     "item.tags": (ITEMS, 4), "context.device": (EVENTS, 0),
 }  # fmt: skip
-"""Feature -> (number of users, items or events, mean length of a list or 0). item.tags is weighted."""
-SEGMENTS, SEGMENT_SAMPLES = 4, 100_000
+"""Feature -> (number of users, items or events; mean length of a list, or 0 for single values). item.tags is weighted."""
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
@@ -59,12 +58,12 @@ def write_store(folder: Path) -> None:
         "item_count": np.bincount(item, minlength=ITEMS),
         "vector_row": np.full(ITEMS, -1),
     }
-    for key, (rows, mean) in FEATURES.items():
-        values = rows
-        if mean:
-            arrays[f"{key}.offset"] = np.concatenate([[0], np.cumsum(rng.integers(0, 2 * mean + 1, rows))])
-            values = int(arrays[f"{key}.offset"][-1])
-        arrays[f"{key}.row"] = rng.integers(0, 1_000, values, dtype=np.int32)
+    for key, (num_owners, mean_length) in FEATURES.items():
+        num_values = num_owners
+        if mean_length:
+            arrays[f"{key}.offset"] = np.concatenate([[0], np.cumsum(rng.integers(0, 2 * mean_length + 1, num_owners))])
+            num_values = int(arrays[f"{key}.offset"][-1])
+        arrays[f"{key}.row"] = rng.integers(0, 1_000, num_values, dtype=np.int32)
     arrays["item.tags.weight"] = rng.random(len(arrays["item.tags.row"]), dtype=np.float32)
     for name, array in arrays.items():
         np.save(folder / f"{name}.npy", array)
@@ -75,12 +74,17 @@ def open_store(folder: Path) -> tuple[EventStore, FeatureStore]:
     names = ("user_offset", "train_end", "validation_end", "event_item", "train_user", "item_count", "vector_row")
     store = EventStore(ordered=True, **{name: memory_map(folder / f"{name}.npy") for name in names})
 
-    def part(key: str, name: str) -> Any:
+    def feature_array(key: str, name: str) -> Any:
         path = folder / f"{key}.{name}.npy"
         return memory_map(path) if path.is_file() else None
 
     return store, FeatureStore(
-        {key: Feature(row=part(key, "row"), offset=part(key, "offset"), weight=part(key, "weight")) for key in FEATURES}
+        {
+            key: Feature(
+                row=feature_array(key, "row"), offset=feature_array(key, "offset"), weight=feature_array(key, "weight")
+            )
+            for key in FEATURES
+        }
     )
 
 
@@ -102,7 +106,7 @@ def _loader(folder: Path, case: str, *, batch_size: int, rank: int, world_size: 
 
 
 def _load(folder: Path, case: str, batch_size: int, rank: int, world_size: int, start: Any, results: Any) -> None:
-    """Put the samples per second of one rank into `results`."""
+    """Load batches for SECONDS in one rank, and put the samples per second into the queue `results`."""
     torch.set_num_threads(1)
     loader = _loader(folder, case, batch_size=batch_size, rank=rank, world_size=world_size)
     batches = (batch for epoch in range(1_000) for batch in loader.epoch(epoch))
@@ -165,7 +169,7 @@ def measure() -> dict[str, Any]:
 def to_markdown(results: dict[str, Any]) -> str:
     """Return the table."""
     lines = [
-        f"The loader without training, {EVENTS:,} events, one thread per rank, samples/s per rank:",
+        f"Samples/s of each process; {EVENTS:,} events, one thread per process, no training:",
         "",
         "| | batch | 1 process | 2 processes |",
         "|:---|---:|---:|---:|",

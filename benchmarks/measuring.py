@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SAMPLE_S = 0.005
 
 
-def in_fresh_process(module: str, *arguments: str) -> dict[str, Any]:
+def run_in_new_process(module: str, *arguments: str) -> dict[str, Any]:
     """Run `python -m module arguments`, and return the JSON of its last output line."""
     process = subprocess.run(
         [sys.executable, "-m", module, *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
@@ -23,8 +23,8 @@ def in_fresh_process(module: str, *arguments: str) -> dict[str, Any]:
     return result
 
 
-def measured(work: Callable[[], object]) -> dict[str, Any]:
-    """Return the seconds of `work`, and RssAnon of /proc/self/status at the start and at its peak, without mapped files."""
+def measure_work(work: Callable[[], object]) -> dict[str, Any]:
+    """Run `work`; return its seconds, and the anonymous memory (RssAnon of /proc/self/status) at the start and at the peak."""
     start_bytes = _anon_bytes()
     anon_bytes, is_finished = [start_bytes], threading.Event()
 
@@ -44,7 +44,7 @@ def measured(work: Callable[[], object]) -> dict[str, Any]:
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the seconds of each run and the highest peak."""
+    """Return the seconds of all runs, and the maxima of their anonymous memory."""
     return {
         "seconds": [round(run["seconds"], 2) for run in runs],
         "peak_anon_bytes": max(int(run["peak_anon_bytes"]) for run in runs),
@@ -52,7 +52,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def cells(measurement: dict[str, Any], *, references: Sequence[dict[str, Any]]) -> list[str]:
+def table_cells(measurement: dict[str, Any], *, references: Sequence[dict[str, Any]]) -> list[str]:
     """Return table cells: the median and all runs, the speed-up over each reference, and the peak memory in MB."""
     seconds = median(measurement["seconds"])
     runs = ", ".join(f"{value:.2f}" for value in sorted(measurement["seconds"]))

@@ -23,7 +23,12 @@ RUNS = {
     "beauty": ["run", "examples/beauty.yaml", "--set", "workspace={workspace}"],
 }
 METRICS = ("recall@20", "hit_rate@10", "ndcg@10", "mrr", "auc")
-METRIC_PREFIXES = {"model": "test", "popularity": "baseline/popularity", "zero_shot": "baseline/zero_shot"}
+METRIC_PREFIXES = {
+    "model": "test",
+    "popularity": "baseline/popularity",
+    "zero_shot": "baseline/zero_shot",
+    "served": "served",
+}
 
 
 def execute_run(arguments: list[str]) -> dict[str, Any]:
@@ -34,8 +39,8 @@ def execute_run(arguments: list[str]) -> dict[str, Any]:
     output = json.loads(process.stdout.splitlines()[-1])
     return {
         "metrics": {
-            **{name: {m: output["metrics"].get(f"{p}/{m}") for m in METRICS} for name, p in METRIC_PREFIXES.items()},
-            "served": {m: output["metrics"].get(f"served/{m}") for m in METRICS},
+            name: {metric: output["metrics"].get(f"{prefix}/{metric}") for metric in METRICS}
+            for name, prefix in METRIC_PREFIXES.items()
         },
         "seconds": {stage: round(result["seconds"], 1) for stage, result in output["stages"].items()},
     }
@@ -43,15 +48,17 @@ def execute_run(arguments: list[str]) -> dict[str, Any]:
 
 def to_markdown(results: dict[str, Any]) -> str:
     """Return one table per run."""
-    lines = [f"Measured on {results['date']} on {results['machine']} by `make bench-nightly`; one run each.", ""]
+    lines = [f"Measured on {results['date']} on {results['machine']} by `make bench-nightly`. Each dataset has one run.", ""]
     for name, run in results["runs"].items():
         lines += [f"## {name}", "", "| | " + " | ".join(METRICS) + " |", "|:---|" + "---:|" * len(METRICS)]
         for model, values in run["metrics"].items():
-            cells = ("-" if values[m] is None else f"{values[m]:.4f}" for m in METRICS)
+            cells = ("-" if values[metric] is None else f"{values[metric]:.4f}" for metric in METRICS)
             lines.append(f"| {model} | " + " | ".join(cells) + " |")
         seconds = ", ".join(f"{stage} {value:g}" for stage, value in run["seconds"].items())
         lines += ["", f"Seconds: {seconds}.", ""]
-    lines.append("`served` is the INT8 tower and the index, measured in a new process on a sample of 2,000 test users.")
+    lines.append(
+        "The row `served` is the packaged retriever (INT8 tower and index), on a sample of 2,000 test users in a new process."
+    )
     return "\n".join(lines) + "\n"
 
 

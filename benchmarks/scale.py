@@ -1,4 +1,4 @@
-"""Estimates for three model sizes from the sharding planner, with all assumptions named here.
+"""Estimates for three model sizes from the sharding planner, under the assumptions in HOST and ASSUMPTIONS.
 
     make bench-scale          # writes benchmarks/scale.json and the tables of docs/scale.md; no GPU, under two minutes
 
@@ -25,8 +25,8 @@ from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULT, PAGE = ROOT / "benchmarks" / "scale.json", ROOT / "docs" / "scale.md"
-BEGIN, END = "<!-- begin: benchmarks/scale.py -->", "<!-- end: benchmarks/scale.py -->"
+RESULT_FILE, PAGE_FILE = ROOT / "benchmarks" / "scale.json", ROOT / "docs" / "scale.md"
+BEGIN_MARK, END_MARK = "<!-- begin: benchmarks/scale.py -->", "<!-- end: benchmarks/scale.py -->"
 
 HOST = {
     "hbm_gb": 80,
@@ -37,8 +37,8 @@ HOST = {
     "pcie_gb_s": 55,
     "ddr_gb_s": 300,
 }
-"""H100 SXM by its data sheet: NVLink per direction, one 400 Gbit/s port per GPU, PCIe 5."""
-ASSUMED: dict[str, Any] = {
+"""Data-sheet values of an H100 SXM: NVLink per direction, one 400 Gbit/s port per GPU, PCIe 5."""
+ASSUMPTIONS: dict[str, Any] = {
     "dim": 128,
     "batch_size": 8192,
     "history": 20,
@@ -61,8 +61,8 @@ LARGEST = "20 B rows, 32 x 8 GPUs"
 def distinct_items(items: int, *, draws: int, negatives: int, exponent: float) -> float:
     """Return the expected number of distinct items in a batch of `draws` Zipf draws and `negatives` uniform draws.
 
-    The 1,000 most popular items are summed one by one. The other items are integrated over 4,000 intervals of popularity rank,
-    so a catalogue of 10^9 items needs no array of that size.
+    The probabilities of the 1,000 most popular items are added up one by one. Those of the other items are integrated over
+    4,000 intervals of the popularity rank, so a catalogue of 10^9 items needs no array of that size.
     """
     head_ranks = np.arange(1, min(items, 1000) + 1, dtype=np.float64)
     interval_bounds = np.geomspace(1000.5, items + 0.5, 4001) if items > 1000 else np.empty(0)
@@ -71,21 +71,23 @@ def distinct_items(items: int, *, draws: int, negatives: int, exponent: float) -
     num_items = np.concatenate([np.ones_like(head_ranks), np.diff(interval_bounds)])
     draw_probability = popularity_rank**-exponent
     draw_probability /= (draw_probability * num_items).sum()
-    occurs = -np.expm1(draws * np.log1p(-draw_probability) + negatives * np.log1p(-1 / items))
-    return float((num_items * occurs).sum())
+    occurrence_probability = -np.expm1(draws * np.log1p(-draw_probability) + negatives * np.log1p(-1 / items))
+    return float((num_items * occurrence_probability).sum())
 
 
 def spec_of(size: dict[str, Any], *, pooled_users: bool) -> ModelSpec:
     """Return the model of one size; `pooled_users` sets tables.user.lookup to pooled."""
-    config = TwoTowerConfig(embedding_dim=ASSUMED["dim"], user_id=size["users"] > 0)
+    config = TwoTowerConfig(embedding_dim=ASSUMPTIONS["dim"], user_id=size["users"] > 0)
     tables = {"user": TableConfig(lookup="pooled")} if pooled_users and config.user_id else {}
     return ModelSpec.sized(config, num_users=size["users"], num_items=size["items"], tables=tables)
 
 
 def plan(size: dict[str, Any], *, optimizer: str = "rowwise_adagrad", pooled_users: bool = False) -> PlanFile:
     """Return the planner's plan for one size."""
-    batch, draws = ASSUMED["batch_size"], ASSUMED["batch_size"] * (1 + ASSUMED["history"])
-    distinct = distinct_items(size["items"], draws=draws, negatives=ASSUMED["negatives"], exponent=ASSUMED["zipf_exponent"])
+    batch, draws = ASSUMPTIONS["batch_size"], ASSUMPTIONS["batch_size"] * (1 + ASSUMPTIONS["history"])
+    distinct = distinct_items(
+        size["items"], draws=draws, negatives=ASSUMPTIONS["negatives"], exponent=ASSUMPTIONS["zipf_exponent"]
+    )
     cluster = ClusterConfig(device="cuda", num_nodes=size["nodes"], processes_per_node=size["processes"], **HOST)
     return make_plan(
         ShardingConfig(cluster=cluster),
@@ -128,24 +130,24 @@ def measure(size: dict[str, Any], *, pooled_users: bool = False) -> dict[str, An
     seconds = time.perf_counter() - started
     unpooled_tables = {name for name, table in spec_of(size, pooled_users=pooled_users).tables.items() if table.unpooled}
     fullest = max(plan_file.ranks, key=lambda rank: rank.hbm_bytes)
-    num_candidates = ASSUMED["batch_size"] + ASSUMED["negatives"]
-    towers_ms = 6 * ASSUMED["batch_size"] * num_candidates * ASSUMED["dim"] / ASSUMED["tower_tflops"] / 1e9
+    num_candidates = ASSUMPTIONS["batch_size"] + ASSUMPTIONS["negatives"]
+    towers_ms = 6 * ASSUMPTIONS["batch_size"] * num_candidates * ASSUMPTIONS["dim"] / ASSUMPTIONS["tower_tflops"] / 1e9
     comms_ms = max(rank.forward_comms_ms + rank.backward_comms_ms for rank in plan_file.ranks)
-    loader_ms = 1000 * ASSUMED["batch_size"] / ASSUMED["loader_samples_per_s_and_rank"]
+    loader_ms = 1000 * ASSUMPTIONS["batch_size"] / ASSUMPTIONS["loader_samples_per_s_and_rank"]
     step_ms = max(plan_file.step_ms + towers_ms, loader_ms)
-    steps = math.ceil(size["examples"] / ASSUMED["batch_size"] / plan_file.world_size)
+    steps = math.ceil(size["examples"] / ASSUMPTIONS["batch_size"] / plan_file.world_size)
     hours = steps * step_ms / 3.6e6
     weights = sum(sum(table.weights for table in rank.tables.values()) for rank in plan_file.ranks)
     state = sum(sum(table.optimizer for table in rank.tables.values()) for rank in plan_file.ranks)
     return {
         "tables": {
             name: {
-                "rows": t.rows,
-                "sharding": t.sharding_type,
-                "kernel": t.compute_kernel,
-                "values_per_query": t.values_per_query,
+                "rows": table.rows,
+                "sharding": table.sharding_type,
+                "kernel": table.compute_kernel,
+                "values_per_query": table.values_per_query,
             }
-            for name, t in plan_file.tables.items()
+            for name, table in plan_file.tables.items()
         },
         "gpus": plan_file.world_size,
         "weights_bytes": weights,
@@ -165,15 +167,15 @@ def measure(size: dict[str, Any], *, pooled_users: bool = False) -> dict[str, An
         "examples": size["examples"],
         "steps": steps,
         "hours": hours,
-        "dollars": hours * plan_file.world_size * ASSUMED["dollars_per_gpu_hour"],
-        "checkpoint_write_s": (weights + state) / 1e9 / ASSUMED["checkpoint_write_gb_per_s_and_host"] / plan_file.num_nodes,
-        "checkpoint_hash_s": (weights + state) / 1e9 / ASSUMED["checkpoint_hash_gb_per_s"],
+        "dollars": hours * plan_file.world_size * ASSUMPTIONS["dollars_per_gpu_hour"],
+        "checkpoint_write_s": (weights + state) / 1e9 / ASSUMPTIONS["checkpoint_write_gb_per_s_and_host"] / plan_file.num_nodes,
+        "checkpoint_hash_s": (weights + state) / 1e9 / ASSUMPTIONS["checkpoint_hash_gb_per_s"],
         "plan_seconds": seconds,
         "naive": {naive_plan.name: naive_plan.model_dump() for naive_plan in plan_file.naive},
     }
 
 
-def optimizers() -> dict[str, Any]:
+def compare_optimizers() -> dict[str, Any]:
     """Return the memory of one GPU for the largest size with other optimizers, or the planner's error."""
     results: dict[str, Any] = {}
     for kind in ("sgd", "rowwise_adagrad", "adagrad", "adam"):
@@ -205,35 +207,36 @@ def to_markdown(result: dict[str, Any]) -> str:
         lines.append(
             line(
                 f"table {table}",
-                lambda one, table=table: (
-                    "{rows:,} rows, {sharding}, {kernel}".format(**one["tables"][table]) if table in one["tables"] else "-"
+                lambda size, table=table: (
+                    "{rows:,} rows, {sharding}, {kernel}".format(**size["tables"][table]) if table in size["tables"] else "-"
                 ),
             )
         )
     lines += [
-        line("distinct items in a rank's batch", lambda o: f"{o['tables']['item']['values_per_query'] * 8192:,.0f}"),
-        line("weights, GB", lambda o: f"{o['weights_bytes'] / 1e9:,.1f}"),
-        line("row-wise Adagrad state, GB", lambda o: f"{o['optimizer_bytes'] / 1e9:,.2f}"),
+        line("distinct items in a rank's batch", lambda size: f"{size['tables']['item']['values_per_query'] * 8192:,.0f}"),
+        line("weights, GB", lambda size: f"{size['weights_bytes'] / 1e9:,.1f}"),
+        line("row-wise Adagrad state, GB", lambda size: f"{size['optimizer_bytes'] / 1e9:,.2f}"),
         line(
-            "fullest GPU, GB used of usable", lambda o: f"{o['rank_hbm_bytes'] / 1e9:.1f} of {o['usable_hbm_bytes'] / 1e9:.1f}"
+            "fullest GPU, GB used of usable",
+            lambda size: f"{size['rank_hbm_bytes'] / 1e9:.1f} of {size['usable_hbm_bytes'] / 1e9:.1f}",
         ),
-        line("of which buffers of a step, GB", lambda o: f"{o['rank_buffer_bytes'] / 1e9:.2f}"),
-        line("sent by the busiest GPU per step, fp32, MB", lambda o: f"{o['fp32']['sent'] / 1e6:,.1f}"),
-        line("of which between hosts, MB", lambda o: f"{o['fp32']['between_hosts'] / 1e6:,.1f}"),
-        line("sent with fp16 communication, MB", lambda o: f"{o['fp16']['sent'] / 1e6:,.1f}"),
-        line("lookups, ms (planner)", lambda o: f"{o['lookups_ms']:.2f}"),
-        line("of which communication, ms (planner)", lambda o: f"{o['comms_ms']:.2f}"),
-        line("towers and scores, ms", lambda o: f"{o['towers_ms']:.2f}"),
-        line("loader, ms", lambda o: f"{o['loader_ms']:.2f}"),
-        line("**step, ms**", lambda o: f"**{o['step_ms']:.2f}**"),
-        line("step with fp16 communication, ms", lambda o: f"{o['step_ms_fp16']:.2f}"),
-        line("examples of an epoch", lambda o: f"{o['examples']:,}"),
-        line("steps", lambda o: f"{o['steps']:,}"),
-        line("**hours**", lambda o: f"**{o['hours']:.2f}**"),
-        line("**dollars**", lambda o: f"**{o['dollars']:,.{1 if o['dollars'] < 10 else 0}f}**"),
-        line("write a checkpoint, s", lambda o: f"{o['checkpoint_write_s']:,.0f}"),
-        line("hash a checkpoint on one host, s", lambda o: f"{o['checkpoint_hash_s']:,.0f}"),
-        line("planning time, s", lambda o: f"{o['plan_seconds']:.1f}"),
+        line("of which buffers of a step, GB", lambda size: f"{size['rank_buffer_bytes'] / 1e9:.2f}"),
+        line("sent by the busiest GPU per step, fp32, MB", lambda size: f"{size['fp32']['sent'] / 1e6:,.1f}"),
+        line("of which between hosts, MB", lambda size: f"{size['fp32']['between_hosts'] / 1e6:,.1f}"),
+        line("sent with fp16 communication, MB", lambda size: f"{size['fp16']['sent'] / 1e6:,.1f}"),
+        line("lookups, ms (planner)", lambda size: f"{size['lookups_ms']:.2f}"),
+        line("of which communication, ms (planner)", lambda size: f"{size['comms_ms']:.2f}"),
+        line("towers and scores, ms", lambda size: f"{size['towers_ms']:.2f}"),
+        line("loader, ms", lambda size: f"{size['loader_ms']:.2f}"),
+        line("**step, ms**", lambda size: f"**{size['step_ms']:.2f}**"),
+        line("step with fp16 communication, ms", lambda size: f"{size['step_ms_fp16']:.2f}"),
+        line("examples of an epoch", lambda size: f"{size['examples']:,}"),
+        line("steps", lambda size: f"{size['steps']:,}"),
+        line("**hours**", lambda size: f"**{size['hours']:.2f}**"),
+        line("**dollars**", lambda size: f"**{size['dollars']:,.{1 if size['dollars'] < 10 else 0}f}**"),
+        line("write a checkpoint, s", lambda size: f"{size['checkpoint_write_s']:,.0f}"),
+        line("hash a checkpoint on one host, s", lambda size: f"{size['checkpoint_hash_s']:,.0f}"),
+        line("planning time, s", lambda size: f"{size['plan_seconds']:.1f}"),
     ]
     lines += ["", f"{LARGEST.split(',')[0]} with other optimizers:", "", "| optimizer | memory per GPU |", "|:---|:---|"]
     for kind, estimate in result["optimizers"].items():
@@ -260,15 +263,15 @@ def main() -> None:
     """Plan all sizes, and write scale.json and the tables of docs/scale.md."""
     result = {
         "versions": {name: version for name, version in installed_versions().items() if name in ("torch", "torchrec")},
-        "assumed": ASSUMED | {"host": HOST},
+        "assumed": ASSUMPTIONS | {"host": HOST},
         "sizes": {name: measure(size) for name, size in SIZES.items()},
-        "optimizers": optimizers(),
+        "optimizers": compare_optimizers(),
         "pooled_users": measure(SIZES[LARGEST], pooled_users=True),
     }
-    RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    page = PAGE.read_text(encoding="utf-8")
-    before, after = page[: page.index(BEGIN) + len(BEGIN)], page[page.index(END) :]
-    PAGE.write_text(f"{before}\n{to_markdown(result)}\n{after}", encoding="utf-8")
+    RESULT_FILE.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    page = PAGE_FILE.read_text(encoding="utf-8")
+    before, after = page[: page.index(BEGIN_MARK) + len(BEGIN_MARK)], page[page.index(END_MARK) :]
+    PAGE_FILE.write_text(f"{before}\n{to_markdown(result)}\n{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The training loop of TorchRec's retrieval example, rewritten for a comparison: random batches, TorchRec's defaults.
 
-Two tables in one EmbeddingBagCollection, an MLP per tower, binary cross-entropy of the dot products, row-wise Adagrad in the
-backward pass, Adam for the MLPs, DistributedModelParallel with its default plan, and TrainPipelineSparseDist.
+The model has two tables in one EmbeddingBagCollection and an MLP per tower. The loss is the binary cross-entropy of the dot
+products. Row-wise Adagrad updates the tables in the backward pass, and Adam updates the MLPs. The loop uses
+DistributedModelParallel with its default plan, and TrainPipelineSparseDist.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -54,7 +55,7 @@ class Task(nn.Module):
 def train(
     *, rows: int, dim: int, layers: list[int], batch_size: int, pace: Callable[[Iterable[Batch]], Iterator[Batch]]
 ) -> None:
-    """Train on random batches. pace: yields the batches in the turns of this contestant."""
+    """Train on random batches. pace: function that yields the batches in the turns of this contestant."""
     device = torch.device("cpu")
     task = Task(rows=rows, dim=dim, layers=layers, device=device)
     apply_optimizer_in_backward(RowWiseAdagrad, task.ebc.parameters(), {"lr": 0.01})

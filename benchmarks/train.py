@@ -4,9 +4,9 @@
     python -m benchmarks.train --rounds 3 --parts compared
     python -m benchmarks.train --parts patches      # the effect of each patch of recsys_core/patches
 
-Two tables of 1,048,576 x 64, an MLP [128, 64] per tower, binary cross-entropy, two gloo ranks. nightjar's trainer reads an
-ingested parquet log. `ours, prepared batches` trains on batches that were loaded in advance. The contestants take turns
-(benchmarks/turns.py).
+The model has two tables of 1,048,576 x 64, an MLP [128, 64] per tower and binary cross-entropy; it is trained by two gloo
+ranks. nightjar's trainer reads an ingested parquet log. The contestant `ours, prepared batches` trains on batches that were
+loaded in advance. The contestants take turns (benchmarks/turns.py).
 """
 
 import argparse
@@ -44,9 +44,9 @@ from recsys_core.preflight import installed_versions
 from recsys_core.sharding.config import ShardingType
 
 TURN_STEPS = {1024: 200, 8192: 50}
-"""Batch size -> steps per turn. A turn takes about two seconds, so batches prefetched before it have little effect."""
+"""Batch size -> steps per turn. A turn takes about two seconds, so batches prefetched before the turn have little effect."""
 LARGEST_BATCH = max(TURN_STEPS)
-KINDS: tuple[ShardingType, ...] = (
+SHARDING_TYPES: tuple[ShardingType, ...] = (
     "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard", "data_parallel",
 )  # fmt: skip
 HERE = Path(__file__).parent
@@ -87,15 +87,15 @@ def compare(folder: Path, *, names: Sequence[str], rounds: int) -> list[dict[str
     return results
 
 
-def by_kind(folder: Path) -> list[dict[str, Any]]:
+def measure_sharding_types(folder: Path) -> list[dict[str, Any]]:
     """Measure every sharding type with 1, 2 and 4 ranks."""
     results = []
     for ranks in (1, 2, 4):
-        for kind in KINDS:
-            # Replicas exchange the gradient of the whole table in every step, which takes seconds.
-            steps = {"warm_up_steps": 2, "window_steps": 2, "num_windows": 1} if kind == "data_parallel" else {}
-            run = Run(OURS, LARGEST_BATCH, num_ranks=ranks, sharding_type=kind, **steps)
-            results.append({"kind": kind, "ranks": ranks} | measure(run, folder=folder))
+        for sharding_type in SHARDING_TYPES:
+            # Few steps, because replicas exchange the gradient of the whole table in every step, which takes seconds.
+            steps = {"warm_up_steps": 2, "window_steps": 2, "num_windows": 1} if sharding_type == "data_parallel" else {}
+            run = Run(OURS, LARGEST_BATCH, num_ranks=ranks, sharding_type=sharding_type, **steps)
+            results.append({"kind": sharding_type, "ranks": ranks} | measure(run, folder=folder))
     return results
 
 
@@ -106,11 +106,11 @@ def to_markdown(results: dict[str, Any]) -> str:
         "",
         f"Measured on {results['date']} on {results['cores']} cores by `make bench-train` with torch "
         f"{results['versions']['torch']} and torchrec {results['versions']['torchrec']}.",
-        f"The model has two tables of {ROWS:,} x {DIM}, an MLP {list(LAYERS)} per tower and binary cross-entropy; two gloo",
-        "ranks. The contestants ran in turns of about two seconds, in "
-        f"{len(results['compared'][0]['samples_per_s'])} rounds. The table has the medians over the rounds, and",
-        "in brackets the quartiles. Samples/s are totals of both ranks. A ratio is computed per round, to the contestant in",
-        "the title of the column.",
+        f"The model has two tables of {ROWS:,} x {DIM}, an MLP {list(LAYERS)} per tower and binary cross-entropy. Two gloo",
+        "ranks train it. The contestants ran in turns of about two seconds, in "
+        f"{len(results['compared'][0]['samples_per_s'])} rounds. The table has the medians over the",
+        "rounds, with the quartiles in brackets. Samples/s are totals of both ranks. The last three columns have the ratio to",
+        "the samples/s of the contestant in the column's title in the same round.",
         "",
         "| batch per rank | contestant | samples/s | to `example` | to `example, prepared ranks` "
         "| to `ours, prepared batches` |",
@@ -126,7 +126,7 @@ def to_markdown(results: dict[str, Any]) -> str:
         "  process settings of torchrun.",
         "- `example, prepared ranks`: the same loop with the process settings of nightjar's ranks (recsys_core/patches):",
         "  pinned cores, the batch scheduling policy, and the CPU features that FBGEMM does not detect by itself.",
-        "- `ours`: nightjar's trainer on an ingested parquet log, with one sampled negative per step for all queries.",
+        "- `ours`: nightjar's trainer on an ingested parquet log. All queries of a step share one sampled negative.",
         "- `ours, prepared batches`: the same trainer on batches that were loaded in advance.",
     ]
     if "patches" in results:
@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_log(folder)
         for part in options.parts:
             if part == "by_kind":
-                results[part] = by_kind(folder)
+                results[part] = measure_sharding_types(folder)
             else:
                 names = CONTESTANTS if part == "compared" else (OURS, *map(name_without, PATCHES))
                 results[part] = compare(folder, names=names, rounds=options.rounds)

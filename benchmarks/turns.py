@@ -1,7 +1,7 @@
-"""Interleaved timing of several trainers: all are started, and they run one at a time, for a window of steps in each round.
+"""Interleaved timing of several trainers: all of them are started, and in each round each runs alone for a window of steps.
 
-The speed of a machine changes within seconds. Windows of one round see similar conditions, so their ratios are comparable;
-ratios between separate runs of several minutes are not.
+The speed of a machine changes within seconds. The windows of one round have similar conditions, so their ratios are comparable.
+Ratios between separate runs of several minutes are not.
 """
 
 import time
@@ -43,7 +43,7 @@ def run_window(pipes: Sequence[Connection]) -> float:
 
 
 def take_turns(contestants: Mapping[str, Sequence[Connection]], *, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each contestant in each round, given the pipes to its ranks."""
+    """Return the seconds of each contestant in each round. contestants: the pipes to the ranks of each contestant."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, pipes in contestants.items():

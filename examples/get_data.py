@@ -88,8 +88,8 @@ def beauty_events(content: bytes) -> NDArray[np.int64]:
 def beauty_attributes(content: bytes) -> dict[str, list[int]]:
     """Return the attribute ids of each item id."""
     attributes: dict[str, list[int]] = json.loads(content)
-    ordered = sorted((int(item), values) for item, values in attributes.items())
-    verify("Beauty_item2attributes.json", json.dumps(ordered).encode())
+    sorted_attributes = sorted((int(item), values) for item, values in attributes.items())
+    verify("Beauty_item2attributes.json", json.dumps(sorted_attributes).encode())
     return attributes
 
 

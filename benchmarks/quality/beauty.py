@@ -1,4 +1,4 @@
-"""Experiments on Amazon Beauty with the split of the literature: the last item of a user is the test item, all are ranked."""
+"""Experiments on Amazon Beauty with the usual split: the last item of each user is the test item, and all items are ranked."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,12 +7,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from benchmarks.quality.experiment import Experiment, Settings, merged
+from benchmarks.quality.experiment import Experiment, Settings, merge_settings
 
 EPOCHS, LIMITED_EPOCHS = 8, 5
-LEAST_WORD_COUNT = 3
+MIN_WORD_COUNT = 3
 UNFREEZE = [{"epoch": 2, "share": 0.25}, {"epoch": 3, "share": 0.5}, {"epoch": 4, "share": 1.0}]
-"""The usual schedule, one epoch each: no rows, the most frequent 25 %, 50 %, all."""
+"""Share of the most frequent rows that is trained: no rows in epoch 1, 25 % in epoch 2, 50 % in epoch 3, then all rows."""
 LAYERS: Settings = {"model": {"candidate": {"layers": [128, 64], "skip_connection": True}}}
 """Layers of the candidate tower, which are trained while the item rows are frozen."""
 
@@ -24,14 +24,16 @@ def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experimen
     features = item_features(prepare_items(data, folder=folder))
     variants = {
         "random": base,
-        "pretrained, full": merged(base, vectors),
-        "pretrained, frozen": merged(base, vectors, LAYERS, {"tables": {"item": {"transfer": "frozen"}}}),
-        "pretrained, gradual": merged(
+        "pretrained, full": merge_settings(base, vectors),
+        "pretrained, frozen": merge_settings(base, vectors, LAYERS, {"tables": {"item": {"transfer": "frozen"}}}),
+        "pretrained, gradual": merge_settings(
             base, vectors, LAYERS, {"tables": {"item": {"transfer": "gradual", "unfreeze": UNFREEZE}}}
         ),
-        "pretrained, residual": merged(base, vectors, {"tables": {"item": {"transfer": "residual", "id_dropout": 0.3}}}),
-        "random, features": merged(base, features),
-        "pretrained, full, features": merged(base, vectors, features),
+        "pretrained, residual": merge_settings(
+            base, vectors, {"tables": {"item": {"transfer": "residual", "id_dropout": 0.3}}}
+        ),
+        "random, features": merge_settings(base, features),
+        "pretrained, full, features": merge_settings(base, vectors, features),
     }
     for seed in seeds:
         for name, variant in variants.items():
@@ -42,8 +44,10 @@ def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experimen
                 "interactions": {"paths": str(log), "weight_column": "weight"},
                 "training": {"epochs": LIMITED_EPOCHS},
             }
-            yield Experiment("limited", f"random, {share} % of users", seed, merged(base, on_few_users))
-            yield Experiment("limited", f"pretrained, full, {share} % of users", seed, merged(base, vectors, on_few_users))
+            yield Experiment("limited", f"random, {share} % of users", seed, merge_settings(base, on_few_users))
+            yield Experiment(
+                "limited", f"pretrained, full, {share} % of users", seed, merge_settings(base, vectors, on_few_users)
+            )
 
 
 def settings(data: Path) -> Settings:
@@ -87,7 +91,7 @@ def item_features(items: Path) -> Settings:
                 "id_column": "item_id",
                 "features": [
                     {"name": "attributes", "kind": "list"},
-                    {"name": "words", "kind": "list", "min_count": LEAST_WORD_COUNT},
+                    {"name": "words", "kind": "list", "min_count": MIN_WORD_COUNT},
                 ],
             }
         },

@@ -7,22 +7,24 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from benchmarks.quality.experiment import Experiment, Settings, merged
+from benchmarks.quality.experiment import Experiment, Settings, merge_settings
 
 
 def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experiment]:
     """Yield the experiments on cold articles, on warm articles with and without text, and two published models on ids only."""
     vectors: Settings = {"embeddings": [{"paths": str(data / "item_embeddings.parquet"), "vector_column": "embedding"}]}
-    known: Settings = {"embeddings": [{"paths": str(known_vectors(data, folder=folder)), "vector_column": "embedding"}]}
-    cold = merged(settings(data, test="cold"), ARTICLES, known, TEXT, COLD)
-    pairs = settings(data, test="warm")
-    warm = merged(pairs, ARTICLES)
+    known_vectors: Settings = {
+        "embeddings": [{"paths": str(write_known_vectors(data, folder=folder)), "vector_column": "embedding"}]
+    }
+    cold = merge_settings(settings(data, test="cold"), ARTICLES, known_vectors, TEXT, COLD)
+    ids_only = settings(data, test="warm")
+    warm = merge_settings(ids_only, ARTICLES)
     variants = {
-        "cold": {"text, residual": cold, "text, residual, all articles": merged(cold, ALL_ARTICLES)},
-        "warm": {"with text": merged(warm, vectors, WARM_TEXT), "without text": warm},
+        "cold": {"text, residual": cold, "text, residual, all articles": merge_settings(cold, ALL_ARTICLES)},
+        "warm": {"with text": merge_settings(warm, vectors, WARM_TEXT), "without text": warm},
         "collaborative": {
-            "SimpleX": merged(pairs, SIMPLEX),
-            "sampled-softmax matrix factorisation": merged(pairs, FACTORISATION),
+            "SimpleX": merge_settings(ids_only, SIMPLEX),
+            "sampled-softmax matrix factorisation": merge_settings(ids_only, FACTORISATION),
         },
     }
     for seed in seeds:
@@ -31,9 +33,9 @@ def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experimen
                 yield Experiment(part, name, seed, variant)
 
 
-def known_vectors(data: Path, *, folder: Path) -> Path:
+def write_known_vectors(data: Path, *, folder: Path) -> Path:
     """Write the vectors of training and cold articles. Articles that occur only in the warm test are not candidates."""
-    known = pa.concat_arrays(
+    known_ids = pa.concat_arrays(
         [
             pq.read_table(data / name, columns=["item_id"])["item_id"].combine_chunks()
             for name in ("train.parquet", "test_cold.parquet")
@@ -41,7 +43,7 @@ def known_vectors(data: Path, *, folder: Path) -> Path:
     )
     table = pq.read_table(data / "item_embeddings.parquet")
     path = folder / "known_embeddings.parquet"
-    pq.write_table(table.filter(pc.is_in(table["item_id"], known.unique())), path)
+    pq.write_table(table.filter(pc.is_in(table["item_id"], known_ids.unique())), path)
     return path
 
 
@@ -53,7 +55,8 @@ ARTICLES: Settings = {
 }
 SMALL_STEPS: Settings = {"optimizer": {"learning_rate": 0.02}}
 TEXT: Settings = {
-    # Vectors of length 1: the first step of an offset has about 11 times the learning rate and must stay small next to them.
+    # The text vectors have length 1. The first step of an offset is about 11 times the learning rate. It must be small
+    # compared with the vectors.
     "tables": {"item": {"transfer": "residual", "init_std": 128**-0.5, "id_dropout": 0.5}, "item_offset": SMALL_STEPS}
 }
 """Frozen text vectors plus a learned offset, so that articles without interactions are comparable with the others."""
@@ -65,8 +68,8 @@ ALL_ARTICLES: Settings = {
     "interactions": {"split": {"validation_share": 0.0, "validation_by": "pair"}},
     "training": {"validation": None},
 }
-"""No validation: the number of epochs is the best one of the experiments with validation."""
-WARM_TEXT: Settings = merged(TEXT, {"tables": {"item": {"id_dropout": 0.1}}})
+"""Training without validation, for as many epochs as were best in the experiments with validation."""
+WARM_TEXT: Settings = merge_settings(TEXT, {"tables": {"item": {"id_dropout": 0.1}}})
 SIMPLEX: Settings = {
     "model": {
         "embedding_dim": 64,

@@ -1,4 +1,4 @@
-"""Execution of one experiment: the stages from parquet to metrics, without Prefect flow and registry."""
+"""Execution of one experiment: the stages from parquet to metrics, without a Prefect flow and without the registry."""
 
 import hashlib
 import os
@@ -69,7 +69,7 @@ def train_only(settings: Settings, *, folder: Path) -> list[tuple[float, Progres
 
 @dataclass(frozen=True)
 class Experiment:
-    """The settings of one training, named by part of the report and variant."""
+    """The settings of one training. The part of the report, the variant and the seed identify it."""
 
     part: str
     variant: str
@@ -82,17 +82,17 @@ class Experiment:
         return f"{self.part}/{self.variant}/{self.seed}"
 
 
-def merged(*layers: Mapping[str, Any]) -> Settings:
+def merge_settings(*layers: Mapping[str, Any]) -> Settings:
     """Return the settings of all layers; later layers override single settings of earlier ones.
 
-    >>> merged({"model": {"user_id": True}}, {"model": {"embedding_dim": 8}})
+    >>> merge_settings({"model": {"user_id": True}}, {"model": {"embedding_dim": 8}})
     {'model': {'user_id': True, 'embedding_dim': 8}}
     """
     result: Settings = {}
     for layer in layers:
         for name, value in layer.items():
             nested = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
-            result[name] = merged(result[name], value) if nested else value
+            result[name] = merge_settings(result[name], value) if nested else value
     return result
 
 
@@ -109,14 +109,18 @@ def run(experiment: Experiment, *, folder: Path, cores: "Queue[int]") -> dict[st
 
 def _run(experiment: Experiment, *, folder: Path, core: int) -> dict[str, Any]:
     """Return the validation metrics of each epoch and the test metrics of the best epoch."""
-    config = PipelineConfig.model_validate(merged(ONE_RANK, experiment.settings, {"training": {"seed": experiment.seed}}))
-    # Experiments with the same input share an ingest. Each core has its own, so that no core waits for another one.
+    config = PipelineConfig.model_validate(
+        merge_settings(ONE_RANK, experiment.settings, {"training": {"seed": experiment.seed}})
+    )
+    # Experiments with the same input share the ingested data. Each core has its own copy, so that no core waits.
     inputs = config.model_dump_json(include={"interactions", "embeddings", "features"})
-    shared = folder / f"core-{core}" / hashlib.sha256(inputs.encode()).hexdigest()[:12]
-    own = folder / f"core-{core}" / "run"
-    shutil.rmtree(own, ignore_errors=True)
-    embeddings = ingest_embeddings(config.embeddings, folder=shared / "embeddings") if config.embeddings else None
-    interactions = ingest_interactions(config.interactions_with_context, embeddings=embeddings, folder=shared / "interactions")
+    ingest_folder = folder / f"core-{core}" / hashlib.sha256(inputs.encode()).hexdigest()[:12]
+    run_folder = folder / f"core-{core}" / "run"
+    shutil.rmtree(run_folder, ignore_errors=True)
+    embeddings = ingest_embeddings(config.embeddings, folder=ingest_folder / "embeddings") if config.embeddings else None
+    interactions = ingest_interactions(
+        config.interactions_with_context, embeddings=embeddings, folder=ingest_folder / "interactions"
+    )
     features = None
     if config.features is not None:
         features = ingest_features(
@@ -126,7 +130,7 @@ def _run(experiment: Experiment, *, folder: Path, core: int) -> dict[str, Any]:
             previous=None,
             memory_limit="1GB",
             threads=1,
-            folder=shared / "features",
+            folder=ingest_folder / "features",
         )
     spec = ModelSpec.of(
         config.model,
@@ -139,7 +143,7 @@ def _run(experiment: Experiment, *, folder: Path, core: int) -> dict[str, Any]:
         model=spec,
         batch_size=config.training.batch_size,
         optimizer=config.training.table_optimizer,
-        folder=own / "plan",
+        folder=run_folder / "plan",
     )
     lines: list[Progress] = []
     trained = train(
@@ -148,7 +152,7 @@ def _run(experiment: Experiment, *, folder: Path, core: int) -> dict[str, Any]:
         loss=config.loss,
         dataset=Dataset(interactions, embeddings, features),
         plan=plan,
-        folder=own / "train",
+        folder=run_folder / "train",
         on_progress=lines.append,
     )
     export = export_vectors(
@@ -157,10 +161,10 @@ def _run(experiment: Experiment, *, folder: Path, core: int) -> dict[str, Any]:
         loss=config.loss,
         dataset=Dataset(interactions, features=features),
         train=trained,
-        folder=own / "export",
+        folder=run_folder / "export",
     )
     evaluation = evaluate(
-        config.evaluation, export=export, dataset=Dataset(interactions, embeddings), folder=own / "evaluation"
+        config.evaluation, export=export, dataset=Dataset(interactions, embeddings), folder=run_folder / "evaluation"
     )
     return {
         "validation": [line.validation for line in lines if line.validation],

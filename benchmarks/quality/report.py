@@ -31,8 +31,9 @@ def write_report(results: dict[str, Any], *, folder: Path) -> None:
     lines = [
         "# Quality on public data",
         "",
-        f"Measured on {results['date']} on {results['machine']} by `make bench-quality`. Means and standard deviations over",
-        "seeds. The epoch is chosen on the validation split, and the test split is used once. results.json has all settings.",
+        f"Measured on {results['date']} on {results['machine']} by `make bench-quality`. The tables have means and standard",
+        "deviations over the seeds. The epoch is chosen on the validation split, and the test split is used once. results.json",
+        "has all settings.",
     ]
     for part, (title, metrics) in TABLES.items():
         if part in parts:
@@ -79,7 +80,7 @@ def _curve(result: dict[str, Any]) -> list[float]:
 def _first_to_reach(runs: Runs) -> list[str]:
     """Return the table of the epochs in which each variant reaches the best validation value of random initialisation."""
     lines = [
-        "Epoch in which a variant first reaches the best validation NDCG@10 of random initialisation, by seed:",
+        "First epoch in which a variant reaches the best validation NDCG@10 of random initialisation, for each seed:",
         "",
         "| | epoch | epoch of random initialisation | ratio |",
         "|:---|---:|---:|---:|",
@@ -88,15 +89,16 @@ def _first_to_reach(runs: Runs) -> list[str]:
         base = "random, features" if variant.endswith("features") else "random"
         if variant == base or base not in runs:
             continue
-        reached, needed = [], []
+        reached_epochs, needed_epochs = [], []
         for seed, result in seeds.items():
             if seed in runs[base]:
-                random = _curve(runs[base][seed])
-                needed.append(1 + int(np.argmax(random)))
-                reached.append(next((epoch for epoch, value in enumerate(_curve(result), 1) if value >= max(random)), None))
-        share = "-" if None in reached else f"{sum(filter(None, reached)) / sum(needed):.2f}"
-        epochs = ", ".join("never" if epoch is None else str(epoch) for epoch in reached)
-        lines.append(f"| {variant} | {epochs} | {', '.join(map(str, needed))} | {share} |")
+                base_curve = _curve(runs[base][seed])
+                needed_epochs.append(1 + int(np.argmax(base_curve)))
+                reaching = (epoch for epoch, value in enumerate(_curve(result), 1) if value >= max(base_curve))
+                reached_epochs.append(next(reaching, None))
+        ratio = "-" if None in reached_epochs else f"{sum(filter(None, reached_epochs)) / sum(needed_epochs):.2f}"
+        epochs = ", ".join("never" if epoch is None else str(epoch) for epoch in reached_epochs)
+        lines.append(f"| {variant} | {epochs} | {', '.join(map(str, needed_epochs))} | {ratio} |")
     return lines
 
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.quality.citeulike import FACTORISATION, SIMPLEX
-from benchmarks.quality.experiment import Settings, merged, train_only
+from benchmarks.quality.experiment import Settings, merge_settings, train_only
 
 USERS, ITEMS, PAIRS = 30_000, 41_000, 800_000
 EPOCHS = 3
@@ -19,16 +19,15 @@ def measure(folder: Path) -> dict[str, dict[str, Any]]:
     data = write_pairs(folder)
     results = {}
     for name, model in (("SimpleX", SIMPLEX), ("sampled-softmax matrix factorisation", FACTORISATION)):
-        ends = {
-            line.epoch: seen_s for seen_s, line in train_only(merged(settings(data), model, TIMED), folder=folder / "speed")
-        }
-        # The first epoch includes the start of the ranks.
-        epoch_s = [round(ends[epoch] - ends[epoch - 1], 1) for epoch in range(2, EPOCHS + 1)]
+        lines = train_only(merge_settings(settings(data), model, TIMED_SETTINGS), folder=folder / "speed")
+        end_s = {line.epoch: time_s for time_s, line in lines}
+        # The first epoch is left out, because it includes the start of the ranks.
+        epoch_s = [round(end_s[epoch] - end_s[epoch - 1], 1) for epoch in range(2, EPOCHS + 1)]
         results[f"speed/{name}/0"] = {"pairs": PAIRS, "epoch_s": epoch_s}
     return results
 
 
-TIMED: Settings = {"loss": {"num_negatives": 1024}, "training": {"epochs": EPOCHS}}
+TIMED_SETTINGS: Settings = {"loss": {"num_negatives": 1024}, "training": {"epochs": EPOCHS}}
 
 
 def settings(data: Path) -> Settings:

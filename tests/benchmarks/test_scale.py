@@ -5,14 +5,14 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.scale import BEGIN, END, PAGE, RESULT, SIZES, distinct_items, plan, sent_bytes, to_markdown
+from benchmarks.scale import BEGIN_MARK, END_MARK, PAGE_FILE, RESULT_FILE, SIZES, distinct_items, plan, sent_bytes, to_markdown
 from recsys_core.sharding.lookup_stats import lookup_probability
 
 
 def test_the_page_shows_the_numbers_of_the_last_result() -> None:
-    page = PAGE.read_text()
-    shown = page[page.index(BEGIN) + len(BEGIN) : page.index(END)].strip()
-    assert shown == to_markdown(json.loads(RESULT.read_text())).strip()
+    page = PAGE_FILE.read_text()
+    shown = page[page.index(BEGIN_MARK) + len(BEGIN_MARK) : page.index(END_MARK)].strip()
+    assert shown == to_markdown(json.loads(RESULT_FILE.read_text())).strip()
 
 
 @pytest.mark.parametrize("exponent", [0.8, 1.0, 1.2])

@@ -69,7 +69,7 @@ def name_without(patch: str) -> str:
     return f"ours, without {patch}"
 
 
-class Run(NamedTuple):
+class Contestant(NamedTuple):
     """One contestant with its settings.
 
     sharding_type: type of the user table, and of the item table if unpooled tables support the type.
@@ -128,7 +128,7 @@ class OneEpochLoader:
             yield self._loader.epoch(epoch) if self._batches is None else self._batches
 
 
-def train_with_nightjar(run: Run, *, folder: Path, process: Process, pace: Pace | None) -> dict[str, Any]:
+def train_with_nightjar(contestant: Contestant, *, folder: Path, process: Process, pace: Pace | None) -> dict[str, Any]:
     """Train with nightjar's trainer, and return the samples per second and the mean step times of the timed windows."""
     interactions = require_manifest(folder / "interactions", InteractionsManifest, verify=False)
     model = TwoTowerConfig(
@@ -141,7 +141,7 @@ def train_with_nightjar(run: Run, *, folder: Path, process: Process, pace: Pace 
         candidate=TowerConfig(layers=LAYERS, skip_connection=False, dropout=0.0),
     )
     loss = LossConfig(kind="bce", num_negatives=1)
-    is_pooled = run.sharding_type not in UNPOOLED_SHARDING_TYPES
+    is_pooled = contestant.sharding_type not in UNPOOLED_SHARDING_TYPES
     spec = ModelSpec.of(
         model,
         dataset=Dataset(interactions),
@@ -150,22 +150,22 @@ def train_with_nightjar(run: Run, *, folder: Path, process: Process, pace: Pace 
     )
     training = TrainingConfig(
         epochs=1,
-        batch_size=run.batch_size,
+        batch_size=contestant.batch_size,
         validation=None,
-        log_every_steps=run.window_steps,
+        log_every_steps=contestant.window_steps,
         checkpoint_every_steps=10**9,
-        precision="bf16" if "bf16" in run.name else "fp32",
+        precision="bf16" if "bf16" in contestant.name else "fp32",
     )
-    cluster = ClusterConfig(device="cpu", processes_per_node=run.num_ranks)
-    item_type = "row_wise" if is_pooled else run.sharding_type
+    cluster = ClusterConfig(device="cpu", processes_per_node=contestant.num_ranks)
+    item_type = "row_wise" if is_pooled else contestant.sharding_type
     tables = {
-        "user": TableConstraint(sharding_types=(run.sharding_type,)),
+        "user": TableConstraint(sharding_types=(contestant.sharding_type,)),
         "item": TableConstraint(sharding_types=(item_type,)),
     }
-    work = folder / run.name
+    work = folder / contestant.name
     if process.is_main:
         plan_sharding(
-            ShardingConfig(cluster=cluster, tables=tables), model=spec, batch_size=run.batch_size, folder=work / "plan"
+            ShardingConfig(cluster=cluster, tables=tables), model=spec, batch_size=contestant.batch_size, folder=work / "plan"
         )
     dist.barrier()
     job = TrainJob(
@@ -183,7 +183,9 @@ def train_with_nightjar(run: Run, *, folder: Path, process: Process, pace: Pace 
     loader = make_loader(
         job, store=store, assembler=Assembler(user_batch_key=job.spec.user_batch_key, features=None), process=process
     )
-    one_epoch_loader: Any = OneEpochLoader(loader, num_steps=run.num_steps, in_advance=run.name == PREPARED_BATCHES, pace=pace)
+    one_epoch_loader: Any = OneEpochLoader(
+        loader, num_steps=contestant.num_steps, in_advance=contestant.name == PREPARED_BATCHES, pace=pace
+    )
     sharded = initial_model(job, store=store, dataset=Dataset(interactions), process=process)
     trainer = Trainer(job, model=sharded, loader=one_epoch_loader, validator=None, process=process)
     trainer._save = lambda: None  # type: ignore[method-assign]  # no checkpoints in a benchmark
@@ -191,28 +193,30 @@ def train_with_nightjar(run: Run, *, folder: Path, process: Process, pace: Pace 
     if not process.is_main:
         return {}
     lines = [Progress.model_validate_json(line) for line in (work / METRICS_NAME).read_text().splitlines()]
-    timed_lines = [line for line in lines if line.step > run.warm_up_steps]
+    timed_lines = [line for line in lines if line.step > contestant.warm_up_steps]
     mean_ms = {name: statistics.fmean(line.ms_per_step[name] for line in timed_lines) for name in timed_lines[0].ms_per_step}
     return {"samples_per_s": statistics.harmonic_mean([line.samples_per_s for line in timed_lines]), "ms_per_step": mean_ms}
 
 
-def _run_rank(run: Run, rank: int, folder: Path, pipe: Connection, takes_turns: bool) -> None:
+def _run_rank(contestant: Contestant, rank: int, folder: Path, pipe: Connection, takes_turns: bool) -> None:
     torch.set_num_threads(1)  # also torchrun's default
     for patch, (module, function) in PATCH_FUNCTIONS.items():
-        if run.name == name_without(patch):
+        if contestant.name == name_without(patch):
             setattr(module, function, lambda *_, **__: None)
-    if run.name != EXAMPLE:
-        rank_patches.prepare_rank(local_rank=rank, num_local_ranks=run.num_ranks)
-    store = f"file://{folder / run.name}.group"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=run.num_ranks, timeout=timedelta(minutes=10))
-    pace = Turns(pipe, window_steps=run.window_steps, num_windows=run.num_windows).pace if takes_turns else None
-    if run.name.startswith(EXAMPLE):
+    if contestant.name != EXAMPLE:
+        rank_patches.prepare_rank(local_rank=rank, num_local_ranks=contestant.num_ranks)
+    store = f"file://{folder / contestant.name}.group"
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=contestant.num_ranks, timeout=timedelta(minutes=10)
+    )
+    pace = Turns(pipe, window_steps=contestant.window_steps, num_windows=contestant.num_windows).pace if takes_turns else None
+    if contestant.name.startswith(EXAMPLE):
         assert pace is not None
-        os.environ |= {"LOCAL_WORLD_SIZE": str(run.num_ranks), "LOCAL_RANK": str(rank)}
-        torchrec_loop.train(rows=ROWS, dim=DIM, layers=list(LAYERS), batch_size=run.batch_size, pace=pace)
+        os.environ |= {"LOCAL_WORLD_SIZE": str(contestant.num_ranks), "LOCAL_RANK": str(rank)}
+        torchrec_loop.train(rows=ROWS, dim=DIM, layers=list(LAYERS), batch_size=contestant.batch_size, pace=pace)
     else:
-        process = Process(rank=rank, world_size=run.num_ranks, device=torch.device("cpu"))
-        result = train_with_nightjar(run, folder=folder, process=process, pace=pace)
+        process = Process(rank=rank, world_size=contestant.num_ranks, device=torch.device("cpu"))
+        result = train_with_nightjar(contestant, folder=folder, process=process, pace=pace)
         if rank == 0 and not takes_turns:
             pipe.send(result)
     dist.barrier()
@@ -220,15 +224,15 @@ def _run_rank(run: Run, rank: int, folder: Path, pipe: Connection, takes_turns: 
 
 
 @contextmanager
-def running_ranks(run: Run, *, folder: Path, takes_turns: bool) -> Iterator[list[Connection]]:
+def running_ranks(contestant: Contestant, *, folder: Path, takes_turns: bool) -> Iterator[list[Connection]]:
     """Start the ranks of one contestant, yield a pipe to each, and wait on exit until the ranks have ended."""
     pipes, processes = [], []
-    if run.name not in (EXAMPLE, name_without(CPU_FEATURES)):
+    if contestant.name not in (EXAMPLE, name_without(CPU_FEATURES)):
         # share_cpu_features() would be too late, because a spawned process imports torch first.
         os.environ["LD_PRELOAD"] = str(cpu_features.libc10_path())
-    for rank in range(run.num_ranks):
+    for rank in range(contestant.num_ranks):
         parent_end, rank_end = _CONTEXT.Pipe()
-        processes.append(_CONTEXT.Process(target=_run_rank, args=(run, rank, folder, rank_end, takes_turns)))
+        processes.append(_CONTEXT.Process(target=_run_rank, args=(contestant, rank, folder, rank_end, takes_turns)))
         processes[-1].start()
         rank_end.close()  # otherwise the end of a rank is not detected
         pipes.append(parent_end)
@@ -240,5 +244,5 @@ def running_ranks(run: Run, *, folder: Path, takes_turns: bool) -> Iterator[list
             pipe.close()  # ends a rank that waits for its turn
         for process in processes:
             process.join()
-    shutil.rmtree(folder / run.name, ignore_errors=True)
-    (folder / f"{run.name}.group").unlink(missing_ok=True)
+    shutil.rmtree(folder / contestant.name, ignore_errors=True)
+    (folder / f"{contestant.name}.group").unlink(missing_ok=True)

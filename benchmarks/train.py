@@ -34,7 +34,7 @@ from benchmarks.contestants import (
     PREPARED,
     PREPARED_BATCHES,
     ROWS,
-    Run,
+    Contestant,
     name_without,
     running_ranks,
     write_log,
@@ -53,12 +53,13 @@ HERE = Path(__file__).parent
 PARTS = ("compared", "patches", "by_kind")
 
 
-def measure(run: Run, *, folder: Path) -> dict[str, Any]:
+def measure(contestant: Contestant, *, folder: Path) -> dict[str, Any]:
     """Return the measurement of rank 0."""
-    with running_ranks(run, folder=folder, takes_turns=False) as pipes:
+    with running_ranks(contestant, folder=folder, takes_turns=False) as pipes:
         result: dict[str, Any] = pipes[0].recv()
     print_now(
-        f"{run.name}, batch {run.batch_size}, {run.num_ranks} ranks, {run.sharding_type}: {result['samples_per_s']:,.0f}/s"
+        f"{contestant.name}, batch {contestant.batch_size}, {contestant.num_ranks} ranks, {contestant.sharding_type}: "
+        f"{result['samples_per_s']:,.0f}/s"
     )
     return result
 
@@ -76,12 +77,12 @@ def compare(folder: Path, *, names: Sequence[str], rounds: int) -> list[dict[str
         with ExitStack() as stack:
             pipes = {}
             for name in names:
-                run = Run(name, batch_size, warm_up_steps=0, window_steps=steps, num_windows=1 + rounds)
-                pipes[name] = stack.enter_context(running_ranks(run, folder=folder, takes_turns=True))
+                contestant = Contestant(name, batch_size, warm_up_steps=0, window_steps=steps, num_windows=1 + rounds)
+                pipes[name] = stack.enter_context(running_ranks(contestant, folder=folder, takes_turns=True))
                 run_window(pipes[name])  # before the next contestant starts, so that only one runs at a time
             seconds = take_turns(pipes, rounds=rounds)
         for name, turn_seconds in seconds.items():
-            speeds = [run.num_ranks * batch_size * steps / turn for turn in turn_seconds]
+            speeds = [contestant.num_ranks * batch_size * steps / turn for turn in turn_seconds]
             print_now(f"{name}, batch {batch_size}: {statistics.median(speeds):,.0f}/s")
             results.append({"name": name, "batch_size": batch_size, "samples_per_s": speeds})
     return results
@@ -94,8 +95,8 @@ def measure_sharding_types(folder: Path) -> list[dict[str, Any]]:
         for sharding_type in SHARDING_TYPES:
             # Few steps, because replicas exchange the gradient of the whole table in every step, which takes seconds.
             steps = {"warm_up_steps": 2, "window_steps": 2, "num_windows": 1} if sharding_type == "data_parallel" else {}
-            run = Run(OURS, LARGEST_BATCH, num_ranks=ranks, sharding_type=sharding_type, **steps)
-            results.append({"kind": sharding_type, "ranks": ranks} | measure(run, folder=folder))
+            contestant = Contestant(OURS, LARGEST_BATCH, num_ranks=ranks, sharding_type=sharding_type, **steps)
+            results.append({"kind": sharding_type, "ranks": ranks} | measure(contestant, folder=folder))
     return results
 
 

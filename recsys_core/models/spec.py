@@ -115,7 +115,7 @@ class ModelSpec(Frozen):
         tables: Mapping[str, TableConfig] | None = None,
         distils: bool = False,
     ) -> Self:
-        """Return the spec for sizes given as numbers, without a dataset.
+        """Return the spec for these sizes, without reading a dataset.
 
         Args:
             facts: ingested features, by <side>.<name>.

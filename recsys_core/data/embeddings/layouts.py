@@ -19,7 +19,7 @@ from recsys_core.data.embeddings.row_faults import Fault, FaultyRows
 from recsys_core.parquet.sources import Source
 
 TRANSPOSED_ROWS = 1_024
-"""Rows to transpose at a time, so that they stay in the cache of the processor."""
+"""Number of rows that are transposed at a time. They fit into the cache of the processor."""
 
 
 @dataclass(frozen=True)

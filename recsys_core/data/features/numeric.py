@@ -1,6 +1,6 @@
 """Numeric features: buckets, or standardised values.
 
-Mean, standard deviation, and boundaries that the config does not list are computed from the training rows.
+Mean and standard deviation are computed from the training rows, and so are boundaries unless the config lists them.
 
 Shapes: N values of a batch, R users, items or events.
 """

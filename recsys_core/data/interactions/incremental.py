@@ -1,7 +1,7 @@
 """Incremental reading of the interaction log: a file is read and checked once, and later runs reuse its events.
 
 The events of the files that one run reads are stored in a part: a parquet file in which codes replace the user and item ids.
-An id keeps its code forever, so a part stays valid in later runs, and only new files have to be read.
+An id keeps its code until the vocabularies are rebuilt. Until then, later runs reuse the part and read only new files.
 """
 
 import shutil
@@ -196,7 +196,7 @@ def _raw_log_sql(
 
 
 def _widest_type(data_types: Sequence[pa.DataType]) -> pa.DataType:
-    """Return the type that decides the checks and casts of a column that has another type in another file."""
+    """Return the type that decides how a column is checked and cast: a floating-point or uint64 type if a file has one."""
     wide_types = [data_type for data_type in data_types if pa.types.is_floating(data_type) or pa.types.is_uint64(data_type)]
     return (wide_types or list(data_types))[0]
 
@@ -280,7 +280,10 @@ def _write_events(
     keep_condition: str,
     id_types: tuple[IdType, IdType],
 ) -> dict[int, tuple[int, int]]:
-    """Write the rows to keep, as codes; return the number of rows written and of rows with a null, by index of the source."""
+    """Write the rows to keep, with codes in place of ids.
+
+    Return, by index of the file, the number of rows written and the number of these rows that have a null.
+    """
     # TRY_CAST: DuckDB may cast a bad row before the filter removes it.
     user, item = (
         f'TRY_CAST(raw."{side}" AS {SQL_TYPE[id_type]})' for side, id_type in zip(("user", "item"), id_types, strict=True)

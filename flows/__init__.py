@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from flows.cli.query import load_retriever as load_retriever
     from flows.config import PipelineConfig as PipelineConfig
     from flows.config_file import load_config as load_config
+    from flows.history import run_history as run_history
     from flows.nightly import nightly_retrain as nightly_retrain
     from flows.results import RunResults as RunResults
     from flows.results import open_run as open_run
@@ -26,6 +27,7 @@ __getattr__ = lazy_attributes(
         "nightly_retrain": "flows.nightly",
         "RunResults": "flows.results",
         "open_run": "flows.results",
+        "run_history": "flows.history",
         "tune_settings": "flows.tuning",
     },
 )

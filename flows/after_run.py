@@ -4,10 +4,18 @@ import logging
 from collections.abc import Callable
 
 from flows.config import PipelineConfig
+from flows.history_page import write_history_page
+from flows.metrics_file import write_metrics_file
 from tasks.run import Run
 from tasks.run_record import RunRecord
 
 LOG = logging.getLogger("nightjar")
+
+_CHORES: tuple[tuple[str, Callable[[PipelineConfig, Run], None]], ...] = (
+    ("write the page of the last runs", write_history_page),
+    ("write the Prometheus metrics", write_metrics_file),
+)
+"""Work after each run, in order: its name for a warning, and its function."""
 
 
 def after_run(config: PipelineConfig, run: Run) -> None:
@@ -18,8 +26,7 @@ def after_run(config: PipelineConfig, run: Run) -> None:
     record = RunRecord.read(run)
     if record is None or record.state == "Interrupted":
         return
-    chores: tuple[tuple[str, Callable[[PipelineConfig, Run], object]], ...] = ()
-    for name, chore in chores:
+    for name, chore in _CHORES:
         try:
             chore(config, run)
         except Exception as error:  # any error of a library

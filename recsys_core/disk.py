@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,20 @@ def disk_full_error(folder: Path, *, reason: str) -> InputError:
         f"{folder}: {reason}, but the disk has {format_gib(free_bytes(folder), digits=3)} free; "
         f"free some space, or set workspace to a folder on a larger disk than the one at {mount}"
     )
+
+
+def used_bytes(folder: Path) -> int:
+    """Return the space that the files below `folder` take on the disk. A file with several hard links is counted once.
+
+    A file that another process removes in the meantime is left out.
+    """
+    blocks: dict[tuple[int, int], int] = {}
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                status = (Path(parent) / name).lstat()
+                blocks[status.st_dev, status.st_ino] = status.st_blocks
+    return 512 * sum(blocks.values())
 
 
 def free_bytes(folder: Path) -> int:

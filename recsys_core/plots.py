@@ -19,8 +19,9 @@ BLUE: Final = "#22577a"
 GREEN: Final = "#57a773"
 ORANGE: Final = "#e0a030"
 GREY: Final = "#b4bcc5"
+RED: Final = "#b3261e"
 
-_CSS_VARIABLES = {INK: "ink", GRID: "line", BLUE: "blue", GREEN: "green", ORANGE: "orange", GREY: "grey"}
+_CSS_VARIABLES = {INK: "ink", GRID: "line", BLUE: "blue", GREEN: "green", ORANGE: "orange", GREY: "grey", RED: "bad"}
 """Colour -> variable of html_page.html. In an SVG the variables follow the page's light or dark scheme."""
 _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
@@ -70,10 +71,10 @@ def new_panels(
     return figure, panels
 
 
-def legend_above(axes: "Axes") -> None:
+def legend_above(axes: "Axes", *, num_columns: int = 4) -> None:
     """Place a one-line legend between the title and the axes, where it hides no data."""
     axes.legend(
-        frameon=False, fontsize=8, labelcolor=INK, loc="lower left", bbox_to_anchor=(0, 1), ncols=4,
+        frameon=False, fontsize=8, labelcolor=INK, loc="lower left", bbox_to_anchor=(0, 1), ncols=num_columns,
         borderaxespad=0.2, borderpad=0.2, handlelength=1.6,
     )  # fmt: skip
     import matplotlib

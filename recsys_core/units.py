@@ -16,3 +16,35 @@ def format_gib(num_bytes: int, *, digits: int = 1) -> str:
     ('1.250 GiB', '8.0 GiB')
     """
     return f"{num_bytes / GIB:,.{digits}f} GiB"
+
+
+def format_bytes(value: float | None) -> str:
+    """Format a number of bytes.
+
+    >>> [format_bytes(value) for value in (None, 0, 1536, 64 * 2**30, 3 * 2**40)]
+    ['-', '0 B', '1.5 KiB', '64.0 GiB', '3.0 TiB']
+    """
+    if value is None:
+        return "-"
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= factor:
+            return f"{value / factor:,.1f} {unit}"
+    return f"{value:.0f} B"
+
+
+def format_duration(seconds: float | None) -> str:
+    """Format a duration.
+
+    >>> [format_duration(seconds) for seconds in (None, 0.42, 59.6, 125, 754, 4_980, 90_000)]
+    ['-', '0.4 s', '60 s', '2 min 05 s', '13 min', '1 h 23 min', '25 h 00 min']
+    """
+    if seconds is None:
+        return "-"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 600:
+        return f"{round(seconds) // 60} min {round(seconds) % 60:02} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min"

@@ -192,7 +192,7 @@ class Run:
 
     def is_locked(self) -> bool:
         """Return whether a process is working on the run: the kernel releases the lock of a dead process."""
-        lock_file = self.folder / ".lock"
+        lock_file = self.folder / LOCK_NAME
         if not lock_file.is_file():
             return False
         lock = FileLock(lock_file)

@@ -18,8 +18,8 @@ from pydantic import AwareDatetime, Field, ValidationError
 
 from recsys_core.atomic import write_text
 from recsys_core.config import Frozen
-from recsys_core.errors import InputError, NightjarError, first_line, printable, redacted
-from recsys_core.manifests import DataReportManifest, InteractionsManifest, Manifest, RegistrationManifest, load_manifest
+from recsys_core.errors import InputError, NightjarError, printable, redacted
+from recsys_core.manifests import DataReportManifest, InteractionsManifest, Manifest, RegistrationManifest, read_manifest
 from tasks.run import STAGES, Run, RunOptions, StageName
 
 LOG = logging.getLogger("nightjar")
@@ -49,8 +49,8 @@ class RunFigures(Frozen):
 
     @classmethod
     def read(cls, run: Run) -> "RunFigures":
-        """Read the figures from the manifests in the folder of `run`, without verifying checksums."""
-        loaded = {stage: load_manifest(run.stage_folder(stage), STAGES[stage], verify=False) for stage in STAGES}
+        """Read the figures from the manifests in the folder of `run`, also if retention has removed the stages' files."""
+        loaded = {stage: read_manifest(run.stage_folder(stage), STAGES[stage]) for stage in STAGES}
         manifests: dict[StageName, Manifest] = {stage: manifest for stage, manifest in loaded.items() if manifest is not None}
         log = cast(InteractionsManifest | None, manifests.get("ingest_interactions"))
         version = cast(RegistrationManifest | None, manifests.get("register"))
@@ -133,7 +133,7 @@ def record_run(run: Run, *, pipeline: str) -> Iterator[Ending]:
     try:
         yield ending
     except Exception as error:
-        ending.set("DataRejected" if _is_rejection(error, run) else "Failed", first_line(error))
+        ending.set("DataRejected" if _is_rejection(error, run) else "Failed", _on_one_line(error))
         _save_unexpected(error, run.folder)
         raise
     except BaseException:  # KeyboardInterrupt, or Prefect's exception for SIGTERM
@@ -151,8 +151,13 @@ def _end(start: RunRecord, ending: Ending) -> RunRecord:
     return start.model_copy(update={"ended": datetime.now(UTC), "state": ending.state, "message": message})
 
 
+def _on_one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, NightjarError) else f"{type(error).__name__}: {text}"
+
+
 def _is_rejection(error: Exception, run: Run) -> bool:
-    report = load_manifest(run.stage_folder("check_data"), DataReportManifest, verify=False)
+    report = read_manifest(run.stage_folder("check_data"), DataReportManifest)
     return isinstance(error, InputError) and report is not None and bool(report.breaches)
 
 

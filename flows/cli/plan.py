@@ -16,8 +16,9 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.config import ClusterConfig
 from recsys_core.sharding.lookup_stats import measure_lookups
 from recsys_core.sharding.plan_file import PlanFile, format_ranges
-from recsys_core.sharding.plan_page import compared_plans, format_bytes, format_milliseconds, lookup_memory_field
+from recsys_core.sharding.plan_page import compared_plans, format_milliseconds, lookup_memory_field
 from recsys_core.sharding.planner import make_plan, write_plan
+from recsys_core.units import format_bytes
 
 MAX_RANK_LINES = 16
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from recsys_core.html_page import render_page
 from recsys_core.sharding.constraints import OFFLOADING_KERNELS
 from recsys_core.sharding.plan_file import NaivePlan, PlanFile, RankEstimate, RankMeasure, format_ranges
+from recsys_core.units import format_bytes
 
 _TEMPLATE = Path(__file__).with_name("plan.html")
 TIMES = (
@@ -63,20 +64,6 @@ def _memory_parts(plan: PlanFile, rank: RankEstimate, table: str) -> list[tuple[
         ("buffers", memory.buffers, True),
     ]
     return [part for part in parts if part[1]]
-
-
-def format_bytes(value: float | None) -> str:
-    """Format a number of bytes.
-
-    >>> [format_bytes(value) for value in (None, 0, 1536, 64 * 2**30, 3 * 2**40)]
-    ['-', '0 B', '1.5 KiB', '64.0 GiB', '3.0 TiB']
-    """
-    if value is None:
-        return "-"
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= factor:
-            return f"{value / factor:,.1f} {unit}"
-    return f"{value:.0f} B"
 
 
 def format_milliseconds(value: float | None) -> str:

@@ -37,22 +37,11 @@ from recsys_core.serving.config import PackageConfig
 from recsys_core.serving.package import build_package
 from recsys_core.training.job_spec import Progress
 from tasks.registry import gate
-from tasks.registry.mlflow_client import connect
 from tasks.registry.smoke_test import K, ServedSample, UnusableVersionError
 from tests.recsys_core.evaluation.stage_folders import export_stage, interactions_stage
 
 ITEMS, USERS, DIM, CLUSTERS = 120, 30, 8, 4
 STEPS = (20, 40, 60)
-
-
-@pytest.fixture(scope="session")
-def new_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty MLflow database to copy, because its migration takes seconds."""
-    folder = tmp_path_factory.mktemp("mlflow")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        connect(folder)
-    return folder / "mlflow.db"
 
 
 @pytest.fixture

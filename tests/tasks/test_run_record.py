@@ -48,8 +48,12 @@ def test_a_record_has_state_reason_and_the_figures_of_the_stages(run: Run) -> No
 @pytest.mark.parametrize(
     ("error", "state", "message"),
     [
-        (StageError("rank 1 died\ndetails"), "Failed", "rank 1 died"),
-        (ValueError("no answer from postgresql://ada:s3cret@db/x"), "Failed", "no answer from postgresql://ada:***@db/x"),
+        (StageError("rank 1 died\nsee its log"), "Failed", "rank 1 died see its log"),
+        (
+            ValueError("no answer from postgresql://ada:s3cret@db/x"),
+            "Failed",
+            "ValueError: no answer from postgresql://ada:***@db/x",
+        ),
         (KeyboardInterrupt(), "Interrupted", "a signal ended the run: Ctrl-C, SIGTERM or a cancellation"),
     ],
 )

@@ -1,0 +1,129 @@
+"""The history of a workspace: its runs, how each ended, and their figures."""
+
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from recsys_core.disk import used_bytes
+from recsys_core.manifests import DataReportManifest, RegistrationManifest, read_manifest
+from tasks.run import RUN_ID, Run
+from tasks.run_record import ERROR_LOG_NAME, RECORD_NAME, RunFigures, RunRecord, RunState
+
+PAGES = {
+    "report": "check_data/report.html",
+    "plan": "plan_sharding/plan.html",
+    "loss": "loss.png",
+    "recall": "recall.png",
+    "indexes": "indexes.png",
+    "error log": ERROR_LOG_NAME,
+}
+"""Pages and plots of a run, by the name of the link, relative to the run's folder."""
+STATE_NAMES: dict[RunState, str] = {
+    "Running": "running",
+    "Promoted": "promoted",
+    "NotPromoted": "not promoted",
+    "BrokenChampion": "broken champion",
+    "DataRejected": "data rejected",
+    "DryRun": "dry run",
+    "StoppedEarly": "stopped early",
+    "Failed": "failed",
+    "Interrupted": "interrupted",
+}
+"""States of runs, as people read them."""
+_TIME_IN_RUN_ID = re.compile(r"(\d{8}-\d{6})-")
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """One run of the history.
+
+    Attributes:
+        run: the run, with its folder.
+        record: how the run ended, and its figures.
+    """
+
+    run: Run
+    record: RunRecord
+
+    @cached_property
+    def disk_bytes(self) -> int:
+        """Space that the run's folder takes on the disk."""
+        return used_bytes(self.run.folder)
+
+    @property
+    def pages(self) -> dict[str, str]:
+        """Existing pages and plots: name of the link -> path relative to the workspace."""
+        paths = {name: self.run.folder / path for name, path in PAGES.items()}
+        return {name: str(path.relative_to(self.run.workspace)) for name, path in paths.items() if path.is_file()}
+
+    def new_metric(self, name: str) -> float | None:
+        """Return the metric `name`, such as recall@20, of the run's version as served; None if no version was measured."""
+        return self.record.figures.metrics.get(f"served/{name}")
+
+    def champion_metric(self, name: str) -> float | None:
+        """Return the metric `name` of the champion that the version was compared with; None without a comparison."""
+        return self.record.figures.metrics.get(f"champion/{name}")
+
+    def as_json(self, *, metric: str) -> dict[str, Any]:
+        """Return the run as a JSON object. Times are in UTC."""
+        record = self.record.model_dump(mode="json", exclude={"format_version", "figures", "options", "pid"})
+        figures = self.record.figures.model_dump(mode="json", exclude={"metrics"})
+        values = {"metric": metric, "new": self.new_metric(metric), "champion": self.champion_metric(metric)}
+        return {
+            "run_id": self.run.run_id,
+            "run_dir": str(self.run.folder),
+            **record,
+            "reason": self.record.options.reason,
+            "seconds": self.record.seconds,
+            **values,
+            **figures,
+            "disk_bytes": self.disk_bytes,
+        }
+
+
+def run_history(workspace: str | Path, *, last: int | None = None) -> list[PastRun]:
+    """Return the runs of `workspace`, the newest start first; with `last`, at most that many."""
+    workspace = Path(workspace).absolute()
+    folders = [path for path in (workspace / "runs").glob("*") if RUN_ID.fullmatch(path.name) and _is_run(path)]
+    runs = [Run(path.name, workspace=workspace, experiment="") for path in folders]
+    past_runs = [PastRun(run, RunRecord.read(run) or _record_from_manifests(run)) for run in runs]
+    return sorted(past_runs, key=lambda past_run: (past_run.record.started, past_run.run.run_id), reverse=True)[:last]
+
+
+def champion_version(runs: list[PastRun]) -> str | None:
+    """Return the version that the newest promotion in `runs` made champion; None without a promotion.
+
+    A rollback in the registry is not in the history.
+    """
+    return next((past_run.record.figures.version for past_run in runs if past_run.record.state == "Promoted"), None)
+
+
+def _is_run(folder: Path) -> bool:
+    return not folder.is_symlink() and any((folder / name).is_file() for name in (RECORD_NAME, "config.yaml"))
+
+
+def _record_from_manifests(run: Run) -> RunRecord:
+    """Return a record for a run without run.json, which an earlier version of nightjar made."""
+    registration = read_manifest(run.stage_folder("register"), RegistrationManifest)
+    report = read_manifest(run.stage_folder("check_data"), DataReportManifest)
+    state: RunState
+    if run.is_locked():
+        state, message = "Running", ""
+    elif registration is not None:
+        state, message = "Promoted" if registration.promoted else "NotPromoted", "; ".join(registration.reasons)
+    elif report is not None and report.breaches:
+        state, message = "DataRejected", "; ".join(report.breaches)
+    else:
+        state, message = "Interrupted", f"the folder has no {RECORD_NAME} and no registered version"
+    time = _TIME_IN_RUN_ID.match(run.run_id)
+    if time is not None:
+        started = datetime.strptime(time[1], "%Y%m%d-%H%M%S").replace(tzinfo=UTC)
+    else:
+        started = datetime.fromtimestamp(run.folder.stat().st_mtime, UTC)
+    return RunRecord(
+        pipeline="", options=run.options, host="", pid=0, started=started, state=state, message=message,
+        figures=RunFigures.read(run),
+    )  # fmt: skip

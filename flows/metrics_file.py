@@ -1,0 +1,85 @@
+"""Prometheus metrics of the newest run: <workspace>/metrics.prom, for the textfile collector of node_exporter, and HTTP.
+
+The collector reads the workspace at each scrape, so that a served page is as current as the run folders.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+from prometheus_client import CollectorRegistry, write_to_textfile
+from prometheus_client.metrics_core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from flows.config import PipelineConfig
+from flows.history import PastRun, champion_version, run_history
+from recsys_core.disk import free_bytes, used_bytes
+from tasks.run import Run
+from tasks.run_record import RunState
+
+METRICS_NAME = "metrics.prom"
+_REGISTERING_STATES = ("Promoted", "NotPromoted", "BrokenChampion")
+
+
+def metrics_registry(config: PipelineConfig) -> CollectorRegistry:
+    """Return a registry with the metrics of the newest run of `config`'s workspace.
+
+    >>> from prometheus_client import start_http_server
+    >>> start_http_server(9464, addr="127.0.0.1", registry=metrics_registry(config))  # doctest: +SKIP
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_WorkspaceCollector(config))
+    return registry
+
+
+def write_metrics_file(config: PipelineConfig, run: Run) -> None:
+    """Replace <workspace>/metrics.prom. The newest run is `run`, which has just ended, unless another one started since."""
+    write_to_textfile(str(run.workspace / METRICS_NAME), metrics_registry(config))
+
+
+class _WorkspaceCollector(Collector):
+    """Metrics of a workspace, with the label `pipeline`. A metric without a value, e.g. of a failed run, is left out."""
+
+    def __init__(self, config: PipelineConfig) -> None:
+        self._config = config
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Read the workspace and yield its metrics."""
+        workspace = self._config.workspace
+        yield self._gauge("workspace_bytes", "Space that the workspace takes on the disk.", {(): used_bytes(workspace)})
+        yield self._gauge("free_bytes", "Free space on the disk of the workspace.", {(): free_bytes(workspace)})
+        runs = run_history(workspace)
+        if runs:
+            yield from self._newest_run(runs[0])
+        champion = champion_version(runs)
+        if champion is not None and champion.isdecimal():
+            yield self._gauge("champion_version", "Version of the newest promotion.", {(): int(champion)})
+        registered = next((past_run.record for past_run in runs if past_run.record.state in _REGISTERING_STATES), None)
+        if registered is not None and registered.ended is not None:
+            description = "End of the newest run that registered a version."
+            yield self._gauge("last_registration_timestamp_seconds", description, {(): registered.ended.timestamp()})
+
+    def _newest_run(self, newest: PastRun) -> Iterator[GaugeMetricFamily]:
+        record, metric = newest.record, self._config.registry.metric
+        figures = record.figures
+        yield self._gauge("run_start_timestamp_seconds", "Start of the newest run.", {(): record.started.timestamp()})
+        if record.ended is not None:
+            yield self._gauge("run_end_timestamp_seconds", "End of the newest run.", {(): record.ended.timestamp()})
+        states = {(state,): int(state == record.state) for state in get_args(RunState)}
+        yield self._gauge("run_state", "1 for the state of the newest run, 0 for the other states.", states, labels=("state",))
+        seconds = {(stage,): stage_seconds for stage, stage_seconds in figures.stage_seconds.items()}
+        yield self._gauge("stage_duration_seconds", "Duration of each stage of the newest run.", seconds, labels=("stage",))
+        values = {(metric, "new"): newest.new_metric(metric), (metric, "champion"): newest.champion_metric(metric)}
+        description = "registry.metric of the new version and of the champion that it was compared with, as served."
+        yield self._gauge("served_metric", description, values, labels=("metric", "model"))
+        for name, count in (("events", figures.events), ("users", figures.users), ("items", figures.items)):
+            yield self._gauge(name, f"Number of {name} of the newest run.", {(): count})
+
+    def _gauge(
+        self, name: str, description: str, values: Mapping[Any, float | None], *, labels: tuple[str, ...] = ()
+    ) -> GaugeMetricFamily:
+        """Return a gauge; `values` maps the values of `labels`, as a tuple, to the value of the gauge."""
+        family = GaugeMetricFamily(f"nightjar_{name}", description, labels=("pipeline", *labels))
+        for label_values, value in values.items():
+            if value is not None:
+                family.add_metric((self._config.name, *label_values), value)
+        return family

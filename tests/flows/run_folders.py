@@ -1,0 +1,85 @@
+"""Run folders written by hand: a record, and empty reports. `month_of_runs` has a run in each state."""
+
+import random
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from tasks.run import STAGES, Run, RunOptions
+from tasks.run_record import RunFigures, RunRecord, RunState
+
+METRIC = "recall@20"
+FIRST_START = datetime(2026, 10, 24, 2, 15, tzinfo=UTC)
+_SECONDS = (34, 210, 55, 12, 9, 1900, 75, 120, 62, 21, 88)
+"""Seconds of each stage."""
+
+
+def past_run(workspace: Path, start: datetime, *, state: RunState, stages: int = len(STAGES), **fields: Any) -> Run:
+    """Write one run folder with the first `stages` stages; `fields` are of RunRecord, or of its figures."""
+    run = Run(f"{start:%Y%m%d-%H%M%S}-{start.day:04x}", workspace=workspace, experiment="e")
+    run.folder.mkdir(parents=True)
+    (run.folder / "weights.bin").write_bytes(bytes(4_000 * (stages + 1)))
+    for place in ("check_data/report.html", "plan_sharding/plan.html", "loss.png", "indexes.png")[: stages // 2 + 1]:
+        (run.folder / place).parent.mkdir(exist_ok=True)
+        (run.folder / place).write_text(place)
+    figure_names = RunFigures.model_fields.keys() & fields.keys()
+    figures = {"stage_seconds": dict(zip(STAGES, _SECONDS[:stages], strict=False))} | {
+        name: fields.pop(name) for name in figure_names
+    }
+    end = start + timedelta(seconds=sum(_SECONDS[:stages]) + 40)
+    record = {"pipeline": "films", "host": "trainer-1", "pid": 4711, "started": start, "ended": end, "state": state} | fields
+    RunRecord.model_validate(record | {"options": fields.pop("options", RunOptions()), "figures": figures}).write(run)
+    return run
+
+
+def month_of_runs(workspace: Path, *, num_runs: int = 30) -> list[Run]:
+    """Write a run a day: most promoted, some not, one with rejected data, one failed and one killed."""
+    dice = random.Random(7)
+    runs, champion_value, version = [], 0.212, 40
+    for day in range(num_runs):
+        start = FIRST_START + timedelta(days=day, seconds=dice.randrange(20))
+        growth = 1 + 0.004 * day
+        sizes = {
+            "events": int(18_400_000 * growth * dice.uniform(0.985, 1.015)),
+            "users": int(1_240_000 * growth),
+            "items": int(86_000 + 310 * day),
+        }
+        if day == 11:
+            message = (
+                "the data violates 1 of the limits in data_report: - 8,912,004 training events, 52 % fewer than the run before"
+            )
+            runs.append(
+                past_run(workspace, start, state="DataRejected", stages=4, message=message, **sizes | {"events": 8_912_004})
+            )
+            continue
+        if day == 19:
+            message = "the launch failed: rank 1 (pid 28123) ended with SIGKILL; the kernel killed it, probably for memory"
+            runs.append(past_run(workspace, start, state="Failed", stages=5, message=message, **sizes))
+            (runs[-1].folder / "error.log").write_text("Traceback")
+            continue
+        if day == 23:
+            runs.append(past_run(workspace, start, state="Running", stages=0, ended=None))
+            continue
+        version += 1
+        value = champion_value * dice.uniform(0.955, 1.05)
+        promoted = value >= 0.98 * champion_value
+        comparison = "at least" if promoted else "less than"
+        reason = f"{METRIC} is {value:.4f}, {comparison} 0.98 of the {champion_value:.4f} of version {version - 1}"
+        options = RunOptions(reason="new prices from the shop") if day == 16 else RunOptions()
+        metrics = {f"served/{METRIC}": value, f"champion/{METRIC}": champion_value}
+        alias = "champion" if promoted else "challenger"
+        runs.append(
+            past_run(
+                workspace,
+                start,
+                state="Promoted" if promoted else "NotPromoted",
+                message=f"films version {version} is {alias}: {reason}",
+                options=options,
+                model_name="films",
+                version=str(version),
+                metrics=metrics,
+                **sizes,
+            )
+        )
+        champion_value = value if promoted else champion_value * 0.998
+    return runs

@@ -6,14 +6,30 @@ from collections.abc import Callable
 from flows.config import PipelineConfig
 from flows.history_page import write_history_page
 from flows.metrics_file import write_metrics_file
+from recsys_core.units import format_gib
 from tasks.run import Run
 from tasks.run_record import RunRecord
 
 LOG = logging.getLogger("nightjar")
 
+
+def _clean(config: PipelineConfig, run: Run) -> None:
+    from tasks.retention.clean import clean
+
+    removals = clean(run.workspace, config.retention, model_name=config.registry.model_name)
+    if removals.runs or removals.versions:
+        LOG.info(
+            "removed files of %d old runs and %d old model versions: %s",
+            len(removals.runs),
+            len(removals.versions),
+            format_gib(removals.bytes, digits=3),
+        )
+
+
 _CHORES: tuple[tuple[str, Callable[[PipelineConfig, Run], None]], ...] = (
     ("write the page of the last runs", write_history_page),
     ("write the Prometheus metrics", write_metrics_file),
+    ("remove files of old runs", _clean),
 )
 """Work after each run, in order: its name for a warning, and its function."""
 

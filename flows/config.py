@@ -24,6 +24,7 @@ from recsys_core.serving.config import PackageConfig
 from recsys_core.sharding.config import ShardingConfig
 from recsys_core.training.config import TrainingConfig
 from tasks.registry.config import RegistryConfig
+from tasks.retention.config import RetentionConfig
 from tasks.tuning.config import TuningConfig
 
 
@@ -74,6 +75,9 @@ class PipelineConfig(Settings):
     )
     schedule: ScheduleConfig = Field(
         default_factory=ScheduleConfig, description="when the pipeline runs by itself under `nightjar up` or a Prefect worker"
+    )
+    retention: RetentionConfig = Field(
+        default_factory=RetentionConfig, description="runs and model versions that are kept, and the disk budget"
     )
     tuning: TuningConfig | None = Field(
         None, description="settings that `nightjar tune` varies, and their ranges; empty: no tuning"

@@ -68,6 +68,8 @@ RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 """A run id names one folder; it is never a path."""
 
 LOCK_NAME = ".lock"
+CHAMPION_FILE_NAME = "champion.json"
+"""File in a run's folder with the id of the run whose model a warm start continues to train."""
 REDUCED_NAME = "reduced.json"
 """File in the folder of a run whose large files retention has removed. The run cannot be resumed."""
 

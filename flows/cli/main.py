@@ -319,6 +319,22 @@ def deploy(
     deploy_pipeline(config, file=file, overrides=overrides or (), work_pool=work_pool, dry_run=dry_run)
 
 
+@app.command(epilog="Example: nightjar clean nightly.yaml --dry-run")
+def clean(
+    file: ConfigFile = DEFAULT_FILE,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the removals without removing anything")] = False,
+) -> None:
+    """Remove files of old runs and old model versions, as `retention` says. Each run does the same at its end."""
+    from flows.config_file import load_config
+
+    config = load_config(file, overrides or ())
+    prepare(config.workspace)
+    from flows.cli.clean import clean_workspace, print_removals
+
+    print_removals(clean_workspace(config, dry_run=dry_run), dry_run=dry_run, console=output.stdout)
+
+
 @app.command(epilog="Example: nightjar ui --mlflow-port 5001")
 def ui(
     file: ConfigFile = DEFAULT_FILE,

@@ -7,9 +7,7 @@ from recsys_core.atomic import write_text
 from recsys_core.training.champion import Champion
 from tasks.registry.mlflow_client import LOG, RUN_ID_TAG, call_or_warn
 from tasks.registry.releases import champion_of
-from tasks.run import Run
-
-CHAMPION_FILE_NAME = "champion.json"
+from tasks.run import CHAMPION_FILE_NAME, Run
 
 
 def starting_champion(model_name: str, *, run: Run) -> Champion | None:

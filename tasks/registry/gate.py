@@ -29,6 +29,7 @@ from tasks.registry.promotion import AliasChange, move_champion
 from tasks.registry.releases import (
     ALARM_TAG,
     BROKEN_TAG,
+    MAX_FORMER_CHAMPIONS,
     METRICS_TAG,
     PROMOTE_TAG,
     REASONS_TAG,
@@ -49,8 +50,6 @@ from tasks.registry.smoke_test import (
 from tasks.registry.tracking import as_metrics, log_metrics
 from tasks.run import RunOptions
 
-MAX_FORMER_CHAMPIONS = 3
-"""Number of former champions that the fallback tries to load."""
 _MAX_TAG_LENGTH = 500
 
 T = TypeVar("T")

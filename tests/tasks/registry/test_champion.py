@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from recsys_core.training.champion import Champion
-from tasks.registry.champion import CHAMPION_FILE_NAME, starting_champion
+from tasks.registry.champion import starting_champion
 from tasks.registry.mlflow_client import RUN_ID_TAG, connect
-from tasks.run import Run
+from tasks.run import CHAMPION_FILE_NAME, Run
 
 
 @pytest.fixture

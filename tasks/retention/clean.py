@@ -1,0 +1,50 @@
+"""Clean: remove run folders and model versions that a workspace does not keep."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from mlflow import MlflowClient
+
+from tasks.registry.mlflow_client import call_with_retries, connect
+from tasks.retention.config import RetentionConfig
+from tasks.retention.model_versions import VersionRemoval, delete_versions, find_old_versions, runs_behind_aliases
+from tasks.retention.run_folders import RunRemoval, empty_trash, find_removals, remove_files
+
+
+@dataclass(frozen=True)
+class Removals:
+    """Files of runs and model versions that retention removes."""
+
+    runs: list[RunRemoval]
+    versions: list[VersionRemoval]
+
+    @property
+    def bytes(self) -> int:
+        """Disk space that the removals free on a local disk."""
+        return sum(removal.bytes for removal in self.runs) + sum(removal.bytes or 0 for removal in self.versions)
+
+
+def find_all_removals(workspace: Path, config: RetentionConfig, *, model_name: str, client: MlflowClient) -> Removals:
+    """Return the removals that bring the workspace and the registered model to `config`. Nothing is removed."""
+    retry = partial(call_with_retries, uri=client.tracking_uri)
+    aliased_runs = retry(lambda: runs_behind_aliases(client, workspace, model_name=model_name))
+    versions = retry(lambda: find_old_versions(client, model_name, num_kept=config.versions))
+    return Removals(find_removals(workspace, config, aliased_runs=aliased_runs), versions)
+
+
+def clean(workspace: Path, config: RetentionConfig, *, model_name: str) -> Removals:
+    """Remove files and versions that the workspace does not keep. If the process is killed, the next clean continues.
+
+    Returns:
+        The completed removals.
+
+    Raises:
+        TrackingServerError: MLflow does not answer. Without the aliases nothing may be removed.
+    """
+    empty_trash(workspace)
+    client = connect(workspace)
+    removals = find_all_removals(workspace, config, model_name=model_name, client=client)
+    runs = remove_files(workspace, removals.runs)
+    delete = partial(delete_versions, client, removals.versions)
+    return Removals(runs, call_with_retries(delete, uri=client.tracking_uri))

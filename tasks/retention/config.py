@@ -1,0 +1,55 @@
+"""Config of the retention of runs and model versions, and of the disk budget of a workspace."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from recsys_core.config import MAX_DAYS, OPERATIONAL, Settings
+
+MAX_RUNS = 1_000_000
+
+
+class RetentionConfig(Settings):
+    """What a workspace keeps. Aliased model versions, their runs, and files that a newer run reads are always kept."""
+
+    whole_runs: Annotated[int, OPERATIONAL] = Field(
+        7,
+        ge=1,
+        le=MAX_RUNS,
+        description="number of newest runs whose files are all kept; older runs keep their manifests, reports and plots",
+    )
+    report_runs: Annotated[int, OPERATIONAL] = Field(
+        365,
+        ge=1,
+        le=MAX_RUNS,
+        description="number of newest runs whose manifests, reports and plots are kept; the folders of older runs are removed",
+    )
+    flow_run_days: Annotated[int, OPERATIONAL] = Field(
+        90,
+        ge=1,
+        le=MAX_DAYS,
+        description="days for which the embedded Prefect server keeps a flow run with its logs and artifacts",
+    )
+    versions: Annotated[int, OPERATIONAL] = Field(
+        10,
+        ge=1,
+        le=MAX_RUNS,
+        description="number of newest versions that the MLflow model keeps; older versions without an alias are deleted with "
+        "their files, except the latest former champions",
+    )
+    disk_budget_gb: Annotated[float | None, OPERATIONAL] = Field(
+        None,
+        gt=0,
+        le=10_000_000,
+        description="largest size of the workspace in GiB: a run does not start if the workspace and the estimated files of "
+        "the run exceed it; empty: the free space of the disk is the only limit",
+    )
+
+    @model_validator(mode="after")
+    def _whole_runs_have_reports(self) -> Self:
+        if self.report_runs < self.whole_runs:
+            raise ValueError(
+                f"report_runs is {self.report_runs}, but whole_runs is {self.whole_runs}; set report_runs to at "
+                "least whole_runs"
+            )
+        return self

@@ -1,0 +1,143 @@
+"""Model versions: the runs behind aliases, and old versions with their files.
+
+MLflow's delete_model_version removes the entry in the registry, and also an alias of the version. It keeps the logged model and
+its files, so these are deleted too. The rows of the logged model in MLflow's database remain until `mlflow gc`.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlparse
+from urllib.request import url2pathname
+
+from mlflow import MlflowClient
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+from recsys_core.manifests import RegistrationManifest, read_manifest
+from recsys_core.units import DAY_S
+from tasks.registry.mlflow_client import RUN_ID_TAG
+from tasks.registry.releases import MAX_FORMER_CHAMPIONS, REASONS_TAG, former_champions
+from tasks.retention.run_folders import RUNS_NAME, disk_bytes, run_ids
+
+GATE_MS = 1_000 * DAY_S
+"""Time after which a version without a comparison is not in the gate of another run any more."""
+
+
+@dataclass(frozen=True)
+class VersionRemoval:
+    """A model version that retention deletes.
+
+    Attributes:
+        bytes: size of its files; None if they are not on a local disk.
+    """
+
+    model_name: str
+    version: str
+    run_id: str
+    bytes: int | None
+
+
+def runs_behind_aliases(client: MlflowClient, workspace: Path, *, model_name: str) -> set[str]:
+    """Return the ids of the runs whose model version has an alias.
+
+    Several models may be trained in one workspace. Runs of a model that the registry does not have are returned too: the model
+    is in another registry, and it may have an alias there.
+
+    Args:
+        model_name: the model of this pipeline; names of other models are read from the runs.
+    """
+    runs_by_model: dict[str, set[str]] = {model_name: set()}
+    for run_id in run_ids(workspace):
+        registration = read_manifest(workspace / RUNS_NAME / run_id / "register", RegistrationManifest)
+        if registration is not None:
+            runs_by_model.setdefault(registration.model_name, set()).add(run_id)
+    aliased_runs: set[str] = set()
+    for name, registered_runs in runs_by_model.items():
+        aliases = _aliases(client, name)
+        if aliases is None:
+            aliased_runs |= registered_runs
+        else:
+            versions = (client.get_model_version(name, number) for number in sorted(set(aliases.values())))
+            aliased_runs |= {version.tags[RUN_ID_TAG] for version in versions if RUN_ID_TAG in version.tags}
+    return aliased_runs
+
+
+def find_old_versions(client: MlflowClient, model_name: str, *, num_kept: int) -> list[VersionRemoval]:
+    """Return the versions that nightjar registered and nothing needs, the oldest first. Nothing is deleted.
+
+    Kept are the newest `num_kept` versions, versions with an alias, the latest former champions, and versions that are in the
+    gate of another run.
+    """
+    aliases = _aliases(client, model_name)
+    if aliases is None:
+        return []
+    versions = sorted(client.search_model_versions(f"name = '{model_name}'"), key=lambda version: int(version.version))
+    former_versions = former_champions(client, model_name)[:MAX_FORMER_CHAMPIONS]
+    kept_numbers = {str(version.version) for version in [*versions[-num_kept:], *former_versions]} | set(aliases.values())
+    gate_start_ms = time.time() * 1_000 - GATE_MS
+    return [
+        VersionRemoval(model_name, str(version.version), version.tags[RUN_ID_TAG], _local_bytes(client, version))
+        for version in versions
+        if str(version.version) not in kept_numbers
+        and RUN_ID_TAG in version.tags
+        and (REASONS_TAG in version.tags or version.creation_timestamp < gate_start_ms)
+    ]
+
+
+def delete_versions(client: MlflowClient, removals: Iterable[VersionRemoval]) -> list[VersionRemoval]:
+    """Delete the versions and their files; return the removals without those of versions that have an alias by now.
+
+    The version is deleted last: if the process is killed, the next clean finds the version and repeats the deletion.
+    """
+    finished_removals = []
+    for removal in removals:
+        name, number = removal.model_name, removal.version
+        if number in (_aliases(client, name) or {}).values():
+            continue
+        try:
+            version = client.get_model_version(name, number)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            finished_removals.append(removal)  # an earlier attempt has deleted it
+            continue
+        if version.model_id is not None:
+            location = _artifact_location(client, version)
+            if location is not None:
+                get_artifact_repository(location, tracking_uri=client.tracking_uri).delete_artifacts()
+                client.delete_logged_model(version.model_id)
+        client.delete_model_version(name, number)
+        finished_removals.append(removal)
+    return finished_removals
+
+
+def _aliases(client: MlflowClient, model_name: str) -> dict[str, str] | None:
+    """Return the version by alias; None if the registry does not have the model."""
+    try:
+        aliases = client.get_registered_model(model_name).aliases
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return None
+    return {alias: str(number) for alias, number in aliases.items()}  # MLflow gives an int from sqlite and a str over REST
+
+
+def _artifact_location(client: MlflowClient, version: ModelVersion) -> str | None:
+    """Return the folder or URI of the logged model's files; None if the model is deleted already."""
+    try:
+        return str(client.get_logged_model(version.model_id).artifact_location)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return None
+
+
+def _local_bytes(client: MlflowClient, version: ModelVersion) -> int | None:
+    location = None if version.model_id is None else _artifact_location(client, version)
+    if location is None:
+        return 0
+    uri = urlparse(location)
+    return disk_bytes(Path(url2pathname(uri.path))) if uri.scheme in ("", "file") else None

@@ -1,0 +1,227 @@
+"""Run folders by age: the newest are kept whole, older ones are reduced to manifests and reports, the oldest are removed.
+
+A run is reduced in two steps: the file reduced.json is written, then the large files are removed. A run folder is removed by a
+rename into the workspace's trash, which is emptied afterwards. Both are repeated by the next clean if the process is killed.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import stat
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
+from typing import Literal
+
+from filelock import FileLock, Timeout
+
+from recsys_core.atomic import write_text
+from recsys_core.manifests import (
+    MARKER,
+    DataReportManifest,
+    FeaturesManifest,
+    InteractionsManifest,
+    ManifestT,
+    create_own_folder,
+    load_manifest,
+)
+from recsys_core.manifests.ownership import remove_own_folder
+from tasks.retention.config import RetentionConfig
+from tasks.run import CHAMPION_FILE_NAME, LOCK_NAME, REDUCED_NAME, RUN_ID, STAGES, Run, StageName
+
+REPORT_SUFFIXES = (".html", ".json", ".jsonl", ".png")
+"""Files of a stage that a reduced run keeps: its manifest, its report and the training log."""
+RUNS_NAME = "runs"
+TRASH_NAME = ".trash"
+BLOCK_BYTES = 512
+ALL_STAGES = frozenset(STAGES)
+KeptStages = dict[str, frozenset[StageName]]
+"""Stages whose files are all kept, by run id."""
+
+
+Action = Literal["reduce", "remove"]
+
+
+@dataclass(frozen=True)
+class RunRemoval:
+    """Files of one run that retention removes.
+
+    Attributes:
+        action: "reduce" removes `paths`; "remove" removes the whole folder.
+        paths: files and folders to remove.
+        bytes: disk space that the removal frees. Files with hard links that remain are not counted.
+    """
+
+    run_id: str
+    action: Action
+    paths: tuple[Path, ...]
+    bytes: int
+
+
+def run_ids(workspace: Path) -> list[str]:
+    """Return the ids of the runs, the oldest first; folders that nightjar did not create are left out."""
+    runs = workspace / RUNS_NAME
+    folders = runs.iterdir() if runs.is_dir() else iter(())
+    return sorted(
+        path.name for path in folders if RUN_ID.fullmatch(path.name) and not path.is_symlink() and (path / MARKER).is_file()
+    )
+
+
+def find_removals(workspace: Path, config: RetentionConfig, *, aliased_runs: Collection[str]) -> list[RunRemoval]:
+    """Return the removals that bring the runs of `workspace` to `config`, the oldest run first. Nothing is removed.
+
+    Args:
+        aliased_runs: ids of the runs whose model version has an alias; they are kept whole.
+    """
+    runs = workspace / RUNS_NAME
+    ids = run_ids(workspace)
+    kept_stages = stages_to_keep(workspace, config, aliased_runs=aliased_runs)
+    num_old_runs = len(ids) - config.report_runs
+    plans: list[tuple[str, Action, tuple[Path, ...]]] = []
+    for index, run_id in enumerate(ids):
+        stages = kept_stages.get(run_id, frozenset())
+        if index < num_old_runs and not stages:
+            plans.append((run_id, "remove", (runs / run_id,)))
+        elif stages != ALL_STAGES and (paths := tuple(_large_files(runs / run_id, kept_stages=stages))):
+            plans.append((run_id, "reduce", paths))
+    sizes = _freed_bytes(paths for _, _, paths in plans)
+    return [RunRemoval(*plan, bytes=size) for plan, size in zip(plans, sizes, strict=True)]
+
+
+def stages_to_keep(workspace: Path, config: RetentionConfig, *, aliased_runs: Collection[str]) -> KeptStages:
+    """Return all stages for each whole run, and for older runs the stages that a whole run or a new run reads.
+
+    A run reads the interactions, the features and the data report of an earlier run, and the run of the champion that it starts
+    from. Without them a resumed run would repeat its stages, and a new run would build its vocabulary again.
+    """
+    runs, ids = workspace / RUNS_NAME, run_ids(workspace)
+    active_runs = [run_id for run_id in ids if Run(run_id, workspace=workspace, experiment="").is_locked()]
+    whole_runs = [*ids[-config.whole_runs :], *active_runs]
+    champion_runs = [champion for run_id in whole_runs if (champion := _champion_run(runs / run_id))]
+    kept_stages: KeptStages = dict.fromkeys([*whole_runs, *champion_runs, *aliased_runs], ALL_STAGES)
+    for index in {*(ids.index(run_id) for run_id in whole_runs), len(ids)}:
+        for run_id, stages in _stages_read_by_next(runs, ids[:index]).items():
+            kept_stages[run_id] = kept_stages.get(run_id, frozenset()) | stages
+    return kept_stages
+
+
+def _stages_read_by_next(runs: Path, earlier_ids: list[str]) -> KeptStages:
+    """Return the stages that a run after `earlier_ids` reads through Run.previous."""
+
+    def newest(
+        stage: StageName, manifest_type: type[ManifestT], *, where: Callable[[ManifestT], bool] = lambda _: True
+    ) -> str | None:
+        for run_id in reversed(earlier_ids):
+            manifest = load_manifest(runs / run_id / stage, manifest_type, verify=False)
+            if manifest is not None and where(manifest):
+                return run_id
+        return None
+
+    report_run = newest("check_data", DataReportManifest, where=lambda report: not report.breaches)
+    pairs: list[tuple[str | None, StageName]] = [
+        (newest("ingest_interactions", InteractionsManifest), "ingest_interactions"),
+        (newest("ingest_features", FeaturesManifest), "ingest_features"),
+        (report_run, "check_data"),
+        (report_run, "ingest_interactions"),  # the data report compares with the events of this run
+    ]
+    kept: KeptStages = {}
+    for run_id, stage in pairs:
+        if run_id is not None:
+            kept[run_id] = kept.get(run_id, frozenset()) | {stage}
+    return kept
+
+
+def _champion_run(folder: Path) -> str | None:
+    """Return the run of the champion that the run in `folder` starts from; None if it starts from scratch."""
+    try:
+        content = json.loads((folder / CHAMPION_FILE_NAME).read_bytes())
+        return str(content["run_id"]) if content["run_id"] is not None else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _large_files(folder: Path, *, kept_stages: Collection[StageName]) -> Iterator[Path]:
+    """Yield the files and folders that a reduced run does not keep."""
+    for stage in STAGES:
+        if stage in kept_stages:
+            continue
+        yield from (path for path in (folder / f"{stage}.work", folder / f"{stage}.tmp") if path.is_dir())
+        for path in sorted((folder / stage).iterdir()) if (folder / stage).is_dir() else ():
+            if path.is_dir() or (path.suffix not in REPORT_SUFFIXES and path.name != MARKER):
+                yield path
+
+
+def disk_bytes(folder: Path) -> int:
+    """Return the disk space of the files below `folder`; a file with several hard links counts once."""
+    files = {(status.st_dev, status.st_ino): status.st_blocks for status in _statuses(folder)}
+    return sum(files.values()) * BLOCK_BYTES
+
+
+def _freed_bytes(groups: Iterable[tuple[Path, ...]]) -> Iterator[int]:
+    """Yield the disk space that the removal of each group frees, if the groups are removed in order."""
+    num_removed_links: Counter[tuple[int, int]] = Counter()
+    for paths in groups:
+        freed_blocks = 0
+        for status in chain.from_iterable(_statuses(path) for path in paths):
+            key = (status.st_dev, status.st_ino)
+            num_removed_links[key] += 1
+            if num_removed_links[key] == status.st_nlink:
+                freed_blocks += status.st_blocks
+        yield freed_blocks * BLOCK_BYTES
+
+
+def _statuses(path: Path) -> Iterator[os.stat_result]:
+    """Yield the status of each file at or below `path`. Files may be removed meanwhile."""
+    for file in path.rglob("*") if path.is_dir() else (path,):
+        with suppress(FileNotFoundError):
+            status = file.lstat()
+            if not stat.S_ISDIR(status.st_mode):
+                yield status
+
+
+def remove_files(workspace: Path, removals: Iterable[RunRemoval]) -> list[RunRemoval]:
+    """Remove the files; return the removals without those of runs that a process is working on."""
+    finished_removals = []
+    for removal in removals:
+        folder = workspace / RUNS_NAME / removal.run_id
+        lock = FileLock(folder / LOCK_NAME)
+        try:
+            lock.acquire(timeout=0)
+        except (Timeout, FileNotFoundError):  # another process works on the run, or has just removed it
+            continue
+        try:
+            if removal.action == "remove":
+                _move_to_trash(folder, workspace=workspace)
+            else:
+                _reduce(folder, removal.paths)
+        finally:
+            lock.release()
+        finished_removals.append(removal)
+    empty_trash(workspace)
+    return finished_removals
+
+
+def _reduce(folder: Path, paths: Iterable[Path]) -> None:
+    if not (folder / REDUCED_NAME).exists():
+        write_text(folder / REDUCED_NAME, json.dumps({"reduced_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"}))
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _move_to_trash(folder: Path, *, workspace: Path) -> None:
+    trash = workspace / TRASH_NAME
+    create_own_folder(trash)
+    folder.rename(trash / f"{folder.name}.{secrets.token_hex(4)}")
+
+
+def empty_trash(workspace: Path) -> None:
+    """Remove the trash of the workspace, also what a killed process left in it."""
+    remove_own_folder(workspace / TRASH_NAME)

@@ -1,0 +1,93 @@
+"""Folders of complete runs, copied from stages that are built once, and runs of every age in a workspace."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recsys_core.manifests import DataReportManifest, Manifest, RegistrationManifest, create_own_folder, produce
+from tasks.run import CHAMPION_FILE_NAME, Run
+from tests.recsys_core.evaluation.stage_folders import interactions_stage
+
+LARGE = 40_000
+"""Size of the arrays of a stage in bytes."""
+
+
+def run_of(workspace: Path, run_id: str) -> Run:
+    return Run(run_id, workspace=workspace, experiment="tests")
+
+
+def _stage(folder: Path, manifest_type: type[Manifest], fields: dict[str, Any]) -> None:
+    def build(out: Path) -> dict[str, Any]:
+        (out / "report.json").write_text("{}")
+        (out / "report.html").write_text("<html>")
+        (out / "values.npy").write_bytes(bytes(LARGE))
+        (out / "package").mkdir()
+        (out / "package" / "package.json").write_text("{}")
+        return fields
+
+    produce(folder, manifest_type, fingerprint="f", build=build)
+
+
+def build_template(folder: Path) -> Path:
+    """Build the stages that retention reads, and a stage of files only; return the folder of the run."""
+    create_own_folder(folder)
+    interactions_stage(folder / "ingest_interactions", train=[[0], [1]], validation=[[], []], test=[[1], [0]], items=2)
+    report = {"metrics": {}, "breaches": (), "warnings": (), "compared_with": None}
+    _stage(folder / "check_data", DataReportManifest, report)
+    registration = {
+        "model_name": "m", "version": "1", "alias": "champion", "promoted": True, "reasons": ("r",), "mlflow_run_id": "x",
+        "metrics": {},
+    }  # fmt: skip
+    _stage(folder / "register", RegistrationManifest, registration)
+    (folder / "config.yaml").write_text("name: tests\n")
+    (folder / "loss.png").write_bytes(b"png")
+    (folder / "train.work").mkdir()
+    (folder / "train.work" / "checkpoint").write_bytes(bytes(LARGE))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_template(tmp_path_factory.mktemp("template") / "run")
+
+
+@pytest.fixture(scope="session")
+def rejected_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stage check_data of a run whose data violates a limit."""
+    folder = tmp_path_factory.mktemp("rejected") / "check_data"
+    _stage(folder, DataReportManifest, {"metrics": {}, "breaches": ("b",), "warnings": (), "compared_with": None})
+    return folder
+
+
+@pytest.fixture
+def add_run(template: Path, rejected_report: Path) -> Callable[..., Run]:
+    """A function that adds a run to a workspace.
+
+    end: complete, rejected (by the data report) or failed (in the ingest). link=True links the files, which is faster.
+    """
+
+    def add(workspace: Path, run_id: str, *, end: str = "complete", champion: str | None = None, link: bool = False) -> Run:
+        run = run_of(workspace, run_id)
+        shutil.copytree(template, run.folder, copy_function=os.link if link else shutil.copy2)
+        if end != "complete":
+            for stage in ("register", "train.work"):
+                shutil.rmtree(run.folder / stage)
+            shutil.rmtree(run.stage_folder("check_data"))
+        if end == "rejected":
+            shutil.copytree(rejected_report, run.stage_folder("check_data"))
+        if end == "failed":
+            shutil.rmtree(run.stage_folder("ingest_interactions"))
+        if champion is not None:
+            (run.folder / CHAMPION_FILE_NAME).write_text(json.dumps({"run_id": champion}))
+        return run
+
+    return add
+
+
+def files_below(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}

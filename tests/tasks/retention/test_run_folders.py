@@ -1,0 +1,211 @@
+"""Retention of run folders: whole runs, reduced runs, removed runs, and files that a newer run or a champion reads."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from recsys_core.errors import InputError
+from recsys_core.manifests import DataReportManifest, InteractionsManifest, RegistrationManifest, load_manifest, read_manifest
+from tasks.retention.config import RetentionConfig
+from tasks.retention.run_folders import TRASH_NAME, find_removals, remove_files, run_ids
+from tasks.run import Run
+from tests.tasks.retention.run_folders_by_hand import LARGE, files_below, run_of
+
+AddRun = Callable[..., Run]
+CONFIG = RetentionConfig(whole_runs=2, report_runs=4)
+
+
+def clean(workspace: Path, *, aliased: Collection[str] = (), config: RetentionConfig = CONFIG) -> dict[str, str]:
+    removals = remove_files(workspace, find_removals(workspace, config, aliased_runs=aliased))
+    return {removal.run_id: removal.action for removal in removals}
+
+
+def test_the_newest_runs_stay_whole_older_ones_keep_reports_and_the_oldest_are_removed(tmp_path: Path, add_run: AddRun) -> None:
+    runs = [add_run(tmp_path, f"2026{index}") for index in range(6)]
+    whole = files_below(runs[0].folder)
+    (removal, *_) = find_removals(tmp_path, CONFIG, aliased_runs=())
+    assert (removal.run_id, removal.action) == ("20260", "remove")
+    assert removal.bytes >= 3 * LARGE
+    assert clean(tmp_path) == {"20260": "remove", "20261": "remove", "20262": "reduce", "20263": "reduce"}
+    assert run_ids(tmp_path) == ["20262", "20263", "20264", "20265"]
+    assert files_below(runs[5].folder) == files_below(runs[4].folder) == whole
+    # The run before the whole runs keeps its interactions: a resumed run reads them.
+    assert load_manifest(runs[3].stage_folder("ingest_interactions"), InteractionsManifest) is not None
+    assert files_below(runs[2].folder) == {
+        ".nightjar", ".lock", "config.yaml", "loss.png", "reduced.json", "ingest_interactions/.nightjar",
+        "ingest_interactions/manifest.json", *(
+            f"{stage}/{name}" for stage in ("check_data", "register")
+            for name in (".nightjar", "manifest.json", "report.html", "report.json")
+        ),
+    }  # fmt: skip
+    manifest = read_manifest(runs[2].stage_folder("register"), RegistrationManifest)
+    assert manifest is not None and manifest.version == "1"
+    assert load_manifest(runs[2].stage_folder("register"), RegistrationManifest, verify=False) is None
+    assert not (tmp_path / TRASH_NAME).exists()
+    assert clean(tmp_path) == {}
+
+
+def test_a_run_behind_an_alias_and_the_champion_of_a_whole_run_are_never_touched(tmp_path: Path, add_run: AddRun) -> None:
+    for index in range(6):
+        add_run(tmp_path, f"2026{index}", champion="20261" if index == 5 else None)
+    before = {run_id: files_below(run_of(tmp_path, run_id).folder) for run_id in ("20260", "20261")}
+    assert clean(tmp_path, aliased={"20260"}) == {"20262": "reduce", "20263": "reduce"}
+    assert {run_id: files_below(run_of(tmp_path, run_id).folder) for run_id in before} == before
+
+
+def test_the_vocabulary_and_the_reference_data_survive_many_rejected_and_failed_runs(tmp_path: Path, add_run: AddRun) -> None:
+    add_run(tmp_path, "20260")
+    good = add_run(tmp_path, "20261")
+    for index in range(2, 9):
+        add_run(tmp_path, f"2026{index}", end="rejected" if index == 2 else "failed")
+    clean(tmp_path)
+    new_run = run_of(tmp_path, "20269")
+    interactions = new_run.previous("ingest_interactions", InteractionsManifest)
+    report = new_run.previous("check_data", DataReportManifest, where=lambda manifest: not manifest.breaches)
+    assert interactions is not None and interactions.folder.parent.name == "20262"
+    assert report is not None and report.folder.parent == good.folder
+    assert load_manifest(good.stage_folder("ingest_interactions"), InteractionsManifest) is not None
+    assert not (good.folder / "train.work").exists()
+    assert "20260" not in run_ids(tmp_path)
+
+
+def test_a_hard_link_of_a_newer_run_is_kept_and_not_counted(tmp_path: Path, add_run: AddRun) -> None:
+    runs = [add_run(tmp_path, f"2026{index}") for index in range(4)]
+    part, link = (run.stage_folder("ingest_interactions") / "part.parquet" for run in (runs[0], runs[3]))
+    part.write_bytes(bytes(10 * LARGE))
+    link.hardlink_to(part)
+    assert find_removals(tmp_path, CONFIG, aliased_runs=())[0].bytes < 10 * LARGE
+    clean(tmp_path)
+    assert not part.exists()
+    assert link.stat().st_size == 10 * LARGE
+
+
+def test_a_run_that_a_process_works_on_is_whole_and_a_reduced_run_cannot_be_resumed(tmp_path: Path, add_run: AddRun) -> None:
+    runs = [add_run(tmp_path, f"2026{index}") for index in range(4)]
+    before = files_below(runs[0].folder)
+    with runs[0].lock():
+        assert clean(tmp_path) == {"20261": "reduce"}
+    assert files_below(runs[0].folder) - {".lock"} == before
+    with (
+        pytest.raises(InputError, match="only the manifests and reports of run 20261 are left.*start a new run"),
+        runs[1].lock(),
+    ):
+        pass
+
+
+def test_folders_that_nightjar_did_not_create_are_left_alone(tmp_path: Path, add_run: AddRun) -> None:
+    for index in range(6):
+        add_run(tmp_path, f"2026{index}")
+    (tmp_path / "runs" / "mine").mkdir()
+    (tmp_path / "runs" / "mine" / "values.npy").write_bytes(b"mine")
+    (tmp_path / "runs" / "0-link").symlink_to(tmp_path / "runs" / "mine")
+    clean(tmp_path)
+    assert (tmp_path / "runs" / "mine" / "values.npy").read_bytes() == b"mine"
+    assert (tmp_path / "runs" / "0-link").is_symlink()
+
+
+def _clean_until_killed(workspace: Path, num_removals: int) -> None:
+    """Clean, and end the process by SIGKILL before removal number `num_removals`."""
+    count = 0
+
+    def killing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count > num_removals:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return call
+
+    os.unlink, os.rename, os.rmdir = killing(os.unlink), killing(os.rename), killing(os.rmdir)  # type: ignore[assignment]
+    clean(workspace)
+
+
+def test_a_clean_killed_at_any_point_leaves_a_readable_workspace_and_the_next_one_completes_it(
+    tmp_path: Path, add_run: AddRun
+) -> None:
+    original = tmp_path / "original"
+    for index in range(5):
+        add_run(original, f"2026{index}")
+    expected = tmp_path / "expected"
+    shutil.copytree(original, expected, copy_function=os.link)
+    clean(expected)
+    fork = multiprocessing.get_context("fork")
+    num_removals, exit_code = 0, -signal.SIGKILL
+    while exit_code == -signal.SIGKILL:
+        workspace = tmp_path / str(num_removals)
+        shutil.copytree(original, workspace, copy_function=os.link)
+        process = fork.Process(target=_clean_until_killed, args=(workspace, num_removals))
+        process.start()
+        process.join()
+        assert process.exitcode is not None
+        exit_code = process.exitcode
+        for run_id in run_ids(workspace):
+            run = run_of(workspace, run_id)
+            assert run.config_file.is_file()
+            assert read_manifest(run.stage_folder("register"), RegistrationManifest) is not None
+            is_whole = load_manifest(run.stage_folder("register"), RegistrationManifest) is not None
+            assert is_whole or (run.folder / "reduced.json").is_file()
+        clean(workspace)
+        assert files_below(workspace) == files_below(expected)
+        shutil.rmtree(workspace)
+        num_removals += 9
+    assert num_removals > 30
+
+
+Step = tuple[str, int]
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["complete", "complete", "rejected", "failed", "alias", "clean"]), st.integers(0, 30)),
+    max_size=14,
+)
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=STEPS, whole_runs=st.integers(1, 3), more_reports=st.integers(0, 3))
+def test_whatever_happens_a_clean_touches_no_aliased_run_and_nothing_that_a_new_run_reads(
+    add_run: AddRun, steps: list[Step], whole_runs: int, more_reports: int
+) -> None:
+    config = RetentionConfig(whole_runs=whole_runs, report_runs=whole_runs + more_reports)
+    with tempfile.TemporaryDirectory() as folder:
+        workspace, complete, aliased = Path(folder), list[Run](), set[str]()
+        for number, (kind, choice) in enumerate([*steps, ("clean", 0)]):
+            if kind in ("complete", "rejected", "failed"):
+                champion = max(aliased) if aliased and choice % 2 else None
+                run = add_run(workspace, f"2026{number:04}", end=kind, champion=champion, link=True)
+                complete += [run] if kind == "complete" else []
+            elif kind == "alias":
+                whole = [run for run in complete if _is_whole(run)]
+                aliased = {whole[choice % len(whole)].run_id} if whole else aliased
+            else:
+                new_run = run_of(workspace, "next")
+                expected = _read_by(new_run)
+                contents = {run_id: files_below(run_of(workspace, run_id).folder) for run_id in aliased}
+                newest = {run_id: files_below(run_of(workspace, run_id).folder) for run_id in run_ids(workspace)[-whole_runs:]}
+                clean(workspace, aliased=aliased, config=config)
+                assert _read_by(new_run) == expected
+                for run_id, files in (contents | newest).items():
+                    assert files_below(run_of(workspace, run_id).folder) - {".lock"} == files - {".lock"}
+                assert len(run_ids(workspace)) <= config.report_runs + len(aliased) + 4
+
+
+def _is_whole(run: Run) -> bool:
+    return load_manifest(run.stage_folder("register"), RegistrationManifest) is not None
+
+
+def _read_by(run: Run) -> tuple[Path | None, Path | None, bool]:
+    """Return the folders that a run reads from earlier runs, and whether the run of its reference data is readable."""
+    interactions = run.previous("ingest_interactions", InteractionsManifest)
+    report = run.previous("check_data", DataReportManifest, where=lambda manifest: not manifest.breaches)
+    folder = report and report.folder.parent / "ingest_interactions"
+    has_reference = folder is not None and load_manifest(folder, InteractionsManifest) is not None
+    return interactions and interactions.folder, report and report.folder, has_reference

@@ -104,11 +104,10 @@ def delete_versions(client: MlflowClient, removals: Iterable[VersionRemoval]) ->
                 raise
             finished_removals.append(removal)  # an earlier attempt has deleted it
             continue
-        if version.model_id is not None:
-            location = _artifact_location(client, version)
-            if location is not None:
-                get_artifact_repository(location, tracking_uri=client.tracking_uri).delete_artifacts()
-                client.delete_logged_model(version.model_id)
+        location = _artifact_location(client, version)
+        if version.model_id is not None and location is not None:
+            get_artifact_repository(location, tracking_uri=client.tracking_uri).delete_artifacts()
+            client.delete_logged_model(version.model_id)
         client.delete_model_version(name, number)
         finished_removals.append(removal)
     return finished_removals
@@ -127,6 +126,8 @@ def _aliases(client: MlflowClient, model_name: str) -> dict[str, str] | None:
 
 def _artifact_location(client: MlflowClient, version: ModelVersion) -> str | None:
     """Return the folder or URI of the logged model's files; None if the model is deleted already."""
+    if version.model_id is None:
+        return None
     try:
         return str(client.get_logged_model(version.model_id).artifact_location)
     except MlflowException as error:
@@ -136,7 +137,7 @@ def _artifact_location(client: MlflowClient, version: ModelVersion) -> str | Non
 
 
 def _local_bytes(client: MlflowClient, version: ModelVersion) -> int | None:
-    location = None if version.model_id is None else _artifact_location(client, version)
+    location = _artifact_location(client, version)
     if location is None:
         return 0
     uri = urlparse(location)

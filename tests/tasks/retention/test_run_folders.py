@@ -96,7 +96,7 @@ def test_a_run_that_a_process_works_on_is_whole_and_a_reduced_run_cannot_be_resu
         assert clean(tmp_path) == {"20261": "reduce"}
     assert files_below(runs[0].folder) - {".lock"} == before
     with (
-        pytest.raises(InputError, match="only the manifests and reports of run 20261 are left.*start a new run"),
+        pytest.raises(InputError, match=r"only the manifests and reports of run 20261 are left.*start a new run"),
         runs[1].lock(),
     ):
         pass

@@ -1,0 +1,136 @@
+"""Retention of model versions: aliases, former champions, versions in a gate, files of deleted versions."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlparse
+
+import mlflow
+import pytest
+from mlflow import MlflowClient
+
+from recsys_core.errors import TrackingServerError
+from tasks.registry.mlflow_client import RUN_ID_TAG, connect
+from tasks.registry.releases import FORMER_CHAMPION_TAG, REASONS_TAG
+from tasks.retention.clean import clean
+from tasks.retention.config import RetentionConfig
+from tasks.retention.model_versions import delete_versions, find_old_versions, runs_behind_aliases
+from tasks.retention.run_folders import run_ids
+from tasks.run import Run
+
+AddRun = Callable[..., Run]
+
+
+@pytest.fixture
+def client(workspace: Path) -> MlflowClient:
+    client = connect(workspace)
+    mlflow.set_tracking_uri(client.tracking_uri)  # create_model_version reads the logged model there
+    client.create_experiment("e", artifact_location=(workspace / "mlartifacts").as_uri())
+    client.create_registered_model("m")
+    return client
+
+
+def add_version(client: MlflowClient, run_id: str | None, *, tags: dict[str, str] | None = None) -> Path:
+    """Register a version of m; return the folder of its files."""
+    experiment = client.get_experiment_by_name("e")
+    assert experiment is not None
+    model = client.create_logged_model(experiment.experiment_id, name="retriever")
+    folder = Path(urlparse(model.artifact_location).path)
+    folder.mkdir(parents=True)
+    (folder / "values.npy").write_bytes(bytes(10_000))
+    tags = ({RUN_ID_TAG: run_id, REASONS_TAG: "r"} if run_id else {}) | (tags or {})
+    client.create_model_version("m", f"models:/{model.model_id}", model_id=model.model_id, tags=tags)
+    return folder
+
+
+def numbers(client: MlflowClient) -> set[int]:
+    return {int(version.version) for version in client.search_model_versions("name = 'm'")}
+
+
+def test_only_old_versions_without_an_alias_or_a_use_are_deleted_with_their_files(client: MlflowClient) -> None:
+    folders = {number: add_version(client, f"2026{number:02}") for number in range(1, 11)}
+    add_version(client, None)  # 11, registered by a person
+    client.set_registered_model_alias("m", "champion", "2")
+    for number in (3, 4, 5, 6, 7):
+        client.set_model_version_tag("m", str(number), FORMER_CHAMPION_TAG, str(number))
+    client.delete_model_version_tag("m", "8", REASONS_TAG)  # still in the gate
+    client.set_registered_model_alias("m", "shadow", "1")
+    removals = find_old_versions(client, "m", num_kept=2)
+    assert [removal.version for removal in removals] == ["3", "4", "9"]
+    assert all(removal.bytes is not None and removal.bytes >= 10_000 for removal in removals)
+    client.set_registered_model_alias("m", "shadow", "4")  # moved by a person meanwhile
+    assert [removal.version for removal in delete_versions(client, removals)] == ["3", "9"]
+    assert numbers(client) == {1, 2, 4, 5, 6, 7, 8, 10, 11}
+    assert {number for number, folder in folders.items() if not folder.exists()} == {3, 9}
+    assert client.get_model_version_by_alias("m", "champion").version == 2
+    assert [removal.version for removal in find_old_versions(client, "m", num_kept=2)] == ["1"]
+
+
+def test_a_version_whose_deletion_was_interrupted_is_deleted_next_time(client: MlflowClient) -> None:
+    folder = add_version(client, "1")
+    add_version(client, "2")
+    (removal,) = find_old_versions(client, "m", num_kept=1)
+    (folder / "values.npy").unlink()
+    model_id = client.get_model_version("m", "1").model_id
+    assert model_id is not None
+    client.delete_logged_model(model_id)
+    assert find_old_versions(client, "m", num_kept=1)[0].version == "1"
+    assert delete_versions(client, [removal]) == delete_versions(client, [removal]) == [removal]
+    assert numbers(client) == {2}
+
+
+def test_a_version_that_never_left_the_gate_is_deleted_after_a_day(
+    client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run_id in ("1", "2"):
+        add_version(client, run_id)
+    client.delete_model_version_tag("m", "1", REASONS_TAG)
+    assert find_old_versions(client, "m", num_kept=1) == []
+    day_later = time.time() + 86_401
+    monkeypatch.setattr(time, "time", lambda: day_later)
+    assert [removal.version for removal in find_old_versions(client, "m", num_kept=1)] == ["1"]
+
+
+def test_runs_of_all_aliases_are_found_and_runs_of_a_model_in_another_registry_too(
+    client: MlflowClient, workspace: Path, add_run: AddRun
+) -> None:
+    for index in range(3):
+        add_run(workspace, f"2026{index}")
+        add_version(client, f"2026{index}")
+    client.set_registered_model_alias("m", "champion", "1")
+    client.set_registered_model_alias("m", "challenger", "3")
+    assert runs_behind_aliases(client, workspace, model_name="m") == {"20260", "20262"}
+    client.delete_registered_model("m")
+    assert runs_behind_aliases(client, workspace, model_name="other") == {"20260", "20261", "20262"}
+
+
+def test_nothing_is_removed_if_the_aliases_cannot_be_read(
+    workspace: Path, add_run: AddRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for index in range(4):
+        add_run(workspace, f"2026{index}")
+    (workspace / "mlflow.db").write_bytes(b"no database, but longer than one hundred bytes: " * 10)
+    with pytest.raises(TrackingServerError):
+        clean(workspace, RetentionConfig(whole_runs=1, report_runs=1), model_name="m")
+    assert len(run_ids(workspace)) == 4
+    assert not list(workspace.rglob("reduced.json"))
+
+
+def test_a_clean_returns_its_removals_and_the_next_one_finds_nothing(
+    client: MlflowClient, workspace: Path, add_run: AddRun
+) -> None:
+    config = RetentionConfig(whole_runs=1, report_runs=3, versions=1)
+    for index in range(5):
+        add_run(workspace, f"2026{index}")
+        add_version(client, f"2026{index}")
+    client.set_registered_model_alias("m", "champion", "1")
+    removals = clean(workspace, config, model_name="m")
+    assert {removal.run_id: removal.action for removal in removals.runs} == {
+        "20261": "remove",
+        "20262": "reduce",
+        "20263": "reduce",
+    }
+    assert [removal.version for removal in removals.versions] == ["2", "3", "4"]
+    assert removals.bytes > 100_000
+    again = clean(workspace, config, model_name="m")
+    assert (again.runs, again.versions) == ([], [])

@@ -128,7 +128,8 @@ def load_manifest(folder: Path, manifest_type: type[ManifestT], *, verify: bool 
     """Return the manifest of `folder`, or None if the stage is incomplete or one of its files changed.
 
     Args:
-        verify: compare the sha256 of every file; False: compare sizes only, for ranks whose launcher has just verified.
+        verify: compare the sha256 of every file. False: compare only the sizes, because the launching process has just verified
+            the sha256.
     """
     manifest = read_manifest(folder, manifest_type)
     if manifest is None:
@@ -144,7 +145,7 @@ def load_manifest(folder: Path, manifest_type: type[ManifestT], *, verify: bool 
 
 
 def read_manifest(folder: Path, manifest_type: type[ManifestT]) -> ManifestT | None:
-    """Return the manifest of `folder` without a look at its files, which retention may have removed; None if it is damaged."""
+    """Return the manifest of `folder`, or None if it is damaged. The files are not checked; retention may have removed them."""
     try:
         content: dict[str, Any] = json.loads((folder / MANIFEST_NAME).read_bytes())
         if content.pop("sha256") != _digest(content):

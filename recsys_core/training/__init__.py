@@ -1,1 +1,1 @@
-"""The torchrun side: loop, optimizers, checkpoints, export."""
+"""Training of the sharded model: loop, optimizers, checkpoints, warm start, export."""

@@ -162,7 +162,7 @@ class Trainer:
             if batch + 1 == self.epoch_steps:
                 break
             is_save_due = self.step % self.config.checkpoint_every_steps == 0
-            # Each checkpoint follows a log line, so the next line of a resumed run averages the same steps as otherwise.
+            # Each checkpoint follows a log line, so a resumed run averages its next line over the same steps.
             if is_save_due or self.step % self.config.log_every_steps == 0:
                 self._log(epoch)
             if is_save_due:

@@ -193,7 +193,7 @@ def fill_pretrained(model: DistributedModelParallel, *, spec: ModelSpec, pretrai
 
 
 def zero_unknown_users(model: DistributedModelParallel, *, is_known_U: NDArray[np.bool_]) -> None:
-    """Set the rows of unknown users to zero: users with neither a training event nor a vector. Only their history counts."""
+    """Set the rows of unknown users (no training event, no vector) to zero. Their history alone represents these users."""
     with torch.no_grad():
         for shard in table_shards(model.state_dict(), table="user"):
             zero_rows(shard, is_zero_R=~is_known_U)

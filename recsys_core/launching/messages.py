@@ -97,7 +97,7 @@ class RankFailure(Frozen):
 
 
 class HostFailure(Frozen):
-    """The cause of the end of a host: a failed check of its agent (`reason`), or the failures of its ranks.
+    """The reason for which a host stopped: a failed check of its agent (`reason`), or the failures of its ranks.
 
     retryable: whether another attempt may succeed. oom_kills: number of processes of this host's container that the kernel's
     out-of-memory killer ended during the launch; None if the kernel does not count them. memory_bytes: the memory limit.

@@ -29,7 +29,7 @@ class HostGroup(Protocol):
         """Return the state of the agents: queued until the scheduler has assigned the hosts."""
 
     def exit_summary(self) -> str:
-        """Return a description of the end of the agents: an exit code, or the state that a scheduler reports."""
+        """Describe how the agents ended: with an exit code, or in a state that the scheduler reports."""
 
     def log(self, node: int) -> str:
         """Return the last lines that the agent of a host printed; empty while they cannot be read."""

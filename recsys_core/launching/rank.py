@@ -1,4 +1,4 @@
-"""Registration of a rank with its launcher: it ends with its agent, reports its start, and dumps its stacks on request.
+"""Registration of a rank with its launcher: the rank ends with its agent, reports its start, dumps stacks on request.
 
 Imports nothing heavy: `register_rank` runs before the imports of torch, which take seconds.
 """

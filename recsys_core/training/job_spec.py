@@ -114,7 +114,7 @@ class Progress(Frozen):
     ms_per_step: dict[str, float] = Field({}, description="step: duration of a step; data: its wait for the loader")
     embedding_bytes_per_s: float = Field(0.0, description="bytes of embedding rows looked up per second, all ranks")
     memory_bytes: dict[str, int] = Field({}, description="rss and peak hbm, each the maximum over the ranks")
-    unfrozen: dict[str, float] = Field({}, description="by gradually unfrozen table: share of its rows that this epoch trains")
+    unfrozen: dict[str, float] = Field({}, description="trained share of the rows, for each gradually unfrozen table")
     validation: dict[str, float] = Field({}, description="validation metrics, in the last line of an epoch")
 
 

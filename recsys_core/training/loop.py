@@ -89,7 +89,7 @@ class Trainer:
         step: number of completed steps.
         saved_step: `step` of the newest checkpoint.
         best: the best validation so far; None before the first validation.
-        unfrozen: by gradually unfrozen table, the share of its rows that the current epoch trains.
+        unfrozen: for each gradually unfrozen table, the share of its rows that the current epoch trains.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ class MetricsLog:
 
         Args:
             times: times of this rank since the previous line.
-            unfrozen: by gradually unfrozen table, the share of its rows that the epoch trains.
+            unfrozen: for each gradually unfrozen table, the share of its rows that the epoch trains.
             validation: validation metrics; empty except after an epoch.
         """
         milliseconds = times.milliseconds()

@@ -101,7 +101,7 @@ def build_model(
 
     Args:
         item_count_I: training events per item.
-        popularity_rank: by gradually unfrozen table, the popularity rank of each row; see RetrievalHead.
+        popularity_rank: for each gradually unfrozen table, the popularity rank of each row; see RetrievalHead.
 
     Raises InputError if the plan was made for another model or world size.
     """

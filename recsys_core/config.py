@@ -4,6 +4,7 @@ import re
 import unicodedata
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
+from urllib.parse import parse_qsl
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -74,11 +75,26 @@ def _check_path(text: str) -> str:
         raise ValueError("is an empty path; name a file or a folder")
     if "\0" in text or any(unicodedata.category(char) == "Cs" for char in text):
         raise ValueError("contains NUL or a surrogate (half a character), which a path cannot contain; remove it")
+    if (uri := URI.fullmatch(text)) is not None:
+        _check_uri(scheme=uri[1].lower(), authority=uri[2], options=uri[4] or "")
     try:
         Path(text).expanduser()
     except RuntimeError:
         raise ValueError(f"is {text[:80]!r}, but the user after ~ does not exist; write the whole path") from None
     return text
+
+
+def _check_uri(*, scheme: str, authority: str, options: str) -> None:
+    """Reject credentials and unknown options: a config is copied into the folder of each run and into MLflow."""
+    user = authority.rpartition("@")[0]
+    if user and not (scheme == "gs" and user == "anonymous"):
+        raise ValueError(
+            "contains credentials, which every run would copy; remove them and set them in the environment "
+            "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or GOOGLE_APPLICATION_CREDENTIALS)"
+        )
+    unknown_options = sorted({key for key, _ in parse_qsl(options, keep_blank_values=True)} - set(URI_OPTIONS))
+    if unknown_options:
+        raise ValueError(f"has the unknown options {unknown_options}; the options are {list(URI_OPTIONS)}")
 
 
 def _check_folder(folder: Path) -> Path:
@@ -113,6 +129,10 @@ Paths = Annotated[tuple[FilePath, ...], BeforeValidator(_as_tuple)]
 
 URI = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?]*)(/.*?|)(?:\?([a-z_]+=[^?]*))?", re.DOTALL | re.IGNORECASE)
 """Scheme, host, path and parameters of a URI such as s3://bucket/log?region=eu-west-1."""
+
+
+URI_OPTIONS = ("endpoint_override", "scheme", "region", "project", "retry_limit_seconds", "tls_ca_file_path")
+"""Options of an object store in a URI. None of them is a secret."""
 
 
 def is_uri(pattern: str) -> bool:

@@ -1,16 +1,21 @@
 """Config of the launcher, which starts the processes of the stages `train` and `export`."""
 
+import re
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from recsys_core.config import WEEK_S, FilePath, Name, Settings
+from recsys_core.errors import redacted
 from recsys_core.units import INT64_MAX
 
 LOOPBACK = "lo"
 LOCAL_SCHEDULERS = ("local_cwd",)
 """TorchX schedulers that start the agents as child processes on this host."""
 CONTAINER_SCHEDULERS = ("kubernetes", "kubernetes_mcad", "aws_batch", "aws_sagemaker", "gcp_batch", "local_docker")
+
+SECRET_NAME = re.compile(r"(^|_)(PASSWORD|PASSWD|SECRET|TOKEN|KEY|AUTH)(_|$)", re.IGNORECASE)
+"""Names of environment variables that hold a secret, such as AWS_SECRET_ACCESS_KEY."""
 
 VariableName = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Text = Annotated[str, Field(max_length=30_000, pattern=r"^[^\x00]*$")]
@@ -75,7 +80,7 @@ class TorchxLauncher(Settings):
         (), max_length=100, description="Storage for the scheduler to mount, if the hosts do not have it already"
     )
     env: dict[VariableName, Text] = Field(
-        default_factory=dict, max_length=1_000, description="Environment variables of each host, such as NCCL_SOCKET_IFNAME"
+        default_factory=dict, max_length=1_000, description="Environment variables of each host, such as NCCL_SOCKET_IFNAME; no secrets"
     )
     interface: Name | None = Field(
         None,
@@ -99,6 +104,16 @@ class TorchxLauncher(Settings):
     def interface_name(self) -> str | None:
         """The configured interface; the loopback interface if the scheduler starts all agents on this host."""
         return self.interface or (LOOPBACK if self.scheduler in LOCAL_SCHEDULERS else None)
+
+    @model_validator(mode="after")
+    def _reject_secrets(self) -> Self:
+        for name, value in self.env.items():
+            if SECRET_NAME.search(name) or redacted(value) != value:
+                raise ValueError(
+                    f"env.{name} is a secret, which every run would copy into its folder and MLflow; set it in the environment "
+                    "of the hosts, for example with a secret of the scheduler"
+                )
+        return self
 
     @model_validator(mode="after")
     def _require_image(self) -> Self:

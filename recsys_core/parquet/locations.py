@@ -21,7 +21,6 @@ from recsys_core.errors import InputError, first_line, printable
 SIDECAR = ".sha256"
 """Suffix of a sidecar: the file that contains the checksum of another file."""
 _SCHEMES = {"s3": "s3", "gs": "gs", "gcs": "gs", "file": "file"}
-_OPTIONS = ("endpoint_override", "scheme", "region", "project", "retry_limit_seconds", "tls_ca_file_path")
 _ATTEMPTS = 3
 """Number of attempts of `retrying`. In each attempt the SDK of the store retries as well."""
 # pyarrow raises OSError for a lost connection, a damaged page and a rejected key; only the text differs.
@@ -97,22 +96,14 @@ def connect(uri: str, *, setting: str) -> tuple[pafs.FileSystem, str, str]:
         The filesystem, the path within it, and a prefix such as "s3:/": f"{prefix}/{path}" is the URI of a path within it.
     """
     match = URI.fullmatch(uri)
-    assert match is not None, "callers check is_uri"
+    assert match is not None, "callers check is_uri, and the config its credentials and options"
     raw_scheme, authority, path, query = match.groups()
-    user, _, host_or_bucket = authority.rpartition("@")
+    host_or_bucket = authority.rpartition("@")[2]
     shown_uri = printable(f"{raw_scheme}://{host_or_bucket}{path}")
     scheme = _SCHEMES.get(raw_scheme.lower())
     if scheme is None:
         raise InputError(f"{setting}: {shown_uri}: {raw_scheme}:// is not supported; use a local path, file://, s3:// or gs://")
-    if user and not (scheme == "gs" and user == "anonymous"):
-        raise InputError(
-            f"{setting}: {shown_uri}: contains credentials; remove them and set them in the environment "
-            "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or GOOGLE_APPLICATION_CREDENTIALS)"
-        )
     options = dict(parse_qsl(query or "", keep_blank_values=True))
-    unknown_options = sorted(set(options) - set(_OPTIONS))
-    if unknown_options:
-        raise InputError(f"{setting}: {shown_uri}: unknown options {unknown_options}; the options are {list(_OPTIONS)}")
     if scheme == "file":
         if host_or_bucket not in ("", "localhost"):
             raise InputError(f"{setting}: {shown_uri}: names another machine; write a local file as file:///path/to/file")

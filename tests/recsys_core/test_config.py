@@ -2,9 +2,13 @@
 
 from typing import Annotated
 
-from recsys_core.config import OPERATIONAL, Settings
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from recsys_core.config import OPERATIONAL, FilePath, Settings
 from recsys_core.data.embeddings.config import EmbeddingsConfig
 from recsys_core.data.interactions.config import InteractionsConfig
+from recsys_core.launching.config import TorchxLauncher
 from recsys_core.training.config import TrainingConfig
 
 
@@ -22,3 +26,42 @@ def test_seeds_columns_and_sizes_are_never_operational() -> None:
     for config, changing in ((TrainingConfig, {"seed", "epochs", "precision"}), (InteractionsConfig, {"paths", "split"})):
         assert config.operational() and not config.operational() & changing
     assert EmbeddingsConfig.operational() == {"batch_rows", "threads", "max_expansion_ratio"}
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("s3://me:hunter2@bucket/log", "contains credentials, which every run would copy; remove them"),
+        ("gs://hunter2@bucket/log", "contains credentials, which every run would copy; remove them"),
+        ("s3://bucket/log?region=eu&secret_key=hunter2", "has the unknown options ['secret_key']; the options are"),
+    ],
+)
+def test_a_path_with_a_secret_is_rejected_without_repeating_the_secret(uri: str, message: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        TypeAdapter(FilePath).validate_python(uri)
+    (detail,) = caught.value.errors()
+    assert detail["type"] == "value_error" and message in detail["msg"] and "hunter2" not in detail["msg"]
+
+
+@pytest.mark.parametrize("uri", ["gs://anonymous@bucket/log", "s3://bucket/log?region=eu", "/data/a@b?c=d"])
+def test_a_path_without_a_secret_is_accepted(uri: str) -> None:
+    assert TypeAdapter(FilePath).validate_python(uri) == uri
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_secret"),
+    [
+        ("AWS_SECRET_ACCESS_KEY", "x", True),
+        ("HF_TOKEN", "x", True),
+        ("MLFLOW_TRACKING_URI", "http://ada:x@host", True),
+        ("TOKENIZERS_PARALLELISM", "true", False),
+        ("NCCL_SOCKET_IFNAME", "ib0", False),
+    ],
+)
+def test_the_environment_of_the_hosts_holds_no_secret(name: str, value: str, is_secret: bool) -> None:
+    settings = {"scheduler": "slurm", "env": {name: value}}
+    if is_secret:
+        with pytest.raises(ValidationError, match=f"env.{name} is a secret, which every run would copy"):
+            TorchxLauncher.model_validate(settings)
+    else:
+        assert TorchxLauncher.model_validate(settings).env == {name: value}

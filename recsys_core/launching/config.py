@@ -80,7 +80,9 @@ class TorchxLauncher(Settings):
         (), max_length=100, description="Storage for the scheduler to mount, if the hosts do not have it already"
     )
     env: dict[VariableName, Text] = Field(
-        default_factory=dict, max_length=1_000, description="Environment variables of each host, such as NCCL_SOCKET_IFNAME; no secrets"
+        default_factory=dict,
+        max_length=1_000,
+        description="Environment variables of each host, such as NCCL_SOCKET_IFNAME; no secrets",
     )
     interface: Name | None = Field(
         None,

@@ -101,6 +101,22 @@ def champion_version(runs: list[PastRun]) -> str | None:
     return next((past_run.record.figures.version for past_run in runs if past_run.record.state == "Promoted"), None)
 
 
+def format_count(count: int | None) -> str:
+    """Format a count with at most three digits and a unit.
+
+    >>> [format_count(count) for count in (None, 0, 999, 1_000, 25_431, 999_999, 1_234_567, 20_000_000_000)]
+    ['-', '0', '999', '1.00 k', '25.4 k', '1.00 M', '1.23 M', '20.0 G']
+    """
+    if count is None:
+        return "-"
+    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        scaled = count / factor
+        if scaled >= 0.9995:
+            digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
+            return f"{scaled:.{digits}f} {unit}"
+    return str(count)
+
+
 def _is_run(folder: Path) -> bool:
     return not folder.is_symlink() and any((folder / name).is_file() for name in (RECORD_NAME, "config.yaml"))
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from markupsafe import Markup
 
 from flows.config import PipelineConfig
-from flows.history import STATE_NAMES, PastRun, champion_version, run_history
+from flows.history import STATE_NAMES, PastRun, champion_version, format_count, run_history
 from recsys_core import plots
 from recsys_core.atomic import write_text
 from recsys_core.disk import free_bytes, used_bytes
@@ -96,7 +96,7 @@ def to_html(runs: Sequence[PastRun], *, config: PipelineConfig, champion: str | 
             "bytes": format_bytes,
             "duration": format_duration,
             "count": lambda value: "-" if value is None else f"{value:,}",
-            "short": format_short,
+            "short": format_count,
             "score": lambda value: "-" if value is None else f"{value:.4f}",
             "time": lambda time: f"{time.astimezone(UTC):%Y-%m-%d %H:%M}",
             "day": lambda time: f"{time.astimezone(UTC):%b %d, %H:%M}",
@@ -117,22 +117,6 @@ def to_html(runs: Sequence[PastRun], *, config: PipelineConfig, champion: str | 
         workspace_bytes=used_bytes(config.workspace),
         free_bytes=free_bytes(config.workspace),
     )
-
-
-def format_short(count: int | None) -> str:
-    """Format a count with at most three digits and a unit.
-
-    >>> [format_short(count) for count in (None, 0, 999, 1_000, 25_431, 999_999, 1_234_567, 20_000_000_000)]
-    ['-', '0', '999', '1.00 k', '25.4 k', '1.00 M', '1.23 M', '20.0 G']
-    """
-    if count is None:
-        return "-"
-    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        scaled = count / factor
-        if scaled >= 0.9995:
-            digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
-            return f"{scaled:.{digits}f} {unit}"
-    return str(count)
 
 
 def format_change(past_run: PastRun, *, metric: str) -> str:
@@ -188,7 +172,7 @@ def plot_sizes(runs: Sequence[PastRun]) -> Markup | None:
         points = [(position, size) for position, past_run in enumerate(runs) if (size := size_of(past_run)) is not None]
         axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, marker="o", markersize=2.5)
         axes.set_ylabel(name)
-        axes.yaxis.set_major_formatter(lambda value, _: format_short(round(value)))
+        axes.yaxis.set_major_formatter(lambda value, _: format_count(round(value)))
         axes.locator_params(axis="y", nbins=4, integer=True)
     _label_runs(panels[-1], runs)
     return plots.to_svg(figure)

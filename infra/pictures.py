@@ -3,6 +3,7 @@
 script --quiet --command "nightjar demo" run.log           # capture a session
 python -m infra.pictures terminal run.log docs/img/run.svg --title "nightjar demo"
 python -m infra.pictures page <run>/check_data/report.html docs/img/data-report.png --height 1100
+python -m infra.pictures history docs/img/history.png      # the page of the last runs, with invented runs
 """
 
 import argparse
@@ -11,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from rich.console import Console
@@ -30,13 +32,17 @@ def main() -> None:
     page = commands.add_parser("page", help="a screenshot of an HTML page as PNG")
     page.add_argument("--width", type=int, default=1100)
     page.add_argument("--height", type=int, default=900)
+    history = commands.add_parser("history", help="a screenshot of the page of the last runs, with invented runs")
     for command in (terminal, page):
         command.add_argument("source", help="the captured session, or a file or URL of a page")
+    for command in (terminal, page, history):
         command.add_argument("target", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "terminal":
         session = Path(arguments.source).read_bytes().decode()  # read_text would replace each \r
         arguments.target.write_text(terminal_svg(session, title=arguments.title, columns=arguments.columns), encoding="utf-8")
+    elif arguments.command == "history":
+        screenshot_history(arguments.target)
     else:
         screenshot(arguments.source, target=arguments.target, width=arguments.width, height=arguments.height)
 
@@ -83,6 +89,24 @@ def screenshot(source: str, *, target: Path, width: int, height: int) -> None:
         check=True,
         capture_output=True,
     )
+
+
+def screenshot_history(target: Path) -> None:
+    """Write a PNG of the page of the last runs for a month of invented runs."""
+    from flows.cli.config_template import starter_config
+    from flows.history import champion_version, run_history
+    from flows.history_page import to_html
+    from tests.flows.run_folders import month_of_runs
+
+    with tempfile.TemporaryDirectory() as folder:
+        workspace = Path(folder)
+        month_of_runs(workspace, stage_bytes=700_000)
+        runs = run_history(workspace)
+        config = starter_config().model_copy(update={"workspace": workspace, "name": "films"})
+        html = to_html(runs, config=config, champion=champion_version(runs))
+        page = workspace / "index.html"
+        page.write_text(html.replace(folder, "/srv/films"), encoding="utf-8")
+        screenshot(str(page), target=target, width=1200, height=1270)
 
 
 if __name__ == "__main__":

@@ -335,6 +335,30 @@ def clean(
     print_removals(clean_workspace(config, dry_run=dry_run), dry_run=dry_run, console=output.stdout)
 
 
+@app.command(epilog="Example: nightjar history --last 30")
+def history(
+    file: ConfigFile = DEFAULT_FILE,
+    overrides: Overrides = None,
+    last: Annotated[int, typer.Option(min=1, help="number of runs to list")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """List the last runs: how each ended, served metrics, data sizes, duration and disk space."""
+    from flows.cli.history import as_json as history_as_json
+    from flows.cli.history import print_history
+    from flows.config_file import load_config
+    from flows.history import run_history
+
+    config = load_config(file, overrides or ())
+    runs, metric = run_history(config.workspace, last=last), config.registry.metric
+    if as_json:
+        sys.stdout.write(history_as_json(runs, metric=metric) + "\n")
+    elif runs:
+        print_history(runs, metric=metric, console=output.stdout)
+        output.print_facts({"page": str(config.workspace / "index.html")}, console=output.stdout)
+    else:
+        output.stdout.print(f"no run in {config.workspace} yet; start one with: nightjar run {file}", soft_wrap=True)
+
+
 @app.command(epilog="Example: nightjar ui --mlflow-port 5001")
 def ui(
     file: ConfigFile = DEFAULT_FILE,

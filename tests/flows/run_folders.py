@@ -1,5 +1,6 @@
 """Run folders written by hand: a record, and empty reports. `month_of_runs` has a run in each state."""
 
+import os
 import random
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,11 +15,20 @@ _SECONDS = (34, 210, 55, 12, 9, 1900, 75, 120, 62, 21, 88)
 """Seconds of each stage."""
 
 
-def past_run(workspace: Path, start: datetime, *, state: RunState, stages: int = len(STAGES), **fields: Any) -> Run:
+def past_run(
+    workspace: Path,
+    start: datetime,
+    *,
+    state: RunState,
+    stages: int = len(STAGES),
+    stage_bytes: int = 4_000,
+    **fields: Any,
+) -> Run:
     """Write one run folder with the first `stages` stages; `fields` are of RunRecord, or of its figures."""
     run = Run(f"{start:%Y%m%d-%H%M%S}-{start.day:04x}", workspace=workspace, experiment="e")
     run.folder.mkdir(parents=True)
-    (run.folder / "weights.bin").write_bytes(bytes(4_000 * (stages + 1)))
+    with (run.folder / "weights.bin").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, stage_bytes * (stages + 1))
     for place in ("check_data/report.html", "plan_sharding/plan.html", "loss.png", "indexes.png")[: stages // 2 + 1]:
         (run.folder / place).parent.mkdir(exist_ok=True)
         (run.folder / place).write_text(place)
@@ -32,14 +42,15 @@ def past_run(workspace: Path, start: datetime, *, state: RunState, stages: int =
     return run
 
 
-def month_of_runs(workspace: Path, *, num_runs: int = 30) -> list[Run]:
+def month_of_runs(workspace: Path, *, num_runs: int = 30, stage_bytes: int = 4_000) -> list[Run]:
     """Write a run a day: most promoted, some not, one with rejected data, one failed and one killed."""
     dice = random.Random(7)
     runs, champion_value, version = [], 0.212, 40
     for day in range(num_runs):
         start = FIRST_START + timedelta(days=day, seconds=dice.randrange(20))
         growth = 1 + 0.004 * day
-        sizes = {
+        shared = {
+            "stage_bytes": int(stage_bytes * growth),
             "events": int(18_400_000 * growth * dice.uniform(0.985, 1.015)),
             "users": int(1_240_000 * growth),
             "items": int(86_000 + 310 * day),
@@ -49,16 +60,16 @@ def month_of_runs(workspace: Path, *, num_runs: int = 30) -> list[Run]:
                 "the data violates 1 of the limits in data_report: - 8,912,004 training events, 52 % fewer than the run before"
             )
             runs.append(
-                past_run(workspace, start, state="DataRejected", stages=4, message=message, **sizes | {"events": 8_912_004})
+                past_run(workspace, start, state="DataRejected", stages=4, message=message, **shared | {"events": 8_912_004})
             )
             continue
         if day == 19:
             message = "the launch failed: rank 1 (pid 28123) ended with SIGKILL; the kernel killed it, probably for memory"
-            runs.append(past_run(workspace, start, state="Failed", stages=5, message=message, **sizes))
+            runs.append(past_run(workspace, start, state="Failed", stages=5, message=message, **shared))
             (runs[-1].folder / "error.log").write_text("Traceback")
             continue
         if day == 23:
-            runs.append(past_run(workspace, start, state="Running", stages=0, ended=None))
+            runs.append(past_run(workspace, start, state="Running", stages=0, ended=None, stage_bytes=stage_bytes))
             continue
         version += 1
         value = champion_value * dice.uniform(0.955, 1.05)
@@ -78,7 +89,7 @@ def month_of_runs(workspace: Path, *, num_runs: int = 30) -> list[Run]:
                 model_name="films",
                 version=str(version),
                 metrics=metrics,
-                **sizes,
+                **shared,
             )
         )
         champion_value = value if promoted else champion_value * 0.998

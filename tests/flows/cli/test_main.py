@@ -47,11 +47,9 @@ def test_help_imports_no_heavy_library_and_each_command_has_an_example() -> None
     root = Path(cli.__file__).parents[2]
     answer = subprocess.run([sys.executable, "-c", program + heavy], capture_output=True, text=True, cwd=root)
     assert answer.stdout.splitlines()[-1] == ""
-    for command in ("demo", "init", "validate", "doctor", "plan", "run", "tune", "query", "releases", "ui"):
-        assert f" {command} " in answer.stdout
-    assert {command.name or command.callback.__name__ for command in cli.app.registered_commands if command.epilog} == {
-        "demo", "init", "validate", "doctor", "plan", "run", "tune", "query", "releases", "ui",
-    }  # fmt: skip
+    for command in cli.app.registered_commands:
+        assert command.callback is not None and command.epilog, command
+        assert f" {command.name or command.callback.__name__} " in answer.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Work after each run: it is done for failed runs, left out for interrupted ones, and cannot fail a run."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,20 @@ from tests.flows.run_folders import FIRST_START, past_run
 
 
 @pytest.mark.parametrize("state", ["Failed", "Interrupted"])
-def test_page_and_metrics_are_written_after_a_failed_run_but_not_after_an_interrupted_one(tmp_path: Path, state: str) -> None:
+def test_page_and_metrics_are_written_after_a_failed_run_but_not_after_an_interrupted_one(
+    tmp_path: Path, new_database: Path, state: str
+) -> None:
+    shutil.copy(new_database, tmp_path)
     config = starter_config().model_copy(update={"workspace": tmp_path})
     after_run(config, past_run(tmp_path, FIRST_START, state=state, stages=0))  # type: ignore[arg-type]
-    written = {path.name for path in tmp_path.iterdir() if path.is_file()}
-    assert written == ({"index.html", "metrics.prom"} if state == "Failed" else set())
+    for name in ("index.html", "metrics.prom"):
+        assert (tmp_path / name).is_file() == (state == "Failed")
 
 
-def test_a_page_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_page_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, new_database: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copy(new_database, tmp_path)
     (tmp_path / "index.html").mkdir()
     config = starter_config().model_copy(update={"workspace": tmp_path})
     after_run(config, past_run(tmp_path, FIRST_START, state="Failed", stages=0))

@@ -11,12 +11,15 @@ from flows.config_file import load_config
 from flows.flow_run_labels import default_run_id, flow_run_name
 from flows.nightly import nightly_retrain
 from flows.resume import check_resume
+from flows.unfinished import choose_run_to_resume
 from recsys_core.config import MAX_PATH_CHARACTERS
 from recsys_core.disk import explain_disk_full
 from recsys_core.errors import InputError, StageError, TrackingServerError
 from tasks.run import MAX_REASON_CHARACTERS, Promote, Run, RunOptions, StageName, workspace_lock
 
 MAX_OVERRIDES = 100
+SCHEDULED_TAG = "auto-scheduled"
+"""Tag with which Prefect marks the flow runs of a schedule."""
 
 
 def _shown(title: str) -> Any:
@@ -52,7 +55,8 @@ def deployed_retrain(
             force.
         overrides: Settings that differ from the config file in this run only, as key=value, for example training.epochs=3.
         resume: Run id of an interrupted run of this pipeline, such as 20261121-070312-ab12. The run keeps its complete stages.
-            Give the same settings and options as at its first start. Empty starts a new run.
+            Give the same settings and options as at its first start. Empty starts a new run; a scheduled run follows
+            schedule.unfinished_run.
         until: The run ends after this stage.
         full_retrain: Read all input files, build the vocabularies again and train without the champion's weights.
         dry_run: Run all stages and log the metrics, but register no version. A resume without this option registers it.
@@ -68,6 +72,8 @@ def deployed_retrain(
     """
     options = RunOptions(reason=reason, full_retrain=full_retrain, dry_run=dry_run, promote=promote)
     config = load_config(pipeline, overrides)
+    if not resume and SCHEDULED_TAG in runtime.flow_run.tags:
+        resume = choose_run_to_resume(config) or ""
     run = Run(
         resume or default_run_id(),
         workspace=config.workspace,

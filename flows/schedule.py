@@ -66,8 +66,8 @@ class ScheduleConfig(Settings):
     )
     unfinished_run: Literal["resume", "new"] = Field(
         "new",
-        description="what a scheduled run does if the previous run was interrupted or failed. resume: it resumes that run with "
-        "the data of that run; new: it starts from the newest data",
+        description="what a scheduled run does if the previous run was interrupted or failed. resume: it resumes that run if "
+        "the config is unchanged, and repeats the stages whose input has changed; new: it starts a new run",
     )
 
     def next_start(self, after: datetime) -> datetime | None:

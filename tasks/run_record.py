@@ -74,6 +74,7 @@ class RunRecord(Frozen):
     options: RunOptions = Field(description="options of this start, with the reason that a person gave")
     host: str = Field(description="name of the host of the flow")
     pid: int = Field(description="process id of the flow")
+    num_starts: int = Field(1, description="number of starts of the run, with this one; each resume is a start")
     started: AwareDatetime = Field(description="time of this start, UTC")
     ended: AwareDatetime | None = Field(None, description="time of the end, UTC; null while the run works or if it was killed")
     state: RunState = "Running"
@@ -124,9 +125,15 @@ def record_run(run: Run, *, pipeline: str) -> Iterator[Ending]:
     The body calls `set` of the yielded Ending. An exception is recorded as DataRejected (an InputError after a data report with
     violated limits), Failed, or Interrupted (a signal). The traceback of an unexpected exception is written to error.log.
     """
+    earlier_start = RunRecord.read(run)
     start = RunRecord(
-        pipeline=pipeline, options=run.options, host=socket.gethostname(), pid=os.getpid(), started=datetime.now(UTC)
-    )  # fmt: skip
+        pipeline=pipeline,
+        options=run.options,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        num_starts=1 if earlier_start is None else earlier_start.num_starts + 1,
+        started=datetime.now(UTC),
+    )
     (run.folder / ERROR_LOG_NAME).unlink(missing_ok=True)
     start.write(run)
     ending = Ending()

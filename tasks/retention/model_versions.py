@@ -4,6 +4,7 @@ MLflow's delete_model_version removes the entry in the registry, and also an ali
 its files, so these are deleted too. The rows of the logged model in MLflow's database remain until `mlflow gc`.
 """
 
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 from mlflow import MlflowClient
+from mlflow.entities import LoggedModel
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
@@ -22,6 +24,7 @@ from tasks.registry.mlflow_client import RUN_ID_TAG
 from tasks.registry.releases import MAX_FORMER_CHAMPIONS, REASONS_TAG, former_champions
 from tasks.retention.run_folders import RUNS_NAME, disk_bytes, run_ids
 
+_LOGGED_MODEL_URI = re.compile(r"models:/(m-[0-9a-f]+)")
 GATE_MS = 1_000 * DAY_S
 """Time after which a version without a comparison is not in the gate of another run any more."""
 
@@ -104,10 +107,10 @@ def delete_versions(client: MlflowClient, removals: Iterable[VersionRemoval]) ->
                 raise
             finished_removals.append(removal)  # an earlier attempt has deleted it
             continue
-        location = _artifact_location(client, version)
-        if version.model_id is not None and location is not None:
-            get_artifact_repository(location, tracking_uri=client.tracking_uri).delete_artifacts()
-            client.delete_logged_model(version.model_id)
+        model = _logged_model(client, version)
+        if model is not None:
+            get_artifact_repository(model.artifact_location, tracking_uri=client.tracking_uri).delete_artifacts()
+            client.delete_logged_model(model.model_id)
         client.delete_model_version(name, number)
         finished_removals.append(removal)
     return finished_removals
@@ -124,12 +127,13 @@ def _aliases(client: MlflowClient, model_name: str) -> dict[str, str] | None:
     return {alias: str(number) for alias, number in aliases.items()}  # MLflow gives an int from sqlite and a str over REST
 
 
-def _artifact_location(client: MlflowClient, version: ModelVersion) -> str | None:
-    """Return the folder or URI of the logged model's files; None if the model is deleted already."""
-    if version.model_id is None:
+def _logged_model(client: MlflowClient, version: ModelVersion) -> LoggedModel | None:
+    """Return the logged model of a version; None if it is deleted already, or if the version has another source."""
+    model_id = _LOGGED_MODEL_URI.fullmatch(version.source or "")
+    if model_id is None:
         return None
     try:
-        return str(client.get_logged_model(version.model_id).artifact_location)
+        return client.get_logged_model(model_id[1])
     except MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
@@ -137,8 +141,8 @@ def _artifact_location(client: MlflowClient, version: ModelVersion) -> str | Non
 
 
 def _local_bytes(client: MlflowClient, version: ModelVersion) -> int | None:
-    location = _artifact_location(client, version)
-    if location is None:
+    model = _logged_model(client, version)
+    if model is None:
         return 0
-    uri = urlparse(location)
+    uri = urlparse(model.artifact_location)
     return disk_bytes(Path(url2pathname(uri.path))) if uri.scheme in ("", "file") else None

@@ -1,0 +1,78 @@
+"""The previous run of a pipeline if it did not end: a scheduled run resumes it or starts a new run."""
+
+import logging
+from datetime import UTC, datetime
+from pathlib import Path
+
+from flows.config import PipelineConfig
+from flows.config_file import load_config
+from recsys_core.errors import InputError
+from tasks.run import REDUCED_NAME, Run, RunOptions
+from tasks.run_record import RunRecord
+
+LOG = logging.getLogger("nightjar")
+MAX_STARTS = 3
+"""Starts after which a scheduled run does not resume a run again. A run that fails in each start would block all later runs."""
+IGNORED_STATES = ("StoppedEarly", "DryRun")
+"""End states of trials by a person: the run before them decides."""
+
+
+def choose_run_to_resume(config: PipelineConfig) -> str | None:
+    """Return the unfinished run that a scheduled run resumes; None to start a new run. Log the choice."""
+    unfinished = find_unfinished(config.workspace, pipeline=config.name)
+    if unfinished is None:
+        return None
+    run, record = unfinished
+    hours = (datetime.now(UTC) - record.started).total_seconds() / 3_600
+    description = (
+        f"run {run.run_id} is unfinished: {record.state}, started {hours:.1f} h ago ({record.message or 'no message'})"
+    )
+    reason = _reason_for_new_run(config, run, record)
+    if reason is not None:
+        LOG.warning("%s; a new run starts, because %s", description, reason)
+        return None
+    LOG.warning("%s; it is resumed, and stages whose input has changed are repeated", description)
+    return run.run_id
+
+
+def find_unfinished(workspace: Path, *, pipeline: str) -> tuple[Run, RunRecord] | None:
+    """Return the newest run of the pipeline and its record if the run failed or was interrupted; otherwise None.
+
+    Trials (--until, dry runs), runs of other pipelines and reduced runs are skipped. A run whose data was rejected has ended.
+    """
+    runs = workspace / "runs"
+    run_ids = sorted((path.name for path in runs.iterdir() if path.is_dir()), reverse=True) if runs.is_dir() else []
+    for run_id in run_ids:
+        try:
+            run = Run(run_id, workspace=workspace, experiment="")
+        except InputError:  # a folder that is not a run
+            continue
+        record = RunRecord.read(run)
+        if record is None or record.pipeline != pipeline or record.state in IGNORED_STATES:
+            continue
+        is_unfinished = record.state in ("Failed", "Interrupted") and not (run.folder / REDUCED_NAME).exists()
+        return (run, record) if is_unfinished else None
+    return None
+
+
+def _reason_for_new_run(config: PipelineConfig, run: Run, record: RunRecord) -> str | None:
+    """Return why a scheduled run may not resume `run`; None if it may."""
+    if config.schedule.unfinished_run == "new":
+        return "schedule.unfinished_run is new"
+    if record.num_starts >= MAX_STARTS:
+        return f"the unfinished run has been started {record.num_starts} times"
+    if record.options != RunOptions(reason=record.options.reason):
+        return "a person started the unfinished run with options of its own"
+    if not _is_same_config(config, run):
+        return f"the config is not the one in {run.config_file}"
+    return None
+
+
+def _is_same_config(config: PipelineConfig, run: Run) -> bool:
+    """Return whether `run` has the same settings; `schedule` and `retention` do not matter to a run."""
+    try:
+        run_config = load_config(run.config_file)
+    except InputError:
+        return False
+    unimportant = {"schedule": config.schedule, "retention": config.retention}
+    return run_config.model_copy(update=unimportant) == config

@@ -1,0 +1,170 @@
+"""Thirty runs in a row with a sliding window of log files: disk, shared memory, memory and processes are bounded.
+
+`make drills` prints one row per run. NIGHTJAR_DRILL_RUNS sets another number of runs.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+import psutil
+import pytest
+
+from recsys_core.data.synthetic import generate
+from recsys_core.units import MIB
+from tasks.registry.mlflow_client import connect
+from tasks.retention.run_folders import disk_bytes, run_ids
+from tests.flows.test_nightly import ROOT
+
+pytestmark = pytest.mark.drill
+NUM_RUNS = int(os.environ.get("NIGHTJAR_DRILL_RUNS", "30"))
+WINDOW_DAYS = 6
+WHOLE_RUNS, REPORT_RUNS, VERSIONS = 3, 6, 3
+MARGIN_SHARE = 0.1
+MARGIN_BYTES = 4 * MIB
+MAX_DATABASE_BYTES_PER_RUN = MIB
+RUN_TIMEOUT_S = 600
+CONFIG = f"""
+name: drill
+workspace: .
+interactions: {{paths: log/*.parquet, timestamp_column: timestamp, split: {{kind: time, test_days: 1}}}}
+embeddings: {{paths: data/item_embeddings.parquet, vector_column: embedding}}
+model: {{embedding_dim: 8}}
+training: {{epochs: 1, batch_size: 64, log_every_steps: 5}}
+sharding: {{cluster: {{device: cpu, processes_per_node: 1}}}}
+index: {{nlist: 4, pq_m: 4}}
+data_report: {{max_event_drop_share: null, max_leaked_event_share: null}}
+registry: {{model_name: drill, smoke_test_users: 100, max_relative_drop: 0.5}}
+retention: {{whole_runs: {WHOLE_RUNS}, report_runs: {REPORT_RUNS}, versions: {VERSIONS}}}
+"""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Resources during and after one run. Sizes are in MiB."""
+
+    seconds: float
+    runs_mib: float
+    models_mib: float
+    databases_mib: float
+    other_mib: float
+    versions: int
+    shared_memory: int
+    temporary_files: int
+    peak_rss_mib: float
+    max_descriptors: int
+    orphans: int
+
+    @property
+    def bounded_mib(self) -> float:
+        """Disk space without the databases of Prefect and MLflow."""
+        return self.runs_mib + self.models_mib + self.other_mib
+
+
+def test_thirty_runs_end_with_bounded_disk_memory_and_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "nightly.yaml"
+    file.write_text(CONFIG)
+    num_days = NUM_RUNS + WINDOW_DAYS - 1
+    generate(
+        tmp_path / "data", num_users=100, num_items=120, num_events=500 * num_days, num_days=num_days, dim=8, num_cold_items=5
+    )
+    days = sorted((tmp_path / "data" / "interactions").glob("*.parquet"))
+    (tmp_path / "log").mkdir()
+    shared_memory = _shared_memory()
+    usages = []
+    for index in range(NUM_RUNS):
+        for day in days[index : index + WINDOW_DAYS]:
+            (tmp_path / "log" / day.name).unlink(missing_ok=True)
+            (tmp_path / "log" / day.name).hardlink_to(day)
+        if index:
+            (tmp_path / "log" / days[index - 1].name).unlink()
+        usages.append(_run(file, shared_memory=shared_memory))
+        with capsys.disabled():
+            _print(index, usages[-1])
+    first_half, second_half = usages[: NUM_RUNS // 2], usages[NUM_RUNS // 2 :]
+    for name in ("bounded_mib", "peak_rss_mib"):
+        first_max, second_max = (max(getattr(usage, name) for usage in half) for half in (first_half, second_half))
+        assert second_max <= first_max * (1 + MARGIN_SHARE) + MARGIN_BYTES / MIB, name
+    assert max(usage.max_descriptors for usage in second_half) <= max(usage.max_descriptors for usage in first_half) + 10
+    assert max(usage.versions for usage in usages) <= VERSIONS + 4  # the champion and three former champions
+    assert {(usage.shared_memory, usage.temporary_files, usage.orphans) for usage in usages} == {(0, 0, 0)}
+    growth = (usages[-1].databases_mib - first_half[-1].databases_mib) / len(second_half)
+    assert growth < MAX_DATABASE_BYTES_PER_RUN / MIB
+    assert len(run_ids(tmp_path)) <= REPORT_RUNS + 2
+    seconds = [[usage.seconds for usage in half] for half in (first_half, second_half)]
+    medians = [f"{statistics.median(half):.1f} s" for half in seconds]
+    with capsys.disabled():
+        sys.stdout.write(f"median per run: {', then '.join(medians)}; databases grow by {growth:.3f} MiB per run\n")
+
+
+def _run(file: Path, *, shared_memory: set[str]) -> Usage:
+    """Execute `nightjar run` to its end; return its usage."""
+    mark = uuid.uuid4().hex
+    temporary_folder = file.parent / "tmp"
+    temporary_folder.mkdir(exist_ok=True)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    start_s = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flows.cli", "run", str(file)],
+        cwd=ROOT,
+        env=environment | {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary_folder), "NIGHTJAR_DRILL_MARK": mark},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    peak_rss = max_descriptors = 0
+    while process.poll() is None and time.monotonic() - start_s < RUN_TIMEOUT_S:
+        try:
+            own = psutil.Process(process.pid)
+            peak_rss = max(peak_rss, own.memory_info().rss)
+            max_descriptors = max(max_descriptors, own.num_fds())
+        except psutil.Error:  # the process has just ended
+            pass
+        time.sleep(0.5)
+    seconds = time.monotonic() - start_s
+    err = process.communicate(timeout=10)[1]
+    assert process.returncode == 0, err
+    workspace = file.parent
+    databases = sum(disk_bytes(path) for path in (workspace / "prefect", *workspace.glob("mlflow.db*")))
+    runs, models = disk_bytes(workspace / "runs"), disk_bytes(workspace / "mlartifacts")
+    inputs = disk_bytes(workspace / "data")
+    client = connect(workspace)
+    return Usage(
+        seconds=seconds,
+        runs_mib=runs / MIB,
+        models_mib=models / MIB,
+        databases_mib=databases / MIB,
+        other_mib=(disk_bytes(workspace) - databases - runs - models - inputs) / MIB,
+        versions=len(client.search_model_versions("name = 'drill'")),
+        shared_memory=len(_shared_memory() - shared_memory),
+        temporary_files=len(list(temporary_folder.iterdir())),
+        peak_rss_mib=peak_rss / MIB,
+        max_descriptors=max_descriptors,
+        orphans=sum(_has_mark(candidate, mark) for candidate in psutil.process_iter()),
+    )
+
+
+def _shared_memory() -> set[str]:
+    """Return the entries of the shared memory, without temporary folders of other tests on this host."""
+    folder = Path("/dev/shm")  # noqa: S108 the mount point is a convention of Linux
+    return {path.name for path in folder.iterdir() if not path.is_dir()}
+
+
+def _has_mark(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get("NIGHTJAR_DRILL_MARK") == mark
+    except psutil.Error:  # a process of another user, or one that has just ended
+        return False
+
+
+def _print(index: int, usage: Usage) -> None:
+    if index == 0:
+        sys.stdout.write("\t".join(["\nrun", *(field.name for field in fields(usage))]) + "\n")
+    values = (f"{value:.1f}" if isinstance(value, float) else str(value) for value in astuple(usage))
+    sys.stdout.write("\t".join([str(index + 1), *values]) + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,116 @@
+"""The Prefect and MLflow servers of infra/compose.yaml as processes on loopback."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVICES = yaml.safe_load((ROOT / "infra" / "compose.yaml").read_text())["services"]
+PATIENCE_S = 180.0
+USER_PASSWORD, PREFECT_LOGIN = "mlflow-pa55-4f1c", "nightjar:prefect-pa55-90b2"
+DATABASE_PASSWORDS = {"PREFECT_DATABASE_PASSWORD": "prefect-db-pa55-77aa", "MLFLOW_DATABASE_PASSWORD": "mlflow-db-pa55-c0de"}
+SECRETS = {
+    **DATABASE_PASSWORDS,
+    "PREFECT_AUTH_STRING": PREFECT_LOGIN,
+    "MLFLOW_PASSWORD": USER_PASSWORD,
+    "MLFLOW_SECRET_KEY": "flask-key-1b7e",
+    "S3_ACCESS_KEY": "s3-key-id-5ea1",
+    "S3_SECRET_KEY": "s3-key-5ec2e7",
+}
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Addresses of the servers, and the environment of a worker that uses them."""
+
+    prefect: str
+    mlflow: str
+    environment: Mapping[str, str]
+
+
+def service_environment(name: str) -> dict[str, str]:
+    """Return the environment of a service of compose.yaml, with the secrets filled in."""
+    settings = SERVICES[name]["environment"]
+    filled = {key: re.sub(r"\$\{(\w+):\?[^}]*\}", lambda match: SECRETS[match[1]], value) for key, value in settings.items()}
+    return {key: re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value) for key, value in filled.items()}
+
+
+def clean_environment() -> dict[str, str]:
+    """Return the environment of this process without settings of Prefect, MLflow and AWS."""
+    prefixes = ("PREFECT_", "MLFLOW_", "AWS_", "PG")
+    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serving(name: str, folder: Path, *, health_path: str, overrides: Mapping[str, str | None]) -> Iterator[str]:
+    """Start a service of compose.yaml on loopback and yield its address. An override None removes a variable."""
+    port = free_port()
+    program, *arguments = SERVICES[name]["command"]
+    arguments = [{"0.0.0.0": "127.0.0.1", "4200": str(port), "5000": str(port)}.get(text, text) for text in arguments]
+    settings = clean_environment() | service_environment(name) | overrides
+    environment = {key: value for key, value in settings.items() if value is not None}
+    log_file = folder / f"{name}.log"
+    with log_file.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", program, *arguments],
+            env=environment, stdout=log, stderr=log, start_new_session=True, cwd=folder,
+        )  # fmt: skip
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}{health_path}", timeout=5).close()
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < deadline, log_file.read_text()
+                time.sleep(0.3)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(timeout=30)
+
+
+@contextmanager
+def production_servers(folder: Path, *, postgresql_port: int | None = None) -> Iterator[Servers]:
+    """Start both servers with passwords, on sqlite or on PostgreSQL; files are in `folder`."""
+    users = (ROOT / "infra" / "compose" / "mlflow-auth.ini").read_text().replace("/var/lib/nightjar", str(folder))
+    (folder / "mlflow-auth.ini").write_text(users)
+    prefect: dict[str, str | None] = {"PREFECT_HOME": str(folder / "prefect")}
+    mlflow: dict[str, str | None] = {
+        "MLFLOW_AUTH_CONFIG_PATH": str(folder / "mlflow-auth.ini"),
+        "MLFLOW_ARTIFACTS_DESTINATION": str(folder / "artifacts"),
+        "MLFLOW_SERVER_ALLOWED_HOSTS": "127.0.0.1:*",
+        "AWS_ENDPOINT_URL": None,
+    }
+    if postgresql_port is None:
+        prefect |= {name: None for name in service_environment("prefect") if name.startswith("PREFECT_SERVER_DATABASE_")}
+        mlflow |= {"MLFLOW_BACKEND_STORE_URI": f"sqlite:///{folder}/mlflow-server.db", "PGPASSWORD": None}
+    else:
+        prefect |= {"PREFECT_SERVER_DATABASE_HOST": "127.0.0.1", "PREFECT_SERVER_DATABASE_PORT": str(postgresql_port)}
+        mlflow["MLFLOW_BACKEND_STORE_URI"] = f"postgresql+psycopg://mlflow@127.0.0.1:{postgresql_port}/mlflow"
+    with ExitStack() as stack:
+        prefect_address = stack.enter_context(serving("prefect", folder, health_path="/api/health", overrides=prefect))
+        mlflow_address = stack.enter_context(serving("mlflow", folder, health_path="/health", overrides=mlflow))
+        worker = service_environment("worker") | {
+            "PREFECT_HOME": str(folder / "prefect-client"),
+            "PREFECT_API_URL": f"{prefect_address}/api",
+            "MLFLOW_TRACKING_URI": mlflow_address,
+        }
+        yield Servers(prefect_address, mlflow_address, clean_environment() | worker)

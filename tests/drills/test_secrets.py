@@ -1,0 +1,138 @@
+"""Secrets of the environment do not get into files, databases, logs, messages or command lines: `make drills`.
+
+A run fails at the registration (wrong password) and is resumed with the right one. Another run warns about an MLflow database
+that does not answer. An embedded Prefect server fails to start on a database that does not answer.
+"""
+
+import base64
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+import psutil
+import pytest
+
+from tests.drills.production_servers import (
+    PREFECT_LOGIN,
+    SECRETS,
+    USER_PASSWORD,
+    Servers,
+    clean_environment,
+    production_servers,
+)
+from tests.drills.test_kill_and_resume import write_config
+
+pytestmark = pytest.mark.drill
+NIGHTJAR = [sys.executable, "-m", "flows.cli"]
+RUN_ID = "20260101-000000-5ec2"
+WRONG_PASSWORD, DATABASE_PASSWORD, STORE_KEY = "wrong-pa55-31d0", "database-pa55/8e@1", "store-key-c4fe"
+PLANTED = (
+    *(value.rpartition(":")[2] for name, value in SECRETS.items() if name != "S3_ACCESS_KEY"),
+    *(WRONG_PASSWORD, DATABASE_PASSWORD, STORE_KEY),
+)
+
+
+def forms(secret: str) -> set[bytes]:
+    """Return the secret as text, in a URL and in the header of basic auth, without the padding that depends on the rest."""
+    logins = (f"nightjar:{secret}", f"ada:{secret}")
+    encoded = {base64.b64encode(login.encode())[: 4 * (len(login) // 3)] for login in logins}
+    return {secret.encode(), quote(secret, safe="").encode(), *encoded}
+
+
+FORMS = {form: secret for secret in PLANTED for form in forms(secret)}
+
+
+def secrets_in(content: bytes) -> list[str]:
+    return sorted({secret for form, secret in FORMS.items() if form in content})
+
+
+@contextmanager
+def watched_command_lines(leaks: dict[str, list[str]]) -> Iterator[None]:
+    """Read the command lines of all processes, again and again; add those with a secret to `leaks`."""
+    stopping = threading.Event()
+
+    def watch() -> None:
+        while not stopping.wait(0.2):
+            for process in psutil.process_iter(["cmdline"]):
+                command = " ".join(process.info["cmdline"] or ())
+                if found := secrets_in(command.encode(errors="replace")):
+                    leaks[command] = found
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        thread.join()
+
+
+def nightjar(*arguments: str, environment: Mapping[str, str]) -> "subprocess.CompletedProcess[bytes]":
+    command = [*NIGHTJAR, *arguments]
+    return subprocess.run(command, env=dict(environment), capture_output=True, timeout=900, check=False)
+
+
+def test_the_search_finds_each_form_of_a_secret() -> None:
+    for secret in PLANTED:
+        login = base64.b64encode(f"nightjar:{secret}".encode())
+        for text in (secret.encode(), quote(secret, safe="").encode(), b"Authorization: Basic " + login):
+            assert secrets_in(b"before" + text + b"after") == [secret]
+
+
+def test_no_secret_gets_out(tmp_path: Path) -> None:
+    server_folder, folder = tmp_path / "servers", tmp_path / "user"
+    server_folder.mkdir()
+    folder.mkdir()
+    file = write_config(folder)
+    leaks: dict[str, list[str]] = {}
+    outputs: dict[str, subprocess.CompletedProcess[bytes]] = {}
+    with watched_command_lines(leaks), production_servers(server_folder) as servers:
+        started = time.monotonic()
+        outputs["wrong password"] = nightjar("run", str(file), "--verbose", environment=with_secrets(servers, WRONG_PASSWORD))
+        right = with_secrets(servers, USER_PASSWORD)
+        (run_folder,) = (folder / "workspace" / "runs").iterdir()
+        outputs["resumed"] = nightjar("run", str(file), "--resume", run_folder.name, "--json", environment=right)
+        outputs["doctor"] = nightjar("doctor", str(file), environment=right)
+        outputs["query"] = nightjar("query", str(file), "--user", "1", environment=right)
+        database = f"postgresql+psycopg://ada:{quote(DATABASE_PASSWORD, safe='')}@127.0.0.1:9/mlflow"
+        unreachable = right | {"MLFLOW_TRACKING_URI": database}
+        outputs["no database"] = nightjar("run", str(file), "--until", "check_data", environment=unreachable)
+        outputs["no database, releases"] = nightjar("releases", str(file), environment=unreachable)
+        embedded = clean_environment() | {
+            "PREFECT_API_DATABASE_CONNECTION_URL": database.replace("+psycopg", "+asyncpg"),
+            "PREFECT_SERVER_DATABASE_CONNECTION_URL": database.replace("+psycopg", "+asyncpg"),
+        }
+        outputs["no Prefect"] = nightjar("run", str(file), "--until", "check_data", environment=embedded)
+        print(f"{time.monotonic() - started:.0f} s")  # noqa: T201 shown with -s
+    exit_codes = {name: output.returncode for name, output in outputs.items()}
+    errors = {name: output.stderr.decode()[-2000:] for name, output in outputs.items()}
+    assert exit_codes["wrong password"] == 1 and b"401" in outputs["wrong password"].stderr, errors
+    assert exit_codes["resumed"] == 0 and json.loads(outputs["resumed"].stdout.splitlines()[-1])["version"] == "1", errors
+    assert exit_codes["query"] == 0 and exit_codes["no database"] == 0, errors
+    assert exit_codes["no database, releases"] == 1 and exit_codes["no Prefect"] == 1, errors
+
+    for name, output in outputs.items():
+        if found := secrets_in(output.stdout + output.stderr):
+            leaks[f"output of {name}"] = found
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert len(files) > 100
+    leaks |= {str(path.relative_to(tmp_path)): found for path in files if (found := secrets_in(path.read_bytes()))}
+    assert leaks == {}
+
+
+def with_secrets(servers: Servers, password: str) -> dict[str, str]:
+    """Return the environment of a user with secrets in it: a password in the tracking URI, keys of a store, Prefect's login."""
+    environment = dict(servers.environment)
+    del environment["MLFLOW_TRACKING_USERNAME"], environment["MLFLOW_TRACKING_PASSWORD"]
+    return environment | {
+        "MLFLOW_TRACKING_URI": servers.mlflow.replace("//", f"//nightjar:{password}@"),
+        "AWS_ACCESS_KEY_ID": "AKIAEXAMPLE",
+        "AWS_SECRET_ACCESS_KEY": STORE_KEY,
+        "PREFECT_API_AUTH_STRING": PREFECT_LOGIN,
+    }

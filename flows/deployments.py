@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -87,10 +88,11 @@ def changes(current: DeploymentResponse | None, new: RunnerDeployment) -> list[C
     return [Change(name, before, after) for name, before, after in pairs if before != after]
 
 
-def apply(deployment: RunnerDeployment) -> None:
-    """Create the deployment, or update it."""
+def apply(deployment: RunnerDeployment) -> UUID:
+    """Create the deployment, or update it; return its id."""
     # With version information Prefect does not look for a git repository in the current folder.
-    deployment.apply(version_info=VersionInfo(type="prefect:simple", version=recsys_core.__version__))
+    deployment_id = deployment.apply(version_info=VersionInfo(type="prefect:simple", version=recsys_core.__version__))
+    return UUID(str(deployment_id))
 
 
 @contextmanager

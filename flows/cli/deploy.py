@@ -11,9 +11,19 @@ from recsys_core.errors import InputError
 
 
 def deploy_pipeline(
-    config: PipelineConfig, *, file: Path, overrides: Sequence[str], work_pool: str | None, dry_run: bool
+    config: PipelineConfig,
+    *,
+    file: Path,
+    overrides: Sequence[str],
+    work_pool: str | None,
+    with_automations: bool = False,
+    dry_run: bool,
 ) -> None:
-    """Print how the deployment changes, and change it unless `dry_run`; InputError before anything is created."""
+    """Print how the deployment changes, and change it unless `dry_run`; InputError before anything is created.
+
+    Args:
+        with_automations: also create or update the automations that send alerts.
+    """
     if not os.environ.get("PREFECT_API_URL"):
         raise InputError(
             "PREFECT_API_URL is not set; set it to the API of your Prefect server, e.g. http://127.0.0.1:4200/api, or start "
@@ -21,10 +31,13 @@ def deploy_pipeline(
         )
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "2")  # a user waits for the answer
-    from flows import deployments
+    from flows import automations, deployments
 
+    automation_names: list[str] = []
     with deployments.prefect_server() as client:
         work_pool = deployments.check_work_pool(client, work_pool)
+        if with_automations:
+            automations.alert_block(client)
         current = deployments.read_deployment(client, config.name)
         deployment = deployments.deployment_of(
             config,
@@ -38,7 +51,9 @@ def deploy_pipeline(
         if rows:
             output.print_table(["setting", "current", "new"], rows, console=output.stdout)
         if not dry_run:
-            deployments.apply(deployment)
+            deployment_id = deployments.apply(deployment)
+            if with_automations:
+                automation_names = automations.create_automations(client, config, deployment_id=deployment_id)
     verb = "created" if current is None else "updated" if changes else "unchanged"
     next_start = config.schedule.next_start(datetime.now(UTC))
     facts = {
@@ -47,4 +62,6 @@ def deploy_pipeline(
         "worker": f"prefect worker start --pool {work_pool}",
         "start by hand": f"prefect deployment run {deployment.full_name}",
     }
+    if with_automations:
+        facts["automations"] = ", ".join(automation_names) or "would be created or updated"
     output.print_facts(facts, console=output.stdout)

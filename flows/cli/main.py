@@ -304,6 +304,9 @@ def deploy(
     cron: Annotated[str | None, typer.Option(help="planned starts, instead of schedule.cron")] = None,
     timezone: Annotated[str | None, typer.Option(help="time zone of the planned starts, instead of schedule.timezone")] = None,
     work_pool: Annotated[str | None, typer.Option(metavar="NAME", help="work pool whose workers run the pipeline")] = None,
+    automations: Annotated[
+        bool, typer.Option("--automations", help="also create alerts, which the Prefect block nightjar-alerts delivers")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run/--apply", help="only print the changes")] = False,
 ) -> None:
     """Create or update the deployment of the pipeline in the Prefect server of PREFECT_API_URL."""
@@ -316,7 +319,14 @@ def deploy(
     config = load_config(file, [*(overrides or ()), *replaced])
     from flows.cli.deploy import deploy_pipeline
 
-    deploy_pipeline(config, file=file, overrides=overrides or (), work_pool=work_pool, dry_run=dry_run)
+    deploy_pipeline(
+        config,
+        file=file,
+        overrides=overrides or (),
+        work_pool=work_pool,
+        with_automations=automations,
+        dry_run=dry_run,
+    )
 
 
 @app.command(epilog="Example: nightjar clean nightly.yaml --dry-run")

@@ -1,0 +1,112 @@
+"""Automations of a pipeline in Prefect: the files in infra/automations, limited to the runs and the model of the pipeline."""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import yaml
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import BlockDocument
+from prefect.events.actions import CallWebhook, SendNotification
+from prefect.events.schemas.automations import AutomationCore
+
+from flows.config import PipelineConfig
+from recsys_core.errors import InputError
+
+FOLDER = Path(__file__).resolve().parents[1] / "infra" / "automations"
+BLOCK_NAME = "nightjar-alerts"
+"""Name of the Prefect block that delivers the alerts: a webhook, or a notification such as an e-mail."""
+_OVERRAN = "overran"
+"""The automation whose time is schedule.deadline_minutes."""
+_BLOCKS_PER_REQUEST = 200
+
+
+def create_automations(client: SyncPrefectClient, config: PipelineConfig, *, deployment_id: UUID) -> list[str]:
+    """Create the automations of the pipeline, or update those that exist under their names; return the names.
+
+    An automation that a person has paused stays paused.
+
+    Raises:
+        InputError: there is no block `nightjar-alerts`, or it delivers nothing.
+    """
+    block = alert_block(client)
+    automations = [automation_of(file, config, deployment_id=deployment_id, block=block) for file in _files()]
+    for automation in automations:
+        existing_automations = client.read_automations_by_name(automation.name)
+        if existing_automations:
+            is_enabled = existing_automations[0].enabled
+            client.update_automation(existing_automations[0].id, automation.model_copy(update={"enabled": is_enabled}))
+        else:
+            client.create_automation(automation)
+    return [automation.name for automation in automations]
+
+
+def alert_block(client: SyncPrefectClient) -> BlockDocument:
+    """Return the block `nightjar-alerts`; raise InputError if there is none, or if it delivers nothing."""
+    offset, block = 0, None
+    while block is None and (
+        page := client.read_block_documents(offset=offset, limit=_BLOCKS_PER_REQUEST, include_secrets=False)
+    ):
+        block = next((document for document in page if document.name == BLOCK_NAME), None)
+        offset += len(page)
+    if block is None:
+        raise InputError(
+            f"the Prefect server has no block {BLOCK_NAME}, which delivers the alerts; create one in its UI under Blocks: a "
+            f"Webhook, or a notification such as Sendgrid Email, with the name {BLOCK_NAME}"
+        )
+    if not _is_webhook(block) and "notify" not in _capabilities(block):
+        raise InputError(
+            f"the block {BLOCK_NAME} has the type {_type(block)}, which cannot deliver alerts; replace it by a Webhook or a "
+            "notification such as Sendgrid Email"
+        )
+    return block
+
+
+def automation_of(file: Path, config: PipelineConfig, *, deployment_id: UUID, block: BlockDocument) -> AutomationCore:
+    """Return the automation of `file` for one pipeline: its own name, runs or model, deadline, and block."""
+    content: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    trigger: dict[str, Any] = content["trigger"]
+    if "match_related" in trigger:
+        trigger["match_related"] = {
+            "prefect.resource.role": "deployment",
+            "prefect.resource.id": f"prefect.deployment.{deployment_id}",
+        }
+    else:
+        trigger["match"] = {"prefect.resource.id": f"nightjar.model.{config.registry.model_name}"}
+    deadline_minutes = config.schedule.deadline_minutes
+    if file.stem == _OVERRAN and deadline_minutes is not None:
+        trigger["within"] = timedelta(minutes=deadline_minutes).total_seconds()
+    content["name"] = f"{config.name}: {content['name']}"
+    content["tags"] = ["nightjar", config.name]
+    content["actions"] = [_action(action["payload"], subject=content["name"], block=block) for action in content["actions"]]
+    return AutomationCore.model_validate(content)
+
+
+def _action(payload: str, *, subject: str, block: BlockDocument) -> dict[str, Any]:
+    """Return the action that delivers `payload` through `block`: a request to a webhook, or a message with a subject."""
+    action = (
+        CallWebhook(block_document_id=block.id, payload=payload)
+        if _is_webhook(block)
+        else SendNotification(block_document_id=block.id, subject=subject, body=payload)
+    )
+    return action.model_dump(mode="json")
+
+
+def _is_webhook(block: BlockDocument) -> bool:
+    return _type(block) == "webhook"
+
+
+def _type(block: BlockDocument) -> str:
+    return "" if block.block_type is None else block.block_type.slug
+
+
+def _capabilities(block: BlockDocument) -> list[str]:
+    return [] if block.block_schema is None else block.block_schema.capabilities
+
+
+def _files() -> list[Path]:
+    files = sorted(FOLDER.glob("*.yaml"))
+    if not files:
+        raise InputError(f"{FOLDER}: there are no automations; install nightjar from a checkout that has this folder")
+    return files

@@ -44,6 +44,8 @@ class _StageLines(logging.Handler):
             self._bar.reset(self._task, description=fields["stage"], total=None, note="")
         elif "stage_line" in fields:
             console.print(stage_line(*fields["stage_line"], width=console.width), markup=False, soft_wrap=True)
+        elif "rank" in fields:  # the output of a rank, which is in Prefect's log and in the logs of the training
+            return
         elif record.levelno >= logging.WARNING:
             name, colour = ("error", "red") if record.levelno >= logging.ERROR else ("warning", "yellow")
             message = fold(f"{name} {record.getMessage()}", width=console.width).removeprefix(name)

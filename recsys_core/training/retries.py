@@ -14,6 +14,7 @@ from recsys_core.launching.config import Launcher
 from recsys_core.launching.heartbeat import HeartbeatFile
 from recsys_core.launching.launch import launch
 from recsys_core.launching.messages import ProcessLayout
+from recsys_core.launching.rank_output import RankOutput
 from recsys_core.sharding.config import ShardingConfig
 from recsys_core.sharding.lookup_stats import measure_lookups
 from recsys_core.sharding.plan_file import PlanFile
@@ -56,13 +57,20 @@ def launch_with_retries(
     num_failures = 0
     for attempt in range(1, config.max_attempts + 1):
         job, plan = _prepare_attempt(job, attempt=attempt)
+        folder = work / "logs" / f"attempt-{attempt}"
+        output = RankOutput(folder)
+
+        def relay(output: RankOutput = output) -> None:
+            tail.relay()
+            output.relay()
+
         try:
             launch(
                 work / JOB_NAME,
                 layout=ProcessLayout(device=plan.device, num_nodes=plan.num_nodes, processes_per_node=plan.processes_per_node),
-                folder=work / "logs" / f"attempt-{attempt}",
+                folder=folder,
                 heartbeat_file=HeartbeatFile(job.heartbeat, config.start_timeout_s, config.heartbeat_timeout_s),
-                poll=tail.relay,
+                poll=relay,
                 launcher=launcher,
             )
             return LaunchResult(attempt, job.plan)

@@ -1,0 +1,46 @@
+"""The output of rank 0 in the log of the launching process, and so in the log of the run in Prefect."""
+
+import logging
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+MAX_LINES = 1_000
+_PATTERN = "node-0/*/attempt_*/0/std*.log"
+
+
+class RankOutput:
+    """Follows stdout and stderr of rank 0 of one launch. Each line becomes a log record with the attribute `rank`.
+
+    Only the first 1,000 lines are logged: a rank that prints in every step would fill the log of the run.
+
+    Args:
+        launch_folder: folder of the launch, which receives the output of all ranks.
+    """
+
+    def __init__(self, launch_folder: Path) -> None:
+        self._folder = launch_folder
+        self._offsets: dict[Path, int] = {}
+        self._num_lines = 0
+
+    def relay(self) -> None:
+        """Log the complete lines that were written since the last call."""
+        if self._num_lines > MAX_LINES:
+            return
+        for path in self._folder.glob(_PATTERN):
+            offset = self._offsets.setdefault(path, 0)
+            if path.stat().st_size == offset:
+                continue
+            with path.open("rb") as file:
+                file.seek(offset)
+                unread = file.read()
+            complete_lines = unread[: unread.rfind(b"\n") + 1]
+            self._offsets[path] = offset + len(complete_lines)
+            for line in complete_lines.decode(errors="replace").splitlines():
+                self._log(line, path=path)
+
+    def _log(self, line: str, *, path: Path) -> None:
+        self._num_lines += 1
+        if self._num_lines <= MAX_LINES:
+            logger.info("rank 0: %s", line, extra={"rank": 0})
+        elif self._num_lines == MAX_LINES + 1:
+            logger.info("rank 0: the following lines are only in %s", path, extra={"rank": 0})

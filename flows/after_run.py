@@ -26,9 +26,19 @@ def _clean(config: PipelineConfig, run: Run) -> None:
         )
 
 
+def _log_to_mlflow(config: PipelineConfig, run: Run) -> None:
+    """Log the end of a run that MLflow knows: `check_data` is the first stage that logs to MLflow."""
+    record = RunRecord.read(run)
+    if record is not None and run.stage_folder("check_data").is_dir():
+        from tasks.registry.stage_runs import log_end
+
+        log_end(run, state=record.state)
+
+
 _CHORES: tuple[tuple[str, Callable[[PipelineConfig, Run], None]], ...] = (
     ("write the page of the last runs", write_history_page),
     ("write the Prometheus metrics", write_metrics_file),
+    ("log the stages to MLflow", _log_to_mlflow),
     ("remove files of old runs", _clean),
 )
 """Work after each run, in order: its name for a warning, and its function."""

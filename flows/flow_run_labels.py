@@ -4,6 +4,7 @@ import logging
 from uuid import UUID
 
 from prefect import get_client, runtime
+from prefect.utilities.urls import url_for
 
 LOG = logging.getLogger("nightjar")
 MAX_TAG_CHARACTERS = 80
@@ -20,6 +21,12 @@ def default_run_id() -> str:
 def flow_run_name(pipeline: str, *, run_id: str | None, reason: str = "") -> str:
     """Return the name of the current flow run: pipeline, run id, which begins with date and time, and reason."""
     return f"{pipeline} {run_id or default_run_id()}" + (f": {reason}" if reason else "")
+
+
+def flow_run_url() -> str | None:
+    """Return the address of the current flow run in the Prefect UI; None outside a flow run and without a UI."""
+    flow_run_id = runtime.flow_run.id
+    return None if flow_run_id is None else url_for("flow-run", obj_id=flow_run_id)
 
 
 def tag_flow_run(pipeline: str, *, reason: str = "") -> None:

@@ -10,7 +10,7 @@ from flows import stages
 from flows.after_run import after_run
 from flows.config import PipelineConfig
 from flows.config_file import dump_config
-from flows.flow_run_labels import default_run_id, flow_run_name, tag_flow_run
+from flows.flow_run_labels import default_run_id, flow_run_name, flow_run_url, tag_flow_run
 from flows.resume import check_resume
 from recsys_core.errors import DataRejectedError
 from recsys_core.manifests import Dataset, RegistrationManifest
@@ -56,7 +56,7 @@ def nightly_retrain(
         options=options,
         pipeline=config.name,
         flow_run_id=runtime.flow_run.id,
-        flow_run_url=runtime.flow_run.ui_url,
+        flow_run_url=flow_run_url(),
     )
     tag_flow_run(config.name, reason=options.reason)
     with run.lock():

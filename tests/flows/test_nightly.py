@@ -116,7 +116,7 @@ def test_a_run_ends_with_a_registered_champion(workspace: Workspace, outcome: An
 
 def test_mlflow_has_the_curves_that_the_trainer_wrote(workspace: Workspace, outcome: Any) -> None:
     client = connect(workspace.folder)
-    (run,) = client.search_runs(["1"])
+    (run,) = client.search_runs(["1"], f"tags.`nightjar.run_id` = '{outcome['run_id']}'")
     lines = (Path(outcome["run_dir"]) / "train" / "metrics.jsonl").read_text().splitlines()
     logged = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "train/loss")}
     assert logged == {line["step"]: line["loss"] for line in map(json.loads, lines)}

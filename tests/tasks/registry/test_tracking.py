@@ -51,7 +51,7 @@ def test_the_tags_refer_to_the_pipeline_the_reason_and_the_last_flow_run(run: Ru
     assert open_run(client, replace(first, flow_run_id="2", flow_run_url=None)) == mlflow_run_id
     assert open_run(client, run) == mlflow_run_id  # outside a flow
     tags = client.get_run(mlflow_run_id).data.tags
-    assert (tags["nightjar.pipeline"], tags["nightjar.reason"]) == ("films", "new items")
+    assert (tags["nightjar.pipeline"], tags["nightjar.run_reason"]) == ("films", "new items")
     assert (tags["nightjar.prefect_flow_run"], tags["nightjar.prefect_url"]) == ("2", "http://prefect/1")
 
 

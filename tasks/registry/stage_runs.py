@@ -1,0 +1,77 @@
+"""Nested MLflow runs of the stages of a run: times, sizes and facts from the manifests, logged once after the run."""
+
+import math
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, RunStatus, ViewType
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
+
+from recsys_core.manifests import MANIFEST_NAME, Manifest, load_manifest
+from tasks.registry.mlflow_client import call_or_warn
+from tasks.registry.tracking import open_run
+from tasks.run import STAGES, Run, StageName
+
+STAGE_TAG = "nightjar.stage"
+FINGERPRINT_TAG = "nightjar.fingerprint"
+STATE_TAG = "nightjar.state"
+"""State in which the run ended, such as NotPromoted."""
+_FAILED_STATES = ("Failed", "DataRejected")
+_MAX_TEXT_LENGTH = 500
+
+
+def log_end(run: Run, *, state: str) -> None:
+    """Log the state of a run that has ended, and a nested MLflow run for each complete stage that is not logged yet.
+
+    If MLflow does not work, log a warning.
+    """
+
+    def log(client: MlflowClient) -> None:
+        parent_id = open_run(client, run)
+        _log_stages(client, parent_id, run)
+        client.set_tag(parent_id, STATE_TAG, state)
+        status = RunStatus.FAILED if state in _FAILED_STATES else RunStatus.FINISHED
+        client.set_terminated(parent_id, RunStatus.to_string(status))
+
+    call_or_warn(log, workspace=run.workspace, warning="could not log the stages to MLflow; the run is not affected")
+
+
+def _log_stages(client: MlflowClient, parent_id: str, run: Run) -> None:
+    experiment_id = client.get_run(parent_id).info.experiment_id
+    query = f"tags.`{MLFLOW_PARENT_RUN_ID}` = '{parent_id}'"
+    nested_runs = client.search_runs([experiment_id], query, ViewType.ACTIVE_ONLY)
+    logged_fingerprints = {nested_run.data.tags.get(FINGERPRINT_TAG) for nested_run in nested_runs}
+    for stage, manifest_type in STAGES.items():
+        manifest = load_manifest(run.stage_folder(stage), manifest_type, verify=False)
+        if manifest is not None and manifest.fingerprint not in logged_fingerprints:
+            _log_stage(client, stage, manifest, parent_id=parent_id, experiment_id=experiment_id)
+
+
+def _log_stage(client: MlflowClient, stage: StageName, manifest: Manifest, *, parent_id: str, experiment_id: str) -> None:
+    end_ms = int((manifest.folder / MANIFEST_NAME).stat().st_mtime * 1000)
+    tags = {
+        MLFLOW_PARENT_RUN_ID: parent_id,
+        MLFLOW_RUN_NAME: stage,
+        STAGE_TAG: stage,
+        FINGERPRINT_TAG: manifest.fingerprint,
+    }
+    nested_run = client.create_run(experiment_id, start_time=end_ms - int(manifest.seconds * 1000), tags=tags)
+    numbers, texts = facts_of(manifest)
+    client.log_batch(
+        nested_run.info.run_id,
+        metrics=[Metric(name, value, end_ms, 0) for name, value in numbers.items()],
+        params=[Param(name, text) for name, text in texts.items()],
+    )
+    client.set_terminated(nested_run.info.run_id, end_time=end_ms)
+
+
+def facts_of(manifest: Manifest) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the numbers and the texts of a manifest; the numbers include the size of the stage's files."""
+    fields = manifest.model_dump(mode="json", exclude={"files", "fingerprint", "format_version"})
+    numbers = {
+        name: float(value)
+        for name, value in fields.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
+    numbers["bytes_on_disk"] = float(sum(record.bytes for record in manifest.files.values()))
+    texts = {name: str(value)[:_MAX_TEXT_LENGTH] for name, value in fields.items() if isinstance(value, str | bool)}
+    return numbers, texts

@@ -1,0 +1,40 @@
+"""Nested MLflow runs of stages, from real manifests on a real sqlite database."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from mlflow.entities import Run as MlflowRun
+
+from tasks.registry.mlflow_client import connect
+from tasks.registry.stage_runs import log_end
+from tasks.registry.tracking import open_run
+from tests.tasks.conftest import Stages
+from tests.tasks.registration import run_of
+
+
+def nested_runs(workspace: Path, parent_id: str) -> dict[str, MlflowRun]:
+    runs = connect(workspace).search_runs(["1"], f"tags.`mlflow.parentRunId` = '{parent_id}'")
+    return {run.info.run_name: run for run in runs}
+
+
+def test_each_stage_is_a_nested_run_and_a_resumed_run_adds_the_missing_stages(
+    workspace: Path, stages: Callable[..., Stages]
+) -> None:
+    run, manifests = run_of(workspace, "one"), stages()
+    run.stage_folder("plan_sharding").symlink_to(manifests.plan.folder)
+    log_end(run, state="Failed")
+    client = connect(workspace)
+    parent_id = open_run(client, run)
+    assert client.get_run(parent_id).info.status == "FAILED"
+    assert nested_runs(workspace, parent_id).keys() == {"plan_sharding"}
+
+    run.stage_folder("train").symlink_to(manifests.trained.folder)
+    log_end(run, state="NotPromoted")
+    parent, nested = client.get_run(parent_id), nested_runs(workspace, parent_id)
+    assert (parent.info.status, parent.data.tags["nightjar.state"]) == ("FINISHED", "NotPromoted")
+    assert nested.keys() == {"plan_sharding", "train"}
+    train = nested["train"]
+    assert train.data.metrics["steps"] == manifests.trained.steps
+    assert train.data.metrics["bytes_on_disk"] == sum(file.bytes for file in manifests.trained.files.values())
+    assert train.info.end_time - train.info.start_time == int(manifests.trained.seconds * 1000)
+    assert nested["plan_sharding"].data.params["device"] == "cpu"

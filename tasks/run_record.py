@@ -18,8 +18,8 @@ from pydantic import AwareDatetime, Field, ValidationError
 
 from recsys_core.atomic import write_text
 from recsys_core.config import Frozen
-from recsys_core.errors import InputError, NightjarError, printable, redacted
-from recsys_core.manifests import DataReportManifest, InteractionsManifest, Manifest, RegistrationManifest, read_manifest
+from recsys_core.errors import NightjarError, printable, redacted
+from recsys_core.manifests import InteractionsManifest, Manifest, RegistrationManifest, read_manifest
 from tasks.run import STAGES, Run, RunOptions, StageName
 
 LOG = logging.getLogger("nightjar")
@@ -122,8 +122,8 @@ class Ending:
 def record_run(run: Run, *, pipeline: str) -> Iterator[Ending]:
     """Write the record of `run` before and after the body, however the body ends; the run must be locked.
 
-    The body calls `set` of the yielded Ending. An exception is recorded as DataRejected (an InputError after a data report with
-    violated limits), Failed, or Interrupted (a signal). The traceback of an unexpected exception is written to error.log.
+    The body calls `set` of the yielded Ending. An exception is recorded as Failed, a signal as Interrupted. The traceback of an
+    unexpected exception is written to error.log.
     """
     earlier_start = RunRecord.read(run)
     start = RunRecord(
@@ -140,7 +140,7 @@ def record_run(run: Run, *, pipeline: str) -> Iterator[Ending]:
     try:
         yield ending
     except Exception as error:
-        ending.set("DataRejected" if _is_rejection(error, run) else "Failed", _on_one_line(error))
+        ending.set("Failed", str(error) if isinstance(error, NightjarError) else f"{type(error).__name__}: {error}")
         _save_unexpected(error, run.folder)
         raise
     except BaseException:  # KeyboardInterrupt, or Prefect's exception for SIGTERM
@@ -154,18 +154,8 @@ def record_run(run: Run, *, pipeline: str) -> Iterator[Ending]:
 
 
 def _end(start: RunRecord, ending: Ending) -> RunRecord:
-    message = printable(redacted(ending.message), at_most=_MESSAGE_CHARACTERS)
+    message = printable(redacted(" ".join(ending.message.split())), at_most=_MESSAGE_CHARACTERS)
     return start.model_copy(update={"ended": datetime.now(UTC), "state": ending.state, "message": message})
-
-
-def _on_one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if isinstance(error, NightjarError) else f"{type(error).__name__}: {text}"
-
-
-def _is_rejection(error: Exception, run: Run) -> bool:
-    report = read_manifest(run.stage_folder("check_data"), DataReportManifest)
-    return isinstance(error, InputError) and report is not None and bool(report.breaches)
 
 
 def _save_unexpected(error: Exception, folder: Path) -> None:

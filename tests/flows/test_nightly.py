@@ -29,6 +29,7 @@ from recsys_core.manifests import RegistrationManifest
 from recsys_core.training.config import WarmStartConfig
 from tasks.registry.mlflow_client import connect, tracking_uri
 from tasks.run import STAGES, Run, RunOptions
+from tasks.run_record import RunRecord
 from tests.recsys_core.launching.listening_sockets import Listening, collect_listening
 
 ROOT = Path(nightly.__file__).parents[1]
@@ -212,7 +213,7 @@ def test_rejected_data_end_the_flow_in_a_failed_state_and_a_dry_run_in_a_complet
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reject(config: PipelineConfig, run: Run) -> None:
-        raise DataRejectedError("the data violates 1 of the limits in data_report")
+        raise DataRejectedError("the data violates 1 of the limits in data_report:\n- too few events")
 
     config = starter_config().with_absolute_paths(tmp_path)
     monkeypatch.setattr(nightly, "retrain", reject)
@@ -220,6 +221,9 @@ def test_rejected_data_end_the_flow_in_a_failed_state_and_a_dry_run_in_a_complet
     assert (state.name, state.is_failed()) == ("DataRejected", True)
     with pytest.raises(DataRejectedError, match="violates 1 of the limits"):
         state.result(_sync=True)
+    record = RunRecord.read(Run("r", workspace=tmp_path / "workspace", experiment="e"))
+    assert record is not None and record.state == "DataRejected"
+    assert record.message == "the data violates 1 of the limits in data_report: - too few events"
 
     monkeypatch.setattr(nightly, "retrain", lambda config, run: None)
     state = nightly.nightly_retrain.fn(config, run_id="r", options=RunOptions(dry_run=True))

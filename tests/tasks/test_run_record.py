@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from recsys_core.errors import InputError, StageError
-from recsys_core.manifests import DataReportManifest, RegistrationManifest, produce
+from recsys_core.errors import StageError
+from recsys_core.manifests import RegistrationManifest, produce
 from tasks.run import Run, RunOptions
 from tasks.run_record import RunRecord, record_run
 
@@ -63,14 +63,6 @@ def test_an_exception_is_recorded_without_its_passwords(run: Run, error: BaseExc
     assert (read(run).state, read(run).message) == (state, message)
     log = run.folder / "error.log"
     assert log.exists() == isinstance(error, ValueError) and (not log.exists() or "s3cret" not in log.read_text())
-
-
-def test_violated_limits_are_recorded_as_rejected_data(run: Run) -> None:
-    fields = {"metrics": {}, "breaches": ("too few events",), "warnings": (), "compared_with": None}
-    with pytest.raises(InputError), record_run(run, pipeline="films"):
-        produce(run.stage_folder("check_data"), DataReportManifest, fingerprint="f", build=lambda folder: fields)
-        raise InputError("the data violates 1 of the limits")
-    assert read(run).state == "DataRejected"
 
 
 def _work(run: Run, ready: Any) -> None:

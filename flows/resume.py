@@ -19,7 +19,7 @@ def check_resume(config: PipelineConfig, run: Run) -> None:
         )
     own_names, run_names = _names(config.model_dump(include={"name": True, "registry": {"model_name"}})), _names(_read(run))
     for setting, own_name in own_names.items():
-        if run_names[setting] != own_name:
+        if run_names[setting] not in (None, own_name):
             raise InputError(
                 f"cannot resume {run.run_id}: {run.config_file} has {setting} {shown(run_names[setting])}, but this config has "
                 f"{setting} {shown(own_name)}; resume the run with the config of its own pipeline, or start a new run"
@@ -34,7 +34,7 @@ def _read(run: Run) -> Any:
 
 
 def _names(settings: Any) -> dict[str, Any]:
-    """Return the settings that identify a pipeline; None for a setting that is missing."""
+    """Return the settings that identify a pipeline; None for a setting that is missing, as in a file made by hand."""
     root = settings if isinstance(settings, dict) else {}
     registry = root.get("registry")
     return {

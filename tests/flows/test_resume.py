@@ -29,6 +29,8 @@ def test_a_run_of_the_same_pipeline_may_be_resumed_with_other_settings(tmp_path:
     config = config_of(tmp_path)
     dump_config(config, run_of(config).config_file)
     check_resume(config.for_full_retrain(), run_of(config))
+    run_of(config).config_file.write_text("")  # made by hand
+    check_resume(config, run_of(config))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import requests
+from filelock import FileLock, Timeout
 from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request
 from sqlalchemy import create_engine, text
@@ -25,6 +26,8 @@ MAX_CLOCK_SKEW_S = 5.0
 """Schedules, heartbeats and leases compare the clocks of machines."""
 MAX_LATENESS_S = 300.0
 """Time after its planned start at which a run that has not started counts as late."""
+UP_LOCK_NAME = ".up.lock"
+"""Lock in the workspace that `nightjar up` holds."""
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
@@ -86,7 +89,7 @@ def check_clocks(config: PipelineConfig) -> Finding:
 def check_schedule(config: PipelineConfig) -> Finding:
     """Check that the deployment of the pipeline exists, is not paused, and has a next run."""
     if not os.environ.get("PREFECT_API_URL"):
-        return not_used("no Prefect server that keeps a schedule; `nightjar up` or `nightjar deploy` creates one")
+        return _check_schedule_of_up(config)
     try:
         deployment = _deployment(config)
         if deployment is None:
@@ -120,6 +123,23 @@ def check_schedule(config: PipelineConfig) -> Finding:
     if (datetime.now(UTC) - start).total_seconds() > MAX_LATENESS_S:
         return problem(f"{planned}, which is late; start a worker, or check the concurrency limit of the deployment")
     return ok(planned)
+
+
+def _check_schedule_of_up(config: PipelineConfig) -> Finding:
+    """Check without PREFECT_API_URL that `nightjar up` runs, which holds a lock of the workspace."""
+    next_start = config.schedule.next_start(datetime.now(UTC))
+    if next_start is None:
+        return not_used("schedule.cron is empty: runs are started by hand only")
+    lock_file = config.workspace / UP_LOCK_NAME
+    try:
+        if lock_file.exists():
+            FileLock(lock_file).acquire(timeout=0).lock.release()
+    except Timeout:
+        return ok(f"`nightjar up` is running: next run at {next_start:%Y-%m-%d %H:%M %Z}")
+    return problem(
+        f"schedule.cron is {config.schedule.cron}, but nothing starts the runs; start `nightjar up`, or set PREFECT_API_URL to "
+        "the server of the deployment"
+    )
 
 
 def check_worker(config: PipelineConfig) -> Finding:

@@ -10,11 +10,12 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from filelock import FileLock
 
 from flows.cli.config_template import starter_config
 from flows.config import PipelineConfig
 from flows.doctor.finding import Finding
-from flows.doctor.servers import check_clocks, check_mlflow, check_prefect, check_schedule, check_worker
+from flows.doctor.servers import UP_LOCK_NAME, check_clocks, check_mlflow, check_prefect, check_schedule, check_worker
 from flows.prefect_server import embedded_server
 from flows.schedule import ScheduleConfig
 from tests.tasks.unhealthy_servers import answering, closed
@@ -118,6 +119,17 @@ def test_a_clock_that_differs_from_the_servers_is_a_problem(
         monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{server.server_address[1]}/api")
         assert check_clocks(config).status == status
         server.shutdown()
+
+
+def test_a_schedule_without_a_process_that_starts_the_runs_is_a_problem(config: PipelineConfig) -> None:
+    config = config.model_copy(update={"schedule": ScheduleConfig(cron="15 2 * * *")})
+    finding = check_schedule(config)
+    assert finding.status == "problem" and "schedule.cron is 15 2 * * *, but nothing starts the runs" in finding.text
+    config.workspace.mkdir()
+    with FileLock(config.workspace / UP_LOCK_NAME):
+        finding = check_schedule(config)
+        assert finding.status == "ok" and finding.text.startswith("`nightjar up` is running: next run at 20")
+    assert check_schedule(config).status == "problem"
 
 
 @pytest.fixture

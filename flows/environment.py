@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 
 from recsys_core.errors import InputError
+from recsys_core.units import DAY_S
 
 
 def prepare(workspace: Path, *, verbose: bool = False) -> None:
@@ -22,6 +23,16 @@ def prepare(workspace: Path, *, verbose: bool = False) -> None:
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO" if verbose else "CRITICAL",
         "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
         "MLFLOW_LOGGING_LEVEL": "INFO" if verbose else "WARNING",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def keep_flow_runs(*, days: int) -> None:
+    """Set for how long a Prefect server that this process starts keeps flow runs, unless the user has set it."""
+    defaults = {
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(days * DAY_S),
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)

@@ -15,6 +15,7 @@ from flows.resume import check_resume
 from recsys_core.errors import DataRejectedError
 from recsys_core.manifests import Dataset, RegistrationManifest
 from recsys_core.models.spec import ModelSpec
+from tasks.retention.budget import ensure_disk_space
 from tasks.run import Run, RunOptions, StageName
 from tasks.run_record import RunState, record_run
 from tasks.stage import StoppedEarly
@@ -74,6 +75,8 @@ def nightly_retrain(
 def _retrain_to_state(config: PipelineConfig, run: Run) -> State:
     """Run the stages; return the end state of the flow run."""
     dump_config(config, run.config_file)
+    if run.until is None:
+        ensure_disk_space(config.retention, run, model_name=config.registry.model_name)
     try:
         registration = retrain(config, run)
     except StoppedEarly as stopped:

@@ -32,6 +32,7 @@ def main() -> None:
     import uvicorn
 
     migrate()
+    vacuum_flow_runs()
     from prefect.server.api.server import create_app
 
     uvicorn.Server(uvicorn.Config(create_app(), log_level="error", lifespan="on")).run(sockets=[listener])
@@ -80,6 +81,19 @@ def migrate() -> None:
                     template.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                     _copy_database(database, template)
         marker.write_text(prefect.__version__)
+
+
+def vacuum_flow_runs() -> None:
+    """Let the server delete old flow runs with their logs and artifacts, if PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED says so.
+
+    Prefect runs this service only in a server that stays. Here it runs once after the start, in the background.
+    """
+    from prefect.server.services.db_vacuum import schedule_orphan_vacuum_tasks, schedule_vacuum_tasks
+    from prefect.server.services.perpetual_services import get_perpetual_services
+
+    for service in get_perpetual_services():
+        if service.function in (schedule_vacuum_tasks, schedule_orphan_vacuum_tasks):
+            service.run_in_ephemeral = True
 
 
 def _cache_folder() -> Path:

@@ -8,6 +8,7 @@ from typing import Any
 from flows.cli import output
 from flows.cli.interruption import interruptible
 from flows.config import PipelineConfig
+from flows.environment import keep_flow_runs
 from flows.prefect_server import EmbeddedServer, prefect_session
 from flows.results import RunResults
 from flows.resume import check_resume
@@ -56,6 +57,7 @@ def run_flow(
         StageError: the flow raised any other exception.
     """
     workspace = command.config.workspace
+    keep_flow_runs(days=command.config.retention.flow_run_days)
     with workspace_lock(workspace, run_id=run_id), output.stage_lines(), interruptible(how_to_resume) as interruption:
         output.stderr.print(f"run {run_id}", style="bold")
         try:

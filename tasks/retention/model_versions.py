@@ -18,11 +18,12 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
+from recsys_core.disk import used_bytes
 from recsys_core.manifests import RegistrationManifest, read_manifest
 from recsys_core.units import DAY_S
 from tasks.registry.mlflow_client import RUN_ID_TAG
 from tasks.registry.releases import MAX_FORMER_CHAMPIONS, REASONS_TAG, former_champions
-from tasks.retention.run_folders import RUNS_NAME, disk_bytes, run_ids
+from tasks.retention.run_folders import RUNS_NAME, run_ids
 
 _LOGGED_MODEL_URI = re.compile(r"models:/(m-[0-9a-f]+)")
 GATE_MS = 1_000 * DAY_S
@@ -145,4 +146,4 @@ def _local_bytes(client: MlflowClient, version: ModelVersion) -> int | None:
     if model is None:
         return 0
     uri = urlparse(model.artifact_location)
-    return disk_bytes(Path(url2pathname(uri.path))) if uri.scheme in ("", "file") else None
+    return used_bytes(Path(url2pathname(uri.path))) if uri.scheme in ("", "file") else None

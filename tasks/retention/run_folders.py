@@ -156,12 +156,6 @@ def _large_files(folder: Path, *, kept_stages: Collection[StageName]) -> Iterato
                 yield path
 
 
-def disk_bytes(folder: Path) -> int:
-    """Return the disk space of the files below `folder`; a file with several hard links counts once."""
-    files = {(status.st_dev, status.st_ino): status.st_blocks for status in _statuses(folder)}
-    return sum(files.values()) * BLOCK_BYTES
-
-
 def _freed_bytes(groups: Iterable[tuple[Path, ...]]) -> Iterator[int]:
     """Yield the disk space that the removal of each group frees, if the groups are removed in order."""
     num_removed_links: Counter[tuple[int, int]] = Counter()

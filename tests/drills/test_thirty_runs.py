@@ -16,15 +16,16 @@ import psutil
 import pytest
 
 from recsys_core.data.synthetic import generate
+from recsys_core.disk import used_bytes
 from recsys_core.units import MIB
 from tasks.registry.mlflow_client import connect
-from tasks.retention.run_folders import disk_bytes, run_ids
+from tasks.retention.run_folders import run_ids
 from tests.flows.test_nightly import ROOT
 
 pytestmark = pytest.mark.drill
 NUM_RUNS = int(os.environ.get("NIGHTJAR_DRILL_RUNS", "30"))
 WINDOW_DAYS = 6
-WHOLE_RUNS, REPORT_RUNS, VERSIONS = 3, 6, 3
+WHOLE_RUNS, REPORT_RUNS, VERSIONS = 2, 3, 1
 MARGIN_SHARE = 0.1
 MARGIN_BYTES = 4 * MIB
 MAX_DATABASE_BYTES_PER_RUN = MIB
@@ -130,16 +131,17 @@ def _run(file: Path, *, shared_memory: set[str]) -> Usage:
     err = process.communicate(timeout=10)[1]
     assert process.returncode == 0, err
     workspace = file.parent
-    databases = sum(disk_bytes(path) for path in (workspace / "prefect", *workspace.glob("mlflow.db*")))
-    runs, models = disk_bytes(workspace / "runs"), disk_bytes(workspace / "mlartifacts")
-    inputs = disk_bytes(workspace / "data")
+    database_files = workspace.glob("mlflow.db*")
+    databases = used_bytes(workspace / "prefect") + sum(path.stat().st_size for path in database_files)
+    runs, models = used_bytes(workspace / "runs"), used_bytes(workspace / "mlartifacts")
+    inputs = used_bytes(workspace / "data")
     client = connect(workspace)
     return Usage(
         seconds=seconds,
         runs_mib=runs / MIB,
         models_mib=models / MIB,
         databases_mib=databases / MIB,
-        other_mib=(disk_bytes(workspace) - databases - runs - models - inputs) / MIB,
+        other_mib=(used_bytes(workspace) - databases - runs - models - inputs) / MIB,
         versions=len(client.search_model_versions("name = 'drill'")),
         shared_memory=len(_shared_memory() - shared_memory),
         temporary_files=len(list(temporary_folder.iterdir())),

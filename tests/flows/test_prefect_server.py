@@ -2,17 +2,21 @@
 
 import os
 import signal
+import sqlite3
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
 import pytest
 
+from flows.environment import keep_flow_runs
 from flows.prefect_server import EmbeddedServer, embedded_server
 from recsys_core.errors import InputError, StageError
 
@@ -124,3 +128,45 @@ def test_the_embedded_prefect_server_is_not_started_on_a_disk_without_room(
         with pytest.raises(InputError, match=message):
             server.begin(log_file=small_disk / "prefect.log")
     assert not (small_disk / "prefect").exists()
+
+
+def test_the_embedded_server_deletes_old_flow_runs_with_their_logs(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    os.environ["PREFECT_SERVER_SERVICES_DB_VACUUM_LOOP_SECONDS"] = "1"  # so that the test sees it within a second
+    keep_flow_runs(days=7)
+    with embedded_server() as server:
+        assert server is not None
+        server.begin(log_file=home / "prefect.log")
+        server.wait()
+        user, password = os.environ["PREFECT_API_AUTH_STRING"].split(":", 1)
+        with httpx.Client(base_url=server.api, auth=(user, password), timeout=60) as client:
+            flow_id = _post(client, "/flows/", {"name": "f"})["id"]
+            old_id, new_id = (_completed_run(client, flow_id) for _ in range(2))
+            with closing(sqlite3.connect(home / "prefect" / "prefect.db", timeout=60)) as database, database:
+                database.execute("UPDATE flow_run SET end_time = '2020-01-01 00:00:00.000000' WHERE id = ?", [old_id])
+            deadline = time.monotonic() + 120
+            while client.get(f"/flow_runs/{old_id}").status_code != 404 or len(_log_runs(client)) > 1:
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+            assert client.get(f"/flow_runs/{new_id}").status_code == 200
+            assert _log_runs(client) == {new_id}
+
+
+def _post(client: httpx.Client, path: str, content: Any) -> Any:
+    """Return the answer; repeat the request while the database is locked, as Prefect's own client does."""
+    while (answer := client.post(path, json=content)).status_code == 503:
+        time.sleep(0.2)
+    answer.raise_for_status()
+    return answer.json() if answer.content else None
+
+
+def _completed_run(client: httpx.Client, flow_id: str) -> str:
+    """Create a completed flow run with a log line; return its id."""
+    run_id = str(_post(client, "/flow_runs/", {"flow_id": flow_id, "state": {"type": "COMPLETED"}})["id"])
+    log = {"name": "l", "level": 20, "message": "m", "timestamp": "2026-01-01T00:00:00Z", "flow_run_id": run_id}
+    _post(client, "/logs/", [log])
+    return run_id
+
+
+def _log_runs(client: httpx.Client) -> set[str]:
+    return {entry["flow_run_id"] for entry in _post(client, "/logs/filter", {})}

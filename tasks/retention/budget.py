@@ -1,0 +1,71 @@
+"""Disk budget: the estimated size of a new run, compared with the budget of the workspace and the free space of the disk."""
+
+import logging
+from pathlib import Path
+
+from recsys_core.disk import free_bytes, used_bytes
+from recsys_core.errors import InputError
+from recsys_core.manifests import MARKER, PackageManifest, RegistrationManifest, read_manifest
+from recsys_core.units import GIB, format_gib
+from tasks.retention.config import RetentionConfig
+from tasks.retention.run_folders import RUNS_NAME, run_ids
+from tasks.run import REDUCED_NAME, Run
+
+LOG = logging.getLogger("nightjar")
+
+
+def ensure_disk_space(config: RetentionConfig, run: Run, *, model_name: str) -> None:
+    """Clean the workspace if `run` probably does not fit; raise InputError if it does not fit after that either."""
+    try:
+        require_disk_space(config, run)
+    except InputError as error:
+        from tasks.retention.clean import clean  # imports MLflow, which takes seconds
+
+        LOG.warning("%s; the workspace is cleaned", error)
+        clean(run.workspace, config, model_name=model_name)
+        require_disk_space(config, run)
+
+
+def require_disk_space(config: RetentionConfig, run: Run) -> None:
+    """Raise InputError if the files of `run` probably exceed the disk budget or the free space.
+
+    The size of the newest whole run is the estimate. Without such a run, only a budget that is already exceeded is an error.
+    """
+    needed_bytes = estimated_bytes(run)
+    estimate = f"run {run.run_id} needs about {format_gib(needed_bytes, digits=3)}, like the last run"
+    if config.disk_budget_gb is not None:
+        budget_bytes, workspace_bytes = int(config.disk_budget_gb * GIB), used_bytes(run.workspace)
+        if workspace_bytes + needed_bytes > budget_bytes:
+            raise InputError(
+                f"{run.workspace}: {estimate}, and the workspace has {format_gib(workspace_bytes, digits=3)}, but "
+                f"retention.disk_budget_gb is {config.disk_budget_gb:g}; raise it, or lower retention.whole_runs or "
+                "retention.versions and run `nightjar clean`"
+            )
+    if free_bytes(run.workspace) < needed_bytes:
+        raise InputError(
+            f"{run.workspace}: {estimate}, but the disk has {format_gib(free_bytes(run.workspace), digits=3)} free; free "
+            "some, or lower retention.whole_runs or retention.versions and run `nightjar clean`"
+        )
+
+
+def estimated_bytes(run: Run) -> int:
+    """Return the size of the newest whole run with a registered version, less the files that `run` has already; 0 without one.
+
+    The package counts twice, because MLflow keeps a copy. Files of the log that a run shares with earlier runs do not count: a
+    hard link keeps the modification time of the file, which is before the start of the run.
+    """
+    for run_id in reversed(run_ids(run.workspace)):
+        folder = run.workspace / RUNS_NAME / run_id
+        if run_id == run.run_id or (folder / REDUCED_NAME).exists():
+            continue
+        if read_manifest(folder / "register", RegistrationManifest) is not None:
+            package = read_manifest(folder / "package", PackageManifest)
+            package_bytes = sum(file.bytes for file in package.files.values()) if package is not None else 0
+            return max(0, _own_bytes(folder) + package_bytes - used_bytes(run.folder))
+    return 0
+
+
+def _own_bytes(folder: Path) -> int:
+    start_ns = (folder / MARKER).stat().st_mtime_ns
+    statuses = (path.lstat() for path in folder.rglob("*") if path.is_file())
+    return sum(status.st_size for status in statuses if status.st_mtime_ns >= start_ns)

@@ -15,6 +15,7 @@ from flows.unfinished import choose_run_to_resume
 from recsys_core.config import MAX_PATH_CHARACTERS
 from recsys_core.disk import explain_disk_full
 from recsys_core.errors import InputError, StageError, TrackingServerError
+from recsys_core.parent_process import die_with_parent
 from tasks.run import MAX_REASON_CHARACTERS, Promote, Run, RunOptions, StageName, workspace_lock
 
 MAX_OVERRIDES = 100
@@ -70,6 +71,7 @@ def deployed_retrain(
     Raises:
         InputError: the config, a setting, an option or the input is invalid, or the run cannot be resumed; nothing has begun.
     """
+    die_with_parent()  # under `nightjar up`; elsewhere it does nothing
     options = RunOptions(reason=reason, full_retrain=full_retrain, dry_run=dry_run, promote=promote)
     config = load_config(pipeline, overrides)
     if not resume and SCHEDULED_TAG in runtime.flow_run.tags:

@@ -4,14 +4,12 @@ The process imports Prefect's libraries while the command reads its config. It i
 environment on stdin, because Prefect reads its settings at import.
 """
 
-import json
 import os
-import socket
 import sqlite3
-import sys
 from contextlib import closing, suppress
 from pathlib import Path
 
+from flows.server_process import GRACE_S, receive_start
 from recsys_core.atomic import atomic_replacement
 from recsys_core.parent_process import die_with_parent
 
@@ -19,23 +17,18 @@ from recsys_core.parent_process import die_with_parent
 def main() -> None:
     """Serve Prefect's API on the socket until SIGTERM, or until the parent process ends."""
     die_with_parent()
-    listener = socket.socket(fileno=int(sys.argv[1]))
     _import_libraries()
-    message = sys.stdin.buffer.read()
-    if not message:  # the command has ended, e.g. because its config was invalid
+    listener = receive_start()
+    if listener is None:
         return
-    start_message = json.loads(message)
-    log_descriptor = os.open(start_message["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log_descriptor, 1)
-    os.dup2(log_descriptor, 2)
-    os.environ.update(start_message["environment"])
     import uvicorn
 
     migrate()
     vacuum_flow_runs()
     from prefect.server.api.server import create_app
 
-    uvicorn.Server(uvicorn.Config(create_app(), log_level="error", lifespan="on")).run(sockets=[listener])
+    config = uvicorn.Config(create_app(), log_level="error", lifespan="on", timeout_graceful_shutdown=GRACE_S)
+    uvicorn.Server(config).run(sockets=[listener])
 
 
 def _import_libraries() -> None:

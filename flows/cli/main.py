@@ -386,6 +386,23 @@ def ui(
     serve(config, prefect_port=prefect_port, mlflow_port=mlflow_port)
 
 
+@app.command(epilog='Example: nightjar up --set "schedule.cron=15 2 * * *" --set schedule.timezone=Europe/Berlin')
+def up(
+    file: ConfigFile = DEFAULT_FILE,
+    overrides: Overrides = None,
+    prefect_port: Annotated[int, typer.Option(help="port of the Prefect UI")] = 4200,
+    mlflow_port: Annotated[int, typer.Option(help="port of the MLflow UI")] = 5000,
+) -> None:
+    """Run the pipeline as its schedule plans, and serve the Prefect and MLflow UIs on this machine, until Ctrl-C or SIGTERM."""
+    from flows.config_file import load_config
+
+    config = load_config(file, overrides or ())
+    prepare(config.workspace)
+    from flows.cli import ui
+
+    ui.up(config, file=file, overrides=overrides or (), prefect_port=prefect_port, mlflow_port=mlflow_port)
+
+
 def as_command(name: str, file: Path, overrides: list[str] | None, arguments: Sequence[str] = ()) -> str:
     """Return the command line, quoted for a shell.
 

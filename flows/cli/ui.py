@@ -1,107 +1,220 @@
-"""`nightjar ui`: serve the Prefect and MLflow UIs on this machine."""
+"""`nightjar ui` and `nightjar up`: the Prefect and MLflow servers on this machine, and the process that starts planned runs."""
 
+import logging
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
+
+from filelock import FileLock, Timeout
 
 from flows.cli import output
 from flows.config import PipelineConfig
-from recsys_core.errors import InputError, StageError, redacted
-from recsys_core.parent_process import die_with_parent, parent_environment
+from flows.prefect_server import EmbeddedServer
+from flows.server_process import HOST, LOG, WORKSPACE_VARIABLE, ServerProcess
+from recsys_core.errors import InputError, StageError
+from recsys_core.parent_process import parent_environment
 
-HOST = "127.0.0.1"
+RUNS_STOP_TIMEOUT_S = 6.5
+"""Time for the runs to end. With the time for the servers, the command ends within 10 s of the signal."""
+POLL_S = 0.5
+LOOPBACK = (HOST, "localhost", "::1")
+READY = "ready"
+ServerT = TypeVar("ServerT", bound=ServerProcess)
 
 
 def serve(config: PipelineConfig, *, prefect_port: int, mlflow_port: int) -> None:
-    """Serve the databases of the workspace until Ctrl-C.
+    """Serve the databases of the workspace until Ctrl-C or SIGTERM.
 
     If PREFECT_API_URL or MLFLOW_TRACKING_URI names a server, its address is printed instead. Raises InputError if a port is in
-    use.
+    use, a database needs a migration, or a variable binds a server to another address than the loopback address.
     """
+    log_file = config.workspace / "ui.log"
+    with _until_signal() as stack:
+        facts, prefect = _start_servers(
+            config, prefect_port=prefect_port, mlflow_port=mlflow_port, log_file=log_file, stack=stack
+        )
+        if "log" not in facts:  # both servers are the user's
+            output.print_facts(facts, console=output.stdout)
+            return
+        output.print_facts(facts | {"stop": "Ctrl-C"}, console=output.stdout)
+        _watch(prefect, None, log_file=log_file)
+
+
+def up(config: PipelineConfig, *, file: Path, overrides: Sequence[str], prefect_port: int, mlflow_port: int) -> None:
+    """Serve like `serve`, and run the pipeline as its schedule plans, until Ctrl-C or SIGTERM.
+
+    A run that works at the signal ends as interrupted and can be resumed.
+    """
+    log_file = config.workspace / "up.log"
+    with _until_signal() as stack:
+        facts, prefect = _start_servers(
+            config, prefect_port=prefect_port, mlflow_port=mlflow_port, log_file=log_file, stack=stack
+        )
+        stack.enter_context(_only_one(config.workspace))
+        runs = stack.enter_context(_planned_runs(file, overrides, log_file=log_file))
+        next_start = config.schedule.next_start(datetime.now(UTC))
+        facts["deployment"] = f"nightly-retrain/{config.name}"
+        facts["next start"] = f"{next_start:%Y-%m-%d %H:%M %Z}" if next_start else "by hand in Prefect only; set schedule.cron"
+        output.print_facts(facts | {"log": str(log_file), "stop": "Ctrl-C"}, console=output.stdout)
+        _watch(prefect, runs, log_file=log_file)
+
+
+@contextmanager
+def _until_signal() -> Iterator[ExitStack]:
+    """Yield a stack whose entries are closed at Ctrl-C or SIGTERM, at the end of the body, or after an error."""
+    for variable in ("PREFECT_SERVER_API_HOST", "PREFECT_API_HOST", "MLFLOW_HOST"):
+        if os.environ.get(variable, HOST) not in LOOPBACK:
+            raise InputError(
+                f"{variable} is {os.environ[variable]}, but the servers of nightjar listen on {HOST} only, because whoever "
+                f"reaches them can run code on this machine; unset {variable}; to serve other hosts, start servers with "
+                "authentication and set PREFECT_API_URL and MLFLOW_TRACKING_URI"
+            )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager stops the command like Ctrl-C
+    handler = logging.StreamHandler()
+    LOG.addHandler(handler)
+    with ExitStack() as stack:
+        stack.callback(LOG.removeHandler, handler)
+        try:
+            yield stack
+        except KeyboardInterrupt:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+            output.stderr.print("stopping")
+
+
+def _start_servers(
+    config: PipelineConfig, *, prefect_port: int, mlflow_port: int, log_file: Path, stack: ExitStack
+) -> tuple[dict[str, str], EmbeddedServer | None]:
+    """Start the servers that the user does not have; return what to print, and the Prefect server."""
     facts: dict[str, str] = {}
-    commands: list[list[str]] = []
-    environment = os.environ | parent_environment()
-    prefect_api_url, mlflow_uri = os.environ.get("PREFECT_API_URL"), os.environ.get("MLFLOW_TRACKING_URI", "")
-    if prefect_api_url:
-        facts["Prefect"] = os.environ.get("PREFECT_UI_URL") or prefect_api_url.removesuffix("/api")
+    prefect: EmbeddedServer | None = None
+    mlflow: ServerProcess | None = None
+    if api_url := os.environ.get("PREFECT_API_URL"):
+        facts["Prefect"] = os.environ.get("PREFECT_UI_URL") or api_url.removesuffix("/api")
     else:
-        facts["Prefect"] = _require_free(prefect_port, option="--prefect-port")
-        facts |= _protect(environment)
-        environment["PREFECT_SERVER_UI_API_URL"] = f"{facts['Prefect']}/api"  # the default of the page is port 4200
-        commands.append([sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(prefect_port)])
+        prefect = _bind(lambda: EmbeddedServer(port=prefect_port, with_ui=True), prefect_port, "--prefect-port", stack)
+        facts["Prefect"] = prefect.address
+    if store_uri := os.environ.get("MLFLOW_BACKEND_STORE_URI"):  # MLflow's own variable for the database of its server
+        os.environ.setdefault("MLFLOW_TRACKING_URI", store_uri)
+    mlflow_uri = os.environ.get("MLFLOW_TRACKING_URI", "")
     if mlflow_uri.startswith(("http://", "https://")):
         facts["MLflow"] = mlflow_uri
     else:
-        facts["MLflow"] = _require_free(mlflow_port, option="--mlflow-port")
-        environment["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # its workers would take about 1 GB
-        commands.append(_mlflow_command(config.workspace, port=mlflow_port))
-    if commands:
-        _serve(commands, environment=environment, facts=facts, log_file=config.workspace / "ui.log")
-    else:
-        output.print_facts(facts, console=output.stdout)
+
+        def mlflow_server() -> ServerProcess:
+            return ServerProcess("flows.mlflow_process", name="MLflow server", health_path="/health", port=mlflow_port)
+
+        mlflow = _bind(mlflow_server, mlflow_port, "--mlflow-port", stack)
+        facts["MLflow"] = mlflow.address
+    if prefect is not None:
+        password, shown_password = _password(config.workspace)
+        facts |= {"Prefect password": shown_password} if shown_password else {}
+        prefect.begin(log_file=log_file, password=password)
+    if mlflow is not None:
+        mlflow.send_start(log_file=log_file, environment=_mlflow_environment(config.workspace))
+    for server in (prefect, mlflow):
+        if server is not None:
+            server.wait()
+            facts["log"] = str(log_file)
+    return facts, prefect
 
 
-def _require_free(port: int, *, option: str) -> str:
-    """Return the address of a server on `port`; raise InputError if the port is in use."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections of an ended server
-        try:
-            probe.bind((HOST, port))
-        except OSError as error:
-            raise InputError(f"port {port} on {HOST}: {error.strerror}; set {option} to a free port") from None
-    return f"http://{HOST}:{port}"
+def _bind(start: Callable[[], ServerT], port: int, option: str, stack: ExitStack) -> ServerT:
+    """Return the server of `start`, which the stack stops; raise InputError if the port is in use."""
+    try:
+        server = start()
+    except OSError as error:
+        raise InputError(f"port {port} on {HOST}: {os.strerror(error.errno or 0)}; set {option} to a free port") from None
+    stack.callback(server.stop)
+    return server
 
 
-def _protect(environment: dict[str, str]) -> dict[str, str]:
-    """Set a password for Prefect's server, unless the user has set one; return it for the terminal."""
-    if "PREFECT_SERVER_API_AUTH_STRING" in environment:
-        return {}
-    password = f"nightjar:{secrets.token_urlsafe(12)}"
-    environment |= {"PREFECT_SERVER_API_AUTH_STRING": password, "PREFECT_API_AUTH_STRING": password}
-    return {"Prefect password": password}
+def _password(workspace: Path) -> tuple[str, str | None]:
+    """Return the password of the Prefect server, and what to print: nothing if it is the user's.
+
+    The password is kept in a file that only the user can read, so that a browser stays signed in when the command is started
+    again. It is printed to a terminal only, because the output of a service is in a log.
+    """
+    if users_password := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
+        return users_password, None
+    file = workspace / "prefect-password"
+    if not file.is_file():
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stream:
+            stream.write(f"nightjar:{secrets.token_urlsafe(12)}\n")
+    password = file.read_text().strip()
+    return password, password if sys.stdout.isatty() else f"in {file}"
 
 
-def _mlflow_command(workspace: Path, *, port: int) -> list[str]:
-    from tasks.registry.mlflow_client import connect, tracking_uri  # the import takes seconds: the ports are checked first
+def _mlflow_environment(workspace: Path) -> dict[str, str]:
+    return {
+        "MLFLOW_ARTIFACTS_DESTINATION": str(workspace / "mlartifacts"),
+        **os.environ,
+        WORKSPACE_VARIABLE: str(workspace),
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # its workers would take about 1 GB
+    }
 
-    connect(workspace)
-    return [
-        *(sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port)),
-        *("--backend-store-uri", tracking_uri(workspace), "--workers", "1"),
-    ]
+
+@contextmanager
+def _only_one(workspace: Path) -> Iterator[None]:
+    """Hold the lock of `nightjar up` on the workspace; raise InputError if another process holds it."""
+    lock = FileLock(workspace / ".up.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise InputError(
+            f"{workspace}: another `nightjar up` runs this workspace; stop it first, or set another workspace"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
-def _serve(commands: list[list[str]], *, environment: dict[str, str], facts: dict[str, str], log_file: Path) -> None:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager stops the command like Ctrl-C
-    os.environ.update(parent_environment())  # die_with_parent reads it between fork and exec
+@contextmanager
+def _planned_runs(file: Path, overrides: Sequence[str], *, log_file: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the process that creates the deployment and starts its runs; end the process and its runs after the body."""
+    read_end, write_end = os.pipe()
     with log_file.open("ab") as log:
-        servers = [
-            subprocess.Popen(
-                command, env=environment, stdout=log, stderr=log, start_new_session=True, preexec_fn=die_with_parent
-            )
-            for command in commands
-        ]
-        output.print_facts(facts | {"log": str(log_file), "stop": "Ctrl-C"}, console=output.stdout)
-        try:
-            _wait(servers, log_name=str(log_file))
-        except KeyboardInterrupt:
-            output.stderr.print("stopping")
-        finally:
-            for server in servers:
-                if server.poll() is None:
-                    os.killpg(server.pid, signal.SIGTERM)
-            for server in servers:
-                server.wait(timeout=20)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flows.deployment_process", str(write_end), str(file.absolute()), *overrides],
+            env=os.environ | parent_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[write_end],
+            start_new_session=True,
+        )
+    os.close(write_end)
+    try:
+        with os.fdopen(read_end) as pipe:
+            message = pipe.read()
+        if message != READY:
+            exit_code = process.wait()
+            error = message or f"the process that starts planned runs ended with exit code {exit_code}; see {log_file}"
+            raise InputError(error) if exit_code == InputError.exit_code else StageError(error)
+        yield process
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(RUNS_STOP_TIMEOUT_S)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the process and runs that did not end in time
+        process.wait()
 
 
-def _wait(servers: list[subprocess.Popen[bytes]], *, log_name: str) -> None:
+def _watch(prefect: EmbeddedServer | None, runs: subprocess.Popen[bytes] | None, *, log_file: Path) -> None:
+    """Wait for a signal; raise StageError if the runs or Prefect cannot continue."""
     while True:
-        for server in servers:
-            if server.poll() is not None:
-                raise StageError(redacted(f"{server.args!r} ended with exit code {server.returncode}; see {log_name}"))
-        time.sleep(0.5)
+        if runs is not None and runs.poll() is not None:
+            raise StageError(f"the process that starts planned runs ended with exit code {runs.returncode}; see {log_file}")
+        if prefect is not None and prefect.has_failed:
+            raise StageError(f"the Prefect server does not stay up; see {log_file}")
+        time.sleep(POLL_S)

@@ -1,16 +1,18 @@
-"""`nightjar ui`: ports in use, and servers of the user's own."""
+"""`nightjar ui` and `nightjar up`: ports in use, other versions of a database, passwords, and servers of the user's own."""
 
 import re
 import socket
-import subprocess
-import sys
+import sqlite3
+import stat
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from flows.cli import ui
 from flows.cli.config_template import starter_config
-from recsys_core.errors import InputError, StageError
+from recsys_core.errors import InputError
+from tasks.registry.mlflow_client import connect
 
 
 @pytest.mark.parametrize("option", ["--prefect-port", "--mlflow-port"])
@@ -42,8 +44,49 @@ def test_servers_of_the_user_are_named_and_no_second_one_is_started(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_server_that_ends_is_named_without_the_password_in_its_arguments() -> None:
-    server = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)", "postgresql://ada:s3cret@db/mlflow"])
-    server.wait()
-    with pytest.raises(StageError, match=r"postgresql://ada:\*\*\*@db/mlflow'\] ended with exit code 3; see ui.log"):
-        ui._wait([server], log_name="ui.log")
+def test_an_mlflow_database_with_another_schema_is_an_input_error_with_both_schemas_and_the_migration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("PREFECT_API_URL", "http://prefect.example:4200/api")
+    config = starter_config().with_absolute_paths(tmp_path)
+    connect(config.workspace)
+    with closing(sqlite3.connect(config.workspace / "mlflow.db")) as database:
+        database.execute("UPDATE alembic_version SET version_num = 'cfd24bdc0731'")
+        database.commit()
+    message = r"^the database of the MLflow server has the schema cfd24bdc0731, but .* needs \w+; .* run: mlflow db upgrade URI"
+    with pytest.raises(InputError, match=message):
+        ui.serve(config, prefect_port=0, mlflow_port=0)
+
+
+def test_a_server_is_never_bound_to_an_address_that_other_hosts_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HOST", "0.0.0.0")
+    with pytest.raises(
+        InputError, match=r"^MLFLOW_HOST is 0\.0\.0\.0, but the servers of nightjar listen on 127\.0\.0\.1 only"
+    ):
+        ui.serve(starter_config().with_absolute_paths(tmp_path), prefect_port=0, mlflow_port=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_up_of_a_workspace_is_an_input_error(tmp_path: Path) -> None:
+    with (
+        ui._only_one(tmp_path),
+        pytest.raises(InputError, match=f"^{tmp_path}: another `nightjar up` runs this workspace"),
+        ui._only_one(tmp_path),
+    ):
+        pass
+    with ui._only_one(tmp_path):  # the lock is free again
+        pass
+
+
+def test_the_password_of_the_pages_is_kept_in_a_file_of_the_user_and_not_printed_into_a_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PREFECT_SERVER_API_AUTH_STRING", raising=False)
+    password, shown = ui._password(tmp_path)
+    file = tmp_path / "prefect-password"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert (password, shown) == (file.read_text().strip(), f"in {file}")
+    assert ui._password(tmp_path)[0] == password
+    monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", "ada:s3cret")
+    assert ui._password(tmp_path) == ("ada:s3cret", None)

@@ -1,0 +1,100 @@
+"""Process that runs the deployment of `nightjar up`: `python -m flows.deployment_process FD FILE [OVERRIDE...]`.
+
+The process creates the deployment and writes `ready` or an error to FD. Then it starts each planned or manual run in a process
+of its own. At SIGTERM the runs end as interrupted: they can be resumed.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import anyio
+import psutil
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.deployments.runner import RunnerDeployment
+from prefect.runner import Runner
+from prefect.states import Crashed
+
+from flows import deployments
+from flows.config_file import load_config
+from recsys_core.errors import NightjarError
+from recsys_core.parent_process import die_with_parent, parent_environment
+
+POLL_S = 5.0
+UNWIND_S = 4.0
+"""Time for an interrupted run to end by itself."""
+REPORT_S = 0.5
+"""Time for the runner to see that a run has ended."""
+
+
+class InterruptingRunner(Runner):
+    """Prefect's runner; at SIGTERM its runs end as interrupted (Crashed in Prefect). Prefect's own handler cancels them."""
+
+    def handle_sigterm(self, *_: Any) -> None:
+        """End all runs, then the runner."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self.execute_in_background(self._interrupt)
+
+    async def _interrupt(self) -> None:
+        self.stopping = True
+        runs = psutil.Process().children()
+        for run in runs:
+            run.terminate()
+        _, alive = await asyncio.to_thread(psutil.wait_procs, runs, timeout=UNWIND_S)
+        for run in alive:
+            run.kill()
+        await anyio.sleep(REPORT_S)
+        await self.astop()
+
+
+def main() -> None:
+    """Run the deployment until SIGTERM, or until the parent process ends."""
+    die_with_parent()
+    os.environ.update(parent_environment())  # a run ends with this process
+    ready, file, *overrides = sys.argv[1:]
+    try:
+        deployment = create_deployment(Path(file), overrides)
+    except NightjarError as error:
+        os.write(int(ready), str(error).encode())
+        sys.exit(error.exit_code)
+    asyncio.run(_run(deployment, ready=int(ready)))
+    os._exit(0)  # the exit handlers of libraries take seconds
+
+
+def create_deployment(file: Path, overrides: list[str]) -> RunnerDeployment:
+    """Return the deployment of the pipeline in `file`; end the runs that an earlier process left behind in Prefect."""
+    config = load_config(file, overrides)
+    with deployments.prefect_server() as client:
+        current = deployments.read_deployment(client, config.name)
+        if current is not None:
+            _end_lost_runs(client, current.id)
+        is_active = not deployments.is_paused(current, config)
+    return deployments.deployment_of(config, file=file, overrides=overrides, work_pool=None, is_active=is_active)
+
+
+def _end_lost_runs(client: SyncPrefectClient, deployment_id: UUID) -> None:
+    """Set runs that are still Running or Pending to Crashed: their process has ended, but their slot is not free."""
+    states = {"any_": ["RUNNING", "PENDING", "CANCELLING"]}
+    lost_runs = client.read_flow_runs(
+        flow_run_filter=FlowRunFilter.model_validate({"deployment_id": {"any_": [deployment_id]}, "state": {"type": states}})
+    )
+    for run in lost_runs:
+        message = "nightjar up was ended while this run was working"
+        client.set_flow_run_state(run.id, Crashed(message=message), force=True)
+
+
+async def _run(deployment: RunnerDeployment, *, ready: int) -> None:
+    runner = InterruptingRunner(name="nightjar-up", query_seconds=POLL_S, pause_on_shutdown=False)
+    await runner.aadd_deployment(deployment)
+    os.write(ready, b"ready")
+    os.close(ready)
+    await runner.start()
+
+
+if __name__ == "__main__":
+    main()

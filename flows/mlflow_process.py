@@ -1,0 +1,37 @@
+"""Process of MLflow's server in `nightjar ui` and `nightjar up`: `python -m flows.mlflow_process FD`, with a listening socket.
+
+`mlflow server` would start the same application in a subprocess of its own, which would survive a SIGKILL of the command.
+"""
+
+import os
+from pathlib import Path
+
+from flows.server_process import GRACE_S, WORKSPACE_VARIABLE, receive_start
+from recsys_core.parent_process import die_with_parent
+
+
+def main() -> None:
+    """Serve MLflow's pages and API on the socket until SIGTERM, or until the parent process ends."""
+    die_with_parent()
+    listener = receive_start()
+    if listener is None:
+        return
+    import uvicorn
+    from mlflow.server import constants
+
+    from tasks.registry.mlflow_client import connect, tracking_uri
+
+    workspace = Path(os.environ[WORKSPACE_VARIABLE])
+    connect(workspace)  # creates the database, or ends with an error if it has the schema of another version
+    # `mlflow server` hands its options to the application in these variables.
+    os.environ[constants.BACKEND_STORE_URI_ENV_VAR] = tracking_uri(workspace)
+    os.environ[constants.ARTIFACT_ROOT_ENV_VAR] = "mlflow-artifacts:/"
+    os.environ[constants.ARTIFACTS_DESTINATION_ENV_VAR] = os.environ["MLFLOW_ARTIFACTS_DESTINATION"]
+    os.environ[constants.SERVE_ARTIFACTS_ENV_VAR] = "true"
+    from mlflow.server.fastapi_app import app
+
+    uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=GRACE_S)).run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""A server as a supervised subprocess that ends with the command.
+
+The server has its own session, so Ctrl-C in the terminal does not end the server before the run ends. The command owns the
+listening socket. If the server dies, the command starts another server on the same socket and database, and clients wait in the
+socket's queue meanwhile.
+"""
+
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+
+from recsys_core.errors import InputError, StageError
+from recsys_core.parent_process import parent_environment
+
+HOST = "127.0.0.1"
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 5.0
+GRACE_S = 2
+"""Time that a server gives open requests when it is stopped. An open page in a browser keeps a connection."""
+MAX_RESTARTS = 5
+NUM_LOG_LINES = 5
+BACKLOG = 1024
+MIN_FREE_BYTES = 2**25
+"""Disk space for a new database, its log and the first files of a run."""
+WORKSPACE_VARIABLE = "NIGHTJAR_WORKSPACE"
+"""Variable that names the workspace to the process of the MLflow server."""
+EARLIER_SCHEMA = re.compile(r"Detected out-of-date database schema \(found version (\w+), but expected (\w+)\)")
+"""Message of MLflow, which does not migrate a database by itself."""
+LATER_SCHEMA = "Can't locate revision identified by"
+"""Message of alembic, which migrates the databases of Prefect and MLflow."""
+LOG = logging.getLogger("nightjar")
+
+
+class ServerProcess:
+    """A server process. It imports libraries when it is created, starts to serve after `send_start`, is ready after `wait`.
+
+    Raises OSError if the port is in use.
+    """
+
+    def __init__(self, module: str, *, name: str, health_path: str, port: int = 0) -> None:
+        self._module, self._name, self._health_path = module, name, health_path
+        self._listener = socket.create_server((HOST, port), backlog=BACKLOG)
+        self._environment: dict[str, str] = {}
+        self._log_file: Path | None = None
+        self._log_start = self._restarts = 0
+        self._stopping = threading.Event()
+        self._supervisor: threading.Thread | None = None
+        self.has_failed = False
+        self._process = self._start()
+
+    @property
+    def address(self) -> str:
+        """URL of the server."""
+        return f"http://{HOST}:{self._listener.getsockname()[1]}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the current server."""
+        return self._process.pid
+
+    def send_start(self, *, log_file: Path, environment: Mapping[str, str]) -> None:
+        """Make the server start to serve, with the variables of `environment`; its output goes to `log_file`."""
+        self._log_file = log_file
+        self._log_start = log_file.stat().st_size if log_file.is_file() else 0
+        self._environment = dict(environment)
+        self._send_start_message()
+
+    def wait(self) -> None:
+        """Wait until the server answers, then supervise it; raise StageError with its last log lines if it ends before."""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy cannot reach the loopback address
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while self._process.poll() is None and time.monotonic() < deadline:
+            try:
+                with opener.open(f"{self.address}{self._health_path}", timeout=2):
+                    self._supervisor = threading.Thread(target=self._supervise, daemon=True)
+                    self._supervisor.start()
+                    return
+            except OSError:  # refused, reset or timed out: the server is not ready
+                time.sleep(0.1)
+        if self._log_file is not None:
+            from recsys_core.disk import require_free  # the server processes, which import this module, do not need numpy
+
+            require_free(self._log_file.parent, MIN_FREE_BYTES, subject=f"the {self._name}, which has ended,")
+            if schema_problem := self._schema_problem():
+                raise InputError(f"the database of the {self._name} {schema_problem}; the details are in {self._log_file}")
+        problem = f"did not answer within {START_TIMEOUT_S:g} s" if self._process.poll() is None else self._describe_end()
+        raise StageError(f"the {self._name} {problem}{self._last_lines()}")
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the server and start no other server."""
+        self._stopping.set()
+        self._process.terminate()
+
+    def stop(self) -> None:
+        """Stop the server, which writes its state to the database first."""
+        self.terminate()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._supervisor is not None:
+            self._supervisor.join()
+        self._listener.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", self._module, str(self._listener.fileno())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | parent_environment(),
+            pass_fds=[self._listener.fileno()],
+            start_new_session=True,
+        )
+
+    def _send_start_message(self) -> None:
+        """Send log file and environment, which holds passwords, through a pipe: any user can read a command line."""
+        assert self._process.stdin is not None
+        try:
+            with self._process.stdin as pipe:
+                pipe.write(json.dumps({"log": str(self._log_file), "environment": self._environment}).encode())
+        except BrokenPipeError:  # the process has ended, which `wait` or the supervisor reports
+            pass
+
+    def _supervise(self) -> None:
+        while True:
+            self._process.wait()
+            if self._stopping.is_set():
+                return
+            if self._restarts == MAX_RESTARTS:
+                LOG.error(
+                    "the %s %s again, after %d restarts%s", self._name, self._describe_end(), self._restarts, self._last_lines()
+                )
+                self.has_failed = True
+                self._listener.close()  # clients fail at once instead of waiting for a server
+                return
+            self._restarts += 1
+            LOG.warning("the %s %s; another server is started%s", self._name, self._describe_end(), self._last_lines())
+            self._process = self._start()
+            self._send_start_message()
+
+    def _describe_end(self) -> str:
+        exit_code = self._process.returncode
+        return f"was ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
+
+    def _log_text(self) -> str:
+        """Return the log of this server, without that of earlier servers."""
+        if self._log_file is None or not self._log_file.is_file():
+            return ""
+        with self._log_file.open("rb") as file:
+            file.seek(self._log_start)
+            return file.read().decode(errors="replace")
+
+    def _schema_problem(self) -> str | None:
+        """Describe why the schema of the database does not fit the installed version; None if it is not the problem."""
+        log = self._log_text()
+        if schemas := EARLIER_SCHEMA.search(log):
+            return (
+                f"has the schema {schemas[1]}, but the installed version needs {schemas[2]}; make a backup of the database, "
+                "then run: mlflow db upgrade URI, with the address of the database"
+            )
+        if LATER_SCHEMA in log:
+            return "has the schema of a later version; install that version, or use another database"
+        return None
+
+    def _last_lines(self) -> str:
+        if self._log_file is None or not self._log_file.is_file():
+            return ""
+        lines = self._log_text().splitlines()[-NUM_LOG_LINES:]
+        return (
+            "\n".join((f"; the last lines of {self._log_file}:", *lines))
+            if lines
+            else f"; {self._log_file} has no line of this server"
+        )
+
+
+def receive_start() -> socket.socket | None:
+    """In the server process: wait for the start message and apply its log and environment; return the listening socket.
+
+    None: the command has ended before it sent a message, e.g. because its config was invalid.
+    """
+    message = sys.stdin.buffer.read()
+    if not message:
+        return None
+    start_message = json.loads(message)
+    log_descriptor = os.open(start_message["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log_descriptor, 1)
+    os.dup2(log_descriptor, 2)
+    os.environ.update(start_message["environment"])
+    return socket.socket(fileno=int(sys.argv[1]))

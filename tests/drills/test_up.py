@@ -1,0 +1,159 @@
+"""`nightjar up`: a planned run starts by itself, and the end of the command leaves no process: `make drills`."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from flows.config_file import load_config
+from tasks.run_record import RunRecord
+from tests.drills.test_kill_and_resume import write_config
+
+pytestmark = pytest.mark.drill
+PATIENCE_S = 240.0
+GONE_WITHIN_S = 10.0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+class Up:
+    """A running `nightjar up`, with its output, its processes and the API of its Prefect server."""
+
+    def __init__(self, file: Path, *settings: str) -> None:
+        self.workspace = file.parent / "workspace"
+        self.ports = free_port(), free_port()
+        options = ["--prefect-port", str(self.ports[0]), "--mlflow-port", str(self.ports[1])]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "flows.cli", "up", str(file), *options, *(f"--set={setting}" for setting in settings)],
+            env={name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.out = ""
+        assert self.process.stdout is not None
+        while not re.search(r"^stop ", self.out, re.MULTILINE):
+            line = self.process.stdout.readline()
+            assert line, f"{self.out}{self.process.communicate()[1]}"
+            self.out += line
+
+    def api(self, path: str, body: Any = None) -> Any:
+        """Return the answer of the Prefect server to a POST request."""
+        secret = (self.workspace / "prefect-password").read_text().strip()
+        headers = {"Content-Type": "application/json", "Authorization": f"Basic {b64encode(secret.encode()).decode()}"}
+        url = f"http://127.0.0.1:{self.ports[0]}/api{path}"
+        request = urllib.request.Request(url, data=json.dumps(body or {}).encode(), headers=headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    def states(self) -> list[str]:
+        """Return the states of the runs that are not planned for later."""
+        runs = self.api("/flow_runs/filter", {"sort": "EXPECTED_START_TIME_ASC"})
+        return [run["state"]["name"] for run in runs if run["state"]["name"] != "Scheduled"]
+
+    def wait_for(self, *states: str) -> None:
+        """Wait until the newest run is in one of the states."""
+        deadline = time.monotonic() + PATIENCE_S
+        while (self.states() or [""])[-1] not in states:
+            assert self.process.poll() is None, self.process.communicate()[1]
+            assert time.monotonic() < deadline, f"{self.states()}: {(self.workspace / 'up.log').read_text()}"
+            time.sleep(1)
+
+    def end(self, number: signal.Signals) -> tuple[float, list[str]]:
+        """Send the signal; return the seconds until the end, and the processes that are left."""
+        processes = psutil.Process(self.process.pid).children(recursive=True)
+        sent = time.monotonic()
+        self.process.send_signal(number)
+        self.process.wait(60)
+        took = time.monotonic() - sent
+        _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN_S if number == signal.SIGKILL else 0.5)
+        return took, [" ".join(process.cmdline()) for process in alive]
+
+
+@contextmanager
+def running(file: Path, *settings: str) -> Iterator[Up]:
+    up = Up(file, *settings)
+    try:
+        yield up
+    finally:
+        if up.process.poll() is None:
+            up.end(signal.SIGTERM)
+
+
+def in_a_minute() -> str:
+    start = datetime.now(UTC) + timedelta(minutes=1, seconds=30)
+    return f"schedule.cron={start:%M %H} * * *"
+
+
+def record_of_newest_run(file: Path) -> RunRecord:
+    workspace = load_config(file).workspace
+    newest = max((workspace / "runs").iterdir())
+    return RunRecord.model_validate_json((newest / "run.json").read_text())
+
+
+def test_a_planned_run_starts_by_itself_and_registers_a_version(tmp_path: Path) -> None:
+    file = write_config(tmp_path)
+    with running(file, in_a_minute()) as up:
+        assert "next start" in up.out
+        up.wait_for("Promoted", "Failed", "Crashed")
+        assert up.states() == ["Promoted"]
+        with urllib.request.urlopen(f"http://127.0.0.1:{up.ports[1]}/health", timeout=30) as answer:
+            assert answer.status == 200
+        took, alive = up.end(signal.SIGINT)
+    assert (took < GONE_WITHIN_S, alive, up.process.returncode) == (True, [], 0)
+    assert record_of_newest_run(file).state == "Promoted"
+    listed = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "releases", str(file)], capture_output=True, text=True, check=True
+    )
+    assert "champion" in listed.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
+def test_a_signal_in_the_training_leaves_no_process_and_the_next_planned_run_starts(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    file = write_config(tmp_path)
+    training = tmp_path / "workspace" / "runs"
+    with running(file, in_a_minute(), "training.epochs=10000", "training.validation=null") as up:
+        deadline = time.monotonic() + PATIENCE_S
+        while not any(training.glob("*/train.work/metrics.jsonl")):
+            assert time.monotonic() < deadline, (up.workspace / "up.log").read_text()
+            time.sleep(0.5)
+        took, alive = up.end(number)
+    assert (took < GONE_WITHIN_S, alive) == (True, [])
+    with running(file, in_a_minute()) as up:
+        up.wait_for("Promoted", "Failed", "Cancelled")
+        assert up.states() == ["Crashed", "Promoted"]
+
+
+def test_a_second_run_at_the_same_time_is_cancelled(tmp_path: Path) -> None:
+    with running(write_config(tmp_path), "training.epochs=10000", "training.validation=null") as up:
+        (deployment,) = up.api("/deployments/filter")
+        first = up.api(f"/deployments/{deployment['id']}/create_flow_run")
+        up.wait_for("Running")
+        up.api(f"/deployments/{deployment['id']}/create_flow_run")
+        up.wait_for("Cancelled")
+        assert up.states() == ["Running", "Cancelled"]
+        children = psutil.Process(up.process.pid).children(recursive=True)
+        runs = [child for child in children if "prefect.engine" in child.cmdline()]
+        up.api(f"/flow_runs/{first['id']}/set_state", {"state": {"type": "CANCELLING"}, "force": True})
+        _, alive = psutil.wait_procs(runs, timeout=2 * GONE_WITHIN_S)
+        assert (len(runs), alive) == (1, [])

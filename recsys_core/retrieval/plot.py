@@ -1,4 +1,4 @@
-"""Figure that compares the indexes: recall against latency."""
+"""Figure and table that compare the indexes: recall, latency and size."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,3 +36,24 @@ def plot_indexes(reports: Mapping[str, IndexReport], *, served: str, path: Path)
     axes.set_xlabel("latency: ms per query (one thread, all queries in one batch)")
     axes.set_ylabel(f"recall@{recall_k} against exact search")
     return plots.save_png(figure, path)
+
+
+def to_markdown(reports: Mapping[str, IndexReport], *, served: str) -> str:
+    """Return the comparison as a table in GitHub's Markdown.
+
+    >>> report = IndexReport(recall=0.99, k=20, ms_per_query=0.5, bytes=3 * MIB, parameters={"nlist": 8})
+    >>> print(to_markdown({"ivf_flat": report}, served="ivf_flat"))
+    | index | recall@20 of exact search | ms per query | MiB | parameters |
+    |:---|---:|---:|---:|:---|
+    | **ivf_flat** (served) | 0.9900 | 0.500 | 3.0 | nlist 8 |
+    """
+    recall_k = max(report.k for report in reports.values())
+    lines = [
+        f"| index | recall@{recall_k} of exact search | ms per query | MiB | parameters |",
+        "|:---|---:|---:|---:|:---|",
+    ]
+    for kind, report in reports.items():
+        name = f"**{kind}** (served)" if kind == served else kind
+        parameters = ", ".join(f"{parameter} {value}" for parameter, value in report.parameters.items()) or "none"
+        lines.append(f"| {name} | {report.recall:.4f} | {report.ms_per_query:.3f} | {report.bytes / MIB:.1f} | {parameters} |")
+    return "\n".join(lines)

@@ -129,9 +129,26 @@ def test_prefect_shows_pipeline_reason_verdict_and_finished_training(workspace: 
         ((name, tags, state),) = database.execute("select name, tags, state_name from flow_run").fetchall()
         key = "small-catalogue-training-progress"
         ((percent,),) = database.execute("select data from artifact where key = ?", [key]).fetchall()
+        artifacts = {key for (key,) in database.execute("select key from artifact")}
+        ((payload,),) = database.execute("select payload from events where event = 'nightjar.champion.changed'").fetchall()
+        messages = {message for (message,) in database.execute("select message from log")}
     assert (name, state) == (f"small-catalogue {outcome['run_id']}: first run", "Promoted")
     assert json.loads(tags) == ["pipeline:small-catalogue", "reason:first run"]
     assert percent == 100
+    pages = ("data-report", "mlflow-run", "sharding-plan", "training-loss", "metrics", "index", "indexes", "verdict")
+    assert artifacts == {f"small-catalogue-{page}" for page in (*pages, "training-progress")}
+    change = json.loads(payload)
+    assert (change["old_version"], change["new_version"], change["run_id"]) == (None, "1", outcome["run_id"])
+    assert any(message.startswith("rank 0: ") for message in messages)
+
+
+def test_mlflow_has_a_nested_run_for_each_stage(workspace: Workspace, outcome: Any) -> None:
+    client = connect(workspace.folder)
+    (run,) = client.search_runs(["1"], f"tags.`nightjar.run_id` = '{outcome['run_id']}'")
+    nested = client.search_runs(["1"], f"tags.`mlflow.parentRunId` = '{run.info.run_id}'")
+    assert {stage.info.run_name for stage in nested} == set(STAGES)
+    assert run.data.tags["nightjar.state"] == "Promoted"
+    assert {entry.dataset.name for entry in run.inputs.dataset_inputs} == {"embeddings", "interactions"}
 
 
 def test_command_line_python_and_server_answer_the_same_unseen_items(workspace: Workspace, outcome: Any) -> None:

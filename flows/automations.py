@@ -1,5 +1,6 @@
 """Automations of a pipeline in Prefect: the files in infra/automations, limited to the runs and the model of the pipeline."""
 
+import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -88,9 +89,19 @@ def _action(payload: str, *, subject: str, block: BlockDocument) -> dict[str, An
     action = (
         CallWebhook(block_document_id=block.id, payload=payload)
         if _is_webhook(block)
-        else SendNotification(block_document_id=block.id, subject=subject, body=payload)
+        else SendNotification(block_document_id=block.id, subject=subject, body=_text_template(payload))
     )
     return action.model_dump(mode="json")
+
+
+def _text_template(payload: str) -> str:
+    """Return the template of the field `text` of a JSON payload.
+
+    >>> _text_template('{"text": {{ (flow_run.name ~ " failed") | tojson }}}')
+    '{{ (flow_run.name ~ " failed") }}'
+    """
+    expressions = re.findall(r"\{\{\s*(.*?)\s*\|\s*tojson\s*\}\}", payload, re.DOTALL)
+    return "{{ " + expressions[0] + " }}"
 
 
 def _is_webhook(block: BlockDocument) -> bool:

@@ -53,7 +53,7 @@ def deployment_of(
         schedules=[] if planned is None else [planned],
         concurrency_limit=ConcurrencyLimitConfig(limit=1, collision_strategy=ON_OVERRUN[schedule.on_overrun]),
         parameters={"pipeline": str(file.absolute()), "overrides": list(overrides)},
-        tags=["nightjar", config.name],
+        tags=["nightjar", f"pipeline:{config.name}"],
         version=recsys_core.__version__,
         entrypoint_type=EntrypointType.MODULE_PATH,
         job_variables={"env": ENVIRONMENT} if work_pool else {},

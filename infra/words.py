@@ -17,7 +17,7 @@ EXEMPT_FILES = ("infra/words.py", "tests/infra/test_words.py")
 REPLACEMENTS = {
     r"tonights?": "this run",
     r"last nights?": "the previous run",
-    r"(?<!every )nights?": "run",
+    r"(?<!every[ -])nights?": "run",
     r"anew": "again, from scratch",
     r"mend(s|ed|ing)?": "fix",
     r"beside": "next to, compared with",

@@ -1,6 +1,7 @@
 """MLflow tracking: one MLflow run per nightjar run, reused on resume; params, metrics, artifacts and live training metrics."""
 
 import json
+import logging
 import math
 import os
 import queue
@@ -45,6 +46,8 @@ from tasks.registry.mlflow_client import (
 )
 from tasks.run import Run
 
+# MetricRelay reports an outage of MLflow, without passwords.
+logging.getLogger("mlflow.system_metrics.system_metrics_monitor").setLevel(logging.CRITICAL)
 PIPELINE_TAG = "nightjar.pipeline"
 FLOW_RUN_TAG = "nightjar.prefect_flow_run"
 """Id of the Prefect flow run; of the last one if the run was resumed."""

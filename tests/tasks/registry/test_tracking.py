@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,6 +89,25 @@ def test_a_failed_training_leaves_a_failed_mlflow_run(run: Run) -> None:
         raise RuntimeError
     client = connect(run.workspace)
     assert client.get_run(open_run(client, run)).info.status == "FAILED"
+
+
+def test_system_metrics_are_logged_during_the_training_and_continue_after_a_resume(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
+    client = connect(run.workspace)
+    mlflow_run_id = open_run(client, run)
+
+    def samples() -> list[int]:
+        return [metric.step for metric in client.get_metric_history(mlflow_run_id, "system/cpu_utilization_percentage")]
+
+    for num_samples in (1, 2):
+        with MetricRelay(run):
+            deadline = time.monotonic() + 60
+            while len(samples()) < num_samples and time.monotonic() < deadline:
+                time.sleep(0.1)
+    assert len(samples()) >= 2
+    assert samples() == list(range(len(samples())))
 
 
 def test_an_outage_is_one_warning_and_lost_metrics_are_sent_later(

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import secrets
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Literal, get_args
 
 from filelock import FileLock, Timeout
 
+from recsys_core.atomic import write_text
 from recsys_core.errors import InputError, shown
 from recsys_core.manifests import (
     DataReportManifest,
@@ -208,9 +210,10 @@ class Run:
 
 @contextmanager
 def workspace_lock(workspace: Path, *, run_id: str) -> Iterator[None]:
-    """Lock `workspace` for one command; raise InputError with the pid and run of the process that holds the lock.
+    """Lock `workspace` for one command; raise InputError with the process, host, run and start of the holder of the lock.
 
-    The kernel releases the lock when its process ends, however it ends.
+    The kernel releases the lock when its process ends, however it ends. On a network file system the server of the file system
+    releases the lock of a host that has died.
     """
     workspace.mkdir(parents=True, exist_ok=True)
     lock, holder_file = FileLock(workspace / ".command.lock"), workspace / ".command.json"
@@ -222,7 +225,9 @@ def workspace_lock(workspace: Path, *, run_id: str) -> Iterator[None]:
             "another folder"
         ) from None
     try:
-        holder_file.write_text(json.dumps({"pid": os.getpid(), "run_id": run_id}))
+        start = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "run_id": run_id, "started": start}
+        write_text(holder_file, json.dumps(holder))
         yield
     finally:
         holder_file.unlink(missing_ok=True)
@@ -232,8 +237,8 @@ def workspace_lock(workspace: Path, *, run_id: str) -> Iterator[None]:
 def _describe_holder(file: Path) -> str:
     try:
         holder = json.loads(file.read_text())
-        return f"process {holder['pid']} with run {holder['run_id']}"
-    except (OSError, ValueError):  # the process has just started or just ended
+        return f"process {holder['pid']} on {holder['host']} with run {holder['run_id']}, since {holder['started']},"
+    except (OSError, ValueError, KeyError):  # the process has just started or just ended
         return "another process"
 
 

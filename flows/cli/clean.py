@@ -5,8 +5,7 @@ from rich.console import Console
 from flows.cli import output
 from flows.config import PipelineConfig
 from recsys_core.units import format_gib
-from tasks.registry.mlflow_client import connect
-from tasks.retention.clean import Removals, clean, find_all_removals
+from tasks.retention.clean import Removals, clean, find_all_removals, open_registry
 from tasks.run import workspace_lock
 
 
@@ -19,7 +18,7 @@ def clean_workspace(config: PipelineConfig, *, dry_run: bool) -> Removals:
     """
     if dry_run:
         return find_all_removals(
-            config.workspace, config.retention, model_name=config.registry.model_name, client=connect(config.workspace)
+            config.workspace, config.retention, model_name=config.registry.model_name, client=open_registry(config.workspace)
         )
     with workspace_lock(config.workspace, run_id="clean"):
         return clean(config.workspace, config.retention, model_name=config.registry.model_name)

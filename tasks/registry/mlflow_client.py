@@ -47,9 +47,14 @@ def connect(workspace: Path) -> MlflowClient:
     """Return a client of a server that answers; raise TrackingServerError if it does not within ANSWER_TIMEOUT_S."""
     workspace.mkdir(parents=True, exist_ok=True)
     uri = tracking_uri(workspace)
-    if not os.environ.get("MLFLOW_TRACKING_URI") and not _embedded_database(workspace).exists():
+    if not is_created(workspace):
         return _open(uri, workspace=workspace)  # no deadline: MLflow creates the database, which takes seconds
     return call_with_deadline(lambda: _open(uri, workspace=workspace), uri=uri)
+
+
+def is_created(workspace: Path) -> bool:
+    """Return whether there is a server to connect to, or a database in the workspace."""
+    return bool(os.environ.get("MLFLOW_TRACKING_URI")) or _embedded_database(workspace).exists()
 
 
 def call_with_deadline(call: Callable[[], T], *, uri: str) -> T:

@@ -6,9 +6,15 @@ from pathlib import Path
 
 from mlflow import MlflowClient
 
-from tasks.registry.mlflow_client import call_with_retries, connect
+from tasks.registry.mlflow_client import call_with_retries, connect, is_created
 from tasks.retention.config import RetentionConfig
-from tasks.retention.model_versions import VersionRemoval, delete_versions, find_old_versions, runs_behind_aliases
+from tasks.retention.model_versions import (
+    VersionRemoval,
+    delete_versions,
+    find_old_versions,
+    registered_runs_by_model,
+    runs_behind_aliases,
+)
 from tasks.retention.run_folders import RunRemoval, empty_trash, find_removals, remove_files
 
 
@@ -25,8 +31,16 @@ class Removals:
         return sum(removal.bytes for removal in self.runs) + sum(removal.bytes or 0 for removal in self.versions)
 
 
-def find_all_removals(workspace: Path, config: RetentionConfig, *, model_name: str, client: MlflowClient) -> Removals:
+def open_registry(workspace: Path) -> MlflowClient | None:
+    """Return a client of MLflow, or None if the workspace has no MLflow yet; TrackingServerError if MLflow does not answer."""
+    return connect(workspace) if is_created(workspace) else None
+
+
+def find_all_removals(workspace: Path, config: RetentionConfig, *, model_name: str, client: MlflowClient | None) -> Removals:
     """Return the removals that bring the workspace and the registered model to `config`. Nothing is removed."""
+    if client is None:
+        registered_runs = set().union(*registered_runs_by_model(workspace).values())
+        return Removals(find_removals(workspace, config, aliased_runs=registered_runs), [])
     retry = partial(call_with_retries, uri=client.tracking_uri)
     aliased_runs = retry(lambda: runs_behind_aliases(client, workspace, model_name=model_name))
     versions = retry(lambda: find_old_versions(client, model_name, num_kept=config.versions))
@@ -43,8 +57,10 @@ def clean(workspace: Path, config: RetentionConfig, *, model_name: str) -> Remov
         TrackingServerError: MLflow does not answer. Without the aliases nothing may be removed.
     """
     empty_trash(workspace)
-    client = connect(workspace)
+    client = open_registry(workspace)
     removals = find_all_removals(workspace, config, model_name=model_name, client=client)
     runs = remove_files(workspace, removals.runs)
+    if client is None:
+        return Removals(runs, [])
     delete = partial(delete_versions, client, removals.versions)
     return Removals(runs, call_with_retries(delete, uri=client.tracking_uri))

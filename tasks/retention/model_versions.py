@@ -44,6 +44,16 @@ class VersionRemoval:
     bytes: int | None
 
 
+def registered_runs_by_model(workspace: Path) -> dict[str, set[str]]:
+    """Return the ids of the runs that registered a version, by name of the model."""
+    runs_by_model: dict[str, set[str]] = {}
+    for run_id in run_ids(workspace):
+        registration = read_manifest(workspace / RUNS_NAME / run_id / "register", RegistrationManifest)
+        if registration is not None:
+            runs_by_model.setdefault(registration.model_name, set()).add(run_id)
+    return runs_by_model
+
+
 def runs_behind_aliases(client: MlflowClient, workspace: Path, *, model_name: str) -> set[str]:
     """Return the ids of the runs whose model version has an alias.
 
@@ -53,13 +63,8 @@ def runs_behind_aliases(client: MlflowClient, workspace: Path, *, model_name: st
     Args:
         model_name: the model of this pipeline; names of other models are read from the runs.
     """
-    runs_by_model: dict[str, set[str]] = {model_name: set()}
-    for run_id in run_ids(workspace):
-        registration = read_manifest(workspace / RUNS_NAME / run_id / "register", RegistrationManifest)
-        if registration is not None:
-            runs_by_model.setdefault(registration.model_name, set()).add(run_id)
     aliased_runs: set[str] = set()
-    for name, registered_runs in runs_by_model.items():
+    for name, registered_runs in ({model_name: set[str]()} | registered_runs_by_model(workspace)).items():
         aliases = _aliases(client, name)
         if aliases is None:
             aliased_runs |= registered_runs

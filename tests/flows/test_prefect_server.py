@@ -130,6 +130,7 @@ def test_the_embedded_prefect_server_is_not_started_on_a_disk_without_room(
     assert not (small_disk / "prefect").exists()
 
 
+@pytest.mark.drill
 def test_the_embedded_server_deletes_old_flow_runs_with_their_logs(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", os.environ.copy())
     os.environ["PREFECT_SERVER_SERVICES_DB_VACUUM_LOOP_SECONDS"] = "1"  # so that the test sees it within a second

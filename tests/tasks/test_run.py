@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def test_a_second_command_in_a_workspace_is_rejected_with_pid_and_run_of_the_fir
     first = fork.Process(target=_hold, args=(tmp_path, ready, finish))
     first.start()
     assert ready.wait(60) and first.pid is not None
-    message = f"process {first.pid} with run first is using this workspace"
+    message = rf"process {first.pid} on {socket.gethostname()} with run first, since \d{{4}}-.* UTC, is using this workspace"
     with pytest.raises(InputError, match=message), workspace_lock(tmp_path, run_id="second"):
         pass
     if end == "killed":

@@ -102,6 +102,17 @@ def test_runs_of_all_aliases_are_found_and_runs_of_a_model_in_another_registry_t
     assert runs_behind_aliases(client, workspace, model_name="other") == {"20260", "20261", "20262"}
 
 
+def test_runs_with_a_version_stay_whole_if_their_registry_is_gone(
+    tmp_path: Path, add_run: AddRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for index in range(4):
+        add_run(tmp_path, f"2026{index}", end="complete" if index == 1 else "rejected")
+    removals = clean(tmp_path, RetentionConfig(whole_runs=1, report_runs=1), model_name="m")
+    assert [removal.run_id for removal in removals.runs] == ["20260", "20262"]
+    assert not (tmp_path / "mlflow.db").exists()
+
+
 def test_nothing_is_removed_if_the_aliases_cannot_be_read(
     workspace: Path, add_run: AddRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """The history of a workspace: its runs, how each ended, and their figures."""
 
+import math
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -61,11 +62,15 @@ class PastRun:
 
     def new_metric(self, name: str) -> float | None:
         """Return the metric `name`, such as recall@20, of the run's version as served; None if no version was measured."""
-        return self.record.figures.metrics.get(f"served/{name}")
+        return self._metric(f"served/{name}")
 
     def champion_metric(self, name: str) -> float | None:
         """Return the metric `name` of the champion that the version was compared with; None without a comparison."""
-        return self.record.figures.metrics.get(f"champion/{name}")
+        return self._metric(f"champion/{name}")
+
+    def _metric(self, name: str) -> float | None:
+        value = self.record.figures.metrics.get(name)
+        return None if value is None or math.isnan(value) else value
 
     def as_json(self, *, metric: str) -> dict[str, Any]:
         """Return the run as a JSON object. Times are in UTC."""

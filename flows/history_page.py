@@ -49,7 +49,8 @@ def write_history_page(config: PipelineConfig, run: Run) -> None:
     If MLflow does not answer, log a warning; the page then has the champion of the newest promotion in the workspace.
     """
     runs = run_history(run.workspace, last=MAX_RUNS)
-    page, figures = run.workspace / PAGE_NAME, runs[0].record.figures
+    page = run.workspace / PAGE_NAME
+    figures = next(past_run.record.figures for past_run in runs if past_run.run.run_id == run.run_id)
     if "check_data" not in figures.stage_seconds:  # the first stage that logs to MLflow
         write_text(page, to_html(runs, config=config, champion=champion_version(runs)))
         return

@@ -90,16 +90,20 @@ class RunRecord(Frozen):
     def read(cls, run: Run) -> "RunRecord | None":
         """Read the record of `run`; None if there is none, or if it is damaged.
 
-        A record in the state Running whose run is not locked belongs to a killed process: it is returned as Interrupted.
+        A record in the state Running whose run is not locked belongs to a killed process: it is returned as Interrupted. The
+        figures of a record without an end are those of the stages that are complete by now.
         """
         try:
             record = cls.model_validate_json((run.folder / RECORD_NAME).read_bytes())
         except (OSError, ValidationError):
             return None
-        if record.state == "Running" and not run.is_locked():
-            message = f"process {record.pid} on {record.host} ended without a record: it was killed, or the host restarted"
-            return record.model_copy(update={"state": "Interrupted", "message": message})
-        return record
+        if record.state != "Running":
+            return record
+        record = record.model_copy(update={"figures": RunFigures.read(run)})
+        if run.is_locked():
+            return record
+        message = f"process {record.pid} on {record.host} ended without a record: it was killed, or the host restarted"
+        return record.model_copy(update={"state": "Interrupted", "message": message})
 
     def write(self, run: Run) -> None:
         """Replace the record of `run`."""
@@ -122,8 +126,8 @@ class Ending:
 def record_run(run: Run, *, pipeline: str) -> Iterator[Ending]:
     """Write the record of `run` before and after the body, however the body ends; the run must be locked.
 
-    The body calls `set` of the yielded Ending. An exception is recorded as Failed, a signal as Interrupted. The traceback of an
-    unexpected exception is written to error.log.
+    The body calls `set` of the yielded Ending. An exception is recorded as Failed, or as Interrupted if a signal caused it. The
+    traceback of an unexpected exception is written to error.log.
     """
     earlier_start = RunRecord.read(run)
     start = RunRecord(
@@ -139,12 +143,12 @@ def record_run(run: Run, *, pipeline: str) -> Iterator[Ending]:
     ending = Ending()
     try:
         yield ending
-    except Exception as error:
-        ending.set("Failed", str(error) if isinstance(error, NightjarError) else f"{type(error).__name__}: {error}")
-        _save_unexpected(error, run.folder)
-        raise
-    except BaseException:  # KeyboardInterrupt, or Prefect's exception for SIGTERM
-        ending.set("Interrupted", "a signal ended the run: Ctrl-C, SIGTERM or a cancellation")
+    except BaseException as error:
+        if _is_signal(error):
+            ending.set("Interrupted", "a signal ended the run: Ctrl-C, SIGTERM or a cancellation")
+        else:
+            ending.set("Failed", str(error) if isinstance(error, NightjarError) else f"{type(error).__name__}: {error}")
+            _save_unexpected(error, run.folder)
         raise
     finally:
         try:
@@ -158,7 +162,18 @@ def _end(start: RunRecord, ending: Ending) -> RunRecord:
     return start.model_copy(update={"ended": datetime.now(UTC), "state": ending.state, "message": message})
 
 
-def _save_unexpected(error: Exception, folder: Path) -> None:
+def _is_signal(error: BaseException | None) -> bool:
+    """Return whether a signal caused `error`. Prefect and libraries raise other errors while they handle its exception."""
+    from prefect.exceptions import ExternalSignal
+
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return any(isinstance(link, KeyboardInterrupt | ExternalSignal) for link in chain)
+
+
+def _save_unexpected(error: BaseException, folder: Path) -> None:
     if not isinstance(error, NightjarError):
         try:
             write_traceback(error, folder=folder)
@@ -166,7 +181,7 @@ def _save_unexpected(error: Exception, folder: Path) -> None:
             LOG.warning("could not write %s (%s)", folder / ERROR_LOG_NAME, write_error)
 
 
-def write_traceback(error: Exception, *, folder: Path) -> Path:
+def write_traceback(error: BaseException, *, folder: Path) -> Path:
     """Write the traceback of an unexpected error to error.log in `folder`; return the path."""
     folder.mkdir(parents=True, exist_ok=True)
     log_file = folder / ERROR_LOG_NAME

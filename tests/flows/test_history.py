@@ -1,5 +1,7 @@
 """The history of a workspace, read from records and, for runs without a record, from manifests."""
 
+import json
+import math
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,13 @@ def test_a_run_of_an_earlier_version_is_read_from_its_manifests(
     record = run_history(tmp_path)[0].record
     assert (record.state, record.message) == (state, message)
     assert record.started == datetime(2026, 11, 21, 2, 15, tzinfo=UTC)
+
+
+def test_a_metric_that_is_not_a_number_is_missing(tmp_path: Path) -> None:
+    past_run(tmp_path, FIRST_START, state="NotPromoted", metrics={f"served/{METRIC}": math.nan})
+    (past,) = run_history(tmp_path)
+    assert past.new_metric(METRIC) is None
+    assert json.dumps(past.as_json(metric=METRIC), allow_nan=False)
 
 
 def test_other_folders_are_not_runs(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_the_page_shows_the_champion_of_the_registry_and_is_logged_to_mlflow(
         client.create_model_version("nightjar", "file:///nowhere", mlflow_run_id)
     client.set_registered_model_alias("nightjar", "champion", "1")  # a rollback
     write_history_page(config_of(tmp_path), run)
-    assert "Promoted: version 1 stays champion" in (tmp_path / "index.html").read_text()
+    assert "Promoted: version 1 is the champion" in (tmp_path / "index.html").read_text()
     artifacts = MlflowClient(tracking_uri(tmp_path)).list_artifacts(mlflow_run_id, "history")
     assert [artifact.path for artifact in artifacts] == ["history/index.html"]
 

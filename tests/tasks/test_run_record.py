@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from recsys_core.errors import StageError
-from recsys_core.manifests import RegistrationManifest, produce
+from recsys_core.manifests import DataReportManifest, RegistrationManifest, produce
 from tasks.run import Run, RunOptions
 from tasks.run_record import RunRecord, record_run
 
@@ -65,6 +65,15 @@ def test_an_exception_is_recorded_without_its_passwords(run: Run, error: BaseExc
     assert log.exists() == isinstance(error, ValueError) and (not log.exists() or "s3cret" not in log.read_text())
 
 
+def test_an_error_during_the_handling_of_a_signal_is_an_interruption(run: Run) -> None:
+    with pytest.raises(ValueError, match="Task run is not set"), record_run(run, pipeline="films"):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise ValueError("Task run is not set")  # noqa: B904  as Prefect does
+    assert read(run).state == "Interrupted" and not (run.folder / "error.log").exists()
+
+
 def _work(run: Run, ready: Any) -> None:
     with run.lock(), record_run(run, pipeline="films"):
         ready.set()
@@ -78,10 +87,13 @@ def test_a_run_is_running_while_its_process_lives_and_interrupted_after_a_kill(r
     process.start()
     assert ready.wait(60) and process.pid is not None
     assert read(run).state == "Running"
+    fields = {"metrics": {}, "breaches": (), "warnings": (), "compared_with": None}
+    produce(run.stage_folder("check_data"), DataReportManifest, fingerprint="f", build=lambda folder: fields)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     record = read(run)
     assert (record.state, record.ended) == ("Interrupted", None)
+    assert list(record.figures.stage_seconds) == ["check_data"]
     assert f"process {process.pid} on " in record.message
 
 

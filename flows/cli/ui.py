@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 
 from flows.cli import output
 from flows.config import PipelineConfig
+from flows.environment import keep_flow_runs
 from flows.prefect_server import EmbeddedServer
 from flows.server_process import HOST, LOG, WORKSPACE_VARIABLE, ServerProcess
 from recsys_core.errors import InputError, StageError
@@ -117,6 +118,7 @@ def _start_servers(
     if prefect is not None:
         password, shown_password = _password(config.workspace)
         facts |= {"Prefect password": shown_password} if shown_password else {}
+        keep_flow_runs(days=config.retention.flow_run_days)
         prefect.begin(log_file=log_file, password=password)
     if mlflow is not None:
         mlflow.send_start(log_file=log_file, environment=_mlflow_environment(config.workspace))

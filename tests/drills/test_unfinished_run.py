@@ -1,0 +1,40 @@
+"""A scheduled flow run after an unfinished run, on a real Prefect server: `make drills`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.config_file import load_config
+from tests.drills.interrupted_run import ROOT
+from tests.flows.test_unfinished import add_run
+
+pytestmark = pytest.mark.drill
+SCHEDULED_RUN = """
+import logging, os, sys
+from pathlib import Path
+from flows.prefect_server import embedded_server, prefect_session
+file = Path(sys.argv[1])
+os.environ["PREFECT_HOME"] = str(file.parent / "prefect")
+logging.basicConfig(level=logging.WARNING)
+with embedded_server() as server, prefect_session(server, log_file=file.parent / "prefect.log"):
+    from prefect import tags
+    from flows.deployed import deployed_retrain
+    with tags(*sys.argv[2:]):
+        print(deployed_retrain(str(file), return_state=True).message)
+"""
+
+
+@pytest.mark.parametrize("is_scheduled", [True, False])
+def test_a_scheduled_run_resumes_the_unfinished_run_and_a_run_by_hand_does_not(tmp_path: Path, is_scheduled: bool) -> None:
+    file = tmp_path / "nightly.yaml"
+    file.write_text(
+        "name: p\nworkspace: .\ninteractions: {paths: log.parquet, timestamp_column: t}\nschedule: {unfinished_run: resume}\n"
+    )
+    add_run(load_config(file, ()), "20261121-070312-ab12")
+    arguments = [str(file)] + ["auto-scheduled"] * is_scheduled
+    answer = subprocess.run([sys.executable, "-c", SCHEDULED_RUN, *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert "log.parquet" in answer.stdout, answer.stderr  # the missing input ends either run
+    assert ("run 20261121-070312-ab12 is unfinished" in answer.stderr) == is_scheduled
+    assert ("it is resumed" in answer.stderr) == is_scheduled

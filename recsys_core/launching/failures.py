@@ -72,8 +72,8 @@ def _memory_hint(failure: RankFailure, host_failure: HostFailure) -> str:
     if failure.signal == "SIGKILL":
         if host_failure.oom_kills:
             return (
-                f"; the kernel's out-of-memory killer ended {host_failure.oom_kills} processes of the host at a "
-                f"limit of {limit}: {advice}"
+                f"; the kernel's out-of-memory killer ended {host_failure.oom_kills} of the host's processes at a limit of "
+                f"{limit}: {advice}"
             )
         return f" (possibly out of memory: the limit of this host is {limit}; its kernel log, dmesg, shows out-of-memory kills)"
     message = OUT_OF_MEMORY.search(failure.traceback)

@@ -34,7 +34,7 @@ def test_a_killed_rank_is_the_cause_and_not_a_peer_that_failed_earlier_on_anothe
 def test_out_of_memory_kills_that_the_kernel_counted_are_reported_with_the_limit() -> None:
     failure = HostFailure(node=0, host="alpha", rank_failures=(rank(0, signal="SIGKILL"),), oom_kills=1, memory_bytes=2**34)
     error = error_of(failure, num_nodes=1)
-    assert "rank 0 was the first to fail, with signal SIGKILL; the kernel's out-of-memory killer ended 1 of its" in str(error)
+    assert "rank 0 was the first to fail, with signal SIGKILL; the kernel's out-of-memory killer ended 1 of the" in str(error)
     assert "at a limit of 16.0 GiB: lower training.batch_size" in str(error)
 
 

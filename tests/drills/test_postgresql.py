@@ -34,7 +34,7 @@ def test_a_run_registers_a_version_although_postgresql_restarts_during_the_train
             postgresql.restart()
             stdout, stderr = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, stderr
-        assert json.loads(stdout.splitlines()[-1])["version"] == "1"
+        assert json.loads(stdout.splitlines()[-1])["model"]["version"] == "1"
 
         assert postgresql.query("mlflow", "SELECT count(*) FROM model_versions") == "1"
         (run_folder,) = (folder / "workspace" / "runs").iterdir()

@@ -32,7 +32,7 @@ def _log_to_mlflow(config: PipelineConfig, run: Run) -> None:
     if record is not None and run.stage_folder("check_data").is_dir():
         from tasks.registry.stage_runs import log_end
 
-        log_end(run, state=record.state)
+        log_end(run, state=record.state, message=record.message)
 
 
 _CHORES: tuple[tuple[str, Callable[[PipelineConfig, Run], None]], ...] = (

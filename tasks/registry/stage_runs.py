@@ -3,8 +3,8 @@
 import math
 
 from mlflow import MlflowClient
-from mlflow.entities import Metric, Param, RunStatus, ViewType
-from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
+from mlflow.entities import Metric, Param, RunStatus, RunTag, ViewType
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME, MLFLOW_RUN_NOTE
 
 from recsys_core.manifests import MANIFEST_NAME, Manifest, load_manifest
 from tasks.registry.mlflow_client import call_or_warn
@@ -19,16 +19,18 @@ _FAILED_STATES = ("Failed", "DataRejected")
 _MAX_TEXT_LENGTH = 500
 
 
-def log_end(run: Run, *, state: str) -> None:
-    """Log the state of a run that has ended, and a nested MLflow run for each complete stage that is not logged yet.
+def log_end(run: Run, *, state: str, message: str) -> None:
+    """Log how a run ended, and a nested MLflow run for each complete stage that is not logged yet.
 
-    If MLflow does not work, log a warning.
+    The state is a tag. State, message and a link to Prefect are the description. If MLflow does not work, log a warning.
     """
+    link = "" if run.flow_run_url is None else f"\n\n[Flow run in Prefect]({run.flow_run_url})"
 
     def log(client: MlflowClient) -> None:
         parent_id = open_run(client, run)
         _log_stages(client, parent_id, run)
-        client.set_tag(parent_id, STATE_TAG, state)
+        description = f"**{state}**: {message}{link}"
+        client.log_batch(parent_id, tags=[RunTag(STATE_TAG, state), RunTag(MLFLOW_RUN_NOTE, description)])
         status = RunStatus.FAILED if state in _FAILED_STATES else RunStatus.FINISHED
         client.set_terminated(parent_id, RunStatus.to_string(status))
 

@@ -1,6 +1,7 @@
 """Nested MLflow runs of stages, from real manifests on a real sqlite database."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from mlflow.entities import Run as MlflowRun
@@ -22,16 +23,18 @@ def test_each_stage_is_a_nested_run_and_a_resumed_run_adds_the_missing_stages(
 ) -> None:
     run, manifests = run_of(workspace, "one"), stages()
     run.stage_folder("plan_sharding").symlink_to(manifests.plan.folder)
-    log_end(run, state="Failed")
+    log_end(run, state="Failed", message="rank 1 died")
     client = connect(workspace)
     parent_id = open_run(client, run)
     assert client.get_run(parent_id).info.status == "FAILED"
     assert nested_runs(workspace, parent_id).keys() == {"plan_sharding"}
 
     run.stage_folder("train").symlink_to(manifests.trained.folder)
-    log_end(run, state="NotPromoted")
+    log_end(replace(run, flow_run_url="http://prefect/1"), state="NotPromoted", message="recall is less")
     parent, nested = client.get_run(parent_id), nested_runs(workspace, parent_id)
     assert (parent.info.status, parent.data.tags["nightjar.state"]) == ("FINISHED", "NotPromoted")
+    description = "**NotPromoted**: recall is less\n\n[Flow run in Prefect](http://prefect/1)"
+    assert parent.data.tags["mlflow.note.content"] == description
     assert nested.keys() == {"plan_sharding", "train"}
     train = nested["train"]
     assert train.data.metrics["steps"] == manifests.trained.steps

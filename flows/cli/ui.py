@@ -78,7 +78,8 @@ def _until_signal() -> Iterator[ExitStack]:
                 f"reaches them can run code on this machine; unset {variable}; to serve other hosts, start servers with "
                 "authentication and set PREFECT_API_URL and MLFLOW_TRACKING_URI"
             )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager stops the command like Ctrl-C
+    for number in (signal.SIGINT, signal.SIGTERM):  # a service manager stops the command like Ctrl-C
+        signal.signal(number, signal.default_int_handler)
     handler = logging.StreamHandler()
     LOG.addHandler(handler)
     with ExitStack() as stack:

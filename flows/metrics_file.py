@@ -3,16 +3,20 @@
 The collector reads the workspace at each scrape, so that a served page is as current as the run folders.
 """
 
+import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, get_args
 
-from prometheus_client import CollectorRegistry, write_to_textfile
+from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile
 from prometheus_client.metrics_core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from flows.config import PipelineConfig
 from flows.history import PastRun, champion_version, run_history
+from flows.server_process import HOST
 from recsys_core.disk import free_bytes, used_bytes
+from recsys_core.errors import InputError
 from tasks.run import Run
 from tasks.run_record import RunState
 
@@ -21,14 +25,25 @@ _REGISTERING_STATES = ("Promoted", "NotPromoted", "BrokenChampion")
 
 
 def metrics_registry(config: PipelineConfig) -> CollectorRegistry:
-    """Return a registry with the metrics of the newest run of `config`'s workspace.
-
-    >>> from prometheus_client import start_http_server
-    >>> start_http_server(9464, addr="127.0.0.1", registry=metrics_registry(config))  # doctest: +SKIP
-    """
+    """Return a registry with the metrics of the newest run of `config`'s workspace."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_WorkspaceCollector(config))
     return registry
+
+
+@contextmanager
+def served_metrics(config: PipelineConfig, *, port: int) -> Iterator[str]:
+    """Serve the metrics on the loopback address during the body; yield their URL. Raise InputError if the port is in use."""
+    try:
+        server, thread = start_http_server(port, addr=HOST, registry=metrics_registry(config))
+    except OSError as error:
+        raise InputError(f"port {port} on {HOST}: {os.strerror(error.errno or 0)}; set --metrics-port to a free port") from None
+    try:
+        yield f"http://{HOST}:{server.server_port}/metrics"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def write_metrics_file(config: PipelineConfig, run: Run) -> None:

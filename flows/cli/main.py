@@ -392,6 +392,7 @@ def up(
     overrides: Overrides = None,
     prefect_port: Annotated[int, typer.Option(help="port of the Prefect UI")] = 4200,
     mlflow_port: Annotated[int, typer.Option(help="port of the MLflow UI")] = 5000,
+    metrics_port: Annotated[int | None, typer.Option(help="port of Prometheus metrics of the last run, e.g. 9464")] = None,
 ) -> None:
     """Run the pipeline as its schedule plans, and serve the Prefect and MLflow UIs on this machine, until Ctrl-C or SIGTERM."""
     from flows.config_file import load_config
@@ -400,7 +401,14 @@ def up(
     prepare(config.workspace)
     from flows.cli import ui
 
-    ui.up(config, file=file, overrides=overrides or (), prefect_port=prefect_port, mlflow_port=mlflow_port)
+    ui.up(
+        config,
+        file=file,
+        overrides=overrides or (),
+        prefect_port=prefect_port,
+        mlflow_port=mlflow_port,
+        metrics_port=metrics_port,
+    )
 
 
 def as_command(name: str, file: Path, overrides: list[str] | None, arguments: Sequence[str] = ()) -> str:

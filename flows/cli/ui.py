@@ -49,10 +49,18 @@ def serve(config: PipelineConfig, *, prefect_port: int, mlflow_port: int) -> Non
         _watch(prefect, None, log_file=log_file)
 
 
-def up(config: PipelineConfig, *, file: Path, overrides: Sequence[str], prefect_port: int, mlflow_port: int) -> None:
+def up(
+    config: PipelineConfig,
+    *,
+    file: Path,
+    overrides: Sequence[str],
+    prefect_port: int,
+    mlflow_port: int,
+    metrics_port: int | None = None,
+) -> None:
     """Serve like `serve`, and run the pipeline as its schedule plans, until Ctrl-C or SIGTERM.
 
-    A run that works at the signal ends as interrupted and can be resumed.
+    A run that works at the signal ends as interrupted and can be resumed. With `metrics_port`, also serve Prometheus metrics.
     """
     log_file = config.workspace / "up.log"
     with _until_signal() as stack:
@@ -60,6 +68,10 @@ def up(config: PipelineConfig, *, file: Path, overrides: Sequence[str], prefect_
             config, prefect_port=prefect_port, mlflow_port=mlflow_port, log_file=log_file, stack=stack
         )
         stack.enter_context(_only_one(config.workspace))
+        if metrics_port is not None:
+            from flows.metrics_file import served_metrics
+
+            facts["metrics"] = stack.enter_context(served_metrics(config, port=metrics_port))
         runs = stack.enter_context(_planned_runs(file, overrides, log_file=log_file))
         next_start = config.schedule.next_start(datetime.now(UTC))
         facts["deployment"] = f"nightly-retrain/{config.name}"

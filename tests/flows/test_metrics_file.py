@@ -1,17 +1,21 @@
 """Prometheus metrics of the newest run, parsed by prometheus_client's own parser, from the file and over HTTP."""
 
+import re
 import urllib.request
 from datetime import timedelta
 from pathlib import Path
 
-from prometheus_client import start_http_server
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from flows.cli.config_template import starter_config
 from flows.config import PipelineConfig
 from flows.history import run_history
-from flows.metrics_file import METRICS_NAME, metrics_registry, write_metrics_file
+from flows.metrics_file import METRICS_NAME, served_metrics, write_metrics_file
+from recsys_core.errors import InputError
 from tests.flows.run_folders import FIRST_START, METRIC, month_of_runs, past_run
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def config_of(workspace: Path, *, name: str = "films") -> PipelineConfig:
@@ -60,18 +64,26 @@ def test_a_failed_run_leaves_out_what_it_does_not_have(tmp_path: Path) -> None:
     assert metrics["champion_version"] == {(): 7}
 
 
-def test_a_server_serves_the_current_state_and_any_pipeline_name(tmp_path: Path) -> None:
+def test_served_metrics_are_current_and_have_any_pipeline_name(tmp_path: Path) -> None:
     name = 'films "new"\\'
-    server, thread = start_http_server(0, addr="127.0.0.1", registry=metrics_registry(config_of(tmp_path, name=name)))
-    try:
-        address = f"http://127.0.0.1:{server.server_port}/metrics"
-        assert "run_state" not in parsed(urllib.request.urlopen(address).read().decode())
+    with served_metrics(config_of(tmp_path, name=name), port=0) as url:
+        assert url.startswith("http://127.0.0.1:")
+        assert "run_state" not in parsed(urllib.request.urlopen(url).read().decode())
         past_run(tmp_path, FIRST_START, state="NotPromoted")
-        text = urllib.request.urlopen(address).read().decode()
+        text = urllib.request.urlopen(url).read().decode()
         assert parsed(text)["run_state"][("NotPromoted",)] == 1
         (family,) = (family for family in text_string_to_metric_families(text) if family.name == "nightjar_workspace_bytes")
         assert family.samples[0].labels == {"pipeline": name}
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        port = int(url.split(":")[2].partition("/")[0])
+        message = f"port {port} on 127.0.0.1: Address already in use; set --metrics-port"
+        with pytest.raises(InputError, match=message), served_metrics(config_of(tmp_path), port=port):
+            pass
+
+
+def test_alerts_and_dashboard_use_existing_metrics(tmp_path: Path) -> None:
+    write_metrics_file(config_of(tmp_path), month_of_runs(tmp_path)[-1])
+    exported = parsed((tmp_path / METRICS_NAME).read_text()).keys()
+    files = [ROOT / "infra/compose/alerts.yaml", ROOT / "infra/compose/grafana/nightjar.json", ROOT / "docs/operations.md"]
+    for file in files:
+        used = set(re.findall(r"\bnightjar_([a-z_]+)", file.read_text(encoding="utf-8")))
+        assert used and used <= exported, file

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flows.results import RunResults as RunResults
     from flows.results import open_run as open_run
     from flows.tuning import tune_settings as tune_settings
+    from tasks.run import RunOptions as RunOptions
 
 __getattr__ = lazy_attributes(
     __name__,
@@ -25,6 +26,7 @@ __getattr__ = lazy_attributes(
         "PipelineConfig": "flows.config",
         "load_config": "flows.config_file",
         "nightly_retrain": "flows.nightly",
+        "RunOptions": "tasks.run",
         "RunResults": "flows.results",
         "open_run": "flows.results",
         "run_history": "flows.history",

@@ -21,7 +21,6 @@ def prepare(workspace: Path, *, verbose: bool = False) -> None:
         "PREFECT_HOME": str((workspace / "prefect").absolute()),
         # Prefect's messages are in its log and its UI, not in the terminal.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO" if verbose else "CRITICAL",
-        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
         "MLFLOW_LOGGING_LEVEL": "INFO" if verbose else "WARNING",
     }
     for name, value in defaults.items():

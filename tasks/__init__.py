@@ -12,11 +12,13 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "60",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
 """Environment variables that Prefect and MLflow read when they are imported.
 
 The variables turn off usage reports and pickled models, send the log of nightjar to Prefect, give requests to MLflow a shorter
-deadline (its defaults are 120 s and 7 retries), and keep MLflow from printing its address, which may contain a password.
+deadline (its defaults are 120 s and 7 retries), and keep MLflow from printing progress bars and its address, which may contain
+a password.
 """
 
 for _name, _value in ENVIRONMENT.items():

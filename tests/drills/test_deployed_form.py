@@ -1,0 +1,130 @@
+"""Runs of a served deployment, started as the form starts them: names, tags, end states and events: `make drills`."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from flows.config_file import load_config
+from flows.prefect_server import embedded_server
+from tasks.registry.mlflow_client import connect
+from tests.drills.test_kill_and_resume import write_config
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import FlowRun
+
+pytestmark = pytest.mark.drill
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 600.0
+SERVE = "from flows.deployed import deployed_retrain as flow; flow.serve('drill', pause_on_shutdown=False)"
+
+
+class Form:
+    """The form of the deployment in the Prefect UI: the client sends what the UI sends."""
+
+    def __init__(self, client: "SyncPrefectClient", file: Path) -> None:
+        self.client, self.file = client, file
+
+    def start(self, **parameters: Any) -> "FlowRun":
+        """Start a run and wait for its end."""
+        deployment = self.client.read_deployment_by_name("nightly-retrain/drill")
+        run = self.client.create_flow_run_from_deployment(deployment.id, parameters={"pipeline": str(self.file), **parameters})
+        deadline = time.monotonic() + PATIENCE_S
+        while run.state is None or not run.state.is_final():
+            assert time.monotonic() < deadline, run.state
+            time.sleep(0.5)
+            run = self.client.read_flow_run(run.id)
+        return run
+
+    def events_of(self, run: "FlowRun") -> set[str]:
+        """Return the names of the events of a flow run; Prefect stores them some seconds later."""
+        search = {"filter": {"resource": {"id": [f"prefect.flow-run.{run.id}"]}}, "limit": 50}
+        deadline = time.monotonic() + 60
+        while True:
+            answer = self.client.request("POST", "/events/filter", json=search).json()
+            names = {event["event"] for event in answer["events"]}
+            if f"prefect.flow-run.{run.state_name}" in names or time.monotonic() > deadline:
+                return names
+            time.sleep(1)
+
+
+@pytest.fixture(scope="module")
+def form(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Form]:
+    folder = tmp_path_factory.mktemp("form")
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.delenv("PREFECT_API_URL", raising=False)
+        patch.setenv("PREFECT_HOME", str(folder / "prefect"))
+        server, log = stack.enter_context(embedded_server()), stack.enter_context((folder / "serve.log").open("wb"))
+        assert server is not None
+        server.begin(log_file=folder / "prefect.log")
+        server.wait()
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "PREFECT_RUNNER_POLL_FREQUENCY": "1", "OMP_NUM_THREADS": "1"}
+        served = subprocess.Popen([sys.executable, "-c", SERVE], cwd=folder, env=environment, stdout=log, stderr=log)
+        try:
+            from prefect.client.orchestration import get_client  # reads the address of the server when it is imported
+
+            with get_client(sync_client=True) as client:
+                deadline = time.monotonic() + PATIENCE_S
+                while not client.read_deployments():
+                    assert served.poll() is None and time.monotonic() < deadline, (folder / "serve.log").read_text()
+                    time.sleep(0.5)
+                yield Form(client, write_config(folder))
+        finally:
+            served.terminate()
+            served.wait(60)
+
+
+def test_the_form_starts_runs_that_end_in_states_with_events(form: Form) -> None:
+    config = load_config(form.file)
+    client = connect(config.workspace)
+    name = config.registry.model_name
+
+    first = form.start(reason="first run", overrides=["training.epochs=1"])
+    assert first.state_name == "Promoted", first.state
+    run_id = first.name.removeprefix(f"{config.name} ").removesuffix(": first run")
+    used = load_config(config.workspace / "runs" / run_id / "config.yaml")
+    assert used.training.epochs == 1
+    assert {f"pipeline:{config.name}", "reason:first run"} <= set(first.tags)
+    assert "prefect.flow-run.Promoted" in form.events_of(first)
+
+    # The config file is read when the run starts.
+    form.file.write_text(form.file.read_text() + "name: renamed\n")
+    never = form.start(promote="never", full_retrain=True, overrides=["training.epochs=1"])
+    assert never.state_name == "NotPromoted" and never.state is not None and never.state.is_completed(), never.state
+    assert never.name.startswith("renamed ")
+    assert "prefect.flow-run.NotPromoted" in form.events_of(never)
+    assert {alias: str(version) for alias, version in client.get_registered_model(name).aliases.items()} == {
+        "champion": "1",
+        "challenger": "2",
+    }
+
+    other = form.start(resume=run_id)
+    assert other.state_name == "Failed" and other.state is not None
+    assert f"cannot resume {run_id}: " in str(other.state.message) and "name 'renamed'" in str(other.state.message)
+
+    rejected = form.start(overrides=["data_report.min_events=1000000000"])
+    assert rejected.state_name == "DataRejected" and rejected.state is not None and rejected.state.is_failed(), rejected.state
+    assert "prefect.flow-run.DataRejected" in form.events_of(rejected)
+
+    wrong = form.start(overrides=["training.epoch=1"])
+    assert wrong.state_name == "Failed" and wrong.state is not None
+    assert "training.epoch: unknown key; did you mean training.epochs?" in str(wrong.state.message)
+    assert len(client.search_model_versions(f"name = '{name}'")) == 2
+
+
+def test_the_server_rejects_parameters_that_do_not_fit_the_form(form: Form) -> None:
+    from prefect.exceptions import PrefectHTTPStatusError
+
+    for parameters in ({"promote": "always"}, {"until": "trian"}, {"reason": "x" * 201}, {"dry_run": "perhaps"}):
+        with pytest.raises(PrefectHTTPStatusError, match="409") as caught:
+            form.start(**parameters)
+        assert next(iter(parameters)) in json.dumps(caught.value.response.json())

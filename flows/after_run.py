@@ -36,8 +36,8 @@ def _log_to_mlflow(config: PipelineConfig, run: Run) -> None:
 
 
 _CHORES: tuple[tuple[str, Callable[[PipelineConfig, Run], None]], ...] = (
-    ("write the page of the last runs", write_history_page),
     ("write the Prometheus metrics", write_metrics_file),
+    ("write the page of the last runs", write_history_page),
     ("log the stages to MLflow", _log_to_mlflow),
     ("remove files of old runs", _clean),
 )
@@ -47,12 +47,11 @@ _CHORES: tuple[tuple[str, Callable[[PipelineConfig, Run], None]], ...] = (
 def after_run(config: PipelineConfig, run: Run) -> None:
     """Do the work that follows each run; log a warning where it fails.
 
-    An interrupted run is left out: its process must end at once. The next run makes up for it.
+    After an interruption only the metrics are written, because the process must end at once. The next run makes up for it.
     """
     record = RunRecord.read(run)
-    if record is None or record.state == "Interrupted":
-        return
-    for name, chore in _CHORES:
+    is_interrupted = record is None or record.state == "Interrupted"
+    for name, chore in _CHORES[:1] if is_interrupted else _CHORES:
         try:
             chore(config, run)
         except Exception as error:  # any error of a library

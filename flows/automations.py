@@ -43,14 +43,20 @@ def create_automations(client: SyncPrefectClient, config: PipelineConfig, *, dep
     return [automation.name for automation in automations]
 
 
-def alert_block(client: SyncPrefectClient) -> BlockDocument:
-    """Return the block `nightjar-alerts`; raise InputError if there is none, or if it delivers nothing."""
+def find_alert_block(client: SyncPrefectClient) -> BlockDocument | None:
+    """Return the block `nightjar-alerts`; None if there is none."""
     offset, block = 0, None
     while block is None and (
         page := client.read_block_documents(offset=offset, limit=_BLOCKS_PER_REQUEST, include_secrets=False)
     ):
         block = next((document for document in page if document.name == BLOCK_NAME), None)
         offset += len(page)
+    return block
+
+
+def alert_block(client: SyncPrefectClient) -> BlockDocument:
+    """Return the block `nightjar-alerts`; raise InputError if there is none, or if it delivers nothing."""
+    block = find_alert_block(client)
     if block is None:
         raise InputError(
             f"the Prefect server has no block {BLOCK_NAME}, which delivers the alerts; create one in its UI under Blocks: a "
@@ -79,7 +85,7 @@ def automation_of(file: Path, config: PipelineConfig, *, deployment_id: UUID, bl
     if file.stem == _OVERRAN and deadline_minutes is not None:
         trigger["within"] = timedelta(minutes=deadline_minutes).total_seconds()
     content["name"] = f"{config.name}: {content['name']}"
-    content["tags"] = ["nightjar", config.name]
+    content["tags"] = ["nightjar", f"pipeline:{config.name}"]
     content["actions"] = [_action(action["payload"], subject=content["name"], block=block) for action in content["actions"]]
     return AutomationCore.model_validate(content)
 

@@ -5,9 +5,12 @@ of its own. At SIGTERM the runs end as interrupted: they can be resumed.
 """
 
 import asyncio
+import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -20,11 +23,12 @@ from prefect.deployments.runner import RunnerDeployment
 from prefect.runner import Runner
 from prefect.states import Crashed
 
-from flows import deployments
+from flows import automations, deployments
 from flows.config_file import load_config
 from recsys_core.errors import NightjarError
 from recsys_core.parent_process import die_with_parent, parent_environment
 
+LOG = logging.getLogger("nightjar")
 POLL_S = 5.0
 UNWIND_S = 4.0
 """Time for an interrupted run to end by itself."""
@@ -62,7 +66,7 @@ def main() -> None:
     except NightjarError as error:
         os.write(int(ready), str(error).encode())
         sys.exit(error.exit_code)
-    asyncio.run(_run(deployment, ready=int(ready)))
+    asyncio.run(_run(deployment, ready=int(ready), after_ready=partial(create_alerts, Path(file), overrides)))
     os._exit(0)  # the exit handlers of libraries take seconds
 
 
@@ -88,11 +92,23 @@ def _end_lost_runs(client: SyncPrefectClient, deployment_id: UUID) -> None:
         client.set_flow_run_state(run.id, Crashed(message=message), force=True)
 
 
-async def _run(deployment: RunnerDeployment, *, ready: int) -> None:
+def create_alerts(file: Path, overrides: list[str], deployment_id: UUID) -> None:
+    """Create or update the automations if the server has the block that delivers them. A failure is only a warning."""
+    try:
+        config = load_config(file, overrides)
+        with deployments.prefect_server() as client:
+            if automations.find_alert_block(client) is not None:
+                automations.create_automations(client, config, deployment_id=deployment_id)
+    except NightjarError as error:
+        LOG.warning("could not create the automations that send alerts: %s", error)
+
+
+async def _run(deployment: RunnerDeployment, *, ready: int, after_ready: Callable[[UUID], None]) -> None:
     runner = InterruptingRunner(name="nightjar-up", query_seconds=POLL_S, pause_on_shutdown=False)
-    await runner.aadd_deployment(deployment)
+    deployment_id = await runner.aadd_deployment(deployment)
     os.write(ready, b"ready")
     os.close(ready)
+    await asyncio.to_thread(after_ready, deployment_id)
     await runner.start()
 
 

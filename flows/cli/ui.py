@@ -72,6 +72,7 @@ def up(
             from flows.metrics_file import served_metrics
 
             facts["metrics"] = stack.enter_context(served_metrics(config, port=metrics_port))
+        os.environ.setdefault("NIGHTJAR_MLFLOW_UI_URL", facts["MLflow"])  # the runs log to the database
         runs = stack.enter_context(_planned_runs(file, overrides, log_file=log_file))
         next_start = config.schedule.next_start(datetime.now(UTC))
         facts["deployment"] = f"nightly-retrain/{config.name}"

@@ -48,6 +48,8 @@ from tasks.run import Run
 
 # MetricRelay reports an outage of MLflow, without passwords.
 logging.getLogger("mlflow.system_metrics.system_metrics_monitor").setLevel(logging.CRITICAL)
+UI_VARIABLE = "NIGHTJAR_MLFLOW_UI_URL"
+"""Environment variable with the address of the MLflow UI, if the run logs to a database instead of a server."""
 PIPELINE_TAG = "nightjar.pipeline"
 FLOW_RUN_TAG = "nightjar.prefect_flow_run"
 """Id of the Prefect flow run; of the last one if the run was resumed."""
@@ -102,8 +104,11 @@ def _tags_of(run: Run) -> dict[str, str]:
 
 
 def run_address(client: MlflowClient, mlflow_run_id: str) -> str:
-    """Return the address of an MLflow run in the UI of an MLflow server; without a server, the database and the run id."""
-    uri = client.tracking_uri
+    """Return the address of an MLflow run in the UI of an MLflow server; without a server, the database and the run id.
+
+    The UI is at NIGHTJAR_MLFLOW_UI_URL, by default at the address of the server that the run logs to.
+    """
+    uri = os.environ.get(UI_VARIABLE) or client.tracking_uri
     if not uri.startswith(("http://", "https://")):
         return f"{redacted(uri)}, run {mlflow_run_id}"
     experiment_id = client.get_run(mlflow_run_id).info.experiment_id

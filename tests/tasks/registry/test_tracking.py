@@ -56,10 +56,12 @@ def test_the_tags_refer_to_the_pipeline_the_reason_and_the_last_flow_run(run: Ru
     assert (tags["nightjar.prefect_flow_run"], tags["nightjar.prefect_url"]) == ("2", "http://prefect/1")
 
 
-def test_the_address_of_an_mlflow_run_has_no_password(run: Run) -> None:
+def test_the_address_of_an_mlflow_run_is_in_the_ui_and_has_no_password(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     client = connect(run.workspace)
     mlflow_run_id = open_run(client, run)
     assert run_address(client, mlflow_run_id) == f"sqlite:///{run.workspace}/mlflow.db, run {mlflow_run_id}"
+    monkeypatch.setenv("NIGHTJAR_MLFLOW_UI_URL", "http://me:secret@mlflow:5000/")
+    assert run_address(client, mlflow_run_id) == f"http://mlflow:5000/#/experiments/1/runs/{mlflow_run_id}"
     assert server_address("https://me:secret@mlflow:5000/base/") == "https://mlflow:5000/base"
 
 

@@ -9,6 +9,7 @@ from pydantic import Field
 from flows.cli.input_checks import check_inputs
 from flows.config_file import load_config
 from flows.flow_run_labels import default_run_id, flow_run_name
+from flows.lost_runs import end_earlier_runs
 from flows.nightly import nightly_retrain
 from flows.resume import check_resume
 from flows.unfinished import choose_run_to_resume
@@ -87,6 +88,7 @@ def deployed_retrain(
         check_resume(config, run)
     check_inputs(config)
     with workspace_lock(config.workspace, run_id=run.run_id), explain_disk_full(run.folder):
+        end_earlier_runs()
         try:
             state: State = nightly_retrain.fn(config, run_id=run.run_id, until=until, options=options)
         except TrackingServerError as error:

@@ -17,14 +17,12 @@ from uuid import UUID
 
 import anyio
 import psutil
-from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import FlowRunFilter
 from prefect.deployments.runner import RunnerDeployment
 from prefect.runner import Runner
-from prefect.states import Crashed
 
 from flows import automations, deployments
 from flows.config_file import load_config
+from flows.lost_runs import end_lost_runs
 from recsys_core.errors import NightjarError
 from recsys_core.parent_process import die_with_parent, parent_environment
 
@@ -76,20 +74,9 @@ def create_deployment(file: Path, overrides: list[str]) -> RunnerDeployment:
     with deployments.prefect_server() as client:
         current = deployments.read_deployment(client, config.name)
         if current is not None:
-            _end_lost_runs(client, current.id)
+            end_lost_runs(client, current.id, states=["RUNNING", "PENDING", "CANCELLING"])
         is_active = not deployments.is_paused(current, config)
     return deployments.deployment_of(config, file=file, overrides=overrides, work_pool=None, is_active=is_active)
-
-
-def _end_lost_runs(client: SyncPrefectClient, deployment_id: UUID) -> None:
-    """Set runs that are still Running or Pending to Crashed: their process has ended, but their slot is not free."""
-    states = {"any_": ["RUNNING", "PENDING", "CANCELLING"]}
-    lost_runs = client.read_flow_runs(
-        flow_run_filter=FlowRunFilter.model_validate({"deployment_id": {"any_": [deployment_id]}, "state": {"type": states}})
-    )
-    for run in lost_runs:
-        message = "nightjar up was ended while this run was working"
-        client.set_flow_run_state(run.id, Crashed(message=message), force=True)
 
 
 def create_alerts(file: Path, overrides: list[str], deployment_id: UUID) -> None:

@@ -7,16 +7,21 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+import yaml
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.states import Pending, Running
 
 from flows import deployments, yaml_loader
 from flows.cli.deploy import deploy_pipeline
 from flows.config import PipelineConfig
 from flows.config_file import load_config
+from flows.lost_runs import end_lost_runs
 from flows.prefect_server import embedded_server
 from recsys_core.errors import InputError
+from tasks import ENVIRONMENT
 
+ROOT = Path(__file__).resolve().parents[2]
 LOG = {"interactions": {"paths": "log/*.parquet", "timestamp_column": "ts"}}
 POOL = "workers"
 
@@ -188,3 +193,33 @@ def test_a_server_that_does_not_answer_is_named_without_its_password(monkeypatch
         deployments.prefect_server(),
     ):
         pass
+
+
+def test_a_run_whose_process_has_died_ends_as_crashed_and_frees_its_slot(tmp_path: Path, client: SyncPrefectClient) -> None:
+    deploy(tmp_path, name="lost")
+    deployment = deployments.read_deployment(client, "lost")
+    assert deployment is not None
+    lost, current = (client.create_flow_run_from_deployment(deployment.id) for _ in range(2))
+    for state in (Pending(), Running()):
+        client.set_flow_run_state(lost.id, state)
+    client.set_flow_run_state(current.id, Pending())
+    assert client.read_flow_run(current.id).state_name == "Cancelled"  # the lost run still has the slot
+
+    current = client.create_flow_run_from_deployment(deployment.id)
+    end_lost_runs(client, deployment.id, states=["RUNNING"])
+    for state in (Pending(), Running()):
+        client.set_flow_run_state(current.id, state)
+    end_lost_runs(client, deployment.id, states=["RUNNING"], keep=current.id)
+    assert [client.read_flow_run(run.id).state_name for run in (lost, current)] == ["Crashed", "Running"]
+
+
+def test_prefect_yaml_describes_the_deployment_that_nightjar_deploy_creates(tmp_path: Path) -> None:
+    (entry,) = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    file, config = pipeline(tmp_path, schedule=entry["schedules"][0])
+    deployment = deployments.deployment_of(config, file=file, overrides=[], work_pool="nightjar")
+    assert entry["name"] == deployment.name
+    assert entry["entrypoint"] == deployment.entrypoint
+    assert entry["tags"] == deployment.tags
+    assert set(entry["parameters"]) <= set(deployment.parameters)
+    assert entry["concurrency_limit"] == {"limit": 1, "collision_strategy": "CANCEL_NEW"}
+    assert entry["work_pool"]["job_variables"]["env"].items() <= ENVIRONMENT.items()

@@ -1,0 +1,40 @@
+"""Flow runs whose process has died without a report: Prefect shows them as Running until they are ended here."""
+
+import logging
+from collections.abc import Sequence
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import State
+from prefect.runtime import deployment, flow_run
+from prefect.states import Crashed
+
+LOG = logging.getLogger("nightjar")
+
+
+def end_lost_runs(client: SyncPrefectClient, deployment_id: UUID, *, states: Sequence[str], keep: UUID | None = None) -> None:
+    """Set the flow runs of a deployment that are in one of `states` to Crashed, except `keep`, and free their slots.
+
+    Call it only if no process of these runs can be alive.
+    """
+    run_filter = {"deployment_id": {"any_": [deployment_id]}, "state": {"type": {"any_": list(states)}}}
+    for run in client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(run_filter)):
+        if run.id != keep:
+            LOG.warning("the process of flow run %s has died; the flow run ends as Crashed", run.name)
+            state: State = Crashed(message="the process of this run died: its worker or machine was stopped")
+            client.set_flow_run_state(run.id, state, force=True)
+
+
+def end_earlier_runs() -> None:
+    """End the lost runs of the current flow run's deployment. The caller holds the lock of the workspace, so they are dead.
+
+    A failure is logged: it does not affect the current run.
+    """
+    if deployment.id is None:
+        return
+    try:
+        with get_client(sync_client=True) as client:
+            end_lost_runs(client, UUID(deployment.id), states=["RUNNING", "CANCELLING"], keep=UUID(flow_run.id))
+    except Exception as error:  # any error of Prefect or the network
+        LOG.warning("could not end lost flow runs (%s: %s); this run is not affected", type(error).__name__, error)

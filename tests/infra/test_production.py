@@ -7,11 +7,16 @@ import shutil
 import stat
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import kubernetes.client
 import pytest
 import yaml
+
+from flows.cli.config_template import starter_config
+from flows.metrics_file import metrics_registry
+from tasks.run import Run
+from tasks.run_record import RunFigures, RunRecord, RunState, record_run
 
 ROOT = Path(__file__).resolve().parents[2]
 INFRA = ROOT / "infra"
@@ -72,6 +77,25 @@ def test_create_env_writes_each_secret_of_compose_once_and_for_its_owner_only(tm
     assert len(set(secrets.values())) == len(secrets) and min(map(len, secrets.values())) >= 8
     assert subprocess.run([script], check=False, capture_output=True).returncode == 2
     assert "infra/.env" in (ROOT / ".gitignore").read_text().splitlines()
+
+
+def test_dashboard_and_alerts_use_metrics_that_nightjar_exports(tmp_path: Path) -> None:
+    config = starter_config().with_absolute_paths(tmp_path)
+    run = Run("20261121-000000-bbbb", workspace=config.workspace, experiment="nightjar")
+    run.folder.mkdir(parents=True)
+    with record_run(run, pipeline=config.name) as ending:
+        ending.set("Promoted", "first version")
+    record = RunRecord.read(run)
+    assert record is not None
+    record.model_copy(update={"figures": RunFigures(version="1")}).write(run)
+    exported = {family.name for family in metrics_registry(config).collect()}
+    dashboard = (INFRA / "compose" / "grafana" / "nightjar.json").read_text()
+    alerts = (INFRA / "compose" / "alerts.yaml").read_text()
+    states = re.search(r'state=~"([\w|]+)"', alerts)
+    assert states is not None and set(states[1].split("|")) <= set(get_args(RunState))
+    used = set(re.findall(r"\bnightjar_\w+", dashboard + alerts))
+    assert len(used) > 8 and used <= exported
+    assert len({panel["id"] for panel in json.loads(dashboard)["panels"]}) == 8
 
 
 def test_mlflow_gives_no_permission_by_default() -> None:

@@ -83,7 +83,7 @@ def _work(run: Run, ready: Any) -> None:
 def test_a_run_is_running_while_its_process_lives_and_interrupted_after_a_kill(run: Run) -> None:
     fork = multiprocessing.get_context("fork")
     ready = fork.Event()
-    process = fork.Process(target=_work, args=(run, ready))
+    process = fork.Process(target=_work, args=(run, ready), daemon=True)  # ends with this process if an assertion fails
     process.start()
     assert ready.wait(60) and process.pid is not None
     assert read(run).state == "Running"

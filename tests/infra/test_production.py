@@ -120,7 +120,7 @@ def test_the_image_is_installed_from_the_locks_and_has_no_root_user() -> None:
 
 def unknown_keys(value: Any, kind: str, path: str) -> list[str]:
     """Return the keys of `value` that the Kubernetes API does not have. kind: name of a model, or List[...] of one."""
-    if match := re.fullmatch(r"[Ll]ist\[(.*)\]", kind):
+    if match := re.fullmatch(r"(?i:list)\[(.*)\]", kind):
         return [key for item in value for key in unknown_keys(item, match[1], path)]
     model = getattr(kubernetes.client, kind, None)
     if model is None or not isinstance(value, dict):

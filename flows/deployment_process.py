@@ -7,15 +7,14 @@ of its own. At SIGTERM the runs end as interrupted: they can be resumed.
 import asyncio
 import logging
 import os
-import signal
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 from uuid import UUID
 
-import anyio
 import psutil
 from prefect.deployments.runner import RunnerDeployment
 from prefect.runner import Runner
@@ -28,30 +27,26 @@ from recsys_core.parent_process import die_with_parent, parent_environment
 
 LOG = logging.getLogger("nightjar")
 POLL_S = 5.0
-UNWIND_S = 4.0
+POLL_ENDED_S = 0.1
+UNWIND_S = 3.0
 """Time for an interrupted run to end by itself."""
-REPORT_S = 0.5
-"""Time for the runner to see that a run has ended."""
 
 
 class InterruptingRunner(Runner):
-    """Prefect's runner; at SIGTERM its runs end as interrupted (Crashed in Prefect). Prefect's own handler cancels them."""
+    """Prefect's runner; at SIGTERM its runs end as interrupted (Crashed in Prefect). Prefect would mark them as Cancelled."""
 
-    def handle_sigterm(self, *_: Any) -> None:
-        """End all runs, then the runner."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        self.execute_in_background(self._interrupt)
-
-    async def _interrupt(self) -> None:
-        self.stopping = True
+    async def cancel_all(self) -> None:
+        """End all runs. Prefect's handler of SIGTERM calls this method, and then waits for the reports about the runs."""
         runs = psutil.Process().children()
         for run in runs:
             run.terminate()
-        _, alive = await asyncio.to_thread(psutil.wait_procs, runs, timeout=UNWIND_S)
-        for run in alive:
-            run.kill()
-        await anyio.sleep(REPORT_S)
-        await self.astop()
+        # Not psutil's wait: it would take the exit status from asyncio, which waits for the same children.
+        deadline = time.monotonic() + UNWIND_S
+        while any(run.is_running() for run in runs) and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_ENDED_S)
+        for run in runs:
+            with suppress(psutil.NoSuchProcess):
+                run.kill()
 
 
 def main() -> None:

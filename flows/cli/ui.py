@@ -23,7 +23,7 @@ from flows.server_process import HOST, LOG, WORKSPACE_VARIABLE, ServerProcess
 from recsys_core.errors import InputError, StageError
 from recsys_core.parent_process import parent_environment
 
-RUNS_STOP_TIMEOUT_S = 6.5
+RUNS_STOP_TIMEOUT_S = 5.5
 """Time for the runs to end. With the time for the servers, the command ends within 10 s of the signal."""
 POLL_S = 0.5
 LOOPBACK = (HOST, "localhost", "::1")

@@ -1,0 +1,164 @@
+"""`nightjar up` in a browser: the form of the Prefect UI starts a run, and the MLflow UI shows the version it registers.
+
+Needs chromium and the package playwright: `.venv/bin/pip install playwright`. Set NIGHTJAR_PICTURES to a folder to keep the
+screenshots.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.drills.test_kill_and_resume import write_config
+
+CHROMIUM = shutil.which("chromium")
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytestmark = [pytest.mark.drill, pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")]
+ROOT = Path(__file__).resolve().parents[2]
+START_S, RUN_S, STOP_S = 240, 600, 10
+REASON = "new catalogue"
+ADDRESS = re.compile(r"^(Prefect|MLflow) +(\S+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Up:
+    """A running `nightjar up`: its process and the addresses that it prints."""
+
+    process: "subprocess.Popen[str]"
+    prefect: str
+    mlflow: str
+    password: str
+
+    def api(self, path: str, content: Any = None) -> Any:
+        """Return the JSON answer of Prefect's API."""
+        request = urllib.request.Request(
+            f"{self.prefect}/api/{path}", None if content is None else json.dumps(content).encode()
+        )
+        request.add_header("Authorization", "Basic " + b64encode(self.password.encode()).decode())
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return json.load(answer)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(condition: Callable[[], Any], *, seconds: float, subject: str) -> Any:
+    """Return the first true value of `condition`; errors of the network count as false."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if value := condition():
+                return value
+        except OSError:
+            pass
+        time.sleep(0.5)
+    raise AssertionError(f"{subject}: not after {seconds} s")
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[Up]:
+    file, log = write_config(tmp_path), tmp_path / "output.log"
+    ports = ("--prefect-port", str(free_port()), "--mlflow-port", str(free_port()))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flows.cli", "up", str(file), *ports],
+            cwd=ROOT, env=environment | {"COLUMNS": "120"}, stdout=output, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+    try:
+        facts = wait_for(
+            lambda: len(addresses := dict(ADDRESS.findall(log.read_text()))) == 2 and addresses,
+            seconds=START_S,
+            subject="the addresses of `nightjar up`",
+        )
+        password = (tmp_path / "workspace" / "prefect-password").read_text().strip()
+        up = Up(process, facts["Prefect"], facts["MLflow"], password)
+        wait_for(lambda: up.api("deployments/filter", {}), seconds=START_S, subject="the deployment")
+        yield up
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def page() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        )
+        yield browser.new_page(viewport={"width": 1280, "height": 1000})
+        browser.close()
+
+
+def take_picture(page: Any, name: str) -> None:
+    page.wait_for_timeout(2_000)  # animations
+    folder = os.environ.get("NIGHTJAR_PICTURES")
+    if folder:
+        page.screenshot(path=Path(folder) / f"{name}.png")
+
+
+def test_the_form_starts_a_run_that_registers_a_version_which_mlflow_shows(up: Up, page: Any) -> None:
+    page.goto(f"{up.prefect}/deployments")
+    page.locator("input").first.fill(up.password)
+    page.keyboard.press("Enter")
+    page.wait_for_url(re.compile("/(dashboard|deployments)"))
+    (deployment,) = up.api("deployments/filter", {})
+    page.goto(f"{up.prefect}/deployments/deployment/{deployment['id']}/run")
+    page.get_by_text("Reason (Optional)").wait_for()
+    page.locator("textarea").nth(1).fill(REASON)
+    take_picture(page, "prefect-form")
+    page.get_by_role("button", name="Submit").click()
+
+    ended = wait_for(
+        lambda: [run for run in up.api("flow_runs/filter", {}) if run["end_time"]], seconds=RUN_S, subject="the end of the run"
+    )
+    (run,) = ended
+    assert run["state_name"] == "Promoted", run["state"]
+    assert run["parameters"]["reason"] == REASON and REASON in run["name"]
+    page.goto(f"{up.prefect}/runs/flow-run/{run['id']}")
+    page.get_by_text("Promoted").first.wait_for()
+    page.get_by_text("register").first.wait_for()
+    take_picture(page, "prefect-run")
+    page.get_by_text("Artifacts", exact=True).click()
+    take_picture(page, "prefect-artifacts")
+
+    page.goto(f"{up.mlflow}/#/models/nightjar/versions/1")
+    page.get_by_text("champion").first.wait_for()
+    take_picture(page, "mlflow-version")
+    mlflow_run = find_mlflow_run(up)
+    page.goto(f"{up.mlflow}/#/experiments/{mlflow_run['experiment_id']}/runs/{mlflow_run['run_id']}")
+    take_picture(page, "mlflow-run")
+    page.get_by_text(re.compile("test/recall@20")).first.wait_for()
+
+    below = psutil.Process(up.process.pid).children(recursive=True)
+    up.process.send_signal(signal.SIGTERM)
+    assert up.process.wait(STOP_S) in (0, 143)
+    _, alive = psutil.wait_procs(below, timeout=STOP_S)
+    assert not alive, [process.cmdline() for process in alive]
+
+
+def find_mlflow_run(up: Up) -> dict[str, str]:
+    """Return experiment_id and run_id of the MLflow run of version 1."""
+    with urllib.request.urlopen(f"{up.mlflow}/api/2.0/mlflow/model-versions/get?name=nightjar&version=1", timeout=10) as answer:
+        run_id = json.load(answer)["model_version"]["run_id"]
+    with urllib.request.urlopen(f"{up.mlflow}/api/2.0/mlflow/runs/get?run_id={run_id}", timeout=10) as answer:
+        return {"run_id": run_id, "experiment_id": json.load(answer)["run"]["info"]["experiment_id"]}

@@ -1,6 +1,5 @@
 """The `nightjar` command. Exit codes: 0 success, 1 failure, 2 invalid config or input, 130 SIGINT, 143 SIGTERM."""
 
-import gc
 import shlex
 import sys
 from collections.abc import Sequence
@@ -9,7 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from flows.cli import output
+from flows.cli import operations, output
+from flows.cli.arguments import DEFAULT_FILE, AsJson, ConfigFile, Overrides, Verbose
 from flows.cli.interruption import Interrupted, end_process
 from flows.environment import prepare, silence_libraries
 from recsys_core.errors import NightjarError, forget_frames
@@ -40,14 +40,7 @@ def options(
     """Options of every command."""
 
 
-DEFAULT_FILE = Path("nightly.yaml")
-ConfigFile = Annotated[Path, typer.Argument(help="config file, written by `nightjar init`")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="replace a setting, e.g. training.epochs=3")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line of stdout")]
 Until = Annotated[str | None, typer.Option(help="stop after this stage, e.g. evaluate")]
-Verbose = Annotated[bool, typer.Option(help="also show Prefect's log")]
 
 
 @app.command(epilog="Example: nightjar demo --workspace demo")
@@ -100,39 +93,6 @@ def validate(file: ConfigFile = DEFAULT_FILE, overrides: Overrides = None) -> No
     facts = check_inputs(config)
     output.print_facts(facts, console=output.stdout)
     output.stdout.print(f"{file}: OK. Run it with: nightjar run {file}", markup=False, soft_wrap=True)
-
-
-@app.command(epilog="Example: nightjar doctor nightly.yaml")
-def doctor(
-    file: Annotated[
-        Path | None, typer.Argument(help="config file: its servers, schedule, worker, disk and devices are checked too")
-    ] = None,
-    overrides: Overrides = None,
-    folder: Annotated[Path, typer.Option(help="folder whose disk is checked if no file is given")] = Path(),
-) -> None:
-    """Check the versions of the libraries and the hardware; with a config file, the whole installation."""
-    config = None
-    if file is not None:
-        from flows.config_file import load_config
-
-        config = load_config(file, overrides or ())
-    from recsys_core.preflight import check_environment
-
-    preflight = check_environment(folder if config is None else config.workspace)
-    output.print_facts(dict(preflight.rows), console=output.stdout)
-    for problem in preflight.problems:
-        output.stdout.print(f"problem: {problem}", style="red", markup=False, soft_wrap=True)
-    num_problems = len(preflight.problems)
-    if config is not None:
-        from flows.doctor.installation import examine
-
-        findings = examine(config, gpus=preflight.gpus)
-        output.print_findings(findings, console=output.stdout)
-        num_problems += sum(finding.status == "problem" for finding in findings.values())
-    if num_problems:
-        output.stdout.print(f"{num_problems} {'problem' if num_problems == 1 else 'problems'} found.", style="red")
-        raise typer.Exit(1)
-    output.stdout.print("No problems found.")
 
 
 @app.command(epilog="Example: nightjar plan nightly.yaml --nodes 2 --gpus-per-node 8 --hbm-gb 80")
@@ -272,143 +232,7 @@ def query(
     output.print_table(["item", "score"], rows, console=output.stdout)
 
 
-@app.command(epilog="Example: nightjar releases")
-def releases(file: ConfigFile = DEFAULT_FILE, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """List the registered versions with alias, served metrics and run."""
-    import json
-
-    from flows.config_file import load_config
-
-    gc.disable()  # collecting garbage while MLflow is imported takes a fifth of the command's time
-    config = load_config(file, overrides or ())
-    prepare(config.workspace)
-    from tasks.registry.mlflow_client import call_with_deadline, connect
-    from tasks.registry.releases import list_releases
-
-    client = connect(config.workspace)
-    rows = call_with_deadline(lambda: list_releases(client, config.registry.model_name), uri=client.tracking_uri)
-    if as_json:
-        sys.stdout.write(json.dumps(rows) + "\n")
-    elif rows:
-        output.print_releases(rows, console=output.stdout)
-    else:
-        output.stdout.print(
-            f"no version of {config.registry.model_name} yet; register one with: nightjar run {file}", soft_wrap=True
-        )
-
-
-@app.command(epilog='Example: nightjar deploy --cron "15 2 * * *" --timezone Europe/Berlin --work-pool nightjar')
-def deploy(
-    file: ConfigFile = DEFAULT_FILE,
-    overrides: Overrides = None,
-    cron: Annotated[str | None, typer.Option(help="planned starts, instead of schedule.cron")] = None,
-    timezone: Annotated[str | None, typer.Option(help="time zone of the planned starts, instead of schedule.timezone")] = None,
-    work_pool: Annotated[str | None, typer.Option(metavar="NAME", help="work pool whose workers run the pipeline")] = None,
-    automations: Annotated[
-        bool, typer.Option("--automations", help="also create alerts, which the Prefect block nightjar-alerts delivers")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run/--apply", help="only print the changes")] = False,
-) -> None:
-    """Create or update the deployment of the pipeline in the Prefect server of PREFECT_API_URL."""
-    import json
-
-    from flows.config_file import load_config
-
-    options = {"schedule.cron": cron, "schedule.timezone": timezone}
-    replaced = [f"{name}={json.dumps(value)}" for name, value in options.items() if value is not None]
-    config = load_config(file, [*(overrides or ()), *replaced])
-    from flows.cli.deploy import deploy_pipeline
-
-    deploy_pipeline(
-        config,
-        file=file,
-        overrides=overrides or (),
-        work_pool=work_pool,
-        with_automations=automations,
-        dry_run=dry_run,
-    )
-
-
-@app.command(epilog="Example: nightjar clean nightly.yaml --dry-run")
-def clean(
-    file: ConfigFile = DEFAULT_FILE,
-    overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the removals without removing anything")] = False,
-) -> None:
-    """Remove files of old runs and old model versions, as `retention` says. Each run does the same at its end."""
-    from flows.config_file import load_config
-
-    config = load_config(file, overrides or ())
-    prepare(config.workspace)
-    from flows.cli.clean import clean_workspace, print_removals
-
-    print_removals(clean_workspace(config, dry_run=dry_run), dry_run=dry_run, console=output.stdout)
-
-
-@app.command(epilog="Example: nightjar history --last 30")
-def history(
-    file: ConfigFile = DEFAULT_FILE,
-    overrides: Overrides = None,
-    last: Annotated[int, typer.Option(min=1, help="number of runs to list")] = 20,
-    as_json: AsJson = False,
-) -> None:
-    """List the last runs: how each ended, served metrics, data sizes, duration and disk space."""
-    from flows.cli.history import as_json as history_as_json
-    from flows.cli.history import print_history
-    from flows.config_file import load_config
-    from flows.history import run_history
-
-    config = load_config(file, overrides or ())
-    runs, metric = run_history(config.workspace, last=last), config.registry.metric
-    if as_json:
-        sys.stdout.write(history_as_json(runs, metric=metric) + "\n")
-    elif runs:
-        print_history(runs, metric=metric, console=output.stdout)
-        output.print_facts({"page": str(config.workspace / "index.html")}, console=output.stdout)
-    else:
-        output.stdout.print(f"no run in {config.workspace} yet; start one with: nightjar run {file}", soft_wrap=True)
-
-
-@app.command(epilog="Example: nightjar ui --mlflow-port 5001")
-def ui(
-    file: ConfigFile = DEFAULT_FILE,
-    overrides: Overrides = None,
-    prefect_port: Annotated[int, typer.Option(help="port of the Prefect UI")] = 4200,
-    mlflow_port: Annotated[int, typer.Option(help="port of the MLflow UI")] = 5000,
-) -> None:
-    """Serve the Prefect and MLflow UIs on this machine until Ctrl-C."""
-    from flows.config_file import load_config
-
-    config = load_config(file, overrides or ())
-    prepare(config.workspace)
-    from flows.cli.ui import serve
-
-    serve(config, prefect_port=prefect_port, mlflow_port=mlflow_port)
-
-
-@app.command(epilog='Example: nightjar up --set "schedule.cron=15 2 * * *" --set schedule.timezone=Europe/Berlin')
-def up(
-    file: ConfigFile = DEFAULT_FILE,
-    overrides: Overrides = None,
-    prefect_port: Annotated[int, typer.Option(help="port of the Prefect UI")] = 4200,
-    mlflow_port: Annotated[int, typer.Option(help="port of the MLflow UI")] = 5000,
-    metrics_port: Annotated[int | None, typer.Option(help="port of Prometheus metrics of the last run, e.g. 9464")] = None,
-) -> None:
-    """Run the pipeline as its schedule plans, and serve the Prefect and MLflow UIs on this machine, until Ctrl-C or SIGTERM."""
-    from flows.config_file import load_config
-
-    config = load_config(file, overrides or ())
-    prepare(config.workspace)
-    from flows.cli import ui
-
-    ui.up(
-        config,
-        file=file,
-        overrides=overrides or (),
-        prefect_port=prefect_port,
-        mlflow_port=mlflow_port,
-        metrics_port=metrics_port,
-    )
+app.registered_commands += operations.commands.registered_commands
 
 
 def as_command(name: str, file: Path, overrides: list[str] | None, arguments: Sequence[str] = ()) -> str:

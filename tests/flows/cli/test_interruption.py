@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.drills.interrupted_run import interrupted, states
 from tests.drills.test_kill_and_resume import write_config
 
 
+@pytest.mark.drill
 def test_sigterm_to_the_process_group_ends_a_run_with_the_command_that_resumes_it(tmp_path: Path) -> None:
     file = write_config(tmp_path)
     runs = tmp_path / "workspace" / "runs"

@@ -159,6 +159,7 @@ def test_a_run_resumed_with_other_settings_starts_from_scratch_and_reports_its_o
     assert {line.total_steps for line in lines} == {manifest.steps}
 
 
+@pytest.mark.drill
 def test_an_input_error_in_a_rank_is_raised_and_not_retried(experiment, tmp_path):
     item = experiment.spec.tables["item"]
     tables = experiment.spec.tables | {"item": item.model_copy(update={"num_rows": item.num_rows + 1})}

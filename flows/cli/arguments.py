@@ -1,0 +1,14 @@
+"""Arguments and options that several commands share."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DEFAULT_FILE = Path("nightly.yaml")
+ConfigFile = Annotated[Path, typer.Argument(help="config file, written by `nightjar init`")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="replace a setting, e.g. training.epochs=3")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line of stdout")]
+Verbose = Annotated[bool, typer.Option(help="also show Prefect's log")]

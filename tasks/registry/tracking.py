@@ -74,8 +74,10 @@ def open_run(client: MlflowClient, run: Run) -> str:
     with FileLock(run.workspace / ".mlflow.lock"):
         experiment = client.get_experiment_by_name(run.experiment)
         if experiment is None:
-            # MLflow never changes the artifact location of an experiment; its default is relative to the current folder.
-            location = None if os.environ.get("MLFLOW_TRACKING_URI") else (run.workspace.absolute() / "mlartifacts").as_uri()
+            # MLflow never changes the artifact location of an experiment. A server chooses one; for a database the default of
+            # MLflow is relative to the current folder.
+            has_server = tracking_uri(run.workspace).startswith(("http://", "https://"))
+            location = None if has_server else (run.workspace.absolute() / "mlartifacts").as_uri()
             experiment_id = client.create_experiment(run.experiment, artifact_location=location)
         else:
             experiment_id = experiment.experiment_id

@@ -109,11 +109,11 @@ def page() -> Iterator[Any]:
         browser.close()
 
 
-def take_picture(page: Any, name: str) -> None:
+def take_picture(page: Any, name: str, *, width: int = 1280) -> None:
     page.wait_for_timeout(2_000)  # animations
     folder = os.environ.get("NIGHTJAR_PICTURES")
     if folder:
-        page.screenshot(path=Path(folder) / f"{name}.png")
+        page.screenshot(path=Path(folder) / f"{name}.png", clip={"x": 0, "y": 0, "width": width, "height": 1000})
 
 
 def test_the_form_starts_a_run_that_registers_a_version_which_mlflow_shows(up: Up, page: Any) -> None:
@@ -143,11 +143,12 @@ def test_the_form_starts_a_run_that_registers_a_version_which_mlflow_shows(up: U
 
     page.goto(f"{up.mlflow}/#/models/nightjar/versions/1")
     page.get_by_text("champion").first.wait_for()
-    take_picture(page, "mlflow-version")
+    take_picture(page, "mlflow-version", width=945)  # without the assistant on the right
     mlflow_run = find_mlflow_run(up)
     page.goto(f"{up.mlflow}/#/experiments/{mlflow_run['experiment_id']}/runs/{mlflow_run['run_id']}")
-    take_picture(page, "mlflow-run")
-    page.get_by_text(re.compile("test/recall@20")).first.wait_for()
+    take_picture(page, "mlflow-run", width=945)
+    page.get_by_text("Model metrics", exact=True).click()
+    page.get_by_text(re.compile("recall_at_20")).first.wait_for()
 
     below = psutil.Process(up.process.pid).children(recursive=True)
     up.process.send_signal(signal.SIGTERM)

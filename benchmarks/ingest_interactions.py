@@ -4,8 +4,9 @@
 
 Two pandas programs serve as references: `pandas` uses value_counts and get_indexer, and the faster `pandas_factorize` uses
 factorize and counts of codes. Both split by time, number string ids by decreasing frequency, sort by user, split, time and
-item, and write the arrays with numpy. Unlike the stage, they do not check rows, hash or sync files, or support a second run
-that continues from the first. Each measurement is a separate process, the methods alternate, and import time is excluded.
+item, and write the arrays with numpy. Unlike nightjar's stage, they do not check rows, do not hash files or sync them to disk,
+and cannot continue from a previous run. Each measurement is a separate process, the methods alternate, and import time is
+excluded.
 """
 
 import json
@@ -38,9 +39,9 @@ def write_log(folder: Path, *, days: int, users: int, items: int, first_day: int
         random = np.random.default_rng(day)
         user = (users * random.random(EVENTS_PER_DAY) ** 1.5).astype(np.int32)
         item = (items * random.random(EVENTS_PER_DAY) ** 3).astype(np.int32)
-        second = FIRST_TIMESTAMP_S + DAY_S * day + np.sort(random.integers(0, DAY_S, EVENTS_PER_DAY))
+        event_second = FIRST_TIMESTAMP_S + DAY_S * day + np.sort(random.integers(0, DAY_S, EVENTS_PER_DAY))
         columns = {"user_id": user_id.take(pa.array(user)), "item_id": item_id.take(pa.array(item))}
-        table = pa.table(columns | {"timestamp": pa.array(second * 1_000_000).cast(pa.timestamp("us", "UTC"))})
+        table = pa.table(columns | {"timestamp": pa.array(event_second * 1_000_000).cast(pa.timestamp("us", "UTC"))})
         pq.write_table(table, folder / f"day-{day:03d}.parquet", row_group_size=1_000_000)
 
 
@@ -54,17 +55,17 @@ def measure(*, repeats: int = 3) -> dict[str, Any]:
             for method in METHODS:
                 runs[method].append(run_in_new_process(MODULE, method, str(folder / "small"), str(folder / "out"), "1GB"))
         write_log(folder / "small", days=1, users=1_000_000, items=200_000, first_day=10)
-        second = run_in_new_process(MODULE, "second_run", str(folder / "small"), str(folder / "out"), "1GB")
+        two_runs = run_in_new_process(MODULE, "second_run", str(folder / "small"), str(folder / "out"), "1GB")
         write_log(folder / "large", days=50, users=5_000_000, items=1_000_000)
         # Both logs have the same memory limit, so that only their sizes differ.
         logs = {name: folder / name for name in ("small", "large")}
-        same_limit = {
+        same_limit_results = {
             name: run_in_new_process(MODULE, "nightjar", str(log), str(folder / "out"), "4GB") for name, log in logs.items()
         }
     return {
         "methods": {method: summary(measurements) for method, measurements in runs.items()},
-        "second_run": second,
-        "same_limit": {name: result | {"seconds": round(result["seconds"], 2)} for name, result in same_limit.items()},
+        "second_run": two_runs,
+        "same_limit": {name: result | {"seconds": round(result["seconds"], 2)} for name, result in same_limit_results.items()},
     }
 
 
@@ -180,7 +181,7 @@ def _measure_one(method: str, paths: list[Path], out: Path, memory_limit: str) -
 
 
 def main() -> None:
-    """Measure the method that the arguments name, or all methods without arguments."""
+    """Measure the method given as an argument. Without arguments, measure all methods and print the tables."""
     if len(sys.argv) == 5:
         method, folder, out, memory_limit = sys.argv[1:]
         Path(out).mkdir(exist_ok=True)

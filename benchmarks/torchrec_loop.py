@@ -55,7 +55,7 @@ class Task(nn.Module):
 def train(
     *, rows: int, dim: int, layers: list[int], batch_size: int, pace: Callable[[Iterable[Batch]], Iterator[Batch]]
 ) -> None:
-    """Train on random batches. pace: function that yields the batches in the turns of this contestant."""
+    """Train on random batches. pace: function that yields the batches, and waits during the turns of other contestants."""
     device = torch.device("cpu")
     task = Task(rows=rows, dim=dim, layers=layers, device=device)
     apply_optimizer_in_backward(RowWiseAdagrad, task.ebc.parameters(), {"lr": 0.01})

@@ -207,7 +207,7 @@ def oom_kills(*, mounts: Path = Path("/sys/fs/cgroup"), membership: Path = Path(
     """Return the number of processes of this cgroup (v1 or v2) that the out-of-memory killer has ended; None: unknown."""
     for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)
-        # In a container, `path` may be a path of the host that the container does not mount. The mount point is read too.
+        # The mount point is read too, because in a container `path` may be a host path that the container does not mount.
         mount = mounts / controllers
         for file in (folder / name for folder in (mount / path.lstrip("/"), mount) for name in _OOM_FILES):
             words = file.read_text().split() if file.is_file() else []

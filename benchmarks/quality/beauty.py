@@ -18,7 +18,7 @@ LAYERS: Settings = {"model": {"candidate": {"layers": [128, 64], "skip_connectio
 
 
 def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experiment]:
-    """Yield the transfer strategies with ids only and with item features, and trainings on few users."""
+    """Yield the experiments: all variants with ids only, two with item features, and two on few users."""
     base = settings(data)
     vectors: Settings = {"embeddings": [{"paths": str(data / "item_embeddings.parquet"), "vector_column": "embedding"}]}
     features = item_features(prepare_items(data, folder=folder))
@@ -38,20 +38,20 @@ def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experimen
     for seed in seeds:
         for name, variant in variants.items():
             yield Experiment("beauty", name, seed, variant)
-        for share in (10, 1):
-            log = limited_log(data, percent=share, seed=seed, folder=folder)
-            on_few_users = {
+        for percent in (10, 1):
+            log = limited_log(data, percent=percent, seed=seed, folder=folder)
+            few_users = {
                 "interactions": {"paths": str(log), "weight_column": "weight"},
                 "training": {"epochs": LIMITED_EPOCHS},
             }
-            yield Experiment("limited", f"random, {share} % of users", seed, merge_settings(base, on_few_users))
+            yield Experiment("limited", f"random, {percent} % of users", seed, merge_settings(base, few_users))
             yield Experiment(
-                "limited", f"pretrained, full, {share} % of users", seed, merge_settings(base, vectors, on_few_users)
+                "limited", f"pretrained, full, {percent} % of users", seed, merge_settings(base, vectors, few_users)
             )
 
 
 def settings(data: Path) -> Settings:
-    """Return the settings of all variants."""
+    """Return the settings that all variants share."""
     return {
         "interactions": {
             "paths": str(data / "interactions.parquet"),

@@ -44,8 +44,9 @@ class TrainLoader:
         include_target: whether the history of an event starts with the event's own item; used only for an unordered log.
         num_negatives: number of items drawn for each batch, in addition to the positives.
         negative_share_I: float64 [I], probability of each item to be drawn.
-        num_planned_ranks: number of ranks in the original sharding plan, a multiple of world_size. A retry on fewer ranks,
-            with proportionally larger batches, then has as many examples and batches per epoch as the first attempt.
+        num_planned_ranks: number of ranks in the original sharding plan, a multiple of world_size. It is larger than
+            world_size in a retry on fewer ranks, whose batches are proportionally larger. The retry then has as many examples
+            and batches per epoch as the first attempt.
     """
 
     def __init__(
@@ -146,7 +147,8 @@ class TrainLoader:
 def prefetch(items: Iterable[T], *, depth: int) -> Generator[T, None, None]:
     """Yield `items`; a background thread computes up to `depth` of them ahead.
 
-    The generator raises an exception of the thread after the items that precede it. Closing the generator ends the thread.
+    If computing an item raises an exception, the generator yields the items before it, and then raises the exception. Closing
+    the generator ends the thread.
     """
     results: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(maxsize=depth)
     is_closed = threading.Event()

@@ -58,7 +58,8 @@ def _feistel(
         np.right_shift(hashed, _29, out=buffer)
         hashed ^= buffer
         hashed *= _MIX
-        # Scale the upper 32 bits to [0, size); the values are equally likely up to 1 in 2**32, since size < 2**32.
+        # Scale the upper 32 bits to [0, size). The product fits into 64 bits, because size < 2**32. The probabilities of two
+        # values differ by at most 2**-32.
         hashed >>= _32
         hashed *= size
         hashed >>= _32

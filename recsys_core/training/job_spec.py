@@ -23,8 +23,8 @@ class WarmStart(Frozen):
         run_id: run of the champion.
         export: stage folder with the champion's tables and Adagrad accumulators.
         prepared: folder with two kinds of files. dense.safetensors has the champion's layers, named as in this run's model.
-            rows_<table>.npy, for each table that is carried over, is an int64 array with one entry per row of this run's table:
-            the champion's row for the same id, -1 for a new id.
+            Each table that is carried over has a file rows_<table>.npy. It is an int64 array with one entry per row of this
+            run's table. The entry is the champion's row for the same id, or -1 for a new id.
     """
 
     run_id: str

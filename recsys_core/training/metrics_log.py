@@ -1,4 +1,4 @@
-"""metrics.jsonl: loss, throughput, step times, memory and validation metrics; written by rank 0, followed by the launcher."""
+"""metrics.jsonl: loss, throughput, step times, memory, validation metrics. Rank 0 writes it; the launching process reads it."""
 
 import math
 import os

@@ -99,13 +99,13 @@ def _dense_optimizer(layers: dict[str, Tensor], settings: DenseOptimizer) -> Key
     if settings.gradient_clip_norm is None:
         return optimizer
     # Without the process groups of the sharded parameters, the norm would cover only this rank's part of them.
-    groups = {value: [value.device_mesh.get_group()] for value in layers.values() if isinstance(value, DTensor)}
+    process_groups = {value: [value.device_mesh.get_group()] for value in layers.values() if isinstance(value, DTensor)}
     return GradientClippingOptimizer(
         optimizer,
         clipping=GradientClipping.NORM,
         max_gradient=settings.gradient_clip_norm,
         enable_global_grad_clip=True,
-        param_to_pgs=groups,
+        param_to_pgs=process_groups,
     )
 
 
@@ -154,11 +154,11 @@ class AccumulatorShard:
     values_RC: Tensor
 
     def in_table(self, *, is_rowwise: bool, dim: int) -> tuple[int, int, Tensor]:
-        """Return (row, column, values): the values to add to the accumulators of the whole table, and their position in it.
+        """Return (row, column, values). The caller adds `values` to the whole table's accumulators at this row and column.
 
         Args:
-            is_rowwise: the table has one accumulator per row, the mean over its `dim` columns. A shard has the mean over its
-                own columns, which is weighted by the shard's share of the columns.
+            is_rowwise: whether the table has one accumulator per row, a mean over the row's `dim` columns. The accumulator of a
+                shard is the mean over the shard's own columns. It is multiplied by the shard's share of the columns.
         """
         if is_rowwise:
             return self.row, 0, self.values_RC[:, :1] * (self.num_columns / dim)
@@ -179,11 +179,11 @@ def accumulator_shards(optimizer: KeyedOptimizer, *, spec: ModelSpec, table: str
         if table_of(name, spec) != table:
             continue
         value = next(value for key, value in state[parameter].items() if key.rpartition(".")[2] in _ACCUMULATOR_KEYS)
-        # The positions come from the weights. The positions in the state are wrong for column-wise sharding, because TorchRec
-        # counts the rows of row-wise state through all column shards.
-        for weight, tensor in zip(local_shards(parameter), _local_tensors(value), strict=True):
+        # The positions come from the weights. The positions in the state are wrong for row-wise Adagrad with column-wise
+        # sharding, because TorchRec continues the row numbers from one column shard to the next.
+        for weight_shard, tensor in zip(local_shards(parameter), _local_tensors(value), strict=True):
             values_RC = tensor[:, None] if tensor.dim() == 1 else tensor
-            shards.append(AccumulatorShard(weight.row, weight.column, weight.weight_RD.shape[1], values_RC))
+            shards.append(AccumulatorShard(weight_shard.row, weight_shard.column, weight_shard.weight_RD.shape[1], values_RC))
     return shards
 
 

@@ -22,12 +22,12 @@ from recsys_core.parquet.guards import require_sidecars
 from recsys_core.parquet.sources import Source, open_sources
 
 ID_TABLES = ("item", "user")
-"""Embedding tables with one row per id of the log. The interactions stage matches their vectors with these ids."""
+"""Embedding tables with one row per id of the log. The interactions stage checks their vectors, so `check_vectors` does not."""
 
 
 @dataclass(frozen=True)
 class FeatureTable:
-    """The files of one side (user, item, context) with its features, with checked schemas."""
+    """The files and features of one side (user, item or context). The schemas of the files have been checked."""
 
     side: Side
     setting: str
@@ -44,8 +44,8 @@ class FeatureTable:
     @property
     def columns(self) -> tuple[str, ...]:
         """All columns to read, without repeats."""
-        ids = () if self.id_column is None else (self.id_column,)
-        return tuple(dict.fromkeys([*ids, *(name for feature in self.features for name in feature.columns)]))
+        id_columns = () if self.id_column is None else (self.id_column,)
+        return tuple(dict.fromkeys([*id_columns, *(name for feature in self.features for name in feature.columns)]))
 
 
 def check_features(
@@ -100,7 +100,7 @@ def check_features(
 
 
 def check_vectors(tables: Sequence[FeatureTable], *, id_types: Mapping[str, IdType]) -> None:
-    """Check that every table of pretrained vectors belongs to ids, or to a feature with a vocabulary.
+    """Check that every table of pretrained vectors is the table of the items, of the users or of a feature with a vocabulary.
 
     Args:
         id_types: type of the ids of each table of vectors, by the name of the table.

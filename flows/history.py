@@ -21,7 +21,7 @@ PAGES = {
     "indexes": "indexes.png",
     "error log": ERROR_LOG_NAME,
 }
-"""Pages and plots of a run, by the name of the link, relative to the run's folder."""
+"""Names of the links to a run's pages and plots, each with the path of the file relative to the run's folder."""
 STATE_NAMES: dict[RunState, str] = {
     "Running": "running",
     "Promoted": "promoted",
@@ -61,7 +61,7 @@ class PastRun:
         return {name: str(path.relative_to(self.run.workspace)) for name, path in paths.items() if path.is_file()}
 
     def new_metric(self, name: str) -> float | None:
-        """Return the metric `name`, such as recall@20, of the run's version as served; None if no version was measured."""
+        """Return the metric `name`, e.g. recall@20, that the run's version had when served; None if it was not measured."""
         return self._metric(f"served/{name}")
 
     def champion_metric(self, name: str) -> float | None:
@@ -127,7 +127,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _record_from_manifests(run: Run) -> RunRecord:
-    """Return a record for a run without run.json, which an earlier version of nightjar made."""
+    """Return a record for a run of an earlier version of nightjar, which did not write run.json."""
     registration = read_manifest(run.stage_folder("register"), RegistrationManifest)
     report = read_manifest(run.stage_folder("check_data"), DataReportManifest)
     state: RunState

@@ -1,6 +1,7 @@
-"""Prometheus metrics of the newest run: <workspace>/metrics.prom, for the textfile collector of node_exporter, and HTTP.
+"""Prometheus metrics of the newest run, as a file and over HTTP.
 
-The collector reads the workspace at each scrape, so that a served page is as current as the run folders.
+The file is <workspace>/metrics.prom, for the textfile collector of node_exporter. The HTTP page is computed from the run
+folders at each scrape, so it is always up to date.
 """
 
 import os
@@ -47,7 +48,7 @@ def served_metrics(config: PipelineConfig, *, port: int) -> Iterator[str]:
 
 
 def write_metrics_file(config: PipelineConfig, run: Run) -> None:
-    """Replace <workspace>/metrics.prom. The newest run is `run`, which has just ended, unless another one started since."""
+    """Replace <workspace>/metrics.prom after the end of `run`. The metrics are of a newer run if one has already started."""
     write_to_textfile(str(run.workspace / METRICS_NAME), metrics_registry(config))
 
 
@@ -68,10 +69,10 @@ class _WorkspaceCollector(Collector):
         champion = champion_version(runs)
         if champion is not None and champion.isdecimal():
             yield self._gauge("champion_version", "Version of the newest promotion.", {(): int(champion)})
-        registered = next((past_run.record for past_run in runs if past_run.record.state in _REGISTERING_STATES), None)
-        if registered is not None and registered.ended is not None:
+        registering_run = next((past_run.record for past_run in runs if past_run.record.state in _REGISTERING_STATES), None)
+        if registering_run is not None and registering_run.ended is not None:
             description = "End of the newest run that registered a version."
-            yield self._gauge("last_registration_timestamp_seconds", description, {(): registered.ended.timestamp()})
+            yield self._gauge("last_registration_timestamp_seconds", description, {(): registering_run.ended.timestamp()})
 
     def _newest_run(self, newest: PastRun) -> Iterator[GaugeMetricFamily]:
         record, metric = newest.record, self._config.registry.metric

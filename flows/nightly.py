@@ -44,8 +44,8 @@ def nightly_retrain(
         options: options of this run, which are not part of the config.
 
     Returns:
-        The manifest of the registered version; None if the run registers no version. `tasks.run_record.RunState` lists the
-        names of the flow run's end states.
+        The end state of the flow run; `tasks.run_record.RunState` lists the names. The data of a completed state is the
+        manifest of the registered version; None if the run registers no version.
     """
     if options.full_retrain:
         config = config.for_full_retrain()

@@ -63,9 +63,10 @@ def _model_spec(config: PipelineConfig, dataset: Dataset) -> ModelSpec:
 
 
 def check_probes(config: PipelineConfig, dataset: Dataset) -> None:
-    """Raise InputError if a range has a probe with which no sharding plan can be made for this dataset and cluster.
+    """Check that a sharding plan for this dataset and cluster can be made with each probe of the ranges.
 
-    The probes are the values of a range that are checked before the first trial, for example its ends.
+    Probes are values of a range, such as its ends, that are checked before the first trial. Raise InputError if one of them
+    fails.
     """
     assert config.tuning is not None
     for name, value_range in config.tuning.ranges.items():

@@ -1,4 +1,4 @@
-"""The previous run of a pipeline if it did not end: a scheduled run resumes it or starts a new run."""
+"""Scheduled runs after a run that failed or was interrupted: they resume that run or start a new one."""
 
 import logging
 from datetime import UTC, datetime
@@ -12,9 +12,9 @@ from tasks.run_record import RunRecord
 
 LOG = logging.getLogger("nightjar")
 MAX_STARTS = 3
-"""Starts after which a scheduled run does not resume a run again. A run that fails in each start would block all later runs."""
+"""Number of starts after which scheduled runs no longer resume a run. A run that always fails would block all later runs."""
 IGNORED_STATES = ("StoppedEarly", "DryRun")
-"""End states of trials by a person: the run before them decides."""
+"""End states of runs that a person starts to try something. They are ignored: the run before them is the previous run."""
 
 
 def choose_run_to_resume(config: PipelineConfig) -> str | None:
@@ -38,7 +38,8 @@ def choose_run_to_resume(config: PipelineConfig) -> str | None:
 def find_unfinished(workspace: Path, *, pipeline: str) -> tuple[Run, RunRecord] | None:
     """Return the newest run of the pipeline and its record if the run failed or was interrupted; otherwise None.
 
-    Trials (--until, dry runs), runs of other pipelines and reduced runs are skipped. A run whose data was rejected has ended.
+    Runs of other pipelines, dry runs, and runs that --until stopped early are ignored. A run whose data was rejected, or that
+    retention has reduced, does not count as unfinished.
     """
     runs = workspace / "runs"
     run_ids = sorted((path.name for path in runs.iterdir() if path.is_dir()), reverse=True) if runs.is_dir() else []
@@ -74,5 +75,5 @@ def _is_same_config(config: PipelineConfig, run: Run) -> bool:
         run_config = load_config(run.config_file)
     except InputError:
         return False
-    unimportant = {"schedule": config.schedule, "retention": config.retention}
-    return run_config.model_copy(update=unimportant) == config
+    ignored_settings = {"schedule": config.schedule, "retention": config.retention}
+    return run_config.model_copy(update=ignored_settings) == config

@@ -44,6 +44,6 @@ def _reference_run(run: Run) -> report_core.PreviousRun | None:
     report = run.previous("check_data", DataReportManifest, where=lambda manifest: not manifest.breaches)
     if report is None:
         return None
-    earlier_run = report.folder.parent
-    interactions = load_manifest(earlier_run / "ingest_interactions", InteractionsManifest)
-    return None if interactions is None else report_core.PreviousRun(earlier_run.name, interactions, report.metrics)
+    run_folder = report.folder.parent
+    interactions = load_manifest(run_folder / "ingest_interactions", InteractionsManifest)
+    return None if interactions is None else report_core.PreviousRun(run_folder.name, interactions, report.metrics)

@@ -46,7 +46,7 @@ def ingest_interactions(
 def ingest_features(
     config: FeaturesConfig | None, *, log: InteractionsConfig, dataset: Dataset, data_root: Path | None, run: Run
 ) -> tuple[FeaturesManifest | None, str]:
-    """Write the features as rows of their tables, continuing the vocabularies of the previous run."""
+    """Write the features of users, items and events; continue the vocabularies of the previous run."""
     if config is None:
         return None, "no features"
     manifest = features_core.ingest_features(

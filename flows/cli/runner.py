@@ -1,4 +1,4 @@
-"""Running flows from the command line: locks, signals and errors of any flow; `nightjar run` and its results."""
+"""Run flows from the command line: `run_flow` with locks, signals and errors for any flow; `run_nightly` for `nightjar run`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def run_flow(
 
     Args:
         load_flow: imports and returns the flow. The import takes seconds; meanwhile the server starts.
-        run_id: name of the run in the workspace's lock.
+        run_id: id of the run; the error of a second command shows it while this command holds the workspace's lock.
         folder: folder of the run; the traceback of an unexpected error is written to error.log in it.
         how_to_resume: returns the last line that a user sees after an interruption.
         parameters: the flow's parameters after `config`.
@@ -71,7 +71,7 @@ def run_flow(
 
 
 def save_traceback(error: Exception, *, folder: Path) -> StageError:
-    """Write the traceback of an unexpected error to error.log in `folder`; return the error as one line."""
+    """Write the traceback of an unexpected error to error.log in `folder`; return an error that names the file."""
     log_file = write_traceback(error, folder=folder)
     return StageError(redacted(f"{type(error).__name__}: {error}\nthe traceback is in {log_file}"))
 
@@ -115,10 +115,12 @@ def print_results(results: RunResults, *, file: Path, command_text: str) -> None
     Args:
         command_text: the command line that resumes the run, without --resume.
     """
-    version = results.registration
+    registration = results.registration
     if "evaluate" in results.stages:
         output.stdout.print("\n[bold]Metrics over the full catalogue[/]")
-        output.print_metrics(metric_table(results.metrics), served=version.metrics if version else {}, console=output.stdout)
+        output.print_metrics(
+            metric_table(results.metrics), served=registration.metrics if registration else {}, console=output.stdout
+        )
         output.stdout.print()
     facts = {"run": str(results.run.folder)}
     train = results.stages.get("train")
@@ -128,10 +130,11 @@ def print_results(results: RunResults, *, file: Path, command_text: str) -> None
     report = results.stages.get("check_data")
     if report is not None:
         facts["data report"] = str(report.path("report.html"))
-    if version is not None:
-        facts["model"] = f"{version.model_name} version {version.version}, {version.alias}: {version.reasons[0]}"
-        if version.alarm is not None:
-            facts["alarm"] = version.alarm
+    if registration is not None:
+        model = f"{registration.model_name} version {registration.version}"
+        facts["model"] = f"{model}, {registration.alias}: {registration.reasons[0]}"
+        if registration.alarm is not None:
+            facts["alarm"] = registration.alarm
         facts["query"] = f"nightjar query {file} --user ID -k 10"
         facts["browse"] = f"nightjar ui {file}"
     else:

@@ -21,11 +21,11 @@ ALARM_TAG = "nightjar.alarm"
 BROKEN_TAG = "nightjar.broken"
 """Set on a version that did not load during a comparison: the last line of its stderr. Removed when it loads again."""
 PROMOTE_TAG = "nightjar.promote"
-"""How the version could become champion: by_gate, never or force (`RunOptions.promote`)."""
+"""Rule by which the version could be promoted to champion: by_gate, never or force (`RunOptions.promote`)."""
 MAX_FORMER_CHAMPIONS = 3
 """Number of former champions that the gate tries to load if the champion does not load."""
 FORMER_CHAMPION_TAG = "nightjar.champion_until"
-"""Set on a champion that loaded when another version replaced it: seconds since 1970."""
+"""Time at which another version replaced the champion, in seconds since 1970. Not set on a champion that did not load."""
 
 
 def champion_of(client: MlflowClient, model_name: str) -> ModelVersion | None:

@@ -1,6 +1,6 @@
 """Subprocess of the smoke test: `python -m tasks.registry.smoke_process MODEL_URI INPUT OUTPUT --k K`.
 
-It does not import recsys_core, so the version runs with the code that was logged with it.
+The subprocess does not import recsys_core, so a model version runs with the code that was logged with the version.
 """
 
 import argparse

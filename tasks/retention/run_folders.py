@@ -1,7 +1,8 @@
 """Run folders by age: the newest are kept whole, older ones are reduced to manifests and reports, the oldest are removed.
 
 A run is reduced in two steps: the file reduced.json is written, then the large files are removed. A run folder is removed by a
-rename into the workspace's trash, which is emptied afterwards. Both are repeated by the next clean if the process is killed.
+rename into the workspace's trash, which is emptied afterwards. If the process is killed, the next `nightjar clean` or the end
+of the next run finishes the removal.
 """
 
 import json
@@ -65,59 +66,61 @@ class RunRemoval:
 
 def run_ids(workspace: Path) -> list[str]:
     """Return the ids of the runs, the oldest first; folders that nightjar did not create are left out."""
-    runs = workspace / RUNS_NAME
-    folders = runs.iterdir() if runs.is_dir() else iter(())
+    runs_folder = workspace / RUNS_NAME
+    folders = runs_folder.iterdir() if runs_folder.is_dir() else iter(())
     return sorted(
         path.name for path in folders if RUN_ID.fullmatch(path.name) and not path.is_symlink() and (path / MARKER).is_file()
     )
 
 
 def find_removals(workspace: Path, config: RetentionConfig, *, aliased_runs: Collection[str]) -> list[RunRemoval]:
-    """Return the removals that bring the runs of `workspace` to `config`, the oldest run first. Nothing is removed.
+    """Return what must be removed so that the runs of `workspace` comply with `config`, the oldest run first. Remove nothing.
 
     Args:
         aliased_runs: ids of the runs whose model version has an alias; they are kept whole.
     """
-    runs = workspace / RUNS_NAME
+    runs_folder = workspace / RUNS_NAME
     ids = run_ids(workspace)
     kept_stages = stages_to_keep(workspace, config, aliased_runs=aliased_runs)
     num_old_runs = len(ids) - config.report_runs
-    plans: list[tuple[str, Action, tuple[Path, ...]]] = []
+    unsized_removals: list[tuple[str, Action, tuple[Path, ...]]] = []
     for index, run_id in enumerate(ids):
         stages = kept_stages.get(run_id, frozenset())
         if index < num_old_runs and not stages:
-            plans.append((run_id, "remove", (runs / run_id,)))
-        elif stages != ALL_STAGES and (paths := tuple(_large_files(runs / run_id, kept_stages=stages))):
-            plans.append((run_id, "reduce", paths))
-    sizes = _freed_bytes(paths for _, _, paths in plans)
-    return [RunRemoval(*plan, bytes=size) for plan, size in zip(plans, sizes, strict=True)]
+            unsized_removals.append((run_id, "remove", (runs_folder / run_id,)))
+        elif stages != ALL_STAGES and (paths := tuple(_large_files(runs_folder / run_id, kept_stages=stages))):
+            unsized_removals.append((run_id, "reduce", paths))
+    sizes = _freed_bytes(paths for _, _, paths in unsized_removals)
+    return [RunRemoval(*removal, bytes=size) for removal, size in zip(unsized_removals, sizes, strict=True)]
 
 
 def stages_to_keep(workspace: Path, config: RetentionConfig, *, aliased_runs: Collection[str]) -> KeptStages:
-    """Return all stages for each whole run, and for older runs the stages that a whole run or a new run reads.
+    """Return the stages whose files must be kept, by run id.
 
-    A run reads the interactions, the features and the data report of an earlier run, and the run of the champion that it starts
-    from. Without them a resumed run would repeat its stages, and a new run would build its vocabulary again.
+    Whole runs keep all stages. They are the newest `config.whole_runs` runs, locked runs, runs whose model version has an
+    alias, and runs whose model one of the newest or locked runs continued to train. An older run keeps the interactions,
+    features and data report that one of the newest or locked runs, or a new run, reads from it. Without them a resumed run
+    would repeat its stages, and a new run would build its vocabulary again.
     """
-    runs, ids = workspace / RUNS_NAME, run_ids(workspace)
+    runs_folder, ids = workspace / RUNS_NAME, run_ids(workspace)
     active_runs = [run_id for run_id in ids if Run(run_id, workspace=workspace, experiment="").is_locked()]
     whole_runs = [*ids[-config.whole_runs :], *active_runs]
-    champion_runs = [champion for run_id in whole_runs if (champion := _champion_run(runs / run_id))]
+    champion_runs = [champion_run for run_id in whole_runs if (champion_run := _champion_run(runs_folder / run_id))]
     kept_stages: KeptStages = dict.fromkeys([*whole_runs, *champion_runs, *aliased_runs], ALL_STAGES)
     for index in {*(ids.index(run_id) for run_id in whole_runs), len(ids)}:
-        for run_id, stages in _stages_read_by_next(runs, ids[:index]).items():
+        for run_id, stages in _stages_read_by_next(runs_folder, ids[:index]).items():
             kept_stages[run_id] = kept_stages.get(run_id, frozenset()) | stages
     return kept_stages
 
 
-def _stages_read_by_next(runs: Path, earlier_ids: list[str]) -> KeptStages:
+def _stages_read_by_next(runs_folder: Path, earlier_ids: list[str]) -> KeptStages:
     """Return the stages that a run after `earlier_ids` reads through Run.previous."""
 
     def newest(
         stage: StageName, manifest_type: type[ManifestT], *, where: Callable[[ManifestT], bool] = lambda _: True
     ) -> str | None:
         for run_id in reversed(earlier_ids):
-            manifest = load_manifest(runs / run_id / stage, manifest_type, verify=False)
+            manifest = load_manifest(runs_folder / run_id / stage, manifest_type, verify=False)
             if manifest is not None and where(manifest):
                 return run_id
         return None
@@ -179,7 +182,7 @@ def _statuses(path: Path) -> Iterator[os.stat_result]:
 
 
 def remove_files(workspace: Path, removals: Iterable[RunRemoval]) -> list[RunRemoval]:
-    """Remove the files; return the removals without those of runs that a process is working on."""
+    """Remove the files, except those of runs that a process is working on; return the removals that were done."""
     finished_removals = []
     for removal in removals:
         folder = workspace / RUNS_NAME / removal.run_id

@@ -3,6 +3,7 @@ PYTHON ?= python3
 DEVICE ?= cpu
 ARGS ?=
 WORKERS ?= 4
+# Several tests run at once, and waiting OpenMP threads of one would take the cores from the others: one thread each.
 # Tests write and sync many small files. They use memory if it has room, otherwise the default folder for temporary files.
 TEST_TMP ?= $(shell test "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)" -gt 4000000 2>/dev/null && echo /dev/shm)
 VENV := .venv
@@ -26,7 +27,7 @@ demo: setup ## execute a complete run on generated data
 	$(BIN)/nightjar demo $(ARGS)
 
 test: setup ## run all tests in WORKERS processes
-	$(if $(TEST_TMP),TMPDIR=$(TEST_TMP)) $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(if $(TEST_TMP),TMPDIR=$(TEST_TMP)) OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 drills: setup ## run the slow failure tests: SIGKILL in every stage, 100 random kills, missing hosts, cancellation
 	$(BIN)/pytest -m drill $(ARGS)

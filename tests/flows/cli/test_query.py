@@ -15,6 +15,7 @@ from flows.cli.runner import Command, run_nightly, save_traceback
 from recsys_core.errors import StageError, TrackingServerError
 from recsys_core.manifests.ownership import create_own_folder
 from tasks.registry import mlflow_client
+from tasks.run import RunOptions
 from tests.tasks.unhealthy_servers import answering, closed, silent
 
 COMMANDS = (["query", "--user", "1"], ["releases"])
@@ -75,5 +76,5 @@ def test_a_run_that_fails_because_of_mlflow_names_the_run_to_resume(tmp_path: Pa
 
     monkeypatch.setattr(runner, "prefect_session", end)
     with pytest.raises(StageError, match=r"^MLflow does not work; resume the run with --resume r$"):
-        run_nightly(Command(config, None, text="nightjar run"), resume="r", until=None)
+        run_nightly(Command(config, None, text="nightjar run"), options=RunOptions(), resume="r", until=None)
     assert not (run_folder / "error.log").exists()

@@ -103,7 +103,7 @@ def champion_version(runs: list[PastRun]) -> str | None:
 
     A rollback in the registry is not in the history.
     """
-    return next((past_run.record.figures.version for past_run in runs if past_run.record.state == "Promoted"), None)
+    return next((past_run.record.figures.version for past_run in runs if past_run.record.figures.promoted), None)
 
 
 def format_count(count: int | None) -> str:

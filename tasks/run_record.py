@@ -42,6 +42,7 @@ class RunFigures(Frozen):
     items: int | None = Field(None, description="items of the catalogue")
     model_name: str | None = Field(None, description="registered model in MLflow; null before the stage register")
     version: str | None = Field(None, description="registered version; null before the stage register")
+    promoted: bool = Field(False, description="whether the registered version became the champion")
     mlflow_run_id: str | None = Field(None, description="MLflow run; null before the stage register")
     metrics: dict[str, float] = Field(
         default_factory=dict, description="metrics of the new version and the champion as served, e.g. served/recall@20"
@@ -61,6 +62,7 @@ class RunFigures(Frozen):
             items=log and log.num_items,
             model_name=version and version.model_name,
             version=version and version.version,
+            promoted=version is not None and version.promoted,
             mlflow_run_id=version and version.mlflow_run_id,
             metrics={} if version is None else version.metrics,
         )

@@ -33,9 +33,8 @@ def past_run(
         (run.folder / place).parent.mkdir(exist_ok=True)
         (run.folder / place).write_text(place)
     figure_names = RunFigures.model_fields.keys() & fields.keys()
-    figures = {"stage_seconds": dict(zip(STAGES, _SECONDS[:stages], strict=False))} | {
-        name: fields.pop(name) for name in figure_names
-    }
+    defaults = {"stage_seconds": dict(zip(STAGES, _SECONDS[:stages], strict=False)), "promoted": state == "Promoted"}
+    figures = defaults | {name: fields.pop(name) for name in figure_names}
     end = start + timedelta(seconds=sum(_SECONDS[:stages]) + 40)
     record = {"pipeline": "films", "host": "trainer-1", "pid": 4711, "started": start, "ended": end, "state": state} | fields
     RunRecord.model_validate(record | {"options": fields.pop("options", RunOptions()), "figures": figures}).write(run)

@@ -37,6 +37,8 @@ def test_the_champion_is_the_version_of_the_newest_promotion(tmp_path: Path) -> 
     for day, state, version in ((0, "Promoted", "1"), (1, "Promoted", "2"), (2, "NotPromoted", "3")):
         past_run(tmp_path, FIRST_START + timedelta(days=day), state=state, version=version)  # type: ignore[arg-type]
     assert champion_version(run_history(tmp_path)) == "2"
+    past_run(tmp_path, FIRST_START + timedelta(days=3), state="BrokenChampion", version="4", promoted=True)
+    assert champion_version(run_history(tmp_path)) == "4"
 
 
 @pytest.mark.parametrize(

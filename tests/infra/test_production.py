@@ -87,7 +87,7 @@ def test_dashboard_and_alerts_use_metrics_that_nightjar_exports(tmp_path: Path) 
         ending.set("Promoted", "first version")
     record = RunRecord.read(run)
     assert record is not None
-    record.model_copy(update={"figures": RunFigures(version="1")}).write(run)
+    record.model_copy(update={"figures": RunFigures(version="1", promoted=True)}).write(run)
     exported = {family.name for family in metrics_registry(config).collect()}
     dashboard = (INFRA / "compose" / "grafana" / "nightjar.json").read_text()
     alerts = (INFRA / "compose" / "alerts.yaml").read_text()

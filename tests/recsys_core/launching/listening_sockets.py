@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
-INTERVAL_S = 0.1
+INTERVAL_S = 0.3
 Listening = set[tuple[str, str]]
 """Pairs (module or command of the process, address it listens on)."""
 

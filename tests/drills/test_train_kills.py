@@ -29,6 +29,7 @@ from tests.recsys_core.training.kill_points import (
     train_undisturbed,
 )
 
+pytestmark = pytest.mark.drill
 KILLS = (
     Kill("step", 1, 2),  # before the first checkpoint
     Kill("staged", 0, 3),
@@ -78,7 +79,6 @@ def test_a_run_whose_ranks_are_killed_at_eighteen_points_ends_like_an_undisturbe
         np.testing.assert_array_equal(exported[name], value, err_msg=name)
 
 
-@pytest.mark.drill
 def test_a_run_whose_agent_and_flow_are_killed_ends_like_an_undisturbed_one(experiment, undisturbed, tmp_path):
     train_through_kills(experiment, tmp_path / "train", victims=("agent", "flow"))
     assert state_in(tmp_path / "train" / "checkpoint") == undisturbed.state

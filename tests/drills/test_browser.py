@@ -148,7 +148,10 @@ def test_the_form_starts_a_run_that_registers_a_version_which_mlflow_shows(up: U
     page.goto(f"{up.mlflow}/#/experiments/{mlflow_run['experiment_id']}/runs/{mlflow_run['run_id']}")
     take_picture(page, "mlflow-run", width=945)
     page.get_by_text("Model metrics", exact=True).click()
-    page.get_by_text(re.compile("recall_at_20")).first.wait_for()
+    page.get_by_placeholder("Search metric charts").fill("test/recall_at_20")
+    page.get_by_text("recall_at_20", exact=True).first.wait_for()
+    page.get_by_text("Artifacts", exact=True).click()
+    page.get_by_text("loss.png").first.wait_for()
 
     below = psutil.Process(up.process.pid).children(recursive=True)
     up.process.send_signal(signal.SIGTERM)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from flows.config import PipelineConfig
 from flows.history_page import write_history_page
@@ -11,6 +12,57 @@ from tasks.run import Run
 from tasks.run_record import RunRecord
 
 LOG = logging.getLogger("nightjar")
+MLFLOW_TIMEOUT_S = 10.0
+"""Deadline of MLflow's first answer after a run. Without this answer, no later work waits for MLflow."""
+
+
+def after_run(config: PipelineConfig, run: Run) -> None:
+    """Do the work that follows each run; log a warning where it fails.
+
+    After an interruption only the metrics are written, because the process must end at once. The next run makes up for it.
+    """
+    record = RunRecord.read(run)
+    _try("write the Prometheus metrics", partial(write_metrics_file, config, run))
+    if record is None or record.state == "Interrupted":
+        return
+    try:
+        has_mlflow = _find_mlflow(run)
+    except Exception as error:  # any error of a library
+        LOG.warning("could not log the stages to MLflow and remove files of old runs; the run is not affected (%s)", error)
+        _try("write the page of the last runs", partial(write_history_page, config, run, has_mlflow=False))
+        return
+    _try("write the page of the last runs", partial(write_history_page, config, run, has_mlflow=has_mlflow))
+    if has_mlflow:
+        _try("log the stages to MLflow", partial(_log_to_mlflow, run, record))
+    _try("remove files of old runs", partial(_clean, config, run))
+
+
+def _try(description: str, chore: Callable[[], None]) -> None:
+    try:
+        chore()
+    except Exception as error:  # any error of a library
+        LOG.warning("could not %s (%s: %s); the run is not affected", description, type(error).__name__, error)
+
+
+def _find_mlflow(run: Run) -> bool:
+    """Return whether there is an MLflow, which answers; False if there is neither a server nor a database in the workspace.
+
+    Raises TrackingServerError if MLflow does not answer within MLFLOW_TIMEOUT_S.
+    """
+    from tasks.registry.mlflow_client import connect, is_created
+
+    if not is_created(run.workspace):
+        return False
+    connect(run.workspace, timeout_s=MLFLOW_TIMEOUT_S)
+    return True
+
+
+def _log_to_mlflow(run: Run, record: RunRecord) -> None:
+    """Log the end of a run that MLflow knows: `check_data` is the first stage that logs to MLflow."""
+    if run.stage_folder("check_data").is_dir():
+        from tasks.registry.stage_runs import log_end
+
+        log_end(run, state=record.state, message=record.message)
 
 
 def _clean(config: PipelineConfig, run: Run) -> None:
@@ -24,35 +76,3 @@ def _clean(config: PipelineConfig, run: Run) -> None:
             len(removals.versions),
             format_gib(removals.bytes, digits=3),
         )
-
-
-def _log_to_mlflow(config: PipelineConfig, run: Run) -> None:
-    """Log the end of a run that MLflow knows: `check_data` is the first stage that logs to MLflow."""
-    record = RunRecord.read(run)
-    if record is not None and run.stage_folder("check_data").is_dir():
-        from tasks.registry.stage_runs import log_end
-
-        log_end(run, state=record.state, message=record.message)
-
-
-_CHORES: tuple[tuple[str, Callable[[PipelineConfig, Run], None]], ...] = (
-    ("write the Prometheus metrics", write_metrics_file),
-    ("write the page of the last runs", write_history_page),
-    ("log the stages to MLflow", _log_to_mlflow),
-    ("remove files of old runs", _clean),
-)
-"""Work after each run, in order: its name for a warning, and its function."""
-
-
-def after_run(config: PipelineConfig, run: Run) -> None:
-    """Do the work that follows each run; log a warning where it fails.
-
-    After an interruption only the metrics are written, because the process must end at once. The next run makes up for it.
-    """
-    record = RunRecord.read(run)
-    is_interrupted = record is None or record.state == "Interrupted"
-    for name, chore in _CHORES[:1] if is_interrupted else _CHORES:
-        try:
-            chore(config, run)
-        except Exception as error:  # any error of a library
-            LOG.warning("could not %s (%s: %s); the run is not affected", name, type(error).__name__, error)

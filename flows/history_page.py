@@ -43,15 +43,18 @@ _STAGE_GROUPS: dict[str, tuple[tuple[StageName, ...], str]] = {
 }
 
 
-def write_history_page(config: PipelineConfig, run: Run) -> None:
+def write_history_page(config: PipelineConfig, run: Run, *, has_mlflow: bool) -> None:
     """Replace <workspace>/index.html after `run`, and log the page to MLflow if the run has an MLflow run.
 
-    If MLflow does not answer, log a warning; the page then has the champion of the newest promotion in the workspace.
+    Without MLflow the page has the champion of the newest promotion in the workspace.
+
+    Args:
+        has_mlflow: whether MLflow answers.
     """
     runs = run_history(run.workspace, last=MAX_RUNS)
     page = run.workspace / PAGE_NAME
     figures = next(past_run.record.figures for past_run in runs if past_run.run.run_id == run.run_id)
-    if "check_data" not in figures.stage_seconds:  # the first stage that logs to MLflow
+    if not has_mlflow or "check_data" not in figures.stage_seconds:  # the first stage that logs to MLflow
         write_text(page, to_html(runs, config=config, champion=champion_version(runs)))
         return
 

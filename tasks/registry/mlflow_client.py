@@ -43,13 +43,17 @@ def tracking_uri(workspace: Path) -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{_embedded_database(workspace)}"
 
 
-def connect(workspace: Path) -> MlflowClient:
-    """Return a client of a server that answers; raise TrackingServerError if it does not within ANSWER_TIMEOUT_S."""
+def connect(workspace: Path, *, timeout_s: float | None = None) -> MlflowClient:
+    """Return a client of a server that answers; raise TrackingServerError if it does not.
+
+    Args:
+        timeout_s: deadline of the answer; None: ANSWER_TIMEOUT_S.
+    """
     workspace.mkdir(parents=True, exist_ok=True)
     uri = tracking_uri(workspace)
     if not is_created(workspace):
         return _open(uri, workspace=workspace)  # no deadline: MLflow creates the database, which takes seconds
-    return call_with_deadline(lambda: _open(uri, workspace=workspace), uri=uri)
+    return call_with_deadline(lambda: _open(uri, workspace=workspace), uri=uri, timeout_s=timeout_s)
 
 
 def is_created(workspace: Path) -> bool:
@@ -57,12 +61,16 @@ def is_created(workspace: Path) -> bool:
     return bool(os.environ.get("MLFLOW_TRACKING_URI")) or _embedded_database(workspace).exists()
 
 
-def call_with_deadline(call: Callable[[], T], *, uri: str) -> T:
-    """Return call(), run in a thread; raise TrackingServerError if it fails or takes longer than ANSWER_TIMEOUT_S.
+def call_with_deadline(call: Callable[[], T], *, uri: str, timeout_s: float | None = None) -> T:
+    """Return call(), run in a thread; raise TrackingServerError if it fails or exceeds the deadline.
 
     A call that takes longer is not stopped: its thread ends when the call returns.
+
+    Args:
+        timeout_s: deadline; None: ANSWER_TIMEOUT_S.
     """
-    timeout_s = ANSWER_TIMEOUT_S
+    if timeout_s is None:
+        timeout_s = ANSWER_TIMEOUT_S
     outcome: Future[T] = Future()
 
     def run() -> None:

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from flows import after_run as after_run_module
 from flows.after_run import after_run
 from flows.cli.config_template import starter_config
 from tests.flows.run_folders import FIRST_START, past_run
+from tests.tasks.unhealthy_servers import silent
 
 
 @pytest.mark.parametrize("state", ["Failed", "Interrupted"])
@@ -30,3 +32,23 @@ def test_a_page_that_cannot_be_written_is_a_warning(
     after_run(config, past_run(tmp_path, FIRST_START, state="Failed", stages=0))
     assert "could not write the page of the last runs (IsADirectoryError" in caplog.text
     assert (tmp_path / "metrics.prom").is_file()
+
+
+def test_after_a_run_a_server_that_does_not_answer_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(after_run_module, "MLFLOW_TIMEOUT_S", 0.5)
+    config = starter_config().model_copy(update={"workspace": tmp_path})
+    with silent() as address:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        after_run(config, past_run(tmp_path, FIRST_START, state="Failed"))
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "nightjar"]
+    assert warning.startswith("could not log the stages to MLflow and remove files of old runs; the run is not affected (")
+    assert (tmp_path / "index.html").is_file()
+
+
+def test_after_a_run_no_database_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = starter_config().model_copy(update={"workspace": tmp_path})
+    after_run(config, past_run(tmp_path, FIRST_START, state="Failed"))
+    assert not (tmp_path / "mlflow.db").exists()

@@ -99,7 +99,7 @@ def test_the_page_shows_the_champion_of_the_registry_and_is_logged_to_mlflow(
     for _ in range(2):
         client.create_model_version("nightjar", "file:///nowhere", mlflow_run_id)
     client.set_registered_model_alias("nightjar", "champion", "1")  # a rollback
-    write_history_page(config_of(tmp_path), run)
+    write_history_page(config_of(tmp_path), run, has_mlflow=True)
     assert "Promoted: version 1 is the champion" in (tmp_path / "index.html").read_text()
     artifacts = MlflowClient(tracking_uri(tmp_path)).list_artifacts(mlflow_run_id, "history")
     assert [artifact.path for artifact in artifacts] == ["history/index.html"]
@@ -107,6 +107,12 @@ def test_the_page_shows_the_champion_of_the_registry_and_is_logged_to_mlflow(
     (tmp_path / "index.html").unlink()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    write_history_page(config_of(tmp_path), run)
+    write_history_page(config_of(tmp_path), run, has_mlflow=True)
     assert "version 2 is the champion" in (tmp_path / "index.html").read_text()
     assert "could not read the champion" in caplog.text
+
+    (tmp_path / "index.html").unlink()
+    caplog.clear()
+    write_history_page(config_of(tmp_path), run, has_mlflow=False)
+    assert "version 2 is the champion" in (tmp_path / "index.html").read_text()
+    assert caplog.text == ""

@@ -1,0 +1,76 @@
+"""A `nightjar run` that works while a drill does something to its servers."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.drills.production_servers import clean_environment
+
+PATIENCE_S = 600.0
+
+
+class StartedRun:
+    """The process of the command, and the folder of its run."""
+
+    def __init__(self, file: Path, *arguments: str, environment: Mapping[str, str]) -> None:
+        self._outputs = file.with_name("stdout.txt"), file.with_name("stderr.txt")
+        self._runs = file.parent / "workspace" / "runs"
+        with self._outputs[0].open("wb") as stdout, self._outputs[1].open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "flows.cli", "run", str(file), "--json", *arguments],
+                env=clean_environment() | environment,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        self._descendants: set[psutil.Process] = set()
+
+    @property
+    def stderr(self) -> str:
+        return self._outputs[1].read_text()
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the newest run."""
+        return max(self._runs.iterdir())
+
+    def wait_until(self, condition: Callable[[Path], bool], *, what: str) -> None:
+        """Wait until `condition` of the run's folder is true."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not (any(self._runs.glob("*")) and condition(self.folder)):
+            assert self.process.poll() is None, f"the run ended before: {what}\n{self.stderr}"
+            assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s: {what}\n{self.stderr}"
+            time.sleep(0.01)
+        self._descendants.update(psutil.Process(self.process.pid).children(recursive=True))
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the end of the command; return its exit code and stderr. No process of the run may be left."""
+        exit_code = self.process.wait(timeout=PATIENCE_S)
+        _, alive = psutil.wait_procs(self._descendants, timeout=10)
+        assert not alive, [process.cmdline() for process in alive]
+        return exit_code, self.stderr
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        """The JSON object on stdout."""
+        answer: dict[str, Any] = json.loads(self._outputs[0].read_text().splitlines()[-1])
+        return answer
+
+
+@contextmanager
+def started_run(file: Path, *arguments: str, **settings: str) -> Iterator[StartedRun]:
+    """Start `nightjar run` with environment variables; kill it after the body if it has not ended."""
+    run = StartedRun(file, *arguments, environment=settings)
+    try:
+        yield run
+    finally:
+        if run.process.poll() is None:
+            run.process.kill()
+            run.process.wait()

@@ -1,8 +1,6 @@
 """Stage `register`."""
 
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from mlflow import MlflowClient
 
@@ -15,9 +13,9 @@ from recsys_core.manifests import (
     PackageManifest,
     PlanManifest,
     RegistrationManifest,
+    StageFolder,
     TrainManifest,
     fingerprint_of,
-    produce,
 )
 from tasks.artifacts import show_markdown
 from tasks.events import emit_alias_change
@@ -59,26 +57,28 @@ def register(
         retry(lambda: tracking.log_data(client, mlflow_run_id, manifests=manifests, report=report))
         return client, mlflow_run_id
 
-    def build(folder: Path) -> dict[str, Any]:
-        client, mlflow_run_id = log_run()
-        create_version = partial(version_for, package, config=config, client=client, interactions=interactions, run=run)
-        version = retry(lambda: create_version(mlflow_run_id=mlflow_run_id))
-        return pass_gate(
-            version,
-            config=config,
-            options=run.options,
-            client=client,
-            interactions=interactions,
-            evaluation=evaluation,
-            folder=folder,
-            on_alias_change=partial(emit_alias_change, run=run),
-        )
-
     if run.options.dry_run:
         log_run()
         return None, "dry run: no version is registered"
     fingerprint = fingerprint_of("registration", config, uri, package, evaluation, trained, run.options.promote)
-    manifest = produce(run.stage_folder("register"), RegistrationManifest, fingerprint=fingerprint, build=build)
+    registration = StageFolder(run.stage_folder("register"), RegistrationManifest, fingerprint=fingerprint)
+    manifest = registration.manifest
+    if manifest is None:
+        with registration.writing() as out:
+            client, mlflow_run_id = log_run()
+            create_version = partial(version_for, package, config=config, client=client, interactions=interactions, run=run)
+            version = retry(lambda: create_version(mlflow_run_id=mlflow_run_id))
+            verdict = pass_gate(
+                version,
+                config=config,
+                options=run.options,
+                client=client,
+                interactions=interactions,
+                evaluation=evaluation,
+                folder=out,
+                on_alias_change=partial(emit_alias_change, run=run),
+            )
+            manifest = registration.commit(**verdict)
     show_markdown(run, "verdict", verdict_page(manifest, evaluation=evaluation))
     return manifest, f"{manifest.model_name} version {manifest.version} is {manifest.alias}: {manifest.reasons[0]}"
 

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from recsys_core.data_report.statistics import (
     size_metrics,
     train_lengths,
 )
-from recsys_core.manifests import DataReportManifest, InteractionsManifest, fingerprint_of, produce
+from recsys_core.manifests import DataReportManifest, InteractionsManifest, StageFolder, fingerprint_of
 
 
 @dataclass(frozen=True)
@@ -47,25 +46,25 @@ def report_data(
     Memory does not grow with the number of events, because they are read in chunks of users. Broken limits are listed in the
     manifest's `breaches`; the caller decides whether the run stops.
     """
-
-    def build(out: Path) -> dict[str, Any]:
+    fingerprint = fingerprint_of(
+        "data_report", config, split, interactions, previous and [previous.name, previous.interactions]
+    )
+    stage = StageFolder(folder, DataReportManifest, fingerprint=fingerprint)
+    if stage.manifest is not None:
+        return stage.manifest
+    with stage.writing() as out:
         spill_folder = out / "spill"
         report = build_report(config, split=split, interactions=interactions, previous=previous, spill_folder=spill_folder)
         if spill_folder.exists():
             spill_folder.rmdir()
         (out / "report.json").write_text(report.model_dump_json(indent=2), encoding="utf-8")
         (out / "report.html").write_text(to_html(report, run=folder.parent.name), encoding="utf-8")
-        return {
-            "metrics": report.metrics,
-            "breaches": report.breaches,
-            "warnings": report.warnings,
-            "compared_with": report.compared_with,
-        }
-
-    fingerprint = fingerprint_of(
-        "data_report", config, split, interactions, previous and [previous.name, previous.interactions]
-    )
-    return produce(folder, DataReportManifest, fingerprint=fingerprint, build=build)
+        return stage.commit(
+            metrics=report.metrics,
+            breaches=report.breaches,
+            warnings=report.warnings,
+            compared_with=report.compared_with,
+        )
 
 
 def build_report(

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,8 +26,8 @@ from recsys_core.manifests import (
     EvaluationManifest,
     ExportManifest,
     InteractionsManifest,
+    StageFolder,
     fingerprint_of,
-    produce,
 )
 from recsys_core.models.spec import ModelSpec
 from recsys_core.seeds import EVALUATION_USERS_SEED
@@ -98,7 +97,11 @@ def evaluate(
             " export again"
         )
 
-    def build(out: Path) -> dict[str, Any]:
+    fingerprint = fingerprint_of("evaluation", config, export, interactions, dataset.embeddings)
+    stage = StageFolder(folder, EvaluationManifest, fingerprint=fingerprint)
+    if stage.manifest is not None:
+        return stage.manifest
+    with stage.writing() as out:
         item_ID = torch.from_numpy(np.load(export.path("item_vectors.npy")))
         store = EventStore.open(interactions)
         # The zero-shot baseline ranks the catalogue a second time for each test query. The popularity baseline is fast and not
@@ -148,10 +151,7 @@ def evaluate(
 
         np.save(out / "popularity.npy", queries.popularity_order_I)
         (out / "metrics.json").write_text(json.dumps(metric_values, indent=2))
-        return {"metrics": metric_values}
-
-    fingerprint = fingerprint_of("evaluation", config, export, interactions, dataset.embeddings)
-    return produce(folder, EvaluationManifest, fingerprint=fingerprint, build=build)
+        return stage.commit(metrics=metric_values)
 
 
 def _load_queries(

@@ -10,10 +10,11 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
@@ -75,40 +76,51 @@ def _canonical(part: object) -> Any:
     return part if isinstance(part, str | int | float | bool | None) else str(part)
 
 
-def produce(
-    folder: Path,
-    manifest_type: type[ManifestT],
-    *,
-    fingerprint: str,
-    build: Callable[[Path], Mapping[str, Any]],
-    needs_bytes: int = 0,
-) -> ManifestT:
-    """Return the stage in `folder` if it is complete and has `fingerprint`; otherwise build it and commit it atomically.
+class StageFolder(Generic[ManifestT]):
+    """The folder of one stage, which is either complete or has to be written.
 
-    Args:
-        build: writes the files of the stage into its argument, a folder, and returns the fields of the manifest.
-        needs_bytes: minimum number of bytes that `build` writes.
+        stage = StageFolder(folder, PlanManifest, fingerprint=fingerprint)
+        if stage.manifest is not None:
+            return stage.manifest
+        with stage.writing() as out:
+            write_plan(plan, out)
+            return stage.commit(world_size=plan.world_size, device=plan.device)
 
-    Raises:
-        InputError: the disk has too little space or fills up, or `folder` is not a folder that nightjar created.
+    Attributes:
+        manifest: the manifest of the complete stage; None if the stage is incomplete or has another fingerprint.
     """
-    previous = load_manifest(folder, manifest_type)
-    if previous is not None and previous.fingerprint == fingerprint:
-        return previous
-    staging = folder.with_name(folder.name + ".tmp")
-    for old_folder in (folder, staging):
-        remove_own_folder(old_folder)
-    require_free(folder, max(needs_bytes, MIN_STAGE_BYTES), subject=f"the {manifest_type.kind} stage")
-    start_s = time.perf_counter()
-    try:
-        with explain_disk_full(folder):
-            create_own_folder(staging)
-            fields = build(staging)
-            seconds = time.perf_counter() - start_s
-            return seal(staging, folder, manifest_type, fingerprint=fingerprint, seconds=seconds, **fields)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+
+    def __init__(self, folder: Path, manifest_type: type[ManifestT], *, fingerprint: str) -> None:
+        self._folder, self._manifest_type, self._fingerprint = folder, manifest_type, fingerprint
+        self._staging = folder.with_name(folder.name + ".tmp")
+        previous = load_manifest(folder, manifest_type)
+        self.manifest = previous if previous is not None and previous.fingerprint == fingerprint else None
+        self._start_s = time.perf_counter()
+
+    @contextmanager
+    def writing(self, *, needs_bytes: int = 0) -> Iterator[Path]:
+        """Remove an older stage and yield the folder for the new files. Files that are not committed in the block are removed.
+
+        Args:
+            needs_bytes: minimum number of bytes that the block writes.
+
+        Raises:
+            InputError: the disk has too little space or fills up, or the folder is not a folder that nightjar created.
+        """
+        for old_folder in (self._folder, self._staging):
+            remove_own_folder(old_folder)
+        require_free(self._folder, max(needs_bytes, MIN_STAGE_BYTES), subject=f"the {self._manifest_type.kind} stage")
+        try:
+            with explain_disk_full(self._folder):
+                create_own_folder(self._staging)
+                yield self._staging
+        finally:
+            shutil.rmtree(self._staging, ignore_errors=True)  # `commit` has renamed it, unless the block failed
+
+    def commit(self, **fields: Any) -> ManifestT:
+        """Commit the files of the `writing` block atomically, and return the manifest. `fields`: the fields of its own type."""
+        seconds = time.perf_counter() - self._start_s
+        return seal(self._staging, self._folder, self._manifest_type, fingerprint=self._fingerprint, seconds=seconds, **fields)
 
 
 def seal(staging: Path, folder: Path, manifest_type: type[ManifestT], **fields: Any) -> ManifestT:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recsys_core.errors import InputError
-from recsys_core.manifests import ExportManifest, IndexManifest, IndexReport, fingerprint_of, produce
+from recsys_core.manifests import ExportManifest, IndexManifest, IndexReport, StageFolder, fingerprint_of
 from recsys_core.retrieval.config import IndexConfig, IndexKind
 from recsys_core.retrieval.search import search
 from recsys_core.seeds import INDEX_ORDER_SEED, INDEX_SAMPLE_SEED
@@ -44,7 +44,11 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
     if export.num_items < 2:
         raise InputError(f"the catalogue has {export.num_items} item(s), but an index needs at least 2; add items")
 
-    def build(out: Path) -> dict[str, Any]:
+    stage = StageFolder(folder, IndexManifest, fingerprint=fingerprint_of("index", config, export))
+    if stage.manifest is not None:
+        return stage.manifest
+    needs_bytes = estimate_bytes(config, num_items=export.num_items, dim=export.dim)
+    with stage.writing(needs_bytes=needs_bytes) as out:
         item_ID = np.load(export.path("item_vectors.npy"), mmap_mode="r")
         query_BD = _load_queries(export)
         depth = min(config.recall_k, export.num_items)
@@ -66,17 +70,13 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
                 bytes=(out / f"{kind}.faiss").stat().st_size,
                 parameters=parameters,
             )
-        return {
-            "served": config.served_kind,
-            "similarity": export.similarity,
-            "dim": export.dim,
-            "num_items": export.num_items,
-            "reports": reports,
-        }
-
-    fingerprint = fingerprint_of("index", config, export)
-    needs_bytes = estimate_bytes(config, num_items=export.num_items, dim=export.dim)
-    return produce(folder, IndexManifest, fingerprint=fingerprint, build=build, needs_bytes=needs_bytes)
+        return stage.commit(
+            served=config.served_kind,
+            similarity=export.similarity,
+            dim=export.dim,
+            num_items=export.num_items,
+            reports=reports,
+        )
 
 
 def estimate_bytes(config: IndexConfig, *, num_items: int, dim: int) -> int:

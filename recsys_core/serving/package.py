@@ -5,7 +5,7 @@ Shapes: I items.
 
 import shutil
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -22,8 +22,8 @@ from recsys_core.manifests import (
     IndexManifest,
     InteractionsManifest,
     PackageManifest,
+    StageFolder,
     fingerprint_of,
-    produce,
     record_file,
 )
 from recsys_core.models.spec import ModelSpec
@@ -69,10 +69,16 @@ def build_package(
     - user.<feature>.*.npy: user features in the format of FeaturesManifest.
     - package.json: `Package`.
     """
-
     interactions, features = dataset.interactions, dataset.features
-
-    def build(out: Path) -> dict[str, Any]:
+    fingerprint = fingerprint_of("package", FORMAT_VERSION, config, export, index, interactions, features, evaluation)
+    stage = StageFolder(folder, PackageManifest, fingerprint=fingerprint)
+    if stage.manifest is not None:
+        return stage.manifest
+    copied_files = (
+        index.files[f"{index.served}.faiss"],
+        *(interactions.files[name] for name in ("user_offset.npy", "event_item.npy")),
+    )
+    with stage.writing(needs_bytes=sum(record.bytes for record in copied_files)) as out:
         package_folder = out / "package"
         package_folder.mkdir()
         spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
@@ -106,21 +112,11 @@ def build_package(
             files=files,
         )
         (package_folder / DESCRIPTION_NAME).write_text(description.model_dump_json(indent=2))
-        return {
-            "bytes": sum(path.stat().st_size for path in package_folder.iterdir()),
-            "served_index": index.served,
-            "quantization": config.quantization,
-        }
-
-    fingerprint_parts = ("package", FORMAT_VERSION, config, export, index, interactions, features, evaluation)
-    copied_files = (
-        index.files[f"{index.served}.faiss"],
-        *(interactions.files[name] for name in ("user_offset.npy", "event_item.npy")),
-    )
-    needs_bytes = sum(record.bytes for record in copied_files)
-    return produce(
-        folder, PackageManifest, fingerprint=fingerprint_of(*fingerprint_parts), build=build, needs_bytes=needs_bytes
-    )
+        return stage.commit(
+            bytes=sum(path.stat().st_size for path in package_folder.iterdir()),
+            served_index=index.served,
+            quantization=config.quantization,
+        )
 
 
 def description_sha256(package: PackageManifest) -> str:

@@ -1,14 +1,14 @@
 """Stage `plan`: offline sharding plan for the configured cluster, by TorchRec's planner on meta tensors."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 import torch
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
 from recsys_core.errors import InputError
-from recsys_core.manifests import PlanManifest, fingerprint_of, produce
+from recsys_core.manifests import PlanManifest, StageFolder, fingerprint_of
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
 from recsys_core.preflight import cgroup_limits
@@ -51,17 +51,18 @@ def plan_sharding(
                 "and checkpoint tables on an SSD; choose fused_uvm_caching"
             )
 
-    def build(out: Path) -> dict[str, Any]:
-        plan = make_plan(config, model=model, batch_size=batch_size, optimizer=optimizer, lookup_stats=lookup_stats)
-        write_plan(plan, out)
-        return {"world_size": plan.world_size, "device": plan.device}
-
     device, processes_per_node = resolve_cluster(config.cluster)
     cluster = with_default_memory(config.cluster)
     fingerprint = fingerprint_of(
         "plan", config, cluster, model, batch_size, optimizer.kind, device, processes_per_node, lookup_stats
     )
-    return produce(folder, PlanManifest, fingerprint=fingerprint, build=build)
+    stage = StageFolder(folder, PlanManifest, fingerprint=fingerprint)
+    if stage.manifest is not None:
+        return stage.manifest
+    with stage.writing() as out:
+        plan = make_plan(config, model=model, batch_size=batch_size, optimizer=optimizer, lookup_stats=lookup_stats)
+        write_plan(plan, out)
+        return stage.commit(world_size=plan.world_size, device=plan.device)
 
 
 def write_plan(plan: PlanFile, folder: Path) -> tuple[Path, Path]:

@@ -3,7 +3,6 @@
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from recsys_core.launching.config import Launcher, LocalLauncher
 from recsys_core.launching.heartbeat import HeartbeatFile
 from recsys_core.launching.launch import launch
 from recsys_core.launching.messages import ProcessLayout
-from recsys_core.manifests import Dataset, ExportManifest, TrainManifest, fingerprint_of, produce
+from recsys_core.manifests import Dataset, ExportManifest, StageFolder, TrainManifest, fingerprint_of
 from recsys_core.models.embedding_tables import table_shards
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
@@ -57,8 +56,12 @@ def export_vectors(
     Raises InputError, StageError or LaunchError as `launch` does.
     """
     work = folder.with_name(folder.name + ".work")
-
-    def build(out: Path) -> dict[str, Any]:
+    fingerprint = fingerprint_of("export", model, dataset.interactions, train)
+    stage = StageFolder(folder, ExportManifest, fingerprint=fingerprint)
+    if stage.manifest is not None:
+        shutil.rmtree(work, ignore_errors=True)
+        return stage.manifest
+    with stage.writing(needs_bytes=export_bytes(config.table_optimizer, model=model)) as out:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         job = ExportJob(
@@ -83,20 +86,12 @@ def export_vectors(
         )
         (out / "model.json").write_text(model.model_dump_json(indent=2))
         num_queries = {split: len(np.load(out / f"query_users_{split}.npy")) for split in SPLITS}
-        return {
-            "num_items": model.num_items,
-            "dim": model.config.output_dim,
-            "similarity": model.config.similarity,
-            "num_queries": num_queries,
-        }
-
-    manifest = produce(
-        folder,
-        ExportManifest,
-        fingerprint=fingerprint_of("export", model, dataset.interactions, train),
-        build=build,
-        needs_bytes=export_bytes(config.table_optimizer, model=model),
-    )
+        manifest = stage.commit(
+            num_items=model.num_items,
+            dim=model.config.output_dim,
+            similarity=model.config.similarity,
+            num_queries=num_queries,
+        )
     shutil.rmtree(work, ignore_errors=True)
     return manifest
 

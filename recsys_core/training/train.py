@@ -5,10 +5,9 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from recsys_core.launching.config import Launcher, LocalLauncher
-from recsys_core.manifests import Dataset, InteractionsManifest, PlanManifest, TrainManifest, fingerprint_of, produce
+from recsys_core.manifests import Dataset, InteractionsManifest, PlanManifest, StageFolder, TrainManifest, fingerprint_of
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.config import PLAN_NAME, ShardingConfig
@@ -67,8 +66,13 @@ def train(
     champion_export = start_champion and start_champion.export
     fingerprint = fingerprint_of("train", settings, model, loss, interactions, embeddings, features, plan, champion_export)
     work = folder.with_name(folder.name + ".work")
-
-    def build(out: Path) -> dict[str, Any]:
+    stage = StageFolder(folder, TrainManifest, fingerprint=fingerprint)
+    if stage.manifest is not None:
+        shutil.rmtree(work, ignore_errors=True)
+        return stage.manifest
+    steps_per_epoch = interactions.train_events // (config.batch_size * plan.world_size)
+    needs_bytes = training_bytes(config, model=model, work=work, steps_per_epoch=steps_per_epoch)
+    with stage.writing(needs_bytes=needs_bytes) as out:
         if _job_fingerprint(work) != fingerprint:
             shutil.rmtree(work, ignore_errors=True)  # checkpoints and metrics of other settings
         if full_training_reason is not None:
@@ -95,15 +99,12 @@ def train(
         )
         num_attempts, last_plan = launch_with_retries(job, launcher=launcher, sharding=sharding, on_progress=on_progress)
         result = _copy_result(job, plan=last_plan, out=out)
-        return result.model_dump(exclude={"checkpoint"}) | {
-            "attempts": num_attempts,
-            "warm_from": start_champion and start_champion.run_id,
-            "num_warm_starts": start_champion.train.num_warm_starts + 1 if start_champion else 0,
-        }
-
-    steps_per_epoch = interactions.train_events // (config.batch_size * plan.world_size)
-    needs_bytes = training_bytes(config, model=model, work=work, steps_per_epoch=steps_per_epoch)
-    manifest = produce(folder, TrainManifest, fingerprint=fingerprint, build=build, needs_bytes=needs_bytes)
+        manifest = stage.commit(
+            **result.model_dump(exclude={"checkpoint"}),
+            attempts=num_attempts,
+            warm_from=start_champion and start_champion.run_id,
+            num_warm_starts=start_champion.train.num_warm_starts + 1 if start_champion else 0,
+        )
     shutil.rmtree(work, ignore_errors=True)
     return manifest
 

@@ -10,9 +10,10 @@ import pytest
 
 from flows import run_history
 from flows.history import champion_version
-from recsys_core.manifests import DataReportManifest, Manifest, RegistrationManifest, produce
+from recsys_core.manifests import DataReportManifest, Manifest, RegistrationManifest
 from tasks.run import Run
 from tests.flows.run_folders import FIRST_START, METRIC, month_of_runs, past_run
+from tests.recsys_core.manifests.committed_stage import commit_stage
 
 REGISTERED = {
     "model_name": "films", "version": "3", "alias": "champion", "promoted": True, "reasons": ("better",), "mlflow_run_id": "r",
@@ -57,7 +58,7 @@ def test_a_run_of_an_earlier_version_is_read_from_its_manifests(
         run.config_file.write_text("name: films\n")
         assert run_history(tmp_path)[0].record.state == "Running"
     assert run_history(tmp_path)[0].record.state == "Interrupted"
-    produce(run.stage_folder(stage), manifest_type, fingerprint="f", build=lambda folder: fields)
+    commit_stage(run.stage_folder(stage), manifest_type, fingerprint="f", build=lambda folder: fields)
     record = run_history(tmp_path)[0].record
     assert (record.state, record.message) == (state, message)
     assert record.started == datetime(2026, 11, 21, 2, 15, tzinfo=UTC)

@@ -10,8 +10,9 @@ import flows
 import recsys_core
 from flows import RunResults, open_run
 from recsys_core.errors import InputError, StageError
-from recsys_core.manifests import EvaluationManifest, produce
+from recsys_core.manifests import EvaluationManifest
 from tasks.run import Run
+from tests.recsys_core.manifests.committed_stage import commit_stage
 
 
 def test_every_name_of_the_api_exists_and_no_other() -> None:
@@ -32,7 +33,7 @@ def test_importing_the_packages_imports_neither_prefect_nor_torch() -> None:
 
 def evaluated(workspace: Path, run_id: str) -> None:
     run = Run(run_id, workspace=workspace, experiment="e")
-    produce(
+    commit_stage(
         run.stage_folder("evaluate"),
         EvaluationManifest,
         fingerprint="f",

@@ -26,7 +26,6 @@ from recsys_core.manifests import (
     PackageManifest,
     PlanManifest,
     TrainManifest,
-    produce,
 )
 from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
@@ -39,6 +38,7 @@ from recsys_core.training.job_spec import Progress
 from tasks.registry import gate
 from tasks.registry.smoke_test import K, ServedSample, UnusableVersionError
 from tests.recsys_core.evaluation.stage_folders import export_stage, interactions_stage
+from tests.recsys_core.manifests.committed_stage import commit_stage
 
 ITEMS, USERS, DIM, CLUSTERS = 120, 30, 8, 4
 STEPS = (20, 40, 60)
@@ -153,7 +153,7 @@ def _plan(folder: Path) -> PlanManifest:
         (out / "plan.json").write_text("{}")
         return {"world_size": 2, "device": "cpu"}
 
-    return produce(folder, PlanManifest, fingerprint="plan", build=build)
+    return commit_stage(folder, PlanManifest, fingerprint="plan", build=build)
 
 
 def progress(step: int) -> Progress:
@@ -176,4 +176,4 @@ def _train(folder: Path) -> TrainManifest:
             "validation": {"ndcg@10": 0.5},
         }
 
-    return produce(folder, TrainManifest, fingerprint="train", build=build)
+    return commit_stage(folder, TrainManifest, fingerprint="train", build=build)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from recsys_core.errors import StageError
-from recsys_core.manifests import DataReportManifest, RegistrationManifest, produce
+from recsys_core.manifests import DataReportManifest, RegistrationManifest
 from tasks.run import Run, RunOptions
 from tasks.run_record import RunRecord, record_run
+from tests.recsys_core.manifests.committed_stage import commit_stage
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def test_a_record_has_state_reason_and_the_figures_of_the_stages(run: Run) -> No
     metrics = {"served/recall@20": 0.25, "champion/recall@20": 0.2}
     with run.lock(), record_run(run, pipeline="films") as ending:
         assert (read(run).state, read(run).seconds) == ("Running", None)
-        produce(run.stage_folder("register"), RegistrationManifest, fingerprint="f", build=lambda folder: {
+        commit_stage(run.stage_folder("register"), RegistrationManifest, fingerprint="f", build=lambda folder: {
             "model_name": "m", "version": "3", "alias": "champion", "promoted": True, "reasons": ("better",),
             "mlflow_run_id": "r", "metrics": metrics,
         })  # fmt: skip
@@ -88,7 +89,7 @@ def test_a_run_is_running_while_its_process_lives_and_interrupted_after_a_kill(r
     assert ready.wait(60) and process.pid is not None
     assert read(run).state == "Running"
     fields = {"metrics": {}, "breaches": (), "warnings": (), "compared_with": None}
-    produce(run.stage_folder("check_data"), DataReportManifest, fingerprint="f", build=lambda folder: fields)
+    commit_stage(run.stage_folder("check_data"), DataReportManifest, fingerprint="f", build=lambda folder: fields)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     record = read(run)

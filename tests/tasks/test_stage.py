@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from recsys_core.manifests import PlanManifest, produce
+from recsys_core.manifests import PlanManifest
 from tasks.run import Run, StageName
 from tasks.stage import StoppedEarly, stage
+from tests.recsys_core.manifests.committed_stage import commit_stage
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PlanManifest | None]:
     def plan(folder: Path | None, *, run: Run) -> tuple[PlanManifest | None, str]:
         if folder is None:
             return None, "nothing to plan"
-        manifest = produce(folder, PlanManifest, fingerprint="f", build=lambda out: {"world_size": 2, "device": "cpu"})
+        manifest = commit_stage(folder, PlanManifest, fingerprint="f", build=lambda out: {"world_size": 2, "device": "cpu"})
         return manifest, "2 cpu ranks"
 
     return plan

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +25,7 @@ from recsys_core.data.embeddings.row_faults import RowFaults, reject_faults
 from recsys_core.data.embeddings.schema import VectorFiles, check_embeddings, check_pca_dim, require_one_dim
 from recsys_core.disk import allocate_npy
 from recsys_core.errors import InputError
-from recsys_core.manifests import EmbeddingsManifest, VectorTable, fingerprint_of, produce
+from recsys_core.manifests import EmbeddingsManifest, StageFolder, VectorTable, fingerprint_of
 from recsys_core.parquet.duckdb_session import database
 from recsys_core.parquet.guards import verify_sidecars
 from recsys_core.parquet.local_copies import local_files
@@ -45,16 +44,16 @@ def ingest_embeddings(
     """
     entries = check_embeddings(configs, data_root=data_root)
     records = tuple(source.record for files in entries for source in (*files.sources, *files.id_map))
-
-    def build(out: Path) -> dict[str, Any]:
+    settings = [config.result_settings() for config in configs]
+    stage = StageFolder(folder, EmbeddingsManifest, fingerprint=fingerprint_of("embeddings", settings, records))
+    if stage.manifest is not None:
+        return stage.manifest
+    with stage.writing() as out:
         tables: dict[str, VectorTable] = {}
         for table in dict.fromkeys(files.config.table for files in entries):
             table_entries = [files for files in entries if files.config.table == table]
             tables[table] = _build_table(table_entries, table=table, out=out)
-        return {"tables": tables, "sources": records}
-
-    settings = [config.result_settings() for config in configs]
-    return produce(folder, EmbeddingsManifest, fingerprint=fingerprint_of("embeddings", settings, records), build=build)
+        return stage.commit(tables=tables, sources=records)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import duckdb
 import numpy as np
@@ -24,8 +23,8 @@ from recsys_core.manifests import (
     FeatureTableFacts,
     IdType,
     InteractionsManifest,
+    StageFolder,
     fingerprint_of,
-    produce,
     record_file,
 )
 from recsys_core.parquet.duckdb_session import SQL_TYPE, database, quoted, scan, scan_all
@@ -74,8 +73,11 @@ def ingest_features(
     vector_tables = {} if embeddings is None else embeddings.tables
     check_vectors(tables, id_types={name: table.id_type for name, table in vector_tables.items()})
     records = tuple(source.record for table in tables if table.side != "context" for source in table.sources)
-
-    def build(out: Path) -> dict[str, Any]:
+    fingerprint = fingerprint_of("features", config, interactions, previous, embeddings, records)
+    stage = StageFolder(folder, FeaturesManifest, fingerprint=fingerprint)
+    if stage.manifest is not None:
+        return stage.manifest
+    with stage.writing() as out:
         scratch = out / "scratch"
         scratch.mkdir()
         features: dict[str, FeatureFacts] = {}
@@ -106,10 +108,7 @@ def ingest_features(
                     )
                     features[key] = encode(column)
         shutil.rmtree(scratch)
-        return {"lineage": interactions.lineage, "features": features, "tables": table_facts, "sources": records}
-
-    fingerprint = fingerprint_of("features", config, interactions, previous, embeddings, records)
-    return produce(folder, FeaturesManifest, fingerprint=fingerprint, build=build)
+        return stage.commit(lineage=interactions.lineage, features=features, tables=table_facts, sources=records)
 
 
 def _load_table(

@@ -14,7 +14,7 @@ from recsys_core.data.interactions.incremental import gather_parts
 from recsys_core.data.interactions.schema import InteractionsInput, check_interactions
 from recsys_core.data.interactions.vocabulary import assign_rows, create_id_table, write_vocabulary
 from recsys_core.errors import InputError
-from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest, fingerprint_of, produce
+from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest, StageFolder, fingerprint_of
 from recsys_core.parquet.columns import require_one_type
 from recsys_core.parquet.duckdb_session import database
 
@@ -46,26 +46,28 @@ def ingest_interactions(
     records = tuple(source.record for source in log.sources)
     settings = config.result_settings()
     fingerprint = fingerprint_of("interactions", settings, embeddings, records, previous)
+    stage = StageFolder(folder, InteractionsManifest, fingerprint=fingerprint)
+    if stage.manifest is not None:
+        return stage.manifest
     rebuild_reason = _rebuild_reason(config, log, previous)
     continued_run = None if rebuild_reason else previous
-    vocabulary_facts = {
-        "continues": continued_run.fingerprint if continued_run else None,
-        "lineage": continued_run.lineage if continued_run else fingerprint,
-        "run_number": continued_run.run_number + 1 if continued_run else 1,
-        "rebuild_reason": rebuild_reason,
-    }
-
-    def build(out: Path) -> dict[str, Any]:
+    with stage.writing() as out:
         spill = out / "spill"
         with database(
             memory_limit=config.memory_limit, threads=config.threads, spill=spill, subject="interactions"
         ) as connection:
             facts = _ingest(connection, config, log, embeddings, out, continued_run=continued_run)
         shutil.rmtree(spill, ignore_errors=True)
-        id_types = {"user_id_type": log.user_id_type, "item_id_type": log.item_id_type}
-        return facts | vocabulary_facts | id_types | {"sources": records}
-
-    return produce(folder, InteractionsManifest, fingerprint=fingerprint, build=build)
+        return stage.commit(
+            **facts,
+            continues=continued_run.fingerprint if continued_run else None,
+            lineage=continued_run.lineage if continued_run else fingerprint,
+            run_number=continued_run.run_number + 1 if continued_run else 1,
+            rebuild_reason=rebuild_reason,
+            user_id_type=log.user_id_type,
+            item_id_type=log.item_id_type,
+            sources=records,
+        )
 
 
 def _ingest(

@@ -8,7 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recsys_core.manifests import InteractionsManifest, SourceFile, fingerprint_of, produce
+from recsys_core.manifests import InteractionsManifest, SourceFile, fingerprint_of
+from tests.recsys_core.manifests.committed_stage import commit_stage
 
 Parts = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]], Sequence[tuple[int, int]]]
 """A user's training, validation and test events: (item row, time in microseconds)."""
@@ -59,4 +60,4 @@ def interactions_of(
         } | facts  # fmt: skip
 
     fingerprint = fingerprint_of("by hand", str(users), item_ids, facts)
-    return produce(folder, InteractionsManifest, fingerprint=fingerprint, build=build)
+    return commit_stage(folder, InteractionsManifest, fingerprint=fingerprint, build=build)

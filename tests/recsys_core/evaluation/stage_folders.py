@@ -18,10 +18,10 @@ from recsys_core.manifests import (
     FeaturesManifest,
     InteractionsManifest,
     VectorTable,
-    produce,
 )
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
+from tests.recsys_core.manifests.committed_stage import commit_stage
 
 Events = Sequence[Sequence[int]]
 """Item rows per user."""
@@ -76,7 +76,7 @@ def interactions_stage(
             "parts": (),
         }
 
-    return produce(folder, InteractionsManifest, fingerprint="interactions", build=build)
+    return commit_stage(folder, InteractionsManifest, fingerprint="interactions", build=build)
 
 
 def embeddings_stage(folder: Path, vectors: np.ndarray) -> EmbeddingsManifest:
@@ -86,7 +86,7 @@ def embeddings_stage(folder: Path, vectors: np.ndarray) -> EmbeddingsManifest:
         item = VectorTable(rows=len(vectors), dim=vectors.shape[1], id_type="int64")
         return {"tables": {"item": item}, "sources": ()}
 
-    return produce(folder, EmbeddingsManifest, fingerprint="embeddings", build=build)
+    return commit_stage(folder, EmbeddingsManifest, fingerprint="embeddings", build=build)
 
 
 def features_stage(folder: Path, store: FeatureStore, *, facts: Mapping[str, FeatureFacts]) -> FeaturesManifest:
@@ -97,7 +97,7 @@ def features_stage(folder: Path, store: FeatureStore, *, facts: Mapping[str, Fea
                     np.save(out / f"{key}.{name}.npy", array)
         return {"lineage": "interactions", "features": dict(facts), "tables": {}, "sources": ()}
 
-    return produce(folder, FeaturesManifest, fingerprint="features", build=build)
+    return commit_stage(folder, FeaturesManifest, fingerprint="features", build=build)
 
 
 def export_stage(
@@ -138,4 +138,4 @@ def export_stage(
             "num_queries": {split: len(users) for split, (users, _) in queries.items()},
         }
 
-    return produce(folder, ExportManifest, fingerprint="export", build=build)
+    return commit_stage(folder, ExportManifest, fingerprint="export", build=build)

@@ -6,8 +6,9 @@ from matplotlib.figure import Figure
 
 from recsys_core import plots
 from recsys_core.evaluation.report import metric_table, plot_loss, plot_recall, to_markdown
-from recsys_core.manifests import TrainManifest, produce
+from recsys_core.manifests import TrainManifest
 from recsys_core.training.job_spec import Progress
+from tests.recsys_core.manifests.committed_stage import commit_stage
 
 METRICS = {
     "test/recall@10": 0.2,
@@ -67,7 +68,7 @@ def train_stage(folder: Path, *, best_epoch: int | None) -> TrainManifest:
             "attempts": 1, "best_epoch": best_epoch, "validation": {},
         }  # fmt: skip
 
-    return produce(folder, TrainManifest, fingerprint="train", build=build)
+    return commit_stage(folder, TrainManifest, fingerprint="train", build=build)
 
 
 @pytest.fixture

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from recsys_core.errors import InputError
-from recsys_core.manifests import MARKER, PlanManifest, produce
+from recsys_core.manifests import MARKER, PlanManifest
 from recsys_core.manifests.ownership import create_own_folder, remove_own_folder
+from tests.recsys_core.manifests.committed_stage import commit_stage
 
 
 def build(folder: Path) -> dict[str, object]:
@@ -26,7 +27,7 @@ def test_a_stage_does_not_replace_files_of_the_user(tmp_path: Path, place: str, 
     if how == "link":
         (tmp_path / place).symlink_to(theirs)
     with pytest.raises(InputError, match=str(tmp_path / place)):
-        produce(tmp_path / "plan", PlanManifest, fingerprint="f", build=build)
+        commit_stage(tmp_path / "plan", PlanManifest, fingerprint="f", build=build)
     assert (theirs if how == "file" else theirs / "mine.npy").read_text() == "kept"
     assert (tmp_path / place).is_symlink() == (how == "link")
 
@@ -34,7 +35,7 @@ def test_a_stage_does_not_replace_files_of_the_user(tmp_path: Path, place: str, 
 def test_a_stage_replaces_an_older_stage_or_an_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "plan").mkdir()
     for fingerprint in ("a", "b"):
-        made = produce(tmp_path / "plan", PlanManifest, fingerprint=fingerprint, build=build)
+        made = commit_stage(tmp_path / "plan", PlanManifest, fingerprint=fingerprint, build=build)
         assert made.fingerprint == fingerprint and set(made.files) == {"plan.json"}
 
 

@@ -26,12 +26,13 @@ from recsys_core.manifests import (
     MANIFEST_NAME,
     MARKER,
     Manifest,
+    StageFolder,
     fingerprint_of,
     load_manifest,
-    produce,
     require_manifest,
     stage_folder,
 )
+from tests.recsys_core.manifests.committed_stage import commit_stage
 
 
 class SquaresManifest(Manifest):
@@ -56,7 +57,7 @@ def never(folder: Path) -> dict[str, object]:
 def make(
     folder: Path, *, build: Callable[[Path], dict[str, object]] = write_squares, fingerprint: str = "a"
 ) -> SquaresManifest:
-    return produce(folder, SquaresManifest, fingerprint=fingerprint, build=build)
+    return commit_stage(folder, SquaresManifest, fingerprint=fingerprint, build=build)
 
 
 def test_the_manifest_lists_every_file_with_size_and_hash(tmp_path: Path) -> None:
@@ -104,6 +105,13 @@ def test_an_exception_in_build_leaves_nothing_behind(tmp_path: Path, error: Base
         make(tmp_path / "stage", build=fail)
     assert list(tmp_path.iterdir()) == []
     assert make(tmp_path / "stage").count == 4
+
+
+def test_files_that_are_not_committed_are_removed(tmp_path: Path) -> None:
+    stage = StageFolder(tmp_path / "stage", SquaresManifest, fingerprint="a")
+    with stage.writing() as out:
+        write_squares(out)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_manifest_field_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -264,9 +272,9 @@ def test_too_little_disk_space_raises_before_the_stage_begins(small_disk: Path) 
         rf"free some space, or set workspace to a folder on a larger disk than the one at {small_disk}$"
     )
     with pytest.raises(InputError, match=says):
-        produce(small_disk / "stage", SquaresManifest, fingerprint="a", build=never, needs_bytes=2**30)
+        commit_stage(small_disk / "stage", SquaresManifest, fingerprint="a", build=never, needs_bytes=2**30)
     made = make(small_disk / "stage")
-    assert produce(small_disk / "stage", SquaresManifest, fingerprint="a", build=never, needs_bytes=2**30) == made
+    assert commit_stage(small_disk / "stage", SquaresManifest, fingerprint="a", build=never, needs_bytes=2**30) == made
 
 
 def flat_index() -> faiss.IndexFlatIP:

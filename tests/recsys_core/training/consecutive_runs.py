@@ -20,7 +20,6 @@ from recsys_core.manifests import (
     FeaturesManifest,
     InteractionsManifest,
     TrainManifest,
-    produce,
 )
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss_config import LossConfig
@@ -37,6 +36,7 @@ from recsys_core.training.process_group import Process
 from tests.gloo import run_ranks
 from tests.recsys_core.data.interaction_logs import Event, ingest, write_log
 from tests.recsys_core.data.parquet_files import write
+from tests.recsys_core.manifests.committed_stage import commit_stage
 
 RANKS, DIM = 2, 8
 TRAINING = TrainingConfig(epochs=1, batch_size=16, validation=None, checkpoint_every_steps=1000, seed=3)
@@ -160,8 +160,8 @@ def train_champion(run: PreparedRun) -> Champion:
         result = TrainResult.model_validate_json((job.work / RESULT_NAME).read_bytes())
         return result.model_dump(exclude={"checkpoint"}) | {"attempts": 1}
 
-    produce(run.folder / "export", ExportManifest, fingerprint="export", build=build)
-    produce(run.folder / "train", TrainManifest, fingerprint="train", build=trained)
+    commit_stage(run.folder / "export", ExportManifest, fingerprint="export", build=build)
+    commit_stage(run.folder / "train", TrainManifest, fingerprint="train", build=trained)
     champion = Champion.open("first", **{name: run.folder / name for name in ("train", "export", "interactions", "features")})
     assert champion is not None
     return champion

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from recsys_core.errors import InputError
-from recsys_core.manifests import Dataset, ExportManifest, FeatureFacts, FeaturesManifest, PlanManifest, TrainManifest, produce
+from recsys_core.manifests import Dataset, ExportManifest, FeatureFacts, FeaturesManifest, PlanManifest, TrainManifest
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import TableOptimizer
@@ -22,6 +22,7 @@ from recsys_core.training.config import TrainingConfig, WarmStartConfig
 from recsys_core.training.train import choose_start, train
 from tests.recsys_core.data.interaction_logs import ingest
 from tests.recsys_core.data.parquet_files import write
+from tests.recsys_core.manifests.committed_stage import commit_stage
 from tests.recsys_core.training.consecutive_runs import PreparedRun, prepare_run
 
 ADVICE = "set training.warm_start to null for this run, or go back to the old setting"
@@ -43,8 +44,8 @@ def champion(run: PreparedRun) -> Champion:
         (out / "model.json").write_text(run.spec.model_dump_json())
         return {"num_items": 1, "dim": 8, "similarity": "cosine", "num_queries": {}}
 
-    produce(run.folder / "export", ExportManifest, fingerprint="export", build=build)
-    produce(run.folder / "train", TrainManifest, fingerprint="train", build=lambda out: TRAINED)
+    commit_stage(run.folder / "export", ExportManifest, fingerprint="export", build=build)
+    commit_stage(run.folder / "train", TrainManifest, fingerprint="train", build=lambda out: TRAINED)
     champion = open_champion(run)
     assert champion is not None
     return champion
@@ -195,7 +196,9 @@ def test_a_layer_of_another_shape_is_rejected_with_both_shapes(run: PreparedRun,
 def test_the_stage_rejects_an_incompatible_champion_before_the_launch(
     run: PreparedRun, champion: Champion, tmp_path: Path
 ) -> None:
-    plan = produce(tmp_path / "plan", PlanManifest, fingerprint="plan", build=lambda out: {"world_size": 2, "device": "cpu"})
+    plan = commit_stage(
+        tmp_path / "plan", PlanManifest, fingerprint="plan", build=lambda out: {"world_size": 2, "device": "cpu"}
+    )
     plan = plan.model_copy(update={"files": {"plan.json": None}})
     with pytest.raises(InputError, match=r"model.embedding_dim is 16 in this run"):
         train(
@@ -214,7 +217,9 @@ def test_the_stage_rejects_an_incompatible_champion_before_the_launch(
 def test_the_stage_trains_from_scratch_if_the_champion_was_trained_on_held_out_events(
     run: PreparedRun, champion: Champion, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan = produce(tmp_path / "plan", PlanManifest, fingerprint="plan", build=lambda out: {"world_size": 2, "device": "cpu"})
+    plan = commit_stage(
+        tmp_path / "plan", PlanManifest, fingerprint="plan", build=lambda out: {"world_size": 2, "device": "cpu"}
+    )
     plan = plan.model_copy(update={"files": {"plan.json": None}})
     shorter = pq.read_table(run.folder / "data/log.parquet").filter(pc.field("t") < 7)
     log = write(tmp_path / "log.parquet", **shorter.to_pydict())

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from recsys_core.manifests import DataReportManifest, Manifest, RegistrationManifest, create_own_folder, produce
+from recsys_core.manifests import DataReportManifest, Manifest, RegistrationManifest, create_own_folder
 from tasks.run import CHAMPION_FILE_NAME, Run
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
+from tests.recsys_core.manifests.committed_stage import commit_stage
 
 LARGE = 40_000
 """Size of the arrays of a stage in bytes."""
@@ -30,7 +31,7 @@ def _stage(folder: Path, manifest_type: type[Manifest], fields: dict[str, Any]) 
         (out / "package" / "package.json").write_text("{}")
         return fields
 
-    produce(folder, manifest_type, fingerprint="f", build=build)
+    commit_stage(folder, manifest_type, fingerprint="f", build=build)
 
 
 def build_template(folder: Path) -> Path:

@@ -1,7 +1,8 @@
 """The schedule of a pipeline: cron expressions and time zones that Prefect also accepts, and messages for the others."""
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from zoneinfo import ZoneInfo
 
 import pytest
 
@@ -66,17 +67,27 @@ def test_prefect_plans_the_same_next_start(expression: str) -> None:
     assert ScheduleConfig(cron=expression, timezone="Europe/Berlin").next_start(after) == next_start
 
 
-def test_a_planned_start_that_the_clock_skips_in_spring_still_happens_on_that_day_in_prefect_too() -> None:
+@pytest.mark.parametrize(
+    ("day", "planned_hours"),
+    [(datetime(2027, 3, 28, tzinfo=UTC), (3, 2, 2)), (datetime(2026, 10, 25, tzinfo=UTC), (2, 2, 2))],
+    ids=["spring", "autumn"],
+)
+def test_a_start_in_the_hour_of_a_clock_change_happens_once(day: datetime, planned_hours: tuple[int, ...]) -> None:
     import asyncio
 
     from prefect.server.schemas.schedules import CronSchedule
 
-    after = datetime(2027, 3, 28, tzinfo=UTC)  # at 01:00 UTC the clocks of Berlin go from 02:00 to 03:00
-    (next_start,) = asyncio.run(CronSchedule(cron="15 2 * * *", timezone="Europe/Berlin").get_dates(1, start=after))
-    assert next_start.astimezone(UTC).day == 28
-    planned = ScheduleConfig(cron="15 2 * * *", timezone="Europe/Berlin").next_start(after)
-    assert planned is not None
-    assert planned.astimezone(UTC).day == 28
+    schedule = CronSchedule(cron="15 2 * * *", timezone="Europe/Berlin")
+    times = [day + timedelta(minutes=10 * step) for step in range(-12, 18)]  # Prefect plans the next starts again and again
+    plans = [[start.astimezone(UTC) for start in asyncio.run(schedule.get_dates(3, start=time))] for time in times]
+    starts = sorted({start for plan in plans for start in plan if start < day + timedelta(days=3)})
+    local_starts = [start.astimezone(ZoneInfo("Europe/Berlin")) for start in starts]
+    assert [(start.day - day.day, start.hour, start.minute) for start in local_starts] == [
+        (number, hour, 15) for number, hour in enumerate(planned_hours)
+    ]
+    own_start = ScheduleConfig(cron="15 2 * * *", timezone="Europe/Berlin").next_start(times[0])
+    assert own_start is not None
+    assert (own_start.day, own_start.hour) == (day.day, planned_hours[0])
 
 
 def test_a_pipeline_without_a_cron_expression_has_no_planned_start() -> None:

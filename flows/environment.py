@@ -21,6 +21,7 @@ def prepare(workspace: Path, *, verbose: bool = False) -> None:
         "PREFECT_HOME": str((workspace / "prefect").absolute()),
         # Prefect's messages are in its log and its UI, not in the terminal.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO" if verbose else "CRITICAL",
+        "PREFECT_LOGGING_INTERNAL_LEVEL": "INFO" if verbose else "CRITICAL",
         "MLFLOW_LOGGING_LEVEL": "INFO" if verbose else "WARNING",
     }
     for name, value in defaults.items():
@@ -53,6 +54,7 @@ def require_writable(workspace: Path) -> None:
 
 def silence_libraries() -> None:
     """Silence log messages and warnings of libraries. Call before importing them."""
+    logging.raiseExceptions = False  # Prefect would print an error for each record that its server does not take
     # Logging through an unconfigured root logger would install a handler that prints to stderr.
     logging.getLogger().addHandler(logging.NullHandler())
     # TorchRec traces the model with torch.fx, which logs a warning about a function of TorchRec.

@@ -9,6 +9,7 @@ ENVIRONMENT = {
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
     "PREFECT_LOGGING_EXTRA_LOGGERS": "nightjar,recsys_core",
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+    "PREFECT_CLIENT_MAX_RETRIES": "6",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "60",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
@@ -16,9 +17,9 @@ ENVIRONMENT = {
 }
 """Environment variables that Prefect and MLflow read when they are imported.
 
-The variables turn off usage reports and pickled models, send the log of nightjar to Prefect, give requests to MLflow a shorter
-deadline (its defaults are 120 s and 7 retries), and keep MLflow from printing progress bars and its address, which may contain
-a password.
+The variables turn off usage reports and pickled models, send the log of nightjar to Prefect, retry requests to Prefect for two
+minutes (2 + 4 + ... + 64 s, twice its default), give requests to MLflow a shorter deadline (its defaults are 120 s and 7
+retries), and keep MLflow from printing progress bars and its address, which may contain a password.
 """
 
 for _name, _value in ENVIRONMENT.items():

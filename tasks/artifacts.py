@@ -1,11 +1,12 @@
 """Artifacts of a run in the Prefect UI: pages, images, links, and the progress of the training.
 
 The keys contain the name of the pipeline, so two pipelines on one server have separate histories. Without a flow run nothing is
-sent. An artifact that cannot be sent is a warning, because the run does not need it.
+sent. An artifact that cannot be sent within half a minute is a warning, because the run does not need it.
 """
 
 import base64
 import hashlib
+import logging
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -20,12 +21,17 @@ from prefect.artifacts import (
     create_progress_artifact,
     update_progress_artifact,
 )
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from recsys_core.training.job_spec import Progress
 from tasks.reporting import LOG, show_bar, training_note
 from tasks.run import Run
 
+_NUM_RETRIES = 4
+"""Retries of a failed request: 2 + 4 + 8 + 16 s, time for a restart of the server."""
 _PROGRESS_EVERY_S = 5.0
+_PROGRESS_PAUSE_S = 30.0
+"""Pause after an update of the progress that failed."""
 
 
 def artifact_key(pipeline: str, name: str) -> str:
@@ -62,28 +68,38 @@ def show_link(run: Run, name: str, address: str, *, text: str) -> None:
         show_markdown(run, name, f"{text}: `{address}`")
 
 
-def _send(run: Run, name: str, create: Callable[[str], object]) -> UUID | None:
-    """Return the id of the artifact that `create` sends under the key of `name`; None if it was not sent."""
+def _send(
+    run: Run, name: str, create: Callable[[str], object], *, num_retries: int = _NUM_RETRIES, level: int = logging.WARNING
+) -> UUID | None:
+    """Return the id of the artifact that `create` sends under the key of `name`; None if it was not sent.
+
+    Args:
+        level: level of the log record about an artifact that was not sent.
+    """
     if run.flow_run_id is None:
         return None
     key = artifact_key(run.pipeline, name)
     try:
-        return cast(UUID, create(key))
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: num_retries}):
+            return cast(UUID, create(key))
     except Exception as error:  # any error of the server or the network
-        LOG.warning("could not send the artifact %s to Prefect (%s: %s); the run continues", key, type(error).__name__, error)
+        LOG.log(
+            level, "could not send the artifact %s to Prefect (%s: %s); the run continues", key, type(error).__name__, error
+        )
         return None
 
 
 class TrainingProgress:
     """The progress of training: sent to the terminal at once, and to a Prefect artifact every few seconds.
 
-    Each update of the artifact is a request. The first failed request ends the updates; training continues.
+    The thread that supervises the training sends the updates of the artifact, so a request is retried once only. After a failed
+    update, the next one follows after a pause, without another warning.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._artifact_id: UUID | None = None  # None while nothing has been sent, e.g. for a training that is reused
-        self._sent_at, self._reachable = -_PROGRESS_EVERY_S, run.flow_run_id is not None
+        self._next_update_s, self._has_failed = 0.0, False
         self._validation: Mapping[str, float] = {}
 
     def send(self, progress: Progress) -> None:
@@ -91,19 +107,19 @@ class TrainingProgress:
         self._validation = progress.validation or self._validation
         note = training_note(progress, validation=self._validation)
         show_bar("train", done=progress.step, total=progress.total_steps, note=note)
-        if time.monotonic() - self._sent_at >= _PROGRESS_EVERY_S:
-            self._update(100 * progress.step / progress.total_steps, f"{note}  {progress.samples_per_s:,.0f} samples/s")
+        if time.monotonic() >= self._next_update_s:
+            description = f"{note}  {progress.samples_per_s:,.0f} samples/s"
+            sent = self._update(100 * progress.step / progress.total_steps, description, num_retries=1)
+            self._next_update_s = time.monotonic() + (_PROGRESS_EVERY_S if sent else _PROGRESS_PAUSE_S)
 
     def finish(self, facts: str) -> str:
         """Set the artifact, if there is one, to 100 %, also after early stopping. Return `facts`."""
         if self._artifact_id is not None:
-            self._update(100.0, facts)
+            self._update(100.0, facts, num_retries=_NUM_RETRIES)
         return facts
 
-    def _update(self, percent: float, description: str) -> None:
-        if not self._reachable:
-            return
-        self._sent_at = time.monotonic()
+    def _update(self, percent: float, description: str, *, num_retries: int) -> bool:
+        """Create or update the artifact; return whether it was sent."""
 
         def send(key: str) -> UUID:
             if self._artifact_id is None:
@@ -111,5 +127,7 @@ class TrainingProgress:
             update_progress_artifact(self._artifact_id, percent, description=description)
             return self._artifact_id
 
-        sent = _send(self._run, "training-progress", send)
-        self._artifact_id, self._reachable = sent or self._artifact_id, sent is not None
+        level = logging.DEBUG if self._has_failed else logging.WARNING
+        sent = _send(self._run, "training-progress", send, num_retries=num_retries, level=level)
+        self._artifact_id, self._has_failed = sent or self._artifact_id, sent is None
+        return sent is not None

@@ -1,5 +1,7 @@
 """Run flows from the command line: `run_flow` with locks, signals and errors for any flow; `run_nightly` for `nightjar run`."""
 
+import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,13 @@ from recsys_core.errors import NightjarError, StageError, TrackingServerError, r
 from recsys_core.evaluation.report import metric_table
 from recsys_core.manifests import TrainManifest, require_own_folder
 from tasks.run import Run, RunOptions, StageName, new_run_id, workspace_lock
-from tasks.run_record import write_traceback
+from tasks.run_record import RunRecord, write_traceback
+
+LOG = logging.getLogger("nightjar")
+
+
+class PrefectServerError(StageError):
+    """The Prefect server did not answer for two minutes, or returned an error."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,7 @@ def run_flow(
 
     Raises:
         NightjarError: the flow raised it.
+        PrefectServerError: the Prefect server does not work.
         StageError: the flow raised any other exception.
     """
     workspace = command.config.workspace
@@ -67,7 +76,17 @@ def run_flow(
         except NightjarError:
             raise
         except Exception as error:  # any error of a library
-            raise save_traceback(error, folder=folder) from error
+            raise _prefect_error(error) or save_traceback(error, folder=folder) from error
+
+
+def _prefect_error(error: Exception) -> PrefectServerError | None:
+    """Convert an error of Prefect's client to one sentence; None if it is another error."""
+    from httpx import HTTPError  # MLflow's client has other errors
+
+    if not isinstance(error, HTTPError) and not str(error).startswith("Failed to reach API"):
+        return None
+    problem = f"Prefect at {os.environ.get('PREFECT_API_URL')} does not work: {type(error).__name__}: {error}"
+    return PrefectServerError(redacted(f"{' '.join(problem.split())}; check the server and PREFECT_API_URL"))
 
 
 def save_traceback(error: Exception, *, folder: Path) -> StageError:
@@ -105,6 +124,12 @@ def run_nightly(command: Command, *, resume: str | None, until: StageName | None
         run_flow(load_flow, command, run_id=run.run_id, folder=run.folder, how_to_resume=how_to_resume, parameters=parameters)
     except TrackingServerError as error:
         raise StageError(f"{error}; resume the run with --resume {run.run_id}") from None
+    except PrefectServerError as error:
+        record = RunRecord.read(run)
+        if record is None or record.state in ("Failed", "Interrupted"):
+            raise StageError(f"{error}; {how_to_resume()}") from None
+        with output.stage_lines():
+            LOG.warning("%s; the run ended as %s, but Prefect did not receive this state", error, record.state)
     # The run's folder may hold later stages from an earlier start of the run.
     return RunResults.read(run, until="package" if options.dry_run and until in (None, "register") else until)
 

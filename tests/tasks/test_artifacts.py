@@ -51,6 +51,28 @@ def test_the_progress_artifact_ends_at_100_percent_where_training_stopped_early(
     assert sent == [70.0, 100.0]
 
 
+def test_the_progress_artifact_is_sent_again_after_an_outage_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
+    monkeypatch.setattr(artifacts, "_PROGRESS_PAUSE_S", 0.0)
+    sent: list[float] = []
+
+    def send(percent: float, **_: str) -> str:
+        if len(sent) < 2:
+            sent.append(0.0)
+            raise ConnectionError("refused")
+        sent.append(percent)
+        return "id"
+
+    monkeypatch.setattr(artifacts, "create_progress_artifact", send)
+    progress = TrainingProgress(RUN)
+    for step in (1, 2, 3):
+        progress.send(Progress(step=step, total_steps=4, epoch=1, loss=1.0, learning_rate=0.1, samples_per_s=10.0))
+    assert sent == [0.0, 0.0, 75.0]
+    assert [record.levelname for record in caplog.records if "training-progress" in record.getMessage()] == ["WARNING"]
+
+
 def test_the_bar_of_training_keeps_the_last_validation_metric(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,7 +6,6 @@ from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
-from flows import stages
 from flows.after_run import after_run
 from flows.config import PipelineConfig
 from flows.config_file import dump_config
@@ -15,10 +14,19 @@ from flows.resume import check_resume
 from recsys_core.errors import DataRejectedError
 from recsys_core.manifests import Dataset, RegistrationManifest
 from recsys_core.models.spec import ModelSpec
+from tasks.data_report import check_data
+from tasks.evaluate import evaluate
+from tasks.export import export_vectors
+from tasks.index import build_index
+from tasks.ingest import ingest_embeddings, ingest_features, ingest_interactions
+from tasks.package import build_package
+from tasks.plan import plan_sharding
+from tasks.register import register
 from tasks.retention.budget import ensure_disk_space
 from tasks.run import Run, RunOptions, StageName
 from tasks.run_record import RunState, record_run
 from tasks.stage import StoppedEarly
+from tasks.train import train
 
 
 def _flow_run_name() -> str:
@@ -97,12 +105,10 @@ def _retrain_to_state(config: PipelineConfig, run: Run) -> State:
 def retrain(config: PipelineConfig, run: Run) -> RegistrationManifest | None:
     """Run the stages in order. Each is skipped where the run already holds its complete result. A dry run returns None."""
     dataset = ingest(config, run)
-    report = stages.check_data(config.data_report, split=config.interactions.split, dataset=dataset, run=run)
+    report = check_data(config.data_report, split=config.interactions.split, dataset=dataset, run=run)
     model = ModelSpec.of(config.model, dataset=dataset, tables=config.tables, loss=config.loss)
-    plan = stages.plan_sharding(
-        config.sharding, model=model, loss=config.loss, training=config.training, dataset=dataset, run=run
-    )
-    trained = stages.train(
+    plan = plan_sharding(config.sharding, model=model, loss=config.loss, training=config.training, dataset=dataset, run=run)
+    trained = train(
         config.training,
         model=model,
         loss=config.loss,
@@ -113,13 +119,13 @@ def retrain(config: PipelineConfig, run: Run) -> RegistrationManifest | None:
         model_name=config.registry.model_name,
         run=run,
     )
-    export = stages.export_vectors(
+    export = export_vectors(
         config.training, model=model, loss=config.loss, dataset=dataset, trained=trained, launcher=config.launcher, run=run
     )
-    evaluation = stages.evaluate(config.evaluation, export=export, dataset=dataset, run=run)
-    index = stages.build_index(config.index, export=export, run=run)
-    package = stages.build_package(config.package, export=export, index=index, dataset=dataset, evaluation=evaluation, run=run)
-    return stages.register(
+    evaluation = evaluate(config.evaluation, export=export, dataset=dataset, run=run)
+    index = build_index(config.index, export=export, run=run)
+    package = build_package(config.package, export=export, index=index, dataset=dataset, evaluation=evaluation, run=run)
+    return register(
         config.registry,
         package=package,
         evaluation=evaluation,
@@ -135,9 +141,9 @@ def retrain(config: PipelineConfig, run: Run) -> RegistrationManifest | None:
 def ingest(config: PipelineConfig, run: Run) -> Dataset:
     """Ingest pretrained embeddings, the interaction log and features."""
     root = config.data_root
-    embeddings = stages.ingest_embeddings(config.embeddings, data_root=root, run=run)
-    interactions = stages.ingest_interactions(config.interactions_with_context, embeddings=embeddings, data_root=root, run=run)
-    features = stages.ingest_features(
+    embeddings = ingest_embeddings(config.embeddings, data_root=root, run=run)
+    interactions = ingest_interactions(config.interactions_with_context, embeddings=embeddings, data_root=root, run=run)
+    features = ingest_features(
         config.features,
         log=config.interactions_with_context,
         dataset=Dataset(interactions, embeddings),

@@ -2,12 +2,15 @@
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from flows.server_process import MIN_FREE_BYTES, ServerProcess
 from recsys_core.disk import require_free
+
+T = TypeVar("T")
 
 
 class EmbeddedServer(ServerProcess):
@@ -84,19 +87,21 @@ def embedded_server() -> Iterator[EmbeddedServer | None]:
 
 
 @contextmanager
-def prefect_session(server: EmbeddedServer | None, *, log_file: Path) -> Iterator[None]:
-    """Start to use the server before the body, which imports Prefect and calls flows; send its log records after the body.
+def prefect_session(server: EmbeddedServer | None, load_flow: Callable[[], T], *, log_file: Path) -> Iterator[T]:
+    """Yield the flow that `load_flow` imports, when the server answers; send the log records of Prefect after the body.
 
     Args:
+        load_flow: imports the flow and the libraries that its run needs, while the server starts.
         log_file: file for the output of the server.
     """
     if server is not None:
         server.begin(log_file=log_file)
-    from prefect.logging.handlers import APILogWorker  # takes seconds; meanwhile the server starts
+    from prefect.logging.handlers import APILogWorker
 
+    flow = load_flow()
     if server is not None:
         server.wait()
     try:
-        yield
+        yield flow
     finally:
         APILogWorker.drain_all()  # by default Prefect sends the records at exit, after the end of the server

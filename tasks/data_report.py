@@ -1,22 +1,28 @@
 """Stage `check_data`."""
 
+from typing import TYPE_CHECKING
+
 from recsys_core.data.interactions.config import Split
-from recsys_core.data_report import report as report_core
 from recsys_core.data_report.config import DataReportConfig
-from recsys_core.data_report.page import to_markdown
 from recsys_core.errors import DataRejectedError
 from recsys_core.manifests import DataReportManifest, Dataset, InteractionsManifest, load_manifest
 from tasks.artifacts import show_link, show_markdown
-from tasks.registry.tracking import log_data_report_or_warn
 from tasks.reporting import LOG
 from tasks.run import Run
 from tasks.stage import stage
+
+if TYPE_CHECKING:
+    from recsys_core.data_report.report import PreviousRun
 
 
 @stage("check_data")
 def check_data(config: DataReportConfig, *, split: Split, dataset: Dataset, run: Run) -> tuple[DataReportManifest, str]:
     """Write the data report; DataRejectedError if the data violates a limit of the config."""
-    manifest = report_core.report_data(
+    from recsys_core.data_report.page import to_markdown
+    from recsys_core.data_report.report import report_data
+    from tasks.registry.tracking import log_data_report_or_warn
+
+    manifest = report_data(
         config,
         split=split,
         interactions=dataset.interactions,
@@ -39,11 +45,13 @@ def check_data(config: DataReportConfig, *, split: Split, dataset: Dataset, run:
     return manifest, f"no limit is violated; reference run: {manifest.compared_with or 'none'}"
 
 
-def _reference_run(run: Run) -> report_core.PreviousRun | None:
+def _reference_run(run: Run) -> "PreviousRun | None":
     """Return the newest earlier run without violated limits. A comparison with a bad run would let a second bad run pass."""
+    from recsys_core.data_report.report import PreviousRun
+
     report = run.previous("check_data", DataReportManifest, where=lambda manifest: not manifest.breaches)
     if report is None:
         return None
     run_folder = report.folder.parent
     interactions = load_manifest(run_folder / "ingest_interactions", InteractionsManifest)
-    return None if interactions is None else report_core.PreviousRun(run_folder.name, interactions, report.metrics)
+    return None if interactions is None else PreviousRun(run_folder.name, interactions, report.metrics)

@@ -1,6 +1,5 @@
 """Stage `evaluate`."""
 
-from recsys_core.evaluation import evaluate as evaluate_core
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.report import metric_table, to_markdown
 from recsys_core.manifests import Dataset, EvaluationManifest, ExportManifest
@@ -13,6 +12,8 @@ from tasks.stage import stage
 @stage("evaluate")
 def evaluate(config: EvaluationConfig, *, export: ExportManifest, dataset: Dataset, run: Run) -> tuple[EvaluationManifest, str]:
     """Measure the exported vectors and the baselines over the full catalogue."""
+    from recsys_core.evaluation import evaluate as evaluate_core
+
     manifest = evaluate_core.evaluate(
         config,
         export=export,

@@ -4,7 +4,6 @@ from recsys_core.launching.config import Launcher
 from recsys_core.manifests import Dataset, ExportManifest, TrainManifest
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.training import export as export_core
 from recsys_core.training.config import TrainingConfig
 from tasks.run import Run
 from tasks.stage import stage
@@ -22,6 +21,8 @@ def export_vectors(
     run: Run,
 ) -> tuple[ExportManifest, str]:
     """Compute item vectors, query vectors and tables from the checkpoint."""
+    from recsys_core.training import export as export_core
+
     manifest = export_core.export_vectors(
         config,
         model=model,

@@ -1,7 +1,6 @@
 """Stage `build_index`."""
 
 from recsys_core.manifests import ExportManifest, IndexManifest
-from recsys_core.retrieval import index as index_core
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.plot import plot_indexes, to_markdown
 from tasks.artifacts import show_image, show_markdown
@@ -12,6 +11,8 @@ from tasks.stage import stage
 @stage("build_index")
 def build_index(config: IndexConfig, *, export: ExportManifest, run: Run) -> tuple[IndexManifest, str]:
     """Build the FAISS indexes of the item vectors and measure them against exact search."""
+    from recsys_core.retrieval import index as index_core
+
     manifest = index_core.build_indexes(config, export=export, folder=run.stage_folder("build_index"))
     show_markdown(run, "index", to_markdown(manifest.reports, served=manifest.served))
     show_image(run, "indexes", plot_indexes(manifest.reports, served=manifest.served, path=run.folder / "indexes.png"))

@@ -1,7 +1,6 @@
 """Stage `package`."""
 
 from recsys_core.manifests import Dataset, EvaluationManifest, ExportManifest, IndexManifest, PackageManifest
-from recsys_core.serving import package as package_core
 from recsys_core.serving.config import PackageConfig
 from recsys_core.units import MIB
 from tasks.run import Run
@@ -19,6 +18,8 @@ def build_package(
     run: Run,
 ) -> tuple[PackageManifest, str]:
     """Write the query tower, the served index and the ids into one folder that can be served."""
+    from recsys_core.serving import package as package_core
+
     manifest = package_core.build_package(
         config,
         export=export,

@@ -3,10 +3,7 @@
 from recsys_core.manifests import Dataset, PlanManifest
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.sharding import planner
 from recsys_core.sharding.config import ShardingConfig
-from recsys_core.sharding.lookup_stats import measure_lookups
-from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.config import TrainingConfig
 from tasks.artifacts import show_markdown
 from tasks.run import Run
@@ -18,6 +15,10 @@ def plan_sharding(
     config: ShardingConfig, *, model: ModelSpec, loss: LossConfig, training: TrainingConfig, dataset: Dataset, run: Run
 ) -> tuple[PlanManifest, str]:
     """Plan where the shards of each table go; write plan.json and plan.html."""
+    from recsys_core.sharding import planner
+    from recsys_core.sharding.lookup_stats import measure_lookups
+    from recsys_core.sharding.plan_file import PlanFile
+
     manifest = planner.plan_sharding(
         config,
         model=model,

@@ -1,8 +1,7 @@
 """Stage `register`."""
 
 from functools import partial
-
-from mlflow import MlflowClient
+from typing import TYPE_CHECKING
 
 from recsys_core.evaluation.report import MetricTable, metric_table, to_markdown
 from recsys_core.manifests import (
@@ -18,14 +17,12 @@ from recsys_core.manifests import (
     fingerprint_of,
 )
 from tasks.artifacts import show_markdown
-from tasks.events import emit_alias_change
-from tasks.registry import tracking
 from tasks.registry.config import RegistryConfig
-from tasks.registry.gate import pass_gate
-from tasks.registry.mlflow_client import call_with_retries, connect, tracking_uri
-from tasks.registry.versions import version_for
 from tasks.run import Run
 from tasks.stage import stage
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 
 @stage("register")
@@ -45,10 +42,16 @@ def register(
 
     A dry run logs the results only, and returns no manifest.
     """
+    from tasks.events import emit_alias_change
+    from tasks.registry import tracking
+    from tasks.registry.gate import pass_gate
+    from tasks.registry.mlflow_client import call_with_retries, connect, tracking_uri
+    from tasks.registry.versions import version_for
+
     uri, interactions = tracking_uri(run.workspace), dataset.interactions
     retry = partial(call_with_retries, uri=uri)
 
-    def log_run() -> tuple[MlflowClient, str]:
+    def log_run() -> "tuple[MlflowClient, str]":
         client = retry(lambda: connect(run.workspace))
         mlflow_run_id = retry(lambda: tracking.open_run(client, run))
         log_results = partial(tracking.log_results, run=run, plan=plan, train=trained, evaluation=evaluation, index=index)

@@ -6,12 +6,9 @@ from recsys_core.manifests import Dataset, PlanManifest, TrainManifest
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.config import ShardingConfig
-from recsys_core.training import train as train_core
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job_spec import Progress
 from tasks.artifacts import TrainingProgress, show_image
-from tasks.registry.champion import starting_champion
-from tasks.registry.tracking import MetricRelay
 from tasks.reporting import training_facts
 from tasks.run import Run
 from tasks.stage import stage
@@ -31,6 +28,10 @@ def train(
     run: Run,
 ) -> tuple[TrainManifest, str]:
     """Train with torchrun on one or more hosts; send each line of metrics to MLflow, the terminal and a Prefect artifact."""
+    from recsys_core.training import train as train_core
+    from tasks.registry.champion import starting_champion
+    from tasks.registry.tracking import MetricRelay
+
     progress_artifact = TrainingProgress(run)
     champion = starting_champion(model_name, run=run) if config.warm_start is not None else None
     with MetricRelay(run) as relay:

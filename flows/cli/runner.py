@@ -54,7 +54,7 @@ def run_flow(
     """Run a flow to its end and return its result.
 
     Args:
-        load_flow: imports and returns the flow. The import takes seconds; meanwhile the server starts.
+        load_flow: imports and returns the flow, while the server starts.
         run_id: id of the run; the error of a second command shows it while this command holds the workspace's lock.
         folder: folder of the run; the traceback of an unexpected error is written to error.log in it.
         how_to_resume: returns the last line that a user sees after an interruption.
@@ -70,9 +70,9 @@ def run_flow(
     with workspace_lock(workspace, run_id=run_id), output.stage_lines(), interruptible(how_to_resume) as interruption:
         output.stderr.print(f"run {run_id}", style="bold")
         try:
-            with prefect_session(command.server, log_file=workspace / "prefect.log"), explain_disk_full(folder):
-                flow = load_flow().with_options(on_running=[interruption.set_flow_run])
-                return flow(command.config, **parameters)
+            session = prefect_session(command.server, load_flow, log_file=workspace / "prefect.log")
+            with session as flow, explain_disk_full(folder):
+                return flow.with_options(on_running=[interruption.set_flow_run])(command.config, **parameters)
         except NightjarError:
             raise
         except Exception as error:  # any error of a library
@@ -111,6 +111,9 @@ def run_nightly(command: Command, *, resume: str | None, until: StageName | None
 
     def load_flow() -> Any:
         from flows.nightly import nightly_retrain
+
+        if until is None or not until.startswith("ingest"):
+            import torch  # noqa: F401  the stages after the ingest use it
 
         return nightly_retrain
 

@@ -18,9 +18,11 @@ from flows.prefect_server import embedded_server, prefect_session
 file = Path(sys.argv[1])
 os.environ["PREFECT_HOME"] = str(file.parent / "prefect")
 logging.basicConfig(level=logging.WARNING)
-with embedded_server() as server, prefect_session(server, log_file=file.parent / "prefect.log"):
-    from prefect import tags
+def load_flow():
     from flows.deployed import deployed_retrain
+    return deployed_retrain
+with embedded_server() as server, prefect_session(server, load_flow, log_file=file.parent / "prefect.log") as deployed_retrain:
+    from prefect import tags
     with tags(*sys.argv[2:]):
         print(deployed_retrain(str(file), return_state=True).message)
 """

@@ -12,7 +12,7 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import DataReportManifest, Dataset
 from recsys_core.units import DAY_US
 from tasks import data_report
-from tasks.registry import mlflow_client
+from tasks.registry import mlflow_client, tracking
 from tasks.registry.mlflow_client import connect
 from tasks.registry.tracking import open_run
 from tasks.run import Run
@@ -29,7 +29,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def untracked(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_report, "log_data_report_or_warn", lambda run, report: None)
+    monkeypatch.setattr(tracking, "log_data_report_or_warn", lambda run, report: None)
 
 
 def check(workspace: Path, day: int, *, events: int, **limits: Any) -> DataReportManifest:

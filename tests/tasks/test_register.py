@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from recsys_core.errors import InputError, StageError
-from tasks import register
+from tasks import events
 from tasks.registry import gate
 from tasks.registry.mlflow_client import connect
 from tasks.registry.promotion import AliasChange
@@ -69,7 +69,7 @@ def test_a_worse_version_becomes_challenger_and_an_equal_one_champion(
     workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes: list[AliasChange] = []
-    monkeypatch.setattr(register, "emit_alias_change", lambda change, run: changes.append(change))
+    monkeypatch.setattr(events, "emit_alias_change", lambda change, run: changes.append(change))
     do_register(stages(), run_of(workspace, "one"))
     worse = do_register(stages(confused=True), run_of(workspace, "two"))
     assert (worse.version, worse.alias, worse.promoted) == ("2", "challenger", False)

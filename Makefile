@@ -29,8 +29,8 @@ demo: setup ## execute a complete run on generated data
 test: setup ## run all tests in WORKERS processes
 	$(if $(TEST_TMP),TMPDIR=$(TEST_TMP)) OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-drills: setup ## run the slow failure tests: SIGKILL in every stage, 100 random kills, missing hosts, cancellation
-	$(BIN)/pytest -m drill $(ARGS)
+drills: setup ## run the slow failure tests and write their table in docs/operations.md
+	$(BIN)/pytest -m drill --junitxml=build/drills.xml $(ARGS); status=$$?; $(BIN)/python -m infra.drill_table build/drills.xml; exit $$status
 
 bench-nightly: setup ## measure complete runs on the demo and on public data; writes benchmarks/nightly.md
 	$(BIN)/python -m benchmarks.nightly

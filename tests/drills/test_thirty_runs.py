@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -74,7 +75,9 @@ class Usage:
         return self.databases_mib + self.other_mib
 
 
-def test_thirty_runs_end_with_bounded_disk_memory_and_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_thirty_runs_end_with_bounded_disk_memory_and_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], record_property: Callable[[str, object], None]
+) -> None:
     file = tmp_path / "nightly.yaml"
     file.write_text(CONFIG)
     num_days = NUM_RUNS + WINDOW_DAYS - 1
@@ -105,10 +108,22 @@ def test_thirty_runs_end_with_bounded_disk_memory_and_processes(tmp_path: Path, 
     growth = (usages[-1].growing_mib - first_half[-1].growing_mib) / len(second_half)
     assert growth < MAX_GROWTH_BYTES_PER_RUN / MIB
     assert len(run_ids(tmp_path)) <= REPORT_RUNS + 2
-    seconds = [[usage.seconds for usage in half] for half in (first_half, second_half)]
-    medians = [f"{statistics.median(half):.1f} s" for half in seconds]
-    with capsys.disabled():
-        sys.stdout.write(f"median per run: {', then '.join(medians)}; databases and reports grow by {growth:.3f} MiB per run\n")
+    record_property("figures", _summary(first_half, second_half, growth_mib=growth))
+
+
+def _summary(first_half: list[Usage], second_half: list[Usage], *, growth_mib: float) -> str:
+    """Return the figures of both halves in one line."""
+
+    def halves(name: str, statistic: Callable[[list[float]], float] = max) -> str:
+        first, second = ([float(getattr(usage, name)) for usage in half] for half in (first_half, second_half))
+        return f"{statistic(first):,.1f} / {statistic(second):,.1f}"
+
+    return (
+        f"{len(first_half) + len(second_half)} runs, first half / second half: median {halves('seconds', statistics.median)} s per "
+        f"run; at most {halves('bounded_mib')} MiB of run folders and model versions, {halves('peak_rss_mib')} MiB of memory, "
+        f"{halves('max_descriptors')} file descriptors, {halves('shared_memory')} files left in shared memory; databases and "
+        f"reports grow by {growth_mib:.2f} MiB per run"
+    )
 
 
 def _run(file: Path, *, shared_memory: set[str]) -> Usage:

@@ -1,0 +1,28 @@
+"""The table of drills in docs/operations.md."""
+
+import json
+from pathlib import Path
+
+from infra.drill_table import PAGE, RESULTS, read_junit, with_table
+
+JUNIT = """<testsuites><testsuite>
+<testcase classname="tests.drills.test_up" name="one" time="61.5"><properties>
+<property name="processes_left" value="0"/></properties></testcase>
+<testcase classname="tests.drills.test_up" name="two" time="8.5"><properties>
+<property name="processes_left" value="2"/><property name="figures" value="9 s"/></properties><failure message="2 processes"/></testcase>
+<testcase classname="tests.drills.test_handoff" name="three" time="0.1"><skipped message="no network"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_cases_of_a_file_are_added_up_by_their_outcome(tmp_path: Path) -> None:
+    (tmp_path / "drills.xml").write_text(JUNIT)
+    drills = read_junit(tmp_path / "drills.xml")
+    counts = {"passed": 1, "skipped": 0, "failed": 1}
+    assert drills["tests/drills/test_up.py"] == counts | {"seconds": 70.0, "processes_left": 2, "figures": ["9 s"]}
+    assert drills["tests/drills/test_handoff.py"]["skipped"] == 1
+    assert drills["tests/drills/test_handoff.py"]["processes_left"] is None
+
+
+def test_the_page_has_the_table_of_the_committed_results() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_table(page, json.loads(RESULTS.read_text())) == page

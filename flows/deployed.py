@@ -8,6 +8,7 @@ from pydantic import Field
 
 from flows.cli.input_checks import check_inputs
 from flows.config_file import load_config
+from flows.crash_report import end_with_worker
 from flows.flow_run_labels import default_run_id, flow_run_name
 from flows.lost_runs import end_earlier_runs
 from flows.nightly import nightly_retrain
@@ -73,6 +74,7 @@ def deployed_retrain(
         InputError: the config, a setting, an option or the input is invalid, or the run cannot be resumed; nothing has begun.
     """
     die_with_parent()  # under `nightjar up`; elsewhere it does nothing
+    end_with_worker()
     options = RunOptions(reason=reason, full_retrain=full_retrain, dry_run=dry_run, promote=promote)
     config = load_config(pipeline, overrides)
     if not resume and SCHEDULED_TAG in runtime.flow_run.tags:

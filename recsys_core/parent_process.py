@@ -5,6 +5,7 @@ This module imports only the standard library, because a child calls `die_with_p
 
 import ctypes
 import os
+import select
 import signal
 import sys
 
@@ -26,6 +27,24 @@ def die_with_parent() -> None:
     parent_pid = os.environ.get(PARENT_VARIABLE)
     if not parent_pid or sys.platform != "linux":
         return
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _set_death_signal()
     if os.getppid() != int(parent_pid):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with_reader_of_output() -> None:
+    """Make Linux kill this process when its parent ends, or at once if stdout is a pipe without a reader.
+
+    For a child of a program that reads the child's output and does not set the variable of `parent_environment`.
+    """
+    if sys.platform != "linux":
+        return
+    _set_death_signal()
+    poll = select.poll()
+    poll.register(1, 0)
+    if any(events & select.POLLERR for _, events in poll.poll(0)):  # the parent ended before the signal was set
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _set_death_signal() -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """Deployments in a real Prefect server: created, compared, updated, and rejected before anything is created."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -9,13 +9,15 @@ from threading import Thread
 import pytest
 import yaml
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
-from prefect.states import Pending, Running
+from prefect.states import Completed, Pending, Running
 
 from flows import deployments, yaml_loader
 from flows.cli.deploy import deploy_pipeline
 from flows.config import PipelineConfig
 from flows.config_file import load_config
+from flows.crash_report import start_reporter
 from flows.lost_runs import end_lost_runs
 from flows.prefect_server import embedded_server
 from recsys_core.errors import InputError
@@ -144,6 +146,25 @@ def test_a_name_that_prefect_does_not_accept_is_an_input_error(tmp_path: Path) -
         InputError, match=r"^name: 'a/b' contains / or %, which the name of a Prefect deployment may not contain"
     ):
         deploy(tmp_path, name="a/b")
+
+
+@pytest.mark.parametrize("last_state", [Running, Completed])
+def test_the_death_of_a_running_flow_run_is_reported_and_frees_its_slot(
+    tmp_path: Path, client: SyncPrefectClient, last_state: Callable[[], State]
+) -> None:
+    deploy(tmp_path, name="killed")
+    deployment = deployments.read_deployment(client, "killed")
+    assert deployment is not None
+    run, next_run = (client.create_flow_run_from_deployment(deployment.id) for _ in range(2))
+    for state in (Pending(), Running(), last_state()):
+        client.set_flow_run_state(run.id, state)
+    reporter = start_reporter(str(run.id))
+    assert reporter.stdin is not None
+    reporter.stdin.close()  # as the kernel does when this process dies
+    assert reporter.wait(30) == 0
+    state_type = client.read_flow_run(run.id).state_type
+    assert state_type is not None and state_type.value == ("CRASHED" if last_state is Running else "COMPLETED")
+    assert client.set_flow_run_state(next_run.id, Pending()).status.value == "ACCEPT"
 
 
 @pytest.mark.parametrize("version", ["2.20.4", "3.1.0"])

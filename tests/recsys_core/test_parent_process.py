@@ -49,3 +49,25 @@ def test_a_process_without_the_parent_variable_is_left_alone() -> None:
     assert child.poll() is None
     child.kill()
     child.wait()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_child_ends_with_the_reader_of_its_output_also_if_the_reader_has_ended_before(is_late: bool) -> None:
+    child_code = (
+        "import sys, time; from recsys_core.parent_process import die_with_reader_of_output; "
+        f"time.sleep({2 if is_late else 0}); die_with_reader_of_output(); print('alive', file=sys.stderr, flush=True); "
+        "time.sleep(60)"
+    )
+    code = (
+        "import subprocess, sys; "
+        f"p = subprocess.Popen([sys.executable, '-c', {child_code!r}], stdout=subprocess.PIPE, stderr=subprocess.PIPE); "
+        f"{'pass' if is_late else 'p.stderr.readline()'}; print(p.pid, flush=True); p.wait()"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    assert child.is_running()
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    _, alive = psutil.wait_procs([child], timeout=10)
+    assert not alive

@@ -1,0 +1,95 @@
+"""Report of a killed flow run to Prefect: `python -m flows.crash_report`, a process that outlives the flow run by seconds.
+
+Prefect's process worker kills its runs when it is stopped, and it reports nothing. Without this process the run would stay
+Running in Prefect, and its slot would stay taken for five minutes, so that a new run of the deployment would be cancelled. The
+process imports only the standard library: it waits for hours without using memory, and it reports within a second.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from typing import Any
+
+from recsys_core.parent_process import PARENT_VARIABLE, die_with_reader_of_output
+
+FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
+"""Environment variable in which Prefect's worker passes the id of the flow run to the process that it starts."""
+MESSAGE = "the process of this run was killed: its worker was stopped, or the memory of the host was full"
+REPORT_OF_WORKER_S = 0.5
+"""Time for the report of a worker that is alive: it knows the exit status."""
+RETRY_S, GIVE_UP_S, REQUEST_S = 1.0, 6.0, 3.0
+
+
+def end_with_worker() -> None:
+    """Let the process of a flow run that a worker has started end with the worker, and start the process that reports it.
+
+    Under `nightjar up`, and in a process that no worker has started, nothing happens.
+    """
+    flow_run_id = os.environ.get(FLOW_RUN_VARIABLE)
+    if flow_run_id is None or PARENT_VARIABLE in os.environ:
+        return
+    die_with_reader_of_output()
+    start_reporter(flow_run_id)
+
+
+def start_reporter(flow_run_id: str) -> "subprocess.Popen[bytes]":
+    """Start the process that reports the end of this process; return it."""
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        api, headers = str(client.api_url), dict(client._client.headers) | {"accept-encoding": "identity"}
+    reporter = subprocess.Popen(
+        [sys.executable, "-m", "flows.crash_report"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # a signal to the process group of the flow run ends only the flow run
+    )
+    assert reporter.stdin is not None
+    # Not on the command line, which every user can read. The pipe stays open until this process ends.
+    reporter.stdin.write(json.dumps({"api": api, "headers": headers, "flow_run_id": flow_run_id}).encode() + b"\n")
+    reporter.stdin.flush()
+    return reporter
+
+
+def main() -> None:
+    """Wait until the process of the flow run has ended; set the flow run to Crashed if it is still Running in Prefect."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd sends it to all processes of the worker
+    settings = json.loads(sys.stdin.readline())
+    sys.stdin.read()
+    deadline = time.monotonic() + GIVE_UP_S
+    time.sleep(REPORT_OF_WORKER_S)
+    while time.monotonic() < deadline:
+        try:
+            report(**settings)
+            return
+        except OSError:  # the server does not respond; the next run of the deployment ends this flow run
+            time.sleep(RETRY_S)
+
+
+def report(*, api: str, headers: dict[str, str], flow_run_id: str) -> None:
+    """Set the flow run and its unfinished task runs to Crashed, unless the flow run has ended."""
+
+    def request(path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        url = f"{api.rstrip('/')}{path}"
+        query = urllib.request.Request(url, data=data, headers=headers | {"Content-Type": "application/json"})  # noqa: S310
+        with urllib.request.urlopen(query, timeout=REQUEST_S) as answer:  # noqa: S310  the address of the user's server
+            return json.load(answer)
+
+    if request(f"/flow_runs/{flow_run_id}")["state_type"] != "RUNNING":
+        return
+    crashed = {"state": {"type": "CRASHED", "name": "Crashed", "message": MESSAGE}}
+    request(f"/flow_runs/{flow_run_id}/set_state", crashed)
+    unfinished = {"state": {"type": {"any_": ["RUNNING", "PENDING"]}}}
+    task_runs = request("/task_runs/filter", {"flow_runs": {"id": {"any_": [flow_run_id]}}, "task_runs": unfinished})
+    for task_run in task_runs:
+        request(f"/task_runs/{task_run['id']}/set_state", crashed)
+
+
+if __name__ == "__main__":
+    main()

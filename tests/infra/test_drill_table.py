@@ -9,7 +9,9 @@ JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.drills.test_up" name="one" time="61.5"><properties>
 <property name="processes_left" value="0"/></properties></testcase>
 <testcase classname="tests.drills.test_up" name="two" time="8.5"><properties>
-<property name="processes_left" value="2"/><property name="figures" value="9 s"/></properties><failure message="2 processes"/></testcase>
+<property name="processes_left" value="2"/>
+<property name="figures" value="9 s"/></properties>
+<failure message="2 processes"/></testcase>
 <testcase classname="tests.drills.test_handoff" name="three" time="0.1"><skipped message="no network"/></testcase>
 </testsuite></testsuites>"""
 

@@ -121,8 +121,8 @@ def _summary(first_half: list[Usage], second_half: list[Usage], *, growth_mib: f
     return (
         f"{len(first_half) + len(second_half)} runs, first half / second half: median {halves('seconds', statistics.median)} s "
         f"per run; at most {halves('bounded_mib')} MiB of run folders and model versions, "
-        f"{halves('peak_rss_mib')} MiB of memory, {halves('max_descriptors')} file descriptors, {halves('shared_memory')} files left in shared memory; databases and "
-        f"reports grow by {growth_mib:.2f} MiB per run"
+        f"{halves('peak_rss_mib')} MiB of memory, {halves('max_descriptors')} file descriptors, "
+        f"{halves('shared_memory')} files left in shared memory; databases and reports grow by {growth_mib:.2f} MiB per run"
     )
 
 

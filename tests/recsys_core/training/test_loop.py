@@ -82,9 +82,13 @@ UNUSUAL = {
         "training": training(dense_parallel="sharded", dense_optimizer=DenseOptimizer(warmup_steps=5, gradient_clip_norm=0.5)),
     },
 }
+SLOW = ("replicated", "sharded layers")
+DRILL = pytest.mark.drill
 
 
-@pytest.mark.parametrize("settings", UNUSUAL.values(), ids=UNUSUAL)
+@pytest.mark.parametrize(
+    "settings", [pytest.param(UNUSUAL[name], id=name, marks=DRILL if name in SLOW else ()) for name in UNUSUAL]
+)
 def test_a_run_that_is_stopped_twice_ends_bit_for_bit_like_an_undisturbed_one(data, settings, tmp_path):
     experiment = make_experiment(data, tmp_path / "plan", **{"training": TRAINING} | settings)
     whole = train_in_forks(experiment, tmp_path / "whole")

@@ -1,6 +1,6 @@
 """The flow of deployments: `nightly-retrain` with the parameters of the form that starts a run in the Prefect UI."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from prefect import flow, runtime
 from prefect.client.schemas.objects import State
@@ -10,24 +10,18 @@ from flows.cli.input_checks import check_inputs
 from flows.config_file import load_config
 from flows.crash_report import end_with_worker
 from flows.flow_run_labels import default_run_id, flow_run_name
+from flows.form import Overrides, Pipeline, shown_as
 from flows.lost_runs import end_earlier_runs
 from flows.nightly import nightly_retrain
 from flows.resume import check_resume
 from flows.unfinished import choose_run_to_resume
-from recsys_core.config import MAX_PATH_CHARACTERS
 from recsys_core.disk import explain_disk_full
 from recsys_core.errors import InputError, StageError, TrackingServerError
 from recsys_core.parent_process import die_with_parent
 from tasks.run import MAX_REASON_CHARACTERS, Promote, Run, RunOptions, StageName, workspace_lock
 
-MAX_OVERRIDES = 100
 SCHEDULED_TAG = "auto-scheduled"
 """Tag with which Prefect marks the flow runs of a schedule."""
-
-
-def _shown(title: str) -> Any:
-    """Return a field with the title that the form shows. The form's description is the text in the docstring of the flow."""
-    return Field(json_schema_extra={"title": title})
 
 
 def _flow_run_name() -> str:
@@ -41,14 +35,14 @@ def _flow_run_name() -> str:
 
 @flow(name="nightly-retrain", flow_run_name=_flow_run_name, validate_parameters=True)
 def deployed_retrain(
-    pipeline: Annotated[str, _shown("Pipeline"), Field(min_length=1, max_length=MAX_PATH_CHARACTERS)],
-    reason: Annotated[str, _shown("Reason"), Field(max_length=MAX_REASON_CHARACTERS)] = "",
-    overrides: Annotated[tuple[str, ...], _shown("Settings to override"), Field(max_length=MAX_OVERRIDES)] = (),
-    resume: Annotated[str, _shown("Run to resume"), Field(max_length=100)] = "",
-    until: Annotated[StageName, _shown("Last stage")] = "register",
-    full_retrain: Annotated[bool, _shown("Train from scratch")] = False,
-    dry_run: Annotated[bool, _shown("Dry run")] = False,
-    promote: Annotated[Promote, _shown("Promotion")] = "by_gate",
+    pipeline: Pipeline,
+    reason: Annotated[str, shown_as("Reason"), Field(max_length=MAX_REASON_CHARACTERS)] = "",
+    overrides: Overrides = (),
+    resume: Annotated[str, shown_as("Run to resume"), Field(max_length=100)] = "",
+    until: Annotated[StageName, shown_as("Last stage")] = "register",
+    full_retrain: Annotated[bool, shown_as("Train from scratch")] = False,
+    dry_run: Annotated[bool, shown_as("Dry run")] = False,
+    promote: Annotated[Promote, shown_as("Promotion")] = "by_gate",
 ) -> State:
     """Retrain the retriever from the newest data and register the result.
 

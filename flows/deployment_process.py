@@ -1,6 +1,6 @@
-"""Process that runs the deployment of `nightjar up`: `python -m flows.deployment_process FD FILE [OVERRIDE...]`.
+"""Process that runs the deployments of `nightjar up`: `python -m flows.deployment_process FD FILE [OVERRIDE...]`.
 
-The process creates the deployment and writes `ready` or an error to FD. Then it starts each planned or manual run in a process
+The process creates the deployments and writes `ready` or an error to FD. Then it starts each planned or manual run in a process
 of its own. At SIGTERM the runs end as interrupted: they can be resumed.
 """
 
@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,9 @@ import psutil
 from prefect.deployments.runner import RunnerDeployment
 from prefect.runner import Runner
 
-from flows import automations, deployments
+from flows import automations
 from flows.config_file import load_config
+from flows.deployments import deployments_of, is_paused, prefect_server, read_deployment
 from flows.lost_runs import end_lost_runs
 from recsys_core.errors import NightjarError
 from recsys_core.parent_process import die_with_parent, parent_environment
@@ -50,44 +51,46 @@ class InterruptingRunner(Runner):
 
 
 def main() -> None:
-    """Run the deployment until SIGTERM, or until the parent process ends."""
+    """Run the deployments until SIGTERM, or until the parent process ends."""
     die_with_parent()
     os.environ.update(parent_environment())  # a run ends with this process
     ready, file, *overrides = sys.argv[1:]
     try:
-        deployment = create_deployment(Path(file), overrides)
+        deployments = plan_deployments(Path(file), overrides)
     except NightjarError as error:
         os.write(int(ready), str(error).encode())
         sys.exit(error.exit_code)
-    asyncio.run(_run(deployment, ready=int(ready), after_ready=partial(create_alerts, Path(file), overrides)))
+    asyncio.run(_run(deployments, ready=int(ready), after_ready=partial(create_alerts, Path(file), overrides)))
     os._exit(0)  # the exit handlers of libraries take seconds
 
 
-def create_deployment(file: Path, overrides: list[str]) -> RunnerDeployment:
-    """Return the deployment of the pipeline in `file`; end the runs that an earlier process left behind in Prefect."""
+def plan_deployments(file: Path, overrides: list[str]) -> tuple[RunnerDeployment, ...]:
+    """Return the deployments of the pipeline in `file`; end the runs that an earlier process left behind in Prefect."""
     config = load_config(file, overrides)
-    with deployments.prefect_server() as client:
-        current = deployments.read_deployment(client, config.name)
-        if current is not None:
-            end_lost_runs(client, current.id, states=["RUNNING", "PENDING", "CANCELLING"])
-        is_active = not deployments.is_paused(current, config)
-    return deployments.deployment_of(config, file=file, overrides=overrides, work_pool=None, is_active=is_active)
+    with prefect_server() as client:
+        is_active = not is_paused(read_deployment(client, config.name), config)
+        deployments = deployments_of(config, file=file, overrides=overrides, work_pool=None, is_active=is_active)
+        for deployment in deployments:
+            current = read_deployment(client, config.name, flow_name=str(deployment.flow_name))
+            if current is not None:
+                end_lost_runs(client, current.id, states=["RUNNING", "PENDING", "CANCELLING"])
+    return deployments
 
 
 def create_alerts(file: Path, overrides: list[str], deployment_id: UUID) -> None:
     """Create or update the automations if the server has the block that delivers them. A failure is only a warning."""
     try:
         config = load_config(file, overrides)
-        with deployments.prefect_server() as client:
+        with prefect_server() as client:
             if automations.find_alert_block(client) is not None:
                 automations.create_automations(client, config, deployment_id=deployment_id)
     except NightjarError as error:
         LOG.warning("could not create the automations that send alerts: %s", error)
 
 
-async def _run(deployment: RunnerDeployment, *, ready: int, after_ready: Callable[[UUID], None]) -> None:
+async def _run(deployments: Sequence[RunnerDeployment], *, ready: int, after_ready: Callable[[UUID], None]) -> None:
     runner = InterruptingRunner(name="nightjar-up", query_seconds=POLL_S, pause_on_shutdown=False)
-    deployment_id = await runner.aadd_deployment(deployment)
+    deployment_id, *_ = [await runner.aadd_deployment(deployment) for deployment in deployments]
     os.write(ready, b"ready")
     os.close(ready)
     await asyncio.to_thread(after_ready, deployment_id)

@@ -1,6 +1,6 @@
-"""The deployment of a pipeline in a Prefect server: its schedule, its concurrency limit and the defaults of its form.
+"""The deployments of a pipeline in a Prefect server: schedule, concurrency limit and the defaults of their forms.
 
-`nightjar deploy` creates it for the workers of a work pool, and `nightjar up` for the process that it starts.
+`nightjar deploy` creates them for the workers of a work pool, and `nightjar up` for the process that it starts.
 """
 
 import os
@@ -20,6 +20,7 @@ from prefect.schedules import Schedule
 from prefect.types.entrypoint import EntrypointType
 
 import recsys_core
+from flows.champion import promote, rollback
 from flows.config import PipelineConfig
 from flows.deployed import deployed_retrain
 from recsys_core.errors import InputError, first_line, redacted, shown, shown_names
@@ -29,46 +30,54 @@ ON_OVERRUN = {"skip": ConcurrencyLimitStrategy.CANCEL_NEW, "queue": ConcurrencyL
 
 
 class Change(NamedTuple):
-    """A setting of the deployment and its values before and after `deploy`."""
+    """A setting of a deployment and its values before and after `deploy`."""
 
     setting: str
     current: str
     new: str
 
 
-def deployment_of(
+def deployments_of(
     config: PipelineConfig, *, file: Path, overrides: Sequence[str], work_pool: str | None, is_active: bool = True
-) -> RunnerDeployment:
-    """Return the deployment `nightly-retrain/<name of the pipeline>`. A run of it reads `file` when the run starts.
+) -> tuple[RunnerDeployment, ...]:
+    """Return the deployments nightly-retrain, promote and rollback of the pipeline. A run of them reads `file` when it starts.
+
+    Only nightly-retrain has a schedule, and a limit of one run at a time: a person may roll back while a run trains.
 
     Args:
-        overrides: default of the field "Settings to override" in the form.
-        work_pool: work pool whose workers run it; None: the process of `nightjar up`.
+        overrides: default of the field "Settings to override" in the forms.
+        work_pool: work pool whose workers run them; None: the process of `nightjar up`.
         is_active: whether the schedule starts runs; false for a schedule that a person has paused.
     """
     schedule = config.schedule
     planned = Schedule(cron=schedule.cron, timezone=schedule.timezone, active=is_active) if schedule.cron else None
-    deployment = deployed_retrain.to_deployment(
-        config.name,
-        schedules=[] if planned is None else [planned],
-        concurrency_limit=ConcurrencyLimitConfig(limit=1, collision_strategy=ON_OVERRUN[schedule.on_overrun]),
-        parameters={"pipeline": str(file.absolute()), "overrides": list(overrides)},
-        tags=["nightjar", f"pipeline:{config.name}"],
-        version=recsys_core.__version__,
-        entrypoint_type=EntrypointType.MODULE_PATH,
-        job_variables={"env": ENVIRONMENT} if work_pool else {},
-    )
-    assert isinstance(deployment, RunnerDeployment)
-    deployment.work_pool_name = work_pool  # None is stored too: it removes the work pool of an earlier deployment
-    return deployment
+    limit = ConcurrencyLimitConfig(limit=1, collision_strategy=ON_OVERRUN[schedule.on_overrun])
+    deployments = []
+    for flow in (deployed_retrain, promote, rollback):
+        deployment = flow.to_deployment(
+            config.name,
+            schedules=[planned] if planned is not None and flow is deployed_retrain else [],
+            concurrency_limit=limit if flow is deployed_retrain else None,
+            parameters={"pipeline": str(file.absolute()), "overrides": list(overrides)},
+            tags=["nightjar", f"pipeline:{config.name}"],
+            version=recsys_core.__version__,
+            entrypoint_type=EntrypointType.MODULE_PATH,
+            job_variables={"env": ENVIRONMENT} if work_pool else {},
+        )
+        assert isinstance(deployment, RunnerDeployment)
+        deployment.work_pool_name = work_pool  # None is stored too: it removes the work pool of an earlier deployment
+        deployments.append(deployment)
+    return tuple(deployments)
 
 
-def read_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:
-    """Return the deployment of the pipeline `name`; None if it does not exist; InputError if Prefect rejects the name."""
+def read_deployment(
+    client: SyncPrefectClient, name: str, *, flow_name: str = deployed_retrain.name
+) -> DeploymentResponse | None:
+    """Return a deployment of the pipeline `name`; None if it does not exist; InputError if Prefect rejects the name."""
     if "/" in name or "%" in name:
         raise InputError(f"name: {shown(name)} contains / or %, which the name of a Prefect deployment may not contain")
     try:
-        return client.read_deployment_by_name(f"{deployed_retrain.name}/{name}")
+        return client.read_deployment_by_name(f"{flow_name}/{name}")
     except ObjectNotFound:
         return None
 

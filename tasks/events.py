@@ -1,19 +1,23 @@
-"""Prefect events of a run: one for each alias that moves to another version, so that an automation can deploy it."""
+"""Prefect events: one for each alias that moves to another version, so that an automation can deploy it."""
 
 from prefect.events import emit_event
 
 from tasks.registry.promotion import AliasChange
 from tasks.reporting import LOG
-from tasks.run import Run
 
 
-def emit_alias_change(change: AliasChange, *, run: Run) -> None:
+def emit_alias_change(
+    change: AliasChange, *, flow_run_id: str | None, pipeline: str, run_reason: str, run_id: str | None
+) -> None:
     """Send the event nightjar.<alias>.changed of the resource nightjar.model.<name>.
 
     Prefect adds the flow run, its deployment and its tags as related resources. Outside a flow run nothing is sent. An event
     that cannot be sent is a warning.
+
+    Args:
+        run_id: the run that moved the alias; None if a person moved it.
     """
-    if run.flow_run_id is None:
+    if flow_run_id is None:
         return
     name = f"nightjar.{change.alias}.changed"
     resource = {"prefect.resource.id": f"nightjar.model.{change.model_name}", "prefect.resource.name": change.model_name}
@@ -23,9 +27,9 @@ def emit_alias_change(change: AliasChange, *, run: Run) -> None:
         "old_version": change.old_version,
         "new_version": change.new_version,
         "reason": change.reason,
-        "run_reason": run.options.reason,
-        "pipeline": run.pipeline,
-        "run_id": run.run_id,
+        "run_reason": run_reason,
+        "pipeline": pipeline,
+        "run_id": run_id,
     }
     try:
         emit_event(name, resource=resource, payload=payload)

@@ -79,7 +79,13 @@ def register(
                 interactions=interactions,
                 evaluation=evaluation,
                 folder=out,
-                on_alias_change=partial(emit_alias_change, run=run),
+                on_alias_change=partial(
+                    emit_alias_change,
+                    flow_run_id=run.flow_run_id,
+                    pipeline=run.pipeline,
+                    run_reason=run.options.reason,
+                    run_id=run.run_id,
+                ),
             )
             manifest = registration.commit(**verdict)
     show_markdown(run, "verdict", verdict_page(manifest, evaluation=evaluation))

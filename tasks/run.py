@@ -76,6 +76,15 @@ REDUCED_NAME = "reduced.json"
 """File in the folder of a run whose large files retention has removed. The run cannot be resumed."""
 
 
+def check_reason(reason: str) -> None:
+    """Raise InputError unless `reason` is one printable line of at most MAX_REASON_CHARACTERS characters."""
+    if len(reason) > MAX_REASON_CHARACTERS or not reason.isprintable():
+        raise InputError(
+            f"reason {shown(reason)}: a reason is one line of at most {MAX_REASON_CHARACTERS} characters, but this one has "
+            f"{len(reason)} characters, or a control character such as a line break; change it"
+        )
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """Options of one run, which are not part of the config.
@@ -95,11 +104,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         """Raise InputError for options that are invalid or contradict each other."""
-        if len(self.reason) > MAX_REASON_CHARACTERS or not self.reason.isprintable():
-            raise InputError(
-                f"reason {shown(self.reason)}: a reason is one line of at most {MAX_REASON_CHARACTERS} characters, but this "
-                f"one has {len(self.reason)} characters, or a control character such as a line break; change it"
-            )
+        check_reason(self.reason)
         if self.promote not in get_args(Promote):
             raise InputError(f"promote is {shown(self.promote)}; set it to one of {', '.join(get_args(Promote))}")
         if self.promote == "force" and not self.reason.strip():

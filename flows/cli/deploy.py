@@ -1,4 +1,4 @@
-"""`nightjar deploy`: the deployment of a pipeline in the user's Prefect server, for the workers of a work pool."""
+"""`nightjar deploy`: the deployments of a pipeline in the user's Prefect server, for the workers of a work pool."""
 
 import os
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def deploy_pipeline(
     with_automations: bool = False,
     dry_run: bool,
 ) -> None:
-    """Print how the deployment changes, and change it unless `dry_run`; InputError before anything is created.
+    """Print how the deployments change, and change them unless `dry_run`; InputError before anything is created.
 
     Args:
         with_automations: also create or update the automations that send alerts.
@@ -38,29 +38,33 @@ def deploy_pipeline(
         work_pool = deployments.check_work_pool(client, work_pool)
         if with_automations:
             automations.alert_block(client)
-        current = deployments.read_deployment(client, config.name)
-        deployment = deployments.deployment_of(
+        retrain = deployments.read_deployment(client, config.name)
+        new_deployments = deployments.deployments_of(
             config,
             file=file,
             overrides=overrides,
             work_pool=work_pool,
-            is_active=not deployments.is_paused(current, config),
+            is_active=not deployments.is_paused(retrain, config),
         )
-        changes = deployments.changes(current, deployment)
-        rows = [[change.setting, change.current, change.new] for change in changes]
+        facts: dict[str, str] = {}
+        rows: list[list[str]] = []
+        for deployment in new_deployments:
+            current = deployments.read_deployment(client, config.name, flow_name=str(deployment.flow_name))
+            changes = deployments.changes(current, deployment)
+            rows += [[str(deployment.flow_name), change.setting, change.current, change.new] for change in changes]
+            verb = "created" if current is None else "updated" if changes else "unchanged"
+            facts[deployment.full_name] = f"would be {verb}" if dry_run else verb
         if rows:
-            output.print_table(["setting", "current", "new"], rows, console=output.stdout)
+            output.print_table(["deployment", "setting", "current", "new"], rows, console=output.stdout)
         if not dry_run:
-            deployment_id = deployments.apply(deployment)
+            deployment_id, *_ = [deployments.apply(deployment) for deployment in new_deployments]
             if with_automations:
                 automation_names = automations.create_automations(client, config, deployment_id=deployment_id)
-    verb = "created" if current is None else "updated" if changes else "unchanged"
     next_start = config.schedule.next_start(datetime.now(UTC))
-    facts = {
-        "deployment": f"{deployment.full_name}, {f'would be {verb}' if dry_run else verb}",
+    facts |= {
         "next start": "by hand only; set schedule.cron or --cron" if next_start is None else f"{next_start:%Y-%m-%d %H:%M %Z}",
         "worker": f"prefect worker start --pool {work_pool}",
-        "start by hand": f"prefect deployment run {deployment.full_name}",
+        "start by hand": f"prefect deployment run {new_deployments[0].full_name}",
     }
     if with_automations:
         facts["automations"] = ", ".join(automation_names) or "would be created or updated"

@@ -3,7 +3,7 @@
 import gc
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -73,6 +73,45 @@ def releases(file: ConfigFile = DEFAULT_FILE, overrides: Overrides = None, as_js
         )
 
 
+Reason = Annotated[str, typer.Option(metavar="TEXT", help="why the champion changes; a tag of both versions")]
+
+
+@commands.command(rich_help_panel=PANEL, epilog='Example: nightjar promote --version 7 --reason "new prices"')
+def promote(
+    version: Annotated[int, typer.Option(min=1, help="number of the version, see nightjar releases")],
+    reason: Reason,
+    file: ConfigFile = DEFAULT_FILE,
+    overrides: Overrides = None,
+) -> None:
+    """Make a registered version the champion if it passes the smoke test."""
+    _choose_champion("promote", file, overrides, {"version": version, "reason": reason})
+
+
+@commands.command(rich_help_panel=PANEL, epilog='Example: nightjar rollback --reason "recommends items that are sold out"')
+def rollback(
+    reason: Reason,
+    file: ConfigFile = DEFAULT_FILE,
+    version: Annotated[
+        int | None, typer.Option(min=1, help="a former champion; by default the newest former champion that loads")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Give the alias champion back to a former champion."""
+    _choose_champion("rollback", file, overrides, {"version": version or 0, "reason": reason})
+
+
+def _choose_champion(
+    command: Literal["promote", "rollback"], file: Path, overrides: list[str] | None, parameters: dict[str, object]
+) -> None:
+    from flows.config_file import load_config
+
+    config = load_config(file, overrides or ())
+    prepare(config.workspace)
+    from flows.cli.champion import choose_champion
+
+    choose_champion(config, command, file=file, overrides=overrides or (), parameters=parameters)
+
+
 @commands.command(
     rich_help_panel=PANEL, epilog='Example: nightjar deploy --cron "15 2 * * *" --timezone Europe/Berlin --work-pool nightjar'
 )
@@ -87,7 +126,7 @@ def deploy(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run/--apply", help="only print the changes")] = False,
 ) -> None:
-    """Create or update the deployment of the pipeline in the Prefect server of PREFECT_API_URL."""
+    """Create or update the deployments of the pipeline in the Prefect server of PREFECT_API_URL."""
     import json
 
     from flows.config_file import load_config

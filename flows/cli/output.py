@@ -169,7 +169,7 @@ def print_releases(releases: Sequence[Mapping[str, Any]], *, console: Console) -
             release["created"],
             *(f"{release['metrics'][name]:.4f}" if name in release["metrics"] else "-" for name in names),
             release["run_id"],
-            release["reasons"] or f"smoke test {release['smoke']}",
+            release["by_hand"] or release["reasons"] or f"smoke test {release['smoke']}",
         ]
         for release in releases
     ]

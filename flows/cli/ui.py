@@ -75,7 +75,7 @@ def up(
         os.environ.setdefault("NIGHTJAR_MLFLOW_UI_URL", facts["MLflow"])  # the runs log to the database
         runs = stack.enter_context(_planned_runs(file, overrides, log_file=log_file))
         next_start = config.schedule.next_start(datetime.now(UTC))
-        facts["deployment"] = f"nightly-retrain/{config.name}"
+        facts["deployments"] = f"nightly-retrain/{config.name}, and promote and rollback"
         facts["next start"] = f"{next_start:%Y-%m-%d %H:%M %Z}" if next_start else "by hand in Prefect only; set schedule.cron"
         output.print_facts(facts | {"log": str(log_file), "stop": "Ctrl-C"}, console=output.stdout)
         _watch(prefect, runs, log_file=log_file)

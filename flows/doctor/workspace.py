@@ -16,7 +16,7 @@ PROBLEM_STATES = {
     "Failed": "resume it with --resume {run_id}",
     "Interrupted": "resume it with --resume {run_id}",
     "DataRejected": "read check_data/report.html in its folder, then correct the data or the limits of data_report",
-    "BrokenChampion": "roll the alias champion back to a version that works",
+    "BrokenChampion": "return to a former champion with nightjar rollback --reason TEXT",
 }
 """States of a run that need a person, each with the next step."""
 

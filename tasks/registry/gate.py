@@ -11,48 +11,39 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 
 from recsys_core.errors import StageError
 from recsys_core.manifests import EvaluationManifest, InteractionsManifest
 from tasks.registry.config import RegistryConfig
-from tasks.registry.mlflow_client import LOG, RUN_REASON_TAG, call_with_retries
+from tasks.registry.mlflow_client import LOG, RUN_REASON_TAG
 from tasks.registry.promotion import AliasChange, move_champion
 from tasks.registry.releases import (
     ALARM_TAG,
-    BROKEN_TAG,
     MAX_FORMER_CHAMPIONS,
     METRICS_TAG,
     PROMOTE_TAG,
     REASONS_TAG,
-    SMOKE_TAG,
+    aliases_of,
     champion_of,
     former_champions,
 )
 from tasks.registry.smoke_test import (
-    NotFetchedError,
-    ServedSample,
     UnusableVersionError,
-    invalid_answers,
-    predict_in_subprocess,
     prepare_sample,
     recommend_popular,
     served_metrics,
 )
 from tasks.registry.tracking import as_metrics, log_metrics
+from tasks.registry.version_tester import VersionTester
 from tasks.run import RunOptions
-
-_MAX_TAG_LENGTH = 500
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -76,7 +67,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class _Gate:
-    """The new version, the users that all versions are measured on, and metrics by version number.
+    """The new version, and the test that it and its competitors take.
 
     Attributes:
         on_alias_change: called after each alias that moved to another version.
@@ -85,18 +76,9 @@ class _Gate:
     version: ModelVersion
     config: RegistryConfig
     options: RunOptions
-    client: MlflowClient
-    sample: ServedSample
+    tester: VersionTester
     evaluation: EvaluationManifest
     on_alias_change: Callable[[AliasChange], None]
-    metrics_by_version: dict[str, dict[str, float]] = field(default_factory=dict)
-
-    def retry(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Return call(*args, **kwargs), retried while MLflow is temporarily unavailable."""
-        return call_with_retries(partial(call, *args, **kwargs), uri=self.client.tracking_uri)
-
-    def set_tag(self, version: ModelVersion, name: str, value: str) -> None:
-        self.retry(self.client.set_model_version_tag, version.name, version.version, name, value)
 
     def report_alias(self, alias: str, *, old_version: object, new_version: object, reason: str) -> None:
         """Report that `alias` moved from one version number to another, or None, unless they are equal."""
@@ -127,13 +109,13 @@ def pass_gate(
         StageError: the version failed the smoke test, or no version can be champion.
     """
     sample = prepare_sample(interactions, max_users=config.smoke_test_users, folder=folder / "smoke_test")
-    gate = _Gate(version, config, options, client, sample, evaluation, on_alias_change)
-    gate.set_tag(version, PROMOTE_TAG, options.promote)
+    gate = _Gate(version, config, options, VersionTester(client, sample), evaluation, on_alias_change)
+    gate.tester.set_tag(version, PROMOTE_TAG, options.promote)
     if options.reason:
-        gate.set_tag(version, RUN_REASON_TAG, options.reason)
-    verdict = _compare_and_promote(gate, _smoke_test(gate))
+        gate.tester.set_tag(version, RUN_REASON_TAG, options.reason)
+    verdict = _compare_and_promote(gate, gate.tester.smoke_test(version))
     assert version.run_id is not None  # version_for creates every version from an MLflow run
-    gate.retry(log_metrics, client, version.run_id, as_metrics(verdict.metrics))
+    gate.tester.retry(log_metrics, client, version.run_id, as_metrics(verdict.metrics))
     facts = {
         "model_name": version.name,
         "version": str(version.version),
@@ -150,52 +132,36 @@ def pass_gate(
     return facts
 
 
-def _smoke_test(gate: _Gate) -> dict[str, float]:
-    """Return served/<metric> of the new version; raise StageError if its answers are invalid."""
-    version = gate.version
-    try:
-        answers = _predict(gate, version)
-        problems = invalid_answers(answers, sample=gate.sample)
-        if problems:
-            uri = f"models:/{version.name}/{version.version}"
-            raise UnusableVersionError(f"{uri}: the smoke test found {'; '.join(problems)}")
-    except UnusableVersionError as error:
-        gate.set_tag(version, SMOKE_TAG, f"failed: {error}"[:_MAX_TAG_LENGTH])
-        raise
-    gate.set_tag(version, SMOKE_TAG, "passed")
-    return {f"served/{name}": value for name, value in served_metrics(answers, sample=gate.sample).items()}
-
-
 def _compare_and_promote(gate: _Gate, new_metrics: dict[str, float]) -> Verdict:
     """Compare the new version with the champion and set the aliases.
 
     If another run promotes its version during the comparison, repeat the comparison with the new champion.
     """
-    version, client = gate.version, gate.client
+    version, client = gate.version, gate.tester.client
     while True:
-        champion = gate.retry(champion_of, client, version.name)
+        champion = gate.tester.retry(champion_of, client, version.name)
         verdict = _decide(gate, new_metrics, champion=champion)
-        gate.set_tag(version, METRICS_TAG, json.dumps(verdict.metrics))
-        gate.set_tag(version, REASONS_TAG, verdict.reason)
+        gate.tester.set_tag(version, METRICS_TAG, json.dumps(verdict.metrics))
+        gate.tester.set_tag(version, REASONS_TAG, verdict.reason)
         if verdict.alarm is not None:
-            gate.set_tag(version, ALARM_TAG, verdict.alarm)
+            gate.tester.set_tag(version, ALARM_TAG, verdict.alarm)
         winner = version if verdict.promoted else verdict.reinstated
         if winner is None:  # the champion keeps its alias
             break
         # A champion that does not load cannot serve as a former champion later.
         move = partial(move_champion, expected_champion=champion, mark_as_former=verdict.alarm is None, turn_version=version)
-        if gate.retry(move, client, winner):
+        if gate.tester.retry(move, client, winner):
             old_version = None if champion is None else champion.version
             gate.report_alias("champion", old_version=old_version, new_version=winner.version, reason=verdict.reason)
             break
         LOG.info("%s: another version became champion; version %s is compared with it", version.name, version.version)
     if not verdict.promoted:
-        old_challenger = gate.retry(client.get_registered_model, version.name).aliases.get("challenger")
-        gate.retry(client.set_registered_model_alias, version.name, "challenger", version.version)
+        old_challenger = (gate.tester.retry(aliases_of, client, version.name) or {}).get("challenger")
+        gate.tester.retry(client.set_registered_model_alias, version.name, "challenger", version.version)
         gate.report_alias("challenger", old_version=old_challenger, new_version=version.version, reason=verdict.reason)
-    elif "challenger" in gate.retry(client.get_model_version, version.name, version.version).aliases:
+    elif "challenger" in gate.tester.retry(client.get_model_version, version.name, version.version).aliases:
         # An earlier start of the run did not promote the version, and a resume with another `promote` does.
-        gate.retry(client.delete_registered_model_alias, version.name, "challenger")
+        gate.tester.retry(client.delete_registered_model_alias, version.name, "challenger")
         gate.report_alias("challenger", old_version=version.version, new_version=None, reason=verdict.reason)
     if verdict.alarm is not None:
         LOG.error("%s: %s", version.name, verdict.alarm)
@@ -209,7 +175,7 @@ def _decide(gate: _Gate, new_metrics: dict[str, float], *, champion: ModelVersio
     version = gate.version
     if champion is not None and str(champion.version) == str(version.version):
         # The run was interrupted after the promotion and resumed: repeat the first verdict.
-        tags = gate.retry(gate.client.get_model_version, version.name, version.version).tags
+        tags = gate.tester.retry(gate.tester.client.get_model_version, version.name, version.version).tags
         return Verdict(True, tags[REASONS_TAG], json.loads(tags[METRICS_TAG]), tags.get(ALARM_TAG))
     verdict = _compare(gate, new_metrics, champion=champion)
     match gate.options.promote:
@@ -230,7 +196,7 @@ def _compare(gate: _Gate, new_metrics: dict[str, float], *, champion: ModelVersi
     if champion is None:
         return Verdict(True, "there was no champion", new_metrics)
     try:
-        metrics = new_metrics | _measure(gate, champion, name="champion")
+        metrics = new_metrics | gate.tester.measure(champion, name="champion", loadable=gate.version)
     except UnusableVersionError as error:
         verdict = _compare_with_former_champion(gate, new_metrics) or _compare_with_popularity(gate, new_metrics)
         return replace(verdict, alarm=f"the champion, version {champion.version}, does not load ({error})")
@@ -239,9 +205,9 @@ def _compare(gate: _Gate, new_metrics: dict[str, float], *, champion: ModelVersi
 
 def _compare_with_former_champion(gate: _Gate, new_metrics: dict[str, float]) -> Verdict | None:
     """Compare with the last former champion that loads; return None if none of them loads. One of the two becomes champion."""
-    for former_champion in gate.retry(former_champions, gate.client, gate.version.name)[:MAX_FORMER_CHAMPIONS]:
+    for former_champion in gate.tester.retry(former_champions, gate.tester.client, gate.version.name)[:MAX_FORMER_CHAMPIONS]:
         try:
-            metrics = new_metrics | _measure(gate, former_champion, name="former_champion")
+            metrics = new_metrics | gate.tester.measure(former_champion, name="former_champion", loadable=gate.version)
         except UnusableVersionError:
             continue
         verdict = judge(metrics, config=gate.config, baseline="former_champion", label=f"version {former_champion.version}")
@@ -252,8 +218,8 @@ def _compare_with_former_champion(gate: _Gate, new_metrics: dict[str, float]) ->
 def _compare_with_popularity(gate: _Gate, new_metrics: dict[str, float]) -> Verdict:
     """Compare with popularity, the baseline of last resort: a version that is worse than popularity is not promoted."""
     popular_item_I = np.load(gate.evaluation.path("popularity.npy")).astype(np.int64)
-    answers = recommend_popular(gate.sample, popular_item_I=popular_item_I)
-    metrics = {f"popularity/{name}": value for name, value in served_metrics(answers, sample=gate.sample).items()}
+    answers = recommend_popular(gate.tester.sample, popular_item_I=popular_item_I)
+    metrics = {f"popularity/{name}": value for name, value in served_metrics(answers, sample=gate.tester.sample).items()}
     strict_config = gate.config.model_copy(update={"max_relative_drop": 0.0})
     return judge(new_metrics | metrics, config=strict_config, baseline="popularity", label="popularity")
 
@@ -274,41 +240,4 @@ def judge(metrics: dict[str, float], *, config: RegistryConfig, baseline: str, l
     relation = "at least" if promoted else "less than"
     return Verdict(
         promoted, f"{config.metric} is {new_value:.4f}, {relation} {share:g} of the {baseline_value:.4f} of {label}", metrics
-    )
-
-
-def _measure(gate: _Gate, version: ModelVersion, *, name: str) -> dict[str, float]:
-    """Return <name>/<metric> of a registered version on the users of the smoke test.
-
-    A version that does not load is tagged and raises UnusableVersionError; the tag is removed once the version loads again.
-    """
-    number = str(version.version)
-    if number not in gate.metrics_by_version:
-        try:
-            answers = _predict_existing(gate, version)
-        except UnusableVersionError as error:
-            gate.set_tag(version, BROKEN_TAG, str(error)[:_MAX_TAG_LENGTH])
-            raise
-        if BROKEN_TAG in version.tags:
-            gate.retry(gate.client.delete_model_version_tag, version.name, version.version, BROKEN_TAG)
-        gate.metrics_by_version[number] = served_metrics(answers, sample=gate.sample)
-    return {f"{name}/{metric}": value for metric, value in gate.metrics_by_version[number].items()}
-
-
-def _predict_existing(gate: _Gate, version: ModelVersion) -> pa.ListArray:
-    """Return the recommendations of a version of an earlier run; raise UnusableVersionError if its files do not exist."""
-    try:
-        return _predict(gate, version)
-    except NotFetchedError as error:
-        _predict(gate, gate.version)  # raises if MLflow does not work, which is no fault of `version`
-        raise UnusableVersionError(str(error)) from None
-
-
-def _predict(gate: _Gate, version: ModelVersion) -> pa.ListArray:
-    return gate.retry(
-        predict_in_subprocess,
-        gate.sample,
-        model_uri=f"models:/{version.name}/{version.version}",
-        tracking_uri=gate.client.tracking_uri,
-        output_file=gate.sample.file.with_name(f"answers-{version.version}.parquet"),
     )

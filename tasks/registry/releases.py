@@ -22,21 +22,30 @@ BROKEN_TAG = "nightjar.broken"
 """Set on a version that did not load during a comparison: the last line of its stderr. Removed when it loads again."""
 PROMOTE_TAG = "nightjar.promote"
 """Rule by which the version could be promoted to champion: by_gate, never or force (`RunOptions.promote`)."""
+BY_HAND_TAG = "nightjar.by_hand"
+"""The last time a person gave the version the alias champion or took it away: when, who, what and why."""
 MAX_FORMER_CHAMPIONS = 3
 """Number of former champions that the gate tries to load if the champion does not load."""
 FORMER_CHAMPION_TAG = "nightjar.champion_until"
-"""Time at which another version replaced the champion, in seconds since 1970. Not set on a champion that did not load."""
+"""Time at which another version replaced the champion, in seconds since 1970. Not set on a champion that did not load or that
+was rolled back."""
 
 
-def champion_of(client: MlflowClient, model_name: str) -> ModelVersion | None:
-    """Return the version with the alias champion; None if there is no champion or no such model."""
+def aliases_of(client: MlflowClient, model_name: str) -> dict[str, str] | None:
+    """Return the version number by alias; None if the registry does not have the model."""
     try:
         aliases = client.get_registered_model(model_name).aliases
     except MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
         return None
-    return client.get_model_version(model_name, aliases["champion"]) if "champion" in aliases else None
+    return {alias: str(number) for alias, number in aliases.items()}  # MLflow gives an int from sqlite and a str over REST
+
+
+def champion_of(client: MlflowClient, model_name: str) -> ModelVersion | None:
+    """Return the version with the alias champion; None if there is no champion or no such model."""
+    number = (aliases_of(client, model_name) or {}).get("champion")
+    return None if number is None else client.get_model_version(model_name, number)
 
 
 def champion_uri(client: MlflowClient, model_name: str) -> str:
@@ -62,15 +71,16 @@ def former_champions(client: MlflowClient, model_name: str) -> list[ModelVersion
 def list_releases(client: MlflowClient, model_name: str) -> list[dict[str, object]]:
     """Return one dictionary per version, the newest first: version, aliases, tags, served metrics, run and creation (UTC)."""
     versions = client.search_model_versions(f"name = '{model_name}'")
-    aliases = client.get_registered_model(model_name).aliases if versions else {}
+    aliases = aliases_of(client, model_name) or {}
     return [
         {
             "version": str(version.version),
-            "alias": ", ".join(sorted(alias for alias, number in aliases.items() if str(number) == str(version.version))),
+            "alias": ", ".join(sorted(alias for alias, number in aliases.items() if number == str(version.version))),
             "smoke": version.tags.get(SMOKE_TAG, "not done"),
             "broken": version.tags.get(BROKEN_TAG, ""),
             "metrics": json.loads(version.tags.get(METRICS_TAG, "{}")),
             "reasons": version.tags.get(REASONS_TAG, ""),
+            "by_hand": version.tags.get(BY_HAND_TAG, ""),
             "run_id": version.tags.get(RUN_ID_TAG, ""),
             "created": f"{datetime.fromtimestamp(version.creation_timestamp / 1000, UTC):%Y-%m-%d %H:%M}",
         }

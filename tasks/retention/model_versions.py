@@ -22,7 +22,7 @@ from recsys_core.disk import used_bytes
 from recsys_core.manifests import RegistrationManifest, read_manifest
 from recsys_core.units import DAY_S
 from tasks.registry.mlflow_client import RUN_ID_TAG
-from tasks.registry.releases import MAX_FORMER_CHAMPIONS, REASONS_TAG, former_champions
+from tasks.registry.releases import MAX_FORMER_CHAMPIONS, REASONS_TAG, aliases_of, former_champions
 from tasks.retention.run_folders import RUNS_NAME, run_ids
 
 _LOGGED_MODEL_URI = re.compile(r"models:/(m-[0-9a-f]+)")
@@ -65,7 +65,7 @@ def runs_behind_aliases(client: MlflowClient, workspace: Path, *, model_name: st
     """
     aliased_runs: set[str] = set()
     for name, registered_runs in ({model_name: set[str]()} | registered_runs_by_model(workspace)).items():
-        aliases = _aliases(client, name)
+        aliases = aliases_of(client, name)
         if aliases is None:
             aliased_runs |= registered_runs
         else:
@@ -80,7 +80,7 @@ def find_old_versions(client: MlflowClient, model_name: str, *, num_kept: int) -
     Kept are the newest `num_kept` versions, versions with an alias, the latest former champions, and versions that are in the
     gate of another run.
     """
-    aliases = _aliases(client, model_name)
+    aliases = aliases_of(client, model_name)
     if aliases is None:
         return []
     versions = sorted(client.search_model_versions(f"name = '{model_name}'"), key=lambda version: int(version.version))
@@ -104,7 +104,7 @@ def delete_versions(client: MlflowClient, removals: Iterable[VersionRemoval]) ->
     finished_removals = []
     for removal in removals:
         name, number = removal.model_name, removal.version
-        if number in (_aliases(client, name) or {}).values():
+        if number in (aliases_of(client, name) or {}).values():
             continue
         try:
             version = client.get_model_version(name, number)
@@ -120,17 +120,6 @@ def delete_versions(client: MlflowClient, removals: Iterable[VersionRemoval]) ->
         client.delete_model_version(name, number)
         finished_removals.append(removal)
     return finished_removals
-
-
-def _aliases(client: MlflowClient, model_name: str) -> dict[str, str] | None:
-    """Return the version by alias; None if the registry does not have the model."""
-    try:
-        aliases = client.get_registered_model(model_name).aliases
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
-        return None
-    return {alias: str(number) for alias, number in aliases.items()}  # MLflow gives an int from sqlite and a str over REST
 
 
 def _logged_model(client: MlflowClient, version: ModelVersion) -> LoggedModel | None:

@@ -28,7 +28,6 @@ from flows.cli.config_template import starter_config
 from recsys_core.errors import InputError
 from tasks.events import emit_alias_change
 from tasks.registry.promotion import AliasChange
-from tasks.run import Run
 
 pytestmark = pytest.mark.drill
 PATIENCE_S = 180.0
@@ -155,7 +154,7 @@ def test_each_automation_delivers_its_alert_for_runs_of_its_pipeline_only(
     running = run_to(client, films, Running())
     late = client.create_flow_run_from_deployment(films, state=Scheduled(scheduled_time=datetime.now(UTC) - timedelta(hours=1)))
     change = AliasChange("nightjar", "champion", "3", "4", "recall@20 is at least as good")
-    emit_alias_change(change, run=Run("r", workspace=tmp_path, experiment="e", pipeline="films", flow_run_id="f"))
+    emit_alias_change(change, flow_run_id="f", pipeline="films", run_reason="", run_id="r")
 
     expected = {"run failed": 2, "not promoted three times": 1, "did not start": 1, "overran": 1, "champion changed": 1}
     wait_until(

@@ -121,7 +121,7 @@ def test_the_form_starts_a_run_that_registers_a_version_which_mlflow_shows(up: U
     page.locator("input").first.fill(up.password)
     page.keyboard.press("Enter")
     page.wait_for_url(re.compile("/(dashboard|deployments)"))
-    (deployment,) = up.api("deployments/filter", {})
+    (deployment,) = up.api("deployments/filter", {"flows": {"name": {"any_": ["nightly-retrain"]}}})
     page.goto(f"{up.prefect}/deployments/deployment/{deployment['id']}/run")
     page.get_by_text("Reason (Optional)").wait_for()
     page.locator("textarea").nth(1).fill(REASON)

@@ -1,6 +1,7 @@
 """Deployments in a real Prefect server: created, compared, updated, and rejected before anything is created."""
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_a_deployment_has_the_schedule_the_limit_and_the_defaults_of_the_form(
     schedule = {"cron": "15 2 * * *", "timezone": "Europe/Berlin"}
     deploy(tmp_path, name="movies", schedule=schedule, dry_run=True)
     assert deployments.read_deployment(client, "movies") is None
-    assert "nightly-retrain/movies, would be created" in capsys.readouterr().out
+    assert re.search(r"nightly-retrain/movies +would be created", capsys.readouterr().out)
 
     deploy(tmp_path, name="movies", schedule=schedule)
     deployment = deployments.read_deployment(client, "movies")
@@ -91,6 +92,12 @@ def test_a_deployment_has_the_schedule_the_limit_and_the_defaults_of_the_form(
     assert {"reason", "resume", "promote"} <= set(deployment.parameter_openapi_schema["properties"])
     assert capsys.readouterr().out.count("02:15 CET") == 1
 
+    for name in ("promote", "rollback"):
+        by_hand = deployments.read_deployment(client, "movies", flow_name=name)
+        assert by_hand is not None
+        assert (by_hand.entrypoint, by_hand.schedules, by_hand.global_concurrency_limit) == (f"flows.champion.{name}", [], None)
+        assert by_hand.parameters == deployment.parameters
+
 
 def test_only_the_changes_of_an_existing_deployment_are_printed_and_another_pipeline_is_not_touched(
     tmp_path: Path, client: SyncPrefectClient, capsys: pytest.CaptureFixture[str]
@@ -99,12 +106,15 @@ def test_only_the_changes_of_an_existing_deployment_are_printed_and_another_pipe
         deploy(tmp_path, name=name, schedule={"cron": "15 2 * * *"})
     capsys.readouterr()
     deploy(tmp_path, name="books", schedule={"cron": "15 2 * * *"})
-    assert "nightly-retrain/books, unchanged" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert [line.split() for line in out.splitlines()[:3]] == [
+        [f"{flow}/books", "unchanged"] for flow in ("nightly-retrain", "promote", "rollback")
+    ]
     deploy(tmp_path, name="books", schedule={"on_overrun": "queue"})
     out = capsys.readouterr().out
     assert [line.split() for line in out.splitlines()[1:3]] == [
-        ["schedule", "15", "2", "*", "*", "*", "UTC", "none"],
-        ["concurrent", "runs", "1,", "CANCEL_NEW", "1,", "ENQUEUE"],
+        ["nightly-retrain", "schedule", "15", "2", "*", "*", "*", "UTC", "none"],
+        ["nightly-retrain", "concurrent", "runs", "1,", "CANCEL_NEW", "1,", "ENQUEUE"],
     ]
     assert "by hand only" in out
     books, music = (deployments.read_deployment(client, name) for name in ("books", "music"))
@@ -234,13 +244,15 @@ def test_a_run_whose_process_has_died_ends_as_crashed_and_frees_its_slot(tmp_pat
     assert [client.read_flow_run(run.id).state_name for run in (lost, current)] == ["Crashed", "Running"]
 
 
-def test_prefect_yaml_describes_the_deployment_that_nightjar_deploy_creates(tmp_path: Path) -> None:
-    (entry,) = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
-    file, config = pipeline(tmp_path, schedule=entry["schedules"][0])
-    deployment = deployments.deployment_of(config, file=file, overrides=[], work_pool="nightjar")
-    assert entry["name"] == deployment.name
-    assert entry["entrypoint"] == deployment.entrypoint
-    assert entry["tags"] == deployment.tags
-    assert set(entry["parameters"]) <= set(deployment.parameters)
-    assert entry["concurrency_limit"] == {"limit": 1, "collision_strategy": "CANCEL_NEW"}
-    assert entry["work_pool"]["job_variables"]["env"].items() <= ENVIRONMENT.items()
+def test_prefect_yaml_describes_the_deployments_that_nightjar_deploy_creates(tmp_path: Path) -> None:
+    retrain, *by_hand = entries = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    file, config = pipeline(tmp_path, schedule=retrain["schedules"][0])
+    new_deployments = deployments.deployments_of(config, file=file, overrides=[], work_pool="nightjar")
+    for entry, deployment in zip(entries, new_deployments, strict=True):
+        assert entry["name"] == deployment.name
+        assert entry["entrypoint"] == deployment.entrypoint
+        assert entry["tags"] == deployment.tags
+        assert set(entry["parameters"]) <= set(deployment.parameters)
+        assert entry["work_pool"]["job_variables"]["env"].items() <= ENVIRONMENT.items()
+    assert retrain["concurrency_limit"] == {"limit": 1, "collision_strategy": "CANCEL_NEW"}
+    assert not any({"concurrency_limit", "schedules"} & set(entry) for entry in by_hand)

@@ -35,7 +35,7 @@ from recsys_core.retrieval.index import build_indexes
 from recsys_core.serving.config import PackageConfig
 from recsys_core.serving.package import build_package
 from recsys_core.training.job_spec import Progress
-from tasks.registry import gate
+from tasks.registry import version_tester
 from tasks.registry.smoke_test import K, ServedSample, UnusableVersionError
 from tests.recsys_core.evaluation.stage_folders import export_stage, interactions_stage
 from tests.recsys_core.manifests.committed_stage import commit_stage
@@ -68,7 +68,7 @@ def predicted_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         answers = model.predict(pd.DataFrame(cases), params={"k": K, "exclude_log": False})
         return pa.array([answer["item_ids"] for answer in answers])
 
-    monkeypatch.setattr(gate, "predict_in_subprocess", predict)
+    monkeypatch.setattr(version_tester, "predict_in_subprocess", predict)
     return uris
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from recsys_core.errors import InputError, StageError
 from tasks import events
-from tasks.registry import gate
+from tasks.registry import version_tester
 from tasks.registry.mlflow_client import connect
 from tasks.registry.promotion import AliasChange
 from tasks.registry.releases import champion_uri, list_releases
-from tasks.registry.smoke_test import K, ServedSample
+from tasks.registry.smoke_test import K, ServedSample, prepare_sample
 from tests.tasks.conftest import ITEMS, STEPS, Stages
 from tests.tasks.registration import aliases, do_register, run_of, version_tags
 
@@ -69,7 +69,7 @@ def test_a_worse_version_becomes_challenger_and_an_equal_one_champion(
     workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes: list[AliasChange] = []
-    monkeypatch.setattr(events, "emit_alias_change", lambda change, run: changes.append(change))
+    monkeypatch.setattr(events, "emit_alias_change", lambda change, **_: changes.append(change))
     do_register(stages(), run_of(workspace, "one"))
     worse = do_register(stages(confused=True), run_of(workspace, "two"))
     assert (worse.version, worse.alias, worse.promoted) == ("2", "challenger", False)
@@ -121,7 +121,7 @@ def test_a_version_that_fails_the_smoke_test_gets_no_alias_and_says_why(
     def recommend_unknown_items(sample: ServedSample, **_: object) -> pa.ListArray:
         return pa.array([[-1] * K] * sample.num_users)
 
-    monkeypatch.setattr(gate, "predict_in_subprocess", recommend_unknown_items)
+    monkeypatch.setattr(version_tester, "predict_in_subprocess", recommend_unknown_items)
     run = run_of(workspace, "one")
     with pytest.raises(StageError, match="600 items that are not in the catalogue"):
         do_register(stages(), run)
@@ -134,9 +134,9 @@ def test_a_version_that_fails_the_smoke_test_gets_no_alias_and_says_why(
 
 
 def test_a_version_that_cannot_be_fetched_fails_with_the_last_line_of_its_process(workspace: Path, stages: BuildStages) -> None:
-    sample = gate.prepare_sample(stages().dataset.interactions, max_users=3, folder=workspace / "sample")
+    sample = prepare_sample(stages().dataset.interactions, max_users=3, folder=workspace / "sample")
     with pytest.raises(StageError, match=r"models:/absent/1: does not answer in a fresh process \(exit 3\): .*absent"):
-        gate.predict_in_subprocess(
+        version_tester.predict_in_subprocess(
             sample,
             model_uri="models:/absent/1",
             tracking_uri=connect(workspace).tracking_uri,

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from recsys_core.errors import StageError, TrackingServerError
-from tasks.registry import gate, mlflow_client
+from tasks.registry import gate, mlflow_client, version_tester
 from tasks.registry.mlflow_client import connect
 from tasks.registry.releases import BROKEN_TAG
 from tasks.registry.smoke_test import NotFetchedError, ServedSample
@@ -44,7 +44,7 @@ def test_a_run_is_compared_with_a_champion_promoted_during_its_comparison(
     workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     do_register(stages(confused=True), run_of(workspace, "one"))
-    predict, others = gate.predict_in_subprocess, [stages()]
+    predict, others = version_tester.predict_in_subprocess, [stages()]
 
     def promote_meanwhile(sample: ServedSample, *, model_uri: str, **rest: Any) -> pa.ListArray:
         answers = predict(sample, model_uri=model_uri, **rest)
@@ -52,7 +52,7 @@ def test_a_run_is_compared_with_a_champion_promoted_during_its_comparison(
             do_register(others.pop(), run_of(workspace, "better"))
         return answers
 
-    monkeypatch.setattr(gate, "predict_in_subprocess", promote_meanwhile)
+    monkeypatch.setattr(version_tester, "predict_in_subprocess", promote_meanwhile)
     slower = do_register(stages(confused=True), run_of(workspace, "slower"))
     assert aliases(connect(workspace)) == {"champion": "3", "challenger": "2"}
     assert (slower.alias, slower.reasons[0].endswith("of version 3")) == ("challenger", True)
@@ -62,11 +62,11 @@ def test_a_run_is_compared_with_a_champion_promoted_during_its_comparison(
 def test_a_champion_with_a_flipped_bit_is_replaced_and_reported(
     workspace: Path, stages: BuildStages, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:
-    in_fresh_processes = gate.predict_in_subprocess
+    in_fresh_processes = version_tester.predict_in_subprocess
     request.getfixturevalue("predicted_here")
     do_register(stages(), run_of(workspace, "one"))
     flip_a_bit(workspace, "1")
-    request.getfixturevalue("monkeypatch").setattr(gate, "predict_in_subprocess", in_fresh_processes)
+    request.getfixturevalue("monkeypatch").setattr(version_tester, "predict_in_subprocess", in_fresh_processes)
     made = do_register(stages(), run_of(workspace, "two"))
     assert (made.alias, aliases(connect(workspace))) == ("champion", {"champion": "2"})
     assert made.reasons[0].endswith("of popularity")
@@ -124,7 +124,7 @@ def test_a_champion_that_cannot_be_fetched_is_broken_only_where_mlflow_works(
     workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch, cause: str
 ) -> None:
     do_register(stages(), run_of(workspace, "one"))
-    predict, unreachable = gate.predict_in_subprocess, {"models:/m/1"}
+    predict, unreachable = version_tester.predict_in_subprocess, {"models:/m/1"}
 
     def fetch(sample: ServedSample, *, model_uri: str, **rest: Any) -> pa.ListArray:
         if model_uri in unreachable:
@@ -133,7 +133,7 @@ def test_a_champion_that_cannot_be_fetched_is_broken_only_where_mlflow_works(
             raise NotFetchedError(f"{model_uri}: not fetched")
         return predict(sample, model_uri=model_uri, **rest)
 
-    monkeypatch.setattr(gate, "predict_in_subprocess", fetch)
+    monkeypatch.setattr(version_tester, "predict_in_subprocess", fetch)
     monkeypatch.setattr(mlflow_client, "RETRY_TIMEOUT_S", 0.0)
     if cause == "MLflow does not work":
         with pytest.raises(TrackingServerError, match="models:/m/2: not fetched"):

@@ -8,7 +8,7 @@ import pytest
 
 from recsys_core.errors import StageError
 from recsys_core.manifests import RegistrationManifest, load_manifest
-from tasks.registry import gate
+from tasks.registry import version_tester
 from tasks.registry.mlflow_client import connect
 from tasks.registry.smoke_test import K, ServedSample
 from tests.tasks.conftest import Stages
@@ -58,7 +58,7 @@ def test_force_promotes_a_worse_version_that_passes_the_smoke_test_and_records_t
     assert written is not None and (written.promote, written.run_reason) == ("force", "legal: item 7 must go")
 
     # Force does not skip the smoke test.
-    monkeypatch.setattr(gate, "predict_in_subprocess", recommend_unknown_items)
+    monkeypatch.setattr(version_tester, "predict_in_subprocess", recommend_unknown_items)
     with pytest.raises(StageError, match="items that are not in the catalogue"):
         do_register(stages(), run_of(workspace, "three", promote="force", reason="now"))
     assert aliases(client) == {"champion": "2"}

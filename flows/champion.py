@@ -1,0 +1,109 @@
+"""Flows `promote` and `rollback`: a person chooses the champion, on the command line or in the form of a deployment."""
+
+import logging
+from functools import partial
+from typing import Annotated
+
+from prefect import flow, runtime
+from prefect.client.schemas.objects import State
+from prefect.states import Completed
+from pydantic import Field
+
+from flows.config import PipelineConfig
+from flows.config_file import load_config
+from flows.flow_run_labels import tag_flow_run
+from flows.form import Overrides, Pipeline, shown_as
+from flows.history import run_history
+from flows.history_page import write_history_page
+from recsys_core.errors import InputError
+from recsys_core.parent_process import die_with_parent
+from tasks.events import emit_alias_change
+from tasks.registry.by_hand import Decision, promote_version, roll_back
+from tasks.run import MAX_REASON_CHARACTERS
+
+LOG = logging.getLogger("nightjar")
+Reason = Annotated[str, shown_as("Reason"), Field(min_length=1, max_length=MAX_REASON_CHARACTERS)]
+
+
+def _flow_run_name() -> str:
+    parameters = runtime.flow_run.parameters
+    try:
+        pipeline = load_config(parameters["pipeline"], parameters.get("overrides", ())).name
+    except InputError:  # the flow itself raises it
+        pipeline = str(parameters["pipeline"])
+    version = f" version {parameters['version']}" if parameters.get("version") else ""
+    return f"{pipeline} {runtime.flow_run.flow_name}{version}: {parameters['reason']}"
+
+
+@flow(name="promote", flow_run_name=_flow_run_name, validate_parameters=True)
+def promote(
+    pipeline: Pipeline,
+    version: Annotated[int, shown_as("Version"), Field(ge=1)],
+    reason: Reason,
+    overrides: Overrides = (),
+) -> State:
+    """Make a registered version the champion, without a comparison with the current champion.
+
+    Args:
+        pipeline: Path of the config file on the worker. It names the registered model.
+        version: Number of the version. It becomes champion if it passes the smoke test.
+        reason: Why you promote this version, in one line. It becomes a tag of both versions.
+        overrides: Settings that differ from the config file, as key=value, for example registry.model_name=films.
+
+    Returns:
+        The end state Promoted.
+
+    Raises:
+        InputError: the config, the version or the reason is invalid, or the version is already champion; nothing has changed.
+        StageError: the version failed the smoke test, or MLflow does not work; nothing has changed.
+    """
+    die_with_parent()  # under `nightjar up`; elsewhere it does nothing
+    config = load_config(pipeline, overrides)
+    message = promote_version(version, _decision(config, reason))
+    _rewrite_page(config)
+    return Completed(name="Promoted", message=message)
+
+
+@flow(name="rollback", flow_run_name=_flow_run_name, validate_parameters=True)
+def rollback(
+    pipeline: Pipeline,
+    reason: Reason,
+    version: Annotated[int, shown_as("Version"), Field(ge=0)] = 0,
+    overrides: Overrides = (),
+) -> State:
+    """Give the alias champion back to a former champion.
+
+    Args:
+        pipeline: Path of the config file on the worker. It names the registered model.
+        reason: Why you withdraw the champion, in one line. It becomes a tag of both versions.
+        version: Number of a former champion; 0 is the newest former champion that loads.
+        overrides: Settings that differ from the config file, as key=value, for example registry.model_name=films.
+
+    Returns:
+        The end state RolledBack.
+
+    Raises:
+        InputError: the config or the reason is invalid, or there is no such former champion; nothing has changed.
+        StageError: no former champion loads, or MLflow does not work; nothing has changed.
+    """
+    die_with_parent()  # under `nightjar up`; elsewhere it does nothing
+    config = load_config(pipeline, overrides)
+    message = roll_back(version or None, _decision(config, reason))
+    _rewrite_page(config)
+    return Completed(name="RolledBack", message=message)
+
+
+def _decision(config: PipelineConfig, reason: str) -> Decision:
+    """Return the decision; a change of an alias sends an event to Prefect."""
+    tag_flow_run(config.name, reason=reason)
+    emit = partial(emit_alias_change, flow_run_id=runtime.flow_run.id, pipeline=config.name, run_reason=reason, run_id=None)
+    return Decision(config.registry, config.workspace.absolute(), reason, emit)
+
+
+def _rewrite_page(config: PipelineConfig) -> None:
+    """Write the page of the last runs with the new champion. A failure is only a warning."""
+    try:
+        for newest in run_history(config.workspace, last=1):
+            write_history_page(config, newest.run)
+    except Exception as error:  # any error of a library
+        LOG.warning("could not write the page of the last runs (%s: %s); the champion has changed", type(error).__name__, error)

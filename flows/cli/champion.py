@@ -1,0 +1,47 @@
+"""`nightjar promote` and `nightjar rollback`: a person chooses the champion."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from flows.cli import output
+from flows.cli.interruption import interruptible
+from flows.config import PipelineConfig
+from recsys_core.errors import NightjarError
+
+
+def choose_champion(
+    config: PipelineConfig,
+    command: Literal["promote", "rollback"],
+    *,
+    file: Path,
+    overrides: Sequence[str],
+    parameters: Mapping[str, Any],
+) -> None:
+    """Run the flow `command` and print its result.
+
+    If PREFECT_API_URL is set, the change is a flow run and an event in that server. No Prefect server is started otherwise: at
+    four in the morning, fewer parts can fail.
+    """
+    with interruptible(lambda: f"look at the aliases with: nightjar releases {file}"):
+        try:
+            from flows import champion, deployments  # takes seconds
+
+            flow: Any = {"promote": champion.promote, "rollback": champion.rollback}[command]
+            arguments = {"pipeline": str(file), "overrides": tuple(overrides), **parameters}
+            if "PREFECT_API_URL" in os.environ:
+                with deployments.prefect_server():  # raises InputError if the server does not answer
+                    state = flow(**arguments, return_state=True)
+            else:
+                state = flow.fn(**arguments)
+            if state.is_failed():
+                state.result()  # raises the error of the flow
+        except NightjarError:
+            raise
+        except Exception as error:  # any error of a library
+            from flows.cli.runner import save_traceback
+
+            raise save_traceback(error, folder=config.workspace) from error
+    facts = {"result": state.message, "undo": f"nightjar rollback {file} --reason TEXT"}
+    output.print_facts(facts, console=output.stdout)

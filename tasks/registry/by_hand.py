@@ -1,0 +1,185 @@
+"""The champion that a person chooses: promotion of a registered version, and rollback to a former champion.
+
+The chosen version is tested as in the champion gate before its alias moves, and the alias moves in the same turns. The users of
+the test come from a run in the workspace.
+"""
+
+import getpass
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from mlflow import MlflowClient
+from mlflow.entities.model_registry import ModelVersion
+
+from recsys_core.errors import InputError, StageError, redacted
+from recsys_core.manifests import InteractionsManifest, load_manifest
+from tasks.registry.config import RegistryConfig
+from tasks.registry.mlflow_client import RUN_ID_TAG, call_with_retries, connect
+from tasks.registry.promotion import AliasChange, move_champion
+from tasks.registry.releases import (
+    BY_HAND_TAG,
+    FORMER_CHAMPION_TAG,
+    MAX_FORMER_CHAMPIONS,
+    aliases_of,
+    champion_of,
+    former_champions,
+)
+from tasks.registry.smoke_test import NotFetchedError, UnusableVersionError, prepare_sample
+from tasks.registry.version_tester import VersionTester
+from tasks.run import Run, check_reason, new_run_id
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The decision of a person about the champion.
+
+    Attributes:
+        reason: why; it becomes a tag of the versions.
+        on_alias_change: called after each alias that moved to another version.
+    """
+
+    config: RegistryConfig
+    workspace: Path
+    reason: str
+    on_alias_change: Callable[[AliasChange], None]
+
+    def __post_init__(self) -> None:
+        """Raise InputError for a missing or invalid reason."""
+        check_reason(self.reason)
+        if not self.reason.strip():
+            raise InputError("there is no reason; give a reason, which is recorded on the version")
+
+
+def promote_version(number: int, decision: Decision) -> str:
+    """Make version `number` the champion if it passes the smoke test; return one sentence about the change.
+
+    Raises:
+        InputError: the version does not exist, or it is already champion.
+        StageError: the version failed the smoke test, or another version became champion during the test.
+        TrackingServerError: MLflow does not work.
+    """
+    client, name = connect(decision.workspace), decision.config.model_name
+    versions = call_with_retries(lambda: client.search_model_versions(f"name = '{name}'"), uri=client.tracking_uri)
+    version = next((version for version in versions if int(version.version) == number), None)
+    if version is None:
+        raise InputError(
+            f"{name}: there is no version {number} in {redacted(client.tracking_uri)} (newest versions: "
+            f"{_numbers(versions)}); list the versions with `nightjar releases`"
+        )
+    champion = call_with_retries(lambda: champion_of(client, name), uri=client.tracking_uri)
+    if champion is not None and str(champion.version) == str(version.version):
+        raise InputError(f"{name}: version {number} is already champion; nothing changes")
+    with _tester(client, decision, run_id=version.tags.get(RUN_ID_TAG)) as tester:
+        metrics = tester.smoke_test(version)
+        return _make_champion(tester, version, decision, champion=champion, metrics=metrics, is_rollback=False)
+
+
+def roll_back(number: int | None, decision: Decision) -> str:
+    """Give the alias champion to the newest former champion that loads, or to former champion `number`; return one sentence.
+
+    Raises:
+        InputError: there is no former champion, or version `number` is none.
+        StageError: no former champion loads, or another version became champion during the test.
+        TrackingServerError: MLflow does not work.
+    """
+    client, name = connect(decision.workspace), decision.config.model_name
+    champion = call_with_retries(lambda: champion_of(client, name), uri=client.tracking_uri)
+    former_versions = [
+        version
+        for version in call_with_retries(lambda: former_champions(client, name), uri=client.tracking_uri)
+        if champion is None or str(version.version) != str(champion.version)
+    ]
+    candidates = [version for version in former_versions if number in (None, int(version.version))]
+    if not candidates:
+        problem = "there is no former champion" if number is None else f"version {number} is not a former champion"
+        raise InputError(
+            f"{name}: {problem} (former champions: {_numbers(former_versions)}); list the versions with `nightjar releases`, "
+            "and make one of them the champion with `nightjar promote --version N`"
+        )
+    errors = []
+    with _tester(client, decision, run_id=None) as tester:
+        for version in candidates[:MAX_FORMER_CHAMPIONS]:
+            try:
+                metrics = tester.measure(version, name="served")
+            except (UnusableVersionError, NotFetchedError) as error:
+                errors.append(str(error))
+                continue
+            return _make_champion(tester, version, decision, champion=champion, metrics=metrics, is_rollback=True)
+    raise StageError(f"{name}: nothing has changed, because no former champion loads: {'; '.join(errors)}")
+
+
+def _numbers(versions: Sequence[ModelVersion]) -> str:
+    return ", ".join(str(version.version) for version in versions[:10]) or "none"
+
+
+@contextmanager
+def _tester(client: MlflowClient, decision: Decision, *, run_id: str | None) -> Iterator[VersionTester]:
+    """Yield a tester with users of the run `run_id` or, if its log is not in the workspace, of the newest run with a log."""
+    workspace, manifest = decision.workspace, None
+    if run_id is not None:
+        folder = Run(run_id, workspace=workspace, experiment="").stage_folder("ingest_interactions")
+        manifest = load_manifest(folder, InteractionsManifest)
+    newest = Run(new_run_id(), workspace=workspace, experiment="")
+    manifest = manifest or newest.previous("ingest_interactions", InteractionsManifest)
+    if manifest is None:
+        raise InputError(
+            f"{workspace}: no run has an ingested interaction log, whose users test a version before it becomes champion; "
+            "ingest one with `nightjar run --until ingest_interactions`"
+        )
+    with TemporaryDirectory(prefix="nightjar-") as folder_name:
+        sample = prepare_sample(manifest, max_users=decision.config.smoke_test_users, folder=Path(folder_name) / "smoke_test")
+        yield VersionTester(client, sample)
+
+
+def _make_champion(
+    tester: VersionTester,
+    version: ModelVersion,
+    decision: Decision,
+    *,
+    champion: ModelVersion | None,
+    metrics: dict[str, float],
+    is_rollback: bool,
+) -> str:
+    """Move the alias from `champion` to `version`, and record the decision in tags of both; return one sentence."""
+    client, name, number = tester.client, version.name, str(version.version)
+    is_moved = tester.retry(
+        move_champion, client, version, expected_champion=champion, mark_as_former=not is_rollback, turn_version=version
+    )
+    new_champion = None if is_moved else tester.retry(champion_of, client, name)
+    if not is_moved and (new_champion is None or str(new_champion.version) != number):
+        raise StageError(
+            f"{name}: nothing has changed, because the champion was replaced while version {number} was tested; look at "
+            "`nightjar releases`, then repeat the command"
+        )
+    verb = "rolled back by hand" if is_rollback else "promoted by hand"
+    old_number = None if champion is None else str(champion.version)
+    decision.on_alias_change(AliasChange(name, "champion", old_number, number, f"{verb}: {decision.reason}"))
+    _record(tester, version, f"{verb}, replaces {f'version {old_number}' if old_number else 'no version'}", decision)
+    if champion is not None:
+        _record(tester, champion, f"replaced by version {number}, {verb}", decision)
+        if is_rollback and FORMER_CHAMPION_TAG in champion.tags:  # a later rollback must not return to this version
+            tester.retry(client.delete_model_version_tag, name, champion.version, FORMER_CHAMPION_TAG)
+    if (tester.retry(aliases_of, client, name) or {}).get("challenger") == number:
+        tester.retry(client.delete_registered_model_alias, name, "challenger")
+        decision.on_alias_change(AliasChange(name, "challenger", number, None, f"{verb}: {decision.reason}"))
+    metric = decision.config.metric
+    replaced = "" if old_number is None else f" instead of version {old_number}"
+    return (
+        f"{name} version {number} is champion{replaced}: {metric} is {metrics[f'served/{metric}']:.4f} for "
+        f"{tester.sample.num_users:,} users"
+    )
+
+
+def _record(tester: VersionTester, version: ModelVersion, change: str, decision: Decision) -> None:
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # a container may run with a user id without a name
+        user = f"user {os.getuid()}"
+    text = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {user} on {socket.gethostname()}: {change}: {decision.reason}"
+    tester.set_tag(version, BY_HAND_TAG, text)

@@ -1,0 +1,95 @@
+"""Tests of registered versions on one sample of users. Each version is loaded in a fresh process, as it is served."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import pyarrow as pa
+from mlflow import MlflowClient
+from mlflow.entities.model_registry import ModelVersion
+
+from tasks.registry.mlflow_client import call_with_retries
+from tasks.registry.releases import BROKEN_TAG, SMOKE_TAG
+from tasks.registry.smoke_test import (
+    NotFetchedError,
+    ServedSample,
+    UnusableVersionError,
+    invalid_answers,
+    predict_in_subprocess,
+    served_metrics,
+)
+
+_MAX_TAG_LENGTH = 500
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class VersionTester:
+    """The users that all versions are measured on, and the metrics by version number."""
+
+    client: MlflowClient
+    sample: ServedSample
+    metrics_by_version: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def retry(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Return call(*args, **kwargs), retried while MLflow is temporarily unavailable."""
+        return call_with_retries(partial(call, *args, **kwargs), uri=self.client.tracking_uri)
+
+    def set_tag(self, version: ModelVersion, name: str, value: str) -> None:
+        """Set a tag of a version."""
+        self.retry(self.client.set_model_version_tag, version.name, version.version, name, value)
+
+    def smoke_test(self, version: ModelVersion) -> dict[str, float]:
+        """Return served/<metric> of a version; raise UnusableVersionError if its answers are invalid."""
+        try:
+            answers = self._predict(version)
+            problems = invalid_answers(answers, sample=self.sample)
+            if problems:
+                uri = f"models:/{version.name}/{version.version}"
+                raise UnusableVersionError(f"{uri}: the smoke test found {'; '.join(problems)}")
+        except UnusableVersionError as error:
+            self.set_tag(version, SMOKE_TAG, f"failed: {error}"[:_MAX_TAG_LENGTH])
+            raise
+        self.set_tag(version, SMOKE_TAG, "passed")
+        return {f"served/{name}": value for name, value in served_metrics(answers, sample=self.sample).items()}
+
+    def measure(self, version: ModelVersion, *, name: str, loadable: ModelVersion | None = None) -> dict[str, float]:
+        """Return <name>/<metric> of a version of an earlier run.
+
+        A version that does not load is tagged and raises UnusableVersionError; the tag is removed once the version loads again.
+
+        Args:
+            loadable: a version that can be downloaded if MLflow works. If it can be, the files of `version` do not exist, and
+                `version` is unusable. None: a version that cannot be downloaded raises NotFetchedError.
+        """
+        number = str(version.version)
+        if number not in self.metrics_by_version:
+            try:
+                answers = self._predict_existing(version, loadable)
+            except UnusableVersionError as error:
+                self.set_tag(version, BROKEN_TAG, str(error)[:_MAX_TAG_LENGTH])
+                raise
+            if BROKEN_TAG in version.tags:
+                self.retry(self.client.delete_model_version_tag, version.name, version.version, BROKEN_TAG)
+            self.metrics_by_version[number] = served_metrics(answers, sample=self.sample)
+        return {f"{name}/{metric}": value for metric, value in self.metrics_by_version[number].items()}
+
+    def _predict_existing(self, version: ModelVersion, loadable: ModelVersion | None) -> pa.ListArray:
+        try:
+            return self._predict(version)
+        except NotFetchedError as error:
+            if loadable is None:
+                raise
+            self._predict(loadable)  # raises if MLflow does not work, which is no fault of `version`
+            raise UnusableVersionError(str(error)) from None
+
+    def _predict(self, version: ModelVersion) -> pa.ListArray:
+        return self.retry(
+            predict_in_subprocess,
+            self.sample,
+            model_uri=f"models:/{version.name}/{version.version}",
+            tracking_uri=self.client.tracking_uri,
+            output_file=self.sample.file.with_name(f"answers-{version.version}.parquet"),
+        )

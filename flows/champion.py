@@ -104,6 +104,6 @@ def _rewrite_page(config: PipelineConfig) -> None:
     """Write the page of the last runs with the new champion. A failure is only a warning."""
     try:
         for newest in run_history(config.workspace, last=1):
-            write_history_page(config, newest.run)
+            write_history_page(config, newest.run, has_mlflow=True)
     except Exception as error:  # any error of a library
         LOG.warning("could not write the page of the last runs (%s: %s); the champion has changed", type(error).__name__, error)

@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
@@ -58,6 +59,8 @@ def launch(
     """
     if launcher.kind == "local":
         require_local_capacity(layout)
+    else:
+        require_torchx()
     folder.mkdir(parents=True)
     launch_folder = LaunchFolder(folder.absolute())
     spec = LaunchSpec(
@@ -79,7 +82,15 @@ def launch(
     }
     monitor = Monitor(spec, launch_folder, deadlines=deadlines, heartbeat=heartbeat_file)
     launch_folder.write("launch.json", spec)
-    with _exit_on_sigterm(), _lease(spec, launch_folder), _start_hosts(spec, launch_folder, launcher=launcher) as group:
+    agent_arguments = ("-m", "recsys_core.launching.agent", str(launch_folder.spec_path), spec.token)
+    with _exit_on_sigterm(), _lease(spec, launch_folder), ExitStack() as stack:
+        group: HostGroup
+        if launcher.kind == "local":
+            group = LocalHost([sys.executable, *agent_arguments, "0", ""], log_path=launch_folder.path / "agent.log")
+        else:
+            from recsys_core.launching.torchx import submit
+
+            group = stack.enter_context(submit(agent_arguments, spec, launch_folder, launcher=launcher))
         try:
             monitor.wait(group, poll=poll)
         finally:
@@ -101,37 +112,26 @@ def require_local_capacity(layout: ProcessLayout) -> None:
         )
 
 
-def _start_hosts(spec: LaunchSpec, folder: LaunchFolder, *, launcher: Launcher) -> AbstractContextManager[HostGroup]:
-    """Start one agent process per host. The context manager ends the agents that still run when the block ends."""
-    if launcher.kind == "local":
-        return LocalHost(spec, folder)
-    try:
-        from recsys_core.launching.torchx import submit
-    except ImportError as error:
-        raise InputError(
-            f"launcher.kind is torchx, but the package {error.name} is not installed; run pip install 'nightjar[torchx]'"
-        ) from None
-    return submit(spec, folder, launcher=launcher)
+def require_torchx() -> None:
+    """Raise InputError unless TorchX is installed."""
+    if find_spec("torchx") is None:
+        raise InputError("launcher.kind is torchx, but the package torchx is not installed; run pip install 'nightjar[torchx]'")
 
 
-class LocalHost(AbstractContextManager["LocalHost"]):
+class LocalHost:
     """A HostGroup that consists of this host. Its agent is a child process that runs the ranks under torchrun.
 
     The constructor starts the agent in a new POSIX session. If this process ends, the agent and its ranks end too.
     """
 
-    def __init__(self, spec: LaunchSpec, folder: LaunchFolder) -> None:
-        self._folder = folder
+    def __init__(self, command: Sequence[str], *, log_path: Path) -> None:
+        self._log_path = log_path
         environment = os.environ | parent_environment()
         environment.pop("OMP_NUM_THREADS", None)  # the agent sets it to the number of cores per rank
-        command = [sys.executable, "-m", "recsys_core.launching.agent", str(folder.spec_path), spec.token, "0", ""]
-        with (folder.path / "agent.log").open("wb") as log:
+        with log_path.open("wb") as log:
             self._agent = subprocess.Popen(
                 command, start_new_session=True, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
             )
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
 
     def state(self) -> GroupState:
         """Return running or ended; a local agent is never queued."""
@@ -144,7 +144,7 @@ class LocalHost(AbstractContextManager["LocalHost"]):
 
     def log(self, node: int) -> str:
         """Return the last lines of agent.log."""
-        return last_lines(self._folder.path / "agent.log")
+        return last_lines(self._log_path)
 
     def end(self) -> None:
         """Send SIGTERM, which torchrun forwards to its ranks; send SIGKILL after a grace period."""

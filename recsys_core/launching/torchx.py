@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torchx.runner import Runner, get_runner
@@ -30,14 +30,16 @@ LOG_TIMEOUT_S = 10.0
 
 
 @contextmanager
-def submit(spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLauncher) -> Iterator["TorchxGroup"]:
-    """Submit one agent per host, and yield the group; cancel agents that still run after the block.
+def submit(
+    agent_arguments: Sequence[str], spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLauncher
+) -> Iterator["TorchxGroup"]:
+    """Submit one agent per host, and yield the group. Its requests to the scheduler work until the block ends.
 
     Raises InputError if the settings are not valid for the scheduler, and LaunchError if it does not accept the request.
     """
     with contextlib.closing(get_runner()) as runner:
         with _restore_signal_handlers():
-            request = build_request(spec, folder, launcher=launcher, runner=runner)
+            request = build_request(agent_arguments, spec, folder, launcher=launcher, runner=runner)
         try:
             handle = runner.schedule(request)
         except Exception as error:  # each scheduler's client has its own exceptions
@@ -46,14 +48,12 @@ def submit(spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLauncher) 
                 "and its command line tools can be reached from this host"
             ) from error
         logger.info("%s: %d hosts x %d processes", handle, spec.num_nodes, spec.processes_per_node)
-        group = TorchxGroup(runner, handle, folder=folder, is_local=launcher.scheduler in LOCAL_SCHEDULERS)
-        try:
-            yield group
-        finally:
-            group.end()
+        yield TorchxGroup(runner, handle, folder=folder, is_local=launcher.scheduler in LOCAL_SCHEDULERS)
 
 
-def build_request(spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLauncher, runner: Runner) -> AppDryRunInfo[object]:
+def build_request(
+    agent_arguments: Sequence[str], spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLauncher, runner: Runner
+) -> AppDryRunInfo[object]:
     """Return the request to submit. str(request) is the scheduler's own format: a batch script or the YAML of a job."""
     is_local = launcher.scheduler in LOCAL_SCHEDULERS
     args = dict(launcher.args)
@@ -63,7 +63,7 @@ def build_request(spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLau
         name=ROLE,
         image=launcher.image,
         entrypoint=launcher.python or ("python" if launcher.image else sys.executable),
-        args=["-m", "recsys_core.launching.agent", str(folder.spec_path), spec.token, macros.replica_id, macros.rank0_env],
+        args=[*agent_arguments, macros.replica_id, macros.rank0_env],
         # The scheduler passes this environment to every host. The parent process exists on this host only.
         env={"PYTHONUNBUFFERED": "1", PARENT_VARIABLE: "", **(parent_environment() if is_local else {}), **launcher.env},
         num_replicas=spec.num_nodes,

@@ -34,6 +34,7 @@ SPEC = LaunchSpec(
     rendezvous_timeout_s=300,
     lease_timeout_s=60,
 )
+AGENT_ARGUMENTS = ("-m", "recsys_core.launching.agent", f"{FOLDER}/launch.json", SPEC.token)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +44,7 @@ def hosts_import_this_tree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def request_for(launcher: TorchxLauncher) -> str:
     with get_runner() as runner:
-        return str(build_request(SPEC, LaunchFolder(FOLDER), launcher=launcher, runner=runner))
+        return str(build_request(AGENT_ARGUMENTS, SPEC, LaunchFolder(FOLDER), launcher=launcher, runner=runner))
 
 
 @pytest.fixture

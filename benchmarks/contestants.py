@@ -189,7 +189,8 @@ def train_with_nightjar(contestant: Contestant, *, folder: Path, process: Proces
     sharded = initial_model(job, store=store, dataset=Dataset(interactions), process=process)
     trainer = Trainer(job, model=sharded, loader=one_epoch_loader, validator=None, process=process)
     trainer._save = lambda: None  # type: ignore[method-assign]  # no checkpoints in a benchmark
-    trainer.train()
+    trainer.train_epoch()
+    trainer.end_epoch()
     if not process.is_main:
         return {}
     lines = [Progress.model_validate_json(line) for line in (work / METRICS_NAME).read_text().splitlines()]

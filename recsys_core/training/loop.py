@@ -1,6 +1,5 @@
 """The training loop of one rank: resume or warm start, epochs, validation, checkpoints, early stopping."""
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
@@ -9,7 +8,6 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer
 
 from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch import Batch
 from recsys_core.data.events import EventStore
 from recsys_core.data.features.store import FeatureStore
 from recsys_core.data.loader import TrainLoader
@@ -61,7 +59,12 @@ def run_training(job: TrainJob, *, process: Process) -> None:
         validator = Validator(
             job.training.validation, encoder=encoder, interactions=dataset.interactions, work=job.work, heartbeat=job.heartbeat
         )
-    Trainer(job, model=model, loader=loader, validator=validator, process=process).train()
+    trainer = Trainer(job, model=model, loader=loader, validator=validator, process=process)
+    with trainer.profiler or nullcontext():
+        while not trainer.is_finished:
+            trainer.train_epoch()
+            trainer.end_epoch()
+    trainer.finish()
 
 
 def make_loader(job: TrainJob, *, store: EventStore, assembler: Assembler, process: Process) -> TrainLoader:
@@ -131,61 +134,71 @@ class Trainer:
         self.timer = StepTimer(job.spec, process=process)
         self.profiler = make_profiler(self.config.profile, folder=job.work / PROFILE_NAME, process=process)
 
-    def train(self) -> None:
-        """Collective. Train until the last epoch, or until validation stops improving; rank 0 writes result.json."""
-        with self.profiler or nullcontext():
-            while self.step < self.total_steps and not self._has_stopped_improving():
-                epoch, first_batch = divmod(self.step, self.epoch_steps)
-                self._train_epoch(epoch + 1, first_batch=first_batch)
-                metrics = self._validate(epoch + 1)
-                self._log(epoch + 1, validation=metrics)
-                is_best = self.best is not None and self.best.step == self.step
-                if is_best or self.step == self.total_steps or self.step % self.config.checkpoint_every_steps == 0:
-                    self._save()
-        if self.saved_step != self.step:
-            self._save()
-        self.checkpointer.finish()
-        if self.process.is_main:
-            self._write_result()
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last epoch is complete, or the last `patience` validations brought no improvement."""
+        if self.step >= self.total_steps:
+            return True
+        validation = self.config.validation
+        if self.best is None or validation is None or validation.patience is None or self.step % self.epoch_steps:
+            return False
+        num_epochs_since_best = (self.step - self.best.step) // self.epoch_steps
+        return num_epochs_since_best >= validation.patience * validation.every_epochs
 
-    def _train_epoch(self, epoch: int, *, first_batch: int) -> None:
-        """Train `epoch` (1-based), starting at `first_batch` (0-based); write log lines and checkpoints between the steps.
+    def train_epoch(self) -> None:
+        """Collective. Train the steps that are left of the epoch; write log lines and checkpoints between the steps.
 
-        The log line and the checkpoint after the last step include the validation. `train` writes them.
+        The log line and the checkpoint after the last step include the validation. `end_epoch` writes them.
         """
+        config = self.config
+        epoch, first_batch = divmod(self.step, self.epoch_steps)  # both start from 0
         self.model.train()
-        self.unfrozen = self.head.set_epoch(epoch)
-        batches = self.timer.batches(self.loader.epoch(epoch - 1, start_batch=first_batch))
+        self.unfrozen = self.head.set_epoch(epoch + 1)
+        batches = self.timer.batches(self.loader.epoch(epoch, start_batch=first_batch))
         for batch in range(first_batch, self.epoch_steps):
-            num_samples = self.loader.num_batch_samples(batch) * self.process.world_size
-            self._train_step(batches, epoch=epoch, num_samples=num_samples)
+            self.learning_rates.set_step(self.step)
+            # Dropout is a function of (seed, step, rank), so a resumed run draws the same masks. Only the device's generator is
+            # seeded: torch.manual_seed also records its call stack, which takes a millisecond.
+            self.dropout_generator.manual_seed(step_seed(config.seed, step=self.step, rank=self.process.rank))
+            with self.timer.step(is_sampled=self.step % config.log_every_steps == 0):
+                loss = self.pipeline.progress(batches)
+            if self.profiler is not None:
+                self.profiler.step()
+            self.step += 1
+            is_log_due = self.step % config.log_every_steps == 0
+            is_save_due = self.step % config.checkpoint_every_steps == 0
+            if self.process.device.type == "cpu" or is_log_due:  # on a GPU, reading the loss waits for the device
+                raise_if_not_finite(
+                    loss, step=self.step, epoch=epoch + 1, model=self.model, spec=self.job.spec, rank=self.process.rank
+                )
+            self.metrics_log.add(loss, num_samples=self.loader.num_batch_samples(batch) * self.process.world_size)
             if batch + 1 == self.epoch_steps:
                 break
-            is_save_due = self.step % self.config.checkpoint_every_steps == 0
             # Each checkpoint follows a log line, so a resumed run averages its next line over the same steps.
-            if is_save_due or self.step % self.config.log_every_steps == 0:
-                self._log(epoch)
+            if is_log_due or is_save_due:
+                self._log(epoch + 1)
             if is_save_due:
                 self._save()
         # An attached pipeline replaces the forward methods of the tables; validation needs the original methods. No batch is in
         # flight here.
         self.pipeline.detach()
 
-    def _train_step(self, batches: Iterator[Batch], *, epoch: int, num_samples: int) -> None:
-        """Set the learning rates, train one batch and record its loss. num_samples: examples of the step on all ranks."""
-        self.learning_rates.set_step(self.step)
-        # Dropout is a function of (seed, step, rank), so a resumed run draws the same masks. Only the device's generator is
-        # seeded: torch.manual_seed also records its call stack, which takes a millisecond.
-        self.dropout_generator.manual_seed(step_seed(self.config.seed, step=self.step, rank=self.process.rank))
-        with self.timer.step(is_sampled=self.step % self.config.log_every_steps == 0):
-            loss = self.pipeline.progress(batches)
-        if self.profiler is not None:
-            self.profiler.step()
-        self.step += 1
-        # On a GPU, reading the loss waits for the device.
-        if self.process.device.type == "cpu" or self.step % self.config.log_every_steps == 0:
-            raise_if_not_finite(loss, step=self.step, epoch=epoch, model=self.model, spec=self.job.spec, rank=self.process.rank)
-        self.metrics_log.add(loss, num_samples=num_samples)
+    def end_epoch(self) -> None:
+        """Collective. Validate if it is due, write a log line, and save the best, the last and each due checkpoint."""
+        epoch = self.step // self.epoch_steps
+        metrics = self._validate(epoch)
+        self._log(epoch, validation=metrics)
+        is_best = self.best is not None and self.best.step == self.step
+        if is_best or self.step == self.total_steps or self.step % self.config.checkpoint_every_steps == 0:
+            self._save()
+
+    def finish(self) -> None:
+        """Collective. Save the last step and wait for the checkpoints; rank 0 writes result.json."""
+        if self.saved_step != self.step:
+            self._save()
+        self.checkpointer.finish()
+        if self.process.is_main:
+            self._write_result()
 
     def _validate(self, epoch: int) -> dict[str, float]:
         """Validate, update `best` and return the metrics; return an empty dict if no validation is due after `epoch`."""
@@ -197,14 +210,6 @@ class Trainer:
         if self.best is None or metrics[name] > self.best.metrics[name]:
             self.best = BestValidation(step=self.step, metrics=metrics)
         return metrics
-
-    def _has_stopped_improving(self) -> bool:
-        """Return whether the last `patience` validations brought no improvement."""
-        validation = self.config.validation
-        if self.best is None or validation is None or validation.patience is None or self.step % self.epoch_steps:
-            return False
-        num_epochs_since_best = (self.step - self.best.step) // self.epoch_steps
-        return num_epochs_since_best >= validation.patience * validation.every_epochs
 
     def _log(self, epoch: int, *, validation: dict[str, float] | None = None) -> None:
         table_optimizer = self.config.table_optimizer

@@ -26,6 +26,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.planner import plan_sharding
+from recsys_core.training import loop
 from recsys_core.training.checkpoint import latest_checkpoint
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export import run_export
@@ -38,7 +39,6 @@ from recsys_core.training.job_spec import (
     TrainJob,
     TrainResult,
 )
-from recsys_core.training.loop import Trainer, run_training
 from recsys_core.training.process_group import Process
 from recsys_core.training.validation import Validator
 from tests.gloo import run_ranks
@@ -192,18 +192,18 @@ def _process(rank: int) -> Process:
 
 
 def _train(rank: int, job: TrainJob, stops_at: int | None, scores: list[float] | None) -> None:
-    train_step = Trainer._train_step
+    check_loss = loop.raise_if_not_finite  # called after each step
 
-    def train_step_and_stop(self: Trainer, *args: Any, **kwargs: Any) -> None:
-        train_step(self, *args, **kwargs)
-        if self.step == stops_at:
+    def check_loss_and_stop(loss: torch.Tensor, *, step: int, **rest: Any) -> None:
+        check_loss(loss, step=step, **rest)
+        if step == stops_at:
             os._exit(0)
 
-    Trainer._train_step = train_step_and_stop  # type: ignore[method-assign]
+    loop.raise_if_not_finite = check_loss_and_stop  # type: ignore[assignment]
     if scores is not None:
         remaining_scores = iter(scores)
         Validator.measure = lambda self: {self.metric_name: next(remaining_scores)}  # type: ignore[method-assign]
-    run_training(job, process=_process(rank))
+    loop.run_training(job, process=_process(rank))
 
 
 def export_in_forks(experiment: Experiment, checkpoint: Path, out: Path) -> dict[str, np.ndarray]:

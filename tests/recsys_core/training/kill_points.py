@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
+import torch
 
 from recsys_core.manifests import require_manifest, stage_folder
 from recsys_core.training import checkpoint as checkpoints
+from recsys_core.training import loop
 from recsys_core.training.checkpoint import CheckpointManifest
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export import RankWriter, run_export
 from recsys_core.training.job_spec import METRICS_NAME, ExportJob, TrainJob
-from recsys_core.training.loop import Trainer, run_training
 from recsys_core.training.metrics_log import MetricsLog
 from recsys_core.training.train import train
 from recsys_core.training.validation import Validator
@@ -89,13 +90,13 @@ STEPS_DONE = [0]
 
 def count_steps() -> None:
     """Count the steps of this process in STEPS_DONE."""
-    train_step = Trainer._train_step
+    check_loss = loop.raise_if_not_finite  # called after each step
 
-    def counted_step(self: Trainer, *args: Any, **kwargs: Any) -> None:
-        train_step(self, *args, **kwargs)
-        STEPS_DONE[0] = self.step
+    def counted_check(loss: torch.Tensor, *, step: int, **rest: Any) -> None:
+        check_loss(loss, step=step, **rest)
+        STEPS_DONE[0] = step
 
-    Trainer._train_step = counted_step  # type: ignore[method-assign]
+    loop.raise_if_not_finite = counted_check  # type: ignore[assignment]
 
 
 def half_a_line(self: MetricsLog, *args: Any, **kwargs: Any) -> None:
@@ -116,7 +117,7 @@ def arm(kill: Kill) -> None:
     of_checkpoint = lambda path, *_: "step-" in str(path)  # noqa: E731
     match kill.place:
         case "step":
-            Trainer._train_step = armed(kill, Trainer._train_step, after=True, when=lambda self, *_: self.step >= kill.step)
+            loop.raise_if_not_finite = armed(kill, loop.raise_if_not_finite, after=True)
         case "staged":
             checkpoints.async_save = armed(kill, checkpoints.async_save, after=True)
         case "written":
@@ -135,7 +136,7 @@ def arm(kill: Kill) -> None:
         case "removing":
             shutil.rmtree = half_a_folder
         case "result":
-            Trainer._write_result = die
+            loop.Trainer._write_result = die
         case "export":
             RankWriter.write = armed(kill, RankWriter.write, after=True)
 
@@ -143,7 +144,7 @@ def arm(kill: Kill) -> None:
 def train_and_die(rank: int, job: TrainJob, kill: Kill) -> None:
     if rank == kill.rank:
         arm(kill)
-    run_training(job, process=_process(rank))
+    loop.run_training(job, process=_process(rank))
 
 
 def export_and_die(rank: int, job: ExportJob, kill: Kill) -> None:

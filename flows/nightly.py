@@ -73,33 +73,19 @@ def nightly_retrain(
             check_resume(config, run)
         try:
             with record_run(run, pipeline=config.name) as ending:
-                state = _retrain_to_state(config, run)
+                dump_config(config, run.config_file)
+                if run.until is None:
+                    ensure_disk_space(config.retention, run, model_name=config.registry.model_name)
+                try:
+                    state = end_state(retrain(config, run), run=run)
+                except StoppedEarly as stopped:
+                    state = Completed(name="StoppedEarly", message=f"stopped after {stopped.stage}, as requested")
+                except DataRejectedError as error:
+                    state = Failed(name="DataRejected", message=str(error), data=error)
                 ending.set(cast(RunState, state.name), state.message or "")
                 return state
         finally:
             after_run(config, run)
-
-
-def _retrain_to_state(config: PipelineConfig, run: Run) -> State:
-    """Run the stages; return the end state of the flow run."""
-    dump_config(config, run.config_file)
-    if run.until is None:
-        ensure_disk_space(config.retention, run, model_name=config.registry.model_name)
-    try:
-        registration = retrain(config, run)
-    except StoppedEarly as stopped:
-        return Completed(name="StoppedEarly", message=f"stopped after {stopped.stage}, as requested")
-    except DataRejectedError as error:
-        return Failed(name="DataRejected", message=str(error), data=error)
-    if registration is None:
-        return Completed(name="DryRun", message=f"dry run: no version is registered; a resume of {run.run_id} registers it")
-    outcome = (
-        f"{registration.model_name} version {registration.version} is {registration.alias}: {'; '.join(registration.reasons)}"
-    )
-    if registration.alarm is not None:
-        return Completed(name="BrokenChampion", message=f"{registration.alarm}; {outcome}", data=registration)
-    name = "Promoted" if registration.promoted else "NotPromoted"
-    return Completed(name=name, message=outcome, data=registration)
 
 
 def retrain(config: PipelineConfig, run: Run) -> RegistrationManifest | None:
@@ -151,3 +137,16 @@ def ingest(config: PipelineConfig, run: Run) -> Dataset:
         run=run,
     )
     return Dataset(interactions, embeddings, features)
+
+
+def end_state(registration: RegistrationManifest | None, *, run: Run) -> State:
+    """Return the end state of a flow run that ran all stages. `registration` is None after a dry run."""
+    if registration is None:
+        return Completed(name="DryRun", message=f"dry run: no version is registered; a resume of {run.run_id} registers it")
+    outcome = (
+        f"{registration.model_name} version {registration.version} is {registration.alias}: {'; '.join(registration.reasons)}"
+    )
+    if registration.alarm is not None:
+        return Completed(name="BrokenChampion", message=f"{registration.alarm}; {outcome}", data=registration)
+    name = "Promoted" if registration.promoted else "NotPromoted"
+    return Completed(name=name, message=outcome, data=registration)

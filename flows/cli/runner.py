@@ -1,8 +1,9 @@
-"""Run flows from the command line: `run_flow` with locks, signals and errors for any flow; `run_nightly` for `nightjar run`."""
+"""Flow runs from the command line: `flow_session` with lock, signals and errors of a flow; `run_nightly` for `nightjar run`."""
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,23 +43,17 @@ class Command:
     text: str
 
 
-def run_flow(
-    load_flow: Callable[[], Any],
-    command: Command,
-    *,
-    run_id: str,
-    folder: Path,
-    how_to_resume: Callable[[], str],
-    parameters: Mapping[str, Any],
-) -> Any:
-    """Run a flow to its end and return its result.
+@contextmanager
+def flow_session(
+    load_flow: Callable[[], Any], command: Command, *, run_id: str, folder: Path, how_to_resume: Callable[[], str]
+) -> Iterator[Any]:
+    """Yield the flow for the block to run, with the workspace's lock, a Prefect session and handlers of signals and errors.
 
     Args:
         load_flow: imports and returns the flow, while the server starts.
         run_id: id of the run; the error of a second command shows it while this command holds the workspace's lock.
         folder: folder of the run; the traceback of an unexpected error is written to error.log in it.
         how_to_resume: returns the last line that a user sees after an interruption.
-        parameters: the flow's parameters after `config`.
 
     Raises:
         NightjarError: the flow raised it.
@@ -72,7 +67,7 @@ def run_flow(
         try:
             session = prefect_session(command.server, load_flow, log_file=workspace / "prefect.log")
             with session as flow, explain_disk_full(folder):
-                return flow.with_options(on_running=[interruption.set_flow_run])(command.config, **parameters)
+                yield flow.with_options(on_running=[interruption.set_flow_run])
         except NightjarError:
             raise
         except Exception as error:  # any error of a library
@@ -122,9 +117,9 @@ def run_nightly(command: Command, *, resume: str | None, until: StageName | None
             return f"resume with: {command.text} --resume {run.run_id}"
         return f"no stage had begun; start again with: {command.text}"
 
-    parameters = {"run_id": run.run_id, "until": until, "options": options}
     try:
-        run_flow(load_flow, command, run_id=run.run_id, folder=run.folder, how_to_resume=how_to_resume, parameters=parameters)
+        with flow_session(load_flow, command, run_id=run.run_id, folder=run.folder, how_to_resume=how_to_resume) as retrain:
+            retrain(config, run_id=run.run_id, until=until, options=options)
     except TrackingServerError as error:
         raise StageError(f"{error}; resume the run with --resume {run.run_id}") from None
     except PrefectServerError as error:

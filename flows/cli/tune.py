@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.cli import output
-from flows.cli.runner import Command, run_flow
+from flows.cli.runner import Command, flow_session
 from flows.config import PipelineConfig
 from recsys_core.errors import InputError, StageError
 from tasks.tuning.config import label_of, short_label
@@ -37,14 +37,9 @@ def run_study(command: Command) -> "Study":
 
         return tune_settings
 
-    study: Study = run_flow(
-        load_flow,
-        command,
-        run_id="tuning",
-        folder=command.config.workspace / "tuning",
-        how_to_resume=lambda: f"resume with: {command.text}",
-        parameters={},
-    )
+    folder, advice = command.config.workspace / "tuning", f"resume with: {command.text}"
+    with flow_session(load_flow, command, run_id="tuning", folder=folder, how_to_resume=lambda: advice) as tune:
+        study: Study = tune(command.config)
     trials = study.finished_trials
     if study.best_trial is None:
         last_trial = f"; trial {trials[-1].number} {trials[-1].ending}: {trials[-1].reason}" if trials else ""

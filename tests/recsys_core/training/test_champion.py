@@ -168,27 +168,22 @@ def test_a_new_item_feature_is_compatible_and_the_other_projections_are_carried_
     brand = torch.rand(8, 12)
     dense = {
         "query.tower.layers.0.weight": torch.rand(8, 24),
-        "query.tower.layers.0.bias": torch.rand(8),
         "item.tower.projections.1.weight": brand,
     }
     carried = champion_layers(spec, champion=before, dense=dense)
-    assert set(carried) == {
-        "query.tower.layers.0.weight",
-        "query.tower.layers.0.bias",
-        "item.tower.projections.2.weight",
-    }
+    assert set(carried) == {"query.tower.layers.0.weight", "item.tower.projections.2.weight"}
     assert carried["item.tower.projections.2.weight"] is brand
 
 
 def test_the_vector_of_an_empty_history_is_carried_over_if_the_export_has_it(run: PreparedRun, champion: Champion) -> None:
-    dense = {"query.tower.layers.0.weight": torch.rand(8, 24), "query.tower.layers.0.bias": torch.rand(8)}
+    dense = {"query.tower.layers.0.weight": torch.rand(8, 24)}
     assert set(champion_layers(run.spec, champion=champion, dense=dense)) == set(dense)  # an export of version 0.1
     dense["query.pooling.start"] = torch.rand(8)
     assert champion_layers(run.spec, champion=champion, dense=dense)["query.pooling.start"] is dense["query.pooling.start"]
 
 
 def test_a_layer_of_another_shape_is_rejected_with_both_shapes(run: PreparedRun, champion: Champion) -> None:
-    dense = {"query.tower.layers.0.weight": torch.rand(8, 16), "query.tower.layers.0.bias": torch.rand(8)}
+    dense = {"query.tower.layers.0.weight": torch.rand(8, 16)}
     with pytest.raises(InputError, match=r"layer query.tower.layers.0.weight is \[8, 24\] in this run, but \[8, 16\] in"):
         champion_layers(run.spec, champion=champion, dense=dense)
 

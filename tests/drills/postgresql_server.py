@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.drills.production_servers import DATABASE_PASSWORDS, ROOT, free_port
+from tests.drills.production_servers import DATABASE_PASSWORDS, ROOT
+from tests.drills.restartable_server import free_port
 
 PROGRAMS = ("initdb", "pg_ctl", "psql")
 ADMIN_PASSWORD = "admin-pa55-21b7"  # noqa: S105 of a server that lives for one test

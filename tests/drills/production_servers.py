@@ -1,13 +1,6 @@
 """The Prefect and MLflow servers of infra/compose.yaml as processes on loopback."""
 
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,9 +8,10 @@ from pathlib import Path
 
 import yaml
 
+from tests.drills.restartable_server import RestartableServer, clean_environment, free_port, running
+
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = yaml.safe_load((ROOT / "infra" / "compose.yaml").read_text())["services"]
-PATIENCE_S = 400.0
 USER_PASSWORD, PREFECT_LOGIN = "mlflow-pa55-4f1c", "nightjar:prefect-pa55-90b2"
 DATABASE_PASSWORDS = {"PREFECT_DATABASE_PASSWORD": "prefect-db-pa55-77aa", "MLFLOW_DATABASE_PASSWORD": "mlflow-db-pa55-c0de"}
 SECRETS = {
@@ -46,18 +40,6 @@ def service_environment(name: str) -> dict[str, str]:
     return {key: re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value) for key, value in filled.items()}
 
 
-def clean_environment() -> dict[str, str]:
-    """Return the environment of this process without settings of Prefect, MLflow and AWS."""
-    prefixes = ("PREFECT_", "MLFLOW_", "AWS_", "PG")
-    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def serving(name: str, folder: Path, *, health_path: str, overrides: Mapping[str, str | None]) -> Iterator[str]:
     """Start a service of compose.yaml on loopback and yield its address. An override None removes a variable."""
@@ -67,25 +49,11 @@ def serving(name: str, folder: Path, *, health_path: str, overrides: Mapping[str
     arguments = [replacements.get(text, text) for text in arguments]
     settings = clean_environment() | service_environment(name) | overrides
     environment = {key: value for key, value in settings.items() if value is not None}
-    log_file = folder / f"{name}.log"
-    with log_file.open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", program, *arguments],
-            env=environment, stdout=log, stderr=log, start_new_session=True, cwd=folder,
-        )  # fmt: skip
-    try:
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}{health_path}", timeout=5).close()
-                break
-            except OSError:
-                assert process.poll() is None and time.monotonic() < deadline, log_file.read_text()
-                time.sleep(0.3)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(timeout=30)
+    server = RestartableServer(
+        [program, *arguments], port=port, health_path=health_path, environment=environment, log_file=folder / f"{name}.log"
+    )
+    with running(server):
+        yield server.address
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,24 +11,37 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.drills.production_servers import PATIENCE_S, clean_environment, free_port
+PATIENCE_S = 400.0
+
+
+def clean_environment() -> dict[str, str]:
+    """Return the environment of this process without settings of Prefect, MLflow and AWS."""
+    prefixes = ("PREFECT_", "MLFLOW_", "AWS_", "PG")
+    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class RestartableServer:
     """A server in a process group of its own; its output is appended to `log_file`.
 
     Args:
-        arguments: module of the server and its arguments without host and port.
+        arguments: module of the server and its arguments.
+        port: port of the server, as in `arguments`.
         health_path: path that answers as soon as the server is ready.
-        settings: environment variables of the server.
+        environment: environment variables of the server.
     """
 
-    def __init__(self, arguments: Sequence[str], *, health_path: str, settings: Mapping[str, str], log_file: Path) -> None:
-        self.port = free_port()
-        self.address = f"http://127.0.0.1:{self.port}"
-        self._command = [sys.executable, "-m", *arguments, "--host", "127.0.0.1", "--port", str(self.port)]
-        self._health_url = self.address + health_path
-        self._environment, self._log_file = clean_environment() | settings, log_file
+    def __init__(
+        self, arguments: Sequence[str], *, port: int, health_path: str, environment: Mapping[str, str], log_file: Path
+    ) -> None:
+        self.address = f"http://127.0.0.1:{port}"
+        self._command, self._health_url = [sys.executable, "-m", *arguments], self.address + health_path
+        self._environment, self._log_file = dict(environment), log_file
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -55,29 +69,35 @@ class RestartableServer:
 
 def mlflow_server(folder: Path) -> RestartableServer:
     """Return an MLflow server on the sqlite database <folder>/server.db, not started."""
+    port = free_port()
     store = ["--backend-store-uri", f"sqlite:///{folder}/server.db", "--artifacts-destination", str(folder / "artifacts")]
     return RestartableServer(
-        ["mlflow", "server", "--workers", "1", *store],
+        ["mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1", *store],
+        port=port,
         health_path="/health",
-        settings={"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+        environment=clean_environment() | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
         log_file=folder / "mlflow.log",
     )
 
 
 def prefect_server(folder: Path) -> RestartableServer:
-    """Return a Prefect server on a sqlite database in `folder`, not started."""
+    """Return a Prefect server on a sqlite database in <folder>/prefect-server, not started."""
+    port = free_port()
+    settings = {"PREFECT_HOME": str(folder / "prefect-server"), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
     return RestartableServer(
-        ["prefect", "server", "start"],
+        ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
+        port=port,
         health_path="/api/health",
-        settings={"PREFECT_HOME": str(folder / "prefect-server"), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"},
+        environment=clean_environment() | settings,
         log_file=folder / "prefect.log",
     )
 
 
 @contextmanager
-def ended(server: RestartableServer) -> Iterator[RestartableServer]:
-    """Yield the server; end it after the body."""
+def running(server: RestartableServer) -> Iterator[RestartableServer]:
+    """Start the server; end it after the body, whether or not the body has ended it."""
     try:
+        server.start()
         yield server
     finally:
         server.end(signal.SIGTERM)

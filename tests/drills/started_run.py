@@ -11,9 +11,9 @@ from typing import Any
 
 import psutil
 
-from tests.drills.production_servers import clean_environment
+from tests.drills.restartable_server import clean_environment
 
-PATIENCE_S = 600.0
+PATIENCE_S = 900.0
 
 
 class StartedRun:
@@ -48,7 +48,11 @@ class StartedRun:
             assert self.process.poll() is None, f"the run ended before: {what}\n{self.stderr}"
             assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s: {what}\n{self.stderr}"
             time.sleep(0.01)
-        self._descendants.update(psutil.Process(self.process.pid).children(recursive=True))
+        self._descendants.update(self.children())
+
+    def children(self) -> list[psutil.Process]:
+        """Return the processes below the command."""
+        return psutil.Process(self.process.pid).children(recursive=True)
 
     def end(self) -> tuple[int, str]:
         """Wait for the end of the command; return its exit code and stderr. No process of the run may be left."""

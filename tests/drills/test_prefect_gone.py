@@ -1,0 +1,70 @@
+"""A Prefect server that is gone during the training, and comes back or does not: `make drills`."""
+
+import signal
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tasks.run import STAGES
+from tests.drills.restartable_server import prefect_server, running
+from tests.drills.started_run import StartedRun, started_run
+from tests.drills.test_kill_and_resume import is_in, write_config
+
+pytestmark = pytest.mark.drill
+PROMOTED = {"name": "nightjar", "version": "1", "alias": "champion"}
+
+
+def states(prefect_home: Path) -> tuple[list[str], dict[str, str]]:
+    """Return the states of the flow runs, and the state of each task run by its name, in Prefect's database."""
+    with closing(sqlite3.connect(prefect_home / "prefect.db", timeout=60)) as database:
+        flow_runs = [row[0] for row in database.execute("SELECT state_name FROM flow_run")]
+        return flow_runs, dict(
+            database.execute("SELECT substr(name, 1, instr(name || '-', '-') - 1), state_name FROM task_run")
+        )
+
+
+def wait_for_training(run: StartedRun) -> None:
+    run.wait_until(lambda folder: is_in("train", folder), what="training")
+
+
+def assert_promoted(run: StartedRun, prefect_home: Path) -> None:
+    exit_code, stderr = run.end()
+    assert exit_code == 0, stderr
+    assert run.answer["model"] == PROMOTED
+    assert states(prefect_home) == (["Promoted"], dict.fromkeys(STAGES, "Completed"))
+
+
+def test_the_embedded_server_is_killed_in_the_training_and_another_one_takes_its_place(tmp_path: Path) -> None:
+    with started_run(write_config(tmp_path)) as run:
+        wait_for_training(run)
+        (server,) = [child for child in run.children() if "flows.prefect_process" in child.cmdline()]
+        server.send_signal(signal.SIGKILL)
+        assert_promoted(run, tmp_path / "workspace" / "prefect")
+        assert "the embedded Prefect server was ended by SIGKILL; another server is started" in run.stderr
+
+
+def test_a_server_that_is_stopped_in_the_training_for_twenty_seconds_has_the_whole_run(tmp_path: Path) -> None:
+    file = write_config(tmp_path)
+    with running(prefect_server(tmp_path)) as server, started_run(file, PREFECT_API_URL=f"{server.address}/api") as run:
+        wait_for_training(run)
+        server.end(signal.SIGTERM)
+        time.sleep(20)
+        server.start()
+        assert_promoted(run, tmp_path / "prefect-server")
+
+
+def test_a_run_whose_server_stays_away_registers_its_version_and_says_so(tmp_path: Path) -> None:
+    file = write_config(tmp_path)
+    with running(prefect_server(tmp_path)) as server, started_run(file, PREFECT_API_URL=f"{server.address}/api") as run:
+        wait_for_training(run)
+        server.end(signal.SIGKILL)
+        exit_code, stderr = run.end()
+    assert exit_code == 0, stderr
+    assert run.answer["model"] == PROMOTED
+    last_line = stderr.splitlines()[-1]
+    assert last_line.startswith(f"warning Prefect at {server.address}/api does not work: ConnectError: ")
+    assert last_line.endswith("the run ended as Promoted, but Prefect did not receive this state")
+    assert "Traceback" not in stderr

@@ -4,13 +4,19 @@ import errno
 import logging
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from recsys_core.errors import LaunchError
 from recsys_core.launching.config import Launcher, LocalLauncher
+from recsys_core.launching.heartbeat import HeartbeatFile
+from recsys_core.launching.launch import launch
+from recsys_core.launching.rank_output import RankOutput
 from recsys_core.manifests import Dataset, InteractionsManifest, PlanManifest, StageFolder, TrainManifest, fingerprint_of
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.config import PLAN_NAME, ShardingConfig
+from recsys_core.training.attempts import attempts
 from recsys_core.training.champion import Champion
 from recsys_core.training.config import TrainingConfig, WarmStartConfig
 from recsys_core.training.dense_parallel import require_shardable_layers
@@ -26,7 +32,7 @@ from recsys_core.training.job_spec import (
     TrainResult,
 )
 from recsys_core.training.leaked_events import count_leaked_events
-from recsys_core.training.retries import launch_with_retries
+from recsys_core.training.metrics_log import MetricsTail
 from recsys_core.training.warm_start import prepare_warm_start
 
 logger = logging.getLogger(__name__)
@@ -73,35 +79,39 @@ def train(
     steps_per_epoch = interactions.train_events // (config.batch_size * plan.world_size)
     needs_bytes = training_bytes(config, model=model, work=work, steps_per_epoch=steps_per_epoch)
     with stage.writing(needs_bytes=needs_bytes) as out:
-        if _job_fingerprint(work) != fingerprint:
-            shutil.rmtree(work, ignore_errors=True)  # checkpoints and metrics of other settings
         if full_training_reason is not None:
             logger.info("full training: %s", full_training_reason)
-        warm_start = None
-        if start_champion is not None:
-            warm_folder = work / "warm"
-            shutil.rmtree(warm_folder, ignore_errors=True)
-            optimizer = config.table_optimizer
-            warm_start = prepare_warm_start(
-                start_champion, spec=model, dataset=dataset, optimizer=optimizer, folder=warm_folder
-            )
-        job = TrainJob(
+        _prepare_work(work, fingerprint=fingerprint)
+        job = _make_job(
+            config,
+            model=model,
+            loss=loss,
+            dataset=dataset,
+            plan=plan,
+            champion=start_champion,
             work=work,
             fingerprint=fingerprint,
-            spec=model,
-            loss=loss,
-            training=config,
-            interactions=interactions.folder,
-            embeddings=embeddings.folder if embeddings else None,
-            features=features.folder if features else None,
-            plan=plan.path(PLAN_NAME),
-            warm=warm_start,
         )
-        num_attempts, last_plan = launch_with_retries(job, launcher=launcher, sharding=sharding, on_progress=on_progress)
-        result = _copy_result(job, plan=last_plan, out=out)
+        metrics = MetricsTail(work / METRICS_NAME, on_progress)
+        for attempt in attempts(job, launcher=launcher, sharding=sharding):
+            try:
+                launch(
+                    work / JOB_NAME,
+                    layout=attempt.layout,
+                    folder=attempt.folder,
+                    heartbeat_file=HeartbeatFile(job.heartbeat, config.start_timeout_s, config.heartbeat_timeout_s),
+                    poll=partial(_relay, metrics, RankOutput(attempt.folder)),
+                    launcher=launcher,
+                )
+                break
+            except LaunchError as error:
+                if attempt.number == config.max_attempts:
+                    raise
+                logger.warning("training attempt %d of %d failed: %s", attempt.number, config.max_attempts, error)
+        result = _copy_result(attempt.job, out=out)
         manifest = stage.commit(
             **result.model_dump(exclude={"checkpoint"}),
-            attempts=num_attempts,
+            attempts=attempt.number,
             warm_from=start_champion and start_champion.run_id,
             num_warm_starts=start_champion.train.num_warm_starts + 1 if start_champion else 0,
         )
@@ -140,18 +150,61 @@ def choose_start(
     return champion, None
 
 
-def _job_fingerprint(work: Path) -> str | None:
-    """Return the fingerprint of the training that created `work`; None if there is no job file."""
+def _prepare_work(work: Path, *, fingerprint: str) -> None:
+    """Create the work folder, or keep the checkpoints and metrics of an interrupted training with the same fingerprint."""
     job_file = work / JOB_NAME
-    return TrainJob.model_validate_json(job_file.read_bytes()).fingerprint if job_file.is_file() else None
+    if not job_file.is_file() or TrainJob.model_validate_json(job_file.read_bytes()).fingerprint != fingerprint:
+        shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(work / "logs", ignore_errors=True)
+    (work / RESULT_NAME).unlink(missing_ok=True)
 
 
-def _copy_result(job: TrainJob, *, plan: Path, out: Path) -> TrainResult:
+def _make_job(
+    config: TrainingConfig,
+    *,
+    model: ModelSpec,
+    loss: LossConfig,
+    dataset: Dataset,
+    plan: PlanManifest,
+    champion: Champion | None,
+    work: Path,
+    fingerprint: str,
+) -> TrainJob:
+    """Return the job of the ranks. If the training starts from `champion`, prepare the champion's rows and layers for them."""
+    warm_start = None
+    if champion is not None:
+        warm_folder = work / "warm"
+        shutil.rmtree(warm_folder, ignore_errors=True)
+        warm_start = prepare_warm_start(
+            champion, spec=model, dataset=dataset, optimizer=config.table_optimizer, folder=warm_folder
+        )
+    return TrainJob(
+        work=work,
+        fingerprint=fingerprint,
+        spec=model,
+        loss=loss,
+        training=config,
+        interactions=dataset.interactions.folder,
+        embeddings=dataset.embeddings.folder if dataset.embeddings else None,
+        features=dataset.features.folder if dataset.features else None,
+        plan=plan.path(PLAN_NAME),
+        warm=warm_start,
+    )
+
+
+def _relay(metrics: MetricsTail, output: RankOutput) -> None:
+    """Pass on the new lines of metrics.jsonl, and log the new output of rank 0."""
+    metrics.relay()
+    output.relay()
+
+
+def _copy_result(job: TrainJob, *, out: Path) -> TrainResult:
     """Copy checkpoint, metrics, plan, model and profile of the completed training to `out`."""
     result = TrainResult.model_validate_json((job.work / RESULT_NAME).read_bytes())
     shutil.copytree(job.work / CHECKPOINTS_NAME / result.checkpoint, out / "checkpoint", copy_function=link_or_copy)
     shutil.copy(job.work / METRICS_NAME, out / METRICS_NAME)
-    shutil.copy(plan, out / PLAN_NAME)
+    shutil.copy(job.plan, out / PLAN_NAME)
     if (job.work / PROFILE_NAME).is_dir():
         shutil.copytree(job.work / PROFILE_NAME, out / PROFILE_NAME)
     (out / "model.json").write_text(job.spec.model_dump_json(indent=2))

@@ -1,90 +1,62 @@
-"""Retries of a training: each attempt is a new process group that resumes from the last verified checkpoint."""
+"""Attempts of a training: each is a new process group that resumes from the last verified checkpoint."""
 
 import logging
 import math
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
-from recsys_core.errors import InputError, LaunchError
+from recsys_core.errors import InputError
 from recsys_core.launching.config import Launcher
-from recsys_core.launching.heartbeat import HeartbeatFile
-from recsys_core.launching.launch import launch
 from recsys_core.launching.messages import ProcessLayout
-from recsys_core.launching.rank_output import RankOutput
 from recsys_core.sharding.config import ShardingConfig
 from recsys_core.sharding.lookup_stats import measure_lookups
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan
 from recsys_core.training.checkpoint import latest_checkpoint
-from recsys_core.training.job_spec import CHECKPOINTS_NAME, JOB_NAME, METRICS_NAME, RESULT_NAME, Progress, TrainJob
-from recsys_core.training.metrics_log import MetricsTail
+from recsys_core.training.job_spec import CHECKPOINTS_NAME, JOB_NAME, TrainJob
 
 logger = logging.getLogger(__name__)
 MAX_FAILURES_PER_WORLD_SIZE = 2
 
 
-class LaunchResult(NamedTuple):
-    """Number of launches, and the plan of the last one."""
+@dataclass(frozen=True)
+class Attempt:
+    """One launch of a training, with the job that its ranks run. The job's file is written.
 
-    num_attempts: int
-    plan: Path
+    Attributes:
+        number: number of the launch, from 1.
+        folder: folder for the messages and logs of the launch.
+    """
+
+    number: int
+    job: TrainJob
+    layout: ProcessLayout
+    folder: Path
 
 
-def launch_with_retries(
-    job: TrainJob, *, launcher: Launcher, sharding: ShardingConfig | None, on_progress: Callable[[Progress], None]
-) -> LaunchResult:
-    """Launch `job` until an attempt succeeds, at most job.training.max_attempts times.
+def attempts(job: TrainJob, *, launcher: Launcher, sharding: ShardingConfig | None) -> Iterator[Attempt]:
+    """Yield at most job.training.max_attempts attempts of `job`; the caller leaves the loop after the first success.
 
-    After two failures in a row the next attempt uses fewer ranks, if job.training.min_processes allows it.
+    Each attempt resumes from the newest checkpoint. After two failures in a row the next attempt uses fewer ranks, if
+    job.training.min_processes allows it.
 
     Args:
         sharding: settings for a plan with fewer ranks; None: all attempts use the same plan.
-        on_progress: called once with each line of metrics.jsonl.
-
-    Raises:
-        LaunchError: the last attempt failed.
-        InputError, StageError: an attempt failed with an error that would occur again in another attempt.
     """
-    work, config = job.work, job.training
-    work.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(work / "logs", ignore_errors=True)
-    (work / RESULT_NAME).unlink(missing_ok=True)
-    tail = MetricsTail(work / METRICS_NAME, on_progress)
     num_failures = 0
-    for attempt in range(1, config.max_attempts + 1):
-        job, plan = _prepare_attempt(job, attempt=attempt)
-        folder = work / "logs" / f"attempt-{attempt}"
-        output = RankOutput(folder)
-
-        def relay(output: RankOutput = output) -> None:
-            tail.relay()
-            output.relay()
-
-        try:
-            launch(
-                work / JOB_NAME,
-                layout=ProcessLayout(device=plan.device, num_nodes=plan.num_nodes, processes_per_node=plan.processes_per_node),
-                folder=folder,
-                heartbeat_file=HeartbeatFile(job.heartbeat, config.start_timeout_s, config.heartbeat_timeout_s),
-                poll=relay,
-                launcher=launcher,
-            )
-            return LaunchResult(attempt, job.plan)
-        except LaunchError as error:
-            if attempt == config.max_attempts:
-                raise
-            logger.warning("training attempt %d of %d failed: %s", attempt, config.max_attempts, error)
+    for number in range(1, job.training.max_attempts + 1):
+        job, plan = _prepare_attempt(job, attempt=number)
+        layout = ProcessLayout(device=plan.device, num_nodes=plan.num_nodes, processes_per_node=plan.processes_per_node)
+        yield Attempt(number, job, layout, job.work / "logs" / f"attempt-{number}")
         num_failures += 1
         should_use_fewer_ranks = num_failures >= MAX_FAILURES_PER_WORLD_SIZE or (launcher.kind == "local" and _lacks_gpus(plan))
         if sharding is not None and should_use_fewer_ranks:
             smaller_job = _with_fewer_ranks(job, plan=plan, sharding=sharding)
             if smaller_job is not None:
                 job, num_failures = smaller_job, 0
-    raise AssertionError("unreachable: max_attempts is at least 1")
 
 
 def _prepare_attempt(job: TrainJob, *, attempt: int) -> tuple[TrainJob, PlanFile]:

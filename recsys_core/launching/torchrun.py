@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from recsys_core.launching.config import LOOPBACK
@@ -158,15 +159,18 @@ def connect_store(network: HostNetwork, *, timeout_s: float) -> Store:
     )
 
 
-class StaticRendezvous(RendezvousHandler):
-    """A rendezvous of a fixed number of hosts with fixed node numbers.
+class StaticRendezvous(StaticTCPRendezvous):
+    """torchrun's rendezvous of a fixed number of hosts with fixed node numbers, with another store, and a wait for all hosts.
 
     endpoint: (address, port) of `store`, to which the ranks connect too; None if the ranks use a FileStore.
     """
 
     def __init__(self, spec: LaunchSpec, *, node: int, store: Store, endpoint: tuple[str, int] | None) -> None:
-        self._spec, self._node, self._endpoint = spec, node, endpoint
-        self._store = PrefixStore(spec.token, store)
+        address, port = endpoint or (LOOPBACK_ADDRESS, 0)
+        timeout: Any = spec.rendezvous_timeout_s  # annotated as int, but a float works too
+        super().__init__(address, port, rank=node, world_size=spec.num_nodes, run_id=spec.token, timeout=timeout)
+        self._endpoint = endpoint
+        self._host_store = PrefixStore(spec.token, store)
 
     def get_backend(self) -> str:
         """Return the name in torchrun's registry."""
@@ -179,32 +183,15 @@ class StaticRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for all hosts. Raises DistStoreError if one is missing after the timeout."""
-        num_nodes = self._spec.num_nodes
-        self._store.set(f"host-{self._node}", "")
-        timeout = timedelta(seconds=self._spec.rendezvous_timeout_s)
-        self._store.wait([f"host-{node}" for node in range(num_nodes)], timeout)
-        address, port = self._endpoint or (LOOPBACK_ADDRESS, 0)
-        return RendezvousInfo(self._store, self._node, num_nodes, RendezvousStoreInfo(address, port))
-
-    def is_closed(self) -> bool:
-        """Return False; a launch has only one rendezvous, which is never closed."""
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing; a launch has only one rendezvous."""
+        self._host_store.set(f"host-{self.rank}", "")
+        self._host_store.wait([f"host-{node}" for node in range(self.world_size)], self.timeout)
+        rank_store = RendezvousStoreInfo(self.master_addr, self.master_port)
+        return RendezvousInfo(self._host_store, self.rank, self.world_size, rank_store)
 
     def num_nodes_waiting(self) -> int:
         """Return 0: no host joins later. Raises DistError once node 0 is gone; torchrun calls this at every poll."""
-        self._store.check([f"host-{self._node}"])
+        self._host_store.check([f"host-{self.rank}"])
         return 0
-
-    def get_run_id(self) -> str:
-        """Return the token of the launch."""
-        return self._spec.token
-
-    def shutdown(self) -> bool:
-        """Do nothing: the store ends with the agent."""
-        return True
 
 
 def _handler_of(parameters: RendezvousParameters) -> RendezvousHandler:

@@ -32,8 +32,8 @@ def end_with_worker() -> None:
     flow_run_id = os.environ.get(FLOW_RUN_VARIABLE)
     if flow_run_id is None or PARENT_VARIABLE in os.environ:
         return
-    die_with_reader_of_output()
     start_reporter(flow_run_id)
+    die_with_reader_of_output()
 
 
 def start_reporter(flow_run_id: str) -> "subprocess.Popen[bytes]":

@@ -29,12 +29,13 @@ def end_lost_runs(client: SyncPrefectClient, deployment_id: UUID, *, states: Seq
 def end_earlier_runs() -> None:
     """End the lost runs of the current flow run's deployment. The caller holds the lock of the workspace, so they are dead.
 
+    A run that waits for its turn is Scheduled in Prefect, and a Pending run holds the only slot: it has died while it started.
     A failure is logged: it does not affect the current run.
     """
     if deployment.id is None:
         return
     try:
         with get_client(sync_client=True) as client:
-            end_lost_runs(client, UUID(deployment.id), states=["RUNNING", "CANCELLING"], keep=UUID(flow_run.id))
+            end_lost_runs(client, UUID(deployment.id), states=["RUNNING", "PENDING", "CANCELLING"], keep=UUID(flow_run.id))
     except Exception as error:  # any error of Prefect or the network
         LOG.warning("could not end lost flow runs (%s: %s); this run is not affected", type(error).__name__, error)

@@ -28,7 +28,7 @@ from tasks.reporting import LOG, show_bar, training_note
 from tasks.run import Run
 
 _NUM_RETRIES = 4
-"""Retries of a failed request: 2 + 4 + 8 + 16 s, time for a restart of the server."""
+"""Largest number of retries of a request: 2 + 4 + 8 + 16 s, time for a restart of the server."""
 _PROGRESS_EVERY_S = 5.0
 _PROGRESS_PAUSE_S = 30.0
 """Pause after an update of the progress that failed."""
@@ -80,7 +80,7 @@ def _send(
         return None
     key = artifact_key(run.pipeline, name)
     try:
-        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: num_retries}):
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: min(num_retries, PREFECT_CLIENT_MAX_RETRIES.value())}):
             return cast(UUID, create(key))
     except Exception as error:  # any error of the server or the network
         LOG.log(

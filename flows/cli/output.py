@@ -47,11 +47,16 @@ class _StageLines(logging.Handler):
         elif "rank" in fields:  # the output of a rank, which is in Prefect's log and in the logs of the training
             return
         elif record.levelno >= logging.WARNING:
-            name, colour = ("error", "red") if record.levelno >= logging.ERROR else ("warning", "yellow")
-            message = fold(f"{name} {record.getMessage()}", width=console.width).removeprefix(name)
-            console.print(f"[{colour}]{name}[/]{escape(message)}", soft_wrap=True)
+            print_warning(record.getMessage(), is_error=record.levelno >= logging.ERROR)
         else:
             console.print(fold(record.getMessage(), width=console.width), markup=False, soft_wrap=True)
+
+
+def print_warning(text: str, *, is_error: bool = False) -> None:
+    """Print a warning or an error that does not end the command to stderr."""
+    name, colour = ("error", "red") if is_error else ("warning", "yellow")
+    message = fold(f"{name} {text}", width=stderr.width).removeprefix(name)
+    stderr.print(f"[{colour}]{name}[/]{escape(message)}", soft_wrap=True)
 
 
 def fold(text: str, *, width: int) -> str:

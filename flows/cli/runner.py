@@ -1,6 +1,5 @@
 """Flow runs from the command line: `flow_session` with lock, signals and errors of a flow; `run_nightly` for `nightjar run`."""
 
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,8 +20,6 @@ from recsys_core.evaluation.report import metric_table
 from recsys_core.manifests import TrainManifest, require_own_folder
 from tasks.run import Run, RunOptions, StageName, new_run_id, workspace_lock
 from tasks.run_record import RunRecord, write_traceback
-
-LOG = logging.getLogger("nightjar")
 
 
 class PrefectServerError(StageError):
@@ -126,8 +123,7 @@ def run_nightly(command: Command, *, resume: str | None, until: StageName | None
         record = RunRecord.read(run)
         if record is None or record.state in ("Failed", "Interrupted"):
             raise StageError(f"{error}; {how_to_resume()}") from None
-        with output.stage_lines():
-            LOG.warning("%s; the run ended as %s, but Prefect did not receive this state", error, record.state)
+        output.print_warning(f"{error}; the run ended as {record.state}, but Prefect did not receive this state")
     # The run's folder may hold later stages from an earlier start of the run.
     return RunResults.read(run, until="package" if options.dry_run and until in (None, "register") else until)
 

@@ -57,8 +57,9 @@ def test_a_server_that_is_stopped_in_the_training_for_twenty_seconds_has_the_who
 
 
 def test_a_run_whose_server_stays_away_registers_its_version_and_says_so(tmp_path: Path) -> None:
-    file = write_config(tmp_path)
-    with running(prefect_server(tmp_path)) as server, started_run(file, PREFECT_API_URL=f"{server.address}/api") as run:
+    file, server = write_config(tmp_path), prefect_server(tmp_path)
+    settings = {"PREFECT_API_URL": f"{server.address}/api", "PREFECT_CLIENT_MAX_RETRIES": "2"}  # 6 s instead of two minutes
+    with running(server), started_run(file, **settings) as run:
         wait_for_training(run)
         server.end(signal.SIGKILL)
         exit_code, stderr = run.end()

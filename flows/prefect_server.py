@@ -11,6 +11,12 @@ from flows.server_process import MIN_FREE_BYTES, ServerProcess
 from recsys_core.disk import require_free
 
 T = TypeVar("T")
+SERVICE_INTERVALS_S = {
+    "PREFECT_SERVER_SERVICES_LATE_RUNS_LOOP_SECONDS": "60",
+    "PREFECT_SERVER_SERVICES_PAUSE_EXPIRATIONS_LOOP_SECONDS": "60",
+    "PREFECT_SERVER_SERVICES_FOREMAN_LOOP_SECONDS": "60",
+}
+"""Intervals of services in a server that stays. Prefect's own are 5 to 15 s."""
 
 
 class EmbeddedServer(ServerProcess):
@@ -48,6 +54,7 @@ class EmbeddedServer(ServerProcess):
         # Without the pages there is no address; Prefect would derive one from the API's.
         os.environ.setdefault("PREFECT_UI_URL", self.address if self._with_ui else "")
         environment = {
+            **(SERVICE_INTERVALS_S if self._with_ui else {}),
             **os.environ,
             "PREFECT_SERVER_API_AUTH_STRING": password,
             "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",

@@ -104,6 +104,7 @@ def test_the_error_of_a_server_that_cannot_start_has_its_last_log_lines(home: Pa
             server.wait()
 
 
+@pytest.mark.drill
 def test_two_first_servers_of_one_workspace_both_start(home: Path) -> None:
     servers = [EmbeddedServer(), EmbeddedServer()]
     try:

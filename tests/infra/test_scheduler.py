@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import asyncio
 from prefect.server import models
@@ -32,6 +34,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.drill
 def test_a_cron_deployment_gets_its_runs(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     environment["PREFECT_HOME"] = str(tmp_path)

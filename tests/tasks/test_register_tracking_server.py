@@ -14,6 +14,7 @@ from tests.drills.restartable_server import mlflow_server, running
 from tests.tasks.conftest import Stages
 
 
+@pytest.mark.drill
 def test_a_version_is_registered_tested_and_promoted_on_a_server(
     tmp_path: Path, stages: Callable[..., Stages], monkeypatch: pytest.MonkeyPatch
 ) -> None:

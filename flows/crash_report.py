@@ -2,7 +2,8 @@
 
 Prefect's process worker kills its runs when it is stopped, and it reports nothing. Without this process the run would stay
 Running in Prefect, and its slot would stay taken for five minutes, so that a new run of the deployment would be cancelled. The
-process imports only the standard library: it waits for hours without using memory, and it reports within a second.
+process also kills a flow run that does not end after SIGTERM, which the worker sends if a person cancels the run. It imports
+only the standard library: it waits for hours without using memory, and it reports within a second.
 """
 
 import json
@@ -10,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from typing import Any
@@ -21,6 +23,8 @@ FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 MESSAGE = "the process of this run was killed: its worker was stopped, or the memory of the host was full"
 REPORT_OF_WORKER_S = 0.5
 """Time for the report of a worker that is alive: it knows the exit status."""
+UNWIND_S = 5.0
+"""Time for a cancelled flow run to end by itself."""
 RETRY_S, GIVE_UP_S, REQUEST_S = 1.0, 6.0, 3.0
 
 
@@ -32,35 +36,52 @@ def end_with_worker() -> None:
     flow_run_id = os.environ.get(FLOW_RUN_VARIABLE)
     if flow_run_id is None or PARENT_VARIABLE in os.environ:
         return
-    start_reporter(flow_run_id)
+    _, pipe = start_reporter(flow_run_id)
+    os.set_blocking(pipe, False)
+    signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)  # the reporter reads a byte for each signal
     die_with_reader_of_output()
 
 
-def start_reporter(flow_run_id: str) -> "subprocess.Popen[bytes]":
-    """Start the process that reports the end of this process; return it."""
+def start_reporter(flow_run_id: str) -> "tuple[subprocess.Popen[bytes], int]":
+    """Start the process that reports the end of this process.
+
+    Returns: the process, and the descriptor of a pipe to it, which the kernel closes at the end of this process.
+    """
     from prefect.client.orchestration import get_client
 
     with get_client(sync_client=True) as client:
         api, headers = str(client.api_url), dict(client._client.headers) | {"accept-encoding": "identity"}
+    stdin, pipe = os.pipe()
     reporter = subprocess.Popen(
         [sys.executable, "-m", "flows.crash_report"],
-        stdin=subprocess.PIPE,
+        stdin=stdin,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # a signal to the process group of the flow run ends only the flow run
     )
-    assert reporter.stdin is not None
-    # Not on the command line, which every user can read. The pipe stays open until this process ends.
-    reporter.stdin.write(json.dumps({"api": api, "headers": headers, "flow_run_id": flow_run_id}).encode() + b"\n")
-    reporter.stdin.flush()
-    return reporter
+    os.close(stdin)
+    # The secret in the headers is not on the command line, which every user can read.
+    settings = {"pid": os.getpid(), "api": api, "headers": headers, "flow_run_id": flow_run_id}
+    os.write(pipe, json.dumps(settings).encode() + b"\n")
+    return reporter, pipe
 
 
 def main() -> None:
-    """Wait until the process of the flow run has ended; set the flow run to Crashed if it is still Running in Prefect."""
+    """Wait until the process of the flow run has ended; set the flow run to Crashed if it is still Running in Prefect.
+
+    SIGKILL ends the process UNWIND_S after its first SIGTERM.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd sends it to all processes of the worker
-    settings = json.loads(sys.stdin.readline())
-    sys.stdin.read()
+    with open(0, "rb", buffering=0) as pipe:
+        settings = json.loads(pipe.readline())
+        pid = settings.pop("pid")
+        while (signal_byte := pipe.read(1)) and signal_byte[0] != signal.SIGTERM:
+            pass
+        if signal_byte:
+            kill = threading.Timer(UNWIND_S, os.kill, (pid, signal.SIGKILL))
+            kill.start()
+            pipe.readall()
+            kill.cancel()
     deadline = time.monotonic() + GIVE_UP_S
     time.sleep(REPORT_OF_WORKER_S)
     while time.monotonic() < deadline:

@@ -2,11 +2,15 @@
 
 import os
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 
+import psutil
 import pytest
 import yaml
 from prefect.client.orchestration import SyncPrefectClient
@@ -168,9 +172,8 @@ def test_the_death_of_a_running_flow_run_is_reported_and_frees_its_slot(
     run, next_run = (client.create_flow_run_from_deployment(deployment.id) for _ in range(2))
     for state in (Pending(), Running(), last_state()):
         client.set_flow_run_state(run.id, state)
-    reporter = start_reporter(str(run.id))
-    assert reporter.stdin is not None
-    reporter.stdin.close()  # as the kernel does when this process dies
+    reporter, pipe = start_reporter(str(run.id))
+    os.close(pipe)  # as the kernel does when this process dies
     assert reporter.wait(30) == 0
     state_type = client.read_flow_run(run.id).state_type
     assert state_type is not None and state_type.value == ("CRASHED" if last_state is Running else "COMPLETED")
@@ -256,3 +259,23 @@ def test_prefect_yaml_describes_the_deployments_that_nightjar_deploy_creates(tmp
         assert entry["work_pool"]["job_variables"]["env"].items() <= ENVIRONMENT.items()
     assert retrain["concurrency_limit"] == {"limit": 1, "collision_strategy": "CANCEL_NEW"}
     assert not any({"concurrency_limit", "schedules"} & set(entry) for entry in by_hand)
+
+
+HANGING = (
+    "import os, signal, sys, time; from flows import crash_report; crash_report.end_with_worker(); "
+    "signal.signal(signal.SIGTERM, lambda *_: None); print('ready', flush=True); time.sleep(60); time.sleep(60)"
+)
+
+
+def test_a_cancelled_flow_run_that_does_not_end_is_killed() -> None:
+    environment = os.environ | {
+        "PREFECT__FLOW_RUN_ID": "d3b07384-d9a0-4c9b-8f3e-6f1d2c3b4a59",
+        "PREFECT_API_URL": "http://127.0.0.1:1/api",
+    }
+    environment.pop("NIGHTJAR_PARENT_PID", None)
+    with subprocess.Popen([sys.executable, "-c", HANGING], env=environment, stdout=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        (reporter,) = psutil.Process(process.pid).children()
+        process.terminate()
+        assert process.wait(30) == -signal.SIGKILL
+    reporter.wait(30)

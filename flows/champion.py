@@ -1,6 +1,7 @@
 """Flows `promote` and `rollback`: a person chooses the champion, on the command line or in the form of a deployment."""
 
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import Annotated
 
@@ -104,6 +105,7 @@ def _rewrite_page(config: PipelineConfig) -> None:
     """Write the page of the last runs with the new champion. A failure is only a warning."""
     try:
         for newest in run_history(config.workspace, last=1):
-            write_history_page(config, newest.run, has_mlflow=True)
+            run = replace(newest.run, experiment=config.registry.experiment)
+            write_history_page(config, run, has_mlflow=True)
     except Exception as error:  # any error of a library
         LOG.warning("could not write the page of the last runs (%s: %s); the champion has changed", type(error).__name__, error)

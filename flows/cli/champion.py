@@ -43,5 +43,5 @@ def choose_champion(
             from flows.cli.runner import save_traceback
 
             raise save_traceback(error, folder=config.workspace) from error
-    facts = {"result": state.message, "undo": f"nightjar rollback {file} --reason TEXT"}
+    facts = {"result": state.message, "versions": f"nightjar releases {file}"}
     output.print_facts(facts, console=output.stdout)

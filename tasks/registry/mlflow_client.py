@@ -18,6 +18,7 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
+from recsys_core.disk import disk_full_error, is_disk_full
 from recsys_core.errors import NightjarError, TrackingServerError, redacted
 
 LOG = logging.getLogger("nightjar")
@@ -31,6 +32,7 @@ ANSWER_TIMEOUT_S = 15.0
 """Deadline of a call whose result is optional, or for which a user waits."""
 RETRY_TIMEOUT_S = 120.0
 """Time for which a registration retries a failed call."""
+SQLITE = "sqlite:///"
 _MAX_MESSAGE_LENGTH = 300
 _TRANSIENT_ERROR_CODES = ("DEADLINE_EXCEEDED", "INTERNAL_ERROR", "REQUEST_LIMIT_EXCEEDED", "TEMPORARILY_UNAVAILABLE")
 _MLFLOW_ERRORS = (MlflowException, requests.RequestException, SQLAlchemyError)
@@ -40,7 +42,7 @@ T = TypeVar("T")
 
 def tracking_uri(workspace: Path) -> str:
     """Return MLFLOW_TRACKING_URI, or the URI of the sqlite database in the workspace."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{_embedded_database(workspace)}"
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{_embedded_database(workspace)}"
 
 
 def connect(workspace: Path, *, timeout_s: float | None = None) -> MlflowClient:
@@ -91,14 +93,14 @@ def call_with_deadline(call: Callable[[], T], *, uri: str, timeout_s: float | No
 
 
 def call_or_warn(call: Callable[[MlflowClient], T], *, workspace: Path, warning: str) -> T | None:
-    """Return call(client); if MLflow fails or exceeds a deadline, log `warning` with the reason and return None.
+    """Return call(client); if MLflow fails, has a full disk or exceeds a deadline, log `warning` with the reason; return None.
 
     Connecting and calling have a deadline of ANSWER_TIMEOUT_S each.
     """
     try:
         client = connect(workspace)
         return call_with_deadline(lambda: call(client), uri=client.tracking_uri)
-    except TrackingServerError as error:
+    except NightjarError as error:
         LOG.warning("%s (%s)", warning, error)
         return None
 
@@ -108,6 +110,7 @@ def call_with_retries(call: Callable[[], T], *, uri: str) -> T:
 
     Raises:
         TrackingServerError: the failure is permanent, or the last attempt failed too.
+        InputError: the disk of the sqlite database is full.
     """
 
     def warn(state: RetryCallState) -> None:
@@ -129,10 +132,15 @@ def call_with_retries(call: Callable[[], T], *, uri: str) -> T:
         raise tracking_error(error, uri=uri) from None
 
 
-def tracking_error(error: Exception, *, uri: str) -> TrackingServerError:
-    """Convert `error` to one sentence: the address without its password, and the first line of the root cause."""
+def tracking_error(error: Exception, *, uri: str) -> NightjarError:
+    """Convert `error` to one sentence: the address without its password, and the first line of the root cause.
+
+    A full disk under an sqlite database is an InputError, which names the file and the free space.
+    """
     if isinstance(error, TrackingServerError):
         return error
+    if uri.startswith(SQLITE) and is_disk_full(error):
+        return disk_full_error(Path(uri.removeprefix(SQLITE)), reason="MLflow's database has to grow")
     root_cause: BaseException = error
     while cause := root_cause.__cause__ or root_cause.__context__:
         root_cause = cause
@@ -154,6 +162,8 @@ def _embedded_database(workspace: Path) -> Path:
 
 
 def _is_transient(error: BaseException) -> bool:
+    if is_disk_full(error):
+        return False
     if isinstance(error, MlflowException):
         return error.error_code in _TRANSIENT_ERROR_CODES
     return isinstance(error, TrackingServerError | requests.RequestException | OperationalError)

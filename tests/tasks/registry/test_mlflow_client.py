@@ -1,6 +1,8 @@
 """Failures of MLflow, with real sockets and a real sqlite database: bounded waits, one sentence, no password."""
 
 import logging
+import os
+import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 from mlflow.exceptions import MlflowException
 
-from recsys_core.errors import TrackingServerError
+from recsys_core.errors import InputError, TrackingServerError
 from tasks.registry import mlflow_client
 from tasks.registry.champion import starting_champion
 from tasks.registry.mlflow_client import call_with_deadline, call_with_retries, connect
@@ -86,6 +88,7 @@ def test_a_locked_database_is_one_sentence(workspace: Path) -> None:
 def test_a_transient_error_is_retried_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(mlflow_client, "ANSWER_TIMEOUT_S", 60.0)
     monkeypatch.setattr(mlflow_client, "RETRY_TIMEOUT_S", 60.0)
     with answering((500, ""), (503, ""), (200, "{}")) as address:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
@@ -96,6 +99,7 @@ def test_a_transient_error_is_retried_with_one_warning(
 
 
 def test_a_permanent_error_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlflow_client, "ANSWER_TIMEOUT_S", 60.0)
     monkeypatch.setattr(mlflow_client, "RETRY_TIMEOUT_S", 60.0)
     attempts: list[int] = []
 
@@ -119,3 +123,20 @@ def test_a_timeout_within_the_call_names_its_own_reason() -> None:
 
     with pytest.raises(TrackingServerError, match="TimeoutError: reading"):
         call_with_deadline(end, uri=URI)
+
+
+def test_a_full_disk_under_the_database_is_an_input_error_without_a_retry(
+    new_database: Path, small_disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(mlflow_client, "ANSWER_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(mlflow_client, "RETRY_TIMEOUT_S", 60.0)
+    shutil.copy(new_database, small_disk)
+    client = connect(small_disk)
+    with (small_disk / "filler").open("wb") as filler:
+        os.posix_fallocate(filler.fileno(), 0, shutil.disk_usage(small_disk).free)
+    with pytest.raises(
+        InputError, match=rf"^{small_disk}/mlflow\.db: MLflow's database has to grow, but the disk has 0\.000 GiB"
+    ):
+        call_with_retries(lambda: client.create_registered_model("m"), uri=client.tracking_uri)
+    assert "retrying" not in caplog.text

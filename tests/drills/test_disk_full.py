@@ -1,0 +1,180 @@
+"""The disk fills up in each stage, and under the databases of the embedded servers: `make drills`."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from recsys_core.disk import used_bytes
+from recsys_core.manifests import MARKER, read_manifest
+from tasks.run import STAGES, StageName
+from tests.drills.interrupted_run import ROOT
+from tests.drills.test_kill_and_resume import NIGHTJAR, RUN_ID, write_config
+
+pytestmark = pytest.mark.drill
+DISK_MIB = 96
+PATIENCE_S = 600.0
+BOOKKEEPING_BYTES = 2**15
+"""Space for the locks, the config and the record of a run."""
+MIN_PARTIAL_BYTES = 2**17
+"""A smaller stage does not start, because less than its minimum of 64 KiB is free. A larger stage fills the disk."""
+SAME_FILES = (
+    "ingest_embeddings",
+    "ingest_interactions",
+    "ingest_features",
+    "plan_sharding",
+    "export",
+    "build_index",
+    "package",
+)
+"""Stages whose files do not contain times or paths."""
+RUN_STAGES = """
+import json, os, sys
+from pathlib import Path
+from flows.prefect_server import embedded_server, prefect_session
+from tasks.run import STAGES
+from tests.drills.test_disk_full import RUN_ID, bytes_to_leave, fill, checksums_of
+
+file, disk = Path(sys.argv[1]), Path(sys.argv[2])
+os.environ["PREFECT_HOME"] = str(file.parent / "prefect")
+os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{file.parent}/mlflow.db"
+
+def load_flow():
+    from flows.deployed import deployed_retrain
+    return deployed_retrain
+
+with embedded_server() as server, prefect_session(server, load_flow, log_file=file.parent / "prefect.log") as flow:
+    reference = file.parent / "workspace/runs" / RUN_ID
+    run = disk / "workspace/runs" / RUN_ID
+    state = flow(str(file), resume=RUN_ID, return_state=True)
+    print(json.dumps({"state": state.name, "message": state.message}), flush=True)
+    for stage, kind in STAGES.items():
+        arguments = {"overrides": (f"workspace={disk}/workspace",), "resume": RUN_ID, "until": stage}
+        filler = fill(disk, leave=bytes_to_leave(stage, reference))
+        full = flow(str(file), **arguments, return_state=True)
+        folders = [path.name for path in run.iterdir() if path.name.startswith(stage)]
+        filler.unlink()
+        state = flow(str(file), **arguments, return_state=True)
+        answer = {"stage": stage, "full": full.name, "message": full.message, "folders": folders, "state": state.name}
+        answer |= {"checksums": checksums_of(run / stage, kind), "expected": checksums_of(reference / stage, kind)}
+        print(json.dumps(answer | {"end": state.message}), flush=True)
+"""
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """The mount point of a file system of DISK_MIB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("only root may mount a file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def fill(disk: Path, *, leave: int) -> Path:
+    """Fill the disk up to `leave` bytes with one file; return the file."""
+    filler = disk / "filler"
+    with filler.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free - leave)
+    return filler
+
+
+def bytes_to_leave(stage: StageName, run: Path) -> int:
+    """Return the free space with which `stage` begins, and in which it does not end. `run`: a complete run."""
+    stage_bytes = used_bytes(run.parents[1] / "mlartifacts" if stage == "register" else run / stage)
+    return BOOKKEEPING_BYTES + (stage_bytes // 2 if stage_bytes > MIN_PARTIAL_BYTES else 0)
+
+
+def checksums_of(folder: Path, kind: Any) -> dict[str, str]:
+    """Return the sha256 of the stage's files, except the parts of the coded log, whose rows DuckDB writes in any order."""
+    manifest = read_manifest(folder, kind)
+    files = {} if manifest is None else manifest.files
+    return {name: record.sha256 for name, record in files.items() if not name.startswith("parts/")}
+
+
+def short_config(folder: Path) -> Path:
+    """Write the config of a pipeline that trains one epoch on one rank."""
+    file = write_config(folder)
+    config = yaml.safe_load(file.read_text())
+    config["training"] |= {"epochs": 1}
+    config["sharding"] = {"cluster": {"processes_per_node": 1}}
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def new_run(workspace: Path) -> Path:
+    """Create the folder of a run that has been started: --resume needs it."""
+    run = workspace / "runs" / RUN_ID
+    run.mkdir(parents=True)
+    for name in ("config.yaml", MARKER):
+        (run / name).touch()
+    return run
+
+
+def test_a_disk_that_is_full_in_any_stage_leaves_no_half_stage_and_a_resume_completes_the_run(
+    tmp_path: Path, disk: Path
+) -> None:
+    file = short_config(tmp_path)
+    for workspace in (tmp_path / "workspace", disk / "workspace"):
+        new_run(workspace)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_STAGES, str(file), str(disk)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    reference, *stages = [json.loads(line) for line in done.stdout.splitlines()]
+    assert reference["state"] == "Promoted", reference
+    assert [answer["stage"] for answer in stages] == list(STAGES)
+    for answer in stages:
+        stage = answer["stage"]
+        assert (answer["full"], answer["folders"]) == ("Failed", []), answer
+        assert f"{disk}" in answer["message"] and "GiB free; free some space" in answer["message"], answer
+        assert answer["state"] == ("Promoted" if stage == "register" else "StoppedEarly"), answer
+        if stage in SAME_FILES:
+            assert answer["checksums"] == answer["expected"] != {}, stage
+
+
+def nightjar(file: Path, *arguments: str) -> "subprocess.Popen[str]":
+    """Start a run with its workspace, and the databases of the embedded servers, on the disk."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    command = [*NIGHTJAR, "run", str(file), *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_the_databases_of_the_servers_on_a_full_disk_end_the_run_with_one_message(tmp_path: Path, disk: Path) -> None:
+    file = short_config(tmp_path)
+    on_disk = f"--set=workspace={disk}/workspace"
+    filler = fill(disk, leave=2**20)
+    _, error = (refused := nightjar(file, on_disk)).communicate(timeout=PATIENCE_S)
+    assert refused.returncode == 2, error
+    assert f"{disk}/workspace: the embedded Prefect server with its database takes at least 0.031 GiB" in error
+    assert not list(disk.glob("workspace/runs/*"))
+    filler.unlink()
+
+    run = new_run(disk / "workspace")
+    interrupted = nightjar(file, on_disk, "--resume", RUN_ID)
+    deadline = time.monotonic() + PATIENCE_S
+    while not any((run / "train.work" / "checkpoints").glob("step-*[0-9]")):
+        assert interrupted.poll() is None, interrupted.communicate()[1]
+        assert time.monotonic() < deadline, "no checkpoint"
+        time.sleep(0.01)
+    filler = fill(disk, leave=0)
+    _, error = interrupted.communicate(timeout=PATIENCE_S)
+    assert interrupted.returncode == 2, error
+    assert "GiB free; free some space" in error and "Traceback" not in error, error
+    assert not (run / "train").exists()
+    filler.unlink()
+
+    out, error = (resumed := nightjar(file, on_disk, "--resume", RUN_ID, "--json")).communicate(timeout=PATIENCE_S)
+    assert resumed.returncode == 0, error
+    assert json.loads(out.splitlines()[-1])["model"]["alias"] == "champion"

@@ -1,4 +1,4 @@
-"""Housekeeping at the end of each run, also of a failed one. None of it can fail the run."""
+"""Housekeeping at the end of each run, including failed runs. An error in the housekeeping does not fail the run."""
 
 import logging
 from collections.abc import Callable
@@ -13,39 +13,40 @@ from tasks.run_record import RunRecord
 
 LOG = logging.getLogger("nightjar")
 MLFLOW_TIMEOUT_S = 10.0
-"""Deadline of MLflow's first answer after a run. Without this answer, no later work waits for MLflow."""
+"""Seconds in which MLflow must answer the first request after a run. If it does not, no other request is sent."""
 
 
 def after_run(config: PipelineConfig, run: Run) -> None:
-    """Do the work that follows each run; log a warning where it fails.
+    """Write the metrics and the page of the last runs, log the stages to MLflow, and remove files of old runs.
 
-    After an interruption only the metrics are written, because the process must end at once. The next run makes up for it.
+    A step that fails logs a warning. After an interruption only the metrics are written, because the process must end at once:
+    the next run writes the page and removes the files.
     """
     record = RunRecord.read(run)
-    _try("write the Prometheus metrics", partial(write_metrics_file, config, run))
+    _run_or_warn("write the Prometheus metrics", partial(write_metrics_file, config, run))
     if record is None or record.state == "Interrupted":
         return
     try:
-        has_mlflow = _find_mlflow(run)
+        has_mlflow = _is_mlflow_available(run)
     except Exception as error:  # any error of a library
         LOG.warning("could not log the stages to MLflow and remove files of old runs; the run is not affected (%s)", error)
-        _try("write the page of the last runs", partial(write_history_page, config, run, has_mlflow=False))
+        _run_or_warn("write the page of the last runs", partial(write_history_page, config, run, has_mlflow=False))
         return
-    _try("write the page of the last runs", partial(write_history_page, config, run, has_mlflow=has_mlflow))
+    _run_or_warn("write the page of the last runs", partial(write_history_page, config, run, has_mlflow=has_mlflow))
     if has_mlflow:
-        _try("log the stages to MLflow", partial(_log_to_mlflow, run, record))
-    _try("remove files of old runs", partial(_clean, config, run))
+        _run_or_warn("log the stages to MLflow", partial(_log_to_mlflow, run, record))
+    _run_or_warn("remove files of old runs", partial(_clean, config, run))
 
 
-def _try(description: str, chore: Callable[[], None]) -> None:
+def _run_or_warn(description: str, step: Callable[[], None]) -> None:
     try:
-        chore()
+        step()
     except Exception as error:  # any error of a library
         LOG.warning("could not %s (%s: %s); the run is not affected", description, type(error).__name__, error)
 
 
-def _find_mlflow(run: Run) -> bool:
-    """Return whether there is an MLflow, which answers; False if there is neither a server nor a database in the workspace.
+def _is_mlflow_available(run: Run) -> bool:
+    """Return whether the run can log to MLflow; False if there is neither a server nor a database in the workspace.
 
     Raises TrackingServerError if MLflow does not answer within MLFLOW_TIMEOUT_S.
     """
@@ -58,7 +59,7 @@ def _find_mlflow(run: Run) -> bool:
 
 
 def _log_to_mlflow(run: Run, record: RunRecord) -> None:
-    """Log the end of a run that MLflow knows: `check_data` is the first stage that logs to MLflow."""
+    """Log the end of a run that has an MLflow run. The stage `check_data` creates the MLflow run."""
     if run.stage_folder("check_data").is_dir():
         from tasks.registry.stage_runs import log_end
 

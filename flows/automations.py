@@ -19,7 +19,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "infra" / "automations"
 BLOCK_NAME = "nightjar-alerts"
 """Name of the Prefect block that delivers the alerts: a webhook, or a notification such as an e-mail."""
 _OVERRAN = "overran"
-"""The automation whose time is schedule.deadline_minutes."""
+"""Stem of the automation file whose trigger waits for schedule.deadline_minutes."""
 _BLOCKS_PER_REQUEST = 200
 
 
@@ -32,7 +32,7 @@ def create_automations(client: SyncPrefectClient, config: PipelineConfig, *, dep
         InputError: there is no block `nightjar-alerts`, or it delivers nothing.
     """
     block = alert_block(client)
-    automations = [automation_of(file, config, deployment_id=deployment_id, block=block) for file in _files()]
+    automations = [automation_of(file, config, deployment_id=deployment_id, block=block) for file in _automation_files()]
     for automation in automations:
         existing_automations = client.read_automations_by_name(automation.name)
         if existing_automations:
@@ -64,14 +64,14 @@ def alert_block(client: SyncPrefectClient) -> BlockDocument:
         )
     if not _is_webhook(block) and "notify" not in _capabilities(block):
         raise InputError(
-            f"the block {BLOCK_NAME} has the type {_type(block)}, which cannot deliver alerts; replace it by a Webhook or a "
-            "notification such as Sendgrid Email"
+            f"the block {BLOCK_NAME} has the type {_block_type(block)}, which cannot deliver alerts; replace it by a Webhook "
+            "or a notification such as Sendgrid Email"
         )
     return block
 
 
 def automation_of(file: Path, config: PipelineConfig, *, deployment_id: UUID, block: BlockDocument) -> AutomationCore:
-    """Return the automation of `file` for one pipeline: its own name, runs or model, deadline, and block."""
+    """Return the automation in `file`, with its name, trigger and actions set for the pipeline of `config`."""
     content: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
     trigger: dict[str, Any] = content["trigger"]
     if "match_related" in trigger:
@@ -111,10 +111,10 @@ def _text_template(payload: str) -> str:
 
 
 def _is_webhook(block: BlockDocument) -> bool:
-    return _type(block) == "webhook"
+    return _block_type(block) == "webhook"
 
 
-def _type(block: BlockDocument) -> str:
+def _block_type(block: BlockDocument) -> str:
     return "" if block.block_type is None else block.block_type.slug
 
 
@@ -122,7 +122,7 @@ def _capabilities(block: BlockDocument) -> list[str]:
     return [] if block.block_schema is None else block.block_schema.capabilities
 
 
-def _files() -> list[Path]:
+def _automation_files() -> list[Path]:
     files = sorted(FOLDER.glob("*.yaml"))
     if not files:
         raise InputError(f"{FOLDER}: there are no automations; install nightjar from a checkout that has this folder")

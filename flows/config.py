@@ -189,23 +189,24 @@ class PipelineConfig(Settings):
     def with_absolute_paths(self, folder: Path) -> Self:
         """Return the config with relative paths resolved against `folder`."""
 
-        def absolute(paths: Paths) -> Paths:
+        def absolute_paths(paths: Paths) -> Paths:
             return tuple(path if is_uri(path) else str(_absolute(folder, path)) for path in paths)
 
         split = self.interactions.split
         if isinstance(split, FileSplit):
-            validation = None if split.validation is None else absolute(split.validation)
-            split = split.model_copy(update={"test": absolute(split.test), "validation": validation})
-        interactions = self.interactions.model_copy(update={"paths": absolute(self.interactions.paths), "split": split})
+            validation = None if split.validation is None else absolute_paths(split.validation)
+            split = split.model_copy(update={"test": absolute_paths(split.test), "validation": validation})
+        interactions = self.interactions.model_copy(update={"paths": absolute_paths(self.interactions.paths), "split": split})
         update: dict[str, object] = {
             "workspace": _absolute(folder, self.workspace),
             "interactions": interactions,
-            "embeddings": tuple(_embeddings_with_absolute_paths(entry, absolute) for entry in self.embeddings),
+            "embeddings": tuple(_embeddings_with_absolute_paths(entry, absolute_paths) for entry in self.embeddings),
         }
         if self.features is not None:
             tables = {"users": self.features.users, "items": self.features.items}
             absolute_tables = {
-                side: table and table.model_copy(update={"paths": absolute(table.paths)}) for side, table in tables.items()
+                side: table and table.model_copy(update={"paths": absolute_paths(table.paths)})
+                for side, table in tables.items()
             }
             update["features"] = self.features.model_copy(update=absolute_tables)
         if self.data_root is not None:
@@ -213,9 +214,9 @@ class PipelineConfig(Settings):
         return self.model_copy(update=update)
 
 
-def _embeddings_with_absolute_paths(entry: EmbeddingsConfig, absolute: Callable[[Paths], Paths]) -> EmbeddingsConfig:
-    id_map = entry.id_map and entry.id_map.model_copy(update={"paths": absolute(entry.id_map.paths)})
-    return entry.model_copy(update={"paths": absolute(entry.paths), "id_map": id_map})
+def _embeddings_with_absolute_paths(entry: EmbeddingsConfig, absolute_paths: Callable[[Paths], Paths]) -> EmbeddingsConfig:
+    id_map = entry.id_map and entry.id_map.model_copy(update={"paths": absolute_paths(entry.id_map.paths)})
+    return entry.model_copy(update={"paths": absolute_paths(entry.paths), "id_map": id_map})
 
 
 def _absolute(folder: Path, path: str | Path) -> Path:

@@ -44,7 +44,7 @@ def sentence_of(detail: ErrorDetails, raw: Mapping[str, Any]) -> str:
 
 
 def dotted_key(location: tuple[int | str, ...], raw: Any) -> str:
-    """Return pydantic's location as the dotted key of the settings `raw`.
+    """Convert the location of a validation error to a dotted key of the settings `raw`.
 
     A location may also contain the name of a union member, which is not a key of the file.
     """
@@ -67,7 +67,7 @@ def _contains(group: Any, location_part: int | str) -> bool:
 
 def _suggestion(key: str) -> str:
     valid_keys = sorted(set(setting_names(PipelineConfig)))
-    key = re.sub(r"\.\d+(?=\.)", "", key)  # the index in a list of groups
+    key = re.sub(r"\.\d+(?=\.)", "", key)  # remove the index of an entry in a list of groups
     parent, _, name = key.rpartition(".")
     siblings = {path.rpartition(".")[2] for path in valid_keys if fnmatchcase(parent, path.rpartition(".")[0])}
     similar_names = difflib.get_close_matches(name, siblings, n=1)
@@ -75,13 +75,13 @@ def _suggestion(key: str) -> str:
         return f"did you mean {parent}{'.' if parent else ''}{similar_names[0]}?"
     same_name_keys = [path for path in valid_keys if path.rpartition(".")[2] == name]
     if not same_name_keys and siblings:
-        return f"known here: {', '.join(sorted(siblings))}"
+        return f"the known keys are {', '.join(sorted(siblings))}"
     similar_keys = same_name_keys or difflib.get_close_matches(key, valid_keys, n=1)
     return f"did you mean {' or '.join(similar_keys)}?" if similar_keys else f"{parent} is not a group of settings"
 
 
 def setting_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all settings of `model`, groups and all members of unions included.
+    """Yield the dotted names of all settings and groups of `model`, with the settings of every member of a union.
 
     `*` is a key that the user chooses, such as the name of a table.
     """

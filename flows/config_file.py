@@ -1,4 +1,4 @@
-"""Config files: YAML and `--set a.b=value` to a PipelineConfig, and back. Any problem becomes one readable InputError."""
+"""Config files: reading YAML and `--set a.b=value` options into a PipelineConfig, and writing a PipelineConfig as YAML."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -27,10 +27,15 @@ _NAME = r'(?:"[^"]+"|[^".]+)'
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConfig:
-    """Read the config in `path` with `overrides` applied, such as "training.batch_size=8192" with the value in YAML.
+    """Read the config in `path` and apply `overrides`.
 
-    A name that contains a dot is quoted: 'tables."item.brand".dim=8'. Relative paths, in the file and in overrides, are
-    relative to the folder of the file. Raises InputError.
+    Args:
+        path: config file. Relative paths in the file and in the overrides are relative to its folder.
+        overrides: settings as "a.b=value" with the value in YAML, such as "training.batch_size=8192". A name that contains a
+            dot is quoted: 'tables."item.brand".dim=8'.
+
+    Raises:
+        InputError: the file cannot be read, or the config is invalid; the message lists the problems.
     """
     path = Path(path)
     raw = _read(path)
@@ -60,11 +65,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConf
 
 
 def with_settings(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineConfig:
-    """Return `config` without tuning and with `settings`, by dotted name, replaced; InputError if it is invalid."""
-    candidate = _validate(config, settings)
-    if candidate.config is None:
-        raise InputError("; ".join(candidate.problems))
-    return candidate.config
+    """Return `config` without tuning, with `settings` by dotted name replaced. Raise InputError if the result is invalid."""
+    validation = _validate(config, settings)
+    if validation.config is None:
+        raise InputError("; ".join(validation.problems))
+    return validation.config
 
 
 def settings_as_yaml(config: PipelineConfig, settings: Mapping[str, Any]) -> str:
@@ -73,7 +78,7 @@ def settings_as_yaml(config: PipelineConfig, settings: Mapping[str, Any]) -> str
     groups: dict[str, Any] = {}
     for dotted_name in settings:
         without_index = re.sub(r"\.\d+(\..*)?$", "", dotted_name)
-        _put(groups, without_index, _get(raw, without_index), source=dotted_name)
+        _put_setting(groups, without_index, _get_setting(raw, without_index), source=dotted_name)
     return yaml_loader.dump(groups)
 
 
@@ -88,7 +93,7 @@ def _input_error(path: Path, problems: Sequence[str], *, num_more: int = 0) -> I
     return InputError("\n".join([f"{path}:", *(f"  {problem}" for problem in (*problems, *last_line))]))
 
 
-class _Candidate(NamedTuple):
+class _Validation(NamedTuple):
     """A config with changed settings, after validation.
 
     Attributes:
@@ -102,24 +107,26 @@ class _Candidate(NamedTuple):
     problems: tuple[str, ...] = ()
 
 
-def _validate(config: PipelineConfig, settings: Mapping[str, Any]) -> _Candidate:
+def _validate(config: PipelineConfig, settings: Mapping[str, Any]) -> _Validation:
     """Validate `config` with `settings` replaced."""
     raw = config.model_dump(mode="json") | {"tuning": None}
     for dotted_name, value in settings.items():
-        _put(raw, dotted_name, value, source=f"tuning.ranges.{dotted_name}")
+        _put_setting(raw, dotted_name, value, source=f"tuning.ranges.{dotted_name}")
     try:
-        return _Candidate(PipelineConfig.model_validate(raw))
+        return _Validation(PipelineConfig.model_validate(raw))
     except ValidationError as error:
         details = relevant_errors(error)
         names = tuple(name.replace('"', "") for name in settings)
-        own_details = [
+        setting_details = [
             detail for detail in details if detail["type"] != "value_error" or dotted_key(detail["loc"], raw).startswith(names)
         ]
-        return _Candidate(None, bool(own_details), tuple(sentence_of(detail, raw) for detail in own_details or details))
+        return _Validation(
+            None, bool(setting_details), tuple(sentence_of(detail, raw) for detail in setting_details or details)
+        )
 
 
 def _check_range(config: PipelineConfig, dotted_name: str, value_range: RangeConfig) -> RangeConfig:
-    """Return the range in the type of its setting; raise ValueError, one problem per line, if it is invalid."""
+    """Return the range with values of the type of its setting; raise ValueError, one problem per line, if it is invalid."""
     if dotted_name.partition(".")[0] not in TUNABLE_GROUPS or "." not in dotted_name:
         raise ValueError(
             f"{dotted_name}: all trials share one ingest and end after training, so only these groups of settings can have a "
@@ -128,16 +135,16 @@ def _check_range(config: PipelineConfig, dotted_name: str, value_range: RangeCon
     for group, reason in NOT_TUNABLE.items():
         if f"{dotted_name}.".startswith(f"{group}."):
             raise ValueError(f"{dotted_name}: {reason}")
-    candidates = [(probe, _validate(config, {dotted_name: probe})) for probe in value_range.probes]
+    validations = [(probe, _validate(config, {dotted_name: probe})) for probe in value_range.probes]
     value_by_label = {
-        label_of(probe): _get(candidate.config.model_dump(mode="json"), dotted_name)
-        for probe, candidate in candidates
-        if candidate.config is not None
+        label_of(probe): _get_setting(validation.config.model_dump(mode="json"), dotted_name)
+        for probe, validation in validations
+        if validation.config is not None
     }
-    # A value may contradict another setting, because both may vary. But at least one value of the range must be valid.
-    invalid_candidates = [candidate for _, candidate in candidates if candidate.has_invalid_settings or not value_by_label]
-    if invalid_candidates:
-        raise ValueError("\n".join(invalid_candidates[0].problems))
+    # A value may contradict another setting that varies too. But at least one value of the range must be valid.
+    failed_validations = [validation for _, validation in validations if validation.has_invalid_settings or not value_by_label]
+    if failed_validations:
+        raise ValueError("\n".join(failed_validations[0].problems))
     try:
         return value_range.in_setting_type(value_by_label)
     except ValueError as error:
@@ -172,28 +179,26 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     dotted_name, separator, text = override.partition("=")
     if not separator or not dotted_name:
         raise InputError(f"{source}: expected a.b=value, e.g. --set training.batch_size=8192")
-    _put(raw, dotted_name.strip(), _parse(text, subject=f"{source}: the value"), source=source)
+    _put_setting(raw, dotted_name.strip(), _parse(text, subject=f"{source}: the value"), source=source)
 
 
 def _split(dotted_name: str, *, source: str) -> list[str]:
     """Split a."b.c".d into a, b.c, d."""
     if re.fullmatch(rf"{_NAME}(\.{_NAME})*", dotted_name) is None:
-        raise InputError(
-            f'{source}: expected a.b=value; quote a name that contains a dot, and no part of any other name: a."b.c"=value'
-        )
+        raise InputError(f'{source}: expected a.b=value; put quotes only around a name that contains a dot: a."b.c"=value')
     names = [quoted or plain for quoted, plain in re.findall(r'"([^"]+)"|([^".]+)', dotted_name)]
     if len(names) > yaml_loader.MAX_DEPTH:
         raise InputError(f"{source}: {len(names):,} nested names, but no setting is nested that deep")
     return names
 
 
-def _get(raw: Any, dotted_name: str) -> Any:
+def _get_setting(raw: Any, dotted_name: str) -> Any:
     for key in _split(dotted_name, source=dotted_name):
         raw = raw[int(key)] if isinstance(raw, list) else raw[key]
     return raw
 
 
-def _put(raw: dict[str, Any], dotted_name: str, value: Any, *, source: str) -> None:
+def _put_setting(raw: dict[str, Any], dotted_name: str, value: Any, *, source: str) -> None:
     """Set raw[a][b] for the name a.b and create missing groups.
 
     Args:

@@ -1,9 +1,11 @@
-"""Report of a killed flow run to Prefect: `python -m flows.crash_report`, a process that outlives the flow run by seconds.
+"""Process that reports the end of a killed flow run to Prefect: `python -m flows.crash_report`.
 
-Prefect's process worker kills its runs when it is stopped, and it reports nothing. Without this process the run would stay
-Running in Prefect, and its slot would stay taken for five minutes, so that a new run of the deployment would be cancelled. The
-process also kills a flow run that does not end after SIGTERM, which the worker sends if a person cancels the run. It imports
-only the standard library: it waits for hours without using memory, and it reports within a second.
+When Prefect's process worker is stopped, it kills its runs and reports nothing. Without this process, the run would stay
+Running in Prefect and hold its slot for five minutes, and Prefect would cancel a new run of the deployment.
+
+If a person cancels the flow run, the worker sends it SIGTERM. If the flow run does not end, this process kills it.
+
+The process imports only the standard library, because it waits for hours and should use little memory.
 """
 
 import json
@@ -22,16 +24,16 @@ FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 """Environment variable in which Prefect's worker passes the id of the flow run to the process that it starts."""
 MESSAGE = "the process of this run was killed: its worker was stopped, or the memory of the host was full"
 REPORT_OF_WORKER_S = 0.5
-"""Time for the report of a worker that is alive: it knows the exit status."""
+"""Wait before the report: a worker that is alive reports the run itself, with the exit status."""
 UNWIND_S = 5.0
 """Time for a cancelled flow run to end by itself."""
-RETRY_S, GIVE_UP_S, REQUEST_S = 1.0, 6.0, 3.0
+RETRY_INTERVAL_S, GIVE_UP_AFTER_S, REQUEST_TIMEOUT_S = 1.0, 6.0, 3.0
 
 
 def end_with_worker() -> None:
-    """Let the process of a flow run that a worker has started end with the worker, and start the process that reports it.
+    """Make this process end when its Prefect worker ends, and start the process that reports the end.
 
-    Under `nightjar up`, and in a process that no worker has started, nothing happens.
+    Do nothing under `nightjar up`, or in a process that no worker has started.
     """
     flow_run_id = os.environ.get(FLOW_RUN_VARIABLE)
     if flow_run_id is None or PARENT_VARIABLE in os.environ:
@@ -60,7 +62,7 @@ def start_reporter(flow_run_id: str) -> "tuple[subprocess.Popen[bytes], int]":
         start_new_session=True,  # a signal to the process group of the flow run ends only the flow run
     )
     os.close(stdin)
-    # The secret in the headers is not on the command line, which every user can read.
+    # The headers contain a secret, and every user can read a command line.
     settings = {"pid": os.getpid(), "api": api, "headers": headers, "flow_run_id": flow_run_id}
     os.write(pipe, json.dumps(settings).encode() + b"\n")
     return reporter, pipe
@@ -69,9 +71,9 @@ def start_reporter(flow_run_id: str) -> "tuple[subprocess.Popen[bytes], int]":
 def main() -> None:
     """Wait until the process of the flow run has ended; set the flow run to Crashed if it is still Running in Prefect.
 
-    SIGKILL ends the process UNWIND_S after its first SIGTERM.
+    If the flow run does not end within UNWIND_S of its first SIGTERM, send it SIGKILL.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd sends it to all processes of the worker
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd sends SIGTERM to all processes of the worker
     with open(0, "rb", buffering=0) as pipe:
         settings = json.loads(pipe.readline())
         pid = settings.pop("pid")
@@ -82,14 +84,14 @@ def main() -> None:
             kill.start()
             pipe.readall()
             kill.cancel()
-    deadline = time.monotonic() + GIVE_UP_S
+    deadline = time.monotonic() + GIVE_UP_AFTER_S
     time.sleep(REPORT_OF_WORKER_S)
     while time.monotonic() < deadline:
         try:
             report(**settings)
             return
         except OSError:  # the server does not respond; the next run of the deployment ends this flow run
-            time.sleep(RETRY_S)
+            time.sleep(RETRY_INTERVAL_S)
 
 
 def report(*, api: str, headers: dict[str, str], flow_run_id: str) -> None:
@@ -98,18 +100,19 @@ def report(*, api: str, headers: dict[str, str], flow_run_id: str) -> None:
     def request(path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         url = f"{api.rstrip('/')}{path}"
-        query = urllib.request.Request(url, data=data, headers=headers | {"Content-Type": "application/json"})  # noqa: S310
-        with urllib.request.urlopen(query, timeout=REQUEST_S) as answer:  # noqa: S310  the address of the user's server
-            return json.load(answer)
+        http_request = urllib.request.Request(url, data=data, headers=headers | {"Content-Type": "application/json"})  # noqa: S310
+        # The URL is the address of the user's Prefect server.
+        with urllib.request.urlopen(http_request, timeout=REQUEST_TIMEOUT_S) as response:  # noqa: S310
+            return json.load(response)
 
     if request(f"/flow_runs/{flow_run_id}")["state_type"] != "RUNNING":
         return
-    crashed = {"state": {"type": "CRASHED", "name": "Crashed", "message": MESSAGE}}
-    request(f"/flow_runs/{flow_run_id}/set_state", crashed)
-    unfinished = {"state": {"type": {"any_": ["RUNNING", "PENDING"]}}}
-    task_runs = request("/task_runs/filter", {"flow_runs": {"id": {"any_": [flow_run_id]}}, "task_runs": unfinished})
+    crashed_state = {"state": {"type": "CRASHED", "name": "Crashed", "message": MESSAGE}}
+    request(f"/flow_runs/{flow_run_id}/set_state", crashed_state)
+    unfinished_filter = {"state": {"type": {"any_": ["RUNNING", "PENDING"]}}}
+    task_runs = request("/task_runs/filter", {"flow_runs": {"id": {"any_": [flow_run_id]}}, "task_runs": unfinished_filter})
     for task_run in task_runs:
-        request(f"/task_runs/{task_run['id']}/set_state", crashed)
+        request(f"/task_runs/{task_run['id']}/set_state", crashed_state)
 
 
 if __name__ == "__main__":

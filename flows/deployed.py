@@ -28,7 +28,7 @@ def _flow_run_name() -> str:
     parameters = runtime.flow_run.parameters
     try:
         pipeline = load_config(parameters["pipeline"]).name
-    except InputError:  # the flow itself raises it
+    except InputError:  # the flow raises the same error
         pipeline = str(parameters["pipeline"])
     return flow_run_name(pipeline, run_id=parameters.get("resume"), reason=parameters.get("reason", ""))
 
@@ -65,9 +65,9 @@ def deployed_retrain(
         The end state of the flow run; docs/operations.md lists all end states.
 
     Raises:
-        InputError: the config, a setting, an option or the input is invalid, or the run cannot be resumed; nothing has begun.
+        InputError: the config, a setting, an option or the input is invalid, or the run cannot be resumed; no stage has begun.
     """
-    die_with_parent()  # under `nightjar up`; elsewhere it does nothing
+    die_with_parent()  # has an effect only under `nightjar up`
     end_with_worker()
     options = RunOptions(reason=reason, full_retrain=full_retrain, dry_run=dry_run, promote=promote)
     config = load_config(pipeline, overrides)

@@ -28,7 +28,7 @@ from recsys_core.parent_process import die_with_parent, parent_environment
 
 LOG = logging.getLogger("nightjar")
 POLL_S = 5.0
-POLL_ENDED_S = 0.1
+END_POLL_S = 0.1
 UNWIND_S = 3.0
 """Time for an interrupted run to end by itself."""
 
@@ -41,10 +41,10 @@ class InterruptingRunner(Runner):
         runs = psutil.Process().children()
         for run in runs:
             run.terminate()
-        # Not psutil's wait: it would take the exit status from asyncio, which waits for the same children.
+        # psutil.wait_procs would collect the exit status of the children, and asyncio would not get it.
         deadline = time.monotonic() + UNWIND_S
         while any(run.is_running() for run in runs) and time.monotonic() < deadline:
-            await asyncio.sleep(POLL_ENDED_S)
+            await asyncio.sleep(END_POLL_S)
         for run in runs:
             with suppress(psutil.NoSuchProcess):
                 run.kill()
@@ -53,14 +53,14 @@ class InterruptingRunner(Runner):
 def main() -> None:
     """Run the deployments until SIGTERM, or until the parent process ends."""
     die_with_parent()
-    os.environ.update(parent_environment())  # a run ends with this process
-    ready, file, *overrides = sys.argv[1:]
+    os.environ.update(parent_environment())  # the process of a run ends with this process
+    ready_fd, file, *overrides = sys.argv[1:]
     try:
         deployments = plan_deployments(Path(file), overrides)
     except NightjarError as error:
-        os.write(int(ready), str(error).encode())
+        os.write(int(ready_fd), str(error).encode())
         sys.exit(error.exit_code)
-    asyncio.run(_run(deployments, ready=int(ready), after_ready=partial(create_alerts, Path(file), overrides)))
+    asyncio.run(_run(deployments, ready_fd=int(ready_fd), after_ready=partial(create_alerts, Path(file), overrides)))
     os._exit(0)  # the exit handlers of libraries take seconds
 
 
@@ -78,7 +78,7 @@ def plan_deployments(file: Path, overrides: list[str]) -> tuple[RunnerDeployment
 
 
 def create_alerts(file: Path, overrides: list[str], deployment_id: UUID) -> None:
-    """Create or update the automations if the server has the block that delivers them. A failure is only a warning."""
+    """Create or update the automations if the server has the block that delivers alerts. A failure is only a warning."""
     try:
         config = load_config(file, overrides)
         with prefect_server() as client:
@@ -88,11 +88,11 @@ def create_alerts(file: Path, overrides: list[str], deployment_id: UUID) -> None
         LOG.warning("could not create the automations that send alerts: %s", error)
 
 
-async def _run(deployments: Sequence[RunnerDeployment], *, ready: int, after_ready: Callable[[UUID], None]) -> None:
+async def _run(deployments: Sequence[RunnerDeployment], *, ready_fd: int, after_ready: Callable[[UUID], None]) -> None:
     runner = InterruptingRunner(name="nightjar-up", query_seconds=POLL_S, pause_on_shutdown=False)
     deployment_id, *_ = [await runner.aadd_deployment(deployment) for deployment in deployments]
-    os.write(ready, b"ready")
-    os.close(ready)
+    os.write(ready_fd, b"ready")
+    os.close(ready_fd)
     await asyncio.to_thread(after_ready, deployment_id)
     await runner.start()
 

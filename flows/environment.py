@@ -11,7 +11,7 @@ from recsys_core.units import DAY_S
 
 
 def prepare(workspace: Path, *, verbose: bool = False) -> None:
-    """Set the folder of Prefect and the log levels of Prefect and MLflow, unless the user has set them.
+    """Set the variables for Prefect's folder and for the log levels of Prefect and MLflow, unless the user has set them.
 
     Call before a flow is imported. Raises InputError if `workspace` is not writable.
     """
@@ -29,7 +29,7 @@ def prepare(workspace: Path, *, verbose: bool = False) -> None:
 
 
 def keep_flow_runs(*, days: int) -> None:
-    """Set for how long a Prefect server that this process starts keeps flow runs, unless the user has set it."""
+    """Set the number of days for which a Prefect server of this process keeps flow runs, unless the user has set it."""
     defaults = {
         "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
         "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(days * DAY_S),
@@ -54,7 +54,7 @@ def require_writable(workspace: Path) -> None:
 
 def silence_libraries() -> None:
     """Silence log messages and warnings of libraries. Call before importing them."""
-    logging.raiseExceptions = False  # Prefect would print an error for each record that its server does not take
+    logging.raiseExceptions = False  # Prefect would print an error for each record that its server does not accept
     # Logging through an unconfigured root logger would install a handler that prints to stderr.
     logging.getLogger().addHandler(logging.NullHandler())
     # TorchRec traces the model with torch.fx, which logs a warning about a function of TorchRec.

@@ -1,4 +1,4 @@
-"""Names and tags of flow runs: pipeline, run id and reason, by which the runs of several pipelines on one server differ."""
+"""Names and tags of flow runs. They contain pipeline, run id and reason, so runs of several pipelines on a server differ."""
 
 import logging
 from uuid import UUID
@@ -19,7 +19,7 @@ def default_run_id() -> str:
 
 
 def flow_run_name(pipeline: str, *, run_id: str | None, reason: str = "") -> str:
-    """Return the name of the current flow run: pipeline, run id, which begins with date and time, and reason."""
+    """Return the name of the current flow run: pipeline, run id and reason. The run id begins with date and time."""
     return f"{pipeline} {run_id or default_run_id()}" + (f": {reason}" if reason else "")
 
 
@@ -32,7 +32,7 @@ def flow_run_url() -> str | None:
 def tag_flow_run(pipeline: str, *, reason: str = "") -> None:
     """Add the tags pipeline:<name> and reason:<text> to the current flow run. A failure is only a warning."""
     flow_run_id = runtime.flow_run.id
-    if flow_run_id is None:  # the function of the flow is called without Prefect
+    if flow_run_id is None:  # the flow's function was called without Prefect
         return
     tags = {*runtime.flow_run.tags, f"pipeline:{pipeline}"[:MAX_TAG_CHARACTERS]}
     if reason:

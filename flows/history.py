@@ -61,7 +61,7 @@ class PastRun:
         return {name: str(path.relative_to(self.run.workspace)) for name, path in paths.items() if path.is_file()}
 
     def new_metric(self, name: str) -> float | None:
-        """Return the metric `name`, e.g. recall@20, that the run's version had when served; None if it was not measured."""
+        """Return the metric `name`, e.g. recall@20, of the run's version as served; None if it was not measured."""
         return self._metric(f"served/{name}")
 
     def champion_metric(self, name: str) -> float | None:
@@ -139,9 +139,9 @@ def _record_from_manifests(run: Run) -> RunRecord:
         state, message = "DataRejected", "; ".join(report.breaches)
     else:
         state, message = "Interrupted", f"the folder has no {RECORD_NAME} and no registered version"
-    time = _TIME_IN_RUN_ID.match(run.run_id)
-    if time is not None:
-        started = datetime.strptime(time[1], "%Y%m%d-%H%M%S").replace(tzinfo=UTC)
+    time_match = _TIME_IN_RUN_ID.match(run.run_id)
+    if time_match is not None:
+        started = datetime.strptime(time_match[1], "%Y%m%d-%H%M%S").replace(tzinfo=UTC)
     else:
         started = datetime.fromtimestamp(run.folder.stat().st_mtime, UTC)
     return RunRecord(

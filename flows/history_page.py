@@ -46,7 +46,7 @@ _STAGE_GROUPS: dict[str, tuple[tuple[StageName, ...], str]] = {
 def write_history_page(config: PipelineConfig, run: Run, *, has_mlflow: bool) -> None:
     """Replace <workspace>/index.html after `run`, and log the page to MLflow if the run has an MLflow run.
 
-    Without MLflow the page has the champion of the newest promotion in the workspace.
+    Without MLflow, the page shows the version of the newest promotion in the workspace as champion.
 
     Args:
         has_mlflow: whether MLflow answers.
@@ -54,7 +54,7 @@ def write_history_page(config: PipelineConfig, run: Run, *, has_mlflow: bool) ->
     runs = run_history(run.workspace, last=MAX_RUNS)
     page = run.workspace / PAGE_NAME
     figures = next(past_run.record.figures for past_run in runs if past_run.run.run_id == run.run_id)
-    if not has_mlflow or "check_data" not in figures.stage_seconds:  # the first stage that logs to MLflow
+    if not has_mlflow or "check_data" not in figures.stage_seconds:  # check_data creates the MLflow run
         write_text(page, to_html(runs, config=config, champion=champion_version(runs)))
         return
 
@@ -62,8 +62,9 @@ def write_history_page(config: PipelineConfig, run: Run, *, has_mlflow: bool) ->
     from tasks.registry.releases import champion_of
     from tasks.registry.tracking import open_run
 
-    in_mlflow = partial(call_or_warn, workspace=run.workspace)
-    champions = in_mlflow(
+    call_mlflow = partial(call_or_warn, workspace=run.workspace)
+    # None if MLflow does not answer; [None] if the model has no champion.
+    champions = call_mlflow(
         lambda client: [champion_of(client, config.registry.model_name)],
         warning="could not read the champion for the page of the last runs; the page is not in MLflow",
     )
@@ -72,7 +73,7 @@ def write_history_page(config: PipelineConfig, run: Run, *, has_mlflow: bool) ->
         return
     champion = None if champions[0] is None else str(champions[0].version)
     write_text(page, to_html(runs, config=config, champion=champion))
-    in_mlflow(
+    call_mlflow(
         lambda client: client.log_artifact(figures.mlflow_run_id or open_run(client, run), str(page), "history"),
         warning="could not log the page of the last runs to MLflow",
     )
@@ -131,30 +132,42 @@ def format_change(past_run: PastRun, *, metric: str) -> str:
 
 def plot_metric(runs: Sequence[PastRun], *, metric: str) -> Markup | None:
     """Plot the served metric of new version and champion over the runs; a cross marks a run without a version."""
-    values = [(position, past_run.new_metric(metric)) for position, past_run in enumerate(runs)]
-    measured = [(position, value) for position, value in values if value is not None]
-    if not measured:
+    new_values = [(position, past_run.new_metric(metric)) for position, past_run in enumerate(runs)]
+    new_points = [(position, value) for position, value in new_values if value is not None]
+    if not new_points:
         return None
     figure, axes = plots.new_figure(size=_WIDE, grid_axis="y")
-    champions = [(position, past_run.champion_metric(metric)) for position, past_run in enumerate(runs)]
-    compared = [(position, value) for position, value in champions if value is not None]
-    axes.plot(*zip(*measured, strict=True), color=plots.BLUE, linewidth=1.6, label="new version", zorder=3)
-    if compared:
+    champion_values = [(position, past_run.champion_metric(metric)) for position, past_run in enumerate(runs)]
+    champion_points = [(position, value) for position, value in champion_values if value is not None]
+    axes.plot(*zip(*new_points, strict=True), color=plots.BLUE, linewidth=1.6, label="new version", zorder=3)
+    if champion_points:
         axes.plot(
-            *zip(*compared, strict=True), color=plots.GREY, linewidth=1.6, linestyle="--", label="champion before the run"
+            *zip(*champion_points, strict=True),
+            color=plots.GREY,
+            linewidth=1.6,
+            linestyle="--",
+            label="champion before the run",
         )
     for label, colour, is_shown in (
         ("promoted", plots.GREEN, lambda state: state == "Promoted"),
         ("not promoted", plots.ORANGE, lambda state: state != "Promoted"),
     ):
-        points = [(position, value) for position, value in measured if is_shown(runs[position].record.state)]
+        points = [(position, value) for position, value in new_points if is_shown(runs[position].record.state)]
         if points:
             positions, heights = zip(*points, strict=True)
             axes.scatter(positions, heights, 30, colour, label=label, zorder=4)
-    missing = [position for position, value in values if value is None]
-    if missing:
+    missing_positions = [position for position, value in new_values if value is None]
+    if missing_positions:
         transform = axes.get_xaxis_transform()  # x in data coordinates, y as a share of the height
-        axes.scatter(missing, [0.03] * len(missing), 28, plots.RED, marker="x", transform=transform, label="no version")
+        axes.scatter(
+            missing_positions,
+            [0.03] * len(missing_positions),
+            28,
+            plots.RED,
+            marker="x",
+            transform=transform,
+            label="no version",
+        )
     _label_runs(axes, runs)
     axes.margins(y=0.15)
     axes.set_ylabel(metric)

@@ -1,4 +1,4 @@
-"""Flow runs whose process has died without a report: Prefect shows them as Running until they are ended here."""
+"""Flow runs whose process died without a report. Prefect shows such a run as Running until this module ends it."""
 
 import logging
 from collections.abc import Sequence
@@ -27,10 +27,11 @@ def end_lost_runs(client: SyncPrefectClient, deployment_id: UUID, *, states: Seq
 
 
 def end_earlier_runs() -> None:
-    """End the lost runs of the current flow run's deployment. The caller holds the lock of the workspace, so they are dead.
+    """End the lost runs of the current flow run's deployment.
 
-    A run that waits for its turn is Scheduled in Prefect, and a Pending run holds the only slot: it has died while it started.
-    A failure is logged: it does not affect the current run.
+    The caller holds the lock of the workspace, so the process of every other Running run has died. A run that waits for its
+    turn is Scheduled in Prefect. A Pending run holds the deployment's only slot, so its process has died too. A failure is
+    logged and does not affect the current run.
     """
     if deployment.id is None:
         return

@@ -48,7 +48,7 @@ def served_metrics(config: PipelineConfig, *, port: int) -> Iterator[str]:
 
 
 def write_metrics_file(config: PipelineConfig, run: Run) -> None:
-    """Replace <workspace>/metrics.prom after the end of `run`. The metrics are of a newer run if one has already started."""
+    """Replace <workspace>/metrics.prom after the end of `run`. If a newer run has started, the metrics are its metrics."""
     write_to_textfile(str(run.workspace / METRICS_NAME), metrics_registry(config))
 
 
@@ -65,7 +65,7 @@ class _WorkspaceCollector(Collector):
         yield self._gauge("free_bytes", "Free space on the disk of the workspace.", {(): free_bytes(workspace)})
         runs = run_history(workspace)
         if runs:
-            yield from self._newest_run(runs[0])
+            yield from self._newest_run_gauges(runs[0])
         champion = champion_version(runs)
         if champion is not None and champion.isdecimal():
             yield self._gauge("champion_version", "Version of the newest promotion.", {(): int(champion)})
@@ -74,7 +74,7 @@ class _WorkspaceCollector(Collector):
             description = "End of the newest run that registered a version."
             yield self._gauge("last_registration_timestamp_seconds", description, {(): registering_run.ended.timestamp()})
 
-    def _newest_run(self, newest: PastRun) -> Iterator[GaugeMetricFamily]:
+    def _newest_run_gauges(self, newest: PastRun) -> Iterator[GaugeMetricFamily]:
         record, metric = newest.record, self._config.registry.metric
         figures = record.figures
         yield self._gauge("run_start_timestamp_seconds", "Start of the newest run.", {(): record.started.timestamp()})

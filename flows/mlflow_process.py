@@ -1,6 +1,7 @@
-"""Process of MLflow's server in `nightjar ui` and `nightjar up`: `python -m flows.mlflow_process FD`, with a listening socket.
+"""Process of the MLflow server: `python -m flows.mlflow_process FD`, where FD is a listening socket.
 
-`mlflow server` would start the same application in a subprocess of its own, which would survive a SIGKILL of the command.
+`nightjar ui` and `nightjar up` start it. They do not start `mlflow server`, because that command starts the application in a
+subprocess, which would survive a SIGKILL of the command.
 """
 
 import os

@@ -89,7 +89,7 @@ def nightly_retrain(
 
 
 def retrain(config: PipelineConfig, run: Run) -> RegistrationManifest | None:
-    """Run the stages in order. Each is skipped where the run already holds its complete result. A dry run returns None."""
+    """Run the stages in order. A stage is skipped if the run already has its complete result. A dry run returns None."""
     dataset = ingest(config, run)
     report = check_data(config.data_report, split=config.interactions.split, dataset=dataset, run=run)
     model = ModelSpec.of(config.model, dataset=dataset, tables=config.tables, loss=config.loss)

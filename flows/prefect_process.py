@@ -58,10 +58,10 @@ def migrate() -> None:
         return
     settings.server.database.migrate_on_start = False
     settings.home.mkdir(parents=True, exist_ok=True)
-    marker, template = database.with_suffix(".version"), _cache_folder() / f"prefect-{prefect.__version__}.db"
+    version_file, template = database.with_suffix(".version"), _cache_folder() / f"prefect-{prefect.__version__}.db"
     with FileLock(settings.home / ".migration.lock"):  # two runs may create the database at the same time
         is_new = not database.is_file()
-        if not is_new and marker.is_file() and marker.read_text() == prefect.__version__:
+        if not is_new and version_file.is_file() and version_file.read_text() == prefect.__version__:
             return
         if is_new and template.is_file():
             _copy_database(template, database)
@@ -73,13 +73,13 @@ def migrate() -> None:
                 with suppress(OSError):  # without a writable cache, each new workspace is migrated from an empty database
                     template.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                     _copy_database(database, template)
-        marker.write_text(prefect.__version__)
+        version_file.write_text(prefect.__version__)
 
 
 def vacuum_flow_runs() -> None:
-    """Let the server delete old flow runs with their logs and artifacts, if PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED says so.
+    """Let the server delete old flow runs, with their logs and artifacts, once after its start and in the background.
 
-    Prefect runs this service only in a server that stays. Here it runs once after the start, in the background.
+    PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED enables this service of Prefect. In an embedded server, Prefect would not run it.
     """
     from prefect.server.services.db_vacuum import schedule_orphan_vacuum_tasks, schedule_vacuum_tasks
     from prefect.server.services.perpetual_services import get_perpetual_services

@@ -16,7 +16,7 @@ SERVICE_INTERVALS_S = {
     "PREFECT_SERVER_SERVICES_PAUSE_EXPIRATIONS_LOOP_SECONDS": "60",
     "PREFECT_SERVER_SERVICES_FOREMAN_LOOP_SECONDS": "60",
 }
-"""Intervals of services in a server that stays. Prefect's own are 5 to 15 s."""
+"""Intervals of the services in a server with pages. Prefect's defaults are 5 to 15 s."""
 
 
 class EmbeddedServer(ServerProcess):
@@ -51,7 +51,7 @@ class EmbeddedServer(ServerProcess):
         if password is None:
             password = f"nightjar:{secrets.token_urlsafe(32)}"  # other users of this host can connect to the port
         os.environ.update(PREFECT_API_URL=self.api, PREFECT_API_AUTH_STRING=password)
-        # Without the pages there is no address; Prefect would derive one from the API's.
+        # Without pages the address is empty. If it were not set, Prefect would derive an address from that of the API.
         os.environ.setdefault("PREFECT_UI_URL", self.address if self._with_ui else "")
         environment = {
             **(SERVICE_INTERVALS_S if self._with_ui else {}),
@@ -61,12 +61,12 @@ class EmbeddedServer(ServerProcess):
             "PREFECT__SERVER_FINAL": "1",
         }
         if self._with_ui:
-            environment["PREFECT_SERVER_UI_API_URL"] = self.api  # the default of the page is port 4200
-            # Leases in memory would be lost with the server, and the slot of a running run would never become free.
+            environment["PREFECT_SERVER_UI_API_URL"] = self.api  # by default the pages send their requests to port 4200
+            # If the server dies, leases in memory are lost, and the slot of a running run never becomes free.
             environment["PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"] = "prefect.server.concurrency.lease_storage.filesystem"
         else:
             environment |= {
-                # Blocks are used by the UI only, whose server registers them.
+                # Only the UI uses blocks, and a server with the UI registers them.
                 "PREFECT_API_BLOCKS_REGISTER_ON_START": "false",
                 "PREFECT_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",
                 "PREFECT_UI_ENABLED": "0",
@@ -77,7 +77,7 @@ class EmbeddedServer(ServerProcess):
 
 @contextmanager
 def embedded_server() -> Iterator[EmbeddedServer | None]:
-    """Yield a server, which is stopped after the body; None if PREFECT_API_URL names another server."""
+    """Yield a server and stop it after the body. Yield None if PREFECT_API_URL names another server."""
     if "PREFECT_API_URL" in os.environ:
         yield None
         return
@@ -95,7 +95,7 @@ def embedded_server() -> Iterator[EmbeddedServer | None]:
 
 @contextmanager
 def prefect_session(server: EmbeddedServer | None, load_flow: Callable[[], T], *, log_file: Path) -> Iterator[T]:
-    """Yield the flow that `load_flow` imports, when the server answers; send the log records of Prefect after the body.
+    """Yield the flow that `load_flow` imports, once the server answers. After the body, send the queued log records to Prefect.
 
     Args:
         load_flow: imports the flow and the libraries that its run needs, while the server starts.

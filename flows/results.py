@@ -39,9 +39,9 @@ class RunResults:
     @classmethod
     def read(cls, run: Run, *, until: StageName | None = None) -> "RunResults":
         """Read the manifests in the run's folder, up to the stage `until`, without verifying checksums."""
-        names = list(STAGES)
-        stage_names = names if until is None else names[: names.index(until) + 1]
-        manifests = {stage: load_manifest(run.stage_folder(stage), STAGES[stage], verify=False) for stage in stage_names}
+        all_stages = list(STAGES)
+        stages = all_stages if until is None else all_stages[: all_stages.index(until) + 1]
+        manifests = {stage: load_manifest(run.stage_folder(stage), STAGES[stage], verify=False) for stage in stages}
         return cls(run, {stage: manifest for stage, manifest in manifests.items() if manifest is not None})
 
     @property
@@ -98,12 +98,13 @@ class RunResults:
 
     def as_json(self) -> str:
         """Return run id, folder, registered version, metrics and seconds per stage as one line of JSON."""
-        version = self.registration
+        registration = self.registration
         content: dict[str, Any] = {
             "run_id": self.run.run_id,
             "run_dir": str(self.run.folder),
-            "model": version and {"name": version.model_name, "version": version.version, "alias": version.alias},
-            "alarm": version and version.alarm,
+            "model": registration
+            and {"name": registration.model_name, "version": registration.version, "alias": registration.alias},
+            "alarm": registration and registration.alarm,
             # JSON cannot represent NaN.
             "metrics": {name: None if math.isnan(value) else value for name, value in self.metrics.items()},
             "stages": {stage: {"seconds": round(manifest.seconds, 3)} for stage, manifest in self.stages.items()},

@@ -17,12 +17,12 @@ def check_resume(config: PipelineConfig, run: Run) -> None:
         raise InputError(
             f"cannot resume {run.run_id}: no such run in {run.folder.parent}; the runs are {', '.join(run_ids) or 'none'}"
         )
-    own_names, run_names = _names(config.model_dump(include={"name": True, "registry": {"model_name"}})), _names(_read(run))
-    for setting, own_name in own_names.items():
-        if run_names[setting] not in (None, own_name):
+    config_names, run_names = _names(config.model_dump(include={"name": True, "registry": {"model_name"}})), _names(_read(run))
+    for setting, config_name in config_names.items():
+        if run_names[setting] not in (None, config_name):
             raise InputError(
                 f"cannot resume {run.run_id}: {run.config_file} has {setting} {shown(run_names[setting])}, but this config has "
-                f"{setting} {shown(own_name)}; resume the run with the config of its own pipeline, or start a new run"
+                f"{setting} {shown(config_name)}; resume the run with the config of its own pipeline, or start a new run"
             )
 
 
@@ -34,10 +34,10 @@ def _read(run: Run) -> Any:
 
 
 def _names(settings: Any) -> dict[str, Any]:
-    """Return the settings that identify a pipeline; None for a setting that is missing, as in a file made by hand."""
-    root = settings if isinstance(settings, dict) else {}
-    registry = root.get("registry")
+    """Return the settings that identify a pipeline; None for a setting that is missing."""
+    top_level_settings = settings if isinstance(settings, dict) else {}
+    registry = top_level_settings.get("registry")
     return {
-        "name": root.get("name"),
+        "name": top_level_settings.get("name"),
         "registry.model_name": registry.get("model_name") if isinstance(registry, dict) else None,
     }

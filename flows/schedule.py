@@ -1,4 +1,4 @@
-"""Config of the schedule: when a pipeline runs by itself, and what happens if the previous run has not ended well."""
+"""Config of the schedule: planned starts, the deadline of a run, and the treatment of an unfinished previous run."""
 
 import difflib
 import re
@@ -34,9 +34,11 @@ def _check_cron(expression: str) -> str:
 def _check_timezone(name: str) -> str:
     names = available_timezones()
     if name not in names:
-        by_lower_case = {known_name.lower(): known_name for known_name in names}
-        similar_names = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
-        advice = f"did you mean {by_lower_case[similar_names[0]]}?" if similar_names else "write a name such as Europe/Berlin"
+        name_by_lower_case = {known_name.lower(): known_name for known_name in names}
+        similar_names = difflib.get_close_matches(name.lower(), name_by_lower_case, n=1)
+        advice = (
+            f"did you mean {name_by_lower_case[similar_names[0]]}?" if similar_names else "write a name such as Europe/Berlin"
+        )
         raise ValueError(f"{shown(name)} is no time zone of the IANA database; {advice}")
     return name
 

@@ -1,8 +1,8 @@
 """A server as a supervised subprocess that ends with the command.
 
 The server has its own session, so Ctrl-C in the terminal does not end the server before the run ends. The command owns the
-listening socket. If the server dies, the command starts another server on the same socket and database, and clients wait in the
-socket's queue meanwhile.
+listening socket. If the server dies, the command starts another server on the same socket and database. Until then, clients
+wait in the queue of the socket.
 """
 
 import json
@@ -26,7 +26,7 @@ HOST = "127.0.0.1"
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
 GRACE_S = 2
-"""Time that a server gives open requests when it is stopped. An open page in a browser keeps a connection."""
+"""Seconds that open requests have to end when the server is stopped. A page in a browser keeps a connection open."""
 MAX_RESTARTS = 5
 NUM_LOG_LINES = 5
 BACKLOG = 1024
@@ -42,7 +42,7 @@ LOG = logging.getLogger("nightjar")
 
 
 class ServerProcess:
-    """A server process. It imports libraries when it is created, starts to serve after `send_start`, is ready after `wait`.
+    """A server process. It imports libraries when it is created, starts to serve after `send_start`, and answers after `wait`.
 
     Raises OSError if the port is in use.
     """
@@ -76,7 +76,7 @@ class ServerProcess:
         self._send_start_message()
 
     def wait(self) -> None:
-        """Wait until the server answers, then supervise it; raise StageError with its last log lines if it ends before."""
+        """Wait until the server answers, then supervise it. Raise StageError with its last log lines if it does not answer."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy cannot reach the loopback address
         deadline = time.monotonic() + START_TIMEOUT_S
         while self._process.poll() is None and time.monotonic() < deadline:
@@ -102,7 +102,7 @@ class ServerProcess:
         self._process.terminate()
 
     def stop(self) -> None:
-        """Stop the server, which writes its state to the database first."""
+        """Stop the server. It first writes its state to the database."""
         self.terminate()
         try:
             self._process.wait(STOP_TIMEOUT_S)
@@ -125,7 +125,7 @@ class ServerProcess:
         )
 
     def _send_start_message(self) -> None:
-        """Send log file and environment, which holds passwords, through a pipe: any user can read a command line."""
+        """Send the log file and the environment through a pipe. The environment contains passwords."""
         assert self._process.stdin is not None
         try:
             with self._process.stdin as pipe:
@@ -155,7 +155,7 @@ class ServerProcess:
         return f"was ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
     def _log_text(self) -> str:
-        """Return the log of this server, without that of earlier servers."""
+        """Return the log lines of this server, without those of earlier servers in the same file."""
         if self._log_file is None or not self._log_file.is_file():
             return ""
         with self._log_file.open("rb") as file:
@@ -163,11 +163,11 @@ class ServerProcess:
             return file.read().decode(errors="replace")
 
     def _schema_problem(self) -> str | None:
-        """Describe why the schema of the database does not fit the installed version; None if it is not the problem."""
+        """Describe why the schema of the database does not fit the installed version; None if it does fit."""
         log = self._log_text()
-        if schemas := EARLIER_SCHEMA.search(log):
+        if schema := EARLIER_SCHEMA.search(log):
             return (
-                f"has the schema {schemas[1]}, but the installed version needs {schemas[2]}; make a backup of the database, "
+                f"has the schema {schema[1]}, but the installed version needs {schema[2]}; make a backup of the database, "
                 "then run: mlflow db upgrade URI, with the address of the database"
             )
         if LATER_SCHEMA in log:

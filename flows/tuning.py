@@ -43,8 +43,8 @@ def tune_settings(config: PipelineConfig) -> Study:
             result = _run_trial(config, trial, dataset, study=study)
             study.finish_trial(trial, result)
             _log_result(trial, result, metric=study.metric)
-            report(config, study, is_done=False)
-        report(config, study, is_done=True)
+            report_study(config, study, is_done=False)
+        report_study(config, study, is_done=True)
     return study
 
 
@@ -151,11 +151,15 @@ def _log_result(trial: RunningTrial, result: TrialResult, *, metric: str) -> Non
     value = "" if result.value is None else f"{metric} {result.value:.4f}, "
     settings = ", ".join(f"{name} {short_label(setting)}" for name, setting in trial.settings.items())
     reason = f" ({result.reason.splitlines()[0]})" if result.reason else ""
-    name, outcome, duration = f"trial {trial.number}", f"{value}{result.ending}{reason}: {settings}", f"{result.seconds:,.1f} s"
-    LOG.info("%-20s %-70s %s", name, outcome, duration, extra={"stage_line": (name, outcome, duration)})
+    trial_name, outcome, duration = (
+        f"trial {trial.number}",
+        f"{value}{result.ending}{reason}: {settings}",
+        f"{result.seconds:,.1f} s",
+    )
+    LOG.info("%-20s %-70s %s", trial_name, outcome, duration, extra={"stage_line": (trial_name, outcome, duration)})
 
 
-def report(config: PipelineConfig, study: Study, *, is_done: bool) -> None:
+def report_study(config: PipelineConfig, study: Study, *, is_done: bool) -> None:
     """Write history.png and best.yaml to the study's folder and log the study to MLflow."""
     study.plot_history()
     best = study.best_trial

@@ -12,9 +12,9 @@ from tasks.run_record import RunRecord
 
 LOG = logging.getLogger("nightjar")
 MAX_STARTS = 3
-"""Number of starts after which scheduled runs no longer resume a run. A run that always fails would block all later runs."""
+"""Scheduled runs do not resume a run that has this many starts, because a run that always fails would block all later runs."""
 IGNORED_STATES = ("StoppedEarly", "DryRun")
-"""End states of runs that a person starts to try something. They are ignored: the run before them is the previous run."""
+"""End states of runs that a person starts to try something. Such a run is never the previous run of a scheduled run."""
 
 
 def choose_run_to_resume(config: PipelineConfig) -> str | None:
@@ -38,8 +38,8 @@ def choose_run_to_resume(config: PipelineConfig) -> str | None:
 def find_unfinished(workspace: Path, *, pipeline: str) -> tuple[Run, RunRecord] | None:
     """Return the newest run of the pipeline and its record if the run failed or was interrupted; otherwise None.
 
-    Runs of other pipelines, dry runs, and runs that --until stopped early are ignored. A run whose data was rejected, or that
-    retention has reduced, does not count as unfinished.
+    Runs of other pipelines, dry runs, and runs that --until stopped early are ignored. A run is not unfinished
+    if its data was rejected, or if retention has removed its large files.
     """
     runs = workspace / "runs"
     run_ids = sorted((path.name for path in runs.iterdir() if path.is_dir()), reverse=True) if runs.is_dir() else []
@@ -70,7 +70,7 @@ def _reason_for_new_run(config: PipelineConfig, run: Run, record: RunRecord) -> 
 
 
 def _is_same_config(config: PipelineConfig, run: Run) -> bool:
-    """Return whether `run` has the same settings; `schedule` and `retention` do not matter to a run."""
+    """Return whether `run` has the settings of `config`. `schedule` and `retention` may differ."""
     try:
         run_config = load_config(run.config_file)
     except InputError:

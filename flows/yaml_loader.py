@@ -126,17 +126,17 @@ def dump(value: Any, **options: Any) -> str:
 
 
 def _check_depth(text: str) -> None:
-    """Limit nesting with the parser, which is iterative; composing and constructing nodes are recursive."""
-    depth = nodes = 0
+    """Check the limits with the parser, which is iterative. Later steps are recursive and could exceed the stack."""
+    depth = num_nodes = 0
     for event in yaml.parse(text, Loader=_Loader):
         line = event.start_mark.line + 1 if event.start_mark is not None else 0
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        nodes += isinstance(event, yaml.NodeEvent)
+        num_nodes += isinstance(event, yaml.NodeEvent)
         if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag is not None:
             raise yaml.YAMLError(f"line {line}: the tag {event.tag!r} is not in the core schema; leave tags out")
         if depth > MAX_DEPTH:
             raise TooLargeError(f"nests groups more than {MAX_DEPTH} deep in line {line}, but no setting is nested that deep")
-        if nodes > MAX_NODES:
+        if num_nodes > MAX_NODES:
             raise _too_many_nodes()
 
 

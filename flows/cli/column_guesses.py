@@ -166,13 +166,16 @@ def _note(notes: Notes, setting: str, schema: pa.Schema, column: str) -> None:
 
 
 def _guess_unit(file: Path, column: str) -> tuple[str, int]:
-    """Return the unit in which the newest time of the first row group is between 1990 and today, and that time."""
-    _, largest = _range_of(file, column)
-    limit_s = time.time() + 86_400
+    """Return the guessed unit of a time column, and the newest time in the first row group.
+
+    In the guessed unit, the newest time is between 1990 and tomorrow. If no unit fits, the guess is seconds.
+    """
+    _, newest = _range_of(file, column)
+    tomorrow_s = time.time() + 86_400
     for unit, ticks in _TICKS_PER_S.items():
-        if _YEAR_1990_S <= largest / ticks <= limit_s:
-            return unit, int(largest)
-    return "s", int(largest)
+        if _YEAR_1990_S <= newest / ticks <= tomorrow_s:
+            return unit, int(newest)
+    return "s", int(newest)
 
 
 def _range_of(file: Path, column: str) -> tuple[float, float]:
@@ -184,7 +187,7 @@ def _range_of(file: Path, column: str) -> tuple[float, float]:
 
 
 def _relative(path: Path, folder: Path) -> str:
-    """Return `path`, which is relative to the current folder, relative to the folder of the config file if it is inside."""
+    """Return `path` relative to `folder`, the folder of the config file, or as an absolute path if it is not in `folder`."""
     absolute, base = Path.cwd() / path, Path.cwd() / folder
     return str(absolute.relative_to(base) if absolute.is_relative_to(base) else absolute)
 

@@ -56,7 +56,7 @@ _COMMENT_COLUMN = 42
 
 
 def starter_config() -> PipelineConfig:
-    """Return a minimal config that has every group of settings: a log with timestamps, and pretrained vectors."""
+    """Return a minimal config: an interaction log with timestamps, and pretrained vectors."""
     return PipelineConfig(
         interactions=InteractionsConfig(paths=("data/interactions/*.parquet",), timestamp_column="timestamp"),
         embeddings=(EmbeddingsConfig(paths=("data/item_embeddings.parquet",), vector_column="embedding"),),
@@ -76,10 +76,15 @@ def to_commented_yaml(config: PipelineConfig, *, notes: Mapping[str, str] | None
 
 
 class _Template(NamedTuple):
-    """Notes by dotted name, and the settings to write: None for all."""
+    """Writer of a config as commented YAML.
+
+    Attributes:
+        notes: comments by dotted name of a setting.
+        written_names: dotted names of the settings to write; None: all settings.
+    """
 
     notes: Mapping[str, str]
-    names: Collection[str] | None
+    written_names: Collection[str] | None
 
     def lines(self, model: BaseModel, *, group: str = "", depth: int = 0) -> Iterator[str]:
         """Yield the lines of `model`, the group of settings with the dotted name `group`."""
@@ -106,9 +111,9 @@ class _Template(NamedTuple):
                 yield from _with_comment(f"{indent}{name}: {_scalar(value)}", _comment(field))
 
     def _is_written(self, dotted_name: str, field: FieldInfo, value: Any) -> bool:
-        if self.names is None or field.is_required() or value != field.get_default(call_default_factory=True):
+        if self.written_names is None or field.is_required() or value != field.get_default(call_default_factory=True):
             return True
-        return any(name == dotted_name or name.startswith(f"{dotted_name}.") for name in self.names)
+        return any(name == dotted_name or name.startswith(f"{dotted_name}.") for name in self.written_names)
 
 
 def _as_list_entry(lines: Iterator[str], *, depth: int) -> Iterator[str]:

@@ -22,7 +22,7 @@ def write_demo(workspace: Path) -> Path:
 
 
 def demo_config() -> PipelineConfig:
-    """Return a config for a month of the generated log: two days of test events, and one day of validation events before."""
+    """Return a config for the generated log: the last two days are the test split, the day before is the validation split."""
     return PipelineConfig(
         name="demo",
         workspace=Path(),

@@ -19,10 +19,13 @@ def deploy_pipeline(
     with_automations: bool = False,
     dry_run: bool,
 ) -> None:
-    """Print how the deployments change, and change them unless `dry_run`; InputError before anything is created.
+    """Print how the deployments change and, without `dry_run`, change them.
 
     Args:
         with_automations: also create or update the automations that send alerts.
+
+    Raises:
+        InputError: PREFECT_API_URL is not set, or the server, work pool or alert block does not fit; nothing is created.
     """
     if not os.environ.get("PREFECT_API_URL"):
         raise InputError(
@@ -38,13 +41,13 @@ def deploy_pipeline(
         work_pool = deployments.check_work_pool(client, work_pool)
         if with_automations:
             automations.alert_block(client)
-        retrain = deployments.read_deployment(client, config.name)
+        retrain_deployment = deployments.read_deployment(client, config.name)
         new_deployments = deployments.deployments_of(
             config,
             file=file,
             overrides=overrides,
             work_pool=work_pool,
-            is_active=not deployments.is_paused(retrain, config),
+            is_active=not deployments.is_paused(retrain_deployment, config),
         )
         facts: dict[str, str] = {}
         rows: list[list[str]] = []

@@ -43,10 +43,10 @@ def print_history(runs: "Sequence[PastRun]", *, metric: str, console: Console) -
         )
     columns = ["run (UTC)", "ended as", "version", metric, "champion", "events", "users", "items", "duration", "disk"]
     print_table(columns, rows, console=console)
-    notes = [past_run for past_run in runs if past_run.record.state != "Promoted" or past_run.record.options.reason]
-    if notes:
+    runs_with_note = [past_run for past_run in runs if past_run.record.state != "Promoted" or past_run.record.options.reason]
+    if runs_with_note:
         console.print()
-    for past_run in notes:
+    for past_run in runs_with_note:
         record = past_run.record
         reason = f"reason: {record.options.reason}" if record.options.reason else ""
         message = record.message if record.state != "Promoted" else ""

@@ -1,8 +1,9 @@
 """SIGINT and SIGTERM during a run: the run ends, its processes end, and the last line shows the command that resumes the run.
 
-The signal raises an exception in the main thread, which Prefect and the stages handle as Ctrl-C. Native code (a matrix product,
-a query, an index) delays the exception. If the main thread has not ended after UNWIND_S, a second thread reports the end of the
-run to Prefect and ends the process. Processes that the run started end with it (recsys_core.parent_process).
+The signal handler raises an exception in the main thread, and Prefect and the stages handle it like Ctrl-C. Native code (a
+matrix product, a query, an index) delays the exception. If the main thread has not ended after UNWIND_S, a second thread
+reports the end of the run to Prefect and ends the process. Processes that the run started end with it
+(recsys_core.parent_process).
 """
 
 import os
@@ -26,7 +27,7 @@ SHOW_CURSOR = "\x1b[?25h"
 
 
 class Interrupted(NightjarError):
-    """A signal ended the run. The exit code is the shell's: 128 plus the number of the signal."""
+    """A signal ended the run. As in a shell, the exit code is 128 plus the number of the signal."""
 
     def __init__(self, signal_number: int, *, how_to_resume: str) -> None:
         super().__init__(f"interrupted by {signal.Signals(signal_number).name}; {how_to_resume}")
@@ -63,20 +64,20 @@ class Interruption:
             self.signal_number, self._unwinding = signal_number, True
             raise _Unwind
 
-    def watch(self, signals: socket.socket) -> None:
+    def watch(self, signal_socket: socket.socket) -> None:
         """End the process UNWIND_S after the first signal, or at the second signal, if the main thread has not ended.
 
         Args:
-            signals: receives one byte per signal, and is closed after the run.
+            signal_socket: receives one byte per signal, and is closed after the run.
         """
-        while (signal_byte := signals.recv(1)) and signal_byte[0] not in SIGNALS:
+        while (signal_byte := signal_socket.recv(1)) and signal_byte[0] not in SIGNALS:
             pass
         if not signal_byte:
             return
         self.signal_number = signal_byte[0]
-        signals.settimeout(UNWIND_S)
+        signal_socket.settimeout(UNWIND_S)
         with suppress(TimeoutError):
-            if not signals.recv(1):
+            if not signal_socket.recv(1):
                 return
         report = threading.Thread(target=self._report, daemon=True)
         report.start()
@@ -96,10 +97,10 @@ class Interruption:
         state: State = Crashed(message=str(self.error))
         with get_client(sync_client=True) as client:
             client.set_flow_run_state(self.flow_run.id, state, force=True)
-            runs = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[self.flow_run.id])))
-            for run in runs:
-                if run.state is not None and not run.state.is_final():
-                    client.set_task_run_state(run.id, state, force=True)
+            task_runs = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[self.flow_run.id])))
+            for task_run in task_runs:
+                if task_run.state is not None and not task_run.state.is_final():
+                    client.set_task_run_state(task_run.id, state, force=True)
 
 
 def _hide_unwind(unraisable: Any) -> None:
@@ -116,12 +117,12 @@ def interruptible(how_to_resume: Callable[[], str]) -> Iterator[Interruption]:
         how_to_resume: returns the advice for the user; called after the signal.
     """
     interruption = Interruption(how_to_resume)
-    signals, wakeup = socket.socketpair()
-    wakeup.setblocking(False)
+    signal_socket, wakeup_socket = socket.socketpair()
+    wakeup_socket.setblocking(False)
     previous_handlers = {number: signal.signal(number, interruption.unwind) for number in SIGNALS}
-    previous_wakeup_fd = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+    previous_wakeup_fd = signal.set_wakeup_fd(wakeup_socket.fileno(), warn_on_full_buffer=False)
     previous_hook, sys.unraisablehook = sys.unraisablehook, _hide_unwind
-    watcher = threading.Thread(target=interruption.watch, args=(signals,), daemon=True)
+    watcher = threading.Thread(target=interruption.watch, args=(signal_socket,), daemon=True)
     watcher.start()
     try:
         yield interruption
@@ -135,9 +136,9 @@ def interruptible(how_to_resume: Callable[[], str]) -> Iterator[Interruption]:
         sys.unraisablehook = previous_hook
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
-        wakeup.close()
+        wakeup_socket.close()
         watcher.join()
-        signals.close()
+        signal_socket.close()
 
 
 def end_process(error: Interrupted) -> None:

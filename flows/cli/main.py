@@ -104,7 +104,7 @@ def plan(
     hbm_gb: Annotated[float | None, typer.Option(min=0.1, help="memory per GPU")] = None,
     ddr_gb: Annotated[float | None, typer.Option(min=0.1, help="main memory per host")] = None,
     intra_host_gb_s: Annotated[float | None, typer.Option(min=0.1, help="GB/s between two GPUs of a host")] = None,
-    inter_host_gb_s: Annotated[float | None, typer.Option(min=0.1, help="GB/s from a GPU to one of another host")] = None,
+    inter_host_gb_s: Annotated[float | None, typer.Option(min=0.1, help="GB/s between two GPUs of different hosts")] = None,
     hbm_gb_s: Annotated[float | None, typer.Option(min=0.1, help="GB/s of a GPU's memory")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -159,13 +159,13 @@ def run(
         prepare(config.workspace, verbose=verbose)
         arguments = ["--reason", reason] * bool(reason) + ["--full-retrain"] * full_retrain
         arguments += ["--promote", promote] * (promote != "by_gate")
-        to_register = as_command("run", file, overrides, arguments)
-        command = Command(config, server, text=to_register + " --dry-run" * dry_run)
+        command_without_dry_run = as_command("run", file, overrides, arguments)
+        command = Command(config, server, text=command_without_dry_run + " --dry-run" * dry_run)
         results = run_nightly(command, resume=resume, until=last_stage, options=options)
     if as_json:
         sys.stdout.write(results.as_json() + "\n")
     else:
-        print_results(results, file=file, command_text=to_register)
+        print_results(results, file=file, command_text=command_without_dry_run)
 
 
 @app.command(epilog="Example: nightjar tune nightly.yaml --trials 40")

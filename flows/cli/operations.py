@@ -132,8 +132,8 @@ def deploy(
     from flows.config_file import load_config
 
     options = {"schedule.cron": cron, "schedule.timezone": timezone}
-    replaced = [f"{name}={json.dumps(value)}" for name, value in options.items() if value is not None]
-    config = load_config(file, [*(overrides or ()), *replaced])
+    schedule_overrides = [f"{name}={json.dumps(value)}" for name, value in options.items() if value is not None]
+    config = load_config(file, [*(overrides or ()), *schedule_overrides])
     from flows.cli.deploy import deploy_pipeline
 
     deploy_pipeline(
@@ -152,7 +152,7 @@ def clean(
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="list the removals without removing anything")] = False,
 ) -> None:
-    """Remove files of old runs and old model versions, as `retention` says. Each run does the same at its end."""
+    """Remove files of old runs and old model versions that `retention` does not keep. Each run does the same at its end."""
     from flows.config_file import load_config
 
     config = load_config(file, overrides or ())

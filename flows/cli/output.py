@@ -44,7 +44,7 @@ class _StageLines(logging.Handler):
             self._bar.reset(self._task, description=fields["stage"], total=None, note="")
         elif "stage_line" in fields:
             console.print(stage_line(*fields["stage_line"], width=console.width), markup=False, soft_wrap=True)
-        elif "rank" in fields:  # the output of a rank, which is in Prefect's log and in the logs of the training
+        elif "rank" in fields:  # output of a rank: Prefect's log and the log files of the training contain it
             return
         elif record.levelno >= logging.WARNING:
             print_warning(record.getMessage(), is_error=record.levelno >= logging.ERROR)
@@ -117,7 +117,7 @@ def print_metrics(table: "MetricTable", *, served: Mapping[str, float], console:
     """Print models and baselines by row and metrics by column. The best value of each column is bold.
 
     Args:
-        served: metrics from the smoke test, as <version>/<metric>: the new version and the versions that it was compared with.
+        served: metrics from the smoke test, as <ranker>/<metric>. `served` is the new version; other rankers are its baselines.
     """
     rows: list[list[str | Text]] = [
         [
@@ -129,9 +129,9 @@ def print_metrics(table: "MetricTable", *, served: Mapping[str, float], console:
         ]
         for name, values in table.rows.items()
     ]
-    for version in dict.fromkeys(name.partition("/")[0] for name in served):
-        values = [served.get(f"{version}/{column}") for column in table.columns]
-        label = "served" if version == "served" else f"{version.removesuffix('_champion')} served"
+    for ranker in dict.fromkeys(name.partition("/")[0] for name in served):
+        values = [served.get(f"{ranker}/{column}") for column in table.columns]
+        label = "served" if ranker == "served" else f"{ranker.removesuffix('_champion')} served"
         rows.append([label, *("-" if value is None else f"{value:.4f}" for value in values)])
     print_table(["test", *table.columns], rows, console=console)
     if table.note:

@@ -53,12 +53,12 @@ def plan_for(config: PipelineConfig, *, cluster: dict[str, Any]) -> tuple[PlanFi
 
 
 def _ingest(config: PipelineConfig, *, folder: Path) -> Dataset:
-    root = config.data_root
+    data_root = config.data_root
     embeddings = (
-        ingest_embeddings(config.embeddings, folder=folder / "embeddings", data_root=root) if config.embeddings else None
+        ingest_embeddings(config.embeddings, folder=folder / "embeddings", data_root=data_root) if config.embeddings else None
     )
     interactions = ingest_interactions(
-        config.interactions_with_context, embeddings=embeddings, folder=folder / "interactions", data_root=root
+        config.interactions_with_context, embeddings=embeddings, folder=folder / "interactions", data_root=data_root
     )
     if config.features is None:
         return Dataset(interactions, embeddings)
@@ -70,7 +70,7 @@ def _ingest(config: PipelineConfig, *, folder: Path) -> Dataset:
         memory_limit=config.interactions.memory_limit,
         threads=config.interactions.threads,
         folder=folder / "features",
-        data_root=root,
+        data_root=data_root,
     )
     return Dataset(interactions, embeddings, features)
 
@@ -90,7 +90,7 @@ def print_plan(plan: PlanFile, *, paths: Sequence[Path], console: Console) -> No
     ]
     print_table(["table", "rows x dim", "sharding", "kernel", "ranks", "values/query"], table_rows, console=console)
     console.print()
-    groups = sorted(plan.rank_groups(), key=lambda group: -group[1].step_ms)
+    rank_groups = sorted(plan.rank_groups(), key=lambda group: -group[1].step_ms)
     rank_rows = [
         [
             format_ranges(ranks),
@@ -98,11 +98,11 @@ def print_plan(plan: PlanFile, *, paths: Sequence[Path], console: Console) -> No
             format_bytes(load.ddr_bytes),
             f"{format_milliseconds(load.step_ms)} ms",
         ]
-        for ranks, load in groups[:MAX_RANK_LINES]
+        for ranks, load in rank_groups[:MAX_RANK_LINES]
     ]
     print_table(["ranks, slowest first", "HBM", "main memory", "est. step"], rank_rows, console=console)
-    if len(groups) > MAX_RANK_LINES:
-        console.print(f"... and {len(groups) - MAX_RANK_LINES} more, see {paths[1].name}", markup=False)
+    if len(rank_groups) > MAX_RANK_LINES:
+        console.print(f"... and {len(rank_groups) - MAX_RANK_LINES} more, see {paths[1].name}", markup=False)
     console.print()
     plan_rows = [
         [

@@ -53,7 +53,9 @@ def recommend(config: PipelineConfig, *, user: str, k: int, model_uri: str | Non
     if answer["error"] is not None:
         raise InputError(f"--user: {answer['error']}")
     known_user = bool(model.unwrap_python_model().retriever.is_known([user])[0])
-    items = tuple(RankedItem(item_id=i, score=s) for i, s in zip(answer["item_ids"], answer["scores"], strict=True))
+    items = tuple(
+        RankedItem(item_id=item_id, score=score) for item_id, score in zip(answer["item_ids"], answer["scores"], strict=True)
+    )
     return Answer(model=name, version=version, known_user=known_user, items=items)
 
 
@@ -66,7 +68,7 @@ def load_retriever(config: PipelineConfig, model_uri: str | None = None) -> "Ret
 def load_version(config: PipelineConfig, model_uri: str | None) -> LoadedVersion:
     """Load the champion, or the version at `model_uri`, from the MLflow of the config and verify its package."""
     client = connect(config.workspace)
-    address = redacted(client.tracking_uri)
+    redacted_uri = redacted(client.tracking_uri)
     uri, name, version = call_with_deadline(
         lambda: _resolve(model_uri or champion_uri(client, config.registry.model_name), client),
         uri=client.tracking_uri,
@@ -76,12 +78,12 @@ def load_version(config: PipelineConfig, model_uri: str | None) -> LoadedVersion
         model = load_model(uri, client=client)
     except mlflow.exceptions.MlflowException as error:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            raise InputError(f"{uri}: cannot be loaded from {address}: {redacted(error.message)}") from None
+            raise InputError(f"{uri}: cannot be loaded from {redacted_uri}: {redacted(error.message)}") from None
         raise tracking_error(error, uri=client.tracking_uri) from None
     except NightjarError:
         raise
     except Exception as error:  # any error of a damaged model
-        raise StageError(redacted(f"{uri}: cannot be loaded from {address}: {type(error).__name__}: {error}")) from None
+        raise StageError(redacted(f"{uri}: cannot be loaded from {redacted_uri}: {type(error).__name__}: {error}")) from None
     return LoadedVersion(model, name, version)
 
 

@@ -1,4 +1,4 @@
-"""Flow runs from the command line: `flow_session` with lock, signals and errors of a flow; `run_nightly` for `nightjar run`."""
+"""Flow runs from the command line: the session in which a command runs a flow, and the run of `nightjar run`."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -44,11 +44,11 @@ class Command:
 def flow_session(
     load_flow: Callable[[], Any], command: Command, *, run_id: str, folder: Path, how_to_resume: Callable[[], str]
 ) -> Iterator[Any]:
-    """Yield the flow for the block to run, with the workspace's lock, a Prefect session and handlers of signals and errors.
+    """Yield a flow in a Prefect session. Hold the lock of the workspace, and handle signals and errors of the body.
 
     Args:
         load_flow: imports and returns the flow, while the server starts.
-        run_id: id of the run; the error of a second command shows it while this command holds the workspace's lock.
+        run_id: id of the run, shown in the error of another command that needs the lock.
         folder: folder of the run; the traceback of an unexpected error is written to error.log in it.
         how_to_resume: returns the last line that a user sees after an interruption.
 
@@ -73,7 +73,7 @@ def flow_session(
 
 def _prefect_error(error: Exception) -> PrefectServerError | None:
     """Convert an error of Prefect's client to one sentence; None if it is another error."""
-    from httpx import HTTPError  # MLflow's client has other errors
+    from httpx import HTTPError  # MLflow's client raises other types
 
     if not isinstance(error, HTTPError) and not str(error).startswith("Failed to reach API"):
         return None

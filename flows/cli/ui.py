@@ -35,14 +35,14 @@ def serve(config: PipelineConfig, *, prefect_port: int, mlflow_port: int) -> Non
     """Serve the databases of the workspace until Ctrl-C or SIGTERM.
 
     If PREFECT_API_URL or MLFLOW_TRACKING_URI names a server, its address is printed instead. Raises InputError if a port is in
-    use, a database needs a migration, or a variable binds a server to another address than the loopback address.
+    use, a database needs a migration, or a variable such as MLFLOW_HOST names an address other than the loopback address.
     """
     log_file = config.workspace / "ui.log"
     with _until_signal() as stack:
         facts, prefect = _start_servers(
             config, prefect_port=prefect_port, mlflow_port=mlflow_port, log_file=log_file, stack=stack
         )
-        if "log" not in facts:  # both servers are the user's
+        if "log" not in facts:  # this command has started no server
             output.print_facts(facts, console=output.stdout)
             return
         output.print_facts(facts | {"stop": "Ctrl-C"}, console=output.stdout)
@@ -60,19 +60,21 @@ def up(
 ) -> None:
     """Serve like `serve`, and run the pipeline as its schedule plans, until Ctrl-C or SIGTERM.
 
-    A run that works at the signal ends as interrupted and can be resumed. With `metrics_port`, also serve Prometheus metrics.
+    A run that is in progress at the signal ends as interrupted and can be resumed. With `metrics_port`, also serve metrics for
+    Prometheus.
     """
     log_file = config.workspace / "up.log"
     with _until_signal() as stack:
         facts, prefect = _start_servers(
             config, prefect_port=prefect_port, mlflow_port=mlflow_port, log_file=log_file, stack=stack
         )
-        stack.enter_context(_only_one(config.workspace))
+        stack.enter_context(_up_lock(config.workspace))
         if metrics_port is not None:
             from flows.metrics_file import served_metrics
 
             facts["metrics"] = stack.enter_context(served_metrics(config, port=metrics_port))
-        os.environ.setdefault("NIGHTJAR_MLFLOW_UI_URL", facts["MLflow"])  # the runs log to the database
+        # The runs log to the database, whose address cannot be opened in a browser.
+        os.environ.setdefault("NIGHTJAR_MLFLOW_UI_URL", facts["MLflow"])
         runs = stack.enter_context(_planned_runs(file, overrides, log_file=log_file))
         next_start = config.schedule.next_start(datetime.now(UTC))
         facts["deployments"] = f"nightly-retrain/{config.name}, and promote and rollback"
@@ -91,7 +93,7 @@ def _until_signal() -> Iterator[ExitStack]:
                 f"reaches them can run code on this machine; unset {variable}; to serve other hosts, start servers with "
                 "authentication and set PREFECT_API_URL and MLFLOW_TRACKING_URI"
             )
-    for number in (signal.SIGINT, signal.SIGTERM):  # a service manager stops the command like Ctrl-C
+    for number in (signal.SIGINT, signal.SIGTERM):  # a service manager sends SIGTERM, which ends the command like Ctrl-C
         signal.signal(number, signal.default_int_handler)
     handler = logging.StreamHandler()
     LOG.addHandler(handler)
@@ -108,14 +110,14 @@ def _until_signal() -> Iterator[ExitStack]:
 def _start_servers(
     config: PipelineConfig, *, prefect_port: int, mlflow_port: int, log_file: Path, stack: ExitStack
 ) -> tuple[dict[str, str], EmbeddedServer | None]:
-    """Start the servers that the user does not have; return what to print, and the Prefect server."""
+    """Start each server that no environment variable names. Return the facts to print, and the started Prefect server."""
     facts: dict[str, str] = {}
     prefect: EmbeddedServer | None = None
     mlflow: ServerProcess | None = None
     if api_url := os.environ.get("PREFECT_API_URL"):
         facts["Prefect"] = os.environ.get("PREFECT_UI_URL") or api_url.removesuffix("/api")
     else:
-        prefect = _bind(lambda: EmbeddedServer(port=prefect_port, with_ui=True), prefect_port, "--prefect-port", stack)
+        prefect = _start_server(lambda: EmbeddedServer(port=prefect_port, with_ui=True), prefect_port, "--prefect-port", stack)
         facts["Prefect"] = prefect.address
     if store_uri := os.environ.get("MLFLOW_BACKEND_STORE_URI"):  # MLflow's own variable for the database of its server
         os.environ.setdefault("MLFLOW_TRACKING_URI", store_uri)
@@ -127,7 +129,7 @@ def _start_servers(
         def mlflow_server() -> ServerProcess:
             return ServerProcess("flows.mlflow_process", name="MLflow server", health_path="/health", port=mlflow_port)
 
-        mlflow = _bind(mlflow_server, mlflow_port, "--mlflow-port", stack)
+        mlflow = _start_server(mlflow_server, mlflow_port, "--mlflow-port", stack)
         facts["MLflow"] = mlflow.address
     if prefect is not None:
         password, shown_password = _password(config.workspace)
@@ -143,8 +145,8 @@ def _start_servers(
     return facts, prefect
 
 
-def _bind(start: Callable[[], ServerT], port: int, option: str, stack: ExitStack) -> ServerT:
-    """Return the server of `start`, which the stack stops; raise InputError if the port is in use."""
+def _start_server(start: Callable[[], ServerT], port: int, option: str, stack: ExitStack) -> ServerT:
+    """Start a server that `stack` stops at its end; raise InputError if the port is in use."""
     try:
         server = start()
     except OSError as error:
@@ -154,10 +156,10 @@ def _bind(start: Callable[[], ServerT], port: int, option: str, stack: ExitStack
 
 
 def _password(workspace: Path) -> tuple[str, str | None]:
-    """Return the password of the Prefect server, and what to print: nothing if it is the user's.
+    """Return the password of the Prefect server and the text to print about it; None if PREFECT_SERVER_API_AUTH_STRING is set.
 
-    The password is kept in a file that only the user can read, so that a browser stays signed in when the command is started
-    again. It is printed to a terminal only, because the output of a service is in a log.
+    The command saves a new password in a file that only the user can read, so a browser stays signed in when the command is
+    started again. The password is printed to a terminal only, because the output of a service is in a log.
     """
     if users_password := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
         return users_password, None
@@ -179,7 +181,7 @@ def _mlflow_environment(workspace: Path) -> dict[str, str]:
 
 
 @contextmanager
-def _only_one(workspace: Path) -> Iterator[None]:
+def _up_lock(workspace: Path) -> Iterator[None]:
     """Hold the lock of `nightjar up` on the workspace; raise InputError if another process holds it."""
     lock = FileLock(workspace / ".up.lock")
     try:
@@ -227,7 +229,7 @@ def _planned_runs(file: Path, overrides: Sequence[str], *, log_file: Path) -> It
 
 
 def _watch(prefect: EmbeddedServer | None, runs: subprocess.Popen[bytes] | None, *, log_file: Path) -> None:
-    """Wait for a signal; raise StageError if the runs or Prefect cannot continue."""
+    """Wait for a signal; raise StageError if the process of the runs has ended or the Prefect server does not stay up."""
     while True:
         if runs is not None and runs.poll() is not None:
             raise StageError(f"the process that starts planned runs ended with exit code {runs.returncode}; see {log_file}")

@@ -35,8 +35,8 @@ def not_used(text: str) -> Finding:
 
 def run_checks(checks: Mapping[str, Callable[[], Finding]], *, timeout_s: float = CHECK_TIMEOUT_S) -> dict[str, Finding]:
     """Run all checks at the same time and return their findings. A check that raises or takes too long is a problem."""
-    findings = {name: _start(check) for name, check in checks.items()}
-    return {name: _result(finding, timeout_s=timeout_s) for name, finding in findings.items()}
+    futures = {name: _start(check) for name, check in checks.items()}
+    return {name: _result(future, timeout_s=timeout_s) for name, future in futures.items()}
 
 
 def _start(check: Callable[[], Finding]) -> Future[Finding]:
@@ -52,10 +52,10 @@ def _start(check: Callable[[], Finding]) -> Future[Finding]:
     return future
 
 
-def _result(finding: Future[Finding], *, timeout_s: float) -> Finding:
+def _result(future: Future[Finding], *, timeout_s: float) -> Finding:
     try:
-        return finding.result(timeout_s)
+        return future.result(timeout_s)
     except TimeoutError:
-        return problem(f"no result within {timeout_s:g} s; check the server, or the disk, that this line names")
+        return problem(f"no result within {timeout_s:g} s; check the server or the disk that this line names")
     except Exception as error:  # any error of a library
         return problem(f"{type(error).__name__}: {first_line(error)}")

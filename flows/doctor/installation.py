@@ -11,7 +11,8 @@ from recsys_core.preflight import Gpu
 def examine(config: PipelineConfig, *, gpus: tuple[Gpu, ...]) -> dict[str, Finding]:
     """Return the findings of all checks of the installation of `config`, by subject. Nothing is created or changed.
 
-    gpus: the GPUs of this machine that torch can use.
+    Args:
+        gpus: GPUs of this machine that torch can use.
     """
     return run_checks(
         {

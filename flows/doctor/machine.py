@@ -13,7 +13,7 @@ from recsys_core.units import MIB, format_gib
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 the mount point is a convention of Linux
 MIN_SHARED_MEMORY_BYTES = 128 * MIB
-"""Twice the default of container engines, in which NCCL fails to start its ranks."""
+"""Twice the default of container engines. With the default size, NCCL fails to start."""
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -58,9 +58,9 @@ def check_network(config: PipelineConfig) -> Finding:
     names = {f"launcher.env.{variable}": environment[variable] for variable in INTERFACE_VARIABLES if variable in environment}
     if launcher.interface_name is not None:
         names["launcher.interface"] = launcher.interface_name
-    missing = {setting: name for setting, name in names.items() if name not in addresses}
-    if missing:
-        setting, name = next(iter(missing.items()))
+    missing_interfaces = {setting: name for setting, name in names.items() if name not in addresses}
+    if missing_interfaces:
+        setting, name = next(iter(missing_interfaces.items()))
         return problem(f"{setting} is {name}, but this machine has {interfaces}; set it to an interface that every host has")
-    used = ", ".join(sorted(set(names.values()))) or "the interface that leads to the first host"
-    return ok(f"{used}; this machine has {interfaces}")
+    used_interfaces = ", ".join(sorted(set(names.values()))) or "the interface that leads to the first host"
+    return ok(f"{used_interfaces}; this machine has {interfaces}")

@@ -25,7 +25,7 @@ REQUEST_TIMEOUT_S = 4.0
 MAX_CLOCK_SKEW_S = 5.0
 """Schedules, heartbeats and leases compare the clocks of machines."""
 MAX_LATENESS_S = 300.0
-"""Time after its planned start at which a run that has not started counts as late."""
+"""A run that has not started this long after its planned start counts as late."""
 UP_LOCK_NAME = ".up.lock"
 """Lock in the workspace that `nightjar up` holds."""
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -41,11 +41,11 @@ def check_prefect() -> Finding:
     if not api:
         return not_used("embedded: every command starts its own server; set PREFECT_API_URL to use a running one")
     try:
-        version = str(_prefect("GET", "/admin/version"))
+        version = str(_request_prefect("GET", "/admin/version"))
         is_open = not _prefect_credentials() or _answers_without_credentials(f"{api}/admin/version")
     except ServerProblem as error:
         return problem(str(error))
-    return _server_finding("prefect", version, address=api, is_open=is_open, password="PREFECT_SERVER_API_AUTH_STRING")  # noqa: S106 the name of a variable
+    return _server_finding("prefect", version, address=api, is_open=is_open, fix="PREFECT_SERVER_API_AUTH_STRING")
 
 
 def check_mlflow(config: PipelineConfig) -> Finding:
@@ -54,16 +54,16 @@ def check_mlflow(config: PipelineConfig) -> Finding:
     if not uri.startswith(("http://", "https://")):
         return _check_mlflow_database(uri)
     try:
-        version = _mlflow(uri, "/version").text.strip()
-        _mlflow(uri, "/api/2.0/mlflow/registered-models/search?max_results=1")
+        version = _request_mlflow(uri, "/version").text.strip()
+        _request_mlflow(uri, "/api/2.0/mlflow/registered-models/search?max_results=1")
         is_open = _answers_without_credentials(f"{uri}/api/2.0/mlflow/registered-models/search?max_results=1")
     except ServerProblem as error:
         return problem(str(error))
-    return _server_finding("mlflow", version, address=uri, is_open=is_open, password="`mlflow server --app-name basic-auth`")  # noqa: S106 a command
+    return _server_finding("mlflow", version, address=uri, is_open=is_open, fix="`mlflow server --app-name basic-auth`")
 
 
 def check_clocks(config: PipelineConfig) -> Finding:
-    """Compare the clock of this machine with those of the servers, from the Date header of an answer."""
+    """Compare the clock of this machine with the clocks of the servers, which the Date header of an answer contains."""
     addresses = {"Prefect": os.environ.get("PREFECT_API_URL", ""), "MLflow": tracking_uri(config.workspace)}
     skews: dict[str, float] = {}
     for name, address in addresses.items():
@@ -81,7 +81,8 @@ def check_clocks(config: PipelineConfig) -> Finding:
     differences = ", ".join(f"{skew:.0f} s to {name}" for name, skew in skews.items())
     if max(skews.values()) > MAX_CLOCK_SKEW_S:
         return problem(
-            f"{differences}; more than {MAX_CLOCK_SKEW_S:g} s move schedules and deadlines; synchronise both clocks (NTP)"
+            f"{differences}; a difference of more than {MAX_CLOCK_SKEW_S:g} s shifts schedules and deadlines; synchronise both "
+            "clocks (NTP)"
         )
     return ok(differences)
 
@@ -113,7 +114,7 @@ def check_schedule(config: PipelineConfig) -> Finding:
             "sort": "NEXT_SCHEDULED_START_TIME_ASC",
             "limit": 1,
         }
-        next_runs = _prefect("POST", "/flow_runs/filter", body)
+        next_runs = _request_prefect("POST", "/flow_runs/filter", body)
     except ServerProblem:
         return not_used("unknown, because the Prefect server does not answer")
     if not next_runs:
@@ -126,7 +127,7 @@ def check_schedule(config: PipelineConfig) -> Finding:
 
 
 def _check_schedule_of_up(config: PipelineConfig) -> Finding:
-    """Check without PREFECT_API_URL that `nightjar up` runs, which holds a lock of the workspace."""
+    """Check that `nightjar up`, which holds a lock of the workspace, is running. PREFECT_API_URL is not set."""
     next_start = config.schedule.next_start(datetime.now(UTC))
     if next_start is None:
         return not_used("schedule.cron is empty: runs are started by hand only")
@@ -155,15 +156,15 @@ def check_worker(config: PipelineConfig) -> Finding:
             if deployment["status"] == "READY":
                 return ok(f"deployment {deployment['name']} is served")
             return problem(f"no process serves deployment {deployment['name']}; start it with `nightjar up`")
-        if _prefect("GET", f"/work_pools/{pool}")["is_paused"]:
+        if _request_prefect("GET", f"/work_pools/{pool}")["is_paused"]:
             return problem(f"work pool {pool} is paused; resume it: prefect work-pool resume {pool}")
-        workers = _prefect("POST", f"/work_pools/{pool}/workers/filter", {})
+        workers = _request_prefect("POST", f"/work_pools/{pool}/workers/filter", {})
     except ServerProblem as error:
         return problem(str(error)) if "work_pools" in str(error) else not_used("unknown: the Prefect server does not answer")
     online = [worker["name"] for worker in workers if worker["status"] == "ONLINE"]
     if not online:
         heartbeats = [worker["last_heartbeat_time"] for worker in workers]
-        last = f"the last heartbeat was at {max(heartbeats)}" if heartbeats else "it never had one"
+        last = f"the last heartbeat was at {max(heartbeats)}" if heartbeats else "no worker has connected yet"
         return problem(f"work pool {pool} has no worker ({last}); start one: prefect worker start --pool {pool}")
     return ok(f"work pool {pool}: {', '.join(sorted(online))}")
 
@@ -171,11 +172,11 @@ def check_worker(config: PipelineConfig) -> Finding:
 def _deployment(config: PipelineConfig) -> dict[str, Any] | None:
     """Return the deployment of the pipeline's nightly flow; None if the server has none."""
     body = {"flows": {"name": {"any_": ["nightly-retrain"]}}, "deployments": {"name": {"any_": [config.name]}}}
-    deployments = _prefect("POST", "/deployments/filter", body)
+    deployments = _request_prefect("POST", "/deployments/filter", body)
     return deployments[0] if deployments else None
 
 
-def _prefect(method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+def _request_prefect(method: str, path: str, body: dict[str, Any] | None = None) -> Any:
     """Return the JSON answer of Prefect's API; None if the answer is empty."""
     api = os.environ["PREFECT_API_URL"]
     headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get("PREFECT_API_KEY")) else {}
@@ -195,8 +196,8 @@ def _prefect(method: str, path: str, body: dict[str, Any] | None = None) -> Any:
     return _json(_require_success(answer, address=f"{api}{path}", fix=fix), address=api)
 
 
-def _mlflow(uri: str, path: str) -> requests.Response:
-    """Return the answer of MLflow's server, asked with the credentials that MLflow uses."""
+def _request_mlflow(uri: str, path: str) -> requests.Response:
+    """Return the answer of MLflow's server to a request with the credentials that MLflow uses."""
     try:
         answer = http_request(get_default_host_creds(uri), path, "GET", max_retries=0, timeout=REQUEST_TIMEOUT_S)
     except Exception as error:  # MLflow wraps the errors of requests
@@ -229,7 +230,9 @@ def _require_success(answer: requests.Response, *, address: str, fix: str) -> re
     if answer.status_code in (401, 403):
         raise ServerProblem(f"{address}: access denied (status {answer.status_code}); {fix}")
     if not answer.ok:
-        raise ServerProblem(f"{address}: status {answer.status_code}; check that the address is that of the API, and its log")
+        raise ServerProblem(
+            f"{address}: status {answer.status_code}; check that this is the address of the API, and read the log of the server"
+        )
     return answer
 
 
@@ -237,7 +240,7 @@ def _json(answer: requests.Response, *, address: str) -> Any:
     try:
         return answer.json() if answer.content else None
     except ValueError:
-        raise ServerProblem(f"{address}: the answer is not that of Prefect's API; PREFECT_API_URL ends in /api") from None
+        raise ServerProblem(f"{address}: the answer is not from Prefect's API; PREFECT_API_URL must end in /api") from None
 
 
 def _prefect_credentials() -> bool:
@@ -245,7 +248,7 @@ def _prefect_credentials() -> bool:
 
 
 def _answers_without_credentials(url: str) -> bool:
-    """Return whether any program that reaches the server may use it."""
+    """Return whether the server accepts a request without credentials."""
     session = requests.Session()
     session.trust_env = False  # no credentials of ~/.netrc, and no proxy
     try:
@@ -254,17 +257,21 @@ def _answers_without_credentials(url: str) -> bool:
         return False
 
 
-def _server_finding(package: str, version: str, *, address: str, is_open: bool, password: str) -> Finding:
-    """Compare the version of a server with that of the installed package; report a server that has no password."""
+def _server_finding(package: str, version: str, *, address: str, is_open: bool, fix: str) -> Finding:
+    """Compare the version of a server with that of the installed package; report a server that has no password.
+
+    Args:
+        fix: variable or command that protects the server with a password.
+    """
     client = metadata.version(package)
     server = f"{redacted(address)}, version {version}"
     if _major(version) != _major(client):
         return problem(f"{server}, but this machine has {package} {client}; install the same major version on both")
-    if _numbers(version) < _numbers(client)[:2]:
+    if _version_numbers(version) < _version_numbers(client)[:2]:
         return problem(f"{server} is older than {package} {client} of this machine; update the server first")
     host = urlsplit(address).hostname
     if is_open and host not in LOOPBACK_HOSTS:
-        return problem(f"{server} has no password: whoever reaches it can run code on the workers; set {password}")
+        return problem(f"{server} has no password: whoever reaches it can run code on the workers; set {fix}")
     return ok(server + ("" if is_open else ", with password"))
 
 
@@ -272,7 +279,7 @@ def _major(version: str) -> str:
     return version.partition(".")[0]
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _version_numbers(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version: 3.9.1rc2 -> (3, 9)."""
     numbers: list[int] = []
     for part in version.split("."):

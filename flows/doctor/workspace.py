@@ -30,7 +30,9 @@ def check_disk(workspace: Path) -> Finding:
     size = sum(path.stat(follow_symlinks=False).st_size for path in folder.rglob("*") if path.is_file())
     text = f"{format_gib(free)} free in {workspace}; run {folder.name} takes {format_gib(size)}"
     if free < DISK_RESERVE * size:
-        return problem(f"{text}, and the next run needs as much; remove old runs, or set workspace to a larger disk")
+        return problem(
+            f"{text}, and the next run needs about the same space; remove old runs, or set workspace to a larger disk"
+        )
     return ok(text)
 
 
@@ -50,8 +52,8 @@ def check_previous_run(config: PipelineConfig) -> Finding:
         if deadline is not None and minutes > deadline:
             return problem(f"{text}, longer than schedule.deadline_minutes {deadline}; read its log in Prefect, or cancel it")
         return ok(text)
-    ended = "" if record.ended is None else f" at {record.ended:%Y-%m-%d %H:%M} UTC"
-    text = f"run {run.run_id} ended{ended}: {record.state}{f', {record.message}' if record.message else ''}"
+    end_time = "" if record.ended is None else f" at {record.ended:%Y-%m-%d %H:%M} UTC"
+    text = f"run {run.run_id} ended{end_time}: {record.state}{f', {record.message}' if record.message else ''}"
     if record.state in PROBLEM_STATES:
         return problem(f"{text}; {PROBLEM_STATES[record.state].format(run_id=run.run_id)}")
     return ok(text)

@@ -70,12 +70,12 @@ def test_a_server_is_never_bound_to_an_address_that_other_hosts_reach(tmp_path: 
 
 def test_a_second_up_of_a_workspace_is_an_input_error(tmp_path: Path) -> None:
     with (
-        ui._only_one(tmp_path),
+        ui._up_lock(tmp_path),
         pytest.raises(InputError, match=f"^{tmp_path}: another `nightjar up` runs this workspace"),
-        ui._only_one(tmp_path),
+        ui._up_lock(tmp_path),
     ):
         pass
-    with ui._only_one(tmp_path):  # the lock is free again
+    with ui._up_lock(tmp_path):  # the lock is free again
         pass
 
 

@@ -58,8 +58,8 @@ def test_a_server_that_is_down_is_a_problem_that_names_the_variable(
         ((200, '"3.10.0"'), "ok", "version 3.10.0"),
         ((200, '"3.8.8"'), "problem", "version 3.8.8 is older than prefect 3.9.1 of this machine; update the server first"),
         ((200, '"2.20.0"'), "problem", "version 2.20.0, but this machine has prefect 3.9.1; install the same major version"),
-        ((200, "<html>"), "problem", "the answer is not that of Prefect's API; PREFECT_API_URL ends in /api"),
-        ((404, ""), "problem", "status 404; check that the address is that of the API"),
+        ((200, "<html>"), "problem", "the answer is not from Prefect's API; PREFECT_API_URL must end in /api"),
+        ((404, ""), "problem", "status 404; check that this is the address of the API"),
         ((401, ""), "problem", "access denied (status 401); set PREFECT_API_AUTH_STRING to user:password"),
     ],
 )
@@ -145,7 +145,7 @@ def prefect(config: PipelineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("prefect")
 def test_schedule_and_worker_are_read_from_a_real_server(config: PipelineConfig) -> None:
-    from flows.doctor.servers import _prefect as call
+    from flows.doctor.servers import _request_prefect as call
 
     assert check_prefect().text.endswith("version 3.9.1, with password")
     finding = check_schedule(config)

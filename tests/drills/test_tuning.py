@@ -99,7 +99,7 @@ def test_mlflow_has_a_run_for_the_study_and_nested_in_it_one_for_each_trial(
     states = {name: run.info.status for name, run in trials.items()}
     assert states == {"trial-0": "FINISHED", "trial-1": "FAILED", "trial-2": "KILLED"}
     first = trials["trial-0"]
-    assert first.data.params == {RATE: "10"}
+    assert {name: float(value) for name, value in first.data.params.items()} == {RATE: 10}
     curve = connect(tuned.folder).get_metric_history(first.info.run_id, "validation/ndcg_at_10")
     assert [str(point.step) for point in curve] == list(tuned.by_number[0]["epochs"])
     assert first.data.metrics["validation/best/ndcg_at_10"] == parent.data.metrics["validation/best/ndcg_at_10"]

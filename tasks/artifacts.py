@@ -1,7 +1,7 @@
 """Artifacts of a run in the Prefect UI: pages, images, links, and the progress of the training.
 
-The keys contain the name of the pipeline, so two pipelines on one server have separate histories. Without a flow run nothing is
-sent. An artifact that cannot be sent within half a minute is a warning, because the run does not need it.
+The keys contain the name of the pipeline, so two pipelines on one server have separate histories. Outside a flow run
+nothing is sent. An artifact that cannot be sent within half a minute causes a warning only, because the run does not need it.
 """
 
 import base64
@@ -28,16 +28,17 @@ from tasks.reporting import LOG, show_bar, training_note
 from tasks.run import Run
 
 _NUM_RETRIES = 4
-"""Largest number of retries of a request: 2 + 4 + 8 + 16 s, time for a restart of the server."""
+"""Largest number of retries of a request. They take 2 + 4 + 8 + 16 s, in which a server can restart."""
 _PROGRESS_EVERY_S = 5.0
 _PROGRESS_PAUSE_S = 30.0
-"""Pause after an update of the progress that failed."""
+"""Pause after a failed update of the progress."""
 
 
 def artifact_key(pipeline: str, name: str) -> str:
     """Return `<pipeline>-<name>` in the characters that Prefect allows: lower-case letters, digits and dashes.
 
-    A pipeline whose name has other characters gets a suffix, because two names may differ in these characters only.
+    If the name of the pipeline has other characters, a hash of the name is added: two names may differ in these characters
+    only.
 
     >>> artifact_key("films", "metrics")
     'films-metrics'
@@ -92,13 +93,13 @@ def _send(
 class TrainingProgress:
     """The progress of training: sent to the terminal at once, and to a Prefect artifact every few seconds.
 
-    The thread that supervises the training sends the updates of the artifact, so a request is retried once only. After a failed
-    update, the next one follows after a pause, without another warning.
+    The thread that supervises the training sends the updates of the artifact, so a request is retried only once. After a failed
+    update, the next update waits for a pause and logs no second warning.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._artifact_id: UUID | None = None  # None while nothing has been sent, e.g. for a training that is reused
+        self._artifact_id: UUID | None = None  # None before the first update
         self._next_update_s, self._has_failed = 0.0, False
         self._validation: Mapping[str, float] = {}
 
@@ -109,11 +110,11 @@ class TrainingProgress:
         show_bar("train", done=progress.step, total=progress.total_steps, note=note)
         if time.monotonic() >= self._next_update_s:
             description = f"{note}  {progress.samples_per_s:,.0f} samples/s"
-            sent = self._update(100 * progress.step / progress.total_steps, description, num_retries=1)
-            self._next_update_s = time.monotonic() + (_PROGRESS_EVERY_S if sent else _PROGRESS_PAUSE_S)
+            was_sent = self._update(100 * progress.step / progress.total_steps, description, num_retries=1)
+            self._next_update_s = time.monotonic() + (_PROGRESS_EVERY_S if was_sent else _PROGRESS_PAUSE_S)
 
     def finish(self, facts: str) -> str:
-        """Set the artifact, if there is one, to 100 %, also after early stopping. Return `facts`."""
+        """Set the artifact, if it exists, to 100 %, also after early stopping. Return `facts`."""
         if self._artifact_id is not None:
             self._update(100.0, facts, num_retries=_NUM_RETRIES)
         return facts
@@ -128,6 +129,6 @@ class TrainingProgress:
             return self._artifact_id
 
         level = logging.DEBUG if self._has_failed else logging.WARNING
-        sent = _send(self._run, "training-progress", send, num_retries=num_retries, level=level)
-        self._artifact_id, self._has_failed = sent or self._artifact_id, sent is None
-        return sent is not None
+        sent_id = _send(self._run, "training-progress", send, num_retries=num_retries, level=level)
+        self._artifact_id, self._has_failed = sent_id or self._artifact_id, sent_id is None
+        return sent_id is not None

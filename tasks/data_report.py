@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @stage("check_data")
 def check_data(config: DataReportConfig, *, split: Split, dataset: Dataset, run: Run) -> tuple[DataReportManifest, str]:
-    """Write the data report; DataRejectedError if the data violates a limit of the config."""
+    """Write the data report; raise DataRejectedError if the data violates a limit of the config."""
     from recsys_core.data_report.page import to_markdown
     from recsys_core.data_report.report import report_data
     from tasks.registry.tracking import log_data_report_or_warn
@@ -46,7 +46,8 @@ def check_data(config: DataReportConfig, *, split: Split, dataset: Dataset, run:
 
 
 def _reference_run(run: Run) -> "PreviousRun | None":
-    """Return the newest earlier run without violated limits. A comparison with a bad run would let a second bad run pass."""
+    """Return the newest earlier run without violated limits. After a comparison with bad data, other bad data
+    would pass."""
     from recsys_core.data_report.report import PreviousRun
 
     report = run.previous("check_data", DataReportManifest, where=lambda manifest: not manifest.breaches)

@@ -1,4 +1,4 @@
-"""Prefect events: one for each alias that moves to another version, so that an automation can deploy it."""
+"""Prefect events: one for each alias that moves to another version, so that an automation can deploy the version."""
 
 from prefect.events import emit_event
 
@@ -11,8 +11,8 @@ def emit_alias_change(
 ) -> None:
     """Send the event nightjar.<alias>.changed of the resource nightjar.model.<name>.
 
-    Prefect adds the flow run, its deployment and its tags as related resources. Outside a flow run nothing is sent. An event
-    that cannot be sent is a warning.
+    Prefect adds the flow run, its deployment and its tags as related resources. Outside a flow run nothing is sent. If an event
+    cannot be sent, a warning is logged.
 
     Args:
         run_id: the run that moved the alias; None if a person moved it.

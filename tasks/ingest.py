@@ -38,8 +38,8 @@ def ingest_interactions(
         data_root=data_root,
     )
     num_events = manifest.train_events + manifest.validation_events + manifest.test_events
-    files = f"{manifest.files_read} of {len(manifest.sources)} files read"
-    return manifest, f"{num_events:,} events, {manifest.num_users:,} users, {manifest.num_items:,} items, {files}"
+    files_read = f"{manifest.files_read} of {len(manifest.sources)} files read"
+    return manifest, f"{num_events:,} events, {manifest.num_users:,} users, {manifest.num_items:,} items, {files_read}"
 
 
 @stage("ingest_features")

@@ -38,9 +38,9 @@ def register(
     dataset: Dataset,
     run: Run,
 ) -> tuple[RegistrationManifest | None, str]:
-    """Log the run's results to MLflow, register the package as a model version and pass it through the champion gate.
+    """Log the results of the run to MLflow, register the package as a model version, and compare the version with the champion.
 
-    A dry run logs the results only, and returns no manifest.
+    A dry run only logs the results. Its manifest is None.
     """
     from tasks.events import emit_alias_change
     from tasks.registry import tracking
@@ -67,7 +67,7 @@ def register(
     registration = StageFolder(run.stage_folder("register"), RegistrationManifest, fingerprint=fingerprint)
     manifest = registration.manifest
     if manifest is None:
-        with registration.writing() as out:
+        with registration.writing() as new_folder:
             client, mlflow_run_id = log_run()
             create_version = partial(version_for, package, config=config, client=client, interactions=interactions, run=run)
             version = retry(lambda: create_version(mlflow_run_id=mlflow_run_id))
@@ -78,7 +78,7 @@ def register(
                 client=client,
                 interactions=interactions,
                 evaluation=evaluation,
-                folder=out,
+                folder=new_folder,
                 on_alias_change=partial(
                     emit_alias_change,
                     flow_run_id=run.flow_run_id,
@@ -93,13 +93,14 @@ def register(
 
 
 def verdict_page(registration: RegistrationManifest, *, evaluation: EvaluationManifest) -> str:
-    """Return the verdict in Markdown: the new version next to the champion, and next to the baselines."""
-    served: dict[str, dict[str, float]] = {}
+    """Return the verdict in Markdown, with the metrics of the new version, the versions compared with it, and the baselines."""
+    metrics_by_ranker: dict[str, dict[str, float]] = {}
     for name, value in registration.metrics.items():
         ranker, _, metric = name.partition("/")
-        served.setdefault(ranker.replace("served", f"version {registration.version}").replace("_", " "), {})[metric] = value
-    columns = tuple(next(iter(served.values())))
-    rows = {ranker: tuple(values.get(column) for column in columns) for ranker, values in served.items()}
+        title = ranker.replace("served", f"version {registration.version}").replace("_", " ")
+        metrics_by_ranker.setdefault(title, {})[metric] = value
+    columns = tuple(next(iter(metrics_by_ranker.values())))
+    rows = {ranker: tuple(values.get(column) for column in columns) for ranker, values in metrics_by_ranker.items()}
     lines = [
         f"## {registration.model_name} version {registration.version} is {registration.alias}",
         *registration.reasons,

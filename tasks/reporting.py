@@ -18,13 +18,14 @@ PROGRESS_LOG = logging.getLogger("nightjar.steps")
 def begin_stage(stage: str) -> Callable[[Manifest | None, str], None]:
     """Report the start of `stage`. Return a function that logs the end of the stage in one line.
 
-    The line has the stage's name, the facts passed to the function, and the seconds, "(kept)" or "(skipped)".
+    The line has the name of the stage, the facts passed to the function, and the seconds. A stage that an earlier start of the
+    run completed has "(kept)" instead of the seconds, and a stage without a result has "(skipped)".
     """
     PROGRESS_LOG.debug("%s begins", stage, extra={"stage": stage})
     start_s, start_timestamp = time.perf_counter(), time.time()
 
     def finish(manifest: Manifest | None, facts: str) -> None:
-        # The manifest of a reused stage was written by an earlier process.
+        # An earlier process wrote the manifest of a kept stage.
         if manifest is None:
             duration = "(skipped)"
         elif (manifest.folder / MANIFEST_NAME).stat().st_mtime < start_timestamp:

@@ -1,4 +1,4 @@
-"""A run: its options, its id, its folder, its stages, and the locks that keep other processes out."""
+"""A run: its options, its id, its folder, its stages, and the locks on the run and its workspace."""
 
 import json
 import os
@@ -60,14 +60,14 @@ STAGES: dict[StageName, type[Manifest]] = {
     "package": PackageManifest,
     "register": RegistrationManifest,
 }
-"""The stages in their order, each with the manifest it writes into the folder of its name."""
+"""The stages in their order, each with the type of the manifest in its folder."""
 
 Promote = Literal["by_gate", "never", "force"]
 """by_gate: the comparison with the champion decides. never: the champion stays. force: the new version becomes champion."""
 MAX_REASON_CHARACTERS = 200
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
-"""A run id names one folder; it is never a path."""
+"""A run id is the name of one folder, never a path."""
 
 LOCK_NAME = ".lock"
 CHAMPION_FILE_NAME = "champion.json"
@@ -140,11 +140,11 @@ class Run:
     flow_run_url: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise InputError for an invalid run id, and if a forced promotion would not be reached."""
+        """Raise InputError for an invalid run id, or if a run with a forced promotion ends before the promotion."""
         if RUN_ID.fullmatch(self.run_id) is None:
             raise InputError(
                 f"run id {shown(self.run_id)}: a run id consists of letters, digits, - and _, such as 20261121-070312-ab12; "
-                f"name a folder of {self.workspace / self.parent}"
+                f"use the name of a folder in {self.workspace / self.parent}"
             )
         if self.options.promote == "force" and self.until not in (None, "register"):
             raise InputError(
@@ -169,10 +169,10 @@ class Run:
         self, stage: StageName, manifest_type: type[ManifestT], *, where: Callable[[ManifestT], bool] = lambda _: True
     ) -> ManifestT | None:
         """Return the manifest of `stage` from the newest earlier run whose manifest `where` accepts; None if there is none."""
-        earlier_runs = sorted(
+        earlier_folders = sorted(
             (path for path in self.folder.parent.glob("*") if path.is_dir() and path.name < self.run_id), reverse=True
         )
-        manifests = (load_manifest(path / stage, manifest_type) for path in earlier_runs)
+        manifests = (load_manifest(path / stage, manifest_type) for path in earlier_folders)
         return next((manifest for manifest in manifests if manifest is not None and where(manifest)), None)
 
     @contextmanager
@@ -217,8 +217,8 @@ class Run:
 def workspace_lock(workspace: Path, *, run_id: str) -> Iterator[None]:
     """Lock `workspace` for one command; raise InputError with the process, host, run and start of the holder of the lock.
 
-    The kernel releases the lock when its process ends, however it ends. On a network file system the server of the file system
-    releases the lock of a host that has died.
+    The kernel releases the lock at any end of its process. On a network file system, the file server releases the lock of a
+    host that has died.
     """
     workspace.mkdir(parents=True, exist_ok=True)
     lock, holder_file = FileLock(workspace / ".command.lock"), workspace / ".command.json"

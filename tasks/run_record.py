@@ -1,4 +1,4 @@
-"""The record of a run: who started it, how it ended, and the figures that outlive its stage folders.
+"""The record of a run: its start, its end, and figures that remain when its stage folders are removed.
 
 A run writes <run>/run.json when it starts and again when it ends. A process that is killed leaves the state Running in the
 file; such a record is read as Interrupted once the run's lock is free.
@@ -30,11 +30,11 @@ _MESSAGE_CHARACTERS = 1_000
 RunState = Literal[
     "Running", "Promoted", "NotPromoted", "BrokenChampion", "DataRejected", "DryRun", "StoppedEarly", "Failed", "Interrupted"
 ]
-"""State of a run. Where Prefect has the same state, the names are equal."""
+"""State of a run. A state that Prefect has too has the same name in Prefect."""
 
 
 class RunFigures(Frozen):
-    """Figures of a run's completed stages. They are still there when the files of the stages are removed."""
+    """Figures of a run's completed stages. They remain when the files of the stages are removed."""
 
     stage_seconds: dict[StageName, float] = Field(default_factory=dict, description="duration of each completed stage")
     events: int | None = Field(None, description="events in all parts of the split")
@@ -53,18 +53,18 @@ class RunFigures(Frozen):
         """Read the figures from the manifests in the folder of `run`, also if retention has removed the stages' files."""
         loaded = {stage: read_manifest(run.stage_folder(stage), STAGES[stage]) for stage in STAGES}
         manifests: dict[StageName, Manifest] = {stage: manifest for stage, manifest in loaded.items() if manifest is not None}
-        log = cast(InteractionsManifest | None, manifests.get("ingest_interactions"))
-        version = cast(RegistrationManifest | None, manifests.get("register"))
+        interactions = cast(InteractionsManifest | None, manifests.get("ingest_interactions"))
+        registration = cast(RegistrationManifest | None, manifests.get("register"))
         return cls(
             stage_seconds={stage: round(manifest.seconds, 3) for stage, manifest in manifests.items()},
-            events=log and log.train_events + log.validation_events + log.test_events,
-            users=log and log.num_users,
-            items=log and log.num_items,
-            model_name=version and version.model_name,
-            version=version and version.version,
-            promoted=version is not None and version.promoted,
-            mlflow_run_id=version and version.mlflow_run_id,
-            metrics={} if version is None else version.metrics,
+            events=interactions and interactions.train_events + interactions.validation_events + interactions.test_events,
+            users=interactions and interactions.num_users,
+            items=interactions and interactions.num_items,
+            model_name=registration and registration.model_name,
+            version=registration and registration.version,
+            promoted=registration is not None and registration.promoted,
+            mlflow_run_id=registration and registration.mlflow_run_id,
+            metrics={} if registration is None else registration.metrics,
         )
 
 
@@ -85,15 +85,15 @@ class RunRecord(Frozen):
 
     @property
     def seconds(self) -> float | None:
-        """Duration of this start; None while the run works, and if it was killed."""
+        """Time between start and end; None while the run is running, or if it was killed."""
         return None if self.ended is None else (self.ended - self.started).total_seconds()
 
     @classmethod
     def read(cls, run: Run) -> "RunRecord | None":
         """Read the record of `run`; None if there is none, or if it is damaged.
 
-        A record in the state Running whose run is not locked belongs to a killed process: it is returned as Interrupted. The
-        figures of a record without an end are those of the stages that are complete by now.
+        A record in the state Running whose run is not locked belongs to a killed process: it is returned as Interrupted. In
+        a record without an end, the figures are those of the stages that are complete now.
         """
         try:
             record = cls.model_validate_json((run.folder / RECORD_NAME).read_bytes())
@@ -113,7 +113,7 @@ class RunRecord(Frozen):
 
 
 class Ending:
-    """How the body of `record_run` ends: set by the body, or derived from its exception."""
+    """End state of the body of `record_run`, set by the body or derived from its exception."""
 
     def __init__(self) -> None:
         self.state: RunState = "Failed"
@@ -126,22 +126,22 @@ class Ending:
 
 @contextmanager
 def record_run(run: Run, *, pipeline: str) -> Iterator[Ending]:
-    """Write the record of `run` before and after the body, however the body ends; the run must be locked.
+    """Write the record of `run` before the body and after any end of the body. The caller holds the lock of the run.
 
     The body calls `set` of the yielded Ending. An exception is recorded as Failed, or as Interrupted if a signal caused it. The
     traceback of an unexpected exception is written to error.log.
     """
-    earlier_start = RunRecord.read(run)
-    start = RunRecord(
+    previous_record = RunRecord.read(run)
+    start_record = RunRecord(
         pipeline=pipeline,
         options=run.options,
         host=socket.gethostname(),
         pid=os.getpid(),
-        num_starts=1 if earlier_start is None else earlier_start.num_starts + 1,
+        num_starts=1 if previous_record is None else previous_record.num_starts + 1,
         started=datetime.now(UTC),
     )
     (run.folder / ERROR_LOG_NAME).unlink(missing_ok=True)
-    start.write(run)
+    start_record.write(run)
     ending = Ending()
     try:
         yield ending
@@ -154,25 +154,25 @@ def record_run(run: Run, *, pipeline: str) -> Iterator[Ending]:
         raise
     finally:
         try:
-            _end(start, ending).model_copy(update={"figures": RunFigures.read(run)}).write(run)
-        except OSError as error:  # for example a full disk, which is reported by the exception of the body
+            _ended_record(start_record, ending).model_copy(update={"figures": RunFigures.read(run)}).write(run)
+        except OSError as error:  # e.g. a full disk, which the exception of the body reports
             LOG.warning("could not write %s (%s); the run is listed as interrupted", run.folder / RECORD_NAME, error)
 
 
-def _end(start: RunRecord, ending: Ending) -> RunRecord:
+def _ended_record(start_record: RunRecord, ending: Ending) -> RunRecord:
     message = printable(redacted(" ".join(ending.message.split())), at_most=_MESSAGE_CHARACTERS)
-    return start.model_copy(update={"ended": datetime.now(UTC), "state": ending.state, "message": message})
+    return start_record.model_copy(update={"ended": datetime.now(UTC), "state": ending.state, "message": message})
 
 
 def _is_signal(error: BaseException | None) -> bool:
-    """Return whether a signal caused `error`. Prefect and libraries raise other errors while they handle its exception."""
+    """Return whether a signal caused `error`. Prefect and libraries may raise another error while they handle it."""
     from prefect.exceptions import ExternalSignal
 
     chain: list[BaseException] = []
     while error is not None and error not in chain:
         chain.append(error)
         error = error.__cause__ or error.__context__
-    return any(isinstance(link, KeyboardInterrupt | ExternalSignal) for link in chain)
+    return any(isinstance(chained_error, KeyboardInterrupt | ExternalSignal) for chained_error in chain)
 
 
 def _save_unexpected(error: BaseException, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The decorator for stages of a run: a Prefect task with one log line, which ends the run after the stage `Run.until`."""
+"""The decorator for the stages of a run: it makes a stage a Prefect task, logs one line, and ends the run after `Run.until`."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -27,7 +27,7 @@ def stage(name: StageName) -> Callable[[Callable[P, tuple[M, str]]], Callable[P,
     """Run the decorated function as the Prefect task `name` and log its result in one line.
 
     The function has the keyword argument `run`. It returns its manifest and a short text for the log; the manifest is None if
-    the stage has nothing to do. The decorated function returns the manifest alone. It raises StoppedEarly if the stage is
+    the stage has nothing to do. The decorated function returns only the manifest, or raises StoppedEarly if the stage is
     `run.until`.
     """
 
@@ -43,7 +43,7 @@ def stage(name: StageName) -> Callable[[Callable[P, tuple[M, str]]], Callable[P,
         @wraps(function)
         def run_stage(*args: P.args, **kwargs: P.kwargs) -> M:
             manifest = as_task(*args, **kwargs)
-            # Raised outside the task, because Prefect marks a task that raises as failed.
+            # Not raised in the task, because Prefect would mark the task as failed.
             if cast(Run, kwargs["run"]).until == name:
                 raise StoppedEarly(name)
             return manifest

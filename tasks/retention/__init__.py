@@ -1,1 +1,1 @@
-"""Retention: run folders, model versions and flow runs that a new run no longer needs."""
+"""Retention: removal of old run folders and model versions, and the disk budget."""

@@ -15,7 +15,7 @@ LOG = logging.getLogger("nightjar")
 
 
 def ensure_disk_space(config: RetentionConfig, run: Run, *, model_name: str) -> None:
-    """Clean the workspace if `run` probably does not fit; raise InputError if it does not fit after that either."""
+    """Clean the workspace if `run` probably does not fit on the disk; raise InputError if it still does not fit."""
     try:
         require_disk_space(config, run)
     except InputError as error:
@@ -29,7 +29,7 @@ def ensure_disk_space(config: RetentionConfig, run: Run, *, model_name: str) -> 
 def require_disk_space(config: RetentionConfig, run: Run) -> None:
     """Raise InputError if the files of `run` probably exceed the disk budget or the free space.
 
-    The size of the newest whole run is the estimate. Without such a run, only a budget that is already exceeded is an error.
+    The estimate is the size of the newest whole run. Without such a run the estimate is 0.
     """
     needed_bytes = estimated_bytes(run)
     estimate = f"run {run.run_id} needs about {format_gib(needed_bytes, digits=3)}, like the last run"
@@ -49,10 +49,10 @@ def require_disk_space(config: RetentionConfig, run: Run) -> None:
 
 
 def estimated_bytes(run: Run) -> int:
-    """Return the size of the newest whole run with a registered version, less the files that `run` has already; 0 without one.
+    """Return the size of the newest whole run with a registered version, minus the files that `run` already has.
 
-    The package counts twice, because MLflow keeps a copy. Files of the log that a run shares with earlier runs do not count: a
-    hard link keeps the modification time of the file, which is before the start of the run.
+    Return 0 if there is no such run. The package counts twice, because MLflow keeps a copy. Files that the run shares with
+    earlier runs by hard links do not count: they were modified before the start of the run.
     """
     for run_id in reversed(run_ids(run.workspace)):
         folder = run.workspace / RUNS_NAME / run_id

@@ -1,4 +1,4 @@
-"""Clean: remove run folders and model versions that a workspace does not keep."""
+"""Cleaning of a workspace: removal of the run folders and model versions that retention does not keep."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +37,7 @@ def open_registry(workspace: Path) -> MlflowClient | None:
 
 
 def find_all_removals(workspace: Path, config: RetentionConfig, *, model_name: str, client: MlflowClient | None) -> Removals:
-    """Return the removals that bring the workspace and the registered model to `config`. Nothing is removed."""
+    """Return the removals after which the workspace and the registered model comply with `config`. Nothing is removed."""
     if client is None:
         registered_runs = set().union(*registered_runs_by_model(workspace).values())
         return Removals(find_removals(workspace, config, aliased_runs=registered_runs), [])
@@ -54,7 +54,7 @@ def clean(workspace: Path, config: RetentionConfig, *, model_name: str) -> Remov
         The completed removals.
 
     Raises:
-        TrackingServerError: MLflow does not answer. Without the aliases nothing may be removed.
+        TrackingServerError: MLflow does not answer. Nothing is removed, because runs of aliased versions must be kept.
     """
     empty_trash(workspace)
     client = open_registry(workspace)

@@ -10,7 +10,7 @@ MAX_RUNS = 1_000_000
 
 
 class RetentionConfig(Settings):
-    """What a workspace keeps. Aliased model versions, their runs, and files that a newer run reads are always kept."""
+    """Limits of a workspace. Model versions with an alias, their runs, and files that a newer run reads are always kept."""
 
     whole_runs: Annotated[int, OPERATIONAL] = Field(
         7,

@@ -1,7 +1,7 @@
 """Model versions: the runs behind aliases, and old versions with their files.
 
-MLflow's delete_model_version removes the entry in the registry, and also an alias of the version. It keeps the logged model and
-its files, so these are deleted too. The rows of the logged model in MLflow's database remain until `mlflow gc`.
+MLflow's delete_model_version removes the registry entry and the aliases of a version, but not its logged model. This module
+deletes the logged model and its files too. The rows of the logged model in MLflow's database remain until `mlflow gc`.
 """
 
 import re
@@ -26,8 +26,8 @@ from tasks.registry.releases import MAX_FORMER_CHAMPIONS, REASONS_TAG, aliases_o
 from tasks.retention.run_folders import RUNS_NAME, run_ids
 
 _LOGGED_MODEL_URI = re.compile(r"models:/(m-[0-9a-f]+)")
-GATE_MS = 1_000 * DAY_S
-"""Time after which a version without a comparison is not in the gate of another run any more."""
+MAX_GATE_MS = 1_000 * DAY_S
+"""Age above which a version without a comparison no longer counts as being in the gate of a run."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ def runs_behind_aliases(client: MlflowClient, workspace: Path, *, model_name: st
 
 
 def find_old_versions(client: MlflowClient, model_name: str, *, num_kept: int) -> list[VersionRemoval]:
-    """Return the versions that nightjar registered and nothing needs, the oldest first. Nothing is deleted.
+    """Return the versions of nightjar that retention does not keep, the oldest first. Nothing is deleted.
 
-    Kept are the newest `num_kept` versions, versions with an alias, the latest former champions, and versions that are in the
-    gate of another run.
+    Retention keeps the newest `num_kept` versions, versions with an alias, the latest former champions, and versions that are
+    in the gate of another run.
     """
     aliases = aliases_of(client, model_name)
     if aliases is None:
@@ -86,7 +86,7 @@ def find_old_versions(client: MlflowClient, model_name: str, *, num_kept: int) -
     versions = sorted(client.search_model_versions(f"name = '{model_name}'"), key=lambda version: int(version.version))
     former_versions = former_champions(client, model_name)[:MAX_FORMER_CHAMPIONS]
     kept_numbers = {str(version.version) for version in [*versions[-num_kept:], *former_versions]} | set(aliases.values())
-    gate_start_ms = time.time() * 1_000 - GATE_MS
+    gate_start_ms = time.time() * 1_000 - MAX_GATE_MS
     return [
         VersionRemoval(model_name, str(version.version), version.tags[RUN_ID_TAG], _local_bytes(client, version))
         for version in versions
@@ -97,7 +97,7 @@ def find_old_versions(client: MlflowClient, model_name: str, *, num_kept: int) -
 
 
 def delete_versions(client: MlflowClient, removals: Iterable[VersionRemoval]) -> list[VersionRemoval]:
-    """Delete the versions and their files; return the removals without those of versions that have an alias by now.
+    """Delete the versions and their files; return the completed removals. A version that has an alias now is not deleted.
 
     The version is deleted last: if the process is killed, the next clean finds the version and repeats the deletion.
     """
@@ -124,11 +124,11 @@ def delete_versions(client: MlflowClient, removals: Iterable[VersionRemoval]) ->
 
 def _logged_model(client: MlflowClient, version: ModelVersion) -> LoggedModel | None:
     """Return the logged model of a version; None if it is deleted already, or if the version has another source."""
-    model_id = _LOGGED_MODEL_URI.fullmatch(version.source or "")
-    if model_id is None:
+    uri_match = _LOGGED_MODEL_URI.fullmatch(version.source or "")
+    if uri_match is None:
         return None
     try:
-        return client.get_logged_model(model_id[1])
+        return client.get_logged_model(uri_match[1])
     except MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise

@@ -1,4 +1,4 @@
-"""Run folders by age: the newest are kept whole, older ones are reduced to manifests and reports, the oldest are removed.
+"""Run folders by age: the newest runs keep all files, older runs keep manifests and reports, the oldest runs are removed.
 
 A run is reduced in two steps: the file reduced.json is written, then the large files are removed. A run folder is removed by a
 rename into the workspace's trash, which is emptied afterwards. If the process is killed, the next `nightjar clean` or the end
@@ -74,7 +74,7 @@ def run_ids(workspace: Path) -> list[str]:
 
 
 def find_removals(workspace: Path, config: RetentionConfig, *, aliased_runs: Collection[str]) -> list[RunRemoval]:
-    """Return what must be removed so that the runs of `workspace` comply with `config`, the oldest run first. Remove nothing.
+    """Return the removals after which the runs of `workspace` comply with `config`, the oldest run first. Remove nothing.
 
     Args:
         aliased_runs: ids of the runs whose model version has an alias; they are kept whole.
@@ -98,9 +98,9 @@ def stages_to_keep(workspace: Path, config: RetentionConfig, *, aliased_runs: Co
     """Return the stages whose files must be kept, by run id.
 
     Whole runs keep all stages. They are the newest `config.whole_runs` runs, locked runs, runs whose model version has an
-    alias, and runs whose model one of the newest or locked runs continued to train. An older run keeps the interactions,
-    features and data report that one of the newest or locked runs, or a new run, reads from it. Without them a resumed run
-    would repeat its stages, and a new run would build its vocabulary again.
+    alias, and runs whose model is the starting point of one of the newest or locked runs. An older run keeps the interactions,
+    features and data report that a new run, or one of the newest or locked runs, reads from it. Without these files a resumed
+    run would repeat its stages, and a new run would build its vocabulary again.
     """
     runs_folder, ids = workspace / RUNS_NAME, run_ids(workspace)
     active_runs = [run_id for run_id in ids if Run(run_id, workspace=workspace, experiment="").is_locked()]
@@ -130,17 +130,17 @@ def _stages_read_by_next(runs_folder: Path, earlier_ids: list[str]) -> KeptStage
         (newest("ingest_interactions", InteractionsManifest), "ingest_interactions"),
         (newest("ingest_features", FeaturesManifest), "ingest_features"),
         (report_run, "check_data"),
-        (report_run, "ingest_interactions"),  # the data report compares with the events of this run
+        (report_run, "ingest_interactions"),  # the next data report compares its events with the events of this run
     ]
-    kept: KeptStages = {}
+    stages_by_run: KeptStages = {}
     for run_id, stage in pairs:
         if run_id is not None:
-            kept[run_id] = kept.get(run_id, frozenset()) | {stage}
-    return kept
+            stages_by_run[run_id] = stages_by_run.get(run_id, frozenset()) | {stage}
+    return stages_by_run
 
 
 def _champion_run(folder: Path) -> str | None:
-    """Return the run of the champion that the run in `folder` starts from; None if it starts from scratch."""
+    """Return the id of the run whose model the run in `folder` continued to train; None if it trained from scratch."""
     try:
         content = json.loads((folder / CHAMPION_FILE_NAME).read_bytes())
         return str(content["run_id"]) if content["run_id"] is not None else None
@@ -160,7 +160,7 @@ def _large_files(folder: Path, *, kept_stages: Collection[StageName]) -> Iterato
 
 
 def _freed_bytes(groups: Iterable[tuple[Path, ...]]) -> Iterator[int]:
-    """Yield the disk space that the removal of each group frees, if the groups are removed in order."""
+    """Yield the disk space that the removal of each group frees, after the removal of the groups before it."""
     num_removed_links: Counter[tuple[int, int]] = Counter()
     for paths in groups:
         freed_blocks = 0
@@ -173,7 +173,7 @@ def _freed_bytes(groups: Iterable[tuple[Path, ...]]) -> Iterator[int]:
 
 
 def _statuses(path: Path) -> Iterator[os.stat_result]:
-    """Yield the status of each file at or below `path`. Files may be removed meanwhile."""
+    """Yield the status of each file at or below `path`; skip files that another process removes meanwhile."""
     for file in path.rglob("*") if path.is_dir() else (path,):
         with suppress(FileNotFoundError):
             status = file.lstat()
@@ -182,7 +182,7 @@ def _statuses(path: Path) -> Iterator[os.stat_result]:
 
 
 def remove_files(workspace: Path, removals: Iterable[RunRemoval]) -> list[RunRemoval]:
-    """Remove the files, except those of runs that a process is working on; return the removals that were done."""
+    """Remove the files, except those of runs that a process is working on; return the completed removals."""
     finished_removals = []
     for removal in removals:
         folder = workspace / RUNS_NAME / removal.run_id
@@ -220,5 +220,5 @@ def _move_to_trash(folder: Path, *, workspace: Path) -> None:
 
 
 def empty_trash(workspace: Path) -> None:
-    """Remove the trash of the workspace, also what a killed process left in it."""
+    """Remove the trash of the workspace, with folders that a killed process has moved to it."""
     remove_own_folder(workspace / TRASH_NAME)

@@ -65,7 +65,7 @@ class RangeConfig(Settings):
         return tuple(dict.fromkeys((self.low, *(value for value in second_value if value <= self.high), self.high)))
 
     def in_setting_type(self, value_by_label: Mapping[str, Any]) -> Self:
-        """Return the range in the type of its setting; raise ValueError if the setting does not take numbers.
+        """Return the range with values of the type of its setting; raise ValueError if the setting does not take numbers.
 
         Args:
             value_by_label: value of the setting after validation of the config, by label of the probe.
@@ -74,7 +74,7 @@ class RangeConfig(Settings):
         0.0
         """
         if self.choices is not None:
-            # A group of settings is not replaced: the parsed group also holds defaults of settings that the user left out.
+            # Keep a group of settings as the user wrote it: the validated group also has the defaults.
             choices = [
                 choice if isinstance(choice, dict) else value_by_label.get(label_of(choice), choice) for choice in self.choices
             ]
@@ -89,7 +89,7 @@ class RangeConfig(Settings):
 
 
 def label_of(value: Any) -> str:
-    """Return a string as it is and any other value as JSON.
+    """Return a string unchanged and any other value as JSON.
 
     >>> label_of("softmax"), label_of([64, 32]), label_of(None)
     ('softmax', '[64, 32]', 'null')

@@ -14,13 +14,13 @@ from tasks.tuning.study import Ending, FinishedTrial, Study
 TRIAL_TAG = "nightjar.trial"
 ENDING_TAG = "nightjar.ending"
 REASON_TAG = "nightjar.reason"
-STATUS: dict[Ending, int] = {"complete": RunStatus.FINISHED, "pruned": RunStatus.KILLED, "failed": RunStatus.FAILED}
+STATUS_BY_ENDING: dict[Ending, int] = {"complete": RunStatus.FINISHED, "pruned": RunStatus.KILLED, "failed": RunStatus.FAILED}
 _MAX_REASON_LENGTH = 500
 _MAX_TRIALS = 10_000
 
 
 def log_study(run: Run, study: Study, *, is_done: bool) -> None:
-    """Log the finished trials that are not in MLflow yet; if the study is done, also its files and best trial.
+    """Log the finished trials that are not in MLflow yet. If the study is done, also log its files and its best trial.
 
     If MLflow does not work, a warning is logged, and the next call logs the missing trials.
     """
@@ -48,14 +48,14 @@ def _log_trials(client: MlflowClient, parent_id: str, study: Study) -> None:
     nested_runs = client.search_runs([experiment_id], query, ViewType.ACTIVE_ONLY, max_results=_MAX_TRIALS)
     info_by_trial = {run.data.tags[TRIAL_TAG]: run.info for run in nested_runs}
     for trial in study.finished_trials:
-        info = info_by_trial.get(str(trial.number))
-        if info is not None and info.status != RunStatus.to_string(RunStatus.RUNNING):
+        run_info = info_by_trial.get(str(trial.number))
+        if run_info is not None and run_info.status != RunStatus.to_string(RunStatus.RUNNING):
             continue
         now_ms = int(time.time() * 1000)
-        if info is None:
+        if run_info is None:
             tags = {MLFLOW_PARENT_RUN_ID: parent_id, MLFLOW_RUN_NAME: f"trial-{trial.number}", TRIAL_TAG: str(trial.number)}
-            info = client.create_run(experiment_id, start_time=now_ms - int(trial.seconds * 1000), tags=tags).info
-        _log_trial(client, info.run_id, trial, metric=study.metric, now_ms=now_ms)
+            run_info = client.create_run(experiment_id, start_time=now_ms - int(trial.seconds * 1000), tags=tags).info
+        _log_trial(client, run_info.run_id, trial, metric=study.metric, now_ms=now_ms)
 
 
 def _log_trial(client: MlflowClient, run_id: str, trial: FinishedTrial, *, metric: str, now_ms: int) -> None:
@@ -66,4 +66,4 @@ def _log_trial(client: MlflowClient, run_id: str, trial: FinishedTrial, *, metri
     client.log_batch(run_id, metrics=[*curve, *best], params=params)
     client.set_tag(run_id, ENDING_TAG, trial.ending)
     client.set_tag(run_id, REASON_TAG, trial.reason[:_MAX_REASON_LENGTH])
-    client.set_terminated(run_id, RunStatus.to_string(STATUS[trial.ending]))
+    client.set_terminated(run_id, RunStatus.to_string(STATUS_BY_ENDING[trial.ending]))

@@ -29,7 +29,7 @@ STATES: dict[Ending, TrialState] = {
 
 
 class TrialResult(Frozen):
-    """How a trial ended.
+    """Result of a trial.
 
     Attributes:
         value: metric of the best epoch; None if no epoch was validated.
@@ -57,7 +57,7 @@ class RunningTrial:
     settings: dict[str, Any]
     optuna_trial: optuna.Trial
     reported_epochs: frozenset[int]
-    """Epochs that were reported before an interruption: Optuna warns about a second report."""
+    """Epochs that were reported before an interruption. Optuna would warn about a second report."""
 
     @property
     def number(self) -> int:
@@ -76,7 +76,7 @@ class RunningTrial:
 
 
 class Study:
-    """All trials of one search, which maximises the metric. `folder` holds study.db and the reports about it."""
+    """All trials of one search for the highest metric. `folder` contains study.db, the reports and the trials."""
 
     def __init__(self, config: TuningConfig, *, folder: Path, metric: str, run_id: str) -> None:
         """Open the study in `folder`, or create it. `run_id` becomes the name of the MLflow run of a new study."""
@@ -109,7 +109,7 @@ class Study:
 
     @property
     def best_trial(self) -> FinishedTrial | None:
-        """The complete trial with the highest metric; the first of equal trials; None if no trial is complete."""
+        """The complete trial with the highest metric, the first one if several are equal; None if no trial is complete."""
         return next((trial for trial in best_first(self.finished_trials) if trial.ending == "complete"), None)
 
     def start_trial(self) -> RunningTrial:
@@ -161,7 +161,7 @@ def best_first(trials: Sequence[FinishedTrial]) -> list[FinishedTrial]:
 
 def _suggest(trial: optuna.Trial, name: str, value_range: RangeConfig) -> Any:
     """Return the value of the setting `name` in `trial`; draw it if the trial does not have one yet."""
-    if value_range.choices is not None:  # by label: Optuna cannot store a list
+    if value_range.choices is not None:  # the study stores labels, because Optuna cannot store a list
         return _choice(value_range, trial.suggest_categorical(name, [*map(label_of, value_range.choices)]))
     assert value_range.low is not None and value_range.high is not None
     if isinstance(value_range.low, int):

@@ -38,7 +38,7 @@ def run_trial(trial: RunningTrial, train: Train, *, metric: str, folder: Path, l
         label: name of the trial in the terminal.
 
     Raises:
-        InputError: the settings or the data do not allow any trial; the study ends.
+        InputError: no trial is possible with the data; the study ends.
     """
     start_s = time.monotonic()
     value_by_epoch: dict[int, float] = {}
@@ -73,7 +73,7 @@ def run_trial(trial: RunningTrial, train: Train, *, metric: str, folder: Path, l
 
 
 def _keep_metrics(folder: Path) -> None:
-    """Move metrics.jsonl out of the training's folders and remove everything else except the logs."""
+    """Move metrics.jsonl to the trial's folder, keep the logs, and remove all other files of the training."""
     train_folder, work_folder = folder / "train", folder / "train.work"
     for source_folder in (train_folder, work_folder):
         if (source_folder / METRICS_NAME).is_file():

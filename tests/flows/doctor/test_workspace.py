@@ -22,7 +22,8 @@ def test_the_free_disk_is_compared_with_the_newest_run(small_disk: Path) -> None
         (stage / "model").write_bytes(bytes(size))
     finding = check_disk(small_disk)
     assert (
-        finding.status == "problem" and "run 20261121-000000-bbbb takes 0.0 GiB, and the next run needs as much" in finding.text
+        finding.status == "problem"
+        and "run 20261121-000000-bbbb takes 0.0 GiB, and the next run needs about the same space" in finding.text
     )
 
 

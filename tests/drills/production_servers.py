@@ -57,17 +57,22 @@ def serving(name: str, folder: Path, *, health_path: str, overrides: Mapping[str
 
 
 @contextmanager
-def production_servers(folder: Path, *, postgresql_port: int | None = None) -> Iterator[Servers]:
-    """Start both servers with passwords, on sqlite or on PostgreSQL; files are in `folder`."""
+def production_servers(folder: Path, *, postgresql_port: int | None = None, s3_address: str | None = None) -> Iterator[Servers]:
+    """Start both servers with passwords, on sqlite or on PostgreSQL; files are in `folder`.
+
+    Args:
+        s3_address: S3 server whose bucket holds MLflow's artifacts; None: they are in `folder`.
+    """
     users = (ROOT / "infra" / "compose" / "mlflow-auth.ini").read_text().replace("/var/lib/nightjar", str(folder))
     (folder / "mlflow-auth.ini").write_text(users)
     prefect: dict[str, str | None] = {"PREFECT_HOME": str(folder / "prefect")}
     mlflow: dict[str, str | None] = {
         "MLFLOW_AUTH_CONFIG_PATH": str(folder / "mlflow-auth.ini"),
-        "MLFLOW_ARTIFACTS_DESTINATION": str(folder / "artifacts"),
         "MLFLOW_SERVER_ALLOWED_HOSTS": "127.0.0.1:*",
-        "AWS_ENDPOINT_URL": None,
+        "AWS_ENDPOINT_URL": s3_address,
     }
+    if s3_address is None:
+        mlflow["MLFLOW_ARTIFACTS_DESTINATION"] = str(folder / "artifacts")
     if postgresql_port is None:
         prefect |= {name: None for name in service_environment("prefect") if name.startswith("PREFECT_SERVER_DATABASE_")}
         mlflow |= {"MLFLOW_BACKEND_STORE_URI": f"sqlite:///{folder}/mlflow-server.db", "PGPASSWORD": None}

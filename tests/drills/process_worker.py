@@ -1,0 +1,112 @@
+"""A worker of a process work pool with the settings of infra/compose.yaml, and the requests that the Prefect UI sends."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+
+from tests.drills.production_servers import PREFECT_LOGIN, SERVICES, Servers
+
+PATIENCE_S = 600.0
+GONE_WITHIN_S = 10.0
+POOL = "nightjar"
+
+
+class PrefectPage:
+    """The requests that the Prefect UI sends, for the deployment of one pipeline."""
+
+    def __init__(self, servers: Servers, *, pipeline: str = "nightly") -> None:
+        self._pipeline = pipeline
+        self._api = f"{servers.prefect}/api"
+        self._login = tuple(PREFECT_LOGIN.split(":"))
+
+    def request(self, method: str, path: str, body: Any = None) -> Any:
+        answer = requests.request(method, f"{self._api}{path}", json=body, auth=self._login, timeout=60)
+        answer.raise_for_status()
+        return answer.json()
+
+    def wait_for_pool(self) -> None:
+        """Wait until the worker has created its work pool."""
+        deadline = time.monotonic() + PATIENCE_S
+        while POOL not in [pool["name"] for pool in self.request("POST", "/work_pools/filter", {})]:
+            assert time.monotonic() < deadline, "the worker does not start"
+            time.sleep(0.3)
+
+    def start_run(self, **parameters: Any) -> str:
+        """Start a run with the form; return the id of the flow run."""
+        deployment = self.request("GET", f"/deployments/name/nightly-retrain/{self._pipeline}")
+        body = {"parameters": {**deployment["parameters"], **parameters}}
+        return str(self.request("POST", f"/deployments/{deployment['id']}/create_flow_run", body)["id"])
+
+    def cancel(self, flow_run_id: str) -> None:
+        """Press the button Cancel."""
+        self._set_state(flow_run_id, {"type": "CANCELLING", "name": "Cancelling"})
+
+    def retry(self, flow_run_id: str) -> None:
+        """Press the button Retry."""
+        self._set_state(flow_run_id, {"type": "SCHEDULED", "name": "AwaitingRetry"})
+
+    def _set_state(self, flow_run_id: str, state: dict[str, str]) -> None:
+        self.request("POST", f"/flow_runs/{flow_run_id}/set_state", {"state": state, "force": True})
+
+    def flow_run(self, flow_run_id: str) -> Any:
+        return self.request("GET", f"/flow_runs/{flow_run_id}")
+
+    def planned_run(self) -> str:
+        """Return the id of the flow run that the schedule starts next."""
+        runs = self.request("POST", "/flow_runs/filter", {"sort": "EXPECTED_START_TIME_ASC", "limit": 1})
+        assert "auto-scheduled" in runs[0]["tags"], runs[0]
+        return str(runs[0]["id"])
+
+    def wait_for(self, flow_run_id: str, *states: str, patience_s: float = PATIENCE_S) -> str:
+        """Wait until the flow run is in one of the states; return its state. Another final state is an error."""
+        deadline = time.monotonic() + patience_s
+        while (state := self.flow_run(flow_run_id)["state"])["name"] not in states:
+            assert state["type"] not in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED"), state
+            assert time.monotonic() < deadline, state
+            time.sleep(0.3)
+        return str(state["name"])
+
+
+class Worker:
+    """The process of the worker."""
+
+    def __init__(self, servers: Servers, *, log_file: Path) -> None:
+        program, *arguments = SERVICES["worker"]["command"]
+        environment = dict(servers.environment) | {"PREFECT_WORKER_QUERY_SECONDS": "1"}
+        with log_file.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", program, *arguments], env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def children(self) -> list[psutil.Process]:
+        """Return all processes of its runs."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self, number: signal.Signals) -> tuple[float, list[str]]:
+        """Send the signal; return the seconds until no process of its runs is left, and the processes left after 10 s."""
+        processes = self.children()
+        sent = time.monotonic()
+        self.process.send_signal(number)
+        _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN_S)
+        took = time.monotonic() - sent
+        self.process.wait(60)
+        return took, [" ".join(process.cmdline()) for process in alive]
+
+
+@contextmanager
+def worker_of(servers: Servers, *, log_file: Path) -> Iterator[Worker]:
+    """Start a worker; stop it at the end, with its runs."""
+    worker = Worker(servers, log_file=log_file)
+    try:
+        yield worker
+    finally:
+        if worker.process.poll() is None:
+            worker.end(signal.SIGTERM)

@@ -1,0 +1,146 @@
+"""PostgreSQL, artifacts in S3 and a process worker: a planned run, then cancel, retry and resume: `make drills`."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tasks.run_record import RunRecord
+from tests.drills import postgresql_server as postgresql_module
+from tests.drills import s3_server as s3_module
+from tests.drills.postgresql_server import PostgresqlServer, postgresql_server
+from tests.drills.process_worker import GONE_WITHIN_S, PATIENCE_S, PrefectPage, Worker, worker_of
+from tests.drills.production_servers import Servers, production_servers
+from tests.drills.s3_server import S3Server, s3_server
+from tests.drills.test_kill_and_resume import is_in, write_config
+
+pytestmark = [
+    pytest.mark.drill,
+    pytest.mark.skipif(not postgresql_module.is_installed(), reason="PostgreSQL is not installed"),
+    pytest.mark.skipif(not s3_module.is_installed(), reason="moto_server is not installed (tests/drills/s3_server.py)"),
+]
+NIGHTJAR = [sys.executable, "-m", "flows.cli"]
+LONGER_TRAINING = ["training.epochs=12", "training.warm_start=null"]
+LEAD = timedelta(seconds=90)  # the worker must have started at the planned time
+
+
+def nightjar(*arguments: str, servers: Servers) -> str:
+    """Run a command with the environment of the worker; return its output."""
+    command = subprocess.run(
+        [*NIGHTJAR, *arguments], env=dict(servers.environment), capture_output=True, text=True, timeout=600
+    )
+    assert command.returncode == 0, command.stderr
+    return command.stdout
+
+
+def wait_until(holds: Callable[[], bool], *, what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s: {what}"
+        time.sleep(0.02)
+
+
+def cancelled_in_training(page: PrefectPage, worker: Worker, runs: Path, *, reason: str) -> tuple[str, Path, float]:
+    """Start a run and cancel it in the training.
+
+    Returns: the flow run; the folder of the run; the seconds until no process of the run was left.
+    """
+    earlier = set(runs.glob("*"))
+    flow_run = page.start_run(reason=reason, overrides=LONGER_TRAINING)
+    wait_until(lambda: any(is_in("train", run) for run in set(runs.glob("*")) - earlier), what="training")
+    (run,) = set(runs.glob("*")) - earlier
+    processes = worker.children()
+    cancelled = time.monotonic()
+    page.cancel(flow_run)
+    _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN_S)
+    took = time.monotonic() - cancelled
+    assert not alive, [process.cmdline() for process in alive]
+    page.wait_for(flow_run, "Cancelled", patience_s=30)
+    return flow_run, run, took
+
+
+def record_of(run: Path) -> RunRecord:
+    return RunRecord.model_validate_json((run / "run.json").read_text())
+
+
+@dataclass(frozen=True)
+class Production:
+    """The servers, and what is behind them."""
+
+    servers: Servers
+    postgresql: PostgresqlServer
+    s3: S3Server
+
+    def aliases(self, model_name: str) -> dict[str, str]:
+        sql = f"SELECT alias, version FROM registered_model_aliases WHERE name = '{model_name}'"
+        return dict(line.split("|") for line in self.postgresql.query("mlflow", sql).splitlines())
+
+
+@pytest.fixture(scope="module")
+def production(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Production]:
+    folder = tmp_path_factory.mktemp("servers")
+    with (
+        postgresql_server() as postgresql,
+        s3_server(folder) as s3,
+        production_servers(folder, postgresql_port=postgresql.port, s3_address=s3.address) as servers,
+    ):
+        yield Production(servers, postgresql, s3)
+
+
+def test_a_planned_run_starts_on_the_worker_and_its_version_is_in_postgresql_and_s3(
+    production: Production, tmp_path: Path
+) -> None:
+    servers, file = production.servers, write_config(tmp_path)
+    with worker_of(servers, log_file=tmp_path / "worker.log"):
+        page = PrefectPage(servers)
+        page.wait_for_pool()
+        planned = datetime.now(UTC) + LEAD
+        out = nightjar("deploy", str(file), "--work-pool", "nightjar", "--cron", f"{planned:%M %H} * * *", servers=servers)
+        assert "nightly-retrain/nightly, created" in out
+        flow_run = page.planned_run()
+        page.wait_for(flow_run, "Promoted")
+    assert page.flow_run(flow_run)["run_count"] == 1
+    assert f"{planned:%Y-%m-%dT%H:%M}" in page.flow_run(flow_run)["expected_start_time"]
+    assert production.aliases("nightjar") == {"champion": "1"}
+    assert production.postgresql.query("prefect", "SELECT count(*) FROM flow_run WHERE state_name = 'Promoted'") == "1"
+    assert not (tmp_path / "workspace" / "mlflow.db").exists()
+    assert any(key.endswith("/MLmodel") for key in production.s3.objects())
+    answer = nightjar("query", str(file), "--user", "u1", "-k", "3", "--json", servers=servers)
+    assert len(json.loads(answer)["items"]) == 3, answer
+
+
+def test_a_cancelled_run_leaves_no_process_and_a_retry_or_a_resume_ends_well(
+    production: Production, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    servers, file, runs = production.servers, write_config(tmp_path), tmp_path / "workspace" / "runs"
+    file.write_text(f"{file.read_text()}name: cancelled\nregistry: {{model_name: cancelled}}\n")
+    with worker_of(servers, log_file=tmp_path / "worker.log") as worker:
+        page = PrefectPage(servers, pipeline="cancelled")
+        page.wait_for_pool()
+        nightjar("deploy", str(file), "--work-pool", "nightjar", servers=servers)
+
+        flow_run, run, retried_s = cancelled_in_training(page, worker, runs, reason="retry")
+        ingested = (run / "ingest_interactions").stat().st_mtime_ns
+        page.retry(flow_run)
+        page.wait_for(flow_run, "Promoted")
+        assert record_of(run).num_starts == page.flow_run(flow_run)["run_count"] == 2
+        assert (run / "ingest_interactions").stat().st_mtime_ns == ingested, "a complete stage is repeated"
+        assert production.aliases("cancelled") == {"champion": "1"}
+
+        _, run, resumed_s = cancelled_in_training(page, worker, runs, reason="resume")
+        flow_run = page.start_run(resume=run.name, reason="resume", overrides=LONGER_TRAINING)
+        state = page.wait_for(flow_run, "Promoted", "NotPromoted")
+        assert record_of(run).num_starts == 2
+    assert len(list(runs.iterdir())) == 2
+    assert production.aliases("cancelled") == (
+        {"champion": "2"} if state == "Promoted" else {"champion": "1", "challenger": "2"}
+    )
+    seconds = max(retried_s, resumed_s)
+    record_property("figures", f"no process left {seconds:.1f} s after Cancel; lost runs 0, wrong aliases 0")

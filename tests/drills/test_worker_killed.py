@@ -1,0 +1,85 @@
+"""The worker gets SIGTERM or SIGKILL in each stage of a run, which is retried in Prefect each time: `make drills`."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from tasks.run import STAGES
+from tests.drills.process_worker import GONE_WITHIN_S, PATIENCE_S, PrefectPage, worker_of
+from tests.drills.production_servers import USER_PASSWORD, Servers, production_servers
+from tests.drills.test_kill_and_resume import is_in, write_config
+
+pytestmark = pytest.mark.drill
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    with production_servers(tmp_path_factory.mktemp("servers")) as servers:
+        yield servers
+
+
+def registered_model(servers: Servers, name: str) -> Any:
+    """Return the registered model of MLflow; an empty dict if it does not exist."""
+    url = f"{servers.mlflow}/api/2.0/mlflow/registered-models/get"
+    answer = requests.get(url, params={"name": name}, auth=("nightjar", USER_PASSWORD), timeout=60)
+    return answer.json().get("registered_model", {})
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
+def test_a_signal_to_the_worker_in_any_stage_ends_the_run_as_crashed_and_a_retry_continues_it(
+    servers: Servers, tmp_path: Path, number: signal.Signals, record_property: Callable[[str, object], None]
+) -> None:
+    name = number.name.lower()
+    file, runs = write_config(tmp_path), tmp_path / "workspace" / "runs"
+    file.write_text(f"{file.read_text()}name: {name}\nregistry: {{model_name: {name}}}\n")
+    log_file = tmp_path / "worker.log"
+    page = PrefectPage(servers, pipeline=name)
+    flow_run, gone_s, crashed_s = "", [], []
+
+    def begun(stage: str) -> bool:
+        return any(is_in(stage, run) or (run / stage).is_dir() for run in runs.glob("*"))
+
+    for stage in STAGES:
+        with worker_of(servers, log_file=log_file) as worker:
+            if flow_run:
+                page.retry(flow_run)
+            else:
+                page.wait_for_pool()
+                deploy = [sys.executable, "-m", "flows.cli", "deploy", str(file), "--work-pool", "nightjar"]
+                subprocess.run(deploy, env=dict(servers.environment), check=True, capture_output=True)
+                flow_run = page.start_run()
+            deadline = time.monotonic() + PATIENCE_S
+            while not begun(stage):
+                assert time.monotonic() < deadline, f"{stage}: {page.flow_run(flow_run)['state']}; {log_file.read_text()}"
+                time.sleep(0.002)
+            sent = time.monotonic()
+            seconds, alive = worker.end(number)
+        assert not alive, f"{stage}: {alive}"
+        page.wait_for(flow_run, "Crashed", patience_s=GONE_WITHIN_S)
+        gone_s.append(seconds)
+        crashed_s.append(time.monotonic() - sent)
+        (run,) = runs.iterdir()
+        aliases = registered_model(servers, name).get("aliases", [])
+        assert aliases in ([], [{"alias": "champion", "version": "1"}]), f"{stage}: {aliases}"
+    with worker_of(servers, log_file=log_file):
+        page.retry(flow_run)
+        page.wait_for(flow_run, "Promoted")
+
+    model = registered_model(servers, name)
+    assert model["aliases"] == [{"alias": "champion", "version": "1"}]
+    assert len(model["latest_versions"]) == 1
+    assert page.flow_run(flow_run)["run_count"] == len(STAGES) + 1
+    assert json.loads((run / "run.json").read_text())["num_starts"] == len(STAGES) + 1
+    record_property(
+        "figures",
+        f"{number.name} to the worker in each of {len(STAGES)} stages: no process left after {max(gone_s):.1f} s, Crashed in "
+        f"Prefect after {max(crashed_s):.1f} s; lost runs 0, wrong aliases 0",
+    )

@@ -164,8 +164,8 @@ def check_worker(config: PipelineConfig) -> Finding:
     online = [worker["name"] for worker in workers if worker["status"] == "ONLINE"]
     if not online:
         heartbeats = [worker["last_heartbeat_time"] for worker in workers]
-        last = f"the last heartbeat was at {max(heartbeats)}" if heartbeats else "no worker has connected yet"
-        return problem(f"work pool {pool} has no worker ({last}); start one: prefect worker start --pool {pool}")
+        last = f"the last heartbeat was at {max(heartbeats)}" if heartbeats else "none has ever connected"
+        return problem(f"work pool {pool} has no worker online ({last}); start one: prefect worker start --pool {pool}")
     return ok(f"work pool {pool}: {', '.join(sorted(online))}")
 
 

@@ -1,7 +1,7 @@
 """The champion that a person chooses: promotion of a registered version, and rollback to a former champion.
 
-The chosen version is tested as in the champion gate before its alias moves, and the alias moves in the same turns. The users of
-the test come from a run in the workspace.
+The version is tested as in the champion gate before the alias `champion` moves to it. The users of the test come from the log
+of a run in the workspace.
 """
 
 import getpass
@@ -40,8 +40,8 @@ class Decision:
     """The decision of a person about the champion.
 
     Attributes:
-        reason: why; it becomes a tag of the versions.
-        on_alias_change: called after each alias that moved to another version.
+        reason: why the person changes the champion; it becomes a tag of both versions.
+        on_alias_change: called after each move of an alias.
     """
 
     config: RegistryConfig
@@ -70,7 +70,7 @@ def promote_version(number: int, decision: Decision) -> str:
     if version is None:
         raise InputError(
             f"{name}: there is no version {number} in {redacted(client.tracking_uri)} (newest versions: "
-            f"{_numbers(versions)}); list the versions with `nightjar releases`"
+            f"{_version_numbers(versions)}); list the versions with `nightjar releases`"
         )
     champion = call_with_retries(lambda: champion_of(client, name), uri=client.tracking_uri)
     if champion is not None and str(champion.version) == str(version.version):
@@ -81,10 +81,12 @@ def promote_version(number: int, decision: Decision) -> str:
 
 
 def roll_back(number: int | None, decision: Decision) -> str:
-    """Give the alias champion to the newest former champion that loads, or to former champion `number`; return one sentence.
+    """Give the alias champion to the newest former champion that loads, or to former champion `number`.
+
+    Return one sentence about the change.
 
     Raises:
-        InputError: there is no former champion, or version `number` is none.
+        InputError: there is no former champion, or version `number` is not a former champion.
         StageError: no former champion loads, or another version became champion during the test.
         TrackingServerError: MLflow does not work.
     """
@@ -99,22 +101,22 @@ def roll_back(number: int | None, decision: Decision) -> str:
     if not candidates:
         problem = "there is no former champion" if number is None else f"version {number} is not a former champion"
         raise InputError(
-            f"{name}: {problem} (former champions: {_numbers(former_versions)}); list the versions with `nightjar releases`, "
-            "and make one of them the champion with `nightjar promote --version N`"
+            f"{name}: {problem} (former champions: {_version_numbers(former_versions)}); list the versions with "
+            "`nightjar releases`, and make one of them the champion with `nightjar promote --version N`"
         )
-    errors = []
+    load_errors = []
     with _tester(client, decision, run_id=None) as tester:
         for version in candidates[:MAX_FORMER_CHAMPIONS]:
             try:
                 metrics = tester.measure(version, name="served")
             except (UnusableVersionError, NotFetchedError) as error:
-                errors.append(str(error))
+                load_errors.append(str(error))
                 continue
             return _make_champion(tester, version, decision, champion=champion, metrics=metrics, is_rollback=True)
-    raise StageError(f"{name}: nothing has changed, because no former champion loads: {'; '.join(errors)}")
+    raise StageError(f"{name}: nothing has changed, because no former champion loads: {'; '.join(load_errors)}")
 
 
-def _numbers(versions: Sequence[ModelVersion]) -> str:
+def _version_numbers(versions: Sequence[ModelVersion]) -> str:
     return ", ".join(str(version.version) for version in versions[:10]) or "none"
 
 
@@ -125,12 +127,12 @@ def _tester(client: MlflowClient, decision: Decision, *, run_id: str | None) -> 
     if run_id is not None:
         folder = Run(run_id, workspace=workspace, experiment="").stage_folder("ingest_interactions")
         manifest = load_manifest(folder, InteractionsManifest)
-    newest = Run(new_run_id(), workspace=workspace, experiment="")
-    manifest = manifest or newest.previous("ingest_interactions", InteractionsManifest)
+    new_run = Run(new_run_id(), workspace=workspace, experiment="")
+    manifest = manifest or new_run.previous("ingest_interactions", InteractionsManifest)
     if manifest is None:
         raise InputError(
-            f"{workspace}: no run has an ingested interaction log, whose users test a version before it becomes champion; "
-            "ingest one with `nightjar run --until ingest_interactions`"
+            f"{workspace}: no run has an ingested interaction log, but the smoke test needs users of a log; "
+            "ingest a log with `nightjar run --until ingest_interactions`"
         )
     with TemporaryDirectory(prefix="nightjar-") as folder_name:
         sample = prepare_sample(manifest, max_users=decision.config.smoke_test_users, folder=Path(folder_name) / "smoke_test")
@@ -169,9 +171,9 @@ def _make_champion(
         tester.retry(client.delete_registered_model_alias, name, "challenger")
         decision.on_alias_change(AliasChange(name, "challenger", number, None, f"{verb}: {decision.reason}"))
     metric = decision.config.metric
-    replaced = "" if old_number is None else f" instead of version {old_number}"
+    replacement_text = "" if old_number is None else f" instead of version {old_number}"
     return (
-        f"{name} version {number} is champion{replaced}: {metric} is {metrics[f'served/{metric}']:.4f} for "
+        f"{name} version {number} is champion{replacement_text}: {metric} is {metrics[f'served/{metric}']:.4f} for "
         f"{tester.sample.num_users:,} users"
     )
 

@@ -30,16 +30,18 @@ def starting_champion(model_name: str, *, run: Run) -> Champion | None:
     if run_id is None:
         LOG.info("full training: %s has no champion yet, or had none when this run began", model_name)
         return None
-    source = Run(run_id, workspace=run.workspace, experiment=run.experiment)
+    champion_run = Run(run_id, workspace=run.workspace, experiment=run.experiment)
     champion = Champion.open(
         run_id,
-        train=source.stage_folder("train"),
-        export=source.stage_folder("export"),
-        interactions=source.stage_folder("ingest_interactions"),
-        features=source.stage_folder("ingest_features"),
+        train=champion_run.stage_folder("train"),
+        export=champion_run.stage_folder("export"),
+        interactions=champion_run.stage_folder("ingest_interactions"),
+        features=champion_run.stage_folder("ingest_features"),
     )
     if champion is None:
-        LOG.info("full training: stages of run %s, which trained the champion, are missing in %s", run_id, source.folder.parent)
+        LOG.info(
+            "full training: stages of run %s, which trained the champion, are missing in %s", run_id, champion_run.folder.parent
+        )
     return champion
 
 

@@ -5,8 +5,8 @@
    more than `registry.max_relative_drop`.
 3. Fallback: if the champion does not load, the new version is compared with the last former champion that loads, and the winner
    becomes champion. If no former champion loads either, the new version must be at least as good as popularity.
-4. Promotion: the winner gets the alias `champion`, a new version that lost gets `challenger`. The person who starts a run may
-   decide instead of the comparison (`RunOptions.promote`).
+4. Promotion: the winner gets the alias `champion`. A new version that does not win gets `challenger`. `RunOptions.promote` can
+   override the comparison.
 """
 
 import json
@@ -54,7 +54,7 @@ class Verdict:
         promoted: whether the new version becomes champion.
         reason: the comparison in one sentence.
         metrics: metrics of all compared versions, as <served | champion | former_champion | popularity>/<metric>.
-        alarm: error of a champion that does not load, and what follows from it; None if the champion loads.
+        alarm: error of a champion that does not load, and the version that replaces it; None if the champion loads.
         reinstated: the former champion that becomes champion again, if any.
     """
 
@@ -67,10 +67,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class _Gate:
-    """The new version, and the test that it and its competitors take.
+    """The new version, and the tester for this version and the versions that it is compared with.
 
     Attributes:
-        on_alias_change: called after each alias that moved to another version.
+        on_alias_change: called after each move of an alias.
     """
 
     version: ModelVersion
@@ -81,7 +81,7 @@ class _Gate:
     on_alias_change: Callable[[AliasChange], None]
 
     def report_alias(self, alias: str, *, old_version: object, new_version: object, reason: str) -> None:
-        """Report that `alias` moved from one version number to another, or None, unless they are equal."""
+        """Report that `alias` moved to another version. A version may be None. Do nothing if both versions are equal."""
         old, new = (None if number is None else str(number) for number in (old_version, new_version))
         if old != new:
             self.on_alias_change(AliasChange(self.version.name, alias, old, new, reason))
@@ -101,9 +101,9 @@ def pass_gate(
     """Test `version`, compare it with the champion, set its alias and its tags; return the fields of RegistrationManifest.
 
     Args:
-        options: `promote` decides whether the comparison or the person who started the run decides.
+        options: `promote` is the rule of the promotion, and `reason` becomes a tag of the version.
         folder: receives the users of the smoke test and each version's recommendations.
-        on_alias_change: called after each alias that moved to another version.
+        on_alias_change: called after each move of an alias.
 
     Raises:
         StageError: the version failed the smoke test, or no version can be champion.
@@ -116,7 +116,7 @@ def pass_gate(
     verdict = _compare_and_promote(gate, gate.tester.smoke_test(version))
     assert version.run_id is not None  # version_for creates every version from an MLflow run
     gate.tester.retry(log_metrics, client, version.run_id, as_metrics(verdict.metrics))
-    facts = {
+    registration = {
         "model_name": version.name,
         "version": str(version.version),
         "alias": "champion" if verdict.promoted else "challenger",
@@ -128,8 +128,8 @@ def pass_gate(
         "mlflow_run_id": version.run_id,
         "metrics": verdict.metrics,
     }
-    (folder / "registration.json").write_text(json.dumps(facts, indent=2))
-    return facts
+    (folder / "registration.json").write_text(json.dumps(registration, indent=2))
+    return registration
 
 
 def _compare_and_promote(gate: _Gate, new_metrics: dict[str, float]) -> Verdict:
@@ -160,7 +160,7 @@ def _compare_and_promote(gate: _Gate, new_metrics: dict[str, float]) -> Verdict:
         gate.tester.retry(client.set_registered_model_alias, version.name, "challenger", version.version)
         gate.report_alias("challenger", old_version=old_challenger, new_version=version.version, reason=verdict.reason)
     elif "challenger" in gate.tester.retry(client.get_model_version, version.name, version.version).aliases:
-        # An earlier start of the run did not promote the version, and a resume with another `promote` does.
+        # An earlier start of the run did not promote the version, but this start has another `promote`.
         gate.tester.retry(client.delete_registered_model_alias, version.name, "challenger")
         gate.report_alias("challenger", old_version=version.version, new_version=None, reason=verdict.reason)
     if verdict.alarm is not None:
@@ -192,7 +192,7 @@ def _decide(gate: _Gate, new_metrics: dict[str, float], *, champion: ModelVersio
 
 
 def _compare(gate: _Gate, new_metrics: dict[str, float], *, champion: ModelVersion | None) -> Verdict:
-    """Compare the new version with the champion or, if the champion does not load, with its replacement."""
+    """Compare the new version with the champion or, if the champion does not load, with a former champion or popularity."""
     if champion is None:
         return Verdict(True, "there was no champion", new_metrics)
     try:
@@ -216,7 +216,7 @@ def _compare_with_former_champion(gate: _Gate, new_metrics: dict[str, float]) ->
 
 
 def _compare_with_popularity(gate: _Gate, new_metrics: dict[str, float]) -> Verdict:
-    """Compare with popularity, the baseline of last resort: a version that is worse than popularity is not promoted."""
+    """Compare with popularity. A version that is worse than popularity is not promoted."""
     popular_item_I = np.load(gate.evaluation.path("popularity.npy")).astype(np.int64)
     answers = recommend_popular(gate.tester.sample, popular_item_I=popular_item_I)
     metrics = {f"popularity/{name}": value for name, value in served_metrics(answers, sample=gate.tester.sample).items()}
@@ -234,10 +234,12 @@ def judge(metrics: dict[str, float], *, config: RegistryConfig, baseline: str, l
     >>> judge(metrics, config=RegistryConfig(), baseline="champion", label="version 3").reason
     'recall@20 is 0.2000, less than 0.98 of the 0.2500 of version 3'
     """
-    share = 1 - config.max_relative_drop
+    min_share = 1 - config.max_relative_drop
     new_value, baseline_value = metrics[f"served/{config.metric}"], metrics[f"{baseline}/{config.metric}"]
-    promoted = new_value >= baseline_value * share
+    promoted = new_value >= baseline_value * min_share
     relation = "at least" if promoted else "less than"
     return Verdict(
-        promoted, f"{config.metric} is {new_value:.4f}, {relation} {share:g} of the {baseline_value:.4f} of {label}", metrics
+        promoted,
+        f"{config.metric} is {new_value:.4f}, {relation} {min_share:g} of the {baseline_value:.4f} of {label}",
+        metrics,
     )

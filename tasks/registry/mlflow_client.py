@@ -46,7 +46,7 @@ def tracking_uri(workspace: Path) -> str:
 
 
 def connect(workspace: Path, *, timeout_s: float | None = None) -> MlflowClient:
-    """Return a client of a server that answers; raise TrackingServerError if it does not.
+    """Return a client of MLflow after a test request; raise TrackingServerError if MLflow does not answer.
 
     Args:
         timeout_s: deadline of the answer; None: ANSWER_TIMEOUT_S.
@@ -95,7 +95,7 @@ def call_with_deadline(call: Callable[[], T], *, uri: str, timeout_s: float | No
 def call_or_warn(call: Callable[[MlflowClient], T], *, workspace: Path, warning: str) -> T | None:
     """Return call(client); if MLflow fails, has a full disk or exceeds a deadline, log `warning` with the reason; return None.
 
-    Connecting and calling have a deadline of ANSWER_TIMEOUT_S each.
+    The connection and the call each have a deadline of ANSWER_TIMEOUT_S.
     """
     try:
         client = connect(workspace)
@@ -119,7 +119,7 @@ def call_with_retries(call: Callable[[], T], *, uri: str) -> T:
             assert isinstance(error, Exception)
             LOG.warning("%s; retrying for up to %.0f s", tracking_error(error, uri=uri), RETRY_TIMEOUT_S)
 
-    attempts = Retrying(
+    retrying = Retrying(
         retry=retry_if_exception(_is_transient),
         wait=wait_random_exponential(max=15),
         stop=stop_after_delay(RETRY_TIMEOUT_S),
@@ -127,7 +127,7 @@ def call_with_retries(call: Callable[[], T], *, uri: str) -> T:
         reraise=True,
     )
     try:
-        return attempts(call)
+        return retrying(call)
     except _MLFLOW_ERRORS as error:
         raise tracking_error(error, uri=uri) from None
 

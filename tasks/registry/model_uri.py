@@ -24,10 +24,10 @@ def load_model(uri: str, *, client: MlflowClient) -> PyFuncModel:
 
 
 def resolve(uri: str, *, client: MlflowClient) -> tuple[str, dict[str, str] | None]:
-    """Replace an alias in `uri` by the version number and return it with the model config for `load_model`.
+    """Return `uri` with the version number in place of an alias, and the model config for `load_model`.
 
-    The config holds the sha256 in the version's tag. For the URI of a run, a folder or a logged model it is None, and the
-    package must have the sha256 in MLmodel.
+    The config contains the sha256 in the version's tag. For the URI of a run, a folder or a logged model, the config is None
+    and the package must have the sha256 in MLmodel.
     """
     name_and_version: tuple[str, ...] = get_model_name_and_version(client, uri) if uri.startswith("models:/") else ()
     if len(name_and_version) != 2:

@@ -1,4 +1,4 @@
-"""MLflow model of the retriever, logged as code ("models from code") instead of a pickle: raw ids in, raw ids out."""
+"""MLflow model of the retriever, logged as code ("models from code") instead of a pickle. It maps user ids to item ids."""
 
 import functools
 from pathlib import Path
@@ -44,8 +44,8 @@ class NightjarModel(PythonModel):
         arguments = {"k": 10, "exclude_log": True} | (params or {})
         histories = model_input["history"].tolist() if "history" in model_input else None
         try:
-            if nulls := [name for name, value in arguments.items() if value is None]:
-                raise InputError(f"params: {nulls[0]} is null; set a value, or leave it out")
+            if null_params := [name for name, value in arguments.items() if value is None]:
+                raise InputError(f"params: {null_params[0]} is null; set a value, or leave it out")
             recommendations = self.retriever.recommend_rows(model_input["user_id"].tolist(), histories=histories, **arguments)
         except InputError as error:
             raise MlflowException.invalid_parameter_value(str(error)) from error
@@ -69,9 +69,9 @@ def _reject_unknown_params() -> None:
         model = getattr(self._model_impl, "python_model", None)
         if getattr(model, "rejects_unknown_params", False) and isinstance(params, dict):
             declared_params = [spec.name for spec in self.metadata.get_params_schema().params]
-            if unknown := [str(name) for name in params if name not in declared_params]:
+            if unknown_params := [str(name) for name in params if name not in declared_params]:
                 raise MlflowException.invalid_parameter_value(
-                    f"params: unknown {', '.join(unknown)}; the model has {declared_params}"
+                    f"params: unknown {', '.join(unknown_params)}; the model has {declared_params}"
                 )
         return predict(self, data, params=params)
 

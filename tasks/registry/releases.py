@@ -21,14 +21,14 @@ ALARM_TAG = "nightjar.alarm"
 BROKEN_TAG = "nightjar.broken"
 """Set on a version that did not load during a comparison: the last line of its stderr. Removed when it loads again."""
 PROMOTE_TAG = "nightjar.promote"
-"""Rule by which the version could be promoted to champion: by_gate, never or force (`RunOptions.promote`)."""
+"""Rule that decided whether the version becomes champion: by_gate, never or force (`RunOptions.promote`)."""
 BY_HAND_TAG = "nightjar.by_hand"
-"""The last time a person gave the version the alias champion or took it away: when, who, what and why."""
+"""Last decision of a person that gave the version the alias champion or took it away: time, person, change and reason."""
 MAX_FORMER_CHAMPIONS = 3
 """Number of former champions that the gate tries to load if the champion does not load."""
 FORMER_CHAMPION_TAG = "nightjar.champion_until"
-"""Time at which another version replaced the champion, in seconds since 1970. Not set on a champion that did not load or that
-was rolled back."""
+"""Time at which another version replaced the champion, in seconds since 1970. A champion that did not load, or
+that was rolled back, does not have the tag."""
 
 
 def aliases_of(client: MlflowClient, model_name: str) -> dict[str, str] | None:

@@ -27,7 +27,7 @@ from tasks.registry.smoke_process import EXIT_NOT_FETCHED
 K = 20
 """Number of items that a version recommends to each user: the largest cut-off of the served metrics."""
 _TIMEOUT_S = 1_800.0
-_KILLED = (-signal.SIGKILL, -signal.SIGTERM)
+_KILL_EXIT_CODES = (-signal.SIGKILL, -signal.SIGTERM)
 
 Ints = npt.NDArray[np.int64]
 
@@ -123,7 +123,7 @@ def predict_in_subprocess(sample: ServedSample, *, model_uri: str, tracking_uri:
         reason = redacted(f"{model_uri}: does not answer in a fresh process (exit {error.returncode}): {last_line}")
         if error.returncode == EXIT_NOT_FETCHED:
             raise NotFetchedError(reason) from None
-        if error.returncode in _KILLED:
+        if error.returncode in _KILL_EXIT_CODES:
             raise StageError(f"{reason}; a signal ended the process, perhaps for lack of memory") from None
         raise UnusableVersionError(reason) from None
     except subprocess.TimeoutExpired:
@@ -141,8 +141,9 @@ def recommend_popular(sample: ServedSample, *, popular_item_I: Ints) -> pa.ListA
     """
     seen_offset = np.searchsorted(sample.seen_pair_L, np.arange(sample.num_users + 1) * sample.num_items)
     item_rows = []
-    for user in range(sample.num_users):
-        seen_rows = sample.seen_pair_L[seen_offset[user] : seen_offset[user + 1]] - user * sample.num_items
+    for user_index in range(sample.num_users):
+        first, end = seen_offset[user_index : user_index + 2]
+        seen_rows = sample.seen_pair_L[first:end] - user_index * sample.num_items
         candidates = popular_item_I[: K + len(seen_rows)]
         item_rows.append(candidates[~np.isin(candidates, seen_rows)][:K])
     offsets = np.cumsum([0, *map(len, item_rows)])
@@ -156,7 +157,7 @@ def invalid_answers(answers: pa.ListArray, *, sample: ServedSample) -> list[str]
     expected_U = np.minimum(K, sample.num_items - sample.num_seen_U)
     is_known_L = recommendations.item_row_L >= 0
     pairs = recommendations.user_L[is_known_L] * sample.num_items + recommendations.item_row_L[is_known_L]
-    counts = {
+    count_by_problem = {
         f"users without {K} items (or all their unseen items, if fewer)": int(
             np.sum(recommendations.num_items_U != expected_U)
         ),
@@ -164,7 +165,7 @@ def invalid_answers(answers: pa.ListArray, *, sample: ServedSample) -> list[str]
         "items the user had before": int(np.isin(pairs, sample.seen_pair_L).sum()),
         "items recommended twice to one user": len(pairs) - len(np.unique(pairs)),
     }
-    return [f"{count:,} {problem} (of {sample.num_users:,} users)" for problem, count in counts.items() if count]
+    return [f"{count:,} {problem} (of {sample.num_users:,} users)" for problem, count in count_by_problem.items() if count]
 
 
 def served_metrics(answers: pa.ListArray, *, sample: ServedSample) -> dict[str, float]:
@@ -177,18 +178,18 @@ def served_metrics(answers: pa.ListArray, *, sample: ServedSample) -> dict[str, 
     pair_L = np.where(recommendations.item_row_L >= 0, recommendations.user_L * num_items + recommendations.item_row_L, -1)
     answer_offset_U = np.cumsum(recommendations.num_items_U) - recommendations.num_items_U
     position_L = np.arange(len(pair_L)) - np.repeat(answer_offset_U, recommendations.num_items_U)
-    _, hit_targets, hit_answers = np.intersect1d(sample.target_pair_T, pair_L, return_indices=True)
+    _, hit_target_index, hit_answer_index = np.intersect1d(sample.target_pair_T, pair_L, return_indices=True)
     target_position_T = np.full(len(sample.target_pair_T), num_items)
-    target_position_T[hit_targets] = position_L[hit_answers]
+    target_position_T[hit_target_index] = position_L[hit_answer_index]
     target_positions = TargetPositions.from_pairs(
         user_T=sample.target_pair_T // num_items, position_T=target_position_T, num_candidates_B=num_items - sample.num_seen_U
     )
-    per_user = {
+    value_by_metric = {
         "recall@20": recall(target_positions, k=20),
         "hit_rate@10": hit_rate(target_positions, k=10),
         "ndcg@20": ndcg(target_positions, k=20),
     }
-    return {name: float(value_U.mean()) for name, value_U in per_user.items()}
+    return {name: float(value_U.mean()) for name, value_U in value_by_metric.items()}
 
 
 class _Recommendations(NamedTuple):

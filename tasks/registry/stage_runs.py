@@ -22,7 +22,8 @@ _MAX_TEXT_LENGTH = 500
 def log_end(run: Run, *, state: str, message: str) -> None:
     """Log how a run ended, and a nested MLflow run for each complete stage that is not logged yet.
 
-    The state is a tag. State, message and a link to Prefect are the description. If MLflow does not work, log a warning.
+    The state becomes a tag. State, message and a link to Prefect become the description. If MLflow does not work, log a
+    warning.
     """
     link = "" if run.flow_run_url is None else f"\n\n[Flow run in Prefect]({run.flow_run_url})"
 

@@ -52,7 +52,7 @@ UI_VARIABLE = "NIGHTJAR_MLFLOW_UI_URL"
 """Environment variable with the address of the MLflow UI, if the run logs to a database instead of a server."""
 PIPELINE_TAG = "nightjar.pipeline"
 FLOW_RUN_TAG = "nightjar.prefect_flow_run"
-"""Id of the Prefect flow run; of the last one if the run was resumed."""
+"""Id of the Prefect flow run that started or last resumed the run."""
 FLOW_RUN_URL_TAG = "nightjar.prefect_url"
 """Address in the Prefect UI of the last flow run that had a UI."""
 TRAINING_METRICS = ("loss", "learning_rate", "samples_per_s", "embedding_bytes_per_s", "epoch")
@@ -68,17 +68,17 @@ _MAX_PATHS = 100
 def open_run(client: MlflowClient, run: Run) -> str:
     """Return the id of the MLflow run of `run`; create the experiment and the MLflow run if they do not exist.
 
-    The tags refer to the pipeline and to the Prefect flow run, which is another one after a resume.
+    An existing MLflow run gets the current tags, because a resume has another Prefect flow run.
     """
     tags = _tags_of(run)
     with FileLock(run.workspace / ".mlflow.lock"):
         experiment = client.get_experiment_by_name(run.experiment)
         if experiment is None:
-            # MLflow never changes the artifact location of an experiment. A server chooses one; for a database the default of
-            # MLflow is relative to the current folder.
+            # The artifact location of an experiment cannot change. A server chooses the location. For a database, the default
+            # location would be relative to the current folder.
             has_server = tracking_uri(run.workspace).startswith(("http://", "https://"))
-            location = None if has_server else (run.workspace.absolute() / "mlartifacts").as_uri()
-            experiment_id = client.create_experiment(run.experiment, artifact_location=location)
+            artifact_location = None if has_server else (run.workspace.absolute() / "mlartifacts").as_uri()
+            experiment_id = client.create_experiment(run.experiment, artifact_location=artifact_location)
         else:
             experiment_id = experiment.experiment_id
         query = f"tags.`{RUN_ID_TAG}` = '{run.run_id}'"
@@ -119,14 +119,14 @@ def run_address(client: MlflowClient, mlflow_run_id: str) -> str:
 
 def server_address(uri: str) -> str:
     """Return `uri` without user name, password and final slash."""
-    parts = urlsplit(uri)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
+    url_parts = urlsplit(uri)
+    return url_parts._replace(netloc=url_parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
 
 
 def log_params(client: MlflowClient, mlflow_run_id: str, *, config_file: Path) -> None:
     """Log the settings in `config_file` under dotted names.
 
-    MLflow does not change the value of a param: settings that a resumed run changed are logged as a tag.
+    MLflow cannot change the value of a param, so settings that differ in a resumed run are logged as a tag.
     """
     settings = flatten(yaml.safe_load(config_file.read_text(encoding="utf-8")))
     logged_params = client.get_run(mlflow_run_id).data.params
@@ -144,13 +144,13 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     >>> flatten({"model": {"layers": [64, 32]}, "name": "nightly"})
     {'model.layers': '[64, 32]', 'name': 'nightly'}
     """
-    flat: dict[str, str] = {}
+    value_by_name: dict[str, str] = {}
     for key, value in settings.items():
         if isinstance(value, dict) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
+            value_by_name |= flatten(value, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = str(value)
-    return flat
+            value_by_name[prefix + key] = str(value)
+    return value_by_name
 
 
 def log_training_metrics(client: MlflowClient, mlflow_run_id: str, *, metrics_file: Path) -> None:
@@ -263,8 +263,8 @@ def log_data_report_or_warn(run: Run, report: DataReportManifest) -> str | None:
 class MetricRelay:
     """Logs training metrics to MLflow from a thread, so that an outage of MLflow neither stops nor slows training.
 
-    CPU, memory, disk, network and GPU of this host are logged as system metrics. A training of less than 10 s has none.
-    After the first failure it logs one warning and stops; the missing metrics are logged at registration.
+    CPU, memory, disk, network and GPU of this host are logged as system metrics. A training of less than 10 s has no system
+    metrics. After the first failure the relay logs one warning and stops; the missing metrics are logged at registration.
     """
 
     def __init__(self, run: Run) -> None:
@@ -278,8 +278,10 @@ class MetricRelay:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._status = RunStatus.to_string(RunStatus.FINISHED if kind is None else RunStatus.FAILED)
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._status = RunStatus.to_string(RunStatus.FINISHED if error_type is None else RunStatus.FAILED)
         self._closing.set()
         self._thread.join(2 * ANSWER_TIMEOUT_S)
 

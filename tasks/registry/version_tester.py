@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class VersionTester:
-    """The users that all versions are measured on, and the metrics by version number."""
+    """Tester of versions: a sample of users that is the same for all versions, and the metrics by version number."""
 
     client: MlflowClient
     sample: ServedSample
@@ -58,11 +58,13 @@ class VersionTester:
     def measure(self, version: ModelVersion, *, name: str, loadable: ModelVersion | None = None) -> dict[str, float]:
         """Return <name>/<metric> of a version of an earlier run.
 
-        A version that does not load is tagged and raises UnusableVersionError; the tag is removed once the version loads again.
+        If the version does not load, tag it and raise UnusableVersionError. Remove the tag when the version loads again.
 
         Args:
-            loadable: a version that can be downloaded if MLflow works. If it can be, the files of `version` do not exist, and
-                `version` is unusable. None: a version that cannot be downloaded raises NotFetchedError.
+            loadable: a version that can be downloaded whenever MLflow works. If `version` cannot be downloaded and `loadable`
+            can,
+                the files of `version` do not exist, and `version` is unusable. None: if `version` cannot be downloaded, raise
+                NotFetchedError.
         """
         number = str(version.version)
         if number not in self.metrics_by_version:
@@ -82,7 +84,7 @@ class VersionTester:
         except NotFetchedError as error:
             if loadable is None:
                 raise
-            self._predict(loadable)  # raises if MLflow does not work, which is no fault of `version`
+            self._predict(loadable)  # raises if MLflow does not work; `version` may be usable then
             raise UnusableVersionError(str(error)) from None
 
     def _predict(self, version: ModelVersion) -> pa.ListArray:

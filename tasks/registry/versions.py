@@ -70,9 +70,10 @@ def _log_model(package: PackageManifest, *, mlflow_run_id: str, interactions: In
 
 
 def signature_for(interactions: InteractionsManifest) -> ModelSignature:
-    """Return the signature: user_id and an optional history in; item ids and scores, or an error, out.
+    """Return the signature. Inputs: user_id and an optional history. Outputs: item ids and scores, or an error.
 
-    The inputs have type Any: with a stricter type MLflow rejects a whole request for a single value of another type or a null.
+    The inputs have type Any: with a stricter type, a single null or value of another type would make MLflow reject the
+    whole request.
     """
     item_type = DataType.long if interactions.item_id_type == "int64" else DataType.string
     return ModelSignature(

@@ -158,7 +158,7 @@ def test_schedule_and_worker_are_read_from_a_real_server(config: PipelineConfig)
     body = {"name": config.name, "flow_id": flow["id"], "schedules": [cron], "work_pool_name": "hosts"}
     deployment = call("POST", "/deployments/", body)
     finding = check_worker(config)
-    assert finding.status == "problem" and "work pool hosts has no worker (no worker has connected yet)" in finding.text
+    assert finding.status == "problem" and "work pool hosts has no worker online (none has ever connected)" in finding.text
     call("POST", "/work_pools/hosts/workers/heartbeat", {"name": "first", "heartbeat_interval_seconds": 30})
     assert check_worker(config) == Finding("ok", "work pool hosts: first")
 

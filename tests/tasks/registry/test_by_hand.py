@@ -132,7 +132,7 @@ def test_a_promotion_that_cannot_be_is_one_message_and_changes_nothing(
     assert (aliases(client), changes) == ({"champion": "1", "challenger": "3"}, [])
 
     shutil.rmtree(three_versions / "runs" / "20260101" / "ingest_interactions")
-    with pytest.raises(InputError, match="no run has an ingested interaction log, whose users test a version"):
+    with pytest.raises(InputError, match="no run has an ingested interaction log, but the smoke test needs users"):
         promote_version(2, decide())
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ada:s3cret@127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")

@@ -20,16 +20,18 @@ class MLP(nn.Module):
     features if there is a skip connection. For the sum, a feature of another width than `dim` is projected to `dim`.
 
     The last layer has no activation, so that a vector can point anywhere. With a skip connection it starts at zero: training
-    starts from the plain sum (Zhang et al., "Fixup initialization", ICLR 2019). It also has no bias. A bias moves all queries
-    in one direction: the validation of Amazon Beauty is the same, but the later test events have a lower NDCG@10 (-2 %).
+    starts from the plain sum (Zhang et al., "Fixup initialization", ICLR 2019).
 
     Args:
         layers: widths of the layers.
         widths: widths of the features.
         dim: width of the sum.
+        last_bias: whether the last layer has a bias.
     """
 
-    def __init__(self, config: TowerConfig, *, layers: Sequence[int], widths: Sequence[int], dim: int) -> None:
+    def __init__(
+        self, config: TowerConfig, *, layers: Sequence[int], widths: Sequence[int], dim: int, last_bias: bool = True
+    ) -> None:
         super().__init__()
         self.input_dropout = nn.Dropout(config.dropout)
         self.adds_sum = config.skip_connection or not layers
@@ -37,11 +39,13 @@ class MLP(nn.Module):
             self.projections = nn.ModuleList(
                 nn.Identity() if width == dim else nn.Linear(width, dim, bias=False) for width in widths
             )
-        self.layers = _make_layers(sum(widths), layers, config=config) if layers else None
+        self.layers = _make_layers(sum(widths), layers, config=config, last_bias=last_bias) if layers else None
         if self.layers is not None and config.skip_connection:
             last_layer = self.layers[-1]
             assert isinstance(last_layer, nn.Linear)
             nn.init.zeros_(last_layer.weight)
+            if last_bias:
+                nn.init.zeros_(last_layer.bias)
 
     def forward(self, features: Sequence[Tensor]) -> Tensor:
         """Return one vector [B, D] per row of the features."""
@@ -56,7 +60,7 @@ class MLP(nn.Module):
         return torch.stack(summands).sum(dim=0)
 
 
-def _make_layers(input_dim: int, layers: Sequence[int], *, config: TowerConfig) -> nn.Sequential:
+def _make_layers(input_dim: int, layers: Sequence[int], *, config: TowerConfig, last_bias: bool) -> nn.Sequential:
     modules: list[nn.Module] = []
     for dim in layers[:-1]:
         modules.append(nn.Linear(input_dim, dim))
@@ -64,7 +68,7 @@ def _make_layers(input_dim: int, layers: Sequence[int], *, config: TowerConfig) 
             modules.append(nn.LayerNorm(dim))
         modules += [nn.ReLU(inplace=True), nn.Dropout(config.hidden_dropout)]
         input_dim = dim
-    return nn.Sequential(*modules, nn.Linear(input_dim, layers[-1], bias=not config.skip_connection))
+    return nn.Sequential(*modules, nn.Linear(input_dim, layers[-1], bias=last_bias))
 
 
 class QueryTower(nn.Module):
@@ -82,7 +86,11 @@ class QueryTower(nn.Module):
             self.pooling = HistoryPooling(config.history, dim=config.history_dim, std=spec.history_std)
             num_history_features = 2 if self.last_item else 1
             widths = [config.history_dim] * num_history_features + widths
-        self.tower = MLP(config.query, layers=config.query_layers, widths=widths, dim=config.embedding_dim)
+        # A bias next to the skip connection moves all queries in one direction. On Amazon Beauty, validation is the same with it,
+        # but NDCG@10 of the later test events falls by 2 %.
+        last_bias = not config.query.skip_connection
+        layers = config.query_layers
+        self.tower = MLP(config.query, layers=layers, widths=widths, dim=config.embedding_dim, last_bias=last_bias)
         # The mean over a history of random rows is shorter than a random row.
         self.min_norm = spec.row_norm / math.sqrt(max(config.history.length, 1))
 

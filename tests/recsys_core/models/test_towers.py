@@ -69,11 +69,12 @@ def test_a_tower_with_a_skip_connection_starts_from_the_plain_sum() -> None:
     assert tower.layers is not None and tower.layers[-1].weight.grad.any()  # the zero layer is trained
 
 
-def test_layers_next_to_a_skip_connection_cannot_move_all_queries_in_one_direction() -> None:
-    tower = MLP(TowerConfig(skip_connection=True), layers=(4,), widths=(4,), dim=4)
-    assert tower.layers is not None
-    torch.nn.init.ones_(tower.layers[-1].weight)
-    assert not tower([torch.zeros(2, 4)]).any()
+def test_query_layers_next_to_a_skip_connection_cannot_move_all_queries_in_one_direction() -> None:
+    tower = QueryTower(
+        spec(user_id=True, history=NO_HISTORY, query={"layers": (4,), "skip_connection": True}, similarity="dot")
+    )
+    torch.nn.init.ones_(tower.tower.layers[-1].weight)
+    assert not tower(*EMPTY_HISTORIES, features={"user": torch.zeros(2, 4)}).any()
 
 
 def test_only_features_of_another_width_are_projected() -> None:

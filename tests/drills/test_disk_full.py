@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,9 @@ def fill(disk: Path, *, leave: int) -> Path:
     """Fill the disk up to `leave` bytes with one file; return the file."""
     filler = disk / "filler"
     with filler.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free - leave)
+        while (free := shutil.disk_usage(disk).free) > leave:
+            with suppress(OSError):  # another process has taken some of the space in the meantime
+                os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, free - leave)
     return filler
 
 

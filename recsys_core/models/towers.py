@@ -86,8 +86,8 @@ class QueryTower(nn.Module):
             self.pooling = HistoryPooling(config.history, dim=config.history_dim, std=spec.history_std)
             num_history_features = 2 if self.last_item else 1
             widths = [config.history_dim] * num_history_features + widths
-        # A bias next to the skip connection moves all queries in one direction. On Amazon Beauty, validation is the same with it,
-        # but NDCG@10 of the later test events falls by 2 %.
+        # A bias next to the skip connection moves all queries in one direction. On Amazon Beauty, the validation is the same
+        # with it, but NDCG@10 of the later test events falls by 2 %.
         last_bias = not config.query.skip_connection
         layers = config.query_layers
         self.tower = MLP(config.query, layers=layers, widths=widths, dim=config.embedding_dim, last_bias=last_bias)

@@ -81,7 +81,7 @@ def train(
     with stage.writing(needs_bytes=needs_bytes) as out:
         if full_training_reason is not None:
             logger.info("full training: %s", full_training_reason)
-        _prepare_work(work, fingerprint=fingerprint)
+        _discard_other_work(work, fingerprint=fingerprint)
         job = _make_job(
             config,
             model=model,
@@ -92,6 +92,9 @@ def train(
             work=work,
             fingerprint=fingerprint,
         )
+        work.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(work / "logs", ignore_errors=True)
+        (work / RESULT_NAME).unlink(missing_ok=True)
         metrics = MetricsTail(work / METRICS_NAME, on_progress)
         for attempt in attempts(job, launcher=launcher, sharding=sharding):
             try:
@@ -150,14 +153,11 @@ def choose_start(
     return champion, None
 
 
-def _prepare_work(work: Path, *, fingerprint: str) -> None:
-    """Create the work folder, or keep the checkpoints and metrics of an interrupted training with the same fingerprint."""
+def _discard_other_work(work: Path, *, fingerprint: str) -> None:
+    """Remove the work folder, unless it has checkpoints and metrics of an interrupted training with the same fingerprint."""
     job_file = work / JOB_NAME
     if not job_file.is_file() or TrainJob.model_validate_json(job_file.read_bytes()).fingerprint != fingerprint:
         shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(work / "logs", ignore_errors=True)
-    (work / RESULT_NAME).unlink(missing_ok=True)
 
 
 def _make_job(

@@ -39,8 +39,8 @@ def reference() -> str:
             sections.append(f"## {name}\n\n{sentence(field)}\n")
             for path, model in groups(name, field):
                 sections.append(table(path, model, with_title=path != name))
-    top = [(name, field) for name, field in PipelineConfig.model_fields.items() if not is_group(field)]
-    sections.insert(1, "## Top level\n\n" + settings_table(top))
+    top_level_settings = [(name, field) for name, field in PipelineConfig.model_fields.items() if not is_group(field)]
+    sections.insert(1, "## Top level\n\n" + settings_table(top_level_settings))
     return "\n".join(sections)
 
 
@@ -52,8 +52,8 @@ def groups(path: str, field: FieldInfo) -> Iterator[tuple[str, type[BaseModel]]]
         kind = model.model_fields.get("kind")
         title = f"{path} (kind: {kind.default})" if len(models) > 1 and kind is not None else path
         yield title, model
-        for name, inner in model.model_fields.items():
-            yield from groups(f"{path}.{name}", inner)
+        for name, inner_field in model.model_fields.items():
+            yield from groups(f"{path}.{name}", inner_field)
 
 
 def is_group(field: FieldInfo) -> bool:

@@ -26,8 +26,10 @@ def main(junit_file: Path) -> None:
 
 
 def read_junit(file: Path) -> dict[str, dict[str, Any]]:
-    """Return the figures of each test file: cases by outcome, seconds with set-up, processes that were left, where
-    measured, and further figures."""
+    """Return the figures of each test file: number of cases by outcome, seconds with set-up, and further figures.
+
+    `processes_left` is the number of processes that the drills left; None if no drill of the file counts them.
+    """
     drills: dict[str, dict[str, Any]] = {}
     for case in ElementTree.parse(file).iter("testcase"):  # noqa: S314
         name = case.attrib["classname"].replace(".", "/") + ".py"
@@ -52,8 +54,8 @@ def _outcome(case: ElementTree.Element) -> str:
 
 def with_table(page: str, results: dict[str, Any]) -> str:
     """Return the page with the table between its markers replaced."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
+    before, _, table_and_end = page.partition(BEGIN)
+    _, _, after = table_and_end.partition(END)
     return f"{before}{BEGIN}\n{table(results)}\n{END}{after}"
 
 
@@ -67,8 +69,8 @@ def table(results: dict[str, Any]) -> str:
     ]
     for name, drill in results["drills"].items():
         counts = " | ".join(str(drill[outcome]) for outcome in (PASSED, SKIPPED, FAILED))
-        left = "-" if drill["processes_left"] is None else drill["processes_left"]
-        lines.append(f"| {_title(ROOT / name)} | {counts} | {drill['seconds']:,.0f} | {left} |")
+        left_cell = "-" if drill["processes_left"] is None else drill["processes_left"]
+        lines.append(f"| {_title(ROOT / name)} | {counts} | {drill['seconds']:,.0f} | {left_cell} |")
     figures = [f"- {_title(ROOT / name)}: {text}." for name, drill in results["drills"].items() for text in drill["figures"]]
     return "\n".join(lines + [""] * bool(figures) + figures)
 

@@ -83,8 +83,8 @@ def findings_in(path: str, text: str) -> Iterator[Finding]:
 def tracked_files() -> list[str]:
     """Return the paths of all files that the check reads."""
     command = ["git", "ls-files", "-z", "--", *PATTERNS]
-    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    return [path for path in listed.stdout.split("\0") if path and path not in EXEMPT_FILES and (ROOT / path).is_file()]
+    git_output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return [path for path in git_output.stdout.split("\0") if path and path not in EXEMPT_FILES and (ROOT / path).is_file()]
 
 
 def main() -> int:

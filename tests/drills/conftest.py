@@ -13,18 +13,18 @@ MARK_VARIABLE = "NIGHTJAR_DRILL"
 
 @pytest.fixture(autouse=True)
 def processes_left(monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]) -> Iterator[None]:
-    """Fail if a process that the drill started is alive 10 s after the drill; the number goes to the JUnit file."""
+    """Fail if processes of the drill are alive 10 s after the drill; write their number to the JUnit file."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK_VARIABLE, mark)
     yield
     deadline = time.monotonic() + END_TIMEOUT_S
-    while (left := _marked(mark)) and time.monotonic() < deadline:
+    while (left_commands := _commands_with_mark(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
-    record_property("processes_left", len(left))
-    assert not left, left
+    record_property("processes_left", len(left_commands))
+    assert not left_commands, left_commands
 
 
-def _marked(mark: str) -> list[str]:
+def _commands_with_mark(mark: str) -> list[str]:
     """Return the command lines of the processes that inherited the mark."""
     commands = []
     for process in psutil.process_iter():

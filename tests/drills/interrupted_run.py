@@ -16,12 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 240.0
 
 
-def interrupted(
-    file: Path, *arguments: str, begun: Callable[[], bool], number: signal.Signals
+def interrupt_run(
+    file: Path, *arguments: str, has_begun: Callable[[], bool], number: signal.Signals
 ) -> tuple[subprocess.CompletedProcess[str], float]:
-    """Start a run, send the signal to its process group once `begun` returns true, and return how and after how long it ended.
+    """Start a run, and send the signal to its process group once `has_begun` returns true.
 
-    Returns: the ended process; seconds between the signal and its end.
+    Returns:
+        The ended process, and the seconds between the signal and its end.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", "flows.cli", "run", str(file), *arguments],
@@ -33,18 +34,18 @@ def interrupted(
         start_new_session=True,
     )
     deadline = time.monotonic() + PATIENCE_S
-    while not begun():
+    while not has_begun():
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline, "the stage did not begin"
         time.sleep(0.005)
-    below = psutil.Process(process.pid).children(recursive=True)
-    sent = time.monotonic()
+    descendants = psutil.Process(process.pid).children(recursive=True)
+    signal_time_s = time.monotonic()
     os.killpg(process.pid, number)
-    out, err = process.communicate(timeout=PATIENCE_S)
-    took = time.monotonic() - sent
-    _, alive = psutil.wait_procs(below, timeout=10)
+    stdout, stderr = process.communicate(timeout=PATIENCE_S)
+    seconds = time.monotonic() - signal_time_s
+    _, alive = psutil.wait_procs(descendants, timeout=10)
     assert not alive, [survivor.cmdline() for survivor in alive]
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err), took
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr), seconds
 
 
 def states(workspace: Path) -> set[str]:

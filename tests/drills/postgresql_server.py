@@ -67,7 +67,7 @@ class PostgresqlServer:
 
     def _run(self, program: str, *arguments: str) -> None:
         command = [*self._user, program, "--pgdata", str(self._folder / "data"), *arguments]
-        with (self._folder / "commands.log").open("ab") as log:  # the server inherits the output of pg_ctl: no pipe
+        with (self._folder / "commands.log").open("ab") as log:  # the server inherits this output and keeps it open
             subprocess.run(command, check=True, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self._folder)
 
 

@@ -36,8 +36,10 @@ class Servers:
 def service_environment(name: str) -> dict[str, str]:
     """Return the environment of a service of compose.yaml, with the secrets filled in."""
     settings = SERVICES[name]["environment"]
-    filled = {key: re.sub(r"\$\{(\w+):\?[^}]*\}", lambda match: SECRETS[match[1]], value) for key, value in settings.items()}
-    return {key: re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value) for key, value in filled.items()}
+    settings_with_secrets = {
+        key: re.sub(r"\$\{(\w+):\?[^}]*\}", lambda match: SECRETS[match[1]], value) for key, value in settings.items()
+    }
+    return {key: re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value) for key, value in settings_with_secrets.items()}
 
 
 @contextmanager
@@ -63,8 +65,8 @@ def production_servers(folder: Path, *, postgresql_port: int | None = None, s3_a
     Args:
         s3_address: S3 server whose bucket holds MLflow's artifacts; None: they are in `folder`.
     """
-    users = (ROOT / "infra" / "compose" / "mlflow-auth.ini").read_text().replace("/var/lib/nightjar", str(folder))
-    (folder / "mlflow-auth.ini").write_text(users)
+    auth_config = (ROOT / "infra" / "compose" / "mlflow-auth.ini").read_text().replace("/var/lib/nightjar", str(folder))
+    (folder / "mlflow-auth.ini").write_text(auth_config)
     prefect: dict[str, str | None] = {"PREFECT_HOME": str(folder / "prefect")}
     mlflow: dict[str, str | None] = {
         "MLFLOW_AUTH_CONFIG_PATH": str(folder / "mlflow-auth.ini"),

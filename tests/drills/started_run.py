@@ -1,4 +1,4 @@
-"""A `nightjar run` that works while a drill does something to its servers."""
+"""A `nightjar run` that is in progress while a drill stops or starts its servers."""
 
 import json
 import subprocess
@@ -41,12 +41,12 @@ class StartedRun:
         """Folder of the newest run."""
         return max(self._runs.iterdir())
 
-    def wait_until(self, condition: Callable[[Path], bool], *, what: str) -> None:
+    def wait_until(self, condition: Callable[[Path], bool], *, description: str) -> None:
         """Wait until `condition` of the run's folder is true."""
         deadline = time.monotonic() + PATIENCE_S
         while not (any(self._runs.glob("*")) and condition(self.folder)):
-            assert self.process.poll() is None, f"the run ended before: {what}\n{self.stderr}"
-            assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s: {what}\n{self.stderr}"
+            assert self.process.poll() is None, f"the run ended before: {description}\n{self.stderr}"
+            assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s: {description}\n{self.stderr}"
             time.sleep(0.01)
         self._descendants.update(self.children())
 

@@ -16,7 +16,7 @@ from tests.drills.test_kill_and_resume import write_config
 
 pytestmark = pytest.mark.drill
 NIGHTJAR = [sys.executable, "-m", "flows.cli"]
-WRONG = ("nightjar", "wrong")
+WRONG_LOGIN = ("nightjar", "wrong")
 MLFLOW_LOGIN = ("nightjar", USER_PASSWORD)
 
 
@@ -39,7 +39,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 def test_prefect_needs_its_password(servers: Servers, method: str, path: str) -> None:
     url = f"{servers.prefect}{path}"
     assert requests.request(method, url, json={}, timeout=30).status_code == 401
-    assert requests.request(method, url, json={}, auth=WRONG, timeout=30).status_code == 401
+    assert requests.request(method, url, json={}, auth=WRONG_LOGIN, timeout=30).status_code == 401
     login = tuple(PREFECT_LOGIN.split(":"))
     assert requests.request(method, url, json={}, auth=login, timeout=30).status_code in (200, 404)
 
@@ -61,8 +61,8 @@ def test_events_of_prefect_need_its_password(servers: Servers) -> None:
         {"subprotocols": ["prefect"], "first_message": {"type": "auth", "token": "nightjar:wrong"}},
     ):
         assert asyncio.run(send_event(**arguments)).startswith(("ConnectionClosed", "InvalidStatus"))  # type: ignore[arg-type]
-    right = {"type": "auth", "token": PREFECT_LOGIN}
-    assert "auth_success" in asyncio.run(send_event(subprotocols=["prefect"], first_message=right))
+    login_message = {"type": "auth", "token": PREFECT_LOGIN}
+    assert "auth_success" in asyncio.run(send_event(subprotocols=["prefect"], first_message=login_message))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_events_of_prefect_need_its_password(servers: Servers) -> None:
 def test_mlflow_needs_its_password(servers: Servers, path: str) -> None:
     url = f"{servers.mlflow}{path}"
     assert requests.get(url, timeout=30).status_code == 401
-    assert requests.get(url, auth=WRONG, timeout=30).status_code == 401
+    assert requests.get(url, auth=WRONG_LOGIN, timeout=30).status_code == 401
     assert requests.get(url, auth=("admin", "password1234"), timeout=30).status_code == 401
     assert requests.get(url, auth=MLFLOW_LOGIN, timeout=30).status_code == 200
 
@@ -92,13 +92,13 @@ def test_a_foreign_host_name_is_rejected(servers: Servers) -> None:
 def test_doctor_names_the_missing_passwords_and_a_run_with_them_registers_a_version(servers: Servers, tmp_path: Path) -> None:
     file = write_config(tmp_path)
     secrets = ("PREFECT_API_AUTH_STRING", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
-    anonymous = {name: value for name, value in servers.environment.items() if name not in secrets}
+    environment_without_passwords = {name: value for name, value in servers.environment.items() if name not in secrets}
 
     def nightjar(*arguments: str, environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
         command = [*NIGHTJAR, *arguments]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
-    doctor = nightjar("doctor", str(file), environment=anonymous)
+    doctor = nightjar("doctor", str(file), environment=environment_without_passwords)
     assert doctor.returncode == 1
     assert "access denied (status 401); set PREFECT_API_AUTH_STRING to user:password" in doctor.stdout
     assert "access denied (status 401); set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" in doctor.stdout

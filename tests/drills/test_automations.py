@@ -76,8 +76,8 @@ def receiver() -> Iterator[Receiver]:
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[SyncPrefectClient]:
     """A client of `prefect server start`, which marks a run as Late one second after its planned start."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     api = f"http://127.0.0.1:{port}/api"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")} | {
         "PREFECT_HOME": str(tmp_path / "prefect"),
@@ -89,7 +89,7 @@ def client(tmp_path: Path) -> Iterator[SyncPrefectClient]:
     with (tmp_path / "server.log").open("wb") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
     try:
-        wait_until(f"the server answers; {tmp_path}/server.log", lambda: answers(f"{api}/health"))
+        wait_until(f"the server answers; {tmp_path}/server.log", lambda: is_reachable(f"{api}/health"))
         with temporary_settings({PREFECT_API_URL: api}), get_client(sync_client=True) as client:
             yield client
     finally:
@@ -97,7 +97,7 @@ def client(tmp_path: Path) -> Iterator[SyncPrefectClient]:
         server.wait(60)
 
 
-def answers(url: str) -> bool:
+def is_reachable(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=2):
             return True
@@ -105,10 +105,10 @@ def answers(url: str) -> bool:
         return False
 
 
-def wait_until(what: str, holds: Callable[[], object]) -> None:
+def wait_until(description: str, condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s: {what}"
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s: {description}"
         time.sleep(0.2)
 
 
@@ -140,9 +140,9 @@ def test_each_automation_delivers_its_alert_for_runs_of_its_pipeline_only(
     assert first_ids.keys() == set(names) and len(names) == 5
     client.pause_automation(first_ids["films: run failed"])
     assert create_automations(client, CONFIG, deployment_id=films) == names
-    again = {automation.name: automation for automation in client.read_automations()}
-    assert {name: automation.id for name, automation in again.items()} == first_ids
-    assert [name for name, automation in again.items() if not automation.enabled] == ["films: run failed"]
+    automation_by_name = {automation.name: automation for automation in client.read_automations()}
+    assert {name: automation.id for name, automation in automation_by_name.items()} == first_ids
+    assert [name for name, automation in automation_by_name.items() if not automation.enabled] == ["films: run failed"]
     client.resume_automation(first_ids["films: run failed"])
 
     failed = run_to(client, films, Running(), Failed(message='rank 1: "out of memory"'))
@@ -152,9 +152,10 @@ def test_each_automation_delivers_its_alert_for_runs_of_its_pipeline_only(
         run_to(client, films, Running(), Completed(name="NotPromoted", message="recall is less"))
     promoted = run_to(client, films, Running(), Completed(name="Promoted"))
     running = run_to(client, films, Running())
-    late = client.create_flow_run_from_deployment(films, state=Scheduled(scheduled_time=datetime.now(UTC) - timedelta(hours=1)))
-    change = AliasChange("nightjar", "champion", "3", "4", "recall@20 is at least as good")
-    emit_alias_change(change, flow_run_id="f", pipeline="films", run_reason="", run_id="r")
+    planned_start = datetime.now(UTC) - timedelta(hours=1)
+    late_run = client.create_flow_run_from_deployment(films, state=Scheduled(scheduled_time=planned_start))
+    alias_change = AliasChange("nightjar", "champion", "3", "4", "recall@20 is at least as good")
+    emit_alias_change(alias_change, flow_run_id="f", pipeline="films", run_reason="", run_id="r")
 
     expected = {"run failed": 2, "not promoted three times": 1, "did not start": 1, "overran": 1, "champion changed": 1}
     wait_until(
@@ -167,6 +168,6 @@ def test_each_automation_delivers_its_alert_for_runs_of_its_pipeline_only(
     assert f'{failed} is Failed: rank 1: "out of memory" http://prefect.example/' in texts
     assert f"{rejected} is DataRejected: no events" in texts
     assert running in receiver.texts("overran")[0] and promoted not in receiver.texts("overran")[0]
-    assert late.name in receiver.texts("did not start")[0]
-    (changed,) = [alert["change"] for alert in receiver.alerts if "change" in alert]
-    assert (changed["old_version"], changed["new_version"], changed["pipeline"]) == ("3", "4", "films")
+    assert late_run.name in receiver.texts("did not start")[0]
+    (change,) = [alert["change"] for alert in receiver.alerts if "change" in alert]
+    assert (change["old_version"], change["new_version"], change["pipeline"]) == ("3", "4", "films")

@@ -84,13 +84,13 @@ def up(tmp_path: Path) -> Iterator[Up]:
             cwd=ROOT, env=environment | {"COLUMNS": "120"}, stdout=output, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
     try:
-        facts = wait_for(
+        address_by_server = wait_for(
             lambda: len(addresses := dict(ADDRESS.findall(log.read_text()))) == 2 and addresses,
             seconds=START_S,
             subject="the addresses of `nightjar up`",
         )
         password = (tmp_path / "workspace" / "prefect-password").read_text().strip()
-        up = Up(process, facts["Prefect"], facts["MLflow"], password)
+        up = Up(process, address_by_server["Prefect"], address_by_server["MLflow"], password)
         wait_for(lambda: up.api("deployments/filter", {}), seconds=START_S, subject="the deployment")
         yield up
     finally:
@@ -128,10 +128,10 @@ def test_the_form_starts_a_run_that_registers_a_version_which_mlflow_shows(up: U
     take_picture(page, "prefect-form")
     page.get_by_role("button", name="Submit").click()
 
-    ended = wait_for(
+    ended_runs = wait_for(
         lambda: [run for run in up.api("flow_runs/filter", {}) if run["end_time"]], seconds=RUN_S, subject="the end of the run"
     )
-    (run,) = ended
+    (run,) = ended_runs
     assert run["state_name"] == "Promoted", run["state"]
     assert run["parameters"]["reason"] == REASON and REASON in run["name"]
     page.goto(f"{up.prefect}/runs/flow-run/{run['id']}")
@@ -153,10 +153,10 @@ def test_the_form_starts_a_run_that_registers_a_version_which_mlflow_shows(up: U
     page.get_by_text("Artifacts", exact=True).click()
     page.get_by_text("loss.png").first.wait_for()
 
-    below = psutil.Process(up.process.pid).children(recursive=True)
+    descendants = psutil.Process(up.process.pid).children(recursive=True)
     up.process.send_signal(signal.SIGTERM)
     assert up.process.wait(STOP_S) in (0, 143)
-    _, alive = psutil.wait_procs(below, timeout=STOP_S)
+    _, alive = psutil.wait_procs(descendants, timeout=STOP_S)
     assert not alive, [process.cmdline() for process in alive]
 
 

@@ -68,19 +68,19 @@ def form(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Form]:
         server.begin(log_file=folder / "prefect.log")
         server.wait()
         environment = os.environ | {"PYTHONPATH": str(ROOT), "PREFECT_RUNNER_POLL_FREQUENCY": "1", "OMP_NUM_THREADS": "1"}
-        served = subprocess.Popen([sys.executable, "-c", SERVE], cwd=folder, env=environment, stdout=log, stderr=log)
+        serving_process = subprocess.Popen([sys.executable, "-c", SERVE], cwd=folder, env=environment, stdout=log, stderr=log)
         try:
             from prefect.client.orchestration import get_client  # reads the address of the server when it is imported
 
             with get_client(sync_client=True) as client:
                 deadline = time.monotonic() + PATIENCE_S
                 while not client.read_deployments():
-                    assert served.poll() is None and time.monotonic() < deadline, (folder / "serve.log").read_text()
+                    assert serving_process.poll() is None and time.monotonic() < deadline, (folder / "serve.log").read_text()
                     time.sleep(0.5)
                 yield Form(client, write_config(folder))
         finally:
-            served.terminate()
-            served.wait(60)
+            serving_process.terminate()
+            serving_process.wait(60)
 
 
 def test_the_form_starts_runs_that_end_in_states_with_events(form: Form) -> None:
@@ -88,36 +88,40 @@ def test_the_form_starts_runs_that_end_in_states_with_events(form: Form) -> None
     client = connect(config.workspace)
     name = config.registry.model_name
 
-    first = form.start(reason="first run", overrides=["training.epochs=1"])
-    assert first.state_name == "Promoted", first.state
-    run_id = first.name.removeprefix(f"{config.name} ").removesuffix(": first run")
-    used = load_config(config.workspace / "runs" / run_id / "config.yaml")
-    assert used.training.epochs == 1
-    assert {f"pipeline:{config.name}", "reason:first run"} <= set(first.tags)
-    assert "prefect.flow-run.Promoted" in form.events_of(first)
+    first_run = form.start(reason="first run", overrides=["training.epochs=1"])
+    assert first_run.state_name == "Promoted", first_run.state
+    run_id = first_run.name.removeprefix(f"{config.name} ").removesuffix(": first run")
+    run_config = load_config(config.workspace / "runs" / run_id / "config.yaml")
+    assert run_config.training.epochs == 1
+    assert {f"pipeline:{config.name}", "reason:first run"} <= set(first_run.tags)
+    assert "prefect.flow-run.Promoted" in form.events_of(first_run)
 
     # The config file is read when the run starts.
     form.file.write_text(form.file.read_text() + "name: renamed\n")
-    never = form.start(promote="never", full_retrain=True, overrides=["training.epochs=1"])
-    assert never.state_name == "NotPromoted" and never.state is not None and never.state.is_completed(), never.state
-    assert never.name.startswith("renamed ")
-    assert "prefect.flow-run.NotPromoted" in form.events_of(never)
+    unpromoted_run = form.start(promote="never", full_retrain=True, overrides=["training.epochs=1"])
+    assert (
+        unpromoted_run.state_name == "NotPromoted" and unpromoted_run.state is not None and unpromoted_run.state.is_completed()
+    ), unpromoted_run.state
+    assert unpromoted_run.name.startswith("renamed ")
+    assert "prefect.flow-run.NotPromoted" in form.events_of(unpromoted_run)
     assert {alias: str(version) for alias, version in client.get_registered_model(name).aliases.items()} == {
         "champion": "1",
         "challenger": "2",
     }
 
-    other = form.start(resume=run_id)
-    assert other.state_name == "Failed" and other.state is not None
-    assert f"cannot resume {run_id}: " in str(other.state.message) and "name 'renamed'" in str(other.state.message)
+    resumed_run = form.start(resume=run_id)
+    assert resumed_run.state_name == "Failed" and resumed_run.state is not None
+    assert f"cannot resume {run_id}: " in str(resumed_run.state.message) and "name 'renamed'" in str(resumed_run.state.message)
 
-    rejected = form.start(overrides=["data_report.min_events=1000000000"])
-    assert rejected.state_name == "DataRejected" and rejected.state is not None and rejected.state.is_failed(), rejected.state
-    assert "prefect.flow-run.DataRejected" in form.events_of(rejected)
+    rejected_run = form.start(overrides=["data_report.min_events=1000000000"])
+    assert rejected_run.state_name == "DataRejected" and rejected_run.state is not None and rejected_run.state.is_failed(), (
+        rejected_run.state
+    )
+    assert "prefect.flow-run.DataRejected" in form.events_of(rejected_run)
 
-    wrong = form.start(overrides=["training.epoch=1"])
-    assert wrong.state_name == "Failed" and wrong.state is not None
-    assert "training.epoch: unknown key; did you mean training.epochs?" in str(wrong.state.message)
+    failed_run = form.start(overrides=["training.epoch=1"])
+    assert failed_run.state_name == "Failed" and failed_run.state is not None
+    assert "training.epoch: unknown key; did you mean training.epochs?" in str(failed_run.state.message)
     assert len(client.search_model_versions(f"name = '{name}'")) == 2
 
 

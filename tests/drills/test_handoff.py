@@ -15,7 +15,7 @@ pytestmark = pytest.mark.drill
 MODEL = "models:/nightjar@champion"
 USERS = 5
 INSTALL_TIMEOUT_S = 3_600.0
-ASK = """
+PREDICT_SCRIPT = """
 import json, sys
 import mlflow, pandas
 mlflow.set_tracking_uri(sys.argv[1])
@@ -30,26 +30,28 @@ def test_a_version_answers_in_an_environment_made_from_its_own_requirements(tmp_
     subprocess.run([*NIGHTJAR, "run", str(file)], check=True)
     (users,) = (tmp_path / "workspace" / "runs").glob("*/interactions/users.parquet")
     user_ids = pq.read_table(users, columns=["id"])["id"].to_pylist()[:USERS]
-    expected = []
+    expected_item_ids = []
     for user in user_ids:
         command = [*NIGHTJAR, "query", str(file), "--user", str(user), "-k", "10", "--json"]
-        asked = subprocess.run(command, capture_output=True, text=True, check=True)
-        expected.append([item["item_id"] for item in json.loads(asked.stdout.splitlines()[-1])["items"]])
+        process = subprocess.run(command, capture_output=True, text=True, check=True)
+        expected_item_ids.append([item["item_id"] for item in json.loads(process.stdout.splitlines()[-1])["items"]])
 
-    tracking = f"sqlite:///{tmp_path / 'workspace' / 'mlflow.db'}"
-    mlflow.set_tracking_uri(tracking)
+    tracking_uri = f"sqlite:///{tmp_path / 'workspace' / 'mlflow.db'}"
+    mlflow.set_tracking_uri(tracking_uri)
     requirements = mlflow.pyfunc.get_model_dependencies(MODEL)
-    other = tmp_path / "other"
-    subprocess.run([sys.executable, "-m", "venv", str(other)], check=True)
-    subprocess.run([str(other / "bin" / "pip"), "install", "-q", "-r", requirements], check=True, timeout=INSTALL_TIMEOUT_S)
-    asked = subprocess.run(
-        [str(other / "bin" / "python"), "-c", ASK, tracking, MODEL, json.dumps(user_ids)],
+    environment_folder = tmp_path / "other"
+    subprocess.run([sys.executable, "-m", "venv", str(environment_folder)], check=True)
+    subprocess.run(
+        [str(environment_folder / "bin" / "pip"), "install", "-q", "-r", requirements], check=True, timeout=INSTALL_TIMEOUT_S
+    )
+    process = subprocess.run(
+        [str(environment_folder / "bin" / "python"), "-c", PREDICT_SCRIPT, tracking_uri, MODEL, json.dumps(user_ids)],
         capture_output=True,
         text=True,
         cwd=tmp_path,
     )
-    assert asked.returncode == 0, asked.stderr
-    answer = json.loads(asked.stdout.splitlines()[-1])
-    assert [row["item_ids"] for row in answer["answers"]] == expected
+    assert process.returncode == 0, process.stderr
+    answer = json.loads(process.stdout.splitlines()[-1])
+    assert [row["item_ids"] for row in answer["answers"]] == expected_item_ids
     assert all(row["error"] is None for row in answer["answers"])
     assert answer["loaded"] == []

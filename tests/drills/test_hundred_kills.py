@@ -29,34 +29,34 @@ from tests.recsys_core.training.kill_points import (
 pytestmark = pytest.mark.drill
 ANY_RANK = ("step", "staged", "written", "measured")
 FIRST_RANK = ("hashed", "renaming", "renamed", "line", "removing")
-IN_FORKS = 80
+NUM_KILLS_OF_RANKS = 80
 
 
 def test_trainings_that_are_killed_a_hundred_times_end_like_an_undisturbed_one(tmp_path):
     experiment = make_experiment(generate_dataset(tmp_path), tmp_path / "plan", training=TRAINING)
     expected = train_undisturbed(experiment, tmp_path)
-    draw, left = random.Random(1), IN_FORKS
-    while left:
-        work = tmp_path / f"killed-{left}"
-        while left and (done := steps_kept(work)) < STEPS:
+    generator, num_kills_left = random.Random(1), NUM_KILLS_OF_RANKS
+    while num_kills_left:
+        work = tmp_path / f"killed-{num_kills_left}"
+        while num_kills_left and (num_steps_done := checkpoint_step(work)) < STEPS:
             # Near the end of a run there may be no old checkpoint left to remove.
-            place = draw.choice(ANY_RANK + (FIRST_RANK if done < STEPS - 9 else FIRST_RANK[:-1]))
-            victim = draw.randrange(2) if place in ANY_RANK else 0
-            kill = Kill(place, victim, step=draw.randint(done + 1, min(done + 3, STEPS)))
+            place = generator.choice(ANY_RANK + (FIRST_RANK if num_steps_done < STEPS - 9 else FIRST_RANK[:-1]))
+            victim = generator.randrange(2) if place in ANY_RANK else 0
+            kill = Kill(place, victim, step=generator.randint(num_steps_done + 1, min(num_steps_done + 3, STEPS)))
             run_ranks(train_and_die, world_size=2, arguments=(train_job(experiment, work), kill), dies=victim)
-            left -= 1
+            num_kills_left -= 1
         trained = train_in_forks(experiment, work)
         assert without_timings(trained.lines) == expected.lines
         assert state_in(checkpoint_of(trained)) == expected.state
 
     for turn in range(5):
-        victims = draw.choices(("agent", "rank", "flow"), k=4)
+        victims = generator.choices(("agent", "rank", "flow"), k=4)
         folder = tmp_path / f"train-{turn}"
         train_through_kills(experiment, folder, victims=victims)
         assert state_in(folder / "checkpoint") == expected.state
 
 
-def steps_kept(work: Path) -> int:
+def checkpoint_step(work: Path) -> int:
     """Return the step of the newest intact checkpoint."""
     checkpoint = latest_checkpoint(work / CHECKPOINTS_NAME, fingerprint="f")
     return checkpoint.step if checkpoint is not None else 0

@@ -7,7 +7,7 @@ import pytest
 
 from recsys_core.manifests import MARKER
 from tasks.run import STAGES
-from tests.drills.interrupted_run import interrupted, states
+from tests.drills.interrupted_run import interrupt_run, states
 from tests.drills.test_kill_and_resume import RUN_ID, is_in, run_pipeline, write_config
 
 pytestmark = pytest.mark.drill
@@ -25,14 +25,14 @@ def test_a_signal_in_any_stage_ends_the_run_in_time_with_the_command_that_resume
         (run / name).touch()
     for stage in STAGES:
 
-        def begun(stage: str = stage) -> bool:
+        def has_begun(stage: str = stage) -> bool:
             return is_in(stage, run)
 
-        answer, took = interrupted(file, "--resume", RUN_ID, begun=begun, number=number)
-        assert answer.returncode == 128 + number, f"{stage}: {answer.stderr}"
+        process, seconds = interrupt_run(file, "--resume", RUN_ID, has_begun=has_begun, number=number)
+        assert process.returncode == 128 + number, f"{stage}: {process.stderr}"
         line = f"interrupted by {number.name}; resume with: nightjar run {file} --resume {RUN_ID}"
-        assert answer.stderr.splitlines()[-1] == line, f"{stage}: {answer.stderr}"
-        assert "Traceback" not in answer.stderr and "ConnectError" not in answer.stderr, f"{stage}: {answer.stderr}"
+        assert process.stderr.splitlines()[-1] == line, f"{stage}: {process.stderr}"
+        assert "Traceback" not in process.stderr and "ConnectError" not in process.stderr, f"{stage}: {process.stderr}"
         assert states(tmp_path / "workspace") <= {"CRASHED", "COMPLETED", "CANCELLED"}, stage
-        assert took < WITHIN_S, stage
+        assert seconds < WITHIN_S, stage
     assert run_pipeline(file)["model"]["alias"] == "champion"

@@ -44,9 +44,9 @@ def write_config(folder: Path) -> Path:
 
 
 def run_pipeline(file: Path) -> dict:
-    done = subprocess.run([*NIGHTJAR, "run", str(file), "--json"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run([*NIGHTJAR, "run", str(file), "--json"], capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def is_in(stage: str, run: Path) -> bool:

@@ -38,8 +38,8 @@ def assert_registered_once(run: StartedRun, database_file: Path) -> None:
     assert query(database_file, "SELECT count(*) FROM model_versions") == 1
     assert query(database_file, "SELECT group_concat(alias || ' ' || version) FROM registered_model_aliases") == "champion 1"
     num_steps = len((run.folder / "train" / "metrics.jsonl").read_text().splitlines())
-    logged = "SELECT count(step) || ' ' || count(DISTINCT step) FROM metrics WHERE key = 'train/loss'"
-    assert query(database_file, logged) == f"{num_steps} {num_steps}"
+    step_counts_sql = "SELECT count(step) || ' ' || count(DISTINCT step) FROM metrics WHERE key = 'train/loss'"
+    assert query(database_file, step_counts_sql) == f"{num_steps} {num_steps}"
 
 
 def lock(database_file: Path, *, seconds: float) -> None:
@@ -53,10 +53,10 @@ def lock(database_file: Path, *, seconds: float) -> None:
 def test_a_run_without_mlflow_trains_and_fails_at_its_end_and_a_resume_registers_one_version(tmp_path: Path) -> None:
     file, server = write_config(tmp_path), mlflow_server(tmp_path)
     with started_run(file, MLFLOW_TRACKING_URI=server.address) as run:
-        run.wait_until(lambda folder: is_in("register", folder), what="register")
-        begun = time.monotonic()
+        run.wait_until(lambda folder: is_in("register", folder), description="register")
+        start_s = time.monotonic()
         exit_code, stderr = run.end()
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - start_s
     assert exit_code == 1
     last_line = stderr.splitlines()[-1]
     assert last_line.startswith(f"error: MLflow at {server.address} does not work: ")
@@ -76,12 +76,12 @@ def test_a_run_without_mlflow_trains_and_fails_at_its_end_and_a_resume_registers
 def test_mlflow_is_killed_in_the_training_and_at_each_point_of_the_registration_and_comes_back(tmp_path: Path) -> None:
     file = write_config(tmp_path)
     with running(mlflow_server(tmp_path)) as server, started_run(file, MLFLOW_TRACKING_URI=server.address) as run:
-        run.wait_until(lambda folder: is_in("train", folder), what="training")
+        run.wait_until(lambda folder: is_in("train", folder), description="training")
         server.end(signal.SIGKILL)
-        run.wait_until(lambda folder: is_in("export", folder), what="export, without MLflow")
+        run.wait_until(lambda folder: is_in("export", folder), description="export, without MLflow")
         server.start()
         for point, sql in POINTS.items():
-            run.wait_until(lambda _, sql=sql: query(tmp_path / "server.db", sql) > 0, what=point)
+            run.wait_until(lambda _, sql=sql: query(tmp_path / "server.db", sql) > 0, description=point)
             server.end(signal.SIGKILL)
             time.sleep(3)
             server.start()
@@ -95,7 +95,7 @@ def test_the_database_is_locked_in_the_training_and_in_the_registration(tmp_path
     database_file = tmp_path / "workspace" / "mlflow.db"
     with started_run(write_config(tmp_path)) as run:
         for stage in ("train", "register"):
-            run.wait_until(lambda folder, stage=stage: is_in(stage, folder), what=stage)
+            run.wait_until(lambda folder, stage=stage: is_in(stage, folder), description=stage)
             lock(database_file, seconds=LOCKED_S)
         exit_code, stderr = run.end()
     assert exit_code == 0, stderr

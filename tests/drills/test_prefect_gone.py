@@ -27,7 +27,7 @@ def states(prefect_home: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def wait_for_training(run: StartedRun) -> None:
-    run.wait_until(lambda folder: is_in("train", folder), what="training")
+    run.wait_until(lambda folder: is_in("train", folder), description="training")
 
 
 def assert_promoted(run: StartedRun, prefect_home: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_server_that_is_stopped_in_the_training_for_twenty_seconds_has_the_who
         assert_promoted(run, tmp_path / "prefect-server")
 
 
-def test_a_run_whose_server_stays_away_registers_its_version_and_says_so(tmp_path: Path) -> None:
+def test_a_run_whose_server_stays_away_registers_its_version_and_warns(tmp_path: Path) -> None:
     file, server = write_config(tmp_path), prefect_server(tmp_path)
     settings = {"PREFECT_API_URL": f"{server.address}/api", "PREFECT_CLIENT_MAX_RETRIES": "2"}  # 6 s instead of two minutes
     with running(server), started_run(file, **settings) as run:

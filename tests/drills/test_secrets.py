@@ -38,18 +38,21 @@ PLANTED = (
 )
 
 
-def forms(secret: str) -> set[bytes]:
-    """Return the secret as text, in a URL and in the header of basic auth, without the padding that depends on the rest."""
+def encodings(secret: str) -> set[bytes]:
+    """Return the secret as text, quoted for a URL, and in base64 logins.
+
+    The last characters of a base64 login depend on the text after the login and are left out.
+    """
     logins = (f"nightjar:{secret}", f"ada:{secret}")
     encoded = {base64.b64encode(login.encode())[: 4 * (len(login) // 3)] for login in logins}
     return {secret.encode(), quote(secret, safe="").encode(), *encoded}
 
 
-FORMS = {form: secret for secret in PLANTED for form in forms(secret)}
+SECRET_BY_ENCODING = {encoding: secret for secret in PLANTED for encoding in encodings(secret)}
 
 
 def secrets_in(content: bytes) -> list[str]:
-    return sorted({secret for form, secret in FORMS.items() if form in content})
+    return sorted({secret for encoding, secret in SECRET_BY_ENCODING.items() if encoding in content})
 
 
 @contextmanager
@@ -61,8 +64,8 @@ def watched_command_lines(leaks: dict[str, list[str]]) -> Iterator[None]:
         while not stopping.wait(0.2):
             for process in psutil.process_iter(["cmdline"]):
                 command = " ".join(process.info["cmdline"] or ())
-                if found := secrets_in(command.encode(errors="replace")):
-                    leaks[command] = found
+                if leaked_secrets := secrets_in(command.encode(errors="replace")):
+                    leaks[command] = leaked_secrets
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -95,13 +98,13 @@ def test_no_secret_gets_out(tmp_path: Path) -> None:
     with watched_command_lines(leaks), production_servers(server_folder) as servers:
         started = time.monotonic()
         outputs["wrong password"] = nightjar("run", str(file), "--verbose", environment=with_secrets(servers, WRONG_PASSWORD))
-        right = with_secrets(servers, USER_PASSWORD)
+        user_environment = with_secrets(servers, USER_PASSWORD)
         (run_folder,) = (folder / "workspace" / "runs").iterdir()
-        outputs["resumed"] = nightjar("run", str(file), "--resume", run_folder.name, "--json", environment=right)
-        outputs["doctor"] = nightjar("doctor", str(file), environment=right)
-        outputs["query"] = nightjar("query", str(file), "--user", "1", environment=right)
+        outputs["resumed"] = nightjar("run", str(file), "--resume", run_folder.name, "--json", environment=user_environment)
+        outputs["doctor"] = nightjar("doctor", str(file), environment=user_environment)
+        outputs["query"] = nightjar("query", str(file), "--user", "1", environment=user_environment)
         database = f"postgresql+psycopg://ada:{quote(DATABASE_PASSWORD, safe='')}@127.0.0.1:9/mlflow"
-        unreachable = right | {"MLFLOW_TRACKING_URI": database}
+        unreachable = user_environment | {"MLFLOW_TRACKING_URI": database}
         outputs["no database"] = nightjar("run", str(file), "--until", "check_data", environment=unreachable)
         outputs["no database, releases"] = nightjar("releases", str(file), environment=unreachable)
         embedded = clean_environment() | {
@@ -120,11 +123,11 @@ def test_no_secret_gets_out(tmp_path: Path) -> None:
     assert exit_codes["no database, releases"] == 1 and exit_codes["no Prefect"] == 1, errors
 
     for name, output in outputs.items():
-        if found := secrets_in(output.stdout + output.stderr):
-            leaks[f"output of {name}"] = found
+        if leaked_secrets := secrets_in(output.stdout + output.stderr):
+            leaks[f"output of {name}"] = leaked_secrets
     files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink()]
     assert len(files) > 100
-    leaks |= {str(path.relative_to(tmp_path)): found for path in files if (found := secrets_in(path.read_bytes()))}
+    leaks |= {str(path.relative_to(tmp_path)): secrets for path in files if (secrets := secrets_in(path.read_bytes()))}
     assert leaks == {}
 
 

@@ -144,15 +144,15 @@ def _run(file: Path, *, shared_memory: set[str]) -> Usage:
     peak_rss = max_descriptors = 0
     while process.poll() is None and time.monotonic() - start_s < RUN_TIMEOUT_S:
         try:
-            own = psutil.Process(process.pid)
-            peak_rss = max(peak_rss, own.memory_info().rss)
-            max_descriptors = max(max_descriptors, own.num_fds())
+            run_process = psutil.Process(process.pid)
+            peak_rss = max(peak_rss, run_process.memory_info().rss)
+            max_descriptors = max(max_descriptors, run_process.num_fds())
         except psutil.Error:  # the process has just ended
             pass
         time.sleep(0.5)
     seconds = time.monotonic() - start_s
-    err = process.communicate(timeout=10)[1]
-    assert process.returncode == 0, err
+    stderr = process.communicate(timeout=10)[1]
+    assert process.returncode == 0, stderr
     workspace = file.parent
     database_files = workspace.glob("mlflow.db*")
     databases = used_bytes(workspace / "prefect") + sum(path.stat().st_size for path in database_files)
@@ -177,11 +177,11 @@ def _run(file: Path, *, shared_memory: set[str]) -> Usage:
 def _leaked_shared_memory() -> set[str]:
     """Return the files in shared memory that no process has mapped."""
     folder = Path("/dev/shm")  # noqa: S108 the mount point is a convention of Linux
-    mapped = set()
+    mapped_names = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):  # a process of another user, or one that has just ended
-            mapped |= {line.rpartition("/")[2] for line in maps.read_text().splitlines() if str(folder) in line}
-    return {path.name for path in folder.iterdir() if path.is_file()} - mapped
+            mapped_names |= {line.rpartition("/")[2] for line in maps.read_text().splitlines() if str(folder) in line}
+    return {path.name for path in folder.iterdir() if path.is_file()} - mapped_names
 
 
 def _has_mark(process: psutil.Process, mark: str) -> bool:

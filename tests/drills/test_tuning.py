@@ -33,10 +33,10 @@ class Tuning:
         process = self.start("--json")
         out, err = process.communicate(timeout=400)
         assert process.returncode == 0, err
-        self.said = err
+        self.stderr = err
         self.answer: Any = json.loads(out.splitlines()[-1])
         self.study = Path(self.answer["folder"])
-        self.by_number = {trial["number"]: trial for trial in self.answer["trials"]}
+        self.trial_by_number = {trial["number"]: trial for trial in self.answer["trials"]}
 
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
         """Run `nightjar tune FILE ARGUMENTS` on servers of its own."""
@@ -67,10 +67,10 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Tuning:
 
 
 def test_a_resumed_tuning_continues_with_the_interrupted_trial(tuned: Tuning) -> None:
-    assert f"{tuned.study}, 1 of 3 trials done" in tuned.said
-    assert [word for word in tuned.said.split("\n") if word.startswith("ingest_interactions") and word.endswith("(kept)")]
-    assert sorted(tuned.by_number) == [0, 1, 2]
-    assert "trial 0 " not in tuned.said and "trial 1 " in tuned.said
+    assert f"{tuned.study}, 1 of 3 trials done" in tuned.stderr
+    assert [word for word in tuned.stderr.split("\n") if word.startswith("ingest_interactions") and word.endswith("(kept)")]
+    assert sorted(tuned.trial_by_number) == [0, 1, 2]
+    assert "trial 0 " not in tuned.stderr and "trial 1 " in tuned.stderr
 
 
 def test_trials_end_complete_failed_or_pruned_and_the_best_comes_first(tuned: Tuning) -> None:
@@ -101,13 +101,13 @@ def test_mlflow_has_a_run_for_the_study_and_nested_in_it_one_for_each_trial(
     first = trials["trial-0"]
     assert {name: float(value) for name, value in first.data.params.items()} == {RATE: 10}
     curve = connect(tuned.folder).get_metric_history(first.info.run_id, "validation/ndcg_at_10")
-    assert [str(point.step) for point in curve] == list(tuned.by_number[0]["epochs"])
+    assert [str(point.step) for point in curve] == list(tuned.trial_by_number[0]["epochs"])
     assert first.data.metrics["validation/best/ndcg_at_10"] == parent.data.metrics["validation/best/ndcg_at_10"]
 
 
 def test_trials_keep_only_metrics_plan_and_the_logs_of_ended_ones(tuned: Tuning) -> None:
     assert not [process for process in psutil.process_iter(["cmdline"]) if str(tuned.folder) in str(process.info["cmdline"])]
     assert not list(tuned.study.glob("**/checkpoint*"))
-    kept = {path.name for path in (tuned.study / "trial-0").iterdir()}
-    assert kept == {"metrics.jsonl", "plan"}
+    names = {path.name for path in (tuned.study / "trial-0").iterdir()}
+    assert names == {"metrics.jsonl", "plan"}
     assert list((tuned.study / "trial-2").glob("train.work/logs/**/stderr.log"))

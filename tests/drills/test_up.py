@@ -89,9 +89,9 @@ class Up:
         sent = time.monotonic()
         self.process.send_signal(number)
         self.process.wait(60)
-        took = time.monotonic() - sent
+        seconds = time.monotonic() - sent
         _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN_S if number == signal.SIGKILL else 0.5)
-        return took, [" ".join(process.cmdline()) for process in alive]
+        return seconds, [" ".join(process.cmdline()) for process in alive]
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def running(file: Path, *settings: str) -> Iterator[Up]:
             up.end(signal.SIGTERM)
 
 
-def soon() -> str:
+def soon_schedule() -> str:
     """Return a schedule with a planned start after the servers have started, also on a busy machine."""
     return f"schedule.cron={datetime.now(UTC) + LEAD:%M %H} * * *"
 
@@ -117,19 +117,19 @@ def record_of_newest_run(file: Path) -> RunRecord:
 
 def test_a_planned_run_starts_by_itself_and_registers_a_version(tmp_path: Path) -> None:
     file = write_config(tmp_path)
-    with running(file, soon()) as up:
+    with running(file, soon_schedule()) as up:
         assert "next start" in up.out
         up.wait_for("Promoted", "Failed", "Crashed")
         assert up.states() == ["Promoted"]
         with urllib.request.urlopen(f"http://127.0.0.1:{up.ports[1]}/health", timeout=30) as answer:
             assert answer.status == 200
-        took, alive = up.end(signal.SIGINT)
-    assert (took < GONE_WITHIN_S, alive, up.process.returncode) == (True, [], 0)
+        seconds, alive = up.end(signal.SIGINT)
+    assert (seconds < GONE_WITHIN_S, alive, up.process.returncode) == (True, [], 0)
     assert record_of_newest_run(file).state == "Promoted"
-    listed = subprocess.run(
+    releases = subprocess.run(
         [sys.executable, "-m", "flows.cli", "releases", str(file)], capture_output=True, text=True, check=True
     )
-    assert "champion" in listed.stdout
+    assert "champion" in releases.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
@@ -137,16 +137,16 @@ def test_a_signal_in_the_training_leaves_no_process_and_the_next_planned_run_sta
     tmp_path: Path, number: signal.Signals
 ) -> None:
     file = write_config(tmp_path)
-    training = tmp_path / "workspace" / "runs"
+    runs_folder = tmp_path / "workspace" / "runs"
     with running(file, "training.epochs=10000", "training.validation=null") as up:
         up.start_run()
         deadline = time.monotonic() + PATIENCE_S
-        while not any(training.glob("*/train.work/metrics.jsonl")):
+        while not any(runs_folder.glob("*/train.work/metrics.jsonl")):
             assert time.monotonic() < deadline, (up.workspace / "up.log").read_text()
             time.sleep(0.5)
-        took, alive = up.end(number)
-    assert (took < GONE_WITHIN_S, alive) == (True, [])
-    with running(file, soon()) as up:
+        seconds, alive = up.end(number)
+    assert (seconds < GONE_WITHIN_S, alive) == (True, [])
+    with running(file, soon_schedule()) as up:
         up.wait_for("Promoted", "Failed")
         assert up.states() == ["Crashed", "Promoted"]
 

@@ -25,16 +25,16 @@ registry: {smoke_test_users: 50, max_relative_drop: 0.9}
 
 def run_pipeline(folder: Path, *arguments: str) -> tuple[TrainManifest, str]:
     """Run the pipeline on servers of its own; return the manifest of its train stage and its stderr."""
-    ours = ("PREFECT_", "MLFLOW_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    done = subprocess.run(
+    server_prefixes = ("PREFECT_", "MLFLOW_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(server_prefixes)}
+    process = subprocess.run(
         [sys.executable, "-m", "flows.cli", "run", str(folder / "nightly.yaml"), "--json", *arguments],
         env=environment | {"OMP_NUM_THREADS": "1"}, cwd=Path(nightly.__file__).parents[1], capture_output=True, text=True,
         timeout=240,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    run = Path(json.loads(done.stdout.splitlines()[-1])["run_dir"])
-    return require_manifest(run / "train", TrainManifest), done.stderr
+    assert process.returncode == 0, process.stderr
+    run = Path(json.loads(process.stdout.splitlines()[-1])["run_dir"])
+    return require_manifest(run / "train", TrainManifest), process.stderr
 
 
 @pytest.mark.drill

@@ -4,8 +4,10 @@ import json
 from datetime import UTC, datetime
 
 from mlflow import MlflowClient
+from mlflow.entities import LoggedModel
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
 from recsys_core.errors import InputError, redacted
 from tasks.registry.mlflow_client import RUN_ID_TAG
@@ -40,6 +42,12 @@ def aliases_of(client: MlflowClient, model_name: str) -> dict[str, str] | None:
             raise
         return None
     return {alias: str(number) for alias, number in aliases.items()}  # MLflow gives an int from sqlite and a str over REST
+
+
+def delete_model(client: MlflowClient, model: LoggedModel) -> None:
+    """Delete a logged model and its files. Its rows in MLflow's database remain until `mlflow gc`."""
+    get_artifact_repository(model.artifact_location, tracking_uri=client.tracking_uri).delete_artifacts()
+    client.delete_logged_model(model.model_id)
 
 
 def champion_of(client: MlflowClient, model_name: str) -> ModelVersion | None:

@@ -19,8 +19,9 @@ import recsys_core
 from recsys_core.manifests import InteractionsManifest, PackageManifest
 from recsys_core.serving.package import description_sha256
 from tasks.registry.config import RegistryConfig
-from tasks.registry.mlflow_client import RUN_ID_TAG, tracking_uri
+from tasks.registry.mlflow_client import LOG, RUN_ID_TAG, tracking_uri
 from tasks.registry.model_uri import PACKAGE_SHA256, PACKAGE_SHA256_TAG
+from tasks.registry.releases import delete_model
 from tasks.run import Run
 
 PACKAGE_TAG = "nightjar.package"
@@ -47,12 +48,25 @@ def version_for(
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-    for version in client.search_model_versions(f"name = '{model_name}'"):
+    versions = client.search_model_versions(f"name = '{model_name}'")
+    for version in versions:
         if tags.items() <= version.tags.items():
             return version
+    _delete_unregistered_models(client, mlflow_run_id, registered_uris={version.source for version in versions})
     mlflow.set_tracking_uri(tracking_uri(run.workspace))
     model = _log_model(package, mlflow_run_id=mlflow_run_id, interactions=interactions)
     return client.create_model_version(model_name, model.model_uri, run_id=mlflow_run_id, tags=tags, model_id=model.model_id)
+
+
+def _delete_unregistered_models(client: MlflowClient, mlflow_run_id: str, *, registered_uris: set[str | None]) -> None:
+    """Delete the models of an MLflow run that an interrupted attempt logged, but did not register. A failure is a warning."""
+    experiment_id = client.get_run(mlflow_run_id).info.experiment_id
+    for model in client.search_logged_models([experiment_id], f"source_run_id = '{mlflow_run_id}'"):
+        if model.model_uri not in registered_uris:
+            try:
+                delete_model(client, model)
+            except Exception as error:  # e.g. an artifact store that does not allow it
+                LOG.warning("could not delete %s, which has no version (%s: %s)", model.model_uri, type(error).__name__, error)
 
 
 def _log_model(package: PackageManifest, *, mlflow_run_id: str, interactions: InteractionsManifest) -> ModelInfo:

@@ -16,13 +16,12 @@ from mlflow import MlflowClient
 from mlflow.entities import LoggedModel
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
-from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
 from recsys_core.disk import used_bytes
 from recsys_core.manifests import RegistrationManifest, read_manifest
 from recsys_core.units import DAY_S
 from tasks.registry.mlflow_client import RUN_ID_TAG
-from tasks.registry.releases import MAX_FORMER_CHAMPIONS, REASONS_TAG, aliases_of, former_champions
+from tasks.registry.releases import MAX_FORMER_CHAMPIONS, REASONS_TAG, aliases_of, delete_model, former_champions
 from tasks.retention.run_folders import RUNS_NAME, run_ids
 
 _LOGGED_MODEL_URI = re.compile(r"models:/(m-[0-9a-f]+)")
@@ -115,8 +114,7 @@ def delete_versions(client: MlflowClient, removals: Iterable[VersionRemoval]) ->
             continue
         model = _logged_model(client, version)
         if model is not None:
-            get_artifact_repository(model.artifact_location, tracking_uri=client.tracking_uri).delete_artifacts()
-            client.delete_logged_model(model.model_id)
+            delete_model(client, model)
         client.delete_model_version(name, number)
         finished_removals.append(removal)
     return finished_removals

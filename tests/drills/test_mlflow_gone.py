@@ -36,6 +36,7 @@ def assert_registered_once(run: StartedRun, database_file: Path) -> None:
     assert run.answer["model"] == {"name": "nightjar", "version": "1", "alias": "champion"}
     assert query(database_file, "SELECT count(*) FROM tags WHERE key = 'nightjar.run_id'") == 1
     assert query(database_file, "SELECT count(*) FROM model_versions") == 1
+    assert query(database_file, "SELECT count(*) FROM logged_models WHERE lifecycle_stage = 'active'") == 1
     assert query(database_file, "SELECT group_concat(alias || ' ' || version) FROM registered_model_aliases") == "champion 1"
     num_steps = len((run.folder / "train" / "metrics.jsonl").read_text().splitlines())
     step_counts_sql = "SELECT count(step) || ' ' || count(DISTINCT step) FROM metrics WHERE key = 'train/loss'"

@@ -109,6 +109,18 @@ def test_a_run_killed_while_it_registers_finds_its_version_again(
     assert aliases(client)["champion"] == "2"
 
 
+def test_a_run_killed_before_it_created_a_version_leaves_no_model_without_a_version(
+    workspace: Path, stages: BuildStages, predicted_here: list[str]
+) -> None:
+    run, client = run_of(workspace, "one"), connect(workspace)
+    do_register(stages(), run)
+    shutil.rmtree(run.stage_folder("register"))
+    client.delete_model_version("m", "1")  # the logged model stays, as after a kill
+    registration = do_register(stages(), run)
+    (model_file,) = (workspace / "mlartifacts" / "models").glob("*/artifacts/MLmodel")
+    assert client.get_model_version("m", registration.version).source == f"models:/{model_file.parents[1].name}"
+
+
 def test_a_finished_registration_is_kept(workspace: Path, stages: BuildStages, predicted_here: list[str]) -> None:
     first = do_register(stages(), run_of(workspace, "one"))
     assert do_register(stages(), run_of(workspace, "one")) == first

@@ -30,7 +30,7 @@ def _flow_run_name() -> str:
     parameters = runtime.flow_run.parameters
     try:
         pipeline = load_config(parameters["pipeline"], parameters.get("overrides", ())).name
-    except InputError:  # the flow itself raises it
+    except InputError:  # the flow raises the same error
         pipeline = str(parameters["pipeline"])
     version = f" version {parameters['version']}" if parameters.get("version") else ""
     return f"{pipeline} {runtime.flow_run.flow_name}{version}: {parameters['reason']}"
@@ -58,7 +58,7 @@ def promote(
         InputError: the config, the version or the reason is invalid, or the version is already champion; nothing has changed.
         StageError: the version failed the smoke test, or MLflow does not work; nothing has changed.
     """
-    die_with_parent()  # under `nightjar up`; elsewhere it does nothing
+    die_with_parent()  # has an effect only under `nightjar up`
     config = load_config(pipeline, overrides)
     message = promote_version(version, _decision(config, reason))
     _rewrite_page(config)
@@ -87,7 +87,7 @@ def rollback(
         InputError: the config or the reason is invalid, or there is no such former champion; nothing has changed.
         StageError: no former champion loads, or MLflow does not work; nothing has changed.
     """
-    die_with_parent()  # under `nightjar up`; elsewhere it does nothing
+    die_with_parent()  # has an effect only under `nightjar up`
     config = load_config(pipeline, overrides)
     message = roll_back(version or None, _decision(config, reason))
     _rewrite_page(config)
@@ -95,7 +95,7 @@ def rollback(
 
 
 def _decision(config: PipelineConfig, reason: str) -> Decision:
-    """Return the decision; a change of an alias sends an event to Prefect."""
+    """Tag the flow run and return the decision. Each move of an alias sends an event to Prefect."""
     tag_flow_run(config.name, reason=reason)
     emit = partial(emit_alias_change, flow_run_id=runtime.flow_run.id, pipeline=config.name, run_reason=reason, run_id=None)
     return Decision(config.registry, config.workspace.absolute(), reason, emit)

@@ -1,6 +1,6 @@
 """The deployments of a pipeline in a Prefect server: schedule, concurrency limit and the defaults of their forms.
 
-`nightjar deploy` creates them for the workers of a work pool, and `nightjar up` for the process that it starts.
+`nightjar deploy` creates them for the workers of a work pool. `nightjar up` creates them for a process of its own.
 """
 
 import os
@@ -40,23 +40,23 @@ class Change(NamedTuple):
 def deployments_of(
     config: PipelineConfig, *, file: Path, overrides: Sequence[str], work_pool: str | None, is_active: bool = True
 ) -> tuple[RunnerDeployment, ...]:
-    """Return the deployments nightly-retrain, promote and rollback of the pipeline. A run of them reads `file` when it starts.
+    """Return the deployments nightly-retrain, promote and rollback of the pipeline. Each run reads `file` when it starts.
 
-    Only nightly-retrain has a schedule, and a limit of one run at a time: a person may roll back while a run trains.
+    Only nightly-retrain has a schedule and a limit of one run at a time, so a person can roll back while a run trains.
 
     Args:
         overrides: default of the field "Settings to override" in the forms.
-        work_pool: work pool whose workers run them; None: the process of `nightjar up`.
+        work_pool: work pool whose workers run the deployments; None: the process of `nightjar up` runs them.
         is_active: whether the schedule starts runs; false for a schedule that a person has paused.
     """
     schedule = config.schedule
-    planned = Schedule(cron=schedule.cron, timezone=schedule.timezone, active=is_active) if schedule.cron else None
+    planned_schedule = Schedule(cron=schedule.cron, timezone=schedule.timezone, active=is_active) if schedule.cron else None
     limit = ConcurrencyLimitConfig(limit=1, collision_strategy=ON_OVERRUN[schedule.on_overrun])
     deployments = []
     for flow in (deployed_retrain, promote, rollback):
         deployment = flow.to_deployment(
             config.name,
-            schedules=[planned] if planned is not None and flow is deployed_retrain else [],
+            schedules=[planned_schedule] if planned_schedule is not None and flow is deployed_retrain else [],
             concurrency_limit=limit if flow is deployed_retrain else None,
             parameters={"pipeline": str(file.absolute()), "overrides": list(overrides)},
             tags=["nightjar", f"pipeline:{config.name}"],
@@ -65,7 +65,7 @@ def deployments_of(
             job_variables={"env": ENVIRONMENT} if work_pool else {},
         )
         assert isinstance(deployment, RunnerDeployment)
-        deployment.work_pool_name = work_pool  # None is stored too: it removes the work pool of an earlier deployment
+        deployment.work_pool_name = work_pool  # None too must be sent: it removes the work pool of the existing deployment
         deployments.append(deployment)
     return tuple(deployments)
 
@@ -106,7 +106,7 @@ def apply(deployment: RunnerDeployment) -> UUID:
 
 @contextmanager
 def prefect_server() -> Iterator[SyncPrefectClient]:
-    """Yield a client of the server in PREFECT_API_URL; raise InputError if it does not answer or its version does not fit."""
+    """Yield a client of the server in PREFECT_API_URL; raise InputError if it does not answer or its version is incompatible."""
     url = redacted(os.environ["PREFECT_API_URL"])
     try:
         with get_client(sync_client=True) as client:
@@ -129,12 +129,13 @@ def prefect_server() -> Iterator[SyncPrefectClient]:
 def _check_version(server_version: str, *, url: str) -> None:
     import prefect
 
-    server, client = (version.split(".")[:2] for version in (server_version, prefect.__version__))
-    if server[0] != client[0] or [int(part) for part in server] < [int(part) for part in client]:
+    server_numbers, client_numbers = (version.split(".")[:2] for version in (server_version, prefect.__version__))
+    is_older = [int(number) for number in server_numbers] < [int(number) for number in client_numbers]
+    if server_numbers[0] != client_numbers[0] or is_older:
         raise InputError(
             f"the Prefect server at {url} has version {server_version}, but this installation of nightjar has Prefect "
-            f"{prefect.__version__}, which needs a server of version {'.'.join(client)} or a later {client[0]}.x; upgrade the "
-            "server"
+            f"{prefect.__version__}, which needs a server of version {'.'.join(client_numbers)} or a later {client_numbers[0]}.x; "
+            "upgrade the server"
         )
 
 
@@ -154,13 +155,13 @@ def check_work_pool(client: SyncPrefectClient, name: str | None) -> str:
 
 
 def _settings(deployment: RunnerDeployment | DeploymentResponse) -> dict[str, str]:
-    """Return what `changes` compares, as text by name."""
+    """Return the settings of a deployment that `changes` compares, as text by name."""
     if isinstance(deployment, RunnerDeployment):
         limit = deployment.concurrency_limit
     else:
         limit = deployment.global_concurrency_limit.limit if deployment.global_concurrency_limit else None
     options = deployment.concurrency_options
-    facts: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "schedule": ", ".join(map(_describe_schedule, deployment.schedules or [])) or "none",
         "concurrent runs": f"{limit or 'any number'}" + (f", {options.collision_strategy.value}" if options else ""),
         "pipeline": deployment.parameters.get("pipeline"),
@@ -170,11 +171,11 @@ def _settings(deployment: RunnerDeployment | DeploymentResponse) -> dict[str, st
         "tags": ", ".join(sorted(deployment.tags)),
         "version": deployment.version,
     }
-    return {name: str(value) for name, value in facts.items()}
+    return {name: str(value) for name, value in settings.items()}
 
 
-def _describe_schedule(planned: Any) -> str:
+def _describe_schedule(planned_schedule: Any) -> str:
     """Describe a schedule of a deployment: cron expression, time zone, and whether it is paused."""
-    schedule = planned.schedule
+    schedule = planned_schedule.schedule
     text = f"{schedule.cron} {schedule.timezone or 'UTC'}" if hasattr(schedule, "cron") else str(schedule)
-    return text if planned.active is not False else f"{text}, paused"
+    return text if planned_schedule.active is not False else f"{text}, paused"

@@ -1,10 +1,10 @@
-"""Moving the alias `champion`: a compare-and-set that also holds between workspaces that share a registry.
+"""Move of the alias `champion` by compare-and-set, which is also safe between workspaces that share a registry.
 
 MLflow sets an alias unconditionally. Processes therefore take turns at reading and setting it, by Lamport's bakery algorithm
 (https://lamport.azurewebsites.net/pubs/bakery.pdf), which does not need a compare-and-set itself. Each process writes only the
 turn tag of its own new version: first CHOOSING, then a number above all numbers that it reads. It waits until no other version
-is choosing or has a lower number. A turn that is first in line and does not change for ABANDONED_S belongs to a process that
-died: its tag is removed.
+is choosing or has a lower number. If the first turn in line does not change for ABANDONED_S, its process has died, and a waiting
+process removes its tag.
 """
 
 import time
@@ -70,11 +70,11 @@ def move_champion(
 
 @contextmanager
 def _turn(client: MlflowClient, version: ModelVersion) -> Iterator[Callable[[], bool]]:
-    """Wait for the turn of `version`, end it after the body; yield a function that returns whether the turn is still valid."""
+    """Wait for the turn of `version` and end it after the body; yield a function that returns whether the turn is valid."""
     name, number = version.name, str(version.version)
     client.set_model_version_tag(name, number, TURN_TAG, CHOOSING)
     try:
-        highest_turn = max((_order(turn) for turn in _turns(client, name).values()), default=0)
+        highest_turn = max((_sort_key(turn) for turn in _turns(client, name).values()), default=0)
         own_turn = str(highest_turn + 1)
         client.set_model_version_tag(name, number, TURN_TAG, own_turn)
         _wait_for_turn(client, name, number=number, own_turn=own_turn)
@@ -87,22 +87,22 @@ def _turn(client: MlflowClient, version: ModelVersion) -> Iterator[Callable[[], 
 
 def _wait_for_turn(client: MlflowClient, name: str, *, number: str, own_turn: str) -> None:
     """Wait until no other version of the model has a turn before (own_turn, number)."""
-    own_position = (_order(own_turn), int(number))
+    own_sort_key = (_sort_key(own_turn), int(number))
     first_in_line: tuple[tuple[int, int], str] | None = None
-    first_since_s = 0.0
+    first_seen_s = 0.0
     while True:
         now_s = time.monotonic()
         queue = [
-            ((_order(turn), int(other_number)), turn)
+            ((_sort_key(turn), int(other_number)), turn)
             for other_number, turn in _turns(client, name).items()
             if other_number != number
         ]
-        earlier_turns = [entry for entry in queue if entry[0] < own_position]
+        earlier_turns = [entry for entry in queue if entry[0] < own_sort_key]
         if not earlier_turns:
             return
         if min(earlier_turns) != first_in_line:
-            first_in_line, first_since_s = min(earlier_turns), now_s
-        elif now_s - first_since_s > ABANDONED_S:
+            first_in_line, first_seen_s = min(earlier_turns), now_s
+        elif now_s - first_seen_s > ABANDONED_S:
             client.delete_model_version_tag(name, str(first_in_line[0][1]), TURN_TAG)
         time.sleep(_POLL_S)
 
@@ -113,8 +113,8 @@ def _turns(client: MlflowClient, name: str) -> dict[str, str]:
     return {str(version.version): version.tags[TURN_TAG] for version in versions if TURN_TAG in version.tags}
 
 
-def _order(turn: str) -> int:
-    """Return the position of a turn tag: CHOOSING is before all numbers."""
+def _sort_key(turn: str) -> int:
+    """Return the sort key of a turn tag: CHOOSING comes before all numbers."""
     return 0 if turn == CHOOSING else int(turn)
 
 

@@ -93,12 +93,12 @@ class Worker:
     def end(self, number: signal.Signals) -> tuple[float, list[str]]:
         """Send the signal; return the seconds until no process of its runs is left, and the processes left after 10 s."""
         processes = self.children()
-        sent = time.monotonic()
+        signal_time_s = time.monotonic()
         self.process.send_signal(number)
         _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN_S)
-        took = time.monotonic() - sent
+        seconds = time.monotonic() - signal_time_s
         self.process.wait(60)
-        return took, [" ".join(process.cmdline()) for process in alive]
+        return seconds, [" ".join(process.cmdline()) for process in alive]
 
 
 @contextmanager

@@ -29,7 +29,7 @@ def is_installed() -> bool:
 
 @dataclass(frozen=True)
 class S3Server:
-    """The address of the server, and what its bucket contains."""
+    """The address of the server, and the objects in its bucket."""
 
     address: str
 

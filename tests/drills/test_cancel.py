@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN_ID = "20260101-000000-cace"
 PATIENCE_S = 240.0
 GONE_WITHIN_S = 10.0
-NOTICED_WITHIN_S = 5.0  # Prefect's runner asks the server every second
+NOTICED_WITHIN_S = 5.0  # Prefect's runner polls the server every second
 SERVE = "from flows.nightly import nightly_retrain; nightly_retrain.serve(name='drill', pause_on_shutdown=False)"
 TORCHX = [
     "launcher={kind: torchx, scheduler: local_cwd, env: {OMP_NUM_THREADS: '1'}}",
@@ -30,48 +30,48 @@ TORCHX = [
 ]
 
 
-def wait_until(what: str, holds, *, patience_s: float = PATIENCE_S) -> None:
+def wait_until(description: str, condition, *, patience_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + patience_s
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {patience_s:g} s: {what}"
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {patience_s:g} s: {description}"
         time.sleep(0.1)
 
 
-def started_run(parameters: dict) -> str:
+def start_run(parameters: dict) -> str:
     """Wait for the served deployment, start a run of it and return the id of the run."""
     from prefect.client.orchestration import get_client
 
-    async def ask() -> str:
+    async def create_run() -> str:
         async with get_client() as client:
             for _ in range(int(PATIENCE_S)):
-                found = await client.read_deployments()
-                if found:
+                deployments = await client.read_deployments()
+                if deployments:
                     break
                 await asyncio.sleep(1)
-            return str((await client.create_flow_run_from_deployment(found[0].id, parameters=parameters)).id)
+            return str((await client.create_flow_run_from_deployment(deployments[0].id, parameters=parameters)).id)
 
-    return asyncio.run(ask())
+    return asyncio.run(create_run())
 
 
 def cancel(flow_run: str) -> None:
     from prefect.client.orchestration import get_client
     from prefect.states import Cancelling
 
-    async def ask() -> None:
+    async def set_state() -> None:
         async with get_client() as client:
             await client.set_flow_run_state(flow_run, Cancelling(), force=True)
 
-    asyncio.run(ask())
+    asyncio.run(set_state())
 
 
 def state_of(flow_run: str) -> str:
     from prefect.client.orchestration import get_client
 
-    async def ask() -> str:
+    async def read_state() -> str:
         async with get_client() as client:
             return str((await client.read_flow_run(flow_run)).state_name)
 
-    return asyncio.run(ask())
+    return asyncio.run(read_state())
 
 
 @pytest.mark.parametrize("overrides", [[], TORCHX], ids=["local", "torchx"])
@@ -90,25 +90,30 @@ def test_cancelling_in_prefect_ends_every_process_of_the_training(
         server.begin(log_file=tmp_path / "prefect.log")
         server.wait()
         environment |= {name: os.environ[name] for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")}
-        served = subprocess.Popen(
+        serving_process = subprocess.Popen(
             [sys.executable, "-c", SERVE], cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
         )
         try:
-            flow_run = started_run({"config": json.loads(config.model_dump_json()), "run_id": RUN_ID})
+            flow_run = start_run({"config": json.loads(config.model_dump_json()), "run_id": RUN_ID})
             metrics = logs.parents[1] / "metrics.jsonl"
             wait_until(
                 f"training; {(tmp_path / 'serve.log').read_text()}", lambda: metrics.is_file() and metrics.stat().st_size
             )
-            below = psutil.Process(served.pid).children(recursive=True)
-            below = [process for process in below if "resource_tracker" not in " ".join(process.cmdline())]  # of `serve` itself
-            ours = [process for process in below if any("recsys_core.training" in word for word in process.cmdline())]
-            assert {rank.pid for rank in LaunchFolder(logs).started_ranks().values()} < {process.pid for process in ours}
+            children = psutil.Process(serving_process.pid).children(recursive=True)
+            # The resource tracker belongs to the serving process and does not end with the run.
+            run_processes = [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+            training_processes = [
+                process for process in run_processes if any("recsys_core.training" in word for word in process.cmdline())
+            ]
+            training_pids = {process.pid for process in training_processes}
+            assert {rank.pid for rank in LaunchFolder(logs).started_ranks().values()} < training_pids
             cancel(flow_run)
-            _, alive = psutil.wait_procs(ours, timeout=NOTICED_WITHIN_S + GONE_WITHIN_S)
+            _, alive = psutil.wait_procs(training_processes, timeout=NOTICED_WITHIN_S + GONE_WITHIN_S)
             assert not alive, [survivor.cmdline() for survivor in alive]
-            _, alive = psutil.wait_procs(below, timeout=60)  # the process of the flow run is Prefect's to end
+            # Prefect ends the process of the flow run itself, which takes longer.
+            _, alive = psutil.wait_procs(run_processes, timeout=60)
             assert not alive, [survivor.cmdline() for survivor in alive]
             wait_until("the run is cancelled", lambda: state_of(flow_run) == "Cancelled", patience_s=30)
         finally:
-            served.terminate()
-            served.wait(30)
+            serving_process.terminate()
+            serving_process.wait(30)

@@ -86,7 +86,11 @@ def fill(disk: Path, *, leave: int) -> Path:
 
 
 def bytes_to_leave(stage: StageName, run: Path) -> int:
-    """Return the free space with which `stage` begins, and in which it does not end. `run`: a complete run."""
+    """Return a free space with which `stage` can begin but cannot end.
+
+    Args:
+        run: folder of a complete run, whose stage has the expected size.
+    """
     stage_bytes = used_bytes(run.parents[1] / "mlartifacts" if stage == "register" else run / stage)
     return BOOKKEEPING_BYTES + (stage_bytes // 2 if stage_bytes > MIN_PARTIAL_BYTES else 0)
 
@@ -127,11 +131,11 @@ def test_a_disk_that_is_full_in_any_stage_leaves_no_half_stage_and_a_resume_comp
     for workspace in (tmp_path / "workspace", disk / "workspace"):
         new_run(workspace)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", RUN_STAGES, str(file), str(disk)], cwd=ROOT, env=environment, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
-    reference, *stages = [json.loads(line) for line in done.stdout.splitlines()]
+    assert process.returncode == 0, process.stderr
+    reference, *stages = [json.loads(line) for line in process.stdout.splitlines()]
     assert reference["state"] == "Promoted", reference
     assert [answer["stage"] for answer in stages] == list(STAGES)
     for answer in stages:
@@ -154,26 +158,26 @@ def test_the_databases_of_the_servers_on_a_full_disk_end_the_run_with_one_messag
     file = short_config(tmp_path)
     on_disk = f"--set=workspace={disk}/workspace"
     filler = fill(disk, leave=2**20)
-    _, error = (refused := nightjar(file, on_disk)).communicate(timeout=PATIENCE_S)
-    assert refused.returncode == 2, error
+    _, error = (failed_run := nightjar(file, on_disk)).communicate(timeout=PATIENCE_S)
+    assert failed_run.returncode == 2, error
     assert f"{disk}/workspace: the embedded Prefect server with its database takes at least 0.031 GiB" in error
     assert not list(disk.glob("workspace/runs/*"))
     filler.unlink()
 
     run = new_run(disk / "workspace")
-    interrupted = nightjar(file, on_disk, "--resume", RUN_ID)
+    interrupted_run = nightjar(file, on_disk, "--resume", RUN_ID)
     deadline = time.monotonic() + PATIENCE_S
     while not any((run / "train.work" / "checkpoints").glob("step-*[0-9]")):
-        assert interrupted.poll() is None, interrupted.communicate()[1]
+        assert interrupted_run.poll() is None, interrupted_run.communicate()[1]
         assert time.monotonic() < deadline, "no checkpoint"
         time.sleep(0.01)
     filler = fill(disk, leave=0)
-    _, error = interrupted.communicate(timeout=PATIENCE_S)
-    assert interrupted.returncode == 2, error
+    _, error = interrupted_run.communicate(timeout=PATIENCE_S)
+    assert interrupted_run.returncode == 2, error
     assert "GiB free; free some space" in error and "Traceback" not in error, error
     assert not (run / "train").exists()
     filler.unlink()
 
-    out, error = (resumed := nightjar(file, on_disk, "--resume", RUN_ID, "--json")).communicate(timeout=PATIENCE_S)
-    assert resumed.returncode == 0, error
+    out, error = (resumed_run := nightjar(file, on_disk, "--resume", RUN_ID, "--json")).communicate(timeout=PATIENCE_S)
+    assert resumed_run.returncode == 0, error
     assert json.loads(out.splitlines()[-1])["model"]["alias"] == "champion"

@@ -40,30 +40,31 @@ def nightjar(*arguments: str, servers: Servers) -> str:
     return command.stdout
 
 
-def wait_until(holds: Callable[[], bool], *, what: str) -> None:
+def wait_until(condition: Callable[[], bool], *, description: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s: {what}"
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s: {description}"
         time.sleep(0.02)
 
 
-def cancelled_in_training(page: PrefectPage, worker: Worker, runs: Path, *, reason: str) -> tuple[str, Path, float]:
+def cancel_in_training(page: PrefectPage, worker: Worker, runs: Path, *, reason: str) -> tuple[str, Path, float]:
     """Start a run and cancel it in the training.
 
-    Returns: the flow run; the folder of the run; the seconds until no process of the run was left.
+    Returns:
+        The id of the flow run, the folder of the run, and the seconds until no process of the run was left.
     """
-    earlier = set(runs.glob("*"))
+    earlier_folders = set(runs.glob("*"))
     flow_run = page.start_run(reason=reason, overrides=LONGER_TRAINING)
-    wait_until(lambda: any(is_in("train", run) for run in set(runs.glob("*")) - earlier), what="training")
-    (run,) = set(runs.glob("*")) - earlier
+    wait_until(lambda: any(is_in("train", run) for run in set(runs.glob("*")) - earlier_folders), description="training")
+    (run,) = set(runs.glob("*")) - earlier_folders
     processes = worker.children()
-    cancelled = time.monotonic()
+    cancel_time_s = time.monotonic()
     page.cancel(flow_run)
     _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN_S)
-    took = time.monotonic() - cancelled
+    seconds = time.monotonic() - cancel_time_s
     assert not alive, [process.cmdline() for process in alive]
     page.wait_for(flow_run, "Cancelled", patience_s=30)
-    return flow_run, run, took
+    return flow_run, run, seconds
 
 
 def record_of(run: Path) -> RunRecord:
@@ -72,7 +73,7 @@ def record_of(run: Path) -> RunRecord:
 
 @dataclass(frozen=True)
 class Production:
-    """The servers, and what is behind them."""
+    """The Prefect and MLflow servers, and the database and the object store that they use."""
 
     servers: Servers
     postgresql: PostgresqlServer
@@ -101,13 +102,15 @@ def test_a_planned_run_starts_on_the_worker_and_its_version_is_in_postgresql_and
     with worker_of(servers, log_file=tmp_path / "worker.log"):
         page = PrefectPage(servers)
         page.wait_for_pool()
-        planned = datetime.now(UTC) + LEAD
-        out = nightjar("deploy", str(file), "--work-pool", "nightjar", "--cron", f"{planned:%M %H} * * *", servers=servers)
+        planned_start = datetime.now(UTC) + LEAD
+        out = nightjar(
+            "deploy", str(file), "--work-pool", "nightjar", "--cron", f"{planned_start:%M %H} * * *", servers=servers
+        )
         assert "nightly-retrain/nightly, created" in out
         flow_run = page.planned_run()
         page.wait_for(flow_run, "Promoted")
     assert page.flow_run(flow_run)["run_count"] == 1
-    assert f"{planned:%Y-%m-%dT%H:%M}" in page.flow_run(flow_run)["expected_start_time"]
+    assert f"{planned_start:%Y-%m-%dT%H:%M}" in page.flow_run(flow_run)["expected_start_time"]
     assert production.aliases("nightjar") == {"champion": "1"}
     assert production.postgresql.query("prefect", "SELECT count(*) FROM flow_run WHERE state_name = 'Promoted'") == "1"
     assert not (tmp_path / "workspace" / "mlflow.db").exists()
@@ -126,15 +129,15 @@ def test_a_cancelled_run_leaves_no_process_and_a_retry_or_a_resume_ends_well(
         page.wait_for_pool()
         nightjar("deploy", str(file), "--work-pool", "nightjar", servers=servers)
 
-        flow_run, run, retried_s = cancelled_in_training(page, worker, runs, reason="retry")
-        ingested = (run / "ingest_interactions").stat().st_mtime_ns
+        flow_run, run, retried_s = cancel_in_training(page, worker, runs, reason="retry")
+        ingest_time_ns = (run / "ingest_interactions").stat().st_mtime_ns
         page.retry(flow_run)
         page.wait_for(flow_run, "Promoted")
         assert record_of(run).num_starts == page.flow_run(flow_run)["run_count"] == 2
-        assert (run / "ingest_interactions").stat().st_mtime_ns == ingested, "a complete stage is repeated"
+        assert (run / "ingest_interactions").stat().st_mtime_ns == ingest_time_ns, "a complete stage is repeated"
         assert production.aliases("cancelled") == {"champion": "1"}
 
-        _, run, resumed_s = cancelled_in_training(page, worker, runs, reason="resume")
+        _, run, resumed_s = cancel_in_training(page, worker, runs, reason="resume")
         flow_run = page.start_run(resume=run.name, reason="resume", overrides=LONGER_TRAINING)
         state = page.wait_for(flow_run, "Promoted", "NotPromoted")
         assert record_of(run).num_starts == 2

@@ -3,8 +3,8 @@
 MLflow sets an alias unconditionally. Processes therefore take turns at reading and setting it, by Lamport's bakery algorithm
 (https://lamport.azurewebsites.net/pubs/bakery.pdf), which does not need a compare-and-set itself. Each process writes only the
 turn tag of its own new version: first CHOOSING, then a number above all numbers that it reads. It waits until no other version
-is choosing or has a lower number. If the first turn in line does not change for ABANDONED_S, its process has died, and a waiting
-process removes its tag.
+is choosing or has a lower number. If the first turn in line does not change for ABANDONED_S, its process has died, and a
+waiting process removes its tag.
 """
 
 import time

@@ -23,9 +23,9 @@ from recsys_core.parent_process import PARENT_VARIABLE, die_with_reader_of_outpu
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 """Environment variable in which Prefect's worker passes the id of the flow run to the process that it starts."""
 MESSAGE = "the process of this run was killed: its worker was stopped, or the memory of the host was full"
-REPORT_OF_WORKER_S = 0.5
-"""Wait before the report: a worker that is alive reports the run itself, with the exit status."""
-UNWIND_S = 5.0
+WAIT_FOR_WORKER_S = 0.5
+"""Wait before the report, because a worker that is alive reports the end of its run with the exit status."""
+CANCEL_GRACE_S = 5.0
 """Time for a cancelled flow run to end by itself."""
 RETRY_INTERVAL_S, GIVE_UP_AFTER_S, REQUEST_TIMEOUT_S = 1.0, 6.0, 3.0
 
@@ -71,7 +71,7 @@ def start_reporter(flow_run_id: str) -> "tuple[subprocess.Popen[bytes], int]":
 def main() -> None:
     """Wait until the process of the flow run has ended; set the flow run to Crashed if it is still Running in Prefect.
 
-    If the flow run does not end within UNWIND_S of its first SIGTERM, send it SIGKILL.
+    If the flow run does not end within CANCEL_GRACE_S of its first SIGTERM, send it SIGKILL.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd sends SIGTERM to all processes of the worker
     with open(0, "rb", buffering=0) as pipe:
@@ -80,12 +80,12 @@ def main() -> None:
         while (signal_byte := pipe.read(1)) and signal_byte[0] != signal.SIGTERM:
             pass
         if signal_byte:
-            kill = threading.Timer(UNWIND_S, os.kill, (pid, signal.SIGKILL))
-            kill.start()
+            kill_timer = threading.Timer(CANCEL_GRACE_S, os.kill, (pid, signal.SIGKILL))
+            kill_timer.start()
             pipe.readall()
-            kill.cancel()
+            kill_timer.cancel()
     deadline = time.monotonic() + GIVE_UP_AFTER_S
-    time.sleep(REPORT_OF_WORKER_S)
+    time.sleep(WAIT_FOR_WORKER_S)
     while time.monotonic() < deadline:
         try:
             report(**settings)

@@ -134,8 +134,8 @@ def _check_version(server_version: str, *, url: str) -> None:
     if server_numbers[0] != client_numbers[0] or is_older:
         raise InputError(
             f"the Prefect server at {url} has version {server_version}, but this installation of nightjar has Prefect "
-            f"{prefect.__version__}, which needs a server of version {'.'.join(client_numbers)} or a later {client_numbers[0]}.x"
-            "; upgrade the server"
+            f"{prefect.__version__}, which needs a server of version {'.'.join(client_numbers)} or a later "
+            f"{client_numbers[0]}.x; upgrade the server"
         )
 
 

@@ -13,14 +13,16 @@ from prefect.states import Crashed
 LOG = logging.getLogger("nightjar")
 
 
-def end_lost_runs(client: SyncPrefectClient, deployment_id: UUID, *, states: Sequence[str], keep: UUID | None = None) -> None:
-    """Set the flow runs of a deployment that are in one of `states` to Crashed, except `keep`, and free their slots.
+def end_lost_runs(
+    client: SyncPrefectClient, deployment_id: UUID, *, states: Sequence[str], current_run_id: UUID | None = None
+) -> None:
+    """Set the flow runs of a deployment that are in one of `states` to Crashed, except `current_run_id`, and free their slots.
 
     Call it only if no process of these runs can be alive.
     """
     run_filter = {"deployment_id": {"any_": [deployment_id]}, "state": {"type": {"any_": list(states)}}}
     for run in client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(run_filter)):
-        if run.id != keep:
+        if run.id != current_run_id:
             LOG.warning("the process of flow run %s has died; the flow run ends as Crashed", run.name)
             state: State = Crashed(message="the process of this run died: its worker or machine was stopped")
             client.set_flow_run_state(run.id, state, force=True)
@@ -37,6 +39,8 @@ def end_earlier_runs() -> None:
         return
     try:
         with get_client(sync_client=True) as client:
-            end_lost_runs(client, UUID(deployment.id), states=["RUNNING", "PENDING", "CANCELLING"], keep=UUID(flow_run.id))
+            end_lost_runs(
+                client, UUID(deployment.id), states=["RUNNING", "PENDING", "CANCELLING"], current_run_id=UUID(flow_run.id)
+            )
     except Exception as error:  # any error of Prefect or the network
         LOG.warning("could not end lost flow runs (%s: %s); this run is not affected", type(error).__name__, error)

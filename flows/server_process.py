@@ -163,7 +163,7 @@ class ServerProcess:
             return file.read().decode(errors="replace")
 
     def _schema_problem(self) -> str | None:
-        """Describe why the schema of the database does not fit the installed version; None if it does fit."""
+        """Describe why the schema of the database does not fit the installed version; None if the log has no error about it."""
         log = self._log_text()
         if schema := EARLIER_SCHEMA.search(log):
             return (

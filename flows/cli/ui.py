@@ -32,7 +32,7 @@ ServerT = TypeVar("ServerT", bound=ServerProcess)
 
 
 def serve(config: PipelineConfig, *, prefect_port: int, mlflow_port: int) -> None:
-    """Serve the databases of the workspace until Ctrl-C or SIGTERM.
+    """Serve the Prefect and MLflow pages of the workspace until Ctrl-C or SIGTERM.
 
     If PREFECT_API_URL or MLFLOW_TRACKING_URI names a server, its address is printed instead. Raises InputError if a port is in
     use, a database needs a migration, or a variable such as MLFLOW_HOST names an address other than the loopback address.
@@ -75,12 +75,12 @@ def up(
             facts["metrics"] = stack.enter_context(served_metrics(config, port=metrics_port))
         # The runs log to the database, whose address cannot be opened in a browser.
         os.environ.setdefault("NIGHTJAR_MLFLOW_UI_URL", facts["MLflow"])
-        runs = stack.enter_context(_planned_runs(file, overrides, log_file=log_file))
+        runs_process = stack.enter_context(_planned_runs(file, overrides, log_file=log_file))
         next_start = config.schedule.next_start(datetime.now(UTC))
         facts["deployments"] = f"nightly-retrain/{config.name}, and promote and rollback"
         facts["next start"] = f"{next_start:%Y-%m-%d %H:%M %Z}" if next_start else "by hand in Prefect only; set schedule.cron"
         output.print_facts(facts | {"log": str(log_file), "stop": "Ctrl-C"}, console=output.stdout)
-        _watch(prefect, runs, log_file=log_file)
+        _watch(prefect, runs_process, log_file=log_file)
 
 
 @contextmanager
@@ -156,10 +156,11 @@ def _start_server(start: Callable[[], ServerT], port: int, option: str, stack: E
 
 
 def _password(workspace: Path) -> tuple[str, str | None]:
-    """Return the password of the Prefect server and the text to print about it; None if PREFECT_SERVER_API_AUTH_STRING is set.
+    """Return the password of the Prefect server, and the text to print about it.
 
-    The command saves a new password in a file that only the user can read, so a browser stays signed in when the command is
-    started again. The password is printed to a terminal only, because the output of a service is in a log.
+    For the password in PREFECT_SERVER_API_AUTH_STRING, the text is None. Without this variable, the command saves a new
+    password in a file that only the user can read, so a browser stays signed in when the command is started again. The password
+    is printed to a terminal only, because the output of a service is in a log.
     """
     if users_password := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
         return users_password, None
@@ -216,8 +217,8 @@ def _planned_runs(file: Path, overrides: Sequence[str], *, log_file: Path) -> It
             message = pipe.read()
         if message != READY:
             exit_code = process.wait()
-            error = message or f"the process that starts planned runs ended with exit code {exit_code}; see {log_file}"
-            raise InputError(error) if exit_code == InputError.exit_code else StageError(error)
+            error_message = message or f"the process that starts planned runs ended with exit code {exit_code}; see {log_file}"
+            raise InputError(error_message) if exit_code == InputError.exit_code else StageError(error_message)
         yield process
     finally:
         process.terminate()
@@ -228,11 +229,13 @@ def _planned_runs(file: Path, overrides: Sequence[str], *, log_file: Path) -> It
         process.wait()
 
 
-def _watch(prefect: EmbeddedServer | None, runs: subprocess.Popen[bytes] | None, *, log_file: Path) -> None:
+def _watch(prefect: EmbeddedServer | None, runs_process: subprocess.Popen[bytes] | None, *, log_file: Path) -> None:
     """Wait for a signal; raise StageError if the process of the runs has ended or the Prefect server does not stay up."""
     while True:
-        if runs is not None and runs.poll() is not None:
-            raise StageError(f"the process that starts planned runs ended with exit code {runs.returncode}; see {log_file}")
+        if runs_process is not None and runs_process.poll() is not None:
+            raise StageError(
+                f"the process that starts planned runs ended with exit code {runs_process.returncode}; see {log_file}"
+            )
         if prefect is not None and prefect.has_failed:
             raise StageError(f"the Prefect server does not stay up; see {log_file}")
         time.sleep(POLL_S)

@@ -81,7 +81,7 @@ class _Gate:
     on_alias_change: Callable[[AliasChange], None]
 
     def report_alias(self, alias: str, *, old_version: object, new_version: object, reason: str) -> None:
-        """Report that `alias` moved to another version. A version may be None. Do nothing if both versions are equal."""
+        """Report a move of `alias`, from or to None if no version had or has it. Do nothing if both versions are equal."""
         old, new = (None if number is None else str(number) for number in (old_version, new_version))
         if old != new:
             self.on_alias_change(AliasChange(self.version.name, alias, old, new, reason))
@@ -149,8 +149,10 @@ def _compare_and_promote(gate: _Gate, new_metrics: dict[str, float]) -> Verdict:
         if winner is None:  # the champion keeps its alias
             break
         # A champion that does not load cannot serve as a former champion later.
-        move = partial(move_champion, expected_champion=champion, mark_as_former=verdict.alarm is None, turn_version=version)
-        if gate.tester.retry(move, client, winner):
+        move_alias = partial(
+            move_champion, expected_champion=champion, mark_as_former=verdict.alarm is None, turn_version=version
+        )
+        if gate.tester.retry(move_alias, client, winner):
             old_version = None if champion is None else champion.version
             gate.report_alias("champion", old_version=old_version, new_version=winner.version, reason=verdict.reason)
             break

@@ -243,7 +243,7 @@ def test_a_run_whose_process_has_died_ends_as_crashed_and_frees_its_slot(tmp_pat
     end_lost_runs(client, deployment.id, states=["RUNNING"])
     for state in (Pending(), Running()):
         client.set_flow_run_state(current.id, state)
-    end_lost_runs(client, deployment.id, states=["RUNNING"], keep=current.id)
+    end_lost_runs(client, deployment.id, states=["RUNNING"], current_run_id=current.id)
     assert [client.read_flow_run(run.id).state_name for run in (lost, current)] == ["Crashed", "Running"]
 
 

@@ -46,8 +46,7 @@ def check_data(config: DataReportConfig, *, split: Split, dataset: Dataset, run:
 
 
 def _reference_run(run: Run) -> "PreviousRun | None":
-    """Return the newest earlier run without violated limits. After a comparison with bad data, other bad data
-    would pass."""
+    """Return the newest earlier run without violated limits. A comparison with bad data would accept similar bad data."""
     from recsys_core.data_report.report import PreviousRun
 
     report = run.previous("check_data", DataReportManifest, where=lambda manifest: not manifest.breaches)

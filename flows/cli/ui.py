@@ -117,7 +117,7 @@ def _start_servers(
     if api_url := os.environ.get("PREFECT_API_URL"):
         facts["Prefect"] = os.environ.get("PREFECT_UI_URL") or api_url.removesuffix("/api")
     else:
-        prefect = _start_server(lambda: EmbeddedServer(port=prefect_port, with_ui=True), prefect_port, "--prefect-port", stack)
+        prefect = _bind_server(lambda: EmbeddedServer(port=prefect_port, with_ui=True), prefect_port, "--prefect-port", stack)
         facts["Prefect"] = prefect.address
     if store_uri := os.environ.get("MLFLOW_BACKEND_STORE_URI"):  # MLflow's own variable for the database of its server
         os.environ.setdefault("MLFLOW_TRACKING_URI", store_uri)
@@ -129,7 +129,7 @@ def _start_servers(
         def mlflow_server() -> ServerProcess:
             return ServerProcess("flows.mlflow_process", name="MLflow server", health_path="/health", port=mlflow_port)
 
-        mlflow = _start_server(mlflow_server, mlflow_port, "--mlflow-port", stack)
+        mlflow = _bind_server(mlflow_server, mlflow_port, "--mlflow-port", stack)
         facts["MLflow"] = mlflow.address
     if prefect is not None:
         password, shown_password = _password(config.workspace)
@@ -145,7 +145,7 @@ def _start_servers(
     return facts, prefect
 
 
-def _start_server(start: Callable[[], ServerT], port: int, option: str, stack: ExitStack) -> ServerT:
+def _bind_server(start: Callable[[], ServerT], port: int, option: str, stack: ExitStack) -> ServerT:
     """Start a server that `stack` stops at its end; raise InputError if the port is in use."""
     try:
         server = start()

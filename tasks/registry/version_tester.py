@@ -61,10 +61,9 @@ class VersionTester:
         If the version does not load, tag it and raise UnusableVersionError. Remove the tag when the version loads again.
 
         Args:
-            loadable: a version that can be downloaded whenever MLflow works. If `version` cannot be downloaded and `loadable`
-            can,
-                the files of `version` do not exist, and `version` is unusable. None: if `version` cannot be downloaded, raise
-                NotFetchedError.
+            loadable: a version that can be downloaded whenever MLflow works. If `version` cannot be downloaded but `loadable`
+                can, the files of `version` do not exist, and `version` is unusable. None: if `version` cannot be downloaded,
+                raise NotFetchedError.
         """
         number = str(version.version)
         if number not in self.metrics_by_version:

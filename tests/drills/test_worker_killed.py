@@ -44,7 +44,7 @@ def test_a_signal_to_the_worker_in_any_stage_ends_the_run_as_crashed_and_a_retry
     page = PrefectPage(servers, pipeline=name)
     flow_run, gone_s, crashed_s = "", [], []
 
-    def begun(stage: str) -> bool:
+    def has_begun(stage: str) -> bool:
         return any(is_in(stage, run) or (run / stage).is_dir() for run in runs.glob("*"))
 
     for stage in STAGES:
@@ -57,15 +57,15 @@ def test_a_signal_to_the_worker_in_any_stage_ends_the_run_as_crashed_and_a_retry
                 subprocess.run(deploy, env=dict(servers.environment), check=True, capture_output=True)
                 flow_run = page.start_run()
             deadline = time.monotonic() + PATIENCE_S
-            while not begun(stage):
+            while not has_begun(stage):
                 assert time.monotonic() < deadline, f"{stage}: {page.flow_run(flow_run)['state']}; {log_file.read_text()}"
                 time.sleep(0.002)
-            sent = time.monotonic()
+            signal_time_s = time.monotonic()
             seconds, alive = worker.end(number)
         assert not alive, f"{stage}: {alive}"
         page.wait_for(flow_run, "Crashed", patience_s=GONE_WITHIN_S)
         gone_s.append(seconds)
-        crashed_s.append(time.monotonic() - sent)
+        crashed_s.append(time.monotonic() - signal_time_s)
         (run,) = runs.iterdir()
         aliases = registered_model(servers, name).get("aliases", [])
         assert aliases in ([], [{"alias": "champion", "version": "1"}]), f"{stage}: {aliases}"

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager, ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,6 +25,7 @@ PATIENCE_S = 240.0
 GONE_WITHIN_S = 10.0
 NOTICED_WITHIN_S = 5.0  # Prefect's runner polls the server every second
 SERVE = "from flows.nightly import nightly_retrain; nightly_retrain.serve(name='drill', pause_on_shutdown=False)"
+TRAINING_MODULES = {"recsys_core.training", "recsys_core.launching.agent"}
 TORCHX = [
     "launcher={kind: torchx, scheduler: local_cwd, env: {OMP_NUM_THREADS: '1'}}",
     "sharding.cluster={device: cpu, num_nodes: 2, processes_per_node: 1}",
@@ -35,6 +37,13 @@ def wait_until(description: str, condition, *, patience_s: float = PATIENCE_S) -
     while not condition():
         assert time.monotonic() < deadline, f"not within {patience_s:g} s: {description}"
         time.sleep(0.1)
+
+
+def settings_of_environment() -> AbstractContextManager[object]:
+    """Return a context with the Prefect settings of the environment; Prefect reads it only at its import."""
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+
+    return temporary_settings({setting: os.environ[setting.name] for setting in (PREFECT_API_URL, PREFECT_API_AUTH_STRING)})
 
 
 def start_run(parameters: dict) -> str:
@@ -85,10 +94,11 @@ def test_cancelling_in_prefect_ends_every_process_of_the_training(
     config = load_config(write_config(tmp_path), ["training.epochs=10000", "training.validation=null", *overrides])
     logs = config.workspace / "runs" / RUN_ID / "train.work" / "logs" / "attempt-1"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
-    with embedded_server() as server, (tmp_path / "serve.log").open("wb") as output:
+    with embedded_server() as server, (tmp_path / "serve.log").open("wb") as output, ExitStack() as stack:
         assert server is not None
         server.begin(log_file=tmp_path / "prefect.log")
         server.wait()
+        stack.enter_context(settings_of_environment())
         environment |= {name: os.environ[name] for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")}
         serving_process = subprocess.Popen(
             [sys.executable, "-c", SERVE], cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
@@ -103,7 +113,9 @@ def test_cancelling_in_prefect_ends_every_process_of_the_training(
             # The resource tracker belongs to the serving process and does not end with the run.
             run_processes = [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
             training_processes = [
-                process for process in run_processes if any("recsys_core.training" in word for word in process.cmdline())
+                process
+                for process in run_processes
+                if {"recsys_core.training", "recsys_core.launching.agent"} & set(process.cmdline())
             ]
             training_pids = {process.pid for process in training_processes}
             assert {rank.pid for rank in LaunchFolder(logs).started_ranks().values()} < training_pids

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from base64 import b64encode
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from tasks.run_record import RunRecord
 from tests.drills.test_kill_and_resume import write_config
 
 pytestmark = pytest.mark.drill
+DATABASE_TIMEOUT_S = 30.0
+SERVICE_UNAVAILABLE = 503
 PATIENCE_S = 600.0
 GONE_WITHIN_S = 10.0
 LEAD = timedelta(minutes=3)
@@ -57,13 +60,20 @@ class Up:
             self.out += line
 
     def api(self, path: str, body: Any = None) -> Any:
-        """Return the answer of the Prefect server to a POST request."""
+        """Return the answer of the Prefect server to a POST request; repeat a request that found the database locked."""
         secret = (self.workspace / "prefect-password").read_text().strip()
         headers = {"Content-Type": "application/json", "Authorization": f"Basic {b64encode(secret.encode()).decode()}"}
         url = f"http://127.0.0.1:{self.ports[0]}/api{path}"
         request = urllib.request.Request(url, data=json.dumps(body or {}).encode(), headers=headers)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)
+        deadline = time.monotonic() + DATABASE_TIMEOUT_S
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    return json.load(answer)
+            except urllib.error.HTTPError as error:
+                if error.code != SERVICE_UNAVAILABLE or time.monotonic() > deadline:
+                    raise
+                time.sleep(1)
 
     def start_run(self) -> str:
         """Start a run by hand; return the id of the flow run."""

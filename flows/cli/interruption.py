@@ -21,7 +21,7 @@ from recsys_core.errors import NightjarError
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 UNWIND_S = 4.0
 """Time for the main thread to end. With REPORT_S, the process ends within 10 s of the signal."""
-REPORT_S = 3.0
+REPORT_S = 5.0
 """Time for the report to Prefect."""
 SHOW_CURSOR = "\x1b[?25h"
 

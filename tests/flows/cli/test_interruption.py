@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.drills.interrupted_run import interrupted, states
+from tests.drills.interrupted_run import interrupt_run, states
 from tests.drills.test_kill_and_resume import write_config
 
 
@@ -15,11 +15,11 @@ from tests.drills.test_kill_and_resume import write_config
 def test_sigterm_to_the_process_group_ends_a_run_with_the_command_that_resumes_it(tmp_path: Path) -> None:
     file = write_config(tmp_path)
     runs = tmp_path / "workspace" / "runs"
-    answer, _ = interrupted(
+    answer, _ = interrupt_run(
         file,
         "--until",
         "plan_sharding",
-        begun=lambda: any(runs.glob("*/ingest_embeddings/manifest.json")),
+        has_begun=lambda: any(runs.glob("*/ingest_embeddings/manifest.json")),
         number=signal.SIGTERM,
     )
     (run,) = runs.iterdir()

@@ -20,11 +20,15 @@ def after_run(config: PipelineConfig, run: Run) -> None:
     """Write the metrics and the page of the last runs, log the stages to MLflow, and remove files of old runs.
 
     A step that fails logs a warning. After an interruption only the metrics are written, because the process must end at once:
-    the next run writes the page and removes the files.
+    the next run writes the page and removes the files. A run that stops before `check_data`, the first stage that logs to
+    MLflow, does not wait for the import of MLflow, which takes two seconds.
     """
     record = RunRecord.read(run)
     _run_or_warn("write the Prometheus metrics", partial(write_metrics_file, config, run))
     if record is None or record.state == "Interrupted":
+        return
+    if record.state == "StoppedEarly" and "check_data" not in record.figures.stage_seconds:
+        _run_or_warn("write the page of the last runs", partial(write_history_page, config, run, has_mlflow=False))
         return
     try:
         has_mlflow = _is_mlflow_available(run)

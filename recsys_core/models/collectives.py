@@ -34,7 +34,7 @@ def gather_rows(row_C: Tensor, *, group: ProcessGroup | None) -> Tensor:
 
 
 class _AllGather(torch.autograd.Function):
-    """all_gather with a reduce_scatter as its backward pass (torch.distributed.nn's is deprecated as of torch 2.13)."""
+    """all_gather with a reduce_scatter as its backward pass (torch 2.13 deprecates its own differentiable all_gather)."""
 
     @staticmethod
     def forward(ctx: Any, candidate_CD: Tensor, group: ProcessGroup) -> Tensor:

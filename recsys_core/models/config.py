@@ -18,8 +18,8 @@ class TowerConfig(Settings):
     layers: tuple[Width, ...] | None = Field(
         None,
         max_length=64,
-        description="widths of the tower's layers; []: no layers, the features are summed; null: the query tower has one layer "
-        "as wide as the item vectors, the candidate tower has none",
+        description="widths of the tower's layers. []: no layers, only the sum of the features. null: one layer as wide as the "
+        "item vectors in the query tower, no layers in the candidate tower",
     )
     skip_connection: bool = Field(False, description="add the sum of the tower's features to the output of its layers")
     layer_norm: bool = Field(False, description="apply layer norm before each activation")
@@ -34,8 +34,8 @@ class HistoryConfig(Settings):
         20,
         ge=0,
         le=10_000,
-        description="number of items in a history: the user's last items before the event, or, in a log without order, any of "
-        "the user's other items; 0: no history",
+        description="largest number of items in a history; 0: no history. A history has the user's last items before the "
+        "event. In a log without order, it has random other items of the user",
     )
     pooling: PoolingKind = Field(
         "mean",
@@ -61,7 +61,7 @@ class HistoryConfig(Settings):
 
 
 class TwoTowerConfig(Settings):
-    """Query tower (user id, history, last item, features of user and event); candidate tower (item id, the item's features)."""
+    """The query tower reads the user's id, history and features, and event features. The candidate tower reads the item."""
 
     embedding_dim: int = Field(
         64,

@@ -1,7 +1,7 @@
 """Embedding tables as TorchRec modules: EmbeddingCollection for items and users, EmbeddingBagCollection for query features.
 
-Item and user embeddings are unpooled: each distinct item of a batch is looked up once, and its row serves as a candidate and in
-any number of histories (docs/adr/0005). Features of queries are pooled by the EmbeddingBagCollection. Frozen tables are in
+Item and user embeddings are unpooled: a batch looks up each distinct item once, and uses the row for all candidates and history
+entries with that item (docs/adr/0005). Features of queries are pooled by the EmbeddingBagCollection. Frozen tables are in
 collections of their own, which run without autograd.
 """
 
@@ -61,7 +61,7 @@ def pooled_config(name: str, table: TableSpec) -> EmbeddingBagConfig:
     """Return the config of a table with sum pooling. For mean pooling, `table_outputs` divides the sum by the list length.
 
     TorchRec's own mean is wrong under grid_shard: TorchRec 1.9 divides by the number of values on each rank.
-    meta-pytorch/torchrec#2362 reports the same fault for row_wise, where it is fixed.
+    meta-pytorch/torchrec#2362 reports the same fault for row_wise. That fault is fixed.
     """
     return EmbeddingBagConfig(
         name=module_name(name),
@@ -116,7 +116,7 @@ def _pool(value_LD: Tensor, offset: Tensor, *, weight_L: Tensor | None, mean: bo
 
 
 def _mean_divisor(batch: Batch, feature: str, *, weighted: bool) -> Tensor:
-    """Return the divisor [B] of each list's mean: its length or, if weighted, the sum of its weights; 1 if it is empty."""
+    """Return the divisor [B] of each list's mean: the length of the list or the sum of its weights; 1 for an empty list."""
     jagged = batch.sparse[POOLED_WEIGHTED if weighted else POOLED][feature]
     if not weighted:
         length_B: Tensor = jagged.lengths().clamp(min=1)

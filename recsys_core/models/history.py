@@ -10,12 +10,15 @@ from recsys_core.models.config import HistoryConfig
 class HistoryPooling(nn.Module):
     """Weighted sum of the item vectors of each history.
 
-    mean and sum: all items have weight 1. recency: the item at position p from the end has weight exp(a[p]) with a learned
-    vector a. attention: item x has weight exp(q . x / sqrt(D)) with a learned query q (one head of Yang et al., "Hierarchical
-    Attention Networks", NAACL 2016). a and q start at zero, so that training starts from the mean. Except for sum, the weights
-    are divided by their sum over the history.
+    Weight of an item before normalisation, by kind of pooling:
 
-    An empty history gives the learned vector `start`.
+    - mean, sum: 1.
+    - recency: exp(a[p]) for position p from the end, with a learned vector a.
+    - attention: exp(q . x / sqrt(D)) for item vector x, with a learned query q. This is one head of Yang et al., "Hierarchical
+      Attention Networks", NAACL 2016.
+
+    Except for sum, the weights are divided by their sum over the history. a and q start at zero, so that training starts from
+    the mean. An empty history gives the learned vector `start`.
 
     Args:
         dim: width of an item vector.
@@ -62,7 +65,7 @@ class HistoryPooling(nn.Module):
             return weight_H
         if self.kind == "attention":
             score_H = (item_VD @ self.attention / self.attention.shape[0] ** 0.5)[history_H]
-            # Subtract the maximum of each history, not of the batch: a history far below the batch's maximum would underflow.
+            # Subtract the maximum of each history. With the maximum of the batch, all weights of a history could underflow.
             max_B = score_H.new_full((len(offset) - 1,), -torch.inf).scatter_reduce(0, query_H, score_H.detach(), "amax")
             attention_H: Tensor = (score_H - max_B[query_H]).exp()
             return attention_H

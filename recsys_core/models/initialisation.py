@@ -53,9 +53,8 @@ def copy_pretrained(
     Args:
         vectors: memory-mapped, one vector per row; only the vectors of this shard's rows are read from the file.
         vector_row: for each row of the whole table, the index of its vector in `vectors`; -1 if it has none.
-        norm: norm to which each vector is scaled; None: no scaling. It is usually the norm of a random row (`random_norm`),
-            because a step of row-wise Adagrad has about the length of the learning rate and would hardly change a much longer
-            vector.
+        norm: norm to which each vector is scaled; None: no scaling. Usually the norm of a random row (`random_norm`): a step of
+            row-wise Adagrad is about as long as the learning rate, so it would hardly change a much longer vector.
     """
     num_rows, shard_dim = shard.weight_RD.shape
     for start in range(0, num_rows, CHUNK_ROWS):
@@ -104,7 +103,7 @@ def no_vectors(num_rows: int) -> NDArray[np.int64]:
 
 
 def fill_missing(shard: LocalShard, *, vector_row: NDArray[np.int64], value_D: Tensor | None) -> None:
-    """Set the rows of `shard` without a pretrained vector to `value_D`, or to zero if it is None."""
+    """Set the rows of `shard` without a pretrained vector to `value_D`; None: to zero."""
     num_rows, shard_dim = shard.weight_RD.shape
     shard_value = torch.zeros(shard_dim) if value_D is None else value_D[shard.column : shard.column + shard_dim]
     for start in range(0, num_rows, CHUNK_ROWS):

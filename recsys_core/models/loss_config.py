@@ -53,13 +53,15 @@ class LossConfig(Settings):
     )
     mask_negatives: Literal["none", "positive", "seen"] = Field(
         "positive",
-        description="candidates that never count as negatives of a query: positive: the query's own positive; seen: also the "
+        description="candidates that never count as negatives of a query. positive: the query's own positive; seen: also the "
         "items of its history; none: all candidates count",
     )
     margin: float = Field(
         0.5, ge=-1, le=1, description="cosine_contrastive: a negative with a cosine below the margin adds nothing to the loss"
     )
-    negative_weight: float = Field(100.0, gt=0, le=1e6, description="cosine_contrastive: weight of the mean over the negatives")
+    negative_weight: float = Field(
+        100.0, gt=0, le=1e6, description="cosine_contrastive: weight of the mean loss of the negatives"
+    )
     distillation: DistillationConfig | None = Field(
         None, description="second loss that keeps the similarities of the pretrained item vectors; empty: no second loss"
     )
@@ -73,8 +75,8 @@ class LossConfig(Settings):
             )
         if self.cross_rank_negatives and not self.uses_in_batch_negatives:
             raise ValueError(
-                f"loss.cross_rank_negatives shares in-batch candidates, but loss.kind {self.kind} has none; set "
-                "in_batch_negatives to true"
+                "loss.cross_rank_negatives shares in-batch negatives between ranks, but in_batch_negatives is false for "
+                f"loss.kind {self.kind}; set in_batch_negatives to true"
             )
         return self
 

@@ -38,11 +38,12 @@ def softmax_loss(
         negative_score_BN: score of each query with each negative.
         is_masked_BN: True if the candidate must not count as a negative of the query; None: all count.
         temperature: logits are scores / temperature; may be a learned parameter.
-        log_q_B: log of the expected number of columns with the positive's item, subtracted from the positive's logit; None: 0.
-        log_q_N: log of the expected number of columns with each negative's item, subtracted from its logit. This
-            is the logQ correction (Yi et al., "Sampling-bias-corrected neural modeling for large corpus item recommendations",
-            RecSys 2019), which lowers the logit of a popular item. None: no correction.
-        weight_B: factor on each query's loss, 1 on average over the log; None: 1.
+        log_q_B: log of the expected number of columns with the positive's item. It is subtracted from the positive's logit.
+            None: nothing is subtracted.
+        log_q_N: log of the expected number of columns with each negative's item. It is subtracted from the negative's logit.
+            This is the logQ correction, which lowers the logit of a popular item (Yi et al., "Sampling-bias-corrected neural
+            modeling for large corpus item recommendations", RecSys 2019). None: no correction.
+        weight_B: factor on the loss of each query. The mean over all training events is 1. None: every factor is 1.
 
     Pass `log_q_B` if the positive's item may be in several columns. Pass None if the other columns of the item are masked: the
     positive then occurs exactly once, and a correction of its logit would be a bias (Khrylchenko et al., "Correcting the LogQ
@@ -186,7 +187,7 @@ def distillation_loss(
     is_ignored_BC = ~has_teacher_C[None, :].expand(len(student_BD), -1)
     if same_item_BC is not None:
         is_ignored_BC = is_ignored_BC | same_item_BC
-    # float32 throughout: a cosine in bf16 is off by up to 0.002, which a temperature of 0.05 turns into 4 % of a probability.
+    # Use float32: a cosine in bf16 has an error of up to 0.002. With a temperature of 0.05, that changes a probability by 4 %.
     with torch.autocast(student_BD.device.type, enabled=False):
         with torch.no_grad():
             teacher_BC = _log_similarity(teacher_BD, teacher_CD, is_ignored_BC, temperature=temperature, min_norm=min_norm)
@@ -197,10 +198,10 @@ def distillation_loss(
 
 
 def l2_penalty(value_VD: Tensor, row_V: Tensor, *, max_rows: int, group: ProcessGroup | None) -> Tensor:
-    """Return half the squared norm of the rows that a step looks up. The mean over the ranks counts each row once.
+    """Return half the squared norm of the rows that a step looks up, scaled for training on several ranks.
 
-    Gradients are averaged over the ranks. Without a scaling, a row that several ranks look up would count several times, and
-    all rows would count less with more ranks. The function is a collective: the ranks of `group` exchange their row numbers.
+    The mean of the results of all ranks counts each row once, even if several ranks look it up. The function is a collective:
+    the ranks of `group` exchange their row numbers.
 
     Args:
         value_VD: values of the rows.
@@ -223,7 +224,7 @@ def l2_penalty(value_VD: Tensor, row_V: Tensor, *, max_rows: int, group: Process
 
 
 def weighted_mean(value_B: Tensor, weight_B: Tensor | None) -> Tensor:
-    """Return the mean of `value_B`, each value multiplied by its weight if there are weights. It divides by B.
+    """Return the mean of value * weight. The divisor is B, not the sum of the weights. weight_B: None means weight 1.
 
     >>> weighted_mean(torch.tensor([1.0, 4.0]), torch.tensor([2.0, 1.0])).item()
     3.0

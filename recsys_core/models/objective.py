@@ -47,7 +47,7 @@ class ScoreColumns:
 
 
 class Objective(nn.Module):
-    """Compute the loss of a batch; holds the temperature.
+    """The loss of a batch, with the temperature and the logQ estimates.
 
     Args:
         item_count_I: number of training events per item, for the logQ correction.
@@ -207,10 +207,9 @@ class Objective(nn.Module):
 
 
 def _positive_scores(query_BD: Tensor, positive_BD: Tensor, *, precision: torch.dtype) -> Tensor:
-    """Return the score of each query with its own positive, with the rounding of a matrix product in `precision`.
+    """Return the score of each query with its own positive, rounded like a matrix product in `precision`.
 
-    If negatives are scored in bf16 and the positive in float32, the positive and the same item among the negatives would have
-    different scores.
+    Without the rounding, the positive and the same item among the negatives would have different scores.
     """
     query_BD, positive_BD = query_BD.to(precision).float(), positive_BD.to(precision).float()
     return (query_BD * positive_BD).sum(dim=1).to(precision)

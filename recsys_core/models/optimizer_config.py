@@ -52,8 +52,8 @@ class TableOptimizer(Schedule):
         0.0,
         ge=0,
         le=1_000,
-        description="L2 penalty on the rows that a step looks up; counts each row once, even if several ranks look it up. Only "
-        "for the tables item, user and item_offset",
+        description="strength of the L2 penalty on the rows that a step looks up. The penalty counts a row once, even if "
+        "several ranks look it up. Only the tables item, user and item_offset support it",
     )
     gradient_clip_value: float | None = Field(
         None,
@@ -72,8 +72,8 @@ class DenseOptimizer(Schedule):
         0.0,
         ge=0,
         le=1_000,
-        description="weight decay of weight matrices; biases, norms, history pooling and temperature do not decay. Decoupled "
-        "for adam, an L2 penalty for adagrad and sgd",
+        description="weight decay of weight matrices; biases, norms, history pooling and temperature do not decay. adam "
+        "uses decoupled weight decay; adagrad and sgd use an L2 penalty",
     )
     gradient_clip_norm: float | None = Field(
         None, gt=0, le=1e9, description="largest norm of the gradient of all layers together; empty: no clipping"

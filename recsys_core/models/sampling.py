@@ -59,7 +59,7 @@ def negative_share(item_count_I: NDArray[np.integer[Any]], alpha: float) -> NDAr
             "give the training part of the log at least one event"
         )
     share_I = np.zeros(len(item_count_I), dtype=np.float64)
-    # Divide by the largest count before the power: no alpha overflows.
+    # Dividing by the largest count before the power prevents an overflow for a large alpha.
     share_I[has_event_I] = (item_count_I[has_event_I] / item_count_I.max()) ** alpha
     share_I /= share_I.sum()
     return share_I
@@ -71,8 +71,8 @@ class StreamingFrequency(nn.Module):
     Three differences from the paper:
 
     - Gaps are measured in positives, not in steps, so that 1 / gap is a share for any batch size.
-    - An item with c occurrences in a batch counts c times, with equal gaps since its last batch. Otherwise the estimate of an
-      item that is in every batch could not exceed a share of one occurrence per step.
+    - An item with c occurrences in a batch updates the estimate c times, with equal gaps that divide the distance to its
+      previous batch. With one update per batch, an estimate could not exceed one occurrence per step.
     - The first gaps are averaged with equal weights, so that the estimate does not start from an arbitrary gap.
 
     An item that never occurred has the share 1 / num_items. With several ranks, every rank must pass the same rows in the same
@@ -146,12 +146,12 @@ def seen_pairs(history_row_H: Tensor, history_offset: Tensor, candidate_row_C: T
     """
     device = history_row_H.device
     sorted_row_C, sorted_to_candidate_C = candidate_row_C.sort(stable=True)
-    first_H = torch.searchsorted(sorted_row_C, history_row_H)
-    num_matches_H = torch.searchsorted(sorted_row_C, history_row_H, right=True) - first_H
+    first_match_H = torch.searchsorted(sorted_row_C, history_row_H)
+    num_matches_H = torch.searchsorted(sorted_row_C, history_row_H, right=True) - first_match_H
     num_queries = len(history_offset) - 1
     query_H = torch.arange(num_queries, device=device).repeat_interleave(history_offset.diff(), output_size=len(history_row_H))
     # One element per pair: the index of the history entry, and the candidate's position among the sorted candidates.
     entry_index = torch.arange(len(history_row_H), device=device).repeat_interleave(num_matches_H)
     num_pairs_before_H = num_matches_H.cumsum(dim=0) - num_matches_H
-    sorted_position = (first_H - num_pairs_before_H)[entry_index] + torch.arange(len(entry_index), device=device)
+    sorted_position = (first_match_H - num_pairs_before_H)[entry_index] + torch.arange(len(entry_index), device=device)
     return query_H[entry_index], sorted_to_candidate_C[sorted_position]

@@ -126,7 +126,7 @@ class ModelSpec(Frozen):
         settings, facts, vector_dims = tables or {}, facts or {}, vector_dims or {}
         forms = {key: feature_form(fact) for key, fact in facts.items()}
 
-        def table(name: str, num_rows: int, *, feature: str, side: Side, weighted: bool = False) -> TableSpec:
+        def table_spec(name: str, num_rows: int, *, feature: str, side: Side, weighted: bool = False) -> TableSpec:
             table_settings = settings.get(name, TableConfig())
             return TableSpec(
                 num_rows=num_rows,
@@ -138,18 +138,18 @@ class ModelSpec(Frozen):
                 pretrained=name in vector_dims,
             )
 
-        specs = {"item": table("item", num_items, feature="item", side="item")}
+        specs = {"item": table_spec("item", num_items, feature="item", side="item")}
         if specs["item"].settings.transfer == "residual":
             specs[OFFSET_TABLE] = _offset_table(settings.get(OFFSET_TABLE, TableConfig()), num_items, dim=config.embedding_dim)
         if distils:
             check_distillation(vector_dims)
             specs[TEACHER_TABLE] = _teacher_table(num_items, dim=vector_dims["item"])
         if config.user_id:
-            specs["user"] = table("user", num_users, feature="user", side="query")
+            specs["user"] = table_spec("user", num_users, feature="user", side="query")
         for key, fact in facts.items():
             side: Side = "item" if key.startswith("item.") else "query"
             weighted = side == "query" and forms[key] in ("weighted_list", "number")
-            specs[key] = table(key, fact.rows, feature=key, side=side, weighted=weighted)
+            specs[key] = table_spec(key, fact.rows, feature=key, side=side, weighted=weighted)
         configurable_tables = {name: spec for name, spec in specs.items() if name != TEACHER_TABLE}
         check_table_names("tables", settings, tables=configurable_tables)
         for name, spec in configurable_tables.items():
@@ -168,10 +168,10 @@ class ModelSpec(Frozen):
         return [key for key in self.forms if self.tables[key].side == side]
 
     def is_known(self, *, history_length_B: NDArray[np.int64], user_row_B: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return whether the model has an input about the user of each query, bool [B].
+        """Return whether the user of each query is known, bool [B]. Unknown users get the most popular items.
 
-        A user is known if the user has a history and the model reads histories, or if the user has a row and the model has an
-        embedding or feature of users. Unknown users get the most popular items.
+        A user is known if the model reads histories and the user has one, or if the model reads user embeddings or features and
+        the user has a row.
 
         Args:
             history_length_B: number of items in the user's history.
@@ -215,8 +215,8 @@ def _offset_table(settings: TableConfig, num_items: int, *, dim: int) -> TableSp
     """Return the table of learned offsets that are added to frozen item embeddings."""
     if settings.dim not in (None, dim):
         raise InputError(
-            f"tables.{OFFSET_TABLE}.dim is {settings.dim}, but offsets are added at model.embedding_dim, which is {dim}; "
-            "leave it out"
+            f"tables.{OFFSET_TABLE}.dim is {settings.dim}, but offsets have the width model.embedding_dim, which is {dim}; "
+            f"leave tables.{OFFSET_TABLE}.dim out"
         )
     settings = settings.model_copy(update={"missing": "zero", "dim": dim})
     return TableSpec(num_rows=num_items, dim=dim, feature="item", side="item", settings=settings)

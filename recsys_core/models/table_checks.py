@@ -13,8 +13,8 @@ def check_table_names(setting: str, names: Iterable[str], *, tables: Collection[
     """Raise InputError if `setting` (such as "tables") names a table that the model does not have."""
     for name in names:
         if name not in tables:
-            fix = "set model.user_id to true" if name == "user" else "name one of them, or declare the feature"
-            raise InputError(f"{setting}.{name}: the model has no such table; it has {sorted(tables)}; {fix}")
+            advice = "set model.user_id to true" if name == "user" else "name one of them, or declare the feature"
+            raise InputError(f"{setting}.{name}: the model has no such table; it has {sorted(tables)}; {advice}")
 
 
 def check_vectors_exist(name: str, settings: TableConfig, *, tables_with_vectors: Collection[str]) -> None:
@@ -47,9 +47,9 @@ def check_width(vector_dim: int, table_dim: int, *, table: str) -> None:
 
 def check_table_settings(name: str, settings: TableConfig) -> None:
     """Raise InputError if table `name` does not support one of its settings."""
-    decayed_tables = [*ID_TABLES, OFFSET_TABLE]
-    if settings.optimizer is not None and settings.optimizer.weight_decay and name not in decayed_tables:
-        raise InputError(f"tables.{name}.optimizer.weight_decay is only for the tables {decayed_tables}; leave it out")
+    tables_with_decay = [*ID_TABLES, OFFSET_TABLE]
+    if settings.optimizer is not None and settings.optimizer.weight_decay and name not in tables_with_decay:
+        raise InputError(f"tables.{name}.optimizer.weight_decay is only for the tables {tables_with_decay}; leave it out")
     if settings.transfer == "gradual" and name not in ID_TABLES:
         raise InputError(
             f"tables.{name}.transfer is gradual, which is only for the tables {list(ID_TABLES)}; set it to full or frozen"

@@ -24,8 +24,8 @@ TABLES_PATH = "embedding_tables"
 class RetrievalHead(nn.Module):
     """The dense part of the model: everything after the embedding lookups.
 
-    The train pipeline traces the code of RetrievalTask, which holds the embedding tables. The head is a separate module, so
-    that its code is not traced.
+    The head is separate from RetrievalTask, which holds the embedding tables, because the train pipeline traces the code of
+    RetrievalTask. It does not trace the code of the head.
 
     Args:
         item_count_I: number of training events per item.
@@ -108,7 +108,7 @@ class RetrievalHead(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return query vectors [B, D] and the outputs of all query tables by name.
 
-        history_item_VD: vectors of the batch's distinct items as they are used in histories.
+        history_item_VD: vectors that represent the batch's distinct items in histories.
         """
         outputs = table_outputs(self.spec, embeddings, batch, side="query")
         if "user" in self.num_trained_rows:

@@ -56,7 +56,7 @@ def patch_cpu_kernels(sharded: ShardedEmbeddingCollection) -> None:
             module.pooling_mode = PoolingMode.SUM
             module.forward = partial(fused_lookup, module, module.forward)
         if isinstance(module, BatchedDenseEmbedding) and module.emb_module.use_cpu:
-            module.emb_module.forward = partial(dense_lookup, module.emb_module, tables=list(module._feature_table_map))
+            module.emb_module.forward = partial(dense_lookup, module.emb_module, table_indices=list(module._feature_table_map))
 
 
 def fused_lookup(kernel: SplitTableBatchedEmbeddingBagsCodegen, forward: Any, indices: Tensor, offsets: Tensor) -> Tensor:
@@ -76,15 +76,15 @@ def fused_lookup(kernel: SplitTableBatchedEmbeddingBagsCodegen, forward: Any, in
 
 
 def dense_lookup(
-    kernel: DenseTableBatchedEmbeddingBagsCodegen, *, indices: Tensor, offsets: Tensor, tables: list[int]
+    kernel: DenseTableBatchedEmbeddingBagsCodegen, *, indices: Tensor, offsets: Tensor, table_indices: list[int]
 ) -> Tensor:
     """Look up unpooled rows with torch's `embedding`: [L, D], all rows of the first feature first.
 
-    tables: for each feature the index of its table in the kernel.
+    table_indices: for each feature, the index of its table in the kernel.
     """
-    num_bags = (len(offsets) - 1) // len(tables)
+    num_bags = (len(offsets) - 1) // len(table_indices)
     rows_by_feature = []
-    for feature, table in enumerate(tables):
+    for feature, table in enumerate(table_indices):
         num_rows, dim = kernel.embedding_specs[table]
         weight_start = kernel.weights_physical_offsets[table]
         weight = kernel.weights[weight_start : weight_start + num_rows * dim].view(num_rows, dim)

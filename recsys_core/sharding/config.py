@@ -57,8 +57,8 @@ class TableConstraint(Settings):
         None,
         min_length=1,
         max_length=5,
-        description="Allowed compute kernels; empty: fused, and on GPUs with too little memory also fused_uvm_caching and "
-        "fused_uvm, which store rows in main memory",
+        description="Allowed compute kernels; empty: fused; on GPUs with too little memory, the planner may also choose "
+        "fused_uvm_caching or fused_uvm, which store rows in main memory",
     )
     cache_load_factor: float | None = Field(
         None, gt=0, le=1, description="Share of the rows that fused_uvm_caching caches in GPU memory; empty: 0.2"
@@ -92,11 +92,11 @@ class QuantizedCommsConfig(Settings):
     @field_validator("backward", mode="before")
     @classmethod
     def _reject_lossy_precision(cls, value: object) -> object:
-        # TorchRec's loss scale does not help: the codec divides by the scale while the gradients are still fp16.
+        # TorchRec's loss scale does not help: its codec divides the fp16 gradients by the scale before it casts them to fp32.
         if value in ("fp16", "int8"):
-            rounded_to_zero = "below 6e-8" if value == "fp16" else "below 1/255 of the largest gradient of their row"
+            lost_gradients = "below 6e-8" if value == "fp16" else "below 1/255 of the largest gradient of their row"
             raise ValueError(
-                f"backward is {value}: gradients {rounded_to_zero} become 0, and no loss scale prevents it; "
+                f"backward is {value}: gradients {lost_gradients} become 0, and no loss scale prevents it; "
                 "set backward to bf16, which has the range of fp32, or to fp32"
             )
         return value

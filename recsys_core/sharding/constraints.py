@@ -18,14 +18,15 @@ from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
 CACHE_LOAD_FACTOR = 0.2
 """TorchRec's default share of the rows that fused_uvm_caching caches in GPU memory."""
 SSD_CACHE_MB = 1024
-"""Maximum size per table and rank of the cache of key_value in GPU memory."""
+"""Maximum size, in MiB per table and rank, of the GPU cache of the kernel key_value."""
 MIN_COLUMN_SHARD_DIM = 128
 """Width of TorchRec's column shards; column_wise does not split a narrower table."""
 OFFLOADING_KERNELS: tuple[ComputeKernel, ...] = ("fused_uvm", "fused_uvm_caching", "key_value")
 INT8_DIM_MULTIPLE = 32
 INT8_POOLED_TYPES: tuple[ShardingType, ...] = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
 """Sharding types that can send the rows of pooled tables in int8, because each row comes from one rank."""
-NOT_SUPPORTED = "not supported"
+NOT_SUPPORTED_PREFIX = "not supported"
+"""Start of the reason that `why_not_offered` returns for a sharding type that the table cannot use."""
 SSD_OPTIMIZERS = ("rowwise_adagrad", "partial_rowwise_adam", "adam")
 WITHIN_HOST_TYPES: tuple[ShardingType, ...] = ("table_row_wise", "table_column_wise", "grid_shard")
 
@@ -82,11 +83,11 @@ def _check_sharding_types(name: str, table: TableSpec, constraint: TableConstrai
 
 def _check_kernels(name: str, constraint: TableConstraint, *, cluster: ClusterConfig, device: str, optimizer: str) -> None:
     kernels, setting = constraint.compute_kernels or (), f"sharding.tables.{name}.compute_kernels"
-    offloading = [kernel for kernel in kernels if kernel in OFFLOADING_KERNELS]
-    if device == "cpu" and offloading:
+    offloading_kernels = [kernel for kernel in kernels if kernel in OFFLOADING_KERNELS]
+    if device == "cpu" and offloading_kernels:
         raise InputError(
-            f"{setting}: {offloading[0]} stores rows outside of a GPU's memory, but the device is cpu, where all rows are in "
-            "main memory; choose fused, or set sharding.cluster.device to cuda"
+            f"{setting}: {offloading_kernels[0]} stores rows outside of a GPU's memory, but the device is cpu, where all rows "
+            "are in main memory; choose fused, or set sharding.cluster.device to cuda"
         )
     if device == "cpu" and constraint.cache_load_factor is not None:
         raise InputError(
@@ -156,7 +157,7 @@ def why_not_offered(sharding_type: ShardingType, table: TableSpec, *, num_nodes:
     if sharding_type == "data_parallel":
         return "only if listed in sharding_types: every rank would store a copy and exchange gradients as large as the table"
     if table.unpooled and sharding_type not in UNPOOLED_SHARDING_TYPES:
-        return f"{NOT_SUPPORTED}: it supports pooled lookups only, and the lookup of this table is unpooled"
+        return f"{NOT_SUPPORTED_PREFIX}: it supports pooled lookups only, and the lookup of this table is unpooled"
     if sharding_type != "table_wise" and world_size == 1:
         return "the same as table_wise with one rank"
     if sharding_type in WITHIN_HOST_TYPES and num_nodes == 1:
@@ -215,7 +216,7 @@ def parameter_constraints(
             lookups_per_step = min(float(table.num_rows), values_per_query * batch_size * world_size)
             cache_params = CacheParams(
                 load_factor=cache_load_factor,
-                stats=_cache_stats(name, table=table, lookups=lookups_per_step, lookup_stats=lookup_stats),
+                stats=_cache_stats(name, table=table, lookups_per_step=lookups_per_step, lookup_stats=lookup_stats),
             )
             if config.cluster.ssd_path is not None:
                 ssd_params = ssd_parameters(config.cluster.ssd_path)
@@ -230,20 +231,23 @@ def parameter_constraints(
 
 
 def ssd_parameters(path: str) -> KeyValueParams:
-    """Return the parameters of key_value: rows in RocksDB below `path`, with a cache in GPU memory."""
+    """Return parameters of the kernel key_value, which stores rows in RocksDB below `path` and caches them in GPU memory."""
     return KeyValueParams(ssd_storage_directory=path, max_l1_cache_size=SSD_CACHE_MB)
 
 
 def _cache_stats(
-    name: str, *, table: TableSpec, lookups: float, lookup_stats: LookupStats | None
+    name: str, *, table: TableSpec, lookups_per_step: float, lookup_stats: LookupStats | None
 ) -> EmbeddingOffloadStats | None:
-    """Return the miss curve of a cache of the most frequent rows. TorchRec estimates the cache misses with it."""
+    """Return the statistics from which TorchRec estimates cache misses; None if the row frequencies are unknown.
+
+    The statistics assume that the cache contains the most frequent rows.
+    """
     if lookup_stats is None or name not in lookup_stats.hot_row_curve:
         return None
     hit_rate = torch.tensor((0.0, *lookup_stats.hot_row_curve[name]), dtype=torch.float64)
     return EmbeddingOffloadStats(
         cacheability=float(1 - hit_rate.mean()),
-        expected_lookups=round(lookups),
+        expected_lookups=round(lookups_per_step),
         mrc_hist_counts=hit_rate.diff().clamp(min=0),
         height=table.num_rows,
     )

@@ -10,7 +10,7 @@ from recsys_core.models.spec import TableSpec
 from recsys_core.sharding.config import ComputeKernel, ShardingType, TableConstraint
 from recsys_core.sharding.constraints import (
     CACHE_LOAD_FACTOR,
-    NOT_SUPPORTED,
+    NOT_SUPPORTED_PREFIX,
     OFFLOADING_KERNELS,
     SSD_CACHE_MB,
     optimizer_kind,
@@ -23,7 +23,7 @@ from recsys_core.sharding.torchrec_planner import TorchrecPlanner
 STATE_BYTES_PER_WEIGHT_BYTE = {"sgd": 0.0, "none": 0.0, "adagrad": 1.0, "adam": 2.0, "partial_rowwise_adam": 1.0}
 """TorchRec's estimate of the optimizer state, in bytes per byte of weights. rowwise_adagrad has one number per row instead."""
 MAX_REPLANNED_TABLES = 8
-"""With more tables, computing a plan for each faster alternative would take minutes."""
+"""With more tables, no plan is computed for a faster alternative, because the plans of all tables would take minutes."""
 NAIVE_TYPES: tuple[ShardingType, ...] = ("row_wise", "table_wise")
 _FP32_BYTES = 4
 
@@ -38,7 +38,7 @@ def rank_estimates(planner: TorchrecPlanner, options: Mapping[str, ShardingOptio
     for shards in shards_by_rank:
         tables: dict[str, TableMemory] = {}
         for name, option, shard in shards:
-            memory = _memory(planner, name, option=option, shard=shard)
+            memory = _shard_memory(planner, name, option=option, shard=shard)
             tables[name] = _add_memory(tables[name], memory) if name in tables else memory
         times = [shard.perf for _, _, shard in shards]
         estimates.append(
@@ -58,7 +58,7 @@ def rank_estimates(planner: TorchrecPlanner, options: Mapping[str, ShardingOptio
     return tuple(estimates)
 
 
-def _memory(planner: TorchrecPlanner, name: str, *, option: ShardingOption, shard: Shard) -> TableMemory:
+def _shard_memory(planner: TorchrecPlanner, name: str, *, option: ShardingOption, shard: Shard) -> TableMemory:
     """Split the estimated memory of a shard into weights, optimizer state, cache and buffers."""
     table = planner.model.tables[name]
     optimizer = optimizer_kind(table, default=planner.optimizer)
@@ -91,7 +91,7 @@ def _add_memory(first: TableMemory, second: TableMemory) -> TableMemory:
 def compare_alternatives(
     planner: TorchrecPlanner, chosen_options: Mapping[str, ShardingOption]
 ) -> dict[str, tuple[Alternative, ...]]:
-    """Return estimates for all sharding types of each table, and the reason for or against each type.
+    """Return estimates for all sharding types of each table, and why each type was chosen or not.
 
     chosen_options: the layout of each table in the plan.
     """
@@ -125,8 +125,8 @@ def compare_alternatives(
 
 
 def _is_supported(sharding_type: ShardingType, table: TableSpec, *, planner: TorchrecPlanner) -> bool:
-    reason = why_not_offered(sharding_type, table, num_nodes=planner.config.cluster.num_nodes, world_size=planner.world_size)
-    return reason is None or not reason.startswith(NOT_SUPPORTED)
+    why_not = why_not_offered(sharding_type, table, num_nodes=planner.config.cluster.num_nodes, world_size=planner.world_size)
+    return why_not is None or not why_not.startswith(NOT_SUPPORTED_PREFIX)
 
 
 def _constraint(planner: TorchrecPlanner, name: str) -> TableConstraint:
@@ -142,13 +142,15 @@ def _alternative(
     chosen: ShardingOption,
 ) -> Alternative:
     table = planner.model.tables[name]
-    reason = why_not_offered(sharding_type, table, num_nodes=planner.config.cluster.num_nodes, world_size=planner.world_size)
+    why_not_default = why_not_offered(
+        sharding_type, table, num_nodes=planner.config.cluster.num_nodes, world_size=planner.world_size
+    )
     if not options:
-        return Alternative(sharding_type=sharding_type, verdict=reason or "no kernel supports it on this device")
+        return Alternative(sharding_type=sharding_type, verdict=why_not_default or "no kernel supports it on this device")
     if chosen.sharding_type == sharding_type:
         option = next(candidate for candidate in options if candidate.compute_kernel == chosen.compute_kernel)
     else:
-        # The fastest option that would fit without the other tables, or the option with the least excess memory.
+        # Choose the fastest option that would fit without the other tables, or the option with the least excess memory.
         option = min(options, key=lambda candidate: (_excess_bytes(candidate, planner.usable_memory), table_ms(candidate)))
     return Alternative(
         sharding_type=sharding_type,
@@ -156,7 +158,7 @@ def _alternative(
         step_ms=table_ms(option),
         hbm_bytes=max(shard.storage.hbm for shard in option.shards),
         ddr_bytes=max(shard.storage.ddr for shard in option.shards),
-        verdict=_verdict(planner, name, option, chosen=chosen, reason=reason),
+        verdict=_verdict(planner, name, option, chosen=chosen, why_not_default=why_not_default),
     )
 
 
@@ -166,27 +168,27 @@ def _verdict(
     option: ShardingOption,
     *,
     chosen: ShardingOption,
-    reason: str | None,
+    why_not_default: str | None,
 ) -> str:
     """Return why the option of one sharding type was chosen or not.
 
     chosen: the option of the table in the plan.
-    reason: why the type is not one of the default types; None if it is one.
+    why_not_default: the result of `why_not_offered` for the type.
     """
     sharding_type, allowed_types = option.sharding_type, _constraint(planner, name).sharding_types
     if chosen.sharding_type == sharding_type:
         return "chosen"
     if allowed_types is not None and sharding_type not in allowed_types:
         return f"excluded by sharding.tables.{name}.sharding_types"
-    if allowed_types is None and reason is not None:
-        return reason
+    if allowed_types is None and why_not_default is not None:
+        return why_not_default
     excess_bytes = _excess_bytes(option, planner.usable_memory)
     if excess_bytes:
         return f"does not fit: {excess_bytes:,} bytes short on one rank"
-    slower_ms = table_ms(option) - table_ms(chosen)
-    if slower_ms >= 0:
+    extra_ms = table_ms(option) - table_ms(chosen)
+    if extra_ms >= 0:
         times = f"{table_ms(option):.3g} ms instead of {table_ms(chosen):.3g} ms"
-        return f"slower: {times}" if slower_ms else "as fast as the chosen type"
+        return f"slower: {times}" if extra_ms else "as fast as the chosen type"
     if len(planner.model.tables) > MAX_REPLANNED_TABLES:
         return "faster for this table alone, but not chosen together with the other tables"
     try:

@@ -15,7 +15,7 @@ MAX_RANKS = 1024
 """Larger clusters are not tried, because planning for a larger cluster takes minutes."""
 MAX_GPUS_PER_NODE = 8
 MAX_DDR_GB = 16_384.0
-MAX_TRIES = 3
+MAX_NODE_COUNTS = 3
 
 
 def infeasible_error(planner: TorchrecPlanner) -> InputError:
@@ -33,7 +33,7 @@ def infeasible_error(planner: TorchrecPlanner) -> InputError:
     )
     return InputError(
         f"sharding: no plan for tables {sizes} on {planner.world_size} ranks with {planner.hbm_gb:g} GB HBM per GPU and "
-        f"{planner.ddr_gb:g} GB memory per host ({100 * RESERVED_SHARE:.0f} % of it reserved for layers, activations and "
+        f"{planner.ddr_gb:g} GB memory per host ({100 * RESERVED_SHARE:.0f} % of both are reserved for layers, activations and "
         f"input): {describe_shortage(planner, smallest_options)}; {advice}"
     )
 
@@ -69,7 +69,8 @@ def describe_shortage(planner: TorchrecPlanner, options: Mapping[str, ShardingOp
                 f"{missing_bytes:,} bytes short in total"
             )
         message = message or (
-            f"{largest_table}: enough in total, but no distribution was found that fits the {usable_bytes:,} bytes of each rank"
+            f"{largest_table}; all ranks together have enough memory, but no layout was found in which each rank needs at most "
+            f"{usable_bytes:,} bytes"
         )
     return message
 
@@ -139,7 +140,7 @@ def _more_memory(planner: TorchrecPlanner, smallest_options: Mapping[str, Shardi
     """Yield a size of the main memory that is large enough. On GPUs, the main memory stores the offloaded rows."""
     total_bytes = sum(map(_total_bytes, smallest_options.values()))
     needed_gb = total_bytes / planner.config.cluster.num_nodes / GIB / (1 - RESERVED_SHARE)
-    advice = "" if planner.device == "cpu" else " (rows in main memory: kernel fused_uvm_caching or fused_uvm)"
+    advice = "" if planner.device == "cpu" else " (the kernels fused_uvm_caching and fused_uvm store rows in main memory)"
     for candidate_gb in (needed_gb, 1.25 * needed_gb, 2 * needed_gb, 4 * needed_gb):
         ddr_gb = float(math.ceil(max(candidate_gb, planner.ddr_gb) / 16) * 16)
         if planner.ddr_gb < ddr_gb <= MAX_DDR_GB and _fits(planner.with_cluster(ddr_gb=ddr_gb)):
@@ -148,9 +149,9 @@ def _more_memory(planner: TorchrecPlanner, smallest_options: Mapping[str, Shardi
 
 
 def _more_ranks(planner: TorchrecPlanner, smallest_options: Mapping[str, ShardingOption]) -> Iterator[str]:
-    """Yield a number of GPUs per host or of hosts that is large enough.
+    """Yield a sufficient number of GPUs per host, or a sufficient number of hosts.
 
-    The memory of `num_needed_ranks` ranks holds all tables. Numbers of ranks far below it are not tried.
+    The search starts near `num_needed_ranks`, the number of ranks whose total memory is large enough for all tables.
     """
     cluster = planner.config.cluster
     usable_bytes = planner.usable_memory.hbm if planner.device == "cuda" else planner.usable_memory.ddr
@@ -163,7 +164,7 @@ def _more_ranks(planner: TorchrecPlanner, smallest_options: Mapping[str, Shardin
                 return
         planner = planner.with_cluster(processes_per_node=MAX_GPUS_PER_NODE)
     num_nodes = max(cluster.num_nodes + 1, math.ceil(num_needed_ranks / planner.processes_per_node))
-    for _ in range(MAX_TRIES):
+    for _ in range(MAX_NODE_COUNTS):
         if num_nodes * planner.processes_per_node > MAX_RANKS:
             return
         if _fits(planner.with_cluster(num_nodes=num_nodes)):

@@ -30,9 +30,9 @@ class ShardPlan(Frozen):
 
 
 class Alternative(Frozen):
-    """Estimates for one sharding type of a table with its fastest kernel, without the other tables of the model.
+    """Estimates for one sharding type of a table, with the fastest kernel of that type.
 
-    Memory and time are maxima over the ranks. verdict: why the type was chosen or not.
+    The estimates ignore the other tables. Memory and time are maxima over the ranks. verdict: why the type was chosen or not.
     """
 
     sharding_type: ShardingType
@@ -88,7 +88,7 @@ class RankEstimate(Frozen):
 
 
 class NaivePlan(Frozen):
-    """A plan with one sharding type for all tables. problem: why the plan is not feasible; None if it is."""
+    """A plan with one sharding type for all tables. problem: why the plan is not feasible; None for a feasible plan."""
 
     name: str
     step_ms: float | None = None
@@ -142,13 +142,15 @@ class PlanFile(Frozen):
         """
         if world_size != self.world_size:
             raise InputError(
-                f"plan.json: made for {self.world_size} ranks, but {world_size} were started; "
-                f"plan again, or start {self.world_size}"
+                f"plan.json: the plan was made for {self.world_size} ranks, but {world_size} ranks were started; "
+                f"plan again, or start {self.world_size} ranks"
             )
         planned_sizes = {name: (table.rows, table.dim) for name, table in self.tables.items()}
         model_sizes = {name: (table.num_rows, table.dim) for name, table in spec.tables.items()}
         if planned_sizes != model_sizes:
-            raise InputError(f"plan.json: made for tables {planned_sizes}, but the model has {model_sizes}; plan again")
+            raise InputError(
+                f"plan.json: the plan was made for tables {planned_sizes}, but the model has {model_sizes}; plan again"
+            )
         for name, table in spec.tables.items():
             if optimizer is None and table.settings.optimizer is None and not table.frozen:
                 continue
@@ -161,8 +163,8 @@ class PlanFile(Frozen):
         fingerprint = layout_fingerprint(self.tables, device=self.device, world_size=self.world_size)
         if fingerprint != self.fingerprint:
             raise InputError(
-                f"plan.json: its layout has the fingerprint {fingerprint[:12]}, but the file contains {self.fingerprint[:12]}: "
-                "it was changed by hand; set sharding.tables and plan again"
+                f"plan.json: its layout has the fingerprint {fingerprint[:12]}, but the file contains {self.fingerprint[:12]}; "
+                "the file was changed by hand; set sharding.tables and plan again"
             )
 
     def to_torchrec(self, path: str, *, spec: ModelSpec) -> ShardingPlan:

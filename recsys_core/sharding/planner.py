@@ -115,8 +115,8 @@ def make_plan(
     Args:
         batch_size: queries per rank and step.
         optimizer: optimizer of tables without an `optimizer` setting.
-        lookup_stats: measured lookups. With None, every query is assumed to look up a full history of items that no other query
-            of the batch looks up.
+        lookup_stats: measured lookups. None: the estimates assume that every query has a full history, and that no two queries
+            of a batch look up the same item.
 
     Raises:
         InputError: a table, its optimizer or the device does not support a constraint, or no plan fits the cluster. If no plan

@@ -111,7 +111,7 @@ class TorchrecPlanner:
 
         sharding_types, kernels: by table; they replace the configured or default sharding types and kernels.
         """
-        best_plan = _BestPlan()
+        best_plan = _BestPlanRecorder()
         constraints = self._constraints(sharding_types, kernels)
         planner = EmbeddingShardingPlanner(
             topology=self._topology,
@@ -190,7 +190,7 @@ class TorchrecPlanner:
             )
 
 
-class _BestPlan(Stats):  # type: ignore[misc]  # TorchRec has no types
+class _BestPlanRecorder(Stats):  # type: ignore[misc]  # TorchRec has no types
     """A statistics hook of TorchRec's planner that stores the chosen options with their estimates."""
 
     def __init__(self) -> None:

@@ -103,7 +103,8 @@ def test_softmax_uses_in_batch_negatives_by_default() -> None:
 def test_cross_rank_negatives_need_in_batch_negatives() -> None:
     assert LossConfig(cross_rank_negatives=True).uses_in_batch_negatives
     with raises_message(
-        "loss.cross_rank_negatives shares in-batch candidates, but loss.kind bpr has none; set in_batch_negatives to true"
+        "loss.cross_rank_negatives shares in-batch negatives between ranks, but in_batch_negatives is false for loss.kind bpr; "
+        "set in_batch_negatives to true"
     ):
         LossConfig(kind="bpr", cross_rank_negatives=True)
 

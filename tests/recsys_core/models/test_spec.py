@@ -198,7 +198,7 @@ def test_the_offset_table_cannot_be_frozen() -> None:
 
 def test_the_offset_table_has_the_width_of_the_sum() -> None:
     sized(tables={"item": RESIDUAL, "item_offset": {"dim": DIM}}, vectors={"item": DIM})
-    with raises_message("tables.item_offset.dim is 16, but offsets are added at model.embedding_dim, which is 8; leave it out"):
+    with raises_message("tables.item_offset.dim is 16, but offsets have the width model.embedding_dim, which is 8; leave"):
         sized(tables={"item": RESIDUAL, "item_offset": {"dim": 16}}, vectors={"item": DIM})
 
 

@@ -62,7 +62,7 @@ def test_a_query_is_the_sum_of_its_history_its_last_item_and_its_row() -> None:
 
 def test_a_tower_with_a_skip_connection_starts_from_the_plain_sum() -> None:
     torch.manual_seed(0)
-    tower = MLP(TowerConfig(skip_connection=True), layers=(16, 4), widths=(4, 4), dim=4)
+    tower = MLP(TowerConfig(skip_connection=True), layers=(16, 4), feature_dims=(4, 4), dim=4)
     one, other = torch.randn(5, 4), torch.randn(5, 4)
     assert torch.equal(tower([one, other]), one + other)
     tower([one, other]).square().sum().backward()
@@ -78,7 +78,7 @@ def test_query_layers_next_to_a_skip_connection_cannot_move_all_queries_in_one_d
 
 
 def test_only_features_of_another_width_are_projected() -> None:
-    tower = MLP(TowerConfig(), layers=(), widths=(4, 6), dim=4)
+    tower = MLP(TowerConfig(), layers=(), feature_dims=(4, 6), dim=4)
     plain, wide = torch.randn(3, 4), torch.randn(3, 6)
     (projection,) = tower.parameters()
     assert projection.shape == (4, 6)
@@ -86,7 +86,7 @@ def test_only_features_of_another_width_are_projected() -> None:
 
 
 def test_the_layers_read_the_concatenated_features() -> None:
-    tower = MLP(TowerConfig(), layers=(3,), widths=(4, 2), dim=4)
+    tower = MLP(TowerConfig(), layers=(3,), feature_dims=(4, 2), dim=4)
     (layer,) = tower.layers
     one, other = torch.randn(5, 4), torch.randn(5, 2)
     torch.testing.assert_close(tower([one, other]), layer(torch.cat([one, other], dim=1)))
@@ -95,14 +95,14 @@ def test_the_layers_read_the_concatenated_features() -> None:
 
 def test_norm_activation_and_dropout_follow_each_layer_but_the_last() -> None:
     config = TowerConfig(layer_norm=True, hidden_dropout=0.5)
-    tower = MLP(config, layers=(8, 6, 4), widths=(4,), dim=4)
+    tower = MLP(config, layers=(8, 6, 4), feature_dims=(4,), dim=4)
     kinds = [type(module).__name__ for module in tower.layers]
     assert kinds == ["Linear", "LayerNorm", "ReLU", "Dropout"] * 2 + ["Linear"]
 
 
 def test_dropout_is_only_for_training() -> None:
     torch.manual_seed(0)
-    tower = MLP(TowerConfig(dropout=0.5), layers=(), widths=(4,), dim=4)
+    tower = MLP(TowerConfig(dropout=0.5), layers=(), feature_dims=(4,), dim=4)
     features = torch.ones(200, 4)
     assert set(tower([features]).unique().tolist()) == {0.0, 2.0}
     assert torch.equal(tower.eval()([features]), features)

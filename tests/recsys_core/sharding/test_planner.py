@@ -83,7 +83,7 @@ def test_plan_json_reads_back_as_it_was_and_rebuilds_torchrecs_plan(tmp_path):
 
 def test_a_plan_for_another_world_size_or_model_is_rejected_with_both_numbers():
     plan = make_plan(config(), model=SPEC, batch_size=64)
-    with pytest.raises(InputError, match="made for 2 ranks, but 3 were started"):
+    with pytest.raises(InputError, match="made for 2 ranks, but 3 ranks were started"):
         plan.check_matches(spec=SPEC, world_size=3)
     with pytest.raises(InputError, match=r"\(500, 64\).*\(501, 64\)"):
         plan.check_matches(spec=ModelSpec.sized(SPEC.config, num_users=1000, num_items=501, tables={"user": BAG}), world_size=2)

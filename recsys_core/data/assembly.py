@@ -95,8 +95,8 @@ class Assembler:
         return sparse
 
     def _features_of(self, side: str) -> list[tuple[str, Feature]]:
-        features = self.features.features if self.features is not None else {}
-        return [(key, feature) for key, feature in features.items() if key.startswith(f"{side}.")]
+        feature_by_key = self.features.features if self.features is not None else {}
+        return [(key, feature) for key, feature in feature_by_key.items() if key.startswith(f"{side}.")]
 
 
 def _at_least_one_row(rows: Int64Array) -> Int64Array:

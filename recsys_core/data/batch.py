@@ -39,7 +39,7 @@ class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
     item_weight: dict[str, Tensor]
     """For each weighted item feature, a float32 tensor with one weight per value of the feature."""
     weight: Tensor | None = None
-    """float32 [B]: factor of each query's loss, 1 on average over the training events; None: all 1."""
+    """float32 [B]: factor of each query's loss. The mean over all training events is 1. None: all factors are 1."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         """Copy the batch to `device`."""

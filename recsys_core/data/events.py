@@ -39,7 +39,7 @@ class EventStore:
     item_count: Int64Array
     vector_row: Int64Array
     event_weight: NDArray[np.float32] | None = None
-    """Weight of each event in the loss, relative to `mean_weight`; None if the log has no weights."""
+    """Weight of each event as in the log; None if the log has no weights. The loader divides the weights by `mean_weight`."""
 
     @classmethod
     def open(cls, manifest: InteractionsManifest) -> Self:
@@ -74,10 +74,10 @@ class EventStore:
         """
         if self.event_weight is None:
             return np.float32(1)
-        example_to_event_U, total_weight = self.user_offset[:-1] - self.first_example_U, 0.0
+        event_offset_U, total_weight = self.user_offset[:-1] - self.first_example_U, 0.0
         for start in range(0, self.num_train_events, EVENTS_PER_CHUNK):
             user_E = self.train_user[start : start + EVENTS_PER_CHUNK]
-            event_E = np.arange(start, start + len(user_E)) + example_to_event_U[user_E]
+            event_E = np.arange(start, start + len(user_E)) + event_offset_U[user_E]
             total_weight += float(self.event_weight[event_E].sum(dtype=np.float64))
         if total_weight == 0:
             raise InputError(
@@ -93,9 +93,9 @@ class EventStore:
 
         In an ordered log these are the items right before the event, oldest first.
 
-        An unordered log stores the events of a user in random order. There the history consists of the items after the event.
-        If it reaches the user's last training event, it continues at the user's first event. With include_target the history
-        starts with the item of the event itself.
+        An unordered log stores the events of a user in random order. The history of an event then consists of the items of
+        the events stored after it. After the user's last training event, the history continues with the user's first event.
+        With include_target the history starts with the item of the event itself.
 
         Args:
             event_B: index of each event in the log.
@@ -115,21 +115,24 @@ class EventStore:
 
     def users_with_targets(self, split: EvaluationSplit) -> Int64Array:
         """Return the rows of the users that have events in `split`."""
-        start_U, end_U = self._bounds(split)
+        start_U, end_U = self._split_bounds(split)
         return np.flatnonzero(end_U > start_U)
 
     def targets(self, user_B: Int64Array, split: EvaluationSplit) -> JaggedArray:
         """Return the items of each user's events in `split`."""
-        start_U, end_U = self._bounds(split)
+        start_U, end_U = self._split_bounds(split)
         return JaggedArray.from_slices(self.event_item, start=start_U[user_B], end=end_U[user_B])
 
     def first_event_index(self, user_B: Int64Array, split: EvaluationSplit) -> Int64Array:
-        """Return the index in the log of each user's first event in `split`, or where it would be if the user has none."""
-        return self._bounds(split)[0][user_B]
+        """Return the index in the log of each user's first event in `split`.
+
+        For a user without an event in `split`, return the index at which such an event would be inserted.
+        """
+        return self._split_bounds(split)[0][user_B]
 
     def items_before(self, user_B: Int64Array, split: EvaluationSplit, *, max_items: int | None = None) -> JaggedArray:
         """Return the items of each user's events before `split`, oldest first; with max_items only the newest of them."""
-        end_B = self._bounds(split)[0][user_B]
+        end_B = self._split_bounds(split)[0][user_B]
         start_B = self.user_offset[user_B]
         return JaggedArray.from_slices(
             self.event_item, start=start_B if max_items is None else np.maximum(start_B, end_B - max_items), end=end_B
@@ -139,7 +142,7 @@ class EventStore:
         """Return the number of events of each item before `split`, [I]."""
         num_items = len(self.item_count)
         count_I = np.zeros(num_items, np.int64)
-        # A chunk has about as many events as the log has items, so it needs about as much memory as the counts.
+        # A chunk has at least as many events as there are items, because np.bincount takes time proportional to num_items.
         first_user_of_chunk = np.searchsorted(
             self.user_offset, np.arange(0, len(self.event_item), max(num_items, EVENTS_PER_CHUNK))
         )
@@ -147,7 +150,7 @@ class EventStore:
             count_I += np.bincount(self.items_before(np.arange(start, stop), split).values_L, minlength=num_items)
         return count_I
 
-    def _bounds(self, split: EvaluationSplit) -> tuple[Int64Array, Int64Array]:
+    def _split_bounds(self, split: EvaluationSplit) -> tuple[Int64Array, Int64Array]:
         """Return start and end of each user's events of `split` in the log, [U] each."""
         if split == "test":
             return self.validation_end, self.user_offset[1:]

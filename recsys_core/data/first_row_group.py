@@ -77,20 +77,20 @@ def check_time_unit(config: InteractionsConfig, sources: Sequence[Source]) -> No
     if values is None or pa.types.is_date(values.type):
         return
     unit = values.type.unit if pa.types.is_timestamp(values.type) else config.timestamp_unit
-    ticks = pc.min_max(values.view(pa.int64()) if pa.types.is_timestamp(values.type) else values.drop_null()).as_py()
+    tick_range = pc.min_max(values.view(pa.int64()) if pa.types.is_timestamp(values.type) else values.drop_null()).as_py()
     latest_valid_s = time.time() + config.max_future_days * DAY_S
-    if ticks["min"] is None or ticks["max"] < 0:
+    if tick_range["min"] is None or tick_range["max"] < 0:
         return
-    max_time_s = ticks["max"] // _TICKS_PER_S[unit]
-    if max_time_s >= _YEAR_1971_S and ticks["min"] // _TICKS_PER_S[unit] <= latest_valid_s:
+    max_time_s = tick_range["max"] // _TICKS_PER_S[unit]
+    if max_time_s >= _YEAR_1971_S and tick_range["min"] // _TICKS_PER_S[unit] <= latest_valid_s:
         return
     for other_unit, ticks_per_s in _TICKS_PER_S.items():
-        if _YEAR_1990_S <= ticks["max"] // ticks_per_s <= latest_valid_s:
+        if _YEAR_1990_S <= tick_range["max"] // ticks_per_s <= latest_valid_s:
             is_unit_from_config = values.type != pa.timestamp(unit)
             fix = f"set interactions.timestamp_unit to {other_unit}" if is_unit_from_config else "write the column again"
             raise InputError(
-                f"{_first_non_empty(sources).name}: column {column!r}: {ticks['max']} is {_date_text(max_time_s)} in {unit}, "
-                f"and {_date_text(ticks['max'] // ticks_per_s)} in {other_unit}; {fix}"
+                f"{_first_non_empty(sources).name}: column {column!r}: {tick_range['max']} is {_date_text(max_time_s)} in "
+                f"{unit}, and {_date_text(tick_range['max'] // ticks_per_s)} in {other_unit}; {fix}"
             )
 
 
@@ -99,31 +99,31 @@ def _date_text(seconds: int) -> str:
 
 
 def check_shared_ids(
-    config: InteractionsConfig, log: Sequence[Source], vectors: Sequence[VectorFiles], *, id_columns: Mapping[str, str]
+    config: InteractionsConfig, log_sources: Sequence[Source], vectors: Sequence[VectorFiles], *, id_columns: Mapping[str, str]
 ) -> None:
     """Raise InputError if the log and the vectors of a table do not have a single id in common.
 
-    The ids of one row group of the log and one of the vectors are compared first. If they have no id in common, all ids are
-    compared, unless a file is in an object store.
+    The ids of one row group of the log and one row group of the vectors are compared first. If they have no id in common, all
+    ids are compared, unless a file is in an object store.
 
     Args:
         id_columns: column of the log that contains the ids of each table, by table.
     """
     for table, column in id_columns.items():
         table_vectors = [files for files in vectors if files.config.table == table]
-        log_ids = first_values(log, column) if table_vectors else None
+        log_ids = first_values(log_sources, column) if table_vectors else None
         if log_ids is None or any(_have_common_id(log_ids, files) for files in table_vectors):
             continue
-        sources = (*log, *(source for files in table_vectors for source in (*files.sources, *files.id_map)))
-        if not all(source.local for source in sources) or not all(column in source.schema.names for source in log):
+        sources = (*log_sources, *(source for files in table_vectors for source in (*files.sources, *files.id_map)))
+        if not all(source.local for source in sources) or not all(column in source.schema.names for source in log_sources):
             continue
-        if not _any_match(config, log, column, table_vectors):
+        if not _files_have_common_id(config, log_sources, column, table_vectors):
             num_vectors, first_files = sum(files.num_rows for files in table_vectors), table_vectors[0]
             vector_ids = first_values(first_files.sources, first_files.config.id_column)
             raise InputError(
                 f"embeddings: none of the {num_vectors:,} {table} vectors belongs to one of the log's {table}s: column "
-                f"{column!r} of {log[0].name} has ids such as {_example_id(log_ids)}, but {first_files.sources[0].name} "
-                f"has ids such as {_example_id(vector_ids)}; write both with the same ids"
+                f"{column!r} of {log_sources[0].name} has ids such as {_example_id(log_ids)}, but "
+                f"{first_files.sources[0].name} has ids such as {_example_id(vector_ids)}; write both with the same ids"
             )
 
 
@@ -138,14 +138,16 @@ def _as_text(ids: pa.Array) -> pa.Array:
     return ids.cast(value_type(ids.type)).cast(pa.string()).drop_null()
 
 
-def _any_match(config: InteractionsConfig, log: Sequence[Source], column: str, vectors: Sequence[VectorFiles]) -> bool:
+def _files_have_common_id(
+    config: InteractionsConfig, log_sources: Sequence[Source], column: str, vectors: Sequence[VectorFiles]
+) -> bool:
     with (
         tempfile.TemporaryDirectory(prefix="nightjar-ids-") as folder,
         database(
             memory_limit=config.memory_limit, threads=config.threads, spill=Path(folder), subject="the ids of log and vectors"
         ) as connection,
     ):
-        log_ids = f"SELECT {quoted(column)}::VARCHAR AS id FROM {_scan(log)}"
+        log_ids = f"SELECT {quoted(column)}::VARCHAR AS id FROM {_scan(log_sources)}"
         for files in vectors:
             vector_ids = f"SELECT {quoted(files.config.id_column)}::VARCHAR AS id FROM {_scan(files.sources)}"
             if files.config.id_map is not None:

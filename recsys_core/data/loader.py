@@ -1,7 +1,8 @@
 """Training and query batches, built from the memory-mapped event store and prefetched by a background thread.
 
-A training batch is a function of (seed, epoch, rank, batch index), so a run can resume at any batch. A chunk of several
-consecutive batches is built at once: waking the background thread for each small batch would cost more than building it.
+A training batch is a function of (seed, epoch, rank, batch index), so a run can resume at any batch. The background thread
+builds several consecutive batches, a chunk, at a time. If it built one small batch at a time, switching between the threads
+would take longer than building the batches.
 
 Shapes: B queries, N drawn negatives, C candidates, U users, I items, P batches of a chunk, E events of a chunk.
 """
@@ -43,10 +44,10 @@ class TrainLoader:
         max_history: longest history, in items; 0: no histories.
         include_target: whether the history of an event starts with the event's own item; used only for an unordered log.
         num_negatives: number of items drawn for each batch, in addition to the positives.
-        negative_share_I: float64 [I], probability of each item to be drawn.
-        num_planned_ranks: number of ranks in the original sharding plan, a multiple of world_size. It is larger than
-            world_size in a retry on fewer ranks, whose batches are proportionally larger. The retry then has as many examples
-            and batches per epoch as the first attempt.
+        negative_share_I: float64 [I], probability of each item in one draw; the sum is 1.
+        num_planned_ranks: number of ranks in the original sharding plan, a multiple of world_size. A retry may have fewer
+            ranks than the plan, with proportionally larger batches. It then has as many examples and batches per epoch as the
+            first attempt. None: world_size.
     """
 
     def __init__(
@@ -72,8 +73,8 @@ class TrainLoader:
         self._num_negatives = num_negatives
         self._negative_cdf_I = np.zeros(0) if negative_share_I is None else np.cumsum(negative_share_I)
         self._batches_per_chunk = max(1, CHUNK_CANDIDATES // (batch_size + num_negatives))
-        # The index of a training example plus this number is the index of its event in the log.
-        self._example_to_event_U = store.user_offset[:-1] - store.first_example_U
+        # The index of a training example plus this offset is the index of its event in the log.
+        self._event_offset_U = store.user_offset[:-1] - store.first_example_U
         self._mean_weight = store.mean_weight()
         num_planned_ranks = num_planned_ranks or world_size
         self.num_epoch_samples = store.num_train_events // num_planned_ranks * num_planned_ranks // world_size
@@ -116,7 +117,7 @@ class TrainLoader:
         index_in_epoch_E = np.arange(start, end, dtype=np.int64) * self._world_size + self._rank
         example_E = shuffled(index_in_epoch_E, n=self._store.num_train_events, key=(self._seed, epoch))
         user_E = self._store.train_user[example_E].astype(np.int64)
-        return user_E, example_E + self._example_to_event_U[user_E]
+        return user_E, example_E + self._event_offset_U[user_E]
 
     def _draw_negatives(self, epoch: int, first_batch: int, stop_batch: int) -> Int64Array:
         """Draw num_negatives items for each of these batches, [P, N]."""
@@ -124,9 +125,10 @@ class TrainLoader:
         increments_per_batch = -(-self._num_negatives // PHILOX_VALUES_PER_INCREMENT)
         key = negatives_key(self._seed, epoch=epoch, rank=self._rank)
         generator = np.random.Generator(np.random.Philox(key=key, counter=first_batch * increments_per_batch))
-        num_values = increments_per_batch * PHILOX_VALUES_PER_INCREMENT
-        uniform_PN = generator.random((stop_batch - first_batch, num_values))[:, : self._num_negatives]
-        # Rounding may leave the last value of the CDF slightly below 1. A value above it would select no item.
+        num_uniform_values = increments_per_batch * PHILOX_VALUES_PER_INCREMENT
+        uniform_PN = generator.random((stop_batch - first_batch, num_uniform_values))[:, : self._num_negatives]
+        # Rounding may leave the last value of the CDF slightly below 1, and a random number above it would select no item. The
+        # random numbers are therefore scaled by this last value.
         total_share = float(self._negative_cdf_I[-1]) if len(self._negative_cdf_I) else 0.0
         return np.searchsorted(self._negative_cdf_I, uniform_PN * total_share, side="right")
 

@@ -1,7 +1,8 @@
 """Row checks of the input stages: SQL conditions for unusable rows, and the decision to drop them or to raise an error.
 
 Rows of the interaction log and of the feature tables are checked in DuckDB, with `RowCheck`. Rows of pretrained embeddings
-are checked in NumPy (see embeddings/row_faults.py). In all three cases `reject_bad_rows` raises the error for a `BadRow`.
+are checked in NumPy (see embeddings/row_faults.py). All three inputs call `reject_bad_rows`, which raises InputError unless the
+config drops such rows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ class RowCheck:
 
     column: str
     reason: str
-    """Fault of a row that fails, as the end of the sentence "<value> is ...": "in the future"."""
+    """Fault of a row that fails, worded to complete the sentence "<value> is ...", for example "in the future"."""
     condition: str
     """SQL: true for a row that fails, false or null for a row that passes."""
     fix: str
@@ -47,7 +48,7 @@ class RowCheck:
 
 @dataclass(frozen=True)
 class BadRow:
-    """An unusable row as an error message reports it."""
+    """The facts about an unusable row that its error message contains."""
 
     file: str
     column: str

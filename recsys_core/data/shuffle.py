@@ -3,8 +3,8 @@
 It is a Feistel network. An index is split into a pair (left, right), the coordinates of a cell of a grid. Each round adds a
 hash of one coordinate to the other coordinate, modulo the length of the grid in that direction. If the resulting index is
 outside [0, n), it goes through the network again until it is inside (cycle walking; Black and Rogaway, "Ciphers with arbitrary
-finite domains", 2002). The grid has about sqrt(n) cells more than n, so about one index in sqrt(n) needs another pass. With
-the next power of four as the size of the grid, up to three in four indices would need another pass.
+finite domains", 2002). The grid has fewer than n + sqrt(n) cells, so fewer than one index in sqrt(n) needs another pass. A
+square grid with sides of a power of two would be simpler, but up to three in four indices would need another pass.
 """
 
 import math
@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 ROUNDS = 6
-_MIX = np.uint64(0x9E3779B97F4A7C15)
-_29, _32 = np.uint64(29), np.uint64(32)
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_SHIFT_29, _SHIFT_32 = np.uint64(29), np.uint64(32)
 
 
 def shuffled(index: NDArray[np.int64], *, n: int, key: tuple[int, ...]) -> NDArray[np.int64]:
@@ -48,24 +48,26 @@ def _feistel(
     index: NDArray[np.uint64], *, sizes: tuple[np.uint64, np.uint64], round_keys: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
     left = index // sizes[1]
-    halves = [left, index - left * sizes[1]]
+    coordinates = [left, index - left * sizes[1]]
     hashed, buffer = np.empty_like(index), np.empty_like(index)
     for round_index, key in enumerate(round_keys):
-        target_half, source_half, size = halves[round_index % 2], halves[1 - round_index % 2], sizes[round_index % 2]
-        # Hash `source_half`; the upper 32 bits are well mixed.
-        np.bitwise_xor(source_half, key, out=hashed)
-        hashed *= _MIX
-        np.right_shift(hashed, _29, out=buffer)
+        target, source = coordinates[round_index % 2], coordinates[1 - round_index % 2]
+        size = sizes[round_index % 2]
+        # Hash the source coordinate; the upper 32 bits are well mixed.
+        np.bitwise_xor(source, key, out=hashed)
+        hashed *= _MULTIPLIER
+        np.right_shift(hashed, _SHIFT_29, out=buffer)
         hashed ^= buffer
-        hashed *= _MIX
+        hashed *= _MULTIPLIER
         # Scale the upper 32 bits to [0, size). The product fits into 64 bits, because size < 2**32. The probabilities of two
         # values differ by at most 2**-32.
-        hashed >>= _32
+        hashed >>= _SHIFT_32
         hashed *= size
-        hashed >>= _32
-        # Add modulo size: where target_half < size, target_half - size wraps around to a large unsigned number.
-        target_half += hashed
-        np.subtract(target_half, size, out=buffer)
-        np.minimum(target_half, buffer, out=target_half)
-    result: NDArray[np.uint64] = halves[0] * sizes[1] + halves[1]
+        hashed >>= _SHIFT_32
+        # Add modulo size. If the sum is below size, sum - size wraps around to a large unsigned number, and the minimum is the
+        # sum itself.
+        target += hashed
+        np.subtract(target, size, out=buffer)
+        np.minimum(target, buffer, out=target)
+    result: NDArray[np.uint64] = coordinates[0] * sizes[1] + coordinates[1]
     return result

@@ -39,7 +39,7 @@ class FeatureConfig(Settings):
         None,
         ge=1,
         le=1_000_000,
-        description="Maximum number of values per list, counted from its start (list and weighted_list); empty: no limit",
+        description="Number of values to keep at the start of each list (list and weighted_list); empty: all values",
     )
     buckets: int | None = Field(
         None, ge=2, le=1_000_000, description="numeric: number of buckets with equally many training values"

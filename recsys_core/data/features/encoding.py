@@ -2,6 +2,8 @@
 
 Categorical and list features use a vocabulary (vocabulary.py) or a hash, numeric features use buckets or a standardised
 value (numeric.py). Row 0 of the embedding table is for values that have no row of their own.
+
+Shapes: N rows of a batch, R users, items or events, L values of all lists.
 """
 
 from collections.abc import Iterator
@@ -53,7 +55,7 @@ def _encode_by_hash(column: FeatureColumn) -> FeatureFacts:
 
 
 def _write_rows(column: FeatureColumn, *, table_row_sql: str, relation: str) -> dict[str, int]:
-    """Write the row of every value; return the counts of FeatureFacts.
+    """Write the table row of every value; return the counts for FeatureFacts.
 
     Args:
         table_row_sql: SQL for the row of a value in the embedding table; null for a value without a row.
@@ -64,7 +66,7 @@ def _write_rows(column: FeatureColumn, *, table_row_sql: str, relation: str) -> 
     table_row_R = column.allocate("row", dtype=np.int32, length=column.num_rows)
     num_present = num_unknown = 0
     query = f"SELECT single_values.row, coalesce({table_row_sql}, 0)::INTEGER FROM {relation} WHERE value IS NOT NULL"
-    for row_N, table_row_N in _batches(column, query):
+    for row_N, table_row_N in _array_batches(column, query):
         table_row_R[row_N] = table_row_N
         num_present += len(row_N)
         num_unknown += int((table_row_N == 0).sum())
@@ -80,7 +82,7 @@ def _write_lists(column: FeatureColumn, *, table_row_sql: str, relation: str) ->
     offset = column.allocate("offset", dtype=np.int64, length=column.num_rows + 1)
     num_empty = column.num_rows
     query = f"SELECT row, len({column.value_sql()}) FROM joined WHERE len(v{column.feature_index}) > 0"
-    for row_N, length_N in _batches(column, query):
+    for row_N, length_N in _array_batches(column, query):
         offset[1 + row_N] = length_N
         num_empty -= len(row_N)
     np.cumsum(offset, out=offset)
@@ -91,11 +93,11 @@ def _write_lists(column: FeatureColumn, *, table_row_sql: str, relation: str) ->
     weight_L = column.allocate("weight", dtype=np.float32, length=num_values) if has_weights else None
     weight = ", weight" if has_weights else ""
     query = f"SELECT single_values.row, coalesce({table_row_sql}, 0)::INTEGER, list_index{weight} FROM {relation}"
-    for row_N, table_row_N, list_index_N, *weight_N in _batches(column, query):
-        target_N = offset[row_N] + list_index_N
-        table_row_L[target_N] = table_row_N
+    for row_N, table_row_N, list_index_N, *weight_N in _array_batches(column, query):
+        value_index_N = offset[row_N] + list_index_N
+        table_row_L[value_index_N] = table_row_N
         if weight_L is not None:
-            weight_L[target_N] = weight_N[0]
+            weight_L[value_index_N] = weight_N[0]
         num_unknown += int((table_row_N == 0).sum())
 
     max_values, num_truncated = column.feature.max_values, 0
@@ -109,6 +111,6 @@ def _write_lists(column: FeatureColumn, *, table_row_sql: str, relation: str) ->
     }
 
 
-def _batches(column: FeatureColumn, query: str) -> Iterator[tuple[NDArray[np.int64], ...]]:
+def _array_batches(column: FeatureColumn, query: str) -> Iterator[tuple[NDArray[np.int64], ...]]:
     for batch in column.connection.sql(query).to_arrow_reader(BATCH_ROWS):
         yield tuple(array.to_numpy(zero_copy_only=False) for array in batch.columns)

@@ -50,7 +50,7 @@ class FeatureColumn:
     count_condition: str
     """SQL condition on the rows of `joined`; values in the other rows do not count for the vocabulary."""
     previous: PreviousFeature | None
-    """The feature in the previous run, whose vocabulary, boundaries or mean are used again. None to build them from scratch."""
+    """The feature in the previous run: its vocabulary, boundaries or mean are used again. None: they are computed again."""
     out: Path
     vector_ids: Path | None = None
     """Parquet file with the value of each pretrained vector; None without vectors."""
@@ -74,13 +74,13 @@ class FeatureColumn:
         """Return a new memory-mapped array of the feature, filled with zeros."""
         return allocate_npy(self.out / f"{self.key}.{name}.npy", dtype=dtype, shape=(length,))
 
-    def facts(self, **counts_and_fits: Any) -> FeatureFacts:
+    def facts(self, **fields: Any) -> FeatureFacts:
         """Return the facts of the feature for the manifest."""
         return FeatureFacts(
             kind=self.feature.kind,
             definition=definition(self.feature, self.value_type),
             continued=self.previous is not None,
-            **counts_and_fits,
+            **fields,
         )
 
 

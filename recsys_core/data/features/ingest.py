@@ -158,12 +158,12 @@ def _load_context(
 def _value_columns(table: FeatureTable) -> str:
     """Return SQL for the columns v<n> and w<n> of `joined`, cast to the types in which values and weights are stored."""
     columns = []
-    for number, feature in enumerate(table.features):
+    for feature_index, feature in enumerate(table.features):
         value_type = table.value_types.get(feature.name)
         sql_type = ("DOUBLE" if value_type is None else SQL_TYPE[value_type]) + ("[]" if feature.is_list else "")
-        columns.append(f"CAST({quoted(feature.source_column)} AS {sql_type}) AS v{number}")
+        columns.append(f"CAST({quoted(feature.source_column)} AS {sql_type}) AS v{feature_index}")
         if feature.weight_column is not None:
-            columns.append(f"CAST({quoted(feature.weight_column)} AS FLOAT[]) AS w{number}")
+            columns.append(f"CAST({quoted(feature.weight_column)} AS FLOAT[]) AS w{feature_index}")
     return ", ".join(columns)
 
 
@@ -177,7 +177,7 @@ def _num_rows(table: FeatureTable, interactions: InteractionsManifest) -> int:
 
 
 def _read_events(path: Path, *, columns: Sequence[str], interactions: InteractionsManifest) -> pa.RecordBatchReader:
-    """Stream the context columns, with the index of each event and whether it is a training event."""
+    """Stream the context columns. Two more columns contain the index of the event, and whether it is a training event."""
     user_offset, train_end_U = (
         np.load(interactions.path(f"{name}.npy"), mmap_mode="r") for name in ("user_offset", "train_end")
     )
@@ -192,11 +192,11 @@ def _read_events(path: Path, *, columns: Sequence[str], interactions: Interactio
             user_range = slice(
                 int(np.searchsorted(user_offset, start, side="right")) - 1, int(np.searchsorted(user_offset, stop, side="left"))
             )
-            # The training events of a user come before the user's other events, so in the log runs of training events
-            # alternate with runs of other events.
-            run_starts = np.stack([user_offset[user_range], train_end_U[user_range]], axis=1).reshape(-1)
-            run_lengths = np.diff(np.clip(np.append(run_starts, stop), start, stop))
-            is_training = np.repeat(np.arange(len(run_lengths)) % 2 == 0, run_lengths)
+            # In the log, the training events of a user come before the user's other events. Blocks of training events
+            # therefore alternate with blocks of other events.
+            block_starts = np.stack([user_offset[user_range], train_end_U[user_range]], axis=1).reshape(-1)
+            block_lengths = np.diff(np.clip(np.append(block_starts, stop), start, stop))
+            is_training = np.repeat(np.arange(len(block_lengths)) % 2 == 0, block_lengths)
             arrays = [batch.column(name) for name in columns]
             yield pa.RecordBatch.from_arrays([*arrays, pa.array(np.arange(start, stop)), pa.array(is_training)], schema=schema)
             start = stop

@@ -1,6 +1,7 @@
 """Numeric features: buckets, or standardised values.
 
-Mean and standard deviation are computed from the training rows, and so are boundaries unless the config lists them.
+Mean and standard deviation are computed from the training rows. The boundaries of the buckets are listed in the config, or
+computed from the training rows.
 
 Shapes: N values of a batch, R users, items or events.
 """
@@ -54,13 +55,13 @@ def encode_numeric(column: FeatureColumn) -> FeatureFacts:
 
 
 def _boundaries(column: FeatureColumn) -> tuple[float, ...]:
-    """Return the boundaries of the previous run, those of the config, or new ones for equally full buckets."""
+    """Return the boundaries of the previous run, the boundaries from the config, or new boundaries of equally full buckets."""
     if column.previous is not None and column.previous.facts.boundaries is not None:
         return column.previous.facts.boundaries
     if column.feature.boundaries is not None:
         return column.feature.boundaries
     new_boundaries: list[float] = quantiles(
-        column.connection, f"v{column.feature_index}", buckets=column.feature.buckets or 1
+        column.connection, f"v{column.feature_index}", num_buckets=column.feature.buckets or 1
     ).tolist()
     return tuple(new_boundaries)
 
@@ -72,16 +73,16 @@ def _mean_and_std(column: FeatureColumn) -> tuple[float | None, float | None]:
     return training_mean_and_std(column.connection, f"v{column.feature_index}")
 
 
-def quantiles(connection: duckdb.DuckDBPyConnection, column: str, *, buckets: int) -> Numbers:
-    """Return the boundaries of `buckets` equally full buckets; fewer if a frequent value fills more than one bucket."""
+def quantiles(connection: duckdb.DuckDBPyConnection, column: str, *, num_buckets: int) -> Numbers:
+    """Return the boundaries of `num_buckets` equally full buckets; fewer if a frequent value fills more than one bucket."""
     # DuckDB sorts and spills to disk; its own quantile functions would hold all values in memory.
     ((count,),) = connection.sql(f"SELECT count(*) {_from_finite_training_values(column)}").fetchall()
-    boundary_index = np.arange(buckets) * count // buckets
+    boundary_index = np.arange(num_buckets) * count // num_buckets
     boundaries, start = [np.zeros(0)], 0
     query = f"SELECT {column} AS value {_from_finite_training_values(column)} ORDER BY value"
     for batch in connection.sql(query).to_arrow_reader(BATCH_ROWS):
-        index_of_batch = boundary_index[(boundary_index >= start) & (boundary_index < start + batch.num_rows)]
-        boundaries.append(batch.column("value").to_numpy()[index_of_batch - start])
+        boundary_index_of_batch = boundary_index[(boundary_index >= start) & (boundary_index < start + batch.num_rows)]
+        boundaries.append(batch.column("value").to_numpy()[boundary_index_of_batch - start])
         start += batch.num_rows
     distinct_boundaries: Numbers = np.unique(np.concatenate(boundaries))
     return distinct_boundaries[1:]  # the smallest boundary has no value below it
@@ -98,13 +99,13 @@ def training_mean_and_std(connection: duckdb.DuckDBPyConnection, column: str) ->
     ((count, low, high),) = connection.sql(
         f"SELECT count(*), min({column}), max({column}) {_from_finite_training_values(column)}"
     ).fetchall()
-    if not count or low == high:  # equal values: a rounded sum could give a deviation other than 0
+    if not count or low == high:  # equal values: rounding errors could make the deviation positive
         return low or 0.0, 0.0
     # The values are scaled, because squares of large numbers overflow. Division by a power of two is exact.
     scale = math.ldexp(1.0, math.frexp(max(abs(low), abs(high)))[1] - 1)
 
     def average(transform: Callable[[Numbers], Numbers]) -> float:
-        # fsum rounds exactly once. The rounding of a total in DuckDB depends on the order of the rows, which changes.
+        # fsum rounds once, so the result does not depend on the order of the rows. DuckDB's order differs between runs.
         batches = _batches(connection, f"SELECT {column} AS value {_from_finite_training_values(column)}")
         return math.fsum(chain.from_iterable(transform(value_N / scale).tolist() for value_N in batches)) / int(count)
 

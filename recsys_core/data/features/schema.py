@@ -22,7 +22,7 @@ from recsys_core.parquet.guards import require_sidecars
 from recsys_core.parquet.sources import Source, open_sources
 
 ID_TABLES = ("item", "user")
-"""Embedding tables with one row per id of the log. The interactions stage checks their vectors, so `check_vectors` does not."""
+"""Embedding tables with one row per id of the log. The interactions stage checks the pretrained vectors of these tables."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class FeatureTable:
     """None for the context, whose rows are the events."""
     id_type: IdType | None = None
     has_sidecars: bool = False
-    """Whether each file has its sha256 next to it."""
+    """Whether a sidecar, a file with the sha256, is next to each file."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -100,10 +100,10 @@ def check_features(
 
 
 def check_vectors(tables: Sequence[FeatureTable], *, id_types: Mapping[str, IdType]) -> None:
-    """Check that every table of pretrained vectors is the table of the items, of the users or of a feature with a vocabulary.
+    """Check the pretrained vectors of feature values. Such vectors need a feature with a vocabulary.
 
     Args:
-        id_types: type of the ids of each table of vectors, by the name of the table.
+        id_types: type of the ids of the vectors, by the name of the embedding table.
 
     Raises:
         InputError: an unknown table, a numeric or hashed feature, or ids of another type than the values of the feature.
@@ -137,8 +137,8 @@ def _check_column_names(table: FeatureTable) -> None:
         for column in table.columns:
             if table.side != "context" and column in source.partition:
                 raise InputError(
-                    f"{source.name}: column {column!r} is a key of the folder names, but {table.setting} reads columns of the "
-                    "file only; write it as a column too"
+                    f"{source.name}: column {column!r} of {table.setting} is also a key in a folder name; write it as a "
+                    "column, and remove the key from the folder names"
                 )
         require_unambiguous_case(source, table.columns)
 
@@ -148,7 +148,7 @@ def _value_types(sources: Sequence[Source], features: Sequence[FeatureConfig], *
     first = sources[0]
     for feature in features:
         column = feature.source_column
-        value_types = [_value_type(source, feature, where=f"{setting}, feature {feature.name!r}") for source in sources]
+        value_types = [_stored_type(source, feature, setting=f"{setting}, feature {feature.name!r}") for source in sources]
         for source, stored_type in zip(sources, value_types, strict=True):
             require_one_type(
                 stored_type,
@@ -161,34 +161,34 @@ def _value_types(sources: Sequence[Source], features: Sequence[FeatureConfig], *
     return types
 
 
-def _value_type(source: Source, feature: FeatureConfig, *, where: str) -> IdType | None:
+def _stored_type(source: Source, feature: FeatureConfig, *, setting: str) -> IdType | None:
     """Return the type in which the values of a feature are stored; None for a numeric feature."""
     column = feature.source_column
-    data_type = require_column(source, column, setting=where)
+    data_type = require_column(source, column, setting=setting)
     if feature.kind == "numeric":
         if not _is_number(data_type):
-            raise _wrong_type(source, column, data_type, where, "numeric needs a number; cast it, or set kind to categorical")
+            raise _wrong_type(source, column, data_type, setting, "numeric needs a number; cast it, or set kind to categorical")
         return None
     stored_type = data_type
     if feature.is_list:
         if not is_list(data_type):
             fix = f"{feature.kind} needs a list; write one, or set kind to categorical"
-            raise _wrong_type(source, column, data_type, where, fix)
+            raise _wrong_type(source, column, data_type, setting, fix)
         stored_type = data_type.value_type
     if feature.weight_column is not None:
-        weight_type = require_column(source, feature.weight_column, setting=where)
+        weight_type = require_column(source, feature.weight_column, setting=setting)
         if not is_list(weight_type) or not _is_number(weight_type.value_type):
-            raise _wrong_type(source, feature.weight_column, weight_type, where, "weights are a list of numbers; cast it")
+            raise _wrong_type(source, feature.weight_column, weight_type, setting, "weights are a list of numbers; cast it")
     stored_type = value_type(stored_type)
     if pa.types.is_integer(stored_type):
         return "int64"
     if is_text(stored_type) or pa.types.is_boolean(stored_type):
         return "string"
-    raise _wrong_type(source, column, data_type, where, f"{feature.kind} needs integers, strings or booleans; cast it")
+    raise _wrong_type(source, column, data_type, setting, f"{feature.kind} needs integers, strings or booleans; cast it")
 
 
-def _wrong_type(source: Source, column: str, data_type: pa.DataType, where: str, fix: str) -> InputError:
-    return InputError(f"{source.name}: column {column!r} is {str(data_type)[:SHOWN_CHARACTERS]} ({where}); {fix}")
+def _wrong_type(source: Source, column: str, data_type: pa.DataType, setting: str, fix: str) -> InputError:
+    return InputError(f"{source.name}: column {column!r} is {str(data_type)[:SHOWN_CHARACTERS]} ({setting}); {fix}")
 
 
 def _is_number(data_type: pa.DataType) -> bool:

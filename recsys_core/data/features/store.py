@@ -23,8 +23,9 @@ single: one row; list: any number of rows; weighted_list: rows with weights; num
 class Feature:
     """One feature of all users, items or events.
 
-    Without `offset`, each of them has one row. With `offset`, list n is row[offset[n]:offset[n + 1]]. `weight` has one entry
-    for each entry of `row`.
+    `row` contains rows of the feature's embedding table. Without `offset`, each user, item or event has one entry of `row`.
+    With `offset`, entry n of the users, items or events has the list row[offset[n]:offset[n + 1]]. `weight` is None or has one
+    entry for each entry of `row`.
     """
 
     row: NDArray[np.int32]
@@ -32,7 +33,7 @@ class Feature:
     weight: NDArray[np.float32] | None
 
     def lists_of(self, index: Int64Array) -> tuple[JaggedArray, NDArray[np.float32] | None]:
-        """Return the list of each user, item or event in `index`, and the weights of all entries; None without weights."""
+        """Return the table rows of each user, item or event in `index`, and the weight of each of these rows, if any."""
         if self.offset is None:
             lists = JaggedArray(np.arange(len(index) + 1), self.row[index].astype(np.int64))
             return lists, None if self.weight is None else self.weight[index]

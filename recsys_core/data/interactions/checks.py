@@ -54,9 +54,9 @@ class FileStatistics:
 
     num_rows: int = 0
     num_bad: int = 0
-    """Rows that fail at least one check."""
+    """Number of rows that fail at least one check."""
     bad_counts: Mapping[str, int] = field(default_factory=dict)
-    """Rows that fail each check, by the name of the check; checks without such rows are left out."""
+    """Number of rows that fail each check, by the name of the check. Only checks with such rows are listed."""
     ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Smallest and largest value of the good rows, by column of `raw`."""
 
@@ -104,16 +104,16 @@ def reject_bad_log(
     """Raise InputError for the first bad row if on_bad_rows is fail, or if more than max_bad_share of the rows are bad."""
 
     def find_first() -> BadRow:
-        index = next(index for index, file in enumerate(statistics) if file.num_bad)
-        relation = f"(SELECT * FROM raw WHERE source = {index})"
-        bad_row = first_bad_row(connection, checks, relation=relation, row_sql="row", source=sources[index])
+        file_index = next(index for index, file_statistics in enumerate(statistics) if file_statistics.num_bad)
+        relation = f"(SELECT * FROM raw WHERE source = {file_index})"
+        bad_row = first_bad_row(connection, checks, relation=relation, row_sql="row", source=sources[file_index])
         assert bad_row is not None
         return bad_row
 
     reject_bad_rows(
-        {check.name: sum(file.bad_counts.get(check.name, 0) for file in statistics) for check in checks},
-        num_bad=sum(file.num_bad for file in statistics),
-        num_rows=sum(file.num_rows for file in statistics),
+        {check.name: sum(file_statistics.bad_counts.get(check.name, 0) for file_statistics in statistics) for check in checks},
+        num_bad=sum(file_statistics.num_bad for file_statistics in statistics),
+        num_rows=sum(file_statistics.num_rows for file_statistics in statistics),
         policy=BadRowPolicy("interactions", config.on_bad_rows, config.max_bad_share),
         find_first=find_first,
     )

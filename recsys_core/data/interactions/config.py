@@ -38,7 +38,7 @@ class TimeSplit(Settings):
 
 
 class LeaveLastOut(Settings):
-    """Leave-last-out split: the last event of each user is for test, the one before it for validation."""
+    """Leave-last-out split: the last event of each user is a test event, and the event before it a validation event."""
 
     kind: Literal["leave_last_out"] = "leave_last_out"
     min_events: int = Field(
@@ -50,7 +50,7 @@ class LeaveLastOut(Settings):
 
 
 class FileSplit(Settings):
-    """Split by files: `interactions.paths` holds the training events, other files the test and validation events."""
+    """Split by files: `interactions.paths` lists the files of training events. Other files hold the other events."""
 
     kind: Literal["files"] = "files"
     test: Paths = Field(min_length=1, description="Parquet files or globs with the test events")
@@ -84,15 +84,15 @@ Split = Annotated[TimeSplit | LeaveLastOut | FileSplit, Field(discriminator="kin
 
 
 class LogFilter(Settings):
-    """Filters of the log, applied in the order of the fields. Events outside of the window count for no other filter."""
+    """Filters of the log, applied in the order of the fields. Each filter counts only events that the earlier filters keep."""
 
     window_days: float | None = Field(
         None, gt=0, le=MAX_DAYS, description="Number of days at the end of the log to keep; empty: all events"
     )
     duplicates: Literal["keep", "exact", "first", "last"] = Field(
         "keep",
-        description="Repeated events to remove. keep: none; exact: all but one of the events "
-        "with the same user, item and time; first: all but the first event of a user with an item; last: all but the last one",
+        description="Repeated events to remove. keep: no events; exact: events with the same user, item and time as another "
+        "event that stays; first: later events of a user with the same item; last: earlier events of a user with the same item",
     )
     bot_threshold: int | None = Field(
         None,
@@ -102,7 +102,10 @@ class LogFilter(Settings):
     )
     min_user_events: int = Field(1, ge=1, le=MAX_COUNT, description="Users with fewer events are removed")
     min_item_events: int = Field(
-        1, ge=1, le=MAX_COUNT, description="Items with fewer events are removed; the result satisfies both minimums (k-core)"
+        1,
+        ge=1,
+        le=MAX_COUNT,
+        description="Items with fewer events are removed. This repeats until all items and users have enough events (k-core)",
     )
     max_user_events: int | None = Field(
         None, ge=1, le=MAX_COUNT, description="Maximum number of events per user; older events are removed; empty: no limit"
@@ -185,9 +188,9 @@ class InteractionsConfig(Settings):
         if self.user_column == self.item_column:
             raise ValueError(f"user_column and item_column are both {self.user_column!r}; set them to different columns")
         for setting, column in {"user_column": self.user_column, "item_column": self.item_column}.items():
-            for other in ("timestamp_column", "order_column"):
-                if column == getattr(self, other):
-                    raise ValueError(f"{setting} and {other} are both {column!r}; set them to different columns")
+            for order_setting in ("timestamp_column", "order_column"):
+                if column == getattr(self, order_setting):
+                    raise ValueError(f"{setting} and {order_setting} are both {column!r}; set them to different columns")
         if self.timestamp_column is not None and self.order_column is not None:
             raise ValueError("set timestamp_column or order_column, not both")
         if (self.label_column is None) != (self.label_threshold is None):

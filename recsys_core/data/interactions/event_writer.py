@@ -96,15 +96,18 @@ class EventWriter:
     def _count_events(self, batch: pa.RecordBatch) -> None:
         user_E, item_E, split_E = (batch.column(name).to_numpy() for name in ("user_row", "item_row", "split"))
         first_user, stop_user = int(user_E[0]), int(user_E[-1]) + 1  # events are sorted by user
-        user_split_E = (user_E - first_user) * len(SPLITS) + split_E
+        user_split_key_E = (user_E - first_user) * len(SPLITS) + split_E
         num_counts = (stop_user - first_user) * len(SPLITS)
-        self.user_count_US[first_user:stop_user] += np.bincount(user_split_E, minlength=num_counts).reshape(-1, len(SPLITS))
-        item_split_E = item_E.astype(np.int64) * len(SPLITS) + split_E
-        self.item_count_IS += np.bincount(item_split_E, minlength=self.item_count_IS.size).reshape(-1, len(SPLITS))
+        self.user_count_US[first_user:stop_user] += np.bincount(user_split_key_E, minlength=num_counts).reshape(-1, len(SPLITS))
+        item_split_key_E = item_E.astype(np.int64) * len(SPLITS) + split_E
+        self.item_count_IS += np.bincount(item_split_key_E, minlength=self.item_count_IS.size).reshape(-1, len(SPLITS))
 
 
 def _merge_batches(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
-    """Yield batches of at least BATCH_ROWS rows, because counting a batch takes time proportional to the number of items."""
+    """Merge batches until they have at least BATCH_ROWS rows; the last one may have fewer.
+
+    Counting the events of a batch takes time proportional to the number of items, even if the batch is small.
+    """
     small_batches: list[pa.RecordBatch] = []
     for batch in reader:
         small_batches.append(batch)

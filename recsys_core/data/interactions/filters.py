@@ -30,7 +30,7 @@ def load_log(
     Args:
         split_codes: code of the split of each input file; events of other files are not in `log`.
     """
-    # A reused part may have no file that is still an input file, if its files have no rows. Such a part is left out.
+    # A reused part without rows may contain no current input file. Such a part is left out.
     current_parts = [part for part in parts if any(file.source in split_codes for file in part.files)]
     events_query = " UNION ALL ".join(
         _part_query(part, folder=folder, split_codes=split_codes, is_split_by_files=isinstance(config.split, FileSplit))
@@ -41,29 +41,32 @@ def load_log(
     if num_events == 0:
         raise InputError(_no_events_message(config, parts))
     current_files = [file for part in parts for file in part.files if file.source in split_codes]
-    num_removed = {"below_threshold": sum(file.below_threshold for file in current_files)}
+    removed_counts = {"below_threshold": sum(file.below_threshold for file in current_files)}
     newest_us = _newest_time(current_files, config.timestamp_column) if config.timestamp_column else 0
     relation = "events"
     if config.filter.window_days is not None:
         relation = f"(SELECT * FROM events WHERE position > {newest_us - int(config.filter.window_days * DAY_US)})"
     if config.filter != LogFilter(window_days=config.filter.window_days):
         connection.execute(f"CREATE TABLE remaining AS SELECT * FROM {relation}").fetchall()
-        num_removed["outside_window"] = num_events - _count(connection, "SELECT count(*) FROM remaining")
-        num_removed |= _apply_filters(connection, config.filter)
+        removed_counts["outside_window"] = num_events - _count(connection, "SELECT count(*) FROM remaining")
+        removed_counts |= _apply_filters(connection, config.filter)
         relation = "remaining"
     elif config.filter.window_days is not None:
-        num_removed["outside_window"] = num_events - _count(connection, f"SELECT count(*) FROM {relation}")
+        removed_counts["outside_window"] = num_events - _count(connection, f"SELECT count(*) FROM {relation}")
     split = _split_expression(config, newest_us=newest_us, tie_breakers=extra_columns(connection, "events"))
-    # A view is evaluated again at each use, which is cheap unless the split needs a window function over users.
+    # A view is evaluated at each use. This is cheap for all splits but leave_last_out, which needs a window function.
     relation_kind = "TABLE" if isinstance(config.split, LeaveLastOut) else "VIEW"
     connection.execute(
         f"CREATE {relation_kind} log AS SELECT * EXCLUDE (split), ({split})::TINYINT AS split FROM {relation}"
     ).fetchall()
-    return {reason: count for reason, count in num_removed.items() if count}
+    return {reason: count for reason, count in removed_counts.items() if count}
 
 
 def extra_columns(connection: duckdb.DuckDBPyConnection, table: str) -> list[str]:
-    """Return the weight and context columns of `table`. Sorts end with these columns, so that every order is reproducible."""
+    """Return the weight and context columns of `table`.
+
+    Events that are equal in all other columns are sorted by these columns, so that their order is reproducible.
+    """
     return [name for name in connection.table(table).columns if name == "weight" or name.startswith("context_")]
 
 
@@ -104,21 +107,21 @@ def _part_query(part: LogPart, *, folder: Path, split_codes: Mapping[SourceFile,
 
 def _apply_filters(connection: duckdb.DuckDBPyConnection, filters: LogFilter) -> dict[str, int]:
     """Remove events from table `remaining`; return the number of removed events by reason, and the number of bot users."""
-    num_removed: dict[str, int] = {}
+    removed_counts: dict[str, int] = {}
     if filters.duplicates != "keep":
-        num_removed["duplicates"] = _remove_duplicates(connection, filters.duplicates)
+        removed_counts["duplicates"] = _remove_duplicates(connection, filters.duplicates)
     if filters.bot_threshold is not None:
         bots_query = f'SELECT "user" FROM remaining GROUP BY "user" HAVING count(*) > {filters.bot_threshold}'
-        num_removed["bot_users"] = _count(connection, f"SELECT count(*) FROM ({bots_query})")
-        num_removed["bot_events"] = _replace_remaining(
+        removed_counts["bot_users"] = _count(connection, f"SELECT count(*) FROM ({bots_query})")
+        removed_counts["bot_events"] = _replace_remaining(
             connection, f'SELECT * FROM remaining ANTI JOIN ({bots_query}) USING ("user")'
         )
-    num_removed["rare"] = _remove_rare(connection, filters)
+    removed_counts["rare"] = _remove_rare(connection, filters)
     if filters.max_user_events is not None:
         order = _newest_first(("split", *extra_columns(connection, "remaining")))
         is_newest = f'row_number() OVER (PARTITION BY "user" ORDER BY {order}) <= {filters.max_user_events}'
-        num_removed["over_cap"] = _replace_remaining(connection, f"SELECT * FROM remaining QUALIFY {is_newest}")
-    return num_removed
+        removed_counts["over_cap"] = _replace_remaining(connection, f"SELECT * FROM remaining QUALIFY {is_newest}")
+    return removed_counts
 
 
 def _remove_duplicates(connection: duckdb.DuckDBPyConnection, duplicates: str) -> int:
@@ -132,12 +135,14 @@ def _remove_duplicates(connection: duckdb.DuckDBPyConnection, duplicates: str) -
 
 
 def _remove_rare(connection: duckdb.DuckDBPyConnection, filters: LogFilter) -> int:
-    """Remove the events of rare items and users until every item and user has enough events (k-core); return their number.
+    """Remove the events of rare items and users until every item and user has enough events (k-core).
 
-    The removal of an item takes events from users, and the other way round, so one pass is not enough.
+    One pass is not enough: a removed item leaves its users with fewer events, and a removed user its items.
+
+    Return the number of removed events.
     """
     min_events = {"item": filters.min_item_events, "user": filters.min_user_events}
-    total = 0
+    total_removed = 0
     while True:
         num_removed = 0
         for side, minimum in min_events.items():
@@ -146,9 +151,9 @@ def _remove_rare(connection: duckdb.DuckDBPyConnection, filters: LogFilter) -> i
                 num_removed += _replace_remaining(
                     connection, f'SELECT * FROM remaining ANTI JOIN ({rare_query}) USING ("{side}")'
                 )
-        total += num_removed
+        total_removed += num_removed
         if num_removed == 0:
-            return total
+            return total_removed
 
 
 def _replace_remaining(connection: duckdb.DuckDBPyConnection, query: str) -> int:

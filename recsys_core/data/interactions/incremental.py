@@ -27,7 +27,7 @@ from recsys_core.parquet.sources import Source
 
 TO_MICROSECONDS = {"s": "* 1000000", "ms": "* 1000", "us": "", "ns": "// 1000"}
 """SQL that converts an integer time to microseconds, by the unit of the time."""
-PAIR_IDS, ITEM_ID = '"user"::VARCHAR, item::VARCHAR', "item::VARCHAR"
+PAIR_HASH_ARGUMENTS, ITEM_HASH_ARGUMENTS = '"user"::VARCHAR, item::VARCHAR', "item::VARCHAR"
 """Arguments of the SQL function hash. Ids are hashed as strings, because the hash of a number depends on its width."""
 PART_SETTINGS = {
     "user_column", "item_column", "timestamp_column", "timestamp_unit", "order_column", "label_column", "label_threshold",
@@ -68,27 +68,27 @@ def gather_parts(
     reused_files = {file.source for part in parts for file in part.files}
     new_sources = tuple(source for source in log.sources if source.record not in reused_files)
     if new_sources:
-        name = fingerprint_of(settings_fingerprint, [source.record for source in new_sources])[:16]
+        part_name = fingerprint_of(settings_fingerprint, [source.record for source in new_sources])[:16]
         new_part = read_part(
             connection,
             config,
             sources=new_sources,
             id_types=(log.user_id_type, log.item_id_type),
             settings_fingerprint=settings_fingerprint,
-            part_path=out / "parts" / f"{name}.parquet",
+            part_path=out / "parts" / f"{part_name}.parquet",
         )
         parts.append(new_part)
     return tuple(parts), new_sources
 
 
 def _is_mostly_current(part: LogPart, input_files: Collection[SourceFile]) -> bool:
-    """Return whether at least half of the rows of `part` are from files that are still input files, unchanged."""
+    """Return whether at least half of the rows of `part` are from unchanged, current input files."""
     num_rows = sum(file.source.rows for file in part.files)
     return 2 * sum(file.source.rows for file in part.files if file.source in input_files) >= num_rows
 
 
 def _has_dropped_future_rows(part: LogPart) -> bool:
-    """Return whether rows were dropped for a time in the future, which may have passed by now."""
+    """Return whether rows were dropped because their time was in the future. By now, these rows may be valid."""
     return any(name.endswith(IN_FUTURE) for file in part.files for name in file.bad_rows)
 
 
@@ -190,15 +190,17 @@ def _raw_log_sql(
     relation = f"{scan_all(paths)} AS file"
     if hive_columns:
         relation += f" JOIN ({_hive_keys_sql(sources, sorted(hive_columns))}) AS keys ON file.file_index = keys.source"
-    raw = f"SELECT {', '.join(columns)}, file.file_index AS source, file.file_row_number AS row FROM {relation}"
+    raw_query = f"SELECT {', '.join(columns)}, file.file_index AS source, file.file_row_number AS row FROM {relation}"
     before_1970 = f", {_before_1970_sql(schema[config.timestamp_column])} AS before_1970" if config.timestamp_column else ""
-    return f"SELECT *, {_position_sql(config, schema)} AS position{before_1970} FROM ({raw})"
+    return f"SELECT *, {_position_sql(config, schema)} AS position{before_1970} FROM ({raw_query})"
 
 
 def _widest_type(data_types: Sequence[pa.DataType]) -> pa.DataType:
-    """Return the type that decides how a column is checked and cast: a floating-point or uint64 type if a file has one."""
-    wide_types = [data_type for data_type in data_types if pa.types.is_floating(data_type) or pa.types.is_uint64(data_type)]
-    return (wide_types or list(data_types))[0]
+    """Return a floating-point or uint64 type if a file has one, otherwise the first type. It decides the checks and casts."""
+    float_or_uint64_types = [
+        data_type for data_type in data_types if pa.types.is_floating(data_type) or pa.types.is_uint64(data_type)
+    ]
+    return (float_or_uint64_types or list(data_types))[0]
 
 
 def _hive_keys_sql(sources: Sequence[Source], names: Sequence[str]) -> str:
@@ -217,13 +219,14 @@ def _constant_sql(value: int | date | str) -> str:
 
 
 def _position_sql(config: InteractionsConfig, schema: Mapping[str, pa.DataType]) -> str:
-    """Return SQL for the sort key of a user's events: the time in microseconds, the order column, or a hash
-    of the user and the item if the log has neither.
+    """Return SQL for the sort key of a user's events: the time in microseconds, or the order column.
+
+    In a log with neither, the sort key is a hash of the user and the item.
     """
     if config.order_column is not None:
         return "TRY(sequence::BIGINT)" if pa.types.is_integer(schema[config.order_column]) else "sequence::DOUBLE"
     if config.timestamp_column is None:
-        return f"(hash({PAIR_IDS}) >> 1)::BIGINT"
+        return f"(hash({PAIR_HASH_ARGUMENTS}) >> 1)::BIGINT"
     data_type = schema[config.timestamp_column]
     if pa.types.is_integer(data_type):
         return f"TRY(CAST(time AS BIGINT) {TO_MICROSECONDS[config.timestamp_unit]})"
@@ -233,7 +236,7 @@ def _position_sql(config: InteractionsConfig, schema: Mapping[str, pa.DataType])
 
 
 def _before_1970_sql(data_type: pa.DataType) -> str:
-    """Return SQL that is true for a time before 1970. It also holds for a time that is too large for `position`."""
+    """Return SQL that is true for a time before 1970. It also works for a time that overflows `position`."""
     if pa.types.is_integer(data_type):
         return "time < 0"
     has_time_zone = pa.types.is_timestamp(data_type) and data_type.tz is not None
@@ -241,7 +244,7 @@ def _before_1970_sql(data_type: pa.DataType) -> str:
 
 
 def _range_columns(config: InteractionsConfig) -> dict[str, str]:
-    """Return the columns of `raw` whose smallest and largest value are reported, with the column of the log for each."""
+    """Return the columns of `raw` whose smallest and largest values are reported, each with its name in the log."""
     column_by_alias = {
         "position": config.timestamp_column or config.order_column,
         "label": config.label_column,
@@ -285,7 +288,7 @@ def _write_events(
     Return, by index of the file, the number of rows written and the number of these rows that have a null.
     """
     # TRY_CAST: DuckDB may cast a bad row before the filter removes it.
-    user, item = (
+    user_id_sql, item_id_sql = (
         f'TRY_CAST(raw."{side}" AS {SQL_TYPE[id_type]})' for side, id_type in zip(("user", "item"), id_types, strict=True)
     )
     extra_columns = ["TRY_CAST(weight AS FLOAT) AS weight"] if config.weight_column else []
@@ -295,7 +298,7 @@ def _write_events(
     columns = ", ".join(["source::INTEGER AS source", 'u.code AS "user"', "i.code AS item", "position", *extra_columns])
     joins = [
         f"JOIN {side}_ids {side[0]} ON {_id_condition_sql(connection, side, value=value)}"
-        for side, value in (("user", user), ("item", item))
+        for side, value in (("user", user_id_sql), ("item", item_id_sql))
     ]
     connection.execute(
         f"COPY (SELECT {columns} FROM raw {' '.join(joins)} WHERE {keep_condition}) "
@@ -314,14 +317,14 @@ def _validation_draw_sql(config: InteractionsConfig) -> str | None:
     """
     if not isinstance(config.split, FileSplit) or config.split.validation_share == 0:
         return None
-    ids = PAIR_IDS if config.split.validation_by == "pair" else ITEM_ID
-    return f"(hash({ids}, 'validation') % 1000000)::INTEGER"
+    hash_arguments = PAIR_HASH_ARGUMENTS if config.split.validation_by == "pair" else ITEM_HASH_ARGUMENTS
+    return f"(hash({hash_arguments}, 'validation') % 1000000)::INTEGER"
 
 
 def _id_condition_sql(connection: duckdb.DuckDBPyConnection, side: str, *, value: str) -> str:
     """Return the SQL condition that joins the ids in `value` with table <side>_ids.
 
-    If all ids have different hashes, the condition compares hashes, which is a third faster.
+    If all ids have different hashes, the condition compares hashes. This is a third faster.
     """
     ((num_ids, num_hashes),) = connection.sql(f"SELECT count(*), count(DISTINCT hash(id)) FROM {side}_ids").fetchall()
     return f"hash({value}) = hash({side[0]}.id)" if num_hashes == num_ids else f"{value} = {side[0]}.id"

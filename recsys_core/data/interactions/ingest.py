@@ -56,10 +56,10 @@ def ingest_interactions(
         with database(
             memory_limit=config.memory_limit, threads=config.threads, spill=spill, subject="interactions"
         ) as connection:
-            facts = _ingest(connection, config, log, embeddings, out, continued_run=continued_run)
+            manifest_fields = _ingest(connection, config, log, embeddings, out, continued_run=continued_run)
         shutil.rmtree(spill, ignore_errors=True)
         return stage.commit(
-            **facts,
+            **manifest_fields,
             continues=continued_run.fingerprint if continued_run else None,
             lineage=continued_run.lineage if continued_run else fingerprint,
             run_number=continued_run.run_number + 1 if continued_run else 1,

@@ -39,14 +39,16 @@ def explain_read_errors(config: InteractionsConfig, sources: Sequence[Source], p
         name = next((source.name for source in sources if _has_null_id(source, config)), sources[0].name)
         raise InputError(_FALSE_NULL_COUNT_MESSAGE.format(name=name)) from error
     except (duckdb.Error, pa.ArrowException, OSError) as error:
-        is_conversion = isinstance(error, duckdb.ConversionException)
-        is_read_error = is_conversion or isinstance(error, pa.ArrowException | OSError) or type(error) in DAMAGED_FILE_ERRORS
+        is_conversion_error = isinstance(error, duckdb.ConversionException)
+        is_read_error = (
+            is_conversion_error or isinstance(error, pa.ArrowException | OSError) or type(error) in DAMAGED_FILE_ERRORS
+        )
         if is_read_error and "no space left" not in str(error).lower():
             for source in sources:
                 verify_pages(source, config.columns)
             for source, path in zip(sources, paths, strict=True):
                 _reject_unreadable_column(source, path, config)
-        if is_conversion:
+        if is_conversion_error:
             _reject_out_of_range_times(config, sources)
         raise
 
@@ -60,12 +62,12 @@ def reject_false_null_counts(
 ) -> None:
     """Raise InputError for a file that has nulls although its parquet statistics claim that it has none.
 
-    DuckDB skips the null check of a column whose statistics claim no nulls, so the scan does not find them.
+    DuckDB trusts these statistics: the scan of the file reports no null in such a column, even if the column has nulls.
 
     Args:
         written_counts: number of rows that were written, and number of these rows that have a null; by index in `sources`.
         statistics: statistics of each file, from the scan.
-        has_label: whether the label threshold also removed rows.
+        has_label: whether the log has labels. The label threshold then also removes rows, so row counts are not compared.
     """
     for index, file in enumerate(statistics):
         num_rows, num_nulls = written_counts.get(index, (0, 0))
@@ -109,7 +111,7 @@ def _reject_out_of_range_times(config: InteractionsConfig, sources: Sequence[Sou
             first_bad_row = source, int(bad_rows[0])
     if first_bad_row is not None:
         source, row = first_bad_row
-        num_rows = sum(each.record.rows for each in sources)
+        num_rows = sum(log_source.record.rows for log_source in sources)
         raise InputError(
             f"{source.name}: column {column!r}, row {row}: {shown(value_at(source, column, row))} is before 1970 or in the "
             f"future ({num_bad:,} of {num_rows:,} rows); the rows cannot be dropped, because DuckDB cannot read some of these "

@@ -35,7 +35,7 @@ class InteractionsInput:
 
 
 def check_interactions(config: InteractionsConfig, *, data_root: Path | None = None) -> InteractionsInput:
-    """Open the files of the log and check their columns and types; raise InputError.
+    """Open the files of the log. Raise InputError for a missing or invalid file, or for a missing or unsuitable column.
 
     Args:
         data_root: folder that has to contain every file.
@@ -76,8 +76,8 @@ def _require_distinct_files(files: Mapping[str, Sequence[Source]]) -> None:
             other_split = split_of_file.setdefault(source.name, split)
             if other_split != split:
                 raise InputError(
-                    f"{source.name}: is in both the {other_split} and the {split} files; "
-                    "a test on training events is meaningless"
+                    f"{source.name}: is in both the {other_split} and the {split} files, so events would be used twice; "
+                    "list the file in one split"
                 )
     locations = [source.location for sources in files.values() for source in sources]
     check_distinct_files(locations, setting=f"interactions, {' and '.join(files)}")

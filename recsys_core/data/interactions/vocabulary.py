@@ -115,7 +115,7 @@ def write_vocabulary(
     """Write <side>_ids.parquet, in the order of the codes, and <side>s.parquet, in the order of the rows."""
     side = vocabulary.side
     connection.execute(
-        f'COPY (SELECT i.id, v."row" FROM {side}_ids i LEFT JOIN {side}s v USING (code) ORDER BY code) '
+        f'COPY (SELECT ids.id, vocabulary."row" FROM {side}_ids ids LEFT JOIN {side}s vocabulary USING (code) ORDER BY code) '
         f"TO {quoted(str(out / f'{side}_ids.parquet'), quote=chr(39))} (FORMAT parquet)"
     ).fetchall()
     table = pa.table({"id": vocabulary.ids, "train_count": train_count_R, "events": event_count_R})

@@ -13,15 +13,15 @@ from tasks.run_record import RunRecord
 
 LOG = logging.getLogger("nightjar")
 MLFLOW_TIMEOUT_S = 10.0
-"""Seconds in which MLflow must answer the first request after a run. If it does not, no other request is sent."""
+"""Time limit for the first request to MLflow after a run. If MLflow does not answer in time, no other request is sent."""
 
 
 def after_run(config: PipelineConfig, run: Run) -> None:
     """Write the metrics and the page of the last runs, log the stages to MLflow, and remove files of old runs.
 
-    A step that fails logs a warning. After an interruption only the metrics are written, because the process must end at once:
-    the next run writes the page and removes the files. A run that stops before `check_data`, the first stage that logs to
-    MLflow, does not wait for the import of MLflow, which takes two seconds.
+    A step that fails logs a warning. After an interruption, only the metrics are written, because the process must end at once.
+    The next run then writes the page and removes the files. If --until stops a run before `check_data`, the run has no
+    MLflow run. It then skips all steps that need MLflow, because the import of MLflow takes two seconds.
     """
     record = RunRecord.read(run)
     _run_or_warn("write the Prometheus metrics", partial(write_metrics_file, config, run))
@@ -33,7 +33,7 @@ def after_run(config: PipelineConfig, run: Run) -> None:
     try:
         has_mlflow = _is_mlflow_available(run)
     except Exception as error:  # any error of a library
-        LOG.warning("could not log the stages to MLflow and remove files of old runs; the run is not affected (%s)", error)
+        LOG.warning("could neither log the stages to MLflow nor remove files of old runs; the run is not affected (%s)", error)
         _run_or_warn("write the page of the last runs", partial(write_history_page, config, run, has_mlflow=False))
         return
     _run_or_warn("write the page of the last runs", partial(write_history_page, config, run, has_mlflow=has_mlflow))

@@ -1,4 +1,4 @@
-"""Automations of a pipeline in Prefect: the files in infra/automations, limited to the runs and the model of the pipeline."""
+"""Prefect automations of a pipeline, created from infra/automations. They react only to runs and the model of the pipeline."""
 
 import re
 from datetime import timedelta
@@ -18,7 +18,7 @@ from recsys_core.errors import InputError
 FOLDER = Path(__file__).resolve().parents[1] / "infra" / "automations"
 BLOCK_NAME = "nightjar-alerts"
 """Name of the Prefect block that delivers the alerts: a webhook, or a notification such as an e-mail."""
-_OVERRAN = "overran"
+_OVERRAN_STEM = "overran"
 """Stem of the automation file whose trigger waits for schedule.deadline_minutes."""
 _BLOCKS_PER_REQUEST = 200
 
@@ -59,8 +59,8 @@ def alert_block(client: SyncPrefectClient) -> BlockDocument:
     block = find_alert_block(client)
     if block is None:
         raise InputError(
-            f"the Prefect server has no block {BLOCK_NAME}, which delivers the alerts; create one in its UI under Blocks: a "
-            f"Webhook, or a notification such as Sendgrid Email, with the name {BLOCK_NAME}"
+            f"the Prefect server has no block {BLOCK_NAME}, which delivers the alerts; in its UI under Blocks, create a "
+            f"Webhook or a notification such as Sendgrid Email with the name {BLOCK_NAME}"
         )
     if not _is_webhook(block) and "notify" not in _capabilities(block):
         raise InputError(
@@ -82,7 +82,7 @@ def automation_of(file: Path, config: PipelineConfig, *, deployment_id: UUID, bl
     else:
         trigger["match"] = {"prefect.resource.id": f"nightjar.model.{config.registry.model_name}"}
     deadline_minutes = config.schedule.deadline_minutes
-    if file.stem == _OVERRAN and deadline_minutes is not None:
+    if file.stem == _OVERRAN_STEM and deadline_minutes is not None:
         trigger["within"] = timedelta(minutes=deadline_minutes).total_seconds()
     content["name"] = f"{config.name}: {content['name']}"
     content["tags"] = ["nightjar", f"pipeline:{config.name}"]

@@ -95,7 +95,7 @@ def rollback(
 
 
 def _decision(config: PipelineConfig, reason: str) -> Decision:
-    """Tag the flow run and return the decision. Each move of an alias sends an event to Prefect."""
+    """Tag the flow run and return the decision, with a function that sends an event to Prefect for each moved alias."""
     tag_flow_run(config.name, reason=reason)
     emit = partial(emit_alias_change, flow_run_id=runtime.flow_run.id, pipeline=config.name, run_reason=reason, run_id=None)
     return Decision(config.registry, config.workspace.absolute(), reason, emit)
@@ -104,8 +104,8 @@ def _decision(config: PipelineConfig, reason: str) -> Decision:
 def _rewrite_page(config: PipelineConfig) -> None:
     """Write the page of the last runs with the new champion. A failure is only a warning."""
     try:
-        for newest in run_history(config.workspace, last=1):
-            run = replace(newest.run, experiment=config.registry.experiment)
+        for past_run in run_history(config.workspace, last=1):
+            run = replace(past_run.run, experiment=config.registry.experiment)
             write_history_page(config, run, has_mlflow=True)
     except Exception as error:  # any error of a library
         LOG.warning("could not write the page of the last runs (%s: %s); the champion has changed", type(error).__name__, error)

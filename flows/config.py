@@ -127,7 +127,7 @@ class PipelineConfig(Settings):
         if self.loss.kind == "cosine_contrastive" and self.model.similarity != "cosine":
             raise ValueError(
                 f"loss.kind is cosine_contrastive, whose margin is a cosine, but model.similarity is {self.model.similarity}; "
-                "set it to cosine"
+                "set model.similarity to cosine"
             )
         return self
 
@@ -137,8 +137,8 @@ class PipelineConfig(Settings):
         if self.launcher.kind == "torchx" and (cluster.device == "auto" or cluster.processes_per_node is None):
             raise ValueError(
                 f"launcher.kind is torchx, but sharding.cluster.device is {cluster.device} and processes_per_node is "
-                f"{cluster.processes_per_node or 'empty'}, which cannot be detected on this host; set device to "
-                "cpu or cuda, and processes_per_node to the ranks of one host"
+                f"{cluster.processes_per_node or 'empty'}; this host cannot detect the devices of other hosts: set device to "
+                "cpu or cuda, and processes_per_node to the number of ranks on one host"
             )
         return self
 

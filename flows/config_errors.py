@@ -16,7 +16,7 @@ from recsys_core.launching.config import Launcher
 
 
 def relevant_errors(error: ValidationError) -> Sequence[ErrorDetails]:
-    """Return the errors about unknown keys or, without unknown keys, all errors.
+    """Return the errors about unknown keys; if there are none, return all errors.
 
     Pydantic reports a misspelt key twice: as unknown and as missing.
     """

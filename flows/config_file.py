@@ -23,7 +23,7 @@ NOT_TUNABLE = {
 }
 MAX_PROBLEMS = 20
 """Number of problems listed in one message."""
-_NAME = r'(?:"[^"]+"|[^".]+)'
+_NAME_PATTERN = r'(?:"[^"]+"|[^".]+)'
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConfig:
@@ -98,7 +98,7 @@ class _Validation(NamedTuple):
 
     Attributes:
         config: the config; None if it is invalid.
-        has_invalid_settings: whether a changed setting is invalid itself, and not only in combination with other settings.
+        has_invalid_settings: whether a changed setting is invalid by itself; False if it only contradicts another setting.
         problems: the problems of an invalid config.
     """
 
@@ -126,7 +126,10 @@ def _validate(config: PipelineConfig, settings: Mapping[str, Any]) -> _Validatio
 
 
 def _check_range(config: PipelineConfig, dotted_name: str, value_range: RangeConfig) -> RangeConfig:
-    """Return the range with values of the type of its setting; raise ValueError, one problem per line, if it is invalid."""
+    """Return the range with its values converted to the type of the setting.
+
+    Raise ValueError if a value is invalid. Each line of its message describes one problem.
+    """
     if dotted_name.partition(".")[0] not in TUNABLE_GROUPS or "." not in dotted_name:
         raise ValueError(
             f"{dotted_name}: all trials share one ingest and end after training, so only these groups of settings can have a "
@@ -141,7 +144,7 @@ def _check_range(config: PipelineConfig, dotted_name: str, value_range: RangeCon
         for probe, validation in validations
         if validation.config is not None
     }
-    # A value may contradict another setting that varies too. But at least one value of the range must be valid.
+    # A value may contradict another setting, because that setting may vary too. But at least one value must be valid.
     failed_validations = [validation for _, validation in validations if validation.has_invalid_settings or not value_by_label]
     if failed_validations:
         raise ValueError("\n".join(failed_validations[0].problems))
@@ -184,7 +187,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 
 def _split(dotted_name: str, *, source: str) -> list[str]:
     """Split a."b.c".d into a, b.c, d."""
-    if re.fullmatch(rf"{_NAME}(\.{_NAME})*", dotted_name) is None:
+    if re.fullmatch(rf"{_NAME_PATTERN}(\.{_NAME_PATTERN})*", dotted_name) is None:
         raise InputError(f'{source}: expected a.b=value; put quotes only around a name that contains a dot: a."b.c"=value')
     names = [quoted or plain for quoted, plain in re.findall(r'"([^"]+)"|([^".]+)', dotted_name)]
     if len(names) > yaml_loader.MAX_DEPTH:

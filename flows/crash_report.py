@@ -24,7 +24,7 @@ FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 """Environment variable in which Prefect's worker passes the id of the flow run to the process that it starts."""
 MESSAGE = "the process of this run was killed: its worker was stopped, or the memory of the host was full"
 WAIT_FOR_WORKER_S = 0.5
-"""Wait before the report, because a worker that is alive reports the end of its run with the exit status."""
+"""Wait before the report. A worker that is still alive reports the end of its run first, with the exit status."""
 CANCEL_GRACE_S = 5.0
 """Time for a cancelled flow run to end by itself."""
 RETRY_INTERVAL_S, GIVE_UP_AFTER_S, REQUEST_TIMEOUT_S = 1.0, 6.0, 3.0
@@ -38,22 +38,23 @@ def end_with_worker() -> None:
     flow_run_id = os.environ.get(FLOW_RUN_VARIABLE)
     if flow_run_id is None or PARENT_VARIABLE in os.environ:
         return
-    _, pipe = start_reporter(flow_run_id)
-    os.set_blocking(pipe, False)
-    signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)  # the reporter reads a byte for each signal
+    _, pipe_fd = start_reporter(flow_run_id)
+    os.set_blocking(pipe_fd, False)
+    signal.set_wakeup_fd(pipe_fd, warn_on_full_buffer=False)  # the reporter reads a byte for each signal
     die_with_reader_of_output()
 
 
 def start_reporter(flow_run_id: str) -> "tuple[subprocess.Popen[bytes], int]":
     """Start the process that reports the end of this process.
 
-    Returns: the process, and the descriptor of a pipe to it, which the kernel closes at the end of this process.
+    Returns: the reporter, and the file descriptor of a pipe to it. When this process ends, the kernel closes the pipe, and the
+    reporter starts its report.
     """
     from prefect.client.orchestration import get_client
 
     with get_client(sync_client=True) as client:
         api, headers = str(client.api_url), dict(client._client.headers) | {"accept-encoding": "identity"}
-    stdin, pipe = os.pipe()
+    stdin, pipe_fd = os.pipe()
     reporter = subprocess.Popen(
         [sys.executable, "-m", "flows.crash_report"],
         stdin=stdin,
@@ -62,10 +63,10 @@ def start_reporter(flow_run_id: str) -> "tuple[subprocess.Popen[bytes], int]":
         start_new_session=True,  # a signal to the process group of the flow run ends only the flow run
     )
     os.close(stdin)
-    # The headers contain a secret, and every user can read a command line.
+    # The settings are not arguments, because the headers contain a secret and every user can read a command line.
     settings = {"pid": os.getpid(), "api": api, "headers": headers, "flow_run_id": flow_run_id}
-    os.write(pipe, json.dumps(settings).encode() + b"\n")
-    return reporter, pipe
+    os.write(pipe_fd, json.dumps(settings).encode() + b"\n")
+    return reporter, pipe_fd
 
 
 def main() -> None:

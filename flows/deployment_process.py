@@ -29,25 +29,25 @@ from recsys_core.parent_process import die_with_parent, parent_environment
 LOG = logging.getLogger("nightjar")
 POLL_S = 5.0
 END_POLL_S = 0.1
-UNWIND_S = 3.0
+INTERRUPT_GRACE_S = 3.0
 """Time for an interrupted run to end by itself."""
 
 
 class InterruptingRunner(Runner):
-    """Prefect's runner; at SIGTERM its runs end as interrupted (Crashed in Prefect). Prefect would mark them as Cancelled."""
+    """Runner that ends its runs as interrupted at SIGTERM. Prefect shows them as Crashed; its own runner would cancel them."""
 
     async def cancel_all(self) -> None:
         """End all runs. Prefect's handler of SIGTERM calls this method, and then waits for the reports about the runs."""
-        runs = psutil.Process().children()
-        for run in runs:
-            run.terminate()
+        run_processes = psutil.Process().children()
+        for run_process in run_processes:
+            run_process.terminate()
         # psutil.wait_procs would collect the exit status of the children, and asyncio would not get it.
-        deadline = time.monotonic() + UNWIND_S
-        while any(run.is_running() for run in runs) and time.monotonic() < deadline:
+        deadline = time.monotonic() + INTERRUPT_GRACE_S
+        while any(run_process.is_running() for run_process in run_processes) and time.monotonic() < deadline:
             await asyncio.sleep(END_POLL_S)
-        for run in runs:
+        for run_process in run_processes:
             with suppress(psutil.NoSuchProcess):
-                run.kill()
+                run_process.kill()
 
 
 def main() -> None:

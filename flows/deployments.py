@@ -65,7 +65,7 @@ def deployments_of(
             job_variables={"env": ENVIRONMENT} if work_pool else {},
         )
         assert isinstance(deployment, RunnerDeployment)
-        deployment.work_pool_name = work_pool  # None too must be sent: it removes the work pool of the existing deployment
+        deployment.work_pool_name = work_pool  # None removes the work pool of an existing deployment
         deployments.append(deployment)
     return tuple(deployments)
 
@@ -73,7 +73,7 @@ def deployments_of(
 def read_deployment(
     client: SyncPrefectClient, name: str, *, flow_name: str = deployed_retrain.name
 ) -> DeploymentResponse | None:
-    """Return a deployment of the pipeline `name`; None if it does not exist; InputError if Prefect rejects the name."""
+    """Return a deployment of the pipeline `name`; None if it does not exist. Raise InputError if Prefect rejects the name."""
     if "/" in name or "%" in name:
         raise InputError(f"name: {shown(name)} contains / or %, which the name of a Prefect deployment may not contain")
     try:

@@ -41,10 +41,10 @@ def keep_flow_runs(*, days: int) -> None:
 def require_writable(workspace: Path) -> None:
     """Raise InputError unless files can be written to `workspace`, or the folder can be created. Creates nothing."""
     try:
-        nearest_path = next(path for path in (workspace, *workspace.parents) if os.path.lexists(path))
-        if not nearest_path.is_dir():
-            raise InputError(f"workspace {workspace}: {nearest_path} is not a folder; set workspace to a folder")
-        with tempfile.TemporaryFile(dir=nearest_path):
+        nearest_existing_path = next(path for path in (workspace, *workspace.parents) if os.path.lexists(path))
+        if not nearest_existing_path.is_dir():
+            raise InputError(f"workspace {workspace}: {nearest_existing_path} is not a folder; set workspace to a folder")
+        with tempfile.TemporaryFile(dir=nearest_existing_path):
             pass
     except OSError as error:
         raise InputError(

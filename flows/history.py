@@ -33,7 +33,7 @@ STATE_NAMES: dict[RunState, str] = {
     "Failed": "failed",
     "Interrupted": "interrupted",
 }
-"""States of runs, as people read them."""
+"""Text of each state in tables and on the page of the last runs."""
 _TIME_IN_RUN_ID = re.compile(r"(\d{8}-\d{6})-")
 
 
@@ -61,7 +61,7 @@ class PastRun:
         return {name: str(path.relative_to(self.run.workspace)) for name, path in paths.items() if path.is_file()}
 
     def new_metric(self, name: str) -> float | None:
-        """Return the metric `name`, e.g. recall@20, of the run's version as served; None if it was not measured."""
+        """Return the metric `name`, e.g. recall@20, of the new version's served answers; None if it was not measured."""
         return self._metric(f"served/{name}")
 
     def champion_metric(self, name: str) -> float | None:
@@ -90,7 +90,7 @@ class PastRun:
 
 
 def run_history(workspace: str | Path, *, last: int | None = None) -> list[PastRun]:
-    """Return the runs of `workspace`, the newest start first; with `last`, at most that many."""
+    """Return the runs of `workspace`, the newest start first, and at most `last` of them."""
     workspace = Path(workspace).absolute()
     folders = [path for path in (workspace / "runs").glob("*") if RUN_ID.fullmatch(path.name) and _is_run(path)]
     runs = [Run(path.name, workspace=workspace, experiment="") for path in folders]

@@ -22,7 +22,7 @@ PAGE_NAME = "index.html"
 MAX_RUNS = 100
 """Number of runs on the page."""
 _TEMPLATE = Path(__file__).with_name("history.html")
-_WIDE, _NARROW = (11.4, 3.1), (4.5, 3.2)
+_WIDE_SIZE, _NARROW_SIZE = (11.4, 3.1), (4.5, 3.2)
 _MAX_DATES = 8
 
 Tone = Literal["good", "warn", "bad", "none"]
@@ -136,7 +136,7 @@ def plot_metric(runs: Sequence[PastRun], *, metric: str) -> Markup | None:
     new_points = [(position, value) for position, value in new_values if value is not None]
     if not new_points:
         return None
-    figure, axes = plots.new_figure(size=_WIDE, grid_axis="y")
+    figure, axes = plots.new_figure(size=_WIDE_SIZE, grid_axis="y")
     champion_values = [(position, past_run.champion_metric(metric)) for position, past_run in enumerate(runs)]
     champion_points = [(position, value) for position, value in champion_values if value is not None]
     axes.plot(*zip(*new_points, strict=True), color=plots.BLUE, linewidth=1.6, label="new version", zorder=3)
@@ -184,7 +184,7 @@ def plot_sizes(runs: Sequence[PastRun]) -> Markup | None:
     )
     if all(past_run.record.figures.events is None for past_run in runs):
         return None
-    figure, panels = plots.new_panels(len(sizes), title="", grid_axis="y", size=_NARROW)
+    figure, panels = plots.new_panels(len(sizes), title="", grid_axis="y", size=_NARROW_SIZE)
     for axes, (name, size_of, colour) in zip(panels, sizes, strict=True):
         points = [(position, size) for position, past_run in enumerate(runs) if (size := size_of(past_run)) is not None]
         axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, marker="o", markersize=2.5)
@@ -201,7 +201,7 @@ def plot_durations(runs: Sequence[PastRun]) -> Markup | None:
     if not longest_s:
         return None
     unit, unit_s = ("hours", 3600) if longest_s >= 7200 else ("minutes", 60) if longest_s >= 120 else ("seconds", 1)
-    figure, axes = plots.new_figure(size=_NARROW, grid_axis="y")
+    figure, axes = plots.new_figure(size=_NARROW_SIZE, grid_axis="y")
     bottom = [0.0] * len(runs)
     for label, (stages, colour) in _STAGE_GROUPS.items():
         seconds = [past_run.record.figures.stage_seconds for past_run in runs]
@@ -223,7 +223,7 @@ def plot_disk(runs: Sequence[PastRun]) -> Markup | None:
         ((unit, factor) for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)) if largest >= factor),
         ("KiB", 2**10),
     )
-    figure, axes = plots.new_figure(size=_NARROW, grid_axis="y")
+    figure, axes = plots.new_figure(size=_NARROW_SIZE, grid_axis="y")
     axes.bar(range(len(runs)), [past_run.disk_bytes / factor for past_run in runs], 0.8, color=plots.BLUE)
     _label_runs(axes, runs)
     axes.set_ylabel(unit)

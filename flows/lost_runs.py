@@ -16,9 +16,9 @@ LOG = logging.getLogger("nightjar")
 def end_lost_runs(
     client: SyncPrefectClient, deployment_id: UUID, *, states: Sequence[str], current_run_id: UUID | None = None
 ) -> None:
-    """Set the flow runs of a deployment that are in one of `states` to Crashed, except `current_run_id`, and free their slots.
+    """Set the flow runs of a deployment that are in one of `states` to Crashed. This frees their slots.
 
-    Call it only if no process of these runs can be alive.
+    Call it only if no process of these runs can be alive. The run `current_run_id` is not changed.
     """
     run_filter = {"deployment_id": {"any_": [deployment_id]}, "state": {"type": {"any_": list(states)}}}
     for run in client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(run_filter)):
@@ -31,9 +31,9 @@ def end_lost_runs(
 def end_earlier_runs() -> None:
     """End the lost runs of the current flow run's deployment.
 
-    The caller holds the lock of the workspace, so the process of every other Running run has died. A run that waits for its
-    turn is Scheduled in Prefect. A Pending run holds the deployment's only slot, so its process has died too. A failure is
-    logged and does not affect the current run.
+    The caller holds the lock of the workspace, so the process of every other Running run has died. The process
+    of every other Pending run has died too, because the current run has the only slot of the deployment. A run that waits for
+    the slot is Scheduled and is not changed. A failure is logged and does not affect the current run.
     """
     if deployment.id is None:
         return

@@ -48,7 +48,7 @@ def served_metrics(config: PipelineConfig, *, port: int) -> Iterator[str]:
 
 
 def write_metrics_file(config: PipelineConfig, run: Run) -> None:
-    """Replace <workspace>/metrics.prom after the end of `run`. If a newer run has started, the metrics are its metrics."""
+    """Replace <workspace>/metrics.prom after the end of `run`. If a newer run has started, the file describes the newer run."""
     write_to_textfile(str(run.workspace / METRICS_NAME), metrics_registry(config))
 
 
@@ -69,10 +69,10 @@ class _WorkspaceCollector(Collector):
         champion = champion_version(runs)
         if champion is not None and champion.isdecimal():
             yield self._gauge("champion_version", "Version of the newest promotion.", {(): int(champion)})
-        registering_run = next((past_run.record for past_run in runs if past_run.record.state in _REGISTERING_STATES), None)
-        if registering_run is not None and registering_run.ended is not None:
+        registering_record = next((past_run.record for past_run in runs if past_run.record.state in _REGISTERING_STATES), None)
+        if registering_record is not None and registering_record.ended is not None:
             description = "End of the newest run that registered a version."
-            yield self._gauge("last_registration_timestamp_seconds", description, {(): registering_run.ended.timestamp()})
+            yield self._gauge("last_registration_timestamp_seconds", description, {(): registering_record.ended.timestamp()})
 
     def _newest_run_gauges(self, newest: PastRun) -> Iterator[GaugeMetricFamily]:
         record, metric = newest.record, self._config.registry.metric
@@ -85,7 +85,7 @@ class _WorkspaceCollector(Collector):
         seconds = {(stage,): stage_seconds for stage, stage_seconds in figures.stage_seconds.items()}
         yield self._gauge("stage_duration_seconds", "Duration of each stage of the newest run.", seconds, labels=("stage",))
         values = {(metric, "new"): newest.new_metric(metric), (metric, "champion"): newest.champion_metric(metric)}
-        description = "registry.metric of the new version and of the champion that it was compared with, as served."
+        description = "registry.metric of the served answers, for the new version and the champion that it was compared with."
         yield self._gauge("served_metric", description, values, labels=("metric", "model"))
         for name, count in (("events", figures.events), ("users", figures.users), ("items", figures.items)):
             yield self._gauge(name, f"Number of {name} of the newest run.", {(): count})
@@ -93,7 +93,7 @@ class _WorkspaceCollector(Collector):
     def _gauge(
         self, name: str, description: str, values: Mapping[Any, float | None], *, labels: tuple[str, ...] = ()
     ) -> GaugeMetricFamily:
-        """Return a gauge; `values` maps the values of `labels`, as a tuple, to the value of the gauge."""
+        """Return a gauge. A key of `values` is a tuple with one value per label of `labels`."""
         family = GaugeMetricFamily(f"nightjar_{name}", description, labels=("pipeline", *labels))
         for label_values, value in values.items():
             if value is not None:

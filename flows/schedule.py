@@ -16,13 +16,13 @@ MINUTES_PER_WEEK = 10_080
 
 
 def _check_cron(expression: str) -> str:
-    problem = "has a second field" if len(expression.split()) == 6 else None
+    problem = "has a field for seconds" if len(expression.split()) == 6 else None
     if problem is None and re.search(r"LW|\dL", expression.upper()):
         problem = "has LW or a number before L, which Prefect does not support"
     try:
         CronSim(expression, datetime(2026, 1, 1))
     except CronSimError as error:
-        problem = f"is no cron expression: {error}"
+        problem = f"is not a cron expression: {error}"
     if problem is not None:
         raise ValueError(
             f"{shown(expression)} {problem}; write the five fields minute, hour, day of month, month and day of week, "
@@ -39,7 +39,7 @@ def _check_timezone(name: str) -> str:
         advice = (
             f"did you mean {name_by_lower_case[similar_names[0]]}?" if similar_names else "write a name such as Europe/Berlin"
         )
-        raise ValueError(f"{shown(name)} is no time zone of the IANA database; {advice}")
+        raise ValueError(f"{shown(name)} is not a time zone of the IANA database; {advice}")
     return name
 
 
@@ -58,8 +58,8 @@ class ScheduleConfig(Settings):
         None,
         ge=1,
         le=MINUTES_PER_WEEK,
-        description="minutes after the planned start until a run must have ended; a later run is reported, but not stopped; "
-        "empty: no deadline",
+        description="minutes after the planned start within which a run must end; a run that takes longer is reported, but not "
+        "stopped; empty: no deadline",
     )
     on_overrun: Literal["skip", "queue"] = Field(
         "skip",

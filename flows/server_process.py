@@ -34,9 +34,9 @@ MIN_FREE_BYTES = 2**25
 """Disk space for a new database, its log and the first files of a run."""
 WORKSPACE_VARIABLE = "NIGHTJAR_WORKSPACE"
 """Variable that names the workspace to the process of the MLflow server."""
-EARLIER_SCHEMA = re.compile(r"Detected out-of-date database schema \(found version (\w+), but expected (\w+)\)")
+EARLIER_SCHEMA_PATTERN = re.compile(r"Detected out-of-date database schema \(found version (\w+), but expected (\w+)\)")
 """Message of MLflow, which does not migrate a database by itself."""
-LATER_SCHEMA = "Can't locate revision identified by"
+LATER_SCHEMA_TEXT = "Can't locate revision identified by"
 """Message of alembic, which migrates the databases of Prefect and MLflow."""
 LOG = logging.getLogger("nightjar")
 
@@ -88,7 +88,7 @@ class ServerProcess:
             except OSError:  # refused, reset or timed out: the server is not ready
                 time.sleep(0.1)
         if self._log_file is not None:
-            from recsys_core.disk import require_free  # the server processes, which import this module, do not need numpy
+            from recsys_core.disk import require_free  # imports numpy, which the processes of the servers do not need
 
             require_free(self._log_file.parent, MIN_FREE_BYTES, subject=f"the {self._name}, which has ended,")
             if schema_problem := self._schema_problem():
@@ -165,12 +165,12 @@ class ServerProcess:
     def _schema_problem(self) -> str | None:
         """Describe why the schema of the database does not fit the installed version; None if the log has no error about it."""
         log = self._log_text()
-        if schema := EARLIER_SCHEMA.search(log):
+        if schema := EARLIER_SCHEMA_PATTERN.search(log):
             return (
                 f"has the schema {schema[1]}, but the installed version needs {schema[2]}; make a backup of the database, "
                 "then run: mlflow db upgrade URI, with the address of the database"
             )
-        if LATER_SCHEMA in log:
+        if LATER_SCHEMA_TEXT in log:
             return "has the schema of a later version; install that version, or use another database"
         return None
 

@@ -73,7 +73,7 @@ def check_probes(config: PipelineConfig, dataset: Dataset) -> None:
         for probe in value_range.probes:
             try:
                 trial_config = with_settings(config, {name: probe})
-            except InputError:  # the value may be valid together with another value of a second range
+            except InputError:  # the value may be valid only together with another value of a second range
                 continue
             try:
                 make_plan(

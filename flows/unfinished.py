@@ -63,9 +63,9 @@ def _reason_for_new_run(config: PipelineConfig, run: Run, record: RunRecord) -> 
     if record.num_starts >= MAX_STARTS:
         return f"the unfinished run has been started {record.num_starts} times"
     if record.options != RunOptions(reason=record.options.reason):
-        return "a person started the unfinished run with options of its own"
+        return "a person started the unfinished run with options such as --full-retrain"
     if not _is_same_config(config, run):
-        return f"the config is not the one in {run.config_file}"
+        return f"the config differs from {run.config_file}"
     return None
 
 

@@ -165,5 +165,5 @@ def _count_nodes(node: Node, size_by_id: dict[int, int | None]) -> int:
 
 def _too_many_nodes() -> TooLargeError:
     return TooLargeError(
-        f"holds more than {MAX_NODES:,} keys and values, aliases counted each time; name files by folder or glob"
+        f"has more than {MAX_NODES:,} keys and values, and each use of an alias counts; name files by folder or glob"
     )

@@ -21,8 +21,8 @@ def choose_champion(
 ) -> None:
     """Run the flow `command` and print its result.
 
-    If PREFECT_API_URL is set, the change is a flow run and an event in that server. No Prefect server is started otherwise: at
-    four in the morning, fewer parts can fail.
+    If PREFECT_API_URL is set, that server records the flow run and its event. Otherwise the function of the flow runs without a
+    Prefect server, so an urgent rollback depends on fewer parts.
     """
     with interruptible(lambda: f"look at the aliases with: nightjar releases {file}"):
         try:

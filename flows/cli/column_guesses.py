@@ -68,7 +68,7 @@ def _guess_interactions(path: Path, *, notes: Notes, folder: Path) -> Interactio
     if label is not None:
         settings["label_column"] = label
         notes["interactions.label_column"] = (
-            f"guessed: column {label!r} is {schema.field(label).type}; events below label_threshold are left out, delete both "
+            f"guessed: column {label!r} is {schema.field(label).type}; events below label_threshold are left out; delete both "
             "settings to keep all events"
         )
         low, high = _range_of(file, label)
@@ -141,7 +141,7 @@ def _schema(file: Path) -> pa.Schema:
 
 
 def _find_column(schema: pa.Schema, names: Sequence[str], has_type: Callable[[pa.DataType], bool]) -> str | None:
-    """Return the first column in the order of `names`, ignoring case, whose type passes `has_type`; None if there is none."""
+    """Return the first of the columns `names` whose type passes `has_type`; None if there is none. Case is ignored."""
     field_by_name = {field.name.lower(): field for field in schema}
     for name in names:
         if name in field_by_name and has_type(field_by_name[name].type):

@@ -108,7 +108,7 @@ class _Template(NamedTuple):
                     entry_lines = self.lines(entry, group=dotted_name, depth=depth + 1)
                     yield from entry_lines if is_single_group else _as_list_entry(entry_lines, depth=depth)
             else:
-                yield from _with_comment(f"{indent}{name}: {_scalar(value)}", _comment(field))
+                yield from _with_comment(f"{indent}{name}: {_inline_yaml(value)}", _comment(field))
 
     def _is_written(self, dotted_name: str, field: FieldInfo, value: Any) -> bool:
         if self.written_names is None or field.is_required() or value != field.get_default(call_default_factory=True):
@@ -140,7 +140,7 @@ def _choices(field: FieldInfo) -> list[str]:
     return literals if len(literals) > 1 else []
 
 
-def _scalar(value: Any) -> str:
+def _inline_yaml(value: Any) -> str:
     plain_value = json.loads(json.dumps(value, default=str))
     if isinstance(plain_value, list) and len(plain_value) == 1 and isinstance(plain_value[0], str):
         plain_value = plain_value[0]

@@ -23,7 +23,7 @@ def as_json(runs: "Sequence[PastRun]", *, metric: str) -> str:
 
 
 def print_history(runs: "Sequence[PastRun]", *, metric: str, console: Console) -> None:
-    """Print one row per run, the newest first, then the messages of the runs that were not promoted."""
+    """Print one row per run, the newest first, then the reasons of runs and the messages of runs that were not promoted."""
     from flows.history import STATE_NAMES, format_count
 
     rows: list[list[str | Text]] = []

@@ -20,7 +20,7 @@ from recsys_core.errors import NightjarError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 UNWIND_S = 4.0
-"""Time for the main thread to end. With REPORT_S, the process ends within 10 s of the signal."""
+"""Time for the main thread to end. UNWIND_S and REPORT_S together are less than 10 s, in which the process must end."""
 REPORT_S = 5.0
 """Time for the report to Prefect."""
 SHOW_CURSOR = "\x1b[?25h"
@@ -104,7 +104,10 @@ class Interruption:
 
 
 def _hide_unwind(unraisable: Any) -> None:
-    """Print nothing if the signal arrived in a finalizer, which cannot raise: the watching thread ends the process."""
+    """Hide the message of Python about an _Unwind in a finalizer.
+
+    A finalizer cannot raise, so the main thread continues, and the watching thread ends the process.
+    """
     if unraisable.exc_type is not _Unwind:
         sys.__unraisablehook__(unraisable)
 

@@ -99,7 +99,7 @@ def validate(file: ConfigFile = DEFAULT_FILE, overrides: Overrides = None) -> No
 def plan(
     file: ConfigFile = DEFAULT_FILE,
     overrides: Overrides = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="hosts")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="number of hosts")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs per host; implies device cuda")] = None,
     hbm_gb: Annotated[float | None, typer.Option(min=0.1, help="memory per GPU")] = None,
     ddr_gb: Annotated[float | None, typer.Option(min=0.1, help="main memory per host")] = None,
@@ -176,7 +176,7 @@ def tune(
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Search the ranges in `tuning` for the settings that validate best. The same command resumes an interrupted search."""
+    """Search the ranges in `tuning` for the best validation metric. The same command resumes an interrupted search."""
     from flows.prefect_server import embedded_server
 
     with embedded_server() as server:

@@ -62,11 +62,11 @@ def releases(file: ConfigFile = DEFAULT_FILE, overrides: Overrides = None, as_js
     from tasks.registry.releases import list_releases
 
     client = connect(config.workspace)
-    rows = call_with_deadline(lambda: list_releases(client, config.registry.model_name), uri=client.tracking_uri)
+    versions = call_with_deadline(lambda: list_releases(client, config.registry.model_name), uri=client.tracking_uri)
     if as_json:
-        sys.stdout.write(json.dumps(rows) + "\n")
-    elif rows:
-        output.print_releases(rows, console=output.stdout)
+        sys.stdout.write(json.dumps(versions) + "\n")
+    elif versions:
+        output.print_releases(versions, console=output.stdout)
     else:
         output.stdout.print(
             f"no version of {config.registry.model_name} yet; register one with: nightjar run {file}", soft_wrap=True

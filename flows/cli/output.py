@@ -53,7 +53,7 @@ class _StageLines(logging.Handler):
 
 
 def print_warning(text: str, *, is_error: bool = False) -> None:
-    """Print a warning or an error that does not end the command to stderr."""
+    """Print a warning to stderr, or an error after which the command continues."""
     name, colour = ("error", "red") if is_error else ("warning", "yellow")
     message = fold(f"{name} {text}", width=stderr.width).removeprefix(name)
     stderr.print(f"[{colour}]{name}[/]{escape(message)}", soft_wrap=True)
@@ -117,7 +117,7 @@ def print_metrics(table: "MetricTable", *, served: Mapping[str, float], console:
     """Print models and baselines by row and metrics by column. The best value of each column is bold.
 
     Args:
-        served: metrics from the smoke test, as <ranker>/<metric>. `served` is the new version; other rankers are its baselines.
+        served: metrics of the smoke test by <ranker>/<metric>; `served` is the new version, the other rankers are baselines.
     """
     rows: list[list[str | Text]] = [
         [
@@ -166,17 +166,17 @@ def print_findings(findings: "Mapping[str, Finding]", *, console: Console) -> No
 
 def print_releases(releases: Sequence[Mapping[str, Any]], *, console: Console) -> None:
     """Print one row per version: alias, creation, served metrics, run and reason."""
-    names = sorted({name for release in releases for name in release["metrics"] if name.startswith("served/")})
+    metric_names = sorted({name for release in releases for name in release["metrics"] if name.startswith("served/")})
     rows = [
         [
             str(release["version"]),
             release["alias"] or "-",
             release["created"],
-            *(f"{release['metrics'][name]:.4f}" if name in release["metrics"] else "-" for name in names),
+            *(f"{release['metrics'][name]:.4f}" if name in release["metrics"] else "-" for name in metric_names),
             release["run_id"],
             release["by_hand"] or release["reasons"] or f"smoke test {release['smoke']}",
         ]
         for release in releases
     ]
-    columns = ["version", "alias", "created (UTC)", *(name.removeprefix("served/") for name in names), "run", "reason"]
+    columns = ["version", "alias", "created (UTC)", *(name.removeprefix("served/") for name in metric_names), "run", "reason"]
     print_table(columns, rows, console=console)

@@ -114,9 +114,9 @@ def print_plan(plan: PlanFile, *, paths: Sequence[Path], console: Console) -> No
         for candidate in compared_plans(plan)
     ]
     print_table(["plan", "est. step", "max. HBM", "max. main memory"], plan_rows, console=console)
-    for naive in plan.naive:
-        if naive.problem is not None:
-            console.print(f"{naive.name}: {naive.problem}", style="yellow", markup=False, soft_wrap=True)
+    for naive_plan in plan.naive:
+        if naive_plan.problem is not None:
+            console.print(f"{naive_plan.name}: {naive_plan.problem}", style="yellow", markup=False, soft_wrap=True)
     console.print(
         f"maximum / mean over the ranks: memory {plan.imbalance(lookup_memory_field(plan)):.2f}, "
         f"time {plan.imbalance('step_ms'):.2f}; "

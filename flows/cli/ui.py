@@ -24,8 +24,8 @@ from recsys_core.errors import InputError, StageError
 from recsys_core.parent_process import parent_environment
 
 RUNS_STOP_TIMEOUT_S = 5.5
-"""Time for the runs to end. With the time for the servers, the command ends within 10 s of the signal."""
-POLL_S = 0.5
+"""Time for the runs to end. This time and the time for the servers are less than 10 s, in which the command must end."""
+WATCH_INTERVAL_S = 0.5
 LOOPBACK = (HOST, "localhost", "::1")
 READY = "ready"
 ServerT = TypeVar("ServerT", bound=ServerProcess)
@@ -73,7 +73,7 @@ def up(
             from flows.metrics_file import served_metrics
 
             facts["metrics"] = stack.enter_context(served_metrics(config, port=metrics_port))
-        # The runs log to the database, whose address cannot be opened in a browser.
+        # The runs log to the database, but their links to MLflow need the address of the UI.
         os.environ.setdefault("NIGHTJAR_MLFLOW_UI_URL", facts["MLflow"])
         runs_process = stack.enter_context(_planned_runs(file, overrides, log_file=log_file))
         next_start = config.schedule.next_start(datetime.now(UTC))
@@ -158,9 +158,9 @@ def _bind_server(start: Callable[[], ServerT], port: int, option: str, stack: Ex
 def _password(workspace: Path) -> tuple[str, str | None]:
     """Return the password of the Prefect server, and the text to print about it.
 
-    For the password in PREFECT_SERVER_API_AUTH_STRING, the text is None. Without this variable, the command saves a new
-    password in a file that only the user can read, so a browser stays signed in when the command is started again. The password
-    is printed to a terminal only, because the output of a service is in a log.
+    If PREFECT_SERVER_API_AUTH_STRING is set, it is the password, and the text is None. Otherwise the command creates a password
+    and saves it in a file that only the user can read, so a browser stays signed in after a restart. The password is printed to
+    a terminal only, because a service manager logs the output of a service.
     """
     if users_password := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
         return users_password, None
@@ -238,4 +238,4 @@ def _watch(prefect: EmbeddedServer | None, runs_process: subprocess.Popen[bytes]
             )
         if prefect is not None and prefect.has_failed:
             raise StageError(f"the Prefect server does not stay up; see {log_file}")
-        time.sleep(POLL_S)
+        time.sleep(WATCH_INTERVAL_S)

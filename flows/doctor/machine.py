@@ -55,12 +55,14 @@ def check_network(config: PipelineConfig) -> Finding:
     if isinstance(launcher, LocalLauncher):
         return ok(f"{LOOPBACK} {addresses.get(LOOPBACK, '')}: all ranks are on this machine")
     environment = os.environ | launcher.env if launcher.scheduler in LOCAL_SCHEDULERS else launcher.env
-    names = {f"launcher.env.{variable}": environment[variable] for variable in INTERFACE_VARIABLES if variable in environment}
+    interface_by_setting = {
+        f"launcher.env.{variable}": environment[variable] for variable in INTERFACE_VARIABLES if variable in environment
+    }
     if launcher.interface_name is not None:
-        names["launcher.interface"] = launcher.interface_name
-    missing_interfaces = {setting: name for setting, name in names.items() if name not in addresses}
+        interface_by_setting["launcher.interface"] = launcher.interface_name
+    missing_interfaces = {setting: name for setting, name in interface_by_setting.items() if name not in addresses}
     if missing_interfaces:
         setting, name = next(iter(missing_interfaces.items()))
         return problem(f"{setting} is {name}, but this machine has {interfaces}; set it to an interface that every host has")
-    used_interfaces = ", ".join(sorted(set(names.values()))) or "the interface that leads to the first host"
+    used_interfaces = ", ".join(sorted(set(interface_by_setting.values()))) or "the interface that leads to the first host"
     return ok(f"{used_interfaces}; this machine has {interfaces}")

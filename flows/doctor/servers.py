@@ -23,7 +23,7 @@ from tasks.registry.mlflow_client import tracking_uri
 
 REQUEST_TIMEOUT_S = 4.0
 MAX_CLOCK_SKEW_S = 5.0
-"""Schedules, heartbeats and leases compare the clocks of machines."""
+"""Largest accepted difference of two clocks. Schedules, heartbeats and leases compare times of several machines."""
 MAX_LATENESS_S = 300.0
 """A run that has not started this long after its planned start counts as late."""
 UP_LOCK_NAME = ".up.lock"
@@ -69,13 +69,13 @@ def check_clocks(config: PipelineConfig) -> Finding:
     for name, address in addresses.items():
         if address.startswith(("http://", "https://")):
             try:
-                before = time.time()
+                request_time_s = time.time()
                 answer = requests.get(f"{address}/health", timeout=REQUEST_TIMEOUT_S / 2)
                 server_time = parsedate_to_datetime(answer.headers["Date"]).timestamp()
             except (requests.RequestException, KeyError, ValueError):
                 continue  # the check of the server reports it
             # The header has whole seconds, rounded down.
-            skews[name] = max(before - server_time - 1, server_time - time.time(), 0.0)
+            skews[name] = max(request_time_s - server_time - 1, server_time - time.time(), 0.0)
     if not skews:
         return not_used("no HTTP server answers")
     differences = ", ".join(f"{skew:.0f} s to {name}" for name, skew in skews.items())
@@ -120,10 +120,10 @@ def check_schedule(config: PipelineConfig) -> Finding:
     if not next_runs:
         return problem(f"{name} has an active schedule but no planned run; check that the server runs its scheduler service")
     start = datetime.fromisoformat(next_runs[0]["next_scheduled_start_time"] or next_runs[0]["expected_start_time"])
-    planned = f"{name}: next run at {start.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+    next_run_text = f"{name}: next run at {start.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
     if (datetime.now(UTC) - start).total_seconds() > MAX_LATENESS_S:
-        return problem(f"{planned}, which is late; start a worker, or check the concurrency limit of the deployment")
-    return ok(planned)
+        return problem(f"{next_run_text}, which is late; start a worker, or check the concurrency limit of the deployment")
+    return ok(next_run_text)
 
 
 def _check_schedule_of_up(config: PipelineConfig) -> Finding:
@@ -161,12 +161,14 @@ def check_worker(config: PipelineConfig) -> Finding:
         workers = _request_prefect("POST", f"/work_pools/{pool}/workers/filter", {})
     except ServerProblem as error:
         return problem(str(error)) if "work_pools" in str(error) else not_used("unknown: the Prefect server does not answer")
-    online = [worker["name"] for worker in workers if worker["status"] == "ONLINE"]
-    if not online:
+    online_workers = [worker["name"] for worker in workers if worker["status"] == "ONLINE"]
+    if not online_workers:
         heartbeats = [worker["last_heartbeat_time"] for worker in workers]
-        last = f"the last heartbeat was at {max(heartbeats)}" if heartbeats else "none has ever connected"
-        return problem(f"work pool {pool} has no worker online ({last}); start one: prefect worker start --pool {pool}")
-    return ok(f"work pool {pool}: {', '.join(sorted(online))}")
+        last_heartbeat = f"the last heartbeat was at {max(heartbeats)}" if heartbeats else "none has ever connected"
+        return problem(
+            f"work pool {pool} has no worker online ({last_heartbeat}); start one: prefect worker start --pool {pool}"
+        )
+    return ok(f"work pool {pool}: {', '.join(sorted(online_workers))}")
 
 
 def _deployment(config: PipelineConfig) -> dict[str, Any] | None:
@@ -191,7 +193,7 @@ def _request_prefect(method: str, path: str, body: dict[str, Any] | None = None)
             timeout=REQUEST_TIMEOUT_S,
         )
     except requests.RequestException as error:
-        raise ServerProblem(_no_answer(api, error, variable="PREFECT_API_URL")) from None
+        raise ServerProblem(_describe_no_answer(api, error, variable="PREFECT_API_URL")) from None
     fix = "set PREFECT_API_AUTH_STRING to user:password"
     return _json(_require_success(answer, address=f"{api}{path}", fix=fix), address=api)
 
@@ -201,7 +203,7 @@ def _request_mlflow(uri: str, path: str) -> requests.Response:
     try:
         answer = http_request(get_default_host_creds(uri), path, "GET", max_retries=0, timeout=REQUEST_TIMEOUT_S)
     except Exception as error:  # MLflow wraps the errors of requests
-        raise ServerProblem(_no_answer(uri, error, variable="MLFLOW_TRACKING_URI")) from None
+        raise ServerProblem(_describe_no_answer(uri, error, variable="MLFLOW_TRACKING_URI")) from None
     fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
     return _require_success(answer, address=f"{uri}{path}", fix=fix)
 
@@ -219,7 +221,7 @@ def _check_mlflow_database(uri: str) -> Finding:
     return ok(f"{redacted(uri)}, schema {revision}")
 
 
-def _no_answer(address: str, error: Exception, *, variable: str) -> str:
+def _describe_no_answer(address: str, error: Exception, *, variable: str) -> str:
     reason = "no answer in time" if "timed out" in str(error).lower() else "connection refused or reset"
     if "resolve" in str(error):
         reason = "its host name is unknown"
@@ -263,16 +265,18 @@ def _server_finding(package: str, version: str, *, address: str, is_open: bool, 
     Args:
         fix: variable or command that protects the server with a password.
     """
-    client = metadata.version(package)
-    server = f"{redacted(address)}, version {version}"
-    if _major(version) != _major(client):
-        return problem(f"{server}, but this machine has {package} {client}; install the same major version on both")
-    if _version_numbers(version) < _version_numbers(client)[:2]:
-        return problem(f"{server} is older than {package} {client} of this machine; update the server first")
+    installed_version = metadata.version(package)
+    server_text = f"{redacted(address)}, version {version}"
+    if _major(version) != _major(installed_version):
+        return problem(
+            f"{server_text}, but this machine has {package} {installed_version}; install the same major version on both"
+        )
+    if _version_numbers(version) < _version_numbers(installed_version)[:2]:
+        return problem(f"{server_text} is older than {package} {installed_version} of this machine; update the server first")
     host = urlsplit(address).hostname
     if is_open and host not in LOOPBACK_HOSTS:
-        return problem(f"{server} has no password: whoever reaches it can run code on the workers; set {fix}")
-    return ok(server + ("" if is_open else ", with password"))
+        return problem(f"{server_text} has no password: whoever reaches it can run code on the workers; set {fix}")
+    return ok(server_text + ("" if is_open else ", with password"))
 
 
 def _major(version: str) -> str:

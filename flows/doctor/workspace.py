@@ -10,7 +10,7 @@ from recsys_core.units import format_gib
 from tasks.run import Run
 from tasks.run_record import RunRecord
 
-DISK_RESERVE = 1.2
+DISK_RESERVE_FACTOR = 1.2
 """Free space that a run needs, as a multiple of the size of the previous run."""
 PROBLEM_STATES = {
     "Failed": "resume it with --resume {run_id}",
@@ -18,7 +18,7 @@ PROBLEM_STATES = {
     "DataRejected": "read check_data/report.html in its folder, then correct the data or the limits of data_report",
     "BrokenChampion": "return to a former champion with nightjar rollback --reason TEXT",
 }
-"""States of a run that need a person, each with the next step."""
+"""States of a run after which a person must act, each with the next step."""
 
 
 def check_disk(workspace: Path) -> Finding:
@@ -29,7 +29,7 @@ def check_disk(workspace: Path) -> Finding:
         return ok(f"{format_gib(free)} free in {workspace}; no run yet")
     size = sum(path.stat(follow_symlinks=False).st_size for path in folder.rglob("*") if path.is_file())
     text = f"{format_gib(free)} free in {workspace}; run {folder.name} takes {format_gib(size)}"
-    if free < DISK_RESERVE * size:
+    if free < DISK_RESERVE_FACTOR * size:
         return problem(
             f"{text}, and the next run needs about the same space; remove old runs, or set workspace to a larger disk"
         )

@@ -43,7 +43,7 @@ def test_after_a_run_a_server_that_does_not_answer_is_waited_for_once(
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
         after_run(config, past_run(tmp_path, FIRST_START, state="Failed"))
     (warning,) = [record.getMessage() for record in caplog.records if record.name == "nightjar"]
-    assert warning.startswith("could not log the stages to MLflow and remove files of old runs; the run is not affected (")
+    assert warning.startswith("could neither log the stages to MLflow nor remove files of old runs; the run is not affected (")
     assert (tmp_path / "index.html").is_file()
 
 

@@ -123,11 +123,11 @@ def test_a_name_with_a_dot_is_written_in_quotes(file: Path) -> None:
     [
         ("a: " + "[" * 3_000, "nests groups more than 32 deep in line 1"),
         ("{a: " * 3_000, "nests groups more than 32 deep in line 1"),
-        ("\n".join(f"key{i}: 1" for i in range(20_000)), "holds more than 20,000 keys and values"),
+        ("\n".join(f"key{i}: 1" for i in range(20_000)), "has more than 20,000 keys and values"),
         ("\n".join(f"key{i}: 1" for i in range(5_000)), "and 4,980 more"),
         (
             "a0: &a0 [1, 1, 1]\n" + "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)),
-            "holds more than 20,000 keys and values, aliases counted each time",
+            "has more than 20,000 keys and values, and each use of an alias counts",
         ),
         ("a: &a [*a]", "has an alias in line 1 for a group that contains the alias"),
         ("a: '" + "x" * (1 << 20) + "'", "has more than 1,048,576 characters"),

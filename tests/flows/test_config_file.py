@@ -259,7 +259,10 @@ def test_a_log_without_order_allows_neither_a_last_item_nor_recency_pooling(file
 
 def test_a_cosine_loss_needs_cosine_similarity(file: Path) -> None:
     error = message(file, "loss.kind=cosine_contrastive", "model.similarity=dot")
-    assert "loss.kind is cosine_contrastive, whose margin is a cosine, but model.similarity is dot; set it to cosine" in error
+    assert (
+        "loss.kind is cosine_contrastive, whose margin is a cosine, but model.similarity is dot; set model.similarity to cosine"
+        in error
+    )
 
 
 def test_distillation_needs_pretrained_item_vectors(file: Path) -> None:

@@ -26,11 +26,11 @@ def message(folder: Path, **schedule: object) -> str:
 @pytest.mark.parametrize(
     ("expression", "problem"),
     [
-        ("61 2 * * *", "is no cron expression: Bad minute"),
-        ("every day at two", "is no cron expression: Wrong number of fields"),
-        ("@daily", "is no cron expression: Wrong number of fields"),
-        ("0 0 31 2 *", "is no cron expression: Bad day-of-month"),
-        ("15 15 2 * * *", "has a second field"),
+        ("61 2 * * *", "is not a cron expression: Bad minute"),
+        ("every day at two", "is not a cron expression: Wrong number of fields"),
+        ("@daily", "is not a cron expression: Wrong number of fields"),
+        ("0 0 31 2 *", "is not a cron expression: Bad day-of-month"),
+        ("15 15 2 * * *", "has a field for seconds"),
         ("0 0 LW * *", "has LW or a number before L, which Prefect does not support"),
     ],
 )
@@ -50,7 +50,7 @@ def test_a_cron_expression_that_is_none_is_reported_with_its_problem_and_an_exam
     ],
 )
 def test_a_time_zone_that_does_not_exist_is_reported_with_the_nearest_name(tmp_path: Path, name: str, advice: str) -> None:
-    assert message(tmp_path, timezone=name) == f"schedule.timezone: '{name}' is no time zone of the IANA database; {advice}"
+    assert message(tmp_path, timezone=name) == f"schedule.timezone: '{name}' is not a time zone of the IANA database; {advice}"
 
 
 @pytest.mark.parametrize(

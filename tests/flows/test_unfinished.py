@@ -85,9 +85,9 @@ def test_trials_and_other_pipelines_and_reduced_runs_are_skipped(config: Pipelin
     [
         ("new", "schedule.unfinished_run is new"),
         ("starts", f"started {MAX_STARTS} times"),
-        ("options", "options of its own"),
-        ("config", "the config is not the one in "),
-        ("damaged", "the config is not the one in "),
+        ("options", "options such as --full-retrain"),
+        ("config", "the config differs from "),
+        ("damaged", "the config differs from "),
     ],
 )
 def test_a_new_run_starts_and_the_log_says_why(

@@ -17,14 +17,14 @@ PAGE_BUFFER_BYTES = 256 * 1024
 
 
 def open_parquet(path: Path) -> pq.ParquetFile:
-    """Open a file to stream its pages: by default pyarrow holds whole column chunks, which may be the whole file."""
+    """Open a file to stream its pages. By default, pyarrow would hold whole column chunks in memory."""
     return pq.ParquetFile(path, pre_buffer=False, buffer_size=PAGE_BUFFER_BYTES, page_checksum_verification=True)
 
 
 def read_batches(
     source: Source, path: Path, *, columns: Sequence[str], batch_rows: int, row_groups: Sequence[int] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of a file that have rows.
+    """Yield the non-empty batches of a file.
 
     Args:
         path: local file with the content of `source`.

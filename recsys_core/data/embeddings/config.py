@@ -34,7 +34,7 @@ class EmbeddingsConfig(Settings):
     id_map: IdMapConfig | None = Field(
         None,
         description="Translation of the ids, for vectors with other ids than the log: {paths, from_column, to_column}. "
-        "Vectors without an entry are removed",
+        "Vectors whose id is not in from_column are removed",
     )
     pca_dim: int | None = Field(
         None, ge=1, le=16_384, description="Number of principal components to project the vectors onto; empty: no projection"
@@ -54,7 +54,10 @@ class EmbeddingsConfig(Settings):
         description="Reject a file that decompresses to more than 1 GiB and more than this many times its size",
     )
     batch_rows: Annotated[int, OPERATIONAL] = Field(
-        65_536, ge=1, le=16_777_216, description="Maximum number of rows to read at a time; fewer if the vectors are long"
+        65_536,
+        ge=1,
+        le=16_777_216,
+        description="Maximum number of rows to read at a time. Files with long vectors are read in smaller batches",
     )
     threads: Annotated[int | None, OPERATIONAL] = Field(
         None, ge=1, le=1_024, description="Threads that read files and row groups; empty: all cores"

@@ -63,8 +63,10 @@ class TableIds:
                 start += len(ids)
                 faulty_rows_of_batch = _faulty_ids(ids, row_N, column=column)
                 if faulty_rows_of_batch:
-                    usable_N = ~np.isin(row_N, np.concatenate([same_fault.row_X for same_fault in faulty_rows_of_batch]))
-                    row_N, ids = row_N[usable_N], ids.filter(pa.array(usable_N))
+                    is_usable_N = ~np.isin(
+                        row_N, np.concatenate([rows_of_fault.row_X for rows_of_fault in faulty_rows_of_batch])
+                    )
+                    row_N, ids = row_N[is_usable_N], ids.filter(pa.array(is_usable_N))
                     faulty_rows += faulty_rows_of_batch
                 self._insert("entry_ids", pa.record_batch([_as_arrow(row_N), ids.cast(data_type)], names=["row", "id"]))
         return RowFaults.collect(files.num_rows, [faulty_rows])

@@ -39,8 +39,7 @@ def ingest_embeddings(
     Memory use does not grow with the number of vectors.
 
     Raises:
-        InputError: an id that is null, empty, duplicate or too large, a vector that is null, of another length, not finite or
-            all zero (the config may drop these rows), or a disk that is too small.
+        InputError: a row is unusable (see row_faults.Fault) and the config does not drop it, or the disk is too small.
     """
     entries = check_embeddings(configs, data_root=data_root)
     records = tuple(source.record for files in entries for source in (*files.sources, *files.id_map))
@@ -93,16 +92,17 @@ def _build_table(entries: Sequence[VectorFiles], *, table: str, out: Path) -> Ve
             subject=f"the ids of the {table} vectors",
             setting="the memory for ids",
         ) as connection:
-            ids = TableIds(connection, id_type=entries[0].id_type)
+            table_ids = TableIds(connection, id_type=entries[0].id_type)
             read_entries = [
-                _read_entry(files, ids=ids, scratch=scratch / str(index), index=index) for index, files in enumerate(entries)
+                _read_entry(files, table_ids=table_ids, scratch=scratch / str(index), index=index)
+                for index, files in enumerate(entries)
             ]
-            if not ids.num_ids:
+            if not table_ids.num_ids:
                 raise InputError(f"{entries[0].setting}: no vector is left for table {table!r}")
-            ids.write(out / f"{table}.ids.parquet")
-            dim, explained_variance = _write_matrix(read_entries, ids=ids, target=out / f"{table}.vectors.npy")
+            table_ids.write(out / f"{table}.ids.parquet")
+            dim, explained_variance = _write_matrix(read_entries, table_ids=table_ids, target=out / f"{table}.vectors.npy")
             return VectorTable(
-                rows=ids.num_ids,
+                rows=table_ids.num_ids,
                 dim=dim,
                 id_type=entries[0].id_type,
                 explained_variance=explained_variance,
@@ -118,7 +118,7 @@ def _build_table(entries: Sequence[VectorFiles], *, table: str, out: Path) -> Ve
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _read_entry(files: VectorFiles, *, ids: TableIds, scratch: Path, index: int) -> _Entry:
+def _read_entry(files: VectorFiles, *, table_ids: TableIds, scratch: Path, index: int) -> _Entry:
     """Read the ids and the vectors of an entry, and reject or remove its faulty rows."""
     config = files.config
     scratch.mkdir()
@@ -127,24 +127,24 @@ def _read_entry(files: VectorFiles, *, ids: TableIds, scratch: Path, index: int)
     matrix_path = scratch / "vectors.npy"
     with ExitStack() as stack:
         paths = stack.enter_context(local_files(files.sources, columns=[config.id_column, *files.columns], scratch=scratch))
-        id_faults, vector_faults = _read_ids_and_vectors(files, paths, ids=ids, matrix_path=matrix_path)
+        id_faults, vector_faults = _read_ids_and_vectors(files, paths, table_ids=table_ids, matrix_path=matrix_path)
         if config.on_bad_rows == "fail":
-            # Faulty ids are rejected first, because the reading of the vectors stops after a faulty id.
+            # Faulty ids are rejected first. If there is one, the vectors may be incomplete.
             reject_faults(id_faults, files)
         faults = id_faults.merge(vector_faults)
         if config.on_bad_rows == "drop":
-            ids.remove(faults.faulty_rows())
+            table_ids.remove(faults.faulty_rows())
             # Duplicates are searched among the usable rows, so that the first row with a usable vector keeps the id.
-            duplicates = ids.find_duplicates(files)
-            ids.remove(duplicates.faulty_rows())
+            duplicates = table_ids.find_duplicates(files)
+            table_ids.remove(duplicates.faulty_rows())
             faults = faults.merge(duplicates)
         reject_faults(faults, files)
         num_unmapped = 0
         if config.id_map is not None:
             columns = sorted({config.id_map.from_column, config.id_map.to_column})
             map_paths = stack.enter_context(local_files(files.id_map, columns=columns, scratch=scratch))
-            num_unmapped = ids.translate(files, paths=map_paths)
-    num_overridden = ids.add_entry(entry=index)
+            num_unmapped = table_ids.translate(files, paths=map_paths)
+    num_overridden = table_ids.add_entry(entry=index)
     return _Entry(
         index,
         files,
@@ -156,15 +156,15 @@ def _read_entry(files: VectorFiles, *, ids: TableIds, scratch: Path, index: int)
 
 
 def _read_ids_and_vectors(
-    files: VectorFiles, paths: Sequence[Path], *, ids: TableIds, matrix_path: Path
+    files: VectorFiles, paths: Sequence[Path], *, table_ids: TableIds, matrix_path: Path
 ) -> tuple[RowFaults, RowFaults]:
     """Read ids and vectors at the same time; return the faults of both. With on_bad_rows fail, a faulty id ends the reading."""
     stop = threading.Event()
 
     def read_ids() -> RowFaults:
-        faults = ids.read_entry(files, paths=paths)
+        faults = table_ids.read_entry(files, paths=paths)
         if files.config.on_bad_rows == "fail":
-            faults = faults.merge(ids.find_duplicates(files))
+            faults = faults.merge(table_ids.find_duplicates(files))
             if faults.first_row_by_fault:
                 stop.set()
         return faults
@@ -175,20 +175,20 @@ def _read_ids_and_vectors(
         return id_faults.result(), vector_faults
 
 
-def _write_matrix(entries: Sequence[_Entry], *, ids: TableIds, target: Path) -> tuple[int, float | None]:
+def _write_matrix(entries: Sequence[_Entry], *, table_ids: TableIds, target: Path) -> tuple[int, float | None]:
     """Write the usable vectors of all entries; return their length and the smallest explained variance of the projections."""
     if len(entries) == 1 and entries[0].is_final:
         dim = entries[0].source_dim
         entries[0].matrix_path.rename(target)
         return dim, None
-    projections = [_fit_projection(entry, ids=ids) for entry in entries]
+    projections = [_fit_projection(entry, table_ids=table_ids) for entry in entries]
     dims = [entry.files.config.pca_dim or entry.source_dim for entry in entries]
     for entry, dim in zip(entries, dims, strict=True):
         require_one_dim(entry.files, dim, other=entries[0].files, other_dim=dims[0])
-    out_RD = allocate_npy(target, dtype=np.float32, shape=(ids.num_ids, dims[0]))
+    out_RD = allocate_npy(target, dtype=np.float32, shape=(table_ids.num_ids, dims[0]))
     start = 0
     for entry, projection in zip(entries, projections, strict=True):
-        for block_ND in _usable_vectors(entry, ids=ids):
+        for block_ND in _usable_vectors(entry, table_ids=table_ids):
             output_ND = block_ND
             if projection is not None:
                 output_ND = projection.apply(block_ND)
@@ -197,31 +197,31 @@ def _write_matrix(entries: Sequence[_Entry], *, ids: TableIds, target: Path) -> 
             out_RD[start : start + len(output_ND)] = output_ND
             start += len(output_ND)
         os.unlink(entry.matrix_path)  # noqa: PTH108  frees disk space for the next entry
-    assert start == ids.num_ids
+    assert start == table_ids.num_ids
     return dims[0], min((projection.explained_variance for projection in projections if projection is not None), default=None)
 
 
-def _usable_vectors(entry: _Entry, *, ids: TableIds, step: int = 1) -> Iterator[NDArray[np.float32]]:
-    """Yield every `step`-th usable vector of an entry, in blocks and in the order of the rows."""
+def _usable_vectors(entry: _Entry, *, table_ids: TableIds, sample_step: int = 1) -> Iterator[NDArray[np.float32]]:
+    """Yield every `sample_step`-th usable vector of an entry, in blocks and in the order of the rows."""
     matrix_RD = np.load(entry.matrix_path, mmap_mode="r")
-    offset = 0
+    first_index = 0  # in the next batch of rows
     batch_rows = max(MIN_BATCH_ROWS, BATCH_BYTES // (4 * matrix_RD.shape[1]))
-    for row_N in ids.rows_of_entry(entry=entry.index, batch_rows=batch_rows):
-        sampled_row_N = row_N[offset::step]
-        offset = (offset - len(row_N)) % step
+    for row_N in table_ids.rows_of_entry(entry=entry.index, batch_rows=batch_rows):
+        sampled_row_N = row_N[first_index::sample_step]
+        first_index = (first_index - len(row_N)) % sample_step
         if len(sampled_row_N):
             yield matrix_RD[sampled_row_N]
 
 
-def _fit_projection(entry: _Entry, *, ids: TableIds) -> Projection | None:
+def _fit_projection(entry: _Entry, *, table_ids: TableIds) -> Projection | None:
     dim = entry.files.config.pca_dim
     if dim is None:
         return None
     check_pca_dim(entry.files, entry.source_dim)
-    num_vectors = sum(len(row_N) for row_N in ids.rows_of_entry(entry=entry.index, batch_rows=65_536))
+    num_vectors = sum(len(row_N) for row_N in table_ids.rows_of_entry(entry=entry.index, batch_rows=65_536))
     if num_vectors <= dim:
         raise InputError(
             f"{entry.files.setting}.pca_dim is {dim}, but there are only {num_vectors:,} vectors to fit it on; provide more "
             f"than {dim} vectors, or lower it"
         )
-    return Projection.fit(_usable_vectors(entry, ids=ids, step=-(-num_vectors // SAMPLE_ROWS)), dim=dim)
+    return Projection.fit(_usable_vectors(entry, table_ids=table_ids, sample_step=-(-num_vectors // SAMPLE_ROWS)), dim=dim)

@@ -1,8 +1,9 @@
 """Readers of the two layouts of vectors: a list column, or one column per dimension.
 
 A reader writes vectors into the matrix and returns the faulty rows. The content of the matrix in a faulty row is undefined.
-Row numbers count the rows of all files of one entry of the config list `embeddings`. N is the number of rows of a batch, X the
-number of its rows that are faulty or have to be checked.
+An entry is one item of the config list `embeddings`. Its rows are numbered from 0, continuously over all its files.
+
+Shapes: N rows of a batch, X rows of a batch that are faulty or have to be checked.
 """
 
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ class ListReader:
     def read(self, task: ReadTask) -> list[FaultyRows]:
         """Write the vectors of `task` into the matrix; return its faulty rows."""
         faulty_rows: list[FaultyRows] = []
-        dim, start = self.matrix_RD.shape[1], task.first_row
+        dim, first_row = self.matrix_RD.shape[1], task.first_row
         batches = read_batches(
             task.source, task.path, columns=[self.column], batch_rows=self.batch_rows, row_groups=task.row_groups
         )
@@ -55,44 +56,44 @@ class ListReader:
             length_N = np.from_dlpack(pc.fill_null(pc.list_value_length(column), -1)).astype(np.int64)
             has_right_length_N = length_N == dim
             if not has_right_length_N.all():
-                faulty_rows += self._find_wrong_lengths(length_N, start)
+                faulty_rows += self._find_wrong_lengths(length_N, first_row)
                 column = column.filter(pa.array(has_right_length_N))
             values = column.flatten()
             is_faulty_N = ~has_right_length_N
             if values.null_count:
-                null_rows = self._find_null_elements(values, start + np.flatnonzero(has_right_length_N))
+                null_rows = self._find_null_elements(values, first_row + np.flatnonzero(has_right_length_N))
                 faulty_rows.append(null_rows)
-                is_faulty_N[null_rows.row_X - start] = True
+                is_faulty_N[null_rows.row_X - first_row] = True
                 values = values.fill_null(0.0)
             with np.errstate(over="ignore"):  # a number too large for float32 becomes inf, which check_vectors finds
                 block_ND = np.from_dlpack(values).astype(np.float32, copy=False).reshape(-1, dim)
-            target_ND = self.matrix_RD[start : start + len(length_N)]
+            target_ND = self.matrix_RD[first_row : first_row + len(length_N)]
             if has_right_length_N.all():
                 target_ND[:] = block_ND
             else:
                 target_ND[has_right_length_N] = block_ND
-            faulty_rows += check_vectors(target_ND, start, is_faulty_N, columns=[self.column], normalise=self.normalise)
-            start += len(length_N)
+            faulty_rows += check_vectors(target_ND, first_row, is_faulty_N, columns=[self.column], normalise=self.normalise)
+            first_row += len(length_N)
         return faulty_rows
 
-    def _find_wrong_lengths(self, length_N: NDArray[np.int64], start: int) -> list[FaultyRows]:
+    def _find_wrong_lengths(self, length_N: NDArray[np.int64], first_row: int) -> list[FaultyRows]:
         faulty_rows = []
         null_index_X = np.flatnonzero(length_N < 0)
         if len(null_index_X):
-            faulty_rows.append(FaultyRows(Fault.NULL_VECTOR, start + null_index_X, self.column, "the vector is null"))
+            faulty_rows.append(FaultyRows(Fault.NULL_VECTOR, first_row + null_index_X, self.column, "the vector is null"))
         wrong_index_X = np.flatnonzero((length_N != self.matrix_RD.shape[1]) & (length_N >= 0))
         if len(wrong_index_X):
             length = length_N[wrong_index_X[0]]
             problem = f"the vector has {length} numbers, but the first vector has {self.matrix_RD.shape[1]}"
             if length == 0:
                 problem = "the vector is empty"
-            faulty_rows.append(FaultyRows(Fault.WRONG_LENGTH, start + wrong_index_X, self.column, problem))
+            faulty_rows.append(FaultyRows(Fault.WRONG_LENGTH, first_row + wrong_index_X, self.column, problem))
         return faulty_rows
 
     def _find_null_elements(self, values: pa.Array, row_N: NDArray[np.int64]) -> FaultyRows:
-        null_ND = values.is_null().to_numpy(zero_copy_only=False).reshape(len(row_N), -1)
-        has_null_N = null_ND.any(axis=1)
-        problem = f"number {np.argmax(null_ND[np.argmax(has_null_N)])} of the vector is null"
+        is_null_ND = values.is_null().to_numpy(zero_copy_only=False).reshape(len(row_N), -1)
+        has_null_N = is_null_ND.any(axis=1)
+        problem = f"number {np.argmax(is_null_ND[np.argmax(has_null_N)])} of the vector is null"
         return FaultyRows(Fault.NULL_ELEMENT, row_N[has_null_N], self.column, problem)
 
 
@@ -107,35 +108,35 @@ class ColumnsReader:
     def read(self, task: ReadTask) -> list[FaultyRows]:
         """Write the columns of `task` into the matrix; return the rows with a null. A null becomes 0."""
         faulty_rows: list[FaultyRows] = []
-        names, start = list(self.columns[task.columns]), task.first_row
+        names, first_row = list(self.columns[task.columns]), task.first_row
         batches = read_batches(task.source, task.path, columns=names, batch_rows=self.batch_rows, row_groups=task.row_groups)
         for batch in batches:
             arrays = []
             for name in names:
                 array = batch.column(name)
                 if array.null_count:
-                    row_X = start + np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))
+                    row_X = first_row + np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))
                     faulty_rows.append(FaultyRows(Fault.NULL_ELEMENT, row_X, name, "the number is null"))
                     array = array.fill_null(0.0)
                 arrays.append(array if pa.types.is_float32(array.type) else array.cast(pa.float32(), safe=False))
             float32_batch = pa.record_batch(arrays, names=names)
-            target_ND = self.matrix_RD[start : start + batch.num_rows, task.columns]
+            target_ND = self.matrix_RD[first_row : first_row + batch.num_rows, task.columns]
             for block_start in range(0, batch.num_rows, TRANSPOSED_ROWS):
                 block = float32_batch.slice(block_start, TRANSPOSED_ROWS)
                 target_ND[block_start : block_start + TRANSPOSED_ROWS] = block.to_tensor(row_major=True).to_numpy()
-            start += batch.num_rows
+            first_row += batch.num_rows
         return faulty_rows
 
 
 def check_vectors(
-    block_ND: NDArray[np.float32], start: int, is_faulty_N: NDArray[np.bool_], *, columns: Sequence[str], normalise: bool
+    block_ND: NDArray[np.float32], first_row: int, is_faulty_N: NDArray[np.bool_], *, columns: Sequence[str], normalise: bool
 ) -> list[FaultyRows]:
     """Return the rows whose vector is all zero or has a number that is not finite.
 
     With `normalise`, also scale all vectors in place to length 1.
 
     Args:
-        start: number of the first row of the block.
+        first_row: number of the block's first row.
         is_faulty_N: rows that already have a fault, which are not checked again.
         columns: the list column, or the column of each dimension.
     """
@@ -152,7 +153,7 @@ def check_vectors(
         suspect_XD = block_ND[suspect_index_X]
         with np.errstate(over="ignore", invalid="ignore"):
             norm_N[suspect_index_X] = np.linalg.norm(suspect_XD.astype(np.float64), axis=1)
-        faulty_rows = _find_not_finite_or_zero(suspect_XD, start + suspect_index_X, columns=columns)
+        faulty_rows = _find_not_finite_or_zero(suspect_XD, first_row + suspect_index_X, columns=columns)
     if normalise:
         with np.errstate(all="ignore"):  # a faulty row may have norm 0
             # A norm outside the range of float32 needs float64, which is slower.

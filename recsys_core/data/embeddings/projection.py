@@ -50,8 +50,8 @@ class Projection:
         component_DP = component_DP * np.sign(component_DP[np.abs(component_DP).argmax(axis=0), np.arange(dim)])
         total_variance = eigenvalue_D.clip(min=0).sum()
         kept_variance = eigenvalue_D[::-1][:dim].clip(min=0).sum()
-        share = float(kept_variance / total_variance) if total_variance > 0 else 1.0
-        return cls(mean_D, np.ascontiguousarray(component_DP, np.float32), min(round(share, 12), 1.0))
+        kept_share = float(kept_variance / total_variance) if total_variance > 0 else 1.0
+        return cls(mean_D, np.ascontiguousarray(component_DP, np.float32), min(round(kept_share, 12), 1.0))
 
     def apply(self, block_ND: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the projected vectors."""

@@ -20,7 +20,7 @@ from recsys_core.errors import InputError
 
 COLUMNS_AT_A_TIME = 8
 """Number of columns that a task reads. A parquet reader holds a page (often 1 MiB) and the dictionary of each of its columns in
-memory, which would be gigabytes for thousands of columns.
+memory. For thousands of columns these would be gigabytes.
 """
 BATCH_BYTES = 8 * 2**20
 MIN_BATCH_ROWS = 64
@@ -63,7 +63,7 @@ def read_vectors(files: VectorFiles, *, paths: Sequence[Path], out: Path, stop: 
 
     def check_batch(start: int) -> list[FaultyRows]:
         rows = slice(start, start + batch_rows)
-        has_null_N = null_faults.code_R[rows] != 0
+        has_null_N = null_faults.fault_code_R[rows] != 0
         return check_vectors(matrix_RD[rows], start, has_null_N, columns=files.columns, normalise=normalise)
 
     batch_starts = range(0, files.num_rows, batch_rows)
@@ -71,12 +71,12 @@ def read_vectors(files: VectorFiles, *, paths: Sequence[Path], out: Path, stop: 
 
 
 def _in_threads(
-    num_threads: int, run: Callable[[Task], list[FaultyRows]], tasks: Iterable[Task], *, stop: threading.Event
+    num_threads: int, run_task: Callable[[Task], list[FaultyRows]], tasks: Iterable[Task], *, stop: threading.Event
 ) -> Iterator[list[FaultyRows]]:
     """Yield the faulty rows of each task. After the first error, or once `stop` is set, no task starts."""
 
     def run_unless_stopped(task: Task) -> list[FaultyRows]:
-        return [] if stop.is_set() else run(task)
+        return [] if stop.is_set() else run_task(task)
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="vectors") as pool:
         yield from pool.map(run_unless_stopped, tasks)
@@ -87,12 +87,14 @@ def _read_tasks(files: VectorFiles, paths: Sequence[Path], *, column_groups: Seq
     first_row = 0
     for source, path in zip(files.sources, paths, strict=True):
         with pq.ParquetFile(path) as file:
-            group_rows = [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)]
+            num_group_rows = [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)]
         start_group = 0
-        while start_group < len(group_rows):
+        while start_group < len(num_group_rows):
             stop_group, num_rows = start_group, 0
-            while stop_group < len(group_rows) and num_rows + group_rows[stop_group] <= max(TASK_ROWS, group_rows[start_group]):
-                num_rows, stop_group = num_rows + group_rows[stop_group], stop_group + 1
+            while stop_group < len(num_group_rows) and num_rows + num_group_rows[stop_group] <= max(
+                TASK_ROWS, num_group_rows[start_group]
+            ):
+                num_rows, stop_group = num_rows + num_group_rows[stop_group], stop_group + 1
             for columns in column_groups:
                 yield ReadTask(source, path, tuple(range(start_group, stop_group)), first_row, columns)
             start_group, first_row = stop_group, first_row + num_rows

@@ -1,4 +1,4 @@
-"""Unusable rows of pretrained embeddings: the fault of each row, and the error if these rows may not be dropped.
+"""Unusable rows of pretrained embeddings: the fault of each row, and the error if the config does not drop such rows.
 
 An entry is one item of the config list `embeddings`. Its rows are numbered from 0, continuously over all its files.
 
@@ -51,7 +51,7 @@ class FaultyRows:
 class RowFaults:
     """The faults of all rows of an entry."""
 
-    code_R: NDArray[np.uint8]
+    fault_code_R: NDArray[np.uint8]
     """Fault of each row, 0 for a usable row."""
     first_row_by_fault: Mapping[Fault, tuple[int, str, str]]
     """For each fault, the first row with this fault, its column and its problem."""
@@ -60,32 +60,34 @@ class RowFaults:
     def collect(cls, num_rows: int, batches: Iterable[Sequence[FaultyRows]]) -> Self:
         """Collect the faults of batches in any order.
 
-        Batches with different columns of the same row must have the same fault for it.
+        If several batches report a fault of the same row, in different columns, it must be the same fault.
         """
-        code_R = np.zeros(num_rows, np.uint8)  # zero pages take no memory until one is written, and faults are rare
+        fault_code_R = np.zeros(num_rows, np.uint8)  # zero pages take no memory until one is written, and faults are rare
         first_row_by_fault: dict[Fault, tuple[int, str, str]] = {}
         for batch in batches:
             for faulty_rows in batch:
                 fault = faulty_rows.fault
-                code_R[faulty_rows.row_X] = fault
+                fault_code_R[faulty_rows.row_X] = fault
                 first_of_batch = (int(faulty_rows.row_X[0]), faulty_rows.column, faulty_rows.problem)
                 first_row_by_fault[fault] = min(first_of_batch, first_row_by_fault.get(fault, first_of_batch))
-        return cls(code_R, first_row_by_fault)
+        return cls(fault_code_R, first_row_by_fault)
 
     def merge(self, other: "RowFaults") -> "RowFaults":
         """Return the faults of `self` and `other`. A row with a fault in both has the fault of `self`."""
         if not other.first_row_by_fault:
             return self
-        code_R = np.where(self.code_R != 0, self.code_R, other.code_R)
-        return RowFaults(code_R, {**other.first_row_by_fault, **self.first_row_by_fault})
+        fault_code_R = np.where(self.fault_code_R != 0, self.fault_code_R, other.fault_code_R)
+        return RowFaults(fault_code_R, {**other.first_row_by_fault, **self.first_row_by_fault})
 
     def faulty_rows(self) -> NDArray[np.int64]:
         """Return all rows with a fault, ascending."""
-        return np.flatnonzero(self.code_R) if self.first_row_by_fault else np.empty(0, np.int64)
+        return np.flatnonzero(self.fault_code_R) if self.first_row_by_fault else np.empty(0, np.int64)
 
     def counts(self) -> dict[str, int]:
         """Return the number of rows with each fault, by its name in lower case."""
-        counts = {fault.name.lower(): int(np.count_nonzero(self.code_R == fault)) for fault in sorted(self.first_row_by_fault)}
+        counts = {
+            fault.name.lower(): int(np.count_nonzero(self.fault_code_R == fault)) for fault in sorted(self.first_row_by_fault)
+        }
         return {name: count for name, count in counts.items() if count}
 
 

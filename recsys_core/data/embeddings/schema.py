@@ -50,7 +50,7 @@ class VectorFiles:
 
 
 def check_embeddings(configs: Sequence[EmbeddingsConfig], *, data_root: Path | None = None) -> tuple[VectorFiles, ...]:
-    """Open the files of all entries and check their columns and types; raise InputError.
+    """Open the files of all entries. Raise InputError for a missing or invalid file, or for a missing or unsuitable column.
 
     Args:
         data_root: folder that has to contain every file.
@@ -170,23 +170,23 @@ def _vector_columns(source: Source, config: EmbeddingsConfig, *, setting: str) -
 
 def _numbered_columns(source: Source, prefix: str) -> tuple[str, ...]:
     """Return the columns named `prefix` and a number, in the order of the numbers, which have to be consecutive."""
-    columns: dict[int, str] = {}
+    name_by_number: dict[int, str] = {}
     for name in source.schema.names:
         match = re.fullmatch(re.escape(prefix) + r"([0-9]{1,9})", name)
         if match is None:
             continue
         number = int(match[1])
-        if number in columns:
+        if number in name_by_number:
             raise InputError(
-                f"{source.name}: columns {columns[number]!r} and {name!r} are both dimension {number}; keep one of them"
+                f"{source.name}: columns {name_by_number[number]!r} and {name!r} are both dimension {number}; keep one of them"
             )
-        columns[number] = name
-    if not columns:
+        name_by_number[number] = name
+    if not name_by_number:
         raise InputError(
             f"{source.name}: no column is named {prefix!r} and a number; it has {shown_names(source.schema.names, at_most=20)}"
         )
-    first, last = min(columns), max(columns)
-    for number in range(first, first + len(columns)):
-        if number not in columns:
+    first, last = min(name_by_number), max(name_by_number)
+    for number in range(first, first + len(name_by_number)):
+        if number not in name_by_number:
             raise InputError(f"{source.name}: column {prefix}{number} is missing between {prefix}{first} and {prefix}{last}")
-    return tuple(columns[number] for number in sorted(columns))
+    return tuple(name_by_number[number] for number in sorted(name_by_number))

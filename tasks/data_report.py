@@ -7,7 +7,7 @@ from recsys_core.data_report.config import DataReportConfig
 from recsys_core.errors import DataRejectedError
 from recsys_core.manifests import DataReportManifest, Dataset, InteractionsManifest, load_manifest
 from tasks.artifacts import show_link, show_markdown
-from tasks.reporting import LOG
+from tasks.reporting import LOG, StageLog
 from tasks.run import Run
 from tasks.stage import stage
 
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 
 @stage("check_data")
-def check_data(config: DataReportConfig, *, split: Split, dataset: Dataset, run: Run) -> tuple[DataReportManifest, str]:
+def check_data(config: DataReportConfig, *, split: Split, dataset: Dataset, run: Run) -> DataReportManifest:
     """Write the data report; raise DataRejectedError if the data violates a limit of the config."""
+    stage_log = StageLog("check_data")
     from recsys_core.data_report.page import to_markdown
     from recsys_core.data_report.report import report_data
     from tasks.registry.tracking import log_data_report_or_warn
@@ -42,7 +43,7 @@ def check_data(config: DataReportConfig, *, split: Split, dataset: Dataset, run:
             f"the data violates {len(manifest.breaches)} of the limits in data_report:\n{violations}\nsee {page}; "
             f"fix the data, or relax the limit and rerun with --resume {run.run_id}"
         )
-    return manifest, f"no limit is violated; reference run: {manifest.compared_with or 'none'}"
+    return stage_log.finish(manifest, f"no limit is violated; reference run: {manifest.compared_with or 'none'}")
 
 
 def _reference_run(run: Run) -> "PreviousRun | None":

@@ -5,6 +5,7 @@ from recsys_core.manifests import Dataset, ExportManifest, TrainManifest
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training.config import TrainingConfig
+from tasks.reporting import StageLog
 from tasks.run import Run
 from tasks.stage import stage
 
@@ -19,8 +20,9 @@ def export_vectors(
     trained: TrainManifest,
     launcher: Launcher,
     run: Run,
-) -> tuple[ExportManifest, str]:
+) -> ExportManifest:
     """Compute item vectors, query vectors and tables from the checkpoint."""
+    stage_log = StageLog("export")
     from recsys_core.training import export as export_core
 
     manifest = export_core.export_vectors(
@@ -33,4 +35,4 @@ def export_vectors(
         launcher=launcher,
     )
     queries = ", ".join(f"{count:,} {split} queries" for split, count in manifest.num_queries.items())
-    return manifest, f"{manifest.num_items:,} x {manifest.dim} item vectors, {queries}"
+    return stage_log.finish(manifest, f"{manifest.num_items:,} x {manifest.dim} item vectors, {queries}")

@@ -4,17 +4,21 @@ from recsys_core.manifests import ExportManifest, IndexManifest
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.plot import plot_indexes, to_markdown
 from tasks.artifacts import show_image, show_markdown
+from tasks.reporting import StageLog
 from tasks.run import Run
 from tasks.stage import stage
 
 
 @stage("build_index")
-def build_index(config: IndexConfig, *, export: ExportManifest, run: Run) -> tuple[IndexManifest, str]:
+def build_index(config: IndexConfig, *, export: ExportManifest, run: Run) -> IndexManifest:
     """Build the FAISS indexes of the item vectors and measure them against exact search."""
+    stage_log = StageLog("build_index")
     from recsys_core.retrieval import index as index_core
 
     manifest = index_core.build_indexes(config, export=export, folder=run.stage_folder("build_index"))
     show_markdown(run, "index", to_markdown(manifest.reports, served=manifest.served))
     show_image(run, "indexes", plot_indexes(manifest.reports, served=manifest.served, path=run.folder / "indexes.png"))
     report = manifest.reports[manifest.served]
-    return manifest, f"{manifest.served}: recall {report.recall:.4f} of exact search, {report.ms_per_query:.3f} ms per query"
+    return stage_log.finish(
+        manifest, f"{manifest.served}: recall {report.recall:.4f} of exact search, {report.ms_per_query:.3f} ms per query"
+    )

@@ -10,26 +10,29 @@ from recsys_core.data.features.config import FeaturesConfig
 from recsys_core.data.interactions import ingest as interactions_core
 from recsys_core.data.interactions.config import InteractionsConfig
 from recsys_core.manifests import Dataset, EmbeddingsManifest, FeaturesManifest, InteractionsManifest
+from tasks.reporting import StageLog
 from tasks.run import Run
 from tasks.stage import stage
 
 
 @stage("ingest_embeddings")
-def ingest_embeddings(
-    configs: Sequence[EmbeddingsConfig], *, data_root: Path | None, run: Run
-) -> tuple[EmbeddingsManifest | None, str]:
+def ingest_embeddings(configs: Sequence[EmbeddingsConfig], *, data_root: Path | None, run: Run) -> EmbeddingsManifest | None:
     """Write the pretrained vectors as one memory-mapped matrix per table."""
+    stage_log = StageLog("ingest_embeddings")
     if not configs:
-        return None, "no pretrained embeddings"
+        return stage_log.finish(None, "no pretrained embeddings")
     manifest = embeddings_core.ingest_embeddings(configs, folder=run.stage_folder("ingest_embeddings"), data_root=data_root)
-    return manifest, "; ".join(f"{name}: {table.rows:,} x {table.dim} vectors" for name, table in manifest.tables.items())
+    return stage_log.finish(
+        manifest, "; ".join(f"{name}: {table.rows:,} x {table.dim} vectors" for name, table in manifest.tables.items())
+    )
 
 
 @stage("ingest_interactions")
 def ingest_interactions(
     config: InteractionsConfig, *, embeddings: EmbeddingsManifest | None, data_root: Path | None, run: Run
-) -> tuple[InteractionsManifest, str]:
+) -> InteractionsManifest:
     """Write the vocabularies, the split and the event store."""
+    stage_log = StageLog("ingest_interactions")
     manifest = interactions_core.ingest_interactions(
         config,
         embeddings=embeddings,
@@ -39,16 +42,19 @@ def ingest_interactions(
     )
     num_events = manifest.train_events + manifest.validation_events + manifest.test_events
     files_read = f"{manifest.files_read} of {len(manifest.sources)} files read"
-    return manifest, f"{num_events:,} events, {manifest.num_users:,} users, {manifest.num_items:,} items, {files_read}"
+    return stage_log.finish(
+        manifest, f"{num_events:,} events, {manifest.num_users:,} users, {manifest.num_items:,} items, {files_read}"
+    )
 
 
 @stage("ingest_features")
 def ingest_features(
     config: FeaturesConfig | None, *, log: InteractionsConfig, dataset: Dataset, data_root: Path | None, run: Run
-) -> tuple[FeaturesManifest | None, str]:
+) -> FeaturesManifest | None:
     """Write the features of users, items and events; continue the vocabularies of the previous run."""
+    stage_log = StageLog("ingest_features")
     if config is None:
-        return None, "no features"
+        return stage_log.finish(None, "no features")
     manifest = features_core.ingest_features(
         config,
         interactions=dataset.interactions,
@@ -60,4 +66,4 @@ def ingest_features(
         data_root=data_root,
     )
     num_rows = sum(feature.rows for feature in manifest.features.values())
-    return manifest, f"{len(manifest.features)} features, {num_rows:,} rows in their tables"
+    return stage_log.finish(manifest, f"{len(manifest.features)} features, {num_rows:,} rows in their tables")

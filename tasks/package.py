@@ -3,6 +3,7 @@
 from recsys_core.manifests import Dataset, EvaluationManifest, ExportManifest, IndexManifest, PackageManifest
 from recsys_core.serving.config import PackageConfig
 from recsys_core.units import MIB
+from tasks.reporting import StageLog
 from tasks.run import Run
 from tasks.stage import stage
 
@@ -16,8 +17,9 @@ def build_package(
     dataset: Dataset,
     evaluation: EvaluationManifest,
     run: Run,
-) -> tuple[PackageManifest, str]:
+) -> PackageManifest:
     """Write the query tower, the served index and the ids into one folder that can be served."""
+    stage_log = StageLog("package")
     from recsys_core.serving import package as package_core
 
     manifest = package_core.build_package(
@@ -28,4 +30,6 @@ def build_package(
         evaluation=evaluation,
         folder=run.stage_folder("package"),
     )
-    return manifest, f"{manifest.quantization} tower, {manifest.served_index} index, {manifest.bytes / MIB:,.1f} MiB"
+    return stage_log.finish(
+        manifest, f"{manifest.quantization} tower, {manifest.served_index} index, {manifest.bytes / MIB:,.1f} MiB"
+    )

@@ -6,6 +6,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.config import ShardingConfig
 from recsys_core.training.config import TrainingConfig
 from tasks.artifacts import show_markdown
+from tasks.reporting import StageLog
 from tasks.run import Run
 from tasks.stage import stage
 
@@ -13,8 +14,9 @@ from tasks.stage import stage
 @stage("plan_sharding")
 def plan_sharding(
     config: ShardingConfig, *, model: ModelSpec, loss: LossConfig, training: TrainingConfig, dataset: Dataset, run: Run
-) -> tuple[PlanManifest, str]:
+) -> PlanManifest:
     """Plan where the shards of each table go; write plan.json and plan.html."""
+    stage_log = StageLog("plan_sharding")
     from recsys_core.sharding import planner
     from recsys_core.sharding.lookup_stats import measure_lookups
     from recsys_core.sharding.plan_file import PlanFile
@@ -30,4 +32,4 @@ def plan_sharding(
     plan = PlanFile.read(manifest.path("plan.json"))
     show_markdown(run, "sharding-plan", plan.to_markdown())
     tables = ", ".join(f"{name} {table.sharding_type}" for name, table in plan.tables.items())
-    return manifest, f"{plan.world_size} {plan.device} ranks: {tables}"
+    return stage_log.finish(manifest, f"{plan.world_size} {plan.device} ranks: {tables}")

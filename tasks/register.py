@@ -18,6 +18,7 @@ from recsys_core.manifests import (
 )
 from tasks.artifacts import show_markdown
 from tasks.registry.config import RegistryConfig
+from tasks.reporting import StageLog
 from tasks.run import Run
 from tasks.stage import stage
 
@@ -37,11 +38,12 @@ def register(
     report: DataReportManifest,
     dataset: Dataset,
     run: Run,
-) -> tuple[RegistrationManifest | None, str]:
+) -> RegistrationManifest | None:
     """Log the results of the run to MLflow, register the package as a model version, and compare the version with the champion.
 
     A dry run only logs the results. Its manifest is None.
     """
+    stage_log = StageLog("register")
     from tasks.events import emit_alias_change
     from tasks.registry import tracking
     from tasks.registry.gate import pass_gate
@@ -62,7 +64,7 @@ def register(
 
     if run.options.dry_run:
         log_run()
-        return None, "dry run: no version is registered"
+        return stage_log.finish(None, "dry run: no version is registered")
     fingerprint = fingerprint_of("registration", config, uri, package, evaluation, trained, run.options.promote)
     registration = StageFolder(run.stage_folder("register"), RegistrationManifest, fingerprint=fingerprint)
     manifest = registration.manifest
@@ -89,7 +91,9 @@ def register(
             )
             manifest = registration.commit(**verdict)
     show_markdown(run, "verdict", verdict_page(manifest, evaluation=evaluation))
-    return manifest, f"{manifest.model_name} version {manifest.version} is {manifest.alias}: {manifest.reasons[0]}"
+    return stage_log.finish(
+        manifest, f"{manifest.model_name} version {manifest.version} is {manifest.alias}: {manifest.reasons[0]}"
+    )
 
 
 def verdict_page(registration: RegistrationManifest, *, evaluation: EvaluationManifest) -> str:

@@ -2,12 +2,14 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import TypeVar
 
 from recsys_core.manifests import MANIFEST_NAME, Manifest, TrainManifest
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job_spec import Progress
 
+M = TypeVar("M", bound=Manifest | None)
 LOG = logging.getLogger("nightjar")
 LOG.setLevel(logging.INFO)
 logging.getLogger("recsys_core").setLevel(logging.INFO)
@@ -15,26 +17,29 @@ PROGRESS_LOG = logging.getLogger("nightjar.steps")
 """Progress of the run as DEBUG records: `stage`, and for a progress bar `done`, `total` and `note`."""
 
 
-def begin_stage(stage: str) -> Callable[[Manifest | None, str], None]:
-    """Report the start of `stage`. Return a function that logs the end of the stage in one line.
+class StageLog:
+    """The log lines of a stage that runs now. The constructor reports the start of the stage."""
 
-    The line has the name of the stage, the facts passed to the function, and the seconds. A stage that an earlier start of the
-    run completed has "(kept)" instead of the seconds, and a stage without a result has "(skipped)".
-    """
-    PROGRESS_LOG.debug("%s begins", stage, extra={"stage": stage})
-    start_s, start_timestamp = time.perf_counter(), time.time()
+    def __init__(self, stage: str) -> None:
+        self.stage = stage
+        PROGRESS_LOG.debug("%s begins", stage, extra={"stage": stage})
+        self._start_s, self._start_timestamp = time.perf_counter(), time.time()
 
-    def finish(manifest: Manifest | None, facts: str) -> None:
+    def finish(self, manifest: M, facts: str) -> M:
+        """Log the end of the stage in one line, and return `manifest`, which is None if the stage has no result.
+
+        The line has the name of the stage, `facts`, and the seconds. A stage that an earlier start of the run completed has
+        "(kept)" instead of the seconds, and a stage without a result has "(skipped)".
+        """
         # An earlier process wrote the manifest of a kept stage.
         if manifest is None:
             duration = "(skipped)"
-        elif (manifest.folder / MANIFEST_NAME).stat().st_mtime < start_timestamp:
+        elif (manifest.folder / MANIFEST_NAME).stat().st_mtime < self._start_timestamp:
             duration = "(kept)"
         else:
-            duration = f"{time.perf_counter() - start_s:,.1f} s"
-        LOG.info("%-20s %-70s %s", stage, facts, duration, extra={"stage_line": (stage, facts, duration)})
-
-    return finish
+            duration = f"{time.perf_counter() - self._start_s:,.1f} s"
+        LOG.info("%-20s %-70s %s", self.stage, facts, duration, extra={"stage_line": (self.stage, facts, duration)})
+        return manifest
 
 
 def show_bar(stage: str, *, done: int, total: int, note: str) -> None:

@@ -1,4 +1,4 @@
-"""The decorator for the stages of a run: it makes a stage a Prefect task, logs one line, and ends the run after `Run.until`."""
+"""The decorator for the stages of a run: it makes a stage a Prefect task, and ends the run after `Run.until`."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -8,7 +8,6 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from recsys_core.manifests import Manifest
-from tasks.reporting import begin_stage
 from tasks.run import Run, StageName
 
 P = ParamSpec("P")
@@ -23,22 +22,14 @@ class StoppedEarly(Exception):
         self.stage = stage
 
 
-def stage(name: StageName) -> Callable[[Callable[P, tuple[M, str]]], Callable[P, M]]:
-    """Run the decorated function as the Prefect task `name` and log its result in one line.
+def stage(name: StageName) -> Callable[[Callable[P, M]], Callable[P, M]]:
+    """Run the decorated function as the Prefect task `name`, and raise StoppedEarly after it if it is the stage `run.until`.
 
-    The function has the keyword argument `run`. It returns its manifest and a short text for the log; the manifest is None if
-    the stage has nothing to do. The decorated function returns only the manifest, or raises StoppedEarly if the stage is
-    `run.until`.
+    The function has the keyword argument `run`, and returns its manifest, or None if the stage has no result.
     """
 
-    def decorate(function: Callable[P, tuple[M, str]]) -> Callable[P, M]:
-        @task(name=name, cache_policy=NO_CACHE)
-        @wraps(function)
-        def as_task(*args: P.args, **kwargs: P.kwargs) -> M:
-            finish = begin_stage(name)
-            manifest, facts = function(*args, **kwargs)
-            finish(manifest, facts)
-            return manifest
+    def decorate(function: Callable[P, M]) -> Callable[P, M]:
+        as_task = task(name=name, cache_policy=NO_CACHE)(function)
 
         @wraps(function)
         def run_stage(*args: P.args, **kwargs: P.kwargs) -> M:

@@ -9,7 +9,7 @@ from recsys_core.sharding.config import ShardingConfig
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job_spec import Progress
 from tasks.artifacts import TrainingProgress, show_image
-from tasks.reporting import training_facts
+from tasks.reporting import StageLog, training_facts
 from tasks.run import Run
 from tasks.stage import stage
 
@@ -26,8 +26,9 @@ def train(
     launcher: Launcher,
     model_name: str,
     run: Run,
-) -> tuple[TrainManifest, str]:
+) -> TrainManifest:
     """Train with torchrun on one or more hosts; send each line of metrics to MLflow, the terminal and a Prefect artifact."""
+    stage_log = StageLog("train")
     from recsys_core.training import train as train_core
     from tasks.registry.champion import starting_champion
     from tasks.registry.tracking import MetricRelay
@@ -53,4 +54,4 @@ def train(
             launcher=launcher,
         )
     show_image(run, "training-loss", plot_loss(manifest, path=run.folder / "loss.png"))
-    return manifest, progress_artifact.finish(training_facts(manifest, config=config))
+    return stage_log.finish(manifest, progress_artifact.finish(training_facts(manifest, config=config)))

@@ -7,9 +7,12 @@ from pathlib import Path
 from recsys_core.launching.rank import register_rank
 from recsys_core.patches.cpu_features import share_cpu_features
 
+if __name__ == "__main__":
+    register_rank()
+    share_cpu_features()
+    # torch is imported only now: share_cpu_features has to run before it.
+    from torch.distributed.elastic.multiprocessing.errors import record
 
-def run_job(job_file: Path) -> None:
-    """Collective. Join the process group and run the TrainJob or ExportJob in `job_file`."""
     from recsys_core.patches.rank import prepare_rank
     from recsys_core.sharding.plan_file import PlanFile
     from recsys_core.training.export import run_export
@@ -17,22 +20,13 @@ def run_job(job_file: Path) -> None:
     from recsys_core.training.loop import run_training
     from recsys_core.training.process_group import join_process_group
 
-    job = JOB_ADAPTER.validate_json(job_file.read_bytes())
+    job = JOB_ADAPTER.validate_json(Path(sys.argv[1]).read_bytes())
     device = PlanFile.read(job.plan).device
     if device == "cpu":
         prepare_rank(local_rank=int(os.environ["LOCAL_RANK"]), num_local_ranks=int(os.environ["LOCAL_WORLD_SIZE"]))
     with join_process_group(device=device) as process:
+        # `record` writes an exception to the rank's error file, which the agent reads.
         if isinstance(job, TrainJob):
-            run_training(job, process=process)
+            record(run_training)(job, process=process)
         else:
-            run_export(job, process=process)
-
-
-if __name__ == "__main__":
-    register_rank()
-    share_cpu_features()
-    # torch is imported only now: share_cpu_features has to run before it.
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    # `record` writes an exception to the rank's error file, which the agent reads.
-    record(run_job)(Path(sys.argv[1]))
+            record(run_export)(job, process=process)

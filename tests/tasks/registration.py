@@ -20,7 +20,7 @@ def run_of(workspace: Path, run_id: str, **options: Any) -> Run:
 
 
 def do_register(stages: Stages, run: Run, **config: Any) -> RegistrationManifest:
-    return register.fn(RegistryConfig(model_name="m", **config), run=run, **stages._asdict())[0]
+    return register.fn(RegistryConfig(model_name="m", **config), run=run, **stages._asdict())
 
 
 def aliases(client: MlflowClient) -> dict[str, str]:

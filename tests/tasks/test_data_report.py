@@ -39,7 +39,7 @@ def check(workspace: Path, day: int, *, events: int, **limits: Any) -> DataRepor
     interactions = interactions_of(run.stage_folder("ingest_interactions"), log, item_ids=[7])
     run.config_file.write_text("name: tests\n")
     split = FileSplit(test=("test.parquet",))
-    return data_report.check_data.fn(DataReportConfig(**limits), split=split, dataset=Dataset(interactions), run=run)[0]
+    return data_report.check_data.fn(DataReportConfig(**limits), split=split, dataset=Dataset(interactions), run=run)
 
 
 def test_a_broken_limit_raises_an_error_that_names_the_page(workspace: Path, untracked: None) -> None:

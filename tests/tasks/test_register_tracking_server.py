@@ -23,7 +23,7 @@ def test_a_version_is_registered_tested_and_promoted_on_a_server(
     run.config_file.write_text("name: tests\n")
     with running(mlflow_server(tmp_path)) as server:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", server.address)
-        registration = register.fn(RegistryConfig(model_name="m"), run=run, **stages()._asdict())[0]
+        registration = register.fn(RegistryConfig(model_name="m"), run=run, **stages()._asdict())
         assert (registration.version, registration.alias) == ("1", "champion")
         assert champion_uri(connect(run.workspace), "m") == "models:/m/1"
     assert not (run.workspace / "mlflow.db").exists()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from recsys_core.manifests import PlanManifest
+from tasks.reporting import StageLog
 from tasks.run import Run, StageName
 from tasks.stage import StoppedEarly, stage
 from tests.recsys_core.manifests.committed_stage import commit_stage
@@ -19,11 +20,12 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PlanManifest | None]:
     monkeypatch.setattr("tasks.stage.task", lambda **_: lambda function: function)
 
     @stage("plan_sharding")
-    def plan(folder: Path | None, *, run: Run) -> tuple[PlanManifest | None, str]:
+    def plan(folder: Path | None, *, run: Run) -> PlanManifest | None:
+        stage_log = StageLog("plan_sharding")
         if folder is None:
-            return None, "nothing to plan"
+            return stage_log.finish(None, "nothing to plan")
         manifest = commit_stage(folder, PlanManifest, fingerprint="f", build=lambda out: {"world_size": 2, "device": "cpu"})
-        return manifest, "2 cpu ranks"
+        return stage_log.finish(manifest, "2 cpu ranks")
 
     return plan
 

@@ -36,7 +36,7 @@ def require_free(folder: Path, needed_bytes: int, *, subject: str) -> None:
 
 @contextmanager
 def explain_disk_full(folder: Path) -> Iterator[None]:
-    """Replace an error in the block that a full disk causes by an InputError that reports the free space.
+    """If the block fails because the disk is full, raise an InputError that reports the free space.
 
     The block writes below `folder`. Some libraries do not report the cause of a failed write. If less than MIN_STAGE_BYTES are
     free, any error is therefore attributed to the full disk.
@@ -74,13 +74,13 @@ def used_bytes(folder: Path) -> int:
 
     A file that another process removes in the meantime is left out.
     """
-    blocks: dict[tuple[int, int], int] = {}
+    blocks_by_inode: dict[tuple[int, int], int] = {}
     for parent, _, names in os.walk(folder):
         for name in names:
             with suppress(OSError):
                 status = (Path(parent) / name).lstat()
-                blocks[status.st_dev, status.st_ino] = status.st_blocks
-    return 512 * sum(blocks.values())
+                blocks_by_inode[status.st_dev, status.st_ino] = status.st_blocks
+    return 512 * sum(blocks_by_inode.values())
 
 
 def free_bytes(folder: Path) -> int:
@@ -106,16 +106,16 @@ def allocate_npy(path: Path, *, dtype: DTypeLike, shape: tuple[int, ...]) -> NDA
         header = {"descr": np.lib.format.dtype_to_descr(data_type), "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(file, header)
         file.flush()
-        size = file.tell() + math.prod(shape) * data_type.itemsize
+        num_bytes = file.tell() + math.prod(shape) * data_type.itemsize
         try:
-            os.posix_fallocate(file.fileno(), 0, size)
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
         except OSError as error:
             if error.errno not in (*DISK_FULL_ERRNOS, errno.EFBIG):
                 raise
             path.unlink()
             shape_text = f"{' x '.join(f'{length:,}' for length in shape)} numbers"
             raise disk_full_error(
-                path.parent, reason=f"{path.name}, {shape_text}, takes {format_gib(size, digits=3)}"
+                path.parent, reason=f"{path.name}, {shape_text}, takes {format_gib(num_bytes, digits=3)}"
             ) from error
     array: NDArray[Any] = np.load(path, mmap_mode="r+")
     return array

@@ -35,7 +35,7 @@ def die_with_parent() -> None:
 def die_with_reader_of_output() -> None:
     """Make Linux kill this process when its parent ends, or at once if stdout is a pipe without a reader.
 
-    For a child of a program that reads the child's output and does not set the variable of `parent_environment`.
+    Use this function in a child whose parent reads the child's output, but does not set the variable of `parent_environment`.
     """
     if sys.platform != "linux":
         return

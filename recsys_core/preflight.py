@@ -25,7 +25,7 @@ PACKAGES = (
 )  # fmt: skip
 _MIN_DISK_BYTES = GIB
 _OOM_FILES = ("memory.events", "memory.oom_control")
-_PROBE = """
+_GPU_PROBE_SCRIPT = """
 import json, torch, torchrec, faiss
 devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
 print(json.dumps([{"name": device.name, "memory_bytes": device.total_memory} for device in devices]))
@@ -136,12 +136,12 @@ def check_versions(versions: Mapping[str, str]) -> list[str]:
     ['torch 2.13.0 with fbgemm-gpu-cpu 1.9.0: fbgemm 1.9 needs torch 2.14; run make clean setup']
     """
     problems = [f"{name} is not installed; run make setup" for name in ("torch", "torchrec") if name not in versions]
-    for first, second in (("fbgemm-gpu", "fbgemm-gpu-cpu"), ("faiss-gpu", "faiss-cpu")):
-        if first in versions and second in versions:
-            both_packages = f"{first} {versions[first]} and {second} {versions[second]}"
+    for gpu_package, cpu_package in (("fbgemm-gpu", "fbgemm-gpu-cpu"), ("faiss-gpu", "faiss-cpu")):
+        if gpu_package in versions and cpu_package in versions:
+            both_packages = f"{gpu_package} {versions[gpu_package]} and {cpu_package} {versions[cpu_package]}"
             problems.append(f"{both_packages} are installed together and overwrite each other's files; run make clean setup")
-        if first not in versions and second not in versions:
-            problems.append(f"neither {first} nor {second} is installed; run make setup")
+        if gpu_package not in versions and cpu_package not in versions:
+            problems.append(f"neither {gpu_package} nor {cpu_package} is installed; run make setup")
     for fbgemm in ("fbgemm-gpu", "fbgemm-gpu-cpu"):
         if fbgemm in versions:
             problems += _check_fbgemm(fbgemm, versions)
@@ -231,7 +231,9 @@ def _anonymous_bytes(path: Path) -> int:
 def _probe_gpus() -> tuple[tuple[Gpu, ...], list[str]]:
     """List the GPUs in a separate process that imports the training libraries; return problems if the imports fail."""
     try:
-        probe = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S)
+        probe = subprocess.run(
+            [sys.executable, "-c", _GPU_PROBE_SCRIPT], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S
+        )
     except subprocess.TimeoutExpired:
         return (), [
             f"the imports of torch, torchrec and faiss took more than {_PROBE_TIMEOUT_S:g} s; "

@@ -48,7 +48,7 @@ def table_chunk_seed(seed: int, *, table: str, chunk: int) -> int:
 
 
 def negatives_key(seed: int, *, epoch: int, rank: int) -> NDArray[np.uint64]:
-    """Return the key of the counter-based generator (Philox) that draws the negatives of one epoch on one rank: two numbers."""
+    """Return the two numbers of the key for the Philox generator that draws the negatives of one epoch on one rank."""
     return np.random.SeedSequence([seed, epoch, rank]).generate_state(2, np.uint64).astype(np.uint64, copy=False)
 
 

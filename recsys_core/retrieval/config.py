@@ -10,7 +10,7 @@ IndexKind = Literal["flat", "ivf_flat", "ivf_pq", "hnsw"]
 
 
 class IndexConfig(Settings):
-    """FAISS indexes over the item vectors, by inner product. Under cosine similarity the exported vectors are normalised."""
+    """FAISS indexes that search the item vectors by inner product. For cosine similarity, the vectors have length 1."""
 
     served_kind: IndexKind = Field("hnsw", description="index kind of the packaged model")
     compared_kinds: tuple[IndexKind, ...] = Field(

@@ -26,7 +26,7 @@ MAX_VECTORS_PER_CENTROID = 256
 ADD_BATCH_ROWS = 65_536
 MAX_MEASURED_QUERIES = 2_000
 MAX_SINGLE_THREAD_ITEMS = 100_000
-"""Up to this number of items, one thread builds HNSW, so that its links do not depend on timing and a rerun is identical."""
+"""Up to this number of items, one thread builds HNSW. Its links then do not depend on timing, so a rerun is identical."""
 
 
 def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) -> IndexManifest:
@@ -58,9 +58,9 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
             index, parameters = _build_index(kind, item_ID, config=config)
             faiss.write_index(index, str(out / f"{kind}.faiss"))
             with _faiss_threads(1):
-                started = time.perf_counter()
+                start_time = time.perf_counter()
                 _, row_BK = search(index, query_BD, kind=kind, depth=depth, parameters=parameters)
-                seconds = time.perf_counter() - started
+                seconds = time.perf_counter() - start_time
             if kind == "flat":
                 exact_row_BK = row_BK
             reports[kind] = IndexReport(
@@ -104,7 +104,7 @@ def usable_nlist(num_items: int, *, requested: int) -> int:
 def usable_pq_nbits(num_items: int, *, requested: int) -> int:
     """Return the requested number of bits, or the largest number with at least one item per centroid, as FAISS requires.
 
-    MIN_ITEMS_PER_CENTROID does not apply here. It ensures that centroids trained on a sample also fit other vectors, but the
+    MIN_ITEMS_PER_CENTROID does not apply here: its purpose is that centroids trained on a sample also fit other vectors. The
     centroids of a small catalogue are trained on all its vectors.
 
     >>> usable_pq_nbits(12_101, requested=8), usable_pq_nbits(256, requested=8), usable_pq_nbits(255, requested=8)
@@ -139,7 +139,7 @@ def recall_of_exact(
 
 
 def _build_index(kind: IndexKind, item_ID: NDArray[np.float32], *, config: IndexConfig) -> tuple[Any, dict[str, int]]:
-    """Return the index and the parameters that it was built with, under the names of the settings."""
+    """Return the index, and its build and search parameters by name of the setting."""
     num_items, dim = item_ID.shape
     parameters: dict[str, int] = {}
     index: Any
@@ -165,7 +165,7 @@ def _build_index(kind: IndexKind, item_ID: NDArray[np.float32], *, config: Index
             index.pq.cp.min_points_per_centroid = 1
             parameters |= {"pq_m": config.pq_m, "pq_nbits": nbits}
         index.cp.min_points_per_centroid = 1
-        index.train(_sample(item_ID, num_rows=MAX_VECTORS_PER_CENTROID * max(nlist, 1 << nbits)))
+        index.train(_random_rows(item_ID, num_rows=MAX_VECTORS_PER_CENTROID * max(nlist, 1 << nbits)))
 
     # FAISS returns equal scores in the order in which the vectors were added. Row order would favour popular items,
     # because rows are numbered by falling popularity.
@@ -178,7 +178,7 @@ def _build_index(kind: IndexKind, item_ID: NDArray[np.float32], *, config: Index
     return index_with_rows, parameters
 
 
-def _sample(vectors: NDArray[np.float32], *, num_rows: int) -> NDArray[np.float32]:
+def _random_rows(vectors: NDArray[np.float32], *, num_rows: int) -> NDArray[np.float32]:
     """Return random rows, in ascending order so that a memory map is read from front to back."""
     if num_rows >= len(vectors):
         return np.ascontiguousarray(vectors)
@@ -190,7 +190,7 @@ def _load_queries(export: ExportManifest) -> NDArray[np.float32]:
     query_BD: NDArray[np.float32] = np.load(export.path("query_vectors_test.npy"))
     if len(query_BD) == 0:
         raise InputError("the test split has no event, so the indexes cannot be measured; change interactions.split")
-    return _sample(query_BD, num_rows=MAX_MEASURED_QUERIES)
+    return _random_rows(query_BD, num_rows=MAX_MEASURED_QUERIES)
 
 
 @contextmanager

@@ -58,7 +58,7 @@ def search(
 def search_all(
     index: Any, query_BD: NDArray[np.float32], *, kind: IndexKind, depth: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Search all vectors of the index. The lists have `depth` items, and are exact except for the quantization of ivf_pq."""
+    """Search all vectors of the index. The `depth` items of each query are the best ones, except for quantization in ivf_pq."""
     inner_index: Any = faiss.downcast_index(index.index)
     if kind == "hnsw":
         score_BN, index_BN = search(inner_index.storage, query_BD, kind="flat", depth=depth, parameters={})

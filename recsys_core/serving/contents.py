@@ -35,8 +35,8 @@ class PackageContents:
     tower: ServedQueryTower
     features: FeatureStore
     index: Any
-    items: IdMap
-    users: IdMap
+    item_ids: IdMap
+    user_ids: IdMap
     user_offset: NDArray[np.int64]
     event_item: NDArray[np.int32]
     item_by_popularity_I: NDArray[np.int32]
@@ -66,8 +66,8 @@ def _read_contents(folder: Path, package: Package) -> PackageContents:
         tower=load_tower(folder / "tower.safetensors", spec=spec, quantization=package.quantization),
         features=_read_features(folder, spec),
         index=_read_index(folder / "index.faiss", package),
-        items=_read_ids(folder / "item_ids.parquet", name="item_id", num_ids=spec.num_items),
-        users=_read_ids(folder / "user_ids.parquet", name="user_id", num_ids=spec.num_users),
+        item_ids=_read_ids(folder / "item_ids.parquet", name="item_id", num_ids=spec.num_items),
+        user_ids=_read_ids(folder / "user_ids.parquet", name="user_id", num_ids=spec.num_users),
         user_offset=user_offset,
         event_item=event_item,
         item_by_popularity_I=item_by_popularity_I,

@@ -17,7 +17,7 @@ from recsys_core.units import INT64_MAX
 
 Id = int | str
 INT64_RANGE = range(-INT64_MAX - 1, INT64_MAX + 1)
-EXACT_FLOAT_RANGE = range(-(2**53) + 1, 2**53)
+EXACT_FLOAT64_INTEGERS = range(-(2**53) + 1, 2**53)
 _DECIMAL_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
@@ -89,9 +89,9 @@ class IdMap:
                 return pa.array(ids, arrow_type)
             except (OverflowError, UnicodeEncodeError):
                 pass  # parse each id below, so that the error names the invalid one
-        return pa.array([self._text(value) if self._is_text else self._integer(value) for value in ids], arrow_type)
+        return pa.array([self._parse_text(value) if self._is_text else self._parse_integer(value) for value in ids], arrow_type)
 
-    def _text(self, value: Any) -> str:
+    def _parse_text(self, value: Any) -> str:
         if not isinstance(value, str):
             self._reject(value, "is not a string, but the model was trained on string ids")
         try:
@@ -100,13 +100,13 @@ class IdMap:
             self._reject(value, "is not valid Unicode")
         return str(value)
 
-    def _integer(self, value: Any) -> int:
+    def _parse_integer(self, value: Any) -> int:
         is_whole_float = isinstance(value, float | np.floating) and float(value).is_integer()
         is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
         if not (is_whole_float or is_integer or (isinstance(value, str) and _DECIMAL_INTEGER.fullmatch(value))):
             self._reject(value, "is not an integer, but the model was trained on integer ids")
         number = int(value)
-        if is_whole_float and number not in EXACT_FLOAT_RANGE:
+        if is_whole_float and number not in EXACT_FLOAT64_INTEGERS:
             self._reject(value, "is a float too large to be an exact integer; send an integer, or a decimal string")
         if number not in INT64_RANGE:
             self._reject(value, "is not a 64-bit integer")

@@ -74,11 +74,11 @@ def build_package(
     stage = StageFolder(folder, PackageManifest, fingerprint=fingerprint)
     if stage.manifest is not None:
         return stage.manifest
-    copied_files = (
+    large_files = (
         index.files[f"{index.served}.faiss"],
         *(interactions.files[name] for name in ("user_offset.npy", "event_item.npy")),
     )
-    with stage.writing(needs_bytes=sum(record.bytes for record in copied_files)) as out:
+    with stage.writing(needs_bytes=sum(record.bytes for record in large_files)) as out:
         package_folder = out / "package"
         package_folder.mkdir()
         spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())

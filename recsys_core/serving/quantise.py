@@ -26,7 +26,7 @@ HISTORY_TABLE = "history"
 CHUNK_ROWS = 1 << 16
 
 
-class FloatRows(nn.Module):
+class FloatTable(nn.Module):
     """Embedding table in fp32."""
 
     weight: Tensor
@@ -45,7 +45,7 @@ class FloatRows(nn.Module):
         return self.weight.index_select(0, row_L)
 
 
-class Int8Rows(nn.Module):
+class Int8Table(nn.Module):
     """Embedding table of uint8 codes with a float16 scale and offset per row: value = code * scale + offset.
 
     The codes equal those of FBGEMM's row-wise quantization with half-precision scale and offset.
@@ -92,7 +92,7 @@ class ServedQueryTower(nn.Module):
 
     def __init__(self, spec: ModelSpec, *, quantization: Quantization) -> None:
         super().__init__()
-        table_type = Int8Rows if quantization == "int8" else FloatRows
+        table_type = Int8Table if quantization == "int8" else FloatTable
         self.spec = spec
         self.tables = nn.ModuleDict({name: table_type(*shape) for name, shape in _table_shapes(spec).items()})
         self.dense = QueryTower(spec)
@@ -139,7 +139,7 @@ def build_tower(
     tower = ServedQueryTower(spec, quantization=quantization)
     weights_by_table = {HISTORY_TABLE: history_items} | {module_name(name): weight for name, weight in tables.items()}
     for name, table in tower.tables.items():
-        assert isinstance(table, FloatRows | Int8Rows)
+        assert isinstance(table, FloatTable | Int8Table)
         try:
             table.fill(weights_by_table[name])
         except StageError as error:
@@ -187,7 +187,7 @@ def _dtype_and_shape(tensor: Tensor) -> str:
 
 
 def _pooled(value_LD: Tensor, jagged_rows: JaggedRows, *, mean: bool) -> Tensor:
-    """Return the weighted sum of each list, [B, D], divided by the sum of its weights if `mean`; zeros for an empty list."""
+    """Return the weighted sum of each list, or its weighted mean if `mean`: [B, D]. An empty list gives zeros."""
     weight_L = torch.ones(len(value_LD)) if jagged_rows.weight_L is None else jagged_rows.weight_L
     sum_BD = embedding_bag(
         torch.arange(len(value_LD)),

@@ -42,7 +42,7 @@ class QueryBatch:
 
 @dataclass(frozen=True)
 class QueryBatchBuilder:
-    """Builder of query batches for a model, from user rows and histories. features: the user features of the package."""
+    """Builder of the input of a model's query tower. features: the user features of the package."""
 
     spec: ModelSpec
     features: FeatureStore

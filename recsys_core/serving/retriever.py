@@ -43,7 +43,7 @@ class Retriever:
         self._tower = contents.tower
         self._batch_builder = QueryBatchBuilder(contents.package.model, contents.features)
         self._index = contents.index
-        self._item_ids, self._user_ids = contents.items, contents.users
+        self._item_ids, self._user_ids = contents.item_ids, contents.user_ids
         self._user_offset, self._event_item = contents.user_offset, contents.event_item
         self._item_by_popularity_I = contents.item_by_popularity_I
         self._popularity_share_I = contents.popularity_share_I
@@ -82,8 +82,8 @@ class Retriever:
             k: number of items.
             histories: one per user. A history replaces the user's stored history; None keeps the stored history. Unknown item
                 ids are ignored.
-            exclude_log: also exclude the items of the user's stored history. With False, only the items of the history that the
-                model reads are excluded. The model can then be measured on events that are in the stored histories.
+            exclude_log: whether the items of the stored history are also excluded if `histories` replaces it. False allows a
+                measurement of the model on events that are in the stored histories.
 
         Returns:
             (item ids, scores), one array per user.
@@ -165,8 +165,10 @@ class Retriever:
         if new_histories is None:
             return stored_history, stored_history.distinct(bound=num_items)
         length_B = np.array([0 if history is None else len(history) for history in new_histories], np.int64)
-        rows = self._item_ids.rows([item_id for history in new_histories if history is not None for item_id in history])
-        new_history = JaggedArray.from_lengths(length_B, rows).filter(rows >= 0)
+        new_item_rows = self._item_ids.rows(
+            [item_id for history in new_histories if history is not None for item_id in history]
+        )
+        new_history = JaggedArray.from_lengths(length_B, new_item_rows).filter(new_item_rows >= 0)
         is_replaced_B = np.array([history is not None for history in new_histories])
         history = stored_history.replace(new_history, where=is_replaced_B)
         return history, stored_history.union(new_history, bound=num_items) if exclude_log else history.distinct(bound=num_items)
@@ -176,40 +178,40 @@ class Retriever:
     ) -> "_TopItems":
         top_items = _TopItems(excluded_items=excluded_items, k=k, catalogue_size=len(self._item_ids))
         is_known_B = self.package.model.is_known(history_length_B=history.lengths, user_row_B=user_row_B)
-        known_queries = np.flatnonzero(is_known_B)
-        if len(known_queries):
-            query_BD = self._tower(self._batch_builder.build(user_row_B[known_queries], history.take(known_queries))).numpy()
-            self._fill_by_index(top_items, known_queries, query_BD)
-        unknown_queries = np.flatnonzero(~is_known_B)
-        if len(unknown_queries):
-            depth = int(top_items.depth_B[unknown_queries].max())
-            shape = (len(unknown_queries), depth)
+        known_indices = np.flatnonzero(is_known_B)
+        if len(known_indices):
+            query_BD = self._tower(self._batch_builder.build(user_row_B[known_indices], history.take(known_indices))).numpy()
+            self._fill_by_index(top_items, known_indices, query_BD)
+        unknown_indices = np.flatnonzero(~is_known_B)
+        if len(unknown_indices):
+            depth = int(top_items.depth_B[unknown_indices].max())
+            shape = (len(unknown_indices), depth)
             top_items.fill(
-                unknown_queries,
+                unknown_indices,
                 np.broadcast_to(self._item_by_popularity_I[:depth].astype(np.int64), shape),
                 np.broadcast_to(self._popularity_share_I[:depth], shape),
             )
         assert (top_items.num_items_B == top_items.num_requested_B).all()
         return top_items
 
-    def _fill_by_index(self, top_items: "_TopItems", queries: NDArray[np.int64], query_BD: NDArray[np.float32]) -> None:
-        """Search the index for `queries`, whose vectors are query_BD.
+    def _fill_by_index(self, top_items: "_TopItems", query_indices: NDArray[np.int64], query_BD: NDArray[np.float32]) -> None:
+        """Set the items of the queries with the indices `query_indices` in the batch. query_BD: the vectors of these queries.
 
-        Queries of similar depth are searched together. An approximate index may return too few items for a query. Such queries
-        are searched again over all vectors.
+        Queries that need a similar number of candidates are searched together. If an approximate index returns too few items
+        for a query, the query is searched again over all vectors.
         """
         kind, parameters = self.package.index_kind, self.package.index_parameters
-        depth_B = top_items.depth_B[queries]
+        depth_B = top_items.depth_B[query_indices]
         log_depth_B = np.ceil(np.log2(np.maximum(depth_B, 1))).astype(np.int64)
         for log_depth in np.unique(log_depth_B):
-            queries_of_depth = np.flatnonzero(log_depth_B == log_depth)
-            depth = int(depth_B[queries_of_depth].max())
-            score_BN, row_BN = search(self._index, query_BD[queries_of_depth], kind=kind, depth=depth, parameters=parameters)
-            top_items.fill(queries[queries_of_depth], row_BN, score_BN)
-            short_queries = queries_of_depth[top_items.is_short(queries[queries_of_depth])]
-            if len(short_queries):
-                score_BN, row_BN = search_all(self._index, query_BD[short_queries], kind=kind, depth=depth)
-                top_items.fill(queries[short_queries], row_BN, score_BN)
+            indices_of_depth = np.flatnonzero(log_depth_B == log_depth)
+            depth = int(depth_B[indices_of_depth].max())
+            score_BN, row_BN = search(self._index, query_BD[indices_of_depth], kind=kind, depth=depth, parameters=parameters)
+            top_items.fill(query_indices[indices_of_depth], row_BN, score_BN)
+            short_indices = indices_of_depth[top_items.is_short(query_indices[indices_of_depth])]
+            if len(short_indices):
+                score_BN, row_BN = search_all(self._index, query_BD[short_indices], kind=kind, depth=depth)
+                top_items.fill(query_indices[short_indices], row_BN, score_BN)
 
 
 class _TopItems:
@@ -230,18 +232,18 @@ class _TopItems:
         self.row_BK = np.full((len(excluded_items), k), -1, np.int64)
         self.score_BK = np.zeros((len(excluded_items), k), np.float32)
 
-    def is_short(self, queries: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def is_short(self, query_indices: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return whether each query has fewer items than requested."""
-        return self.num_items_B[queries] < self.num_requested_B[queries]
+        return self.num_items_B[query_indices] < self.num_requested_B[query_indices]
 
-    def fill(self, queries: NDArray[np.int64], row_BN: NDArray[np.int64], score_BN: NDArray[np.float32]) -> None:
-        """Set the items of `queries` to the first candidates that are not excluded. Row -1 marks a missing candidate."""
-        candidate_key_BN = np.arange(len(queries))[:, None] * self._catalogue_size + row_BN
-        excluded_keys = self._excluded.take(queries).pair_keys(bound=self._catalogue_size)
+    def fill(self, query_indices: NDArray[np.int64], row_BN: NDArray[np.int64], score_BN: NDArray[np.float32]) -> None:
+        """Set the items of the queries to the first candidates that are not excluded. Row -1 marks a missing candidate."""
+        candidate_key_BN = np.arange(len(query_indices))[:, None] * self._catalogue_size + row_BN
+        excluded_keys = self._excluded.take(query_indices).pair_keys(bound=self._catalogue_size)
         is_recommended_BN = (row_BN >= 0) & ~np.isin(candidate_key_BN, excluded_keys)
         position_BN = is_recommended_BN.cumsum(axis=1) - 1
-        is_recommended_BN &= position_BN < self.num_requested_B[queries][:, None]
-        query_BN = np.broadcast_to(queries[:, None], is_recommended_BN.shape)
+        is_recommended_BN &= position_BN < self.num_requested_B[query_indices][:, None]
+        query_BN = np.broadcast_to(query_indices[:, None], is_recommended_BN.shape)
         self.row_BK[query_BN[is_recommended_BN], position_BN[is_recommended_BN]] = row_BN[is_recommended_BN]
         self.score_BK[query_BN[is_recommended_BN], position_BN[is_recommended_BN]] = score_BN[is_recommended_BN]
-        self.num_items_B[queries] = is_recommended_BN.sum(axis=1)
+        self.num_items_B[query_indices] = is_recommended_BN.sum(axis=1)

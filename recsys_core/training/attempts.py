@@ -24,7 +24,7 @@ MAX_FAILURES_PER_WORLD_SIZE = 2
 
 @dataclass(frozen=True)
 class Attempt:
-    """One launch of a training, with the job that its ranks run. The job's file is written.
+    """One launch of a training, with the job that its ranks run. The job file already exists.
 
     Attributes:
         number: number of the launch, from 1.
@@ -78,7 +78,7 @@ def _lacks_gpus(plan: PlanFile) -> bool:
 def _with_fewer_ranks(job: TrainJob, *, plan: PlanFile, sharding: ShardingConfig) -> TrainJob | None:
     """Return `job` with a plan for fewer ranks and the same number of examples per step; None if there is no such plan.
 
-    The new world size is the largest smaller one that divides the planned one and is at least training.min_processes.
+    The new world size divides the world size of the original plan and is at least training.min_processes.
     """
     planned_ranks = job.planned_ranks or plan.world_size
     min_ranks = job.training.min_processes or planned_ranks
@@ -108,11 +108,11 @@ def _with_fewer_ranks(job: TrainJob, *, plan: PlanFile, sharding: ShardingConfig
     except InputError as error:
         logger.warning("there is no plan with %d ranks instead of %d: %s", world_size, plan.world_size, error)
         return None
-    path = job.work / f"plan-{world_size}.json"
-    path.write_text(smaller_plan.model_dump_json(indent=2))
+    plan_path = job.work / f"plan-{world_size}.json"
+    plan_path.write_text(smaller_plan.model_dump_json(indent=2))
     logger.warning("continuing with %d ranks instead of %d", world_size, plan.world_size)
     training = job.training.model_copy(update={"batch_size": batch_size})
-    return job.model_copy(update={"plan": path, "planned_ranks": planned_ranks, "training": training})
+    return job.model_copy(update={"plan": plan_path, "planned_ranks": planned_ranks, "training": training})
 
 
 def _smaller_clusters(plan: PlanFile) -> Iterator[tuple[int, int]]:

@@ -74,8 +74,8 @@ class Champion:
 def champion_rows(table: str, *, dataset: Dataset, champion: Champion) -> NDArray[np.int64]:
     """Return for each row of `table` its row in the champion's table, -1 for a new row: int64 [rows].
 
-    Rows are matched by id even if this run's vocabulary continues the champion's. Two runs may have continued the same
-    vocabulary, and the rows that they appended belong to different ids.
+    Rows are matched by id even if this run's vocabulary continues the champion's: two runs that continue the same vocabulary
+    may give the same row to different ids.
 
     Raises StageError if a file of the champion has changed.
     """
@@ -86,7 +86,8 @@ def champion_rows(table: str, *, dataset: Dataset, champion: Champion) -> NDArra
     vocabulary = vocabulary_name(table)
     if vocabulary in features.files:
         return rows_by_value(_column(features, vocabulary, "value"), _column(old_features, vocabulary, "value"))
-    # Rows are hash values or buckets, in the same order. The champion has fewer buckets if some of its quantiles were equal.
+    # The feature has no vocabulary: its rows are hash values or buckets, with the same numbers in both models. The champion has
+    # fewer buckets if some of its quantiles were equal.
     rows = np.arange(features.features[table].rows)
     return np.where(rows < old_features.features[table].rows, rows, -1)
 
@@ -161,7 +162,7 @@ def carried_tables(spec: ModelSpec, *, champion: Champion) -> list[str]:
 
 
 def architecture(spec: ModelSpec) -> dict[str, object]:
-    """Return, by name, the settings that both models must share. If one differs, equal shapes can have different meanings."""
+    """Return by name the settings that both models must share. They determine the meaning of layers with equal shapes."""
     config, history = spec.config, spec.config.history
     settings: dict[str, object] = {
         "model.embedding_dim": config.embedding_dim,
@@ -204,7 +205,7 @@ def champion_layers(spec: ModelSpec, *, champion: Champion, dense: Mapping[str, 
     """
     carried_layers = {}
     for name, shape in _layer_shapes(spec).items():
-        old_name = _name_in_champion(name, spec=spec, old=champion.spec)
+        old_name = _name_in_champion(name, spec=spec, champion_spec=champion.spec)
         if old_name is None or (name == _EMPTY_HISTORY_NAME and name not in dense):
             continue
         old_shape = tuple(dense[old_name].shape) if old_name in dense else None
@@ -222,7 +223,7 @@ def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in towers.named_parameters()}
 
 
-def _name_in_champion(name: str, *, spec: ModelSpec, old: ModelSpec) -> str | None:
+def _name_in_champion(name: str, *, spec: ModelSpec, champion_spec: ModelSpec) -> str | None:
     """Return the champion's name of a layer; None for the projection of an input that the champion does not have.
 
     Projections are numbered by input, so their numbers change when a feature is added or removed.
@@ -231,12 +232,12 @@ def _name_in_champion(name: str, *, spec: ModelSpec, old: ModelSpec) -> str | No
     if not name.startswith(f"{side}.tower.projections."):
         return name
     number, parameter = name.split(".")[3:]
-    input_name, old_inputs = tower_inputs(spec, side)[int(number)], tower_inputs(old, side)
+    input_name, old_inputs = tower_inputs(spec, side)[int(number)], tower_inputs(champion_spec, side)
     return f"{side}.tower.projections.{old_inputs.index(input_name)}.{parameter}" if input_name in old_inputs else None
 
 
 def _require_same_definition(name: str, *, features: FeaturesManifest | None, champion: Champion) -> None:
-    """Raise InputError if a feature has no vocabulary to match its rows by, and its definition differs from the champion's."""
+    """Raise InputError if a feature without a vocabulary has another definition than in the champion."""
     old_features = champion.features
     if features is None or old_features is None or name not in features.features:
         return

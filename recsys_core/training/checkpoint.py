@@ -69,8 +69,8 @@ class Checkpointer:
         attempt: number of the launch. The name of the temporary folder contains it, so two attempts never share a folder.
         keep_checkpoints: number of newest checkpoints that are kept, in addition to the best one.
         extra_files: files that are added to each checkpoint, text by file name.
-        heartbeat: file whose changes show the launcher that the ranks are working. It is touched while a checkpoint is hashed,
-            because nothing else changes it after the last step.
+        heartbeat: file that the launcher watches for changes while the ranks work. The checkpointer touches the file while it
+            hashes a checkpoint, because after the last step nothing else does.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._commit_in_progress: Future[None] | None = None
         if process.is_main:
-            for stale in folder.glob("step-*.tmp-*"):
-                shutil.rmtree(stale, ignore_errors=True)
+            for stale_folder in folder.glob("step-*.tmp-*"):
+                shutil.rmtree(stale_folder, ignore_errors=True)
 
     def save(
         self, model: DistributedModelParallel, optimizer: CombinedOptimizer, *, step: int, best: BestValidation | None
@@ -105,12 +105,14 @@ class Checkpointer:
         """
         self.finish()
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        target = self._folder / checkpoint_name(step)
-        staging = target.with_name(f"{target.name}.tmp-{self._attempt}")
-        self._require_free_space(state, staging=staging)
-        write_future = async_save(state, checkpoint_id=staging, process_group=self._group, async_stager=BlockingAsyncStager())
+        checkpoint_folder = self._folder / checkpoint_name(step)
+        staging_folder = checkpoint_folder.with_name(f"{checkpoint_folder.name}.tmp-{self._attempt}")
+        self._require_free_space(state, staging_folder=staging_folder)
+        write_future = async_save(
+            state, checkpoint_id=staging_folder, process_group=self._group, async_stager=BlockingAsyncStager()
+        )
         self._commit_in_progress = self._thread.submit(
-            self._commit, cast("Future[None]", write_future), staging, target, step, best
+            self._commit, cast("Future[None]", write_future), staging_folder, checkpoint_folder, step, best
         )
 
     def finish(self) -> None:
@@ -121,23 +123,28 @@ class Checkpointer:
                 commit.result()
 
     def _commit(
-        self, write_future: "Future[None]", staging: Path, target: Path, step: int, best: BestValidation | None
+        self,
+        write_future: "Future[None]",
+        staging_folder: Path,
+        checkpoint_folder: Path,
+        step: int,
+        best: BestValidation | None,
     ) -> None:
-        started = time.perf_counter()
-        write_future.result()  # on rank 0 it completes after all ranks have written and .metadata exists
+        start_time = time.perf_counter()
+        write_future.result()  # on rank 0, it ends when all ranks have written their files and .metadata exists
         if not self._process.is_main:
             return
         for name, text in self._extra_files.items():
-            (staging / name).write_text(text)
-        # If the target exists, it is damaged or belongs to other settings. Otherwise training would have resumed from it.
-        shutil.rmtree(target, ignore_errors=True)
+            (staging_folder / name).write_text(text)
+        # An existing checkpoint of this step is damaged or belongs to other settings. Training did not resume from it.
+        shutil.rmtree(checkpoint_folder, ignore_errors=True)
         with heartbeat_thread(self._heartbeat.touch, interval_s=HEARTBEAT_S):
             seal(
-                staging,
-                target,
+                staging_folder,
+                checkpoint_folder,
                 CheckpointManifest,
                 fingerprint=self._fingerprint,
-                seconds=time.perf_counter() - started,
+                seconds=time.perf_counter() - start_time,
                 step=step,
                 world_size=self._process.world_size,
                 best=best,
@@ -146,15 +153,15 @@ class Checkpointer:
             if best is None or old_folder.name != checkpoint_name(best.step):
                 shutil.rmtree(old_folder)
 
-    def _require_free_space(self, state: dict[str, Any], *, staging: Path) -> None:
+    def _require_free_space(self, state: dict[str, Any], *, staging_folder: Path) -> None:
         """Raise InputError if the disk is too small; DCP's own error would be `inline_container unexpected pos`."""
-        flat, _ = flatten_state_dict(state)
-        num_bytes = torch.tensor(sum(_local_bytes(value) for value in flat.values()))
+        entries, _ = flatten_state_dict(state)
+        num_bytes = torch.tensor(sum(_local_bytes(value) for value in entries.values()))
         dist.all_reduce(num_bytes, group=self._group)
         if self._process.is_main:
             self._folder.mkdir(parents=True, exist_ok=True)
             if shutil.disk_usage(self._folder).free < num_bytes:
-                raise disk_full_error(staging, reason=f"a checkpoint takes {num_bytes.item() / 2**30:,.3f} GiB")
+                raise disk_full_error(staging_folder, reason=f"a checkpoint takes {num_bytes.item() / 2**30:,.3f} GiB")
 
 
 def _local_bytes(value: object) -> int:
@@ -220,7 +227,7 @@ def _weight_key(key: str, entries: Mapping[str, Any]) -> str:
 
 
 def _fill_accumulators(target: ShardedTensor, *, accumulator_SR: Tensor, saved_weight: TensorStorageMetadata) -> None:
-    """Copy the rows' mean accumulators into this rank's shards of `target`."""
+    """Fill this rank's shards of `target` with the mean accumulator of each row over the saved column shards; see `restore`."""
     width_by_column = dict(sorted((int(chunk.offsets[1]), int(chunk.sizes[1])) for chunk in saved_weight.chunks))
     share_S = torch.tensor(list(width_by_column.values()), dtype=accumulator_SR.dtype) / sum(width_by_column.values())
     accumulator_R = share_S @ accumulator_SR

@@ -67,7 +67,7 @@ class TrainingConfig(Settings):
         default_factory=ValidationConfig,
         description="Validation during training; empty: no validation, and the model of the last epoch is the result",
     )
-    # OPERATIONAL, because the fingerprint of a training contains the champion that the training starts from.
+    # OPERATIONAL excludes the setting from the fingerprint, which already contains the champion that the training starts from.
     warm_start: Annotated[WarmStartConfig | None, OPERATIONAL] = Field(
         default_factory=WarmStartConfig, description="Start from the champion if there is one; empty: always train from scratch"
     )

@@ -20,7 +20,7 @@ _STATE_PER_ROW: dict[TableOptimizerKind, tuple[int, int]] = {
 def training_bytes(config: TrainingConfig, *, model: ModelSpec, work: Path, steps_per_epoch: int) -> int:
     """Return the bytes that the checkpoints will need at their peak, less the bytes already in `work`."""
     checkpoint_bytes = sum(
-        _weight_bytes(table) + _state_bytes(table, default=config.table_optimizer) for table in model.tables.values()
+        _weight_bytes(table) + _state_bytes(table, default_optimizer=config.table_optimizer) for table in model.tables.values()
     )
     # A new checkpoint is complete before an old one is removed, and the best one is kept in addition.
     max_checkpoints = config.keep_checkpoints + 1 + (config.validation is not None)
@@ -30,15 +30,15 @@ def training_bytes(config: TrainingConfig, *, model: ModelSpec, work: Path, step
     return max(0, min(max_checkpoints, num_saves) * checkpoint_bytes - existing_bytes)
 
 
-def export_bytes(default: TableOptimizer, *, model: ModelSpec) -> int:
+def export_bytes(default_optimizer: TableOptimizer, *, model: ModelSpec) -> int:
     """Return the bytes of the export's arrays. The largest array counts twice: it is on disk twice while it is built."""
     dims = model.config.history_dim, model.config.output_dim
     array_bytes = [model.num_items * dim * FLOAT_BYTES for dim in dims]
     array_bytes += [_weight_bytes(table) for table in model.tables.values()]
     accumulator_bytes = [
-        _state_bytes(table, default=default)
+        _state_bytes(table, default_optimizer=default_optimizer)
         for table in model.tables.values()
-        if (table.settings.optimizer or default).kind in ("rowwise_adagrad", "adagrad")
+        if (table.settings.optimizer or default_optimizer).kind in ("rowwise_adagrad", "adagrad")
     ]
     return sum(array_bytes) + sum(accumulator_bytes) + max(array_bytes)
 
@@ -47,8 +47,8 @@ def _weight_bytes(table: TableSpec) -> int:
     return table.num_rows * table.dim * FLOAT_BYTES
 
 
-def _state_bytes(table: TableSpec, *, default: TableOptimizer) -> int:
+def _state_bytes(table: TableSpec, *, default_optimizer: TableOptimizer) -> int:
     if table.frozen:
         return 0
-    per_row, per_value = _STATE_PER_ROW[(table.settings.optimizer or default).kind]
+    per_row, per_value = _STATE_PER_ROW[(table.settings.optimizer or default_optimizer).kind]
     return table.num_rows * (per_row + per_value * table.dim) * FLOAT_BYTES

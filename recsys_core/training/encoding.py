@@ -26,7 +26,7 @@ ENCODE_BATCH_ROWS = 8192
 
 @dataclass(frozen=True)
 class Encoder:
-    """A trained task and the data of its inputs. Encoding is collective: every rank must encode the same number of batches."""
+    """A trained model and the data that it encodes. Encoding is collective: all ranks encode the same number of batches."""
 
     task: RetrievalTask
     store: EventStore
@@ -71,14 +71,14 @@ class RankWriter:
 
         Raises StageError if a vector is not finite.
         """
-        for rows, is_real in self.batches(num_rows):
+        for rows, keep_vectors in self.batches(num_rows):
             for part, vectors in zip(parts, encode(rows), strict=True):
                 if not vectors.isfinite().all():
                     raise StageError(
                         f"{name}: vectors of the trained model are not finite (near row {rows[0]}); lower the learning "
                         "rates of training.table_optimizer or training.dense_optimizer"
                     )
-                if is_real:
+                if keep_vectors:
                     part.add(int(rows[0]), 0, vectors)
             self.beat()
 
@@ -92,10 +92,10 @@ class RankWriter:
         self._heartbeat.touch()
 
     def batches(self, num_rows: int) -> Iterator[tuple[NDArray[np.int64], bool]]:
-        """Yield (row numbers, True) for each batch of this rank's range.
+        """Yield (row numbers, whether to keep their vectors) for each batch of this rank's range.
 
-        Encoding is collective, so every rank needs the same number of batches. A batch without rows becomes ([0], False); the
-        caller encodes row 0 and discards the result.
+        Encoding is collective, so every rank needs the same number of batches. A batch without rows becomes ([0], False): the
+        caller encodes row 0 and discards the vector.
         """
         if num_rows == 0:
             return

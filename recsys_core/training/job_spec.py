@@ -111,7 +111,9 @@ class Progress(Frozen):
     loss: float
     learning_rate: float = Field(description="learning rate of training.table_optimizer")
     samples_per_s: float = Field(description="training examples per second, all ranks")
-    ms_per_step: dict[str, float] = Field({}, description="step: duration of a step; data: its wait for the loader")
+    ms_per_step: dict[str, float] = Field(
+        {}, description="step: duration of a step; data: the part of it that waits for the loader"
+    )
     embedding_bytes_per_s: float = Field(0.0, description="bytes of embedding rows looked up per second, all ranks")
     memory_bytes: dict[str, int] = Field({}, description="rss and peak hbm, each the maximum over the ranks")
     unfrozen: dict[str, float] = Field({}, description="trained share of the rows, for each gradually unfrozen table")

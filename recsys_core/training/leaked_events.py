@@ -26,7 +26,7 @@ def count_leaked_events(interactions: InteractionsManifest, *, champion: Interac
     Two events are the same if they have the same user and the same item, and the same time if both logs have times. Two kinds
     of events are not counted:
     - events that also occur among the training events of this run;
-    - the validation event of a user who had too few events for a split in the champion's run and has more now. With
+    - validation events of users who were not split in the champion's run, because they had too few events. With
       `leave_last_out`, every user who reaches `min_events` has one such event.
 
     If all training events of the champion are older than all held-out events, the events are not compared. This is always so
@@ -52,8 +52,8 @@ def count_leaked_events(interactions: InteractionsManifest, *, champion: Interac
     trained_by_champion = held_out.matches(old_store, time=old_time, user_row=user_row, item_row=item_row)
     if not len(trained_by_champion):
         return 0
-    own_user_row, own_item_row = np.arange(len(store.train_end)), np.arange(len(store.item_count))
-    trained_in_this_run = held_out.matches(store, time=time, user_row=own_user_row, item_row=own_item_row)
+    identity_user_row, identity_item_row = np.arange(len(store.train_end)), np.arange(len(store.item_count))
+    trained_in_this_run = held_out.matches(store, time=time, user_row=identity_user_row, item_row=identity_item_row)
     return len(np.setdiff1d(trained_by_champion, trained_in_this_run))
 
 
@@ -69,7 +69,7 @@ def _oldest_held_out_time(store: EventStore, time: NDArray[np.int64]) -> int:
 
 
 def _has_new_events(store: EventStore, old_store: EventStore, *, user_row: Int64Array) -> NDArray[np.bool_]:
-    """Return for each user of `store` whether the champion was trained on all events of the user, and the user has new events.
+    """Return a flag for each user of `store`: the champion was trained on all the user's events of its run, and more exist now.
 
     user_row: for each user of `old_store` the row in `store`, -1 for none.
     """
@@ -100,13 +100,13 @@ class HeldOutEvents:
     def of(cls, store: EventStore, first_U: Int64Array, *, time: NDArray[np.int64] | None) -> Self:
         """Collect the events of each user from index `first_U` on. time: times of all events; None: times are not compared."""
         num_items, end_U = len(store.item_count), store.user_offset[1:]
-        user = np.repeat(np.arange(len(first_U)), end_U - first_U)
-        pair = user * num_items + JaggedArray.from_slices(store.event_item, start=first_U, end=end_U).values_L
-        event_time = np.zeros_like(pair)
+        user_E = np.repeat(np.arange(len(first_U)), end_U - first_U)
+        pair_E = user_E * num_items + JaggedArray.from_slices(store.event_item, start=first_U, end=end_U).values_L
+        time_E = np.zeros_like(pair_E)
         if time is not None:
-            event_time = JaggedArray.from_slices(time, start=first_U, end=end_U).values_L
-        pairs, pair_index = np.unique(pair, return_inverse=True)
-        times, time_index = np.unique(event_time, return_inverse=True)
+            time_E = JaggedArray.from_slices(time, start=first_U, end=end_U).values_L
+        pairs, pair_index = np.unique(pair_E, return_inverse=True)
+        times, time_index = np.unique(time_E, return_inverse=True)
         return cls(num_items, pairs, times, np.unique(pair_index * len(times) + time_index))
 
     def matches(

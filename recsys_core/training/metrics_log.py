@@ -34,7 +34,7 @@ class MetricsLog:
         self._loss_sum_and_steps = torch.zeros(2, dtype=torch.float64, device=process.device)
         self._os_process = psutil.Process()
         self._num_samples = self._total_num_samples = 0
-        self._line_started = self._started = time.perf_counter()
+        self._line_start_time = self._start_time = time.perf_counter()
         self.last_loss = float("nan")
         if process.is_main:
             self._remove_lines_after(first_step)
@@ -80,7 +80,7 @@ class MetricsLog:
         if num_steps:
             self.last_loss = loss_sum / num_steps
         now = time.perf_counter()
-        seconds = now - self._line_started
+        seconds = now - self._line_start_time
         world_size = self._process.world_size
         progress = Progress(
             step=step,
@@ -99,7 +99,7 @@ class MetricsLog:
             with self._path.open("a") as file:
                 file.write(progress.model_dump_json() + "\n")
         self._total_num_samples += self._num_samples
-        self._num_samples, self._line_started = 0, now
+        self._num_samples, self._line_start_time = 0, now
         self._loss_sum_and_steps.zero_()
 
     def _peak_hbm_bytes(self) -> int:
@@ -108,7 +108,7 @@ class MetricsLog:
     @property
     def samples_per_s(self) -> float:
         """Mean throughput of this attempt; the time includes checkpoints and validation."""
-        return self._total_num_samples / (time.perf_counter() - self._started)
+        return self._total_num_samples / (time.perf_counter() - self._start_time)
 
 
 class MetricsTail:

@@ -32,7 +32,7 @@ REPLICATED_TABLE_KINDS = {
 }
 ADAGRAD_KINDS = ("rowwise_adagrad", "adagrad")
 _ACCUMULATOR_KEYS = ("momentum1", "sum")
-"""State key of the accumulator: FBGEMM's for a sharded table, torch's for a replicated one."""
+"""Key of the accumulator in the optimizer state: first for sharded tables (FBGEMM), then for replicated tables (torch)."""
 
 
 def make_optimizer(model: DistributedModelParallel, *, spec: ModelSpec, config: TrainingConfig) -> CombinedOptimizer:
@@ -57,7 +57,7 @@ def table_of(parameter: str, spec: ModelSpec) -> str | None:
     collection_index = next((index for index, word in enumerate(words) if word in ("embeddings", "embedding_bags")), None)
     if collection_index is None:
         return None
-    # The next word is the table. Other words may equal a table's name too.
+    # The word after the collection is the table. Other words may have a table's name without being the table.
     return next(name for name in spec.tables if module_name(name) == words[collection_index + 1])
 
 
@@ -76,9 +76,8 @@ def _replicated_table_optimizer(name: str, parameter: Tensor, settings: TableOpt
 
 def _dense_optimizer(layers: dict[str, Tensor], settings: DenseOptimizer) -> KeyedOptimizer:
     def build(parameters: list[Tensor]) -> torch.optim.Optimizer:
-        # Sharded and plain tensors need separate groups, because no fused kernel accepts both; for sharded tensors, only
-        # torch's Adam has a fused kernel. Weight decay applies to matrices only: biases, scales of norms, the pooling's weights
-        # and the temperature do not improve when they shrink.
+        # No fused kernel accepts sharded and plain tensors in one group, and only torch's Adam has one for sharded tensors.
+        # Weight decay applies to matrices only: it does not help biases, scales of norms, pooling weights and the temperature.
         groups = [
             {
                 "params": [
@@ -98,7 +97,7 @@ def _dense_optimizer(layers: dict[str, Tensor], settings: DenseOptimizer) -> Key
     optimizer = KeyedOptimizerWrapper(layers, build)
     if settings.gradient_clip_norm is None:
         return optimizer
-    # Without the process groups of the sharded parameters, the norm would cover only this rank's part of them.
+    # Without the process groups of the sharded parameters, the norm would cover only this rank's part of these parameters.
     process_groups = {value: [value.device_mesh.get_group()] for value in layers.values() if isinstance(value, DTensor)}
     return GradientClippingOptimizer(
         optimizer,
@@ -114,20 +113,20 @@ class LearningRates:
 
     def __init__(self, optimizer: CombinedOptimizer, *, spec: ModelSpec, config: TrainingConfig, total_steps: int) -> None:
         self._total_steps = total_steps
-        self._groups: list[tuple[dict[str, object], Schedule]] = []
-        for leaf in _leaf_optimizers(optimizer):
-            tables = [table for name in leaf.params if (table := table_of(name, spec)) is not None]
+        self._parameter_groups: list[tuple[dict[str, object], Schedule]] = []
+        for leaf_optimizer in _leaf_optimizers(optimizer):
+            tables = [table for name in leaf_optimizer.params if (table := table_of(name, spec)) is not None]
             if not tables:
                 schedule: Schedule = config.dense_optimizer
             elif spec.tables[tables[0]].frozen:
                 continue
             else:
                 schedule = spec.tables[tables[0]].settings.optimizer or config.table_optimizer
-            self._groups += [(group, schedule) for group in leaf.param_groups]
+            self._parameter_groups += [(group, schedule) for group in leaf_optimizer.param_groups]
 
     def set_step(self, step: int) -> None:
         """Set the learning rates for `step` (0-based)."""
-        for group, schedule in self._groups:
+        for group, schedule in self._parameter_groups:
             group["lr"] = schedule.learning_rate * schedule.scale(step, total_steps=self._total_steps)
 
 
@@ -157,8 +156,8 @@ class AccumulatorShard:
         """Return (row, column, values). The caller adds `values` to the whole table's accumulators at this row and column.
 
         Args:
-            is_rowwise: whether the table has one accumulator per row, a mean over the row's `dim` columns. The accumulator of a
-                shard is the mean over the shard's own columns. It is multiplied by the shard's share of the columns.
+            is_rowwise: whether the table has one accumulator per row, the mean over all `dim` columns. A shard's accumulator is
+                the mean over the shard's columns; `values` is this mean times the shard's share of the columns.
         """
         if is_rowwise:
             return self.row, 0, self.values_RC[:, :1] * (self.num_columns / dim)

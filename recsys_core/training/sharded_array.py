@@ -36,9 +36,9 @@ class Part:
     def add(self, row: int, column: int, values_RC: Tensor) -> None:
         """Append a rectangle of the array. row, column: its position in the array."""
         num_rows, num_columns = values_RC.shape
-        record_rows = max(1, MAX_RECORD_VALUES // max(1, num_columns))
-        for start in range(0, num_rows, record_rows):
-            record_RC = values_RC[start : start + record_rows].detach().cpu().float().numpy()
+        rows_per_record = max(1, MAX_RECORD_VALUES // max(1, num_columns))
+        for start in range(0, num_rows, rows_per_record):
+            record_RC = values_RC[start : start + rows_per_record].detach().cpu().float().numpy()
             self._file.write(np.array([row + start, column, *record_RC.shape], np.int64).tobytes())
             self._file.write(np.ascontiguousarray(record_RC).data)
 

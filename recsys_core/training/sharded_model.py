@@ -50,6 +50,7 @@ _FUSED_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], EmbOptimType, fl
     "adam": (Adam, EmbOptimType.ADAM, 1e-8),
     "partial_rowwise_adam": (PartialRowWiseAdam, EmbOptimType.PARTIAL_ROWWISE_ADAM, 1e-8),
 }
+"""Optimizer kind -> (torch's class, FBGEMM's type, epsilon)."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def _assign_fused_optimizers(tables: nn.Module, spec: ModelSpec, *, plan: PlanFi
         if plan.tables[name].sharding_type == "data_parallel":
             continue
         settings = table.settings.optimizer or default
-        # A frozen table is never stepped. SGD is the only optimizer of every device that keeps no state.
+        # A frozen table gets SGD, the only optimizer without state. The optimizer never changes the table.
         optimizer_class, fbgemm_type, eps = _FUSED_OPTIMIZERS["sgd" if table.frozen else settings.kind]
         arguments: dict[str, Any] = {"optimizer": fbgemm_type, "learning_rate": settings.learning_rate, "eps": eps}
         if settings.gradient_clip_value is not None:
@@ -180,7 +181,11 @@ def fill_pretrained(model: DistributedModelParallel, *, spec: ModelSpec, pretrai
             vector_row = pretrained_table.vector_row
             num_missing = table.num_rows - sum(len(chunk) for chunk in rows_with_vector(vector_row))
             logger.info(
-                "table %s: %d of %d rows have no vector and start %s", name, num_missing, table.num_rows, settings.missing
+                "table %s: %d of %d rows have no vector; their initial values: %s",
+                name,
+                num_missing,
+                table.num_rows,
+                settings.missing,
             )
             if settings.missing == "mean":
                 mean_D = mean_vector(pretrained_table.vectors, vector_row=vector_row, norm=norm)
@@ -200,7 +205,7 @@ def zero_unknown_users(model: DistributedModelParallel, *, is_known_U: NDArray[n
 
 
 def popularity_ranks(spec: ModelSpec, *, store: EventStore, interactions: InteractionsManifest) -> dict[str, NDArray[np.int64]]:
-    """Return the popularity rank of each row of the gradually unfrozen tables: 0 for the most training events, ties by row."""
+    """Return the popularity ranks of the rows of each gradually unfrozen table. Rank 0 has the most training events."""
     rank_by_table = {}
     for name, table in spec.tables.items():
         if table.settings.transfer != "gradual":
@@ -223,13 +228,13 @@ def pretrained_rows(spec: ModelSpec, *, dataset: Dataset) -> dict[str, Pretraine
     for name, table in spec.tables.items():
         if not table.pretrained:
             continue
-        source = "item" if name == TEACHER_TABLE else name
-        if source not in id_files:
+        vector_table = "item" if name == TEACHER_TABLE else name
+        if vector_table not in id_files:
             assert dataset.features is not None
-            vector_row = memory_map(dataset.features.path(f"{source}.vector_row.npy"))
-        elif id_files[source] in dataset.interactions.files:
-            vector_row = memory_map(dataset.interactions.path(id_files[source]))
+            vector_row = memory_map(dataset.features.path(f"{vector_table}.vector_row.npy"))
+        elif id_files[vector_table] in dataset.interactions.files:
+            vector_row = memory_map(dataset.interactions.path(id_files[vector_table]))
         else:
             vector_row = no_vectors(table.num_rows)
-        pretrained[name] = PretrainedRows(memory_map(dataset.embeddings.vectors(source)), vector_row)
+        pretrained[name] = PretrainedRows(memory_map(dataset.embeddings.vectors(vector_table)), vector_row)
     return pretrained

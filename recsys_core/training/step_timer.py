@@ -23,20 +23,20 @@ class StepTimes:
     """Totals since the last reset.
 
     Attributes:
-        steps: number of timed steps.
+        num_steps: number of timed steps.
         seconds: duration of the timed steps.
         data_seconds: the part of `seconds` that was spent waiting for the loader.
         embedding_bytes: bytes of embedding rows that all batches, timed or not, look up.
     """
 
-    steps: int = 0
+    num_steps: int = 0
     seconds: float = 0.0
     data_seconds: float = 0.0
     embedding_bytes: int = 0
 
     def milliseconds(self) -> dict[str, float]:
         """Return the mean duration of a timed step, and the mean time that it waited for data."""
-        num_steps = max(self.steps, 1)
+        num_steps = max(self.num_steps, 1)
         return {"step": 1000 * self.seconds / num_steps, "data": 1000 * self.data_seconds / num_steps}
 
 
@@ -67,7 +67,7 @@ class StepTimer:
         start = self._now()
         yield
         if self._is_timing:
-            self._times.steps += 1
+            self._times.num_steps += 1
             self._times.seconds += self._now() - start
         self._is_timing = False
 

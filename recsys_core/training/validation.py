@@ -30,12 +30,12 @@ _METRICS = {"recall": metrics.recall, "ndcg": metrics.ndcg, "hit_rate": metrics.
 
 
 class Validator:
-    """Validates the model with the ranking of the served retriever: unknown users get the popularity order.
+    """Measures the model with the ranking of the served retriever, which ranks items by popularity for unknown users.
 
     Every rank encodes its share of the items, then ranks all items for its share of the users.
 
     Args:
-        work: folder for the ranks' parts of the item vectors, which all ranks can read.
+        work: folder that all ranks can read. Each rank writes its part of the item vectors to it.
         heartbeat: file to touch during the validation.
     """
 
@@ -71,9 +71,9 @@ class Validator:
         task.eval()
         item_ID = self._encode_items()
         totals = torch.zeros(1 + len(_METRICS), dtype=torch.float64)  # number of users, then the total of each metric
-        for index_B, is_real in self._writer.batches(len(self._users)):
+        for index_B, keep_vectors in self._writer.batches(len(self._users)):
             query_BD = self._encoder.encode_queries(self._users[index_B], split="validation").cpu()
-            if not is_real:
+            if not keep_vectors:
                 continue
             positions = self._target_positions(index_B, query_BD=query_BD, item_ID=item_ID)
             totals[0] += positions.num_users
@@ -101,7 +101,7 @@ class Validator:
         return torch.from_numpy(item_ID)
 
     def _target_positions(self, index_B: Int64Array, *, query_BD: Tensor, item_ID: Tensor) -> TargetPositions:
-        """Rank the candidates for the users at positions `index_B` of the validated users."""
+        """Rank the candidates for the users `self._users[index_B]`."""
         users = self._users[index_B]
         seen, targets = self._store.items_before(users, "validation"), self._store.targets(users, "validation")
         rank_items = rank_served if self._cold_items is None else partial(rank_among, candidate_rows=self._cold_items)

@@ -86,8 +86,8 @@ def load_champion_weights(model: DistributedModelParallel, *, warm: WarmStart) -
 def load_champion_accumulators(optimizer: KeyedOptimizer, *, spec: ModelSpec, default: TableOptimizer, warm: WarmStart) -> None:
     """Copy the champion's Adagrad accumulators of the rows that are carried over. The accumulators of new rows remain zero.
 
-    With an accumulator of zero, Adagrad's first step of a trained row would be as large as the learning rate. Adam's moments
-    are not carried over, because Adam estimates them again within its warm-up.
+    Without the accumulators, Adagrad's first step on a trained row would be as large as the learning rate. Adam's moments are
+    not carried over, because Adam estimates them again within its warm-up.
 
     default: optimizer of the tables without an `optimizer` setting.
     """

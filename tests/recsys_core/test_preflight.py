@@ -87,21 +87,21 @@ def test_reading_versions_imports_none_of_them() -> None:
 def test_an_environment_that_cannot_import_is_a_problem_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(preflight, "_PROBE", "raise ImportError('undefined symbol: _ZN5torch')")
+    monkeypatch.setattr(preflight, "_GPU_PROBE_SCRIPT", "raise ImportError('undefined symbol: _ZN5torch')")
     (problem,) = check_environment(tmp_path).problems
     assert "do not import together: ImportError: undefined symbol: _ZN5torch" in problem
 
 
 def test_a_wrong_environment_is_not_imported_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(preflight, "installed_versions", lambda: GOOD_CPU | {"torch": "2.13.0"})
-    monkeypatch.setattr(preflight, "_PROBE", f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.setattr(preflight, "_GPU_PROBE_SCRIPT", f"open({str(tmp_path / 'ran')!r}, 'w')")
     assert len(check_environment(tmp_path).problems) == 1
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(preflight, "_MIN_DISK_BYTES", 2**62)
-    monkeypatch.setattr(preflight, "_PROBE", "print([])")
+    monkeypatch.setattr(preflight, "_GPU_PROBE_SCRIPT", "print([])")
     (problem,) = check_environment(tmp_path).problems
     assert problem.startswith(f"{tmp_path}: only ")
     assert problem.endswith("; free some space")

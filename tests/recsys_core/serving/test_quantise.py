@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_core.data.jagged import JaggedArray
 from recsys_core.errors import StageError
-from recsys_core.serving.quantise import Int8Rows, ServedQueryTower, build_tower, load_tower, save_tower
+from recsys_core.serving.quantise import Int8Table, ServedQueryTower, build_tower, load_tower, save_tower
 from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEMS, USER_FEATURES, USERS, World, config_of
 
 EMBEDDING_BAG = EmbeddingBagConfig(name="t", num_embeddings=500, embedding_dim=12, feature_names=["f"])
@@ -83,7 +83,7 @@ def test_int8_rows_equal_those_of_fbgemm() -> None:
     reference["bags"].embedding_bags["t"].weight.data.copy_(torch.from_numpy(values))
     quantize_embeddings(reference, dtype=torch.qint8, inplace=True)
     features = KeyedJaggedTensor(keys=["f"], values=torch.arange(500), lengths=torch.ones(500, dtype=torch.int32))
-    rows = Int8Rows(500, 12)
+    rows = Int8Table(500, 12)
     rows.fill(values)
     assert torch.equal(rows(torch.arange(500)), reference["bags"](features).values())
 
@@ -92,7 +92,7 @@ def test_a_row_that_overflows_float16_is_rejected() -> None:
     values = np.zeros((3, 4), np.float32)
     values[2, 1] = 1e9
     with pytest.raises(StageError, match=r"row 2: values 0 to 1e\+09 do not fit .*; set package.quantization to none"):
-        Int8Rows(3, 4).fill(values)
+        Int8Table(3, 4).fill(values)
 
 
 def test_int8_tables_are_stored_as_bytes(tmp_path: Path) -> None:

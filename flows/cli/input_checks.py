@@ -3,7 +3,7 @@
 from flows.config import PipelineConfig
 from flows.environment import require_writable
 from recsys_core.data.embeddings.schema import check_embeddings
-from recsys_core.data.features.schema import check_features, check_vectors
+from recsys_core.data.features.schema import check_feature_vectors, check_features
 from recsys_core.data.first_row_group import check_shared_ids, check_time_unit, vector_length
 from recsys_core.data.interactions.schema import check_interactions
 from recsys_core.errors import InputError
@@ -42,7 +42,7 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
             context_sources=log.sources,
             data_root=config.data_root,
         )
-        check_vectors(tables, id_types={vectors.config.table: vectors.id_type for vectors in embeddings})
+        check_feature_vectors(tables, id_types={vectors.config.table: vectors.id_type for vectors in embeddings})
         facts["features"] = ", ".join(
             f"{len(table.features)} of {table.side}s" if table.side != "context" else f"{len(table.features)} of the context"
             for table in tables

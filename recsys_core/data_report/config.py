@@ -65,5 +65,5 @@ class DataReportConfig(Settings):
         None, ge=0, le=1, description="largest share of test users without a training event"
     )
     max_repeated_pair_share: float | None = Field(
-        None, ge=0, le=1, description="largest share of test events whose user and item are also a pair in training"
+        None, ge=0, le=1, description="largest share of test events whose user already had the item in training"
     )

@@ -77,7 +77,7 @@ def match_rows(previous: InteractionsManifest, current: InteractionsManifest, *,
         spill_folder: folder for DuckDB's temporary files.
     """
     num_rows, num_previous_rows = (_num_rows(manifest, side) for manifest in (current, previous))
-    # If both runs continue a third run, they may have given the same new row to different ids.
+    # The lineage is not compared: two runs that both continue a third run may give the same new row to different ids.
     if current.continues == previous.fingerprint:
         same_rows: Ints = np.arange(num_rows)
         same_rows[num_previous_rows:] = -1
@@ -192,9 +192,11 @@ def compare_runs(
 ) -> tuple[dict[str, float], tuple[Mover, ...]]:
     """Return the drift metrics and the items with the largest change of popularity.
 
-    events_I: number of this run's events of each item in all parts of the split.
+    events_I: number of this run's events of each item: training, validation and test events.
     """
-    previous_count, count_I = (np.load(manifest.path("item_count.npy"), mmap_mode="r") for manifest in (previous, current))
+    previous_train_count, train_count_I = (
+        np.load(manifest.path("item_count.npy"), mmap_mode="r") for manifest in (previous, current)
+    )
     previous_row_I = match_rows(previous, current, side="items", spill_folder=spill_folder)
     previous_row_U = match_rows(previous, current, side="users", spill_folder=spill_folder)
     items = Turnover.between(_events_per_item(previous), events_I, previous_row_I=previous_row_I)
@@ -209,14 +211,16 @@ def compare_runs(
         "new_item_share": items.new_share,
         "vanished_user_share": users.vanished_share,
         "vanished_item_share": items.vanished_share,
-        "popularity_psi": popularity_psi(previous_count, count_I, previous_row_I=previous_row_I),
+        "popularity_psi": popularity_psi(previous_train_count, train_count_I, previous_row_I=previous_row_I),
     }
-    movers = find_movers(previous, current, previous_count=previous_count, count_I=count_I, previous_row_I=previous_row_I)
+    movers = find_movers(
+        previous, current, previous_count=previous_train_count, count_I=train_count_I, previous_row_I=previous_row_I
+    )
     return {name: float(value) for name, value in metrics.items()}, movers
 
 
 def read_ids(manifest: InteractionsManifest, rows: Ints) -> list[str]:
-    """Return the item ids of the rows, quoted and escaped for display. The rows must be few."""
+    """Return the item ids of a few rows, quoted and escaped for display."""
     id_of_row: dict[int, str] = {}
     start = 0
     with pq.ParquetFile(manifest.path("items.parquet")) as file:

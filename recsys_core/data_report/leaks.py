@@ -43,7 +43,7 @@ class SplitCounts:
     misplaced_events: int = 0
     """Events in the wrong part for the kind of split; see `count_split`."""
     unordered_events: int = 0
-    """Events that are stored after an event with a later time of the same user and part. Histories would contain the future."""
+    """Events stored after a later event of the same user and part. They would see their own future in their histories."""
 
 
 def count_split(interactions: InteractionsManifest, *, split: Split, chunk_events: int = CHUNK_EVENTS) -> SplitCounts:
@@ -52,9 +52,9 @@ def count_split(interactions: InteractionsManifest, *, split: Split, chunk_event
     `misplaced_events` depends on split.kind:
 
     - time: training events after the first validation or test event, and validation events after the first test event.
-    - leave_last_out: a user has at most one validation and one test event, and further ones are misplaced. If one of
-      these parts starts before an earlier part of the same user ends, one more misplaced event is counted.
-    - files: none, because the user chose the split.
+    - leave_last_out: all validation events of a user but one, and all test events of a user but one. One more event is
+      counted for each of these two parts that starts before an earlier part of the same user ends.
+    - files: no events, because the config lists the files of each part.
     """
     store = EventStore.open(interactions)
     has_times = "event_time.npy" in interactions.files
@@ -103,7 +103,7 @@ class _Chunk:
 
     @cached_property
     def segment_E(self) -> Ints:
-        """3 * user + part of each event, with users numbered from 0 in the chunk."""
+        """The number 3 * user + part for each event. Users are numbered from 0 in the chunk."""
         return np.repeat(np.arange(self.length_U3.size), self.length_U3.ravel())
 
     @cached_property
@@ -170,8 +170,8 @@ def _count_repetitions(chunk: _Chunk, counts: SplitCounts, *, num_items: int) ->
     pair_E, part_E, time_E = pair_E[spans_parts_E], part_E[spans_parts_E], time_E[spans_parts_E]
     order = np.lexsort((part_E, time_E, pair_E))
     pair_E, part_E, time_E = pair_E[order], part_E[order], time_E[order]
-    is_first_E = np.concatenate([[True], (pair_E[1:] != pair_E[:-1]) | (time_E[1:] != time_E[:-1])])[: len(pair_E)]
-    first_part_E = part_E[np.maximum.accumulate(np.where(is_first_E, np.arange(len(pair_E)), 0))]
+    is_first_copy_E = np.concatenate([[True], (pair_E[1:] != pair_E[:-1]) | (time_E[1:] != time_E[:-1])])[: len(pair_E)]
+    first_part_E = part_E[np.maximum.accumulate(np.where(is_first_copy_E, np.arange(len(pair_E)), 0))]
     counts.leaked_events += int(np.sum(part_E > first_part_E))
 
 

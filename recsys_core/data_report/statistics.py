@@ -12,7 +12,7 @@ from recsys_core.data_report.leaks import SplitCounts
 from recsys_core.manifests import InteractionsManifest
 
 HEAD_SHARE = 0.01
-"""The head, the most popular items, is this share of the items with training events."""
+"""Share of the items with training events that form the head: the most popular items."""
 _CURVE_POINTS = 60
 
 Ints = NDArray[np.int64]
@@ -124,8 +124,8 @@ def popularity_curve(count_I: Ints) -> tuple[tuple[int, float], ...]:
 
 def _num_files_without_checksums(interactions: InteractionsManifest) -> int:
     """Return the number of files without page checksums. A flipped bit in such a file cannot be detected."""
-    with_checksums = {file.source for part in interactions.parts for file in part.files if file.checksums}
-    return sum(source not in with_checksums for source in interactions.sources)
+    files_with_checksums = {file.source for part in interactions.parts for file in part.files if file.checksums}
+    return sum(source not in files_with_checksums for source in interactions.sources)
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -1,4 +1,4 @@
-"""Ranking of cold items, the items without events, among each other.
+"""Ranking of the cold items (items without events) without all other items.
 
 This ranking shows how well the model uses pretrained vectors and features. In a ranking of the full catalogue, most cold items
 are below the items with events.

@@ -19,7 +19,8 @@ class EvaluationConfig(Settings):
         description="cut-offs K of Recall@K, NDCG@K, Precision@K, HitRate@K and Coverage@K",
     )
     exclude_seen: bool = Field(
-        True, description="exclude the items that the user had before the split from the ranking and from the targets"
+        True,
+        description="rank only items that the user did not have before the split, and remove the other items from the targets",
     )
     max_users: int | None = Field(
         None,

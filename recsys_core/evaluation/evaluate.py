@@ -80,9 +80,11 @@ def evaluate(
     Like the Retriever, the stage ranks items by the user's query vector, or by popularity if the model does not know the user.
 
     Metric names are flat: test/recall@20, validation/ndcg@10, baseline/popularity/recall@20, test/slice/cold_items/recall@20,
-    test/users. Metrics under <split>/cold/ and baseline/zero_shot/cold/ are those of a ranking of the cold items alone, which
-    are the items without an event before the split. These metrics are averaged over the users with a cold target, and left out
-    if there is no such user. A cut-off K is used only if there are more than K cold items.
+    test/users.
+
+    An item without an event before the split is cold. Metrics under <split>/cold/ and baseline/zero_shot/cold/ come from a
+    ranking of the cold items only. They are averaged over the users with a cold target, and left out if there is no such user.
+    A cut-off K is used only if there are more than K cold items.
 
     on_progress: called with the number of queries ranked so far and their total.
 
@@ -142,11 +144,11 @@ def evaluate(
                 vector_row_I=np.load(interactions.path("vector_row.npy")),
                 histories=queries.history,
             )
-            zero_shot = replace(queries, query_BD=zero_shot_query_BD, is_known_B=np.ones_like(queries.is_known_B))
-            ranking = _rank(zero_shot, zero_shot_item_ID, config=config, progress=progress)
+            zero_shot_queries = replace(queries, query_BD=zero_shot_query_BD, is_known_B=np.ones_like(queries.is_known_B))
+            ranking = _rank(zero_shot_queries, zero_shot_item_ID, config=config, progress=progress)
             metric_values |= all_metrics("baseline/zero_shot", ranking, config=config)
             metric_values |= _cold_metrics(
-                "baseline/zero_shot", zero_shot, zero_shot_item_ID, cold_row_C=cold_row_C, config=config
+                "baseline/zero_shot", zero_shot_queries, zero_shot_item_ID, cold_row_C=cold_row_C, config=config
             )
 
         np.save(out / "popularity.npy", queries.popularity_order_I)

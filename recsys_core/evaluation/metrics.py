@@ -69,7 +69,7 @@ class TargetPositions:
         return np.bincount(self.user_T, weights=value_T, minlength=self.num_users).astype(np.float64)
 
 
-def hits(targets: TargetPositions, *, k: int) -> Floats:
+def num_hits(targets: TargetPositions, *, k: int) -> Floats:
     """Return the number of targets among the first k items, [U]."""
     return targets.sum_per_user(targets.position_T < k)
 
@@ -83,7 +83,7 @@ def recall(targets: TargetPositions, *, k: int) -> Floats:
     >>> recall(targets, k=2).tolist()
     [0.5, 0.0]
     """
-    return hits(targets, k=k) / targets.num_targets_U
+    return num_hits(targets, k=k) / targets.num_targets_U
 
 
 def precision(targets: TargetPositions, *, k: int) -> Floats:
@@ -95,7 +95,7 @@ def precision(targets: TargetPositions, *, k: int) -> Floats:
     >>> precision(targets, k=4).tolist()
     [0.5, 0.25]
     """
-    return hits(targets, k=k) / k
+    return num_hits(targets, k=k) / k
 
 
 def hit_rate(targets: TargetPositions, *, k: int) -> Floats:
@@ -107,7 +107,7 @@ def hit_rate(targets: TargetPositions, *, k: int) -> Floats:
     >>> hit_rate(targets, k=3).tolist()
     [1.0, 0.0]
     """
-    return (hits(targets, k=k) > 0).astype(np.float64)
+    return (num_hits(targets, k=k) > 0).astype(np.float64)
 
 
 def ndcg(targets: TargetPositions, *, k: int) -> Floats:

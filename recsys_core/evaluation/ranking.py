@@ -114,7 +114,7 @@ def rank_catalogue(
     top_BK = np.full((num_queries, k), -1, np.int32)
     position_T = np.zeros(len(targets.values_L), np.int64)
 
-    # Columns of the score matrix are items in `tie_order`. The lower column of two equal scores is ranked first.
+    # The columns of the score matrix are the items in `tie_order`. Of two equal scores, the one in the lower column is first.
     row_C = tie_order(num_items)
     column_I = np.argsort(row_C)
     item_DC = item_ID[torch.from_numpy(row_C)].T
@@ -178,16 +178,16 @@ def rank_by_order(order_I: NDArray[Any], *, seen: JaggedArray, targets: JaggedAr
     target_key_T = targets.list_index_L * num_items + order_index_T
     num_seen_above_T = np.searchsorted(seen_key_L, target_key_T) - seen.offset[targets.list_index_L]
 
-    # An unseen item at position p of the ranking has the index p + (number of seen items above it) in the order. To count these
-    # seen items: the n-th seen item of a query (n from 0) has an index s in the order, with s - n unseen items above it. It is
-    # above the unseen item at position p if s - n <= p.
+    # The unseen item at position p of the ranking has the index p + (number of seen items above it) in the order. The next
+    # lines count these seen items. Let s be the index in the order of the n-th seen item of a query, with n from 0. Then s - n
+    # unseen items are above it. It is therefore above the unseen item at position p if s - n <= p.
     num_seen_above_L = np.arange(len(seen_key_L)) - seen.offset[seen.list_index_L]
     num_unseen_above_L = seen_key_L % max(1, num_items) - num_seen_above_L
     query_B1, position_K = np.arange(len(seen))[:, None], np.arange(k)
     num_seen_above_BK = np.searchsorted(
         seen.list_index_L * num_items + num_unseen_above_L, query_B1 * num_items + position_K, side="right"
     )
-    num_seen_above_BK -= seen.offset[:-1, None]  # without the seen items of earlier queries
+    num_seen_above_BK -= seen.offset[:-1, None]  # searchsorted also counts the seen items of earlier queries
     order_index_BK = position_K + num_seen_above_BK
     num_candidates_B = num_items - seen.lengths
     is_candidate_BK = position_K < num_candidates_B[:, None]
@@ -235,8 +235,8 @@ def rank_served(
 def tie_order(num_items: int) -> NDArray[np.int64]:
     """Return the order of item rows with equal scores: a fixed random permutation.
 
-    Ascending rows would favour popular items, because rows are numbered by falling popularity: a model with equal scores for
-    all items would rank them by popularity.
+    Ordering by ascending row would favour popular items, because rows are numbered by falling popularity. A model with equal
+    scores for all items would then rank them by popularity.
     """
     return np.random.default_rng(TIE_ORDER_SEED).permutation(num_items)
 

@@ -97,8 +97,8 @@ def plot_recall(metrics: Mapping[str, float], *, path: Path) -> Path:
 def plot_loss(train: TrainManifest, *, path: Path) -> Path:
     """Write a PNG of the training loss and, below it, the validation metrics after each epoch. Return `path`.
 
-    The loss falls in steps: at the start of an epoch the model sees the same events again, and has already learned from them.
-    The dotted lines mark the ends of the epochs, and the mean loss of each epoch shows the trend.
+    The loss falls in steps: from the second epoch on, the model has already learned from the events of the epoch. The dotted
+    lines mark the ends of the epochs. The mean loss of each epoch shows the trend.
     """
     metrics_json = train.path("metrics.jsonl").read_text()
     records = [json.loads(line) for line in metrics_json.splitlines() if line.strip()]

@@ -15,7 +15,7 @@ class SourceFile(Frozen):
     path: str
     bytes: int
     rows: int
-    modified_ns: int = Field(description="modification time; it detects changes of values that leave the footer unchanged")
+    modified_ns: int = Field(description="modification time; it changes even if new values leave the footer unchanged")
     footer_sha256: str = Field(description="sha256 of the parquet footer: layout, sizes and statistics")
 
 
@@ -41,8 +41,9 @@ class VectorTable(Frozen):
 class EmbeddingsManifest(Manifest):
     """Pretrained vectors by embedding table.
 
-    Files per table: <table>.vectors.npy, float32 [rows, dim], in the order of the configured entries, their files and rows;
-    <table>.ids.parquet, column `id`, the id of each row of the matrix.
+    Files per table:
+        <table>.vectors.npy: float32 [rows, dim], ordered by entry of the config list `embeddings`, then by file, then by row.
+        <table>.ids.parquet: column `id`, the id of each row of the matrix.
     """
 
     kind: ClassVar[str] = "embeddings"
@@ -80,7 +81,7 @@ class ReadFile(Frozen):
     spans: dict[str, tuple[float, float]] = Field(description="smallest and largest value of each numeric or time column")
     checksums: bool = Field(
         False,
-        description="whether the pages have checksums; also false if an older nightjar, which did not record it, read the file",
+        description="whether the pages have checksums; false also for files read by a nightjar that did not record this",
     )
 
 
@@ -105,8 +106,8 @@ class InteractionsManifest(Manifest):
             ascending id; ids with only a vector are last. Later runs keep every row and append new ids in that order.
         item_rank.npy: int64 [items], popularity rank. The item with the most training events has rank 0; ties are by row.
         item_count.npy: int64 [items], number of training events.
-        user_ids.parquet, item_ids.parquet: columns `id` and `row` (null: not in the vocabulary) of every id ever read. The
-            position of an id is its code in the parts.
+        user_ids.parquet, item_ids.parquet: columns `id` and `row`, with every id ever read. `row` is null for an id that is
+            not in the vocabulary. The position of an id in the file is its code in the parts.
 
     Events, ordered by user, then split (train, validation, test), then time:
         user_offset.npy: int64 [users + 1]. The events of user u are event_item[user_offset[u]:user_offset[u + 1]].
@@ -203,14 +204,12 @@ class FeaturesManifest(Manifest):
             standardised number is row 1 with the number (-10 to 10) as its weight. A missing number is row 0 with weight 0.
         <side>.<name>.vocabulary.parquet: columns `value` and `count`; the position of a value is its row. Row 0 has the
             value null and is the row of all values out of vocabulary. Numeric and hashed features do not have this file.
-        <side>.<name>.vector_row.npy: int64, one entry per row of the embedding table: its row in <side>.<name>.vectors.npy
-            of the embeddings stage, -1 without a vector. Only if there are vectors of the feature.
+        <side>.<name>.vector_row.npy: int64, for each row of the embedding table, the row of its pretrained vector in
+            <side>.<name>.vectors.npy (embeddings stage), -1 without a vector. Only if there are vectors of the feature.
     """
 
     kind: ClassVar[str] = "features"
-    lineage: str = Field(
-        description="lineage of the interactions stage, whose users, items and events the arrays have in the same order"
-    )
+    lineage: str = Field(description="lineage of the interactions stage, which determines the order of the arrays")
     features: dict[str, FeatureFacts]
     tables: dict[str, FeatureTableFacts] = Field(description="statistics of the input table, by side (user, item)")
     sources: tuple[SourceFile, ...]

@@ -24,7 +24,7 @@ class Dataset:
 
     @classmethod
     def open(cls, *, interactions: Path, embeddings: Path | None = None, features: Path | None = None) -> Self:
-        """Open the stage folders without verifying their checksums; StageError if a manifest is missing."""
+        """Open the stage folders without verifying checksums. Raise StageError if a stage is missing or incomplete."""
         return cls(
             require_manifest(interactions, InteractionsManifest, verify=False),
             None if embeddings is None else require_manifest(embeddings, EmbeddingsManifest, verify=False),

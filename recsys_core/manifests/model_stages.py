@@ -42,7 +42,7 @@ class TrainManifest(Manifest):
 class ExportManifest(Manifest):
     """Vectors and parameters for evaluation, index and serving. Each rank writes its own rows.
 
-    Vectors are scored by inner product: under cosine similarity they are already normalised. Files:
+    The score of an item is the inner product of two vectors. If `similarity` is cosine, the vectors are normalised. Files:
 
         item_vectors.npy: float32 [items, dim].
         query_vectors_<split>.npy: float32 [queries, dim]; split is validation or test. One query per user with at least one

@@ -77,7 +77,7 @@ def _canonical(part: object) -> Any:
 
 
 class StageFolder(Generic[ManifestT]):
-    """The folder of one stage, which is either complete or has to be written.
+    """The folder of one stage. The stage is either complete, or it has to be written.
 
         stage = StageFolder(folder, PlanManifest, fingerprint=fingerprint)
         if stage.manifest is not None:
@@ -118,7 +118,10 @@ class StageFolder(Generic[ManifestT]):
             shutil.rmtree(self._staging, ignore_errors=True)  # `commit` has renamed it, unless the block failed
 
     def commit(self, **fields: Any) -> ManifestT:
-        """Commit the files of the `writing` block atomically, and return the manifest. `fields`: the fields of its own type."""
+        """Commit the files of the `writing` block atomically, and return the manifest.
+
+        fields: the fields that the type of the manifest adds to Manifest.
+        """
         seconds = time.perf_counter() - self._start_s
         return seal(self._staging, self._folder, self._manifest_type, fingerprint=self._fingerprint, seconds=seconds, **fields)
 
@@ -140,8 +143,7 @@ def load_manifest(folder: Path, manifest_type: type[ManifestT], *, verify: bool 
     """Return the manifest of `folder`, or None if the stage is incomplete or one of its files changed.
 
     Args:
-        verify: compare the sha256 of every file. False: compare only the sizes, because the launching process has just verified
-            the sha256.
+        verify: whether to compare the sha256 of every file. False: compare only the sizes, which is faster.
     """
     manifest = read_manifest(folder, manifest_type)
     if manifest is None:

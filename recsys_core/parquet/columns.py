@@ -110,9 +110,9 @@ def id_type(sources: Sequence[Source], column: str, *, setting: str) -> IdType:
         InputError: a file has ids of another type, or the type differs between files.
     """
     first_source = sources[0]
-    type_of_source = {source: _id_type_of_file(source, column, setting=setting) for source in sources}
-    first_type = type_of_source[first_source]
-    for source, type_of_ids in type_of_source.items():
+    id_type_by_source = {source: _id_type_of_file(source, column, setting=setting) for source in sources}
+    first_type = id_type_by_source[first_source]
+    for source, type_of_ids in id_type_by_source.items():
         require_one_type(
             type_of_ids,
             subject=f"{source.name}: column {column!r}",

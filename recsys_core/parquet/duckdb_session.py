@@ -28,7 +28,7 @@ def database(
 
     Args:
         spill: folder for the spilled data.
-        subject: result of the queries, in the plural, for messages: "the events".
+        subject: name of the query results for messages, in the plural, such as "the events".
         setting: config key of memory_limit, for messages.
 
     Raises:

@@ -1,8 +1,8 @@
 """Parquet footers, checked for consistency before any data is read.
 
-Each footer is parsed twice. pyarrow provides the schema and reads the data later. DuckDB provides counts and offsets, because
-pyarrow's FileMetaData.row_group(i).column(j) aborts the process if a level histogram contradicts the schema (seen with 25.0.1,
-cf. apache/arrow#45283: the C++ exception is not caught). nightjar must not call this method on input files.
+Each footer is parsed twice. pyarrow provides the schema and reads the data later. DuckDB provides counts and offsets.
+nightjar must not read these with pyarrow: FileMetaData.row_group(i).column(j) aborts the process if a level histogram
+contradicts the schema, because a C++ exception is not caught (seen with 25.0.1, cf. apache/arrow#45283).
 """
 
 import hashlib
@@ -79,8 +79,8 @@ def read_footers(locations: Sequence[Location]) -> list[Footer]:
     footers = []
     with tempfile.TemporaryDirectory(prefix="nightjar-footers-") as folder, duckdb.connect(config={"threads": 1}) as connection:
         for index, (location, raw_footer) in enumerate(zip(locations, raw_footers, strict=True)):
-            # The footer alone, between two magic numbers, is a valid parquet file without data. DuckDB and pyarrow parse this
-            # file, and thus exactly the bytes that are hashed.
+            # The footer between two magic numbers is a valid parquet file without data. DuckDB and pyarrow parse this file, so
+            # they parse the same bytes that are hashed.
             content = _MAGIC + raw_footer + len(raw_footer).to_bytes(4, "little") + _MAGIC
             path = Path(folder) / f"{index}.parquet"
             path.write_bytes(content)
@@ -199,7 +199,7 @@ def _check_counts_and_offsets(
     chunk_facts: for each fact in the footer, its value in each column chunk, [row groups, leaves].
     """
     group_rows, num_values = chunk_facts["row_group_num_rows"], chunk_facts["num_values"]
-    size, page_start = chunk_facts["total_compressed_size"], chunk_facts["start"]
+    compressed_bytes, page_start = chunk_facts["total_compressed_size"], chunk_facts["start"]
 
     def reject(is_invalid: NDArray[np.bool_], message: str) -> None:
         if is_invalid.any():
@@ -212,7 +212,7 @@ def _check_counts_and_offsets(
     if num_rows < 0:
         raise _InvalidFooterError(f"its footer claims {num_rows:,} rows; write it again")
     reject(group_rows < 0, "{row_group_num_rows:,} rows; write it again")
-    is_negative = (num_values < 0) | (size < 0) | (chunk_facts["total_uncompressed_size"] < 0) | (page_start < 0)
+    is_negative = (num_values < 0) | (compressed_bytes < 0) | (chunk_facts["total_uncompressed_size"] < 0) | (page_start < 0)
     reject(
         is_negative | (chunk_facts["row_group_bytes"] < 0),
         "{num_values:,} values in {total_compressed_size:,} bytes ({total_uncompressed_size:,} decompressed, "
@@ -221,8 +221,9 @@ def _check_counts_and_offsets(
     is_flat = np.array([not leaf.repeated for leaf in leaves], np.bool_)
     contradicts_rows = (num_values < group_rows) | (is_flat & (num_values != group_rows))
     reject(contradicts_rows, "{num_values:,} values for {row_group_num_rows:,} rows; write it again")
-    # The sum start + size of two corrupt values may overflow, so it is not computed.
-    is_outside = (page_start < 4) | (page_start > data_end) | (size > data_end - np.minimum(page_start, data_end))
+    # The sum page_start + compressed_bytes is not computed, because it may overflow if both values are corrupt.
+    bytes_until_end = data_end - np.minimum(page_start, data_end)
+    is_outside = (page_start < 4) | (page_start > data_end) | (compressed_bytes > bytes_until_end)
     reject(
         (num_values > 0) & is_outside,
         "bytes {start:,} to {end:,}, but the data ends at {data_end:,}: truncated or damaged; copy or write it again",

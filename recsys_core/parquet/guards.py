@@ -21,7 +21,7 @@ from recsys_core.units import GIB, MIB
 HARMLESS_BYTES = GIB
 """Data that decodes to at most this size is never rejected as a decompression bomb."""
 _VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
-"""Bytes of a decoded value of each physical type. For a string (BYTE_ARRAY), the bytes of its offset."""
+"""Bytes of a decoded value of each physical type. Of a string (BYTE_ARRAY), only its offset is counted."""
 _PAGE_HEADER_BYTES = 64
 _NEXT_INT32_FIELD = b"\x15"
 """Byte of Thrift's compact protocol: the next field is a 32-bit integer."""
@@ -44,7 +44,7 @@ def check_expansion(
     Args:
         max_expansion_ratio: largest allowed ratio of decoded bytes to file bytes, for files above 1 GiB.
         setting: config key of max_expansion_ratio, for messages.
-        count_texts: whether to count the characters of strings; false if the reader keeps them in dictionaries.
+        count_texts: whether to count the characters of strings. A reader that keeps strings in dictionaries sets it to false.
 
     Raises:
         InputError: one file, or all files together, decode to more than this limit, or a dictionary cannot be read.
@@ -123,7 +123,10 @@ def _text_bytes(source: Source, columns: Sequence[str], *, stop_above: float) ->
 
 
 def _dictionary(batch: pa.RecordBatch) -> pa.DictionaryArray | None:
-    """Return the strings of a batch of one column, taken out of lists and structs; None if they are not in a dictionary."""
+    """Return the strings in a batch of one column, without the lists and structs around them.
+
+    Return None if the strings are not stored in a dictionary.
+    """
     array = batch.column(0)
     while pa.types.is_nested(array.type) and not pa.types.is_dictionary(array.type):
         array = array.flatten() if not pa.types.is_struct(array.type) else array.field(0)
@@ -153,7 +156,7 @@ def has_page_checksums(source: Source, columns: Sequence[str]) -> bool:
 
 
 def _has_checksum(page_header: bytes) -> bool:
-    """Return whether a page header, in Thrift's compact protocol, contains a checksum: a fourth integer after three others."""
+    """Return whether a page header contains a checksum. In Thrift's compact protocol, the checksum is the fourth integer."""
     position = 0
     for _ in range(3):
         if page_header[position : position + 1] != _NEXT_INT32_FIELD:
@@ -175,14 +178,14 @@ def verify_pages(source: Source, columns: Sequence[str]) -> None:
     Raises:
         InputError: a page is damaged. The message names the file, the column and the rows of the row group.
     """
-    names = [column for column in dict.fromkeys(columns) if column in source.schema.names]
+    columns_in_file = [column for column in dict.fromkeys(columns) if column in source.schema.names]
     try:
         with source.open(page_checksum_verification=True) as file:
-            num_rows = sum(_batch_lengths(file, source, names))
+            num_rows = sum(_batch_lengths(file, source, columns_in_file))
     except _READ_ERRORS as error:
-        raise _locate_damage(source, names, error) from error
-    if names and num_rows != source.record.rows:
-        raise _locate_damage(source, names, None)
+        raise _locate_damage(source, columns_in_file, error) from error
+    if columns_in_file and num_rows != source.record.rows:
+        raise _locate_damage(source, columns_in_file, None)
 
 
 def _batch_lengths(

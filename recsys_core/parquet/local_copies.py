@@ -50,24 +50,24 @@ def _copy(source: Source, columns: Sequence[str], target: Path) -> Path:
     columns_in_file = [name for name in dict.fromkeys(columns) if name in source.schema.names]
     # If all columns are hive keys, one column of the file is copied, because the copy must have the same number of rows.
     copy = _ResumableCopy(source.location, source.footer, columns=columns_in_file or source.schema.names[:1], target=target)
-    free = shutil.disk_usage(target.parent).free
-    if copy.compressed_bytes > free:
-        raise _disk_full(source, target, needed=copy.compressed_bytes, free=free)
+    free_bytes = shutil.disk_usage(target.parent).free
+    if copy.compressed_bytes > free_bytes:
+        raise _disk_full(source, target, needed_bytes=copy.compressed_bytes, free_bytes=free_bytes)
     try:
         retrying(copy.resume)
         copy.close()
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            free = shutil.disk_usage(target.parent).free
-            raise _disk_full(source, target, needed=copy.compressed_bytes, free=free) from error
+            free_bytes = shutil.disk_usage(target.parent).free
+            raise _disk_full(source, target, needed_bytes=copy.compressed_bytes, free_bytes=free_bytes) from error
         problem = "the store stopped answering" if is_temporary(error) else "damaged, or not readable"
         raise InputError(f"{source.name}: {problem}, at row {copy.num_rows:,}: {first_line(error)}") from error
     return target
 
 
-def _disk_full(source: Source, target: Path, *, needed: int, free: int) -> InputError:
+def _disk_full(source: Source, target: Path, *, needed_bytes: int, free_bytes: int) -> InputError:
     return InputError(
-        f"{source.name}: its copy needs about {needed:,} bytes in {target.parent}, where {free:,} are free; "
+        f"{source.name}: its copy needs about {needed_bytes:,} bytes in {target.parent}, where {free_bytes:,} are free; "
         "free some space, or move the workspace"
     )
 

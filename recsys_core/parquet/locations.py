@@ -54,8 +54,8 @@ class Location:
 def find_files(pattern: str, *, setting: str, data_root: Path | None = None) -> Iterator[Location]:
     """Find the files of a path, a glob or a folder, in no particular order.
 
-    A folder means all *.parquet files in it and below it. Folders and globs skip names that start with _ or . (by convention
-    such files are incomplete or not data), unless a component of the glob starts with one of these characters.
+    A folder means all *.parquet files in it and below it. Folders and globs skip files and folders whose names start with _
+    or ., because by convention these are incomplete or not data. A glob with such a component, like log/_tmp/*, skips none.
 
     Raises:
         InputError: no file matches, the store rejects the request, or a file is outside `data_root`.
@@ -79,24 +79,25 @@ def find_files(pattern: str, *, setting: str, data_root: Path | None = None) -> 
         name = printable(path)
         if not _is_utf8(path):
             raise InputError(f"{setting}: {name}: the name of the file is not UTF-8; rename it")
-        target = Path(path).resolve()
-        if root is not None and not target.is_relative_to(root):
+        resolved_path = Path(path).resolve()
+        if root is not None and not resolved_path.is_relative_to(root):
             raise InputError(
-                f"{setting}: {name}: resolves to {printable(str(target))}, which is not below data_root ({root}); "
+                f"{setting}: {name}: resolves to {printable(str(resolved_path))}, which is not below data_root ({root}); "
                 "move the file there, or change data_root"
             )
-        status = target.stat()
-        yield Location(name, path, status.st_size, status.st_mtime_ns, filesystem, (status.st_dev, status.st_ino))
+        file_status = resolved_path.stat()
+        inode = (file_status.st_dev, file_status.st_ino)
+        yield Location(name, path, file_status.st_size, file_status.st_mtime_ns, filesystem, inode)
 
 
 def connect(uri: str, *, setting: str) -> tuple[pafs.FileSystem, str, str]:
     """Connect to the filesystem of a URI.
 
     Returns:
-        The filesystem, the path within it, and a prefix such as "s3:/": f"{prefix}/{path}" is the URI of a path within it.
+        The filesystem, the path within it, and a prefix such as "s3:/". The URI of a path within it is f"{prefix}/{path}".
     """
     match = URI.fullmatch(uri)
-    assert match is not None, "callers check is_uri, and the config its credentials and options"
+    assert match is not None, "callers check is_uri"
     raw_scheme, authority, path, query = match.groups()
     host_or_bucket = authority.rpartition("@")[2]
     shown_uri = printable(f"{raw_scheme}://{host_or_bucket}{path}")
@@ -110,7 +111,7 @@ def connect(uri: str, *, setting: str) -> tuple[pafs.FileSystem, str, str]:
         return pafs.LocalFileSystem(), unquote(path), "file:/"
     if not host_or_bucket:
         raise InputError(f"{setting}: {shown_uri}: names no bucket; write {raw_scheme}://bucket/path")
-    # The path may be a glob, whose characters pyarrow rejects in a URI: connect with the URI of the bucket.
+    # Connect with the URI of the bucket, because the path may be a glob, and pyarrow rejects * and ? in a URI.
     encoded_options = "&".join(f"{key}={quote(value)}" for key, value in options.items())
     bucket_uri = f"{scheme}://{authority}?{encoded_options}"
     try:

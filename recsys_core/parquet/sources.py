@@ -49,7 +49,7 @@ class Source:
 
     @property
     def path(self) -> Path:
-        """Path of a local file; InputError for a remote one, which only `open` and `local_files` can read."""
+        """Path of a local file. Raise InputError for a file in an object store: use `open` or `local_files` for such a file."""
         if not self.local:
             raise InputError(f"{self.name}: is in an object store, but only local files can be read here; copy it")
         return Path(self.location.path)
@@ -60,12 +60,12 @@ class Source:
         return (*self.schema.names, *(key for key in self.partition if key not in self.schema.names))
 
     def partition_value(self, key: str) -> int | date | str:
-        """Return the value of a hive key, which every row of the file has, converted to the type of the key."""
+        """Return the value of a hive key, converted to the type of the key. All rows of the file have this value."""
         value: int | date | str = pa.scalar(self.partition[key]).cast(self.partition_types[key]).as_py()
         return value
 
     def open(self, **options: Any) -> pq.ParquetFile:
-        """Open the file with options of pyarrow.parquet.ParquetFile; InputError if it changed after its footer was checked."""
+        """Open the file with options of pyarrow.parquet.ParquetFile. Raise InputError if it changed since the footer check."""
         path, filesystem = self.location.path, self.location.filesystem
         try:
             info = retrying(lambda: filesystem.get_file_info(path))
@@ -97,7 +97,8 @@ def open_sources(patterns: Sequence[str], *, setting: str, data_root: Path | Non
             location_by_name[location.name] = location
     locations = [location_by_name[name] for name in sorted(location_by_name)]
     check_distinct_files(locations, setting=setting)
-    sources = tuple(_source(*pair) for pair in zip(locations, read_footers(locations), strict=True))
+    footers = read_footers(locations)
+    sources = tuple(_source(location, footer) for location, footer in zip(locations, footers, strict=True))
     if not sources:
         raise InputError(f"{setting}: names no file; give a path, a glob or a folder")
     if sum(source.record.rows for source in sources) == 0:
@@ -130,7 +131,7 @@ def _source(location: Location, footer: Footer) -> Source:
 
 
 def partition_of(path: str) -> dict[str, str]:
-    """Parse the hive keys in the folder names of `path`; InputError if a key occurs twice.
+    """Parse the hive keys in the folder names of `path`. Raise InputError if a key occurs twice.
 
     >>> partition_of("log/dt=2026-11-19/country=S%C3%A3o%20Tom%C3%A9/part=0.parquet")
     {'dt': '2026-11-19', 'country': 'São Tomé'}

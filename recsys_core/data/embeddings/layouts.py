@@ -65,14 +65,16 @@ class ListReader:
                 faulty_rows.append(null_rows)
                 is_faulty_N[null_rows.row_X - first_row] = True
                 values = values.fill_null(0.0)
-            with np.errstate(over="ignore"):  # a number too large for float32 becomes inf, which check_vectors finds
+            with np.errstate(over="ignore"):  # a number too large for float32 becomes inf, which check_and_normalise finds
                 block_ND = np.from_dlpack(values).astype(np.float32, copy=False).reshape(-1, dim)
             target_ND = self.matrix_RD[first_row : first_row + len(length_N)]
             if has_right_length_N.all():
                 target_ND[:] = block_ND
             else:
                 target_ND[has_right_length_N] = block_ND
-            faulty_rows += check_vectors(target_ND, first_row, is_faulty_N, columns=[self.column], normalise=self.normalise)
+            faulty_rows += check_and_normalise(
+                target_ND, first_row, is_faulty_N, columns=[self.column], normalise=self.normalise
+            )
             first_row += len(length_N)
         return faulty_rows
 
@@ -128,7 +130,7 @@ class ColumnsReader:
         return faulty_rows
 
 
-def check_vectors(
+def check_and_normalise(
     block_ND: NDArray[np.float32], first_row: int, is_faulty_N: NDArray[np.bool_], *, columns: Sequence[str], normalise: bool
 ) -> list[FaultyRows]:
     """Return the rows whose vector is all zero or has a number that is not finite.

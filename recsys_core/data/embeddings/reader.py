@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recsys_core.data.embeddings.batches import read_batches
-from recsys_core.data.embeddings.layouts import ColumnsReader, ListReader, ReadTask, check_vectors
+from recsys_core.data.embeddings.layouts import ColumnsReader, ListReader, ReadTask, check_and_normalise
 from recsys_core.data.embeddings.row_faults import FaultyRows, RowFaults
 from recsys_core.data.embeddings.schema import VectorFiles
 from recsys_core.disk import allocate_npy
@@ -64,7 +64,7 @@ def read_vectors(files: VectorFiles, *, paths: Sequence[Path], out: Path, stop: 
     def check_batch(start: int) -> list[FaultyRows]:
         rows = slice(start, start + batch_rows)
         has_null_N = null_faults.fault_code_R[rows] != 0
-        return check_vectors(matrix_RD[rows], start, has_null_N, columns=files.columns, normalise=normalise)
+        return check_and_normalise(matrix_RD[rows], start, has_null_N, columns=files.columns, normalise=normalise)
 
     batch_starts = range(0, files.num_rows, batch_rows)
     return null_faults.merge(RowFaults.collect(files.num_rows, _in_threads(num_threads, check_batch, batch_starts, stop=stop)))

@@ -14,7 +14,7 @@ from recsys_core.data.features.checks import reject_bad_table
 from recsys_core.data.features.config import FeatureConfig, FeaturesConfig
 from recsys_core.data.features.encoding import encode
 from recsys_core.data.features.feature_column import BATCH_ROWS, FeatureColumn, PreviousFeature, definition
-from recsys_core.data.features.schema import FeatureTable, check_features, check_vectors
+from recsys_core.data.features.schema import FeatureTable, check_feature_vectors, check_features
 from recsys_core.errors import InputError
 from recsys_core.manifests import (
     EmbeddingsManifest,
@@ -71,7 +71,7 @@ def ingest_features(
         data_root=data_root,
     )
     vector_tables = {} if embeddings is None else embeddings.tables
-    check_vectors(tables, id_types={name: table.id_type for name, table in vector_tables.items()})
+    check_feature_vectors(tables, id_types={name: table.id_type for name, table in vector_tables.items()})
     records = tuple(source.record for table in tables if table.side != "context" for source in table.sources)
     fingerprint = fingerprint_of("features", config, interactions, previous, embeddings, records)
     stage = StageFolder(folder, FeaturesManifest, fingerprint=fingerprint)

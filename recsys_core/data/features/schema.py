@@ -99,7 +99,7 @@ def check_features(
     return tuple(tables)
 
 
-def check_vectors(tables: Sequence[FeatureTable], *, id_types: Mapping[str, IdType]) -> None:
+def check_feature_vectors(tables: Sequence[FeatureTable], *, id_types: Mapping[str, IdType]) -> None:
     """Check the pretrained vectors of feature values. Such vectors need a feature with a vocabulary.
 
     Args:

@@ -82,21 +82,23 @@ def _read_spec(path: Path, *, token: str, host: Host) -> LaunchSpec:
 
     The versions are compared before the other fields are read, because another version may have other fields.
     """
-    fix = "the workspace must be on storage that all hosts mount at the same path"
+    advice = "the workspace must be on storage that all hosts mount at the same path"
     if not wait_for(path, timeout_s=STORAGE_TIMEOUT_S):
-        raise _FolderError(f"{host} does not see {path}, which the launching process wrote; {fix}")
-    raw = json.loads(path.read_bytes())
-    if raw["token"] != token:
+        raise _FolderError(f"{host} does not see {path}, which the launching process wrote; {advice}")
+    spec_fields = json.loads(path.read_bytes())
+    if spec_fields["token"] != token:
         raise _FolderError(
-            f"{host} sees another {path} than the one that the launching process wrote (token {raw['token']} instead of "
-            f"{token}): the folder is not shared; {fix}"
+            f"{host} sees another {path}: its token is {spec_fields['token']}, but the launching process wrote {token}; "
+            f"the folder is not shared; {advice}"
         )
-    versions, expected = running_versions(), raw["versions"]
-    if versions != expected:
-        names = sorted(name for name in versions.keys() | expected.keys() if versions.get(name) != expected.get(name))
-        differences = ", ".join(f"{name} {versions.get(name)} instead of {expected.get(name)}" for name in names)
+    versions, expected_versions = running_versions(), spec_fields["versions"]
+    if versions != expected_versions:
+        names = sorted(
+            name for name in versions.keys() | expected_versions.keys() if versions.get(name) != expected_versions.get(name)
+        )
+        differences = ", ".join(f"{name} {versions.get(name)} instead of {expected_versions.get(name)}" for name in names)
         raise HostRejected(f"{host} has {differences}; use the same image or environment on all hosts")
-    return LaunchSpec.model_validate(raw)
+    return LaunchSpec.model_validate(spec_fields)
 
 
 def _check_in(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, head_name: str) -> HostNetwork:
@@ -142,9 +144,9 @@ def _report_ready(folder: LaunchFolder, *, host: Host, network: HostNetwork) -> 
 
 
 def _is_lease_renewed(spec: LaunchSpec, folder: LaunchFolder, *, timeout_s: float) -> bool:
-    """Wait for the lease to change; return whether it did.
+    """Wait until the launching process renews the lease; return False if it does not renew the lease in time.
 
-    A host may leave the scheduler's queue long after the launching process has ended, and then nothing renews the lease.
+    A host may leave the scheduler's queue long after the launching process has ended.
     """
     initial_lease, deadline = folder.read_lease(spec.token), time.monotonic() + timeout_s
     while folder.read_lease(spec.token) in (initial_lease, None):

@@ -68,7 +68,8 @@ class TorchxLauncher(Settings):
     )
     python: FilePath | None = Field(
         None,
-        description="Python interpreter on each host; empty: the path of this process's interpreter, or `python` with an image",
+        description="Path of the Python interpreter on each host; empty: `python` if image is set, otherwise the path of this "
+        "process's interpreter",
     )
     cpus: int | None = Field(
         None, ge=1, le=100_000, description="CPU cores to request per host; empty: the scheduler's default"
@@ -86,8 +87,8 @@ class TorchxLauncher(Settings):
     )
     interface: Name | None = Field(
         None,
-        description="Network interface that connects the hosts, such as ib0; its network must be trusted "
-        "(docs/security.md); empty: the interface that leads to the first host, or lo for local_cwd",
+        description="Network interface that connects the hosts, such as ib0; empty: the interface that leads to the first "
+        "host, or lo for local_cwd. The network must be trusted (docs/security.md)",
     )
     rendezvous_port: int = Field(
         0, ge=0, le=65535, description="Port on which the first host listens for the other hosts; 0: any free port"

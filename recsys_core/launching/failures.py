@@ -31,15 +31,15 @@ def error_from_failures(
     nightjar_error = NIGHTJAR_ERROR.search(cause.traceback)
     if nightjar_error:
         return (InputError if nightjar_error[1] == "InputError" else StageError)(nightjar_error[2].strip())
-    rank = f"rank {cause.rank} on host {host_failure.host}" if num_nodes > 1 else f"rank {cause.rank}"
+    rank_name = f"rank {cause.rank} on host {host_failure.host}" if num_nodes > 1 else f"rank {cause.rank}"
     disk_full = DISK_FULL_MESSAGE.search(f"{cause.traceback}\n{cause.last_lines}")
     if disk_full or free_bytes(folder.path) < MIN_STAGE_BYTES:
         quote = f" ({_line_around(disk_full)})" if disk_full else ""  # the rank may have filled another disk
-        return disk_full_error(folder.path, reason=f"the output of {rank} does not fit{quote}")
-    exit_status = f"signal {cause.signal}" if cause.signal else f"exit code {cause.exit_code}"
+        return disk_full_error(folder.path, reason=f"the output of {rank_name} does not fit{quote}")
+    how_it_ended = f"signal {cause.signal}" if cause.signal else f"exit code {cause.exit_code}"
     if cause.traceback:
-        exit_status = "an exception"
-    lines = [f"{rank} was the first to fail, with {exit_status}{_memory_hint(cause, host_failure)}:"]
+        how_it_ended = "an exception"
+    lines = [f"{rank_name} was the first to fail, with {how_it_ended}{_memory_hint(cause, host_failure)}:"]
     if _kind_of(cause) == LOST_PEER:
         lines.append(
             "(it lost the connection to another rank, but no host reported a failed rank: an agent was killed, or a host is "
@@ -50,7 +50,7 @@ def error_from_failures(
 
 
 def _kind_of(failure: RankFailure) -> int:
-    if failure.traceback:  # first, because torchrun's SIGTERM may have ended the rank after its exception
+    if failure.traceback:  # torchrun may have sent SIGTERM to the rank after its exception
         if NIGHTJAR_ERROR.search(failure.traceback):
             return NIGHTJAR_RAISED
         return LOST_PEER if PEER_LOST.search(failure.traceback) else RAISED

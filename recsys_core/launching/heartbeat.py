@@ -9,9 +9,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class HeartbeatFile:
-    """A file that the ranks touch or extend while they work, and the longest times between two changes of it.
+    """A file that the ranks touch or extend while they work. Each change of the file is a heartbeat.
 
-    start_timeout_s: from the start of all ranks to the first heartbeat. timeout_s: from one heartbeat to the next.
+    start_timeout_s: longest time from the start of all ranks to the first heartbeat. timeout_s: longest time between two
+    heartbeats.
     """
 
     path: Path
@@ -19,9 +20,9 @@ class HeartbeatFile:
     timeout_s: float
 
     def state(self) -> tuple[int, int] | None:
-        """Return (mtime, size) of the file, or None if it does not exist. Every heartbeat changes it.
+        """Return (mtime, size) of the file, or None if it does not exist. Every heartbeat changes this state.
 
-        Compare it with an earlier state and never with a clock: another host may have set the mtime.
+        Compare the state with an earlier state, never with a clock: another host may have set the mtime.
         """
         if not self.path.is_file():
             return None

@@ -1,4 +1,4 @@
-"""One launch of distributed ranks: started together, monitored together, and always ended.
+"""One launch of distributed ranks: start all ranks, monitor them until they end, and always end all of them.
 
 A failed launch is not restarted in place, because torchrun's own restart is unreliable (pytorch/pytorch#135712, #167288); the
 caller launches again from the last verified checkpoint.
@@ -45,8 +45,8 @@ def launch(
     Args:
         job_file: JSON of a TrainJob or ExportJob.
         layout: number of ranks, and their devices.
-        folder: new folder for the messages and logs of hosts and ranks. All hosts must see it, the job file and the heartbeat
-            file under the same paths.
+        folder: new folder for the messages and logs of hosts and ranks. This folder, the job file and the heartbeat file must
+            have the same paths on all hosts.
         heartbeat_file: the file that the ranks touch while they work.
         poll: called about five times a second.
         launcher: starts the ranks on this host, or on many hosts through TorchX.
@@ -83,7 +83,7 @@ def launch(
     monitor = Monitor(spec, launch_folder, deadlines=deadlines, heartbeat=heartbeat_file)
     launch_folder.write("launch.json", spec)
     agent_arguments = ("-m", "recsys_core.launching.agent", str(launch_folder.spec_path), spec.token)
-    with _exit_on_sigterm(), _lease(spec, launch_folder), ExitStack() as stack:
+    with _exit_on_sigterm(), _renewed_lease(spec, launch_folder), ExitStack() as stack:
         group: HostGroup
         if launcher.kind == "local":
             group = LocalHost([sys.executable, *agent_arguments, "0", ""], log_path=launch_folder.path / "agent.log")
@@ -102,13 +102,13 @@ def require_local_capacity(layout: ProcessLayout) -> None:
     """Raise InputError unless this host alone can run the ranks of `layout`."""
     if layout.num_nodes != 1:
         raise InputError(
-            f"plan.json: made for {layout.num_nodes} hosts, but launcher.kind is local, which starts ranks on this host only; "
-            "set launcher.kind to torchx, or sharding.cluster.num_nodes to 1"
+            f"plan.json: the plan was made for {layout.num_nodes} hosts, but launcher.kind is local, which starts ranks on "
+            "this host only; set launcher.kind to torchx, or sharding.cluster.num_nodes to 1"
         )
     if layout.device == "cuda" and torch.cuda.device_count() < layout.processes_per_node:
         raise InputError(
-            f"plan.json: needs {layout.processes_per_node} GPUs on this host, but there are {torch.cuda.device_count()}; "
-            "set sharding.cluster.processes_per_node, or device to cpu"
+            f"plan.json: the plan needs {layout.processes_per_node} GPUs on this host, but there are "
+            f"{torch.cuda.device_count()}; set sharding.cluster.processes_per_node, or device to cpu"
         )
 
 
@@ -158,8 +158,8 @@ class LocalHost:
             self._agent.wait()
 
 
-def _lease(spec: LaunchSpec, folder: LaunchFolder) -> AbstractContextManager[None]:
-    """Increment the counter in the file `lease` while the block runs. Remote hosts end their ranks when it stops changing."""
+def _renewed_lease(spec: LaunchSpec, folder: LaunchFolder) -> AbstractContextManager[None]:
+    """Renew the lease while the block runs. Hosts end their ranks when the lease is no longer renewed."""
     if spec.lease_timeout_s is None:
         return nullcontext()
     counter = itertools.count()

@@ -52,8 +52,8 @@ class LaunchSpec(ProcessLayout):
     """The settings of a launch, for its hosts.
 
     token: identifies this launch. versions: package -> version in the launching process. module: the ranks run
-    `python -m <module> <job>`. interface: network interface that connects the hosts; None: the one that leads to node 0.
-    rendezvous_port: 0 for any free port. lease_timeout_s: None if the hosts are children of the launching process.
+    `python -m <module> <job>`. interface: network interface that connects the hosts; None: the interface that leads to
+    node 0. rendezvous_port: 0 for any free port. lease_timeout_s: None if the hosts are children of the launching process.
     """
 
     token: str
@@ -161,18 +161,18 @@ class LaunchFolder:
 
     def write(self, name: str, message: Frozen) -> None:
         """Write a message atomically. If a message of this name exists, raise FileExistsError and leave it unchanged."""
-        target, staging = self.path / name, self.path / f".{name}"
+        path, staging_path = self.path / name, self.path / f".{name}"
         # Mode "x" fails for a second writer. A hard link would too, but some file systems do not support hard links.
-        with staging.open("x") as file:
+        with staging_path.open("x") as file:
             try:
-                if target.exists():
-                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+                if path.exists():
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
                 file.write(message.model_dump_json())
                 file.flush()
             except BaseException:
-                staging.unlink()
+                staging_path.unlink()
                 raise
-        staging.rename(target)
+        staging_path.rename(path)
 
     def renew_lease(self, token: str, count: int) -> None:
         """Set the counter of the launch `token`; a host ends its ranks when the counter stops changing."""

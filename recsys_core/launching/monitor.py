@@ -165,7 +165,7 @@ class Monitor:
         late_ranks = sorted(set(range(self._spec.world_size)) - self._folder.started_ranks().keys())
         return LaunchError(
             f"{hosts_started} ({host_names}), but after {deadline.limit_s:g} s ranks {', '.join(map(str, late_ranks))} do not "
-            f"run: the hosts could not reach each other at {ready_hosts[0].address}:{ready_hosts[0].port} (open "
-            f"launcher.rendezvous_port between them), or they need more time to start (raise {deadline.setting})"
+            f"run: the hosts could not reach each other at {ready_hosts[0].address}:{ready_hosts[0].port}, or the ranks need "
+            f"more time to start; open launcher.rendezvous_port between the hosts, or raise {deadline.setting}"
             f"{self._quote_logs(group, range(self._spec.num_nodes))}"
         )

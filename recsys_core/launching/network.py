@@ -70,9 +70,9 @@ def interface_addresses() -> dict[str, str]:
     """Return the first IPv4 address of each network interface."""
     addresses = {}
     for name, entries in psutil.net_if_addrs().items():
-        ipv4 = [entry.address for entry in entries if entry.family == socket.AF_INET]
-        if ipv4:
-            addresses[name] = ipv4[0]
+        ipv4_addresses = [entry.address for entry in entries if entry.family == socket.AF_INET]
+        if ipv4_addresses:
+            addresses[name] = ipv4_addresses[0]
     return addresses
 
 

@@ -1,6 +1,6 @@
 """Registration of a rank with its launcher: the rank ends with its agent, reports its start, dumps stacks on request.
 
-Imports nothing heavy: `register_rank` runs before the imports of torch, which take seconds.
+This module does not import torch, because `register_rank` runs before the import of torch, which takes seconds.
 """
 
 import faulthandler

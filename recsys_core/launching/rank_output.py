@@ -1,11 +1,11 @@
-"""The output of rank 0 in the log of the launching process, and so in the log of the run in Prefect."""
+"""Copy of rank 0's output in the log of the launching process. Prefect shows this log as the log of the run."""
 
 import logging
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 MAX_LINES = 1_000
-_PATTERN = "node-0/*/attempt_*/0/std*.log"
+_LOG_PATTERN = "node-0/*/attempt_*/0/std*.log"
 
 
 class RankOutput:
@@ -26,7 +26,7 @@ class RankOutput:
         """Log the complete lines that were written since the last call."""
         if self._num_lines > MAX_LINES:
             return
-        for path in self._folder.glob(_PATTERN):
+        for path in self._folder.glob(_LOG_PATTERN):
             offset = self._offsets.setdefault(path, 0)
             if path.stat().st_size == offset:
                 continue

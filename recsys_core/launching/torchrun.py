@@ -44,12 +44,12 @@ from recsys_core.launching.messages import (
 from recsys_core.launching.network import LOOPBACK_ADDRESS, HostNetwork
 from recsys_core.launching.rank import request_stacks
 
-BACKEND = "nightjar"
+RENDEZVOUS_BACKEND = "nightjar"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 CONNECT_TIMEOUT_S = 60.0
 POLL_S = 0.5
 MAX_POLLS_WITHOUT_LEASE = 4
-"""A slow file system may hide the lease for some polls. After this many polls, a resumed run has taken over the folder."""
+"""A slow file system may hide the lease for some polls. After this many, a resumed run is assumed to use the folder."""
 TERM_GRACE_S = 8.0
 
 
@@ -133,7 +133,7 @@ def _watch_launching_process(spec: LaunchSpec, folder: LaunchFolder, node: int) 
 
 @contextmanager
 def _rendezvous(spec: LaunchSpec, *, node: int, network: HostNetwork) -> Iterator[RendezvousHandler]:
-    """Set the environment variables by which the ranks connect to each other, and yield the rendezvous of the hosts."""
+    """Yield the rendezvous of the hosts. Set the environment variables with which the ranks connect to each other."""
     timeout_s = spec.rendezvous_timeout_s
     if spec.num_nodes > 1:
         os.environ.update({name: os.environ.get(name) or network.interface for name in INTERFACE_VARIABLES})
@@ -160,9 +160,9 @@ def connect_store(network: HostNetwork, *, timeout_s: float) -> Store:
 
 
 class StaticRendezvous(StaticTCPRendezvous):
-    """torchrun's rendezvous of a fixed number of hosts with fixed node numbers, with another store, and a wait for all hosts.
+    """torchrun's rendezvous for fixed hosts with fixed node numbers. This class replaces its store and waits for all hosts.
 
-    endpoint: (address, port) of `store`, to which the ranks connect too; None if the ranks use a FileStore.
+    endpoint: (address, port) of `store`. The ranks connect to it too. None: the ranks use a FileStore.
     """
 
     def __init__(self, spec: LaunchSpec, *, node: int, store: Store, endpoint: tuple[str, int] | None) -> None:
@@ -174,7 +174,7 @@ class StaticRendezvous(StaticTCPRendezvous):
 
     def get_backend(self) -> str:
         """Return the name in torchrun's registry."""
-        return BACKEND
+        return RENDEZVOUS_BACKEND
 
     @property
     def use_agent_store(self) -> bool:
@@ -199,4 +199,4 @@ def _handler_of(parameters: RendezvousParameters) -> RendezvousHandler:
     return handler
 
 
-rendezvous_handler_registry.register(BACKEND, _handler_of)
+rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, _handler_of)

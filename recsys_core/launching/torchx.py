@@ -33,7 +33,7 @@ LOG_TIMEOUT_S = 10.0
 def submit(
     agent_arguments: Sequence[str], spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLauncher
 ) -> Iterator["TorchxGroup"]:
-    """Submit one agent per host, and yield the group. Its requests to the scheduler work until the block ends.
+    """Submit one agent per host, and yield the group. The group can reach the scheduler until the block ends.
 
     Raises InputError if the settings are not valid for the scheduler, and LaunchError if it does not accept the request.
     """
@@ -64,7 +64,7 @@ def build_request(
         image=launcher.image,
         entrypoint=launcher.python or ("python" if launcher.image else sys.executable),
         args=[*agent_arguments, macros.replica_id, macros.rank0_env],
-        # The scheduler passes this environment to every host. The parent process exists on this host only.
+        # The scheduler passes this environment to every host. Only an agent on this host has this process as its parent.
         env={"PYTHONUNBUFFERED": "1", PARENT_VARIABLE: "", **(parent_environment() if is_local else {}), **launcher.env},
         num_replicas=spec.num_nodes,
         max_retries=0,
@@ -95,19 +95,19 @@ def build_request(
 
 
 class TorchxGroup:
-    """A submitted TorchX app; a HostGroup."""
+    """A HostGroup whose agents are one submitted TorchX app."""
 
     def __init__(self, runner: Runner, handle: str, *, folder: LaunchFolder, is_local: bool) -> None:
         self._runner, self._handle, self._folder, self._is_local = runner, handle, folder, is_local
         self._interval_s = LOCAL_STATUS_INTERVAL_S if is_local else STATUS_INTERVAL_S
         self._status: AppStatus | None = None
-        self._requested_at = float("-inf")
-        self._received_at = time.monotonic()
-        self._ended = False
+        self._last_request_time = float("-inf")
+        self._last_status_time = time.monotonic()
+        self._has_ended = False
 
     def state(self) -> GroupState:
         """Return the state, requested from the scheduler at intervals. Raises LaunchError after 5 minutes without a status."""
-        if time.monotonic() - self._requested_at >= self._interval_s:
+        if time.monotonic() - self._last_request_time >= self._interval_s:
             self._request_status()
         if self._status is None:
             return "queued"
@@ -125,31 +125,31 @@ class TorchxGroup:
         if self._is_local:
             path = next(iter(self._folder.path.glob(f"{LOG_FOLDER}/**/{ROLE}/{node}/stderr.log")), None)
             return "" if path is None else last_lines(path)
-        return self._fetch_log(node) if self._ended else ""
+        return self._fetch_log(node) if self._has_ended else ""
 
     def end(self) -> None:
         """Cancel the app and wait until the scheduler reports its end."""
-        if self._ended:
+        if self._has_ended:
             return
-        self._ended = True
+        self._has_ended = True
         try:
             if self.state() != "ended":
                 self._runner.cancel(self._handle)
             deadline = time.monotonic() + END_TIMEOUT_S
             while self.state() != "ended" and self._status is not None and time.monotonic() < deadline:
                 # The next request follows within a second, even if the interval is longer.
-                self._requested_at = min(self._requested_at, time.monotonic() - self._interval_s + 1.0)
+                self._last_request_time = min(self._last_request_time, time.monotonic() - self._interval_s + 1.0)
                 time.sleep(0.1)
         except Exception as error:  # the scheduler cannot be reached; the hosts end when their lease expires
             logger.warning("%s could not be cancelled: %s", self._handle, error)
 
     def _request_status(self) -> None:
-        self._requested_at = time.monotonic()
+        self._last_request_time = time.monotonic()
         try:
             self._status = self._runner.status(self._handle)
-            self._received_at = time.monotonic()
+            self._last_status_time = time.monotonic()
         except Exception as error:  # the scheduler is busy, or the job is in a state that TorchX does not know
-            if time.monotonic() - self._received_at > NO_STATUS_TIMEOUT_S:
+            if time.monotonic() - self._last_status_time > NO_STATUS_TIMEOUT_S:
                 raise LaunchError(
                     f"{self._handle}: the scheduler has returned no status for {NO_STATUS_TIMEOUT_S:g} s: {error}"
                 ) from error

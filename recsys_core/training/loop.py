@@ -106,15 +106,15 @@ class Trainer:
     ) -> None:
         self.job, self.config, self.process = job, job.training, process
         self.model, self.loader, self.validator = model, loader, validator
-        self.epoch_steps = len(loader)
-        self.total_steps = self.config.epochs * self.epoch_steps
+        self.steps_per_epoch = len(loader)
+        self.total_steps = self.config.epochs * self.steps_per_epoch
         task: RetrievalTask = get_unwrapped_module(model)
         self.head = task.head
         self.head.bf16 = self.config.precision == "bf16"
         self.unfrozen: dict[str, float] = {}
         self.optimizer = make_optimizer(model, spec=job.spec, config=self.config)
         self.learning_rates = LearningRates(self.optimizer, spec=job.spec, config=self.config, total_steps=self.total_steps)
-        # Cached tables use this pipeline too: TorchRec's prefetching pipeline locks cache lines, so it fails after detach().
+        # TorchRec's prefetching pipeline is not used for cached tables: it locks cache lines, so it fails after detach().
         self.pipeline = TrainPipelineSparseDist(model, self.optimizer, process.device)
         self.dropout_generator = default_generator(process.device)
         self.step, self.best = load_state(job, model=model, optimizer=self.optimizer)
@@ -140,22 +140,22 @@ class Trainer:
         if self.step >= self.total_steps:
             return True
         validation = self.config.validation
-        if self.best is None or validation is None or validation.patience is None or self.step % self.epoch_steps:
+        if self.best is None or validation is None or validation.patience is None or self.step % self.steps_per_epoch:
             return False
-        num_epochs_since_best = (self.step - self.best.step) // self.epoch_steps
+        num_epochs_since_best = (self.step - self.best.step) // self.steps_per_epoch
         return num_epochs_since_best >= validation.patience * validation.every_epochs
 
     def train_epoch(self) -> None:
-        """Collective. Train the steps that are left of the epoch; write log lines and checkpoints between the steps.
+        """Collective. Train the remaining steps of the epoch; write log lines and checkpoints between the steps.
 
         The log line and the checkpoint after the last step include the validation. `end_epoch` writes them.
         """
         config = self.config
-        epoch, first_batch = divmod(self.step, self.epoch_steps)  # both start from 0
+        epoch, first_batch = divmod(self.step, self.steps_per_epoch)  # both start from 0
         self.model.train()
         self.unfrozen = self.head.set_epoch(epoch + 1)
         batches = self.timer.batches(self.loader.epoch(epoch, start_batch=first_batch))
-        for batch in range(first_batch, self.epoch_steps):
+        for batch_index in range(first_batch, self.steps_per_epoch):
             self.learning_rates.set_step(self.step)
             # Dropout is a function of (seed, step, rank), so a resumed run draws the same masks. Only the device's generator is
             # seeded: torch.manual_seed also records its call stack, which takes a millisecond.
@@ -171,21 +171,21 @@ class Trainer:
                 raise_if_not_finite(
                     loss, step=self.step, epoch=epoch + 1, model=self.model, spec=self.job.spec, rank=self.process.rank
                 )
-            self.metrics_log.add(loss, num_samples=self.loader.num_batch_samples(batch) * self.process.world_size)
-            if batch + 1 == self.epoch_steps:
+            self.metrics_log.add(loss, num_samples=self.loader.num_batch_samples(batch_index) * self.process.world_size)
+            if batch_index + 1 == self.steps_per_epoch:
                 break
-            # Each checkpoint follows a log line, so a resumed run averages its next line over the same steps.
+            # Write a log line before each checkpoint. A resumed run then averages its next line over the same steps.
             if is_log_due or is_save_due:
                 self._log(epoch + 1)
             if is_save_due:
                 self._save()
-        # An attached pipeline replaces the forward methods of the tables; validation needs the original methods. No batch is in
-        # flight here.
+        # An attached pipeline replaces the forward methods of the tables, but validation needs the original methods. At this
+        # point, the pipeline has no unfinished batch.
         self.pipeline.detach()
 
     def end_epoch(self) -> None:
         """Collective. Validate if it is due, write a log line, and save the best, the last and each due checkpoint."""
-        epoch = self.step // self.epoch_steps
+        epoch = self.step // self.steps_per_epoch
         metrics = self._validate(epoch)
         self._log(epoch, validation=metrics)
         is_best = self.best is not None and self.best.step == self.step
@@ -227,7 +227,7 @@ class Trainer:
         self.saved_step = self.step
 
     def _write_result(self) -> None:
-        num_epochs = self.step // self.epoch_steps
+        num_epochs = self.step // self.steps_per_epoch
         result = TrainResult(
             steps=self.step,
             epochs=num_epochs,
@@ -236,7 +236,7 @@ class Trainer:
             samples_per_s=self.metrics_log.samples_per_s,
             world_size=self.process.world_size,
             checkpoint=checkpoint_name(self.step if self.best is None else self.best.step),
-            best_epoch=None if self.best is None else self.best.step // self.epoch_steps,
+            best_epoch=None if self.best is None else self.best.step // self.steps_per_epoch,
             validation={} if self.best is None else self.best.metrics,
         )
         (self.job.work / RESULT_NAME).write_text(result.model_dump_json())
@@ -245,7 +245,7 @@ class Trainer:
 def load_state(
     job: TrainJob, *, model: DistributedModelParallel, optimizer: CombinedOptimizer
 ) -> tuple[int, BestValidation | None]:
-    """Collective. Restore the checkpoint of `job`, or load the champion into the initial model, if `job` has one of them.
+    """Collective. Restore the checkpoint of `job`. Without a checkpoint, load the champion if the job has one.
 
     Returns:
         (number of completed steps, best validation so far).

@@ -1,4 +1,4 @@
-"""Stage `train`: a training from scratch or from the champion, in launched ranks; the best checkpoint is committed."""
+"""Stage `train`: train from scratch or from the champion, in launched ranks, and commit the best checkpoint."""
 
 import errno
 import logging
@@ -81,7 +81,7 @@ def train(
     with stage.writing(needs_bytes=needs_bytes) as out:
         if full_training_reason is not None:
             logger.info("full training: %s", full_training_reason)
-        _discard_other_work(work, fingerprint=fingerprint)
+        _remove_unrelated_work(work, fingerprint=fingerprint)
         job = _make_job(
             config,
             model=model,
@@ -138,10 +138,9 @@ def choose_start(
         return None, None
     num_runs_since_full = champion.train.num_warm_starts + 1
     if num_runs_since_full >= config.full_retrain_every:
-        every = config.full_retrain_every
         return None, (
             f"this is run {num_runs_since_full} since the last full training "
-            f"(training.warm_start.full_retrain_every is {every})"
+            f"(training.warm_start.full_retrain_every is {config.full_retrain_every})"
         )
     num_leaked = count_leaked_events(interactions, champion=champion.interactions)
     if num_leaked:
@@ -153,8 +152,8 @@ def choose_start(
     return champion, None
 
 
-def _discard_other_work(work: Path, *, fingerprint: str) -> None:
-    """Remove the work folder, unless it has checkpoints and metrics of an interrupted training with the same fingerprint."""
+def _remove_unrelated_work(work: Path, *, fingerprint: str) -> None:
+    """Remove the work folder, unless it belongs to an interrupted training with the same fingerprint."""
     job_file = work / JOB_NAME
     if not job_file.is_file() or TrainJob.model_validate_json(job_file.read_bytes()).fingerprint != fingerprint:
         shutil.rmtree(work, ignore_errors=True)

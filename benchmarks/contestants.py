@@ -162,14 +162,17 @@ def train_with_nightjar(contestant: Contestant, *, folder: Path, process: Proces
         "user": TableConstraint(sharding_types=(contestant.sharding_type,)),
         "item": TableConstraint(sharding_types=(item_type,)),
     }
-    work = folder / contestant.name
+    work_folder = folder / contestant.name
     if process.is_main:
         plan_sharding(
-            ShardingConfig(cluster=cluster, tables=tables), model=spec, batch_size=contestant.batch_size, folder=work / "plan"
+            ShardingConfig(cluster=cluster, tables=tables),
+            model=spec,
+            batch_size=contestant.batch_size,
+            folder=work_folder / "plan",
         )
     dist.barrier()
     job = TrainJob(
-        work=work,
+        work=work_folder,
         fingerprint="bench",
         spec=spec,
         loss=loss,
@@ -177,7 +180,7 @@ def train_with_nightjar(contestant: Contestant, *, folder: Path, process: Proces
         interactions=interactions.folder,
         embeddings=None,
         features=None,
-        plan=work / "plan" / "plan.json",
+        plan=work_folder / "plan" / "plan.json",
     )
     store = EventStore.open(interactions)
     loader = make_loader(
@@ -186,14 +189,14 @@ def train_with_nightjar(contestant: Contestant, *, folder: Path, process: Proces
     one_epoch_loader: Any = OneEpochLoader(
         loader, num_steps=contestant.num_steps, in_advance=contestant.name == PREPARED_BATCHES, pace=pace
     )
-    sharded = initial_model(job, store=store, dataset=Dataset(interactions), process=process)
-    trainer = Trainer(job, model=sharded, loader=one_epoch_loader, validator=None, process=process)
+    sharded_model = initial_model(job, store=store, dataset=Dataset(interactions), process=process)
+    trainer = Trainer(job, model=sharded_model, loader=one_epoch_loader, validator=None, process=process)
     trainer._save = lambda: None  # type: ignore[method-assign]  # no checkpoints in a benchmark
     trainer.train_epoch()
     trainer.end_epoch()
     if not process.is_main:
         return {}
-    lines = [Progress.model_validate_json(line) for line in (work / METRICS_NAME).read_text().splitlines()]
+    lines = [Progress.model_validate_json(line) for line in (work_folder / METRICS_NAME).read_text().splitlines()]
     timed_lines = [line for line in lines if line.step > contestant.warm_up_steps]
     mean_ms = {name: statistics.fmean(line.ms_per_step[name] for line in timed_lines) for name in timed_lines[0].ms_per_step}
     return {"samples_per_s": statistics.harmonic_mean([line.samples_per_s for line in timed_lines]), "ms_per_step": mean_ms}
@@ -206,9 +209,9 @@ def _run_rank(contestant: Contestant, rank: int, folder: Path, pipe: Connection,
             setattr(module, function, lambda *_, **__: None)
     if contestant.name != EXAMPLE:
         rank_patches.prepare_rank(local_rank=rank, num_local_ranks=contestant.num_ranks)
-    store = f"file://{folder / contestant.name}.group"
+    rendezvous_url = f"file://{folder / contestant.name}.group"
     dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=contestant.num_ranks, timeout=timedelta(minutes=10)
+        "gloo", init_method=rendezvous_url, rank=rank, world_size=contestant.num_ranks, timeout=timedelta(minutes=10)
     )
     pace = Turns(pipe, window_steps=contestant.window_steps, num_windows=contestant.num_windows).pace if takes_turns else None
     if contestant.name.startswith(EXAMPLE):

@@ -87,9 +87,9 @@ def evaluate_with_nightjar(
 def measure(contestant: str, *, num_queries: int) -> dict[str, float]:
     """Return the seconds, the CPU seconds of all cores, and Recall@20 of one run."""
     data = random_data(num_queries)
-    started, started_cpu = time.perf_counter(), time.process_time()
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
     recall = (evaluate_with_numpy if contestant == "numpy" else evaluate_with_nightjar)(*data)
-    return {"seconds": time.perf_counter() - started, "cpu_s": time.process_time() - started_cpu, "recall": recall}
+    return {"seconds": time.perf_counter() - start_s, "cpu_s": time.process_time() - start_cpu_s, "recall": recall}
 
 
 @contextmanager
@@ -141,10 +141,12 @@ def to_markdown(results: dict[str, Any]) -> str:
     ]
     for row in results["rows"]:
         seconds = {name: sorted(run["seconds"] for run in runs) for name, runs in row["runs"].items()}
-        cpu = {name: median(run["cpu_s"] for run in runs) for name, runs in row["runs"].items()}
+        cpu_s = {name: median(run["cpu_s"] for run in runs) for name, runs in row["runs"].items()}
         cells = [f"{median(seconds[name]):.1f} ({', '.join(f'{s:.1f}' for s in seconds[name])})" for name in CONTESTANTS]
         ratio = median(seconds["ours"]) / median(seconds["numpy"])
-        lines.append(f"| {row['others']} | {cells[0]} | {cells[1]} | {ratio:.2f} | {cpu['numpy']:.1f} | {cpu['ours']:.1f} |")
+        lines.append(
+            f"| {row['others']} | {cells[0]} | {cells[1]} | {ratio:.2f} | {cpu_s['numpy']:.1f} | {cpu_s['ours']:.1f} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -108,11 +108,11 @@ def to_markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _pandas_work(paths: list[Path], out: Path, *, tuned: bool) -> Callable[[], object]:
+def _pandas_work(paths: list[Path], out: Path, *, use_factorize: bool) -> Callable[[], object]:
     import pandas as pd
 
     def rows_of(ids: Any, is_train: Any) -> Any:
-        if tuned:
+        if use_factorize:
             code, unique = pd.factorize(ids)
             order = np.argsort(-np.bincount(code[is_train], minlength=len(unique)), kind="stable")
             row = np.empty_like(order)
@@ -177,7 +177,7 @@ def _measure_one(method: str, paths: list[Path], out: Path, memory_limit: str) -
         from recsys_core.data.interactions import ingest  # noqa: F401  imported before the measurement
 
         return measure_work(lambda: _nightjar(paths, out / "stage", memory_limit=memory_limit)) | {"events": events}
-    return measure_work(_pandas_work(paths, out, tuned=method == "pandas_factorize")) | {"events": events}
+    return measure_work(_pandas_work(paths, out, use_factorize=method == "pandas_factorize")) | {"events": events}
 
 
 def main() -> None:

@@ -105,26 +105,26 @@ def _loader(folder: Path, case: str, *, batch_size: int, rank: int, world_size: 
     )
 
 
-def _load(folder: Path, case: str, batch_size: int, rank: int, world_size: int, start: Any, results: Any) -> None:
+def _load(folder: Path, case: str, batch_size: int, rank: int, world_size: int, start_barrier: Any, results: Any) -> None:
     """Load batches for SECONDS in one rank, and put the samples per second into the queue `results`."""
     torch.set_num_threads(1)
     loader = _loader(folder, case, batch_size=batch_size, rank=rank, world_size=world_size)
     batches = (batch for epoch in range(1_000) for batch in loader.epoch(epoch))
     for _ in range(WARM_UP_BATCHES):
         next(batches)
-    start.wait()
-    started, samples = time.perf_counter(), 0
-    while time.perf_counter() - started < SECONDS:
+    start_barrier.wait()
+    start_s, samples = time.perf_counter(), 0
+    while time.perf_counter() - start_s < SECONDS:
         samples += next(batches).batch_size
-    results.put(samples / (time.perf_counter() - started))
+    results.put(samples / (time.perf_counter() - start_s))
     batches.close()
 
 
 def measure_speed(folder: Path, case: str, *, batch_size: int, processes: int) -> float:
     """Return the samples per second of the slowest of several concurrent processes."""
-    start, results = _CONTEXT.Barrier(processes), _CONTEXT.Queue()
+    start_barrier, results = _CONTEXT.Barrier(processes), _CONTEXT.Queue()
     ranks = [
-        _CONTEXT.Process(target=_load, args=(folder, case, batch_size, rank, processes, start, results))
+        _CONTEXT.Process(target=_load, args=(folder, case, batch_size, rank, processes, start_barrier, results))
         for rank in range(processes)
     ]
     return float(min(_collect(ranks, results)))
@@ -148,7 +148,7 @@ def _collect(ranks: list[Any], results: Any) -> list[Any]:
 
 
 def measure() -> dict[str, Any]:
-    """Return all measurements: {"alone": [...]}."""
+    """Return the samples per second of each case, batch size and number of processes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_store(folder)

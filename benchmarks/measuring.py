@@ -34,9 +34,9 @@ def measure_work(work: Callable[[], object]) -> dict[str, Any]:
 
     sampler = threading.Thread(target=sample)
     sampler.start()
-    started = time.perf_counter()
+    start_s = time.perf_counter()
     result = work()
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - start_s
     is_finished.set()
     sampler.join()
     del result  # the last sample includes its memory

@@ -85,7 +85,7 @@ def spec_of(size: dict[str, Any], *, pooled_users: bool) -> ModelSpec:
 def plan(size: dict[str, Any], *, optimizer: str = "rowwise_adagrad", pooled_users: bool = False) -> PlanFile:
     """Return the planner's plan for one size."""
     batch, draws = ASSUMPTIONS["batch_size"], ASSUMPTIONS["batch_size"] * (1 + ASSUMPTIONS["history"])
-    distinct = distinct_items(
+    num_distinct = distinct_items(
         size["items"], draws=draws, negatives=ASSUMPTIONS["negatives"], exponent=ASSUMPTIONS["zipf_exponent"]
     )
     cluster = ClusterConfig(device="cuda", num_nodes=size["nodes"], processes_per_node=size["processes"], **HOST)
@@ -94,7 +94,7 @@ def plan(size: dict[str, Any], *, optimizer: str = "rowwise_adagrad", pooled_use
         model=spec_of(size, pooled_users=pooled_users),
         batch_size=batch,
         optimizer=TableOptimizer(kind=optimizer),
-        lookup_stats=LookupStats(values_per_query={"item": distinct / batch, "user": 1.0}, hot_row_curve={}),
+        lookup_stats=LookupStats(values_per_query={"item": num_distinct / batch, "user": 1.0}, hot_row_curve={}),
     )
 
 
@@ -108,7 +108,7 @@ def sent_bytes(plan_file: PlanFile, *, unpooled_tables: set[str], number_bytes: 
             batch_bytes = table.values_per_query * batch * row_bytes
             total += batch_bytes * (ranks - 1) / ranks
             between_hosts += batch_bytes * (ranks - ranks_per_host) / ranks
-        elif table.sharding_type == "row_wise":  # a partial sum for every query of every rank, mostly zeros
+        elif table.sharding_type == "row_wise":  # each rank sends a partial sum for every query; most are zeros
             total += (ranks - 1) * batch * row_bytes
             between_hosts += (ranks - ranks_per_host) * batch * row_bytes
         elif table.sharding_type == "table_row_wise":  # added up within the host, then sent to the other hosts
@@ -125,11 +125,11 @@ def sent_bytes(plan_file: PlanFile, *, unpooled_tables: set[str], number_bytes: 
 
 def measure(size: dict[str, Any], *, pooled_users: bool = False) -> dict[str, Any]:
     """Return all estimates for one size."""
-    started = time.perf_counter()
+    start_s = time.perf_counter()
     plan_file = plan(size, pooled_users=pooled_users)
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - start_s
     unpooled_tables = {name for name, table in spec_of(size, pooled_users=pooled_users).tables.items() if table.unpooled}
-    fullest = max(plan_file.ranks, key=lambda rank: rank.hbm_bytes)
+    fullest_rank = max(plan_file.ranks, key=lambda rank: rank.hbm_bytes)
     num_candidates = ASSUMPTIONS["batch_size"] + ASSUMPTIONS["negatives"]
     towers_ms = 6 * ASSUMPTIONS["batch_size"] * num_candidates * ASSUMPTIONS["dim"] / ASSUMPTIONS["tower_tflops"] / 1e9
     comms_ms = max(rank.forward_comms_ms + rank.backward_comms_ms for rank in plan_file.ranks)
@@ -152,9 +152,9 @@ def measure(size: dict[str, Any], *, pooled_users: bool = False) -> dict[str, An
         "gpus": plan_file.world_size,
         "weights_bytes": weights,
         "optimizer_bytes": state,
-        "rank_hbm_bytes": fullest.hbm_bytes,
+        "rank_hbm_bytes": fullest_rank.hbm_bytes,
         "rank_ddr_bytes": max(rank.ddr_bytes for rank in plan_file.ranks),
-        "rank_buffer_bytes": sum(table.buffers for table in fullest.tables.values()),
+        "rank_buffer_bytes": sum(table.buffers for table in fullest_rank.tables.values()),
         "usable_hbm_bytes": plan_file.usable_hbm_bytes,
         "fp32": sent_bytes(plan_file, unpooled_tables=unpooled_tables, number_bytes=4),
         "fp16": sent_bytes(plan_file, unpooled_tables=unpooled_tables, number_bytes=2),
@@ -184,11 +184,11 @@ def compare_optimizers() -> dict[str, Any]:
         except InputError as error:
             results[kind] = {"infeasible": str(error)}
             continue
-        fullest = max(plan_file.ranks, key=lambda rank: rank.hbm_bytes)
+        fullest_rank = max(plan_file.ranks, key=lambda rank: rank.hbm_bytes)
         kernels = sorted({table.compute_kernel for table in plan_file.tables.values()})
         results[kind] = {
-            "rank_hbm_bytes": fullest.hbm_bytes,
-            "rank_ddr_bytes": fullest.ddr_bytes,
+            "rank_hbm_bytes": fullest_rank.hbm_bytes,
+            "rank_ddr_bytes": fullest_rank.ddr_bytes,
             "lookups_ms": plan_file.step_ms,
             "kernels": kernels,
         }

@@ -169,9 +169,9 @@ def patches_to_markdown(compared: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _quartiles(values: NDArray[np.float64], form: str) -> str:
+def _quartiles(values: NDArray[np.float64], number_format: str) -> str:
     low, median, high = np.quantile(values, [0.25, 0.5, 0.75])
-    return f"{median:{form}} ({low:{form}} to {high:{form}})"
+    return f"{median:{number_format}} ({low:{number_format}} to {high:{number_format}})"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -183,8 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     file = HERE / "train.json"
     results: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
     versions = installed_versions()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
         write_log(folder)
         for part in options.parts:
             if part == "by_kind":

@@ -1,4 +1,4 @@
-"""Interleaved timing of several trainers: all of them are started, and in each round each runs alone for a window of steps.
+"""Interleaved timing of several trainers. All start at first; then, in each round, each runs alone for a window of steps.
 
 The speed of a machine changes within seconds. The windows of one round have similar conditions, so their ratios are comparable.
 Ratios between separate runs of several minutes are not.
@@ -27,12 +27,12 @@ class Turns:
 
     def pace(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield the batches of all windows. A window ends when the trainer requests the first batch of the next one."""
-        remaining = iter(batches)
+        batch_iterator = iter(batches)
         for _ in range(self.num_windows):
             self._pipe.recv()
-            started = time.perf_counter()
-            yield from islice(remaining, self.window_steps)
-            self._pipe.send(time.perf_counter() - started)
+            start_s = time.perf_counter()
+            yield from islice(batch_iterator, self.window_steps)
+            self._pipe.send(time.perf_counter() - start_s)
 
 
 def run_window(pipes: Sequence[Connection]) -> float:

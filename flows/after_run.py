@@ -54,9 +54,9 @@ def _is_mlflow_available(run: Run) -> bool:
 
     Raises TrackingServerError if MLflow does not answer within MLFLOW_TIMEOUT_S.
     """
-    from tasks.registry.mlflow_client import connect, is_created
+    from tasks.registry.mlflow_client import connect, mlflow_exists
 
-    if not is_created(run.workspace):
+    if not mlflow_exists(run.workspace):
         return False
     connect(run.workspace, timeout_s=MLFLOW_TIMEOUT_S)
     return True

@@ -17,9 +17,9 @@ ENVIRONMENT = {
 }
 """Environment variables that Prefect and MLflow read when they are imported.
 
-The variables turn off usage reports and pickled models, send the log of nightjar to Prefect, retry requests to Prefect for two
-minutes (2 + 4 + ... + 64 s, twice its default), give requests to MLflow a shorter deadline (its defaults are 120 s and 7
-retries), and keep MLflow from printing progress bars and its address, which may contain a password.
+The variables turn off usage reports and pickled models, and send the log of nightjar to Prefect. They double the time for which
+a request to Prefect is retried to two minutes (2 + 4 + ... + 64 s). They shorten the deadline of requests to MLflow, whose
+defaults are 120 s and 7 retries. MLflow prints neither progress bars nor its address, which may contain a password.
 """
 
 for _name, _value in ENVIRONMENT.items():

@@ -29,7 +29,7 @@ from tasks.run import Run
 
 _NUM_RETRIES = 4
 """Largest number of retries of a request. They take 2 + 4 + 8 + 16 s, in which a server can restart."""
-_PROGRESS_EVERY_S = 5.0
+_PROGRESS_INTERVAL_S = 5.0
 _PROGRESS_PAUSE_S = 30.0
 """Pause after a failed update of the progress."""
 
@@ -37,8 +37,8 @@ _PROGRESS_PAUSE_S = 30.0
 def artifact_key(pipeline: str, name: str) -> str:
     """Return `<pipeline>-<name>` in the characters that Prefect allows: lower-case letters, digits and dashes.
 
-    If the name of the pipeline has other characters, a hash of the name is added: two names may differ in these characters
-    only.
+    If the name of the pipeline has other characters, a hash of the name is added, because two names may differ only in these
+    characters.
 
     >>> artifact_key("films", "metrics")
     'films-metrics'
@@ -62,7 +62,7 @@ def show_image(run: Run, name: str, png: Path) -> None:
 
 
 def show_link(run: Run, name: str, address: str, *, text: str) -> None:
-    """Create a link artifact; if `address` cannot be opened in a browser, a markdown artifact with `text` and `address`."""
+    """Create a link artifact, or a markdown artifact with `text` and `address` if a browser cannot open the address."""
     if address.startswith(("http://", "https://")):
         _send(run, name, lambda key: create_link_artifact(address, link_text=text, key=key))
     else:
@@ -72,7 +72,7 @@ def show_link(run: Run, name: str, address: str, *, text: str) -> None:
 def _send(
     run: Run, name: str, create: Callable[[str], object], *, num_retries: int = _NUM_RETRIES, level: int = logging.WARNING
 ) -> UUID | None:
-    """Return the id of the artifact that `create` sends under the key of `name`; None if it was not sent.
+    """Send the artifact `name` with `create`. Return its id; None if it was not sent.
 
     Args:
         level: level of the log record about an artifact that was not sent.
@@ -94,7 +94,7 @@ class TrainingProgress:
     """The progress of training: sent to the terminal at once, and to a Prefect artifact every few seconds.
 
     The thread that supervises the training sends the updates of the artifact, so a request is retried only once. After a failed
-    update, the next update waits for a pause and logs no second warning.
+    update, the next update waits for _PROGRESS_PAUSE_S. A second failure in a row logs no warning.
     """
 
     def __init__(self, run: Run) -> None:
@@ -111,7 +111,7 @@ class TrainingProgress:
         if time.monotonic() >= self._next_update_s:
             description = f"{note}  {progress.samples_per_s:,.0f} samples/s"
             was_sent = self._update(100 * progress.step / progress.total_steps, description, num_retries=1)
-            self._next_update_s = time.monotonic() + (_PROGRESS_EVERY_S if was_sent else _PROGRESS_PAUSE_S)
+            self._next_update_s = time.monotonic() + (_PROGRESS_INTERVAL_S if was_sent else _PROGRESS_PAUSE_S)
 
     def finish(self, facts: str) -> str:
         """Set the artifact, if it exists, to 100 %, also after early stopping. Return `facts`."""

@@ -109,7 +109,7 @@ def verdict_page(registration: RegistrationManifest, *, evaluation: EvaluationMa
         f"## {registration.model_name} version {registration.version} is {registration.alias}",
         *registration.reasons,
         *([f"**Alarm:** {registration.alarm}"] if registration.alarm is not None else []),
-        "### As served, for the users of the smoke test",
+        "### Served recommendations, for the users of the smoke test",
         to_markdown(MetricTable(columns=columns, rows=rows)),
         "### Over the full catalogue",
         to_markdown(metric_table(evaluation.metrics)),

@@ -90,7 +90,7 @@ class RunOptions:
     """Options of one run, which are not part of the config.
 
     Attributes:
-        reason: why the run was started; empty for a scheduled run. A tag of the run in Prefect and MLflow.
+        reason: why the run was started; empty for a scheduled run. It becomes a tag of the run in Prefect and MLflow.
         full_retrain: build the vocabularies again, read all input files and train from scratch.
         dry_run: execute all stages, but register no version.
         promote: what decides whether the new version becomes champion. `force` needs a reason; the version must still pass the

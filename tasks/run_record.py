@@ -30,7 +30,7 @@ _MESSAGE_CHARACTERS = 1_000
 RunState = Literal[
     "Running", "Promoted", "NotPromoted", "BrokenChampion", "DataRejected", "DryRun", "StoppedEarly", "Failed", "Interrupted"
 ]
-"""State of a run. A state that Prefect has too has the same name in Prefect."""
+"""State of a run. States that Prefect also has are named as in Prefect."""
 
 
 class RunFigures(Frozen):
@@ -45,14 +45,17 @@ class RunFigures(Frozen):
     promoted: bool = Field(False, description="whether the registered version became the champion")
     mlflow_run_id: str | None = Field(None, description="MLflow run; null before the stage register")
     metrics: dict[str, float] = Field(
-        default_factory=dict, description="metrics of the new version and the champion as served, e.g. served/recall@20"
+        default_factory=dict,
+        description="metrics of the recommendations of new version and champion, e.g. served/recall@20",
     )
 
     @classmethod
     def read(cls, run: Run) -> "RunFigures":
         """Read the figures from the manifests in the folder of `run`, also if retention has removed the stages' files."""
-        loaded = {stage: read_manifest(run.stage_folder(stage), STAGES[stage]) for stage in STAGES}
-        manifests: dict[StageName, Manifest] = {stage: manifest for stage, manifest in loaded.items() if manifest is not None}
+        manifest_by_stage = {stage: read_manifest(run.stage_folder(stage), STAGES[stage]) for stage in STAGES}
+        manifests: dict[StageName, Manifest] = {
+            stage: manifest for stage, manifest in manifest_by_stage.items() if manifest is not None
+        }
         interactions = cast(InteractionsManifest | None, manifests.get("ingest_interactions"))
         registration = cast(RegistrationManifest | None, manifests.get("register"))
         return cls(
@@ -150,7 +153,7 @@ def record_run(run: Run, *, pipeline: str) -> Iterator[Ending]:
             ending.set("Interrupted", "a signal ended the run: Ctrl-C, SIGTERM or a cancellation")
         else:
             ending.set("Failed", str(error) if isinstance(error, NightjarError) else f"{type(error).__name__}: {error}")
-            _save_unexpected(error, run.folder)
+            _save_unexpected_error(error, run.folder)
         raise
     finally:
         try:
@@ -175,7 +178,7 @@ def _is_signal(error: BaseException | None) -> bool:
     return any(isinstance(chained_error, KeyboardInterrupt | ExternalSignal) for chained_error in chain)
 
 
-def _save_unexpected(error: BaseException, folder: Path) -> None:
+def _save_unexpected_error(error: BaseException, folder: Path) -> None:
     if not isinstance(error, NightjarError):
         try:
             write_traceback(error, folder=folder)

@@ -49,28 +49,31 @@ def main() -> None:
     arguments = parser.parse_args()
     file = HERE / "results.json"
     results: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {"runs": {}}
-    with tempfile.TemporaryDirectory() as name:
-        selected = [
+    with tempfile.TemporaryDirectory() as folder_name:
+        selected_experiments = [
             experiment
-            for experiment in all_experiments(Path(name), seeds=range(arguments.seeds))
+            for experiment in all_experiments(Path(folder_name), seeds=range(arguments.seeds))
             if experiment.part in arguments.parts and (arguments.variant or "") in experiment.variant
         ]
         if arguments.missing:
-            selected = [experiment for experiment in selected if experiment.key not in results["runs"]]
+            selected_experiments = [experiment for experiment in selected_experiments if experiment.key not in results["runs"]]
         cores = multiprocessing.Manager().Queue()
         for core in CORES:
             cores.put(core)
         with ProcessPoolExecutor(len(CORES), mp_context=multiprocessing.get_context("spawn")) as pool:
-            running = {pool.submit(run, experiment, folder=Path(name), cores=cores): experiment for experiment in selected}
-            for number, future in enumerate(as_completed(running), 1):
-                key = running[future].key
+            experiment_by_future = {
+                pool.submit(run, experiment, folder=Path(folder_name), cores=cores): experiment
+                for experiment in selected_experiments
+            }
+            for number, future in enumerate(as_completed(experiment_by_future), 1):
+                key = experiment_by_future[future].key
                 results["runs"][key] = future.result()
                 results["runs"] = dict(sorted(results["runs"].items()))
                 file.write_text(json.dumps(results, indent=1) + "\n")
-                sys.stdout.write(f"{number} of {len(selected)}: {key}: {_headline(results['runs'][key])}\n")
+                sys.stdout.write(f"{number} of {len(selected_experiments)}: {key}: {_headline(results['runs'][key])}\n")
                 sys.stdout.flush()
         if "speed" in arguments.parts:
-            results["runs"] |= speed.measure(Path(name))
+            results["runs"] |= speed.measure(Path(folder_name))
     versions = installed_versions()
     results |= {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",

@@ -18,7 +18,7 @@ LAYERS: Settings = {"model": {"candidate": {"layers": [128, 64], "skip_connectio
 
 
 def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experiment]:
-    """Yield the experiments: all variants with ids only, two with item features, and two on few users."""
+    """Yield, for each seed, five variants without item features, two variants with them, and two for each share of users."""
     base = settings(data)
     vectors: Settings = {"embeddings": [{"paths": str(data / "item_embeddings.parquet"), "vector_column": "embedding"}]}
     features = item_features(prepare_items(data, folder=folder))

@@ -55,8 +55,8 @@ ARTICLES: Settings = {
 }
 SMALL_STEPS: Settings = {"optimizer": {"learning_rate": 0.02}}
 TEXT: Settings = {
-    # The text vectors have length 1. The first step of an offset is about 11 times the learning rate. It must be small
-    # compared with the vectors.
+    # The text vectors have length 1. The first step of an offset is about 11 times the learning rate. This step must
+    # be small compared with the vectors.
     "tables": {"item": {"transfer": "residual", "init_std": 128**-0.5, "id_dropout": 0.5}, "item_offset": SMALL_STEPS}
 }
 """Frozen text vectors plus a learned offset, so that articles without interactions are comparable with the others."""

@@ -91,8 +91,8 @@ def merge_settings(*layers: Mapping[str, Any]) -> Settings:
     result: Settings = {}
     for layer in layers:
         for name, value in layer.items():
-            nested = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
-            result[name] = merge_settings(result[name], value) if nested else value
+            is_nested = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
+            result[name] = merge_settings(result[name], value) if is_nested else value
     return result
 
 
@@ -102,12 +102,12 @@ def run(experiment: Experiment, *, folder: Path, cores: "Queue[int]") -> dict[st
     try:
         os.sched_setaffinity(0, {core})
         torch.set_num_threads(1)  # one thread per core
-        return _run(experiment, folder=folder, core=core)
+        return _train_and_evaluate(experiment, folder=folder, core=core)
     finally:
         cores.put(core)
 
 
-def _run(experiment: Experiment, *, folder: Path, core: int) -> dict[str, Any]:
+def _train_and_evaluate(experiment: Experiment, *, folder: Path, core: int) -> dict[str, Any]:
     """Return the validation metrics of each epoch and the test metrics of the best epoch."""
     config = PipelineConfig.model_validate(
         merge_settings(ONE_RANK, experiment.settings, {"training": {"seed": experiment.seed}})

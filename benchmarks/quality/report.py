@@ -42,7 +42,7 @@ def write_report(results: dict[str, Any], *, folder: Path) -> None:
         lines += ["", *_first_to_reach(parts["beauty"]), "", "![validation by epoch](curves.png)"]
         _plot_curves(parts["beauty"], path=folder / "curves.png")
     if "speed" in parts:
-        lines += ["", "## Seconds per epoch", "", *_speed(parts["speed"])]
+        lines += ["", "## Seconds per epoch", "", *_speed_table(parts["speed"])]
     (folder / "report.md").write_text("\n".join(lines) + "\n")
 
 
@@ -89,16 +89,16 @@ def _first_to_reach(runs: Runs) -> list[str]:
         base = "random, features" if variant.endswith("features") else "random"
         if variant == base or base not in runs:
             continue
-        reached_epochs, needed_epochs = [], []
+        reached_epochs, base_epochs = [], []
         for seed, result in seeds.items():
             if seed in runs[base]:
                 base_curve = _curve(runs[base][seed])
-                needed_epochs.append(1 + int(np.argmax(base_curve)))
-                reaching = (epoch for epoch, value in enumerate(_curve(result), 1) if value >= max(base_curve))
-                reached_epochs.append(next(reaching, None))
-        ratio = "-" if None in reached_epochs else f"{sum(filter(None, reached_epochs)) / sum(needed_epochs):.2f}"
+                base_epochs.append(1 + int(np.argmax(base_curve)))
+                epochs_at_base_value = (epoch for epoch, value in enumerate(_curve(result), 1) if value >= max(base_curve))
+                reached_epochs.append(next(epochs_at_base_value, None))
+        ratio = "-" if None in reached_epochs else f"{sum(filter(None, reached_epochs)) / sum(base_epochs):.2f}"
         epochs = ", ".join("never" if epoch is None else str(epoch) for epoch in reached_epochs)
-        lines.append(f"| {variant} | {epochs} | {', '.join(map(str, needed_epochs))} | {ratio} |")
+        lines.append(f"| {variant} | {epochs} | {', '.join(map(str, base_epochs))} | {ratio} |")
     return lines
 
 
@@ -119,7 +119,7 @@ def _plot_curves(runs: Runs, *, path: Path) -> None:
     plt.close(figure)
 
 
-def _speed(runs: Runs) -> list[str]:
+def _speed_table(runs: Runs) -> list[str]:
     lines = ["| | training pairs | seconds per epoch |", "|:---|---:|---:|"]
     for variant, seeds in runs.items():
         for result in seeds.values():

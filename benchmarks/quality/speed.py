@@ -15,7 +15,7 @@ EPOCHS = 3
 
 
 def measure(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return `speed/<model>/0` -> pairs and seconds of each epoch."""
+    """Return the number of pairs and the seconds of each epoch, by key `speed/<model>/0`."""
     data = write_pairs(folder)
     results = {}
     for name, model in (("SimpleX", SIMPLEX), ("sampled-softmax matrix factorisation", FACTORISATION)):

@@ -122,7 +122,7 @@ def _version_numbers(versions: Sequence[ModelVersion]) -> str:
 
 @contextmanager
 def _tester(client: MlflowClient, decision: Decision, *, run_id: str | None) -> Iterator[VersionTester]:
-    """Yield a tester with users of the run `run_id` or, if its log is not in the workspace, of the newest run with a log."""
+    """Yield a tester with users from the log of run `run_id`, or of the newest run that has a log in the workspace."""
     workspace, manifest = decision.workspace, None
     if run_id is not None:
         folder = Run(run_id, workspace=workspace, experiment="").stage_folder("ingest_interactions")
@@ -162,9 +162,9 @@ def _make_champion(
     verb = "rolled back by hand" if is_rollback else "promoted by hand"
     old_number = None if champion is None else str(champion.version)
     decision.on_alias_change(AliasChange(name, "champion", old_number, number, f"{verb}: {decision.reason}"))
-    _record(tester, version, f"{verb}, replaces {f'version {old_number}' if old_number else 'no version'}", decision)
+    _tag_decision(tester, version, f"{verb}, replaces {f'version {old_number}' if old_number else 'no version'}", decision)
     if champion is not None:
-        _record(tester, champion, f"replaced by version {number}, {verb}", decision)
+        _tag_decision(tester, champion, f"replaced by version {number}, {verb}", decision)
         if is_rollback and FORMER_CHAMPION_TAG in champion.tags:  # a later rollback must not return to this version
             tester.retry(client.delete_model_version_tag, name, champion.version, FORMER_CHAMPION_TAG)
     if (tester.retry(aliases_of, client, name) or {}).get("challenger") == number:
@@ -178,7 +178,7 @@ def _make_champion(
     )
 
 
-def _record(tester: VersionTester, version: ModelVersion, change: str, decision: Decision) -> None:
+def _tag_decision(tester: VersionTester, version: ModelVersion, change: str, decision: Decision) -> None:
     try:
         user = getpass.getuser()
     except (OSError, KeyError):  # a container may run with a user id without a name

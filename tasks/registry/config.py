@@ -20,7 +20,7 @@ class RegistryConfig(Settings):
     )
     experiment: Name = Field("nightjar", description="MLflow experiment in which runs are tracked")
     metric: ServedMetric = Field(
-        "recall@20", description="metric by which a new version is compared with the champion, both as they are served"
+        "recall@20", description="metric of the served recommendations by which a new version is compared with the champion"
     )
     max_relative_drop: float = Field(
         0.02,

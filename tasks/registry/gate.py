@@ -55,19 +55,19 @@ class Verdict:
         reason: the comparison in one sentence.
         metrics: metrics of all compared versions, as <served | champion | former_champion | popularity>/<metric>.
         alarm: error of a champion that does not load, and the version that replaces it; None if the champion loads.
-        reinstated: the former champion that becomes champion again, if any.
+        reinstated_champion: the former champion that becomes champion again, if any.
     """
 
     promoted: bool
     reason: str
     metrics: dict[str, float]
     alarm: str | None = None
-    reinstated: ModelVersion | None = None
+    reinstated_champion: ModelVersion | None = None
 
 
 @dataclass(frozen=True)
 class _Gate:
-    """The new version, and the tester for this version and the versions that it is compared with.
+    """The new version, with the settings and the tester for its comparison.
 
     Attributes:
         on_alias_change: called after each move of an alias.
@@ -81,7 +81,7 @@ class _Gate:
     on_alias_change: Callable[[AliasChange], None]
 
     def report_alias(self, alias: str, *, old_version: object, new_version: object, reason: str) -> None:
-        """Report a move of `alias`, from or to None if no version had or has it. Do nothing if both versions are equal."""
+        """Report that `alias` moved, unless both versions are equal. A version is None if no version had or has the alias."""
         old, new = (None if number is None else str(number) for number in (old_version, new_version))
         if old != new:
             self.on_alias_change(AliasChange(self.version.name, alias, old, new, reason))
@@ -145,7 +145,7 @@ def _compare_and_promote(gate: _Gate, new_metrics: dict[str, float]) -> Verdict:
         gate.tester.set_tag(version, REASONS_TAG, verdict.reason)
         if verdict.alarm is not None:
             gate.tester.set_tag(version, ALARM_TAG, verdict.alarm)
-        winner = version if verdict.promoted else verdict.reinstated
+        winner = version if verdict.promoted else verdict.reinstated_champion
         if winner is None:  # the champion keeps its alias
             break
         # A champion that does not load cannot serve as a former champion later.
@@ -182,13 +182,13 @@ def _decide(gate: _Gate, new_metrics: dict[str, float], *, champion: ModelVersio
     verdict = _compare(gate, new_metrics, champion=champion)
     match gate.options.promote:
         case "never":
-            verdict = replace(verdict, promoted=False, reinstated=None, reason=f"promote is never; {verdict.reason}")
+            verdict = replace(verdict, promoted=False, reinstated_champion=None, reason=f"promote is never; {verdict.reason}")
         case "force":
             reason = f"promotion was forced ({gate.options.reason}); {verdict.reason}"
-            verdict = replace(verdict, promoted=True, reinstated=None, reason=reason)
+            verdict = replace(verdict, promoted=True, reinstated_champion=None, reason=reason)
     if verdict.alarm is None:
         return verdict
-    winner = version if verdict.promoted else verdict.reinstated
+    winner = version if verdict.promoted else verdict.reinstated_champion
     result = "no other version becomes champion" if winner is None else f"version {winner.version} is champion instead"
     return replace(verdict, alarm=f"{verdict.alarm}; {result}")
 
@@ -198,7 +198,7 @@ def _compare(gate: _Gate, new_metrics: dict[str, float], *, champion: ModelVersi
     if champion is None:
         return Verdict(True, "there was no champion", new_metrics)
     try:
-        metrics = new_metrics | gate.tester.measure(champion, name="champion", loadable=gate.version)
+        metrics = new_metrics | gate.tester.measure(champion, name="champion", loadable_version=gate.version)
     except UnusableVersionError as error:
         verdict = _compare_with_former_champion(gate, new_metrics) or _compare_with_popularity(gate, new_metrics)
         return replace(verdict, alarm=f"the champion, version {champion.version}, does not load ({error})")
@@ -209,11 +209,11 @@ def _compare_with_former_champion(gate: _Gate, new_metrics: dict[str, float]) ->
     """Compare with the last former champion that loads; return None if none of them loads. One of the two becomes champion."""
     for former_champion in gate.tester.retry(former_champions, gate.tester.client, gate.version.name)[:MAX_FORMER_CHAMPIONS]:
         try:
-            metrics = new_metrics | gate.tester.measure(former_champion, name="former_champion", loadable=gate.version)
+            metrics = new_metrics | gate.tester.measure(former_champion, name="former_champion", loadable_version=gate.version)
         except UnusableVersionError:
             continue
         verdict = judge(metrics, config=gate.config, baseline="former_champion", label=f"version {former_champion.version}")
-        return verdict if verdict.promoted else replace(verdict, reinstated=former_champion)
+        return verdict if verdict.promoted else replace(verdict, reinstated_champion=former_champion)
     return None
 
 
@@ -234,7 +234,7 @@ def judge(metrics: dict[str, float], *, config: RegistryConfig, baseline: str, l
 
     >>> metrics = {"served/recall@20": 0.2, "champion/recall@20": 0.25}
     >>> judge(metrics, config=RegistryConfig(), baseline="champion", label="version 3").reason
-    'recall@20 is 0.2000, less than 0.98 of the 0.2500 of version 3'
+    'recall@20 is 0.2000, less than 0.98 times the 0.2500 of version 3'
     """
     min_share = 1 - config.max_relative_drop
     new_value, baseline_value = metrics[f"served/{config.metric}"], metrics[f"{baseline}/{config.metric}"]
@@ -242,6 +242,6 @@ def judge(metrics: dict[str, float], *, config: RegistryConfig, baseline: str, l
     relation = "at least" if promoted else "less than"
     return Verdict(
         promoted,
-        f"{config.metric} is {new_value:.4f}, {relation} {min_share:g} of the {baseline_value:.4f} of {label}",
+        f"{config.metric} is {new_value:.4f}, {relation} {min_share:g} times the {baseline_value:.4f} of {label}",
         metrics,
     )

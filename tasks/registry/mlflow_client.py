@@ -53,18 +53,18 @@ def connect(workspace: Path, *, timeout_s: float | None = None) -> MlflowClient:
     """
     workspace.mkdir(parents=True, exist_ok=True)
     uri = tracking_uri(workspace)
-    if not is_created(workspace):
+    if not mlflow_exists(workspace):
         return _open(uri, workspace=workspace)  # no deadline: MLflow creates the database, which takes seconds
     return call_with_deadline(lambda: _open(uri, workspace=workspace), uri=uri, timeout_s=timeout_s)
 
 
-def is_created(workspace: Path) -> bool:
+def mlflow_exists(workspace: Path) -> bool:
     """Return whether there is a server to connect to, or a database in the workspace."""
     return bool(os.environ.get("MLFLOW_TRACKING_URI")) or _embedded_database(workspace).exists()
 
 
 def call_with_deadline(call: Callable[[], T], *, uri: str, timeout_s: float | None = None) -> T:
-    """Return call(), run in a thread; raise TrackingServerError if it fails or exceeds the deadline.
+    """Run `call` in a thread and return its result. Raise TrackingServerError if it fails or exceeds the deadline.
 
     A call that takes longer is not stopped: its thread ends when the call returns.
 
@@ -93,7 +93,7 @@ def call_with_deadline(call: Callable[[], T], *, uri: str, timeout_s: float | No
 
 
 def call_or_warn(call: Callable[[MlflowClient], T], *, workspace: Path, warning: str) -> T | None:
-    """Return call(client); if MLflow fails, has a full disk or exceeds a deadline, log `warning` with the reason; return None.
+    """Return call(client). If MLflow fails, has a full disk or exceeds a deadline, log `warning` with the reason, return None.
 
     The connection and the call each have a deadline of ANSWER_TIMEOUT_S.
     """
@@ -106,7 +106,7 @@ def call_or_warn(call: Callable[[MlflowClient], T], *, workspace: Path, warning:
 
 
 def call_with_retries(call: Callable[[], T], *, uri: str) -> T:
-    """Return call(), which must be repeatable; a transient failure is retried with backoff for RETRY_TIMEOUT_S.
+    """Return call(). Retry it with backoff for RETRY_TIMEOUT_S after a transient failure, so it must be repeatable.
 
     Raises:
         TrackingServerError: the failure is permanent, or the last attempt failed too.

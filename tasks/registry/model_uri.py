@@ -9,7 +9,7 @@ from mlflow.pyfunc import PyFuncModel
 from mlflow.store.artifact.utils.models import get_model_name_and_version
 
 PACKAGE_SHA256_TAG = "nightjar.package_sha256"
-PACKAGE_SHA256 = "package_sha256"
+PACKAGE_SHA256_KEY = "package_sha256"
 """Key of the model config in MLmodel that holds the sha256 of package.json."""
 
 
@@ -41,4 +41,4 @@ def resolve(uri: str, *, client: MlflowClient) -> tuple[str, dict[str, str] | No
             f"models:/{name}/{number} does not have the tag {PACKAGE_SHA256_TAG}, so its package cannot be verified; register "
             "the model again, and remove the version's alias if it has one"
         )
-    return f"models:/{name}/{number}", {PACKAGE_SHA256: sha256}
+    return f"models:/{name}/{number}", {PACKAGE_SHA256_KEY: sha256}

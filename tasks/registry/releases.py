@@ -25,7 +25,7 @@ BROKEN_TAG = "nightjar.broken"
 PROMOTE_TAG = "nightjar.promote"
 """Rule that decided whether the version becomes champion: by_gate, never or force (`RunOptions.promote`)."""
 BY_HAND_TAG = "nightjar.by_hand"
-"""Last decision of a person that gave the version the alias champion or took it away: time, person, change and reason."""
+"""Last manual change of the alias champion that affected the version: time, person, change and reason."""
 MAX_FORMER_CHAMPIONS = 3
 """Number of former champions that the gate tries to load if the champion does not load."""
 FORMER_CHAMPION_TAG = "nightjar.champion_until"

@@ -29,7 +29,7 @@ K = 20
 _TIMEOUT_S = 1_800.0
 _KILL_EXIT_CODES = (-signal.SIGKILL, -signal.SIGTERM)
 
-Ints = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.int64]
 
 
 class UnusableVersionError(StageError):
@@ -55,9 +55,9 @@ class ServedSample:
 
     file: Path
     item_ids: pa.Array
-    num_seen_U: Ints
-    seen_pair_L: Ints
-    target_pair_T: Ints
+    num_seen_U: IntArray
+    seen_pair_L: IntArray
+    target_pair_T: IntArray
 
     @property
     def num_users(self) -> int:
@@ -133,7 +133,7 @@ def predict_in_subprocess(sample: ServedSample, *, model_uri: str, tracking_uri:
     return pq.read_table(output_file)["item_ids"].combine_chunks()
 
 
-def recommend_popular(sample: ServedSample, *, popular_item_I: Ints) -> pa.ListArray:
+def recommend_popular(sample: ServedSample, *, popular_item_I: IntArray) -> pa.ListArray:
     """Return, for each user, the ids of the K most popular items that are not in the user's history.
 
     Args:
@@ -154,12 +154,12 @@ def recommend_popular(sample: ServedSample, *, popular_item_I: Ints) -> pa.ListA
 def invalid_answers(answers: pa.ListArray, *, sample: ServedSample) -> list[str]:
     """Describe and count the invalid recommendations: too few or too many items, unknown items, seen items, repeated items."""
     recommendations = _parse(answers, sample)
-    expected_U = np.minimum(K, sample.num_items - sample.num_seen_U)
+    expected_num_items_U = np.minimum(K, sample.num_items - sample.num_seen_U)
     is_known_L = recommendations.item_row_L >= 0
     pairs = recommendations.user_L[is_known_L] * sample.num_items + recommendations.item_row_L[is_known_L]
     count_by_problem = {
-        f"users without {K} items (or all their unseen items, if fewer)": int(
-            np.sum(recommendations.num_items_U != expected_U)
+        f"users whose number of items is not min({K}, number of unseen items)": int(
+            np.sum(recommendations.num_items_U != expected_num_items_U)
         ),
         "items that are not in the catalogue": int(np.sum(~is_known_L)),
         "items the user had before": int(np.isin(pairs, sample.seen_pair_L).sum()),
@@ -195,9 +195,9 @@ def served_metrics(answers: pa.ListArray, *, sample: ServedSample) -> dict[str, 
 class _Recommendations(NamedTuple):
     """The recommended items of all users, concatenated. item_row_L is -1 for an item that is not in the catalogue."""
 
-    user_L: Ints
-    item_row_L: Ints
-    num_items_U: Ints
+    user_L: IntArray
+    item_row_L: IntArray
+    num_items_U: IntArray
 
 
 def _parse(answers: pa.ListArray, sample: ServedSample) -> _Recommendations:

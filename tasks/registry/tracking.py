@@ -46,7 +46,7 @@ from tasks.registry.mlflow_client import (
 )
 from tasks.run import Run
 
-# MetricRelay reports an outage of MLflow, without passwords.
+# The monitor logs an outage of MLflow with passwords. MetricRelay reports the outage without them.
 logging.getLogger("mlflow.system_metrics.system_metrics_monitor").setLevel(logging.CRITICAL)
 UI_VARIABLE = "NIGHTJAR_MLFLOW_UI_URL"
 """Environment variable with the address of the MLflow UI, if the run logs to a database instead of a server."""
@@ -317,6 +317,6 @@ class MetricRelay:
             client.set_terminated(mlflow_run_id, self._status)
         except Exception as error:  # any error of MLflow, its database or the network
             LOG.warning(
-                "could not log training metrics to MLflow; training continues, they will be logged at registration (%s)",
+                "could not log training metrics to MLflow; training continues, and registration will log them (%s)",
                 tracking_error(error, uri=tracking_uri(self._run.workspace)),
             )

@@ -55,20 +55,20 @@ class VersionTester:
         self.set_tag(version, SMOKE_TAG, "passed")
         return {f"served/{name}": value for name, value in served_metrics(answers, sample=self.sample).items()}
 
-    def measure(self, version: ModelVersion, *, name: str, loadable: ModelVersion | None = None) -> dict[str, float]:
+    def measure(self, version: ModelVersion, *, name: str, loadable_version: ModelVersion | None = None) -> dict[str, float]:
         """Return <name>/<metric> of a version of an earlier run.
 
         If the version does not load, tag it and raise UnusableVersionError. Remove the tag when the version loads again.
 
         Args:
-            loadable: a version that can be downloaded whenever MLflow works. If `version` cannot be downloaded but `loadable`
-                can, the files of `version` do not exist, and `version` is unusable. None: if `version` cannot be downloaded,
-                raise NotFetchedError.
+            loadable_version: a version that can be downloaded whenever MLflow works. If `version` cannot be downloaded but this
+                version can, the files of `version` do not exist, and `version` is unusable. None: if `version` cannot be
+                downloaded, raise NotFetchedError.
         """
         number = str(version.version)
         if number not in self.metrics_by_version:
             try:
-                answers = self._predict_existing(version, loadable)
+                answers = self._predict_existing(version, loadable_version)
             except UnusableVersionError as error:
                 self.set_tag(version, BROKEN_TAG, str(error)[:_MAX_TAG_LENGTH])
                 raise
@@ -77,13 +77,13 @@ class VersionTester:
             self.metrics_by_version[number] = served_metrics(answers, sample=self.sample)
         return {f"{name}/{metric}": value for metric, value in self.metrics_by_version[number].items()}
 
-    def _predict_existing(self, version: ModelVersion, loadable: ModelVersion | None) -> pa.ListArray:
+    def _predict_existing(self, version: ModelVersion, loadable_version: ModelVersion | None) -> pa.ListArray:
         try:
             return self._predict(version)
         except NotFetchedError as error:
-            if loadable is None:
+            if loadable_version is None:
                 raise
-            self._predict(loadable)  # raises if MLflow does not work; `version` may be usable then
+            self._predict(loadable_version)  # raises if MLflow does not work; `version` may be usable then
             raise UnusableVersionError(str(error)) from None
 
     def _predict(self, version: ModelVersion) -> pa.ListArray:

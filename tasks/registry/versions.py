@@ -20,7 +20,7 @@ from recsys_core.manifests import InteractionsManifest, PackageManifest
 from recsys_core.serving.package import description_sha256
 from tasks.registry.config import RegistryConfig
 from tasks.registry.mlflow_client import LOG, RUN_ID_TAG, tracking_uri
-from tasks.registry.model_uri import PACKAGE_SHA256, PACKAGE_SHA256_TAG
+from tasks.registry.model_uri import PACKAGE_SHA256_KEY, PACKAGE_SHA256_TAG
 from tasks.registry.releases import delete_model
 from tasks.run import Run
 
@@ -76,7 +76,7 @@ def _log_model(package: PackageManifest, *, mlflow_run_id: str, interactions: In
             python_model=str(_MODEL_CODE),
             code_paths=[str(Path(recsys_core.__file__).parent)],
             artifacts={"package": str(package.folder / "package")},
-            model_config={PACKAGE_SHA256: description_sha256(package)},
+            model_config={PACKAGE_SHA256_KEY: description_sha256(package)},
             pip_requirements=pinned_requirements(),
             signature=signature_for(interactions),
             input_example=_input_example(interactions),

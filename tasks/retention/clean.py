@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mlflow import MlflowClient
 
-from tasks.registry.mlflow_client import call_with_retries, connect, is_created
+from tasks.registry.mlflow_client import call_with_retries, connect, mlflow_exists
 from tasks.retention.config import RetentionConfig
 from tasks.retention.model_versions import (
     VersionRemoval,
@@ -32,8 +32,8 @@ class Removals:
 
 
 def open_registry(workspace: Path) -> MlflowClient | None:
-    """Return a client of MLflow, or None if the workspace has no MLflow yet; TrackingServerError if MLflow does not answer."""
-    return connect(workspace) if is_created(workspace) else None
+    """Return a client of MLflow; None if the workspace has no MLflow. Raise TrackingServerError if MLflow does not answer."""
+    return connect(workspace) if mlflow_exists(workspace) else None
 
 
 def find_all_removals(workspace: Path, config: RetentionConfig, *, model_name: str, client: MlflowClient | None) -> Removals:
@@ -59,8 +59,8 @@ def clean(workspace: Path, config: RetentionConfig, *, model_name: str) -> Remov
     empty_trash(workspace)
     client = open_registry(workspace)
     removals = find_all_removals(workspace, config, model_name=model_name, client=client)
-    runs = remove_files(workspace, removals.runs)
+    finished_runs = remove_files(workspace, removals.runs)
     if client is None:
-        return Removals(runs, [])
+        return Removals(finished_runs, [])
     delete = partial(delete_versions, client, removals.versions)
-    return Removals(runs, call_with_retries(delete, uri=client.tracking_uri))
+    return Removals(finished_runs, call_with_retries(delete, uri=client.tracking_uri))

@@ -28,7 +28,7 @@ class RetentionConfig(Settings):
         90,
         ge=1,
         le=MAX_DAYS,
-        description="days for which a Prefect server that nightjar starts keeps a flow run with its logs and artifacts",
+        description="days after which a Prefect server that nightjar started deletes a flow run with its logs and artifacts",
     )
     versions: Annotated[int, OPERATIONAL] = Field(
         10,

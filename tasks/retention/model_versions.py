@@ -26,7 +26,7 @@ from tasks.retention.run_folders import RUNS_NAME, run_ids
 
 _LOGGED_MODEL_URI = re.compile(r"models:/(m-[0-9a-f]+)")
 MAX_GATE_MS = 1_000 * DAY_S
-"""Age above which a version without a comparison no longer counts as being in the gate of a run."""
+"""Age of a version without a comparison above which retention assumes that no run is comparing it."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ def find_old_versions(client: MlflowClient, model_name: str, *, num_kept: int) -
     versions = sorted(client.search_model_versions(f"name = '{model_name}'"), key=lambda version: int(version.version))
     former_versions = former_champions(client, model_name)[:MAX_FORMER_CHAMPIONS]
     kept_numbers = {str(version.version) for version in [*versions[-num_kept:], *former_versions]} | set(aliases.values())
-    gate_start_ms = time.time() * 1_000 - MAX_GATE_MS
+    earliest_gate_start_ms = time.time() * 1_000 - MAX_GATE_MS
     return [
         VersionRemoval(model_name, str(version.version), version.tags[RUN_ID_TAG], _local_bytes(client, version))
         for version in versions
         if str(version.version) not in kept_numbers
         and RUN_ID_TAG in version.tags
-        and (REASONS_TAG in version.tags or version.creation_timestamp < gate_start_ms)
+        and (REASONS_TAG in version.tags or version.creation_timestamp < earliest_gate_start_ms)
     ]
 
 

@@ -98,9 +98,9 @@ def stages_to_keep(workspace: Path, config: RetentionConfig, *, aliased_runs: Co
     """Return the stages whose files must be kept, by run id.
 
     Whole runs keep all stages. They are the newest `config.whole_runs` runs, locked runs, runs whose model version has an
-    alias, and runs whose model is the starting point of one of the newest or locked runs. An older run keeps the interactions,
-    features and data report that a new run, or one of the newest or locked runs, reads from it. Without these files a resumed
-    run would repeat its stages, and a new run would build its vocabulary again.
+    alias, and runs whose model is the starting point of one of the newest or locked runs. An older run keeps its interactions,
+    features or data report if a new run, or one of the newest or locked runs, reads them. Without these files a resumed run
+    would repeat its stages, and a new run would build its vocabulary again.
     """
     runs_folder, ids = workspace / RUNS_NAME, run_ids(workspace)
     active_runs = [run_id for run_id in ids if Run(run_id, workspace=workspace, experiment="").is_locked()]
@@ -116,7 +116,7 @@ def stages_to_keep(workspace: Path, config: RetentionConfig, *, aliased_runs: Co
 def _stages_read_by_next(runs_folder: Path, earlier_ids: list[str]) -> KeptStages:
     """Return the stages that a run after `earlier_ids` reads through Run.previous."""
 
-    def newest(
+    def newest_run_with(
         stage: StageName, manifest_type: type[ManifestT], *, where: Callable[[ManifestT], bool] = lambda _: True
     ) -> str | None:
         for run_id in reversed(earlier_ids):
@@ -125,10 +125,10 @@ def _stages_read_by_next(runs_folder: Path, earlier_ids: list[str]) -> KeptStage
                 return run_id
         return None
 
-    report_run = newest("check_data", DataReportManifest, where=lambda report: not report.breaches)
+    report_run = newest_run_with("check_data", DataReportManifest, where=lambda report: not report.breaches)
     pairs: list[tuple[str | None, StageName]] = [
-        (newest("ingest_interactions", InteractionsManifest), "ingest_interactions"),
-        (newest("ingest_features", FeaturesManifest), "ingest_features"),
+        (newest_run_with("ingest_interactions", InteractionsManifest), "ingest_interactions"),
+        (newest_run_with("ingest_features", FeaturesManifest), "ingest_features"),
         (report_run, "check_data"),
         (report_run, "ingest_interactions"),  # the next data report compares its events with the events of this run
     ]

@@ -19,7 +19,9 @@ class RangeConfig(Settings):
     high: Number | None = Field(None, description="largest value of the range, included")
     log: bool = Field(False, description="whether values are drawn on a logarithmic scale, as for learning rates")
     step: Number | None = Field(
-        None, gt=0, description="distance between two values of the range; empty: 1 for settings of whole numbers"
+        None,
+        gt=0,
+        description="distance between neighbouring values of the range; empty: 1 for whole numbers, arbitrary for others",
     )
     choices: tuple[Any, ...] | None = Field(None, max_length=1_000, description="list of values, such as [softmax, bce]")
 
@@ -52,7 +54,7 @@ class RangeConfig(Settings):
 
     @property
     def probes(self) -> tuple[Any, ...]:
-        """The values that are checked before the search: every choice, or the ends of the range and its first step.
+        """The values that are checked before the search: every choice, or the ends of the range and the second value.
 
         >>> RangeConfig(low=16, high=64, step=16).probes
         (16, 32, 64)
@@ -65,7 +67,7 @@ class RangeConfig(Settings):
         return tuple(dict.fromkeys((self.low, *(value for value in second_value if value <= self.high), self.high)))
 
     def in_setting_type(self, value_by_label: Mapping[str, Any]) -> Self:
-        """Return the range with values of the type of its setting; raise ValueError if the setting does not take numbers.
+        """Return the range with its values converted to the type of the setting. Raise ValueError if it does not take numbers.
 
         Args:
             value_by_label: value of the setting after validation of the config, by label of the probe.

@@ -23,7 +23,7 @@ class OnProgress(Protocol):
 
 
 class Train(Protocol):
-    """Trains with the trial's settings: recsys_core.training.train with all arguments except on_progress."""
+    """Trains with the trial's settings. It is recsys_core.training.train with all arguments bound except on_progress."""
 
     def __call__(self, *, on_progress: OnProgress) -> TrainManifest: ...
 

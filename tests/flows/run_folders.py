@@ -74,7 +74,7 @@ def month_of_runs(workspace: Path, *, num_runs: int = 30, stage_bytes: int = 4_0
         value = champion_value * dice.uniform(0.955, 1.05)
         promoted = value >= 0.98 * champion_value
         comparison = "at least" if promoted else "less than"
-        reason = f"{METRIC} is {value:.4f}, {comparison} 0.98 of the {champion_value:.4f} of version {version - 1}"
+        reason = f"{METRIC} is {value:.4f}, {comparison} 0.98 times the {champion_value:.4f} of version {version - 1}"
         options = RunOptions(reason="new prices from the shop") if day == 16 else RunOptions()
         metrics = {f"served/{METRIC}": value, f"champion/{METRIC}": champion_value}
         alias = "champion" if promoted else "challenger"

@@ -74,7 +74,7 @@ def test_a_worse_version_becomes_challenger_and_an_equal_one_champion(
     worse = do_register(stages(confused=True), run_of(workspace, "two"))
     assert (worse.version, worse.alias, worse.promoted) == ("2", "challenger", False)
     assert worse.metrics["served/recall@20"] < worse.metrics["champion/recall@20"]
-    assert "less than 0.98 of the" in worse.reasons[0]
+    assert "less than 0.98 times the" in worse.reasons[0]
     client = connect(workspace)
     assert aliases(client) == {"champion": "1", "challenger": "2"}
     assert version_tags(client, "2")["nightjar.reasons"] == worse.reasons[0]

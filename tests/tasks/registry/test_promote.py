@@ -47,7 +47,7 @@ def test_force_promotes_a_worse_version_that_passes_the_smoke_test_and_records_t
     forced = do_register(stages(confused=True), run)
     assert (forced.alias, forced.promoted) == ("champion", True)
     assert forced.reasons[0].startswith("promotion was forced (legal: item 7 must go); recall@20 is")
-    assert "less than 0.98 of the" in forced.reasons[0]
+    assert "less than 0.98 times the" in forced.reasons[0]
     client = connect(workspace)
     assert aliases(client) == {"champion": "2"}
     tags = version_tags(client, "2")

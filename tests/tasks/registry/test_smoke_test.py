@@ -57,7 +57,7 @@ def test_valid_answers_have_no_problems(sample: ServedSample) -> None:
         ([100 + ITEMS, *range(104, 123)], "1 items that are not in the catalogue"),
         ([101, 102, *range(104, 122)], "2 items the user had before"),
         ([104, *range(104, 123)], "1 items recommended twice to one user"),
-        (list(range(104, 114)), "1 users without 20 items (or all their unseen items, if fewer)"),
+        (list(range(104, 114)), "1 users whose number of items is not min(20, number of unseen items)"),
     ],
 )
 def test_each_problem_is_found_and_counted(sample: ServedSample, first: list[int], problem: str) -> None:

@@ -94,7 +94,7 @@ def retrain(config: PipelineConfig, run: Run) -> RegistrationManifest | None:
     report = check_data(config.data_report, split=config.interactions.split, dataset=dataset, run=run)
     model = ModelSpec.of(config.model, dataset=dataset, tables=config.tables, loss=config.loss)
     plan = plan_sharding(config.sharding, model=model, loss=config.loss, training=config.training, dataset=dataset, run=run)
-    trained = train(
+    train_manifest = train(
         config.training,
         model=model,
         loss=config.loss,
@@ -106,7 +106,13 @@ def retrain(config: PipelineConfig, run: Run) -> RegistrationManifest | None:
         run=run,
     )
     export = export_vectors(
-        config.training, model=model, loss=config.loss, dataset=dataset, trained=trained, launcher=config.launcher, run=run
+        config.training,
+        model=model,
+        loss=config.loss,
+        dataset=dataset,
+        train_manifest=train_manifest,
+        launcher=config.launcher,
+        run=run,
     )
     evaluation = evaluate(config.evaluation, export=export, dataset=dataset, run=run)
     index = build_index(config.index, export=export, run=run)
@@ -116,7 +122,7 @@ def retrain(config: PipelineConfig, run: Run) -> RegistrationManifest | None:
         package=package,
         evaluation=evaluation,
         index=index,
-        trained=trained,
+        train_manifest=train_manifest,
         plan=plan,
         report=report,
         dataset=dataset,
@@ -131,7 +137,7 @@ def ingest(config: PipelineConfig, run: Run) -> Dataset:
     interactions = ingest_interactions(config.interactions_with_context, embeddings=embeddings, data_root=root, run=run)
     features = ingest_features(
         config.features,
-        log=config.interactions_with_context,
+        interactions_config=config.interactions_with_context,
         dataset=Dataset(interactions, embeddings),
         data_root=root,
         run=run,

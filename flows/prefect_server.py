@@ -44,14 +44,14 @@ class EmbeddedServer(ServerProcess):
 
         Args:
             log_file: file for the output of the server.
-            password: password of the server, as user:password; None: a new one.
+            password: password of the server, as user:password; None: a random password.
         """
         for folder in (log_file.parent, Path(os.environ.get("PREFECT_HOME", log_file.parent))):
             require_free(folder, MIN_FREE_BYTES, subject=f"the {self._name} with its database")
         if password is None:
-            password = f"nightjar:{secrets.token_urlsafe(32)}"  # other users of this host can connect to the port
+            password = f"nightjar:{secrets.token_urlsafe(32)}"  # because other users of this host can connect to the port
         os.environ.update(PREFECT_API_URL=self.api, PREFECT_API_AUTH_STRING=password)
-        # Without pages the address is empty. If it were not set, Prefect would derive an address from that of the API.
+        # Without pages the address is empty. Without the variable, Prefect would derive an address from PREFECT_API_URL.
         os.environ.setdefault("PREFECT_UI_URL", self.address if self._with_ui else "")
         environment = {
             **(SERVICE_INTERVALS_S if self._with_ui else {}),

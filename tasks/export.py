@@ -17,7 +17,7 @@ def export_vectors(
     model: ModelSpec,
     loss: LossConfig,
     dataset: Dataset,
-    trained: TrainManifest,
+    train_manifest: TrainManifest,
     launcher: Launcher,
     run: Run,
 ) -> ExportManifest:
@@ -30,7 +30,7 @@ def export_vectors(
         model=model,
         loss=loss,
         dataset=dataset,
-        train=trained,
+        train=train_manifest,
         folder=run.stage_folder("export"),
         launcher=launcher,
     )

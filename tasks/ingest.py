@@ -49,7 +49,12 @@ def ingest_interactions(
 
 @stage("ingest_features")
 def ingest_features(
-    config: FeaturesConfig | None, *, log: InteractionsConfig, dataset: Dataset, data_root: Path | None, run: Run
+    config: FeaturesConfig | None,
+    *,
+    interactions_config: InteractionsConfig,
+    dataset: Dataset,
+    data_root: Path | None,
+    run: Run,
 ) -> FeaturesManifest | None:
     """Write the features of users, items and events; continue the vocabularies of the previous run."""
     stage_log = StageLog("ingest_features")
@@ -60,8 +65,8 @@ def ingest_features(
         interactions=dataset.interactions,
         embeddings=dataset.embeddings,
         previous=run.previous("ingest_features", FeaturesManifest),
-        memory_limit=log.memory_limit,
-        threads=log.threads,
+        memory_limit=interactions_config.memory_limit,
+        threads=interactions_config.threads,
         folder=run.stage_folder("ingest_features"),
         data_root=data_root,
     )

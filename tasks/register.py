@@ -33,7 +33,7 @@ def register(
     package: PackageManifest,
     evaluation: EvaluationManifest,
     index: IndexManifest,
-    trained: TrainManifest,
+    train_manifest: TrainManifest,
     plan: PlanManifest,
     report: DataReportManifest,
     dataset: Dataset,
@@ -56,7 +56,9 @@ def register(
     def log_run() -> "tuple[MlflowClient, str]":
         client = retry(lambda: connect(run.workspace))
         mlflow_run_id = retry(lambda: tracking.open_run(client, run))
-        log_results = partial(tracking.log_results, run=run, plan=plan, train=trained, evaluation=evaluation, index=index)
+        log_results = partial(
+            tracking.log_results, run=run, plan=plan, train=train_manifest, evaluation=evaluation, index=index
+        )
         retry(lambda: log_results(client, mlflow_run_id))
         manifests = (dataset.embeddings, interactions)
         retry(lambda: tracking.log_data(client, mlflow_run_id, manifests=manifests, report=report))
@@ -65,7 +67,7 @@ def register(
     if run.options.dry_run:
         log_run()
         return stage_log.finish(None, "dry run: no version is registered")
-    fingerprint = fingerprint_of("registration", config, uri, package, evaluation, trained, run.options.promote)
+    fingerprint = fingerprint_of("registration", config, uri, package, evaluation, train_manifest, run.options.promote)
     registration = StageFolder(run.stage_folder("register"), RegistrationManifest, fingerprint=fingerprint)
     manifest = registration.manifest
     if manifest is None:

@@ -9,7 +9,7 @@ from recsys_core.manifests import MANIFEST_NAME, Manifest, TrainManifest
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job_spec import Progress
 
-M = TypeVar("M", bound=Manifest | None)
+ResultT = TypeVar("ResultT", bound=Manifest | None)
 LOG = logging.getLogger("nightjar")
 LOG.setLevel(logging.INFO)
 logging.getLogger("recsys_core").setLevel(logging.INFO)
@@ -18,14 +18,14 @@ PROGRESS_LOG = logging.getLogger("nightjar.steps")
 
 
 class StageLog:
-    """The log lines of a stage that runs now. The constructor reports the start of the stage."""
+    """The log lines of the running stage. The constructor reports the start of the stage."""
 
     def __init__(self, stage: str) -> None:
         self.stage = stage
         PROGRESS_LOG.debug("%s begins", stage, extra={"stage": stage})
         self._start_s, self._start_timestamp = time.perf_counter(), time.time()
 
-    def finish(self, manifest: M, facts: str) -> M:
+    def finish(self, manifest: ResultT, facts: str) -> ResultT:
         """Log the end of the stage in one line, and return `manifest`, which is None if the stage has no result.
 
         The line has the name of the stage, `facts`, and the seconds. A stage that an earlier start of the run completed has

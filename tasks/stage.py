@@ -11,7 +11,7 @@ from recsys_core.manifests import Manifest
 from tasks.run import Run, StageName
 
 P = ParamSpec("P")
-M = TypeVar("M", bound=Manifest | None)
+ResultT = TypeVar("ResultT", bound=Manifest | None)
 
 
 class StoppedEarly(Exception):
@@ -22,18 +22,18 @@ class StoppedEarly(Exception):
         self.stage = stage
 
 
-def stage(name: StageName) -> Callable[[Callable[P, M]], Callable[P, M]]:
-    """Run the decorated function as the Prefect task `name`, and raise StoppedEarly after it if it is the stage `run.until`.
+def stage(name: StageName) -> Callable[[Callable[P, ResultT]], Callable[P, ResultT]]:
+    """Run the decorated function as the Prefect task `name`. Raise StoppedEarly after the stage that `run.until` names.
 
     The function has the keyword argument `run`, and returns its manifest, or None if the stage has no result.
     """
 
-    def decorate(function: Callable[P, M]) -> Callable[P, M]:
-        as_task = task(name=name, cache_policy=NO_CACHE)(function)
+    def decorate(function: Callable[P, ResultT]) -> Callable[P, ResultT]:
+        prefect_task = task(name=name, cache_policy=NO_CACHE)(function)
 
         @wraps(function)
-        def run_stage(*args: P.args, **kwargs: P.kwargs) -> M:
-            manifest = as_task(*args, **kwargs)
+        def run_stage(*args: P.args, **kwargs: P.kwargs) -> ResultT:
+            manifest = prefect_task(*args, **kwargs)
             # Not raised in the task, because Prefect would mark the task as failed.
             if cast(Run, kwargs["run"]).until == name:
                 raise StoppedEarly(name)

@@ -146,7 +146,7 @@ def _train_and_evaluate(experiment: Experiment, *, folder: Path, core: int) -> d
         folder=run_folder / "plan",
     )
     lines: list[Progress] = []
-    trained = train(
+    train_manifest = train(
         config.training,
         model=spec,
         loss=config.loss,
@@ -160,7 +160,7 @@ def _train_and_evaluate(experiment: Experiment, *, folder: Path, core: int) -> d
         model=spec,
         loss=config.loss,
         dataset=Dataset(interactions, features=features),
-        train=trained,
+        train=train_manifest,
         folder=run_folder / "export",
     )
     evaluation = evaluate(
@@ -168,7 +168,7 @@ def _train_and_evaluate(experiment: Experiment, *, folder: Path, core: int) -> d
     )
     return {
         "validation": [line.validation for line in lines if line.validation],
-        "best_epoch": trained.best_epoch,
+        "best_epoch": train_manifest.best_epoch,
         "metrics": {name: value for name, value in evaluation.metrics.items() if not name.startswith("validation/")},
         "samples_per_s": max(line.samples_per_s for line in lines),
         "settings": without_folders(experiment.settings),

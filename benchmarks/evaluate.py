@@ -130,13 +130,12 @@ def to_markdown(results: dict[str, Any]) -> str:
         f"Measured on {results['date']} on {results['cores']} cores by `make bench-evaluate` with torch {results['torch']} "
         f"and numpy {results['numpy']}.",
         f"The data have {results['queries']:,} users, {ITEMS:,} items, vectors of {DIM} numbers and "
-        f"{round(results['queries'] * TARGETS_PER_QUERY):,} test targets. The contestant `ours`",
-        f"computes every metric of the stage `evaluate`. The contestant `numpy` computes Recall@{K} from a matrix product and",
-        "argpartition. Each run is a separate process, and the contestants alternate. The columns with seconds have the",
-        f"median of the runs, with all runs in parentheses (runs per contestant: {results['rounds']}). CPU seconds are the",
-        "total of all cores.",
+        f"{round(results['queries'] * TARGETS_PER_QUERY):,} test targets. Two programs are",
+        f"compared. `nightjar` computes all metrics of the stage `evaluate`. `numpy` computes only Recall@{K}, with a matrix",
+        f"product and argpartition. Each run is a separate process, and the programs alternate. The table is based on",
+        f"{results['rounds']} run(s) of each program. It has the median duration, with all durations in parentheses. CPU time is the total over all cores.",
         "",
-        "| other busy processes | numpy, s | ours, s | ours / numpy | numpy, CPU s | ours, CPU s |",
+        "| other busy processes | numpy, s | nightjar, s | nightjar / numpy | CPU time of numpy, s | CPU time of nightjar, s |",
         "|---:|---:|---:|---:|---:|---:|",
     ]
     for row in results["rows"]:

@@ -40,14 +40,14 @@ def main() -> None:
 
 
 def _to_markdown(results: dict[str, Any]) -> str:
-    lines = ["Measured by `make bench-ingest`.", ""]
+    lines = ["This page was written by `make bench-ingest`.", ""]
     for title in (title for title in PARTS if title.lower() in results):
         result = results[title.lower()]
         versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
         lines += [
             f"## {title}",
             "",
-            f"Measured on {result['date']} on {result['cores']} cores; {versions}.",
+            f"Measured on {result['date']} on {result['cores']} cores with {versions}.",
             "",
             PARTS[title].to_markdown(result),
         ]

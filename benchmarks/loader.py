@@ -169,9 +169,10 @@ def measure() -> dict[str, Any]:
 def to_markdown(results: dict[str, Any]) -> str:
     """Return the table."""
     lines = [
-        f"Samples/s of each process; {EVENTS:,} events, one thread per process, no training:",
+        f"The table has the samples per second that each process loads from a log of {EVENTS:,} events. A process has one",
+        "loading thread. The processes do not train a model.",
         "",
-        "| | batch | 1 process | 2 processes |",
+        "| content of a sample | batch size | samples/s with 1 process | samples/s of each of 2 processes |",
         "|:---|---:|---:|---:|",
     ]
     speeds = {(row["case"], row["batch_size"], row["processes"]): row["samples_per_s"] for row in results["alone"]}

@@ -48,18 +48,21 @@ def execute_run(arguments: list[str]) -> dict[str, Any]:
 
 def to_markdown(results: dict[str, Any]) -> str:
     """Return one table per run."""
-    lines = [f"Measured on {results['date']} on {results['machine']} by `make bench-nightly`. Each dataset has one run.", ""]
+    lines = [
+        f"This page was written by `make bench-nightly` on {results['date']} on {results['machine']}. There was one run per",
+        "dataset. A table has the metrics of the trained model (`model`), of two baselines without training (`popularity` and",
+        "`zero_shot`), and of the packaged retriever (`served`). `zero_shot` ranks items by the similarity of their pretrained",
+        "vectors. `served` was measured in a new process on a sample of 2,000 test users.",
+        "",
+    ]
     for name, run in results["runs"].items():
         lines += [f"## {name}", "", "| | " + " | ".join(METRICS) + " |", "|:---|" + "---:|" * len(METRICS)]
         for model, values in run["metrics"].items():
             cells = ("-" if values[metric] is None else f"{values[metric]:.4f}" for metric in METRICS)
             lines.append(f"| {model} | " + " | ".join(cells) + " |")
         seconds = ", ".join(f"{stage} {value:g}" for stage, value in run["seconds"].items())
-        lines += ["", f"Seconds: {seconds}.", ""]
-    lines.append(
-        "The row `served` is the packaged retriever (INT8 tower and index), on a sample of 2,000 test users in a new process."
-    )
-    return "\n".join(lines) + "\n"
+        lines += ["", f"Duration of each stage in seconds: {seconds}.", ""]
+    return "\n".join(lines)
 
 
 def main() -> None:

@@ -213,32 +213,38 @@ def to_markdown(result: dict[str, Any]) -> str:
             )
         )
     lines += [
-        line("distinct items in a rank's batch", lambda size: f"{size['tables']['item']['values_per_query'] * 8192:,.0f}"),
-        line("weights, GB", lambda size: f"{size['weights_bytes'] / 1e9:,.1f}"),
-        line("row-wise Adagrad state, GB", lambda size: f"{size['optimizer_bytes'] / 1e9:,.2f}"),
+        line("distinct items in the batch of a GPU", lambda size: f"{size['tables']['item']['values_per_query'] * 8192:,.0f}"),
+        line("all weights, GB", lambda size: f"{size['weights_bytes'] / 1e9:,.1f}"),
+        line("optimizer state (row-wise Adagrad), GB", lambda size: f"{size['optimizer_bytes'] / 1e9:,.2f}"),
         line(
-            "fullest GPU, GB used of usable",
+            "memory of the fullest GPU: used and usable GB",
             lambda size: f"{size['rank_hbm_bytes'] / 1e9:.1f} of {size['usable_hbm_bytes'] / 1e9:.1f}",
         ),
-        line("of which buffers of a step, GB", lambda size: f"{size['rank_buffer_bytes'] / 1e9:.2f}"),
-        line("sent by the busiest GPU per step, fp32, MB", lambda size: f"{size['fp32']['sent'] / 1e6:,.1f}"),
-        line("of which between hosts, MB", lambda size: f"{size['fp32']['between_hosts'] / 1e6:,.1f}"),
-        line("sent with fp16 communication, MB", lambda size: f"{size['fp16']['sent'] / 1e6:,.1f}"),
-        line("lookups, ms (planner)", lambda size: f"{size['lookups_ms']:.2f}"),
-        line("of which communication, ms (planner)", lambda size: f"{size['comms_ms']:.2f}"),
-        line("towers and scores, ms", lambda size: f"{size['towers_ms']:.2f}"),
-        line("loader, ms", lambda size: f"{size['loader_ms']:.2f}"),
-        line("**step, ms**", lambda size: f"**{size['step_ms']:.2f}**"),
-        line("step with fp16 communication, ms", lambda size: f"{size['step_ms_fp16']:.2f}"),
-        line("examples of an epoch", lambda size: f"{size['examples']:,}"),
-        line("steps", lambda size: f"{size['steps']:,}"),
-        line("**hours**", lambda size: f"**{size['hours']:.2f}**"),
-        line("**dollars**", lambda size: f"**{size['dollars']:,.{1 if size['dollars'] < 10 else 0}f}**"),
-        line("write a checkpoint, s", lambda size: f"{size['checkpoint_write_s']:,.0f}"),
-        line("hash a checkpoint on one host, s", lambda size: f"{size['checkpoint_hash_s']:,.0f}"),
-        line("planning time, s", lambda size: f"{size['plan_seconds']:.1f}"),
+        line("part of the used memory for the buffers of a step, GB", lambda size: f"{size['rank_buffer_bytes'] / 1e9:.2f}"),
+        line("data that the busiest GPU sends per step, MB", lambda size: f"{size['fp32']['sent'] / 1e6:,.1f}"),
+        line("part that is sent to other hosts, MB", lambda size: f"{size['fp32']['between_hosts'] / 1e6:,.1f}"),
+        line("data that it sends with fp16 communication, MB", lambda size: f"{size['fp16']['sent'] / 1e6:,.1f}"),
+        line("time of the lookups (planner's estimate), ms", lambda size: f"{size['lookups_ms']:.2f}"),
+        line("part of the lookups for communication, ms", lambda size: f"{size['comms_ms']:.2f}"),
+        line("time of the towers and scores, ms", lambda size: f"{size['towers_ms']:.2f}"),
+        line("time of the loader for a batch, ms", lambda size: f"{size['loader_ms']:.2f}"),
+        line("**time of a step, ms**", lambda size: f"**{size['step_ms']:.2f}**"),
+        line("time of a step with fp16 communication, ms", lambda size: f"{size['step_ms_fp16']:.2f}"),
+        line("training examples of an epoch", lambda size: f"{size['examples']:,}"),
+        line("steps of an epoch", lambda size: f"{size['steps']:,}"),
+        line("**hours of an epoch**", lambda size: f"**{size['hours']:.2f}**"),
+        line("**dollars of an epoch**", lambda size: f"**{size['dollars']:,.{1 if size['dollars'] < 10 else 0}f}**"),
+        line("time to write a checkpoint, s", lambda size: f"{size['checkpoint_write_s']:,.0f}"),
+        line("time to hash a checkpoint on one host, s", lambda size: f"{size['checkpoint_hash_s']:,.0f}"),
+        line("measured time of the planner, s", lambda size: f"{size['plan_seconds']:.1f}"),
     ]
-    lines += ["", f"{LARGEST.split(',')[0]} with other optimizers:", "", "| optimizer | memory per GPU |", "|:---|:---|"]
+    lines += [
+        "",
+        f"The next table compares optimizers for {LARGEST.split(',')[0]}:",
+        "",
+        "| optimizer | memory per GPU, kernels, time of the lookups |",
+        "|:---|:---|",
+    ]
     for kind, estimate in result["optimizers"].items():
         if "infeasible" in estimate:
             cell = estimate["infeasible"].split("input): ")[1]

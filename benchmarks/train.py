@@ -107,14 +107,14 @@ def to_markdown(results: dict[str, Any]) -> str:
         "",
         f"Measured on {results['date']} on {results['cores']} cores by `make bench-train` with torch "
         f"{results['versions']['torch']} and torchrec {results['versions']['torchrec']}.",
-        f"The model has two tables of {ROWS:,} x {DIM}, an MLP {list(LAYERS)} per tower and binary cross-entropy. Two gloo",
-        "ranks train it. The contestants ran in turns of about two seconds, in "
-        f"{len(results['compared'][0]['samples_per_s'])} rounds. The table has the medians over the",
-        "rounds, with the quartiles in brackets. Samples/s are totals of both ranks. The last three columns have the ratio to",
-        "the samples/s of the contestant in the column's title in the same round.",
+        f"The model has two tables of {ROWS:,} rows and {DIM} columns. Each tower has layers of the widths {list(LAYERS)}.",
+        "The loss is binary cross-entropy. Two processes (ranks) train the model on CPUs. Each program trained for about two",
+        f"seconds per round. There were {len(results['compared'][0]['samples_per_s'])} rounds. A cell has the median over the",
+        "rounds, with the quartiles in brackets. The samples of both ranks are added up. Each of the last three columns divides the program's samples per",
+        "second by those of the program in the column's title in the same round.",
         "",
-        "| batch per rank | contestant | samples/s | to `example` | to `example, prepared ranks` "
-        "| to `ours, prepared batches` |",
+        "| batch per rank | program | samples/s | divided by `example` | divided by `example, prepared ranks` "
+        "| divided by `ours, prepared batches` |",
         "|---:|:---|---:|---:|---:|---:|",
     ]
     speeds = {(row["batch_size"], row["name"]): np.array(row["samples_per_s"]) for row in results["compared"]}
@@ -123,12 +123,14 @@ def to_markdown(results: dict[str, Any]) -> str:
         lines.append(f"| {batch_size:,} | {name} | {_quartiles(samples_per_s, ',.0f')} | {' | '.join(ratios)} |")
     lines += [
         "",
-        "- `example`: the loop of TorchRec's retrieval example on RandomRecDataset (benchmarks/torchrec_loop.py), with the",
-        "  process settings of torchrun.",
-        "- `example, prepared ranks`: the same loop with the process settings of nightjar's ranks (recsys_core/patches):",
-        "  pinned cores, the batch scheduling policy, and the CPU features that FBGEMM does not detect by itself.",
-        "- `ours`: nightjar's trainer on an ingested parquet log. All queries of a step share one sampled negative.",
-        "- `ours, prepared batches`: the same trainer on batches that were loaded in advance.",
+        "- `example` is the training loop of TorchRec's retrieval example on random data (benchmarks/torchrec_loop.py). Its",
+        "  processes have the default settings of torchrun.",
+        "- `example, prepared ranks` is the same loop in processes with the settings of nightjar's ranks",
+        "  (recsys_core/patches). Each rank has fixed cores and the batch scheduling policy of Linux, and FBGEMM uses all CPU",
+        "  features.",
+        "- `ours` is nightjar's training loop on an ingested log, in fp32 or bf16. All queries of a step share one sampled",
+        "  negative.",
+        "- `ours, prepared batches` is nightjar's training loop on batches that were loaded in advance.",
     ]
     if "patches" in results:
         lines += patches_to_markdown(results["patches"])
@@ -139,10 +141,10 @@ def to_markdown(results: dict[str, Any]) -> str:
         f"The next table compares sharding types of the user table, with batches of {LARGEST_BATCH:,} per rank. The user table",
         "is pooled if the type requires it. The item table has the same type, or row_wise if unpooled tables do not support",
         "it. Tables with fewer than 128 columns are not split by columns, so the column-wise types leave the tables whole",
-        "here. Four ranks share two cores. The last columns are milliseconds of a step and of waiting for data, means over",
-        "the ranks (recsys_core/training/step_timer.py):",
+        "here. Four ranks share two cores. The last two columns have the duration of a step and the time in which a step waits",
+        "for data, as means over the ranks:",
         "",
-        "| ranks | sharding type | samples/s | step | data |",
+        "| ranks | sharding type | samples/s | step, ms | waiting for data, ms |",
         "|---:|:---|---:|---:|---:|",
     ]
     for row in results["by_kind"]:
@@ -156,9 +158,10 @@ def patches_to_markdown(compared: list[dict[str, Any]]) -> list[str]:
     speeds = {(row["name"], row["batch_size"]): np.array(row["samples_per_s"]) for row in compared}
     lines = [
         "",
-        "Step time of `ours, fp32` without one patch of recsys_core/patches, relative to the step time with all patches:",
+        "nightjar changes PyTorch, FBGEMM and the process with several patches (recsys_core/patches). The next table has the",
+        "step time of `ours, fp32` without one of these patches, divided by the step time with all patches.",
         "",
-        f"| without | {' | '.join(f'batch {batch_size:,}' for batch_size in TURN_STEPS)} |",
+        f"| omitted patch | {' | '.join(f'batch of {batch_size:,}' for batch_size in TURN_STEPS)} |",
         f"|:---|{'---:|' * len(TURN_STEPS)}",
     ]
     for patch in PATCHES:

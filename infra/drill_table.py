@@ -62,16 +62,16 @@ def with_table(page: str, results: dict[str, Any]) -> str:
 def table(results: dict[str, Any]) -> str:
     """Return the table in Markdown, with the first sentence of each test file."""
     lines = [
-        f"Measured on {results['date']} with {results['cores']} cores:",
+        f"These results were measured on {results['date']} on a machine with {results['cores']} cores:",
         "",
-        "| drill | passed | skipped | failed | seconds | processes left |",
+        "| what the drill tests | tests that passed | skipped | failed | seconds | processes left behind |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for name, drill in results["drills"].items():
         counts = " | ".join(str(drill[outcome]) for outcome in (PASSED, SKIPPED, FAILED))
         left_cell = "-" if drill["processes_left"] is None else drill["processes_left"]
         lines.append(f"| {_title(ROOT / name)} | {counts} | {drill['seconds']:,.0f} | {left_cell} |")
-    figures = [f"- {_title(ROOT / name)}: {text}." for name, drill in results["drills"].items() for text in drill["figures"]]
+    figures = [f"{text}." for drill in results["drills"].values() for text in drill["figures"]]
     return "\n".join(lines + [""] * bool(figures) + figures)
 
 

@@ -1,4 +1,4 @@
-"""The automations of infra/automations on a real Prefect server, which delivers their alerts to a webhook on the loopback."""
+"""A real Prefect server delivers the alerts of infra/automations to a webhook on the loopback interface."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`nightjar up` in a browser: the form of the Prefect UI starts a run, and the MLflow UI shows the version it registers.
+"""In a browser, the form of the Prefect UI starts a run of `nightjar up`, and the MLflow UI shows the registered version.
 
 Needs chromium and the package playwright: `.venv/bin/pip install playwright`. Set NIGHTJAR_PICTURES to a folder to keep the
 screenshots.

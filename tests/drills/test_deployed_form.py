@@ -1,4 +1,4 @@
-"""Runs of a served deployment, started as the form starts them: names, tags, end states and events: `make drills`."""
+"""Runs that are started like those of the form in Prefect have the right names, tags, end states and events: `make drills`."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A run gets SIGTERM or Ctrl-C in each stage in turn and is resumed each time: `make drills`."""
+"""A run is interrupted by SIGTERM or Ctrl-C in each of its stages and resumed each time: `make drills`."""
 
 import signal
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run is killed in each stage in turn and resumed each time: `make drills`."""
+"""A run is killed in each of its stages and resumed each time: `make drills`."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Both servers on PostgreSQL, which restarts during the training; the run registers a version: `make drills`."""
+"""PostgreSQL, the database of both servers, restarts during the training, and the run registers a version: `make drills`."""
 
 import json
 import subprocess

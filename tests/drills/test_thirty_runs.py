@@ -1,4 +1,6 @@
-"""Thirty runs in a row with a sliding window of log files: disk, shared memory, memory and processes are bounded.
+"""Thirty runs in a row use no more disk, memory, shared memory and processes at the end than at the start.
+
+Each run reads one new file of the log, and the oldest file is removed.
 
 `make drills` prints one row per run. NIGHTJAR_DRILL_RUNS sets another number of runs.
 """
@@ -119,10 +121,11 @@ def _summary(first_half: list[Usage], second_half: list[Usage], *, growth_mib: f
         return f"{statistic(first):,.1f} / {statistic(second):,.1f}"
 
     return (
-        f"{len(first_half) + len(second_half)} runs, first half / second half: median {halves('seconds', statistics.median)} s "
-        f"per run; at most {halves('bounded_mib')} MiB of run folders and model versions, "
-        f"{halves('peak_rss_mib')} MiB of memory, {halves('max_descriptors')} file descriptors, "
-        f"{halves('shared_memory')} files left in shared memory; databases and reports grow by {growth_mib:.2f} MiB per run"
+        f"{len(first_half) + len(second_half)} runs in a row were measured. The first number is that of the first half of the "
+        f"runs and the second that of the second half. A run took {halves('seconds', statistics.median)} s (median). The "
+        f"largest values were {halves('bounded_mib')} MiB of run folders and model versions, {halves('peak_rss_mib')} MiB of memory, "
+        f"{halves('max_descriptors')} file descriptors, and {halves('shared_memory')} files that were left in shared memory. "
+        f"The databases and reports grew by {growth_mib:.2f} MiB per run"
     )
 
 

@@ -1,4 +1,4 @@
-"""A scheduled flow run after an unfinished run, on a real Prefect server: `make drills`."""
+"""On a real Prefect server, a scheduled run resumes an unfinished run or starts a new run: `make drills`."""
 
 import subprocess
 import sys

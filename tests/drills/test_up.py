@@ -1,4 +1,4 @@
-"""`nightjar up`: a planned run starts by itself, and the end of the command leaves no process: `make drills`."""
+"""`nightjar up` starts a planned run and leaves no process when it ends: `make drills`."""
 
 import json
 import os

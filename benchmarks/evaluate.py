@@ -132,8 +132,9 @@ def to_markdown(results: dict[str, Any]) -> str:
         f"The data have {results['queries']:,} users, {ITEMS:,} items, vectors of {DIM} numbers and "
         f"{round(results['queries'] * TARGETS_PER_QUERY):,} test targets. Two programs are",
         f"compared. `nightjar` computes all metrics of the stage `evaluate`. `numpy` computes only Recall@{K}, with a matrix",
-        f"product and argpartition. Each run is a separate process, and the programs alternate. The table is based on",
-        f"{results['rounds']} run(s) of each program. It has the median duration, with all durations in parentheses. CPU time is the total over all cores.",
+        "product and argpartition. Each run is a separate process, and the programs alternate. The table is based on",
+        f"{results['rounds']} run(s) of each program. It has the median duration, with all durations in parentheses. CPU time",
+        "is the total over all cores.",
         "",
         "| other busy processes | numpy, s | nightjar, s | nightjar / numpy | CPU time of numpy, s | CPU time of nightjar, s |",
         "|---:|---:|---:|---:|---:|---:|",

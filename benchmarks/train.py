@@ -110,8 +110,8 @@ def to_markdown(results: dict[str, Any]) -> str:
         f"The model has two tables of {ROWS:,} rows and {DIM} columns. Each tower has layers of the widths {list(LAYERS)}.",
         "The loss is binary cross-entropy. Two processes (ranks) train the model on CPUs. Each program trained for about two",
         f"seconds per round. There were {len(results['compared'][0]['samples_per_s'])} rounds. A cell has the median over the",
-        "rounds, with the quartiles in brackets. The samples of both ranks are added up. Each of the last three columns divides the program's samples per",
-        "second by those of the program in the column's title in the same round.",
+        "rounds, with the quartiles in brackets. The samples of both ranks are added up. Each of the last three columns",
+        "divides the program's samples per second by those of the program in the column's title in the same round.",
         "",
         "| batch per rank | program | samples/s | divided by `example` | divided by `example, prepared ranks` "
         "| divided by `ours, prepared batches` |",

@@ -1,4 +1,4 @@
-"""Benchmark of complete runs on the demo data and on Amazon Beauty: metrics, baselines, and seconds per stage.
+"""Benchmark of complete runs: metrics, baselines and seconds per stage, and the time that a run adds to its stages.
 
     make bench-nightly          # writes benchmarks/nightly.json and benchmarks/nightly.md
 
@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.orchestration import measure_orchestration
 from recsys_core.preflight import installed_versions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,7 +63,18 @@ def to_markdown(results: dict[str, Any]) -> str:
             lines.append(f"| {model} | " + " | ".join(cells) + " |")
         seconds = ", ".join(f"{stage} {value:g}" for stage, value in run["seconds"].items())
         lines += ["", f"Duration of each stage in seconds: {seconds}.", ""]
-    return "\n".join(lines)
+    lines += [
+        "## Time outside of the stages",
+        "",
+        "The table compares the wall time of `nightjar run` on the demo data with the sum of its stages. In the first row the",
+        "command starts its own Prefect server. In the second row it uses Prefect and MLflow servers that already run.",
+        "",
+        "| seconds | wall time | stages | difference |",
+        "|:---|---:|---:|---:|",
+    ]
+    for servers, seconds in results["orchestration"].items():
+        lines.append(f"| {servers} | {seconds['wall']:g} | {seconds['stages']:g} | {seconds['difference']:g} |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -75,6 +87,7 @@ def main() -> None:
         "machine": f"{len(os.sched_getaffinity(0))} cores",
         "versions": {name: versions[name] for name in ("torch", "torchrec", "prefect", "mlflow") if name in versions},
         "runs": {name: execute_run(arguments) for name, arguments in runs.items()},
+        "orchestration": measure_orchestration(),
     }
     (ROOT / "benchmarks" / "nightly.json").write_text(json.dumps(results, indent=2) + "\n")
     (ROOT / "benchmarks" / "nightly.md").write_text(to_markdown(results))

@@ -1,0 +1,85 @@
+"""Time of a run outside of its stages, with the embedded Prefect server and with servers that already run."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from flows.cli.demo import write_demo
+
+BIN = Path(sys.executable).parent
+STAGE_LINE = re.compile(r"^(\w+) .* ([\d,]+\.\d) s$", re.MULTILINE)
+START_TIMEOUT_S = 120.0
+
+
+def measure_orchestration() -> dict[str, dict[str, float]]:
+    """Return wall time, sum of the stages and their difference in seconds, for each kind of server.
+
+    Both runs read the same generated data and use a new workspace. The stages are the times in the lines that the command
+    prints, which include the imports, reports and artifacts of a stage.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config_file = write_demo(folder / "demo")
+        results = {"embedded server": _time_run(config_file, workspace=folder / "embedded", environment={})}
+        with running_servers(folder) as environment:
+            results["running servers"] = _time_run(config_file, workspace=folder / "servers", environment=environment)
+    return results
+
+
+def _time_run(config_file: Path, *, workspace: Path, environment: Mapping[str, str]) -> dict[str, float]:
+    command = [sys.executable, "-m", "flows.cli", "run", str(config_file), "--set", f"workspace={workspace}"]
+    start_s = time.perf_counter()
+    process = subprocess.run(command, env=os.environ | environment, check=True, stderr=subprocess.PIPE, text=True)
+    wall_s = time.perf_counter() - start_s
+    stages_s = sum(float(seconds.replace(",", "")) for _, seconds in STAGE_LINE.findall(process.stderr))
+    return {"wall": round(wall_s, 1), "stages": round(stages_s, 1), "difference": round(wall_s - stages_s, 1)}
+
+
+@contextmanager
+def running_servers(folder: Path) -> Iterator[dict[str, str]]:
+    """Start Prefect's and MLflow's own servers on sqlite, and yield the environment of a run that uses them."""
+    prefect_port, mlflow_port = _free_port(), _free_port()
+    prefect, mlflow = f"http://127.0.0.1:{prefect_port}", f"http://127.0.0.1:{mlflow_port}"
+    commands = {
+        f"{prefect}/api/health": ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(prefect_port)],
+        f"{mlflow}/health": [
+            *("mlflow", "server", "--host", "127.0.0.1", "--port", str(mlflow_port), "--workers", "1"),
+            *("--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder / "artifacts")),
+        ],
+    }
+    with ExitStack() as stack:
+        for url, (program, *arguments) in commands.items():
+            log = stack.enter_context((folder / f"{program}.log").open("w"))
+            server = subprocess.Popen(
+                [BIN / program, *arguments],
+                env=os.environ | {"PREFECT_HOME": str(folder / "prefect")},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            stack.callback(server.wait)
+            stack.callback(server.terminate)
+            _wait_until_healthy(url)
+        yield {"PREFECT_API_URL": f"{prefect}/api", "MLFLOW_TRACKING_URI": mlflow}
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def _wait_until_healthy(url: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        with suppress(OSError), urllib.request.urlopen(url, timeout=5):  # noqa: S310  http on loopback
+            return
+        time.sleep(0.2)
+    raise TimeoutError(f"{url} did not answer within {START_TIMEOUT_S:g} s")

@@ -95,13 +95,13 @@ def measure(contestant: str, *, num_queries: int) -> dict[str, float]:
 @contextmanager
 def busy_cores(num_cores: int) -> Iterator[None]:
     """Keep this many cores busy while the body runs."""
-    loads = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_cores)]
+    busy_processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_cores)]
     try:
         yield
     finally:
-        for load in loads:
-            load.kill()
-            load.wait()
+        for process in busy_processes:
+            process.kill()
+            process.wait()
 
 
 def compare(*, rounds: int, num_queries: int, num_cores: int) -> list[dict[str, Any]]:

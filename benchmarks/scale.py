@@ -84,7 +84,7 @@ def spec_of(size: dict[str, Any], *, pooled_users: bool) -> ModelSpec:
 
 def plan(size: dict[str, Any], *, optimizer: str = "rowwise_adagrad", pooled_users: bool = False) -> PlanFile:
     """Return the planner's plan for one size."""
-    batch, draws = ASSUMPTIONS["batch_size"], ASSUMPTIONS["batch_size"] * (1 + ASSUMPTIONS["history"])
+    batch_size, draws = ASSUMPTIONS["batch_size"], ASSUMPTIONS["batch_size"] * (1 + ASSUMPTIONS["history"])
     num_distinct = distinct_items(
         size["items"], draws=draws, negatives=ASSUMPTIONS["negatives"], exponent=ASSUMPTIONS["zipf_exponent"]
     )
@@ -92,32 +92,32 @@ def plan(size: dict[str, Any], *, optimizer: str = "rowwise_adagrad", pooled_use
     return make_plan(
         ShardingConfig(cluster=cluster),
         model=spec_of(size, pooled_users=pooled_users),
-        batch_size=batch,
+        batch_size=batch_size,
         optimizer=TableOptimizer(kind=optimizer),
-        lookup_stats=LookupStats(values_per_query={"item": num_distinct / batch, "user": 1.0}, hot_row_curve={}),
+        lookup_stats=LookupStats(values_per_query={"item": num_distinct / batch_size, "user": 1.0}, hot_row_curve={}),
     )
 
 
 def sent_bytes(plan_file: PlanFile, *, unpooled_tables: set[str], number_bytes: int) -> dict[str, float]:
     """Return the bytes that the busiest rank sends per step for rows and gradients: in total and between hosts."""
-    ranks, ranks_per_host, batch = plan_file.world_size, plan_file.processes_per_node, plan_file.batch_size
+    ranks, ranks_per_host, batch_size = plan_file.world_size, plan_file.processes_per_node, plan_file.batch_size
     total = between_hosts = 0.0
     for name, table in plan_file.tables.items():
         row_bytes = table.dim * number_bytes
         if name in unpooled_tables and table.sharding_type == "row_wise":
-            batch_bytes = table.values_per_query * batch * row_bytes
+            batch_bytes = table.values_per_query * batch_size * row_bytes
             total += batch_bytes * (ranks - 1) / ranks
             between_hosts += batch_bytes * (ranks - ranks_per_host) / ranks
         elif table.sharding_type == "row_wise":  # each rank sends a partial sum for every query; most are zeros
-            total += (ranks - 1) * batch * row_bytes
-            between_hosts += (ranks - ranks_per_host) * batch * row_bytes
+            total += (ranks - 1) * batch_size * row_bytes
+            between_hosts += (ranks - ranks_per_host) * batch_size * row_bytes
         elif table.sharding_type == "table_row_wise":  # added up within the host, then sent to the other hosts
-            reduced_bytes = ranks * batch * row_bytes / ranks_per_host
+            reduced_bytes = ranks * batch_size * row_bytes / ranks_per_host
             to_other_hosts = reduced_bytes * (plan_file.num_nodes - 1) / plan_file.num_nodes
             total += (ranks_per_host - 1) * reduced_bytes + to_other_hosts
             between_hosts += to_other_hosts
         else:  # table_wise: the rank of the table sends to all others
-            batch_bytes = table.values_per_query * batch * row_bytes
+            batch_bytes = table.values_per_query * batch_size * row_bytes
             total += (ranks - 1) * batch_bytes
             between_hosts += (ranks - ranks_per_host) * batch_bytes
     return {"sent": 2 * total, "between_hosts": 2 * between_hosts}  # rows forward, gradients backward
@@ -137,8 +137,8 @@ def measure(size: dict[str, Any], *, pooled_users: bool = False) -> dict[str, An
     step_ms = max(plan_file.step_ms + towers_ms, loader_ms)
     steps = math.ceil(size["examples"] / ASSUMPTIONS["batch_size"] / plan_file.world_size)
     hours = steps * step_ms / 3.6e6
-    weights = sum(sum(table.weights for table in rank.tables.values()) for rank in plan_file.ranks)
-    state = sum(sum(table.optimizer for table in rank.tables.values()) for rank in plan_file.ranks)
+    weight_bytes = sum(sum(table.weights for table in rank.tables.values()) for rank in plan_file.ranks)
+    optimizer_bytes = sum(sum(table.optimizer for table in rank.tables.values()) for rank in plan_file.ranks)
     return {
         "tables": {
             name: {
@@ -150,8 +150,8 @@ def measure(size: dict[str, Any], *, pooled_users: bool = False) -> dict[str, An
             for name, table in plan_file.tables.items()
         },
         "gpus": plan_file.world_size,
-        "weights_bytes": weights,
-        "optimizer_bytes": state,
+        "weights_bytes": weight_bytes,
+        "optimizer_bytes": optimizer_bytes,
         "rank_hbm_bytes": fullest_rank.hbm_bytes,
         "rank_ddr_bytes": max(rank.ddr_bytes for rank in plan_file.ranks),
         "rank_buffer_bytes": sum(table.buffers for table in fullest_rank.tables.values()),
@@ -168,8 +168,11 @@ def measure(size: dict[str, Any], *, pooled_users: bool = False) -> dict[str, An
         "steps": steps,
         "hours": hours,
         "dollars": hours * plan_file.world_size * ASSUMPTIONS["dollars_per_gpu_hour"],
-        "checkpoint_write_s": (weights + state) / 1e9 / ASSUMPTIONS["checkpoint_write_gb_per_s_and_host"] / plan_file.num_nodes,
-        "checkpoint_hash_s": (weights + state) / 1e9 / ASSUMPTIONS["checkpoint_hash_gb_per_s"],
+        "checkpoint_write_s": (weight_bytes + optimizer_bytes)
+        / 1e9
+        / ASSUMPTIONS["checkpoint_write_gb_per_s_and_host"]
+        / plan_file.num_nodes,
+        "checkpoint_hash_s": (weight_bytes + optimizer_bytes) / 1e9 / ASSUMPTIONS["checkpoint_hash_gb_per_s"],
         "plan_seconds": seconds,
         "naive": {naive_plan.name: naive_plan.model_dump() for naive_plan in plan_file.naive},
     }

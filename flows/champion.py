@@ -102,7 +102,7 @@ def _decision(config: PipelineConfig, reason: str) -> Decision:
 
 
 def _rewrite_page(config: PipelineConfig) -> None:
-    """Write the page of the last runs with the new champion. A failure is only a warning."""
+    """Write the page of the last runs with the new champion. An error is logged as a warning."""
     try:
         for past_run in run_history(config.workspace, last=1):
             run = replace(past_run.run, experiment=config.registry.experiment)

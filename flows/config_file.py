@@ -65,7 +65,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConf
 
 
 def with_settings(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineConfig:
-    """Return `config` without tuning, with `settings` by dotted name replaced. Raise InputError if the result is invalid."""
+    """Return `config` without tuning, and with the values in `settings` by dotted name. Raise InputError if it is invalid."""
     validation = _validate(config, settings)
     if validation.config is None:
         raise InputError("; ".join(validation.problems))

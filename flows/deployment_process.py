@@ -71,14 +71,14 @@ def plan_deployments(file: Path, overrides: list[str]) -> tuple[RunnerDeployment
         is_active = not is_paused(read_deployment(client, config.name), config)
         deployments = deployments_of(config, file=file, overrides=overrides, work_pool=None, is_active=is_active)
         for deployment in deployments:
-            current = read_deployment(client, config.name, flow_name=str(deployment.flow_name))
-            if current is not None:
-                end_lost_runs(client, current.id, states=["RUNNING", "PENDING", "CANCELLING"])
+            current_deployment = read_deployment(client, config.name, flow_name=str(deployment.flow_name))
+            if current_deployment is not None:
+                end_lost_runs(client, current_deployment.id, states=["RUNNING", "PENDING", "CANCELLING"])
     return deployments
 
 
 def create_alerts(file: Path, overrides: list[str], deployment_id: UUID) -> None:
-    """Create or update the automations if the server has the block that delivers alerts. A failure is only a warning."""
+    """Create or update the automations if the server has the block that delivers alerts. An error is logged as a warning."""
     try:
         config = load_config(file, overrides)
         with prefect_server() as client:

@@ -30,7 +30,7 @@ def flow_run_url() -> str | None:
 
 
 def tag_flow_run(pipeline: str, *, reason: str = "") -> None:
-    """Add the tags pipeline:<name> and reason:<text> to the current flow run. A failure is only a warning."""
+    """Add the tags pipeline:<name> and reason:<text> to the current flow run. An error is logged as a warning."""
     flow_run_id = runtime.flow_run.id
     if flow_run_id is None:  # the flow's function was called without Prefect
         return

@@ -142,8 +142,8 @@ def _run_trial(config: PipelineConfig, trial: RunningTrial, dataset: Dataset, *,
         folder=folder / "train",
         launcher=config.launcher,
     )
-    best = "" if study.best_trial is None else f", best {study.best_trial.value:.4f}"
-    label = f"trial {trial.number + 1}/{config.tuning.trials}{best}"
+    best_text = "" if study.best_trial is None else f", best {study.best_trial.value:.4f}"
+    label = f"trial {trial.number + 1}/{config.tuning.trials}{best_text}"
     return run_trial(trial, train_trial, metric=study.metric, folder=folder, label=label)
 
 

@@ -49,14 +49,17 @@ def write_report(results: dict[str, Any], *, folder: Path) -> None:
 def _table(runs: Runs, metrics: tuple[str, ...]) -> list[str]:
     names = [name.removeprefix("test/") for name in metrics]
     lines = ["| | seeds | " + " | ".join(names) + " | best epoch |", "|:---|---:|" + "---:|" * (len(names) + 1)]
-    for variant, seeds in runs.items():
-        cells = [_spread([result["metrics"][name] for result in seeds.values()]) for name in metrics]
-        epochs = ", ".join(str(result["best_epoch"] or "-") for result in seeds.values())
-        lines.append(f"| {variant} | {len(seeds)} | " + " | ".join(cells) + f" | {epochs} |")
+    for variant, result_by_seed in runs.items():
+        cells = [_spread([result["metrics"][name] for result in result_by_seed.values()]) for name in metrics]
+        epochs = ", ".join(str(result["best_epoch"] or "-") for result in result_by_seed.values())
+        lines.append(f"| {variant} | {len(result_by_seed)} | " + " | ".join(cells) + f" | {epochs} |")
     for name, prefix in BASELINES.items():
         keys = [f"{prefix}/{metric.removeprefix('test/')}" for metric in metrics]
         all_metrics = [
-            result["metrics"] for seeds in runs.values() for result in seeds.values() if keys[0] in result["metrics"]
+            result["metrics"]
+            for result_by_seed in runs.values()
+            for result in result_by_seed.values()
+            if keys[0] in result["metrics"]
         ]
         if all_metrics:  # the same in all results
             lines.append(f"| {name} | | " + " | ".join(f"{all_metrics[0][key]:.4f}" for key in keys) + " | |")
@@ -85,12 +88,12 @@ def _first_to_reach(runs: Runs) -> list[str]:
         "| | epoch | epoch of random initialisation | ratio |",
         "|:---|---:|---:|---:|",
     ]
-    for variant, seeds in runs.items():
+    for variant, result_by_seed in runs.items():
         base = "random, features" if variant.endswith("features") else "random"
         if variant == base or base not in runs:
             continue
         reached_epochs, base_epochs = [], []
-        for seed, result in seeds.items():
+        for seed, result in result_by_seed.items():
             if seed in runs[base]:
                 base_curve = _curve(runs[base][seed])
                 base_epochs.append(1 + int(np.argmax(base_curve)))
@@ -104,8 +107,8 @@ def _first_to_reach(runs: Runs) -> list[str]:
 
 def _plot_curves(runs: Runs, *, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for variant, seeds in runs.items():
-        curves = np.array([_curve(result) for result in seeds.values()])
+    for variant, result_by_seed in runs.items():
+        curves = np.array([_curve(result) for result in result_by_seed.values()])
         epochs = np.arange(1, curves.shape[1] + 1)
         style = "--" if variant.startswith("random") else "-"
         (line,) = axes.plot(epochs, curves.mean(axis=0), style, label=variant, marker="o", markersize=3)
@@ -121,8 +124,8 @@ def _plot_curves(runs: Runs, *, path: Path) -> None:
 
 def _speed_table(runs: Runs) -> list[str]:
     lines = ["| | training pairs | seconds per epoch |", "|:---|---:|---:|"]
-    for variant, seeds in runs.items():
-        for result in seeds.values():
+    for variant, result_by_seed in runs.items():
+        for result in result_by_seed.values():
             seconds = ", ".join(f"{value:.1f}" for value in result["epoch_s"])
             lines.append(f"| {variant} | {result['pairs']:,} | {seconds} |")
     return lines

@@ -52,10 +52,10 @@ def deploy_pipeline(
         facts: dict[str, str] = {}
         rows: list[list[str]] = []
         for deployment in new_deployments:
-            current = deployments.read_deployment(client, config.name, flow_name=str(deployment.flow_name))
-            changes = deployments.changes(current, deployment)
+            current_deployment = deployments.read_deployment(client, config.name, flow_name=str(deployment.flow_name))
+            changes = deployments.changes(current_deployment, deployment)
             rows += [[str(deployment.flow_name), change.setting, change.current, change.new] for change in changes]
-            verb = "created" if current is None else "updated" if changes else "unchanged"
+            verb = "created" if current_deployment is None else "updated" if changes else "unchanged"
             facts[deployment.full_name] = f"would be {verb}" if dry_run else verb
         if rows:
             output.print_table(["deployment", "setting", "current", "new"], rows, console=output.stdout)

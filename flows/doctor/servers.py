@@ -119,9 +119,9 @@ def check_schedule(config: PipelineConfig) -> Finding:
         return not_used("unknown, because the Prefect server does not answer")
     if not next_runs:
         return problem(f"{name} has an active schedule but no planned run; check that the server runs its scheduler service")
-    start = datetime.fromisoformat(next_runs[0]["next_scheduled_start_time"] or next_runs[0]["expected_start_time"])
-    next_run_text = f"{name}: next run at {start.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
-    if (datetime.now(UTC) - start).total_seconds() > MAX_LATENESS_S:
+    planned_start = datetime.fromisoformat(next_runs[0]["next_scheduled_start_time"] or next_runs[0]["expected_start_time"])
+    next_run_text = f"{name}: next run at {planned_start.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+    if (datetime.now(UTC) - planned_start).total_seconds() > MAX_LATENESS_S:
         return problem(f"{next_run_text}, which is late; start a worker, or check the concurrency limit of the deployment")
     return ok(next_run_text)
 

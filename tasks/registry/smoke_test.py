@@ -156,14 +156,14 @@ def invalid_answers(answers: pa.ListArray, *, sample: ServedSample) -> list[str]
     recommendations = _parse(answers, sample)
     expected_num_items_U = np.minimum(K, sample.num_items - sample.num_seen_U)
     is_known_L = recommendations.item_row_L >= 0
-    pairs = recommendations.user_L[is_known_L] * sample.num_items + recommendations.item_row_L[is_known_L]
+    recommended_pairs = recommendations.user_L[is_known_L] * sample.num_items + recommendations.item_row_L[is_known_L]
     count_by_problem = {
         f"users whose number of items is not min({K}, number of unseen items)": int(
             np.sum(recommendations.num_items_U != expected_num_items_U)
         ),
         "items that are not in the catalogue": int(np.sum(~is_known_L)),
-        "items the user had before": int(np.isin(pairs, sample.seen_pair_L).sum()),
-        "items recommended twice to one user": len(pairs) - len(np.unique(pairs)),
+        "items the user had before": int(np.isin(recommended_pairs, sample.seen_pair_L).sum()),
+        "items recommended twice to one user": len(recommended_pairs) - len(np.unique(recommended_pairs)),
     }
     return [f"{count:,} {problem} (of {sample.num_users:,} users)" for problem, count in count_by_problem.items() if count]
 
@@ -204,6 +204,6 @@ def _parse(answers: pa.ListArray, sample: ServedSample) -> _Recommendations:
     if len(answers) != sample.num_users:
         raise StageError(f"{sample.file}: {sample.num_users:,} users, but {len(answers):,} answers")
     num_items_U = pc.list_value_length(answers).to_numpy(zero_copy_only=False).astype(np.int64)
-    rows = pc.fill_null(pc.index_in(answers.flatten(), value_set=sample.item_ids), -1)
-    item_row_L = rows.to_numpy(zero_copy_only=False).astype(np.int64)
+    item_rows = pc.fill_null(pc.index_in(answers.flatten(), value_set=sample.item_ids), -1)
+    item_row_L = item_rows.to_numpy(zero_copy_only=False).astype(np.int64)
     return _Recommendations(np.repeat(np.arange(sample.num_users), num_items_U), item_row_L, num_items_U)

@@ -59,7 +59,7 @@ def version_for(
 
 
 def _delete_unregistered_models(client: MlflowClient, mlflow_run_id: str, *, registered_uris: set[str | None]) -> None:
-    """Delete the models of an MLflow run that an interrupted attempt logged, but did not register. A failure is a warning."""
+    """Delete the models that an interrupted attempt logged but did not register. An error is logged as a warning."""
     experiment_id = client.get_run(mlflow_run_id).info.experiment_id
     for model in client.search_logged_models([experiment_id], f"source_run_id = '{mlflow_run_id}'"):
         if model.model_uri not in registered_uris:

@@ -126,14 +126,14 @@ def _stages_read_by_next(runs_folder: Path, earlier_ids: list[str]) -> KeptStage
         return None
 
     report_run = newest_run_with("check_data", DataReportManifest, where=lambda report: not report.breaches)
-    pairs: list[tuple[str | None, StageName]] = [
+    runs_and_stages: list[tuple[str | None, StageName]] = [
         (newest_run_with("ingest_interactions", InteractionsManifest), "ingest_interactions"),
         (newest_run_with("ingest_features", FeaturesManifest), "ingest_features"),
         (report_run, "check_data"),
         (report_run, "ingest_interactions"),  # the next data report compares its events with the events of this run
     ]
     stages_by_run: KeptStages = {}
-    for run_id, stage in pairs:
+    for run_id, stage in runs_and_stages:
         if run_id is not None:
             stages_by_run[run_id] = stages_by_run.get(run_id, frozenset()) | {stage}
     return stages_by_run

@@ -133,14 +133,18 @@ class Study:
     def plot_history(self) -> None:
         """Write a plot of the metric by trial, and of the best metric so far, to `history_file`."""
         figure, axes = plots.new_figure(title=f"Tuning study {self.name}")
-        values: dict[Ending, dict[int, float]] = {"complete": {}, "pruned": {}, "failed": {}}
+        values_by_ending: dict[Ending, dict[int, float]] = {"complete": {}, "pruned": {}, "failed": {}}
         for trial in self.finished_trials:
             if trial.value is not None:
-                values[trial.ending][trial.number] = trial.value
-        axes.scatter([*values["complete"]], [*values["complete"].values()], s=18, color=plots.BLUE, label="complete")
-        axes.scatter([*values["pruned"]], [*values["pruned"].values()], s=18, color=plots.GREY, label="pruned")
-        best_so_far = [*accumulate(values["complete"].values(), max)]
-        axes.step([*values["complete"]], best_so_far, where="post", color=plots.GREEN, label="best so far")
+                values_by_ending[trial.ending][trial.number] = trial.value
+        axes.scatter(
+            [*values_by_ending["complete"]], [*values_by_ending["complete"].values()], s=18, color=plots.BLUE, label="complete"
+        )
+        axes.scatter(
+            [*values_by_ending["pruned"]], [*values_by_ending["pruned"].values()], s=18, color=plots.GREY, label="pruned"
+        )
+        best_so_far = [*accumulate(values_by_ending["complete"].values(), max)]
+        axes.step([*values_by_ending["complete"]], best_so_far, where="post", color=plots.GREEN, label="best so far")
         axes.set_xlabel("trial number")
         axes.set_ylabel(f"{self.metric} on the validation split")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -245,7 +245,7 @@ def _includes_hidden_files(pattern: Sequence[str]) -> bool:
 
 
 def _is_skipped(path: str, *, below: str) -> bool:
-    """Return whether folders and globs skip `path`: a component below a folder starts with _ or ., or the file is a sidecar."""
+    """Return whether folders and globs skip `path`: a sidecar, or a path with a hidden component after the folder `below`."""
     is_hidden = any(component[0] in "_." and component not in (".", "..") for component in _components(path, below))
     return path.endswith(SIDECAR) or is_hidden
 

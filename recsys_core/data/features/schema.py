@@ -56,7 +56,7 @@ def check_features(
     context_sources: Sequence[Source],
     data_root: Path | None = None,
 ) -> tuple[FeatureTable, ...]:
-    """Open the feature tables and check their columns and types; raise InputError.
+    """Open the feature tables. Raise InputError for a missing or invalid file, or for a missing or unsuitable column.
 
     Args:
         context_sources: files with the columns of the context features.
@@ -144,21 +144,21 @@ def _check_column_names(table: FeatureTable) -> None:
 
 
 def _value_types(sources: Sequence[Source], features: Sequence[FeatureConfig], *, setting: str) -> dict[str, IdType]:
-    types: dict[str, IdType] = {}
+    type_by_feature: dict[str, IdType] = {}
     first = sources[0]
     for feature in features:
         column = feature.source_column
-        value_types = [_stored_type(source, feature, setting=f"{setting}, feature {feature.name!r}") for source in sources]
-        for source, stored_type in zip(sources, value_types, strict=True):
+        stored_types = [_stored_type(source, feature, setting=f"{setting}, feature {feature.name!r}") for source in sources]
+        for source, stored_type in zip(sources, stored_types, strict=True):
             require_one_type(
                 stored_type,
                 subject=f"{source.name}: column {column!r}",
-                other_type=value_types[0],
+                other_type=stored_types[0],
                 other_subject=f"column {column!r} of {first.name}",
             )
-        if value_types[0] is not None:
-            types[feature.name] = value_types[0]
-    return types
+        if stored_types[0] is not None:
+            type_by_feature[feature.name] = stored_types[0]
+    return type_by_feature
 
 
 def _stored_type(source: Source, feature: FeatureConfig, *, setting: str) -> IdType | None:

@@ -125,7 +125,8 @@ class VocabularyConfig(Settings):
         0.5,
         gt=0,
         le=1,
-        description="Rebuild if more than this share of the users or items had no event (and no vector) in the previous run",
+        description="Rebuild if, in the previous run, more than this share of the users had no event, or more than this share "
+        "of the items had neither an event nor a vector",
     )
 
 

@@ -1,4 +1,4 @@
-"""Ranking of the cold items (items without events) without all other items.
+"""Ranking of the cold items only. An item without events is cold.
 
 This ranking shows how well the model uses pretrained vectors and features. In a ranking of the full catalogue, most cold items
 are below the items with events.

@@ -114,7 +114,8 @@ def rank_catalogue(
     top_BK = np.full((num_queries, k), -1, np.int32)
     position_T = np.zeros(len(targets.values_L), np.int64)
 
-    # The columns of the score matrix are the items in `tie_order`. Of two equal scores, the one in the lower column is first.
+    # The columns of the score matrix are the items in `tie_order`. Of two items with equal scores, the item in the lower column
+    # is ranked first.
     row_C = tie_order(num_items)
     column_I = np.argsort(row_C)
     item_DC = item_ID[torch.from_numpy(row_C)].T

@@ -81,7 +81,7 @@ class ReadFile(Frozen):
     spans: dict[str, tuple[float, float]] = Field(description="smallest and largest value of each numeric or time column")
     checksums: bool = Field(
         False,
-        description="whether the pages have checksums; false also for files read by a nightjar that did not record this",
+        description="whether the pages have checksums; false also for files that were read before this field existed",
     )
 
 

@@ -12,7 +12,7 @@ from recsys_core.units import FLOAT32_MAX, INT64_MAX
 
 
 def reject_bad_table(connection: duckdb.DuckDBPyConnection, table: FeatureTable, *, paths: Sequence[Path]) -> None:
-    """Raise InputError for the first bad row of a feature table. Duplicate ids are reported only if no row is bad.
+    """Raise InputError for the first bad row of a feature table. Duplicate ids are checked last.
 
     Args:
         paths: a local file for each source of the table.

@@ -50,7 +50,7 @@ class LeaveLastOut(Settings):
 
 
 class FileSplit(Settings):
-    """Split by files: `interactions.paths` lists the files of training events. Other files hold the other events."""
+    """Split by files: `interactions.paths` lists the training files. Test and validation events are in other files."""
 
     kind: Literal["files"] = "files"
     test: Paths = Field(min_length=1, description="Parquet files or globs with the test events")

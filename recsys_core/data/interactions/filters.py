@@ -54,7 +54,7 @@ def load_log(
     elif config.filter.window_days is not None:
         removed_counts["outside_window"] = num_events - _count(connection, f"SELECT count(*) FROM {relation}")
     split = _split_expression(config, newest_us=newest_us, tie_breakers=extra_columns(connection, "events"))
-    # A view is evaluated at each use. This is cheap for all splits but leave_last_out, which needs a window function.
+    # A view is evaluated at each use. This is cheap except for leave_last_out, which needs a window function.
     relation_kind = "TABLE" if isinstance(config.split, LeaveLastOut) else "VIEW"
     connection.execute(
         f"CREATE {relation_kind} log AS SELECT * EXCLUDE (split), ({split})::TINYINT AS split FROM {relation}"
@@ -137,7 +137,7 @@ def _remove_duplicates(connection: duckdb.DuckDBPyConnection, duplicates: str) -
 def _remove_rare(connection: duckdb.DuckDBPyConnection, filters: LogFilter) -> int:
     """Remove the events of rare items and users until every item and user has enough events (k-core).
 
-    One pass is not enough: a removed item leaves its users with fewer events, and a removed user its items.
+    One pass is not enough: removing an item takes events from users, and removing a user takes events from items.
 
     Return the number of removed events.
     """

@@ -52,7 +52,7 @@ class PipelineConfig(Settings):
     tables: dict[str, TableConfig] = Field(
         default_factory=dict,
         max_length=10_000,
-        description="width, transfer of pretrained vectors and optimizer by embedding table: item, user, or a feature such as "
+        description="width, transfer and optimizer of each embedding table, by name: item, user, or a feature such as "
         "item.brand",
     )
     loss: LossConfig = Field(default_factory=LossConfig, description="loss and negatives")
@@ -63,7 +63,8 @@ class PipelineConfig(Settings):
         default_factory=TrainingConfig, description="training loop, optimizers, checkpoints and restarts"
     )
     launcher: Launcher = Field(
-        default_factory=LocalLauncher, description="where training and export run: on this host, or on many through TorchX"
+        default_factory=LocalLauncher,
+        description="where training and export run: on this host, or on other hosts through TorchX",
     )
     evaluation: EvaluationConfig = Field(
         default_factory=EvaluationConfig, description="metrics of the exact evaluation over the full catalogue"
@@ -71,7 +72,7 @@ class PipelineConfig(Settings):
     index: IndexConfig = Field(default_factory=IndexConfig, description="FAISS indexes")
     package: PackageConfig = Field(default_factory=PackageConfig, description="servable package of the retriever")
     registry: RegistryConfig = Field(
-        default_factory=RegistryConfig, description="MLflow, and when a new version becomes champion"
+        default_factory=RegistryConfig, description="MLflow, and the rule that makes a new version champion"
     )
     schedule: ScheduleConfig = Field(
         default_factory=ScheduleConfig, description="when the pipeline runs by itself under `nightjar up` or a Prefect worker"

@@ -61,7 +61,7 @@ class PastRun:
         return {name: str(path.relative_to(self.run.workspace)) for name, path in paths.items() if path.is_file()}
 
     def new_metric(self, name: str) -> float | None:
-        """Return the metric `name`, e.g. recall@20, of the new version's served answers; None if it was not measured."""
+        """Return the metric `name`, e.g. recall@20, of the served recommendations of the new version; None if not measured."""
         return self._metric(f"served/{name}")
 
     def champion_metric(self, name: str) -> float | None:

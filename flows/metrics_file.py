@@ -85,7 +85,7 @@ class _WorkspaceCollector(Collector):
         seconds = {(stage,): stage_seconds for stage, stage_seconds in figures.stage_seconds.items()}
         yield self._gauge("stage_duration_seconds", "Duration of each stage of the newest run.", seconds, labels=("stage",))
         values = {(metric, "new"): newest.new_metric(metric), (metric, "champion"): newest.champion_metric(metric)}
-        description = "registry.metric of the served answers, for the new version and the champion that it was compared with."
+        description = "registry.metric of the served recommendations, for the new version and the champion compared with it."
         yield self._gauge("served_metric", description, values, labels=("metric", "model"))
         for name, count in (("events", figures.events), ("users", figures.users), ("items", figures.items)):
             yield self._gauge(name, f"Number of {name} of the newest run.", {(): count})

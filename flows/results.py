@@ -62,7 +62,7 @@ class RunResults:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Exact metrics of the model and the baselines, and metrics of the served answers of new version and champion."""
+        """Exact metrics of model and baselines, and metrics of the served recommendations of new version and champion."""
         evaluation = cast(EvaluationManifest | None, self.stages.get("evaluate"))
         exact_metrics = {} if evaluation is None else evaluation.metrics
         return exact_metrics | ({} if self.registration is None else self.registration.metrics)

@@ -57,7 +57,7 @@ def find_unfinished(workspace: Path, *, pipeline: str) -> tuple[Run, RunRecord] 
 
 
 def _reason_for_new_run(config: PipelineConfig, run: Run, record: RunRecord) -> str | None:
-    """Return why a scheduled run may not resume `run`; None if it may."""
+    """Return why a scheduled run may not resume `run`; None if it may resume the run."""
     if config.schedule.unfinished_run == "new":
         return "schedule.unfinished_run is new"
     if record.num_starts >= MAX_STARTS:

@@ -25,7 +25,7 @@ def deploy_pipeline(
         with_automations: also create or update the automations that send alerts.
 
     Raises:
-        InputError: PREFECT_API_URL is not set, or the server, work pool or alert block does not fit; nothing is created.
+        InputError: PREFECT_API_URL is not set, or the server, work pool or alert block cannot be used; nothing is created.
     """
     if not os.environ.get("PREFECT_API_URL"):
         raise InputError(

@@ -135,7 +135,7 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="run all stages, log the metrics, register no version")] = False,
     promote: Annotated[
         Literal["by_gate", "never", "force"],
-        typer.Option(help="what decides whether the new version becomes champion; force needs --reason"),
+        typer.Option(help="rule that decides whether the new version becomes champion; force needs --reason"),
     ] = "by_gate",
     as_json: AsJson = False,
     verbose: Verbose = False,

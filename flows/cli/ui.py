@@ -58,7 +58,7 @@ def up(
     mlflow_port: int,
     metrics_port: int | None = None,
 ) -> None:
-    """Serve like `serve`, and run the pipeline as its schedule plans, until Ctrl-C or SIGTERM.
+    """Serve the same pages as `serve`, and run the pipeline as its schedule plans, until Ctrl-C or SIGTERM.
 
     A run that is in progress at the signal ends as interrupted and can be resumed. With `metrics_port`, also serve metrics for
     Prometheus.

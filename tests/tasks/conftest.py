@@ -78,7 +78,7 @@ class Stages(NamedTuple):
     dataset: Dataset
     report: DataReportManifest
     plan: PlanManifest
-    trained: TrainManifest
+    train_manifest: TrainManifest
     evaluation: EvaluationManifest
     index: IndexManifest
     package: PackageManifest

@@ -14,7 +14,7 @@ from tests.tasks.conftest import Stages
 @pytest.fixture
 def trained(stages: Callable[..., Stages]) -> TrainManifest:
     """The manifest of a training of one epoch with an ndcg@10 of 0.5."""
-    return stages(confused=False).trained
+    return stages(confused=False).train_manifest
 
 
 def test_the_log_line_of_training_has_early_stopping_and_the_best_epoch(trained: TrainManifest) -> None:

@@ -29,7 +29,7 @@ def test_each_stage_is_a_nested_run_and_a_resumed_run_adds_the_missing_stages(
     assert client.get_run(parent_id).info.status == "FAILED"
     assert nested_runs(workspace, parent_id).keys() == {"plan_sharding"}
 
-    run.stage_folder("train").symlink_to(manifests.trained.folder)
+    run.stage_folder("train").symlink_to(manifests.train_manifest.folder)
     log_end(replace(run, flow_run_url="http://prefect/1"), state="NotPromoted", message="recall is less")
     parent, nested = client.get_run(parent_id), nested_runs(workspace, parent_id)
     assert (parent.info.status, parent.data.tags["nightjar.state"]) == ("FINISHED", "NotPromoted")
@@ -37,7 +37,7 @@ def test_each_stage_is_a_nested_run_and_a_resumed_run_adds_the_missing_stages(
     assert parent.data.tags["mlflow.note.content"] == description
     assert nested.keys() == {"plan_sharding", "train"}
     train = nested["train"]
-    assert train.data.metrics["steps"] == manifests.trained.steps
-    assert train.data.metrics["bytes_on_disk"] == sum(file.bytes for file in manifests.trained.files.values())
-    assert train.info.end_time - train.info.start_time == int(manifests.trained.seconds * 1000)
+    assert train.data.metrics["steps"] == manifests.train_manifest.steps
+    assert train.data.metrics["bytes_on_disk"] == sum(file.bytes for file in manifests.train_manifest.files.values())
+    assert train.info.end_time - train.info.start_time == int(manifests.train_manifest.seconds * 1000)
     assert nested["plan_sharding"].data.params["device"] == "cpu"

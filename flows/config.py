@@ -36,52 +36,61 @@ class PipelineConfig(Settings):
         Path("workspace"), description="folder for runs, the embedded MLflow database and Prefect's files"
     )
     data_root: Folder | None = Field(
-        None, description="folder that must contain every input file, after links are resolved; empty: no restriction"
+        None,
+        description="folder that must contain every input file after links are resolved. If empty, there is no restriction",
     )
-    interactions: InteractionsConfig = Field(description="interaction log and its split")
+    interactions: InteractionsConfig = Field(
+        description="the interaction log, and how it is split into training, validation and test events"
+    )
     data_report: DataReportConfig = Field(
-        default_factory=DataReportConfig, description="limits on the data: a run stops before training if one is violated"
+        default_factory=DataReportConfig,
+        description="limits on the data. A run stops before the training if the data violates one of them. If a limit is "
+        "empty, its value is only reported",
     )
     embeddings: EmbeddingsConfigs = Field(
-        (), description="pretrained vectors: one group of settings or a list of groups; empty: no pretrained vectors"
+        (),
+        description="pretrained vectors, as one group of settings or a list of groups. If empty, there are no pretrained "
+        "vectors",
     )
     features: FeaturesConfig | None = Field(
-        None, description="features of users, items and events, in addition to their ids; empty: no features"
+        None, description="features of users, items and events in addition to their ids. If empty, there are no features"
     )
     model: TwoTowerConfig = Field(default_factory=TwoTowerConfig, description="the two-tower model")
     tables: dict[str, TableConfig] = Field(
         default_factory=dict,
         max_length=10_000,
-        description="width, transfer and optimizer of each embedding table, by name: item, user, or a feature such as "
-        "item.brand",
+        description="settings of embedding tables: width, use of pretrained vectors, and optimizer. The name of a table is "
+        "item, user, or the name of a feature such as item.brand",
     )
-    loss: LossConfig = Field(default_factory=LossConfig, description="loss and negatives")
+    loss: LossConfig = Field(default_factory=LossConfig, description="the loss function and its negatives")
     sharding: ShardingConfig = Field(
-        default_factory=ShardingConfig, description="cluster, and constraints for TorchRec's planner"
+        default_factory=ShardingConfig, description="the cluster, and constraints for TorchRec's sharding planner"
     )
     training: TrainingConfig = Field(
         default_factory=TrainingConfig, description="training loop, optimizers, checkpoints and restarts"
     )
     launcher: Launcher = Field(
         default_factory=LocalLauncher,
-        description="where training and export run: on this host, or on other hosts through TorchX",
+        description="where the training and export run: on this host (local), or on other hosts through TorchX (torchx)",
     )
     evaluation: EvaluationConfig = Field(
-        default_factory=EvaluationConfig, description="metrics of the exact evaluation over the full catalogue"
+        default_factory=EvaluationConfig, description="settings of the evaluation, which ranks all items of the catalogue"
     )
-    index: IndexConfig = Field(default_factory=IndexConfig, description="FAISS indexes")
-    package: PackageConfig = Field(default_factory=PackageConfig, description="servable package of the retriever")
+    index: IndexConfig = Field(default_factory=IndexConfig, description="The FAISS indexes of the item vectors")
+    package: PackageConfig = Field(default_factory=PackageConfig, description="the files of the served model")
     registry: RegistryConfig = Field(
-        default_factory=RegistryConfig, description="MLflow, and the rule that makes a new version champion"
+        default_factory=RegistryConfig,
+        description="Registration in MLflow, and the rule by which a new version becomes champion",
     )
     schedule: ScheduleConfig = Field(
-        default_factory=ScheduleConfig, description="when the pipeline runs by itself under `nightjar up` or a Prefect worker"
+        default_factory=ScheduleConfig, description="when `nightjar up` or a Prefect worker starts runs of the pipeline"
     )
     retention: RetentionConfig = Field(
-        default_factory=RetentionConfig, description="runs and model versions that are kept, and the disk budget"
+        default_factory=RetentionConfig,
+        description="which runs and model versions are kept, and the disk budget of the workspace",
     )
     tuning: TuningConfig | None = Field(
-        None, description="settings that `nightjar tune` varies, and their ranges; empty: no tuning"
+        None, description="the settings that `nightjar tune` varies, and their ranges. If empty, there is no tuning"
     )
 
     @model_validator(mode="after")

@@ -48,28 +48,28 @@ class ScheduleConfig(Settings):
 
     cron: Annotated[str, Field(max_length=200), AfterValidator(_check_cron)] | None = Field(
         None,
-        description="planned starts as a cron expression: minute, hour, day of month, month and day of week, e.g. 15 2 * * * "
-        "for 02:15 on every day; empty: runs are started by hand only",
+        description="planned starts as a cron expression with minute, hour, day of month, month and day of week. For "
+        "example, 15 2 * * * starts a run at 02:15 on every day. If empty, runs are only started by hand",
     )
     timezone: Annotated[str, Field(max_length=100), AfterValidator(_check_timezone)] = Field(
-        "UTC", description="time zone of the cron expression as a name of the IANA database, e.g. Europe/Berlin"
+        "UTC", description="time zone of the cron expression, as a name of the IANA database such as Europe/Berlin"
     )
     deadline_minutes: int | None = Field(
         None,
         ge=1,
         le=MINUTES_PER_WEEK,
-        description="minutes after the planned start within which a run must end; a run that takes longer is reported, but not "
-        "stopped; empty: no deadline",
+        description="number of minutes after its start within which a run must end. A run that takes longer is reported but "
+        "not stopped. If empty, there is no deadline",
     )
     on_overrun: Literal["skip", "queue"] = Field(
         "skip",
-        description="what happens to a new run while another run of the pipeline is running. skip: the new run is cancelled; "
-        "queue: it starts after the end of the other run",
+        description="what happens to a new run while another run of the pipeline is running. With skip, the new run is "
+        "cancelled. With queue, it starts after the end of the other run",
     )
     unfinished_run: Literal["resume", "new"] = Field(
         "new",
-        description="what a scheduled run does if the previous run was interrupted or failed. resume: it resumes that run if "
-        "the config is unchanged, and repeats the stages whose input has changed; new: it starts a new run",
+        description="what a scheduled run does if the previous run was interrupted or failed. With resume, it resumes the "
+        "previous run if the config is unchanged. With new, it starts a new run",
     )
 
     def next_start(self, after: datetime) -> datetime | None:

@@ -112,8 +112,9 @@ def _as_tuple(value: Any) -> Any:
 Checksums = Annotated[
     Literal["pages", "sidecar"],
     Field(
-        description="checksums to verify when a file is first read. pages: the CRCs inside the parquet file, if its writer "
-        "stored any; sidecar: also the SHA-256 in <file>.sha256, as sha256sum writes it"
+        description="checksums that are verified when a file is first read. With pages, these are the page checksums inside "
+        "the parquet file, if its writer stored any. With sidecar, the SHA-256 of the file must also be in "
+        "<file>.sha256, as sha256sum writes it"
     ),
 ]
 Column = Annotated[str, Field(min_length=1, max_length=1_000), AfterValidator(_check_control_characters)]

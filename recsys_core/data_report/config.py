@@ -13,57 +13,70 @@ class DataReportConfig(Settings):
     the first run.
     """
 
-    min_events: int | None = Field(None, ge=1, le=1_000 * MAX_COUNT, description="smallest number of training events")
+    min_events: int | None = Field(None, ge=1, le=1_000 * MAX_COUNT, description="smallest allowed number of training events")
     max_event_drop_share: float | None = Field(
-        0.5, gt=0, le=1, description="largest share by which the number of training events may fall since the previous run"
+        0.5,
+        gt=0,
+        le=1,
+        description="largest allowed share by which the number of training events may be smaller than in the previous run",
     )
     max_new_user_share: float | None = Field(
-        None, ge=0, le=1, description="largest share of users without an event in the previous run"
+        None, ge=0, le=1, description="largest allowed share of users that had no event in the previous run"
     )
     max_new_item_share: float | None = Field(
-        None, ge=0, le=1, description="largest share of items without an event in the previous run"
+        None, ge=0, le=1, description="largest allowed share of items that had no event in the previous run"
     )
     max_vanished_user_share: float | None = Field(
-        None, ge=0, le=1, description="largest share of the previous run's users without an event in this run"
+        None, ge=0, le=1, description="largest allowed share of the previous run's users that have no event in this run"
     )
     max_vanished_item_share: float | None = Field(
-        None, ge=0, le=1, description="largest share of the previous run's items without an event in this run"
+        None, ge=0, le=1, description="largest allowed share of the previous run's items that have no event in this run"
     )
     max_popularity_psi: float | None = Field(
         None,
         gt=0,
         le=1_000,
-        description="largest population stability index (PSI) of item popularity against the previous run. By the usual rule "
-        "of thumb, 0.1 is a moderate and 0.25 a major shift; the report has a warning from 0.1 on",
+        description="largest allowed population stability index (PSI) between the item popularities of this run and the "
+        "previous run. By a common rule of thumb, a PSI of 0.1 is a moderate shift and 0.25 a major shift. From "
+        "0.1 on, the report has a warning",
     )
     min_item_vector_share: float | None = Field(
-        None, ge=0, le=1, description="smallest share of items with a pretrained vector"
+        None, ge=0, le=1, description="smallest allowed share of items with a pretrained vector"
     )
-    max_null_share: float | None = Field(None, ge=0, le=1, description="largest share of nulls in any column of the log")
+    max_null_share: float | None = Field(
+        None, ge=0, le=1, description="largest allowed share of nulls in any column of the log"
+    )
     max_duplicate_share: float | None = Field(
-        None, ge=0, le=1, description="largest share of events that repeat another event: same user, item and time"
+        None, ge=0, le=1, description="largest allowed share of events with the same user, item and time as another event"
     )
     max_leaked_event_share: float | None = Field(
         0.01,
         ge=0,
         le=1,
-        description="largest share of validation and test events that are also in an earlier part of the split",
+        description="largest allowed share of validation and test events that also occur in an earlier part of the split",
     )
     max_future_event_share: float | None = Field(
-        None, ge=0, le=1, description="largest share of training events later than the first test event of the same user"
+        None,
+        ge=0,
+        le=1,
+        description="largest allowed share of training events that are later than the first test event of the same user",
     )
     max_split_violations: int | None = Field(
         0,
         ge=0,
         le=1_000 * MAX_COUNT,
-        description="largest number of events that contradict the split, e.g. training events after the start of the test",
+        description="largest allowed number of events that contradict the split, for example training events after the "
+        "start of the test period",
     )
     max_unseen_item_share: float | None = Field(
-        None, ge=0, le=1, description="largest share of test events whose item has no training event"
+        None, ge=0, le=1, description="largest allowed share of test events whose item has no training event"
     )
     max_unseen_user_share: float | None = Field(
-        None, ge=0, le=1, description="largest share of test users without a training event"
+        None, ge=0, le=1, description="largest allowed share of test users without a training event"
     )
     max_repeated_pair_share: float | None = Field(
-        None, ge=0, le=1, description="largest share of test events whose user already had the item in training"
+        None,
+        ge=0,
+        le=1,
+        description="largest allowed share of test events whose user already has a training event with the same item",
     )

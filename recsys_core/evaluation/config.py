@@ -16,15 +16,16 @@ class EvaluationConfig(Settings):
         (10, 20, 50, 100),
         min_length=1,
         max_length=100,
-        description="cut-offs K of Recall@K, NDCG@K, Precision@K, HitRate@K and Coverage@K",
+        description="cut-offs K of the metrics Recall@K, NDCG@K, Precision@K, HitRate@K and Coverage@K",
     )
     exclude_seen: bool = Field(
         True,
-        description="rank only items that the user did not have before the split, and remove the other items from the targets",
+        description="exclude items that the user already had before the evaluated events, from the ranking and from the "
+        "targets",
     )
     max_users: int | None = Field(
         None,
         ge=1,
         le=MAX_COUNT,
-        description="number of users to evaluate, drawn at random with a fixed seed; empty for all users",
+        description="number of users that are evaluated. They are sampled with a fixed seed. If empty, all users are evaluated",
     )

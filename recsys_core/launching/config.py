@@ -28,7 +28,7 @@ class LocalLauncher(Settings):
 
     kind: Literal["local"] = "local"
     rendezvous_timeout_s: float = Field(
-        120.0, gt=0, le=WEEK_S, description="Seconds from the start of torchrun until all ranks run"
+        120.0, gt=0, le=WEEK_S, description="Longest time in seconds from the start of torchrun until all ranks run"
     )
 
     queue_timeout_s: ClassVar[float] = 0.0
@@ -41,13 +41,15 @@ class MountConfig(Settings):
     """Storage that the scheduler mounts in each container."""
 
     type: Literal["volume", "bind"] = Field(
-        "volume", description="Kind of storage: a volume claim of the cluster (volume), or a folder of the host (bind)"
+        "volume", description="Kind of storage. volume is a volume claim of the cluster, and bind is a folder of the host"
     )
     src: FilePath = Field(description="Name of the volume claim, or path of the host's folder")
     dst: FilePath = Field(
-        pattern="^/", description="Mount point; workspace and data must have the same paths in the containers as on this host"
+        pattern="^/",
+        description="Path at which the storage is mounted. The workspace and the data must have the same paths in the "
+        "containers as on this host",
     )
-    read_only: bool = Field(False, description="Mount read-only; the mount with the workspace must be writable")
+    read_only: bool = Field(False, description="Mount the storage read-only. The storage with the workspace must be writable")
 
 
 class TorchxLauncher(Settings):
@@ -58,24 +60,30 @@ class TorchxLauncher(Settings):
     args: dict[Name, SchedulerSetting] = Field(
         default_factory=dict,
         max_length=100,
-        description="Settings of the scheduler, such as partition and time, or namespace and queue",
+        description="Arguments of the scheduler, for example partition and time, or namespace and queue",
     )
     image: str = Field(
         "",
         max_length=1_000,
         pattern=r"^[!-~]*$",
-        description="Container image with nightjar installed; empty if the hosts share this installation",
+        description="Container image with nightjar. Leave it empty if the hosts use this installation of nightjar",
     )
     python: FilePath | None = Field(
         None,
-        description="Path of the Python interpreter on each host; empty: `python` if image is set, otherwise the path of this "
-        "process's interpreter",
+        description="Path of the Python interpreter on each host. If empty, it is python if image is set, otherwise the "
+        "path of this process's interpreter",
     )
     cpus: int | None = Field(
-        None, ge=1, le=100_000, description="CPU cores to request per host; empty: the scheduler's default"
+        None,
+        ge=1,
+        le=100_000,
+        description="Number of CPU cores that are requested for each host. If empty, it is the default of the scheduler",
     )
     memory_gb: float | None = Field(
-        None, gt=0, le=1e6, description="Memory in GB to request per host; empty: the scheduler's default"
+        None,
+        gt=0,
+        le=1e6,
+        description="Memory in GB that is requested for each host. If empty, it is the default of the scheduler",
     )
     mounts: tuple[MountConfig, ...] = Field(
         (), max_length=100, description="Storage for the scheduler to mount, if the hosts do not have it already"
@@ -83,24 +91,28 @@ class TorchxLauncher(Settings):
     env: dict[VariableName, Text] = Field(
         default_factory=dict,
         max_length=1_000,
-        description="Environment variables of each host, such as NCCL_SOCKET_IFNAME; no secrets",
+        description="Environment variables that are set on each host, for example NCCL_SOCKET_IFNAME. Secrets are rejected",
     )
     interface: Name | None = Field(
         None,
-        description="Network interface that connects the hosts, such as ib0; empty: the interface that leads to the first "
-        "host, or lo for local_cwd. The network must be trusted (docs/security.md)",
+        description="Network interface that connects the hosts, for example ib0. If empty, a host uses the interface that "
+        "leads to the first host; local_cwd uses lo. All users of the network must be trusted "
+        "(docs/security.md)",
     )
     rendezvous_port: int = Field(
-        0, ge=0, le=65535, description="Port on which the first host listens for the other hosts; 0: any free port"
+        0, ge=0, le=65535, description="Port on which the first host listens for the other hosts. With 0, it is any free port"
     )
     queue_timeout_s: float = Field(
-        3600.0, gt=0, le=8 * WEEK_S, description="Seconds that the request may wait in the scheduler's queue"
+        3600.0, gt=0, le=8 * WEEK_S, description="Longest time in seconds that the job may wait in the scheduler's queue"
     )
     rendezvous_timeout_s: float = Field(
-        300.0, gt=0, le=WEEK_S, description="Seconds from the start of the first host until all ranks run"
+        300.0, gt=0, le=WEEK_S, description="Longest time in seconds from the start of the first host until all ranks run"
     )
     lease_timeout_s: float = Field(
-        60.0, gt=5, le=WEEK_S, description="Seconds after which the hosts end their ranks if the launching process has ended"
+        60.0,
+        gt=5,
+        le=WEEK_S,
+        description="Time in seconds after which the hosts end their ranks if the launching process no longer runs",
     )
 
     @property

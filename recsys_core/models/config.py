@@ -18,13 +18,18 @@ class TowerConfig(Settings):
     layers: tuple[Width, ...] | None = Field(
         None,
         max_length=64,
-        description="widths of the tower's layers. []: no layers, only the sum of the features. null: one layer as wide as the "
-        "item vectors in the query tower, no layers in the candidate tower",
+        description="widths of the tower's layers. With [], the tower has no layers and its features are added up. If empty "
+        "(null), the query tower has one layer with the width of the item vectors, and the candidate tower has "
+        "no layers",
     )
-    skip_connection: bool = Field(False, description="add the sum of the tower's features to the output of its layers")
-    layer_norm: bool = Field(False, description="apply layer norm before each activation")
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the features of the tower")
-    hidden_dropout: float = Field(0.0, ge=0, lt=1, description="dropout after each activation")
+    skip_connection: bool = Field(
+        False,
+        description="add the sum of the tower's features to the output of its layers. By default, only the query tower does "
+        "this",
+    )
+    layer_norm: bool = Field(False, description="apply layer norm before each activation function")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout rate of the tower's features")
+    hidden_dropout: float = Field(0.0, ge=0, lt=1, description="dropout rate after each activation function")
 
 
 class HistoryConfig(Settings):
@@ -34,23 +39,28 @@ class HistoryConfig(Settings):
         20,
         ge=0,
         le=10_000,
-        description="largest number of items in a history; 0: no history. A history has the user's last items before the "
-        "event. In a log without order, it has random other items of the user",
+        description="maximum number of items in a history. A history contains the last items of the user before the event. "
+        "In a log without order, it contains any other items of the user. With 0, the model has no history",
     )
     pooling: PoolingKind = Field(
         "mean",
-        description="how the items of a history become one vector. mean; sum; recency: weighted mean, with one learned weight "
-        "per position from the end; attention: weighted mean, with weights from one learned query vector",
+        description="how the vectors of a history's items become one vector. mean and sum weight all items equally. recency "
+        "learns one weight for each position from the end of the history. attention computes the weights with "
+        "one learned query vector",
     )
     item_representation: ItemRepresentation = Field(
         "embedding",
-        description="vector of an item in a history: embedding: the item's embedding; candidate_tower: the output of the "
-        "candidate tower",
+        description="vector that represents an item in a history: the embedding of the item (embedding) or the output of "
+        "the candidate tower (candidate_tower)",
     )
-    last_item: bool = Field(True, description="use the last item of a history as a separate feature")
-    item_dropout: float = Field(0.0, ge=0, lt=1, description="share of history items that a training step drops at random")
+    last_item: bool = Field(True, description="use the last item of a history as an additional feature")
+    item_dropout: float = Field(
+        0.0, ge=0, lt=1, description="share of the history items that are removed at random in each training step"
+    )
     include_target: bool = Field(
-        False, description="logs without order: keep the target item in the user's history while training, as SimpleX does"
+        False,
+        description="keep the target item in the user's history during the training, as SimpleX does. Only for a log "
+        "without order",
     )
 
     @model_validator(mode="after")
@@ -68,11 +78,12 @@ class TwoTowerConfig(Settings):
         ge=4,
         le=MAX_WIDTH,
         multiple_of=4,
-        description="width of the item embeddings and of the sum of a tower's features; features of other widths are "
-        "projected to it",
+        description="width of the item embeddings. Features of another width are projected to this width and added up",
     )
     user_id: bool = Field(
-        False, description="learn an embedding per user; a user without an embedding is served from the history alone"
+        False,
+        description="learn an embedding for each user. The query of a user without an embedding is computed from the other "
+        "features",
     )
     history: HistoryConfig = Field(default_factory=HistoryConfig, description="the user's items, a feature of the query tower")
     query: TowerConfig = Field(
@@ -80,10 +91,12 @@ class TwoTowerConfig(Settings):
     )
     candidate: TowerConfig = Field(default_factory=TowerConfig, description="layers of the candidate tower")
     similarity: Literal["cosine", "dot"] = Field(
-        "cosine", description="score of a query and a candidate in training, index and serving"
+        "cosine", description="how the score of a query and a candidate is computed in the training, the index and serving"
     )
-    temperature: float = Field(0.1, ge=1e-4, le=1e4, description="temperature of the loss: logits are similarity / temperature")
-    learn_temperature: bool = Field(False, description="train the temperature, starting from model.temperature")
+    temperature: float = Field(
+        0.1, ge=1e-4, le=1e4, description="temperature of the loss. The logits are the scores divided by the temperature"
+    )
+    learn_temperature: bool = Field(False, description="train the temperature. It starts from model.temperature")
 
     @model_validator(mode="after")
     def _check_widths(self) -> Self:

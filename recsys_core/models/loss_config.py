@@ -23,44 +23,51 @@ class LossConfig(Settings):
 
     kind: LossKind = Field(
         "softmax",
-        description="softmax: sampled softmax over the candidates; bce: binary cross-entropy; bpr: pairwise ranking; "
-        "cosine_contrastive: margin on the cosine (SimpleX)",
+        description="loss function: sampled softmax over the candidates (softmax), binary cross-entropy (bce), pairwise "
+        "ranking (bpr), or the loss of SimpleX, which has a margin on the cosine (cosine_contrastive)",
     )
     in_batch_negatives: bool | None = Field(
         None,
-        description="use the positives of the other queries as negatives; empty: true for kind softmax, "
-        "false for the other kinds",
+        description="use the target items of the other queries of the batch as negatives. If empty, softmax uses them and "
+        "the other losses do not",
     )
     num_negatives: int = Field(
-        512, ge=0, le=1_000_000, description="number of items drawn as negatives per step and rank, shared by all its queries"
+        512,
+        ge=0,
+        le=1_000_000,
+        description="number of items that a rank samples as negatives in each step. All queries of the rank share them",
     )
     negative_sampling_alpha: float = Field(
         0.0,
         ge=0,
         le=10,
-        description="negatives are drawn in proportion to (training events)^alpha; 0: all items with a training event are "
-        "equally likely",
+        description="negatives are sampled in proportion to (number of training events)^alpha. With 0, all items with a "
+        "training event are equally likely",
     )
     cross_rank_negatives: bool = Field(
         False,
-        description="use the candidates of all ranks as negatives of each query; each rank still encodes only its own "
+        description="use the candidates of all ranks as negatives of each query. Each rank still encodes only its own "
         "candidates",
     )
     logq_correction: Literal["counts", "streaming", "none"] = Field(
         "counts",
-        description="softmax: correct logits for how often a candidate is sampled (logQ correction, Yi et al., RecSys 2019). "
-        "counts: from the number of training events; streaming: estimated while training; none: no correction",
+        description="how the softmax loss corrects logits for the frequency with which a candidate is sampled (logQ "
+        "correction, Yi et al., RecSys 2019). counts uses the number of training events, streaming estimates "
+        "the frequency during the training, and none corrects nothing",
     )
     mask_negatives: Literal["none", "positive", "seen"] = Field(
         "positive",
-        description="candidates that never count as negatives of a query. positive: the query's own positive; seen: also the "
-        "items of its history; none: all candidates count",
+        description="candidates that are not used as negatives of a query. With positive, this is the target item of the "
+        "query. With seen, these are also the items of the query's history. With none, all candidates are used",
     )
     margin: float = Field(
-        0.5, ge=-1, le=1, description="cosine_contrastive: a negative with a cosine below the margin adds nothing to the loss"
+        0.5,
+        ge=-1,
+        le=1,
+        description="margin of cosine_contrastive. A negative with a cosine below the margin adds nothing to the loss",
     )
     negative_weight: float = Field(
-        100.0, gt=0, le=1e6, description="cosine_contrastive: weight of the mean loss of the negatives"
+        100.0, gt=0, le=1e6, description="weight of the mean over the negatives in the loss cosine_contrastive"
     )
     distillation: DistillationConfig | None = Field(
         None, description="second loss that keeps the similarities of the pretrained item vectors; empty: no second loss"

@@ -22,7 +22,9 @@ class Schedule(Settings):
         100, ge=0, le=MAX_COUNT, description="number of steps in which the learning rate rises linearly from 0"
     )
     lr_decay: Literal["none", "linear", "cosine"] = Field(
-        "none", description="decay of the learning rate to 0, from the end of the warm-up to the end of the last epoch"
+        "none",
+        description="how the learning rate falls to 0 between the end of the warm-up and the end of the last epoch. With "
+        "none, it stays constant",
     )
 
     def scale(self, step: int, *, total_steps: int) -> float:
@@ -44,8 +46,8 @@ class TableOptimizer(Schedule):
 
     kind: TableOptimizerKind = Field(
         "rowwise_adagrad",
-        description="rowwise_adagrad: one step size per row; adagrad: one step size per value; sgd; adam and "
-        "partial_rowwise_adam: GPUs only",
+        description="optimizer. rowwise_adagrad has one step size per row, and adagrad has one step size per value. adam "
+        "and partial_rowwise_adam run on GPUs only",
     )
     learning_rate: float = Field(0.05, gt=0, le=MAX_LEARNING_RATE, description="learning rate after the warm-up")
     weight_decay: float = Field(
@@ -59,22 +61,27 @@ class TableOptimizer(Schedule):
         None,
         gt=0,
         le=1e9,
-        description="bound on the absolute value of each gradient value of a row; empty: no clipping",
+        description="largest absolute value in the gradient of a row. If empty, gradients are not clipped",
     )
 
 
 class DenseOptimizer(Schedule):
     """Optimizer of the towers' layers."""
 
-    kind: Literal["adam", "adagrad", "sgd"] = Field("adam", description="adam: AdamW (decoupled weight decay); adagrad; sgd")
+    kind: Literal["adam", "adagrad", "sgd"] = Field(
+        "adam", description="optimizer. adam is AdamW, which has decoupled weight decay"
+    )
     learning_rate: float = Field(1e-3, gt=0, le=MAX_LEARNING_RATE, description="learning rate after the warm-up")
     weight_decay: float = Field(
         0.0,
         ge=0,
         le=1_000,
-        description="weight decay of weight matrices; biases, norms, history pooling and temperature do not decay. adam "
-        "uses decoupled weight decay; adagrad and sgd use an L2 penalty",
+        description="weight decay of weight matrices. Biases, layer norms, the weights of the history pooling and the "
+        "temperature do not decay. adam uses decoupled weight decay; adagrad and sgd use an L2 penalty",
     )
     gradient_clip_norm: float | None = Field(
-        None, gt=0, le=1e9, description="largest norm of the gradient of all layers together; empty: no clipping"
+        None,
+        gt=0,
+        le=1e9,
+        description="largest norm of the gradient of all layers together. If empty, gradients are not clipped",
     )

@@ -25,48 +25,63 @@ class Unfreeze(Settings):
     """One step of the schedule of transfer `gradual`."""
 
     epoch: int = Field(
-        ge=1, le=10_000, description="first epoch that trains the share of rows; 1 is the first epoch of the run"
+        ge=1, le=10_000, description="first epoch in which this share of the rows is trained. 1 is the first epoch of the run"
     )
-    share: float = Field(ge=0, le=1, description="share of the table's rows to train; rows with the most training events first")
+    share: float = Field(
+        ge=0,
+        le=1,
+        description="share of the table's rows that are trained. The rows with the most training events are trained first",
+    )
 
 
 class TableConfig(Settings):
     """One embedding table."""
 
-    dim: int | None = Field(None, ge=4, le=16_384, multiple_of=4, description="width of a row; empty: model.embedding_dim")
+    dim: int | None = Field(
+        None, ge=4, le=16_384, multiple_of=4, description="width of a row. If empty, it is model.embedding_dim"
+    )
     init_std: float = Field(0.02, gt=0, le=1_000, description="standard deviation of the initial values of random rows")
     transfer: Transfer = Field(
         "full",
-        description="how rows with a pretrained vector are trained: full: from the first step; frozen: never; gradual: by the "
-        "schedule in `unfreeze`; residual (table item): never, but each item gets a learned offset that starts at zero",
+        description="how rows with a pretrained vector are trained. With full, they are trained from the first step. With "
+        "frozen, they are never trained. With gradual, the schedule in unfreeze sets when they are trained. "
+        "With residual (only for the table item), they are never trained, but a learned offset that starts at "
+        "zero is added to each item",
     )
     unfreeze: tuple[Unfreeze, ...] = Field(
         (),
         max_length=10_000,
-        description="gradual: a list of {epoch, share} with rising values; no row is trained before the first epoch listed",
+        description="schedule for transfer: gradual, as a list of {epoch, share} with rising values. No row is trained "
+        "before the first epoch of the list",
     )
     id_dropout: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="residual: share of items whose offset a training step drops, so that the towers also work without offsets",
+        description="share of the items whose offset is removed at random in each training step, so that the towers also "
+        "work without offsets. Only for transfer: residual",
     )
     rescale: bool = Field(
         True,
-        description="scale pretrained vectors to the norm of a random row; another norm changes the effective learning rate",
+        description="scale pretrained vectors to the norm of a random row. Another norm would change the effective learning "
+        "rate",
     )
     missing: Literal["random", "zero", "mean"] = Field(
-        "random", description="initial values of a row without a pretrained vector; mean: the mean of the pretrained rows"
+        "random",
+        description="initial value of a row without a pretrained vector: random numbers, zeros, or the mean of the "
+        "pretrained vectors",
     )
-    optimizer: TableOptimizer | None = Field(None, description="optimizer of this table; empty: training.table_optimizer")
+    optimizer: TableOptimizer | None = Field(
+        None, description="optimizer of this table. If empty, it is training.table_optimizer"
+    )
     lookup: Literal["unpooled", "pooled"] | None = Field(
         None,
-        description="table user: how its rows are exchanged between ranks. unpooled (the default): together with item "
-        "embeddings; pooled: together with query features. Only pooled allows the sharding types table_row_wise, "
-        "table_column_wise and grid_shard",
+        description="how the ranks exchange the rows of the table user. With unpooled, the default, they exchange them "
+        "together with the rows of items. With pooled, they exchange them together with the query features. "
+        "Only pooled allows the sharding types table_row_wise, table_column_wise and grid_shard",
     )
     pooling: Literal["mean", "sum"] = Field(
-        "mean", description="list features: how the embeddings of a list's values become one vector"
+        "mean", description="how the embeddings of the values of a list feature become one vector"
     )
 
     @model_validator(mode="after")

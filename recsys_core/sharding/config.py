@@ -22,24 +22,29 @@ class ClusterConfig(Settings):
     """
 
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Device of the ranks; auto: cuda if this machine has a GPU, otherwise cpu"
+        "auto", description="Device of the ranks. With auto, it is cuda if this machine has a GPU, otherwise cpu"
     )
     num_nodes: int = Field(1, ge=1, le=100_000, description="Number of hosts")
-    processes_per_node: int | None = Field(None, ge=1, le=1_024, description="Ranks per host; empty: one per GPU, or 2 on CPU")
+    processes_per_node: int | None = Field(
+        None, ge=1, le=1_024, description="Number of ranks per host. If empty, it is the number of GPUs, or 2 on a CPU"
+    )
     hbm_gb: float | None = Field(
         None,
         gt=0,
         le=1e6,
-        description="Memory per GPU in GB; empty: the memory of this machine's GPUs if device is auto, otherwise 80",
+        description="Memory of a GPU in GB. If empty, it is the memory of this machine's GPUs if device is auto, otherwise 80",
     )
     ddr_gb: float | None = Field(
         None,
         gt=0,
         le=1e6,
-        description="Main memory per host in GB; empty: memory of this machine or container if device is auto, otherwise 16",
+        description="Main memory of a host in GB. If empty, it is the memory of this machine or container if device is "
+        "auto, otherwise 16",
     )
-    ssd_gb: float = Field(0.0, ge=0, le=1e9, description="SSD space in GB per host for tables with compute kernel key_value")
-    ssd_path: FilePath | None = Field(None, description="Folder on the SSD; required for compute kernel key_value")
+    ssd_gb: float = Field(
+        0.0, ge=0, le=1e9, description="SSD space of a host in GB for tables with the compute kernel key_value"
+    )
+    ssd_path: FilePath | None = Field(None, description="Folder on the SSD. Required for the compute kernel key_value")
     intra_host_gb_s: float = Field(600.0, gt=0, le=1e6, description="Bandwidth in GB/s between two GPUs of a host")
     inter_host_gb_s: float = Field(12.5, gt=0, le=1e6, description="Bandwidth in GB/s between two GPUs of different hosts")
     hbm_gb_s: float = Field(897.0, gt=0, le=1e6, description="Bandwidth in GB/s of a GPU's memory")
@@ -51,23 +56,29 @@ class TableConstraint(Settings):
     """Constraints on the layout that the planner chooses for one table."""
 
     sharding_types: tuple[ShardingType, ...] | None = Field(
-        None, min_length=1, max_length=7, description="Allowed sharding types; empty: all except data_parallel"
+        None,
+        min_length=1,
+        max_length=7,
+        description="Sharding types that the planner may choose. If empty, it may choose all types except data_parallel",
     )
     compute_kernels: tuple[ComputeKernel, ...] | None = Field(
         None,
         min_length=1,
         max_length=5,
-        description="Allowed compute kernels; empty: fused; on GPUs with too little memory, the planner may also choose "
-        "fused_uvm_caching or fused_uvm, which store rows in main memory",
+        description="Compute kernels that the planner may choose. If empty, it chooses fused. On GPUs with too little "
+        "memory, it may then also choose fused_uvm_caching or fused_uvm, which store rows in main memory",
     )
     cache_load_factor: float | None = Field(
-        None, gt=0, le=1, description="Share of the rows that fused_uvm_caching caches in GPU memory; empty: 0.2"
+        None,
+        gt=0,
+        le=1,
+        description="Share of the rows for which fused_uvm_caching has a cache in GPU memory. If empty, it is 0.2",
     )
     pooling_factor: float | None = Field(
         None,
         gt=0,
         le=1e6,
-        description="Mean number of values that a query looks up in the table; empty: measured",
+        description="Mean number of values that a query looks up in the table. If empty, the number is computed from the data",
     )
 
     @model_validator(mode="after")

@@ -15,19 +15,28 @@ DenseParallel = Literal["auto", "replicated", "sharded"]
 class ValidationConfig(Settings):
     """Validation during training: metrics on the validation split select the best epoch and stop training early."""
 
-    metric: ValidationMetric = Field("ndcg", description="Metric that selects the best epoch and decides when to stop")
-    k: int = Field(10, ge=1, le=1_000_000, description="Cut-off of the metric")
+    metric: ValidationMetric = Field("ndcg", description="Metric that selects the best epoch and ends the training early")
+    k: int = Field(
+        10, ge=1, le=1_000_000, description="Cut-off of the metric: the number of top-ranked items that it takes into account"
+    )
     candidates: Literal["all", "cold"] = Field(
-        "all", description="Items that are ranked: all items, or only the items without a training event"
+        "all", description="Items that are ranked. all means all items; cold means only the items without a training event"
     )
     every_epochs: int = Field(
-        1, ge=1, le=MAX_EPOCHS, description="Epochs between two validations; the last epoch is always validated"
+        1, ge=1, le=MAX_EPOCHS, description="Number of epochs between two validations. The last epoch is always validated"
     )
     patience: int | None = Field(
-        3, ge=1, le=MAX_EPOCHS, description="Stop after this many validations without an improvement; empty: train all epochs"
+        3,
+        ge=1,
+        le=MAX_EPOCHS,
+        description="Number of validations without an improvement after which the training stops. If empty, all epochs are "
+        "trained",
     )
     max_users: int = Field(
-        10_000, ge=1, le=MAX_COUNT, description="Validate on a fixed random sample of at most this many users"
+        10_000,
+        ge=1,
+        le=MAX_COUNT,
+        description="Maximum number of validation users. If there are more, a fixed random sample is used",
     )
 
 
@@ -35,14 +44,14 @@ class WarmStartConfig(Settings):
     """Warm start from the champion: embedding rows are matched by id, layers are copied, new rows are initialised."""
 
     full_retrain_every: int = Field(
-        7, ge=1, le=10_000, description="Train from scratch in every n-th run; 1: every run trains from scratch"
+        7, ge=1, le=10_000, description="Every n-th run trains from scratch. With 1, every run trains from scratch"
     )
 
 
 class ProfileConfig(Settings):
     """Trace of some steps by torch.profiler: train/profile/rank-<r>.json.gz, for chrome://tracing or Perfetto."""
 
-    after_steps: int = Field(20, ge=0, le=MAX_COUNT, description="Steps before the recording starts")
+    after_steps: int = Field(20, ge=0, le=MAX_COUNT, description="Number of steps before the recording starts")
     steps: int = Field(5, ge=1, le=10_000, description="Number of recorded steps")
 
 
@@ -50,18 +59,19 @@ class TrainingConfig(Settings):
     """Loop, optimizers, checkpoints and restarts."""
 
     epochs: int = Field(10, ge=1, le=MAX_EPOCHS, description="Maximum number of passes over the training events")
-    batch_size: int = Field(1024, ge=1, le=1_048_576, description="Examples per rank and step")
+    batch_size: int = Field(1024, ge=1, le=1_048_576, description="Number of training examples per rank and step")
     table_optimizer: TableOptimizer = Field(
         default_factory=TableOptimizer, description="Optimizer of the embedding tables, fused into the backward pass"
     )
     dense_optimizer: DenseOptimizer = Field(default_factory=DenseOptimizer, description="Optimizer of the towers' layers")
     dense_parallel: DenseParallel = Field(
         "auto",
-        description="Parallelism of the towers' layers: replicated on every rank (DDP) or sharded over the ranks (FSDP2); "
-        "auto: sharded if weights, gradients and Adam's state would take more than 1 GiB on each of several ranks",
+        description="Whether every rank has a copy of the towers' layers (replicated, DDP) or the layers are sharded over "
+        "the ranks (sharded, FSDP2). With auto, they are sharded if there are several ranks and the weights, "
+        "gradients and Adam state would take more than 1 GiB on each rank",
     )
     precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="Precision of the towers' matrix products; tables and accumulators stay in fp32"
+        "fp32", description="Precision of the matrix products of the towers. Tables and optimizer states stay in fp32"
     )
     validation: ValidationConfig | None = Field(
         default_factory=ValidationConfig,
@@ -72,28 +82,39 @@ class TrainingConfig(Settings):
         default_factory=WarmStartConfig, description="Start from the champion if there is one; empty: always train from scratch"
     )
     seed: int = Field(7, ge=0, le=2**32 - 1, description="Seed of initialisation, shuffling, dropout and negative sampling")
-    log_every_steps: int = Field(20, ge=1, le=MAX_COUNT, description="Steps between two lines of metrics.jsonl")
+    log_every_steps: int = Field(20, ge=1, le=MAX_COUNT, description="Number of steps between two lines of metrics.jsonl")
     checkpoint_every_steps: int = Field(
-        1000, ge=1, le=MAX_COUNT, description="Steps between two checkpoints; the best and the last step are saved too"
+        1000,
+        ge=1,
+        le=MAX_COUNT,
+        description="Number of steps between two checkpoints. The best epoch and the last step are also saved",
     )
     keep_checkpoints: Annotated[int, OPERATIONAL] = Field(
-        2, ge=1, le=10_000, description="Number of newest checkpoints that are kept, in addition to the best one"
+        2, ge=1, le=10_000, description="Number of newest checkpoints that are kept. The best checkpoint is also kept"
     )
     profile: Annotated[ProfileConfig | None, OPERATIONAL] = Field(
         None, description="Record some steps with torch.profiler; empty: no recording"
     )
     max_attempts: Annotated[int, OPERATIONAL] = Field(
-        2, ge=1, le=1_000, description="Maximum number of launches; a failed launch restarts from the last checkpoint"
+        2,
+        ge=1,
+        le=1_000,
+        description="Maximum number of launches of the training. After a failed launch, the training is launched again and "
+        "continues from the last checkpoint",
     )
     min_processes: Annotated[int | None, OPERATIONAL] = Field(
         None,
         ge=1,
         le=1_000_000,
-        description="After two failures in a row, continue with fewer ranks, down to this many; empty: never use fewer ranks",
+        description="Smallest number of ranks with which the training may continue. After two failures in a row, it "
+        "continues with fewer ranks. If empty, the number of ranks never changes",
     )
     start_timeout_s: Annotated[float, OPERATIONAL] = Field(
-        180.0, gt=0, le=WEEK_S, description="Longest time from the start of all ranks to their first heartbeat, in s"
+        180.0,
+        gt=0,
+        le=WEEK_S,
+        description="Longest time in seconds from the start of all ranks to the first heartbeat of the training",
     )
     heartbeat_timeout_s: Annotated[float, OPERATIONAL] = Field(
-        600.0, gt=0, le=WEEK_S, description="Longest time between two heartbeats of the ranks, in s"
+        600.0, gt=0, le=WEEK_S, description="Longest time in seconds between two heartbeats of the training"
     )

@@ -16,22 +16,24 @@ class RegistryConfig(Settings):
         "nightjar",
         max_length=128,
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$",
-        description="name of the registered model in MLflow: letters, digits, _ and -",
+        description="name of the registered model in MLflow. It may contain letters, digits, _ and -",
     )
     experiment: Name = Field("nightjar", description="MLflow experiment in which runs are tracked")
     metric: ServedMetric = Field(
-        "recall@20", description="metric of the served recommendations by which a new version is compared with the champion"
+        "recall@20",
+        description="metric by which a new version is compared with the champion. It is measured on the recommendations of "
+        "both packaged models",
     )
     max_relative_drop: float = Field(
         0.02,
         ge=0,
         lt=1,
-        description="largest relative drop of the metric: a new version becomes champion if its metric is at least "
-        "(1 - max_relative_drop) times the champion's",
+        description="largest relative drop of the metric. A new version becomes champion if its metric is at least (1 - "
+        "max_relative_drop) times the champion's metric",
     )
     smoke_test_users: int = Field(
         2_000,
         ge=1,
         le=10_000_000,
-        description="number of test users in the smoke test, the same sample for the new version and the champion",
+        description="number of test users in the smoke test. The new version and the champion are tested with the same users",
     )

@@ -16,33 +16,34 @@ class RetentionConfig(Settings):
         7,
         ge=1,
         le=MAX_RUNS,
-        description="number of newest runs whose files are all kept; older runs keep their manifests, reports and plots",
+        description="number of newest runs that keep all their files. Older runs keep only their manifests, reports and plots",
     )
     report_runs: Annotated[int, OPERATIONAL] = Field(
         365,
         ge=1,
         le=MAX_RUNS,
-        description="number of newest runs whose manifests, reports and plots are kept; the folders of older runs are removed",
+        description="number of newest runs that keep their manifests, reports and plots. The folders of older runs are removed",
     )
     flow_run_days: Annotated[int, OPERATIONAL] = Field(
         90,
         ge=1,
         le=MAX_DAYS,
-        description="days after which a Prefect server that nightjar started deletes a flow run with its logs and artifacts",
+        description="number of days after which a Prefect server that nightjar started deletes a flow run with its logs and "
+        "artifacts",
     )
     versions: Annotated[int, OPERATIONAL] = Field(
         10,
         ge=1,
         le=MAX_RUNS,
-        description="number of newest versions that the MLflow model keeps; older versions without an alias are deleted with "
-        "their files, except the latest former champions",
+        description="number of newest versions of the MLflow model that are kept. Older versions without an alias are "
+        "deleted with their files. The latest former champions are not deleted",
     )
     disk_budget_gb: Annotated[float | None, OPERATIONAL] = Field(
         None,
         gt=0,
         le=10_000_000,
-        description="largest size of the workspace in GiB: a run does not start if the workspace and the estimated files of "
-        "the run exceed it; empty: the free space of the disk is the only limit",
+        description="largest size of the workspace in GiB. A run does not start if the workspace with the estimated files "
+        "of the run would be larger. If empty, only the free space of the disk limits the size",
     )
 
     @model_validator(mode="after")

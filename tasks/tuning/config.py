@@ -16,14 +16,17 @@ class RangeConfig(Settings):
     """The values that a setting may take: {low, high} with log or step, or {choices}."""
 
     low: Number | None = Field(None, description="smallest value of the range")
-    high: Number | None = Field(None, description="largest value of the range, included")
-    log: bool = Field(False, description="whether values are drawn on a logarithmic scale, as for learning rates")
+    high: Number | None = Field(None, description="largest value of the range. It is included in the range")
+    log: bool = Field(False, description="whether values are sampled on a logarithmic scale, as is usual for learning rates")
     step: Number | None = Field(
         None,
         gt=0,
-        description="distance between neighbouring values of the range; empty: 1 for whole numbers, arbitrary for others",
+        description="distance between neighbouring values of the range. If empty, it is 1 for whole numbers; other numbers "
+        "may have any value of the range",
     )
-    choices: tuple[Any, ...] | None = Field(None, max_length=1_000, description="list of values, such as [softmax, bce]")
+    choices: tuple[Any, ...] | None = Field(
+        None, max_length=1_000, description="list of possible values, for example [softmax, bce]"
+    )
 
     @model_validator(mode="after")
     def _check_range(self) -> Self:
@@ -112,13 +115,15 @@ class TuningConfig(Settings):
     """The search of `nightjar tune` for the settings with the best `training.validation` metric. `nightjar run` ignores it."""
 
     trials: Annotated[int, OPERATIONAL] = Field(
-        20, ge=1, le=100_000, description="number of trials, including those before an interruption"
+        20, ge=1, le=100_000, description="total number of trials of a study. Trials before an interruption are included"
     )
     timeout_s: Annotated[float | None, OPERATIONAL] = Field(
-        None, gt=0, le=52 * WEEK_S, description="seconds after which no new trial starts; empty: no limit"
+        None, gt=0, le=52 * WEEK_S, description="time in seconds after which no new trial starts. If empty, there is no limit"
     )
-    startup_trials: int = Field(5, ge=1, le=100_000, description="number of complete trials before a trial can be pruned")
-    seed: int = Field(7, ge=0, le=40_000, description="seed of the search; each trial trains with training.seed")
+    startup_trials: int = Field(
+        5, ge=1, le=100_000, description="number of trials that must be completed before a trial can be pruned"
+    )
+    seed: int = Field(7, ge=0, le=40_000, description="seed of the search. All trials train with training.seed")
     ranges: dict[str, RangeConfig] = Field(
         min_length=1,
         max_length=100,

@@ -11,7 +11,7 @@ class IdMapConfig(Settings):
     """A table that translates the ids of the vectors into the ids of the log."""
 
     paths: Paths = Field(min_length=1, description="Parquet file or glob, or a list of them")
-    from_column: Column = Field(description="Column with the ids of the vectors, as in id_column")
+    from_column: Column = Field(description="Column with ids as they are in id_column of the vectors")
     to_column: Column = Field(description="Column with the ids of the log")
 
 
@@ -23,13 +23,14 @@ class EmbeddingsConfig(Settings):
         "item",
         max_length=200,
         pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$",
-        description="Embedding table that the vectors initialise: item, user, or a feature such as item.brand",
+        description="Embedding table that uses the vectors: item, user, or the table of a feature such as item.brand",
     )
-    id_column: Column = Field("item_id", description="Column with the id")
-    vector_column: Column | None = Field(None, description="Column with the vectors, as lists or fixed-size lists")
+    id_column: Column = Field("item_id", description="Column with the ids of the vectors")
+    vector_column: Column | None = Field(None, description="Column with the vectors as lists or fixed-size lists")
     dimension_prefix: Column | None = Field(
         None,
-        description="Common prefix of the columns in a file with one column per dimension, such as dim_ for dim_0 and dim_1",
+        description="Common prefix of the column names if there is one column per dimension, for example dim_ for dim_0 and "
+        "dim_1",
     )
     id_map: IdMapConfig | None = Field(
         None,
@@ -37,21 +38,27 @@ class EmbeddingsConfig(Settings):
         "Vectors whose id is not in from_column are removed",
     )
     pca_dim: int | None = Field(
-        None, ge=1, le=16_384, description="Number of principal components to project the vectors onto; empty: no projection"
+        None,
+        ge=1,
+        le=16_384,
+        description="Number of principal components onto which the vectors are projected. If empty, the vectors are not "
+        "projected",
     )
-    normalise: bool = Field(False, description="Scale each vector to length 1, after the projection")
+    normalise: bool = Field(False, description="Scale each vector to length 1 after the projection")
     checksums: Checksums = "pages"
     on_bad_rows: Literal["fail", "drop"] = Field(
-        "fail", description="Action on a row with a bad id or vector. fail: stop; drop: remove and count it"
+        "fail",
+        description="What happens to a row with a bad id or vector. With fail, the run stops. With drop, the row is removed "
+        "and counted",
     )
     max_bad_share: float = Field(
-        0.01, ge=0, le=1, description="With on_bad_rows drop: stop if more than this share of the rows is bad"
+        0.01, ge=0, le=1, description="With on_bad_rows: drop, the run stops if more than this share of the rows is bad"
     )
     max_expansion_ratio: Annotated[int, OPERATIONAL] = Field(
         1_000,
         ge=1,
         le=MAX_COUNT,
-        description="Reject a file that decompresses to more than 1 GiB and more than this many times its size",
+        description="A file is rejected if its decompressed size is more than 1 GiB and more than this many times its size",
     )
     batch_rows: Annotated[int, OPERATIONAL] = Field(
         65_536,
@@ -60,7 +67,7 @@ class EmbeddingsConfig(Settings):
         description="Maximum number of rows to read at a time. Files with long vectors are read in smaller batches",
     )
     threads: Annotated[int | None, OPERATIONAL] = Field(
-        None, ge=1, le=1_024, description="Threads that read files and row groups; empty: all cores"
+        None, ge=1, le=1_024, description="Number of threads that read files and row groups. If empty, all cores are used"
     )
 
     @model_validator(mode="after")

@@ -21,39 +21,56 @@ class FeatureConfig(Settings):
     """
 
     name: str = Field(
-        min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_]+$", description="Name of the feature; letters, digits and _"
+        min_length=1,
+        max_length=100,
+        pattern=r"^[A-Za-z0-9_]+$",
+        description="Name of the feature. It may contain letters, digits and _",
     )
     kind: FeatureKind = Field(
         "categorical",
-        description="categorical: one value; list: a list of values; weighted_list: a list with weights; numeric: a number",
+        description="kind of the values. categorical is one value, list is a list of values, weighted_list is a list of "
+        "values with weights, and numeric is a number",
     )
-    column: Column | None = Field(None, description="Column with the values; empty: the column with the name of the feature")
+    column: Column | None = Field(
+        None, description="Column with the values. If empty, it is the column with the name of the feature"
+    )
     weight_column: Column | None = Field(
-        None, description="weighted_list: column with the lists of weights, which are finite and 0 or more"
+        None, description="column with the lists of weights of a weighted_list. Weights are finite and 0 or more"
     )
-    min_count: int = Field(1, ge=1, le=MAX_COUNT, description="Values with fewer occurrences share row 0")
+    min_count: int = Field(
+        1, ge=1, le=MAX_COUNT, description="Values with fewer occurrences than this share row 0 of the embedding table"
+    )
     hash_rows: int | None = Field(
-        None, ge=1, le=MAX_HASH_ROWS, description="Number of rows that values are hashed to, instead of building a vocabulary"
+        None,
+        ge=1,
+        le=MAX_HASH_ROWS,
+        description="Number of rows of the embedding table if a hash of a value selects its row. If empty, the feature has "
+        "a vocabulary",
     )
     max_values: int | None = Field(
         None,
         ge=1,
         le=1_000_000,
-        description="Number of values to keep at the start of each list (list and weighted_list); empty: all values",
+        description="Maximum number of values of a list or weighted_list. Only the first values of a longer list are kept. "
+        "If empty, all values are kept",
     )
     buckets: int | None = Field(
-        None, ge=2, le=1_000_000, description="numeric: number of buckets with equally many training values"
+        None,
+        ge=2,
+        le=1_000_000,
+        description="number of buckets of a numeric feature. The buckets contain equally many training values",
     )
     boundaries: tuple[Boundary, ...] | None = Field(
         None,
         min_length=1,
-        description="numeric: ascending boundaries of the buckets; a value equal to a boundary is in the bucket above it",
+        description="ascending boundaries of the buckets of a numeric feature. A value that equals a boundary is in the "
+        "bucket above it",
     )
 
     standardise: bool = Field(
         False,
-        description="numeric: use the number itself, minus the mean and divided by the standard deviation of the "
-        "training values, clipped to -10 to 10",
+        description="use the value of a numeric feature itself. The mean of the training values is subtracted, the result "
+        "is divided by their standard deviation and clipped to the range from -10 to 10",
     )
 
     @property
@@ -130,7 +147,7 @@ class FeatureTableConfig(Settings):
     """A parquet table with one row per user or item, and its features."""
 
     paths: Paths = Field(min_length=1, description="Parquet file or glob, or a list of them")
-    id_column: Column = Field(description="Column with the id, of the same type as the id in the log")
+    id_column: Column = Field(description="Column with the id. Its type is the type of the id in the log")
     checksums: Checksums = "pages"
     features: tuple[FeatureConfig, ...] = Field(min_length=1, max_length=1_000, description="Features to read from the table")
 

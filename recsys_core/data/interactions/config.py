@@ -30,10 +30,13 @@ class TimeSplit(Settings):
 
     kind: Literal["time"] = "time"
     test_days: float = Field(
-        1.0, gt=0, le=MAX_DAYS, description="Length of the test period in days; it ends at the newest event"
+        1.0, gt=0, le=MAX_DAYS, description="Length of the test period in days. The period ends at the newest event"
     )
     validation_days: float = Field(
-        1.0, ge=0, le=MAX_DAYS, description="Length of the validation period in days; it ends at the start of the test period"
+        1.0,
+        ge=0,
+        le=MAX_DAYS,
+        description="Length of the validation period in days. The period ends where the test period starts",
     )
 
 
@@ -45,7 +48,7 @@ class LeaveLastOut(Settings):
         3,
         ge=3,
         le=MAX_COUNT,
-        description="Users with fewer events than this are in the training split only",
+        description="Users with fewer events than this have training events only",
     )
 
 
@@ -59,13 +62,13 @@ class FileSplit(Settings):
         0.0,
         ge=0,
         lt=1,
-        description="Share of the training log that becomes validation data, chosen by a hash (see validation_by); "
-        "only without validation files",
+        description="Share of the training events that become validation events, if there are no validation files. A hash "
+        "of the ids selects them (see validation_by)",
     )
     validation_by: Literal["pair", "item"] = Field(
         "pair",
-        description="Unit that validation_share holds out: pair (of user and item) or item. An item is held out with all its "
-        "events, so that validation measures items without a training event",
+        description="Whether validation_share selects pairs of user and item (pair) or items (item). All events of a "
+        "selected item become validation events, so the validation measures items without a training event",
     )
 
     @model_validator(mode="after")
@@ -87,28 +90,39 @@ class LogFilter(Settings):
     """Filters of the log, applied in the order of the fields. Each filter counts only events that the earlier filters keep."""
 
     window_days: float | None = Field(
-        None, gt=0, le=MAX_DAYS, description="Number of days at the end of the log to keep; empty: all events"
+        None,
+        gt=0,
+        le=MAX_DAYS,
+        description="Length of the rolling window in days. Events older than the window are removed. If empty, all events "
+        "are kept",
     )
     duplicates: Literal["keep", "exact", "first", "last"] = Field(
         "keep",
-        description="Repeated events to remove. keep: no events; exact: events with the same user, item and time as another "
-        "event that stays; first: later events of a user with the same item; last: earlier events of a user with the same item",
+        description="Repeated events to remove. With keep, no events are removed. With exact, only one of several events "
+        "with the same user, item and time is kept. With first, only the first event of a user with an item is "
+        "kept; with last, only the last one",
     )
     bot_threshold: int | None = Field(
         None,
         ge=1,
         le=MAX_COUNT,
-        description="Users with more events than this are treated as bots: removed and counted; empty: no limit",
+        description="Users with more events than this are treated as bots: their events are removed. If empty, there is no "
+        "limit",
     )
-    min_user_events: int = Field(1, ge=1, le=MAX_COUNT, description="Users with fewer events are removed")
+    min_user_events: int = Field(1, ge=1, le=MAX_COUNT, description="Users with fewer events than this are removed")
     min_item_events: int = Field(
         1,
         ge=1,
         le=MAX_COUNT,
-        description="Items with fewer events are removed. This repeats until all items and users have enough events (k-core)",
+        description="Items with fewer events than this are removed. The removal is repeated until all items and users have "
+        "enough events (k-core)",
     )
     max_user_events: int | None = Field(
-        None, ge=1, le=MAX_COUNT, description="Maximum number of events per user; older events are removed; empty: no limit"
+        None,
+        ge=1,
+        le=MAX_COUNT,
+        description="Maximum number of events per user. The oldest events of a user above this number are removed. If "
+        "empty, there is no limit",
     )
 
 
@@ -117,45 +131,53 @@ class VocabularyConfig(Settings):
 
     rebuild: Literal["when_due", "always"] = Field(
         "when_due",
-        description="When to rebuild the vocabularies. A rebuild numbers all ids by decreasing number of events. "
-        "when_due: at the limits rebuild_after_runs and max_idle_share; always: in every run",
+        description="When the vocabularies are rebuilt. A rebuild numbers all ids by decreasing number of events. With "
+        "when_due, they are rebuilt at the limits rebuild_after_runs and max_idle_share; with always, in every "
+        "run",
     )
-    rebuild_after_runs: int = Field(30, ge=1, le=10_000, description="Rebuild after this many runs with the same vocabularies")
+    rebuild_after_runs: int = Field(
+        30, ge=1, le=10_000, description="Number of runs with the same vocabularies after which they are rebuilt"
+    )
     max_idle_share: float = Field(
         0.5,
         gt=0,
         le=1,
-        description="Rebuild if, in the previous run, more than this share of the users had no event, or more than this share "
-        "of the items had neither an event nor a vector",
+        description="The vocabularies are rebuilt if, in the previous run, more than this share of the users had no event, "
+        "or more than this share of the items had neither an event nor a vector",
     )
 
 
 class InteractionsConfig(Settings):
     """The interaction log in parquet, and its split."""
 
-    paths: Paths = Field(min_length=1, description="Parquet file, folder or glob, or a list of them; local, s3:// or gs://")
+    paths: Paths = Field(
+        min_length=1,
+        description="Parquet file, folder or glob, or a list of them. A path can be local or start with s3:// or gs://",
+    )
     user_column: Column = Field("user_id", description="Column with the user id (integer or string)")
     item_column: Column = Field("item_id", description="Column with the item id (integer or string)")
     timestamp_column: Column | None = Field(
-        None, description="Column with the event time (timestamp, date, or integer with timestamp_unit)"
+        None, description="Column with the event time: a timestamp, a date, or an integer in the unit timestamp_unit"
     )
-    timestamp_unit: Literal["s", "ms", "us", "ns"] = Field("s", description="Unit of an integer timestamp column")
+    timestamp_unit: Literal["s", "ms", "us", "ns"] = Field("s", description="Unit of the event times if they are integers")
     max_future_days: float = Field(
-        1.0, ge=0, le=MAX_DAYS, description="An event more than this many days in the future is a bad row"
+        1.0, ge=0, le=MAX_DAYS, description="An event whose time is more than this many days in the future is a bad row"
     )
     order_column: Column | None = Field(
-        None, description="Column that orders the events of a user; for a log without timestamps"
+        None, description="Column by which the events of a user are sorted, for a log without event times"
     )
     label_column: Column | None = Field(
-        None, description="Column with a rating or label; events below label_threshold are removed"
+        None, description="Column with a rating or label. Events with a label below label_threshold are removed"
     )
-    label_threshold: Label | None = Field(None, description="Events with at least this label are positives")
+    label_threshold: Label | None = Field(None, description="Smallest label of an event that is kept")
     label_range: tuple[Label, Label] | None = Field(
-        None, description="Smallest and largest valid label; a label outside of this range makes a bad row"
+        None, description="Smallest and largest valid label. An event with another label is a bad row"
     )
-    weight_column: Column | None = Field(None, description="Column with the weight of an event in the loss, 0 or more")
+    weight_column: Column | None = Field(
+        None, description="Column with the weights of the events in the loss. A weight is 0 or more"
+    )
     context_columns: tuple[Column, ...] = Field(
-        (), max_length=1_000, description="Other columns to keep for each event, for context features"
+        (), max_length=1_000, description="Further columns of the log that are stored for each event, for context features"
     )
     split: Split = Field(
         default_factory=TimeSplit, description="How to split the log into training, validation and test events"
@@ -167,22 +189,24 @@ class InteractionsConfig(Settings):
     checksums: Checksums = "pages"
     on_bad_rows: Literal["fail", "drop"] = Field(
         "fail",
-        description="Action on a bad row, such as a null id, a time out of range or a label that is not a "
-        "number. fail: stop; drop: remove and count it",
+        description="What happens to a bad row, for example with a null id, an invalid time or a label that is not a "
+        "number. With fail, the run stops. With drop, the row is removed and counted",
     )
     max_bad_share: float = Field(
-        0.01, ge=0, lt=1, description="With on_bad_rows drop: stop if more than this share of the rows is bad"
+        0.01, ge=0, lt=1, description="With on_bad_rows: drop, the run stops if more than this share of the rows is bad"
     )
     max_expansion_ratio: Annotated[int, OPERATIONAL] = Field(
         1_000,
         ge=1,
         le=MAX_COUNT,
-        description="Reject a file that decompresses to more than 1 GiB and more than this many times its size",
+        description="A file is rejected if its decompressed size is more than 1 GiB and more than this many times its size",
     )
     memory_limit: Annotated[MemoryLimit, OPERATIONAL] = Field(
-        "1GB", description="Memory limit of DuckDB, which spills to disk beyond it"
+        "1GB", description="Memory limit of DuckDB. DuckDB writes data that does not fit to disk"
     )
-    threads: Annotated[int | None, OPERATIONAL] = Field(None, ge=1, le=1_024, description="Threads of DuckDB; empty: all cores")
+    threads: Annotated[int | None, OPERATIONAL] = Field(
+        None, ge=1, le=1_024, description="Number of threads of DuckDB. If empty, DuckDB uses all cores"
+    )
 
     @model_validator(mode="after")
     def _columns_fit_together(self) -> Self:

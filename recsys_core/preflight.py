@@ -1,7 +1,7 @@
 """Checks of the environment for `nightjar doctor`: package versions, CPU, memory, GPUs and free disk.
 
 An incompatible pair of torch and fbgemm fails at import with an undefined symbol. The versions are therefore read from the
-packages' metadata, and torch is imported only if they are compatible, in a separate process that lists the GPUs.
+packages' metadata. If they are compatible, a separate process imports torch and lists the GPUs.
 """
 
 import json

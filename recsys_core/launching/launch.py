@@ -1,7 +1,7 @@
 """One launch of distributed ranks: start all ranks, monitor them until they end, and always end all of them.
 
-A failed launch is not restarted in place, because torchrun's own restart is unreliable (pytorch/pytorch#135712, #167288); the
-caller launches again from the last verified checkpoint.
+A failed launch is not restarted in place, because torchrun's own restart is unreliable (pytorch/pytorch#135712, #167288). The
+caller starts a new launch from the last verified checkpoint.
 """
 
 import itertools

@@ -28,7 +28,7 @@ from recsys_core.config import Frozen
 
 FOLDER_VARIABLE, NODE_VARIABLE = "NIGHTJAR_LAUNCH", "NIGHTJAR_NODE"
 STORE_VARIABLE = "NIGHTJAR_STORE"
-"""Environment variable with the path of the FileStore of the ranks, if all of them are on one host; otherwise not set."""
+"""Environment variable with the path of the ranks' FileStore. It is set only if all ranks are on one host."""
 STDERR_PREFIX = "nightjar agent:"
 """Prefix of a line on stderr by which an agent reports an error that it cannot write into the folder."""
 LAST_LINES = 12

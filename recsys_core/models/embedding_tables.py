@@ -21,7 +21,7 @@ from recsys_core.data.batch_keys import POOLED, POOLED_WEIGHTED
 from recsys_core.models.spec import ModelSpec, Side, TableSpec, module_name
 
 CollectionOutputs = dict[str, Any]
-"""Output by collection: {feature: JaggedTensor} of an EmbeddingCollection, KeyedTensor of an EmbeddingBagCollection."""
+"""Output of each collection: {feature: JaggedTensor} for an EmbeddingCollection, KeyedTensor for an EmbeddingBagCollection."""
 _TINY = torch.finfo(torch.float32).tiny
 
 

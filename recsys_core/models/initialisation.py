@@ -53,8 +53,9 @@ def copy_pretrained(
     Args:
         vectors: memory-mapped, one vector per row; only the vectors of this shard's rows are read from the file.
         vector_row: for each row of the whole table, the index of its vector in `vectors`; -1 if it has none.
-        norm: norm to which each vector is scaled; None: no scaling. Usually the norm of a random row (`random_norm`): a step of
-            row-wise Adagrad is about as long as the learning rate, so it would hardly change a much longer vector.
+        norm: norm to which each vector is scaled; None: no scaling. The caller usually passes the norm of a random
+            row (`random_norm`). A step of row-wise Adagrad is about as long as the learning rate, so it would hardly change a
+            much longer vector.
     """
     num_rows, shard_dim = shard.weight_RD.shape
     for start in range(0, num_rows, CHUNK_ROWS):

@@ -17,7 +17,7 @@ from torch.nn.functional import kl_div, log_softmax, softplus
 from recsys_core.models.collectives import gather_rows
 from recsys_core.models.normalisation import unit_vectors
 
-# Used in place of -inf: the gradient of a row with only -inf is NaN, the gradient of a row with only this value is 0.
+# Used in place of -inf. If all logits of a row are -inf, the gradient is NaN. If all logits are this value, it is 0.
 _MASKED_LOGIT = torch.finfo(torch.float32).min
 
 

@@ -11,9 +11,9 @@ from torch.nn.functional import normalize
 def unit_vectors(vector_BD: Tensor, *, min_norm: float) -> Tensor:
     """Divide each vector by its length; a zero vector stays zero.
 
-    The gradient of x / |x| grows without limit as |x| goes to 0. Here a vector shorter than `min_norm` has the gradient of a
-    vector of length `min_norm` in the same direction, and a zero vector has the incoming gradient divided by `min_norm`. The
-    gradient is therefore never larger than the incoming gradient divided by `min_norm`, and zero vectors are trained too.
+    The gradient of x / |x| grows without limit as |x| goes to 0. Here, a vector shorter than `min_norm` has the gradient of a
+    vector of length `min_norm` in the same direction. A zero vector has the incoming gradient divided by `min_norm`, so it is
+    trained too. No gradient is larger than the incoming gradient divided by `min_norm`.
 
     Args:
         min_norm: length below which the gradient is limited.

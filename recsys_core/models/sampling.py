@@ -15,7 +15,8 @@ def log_expected_count(positive_share_C: Tensor, negative_share_C: Tensor, *, nu
     """Return the log of the expected number of each candidate's occurrences among in-batch positives and drawn negatives.
 
     This is the log Q of the logQ correction (Yi et al., "Sampling-bias-corrected neural modeling for large corpus item
-    recommendations", RecSys 2019) for the mixture of Yang et al., "Mixed negative sampling" (WWW 2020).
+    recommendations", RecSys 2019). The mixture of both kinds of negatives is from Yang et al., "Mixed negative sampling" (WWW
+    2020).
 
     Args:
         positive_share_C: probability of each candidate in one in-batch draw: its share of the training events.
@@ -37,9 +38,9 @@ def log_expected_count(positive_share_C: Tensor, negative_share_C: Tensor, *, nu
 def negative_share(item_count_I: NDArray[np.integer[Any]], alpha: float) -> NDArray[np.float64]:
     """Return the probability of each item in one draw of negatives: proportional to its number of events^alpha.
 
-    An item without a training event is never drawn: as a negative it would only be pushed away from all queries. alpha 0 is
-    uniform over the other items, 1 is proportional to popularity, 0.75 is the choice of Mikolov et al., "Distributed
-    representations" (NeurIPS 2013).
+    An item without a training event is never drawn: as a negative it would only be pushed away from all queries. With alpha 0,
+    the other items are equally likely. With alpha 1, the probability is proportional to popularity. Mikolov et al. use 0.75
+    ("Distributed representations", NeurIPS 2013).
 
     Args:
         item_count_I: number of training events of each item.
@@ -71,8 +72,8 @@ class StreamingFrequency(nn.Module):
     Three differences from the paper:
 
     - Gaps are measured in positives, not in steps, so that 1 / gap is a share for any batch size.
-    - An item with c occurrences in a batch updates the estimate c times, with equal gaps that divide the distance to its
-      previous batch. With one update per batch, an estimate could not exceed one occurrence per step.
+    - An item with c occurrences in a batch updates its estimate c times. Each gap is the distance to the item's previous batch
+      divided by c. With one update per batch, an estimate could not exceed one occurrence per step.
     - The first gaps are averaged with equal weights, so that the estimate does not start from an arbitrary gap.
 
     An item that never occurred has the share 1 / num_items. With several ranks, every rank must pass the same rows in the same
@@ -129,8 +130,8 @@ class StreamingFrequency(nn.Module):
 def seen_pairs(history_row_H: Tensor, history_offset: Tensor, candidate_row_C: Tensor) -> tuple[Tensor, Tensor]:
     """Return the (query, candidate) pairs where the candidate is in the query's history.
 
-    The candidates are sorted, and each history entry is looked up by binary search: a comparison of all pairs would need a
-    tensor of C * H values. The function synchronises with the accelerator once, to read the number of pairs.
+    Each history entry is looked up by binary search among the sorted candidates. A comparison of all pairs would need a tensor
+    of C * H values. The function synchronises with the accelerator once, to read the number of pairs.
 
     Args:
         history_row_H: item row of each history entry.

@@ -170,8 +170,8 @@ class ModelSpec(Frozen):
     def is_known(self, *, history_length_B: NDArray[np.int64], user_row_B: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return whether the user of each query is known, bool [B]. Unknown users get the most popular items.
 
-        A user is known if the model reads histories and the user has one, or if the model reads user embeddings or features and
-        the user has a row.
+        A user with a history is known if the model reads histories. A user with a row is known if the model reads user
+        embeddings or user features.
 
         Args:
             history_length_B: number of items in the user's history.

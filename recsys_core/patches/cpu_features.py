@@ -1,8 +1,9 @@
 """One copy of cpuinfo for torch and FBGEMM, loaded before either is imported.
 
-torch 2.14.1 exports cpuinfo from libc10.so and from libtorch.so. (pytorch/pytorch#166703 reports the same for libtorch_cpu.so,
-and pytorch/pytorch#167328 fixed it there.) torch initialises the copy in libtorch.so. FBGEMM reads the copy in libc10.so, finds
-no AVX, and selects its reference kernels: the backward pass of 27,740 rows x 64 with row-wise Adagrad takes 24 ms instead of 4.
+torch 2.14.1 exports cpuinfo from libc10.so and from libtorch.so, and initialises the copy in libtorch.so. FBGEMM reads the copy
+in libc10.so, finds no AVX, and selects its slow reference kernels. The backward pass of 27,740 rows x 64 with row-wise Adagrad
+then takes 24 ms instead of 4 ms. pytorch/pytorch#166703 reports the same fault for libtorch_cpu.so. It is fixed there
+(pytorch/pytorch#167328).
 """
 
 import ctypes

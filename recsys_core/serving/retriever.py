@@ -218,7 +218,7 @@ class _TopItems:
     """The best items that are not excluded, for each query of a batch.
 
     Attributes:
-        num_requested_B: number of items to recommend: k, or all items that are not excluded if they are fewer.
+        num_requested_B: number of items to recommend: k, or the number of items that are not excluded if it is smaller.
         depth_B: number of candidates to fetch, so that num_requested_B items remain after the exclusion.
         num_items_B: number of items set in row_BK and score_BK.
         row_BK, score_BK: item rows and scores, best first.

@@ -74,8 +74,8 @@ class Champion:
 def champion_rows(table: str, *, dataset: Dataset, champion: Champion) -> NDArray[np.int64]:
     """Return for each row of `table` its row in the champion's table, -1 for a new row: int64 [rows].
 
-    Rows are matched by id even if this run's vocabulary continues the champion's: two runs that continue the same vocabulary
-    may give the same row to different ids.
+    Rows are matched by id even if this run's vocabulary continues the champion's. Row numbers are not enough: two runs that
+    continue the same vocabulary may give the same row to different ids.
 
     Raises StageError if a file of the champion has changed.
     """

@@ -69,7 +69,7 @@ def _oldest_held_out_time(store: EventStore, time: NDArray[np.int64]) -> int:
 
 
 def _has_new_events(store: EventStore, old_store: EventStore, *, user_row: Int64Array) -> NDArray[np.bool_]:
-    """Return a flag for each user of `store`: the champion was trained on all the user's events of its run, and more exist now.
+    """Return whether each user of `store` has new events, and the champion was trained on all older events of the user.
 
     user_row: for each user of `old_store` the row in `store`, -1 for none.
     """

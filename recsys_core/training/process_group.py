@@ -44,6 +44,6 @@ def join_process_group(*, device: str) -> Iterator[Process]:
     else:
         dist.init_process_group(backend, timeout=timeout)
     yield Process(rank=dist.get_rank(), world_size=dist.get_world_size(), device=local_device)
-    # Not in a `finally` block: after an exception the other ranks would fail on the closed connection before this rank has
-    # reported its own error.
+    # This call is not in a `finally` block. After an exception, the other ranks would fail on the closed connection before this
+    # rank has reported its own error.
     dist.destroy_process_group()

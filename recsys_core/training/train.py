@@ -127,12 +127,12 @@ def choose_start(
 ) -> tuple[Champion | None, str | None]:
     """Decide whether a training starts from the champion.
 
-    The champion is not used if a training from scratch is due. It is also not used if it was trained on events that are now
-    held out, because validation and test would then measure memorised events.
+    The champion is not used if a training from scratch is due, or if the champion was trained on events that are now held out.
+    In the second case, validation and test would measure memorised events.
 
     Returns:
-        (champion, None) if the training starts from it; (None, reason) if the champion must not be used; (None, None) without
-        a champion, or if `config` is None.
+        (champion, None) if the training starts from the champion; (None, reason) if the champion must not be used; (None, None)
+        without a champion, or if `config` is None.
     """
     if config is None or champion is None:
         return None, None

@@ -11,7 +11,7 @@ def gather_candidates(candidate_CD: Tensor, item_row_C: Tensor, *, group: Proces
     """Return the candidates of all ranks in rank order: vectors [W * C, D] with a gradient, and item rows [W * C].
 
     Every rank of `group` calls the function with the same number of candidates, and every rank runs the backward pass. The
-    backward pass sums the gradients of a candidate over all ranks. The sum is the gradient of the total loss of all ranks.
+    backward pass adds up the gradients of a candidate over all ranks. The result is the gradient of the ranks' total loss.
     Training then averages the gradients of the parameters over the ranks, which gives the gradient of the mean loss.
 
     >>> vectors, rows = gather_candidates(torch.ones(2, 3), torch.tensor([4, 5]), group=None)

@@ -21,8 +21,8 @@ def random_norm(std: float, dim: int) -> float:
     return std * math.sqrt(dim)
 
 
-class Unfreeze(Settings):
-    """One step of the schedule of transfer `gradual`."""
+class UnfreezeStep(Settings):
+    """One step of the schedule of transfer `gradual`: from `epoch` on, `share` of the rows are trained."""
 
     epoch: int = Field(
         ge=1, le=10_000, description="first epoch in which this share of the rows is trained. 1 is the first epoch of the run"
@@ -48,7 +48,7 @@ class TableConfig(Settings):
         "With residual (only for the table item), they are never trained, but a learned offset that starts at "
         "zero is added to each item",
     )
-    unfreeze: tuple[Unfreeze, ...] = Field(
+    unfreeze: tuple[UnfreezeStep, ...] = Field(
         (),
         max_length=10_000,
         description="schedule for transfer: gradual, as a list of {epoch, share} with rising values. No row is trained "

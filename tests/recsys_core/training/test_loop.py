@@ -13,7 +13,7 @@ from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.manifests import ExportManifest, seal
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
-from recsys_core.models.table_config import TableConfig, Unfreeze
+from recsys_core.models.table_config import TableConfig, UnfreezeStep
 from recsys_core.sharding.config import TableConstraint
 from recsys_core.sharding.plan_file import PlanFile, layout_fingerprint
 from recsys_core.training.config import ProfileConfig, TrainingConfig, ValidationConfig
@@ -66,7 +66,7 @@ UNUSUAL = {
         "tables": {"item": TableConfig(transfer="residual", id_dropout=0.3)},
     },
     "gradual": {
-        "tables": {"item": TableConfig(transfer="gradual", unfreeze=(Unfreeze(epoch=2, share=0.4),))},
+        "tables": {"item": TableConfig(transfer="gradual", unfreeze=(UnfreezeStep(epoch=2, share=0.4),))},
         "training": training(table_optimizer=TableOptimizer(kind="adagrad", gradient_clip_value=1.0, weight_decay=0.01)),
     },
     "replicated": {
@@ -201,7 +201,7 @@ def test_metrics_have_step_times_and_a_profile_is_written_if_configured(data, tm
 
 
 def test_metrics_have_the_unfrozen_share_of_a_table_in_each_epoch(data, tmp_path):
-    steps = (Unfreeze(epoch=2, share=0.25), Unfreeze(epoch=3, share=1.0))
+    steps = (UnfreezeStep(epoch=2, share=0.25), UnfreezeStep(epoch=3, share=1.0))
     tables = {"item": TableConfig(transfer="gradual", unfreeze=steps)}
     trained = train_in_forks(make_experiment(data, tmp_path / "plan", training=TRAINING, tables=tables), tmp_path / "work")
     assert {(line.epoch, line.unfrozen["item"]) for line in trained.lines} == {(1, 0.0), (2, 0.25), (3, 1.0)}

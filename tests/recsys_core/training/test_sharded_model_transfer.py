@@ -15,7 +15,7 @@ from recsys_core.models.embedding_tables import table_shards
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.table_config import OFFSET_TABLE, TableConfig, Unfreeze
+from recsys_core.models.table_config import OFFSET_TABLE, TableConfig, UnfreezeStep
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.optimizers import LearningRates, make_optimizer, table_of
 from recsys_core.training.process_group import Process
@@ -25,7 +25,7 @@ from tests.recsys_core.training.small_model import ITEMS, RANKS, USERS, make_bat
 KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 STEPS, QUERIES, NEGATIVES = 3, 8, 6
 """Steps of an epoch; queries and negatives of a rank in a step."""
-STAGES = (Unfreeze(epoch=2, share=0.3), Unfreeze(epoch=3, share=0.7))
+STAGES = (UnfreezeStep(epoch=2, share=0.3), UnfreezeStep(epoch=3, share=0.7))
 SOME_FORMS = {"item.genres": "list", "user.groups": "list"}
 
 

@@ -93,8 +93,8 @@ class RunOptions:
         reason: why the run was started; empty for a scheduled run. It becomes a tag of the run in Prefect and MLflow.
         full_retrain: build the vocabularies again, read all input files and train from scratch.
         dry_run: execute all stages, but register no version.
-        promote: what decides whether the new version becomes champion. `force` needs a reason; the version must still pass the
-            smoke test.
+        promote: rule that decides whether the new version becomes champion. `force` needs a reason, and the version must still
+            pass the smoke test.
     """
 
     reason: str = ""
@@ -217,7 +217,7 @@ class Run:
 def workspace_lock(workspace: Path, *, run_id: str) -> Iterator[None]:
     """Lock `workspace` for one command; raise InputError with the process, host, run and start of the holder of the lock.
 
-    The kernel releases the lock at any end of its process. On a network file system, the file server releases the lock of a
+    The kernel releases the lock whenever its process ends. On a network file system, the file server releases the lock of a
     host that has died.
     """
     workspace.mkdir(parents=True, exist_ok=True)

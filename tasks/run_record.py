@@ -79,7 +79,7 @@ class RunRecord(Frozen):
     options: RunOptions = Field(description="options of this start, with the reason that a person gave")
     host: str = Field(description="name of the host of the flow")
     pid: int = Field(description="process id of the flow")
-    num_starts: int = Field(1, description="number of starts of the run, with this one; each resume is a start")
+    num_starts: int = Field(1, description="number of starts of the run, including this one; each resume is a start")
     started: AwareDatetime = Field(description="time of this start, UTC")
     ended: AwareDatetime | None = Field(None, description="time of the end, UTC; null while the run works or if it was killed")
     state: RunState = "Running"

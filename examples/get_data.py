@@ -3,7 +3,7 @@
     python examples/get_data.py beauty        # Amazon Beauty as preprocessed by S3-Rec
     python examples/get_data.py movielens     # MovieLens 1M
 
-The files go to data/<name> in the repository. nightjar does not redistribute the data; the owners' terms of use apply.
+The files go to data/<name> in the repository. nightjar does not redistribute the data. The terms of use of their owners apply.
 """
 
 import argparse
@@ -27,7 +27,7 @@ DATA_COMMIT, MODEL_COMMIT = "e6c774da92dba847b00ac89e8bfc5c55cc44d378", "9b68bca
 MOVIELENS = "https://files.grouplens.org/datasets/movielens/ml-1m.zip"
 TIMEOUT_S = 60
 
-# Beauty's checksums cover the parsed content, so they do not depend on the format of the files.
+# The checksums of Beauty are those of the parsed content, so they do not depend on the format of the files.
 SHA256 = {
     "Beauty.txt": "05a48f107c999605161ef941ad3bd770e453201af1e3be13672914a4a0f9c995",
     "Beauty_item2attributes.json": "afe431d96943b2496b6d4d250e477ff747a24b582beed978857f0f4d2755d0c6",
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def beauty_tables() -> dict[str, pa.Table]:
-    """Return the events, the item attributes and S3-Rec's pretrained item vectors."""
+    """Return the tables of events, item attributes, and item vectors pretrained by S3-Rec."""
     events = beauty_events(download(f"{S3_REC}/{DATA_COMMIT}/data/Beauty.txt"))
     attributes = beauty_attributes(download(f"{S3_REC}/{DATA_COMMIT}/data/Beauty_item2attributes.json"))
     num_items = int(events[:, 1].max())
@@ -102,7 +102,7 @@ def beauty_vectors(content: bytes, *, num_items: int) -> NDArray[np.float32]:
 
 
 def movielens_tables() -> dict[str, pa.Table]:
-    """Return ratings, movies, and a random split of the ratings into train and test (a fifth)."""
+    """Return ratings, movies, and the user-item pairs of the ratings. A random fifth of the pairs is the test split."""
     content = download(MOVIELENS)
     verify("ml-1m.zip", content)
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -140,7 +140,7 @@ def download(url: str) -> bytes:
 
 
 def verify(name: str, content: bytes) -> None:
-    """Exit if the sha256 of `content` is not the expected one of `name`."""
+    """Exit if the sha256 of `content` is not the one that SHA256 has for `name`."""
     sha256 = hashlib.sha256(content).hexdigest()
     if sha256 != SHA256[name]:
         sys.exit(f"{name}: sha256 is {sha256}, expected {SHA256[name]}; the source has changed, so nothing was written")

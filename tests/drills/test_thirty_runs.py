@@ -121,8 +121,8 @@ def _summary(first_half: list[Usage], second_half: list[Usage], *, growth_mib: f
         return f"{statistic(first):,.1f} / {statistic(second):,.1f}"
 
     return (
-        f"{len(first_half) + len(second_half)} runs in a row were measured. A pair of numbers is the value in the first half of "
-        f"the runs and the value in the second half. A run took {halves('seconds', statistics.median)} s (median). The "
+        f"{len(first_half) + len(second_half)} runs in a row were measured. A pair of numbers is the value in the first "
+        f"half of the runs and the value in the second half. A run took {halves('seconds', statistics.median)} s (median). The "
         f"largest values were {halves('bounded_mib')} MiB of run folders and model versions, {halves('peak_rss_mib')} MiB of "
         f"memory, {halves('max_descriptors')} file descriptors, and {halves('shared_memory')} files that were left in shared "
         f"memory. The databases and reports grew by {growth_mib:.2f} MiB per run"

@@ -92,6 +92,8 @@ def description_cell(field: FieldInfo) -> str:
     """Return the description and the choices of a setting."""
     choices = list(literals(field.annotation))
     text = sentence(field).replace("|", "\\|").replace("<", "&lt;")
+    for choice in choices:
+        text = re.sub(rf"([Ww]ith |\()({choice})(?=[ ,)])", r"\1`\2`", text)
     return f"{text} Choices: {', '.join(f'`{choice}`' for choice in choices)}." if len(choices) > 1 else text
 
 

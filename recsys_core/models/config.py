@@ -78,7 +78,7 @@ class TwoTowerConfig(Settings):
         ge=4,
         le=MAX_WIDTH,
         multiple_of=4,
-        description="width of the item embeddings. Features of another width are projected to this width and added up",
+        description="width of the item embeddings. Features of another width are projected to this width",
     )
     user_id: bool = Field(
         False,

@@ -11,7 +11,7 @@ class IdMapConfig(Settings):
     """A table that translates the ids of the vectors into the ids of the log."""
 
     paths: Paths = Field(min_length=1, description="Parquet file or glob, or a list of them")
-    from_column: Column = Field(description="Column with ids as they are in id_column of the vectors")
+    from_column: Column = Field(description="Column with the ids that the file of the vectors uses")
     to_column: Column = Field(description="Column with the ids of the log")
 
 

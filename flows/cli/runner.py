@@ -104,8 +104,8 @@ def run_nightly(command: Command, *, resume: str | None, until: StageName | None
     def load_flow() -> Any:
         from flows.nightly import nightly_retrain
 
-        if until is None or not until.startswith("ingest"):
-            import torch  # noqa: F401  the stages after the ingest use it
+        if command.server is not None and (until is None or not until.startswith("ingest")):
+            import torch  # noqa: F401  for the stages after the ingest, while the server starts
 
         return nightly_retrain
 

@@ -44,7 +44,7 @@ class FeatureConfig(Settings):
         None,
         ge=1,
         le=MAX_HASH_ROWS,
-        description="Number of rows of the embedding table if a hash of a value selects its row. If empty, the feature has "
+        description="Number of rows of the embedding table onto which a hash maps the values. If empty, the feature has "
         "a vocabulary",
     )
     max_values: int | None = Field(

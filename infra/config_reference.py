@@ -37,23 +37,27 @@ def reference() -> str:
     for name, field in PipelineConfig.model_fields.items():
         if is_group(field):
             sections.append(f"## {name}\n\n{sentence(field)}\n")
-            for path, model in groups(name, field):
-                sections.append(table(path, model, with_title=path != name))
+            for path, model, default in groups(name, field, default=default_of(field)):
+                sections.append(table(path, model, default, with_title=path != name))
     top_level_settings = [(name, field) for name, field in PipelineConfig.model_fields.items() if not is_group(field)]
     sections.insert(1, "## Top level\n\n" + settings_table(top_level_settings))
     return "\n".join(sections)
 
 
-def groups(path: str, field: FieldInfo) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Yield every group of settings at and below `field` with its dotted path."""
+def groups(path: str, field: FieldInfo, *, default: Any) -> Iterator[tuple[str, type[BaseModel], Any]]:
+    """Yield every group of settings at and below `field`: its dotted path, its class and its default, if it has one.
+
+    The defaults of a group depend on its place: `model.query` and `model.candidate` have the same class.
+    """
     path += ".<name>" if get_origin(field.annotation) is dict else ""
     models = list(nested_models(field.annotation))
     for model in models:
         kind = model.model_fields.get("kind")
         title = f"{path} (kind: {kind.default})" if len(models) > 1 and kind is not None else path
-        yield title, model
+        yield title, model, default
         for name, inner_field in model.model_fields.items():
-            yield from groups(f"{path}.{name}", inner_field)
+            inner_default = getattr(default, name) if isinstance(default, model) else default_of(inner_field)
+            yield from groups(f"{path}.{name}", inner_field, default=inner_default)
 
 
 def is_group(field: FieldInfo) -> bool:
@@ -61,30 +65,36 @@ def is_group(field: FieldInfo) -> bool:
     return any(nested_models(field.annotation))
 
 
-def table(path: str, model: type[BaseModel], *, with_title: bool) -> str:
-    """Return the table of the settings of one group."""
+def table(path: str, model: type[BaseModel], default: Any, *, with_title: bool) -> str:
+    """Return the table of the settings of one group. default: a `model` with the defaults at this place, or another value."""
     settings = [(name, field) for name, field in model.model_fields.items() if not is_group(field)]
     if not settings:
         return ""
-    return (f"### {path}\n\n" if with_title else "") + settings_table(settings)
+    return (f"### {path}\n\n" if with_title else "") + settings_table(
+        settings, defaults=default if isinstance(default, model) else None
+    )
 
 
-def settings_table(settings: list[tuple[str, FieldInfo]]) -> str:
-    """Return a Markdown table of settings."""
+def settings_table(settings: list[tuple[str, FieldInfo]], *, defaults: BaseModel | None = None) -> str:
+    """Return a Markdown table of settings. defaults: values that replace the defaults of the fields."""
     lines = ["| setting | default | description |", "|---|---|---|"]
     for name, field in settings:
         if name == "kind" and not field.description:  # the title of the table names it
             continue
-        lines.append(f"| `{name}` | {default_cell(field)} | {description_cell(field)} |")
+        default = default_of(field) if defaults is None else getattr(defaults, name)
+        lines.append(f"| `{name}` | {default_cell(default)} | {description_cell(field)} |")
     return "\n".join(lines) + "\n"
 
 
-def default_cell(field: FieldInfo) -> str:
-    """Return the default as YAML, or "required"."""
-    if field.is_required():
+def default_of(field: FieldInfo) -> Any:
+    """Return the default of a field; PydanticUndefined if the field is required."""
+    return field.get_default(call_default_factory=True)
+
+
+def default_cell(value: Any) -> str:
+    """Return a default as YAML, or "required"."""
+    if value is PydanticUndefined:
         return "required"
-    value = field.get_default(call_default_factory=True)
-    assert value is not PydanticUndefined
     return f"`{json.dumps(value, default=str)}`".replace('"', "").replace("|", "\\|")
 
 

@@ -106,6 +106,18 @@ def test_the_config_reference_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == reference(), "run make docs"
 
 
+def test_the_config_reference_has_the_defaults_of_each_place_of_a_group() -> None:
+    sections = reference().split("### ")
+    rows = {
+        name: next(
+            line for section in sections if section.startswith(f"{name}\n") for line in section.splitlines() if "skip" in line
+        )
+        for name in ("model.query", "model.candidate")
+    }
+    assert rows["model.query"].startswith("| `skip_connection` | `true` |")
+    assert rows["model.candidate"].startswith("| `skip_connection` | `false` |")
+
+
 def test_every_link_of_the_documentation_leads_to_a_file_and_heading() -> None:
     missing = []
     for page in PAGES:

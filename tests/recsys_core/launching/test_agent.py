@@ -50,7 +50,7 @@ def test_a_missing_spec_is_reported_on_stderr_because_the_folder_is_not_shared(t
 def test_the_folder_of_another_launch_is_not_written_to(tmp_path: Path, capfd) -> None:
     folder = write_spec(tmp_path)
     assert agent.main(str(folder.spec_path), "theirs", "1", "") == agent.EXIT_REJECTED
-    assert "(token ours instead of theirs)" in capfd.readouterr().err
+    assert "its token is ours, but the launching process wrote theirs; the folder is not shared" in capfd.readouterr().err
     assert not folder.failures() and not folder.ready_hosts()
 
 

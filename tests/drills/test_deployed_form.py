@@ -1,4 +1,4 @@
-"""Runs that are started like those of the form in Prefect have the right names, tags, end states and events: `make drills`."""
+"""Runs with the parameters of the form in Prefect have the right names, tags, end states and events: `make drills`."""
 
 import json
 import os

@@ -116,16 +116,18 @@ def test_thirty_runs_end_with_bounded_disk_memory_and_processes(
 def _summary(first_half: list[Usage], second_half: list[Usage], *, growth_mib: float) -> str:
     """Return the figures of both halves in one line."""
 
-    def halves(name: str, statistic: Callable[[list[float]], float] = max) -> str:
+    def halves(name: str, statistic: Callable[[list[float]], float] = max, *, digits: int = 1) -> str:
         first, second = ([float(getattr(usage, name)) for usage in half] for half in (first_half, second_half))
-        return f"{statistic(first):,.1f} / {statistic(second):,.1f}"
+        return f"{statistic(first):,.{digits}f} / {statistic(second):,.{digits}f}"
 
     return (
-        f"{len(first_half) + len(second_half)} runs in a row were measured. A pair of numbers is the value in the first "
-        f"half of the runs and the value in the second half. A run took {halves('seconds', statistics.median)} s (median). The "
-        f"largest values were {halves('bounded_mib')} MiB of run folders and model versions, {halves('peak_rss_mib')} MiB of "
-        f"memory, {halves('max_descriptors')} file descriptors, and {halves('shared_memory')} files that were left in shared "
-        f"memory. The databases and reports grew by {growth_mib:.2f} MiB per run"
+        f"{len(first_half) + len(second_half)} runs in a row were measured. A pair of numbers has the value of the first "
+        f"{len(first_half)} runs and the value of the last {len(second_half)} runs. The median duration of a run was "
+        f"{halves('seconds', statistics.median)} s. The largest size of the run folders and model versions was "
+        f"{halves('bounded_mib')} MiB. A run used at most {halves('peak_rss_mib')} MiB of memory and "
+        f"{halves('max_descriptors', digits=0)} file descriptors. It left at most {halves('shared_memory', digits=0)} files in "
+        "shared memory. The "
+        f"databases and reports grew by {growth_mib:.2f} MiB per run"
     )
 
 

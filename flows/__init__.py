@@ -6,7 +6,7 @@
 from typing import TYPE_CHECKING
 
 import tasks as _tasks  # noqa: F401  sets the environment that prefect reads when it is imported
-from recsys_core.lazy_imports import lazy_attributes
+from recsys_core.imports import lazy_attributes
 
 if TYPE_CHECKING:
     from flows.cli.query import load_retriever as load_retriever

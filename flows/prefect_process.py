@@ -11,23 +11,25 @@ from pathlib import Path
 
 from flows.server_process import GRACE_S, receive_start
 from recsys_core.atomic import atomic_replacement
+from recsys_core.imports import fast_imports
 from recsys_core.parent_process import die_with_parent
 
 
 def main() -> None:
     """Serve Prefect's API on the socket until SIGTERM, or until the parent process ends."""
     die_with_parent()
-    _import_libraries()
-    listener = receive_start()
-    if listener is None:
-        return
-    import uvicorn
+    with fast_imports():
+        _import_libraries()
+        listener = receive_start()
+        if listener is None:
+            return
+        import uvicorn
 
-    migrate()
-    vacuum_flow_runs()
-    from prefect.server.api.server import create_app
+        migrate()
+        vacuum_flow_runs()
+        from prefect.server.api.server import create_app
 
-    config = uvicorn.Config(create_app(), log_level="error", lifespan="on", timeout_graceful_shutdown=GRACE_S)
+        config = uvicorn.Config(create_app(), log_level="error", lifespan="on", timeout_graceful_shutdown=GRACE_S)
     uvicorn.Server(config).run(sockets=[listener])
 
 

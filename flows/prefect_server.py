@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from flows.server_process import MIN_FREE_BYTES, ServerProcess
 from recsys_core.disk import require_free
+from recsys_core.imports import fast_imports
 
 T = TypeVar("T")
 SERVICE_INTERVALS_S = {
@@ -103,9 +104,10 @@ def prefect_session(server: EmbeddedServer | None, load_flow: Callable[[], T], *
     """
     if server is not None:
         server.begin(log_file=log_file)
-    from prefect.logging.handlers import APILogWorker
+    with fast_imports():
+        from prefect.logging.handlers import APILogWorker
 
-    flow = load_flow()
+        flow = load_flow()
     if server is not None:
         server.wait()
     try:

@@ -5,7 +5,7 @@ It imports neither an orchestrator nor an experiment tracker, so every function 
 
 from typing import TYPE_CHECKING
 
-from recsys_core.lazy_imports import lazy_attributes
+from recsys_core.imports import lazy_attributes
 
 if TYPE_CHECKING:
     from recsys_core.data.events import EventStore as EventStore

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from recsys_core.data.interactions.config import Split
 from recsys_core.data_report.config import DataReportConfig
 from recsys_core.errors import DataRejectedError
+from recsys_core.imports import fast_imports
 from recsys_core.manifests import DataReportManifest, Dataset, InteractionsManifest, load_manifest
 from tasks.artifacts import show_link, show_markdown
 from tasks.reporting import LOG, StageLog
@@ -19,9 +20,10 @@ if TYPE_CHECKING:
 def check_data(config: DataReportConfig, *, split: Split, dataset: Dataset, run: Run) -> DataReportManifest:
     """Write the data report; raise DataRejectedError if the data violates a limit of the config."""
     stage_log = StageLog("check_data")
-    from recsys_core.data_report.page import to_markdown
-    from recsys_core.data_report.report import report_data
-    from tasks.registry.tracking import log_data_report_or_warn
+    with fast_imports():
+        from recsys_core.data_report.page import to_markdown
+        from recsys_core.data_report.report import report_data
+        from tasks.registry.tracking import log_data_report_or_warn
 
     manifest = report_data(
         config,

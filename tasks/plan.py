@@ -1,5 +1,6 @@
 """Stage `plan_sharding`."""
 
+from recsys_core.imports import fast_imports
 from recsys_core.manifests import Dataset, PlanManifest
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
@@ -17,9 +18,10 @@ def plan_sharding(
 ) -> PlanManifest:
     """Plan where the shards of each table go; write plan.json and plan.html."""
     stage_log = StageLog("plan_sharding")
-    from recsys_core.sharding import planner
-    from recsys_core.sharding.lookup_stats import measure_lookups
-    from recsys_core.sharding.plan_file import PlanFile
+    with fast_imports():
+        from recsys_core.sharding import planner
+        from recsys_core.sharding.lookup_stats import measure_lookups
+        from recsys_core.sharding.plan_file import PlanFile
 
     manifest = planner.plan_sharding(
         config,

@@ -1,17 +1,24 @@
 """Fixtures that several folders use, and the order of the test files."""
 
+import gc
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+gc.disable()  # until all test modules are imported, as in recsys_core.imports.fast_imports
 SLOW_FOLDERS = ("training", "flows", "tasks", "infra")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the folders whose tests start processes first, so that no worker ends with a long file of its own."""
     items.sort(key=lambda item: next((n for n, name in enumerate(SLOW_FOLDERS) if name in item.path.parts), len(SLOW_FOLDERS)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

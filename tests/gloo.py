@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 # One server imports TorchRec once; each rank is a fork of it, ready in milliseconds.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torchrec", "recsys_core.training.loop", "recsys_core.training.export"])
+_CONTEXT.set_forkserver_preload(["tests.rank_imports"])
 
 
 def run_ranks(

@@ -1,6 +1,5 @@
 """Commands of the operator: installation, schedule, servers, releases, history and disk space."""
 
-import gc
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,6 +9,7 @@ import typer
 from flows.cli import output
 from flows.cli.arguments import DEFAULT_FILE, AsJson, ConfigFile, Overrides
 from flows.environment import prepare
+from recsys_core.imports import fast_imports
 
 commands = typer.Typer()
 PANEL = "Operations"
@@ -55,11 +55,11 @@ def releases(file: ConfigFile = DEFAULT_FILE, overrides: Overrides = None, as_js
 
     from flows.config_file import load_config
 
-    gc.disable()  # collecting garbage while MLflow is imported takes a fifth of the command's time
     config = load_config(file, overrides or ())
     prepare(config.workspace)
-    from tasks.registry.mlflow_client import call_with_deadline, connect
-    from tasks.registry.releases import list_releases
+    with fast_imports():
+        from tasks.registry.mlflow_client import call_with_deadline, connect
+        from tasks.registry.releases import list_releases
 
     client = connect(config.workspace)
     versions = call_with_deadline(lambda: list_releases(client, config.registry.model_name), uri=client.tracking_uri)

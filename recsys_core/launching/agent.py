@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from recsys_core.disk import disk_full_error, is_disk_full
+from recsys_core.imports import fast_imports
 from recsys_core.launching.messages import (
     FOLDER_VARIABLE,
     NODE_VARIABLE,
@@ -56,7 +57,8 @@ def main(spec_path: str, token: str, node: str, head_variable: str) -> int:
         num_cores = len(psutil.Process().cpu_affinity() or [1])
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // spec.processes_per_node)))
         os.environ["PYTHONUNBUFFERED"] = "1"
-        from recsys_core.launching.torchrun import run_ranks
+        with fast_imports():
+            from recsys_core.launching.torchrun import run_ranks
 
         rank_failures = run_ranks(spec, folder=folder, host=host, network=network)
     except _FolderError as error:

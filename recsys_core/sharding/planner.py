@@ -109,6 +109,7 @@ def make_plan(
     batch_size: int,
     optimizer: TableOptimizer | None = None,
     lookup_stats: LookupStats | None = None,
+    compare: bool = True,
 ) -> PlanFile:
     """Return the plan with the shortest estimated step, without a process group, a GPU or memory for the tables.
 
@@ -117,6 +118,8 @@ def make_plan(
         optimizer: optimizer of tables without an `optimizer` setting.
         lookup_stats: measured lookups. None: the estimates assume that every query has a full history, and that no two queries
             of a batch look up the same item.
+        compare: also estimate the other sharding types of each table, and simpler plans. Only people read these estimates, and
+            they take most of the time.
 
     Raises:
         InputError: a table, its optimizer or the device does not support a constraint, or no plan fits the cluster. If no plan
@@ -139,9 +142,9 @@ def make_plan(
         options_by_table = planner.best_options()
     except PlannerError:
         raise infeasible_error(planner) from None
-    alternatives_by_table = compare_alternatives(planner, options_by_table)
+    alternatives_by_table = compare_alternatives(planner, options_by_table) if compare else {}
     tables = {
-        name: _table_plan(planner, name, option=option, alternatives=alternatives_by_table[name])
+        name: _table_plan(planner, name, option=option, alternatives=alternatives_by_table.get(name, ()))
         for name, option in options_by_table.items()
     }
     return PlanFile(
@@ -156,7 +159,7 @@ def make_plan(
         usable_ddr_bytes=planner.usable_memory.ddr,
         tables=tables,
         ranks=rank_estimates(planner, options_by_table),
-        naive=naive_plans(planner),
+        naive=naive_plans(planner) if compare else (),
     )
 
 

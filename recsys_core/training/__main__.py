@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+from recsys_core.imports import fast_imports
 from recsys_core.launching.rank import register_rank
 from recsys_core.patches.cpu_features import share_cpu_features
 
@@ -11,14 +12,15 @@ if __name__ == "__main__":
     register_rank()
     share_cpu_features()
     # torch is imported only now: share_cpu_features has to run before it.
-    from torch.distributed.elastic.multiprocessing.errors import record
+    with fast_imports():
+        from torch.distributed.elastic.multiprocessing.errors import record
 
-    from recsys_core.patches.rank import prepare_rank
-    from recsys_core.sharding.plan_file import PlanFile
-    from recsys_core.training.export import run_export
-    from recsys_core.training.job_spec import JOB_ADAPTER, TrainJob
-    from recsys_core.training.loop import run_training
-    from recsys_core.training.process_group import join_process_group
+        from recsys_core.patches.rank import prepare_rank
+        from recsys_core.sharding.plan_file import PlanFile
+        from recsys_core.training.export import run_export
+        from recsys_core.training.job_spec import JOB_ADAPTER, TrainJob
+        from recsys_core.training.loop import run_training
+        from recsys_core.training.process_group import join_process_group
 
     job = JOB_ADAPTER.validate_json(Path(sys.argv[1]).read_bytes())
     device = PlanFile.read(job.plan).device

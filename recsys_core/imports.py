@@ -1,6 +1,8 @@
-"""Attributes of a package that are imported on their first use."""
+"""Imports on first use, and imports without garbage collection."""
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -19,3 +21,18 @@ def lazy_attributes(package: str, modules: Mapping[str, str]) -> Callable[[str],
         return getattr(import_module(modules[name]), name)
 
     return get_attribute
+
+
+@contextmanager
+def fast_imports() -> Iterator[None]:
+    """Disable the garbage collector in the block, and exempt all objects that exist at its end from later collections.
+
+    The import of a large library creates a million objects that live as long as the process. Collections during the import
+    take a fifth of its CPU time, and every later collection would visit these objects.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

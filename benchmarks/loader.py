@@ -120,30 +120,31 @@ def _load(folder: Path, case: str, batch_size: int, rank: int, world_size: int, 
     batches.close()
 
 
-def measure_speed(folder: Path, case: str, *, batch_size: int, processes: int) -> float:
+def measure_speed(folder: Path, case: str, *, batch_size: int, num_processes: int) -> float:
     """Return the samples per second of the slowest of several concurrent processes."""
-    start_barrier, results = _CONTEXT.Barrier(processes), _CONTEXT.Queue()
-    ranks = [
-        _CONTEXT.Process(target=_load, args=(folder, case, batch_size, rank, processes, start_barrier, results))
-        for rank in range(processes)
+    start_barrier, results = _CONTEXT.Barrier(num_processes), _CONTEXT.Queue()
+    processes = [
+        _CONTEXT.Process(target=_load, args=(folder, case, batch_size, rank, num_processes, start_barrier, results))
+        for rank in range(num_processes)
     ]
-    return float(min(_collect(ranks, results)))
+    return float(min(_run_processes(processes, results)))
 
 
-def _collect(ranks: list[Any], results: Any) -> list[Any]:
-    for rank in ranks:
-        rank.start()
+def _run_processes(processes: list[Any], results: Any) -> list[Any]:
+    """Run the processes to their end; return the values that they put into the queue `results`."""
+    for process in processes:
+        process.start()
     values: list[Any] = []
-    while len(values) < len(ranks):
+    while len(values) < len(processes):
         try:
             values.append(results.get(timeout=1))
         except queue.Empty:
-            if any(rank.exitcode for rank in ranks):
-                for rank in ranks:
-                    rank.kill()
+            if any(process.exitcode for process in processes):
+                for process in processes:
+                    process.kill()
                 raise
-    for rank in ranks:
-        rank.join()
+    for process in processes:
+        process.join()
     return values
 
 
@@ -152,18 +153,18 @@ def measure() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_store(folder)
-        alone = [
+        speeds = [
             {
                 "case": case,
                 "batch_size": batch_size,
                 "processes": processes,
-                "samples_per_s": measure_speed(folder, case, batch_size=batch_size, processes=processes),
+                "samples_per_s": measure_speed(folder, case, batch_size=batch_size, num_processes=processes),
             }
             for case in CASES
             for batch_size in BATCH_SIZES
             for processes in (1, 2)
         ]
-    return {"alone": alone}
+    return {"speeds": speeds}
 
 
 def to_markdown(results: dict[str, Any]) -> str:
@@ -175,7 +176,7 @@ def to_markdown(results: dict[str, Any]) -> str:
         "| content of a sample | batch size | samples/s with 1 process | samples/s of each of 2 processes |",
         "|:---|---:|---:|---:|",
     ]
-    speeds = {(row["case"], row["batch_size"], row["processes"]): row["samples_per_s"] for row in results["alone"]}
+    speeds = {(row["case"], row["batch_size"], row["processes"]): row["samples_per_s"] for row in results["speeds"]}
     for case, batch_size in dict.fromkeys((case, batch_size) for case, batch_size, _ in speeds):
         one, two = (speeds[case, batch_size, processes] for processes in (1, 2))
         lines.append(f"| {case} | {batch_size:,} | {one:,.0f} | {two:,.0f} |")

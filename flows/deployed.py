@@ -1,4 +1,4 @@
-"""The flow of deployments: `nightly-retrain` with the parameters of the form that starts a run in the Prefect UI."""
+"""The flow `nightly-retrain` with the parameters of the form in the Prefect UI. Deployments run this flow."""
 
 from typing import Annotated
 
@@ -52,11 +52,12 @@ def deployed_retrain(
             force.
         overrides: Settings that differ from the config file in this run only, as key=value, for example training.epochs=3.
         resume: Run id of an interrupted run of this pipeline, such as 20261121-070312-ab12. The run keeps its complete stages.
-            Give the same settings and options as at its first start. Empty starts a new run; a scheduled run follows
-            schedule.unfinished_run.
+            Give the same settings and options as at its first start. If empty, a new run starts. A scheduled
+            run then resumes the previous run if schedule.unfinished_run is resume and the previous run did not end.
         until: The run ends after this stage.
         full_retrain: Read all input files, build the vocabularies again and train without the champion's weights.
-        dry_run: Run all stages and log the metrics, but register no version. A resume without this option registers it.
+        dry_run: Run all stages and log the metrics, but register no version. To register it, resume the run without
+            this option.
         promote: Rule that decides whether the new version becomes champion. by_gate: the comparison with the champion decides.
             never: the comparison is recorded, the alias champion is not moved. force: the new version becomes champion if it
             passes the smoke test.

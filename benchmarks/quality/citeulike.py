@@ -11,20 +11,20 @@ from benchmarks.quality.experiment import Experiment, Settings, merge_settings
 
 
 def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experiment]:
-    """Yield the experiments on cold articles, on warm articles with and without text, and two published models on ids only."""
+    """Yield the experiments on cold and on warm articles, and the experiments with two published models."""
     vectors: Settings = {"embeddings": [{"paths": str(data / "item_embeddings.parquet"), "vector_column": "embedding"}]}
     known_vectors: Settings = {
         "embeddings": [{"paths": str(write_known_vectors(data, folder=folder)), "vector_column": "embedding"}]
     }
-    cold = merge_settings(settings(data, test="cold"), ARTICLES, known_vectors, TEXT, COLD)
-    ids_only = settings(data, test="warm")
-    warm = merge_settings(ids_only, ARTICLES)
+    cold = merge_settings(settings(data, test="cold"), ARTICLE_MODEL, known_vectors, TEXT, COLD)
+    warm_data = settings(data, test="warm")
+    warm = merge_settings(warm_data, ARTICLE_MODEL)
     variants = {
-        "cold": {"text, residual": cold, "text, residual, all articles": merge_settings(cold, ALL_ARTICLES)},
+        "cold": {"text, residual": cold, "text, residual, all articles": merge_settings(cold, NO_VALIDATION)},
         "warm": {"with text": merge_settings(warm, vectors, WARM_TEXT), "without text": warm},
         "collaborative": {
-            "SimpleX": merge_settings(ids_only, SIMPLEX),
-            "sampled-softmax matrix factorisation": merge_settings(ids_only, FACTORISATION),
+            "SimpleX": merge_settings(warm_data, SIMPLEX),
+            "sampled-softmax matrix factorisation": merge_settings(warm_data, FACTORISATION),
         },
     }
     for seed in seeds:
@@ -34,7 +34,7 @@ def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experimen
 
 
 def write_known_vectors(data: Path, *, folder: Path) -> Path:
-    """Write the vectors of training and cold articles. Articles that occur only in the warm test are not candidates."""
+    """Write the vectors of training and cold articles. Articles that occur only in the warm test are not ranked."""
     known_ids = pa.concat_arrays(
         [
             pq.read_table(data / name, columns=["item_id"])["item_id"].combine_chunks()
@@ -47,7 +47,7 @@ def write_known_vectors(data: Path, *, folder: Path) -> Path:
     return path
 
 
-ARTICLES: Settings = {
+ARTICLE_MODEL: Settings = {
     "model": {"candidate": {"layers": [512, 128], "skip_connection": True}},
     "tables": {"user": {"init_std": 1e-4, "optimizer": {"learning_rate": 0.02}}},
     "loss": {"kind": "softmax", "num_negatives": 0, "mask_negatives": "seen"},
@@ -55,8 +55,8 @@ ARTICLES: Settings = {
 }
 SMALL_STEPS: Settings = {"optimizer": {"learning_rate": 0.02}}
 TEXT: Settings = {
-    # The text vectors have length 1. The first step of an offset is about 11 times the learning rate. This step must
-    # be small compared with the vectors.
+    # The text vectors have length 1. The first step of the optimizer moves an offset by about 11 times the learning rate
+    # (the square root of 128). This step must be small compared with the vectors.
     "tables": {"item": {"transfer": "residual", "init_std": 128**-0.5, "id_dropout": 0.5}, "item_offset": SMALL_STEPS}
 }
 """Frozen text vectors plus a learned offset, so that articles without interactions are comparable with the others."""
@@ -64,11 +64,11 @@ COLD: Settings = {
     "model": {"history": {"item_representation": "candidate_tower"}},
     "training": {"epochs": 12, "validation": {"candidates": "cold"}},
 }
-ALL_ARTICLES: Settings = {
+NO_VALIDATION: Settings = {
     "interactions": {"split": {"validation_share": 0.0, "validation_by": "pair"}},
     "training": {"validation": None},
 }
-"""Training without validation, for as many epochs as were best in the experiments with validation."""
+"""Training on all articles. The number of epochs in COLD was chosen in the experiments with validation."""
 WARM_TEXT: Settings = merge_settings(TEXT, {"tables": {"item": {"id_dropout": 0.1}}})
 SIMPLEX: Settings = {
     "model": {

@@ -18,7 +18,8 @@ class DataReportConfig(Settings):
         0.5,
         gt=0,
         le=1,
-        description="largest allowed share by which the number of training events may be smaller than in the previous run",
+        description="largest allowed decrease of the number of training events since the previous run, as a share of the "
+        "earlier number",
     )
     max_new_user_share: float | None = Field(
         None, ge=0, le=1, description="largest allowed share of users that had no event in the previous run"

@@ -28,8 +28,8 @@ def popularity_order(count_I: NDArray[Any], *, item_ids: pa.Array) -> NDArray[np
     >>> popularity_order(np.array([2, 5, 2]), item_ids=pa.array([30, 10, 20])).tolist()
     [1, 2, 0]
     """
-    rows_by_id: NDArray[np.int64] = pc.sort_indices(item_ids).to_numpy().astype(np.int64)
-    return rows_by_id[np.argsort(-count_I[rows_by_id], kind="stable")].astype(np.int32)
+    rows_in_id_order: NDArray[np.int64] = pc.sort_indices(item_ids).to_numpy().astype(np.int64)
+    return rows_in_id_order[np.argsort(-count_I[rows_in_id_order], kind="stable")].astype(np.int32)
 
 
 def popularity_before(split: EvaluationSplit, *, store: EventStore, interactions: InteractionsManifest) -> NDArray[np.int32]:

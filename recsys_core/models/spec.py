@@ -45,7 +45,7 @@ class TableSpec(Frozen):
 
     @property
     def unpooled(self) -> bool:
-        """Whether a lookup returns single rows, not pooled vectors; all unpooled tables share one exchange between ranks."""
+        """Whether a lookup returns single rows. The lookups of other tables return pooled vectors."""
         return self.side == "item" or (self.feature == "user" and self.settings.lookup != "pooled")
 
     @property
@@ -74,7 +74,8 @@ class ModelSpec(Frozen):
     tables: dict[str, TableSpec]
     forms: dict[str, FeatureForm] = Field(
         default_factory=dict,
-        description="form of each feature (single, list, weighted_list, number), by <side>.<name>; ids are not listed",
+        description="form of each feature (single, list, weighted_list, number), by user.<name>, item.<name> or "
+        "context.<name>; without ids",
     )
 
     @classmethod
@@ -118,7 +119,7 @@ class ModelSpec(Frozen):
         """Return the spec for these sizes, without reading a dataset.
 
         Args:
-            facts: ingested features, by <side>.<name>.
+            facts: ingested features, by user.<name>, item.<name> or context.<name>.
             vector_dims: width of the pretrained vectors, by table; tables without vectors are not listed.
             tables: settings by table.
             distils: whether the loss has a distillation term.
@@ -184,7 +185,7 @@ class ModelSpec(Frozen):
 
     @property
     def row_norm(self) -> float:
-        """Expected length of a random row of table item; `unit_vectors` limits the gradients of shorter vectors."""
+        """Expected length of a random row of table item. `unit_vectors` limits the gradients of vectors below this length."""
         return random_norm(self.tables["item"].settings.init_std, self.config.embedding_dim)
 
     @property

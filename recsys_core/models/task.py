@@ -60,7 +60,7 @@ class RetrievalHead(nn.Module):
         self.bf16 = False
 
     def set_epoch(self, epoch: int) -> dict[str, float]:
-        """Unfreeze the rows that `epoch` (1-based) trains in tables with transfer `gradual`; return their share by table."""
+        """Unfreeze rows of tables with transfer `gradual` for `epoch` (from 1); return the share of unfrozen rows by table."""
         shares = {table: self.spec.tables[table].settings.trained_share(epoch) for table in self.num_trained_rows}
         self.num_trained_rows = {table: round(share * self.spec.tables[table].num_rows) for table, share in shares.items()}
         return shares
@@ -116,9 +116,9 @@ class RetrievalHead(nn.Module):
         return self.query(history_item_VD, batch.history_H, batch.history_offset, features=outputs), outputs
 
     def _mask_frozen_gradients(self, table: str, value_VD: Tensor, *, row_V: Tensor) -> Tensor:
-        """Detach the rows of a gradual table that are still frozen.
+        """Detach the rows of a gradual table that are still frozen. For table user, V is the number of queries.
 
-        Every optimizer that a table can use leaves a row with a zero gradient bit-identical.
+        A row with a zero gradient does not change by a single bit, whatever the optimizer of its table.
         """
         num_trained_rows = self.num_trained_rows.get(table)
         if num_trained_rows is None or not self.training:

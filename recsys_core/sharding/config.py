@@ -32,14 +32,14 @@ class ClusterConfig(Settings):
         None,
         gt=0,
         le=1e6,
-        description="Memory of a GPU in GB. If empty, it is the memory of this machine's GPUs if device is auto, otherwise 80",
+        description="Memory of a GPU in GB. If empty, it is 80, or with device auto the memory of this machine's GPUs",
     )
     ddr_gb: float | None = Field(
         None,
         gt=0,
         le=1e6,
-        description="Main memory of a host in GB. If empty, it is the memory of this machine or container if device is "
-        "auto, otherwise 16",
+        description="Main memory of a host in GB. If empty, it is 16, or with device auto the memory of this machine or "
+        "container",
     )
     ssd_gb: float = Field(
         0.0, ge=0, le=1e9, description="SSD space of a host in GB for tables with the compute kernel key_value"
@@ -105,9 +105,9 @@ class QuantizedCommsConfig(Settings):
     def _reject_lossy_precision(cls, value: object) -> object:
         # TorchRec's loss scale does not help: its codec divides the fp16 gradients by the scale before it casts them to fp32.
         if value in ("fp16", "int8"):
-            lost_gradients = "below 6e-8" if value == "fp16" else "below 1/255 of the largest gradient of their row"
+            lost_range = "below 6e-8" if value == "fp16" else "below 1/255 of the largest gradient of their row"
             raise ValueError(
-                f"backward is {value}: gradients {lost_gradients} become 0, and no loss scale prevents it; "
+                f"backward is {value}: gradients {lost_range} become 0, and no loss scale prevents it; "
                 "set backward to bf16, which has the range of fp32, or to fp32"
             )
         return value

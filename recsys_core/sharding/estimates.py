@@ -23,7 +23,7 @@ from recsys_core.sharding.torchrec_planner import TorchrecPlanner
 STATE_BYTES_PER_WEIGHT_BYTE = {"sgd": 0.0, "none": 0.0, "adagrad": 1.0, "adam": 2.0, "partial_rowwise_adam": 1.0}
 """TorchRec's estimate of the optimizer state, in bytes per byte of weights. rowwise_adagrad has one number per row instead."""
 MAX_REPLANNED_TABLES = 8
-"""With more tables, no plan is computed for a faster alternative, because the plans of all tables would take minutes."""
+"""If the model has more tables, no new plan is computed for each faster alternative, because that would take minutes."""
 NAIVE_TYPES: tuple[ShardingType, ...] = ("row_wise", "table_wise")
 _FP32_BYTES = 4
 
@@ -190,7 +190,7 @@ def _verdict(
         times = f"{table_ms(option):.3g} ms instead of {table_ms(chosen):.3g} ms"
         return f"slower: {times}" if extra_ms else "as fast as the chosen type"
     if len(planner.model.tables) > MAX_REPLANNED_TABLES:
-        return "faster for this table alone, but not chosen together with the other tables"
+        return "faster for this table alone; the plan for all tables together prefers the chosen type"
     try:
         all_tables_ms = step_ms(planner, planner.best_options(sharding_types={name: (sharding_type,)}))
     except PlannerError:

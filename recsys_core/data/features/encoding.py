@@ -1,9 +1,10 @@
-"""Encoding of a feature: its values become rows of an embedding table, stored as arrays in the order of the catalogue.
+"""Encoding of a feature: arrays with a row of the feature's embedding table for each user, item or event.
 
 Categorical and list features use a vocabulary (vocabulary.py) or a hash, numeric features use buckets or a standardised
 value (numeric.py). Row 0 of the embedding table is for values that have no row of their own.
 
-Shapes: N rows of a batch, R users, items or events, L values of all lists.
+Shapes: R is the number of users, of items or of events. N is the size of a part of them that is read at once. L is the
+number of values of all lists.
 """
 
 from collections.abc import Iterator

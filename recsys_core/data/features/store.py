@@ -24,7 +24,7 @@ class Feature:
     """One feature of all users, items or events.
 
     `row` contains rows of the feature's embedding table. Without `offset`, each user, item or event has one entry of `row`.
-    With `offset`, entry n of the users, items or events has the list row[offset[n]:offset[n + 1]]. `weight` is None or has one
+    With `offset`, the n-th user, item or event has the list row[offset[n]:offset[n + 1]]. `weight` is None or has one
     entry for each entry of `row`.
     """
 

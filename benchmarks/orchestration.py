@@ -30,6 +30,8 @@ def measure_orchestration() -> dict[str, dict[str, float]]:
         config_file = write_demo(folder / "demo")
         results = {"embedded server": _time_run(config_file, workspace=folder / "embedded", environment={})}
         with running_servers(folder) as environment:
+            # The services of a new server work for some seconds, and its first requests import modules.
+            _time_run(config_file, workspace=folder / "warm-up", environment=environment)
             results["running servers"] = _time_run(config_file, workspace=folder / "servers", environment=environment)
     return results
 

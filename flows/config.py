@@ -45,7 +45,7 @@ class PipelineConfig(Settings):
     data_report: DataReportConfig = Field(
         default_factory=DataReportConfig,
         description="limits on the data. A run stops before the training if the data violates one of them. If a limit is "
-        "empty, its value is only reported",
+        "empty, the report shows the value and the run continues",
     )
     embeddings: EmbeddingsConfigs = Field(
         (),
@@ -142,7 +142,7 @@ class PipelineConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _torchx_needs_a_described_host(self) -> Self:
+    def _torchx_needs_device_and_process_count(self) -> Self:
         cluster = self.sharding.cluster
         if self.launcher.kind == "torchx" and (cluster.device == "auto" or cluster.processes_per_node is None):
             raise ValueError(
@@ -159,7 +159,7 @@ class PipelineConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _transfer_has_vectors(self) -> Self:
+    def _vectors_are_used_by_tables(self) -> Self:
         tables_with_vectors = {entry.table for entry in self.embeddings}
         if "user" in tables_with_vectors and not self.model.user_id:
             raise ValueError("embeddings has vectors of users, but the model has no user table; set model.user_id to true")

@@ -77,8 +77,8 @@ def settings_as_yaml(config: PipelineConfig, settings: Mapping[str, Any]) -> str
     raw = with_settings(config, settings).model_dump(mode="json")
     groups: dict[str, Any] = {}
     for dotted_name in settings:
-        without_index = re.sub(r"\.\d+(\..*)?$", "", dotted_name)
-        _put_setting(groups, without_index, _get_setting(raw, without_index), source=dotted_name)
+        name_of_list = re.sub(r"\.\d+(\..*)?$", "", dotted_name)
+        _put_setting(groups, name_of_list, _get_setting(raw, name_of_list), source=dotted_name)
     return yaml_loader.dump(groups)
 
 
@@ -144,7 +144,7 @@ def _check_range(config: PipelineConfig, dotted_name: str, value_range: RangeCon
         for probe, validation in validations
         if validation.config is not None
     }
-    # A value may contradict another setting, because that setting may vary too. But at least one value must be valid.
+    # A value can contradict a setting whose value also varies. But at least one value must be valid.
     failed_validations = [validation for _, validation in validations if validation.has_invalid_settings or not value_by_label]
     if failed_validations:
         raise ValueError("\n".join(failed_validations[0].problems))

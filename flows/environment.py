@@ -39,7 +39,7 @@ def keep_flow_runs(*, days: int) -> None:
 
 
 def require_writable(workspace: Path) -> None:
-    """Raise InputError unless files can be written to `workspace`, or the folder can be created. Creates nothing."""
+    """Raise InputError if `workspace` is not writable, or does not exist and cannot be created. Creates nothing."""
     try:
         nearest_existing_path = next(path for path in (workspace, *workspace.parents) if os.path.lexists(path))
         if not nearest_existing_path.is_dir():

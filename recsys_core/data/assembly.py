@@ -47,7 +47,7 @@ class Assembler:
             candidate: [C], item rows, the B positives first; empty if only queries are encoded.
             weight: [B], factor of each query's loss; None: all factors are 1.
         """
-        item_index, item_row_V = pd.factorize(np.concatenate([candidate, history.values_L]))
+        position_in_V, item_row_V = pd.factorize(np.concatenate([candidate, history.values_L]))
         item_row_V = _at_least_one_row(item_row_V)  # one unused item if there are no candidates and no histories
         sparse, item_weight = self._query_features(user, event), {}
         unpooled = {"item": JaggedArray.from_single_values(item_row_V)}
@@ -62,8 +62,8 @@ class Assembler:
             sparse=sparse,
             batch_size=len(user),
             item_row_V=torch.from_numpy(item_row_V),
-            candidate_C=torch.from_numpy(item_index[: len(candidate)]),
-            history_H=torch.from_numpy(item_index[len(candidate) :]),
+            candidate_C=torch.from_numpy(position_in_V[: len(candidate)]),
+            history_H=torch.from_numpy(position_in_V[len(candidate) :]),
             history_offset=torch.from_numpy(history.offset),
             item_weight=item_weight,
             weight=None if weight is None else torch.from_numpy(weight),

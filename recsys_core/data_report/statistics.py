@@ -22,7 +22,7 @@ def size_metrics(interactions: InteractionsManifest, counts: SplitCounts) -> dic
     """Return numbers of events, users, items and days, and the lengths of histories."""
     user_offset = np.load(interactions.path("user_offset.npy"), mmap_mode="r")
     length_U = train_lengths(interactions)
-    positive_length_U = length_U[length_U > 0]
+    nonempty_lengths = length_U[length_U > 0]
     num_days = max(counts.events_by_day) - min(counts.events_by_day) + 1 if counts.events_by_day else math.nan
     return {
         "train_events": float(interactions.train_events),
@@ -33,9 +33,9 @@ def size_metrics(interactions: InteractionsManifest, counts: SplitCounts) -> dic
         "items_in_catalogue": float(interactions.num_items),
         "days": float(num_days),
         "empty_day_share": 1 - len(counts.events_by_day) / num_days,
-        "history_median": float(np.median(positive_length_U)),
-        "history_p95": float(np.percentile(positive_length_U, 95)),
-        "history_longest": float(positive_length_U.max()),
+        "history_median": float(np.median(nonempty_lengths)),
+        "history_p95": float(np.percentile(nonempty_lengths, 95)),
+        "history_longest": float(nonempty_lengths.max()),
         "files_without_checksums": float(_num_files_without_checksums(interactions)),
     }
 
@@ -93,7 +93,7 @@ def gini(count_I: Ints) -> float:
 
 
 def history_histogram(length_U: Ints) -> tuple[tuple[str, int], ...]:
-    """Return (range of training events, number of users), with ranges that double.
+    """Return (range of the number of training events, number of users). The limits of the ranges are powers of two.
 
     >>> history_histogram(np.array([0, 1, 2, 3, 4, 4, 9]))
     (('0', 1), ('1', 1), ('2-3', 2), ('4-7', 2), ('8-15', 1))

@@ -19,8 +19,8 @@ class PlanManifest(Manifest):
 class TrainManifest(Manifest):
     """The trained model and its metrics.
 
-    Files: checkpoint/ (torch.distributed.checkpoint), metrics.jsonl, model.json (ModelSpec), plan.json (the plan executed last)
-    and, with training.profile, profile/.
+    Files: checkpoint/ (torch.distributed.checkpoint), metrics.jsonl, model.json (ModelSpec), plan.json (the plan of the
+    last attempt; an attempt with fewer ranks has its own plan) and, with training.profile, profile/.
     """
 
     kind: ClassVar[str] = "train"
@@ -30,7 +30,7 @@ class TrainManifest(Manifest):
     examples: int
     final_loss: float
     samples_per_s: float
-    attempts: int
+    attempts: int = Field(description="number of launches until the training ended without an error")
     best_epoch: int | None = Field(
         description="epoch with the best validation metric, whose model the checkpoint holds; null without validation"
     )

@@ -115,12 +115,12 @@ class StageFolder(Generic[ManifestT]):
                 create_own_folder(self._staging)
                 yield self._staging
         finally:
-            shutil.rmtree(self._staging, ignore_errors=True)  # `commit` has renamed it, unless the block failed
+            shutil.rmtree(self._staging, ignore_errors=True)  # the folder exists only if the block failed before `commit`
 
     def commit(self, **fields: Any) -> ManifestT:
         """Commit the files of the `writing` block atomically, and return the manifest.
 
-        fields: the fields that the type of the manifest adds to Manifest.
+        fields: values of the fields that the manifest type adds to the base class.
         """
         seconds = time.perf_counter() - self._start_s
         return seal(self._staging, self._folder, self._manifest_type, fingerprint=self._fingerprint, seconds=seconds, **fields)
@@ -180,7 +180,7 @@ def require_manifest(folder: Path, manifest_type: type[ManifestT], *, verify: bo
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    """Return the checksum of a manifest's content, which manifest.json contains too."""
+    """Return the checksum of a manifest's content. manifest.json contains both."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

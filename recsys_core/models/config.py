@@ -18,8 +18,8 @@ class TowerConfig(Settings):
     layers: tuple[Width, ...] | None = Field(
         None,
         max_length=64,
-        description="widths of the tower's layers. With [], the tower has no layers and its features are added up. If empty "
-        "(null), the query tower has one layer with the width of the item vectors, and the candidate tower has "
+        description="widths of the tower's layers. With [], the tower has no layers and its features are added up. With "
+        "null, the query tower has one layer with the width of the item vectors, and the candidate tower has "
         "no layers",
     )
     skip_connection: bool = Field(
@@ -40,7 +40,7 @@ class HistoryConfig(Settings):
         ge=0,
         le=10_000,
         description="maximum number of items in a history. A history contains the last items of the user before the event. "
-        "In a log without order, it contains any other items of the user. With 0, the model has no history",
+        "In a log without order, it contains other items of the user in random order. With 0, the model has no history",
     )
     pooling: PoolingKind = Field(
         "mean",

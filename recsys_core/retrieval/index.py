@@ -81,13 +81,13 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
 
 def estimate_bytes(config: IndexConfig, *, num_items: int, dim: int) -> int:
     """Return a lower bound of the bytes of all indexes: their vectors or codes, row numbers, and the links of HNSW."""
-    vector_bytes, row_bytes = 4 * dim, 8
+    vector_bytes, row_number_bytes = 4 * dim, 8
     code_bytes = config.pq_m * usable_pq_nbits(num_items, requested=config.pq_nbits) // 8
     bytes_per_item: dict[IndexKind, int] = {
-        "flat": vector_bytes + row_bytes,
-        "ivf_flat": vector_bytes + 2 * row_bytes,  # the cells of an IVF index store the row numbers again
-        "ivf_pq": code_bytes + 2 * row_bytes,
-        "hnsw": vector_bytes + 8 * config.hnsw_m + row_bytes,
+        "flat": vector_bytes + row_number_bytes,
+        "ivf_flat": vector_bytes + 2 * row_number_bytes,  # the cells of an IVF index store the row numbers again
+        "ivf_pq": code_bytes + 2 * row_number_bytes,
+        "hnsw": vector_bytes + 8 * config.hnsw_m + row_number_bytes,
     }
     return num_items * sum(bytes_per_item[kind] for kind in config.built_kinds)
 
@@ -104,8 +104,8 @@ def usable_nlist(num_items: int, *, requested: int) -> int:
 def usable_pq_nbits(num_items: int, *, requested: int) -> int:
     """Return the requested number of bits, or the largest number with at least one item per centroid, as FAISS requires.
 
-    MIN_ITEMS_PER_CENTROID does not apply here: its purpose is that centroids trained on a sample also fit other vectors. The
-    centroids of a small catalogue are trained on all its vectors.
+    MIN_ITEMS_PER_CENTROID does not apply here. That limit lets centroids that are trained on a sample fit all vectors, and the
+    centroids of a small catalogue are trained on all vectors.
 
     >>> usable_pq_nbits(12_101, requested=8), usable_pq_nbits(256, requested=8), usable_pq_nbits(255, requested=8)
     (8, 8, 7)

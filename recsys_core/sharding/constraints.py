@@ -26,7 +26,7 @@ INT8_DIM_MULTIPLE = 32
 INT8_POOLED_TYPES: tuple[ShardingType, ...] = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
 """Sharding types that can send the rows of pooled tables in int8, because each row comes from one rank."""
 NOT_SUPPORTED_PREFIX = "not supported"
-"""Start of the reason that `why_not_offered` returns for a sharding type that the table cannot use."""
+"""Start of the reason that `why_not_default` returns for a sharding type that the table cannot use."""
 SSD_OPTIMIZERS = ("rowwise_adagrad", "partial_rowwise_adam", "adam")
 WITHIN_HOST_TYPES: tuple[ShardingType, ...] = ("table_row_wise", "table_column_wise", "grid_shard")
 
@@ -64,8 +64,8 @@ def _check_quantized_comms(config: ShardingConfig, model: ModelSpec) -> None:
         sharding_types = config.tables.get(name, TableConstraint()).sharding_types
         if not table.unpooled and not set(sharding_types or WITHIN_HOST_TYPES) <= set(INT8_POOLED_TYPES):
             raise InputError(
-                f"sharding.quantized_comms: int8 cannot represent the partial results that row-wise types add "
-                f"between ranks, but sharding.tables.{name}.sharding_types is "
+                f"sharding.quantized_comms: int8 cannot represent the partial sums that ranks exchange with "
+                f"row-wise types, but sharding.tables.{name}.sharding_types is "
                 f"{list(sharding_types) if sharding_types else 'left to the planner'}; "
                 f"choose from {list(INT8_POOLED_TYPES)}, or set fp16 or bf16"
             )
@@ -130,8 +130,8 @@ def _check_optimizer(name: str, constraint: TableConstraint, *, device: str, opt
             f"sharding.tables.{name}: data_parallel does not support optimizer partial_rowwise_adam, which has a fused kernel "
             "only; choose adam, or another sharding type"
         )
-    is_data_parallel = optimizer == "adam" and sharding_types == ("data_parallel",)
-    if device == "cpu" and optimizer in GPU_ONLY_OPTIMIZERS and not is_data_parallel:
+    is_replicated_adam = optimizer == "adam" and sharding_types == ("data_parallel",)
+    if device == "cpu" and optimizer in GPU_ONLY_OPTIMIZERS and not is_replicated_adam:
         advice = f", or replicate it: sharding.tables.{name}.sharding_types: [data_parallel]" if optimizer == "adam" else ""
         raise InputError(
             f"tables.{name}: optimizer {optimizer} has no fused kernel on a CPU; set rowwise_adagrad, adagrad or sgd{advice}"
@@ -143,16 +143,16 @@ def offered_sharding_types(
 ) -> tuple[ShardingType, ...]:
     """Return the configured sharding types of a table, or the default types if none are configured.
 
-    `why_not_offered` returns why a sharding type is not a default type.
+    `why_not_default` returns why a sharding type is not a default type.
     """
     return constraint.sharding_types or tuple(
         sharding_type
         for sharding_type in ("table_wise", "row_wise", "column_wise", *WITHIN_HOST_TYPES)
-        if why_not_offered(sharding_type, table, num_nodes=num_nodes, world_size=world_size) is None
+        if why_not_default(sharding_type, table, num_nodes=num_nodes, world_size=world_size) is None
     )
 
 
-def why_not_offered(sharding_type: ShardingType, table: TableSpec, *, num_nodes: int, world_size: int) -> str | None:
+def why_not_default(sharding_type: ShardingType, table: TableSpec, *, num_nodes: int, world_size: int) -> str | None:
     """Return why a sharding type is not one of the default types of a table; None if it is one."""
     if sharding_type == "data_parallel":
         return "only if listed in sharding_types: every rank would store a copy and exchange gradients as large as the table"

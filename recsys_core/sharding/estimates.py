@@ -14,7 +14,7 @@ from recsys_core.sharding.constraints import (
     OFFLOADING_KERNELS,
     SSD_CACHE_MB,
     optimizer_kind,
-    why_not_offered,
+    why_not_default,
 )
 from recsys_core.sharding.infeasible import describe_shortage
 from recsys_core.sharding.plan_file import Alternative, NaivePlan, RankEstimate, TableMemory
@@ -125,7 +125,7 @@ def compare_alternatives(
 
 
 def _is_supported(sharding_type: ShardingType, table: TableSpec, *, planner: TorchrecPlanner) -> bool:
-    why_not = why_not_offered(sharding_type, table, num_nodes=planner.config.cluster.num_nodes, world_size=planner.world_size)
+    why_not = why_not_default(sharding_type, table, num_nodes=planner.config.cluster.num_nodes, world_size=planner.world_size)
     return why_not is None or not why_not.startswith(NOT_SUPPORTED_PREFIX)
 
 
@@ -142,11 +142,11 @@ def _alternative(
     chosen: ShardingOption,
 ) -> Alternative:
     table = planner.model.tables[name]
-    why_not_default = why_not_offered(
+    reason_not_default = why_not_default(
         sharding_type, table, num_nodes=planner.config.cluster.num_nodes, world_size=planner.world_size
     )
     if not options:
-        return Alternative(sharding_type=sharding_type, verdict=why_not_default or "no kernel supports it on this device")
+        return Alternative(sharding_type=sharding_type, verdict=reason_not_default or "no kernel supports it on this device")
     if chosen.sharding_type == sharding_type:
         option = next(candidate for candidate in options if candidate.compute_kernel == chosen.compute_kernel)
     else:
@@ -158,7 +158,7 @@ def _alternative(
         step_ms=table_ms(option),
         hbm_bytes=max(shard.storage.hbm for shard in option.shards),
         ddr_bytes=max(shard.storage.ddr for shard in option.shards),
-        verdict=_verdict(planner, name, option, chosen=chosen, why_not_default=why_not_default),
+        verdict=_verdict(planner, name, option, chosen=chosen, reason_not_default=reason_not_default),
     )
 
 
@@ -168,20 +168,20 @@ def _verdict(
     option: ShardingOption,
     *,
     chosen: ShardingOption,
-    why_not_default: str | None,
+    reason_not_default: str | None,
 ) -> str:
     """Return why the option of one sharding type was chosen or not.
 
     chosen: the option of the table in the plan.
-    why_not_default: the result of `why_not_offered` for the type.
+    reason_not_default: the result of `why_not_default` for the type.
     """
     sharding_type, allowed_types = option.sharding_type, _constraint(planner, name).sharding_types
     if chosen.sharding_type == sharding_type:
         return "chosen"
     if allowed_types is not None and sharding_type not in allowed_types:
         return f"excluded by sharding.tables.{name}.sharding_types"
-    if allowed_types is None and why_not_default is not None:
-        return why_not_default
+    if allowed_types is None and reason_not_default is not None:
+        return reason_not_default
     excess_bytes = _excess_bytes(option, planner.usable_memory)
     if excess_bytes:
         return f"does not fit: {excess_bytes:,} bytes short on one rank"

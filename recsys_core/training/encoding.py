@@ -39,7 +39,7 @@ class Encoder:
         return self.task.head.spec
 
     def encode_items(self, rows: Int64Array) -> tuple[Tensor, Tensor]:
-        """Collective. Return (item representations for histories [B, D], candidate vectors [B, D]); their widths may differ."""
+        """Collective. Return (item representations for histories, candidate vectors). Both have B rows, of different widths."""
         return self.task.encode_items(self.assembler.item_batch(rows).to(self.process.device))
 
     def encode_queries(self, users: Int64Array, *, split: EvaluationSplit) -> Tensor:
@@ -83,7 +83,7 @@ class RankWriter:
             self.beat()
 
     def build(self, path: Path, *, shape: tuple[int, ...], accumulate: bool = False) -> None:
-        """Build the array from all parts, on rank 0."""
+        """Build the array from all parts, on rank 0. accumulate: add the values of overlapping parts."""
         if self._process.is_main:
             build_array(path, shape=shape, process=self._process, accumulate=accumulate, on_record=self.beat)
 

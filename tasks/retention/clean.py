@@ -48,19 +48,19 @@ def find_all_removals(workspace: Path, config: RetentionConfig, *, model_name: s
 
 
 def clean(workspace: Path, config: RetentionConfig, *, model_name: str) -> Removals:
-    """Remove files and versions that the workspace does not keep. If the process is killed, the next clean continues.
+    """Remove files and versions that the workspace does not keep. If the process is killed, the next call continues.
 
     Returns:
         The completed removals.
 
     Raises:
-        TrackingServerError: MLflow does not answer. Nothing is removed, because runs of aliased versions must be kept.
+        TrackingServerError: MLflow does not answer. Nothing is removed, because only MLflow knows which runs aliases refer to.
     """
     empty_trash(workspace)
     client = open_registry(workspace)
     removals = find_all_removals(workspace, config, model_name=model_name, client=client)
-    finished_runs = remove_files(workspace, removals.runs)
+    removed_runs = remove_files(workspace, removals.runs)
     if client is None:
-        return Removals(finished_runs, [])
+        return Removals(removed_runs, [])
     delete = partial(delete_versions, client, removals.versions)
-    return Removals(finished_runs, call_with_retries(delete, uri=client.tracking_uri))
+    return Removals(removed_runs, call_with_retries(delete, uri=client.tracking_uri))

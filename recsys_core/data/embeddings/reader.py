@@ -53,18 +53,18 @@ def read_vectors(files: VectorFiles, *, paths: Sequence[Path], out: Path, stop: 
     if config.vector_column is not None:
         list_batch_rows = min(batch_rows, max(MIN_BATCH_ROWS, BATCH_BYTES // (4 * dim)))
         list_reader = ListReader(config.vector_column, matrix_RD, list_batch_rows, normalise)
-        tasks = _read_tasks(files, paths, column_groups=[slice(0, 1)])
+        tasks = _read_tasks(files, paths, column_slices=[slice(0, 1)])
         return RowFaults.collect(files.num_rows, _in_threads(num_threads, list_reader.read, tasks, stop=stop))
 
-    column_groups = [slice(start, min(start + COLUMNS_AT_A_TIME, dim)) for start in range(0, dim, COLUMNS_AT_A_TIME)]
+    column_slices = [slice(start, min(start + COLUMNS_AT_A_TIME, dim)) for start in range(0, dim, COLUMNS_AT_A_TIME)]
     columns_reader = ColumnsReader(files.columns, matrix_RD, batch_rows)
-    tasks = _read_tasks(files, paths, column_groups=column_groups)
+    tasks = _read_tasks(files, paths, column_slices=column_slices)
     null_faults = RowFaults.collect(files.num_rows, _in_threads(num_threads, columns_reader.read, tasks, stop=stop))
 
     def check_batch(start: int) -> list[FaultyRows]:
         rows = slice(start, start + batch_rows)
-        has_null_N = null_faults.fault_code_R[rows] != 0
-        return check_and_normalise(matrix_RD[rows], start, has_null_N, columns=files.columns, normalise=normalise)
+        has_null = null_faults.fault_code_R[rows] != 0
+        return check_and_normalise(matrix_RD[rows], start, has_null, columns=files.columns, normalise=normalise)
 
     batch_starts = range(0, files.num_rows, batch_rows)
     return null_faults.merge(RowFaults.collect(files.num_rows, _in_threads(num_threads, check_batch, batch_starts, stop=stop)))
@@ -82,8 +82,11 @@ def _in_threads(
         yield from pool.map(run_unless_stopped, tasks)
 
 
-def _read_tasks(files: VectorFiles, paths: Sequence[Path], *, column_groups: Sequence[slice]) -> Iterator[ReadTask]:
-    """Yield tasks of adjacent row groups, for each group of columns. Only a task of one row group may exceed TASK_ROWS rows."""
+def _read_tasks(files: VectorFiles, paths: Sequence[Path], *, column_slices: Sequence[slice]) -> Iterator[ReadTask]:
+    """Yield one task for each sequence of row groups and each slice of columns.
+
+    A sequence has at most TASK_ROWS rows, or one row group with more rows.
+    """
     first_row = 0
     for source, path in zip(files.sources, paths, strict=True):
         with pq.ParquetFile(path) as file:
@@ -95,8 +98,8 @@ def _read_tasks(files: VectorFiles, paths: Sequence[Path], *, column_groups: Seq
                 TASK_ROWS, num_group_rows[start_group]
             ):
                 num_rows, stop_group = num_rows + num_group_rows[stop_group], stop_group + 1
-            for columns in column_groups:
-                yield ReadTask(source, path, tuple(range(start_group, stop_group)), first_row, columns)
+            for column_slice in column_slices:
+                yield ReadTask(source, path, tuple(range(start_group, stop_group)), first_row, column_slice)
             start_group, first_row = stop_group, first_row + num_rows
 
 

@@ -26,10 +26,10 @@ def reject_bad_table(connection: duckdb.DuckDBPyConnection, table: FeatureTable,
         _reject_failures(connection, table, checks, check_counts, num_bad=num_bad, paths=paths)
     if table.id_column is not None:
         column = quoted(table.id_column)
-        duplicates = f"SELECT {column} AS id, count(*) AS rows FROM {scan_all(paths)} GROUP BY 1 HAVING count(*) > 1"
-        ((num_bad,),) = connection.sql(f"SELECT coalesce(sum(rows), 0)::BIGINT FROM ({duplicates})").fetchall()
-        is_duplicate = f"{column} IN (SELECT id FROM ({duplicates}))"
-        check = RowCheck(table.id_column, "the id of more than one row", is_duplicate, "keep one row for each id")
+        duplicates_sql = f"SELECT {column} AS id, count(*) AS rows FROM {scan_all(paths)} GROUP BY 1 HAVING count(*) > 1"
+        ((num_bad,),) = connection.sql(f"SELECT coalesce(sum(rows), 0)::BIGINT FROM ({duplicates_sql})").fetchall()
+        is_duplicate_sql = f"{column} IN (SELECT id FROM ({duplicates_sql}))"
+        check = RowCheck(table.id_column, "the id of more than one row", is_duplicate_sql, "keep one row for each id")
         _reject_failures(connection, table, [check], [num_bad], num_bad=num_bad, paths=paths)
 
 
@@ -44,7 +44,7 @@ def _reject_failures(
 ) -> None:
     def find_first() -> BadRow:
         for source, path in zip(table.sources, paths, strict=True):
-            # row_number, because a column of the file may be called file_row_number.
+            # Not DuckDB's file_row_number, because the file may have a column of this name.
             relation = f'(SELECT row_number() OVER () - 1 AS "nightjar row", * FROM {scan_all([path])})'
             bad_row = first_bad_row(connection, checks, relation=relation, row_sql='"nightjar row"', source=source)
             if bad_row is not None:
@@ -69,10 +69,10 @@ def _row_checks(table: FeatureTable) -> Iterator[RowCheck]:
     for feature in table.features:
         column = quoted(feature.source_column)
         if table.value_types.get(feature.name) == "int64":
-            is_too_large = f"{column} > {INT64_MAX}"
+            is_too_large_sql = f"{column} > {INT64_MAX}"
             if feature.is_list:
-                is_too_large = f"len(list_filter({column}, lambda x: x > {INT64_MAX})) > 0"
-            yield RowCheck(feature.source_column, "too large for int64", is_too_large, "write the values as strings")
+                is_too_large_sql = f"len(list_filter({column}, lambda x: x > {INT64_MAX})) > 0"
+            yield RowCheck(feature.source_column, "too large for int64", is_too_large_sql, "write the values as strings")
         if feature.weight_column is not None:
             weight = quoted(feature.weight_column)
             yield RowCheck(

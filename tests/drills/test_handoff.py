@@ -28,7 +28,7 @@ print(json.dumps({"answers": answers, "loaded": sorted({"torchrec", "fbgemm_gpu"
 def test_a_version_answers_in_an_environment_made_from_its_own_requirements(tmp_path: Path) -> None:
     file = write_config(tmp_path)
     subprocess.run([*NIGHTJAR, "run", str(file)], check=True)
-    (users,) = (tmp_path / "workspace" / "runs").glob("*/interactions/users.parquet")
+    (users,) = (tmp_path / "workspace" / "runs").glob("*/ingest_interactions/users.parquet")
     user_ids = pq.read_table(users, columns=["id"])["id"].to_pylist()[:USERS]
     expected_item_ids = []
     for user in user_ids:

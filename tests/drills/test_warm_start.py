@@ -54,4 +54,4 @@ def test_the_second_run_starts_from_the_model_of_the_first_unless_a_full_trainin
         tmp_path, "--until", "train", "--resume", run_id, "--set", "training.warm_start.full_retrain_every=1"
     )
     assert (due.warm_from, due.num_warm_starts) == (None, 0)
-    assert "full training: run 1 since the last full training (training.warm_start.full_retrain_every is 1)" in stderr
+    assert "full training: this is run 1 since the last full training (training.warm_start.full_retrain_every is 1)" in stderr

@@ -58,7 +58,8 @@ class EmbeddingsConfig(Settings):
         1_000,
         ge=1,
         le=MAX_COUNT,
-        description="A file is rejected if its decompressed size is more than 1 GiB and more than this many times its size",
+        description="A file is rejected if its decompressed size is more than 1 GiB and more than this many times its "
+        "compressed size",
     )
     batch_rows: Annotated[int, OPERATIONAL] = Field(
         65_536,

@@ -38,7 +38,11 @@ class FeatureConfig(Settings):
         None, description="column with the lists of weights of a weighted_list. Weights are finite and 0 or more"
     )
     min_count: int = Field(
-        1, ge=1, le=MAX_COUNT, description="Values with fewer occurrences than this share row 0 of the embedding table"
+        1,
+        ge=1,
+        le=MAX_COUNT,
+        description="Values that occur less often than this have no row of their own. They all use row 0 of the embedding "
+        "table",
     )
     hash_rows: int | None = Field(
         None,
@@ -69,7 +73,8 @@ class FeatureConfig(Settings):
 
     standardise: bool = Field(
         False,
-        description="use the value of a numeric feature itself. The mean of the training values is subtracted, the result "
+        description="use the value of a numeric feature as a number, without buckets. "
+        "The mean of the training values is subtracted, the result "
         "is divided by their standard deviation and clipped to the range from -10 to 10",
     )
 

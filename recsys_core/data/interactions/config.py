@@ -199,7 +199,8 @@ class InteractionsConfig(Settings):
         1_000,
         ge=1,
         le=MAX_COUNT,
-        description="A file is rejected if its decompressed size is more than 1 GiB and more than this many times its size",
+        description="A file is rejected if its decompressed size is more than 1 GiB and more than this many times its "
+        "compressed size",
     )
     memory_limit: Annotated[MemoryLimit, OPERATIONAL] = Field(
         "1GB", description="Memory limit of DuckDB. DuckDB writes data that does not fit to disk"

@@ -1,4 +1,4 @@
-"""The deployments of a pipeline in a Prefect server: schedule, concurrency limit and the defaults of their forms.
+"""The deployments of a pipeline in a Prefect server, with their schedule, concurrency limit and default parameters.
 
 `nightjar deploy` creates them for the workers of a work pool. `nightjar up` creates them for a process of its own.
 """

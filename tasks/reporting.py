@@ -31,7 +31,7 @@ class StageLog:
         The line has the name of the stage, `facts`, and the seconds. A stage that an earlier start of the run completed has
         "(kept)" instead of the seconds, and a stage without a result has "(skipped)".
         """
-        # An earlier process wrote the manifest of a kept stage.
+        # If an earlier process wrote the manifest, the stage is kept.
         if manifest is None:
             duration = "(skipped)"
         elif (manifest.folder / MANIFEST_NAME).stat().st_mtime < self._start_timestamp:

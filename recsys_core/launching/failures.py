@@ -32,9 +32,10 @@ def error_from_failures(
     if nightjar_error:
         return (InputError if nightjar_error[1] == "InputError" else StageError)(nightjar_error[2].strip())
     rank_name = f"rank {cause.rank} on host {host_failure.host}" if num_nodes > 1 else f"rank {cause.rank}"
-    disk_full = DISK_FULL_MESSAGE.search(f"{cause.traceback}\n{cause.last_lines}")
-    if disk_full or free_bytes(folder.path) < MIN_STAGE_BYTES:
-        quote = f" ({_line_around(disk_full)})" if disk_full else ""  # the rank may have filled another disk
+    disk_full_match = DISK_FULL_MESSAGE.search(f"{cause.traceback}\n{cause.last_lines}")
+    if disk_full_match or free_bytes(folder.path) < MIN_STAGE_BYTES:
+        # The quoted line names the full disk, which can be another disk than that of the folder.
+        quote = f" ({_line_around(disk_full_match)})" if disk_full_match else ""
         return disk_full_error(folder.path, reason=f"the output of {rank_name} does not fit{quote}")
     how_it_ended = f"signal {cause.signal}" if cause.signal else f"exit code {cause.exit_code}"
     if cause.traceback:
@@ -42,8 +43,8 @@ def error_from_failures(
     lines = [f"{rank_name} was the first to fail, with {how_it_ended}{_memory_hint(cause, host_failure)}:"]
     if _kind_of(cause) == LOST_PEER:
         lines.append(
-            "(it lost the connection to another rank, but no host reported a failed rank: an agent was killed, or a host is "
-            "down)"
+            "(it lost the connection to another rank, and no host reported why the other rank failed: an agent was killed, or "
+            "a host is down)"
         )
     lines += [cause.traceback or cause.last_lines or "(no output)", f"logs of all ranks: {folder.path}"]
     return LaunchError("\n".join(lines))

@@ -49,7 +49,7 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 CONNECT_TIMEOUT_S = 60.0
 POLL_S = 0.5
 MAX_POLLS_WITHOUT_LEASE = 4
-"""A slow file system may hide the lease for some polls. After this many, a resumed run is assumed to use the folder."""
+"""A slow file system may hide the lease for some polls. After more polls, another run probably uses the folder."""
 TERM_GRACE_S = 8.0
 
 

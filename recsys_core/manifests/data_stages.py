@@ -200,8 +200,8 @@ class FeaturesManifest(Manifest):
 
         <side>.<name>.row.npy: int32 [owners] if each owner has one value (categorical, numeric); int32 [values] for lists.
         <side>.<name>.offset.npy: int64 [owners + 1], bounds of each list; only for lists.
-        <side>.<name>.weight.npy: float32, one weight per value; only for weighted lists and standardised numbers. A
-            standardised number is row 1 with the number (-10 to 10) as its weight. A missing number is row 0 with weight 0.
+        <side>.<name>.weight.npy: float32, one weight per value; only for weighted lists and standardised numbers. For
+            a standardised number, the row is 1 and the weight is the number (-10 to 10). For a missing number, both are 0.
         <side>.<name>.vocabulary.parquet: columns `value` and `count`; the position of a value is its row. Row 0 has the
             value null and is the row of all values out of vocabulary. Numeric and hashed features do not have this file.
         <side>.<name>.vector_row.npy: int64, for each row of the embedding table, the row of its pretrained vector in

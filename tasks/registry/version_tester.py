@@ -61,9 +61,9 @@ class VersionTester:
         If the version does not load, tag it and raise UnusableVersionError. Remove the tag when the version loads again.
 
         Args:
-            loadable_version: a version that can be downloaded whenever MLflow works. If `version` cannot be downloaded but this
-                version can, the files of `version` do not exist, and `version` is unusable. None: if `version` cannot be
-                downloaded, raise NotFetchedError.
+            loadable_version: a version with files that exist. It shows whether MLflow can deliver any files. If it can be
+                downloaded but `version` cannot, `version` is unusable. None: if `version` cannot be downloaded, raise
+                NotFetchedError.
         """
         number = str(version.version)
         if number not in self.metrics_by_version:

@@ -140,7 +140,7 @@ def _stages_read_by_next(runs_folder: Path, earlier_ids: list[str]) -> KeptStage
 
 
 def _champion_run(folder: Path) -> str | None:
-    """Return the id of the run whose model the run in `folder` continued to train; None if it trained from scratch."""
+    """Return the id of the run from whose model the training in `folder` started; None if it started from scratch."""
     try:
         content = json.loads((folder / CHAMPION_FILE_NAME).read_bytes())
         return str(content["run_id"]) if content["run_id"] is not None else None

@@ -30,7 +30,7 @@ def load_log(
     Args:
         split_codes: code of the split of each input file; events of other files are not in `log`.
     """
-    # A reused part without rows may contain no current input file. Such a part is left out.
+    # A part that an earlier run read can be without any file of the current input. Such a part is left out.
     current_parts = [part for part in parts if any(file.source in split_codes for file in part.files)]
     events_query = " UNION ALL ".join(
         _part_query(part, folder=folder, split_codes=split_codes, is_split_by_files=isinstance(config.split, FileSplit))
@@ -96,7 +96,7 @@ def check_log(connection: duckdb.DuckDBPyConnection, config: InteractionsConfig,
 
 
 def _part_query(part: LogPart, *, folder: Path, split_codes: Mapping[SourceFile, int], is_split_by_files: bool) -> str:
-    """Return SQL for the events of those files of `part` that are still input files, with the split of their file."""
+    """Return SQL for the events of `part`, without files that are no longer input, and with the split of each file."""
     part_scan = scan(folder / part.file)
     source_splits = [(index, split_codes[file.source]) for index, file in enumerate(part.files) if file.source in split_codes]
     if len(source_splits) == len(part.files) and not is_split_by_files:
@@ -119,8 +119,8 @@ def _apply_filters(connection: duckdb.DuckDBPyConnection, filters: LogFilter) ->
     removed_counts["rare"] = _remove_rare(connection, filters)
     if filters.max_user_events is not None:
         order = _newest_first(("split", *extra_columns(connection, "remaining")))
-        is_newest = f'row_number() OVER (PARTITION BY "user" ORDER BY {order}) <= {filters.max_user_events}'
-        removed_counts["over_cap"] = _replace_remaining(connection, f"SELECT * FROM remaining QUALIFY {is_newest}")
+        is_newest_sql = f'row_number() OVER (PARTITION BY "user" ORDER BY {order}) <= {filters.max_user_events}'
+        removed_counts["over_cap"] = _replace_remaining(connection, f"SELECT * FROM remaining QUALIFY {is_newest_sql}")
     return removed_counts
 
 
@@ -184,8 +184,8 @@ def _split_expression(config: InteractionsConfig, *, newest_us: int, tie_breaker
         return f"CASE WHEN position > {test_start_us} THEN 2 WHEN position > {validation_start_us} THEN 1 ELSE 0 END"
     if isinstance(split, LeaveLastOut):
         window = f'PARTITION BY "user" ORDER BY {_newest_first(tie_breakers)}'
-        has_few_events = f'count(*) OVER (PARTITION BY "user") < {split.min_events}'
-        return f"CASE WHEN {has_few_events} THEN 0 ELSE greatest(0, 3 - row_number() OVER ({window})) END"
+        has_few_events_sql = f'count(*) OVER (PARTITION BY "user") < {split.min_events}'
+        return f"CASE WHEN {has_few_events_sql} THEN 0 ELSE greatest(0, 3 - row_number() OVER ({window})) END"
     if split.validation_share > 0:
         return f"CASE WHEN split = 0 AND draw < {int(split.validation_share * 1_000_000)} THEN 1 ELSE split END"
     return "split"

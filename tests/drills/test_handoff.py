@@ -1,4 +1,4 @@
-"""A registered version in an environment that pip makes from its own requirements: `make drills`. It downloads torch."""
+"""A registered version in an environment that pip makes from its own requirements, which downloads torch: `make drills`."""
 
 import json
 import subprocess

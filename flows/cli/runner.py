@@ -104,8 +104,11 @@ def run_nightly(command: Command, *, resume: str | None, until: StageName | None
     def load_flow() -> Any:
         from flows.nightly import nightly_retrain
 
-        if command.server is not None and (until is None or not until.startswith("ingest")):
-            import torch  # noqa: F401  for the stages after the ingest, while the server starts
+        if command.server is not None:  # while the server starts, one core is idle
+            import matplotlib.figure  # noqa: F401  for the page of the last runs
+
+            if until is None or not until.startswith("ingest"):
+                import torch  # noqa: F401  for the stages after the ingest
 
         return nightly_retrain
 

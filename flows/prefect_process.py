@@ -37,7 +37,6 @@ def _import_libraries() -> None:
     """Import the libraries of Prefect that do not read Prefect's settings."""
     import docket  # noqa: F401
     import fastapi  # noqa: F401
-    import pendulum  # noqa: F401
     import uvicorn  # noqa: F401
 
 

@@ -26,7 +26,7 @@ def relevant_errors(error: ValidationError) -> Sequence[ErrorDetails]:
 
 def sentence_of(detail: ErrorDetails, raw: Mapping[str, Any]) -> str:
     """Describe one validation error of the settings `raw`: the dotted key, the problem, and what to do."""
-    key = printable(dotted_key(detail["loc"], raw), at_most=200)
+    key = printable(dotted_key(detail["loc"], raw), max_characters=200)
     match detail["type"]:
         case "extra_forbidden":
             return f"{key}: unknown key; {_suggestion(key)}"

@@ -178,7 +178,7 @@ def _parse(text: str, *, subject: str) -> Any:
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
-    source = f"--set {printable(override, at_most=200)}"
+    source = f"--set {printable(override, max_characters=200)}"
     dotted_name, separator, text = override.partition("=")
     if not separator or not dotted_name:
         raise InputError(f"{source}: expected a.b=value, e.g. --set training.batch_size=8192")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from recsys_core.disk import used_bytes
-from recsys_core.manifests import DataReportManifest, RegistrationManifest, read_manifest
+from recsys_core.manifests import DataReportManifest, RegistrationManifest, read_unchecked_manifest
 from tasks.run import RUN_ID, Run
 from tasks.run_record import ERROR_LOG_NAME, RECORD_NAME, RunFigures, RunRecord, RunState
 
@@ -128,8 +128,8 @@ def _is_run(folder: Path) -> bool:
 
 def _record_from_manifests(run: Run) -> RunRecord:
     """Return a record for a run of an earlier version of nightjar, which did not write run.json."""
-    registration = read_manifest(run.stage_folder("register"), RegistrationManifest)
-    report = read_manifest(run.stage_folder("check_data"), DataReportManifest)
+    registration = read_unchecked_manifest(run.stage_folder("register"), RegistrationManifest)
+    report = read_unchecked_manifest(run.stage_folder("check_data"), DataReportManifest)
     state: RunState
     if run.is_locked():
         state, message = "Running", ""

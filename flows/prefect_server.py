@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from flows.server_process import MIN_FREE_BYTES, ServerProcess
-from recsys_core.disk import require_free
+from recsys_core.disk import require_free_space
 from recsys_core.imports import fast_imports
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class EmbeddedServer(ServerProcess):
             password: password of the server, as user:password; None: a random password.
         """
         for folder in (log_file.parent, Path(os.environ.get("PREFECT_HOME", log_file.parent))):
-            require_free(folder, MIN_FREE_BYTES, subject=f"the {self._name} with its database")
+            require_free_space(folder, MIN_FREE_BYTES, subject=f"the {self._name} with its database")
         if password is None:
             password = f"nightjar:{secrets.token_urlsafe(32)}"  # because other users of this host can connect to the port
         os.environ.update(PREFECT_API_URL=self.api, PREFECT_API_AUTH_STRING=password)

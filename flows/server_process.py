@@ -88,9 +88,9 @@ class ServerProcess:
             except OSError:  # refused, reset or timed out: the server is not ready
                 time.sleep(0.1)
         if self._log_file is not None:
-            from recsys_core.disk import require_free  # imports numpy, which the processes of the servers do not need
+            from recsys_core.disk import require_free_space  # imports numpy, which the processes of the servers do not need
 
-            require_free(self._log_file.parent, MIN_FREE_BYTES, subject=f"the {self._name}, which has ended,")
+            require_free_space(self._log_file.parent, MIN_FREE_BYTES, subject=f"the {self._name}, which has ended,")
             if schema_problem := self._schema_problem():
                 raise InputError(f"the database of the {self._name} {schema_problem}; the details are in {self._log_file}")
         problem = f"did not answer within {START_TIMEOUT_S:g} s" if self._process.poll() is None else self._describe_end()

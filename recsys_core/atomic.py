@@ -12,16 +12,16 @@ def atomic_replacement(path: Path) -> Iterator[Path]:
 
     Two processes may replace the same file: the temporary name contains the process id.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        yield temporary
-        temporary.replace(path)
+        yield temporary_path
+        temporary_path.replace(path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        temporary_path.unlink(missing_ok=True)
         raise
 
 
 def write_text(path: Path, text: str) -> None:
     """Replace the content of `path` with `text`, in UTF-8."""
-    with atomic_replacement(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    with atomic_replacement(path) as temporary_path:
+        temporary_path.write_text(text, encoding="utf-8")

@@ -35,18 +35,24 @@ class Settings(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _reject_bool_as_number(cls, settings: Any) -> Any:
-        for name, value in settings.items() if isinstance(settings, dict) else ():
+        for setting_name, setting_value in settings.items() if isinstance(settings, dict) else ():
             # Without this check pydantic would convert true to 1.
-            values = value if isinstance(value, list | tuple) else (value,)
-            field = cls.model_fields.get(name)
-            if field is not None and any(isinstance(item, bool) for item in values) and not _accepts_bool(field.annotation):
-                raise ValueError(f"{name} is {str(value).lower()}, which is not a value of this setting; see `nightjar init`")
+            elements = setting_value if isinstance(setting_value, list | tuple) else (setting_value,)
+            field = cls.model_fields.get(setting_name)
+            if (
+                field is not None
+                and any(isinstance(element, bool) for element in elements)
+                and not _accepts_bool(field.annotation)
+            ):
+                raise ValueError(
+                    f"{setting_name} is {str(setting_value).lower()}, which is not a value of this setting; see `nightjar init`"
+                )
         return settings
 
     @classmethod
     def operational(cls) -> set[str]:
         """Return the names of the settings annotated as OPERATIONAL."""
-        return {name for name, field in cls.model_fields.items() if OPERATIONAL in field.metadata}
+        return {setting_name for setting_name, field in cls.model_fields.items() if OPERATIONAL in field.metadata}
 
     def result_settings(self) -> dict[str, Any]:
         """Return the settings that change the result, for a fingerprint."""
@@ -70,43 +76,43 @@ def _check_outer_blanks(text: str) -> str:
     return text
 
 
-def _check_path(text: str) -> str:
-    if not text.strip():
+def _check_path(path_text: str) -> str:
+    if not path_text.strip():
         raise ValueError("is an empty path; name a file or a folder")
-    if "\0" in text or any(unicodedata.category(char) == "Cs" for char in text):
+    if "\0" in path_text or any(unicodedata.category(char) == "Cs" for char in path_text):
         raise ValueError("contains NUL or a surrogate (half a character), which a path cannot contain; remove it")
-    if (uri := URI.fullmatch(text)) is not None:
+    if (uri := URI.fullmatch(path_text)) is not None:
         _check_uri(scheme=uri[1].lower(), authority=uri[2], options=uri[4] or "")
     try:
-        Path(text).expanduser()
+        Path(path_text).expanduser()
     except RuntimeError:
-        raise ValueError(f"is {text[:80]!r}, but the user after ~ does not exist; write the whole path") from None
-    return text
+        raise ValueError(f"is {path_text[:80]!r}, but the user after ~ does not exist; write the whole path") from None
+    return path_text
 
 
 def _check_uri(*, scheme: str, authority: str, options: str) -> None:
     """Reject credentials and unknown options: a config is copied into the folder of each run and into MLflow."""
-    user = authority.rpartition("@")[0]
-    if user and not (scheme == "gs" and user == "anonymous"):
+    user_info = authority.rpartition("@")[0]
+    if user_info and not (scheme == "gs" and user_info == "anonymous"):
         raise ValueError(
             "contains credentials, which every run would copy; remove them and set them in the environment "
             "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or GOOGLE_APPLICATION_CREDENTIALS)"
         )
-    unknown_options = sorted({key for key, _ in parse_qsl(options, keep_blank_values=True)} - set(URI_OPTIONS))
+    unknown_options = sorted({option for option, _ in parse_qsl(options, keep_blank_values=True)} - set(URI_OPTIONS))
     if unknown_options:
         raise ValueError(f"has the unknown options {unknown_options}; the options are {list(URI_OPTIONS)}")
 
 
 def _check_folder(folder: Path) -> Path:
-    text = str(folder)
-    if len(text) > MAX_PATH_CHARACTERS:
-        raise ValueError(f"has {len(text):,} characters; a path has at most {MAX_PATH_CHARACTERS:,}")
-    _check_path(text)
+    path_text = str(folder)
+    if len(path_text) > MAX_PATH_CHARACTERS:
+        raise ValueError(f"has {len(path_text):,} characters; a path has at most {MAX_PATH_CHARACTERS:,}")
+    _check_path(path_text)
     return folder
 
 
-def _as_tuple(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
+def _as_tuple(paths: Any) -> Any:
+    return (paths,) if isinstance(paths, str) else paths
 
 
 Checksums = Annotated[

@@ -17,7 +17,7 @@ from recsys_core.errors import InputError, NightjarError
 from recsys_core.units import format_gib
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-DISK_FULL_MESSAGE = re.compile(
+DISK_FULL_PATTERN = re.compile(
     r"No space left on device|[Dd]isk quota exceeded|disk is full|\d+ requested and \d+ written|unexpected pos \d+ vs \d+"
 )
 """Messages of FAISS, Arrow, SQLite, numpy and torch.save for a full disk. Their errors do not have an errno."""
@@ -25,7 +25,7 @@ MIN_STAGE_BYTES = 2**16
 """Space that a stage needs if it writes only a manifest."""
 
 
-def require_free(folder: Path, needed_bytes: int, *, subject: str) -> None:
+def require_free_space(folder: Path, needed_bytes: int, *, subject: str) -> None:
     """Raise InputError if the disk of `folder` has less free space than `needed_bytes`; the folder need not exist yet.
 
     subject: the object that needs the space, as named in the message, such as "the train stage".
@@ -56,16 +56,16 @@ def is_disk_full(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
         return True
     cause = error.__cause__ or error.__context__
-    return DISK_FULL_MESSAGE.search(str(error)) is not None or (cause is not None and is_disk_full(cause))
+    return DISK_FULL_PATTERN.search(str(error)) is not None or (cause is not None and is_disk_full(cause))
 
 
 def disk_full_error(folder: Path, *, reason: str) -> InputError:
     """Return the error for a disk that is too small. reason: start of the message, such as "the checkpoint does not fit"."""
     existing_folder = _nearest_existing(folder)
-    mount = next(path for path in (existing_folder, *existing_folder.parents) if path.is_mount())
+    mount_point = next(path for path in (existing_folder, *existing_folder.parents) if path.is_mount())
     return InputError(
         f"{folder}: {reason}, but the disk has {format_gib(free_bytes(folder), digits=3)} free; "
-        f"free some space, or set workspace to a folder on a larger disk than the one at {mount}"
+        f"free some space, or set workspace to a folder on a larger disk than the one at {mount_point}"
     )
 
 
@@ -75,10 +75,10 @@ def used_bytes(folder: Path) -> int:
     A file that another process removes in the meantime is left out.
     """
     blocks_by_inode: dict[tuple[int, int], int] = {}
-    for parent, _, names in os.walk(folder):
-        for name in names:
+    for parent, _, file_names in os.walk(folder):
+        for file_name in file_names:
             with suppress(OSError):
-                status = (Path(parent) / name).lstat()
+                status = (Path(parent) / file_name).lstat()
                 blocks_by_inode[status.st_dev, status.st_ino] = status.st_blocks
     return 512 * sum(blocks_by_inode.values())
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from datetime import date
 from decimal import Decimal
 
-SHOWN_CHARACTERS = 80
-_LINE_CHARACTERS = 300
-_USER_INFO = re.compile(r"(\b[a-z][a-z0-9+.-]*://)([^\s:@/]*)(:?)\S*@", re.IGNORECASE)
-_QUERY_VALUE = re.compile(r"([?&][^\s=&]+=)[^\s&'\"]+")
+MAX_SHOWN_CHARACTERS = 80
+_MAX_LINE_CHARACTERS = 300
+_USER_INFO_PATTERN = re.compile(r"(\b[a-z][a-z0-9+.-]*://)([^\s:@/]*)(:?)\S*@", re.IGNORECASE)
+_QUERY_VALUE_PATTERN = re.compile(r"([?&][^\s=&]+=)[^\s&'\"]+")
 
 
 class NightjarError(Exception):
@@ -42,20 +42,20 @@ class LaunchError(StageError):
     """The training processes ended early; a new launch may continue from the last checkpoint."""
 
 
-def forget_frames(error: BaseException | None) -> None:
+def remove_tracebacks(error: BaseException | None) -> None:
     """Remove the tracebacks of `error` and of the errors that it was raised from.
 
     Prefect keeps the exception of a failed run until the interpreter ends. The frames of its traceback would keep DuckDB's
     connection alive, and nanobind, DuckDB's binding library, would print forty lines about leaks.
     """
-    visited: set[int] = set()
-    pending = [error]
-    while pending:
-        current = pending.pop()
-        if current is not None and id(current) not in visited:
-            visited.add(id(current))
-            current.__traceback__ = None
-            pending += [current.__cause__, current.__context__]
+    visited_ids: set[int] = set()
+    pending_errors = [error]
+    while pending_errors:
+        current_error = pending_errors.pop()
+        if current_error is not None and id(current_error) not in visited_ids:
+            visited_ids.add(id(current_error))
+            current_error.__traceback__ = None
+            pending_errors += [current_error.__cause__, current_error.__context__]
 
 
 def shown(value: object) -> str:
@@ -69,21 +69,21 @@ def shown(value: object) -> str:
     80
     """
     text = "null" if value is None else str(value) if isinstance(value, date | Decimal) else repr(value)
-    return _shortened(text if text.isprintable() else ascii(value), SHOWN_CHARACTERS)
+    return _shortened(text if text.isprintable() else ascii(value), MAX_SHOWN_CHARACTERS)
 
 
-def shown_names(names: Sequence[str], *, at_most: int = 50) -> str:
-    """Format names, such as the columns of a file, for a message; only the first `at_most` are listed.
+def shown_names(names: Sequence[str], *, max_names: int = 50) -> str:
+    """Format names, such as the columns of a file, for a message; only the first `max_names` are listed.
 
     >>> shown_names(["user_id", "item_id", "time"], at_most=2)
     "['user_id', 'item_id'] and 1 more"
     """
-    more = f" and {len(names) - at_most} more" if len(names) > at_most else ""
-    return f"[{', '.join(shown(name) for name in names[:at_most])}]{more}"
+    ending = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return f"[{', '.join(shown(name) for name in names[:max_names])}]{ending}"
 
 
-def printable(text: str, *, at_most: int | None = None) -> str:
-    r"""Escape control characters in a path or a text, so that it fits into a message; cut it to `at_most` characters.
+def printable(text: str, *, max_characters: int | None = None) -> str:
+    r"""Escape control characters in a path or a text, so that it fits into a message; cut it to `max_characters`.
 
     >>> print(printable("a\nb\x1b[31m.parquet"))
     a\nb\x1b[31m.parquet
@@ -91,17 +91,17 @@ def printable(text: str, *, at_most: int | None = None) -> str:
     escaped = "".join(
         char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode("ascii") for char in text
     )
-    return escaped if at_most is None else _shortened(escaped, at_most)
+    return escaped if max_characters is None else _shortened(escaped, max_characters)
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, with control characters escaped; the name of its class if there is none."""
     lines = str(error).splitlines()
-    return printable(lines[0], at_most=_LINE_CHARACTERS) if lines else type(error).__name__
+    return printable(lines[0], max_characters=_MAX_LINE_CHARACTERS) if lines else type(error).__name__
 
 
-def _shortened(text: str, at_most: int) -> str:
-    return text if len(text) <= at_most else text[: at_most - 3] + "..."
+def _shortened(text: str, max_characters: int) -> str:
+    return text if len(text) <= max_characters else text[: max_characters - 3] + "..."
 
 
 def redacted(text: str) -> str:
@@ -112,4 +112,6 @@ def redacted(text: str) -> str:
     >>> redacted("https://token@host/api, models:/nightjar@champion")
     'https://***@host/api, models:/nightjar@champion'
     """
-    return _QUERY_VALUE.sub(r"\1***", _USER_INFO.sub(lambda match: f"{match[1]}{f'{match[2]}:' * bool(match[3])}***@", text))
+    return _QUERY_VALUE_PATTERN.sub(
+        r"\1***", _USER_INFO_PATTERN.sub(lambda match: f"{match[1]}{f'{match[2]}:' * bool(match[3])}***@", text)
+    )

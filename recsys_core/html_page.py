@@ -9,20 +9,20 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 _LAYOUT_FOLDER = Path(__file__).parent
 
 
-def render_page(template: Path, *, filters: Mapping[str, Callable[..., Any]], **values: Any) -> str:
+def render_page(template_path: Path, *, filters: Mapping[str, Callable[..., Any]], **variables: Any) -> str:
     """Render a template that extends html_page.html, the shared head and stylesheet.
 
     Args:
-        template: the template file. Its blocks are `title` and `body`.
+        template_path: the template file. Its blocks are `title` and `body`.
         filters: functions that the template calls as `{{ value|name }}`.
-        values: variables of the template. A missing variable raises jinja2.UndefinedError.
+        variables: the template's variables. A missing variable raises jinja2.UndefinedError.
     """
     environment = Environment(
-        loader=FileSystemLoader([template.parent, _LAYOUT_FOLDER]),
+        loader=FileSystemLoader([template_path.parent, _LAYOUT_FOLDER]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters |= filters
-    return environment.get_template(template.name).render(values)
+    return environment.get_template(template_path.name).render(variables)

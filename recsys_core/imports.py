@@ -7,18 +7,19 @@ from importlib import import_module
 from typing import Any
 
 
-def lazy_attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a module-level `__getattr__` for `package`.
+def lazy_attributes(package_name: str, module_by_name: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a module-level `__getattr__` for a package.
 
     Args:
-        package: name of the package, for the error message.
-        modules: public name -> module that defines it. These modules import Prefect, torch or FAISS, which takes seconds.
+        package_name: name of the package, for the error message.
+        module_by_name: the module that defines each public name. These modules import Prefect, torch or FAISS, which takes
+            seconds.
     """
 
     def get_attribute(name: str) -> Any:
-        if name not in modules:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(modules)}")
-        return getattr(import_module(modules[name]), name)
+        if name not in module_by_name:
+            raise AttributeError(f"module {package_name!r} has no attribute {name!r}; it has {', '.join(module_by_name)}")
+        return getattr(import_module(module_by_name[name]), name)
 
     return get_attribute
 

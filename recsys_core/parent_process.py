@@ -40,9 +40,9 @@ def die_with_reader_of_output() -> None:
     if sys.platform != "linux":
         return
     _set_death_signal()
-    poll = select.poll()
-    poll.register(1, 0)
-    if any(events & select.POLLERR for _, events in poll.poll(0)):  # the parent ended before the signal was set
+    poller = select.poll()
+    poller.register(1, 0)
+    if any(events & select.POLLERR for _, events in poller.poll(0)):  # the parent ended before the signal was set
         os.kill(os.getpid(), signal.SIGKILL)
 
 

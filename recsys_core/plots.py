@@ -93,11 +93,11 @@ def to_svg(figure: "Figure") -> Markup:
     """Return the figure as an <svg> element with a transparent background. Equal figures give equal text."""
     import matplotlib
 
-    file = io.StringIO()
+    svg_buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "nightjar", "font.family": "sans-serif"}):
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    svg = file.getvalue()
+        figure.savefig(svg_buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = svg_buffer.getvalue()
     svg = svg[svg.index("<svg") :]
-    for colour, variable in _CSS_VARIABLES.items():
-        svg = svg.replace(colour, f"var(--{variable})")
+    for colour, css_variable in _CSS_VARIABLES.items():
+        svg = svg.replace(colour, f"var(--{css_variable})")
     return Markup(svg)  # noqa: S704 matplotlib escapes the text of its figures

@@ -24,7 +24,7 @@ PACKAGES = (
     "prefect", "mlflow", "fastapi",
 )  # fmt: skip
 _MIN_DISK_BYTES = GIB
-_OOM_FILES = ("memory.events", "memory.oom_control")
+_OOM_FILE_NAMES = ("memory.events", "memory.oom_control")
 _GPU_PROBE_SCRIPT = """
 import json, torch, torchrec, faiss
 devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
@@ -51,13 +51,13 @@ class CgroupLimits:
 
 
 @dataclass(frozen=True)
-class Preflight:
+class PreflightReport:
     """Results of the checks, for `nightjar doctor`.
 
-    problems: one sentence for each problem, with its fix at the end. A run can start if there are none.
+    problems: one sentence for each problem, with the fix at its end. If the list is empty, a run can start.
     """
 
-    versions: Mapping[str, str]
+    version_by_package: Mapping[str, str]
     machine_cores: int
     usable_cores: float
     machine_memory_bytes: int
@@ -71,14 +71,14 @@ class Preflight:
     @property
     def rows(self) -> list[tuple[str, str]]:
         """Name and value of each result, as the rows of a table."""
-        memory = f"{format_gib(self.available_memory_bytes)} available of {format_gib(self.usable_memory_bytes)}"
+        memory_text = f"{format_gib(self.available_memory_bytes)} available of {format_gib(self.usable_memory_bytes)}"
         if self.usable_memory_bytes < self.machine_memory_bytes:
-            memory += f" (limit; the machine has {format_gib(self.machine_memory_bytes)})"
+            memory_text += f" (limit; the machine has {format_gib(self.machine_memory_bytes)})"
         return [
             ("python", f"{platform.python_version()} ({sys.executable})"),
-            *((name, self.versions[name]) for name in PACKAGES if name in self.versions),
+            *((name, self.version_by_package[name]) for name in PACKAGES if name in self.version_by_package),
             ("cores", f"{self.usable_cores:g} usable of {self.machine_cores}"),
-            ("memory", memory),
+            ("memory", memory_text),
             (
                 "gpus",
                 "; ".join(f"{gpu.name}, {format_gib(gpu.memory_bytes)}" for gpu in self.gpus) or "none that torch can use",
@@ -87,10 +87,10 @@ class Preflight:
         ]
 
 
-def check_environment(folder: Path) -> Preflight:
+def check_environment(folder: Path) -> PreflightReport:
     """Check the environment, the machine and the disk of `folder`, which need not exist yet."""
-    versions = installed_versions()
-    problems = check_versions(versions)
+    version_by_package = installed_versions()
+    problems = check_versions(version_by_package)
     gpus: tuple[Gpu, ...] = ()
     if not problems:
         gpus, problems = _probe_gpus()
@@ -102,12 +102,12 @@ def check_environment(folder: Path) -> Preflight:
         )
     limits = cgroup_limits()
     memory = psutil.virtual_memory()
-    cores = len(os.sched_getaffinity(0))
+    num_cores = len(os.sched_getaffinity(0))
     usable_memory_bytes = min(memory.total, limits.memory_bytes or memory.total)
-    return Preflight(
-        versions=versions,
-        machine_cores=os.cpu_count() or cores,
-        usable_cores=min(cores, limits.cores or cores),
+    return PreflightReport(
+        version_by_package=version_by_package,
+        machine_cores=os.cpu_count() or num_cores,
+        usable_cores=min(num_cores, limits.cores or num_cores),
         machine_memory_bytes=memory.total,
         usable_memory_bytes=usable_memory_bytes,
         available_memory_bytes=max(0, min(memory.available, usable_memory_bytes - limits.memory_used_bytes)),
@@ -120,97 +120,107 @@ def check_environment(folder: Path) -> Preflight:
 
 def installed_versions() -> dict[str, str]:
     """Return the versions of the installed PACKAGES, without importing them."""
-    versions = {}
-    for name in PACKAGES:
+    version_by_package = {}
+    for package in PACKAGES:
         try:
-            versions[name] = metadata.version(name)
+            version_by_package[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return versions
+    return version_by_package
 
 
-def check_versions(versions: Mapping[str, str]) -> list[str]:
-    """Return a sentence with a fix for each conflict among `versions` (package name -> version).
+def check_versions(version_by_package: Mapping[str, str]) -> list[str]:
+    """Return a sentence with a fix for each conflict among the versions.
 
     >>> check_versions({"torch": "2.13.0", "torchrec": "1.9.2", "fbgemm-gpu-cpu": "1.9.0", "faiss-cpu": "1.15.1"})
     ['torch 2.13.0 with fbgemm-gpu-cpu 1.9.0: fbgemm 1.9 needs torch 2.14; run make clean setup']
     """
-    problems = [f"{name} is not installed; run make setup" for name in ("torch", "torchrec") if name not in versions]
+    problems = [
+        f"{package} is not installed; run make setup" for package in ("torch", "torchrec") if package not in version_by_package
+    ]
     for gpu_package, cpu_package in (("fbgemm-gpu", "fbgemm-gpu-cpu"), ("faiss-gpu", "faiss-cpu")):
-        if gpu_package in versions and cpu_package in versions:
-            both_packages = f"{gpu_package} {versions[gpu_package]} and {cpu_package} {versions[cpu_package]}"
+        if gpu_package in version_by_package and cpu_package in version_by_package:
+            both_packages = (
+                f"{gpu_package} {version_by_package[gpu_package]} and {cpu_package} {version_by_package[cpu_package]}"
+            )
             problems.append(f"{both_packages} are installed together and overwrite each other's files; run make clean setup")
-        if gpu_package not in versions and cpu_package not in versions:
+        if gpu_package not in version_by_package and cpu_package not in version_by_package:
             problems.append(f"neither {gpu_package} nor {cpu_package} is installed; run make setup")
-    for fbgemm in ("fbgemm-gpu", "fbgemm-gpu-cpu"):
-        if fbgemm in versions:
-            problems += _check_fbgemm(fbgemm, versions)
-    if "fastapi" in versions and _major_minor(versions["fastapi"]) >= (0, 151):
+    for fbgemm_package in ("fbgemm-gpu", "fbgemm-gpu-cpu"):
+        if fbgemm_package in version_by_package:
+            problems += _check_fbgemm(fbgemm_package, version_by_package)
+    if "fastapi" in version_by_package and _major_minor(version_by_package["fastapi"]) >= (0, 151):
         problems.append(
-            f"fastapi {versions['fastapi']}: prefect's server needs a version below 0.151, because with newer versions the "
-            "server rejects the requests of prefect's client; run make clean setup"
+            f"fastapi {version_by_package['fastapi']}: prefect's server needs a version below 0.151, because with newer "
+            "versions the server rejects the requests of prefect's client; run make clean setup"
         )
     return problems
 
 
-def _check_fbgemm(name: str, versions: Mapping[str, str]) -> list[str]:
-    version, torch, torchrec = versions[name], versions.get("torch"), versions.get("torchrec")
-    major, minor = _major_minor(version)
+def _check_fbgemm(fbgemm_package: str, version_by_package: Mapping[str, str]) -> list[str]:
+    fbgemm_version = version_by_package[fbgemm_package]
+    torch_version, torchrec_version = version_by_package.get("torch"), version_by_package.get("torchrec")
+    major, minor = _major_minor(fbgemm_version)
     if major != 1:
-        return [f"{name} {version}: nightjar needs fbgemm 1.x; run make clean setup"]
+        return [f"{fbgemm_package} {fbgemm_version}: nightjar needs fbgemm 1.x; run make clean setup"]
     problems = []
     # fbgemm 1.X is compiled against torch 2.(X + 5), and torchrec 1.X requires fbgemm 1.X.
-    if torch is not None and _major_minor(torch) != (2, minor + 5):
+    if torch_version is not None and _major_minor(torch_version) != (2, minor + 5):
         problems.append(
-            f"torch {torch} with {name} {version}: fbgemm 1.{minor} needs torch 2.{minor + 5}; run make clean setup"
+            f"torch {torch_version} with {fbgemm_package} {fbgemm_version}: fbgemm 1.{minor} needs torch 2.{minor + 5}; "
+            "run make clean setup"
         )
-    if torch is not None and torch.endswith("+cpu") and name == "fbgemm-gpu":
+    if torch_version is not None and torch_version.endswith("+cpu") and fbgemm_package == "fbgemm-gpu":
         problems.append(
-            f"torch {torch} is a CPU build, but {name} {version} needs CUDA; run make clean setup, "
+            f"torch {torch_version} is a CPU build, but {fbgemm_package} {fbgemm_version} needs CUDA; run make clean setup, "
             "with DEVICE=gpu on a GPU machine"
         )
-    if torchrec is not None and _major_minor(torchrec) != (1, minor):
+    if torchrec_version is not None and _major_minor(torchrec_version) != (1, minor):
         problems.append(
-            f"torchrec {torchrec} with {name} {version}: fbgemm 1.{minor} needs torchrec 1.{minor}; run make clean setup"
+            f"torchrec {torchrec_version} with {fbgemm_package} {fbgemm_version}: fbgemm 1.{minor} needs torchrec 1.{minor}; "
+            "run make clean setup"
         )
     return problems
 
 
-def cgroup_limits(*, mounts: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> CgroupLimits:
+def cgroup_limits(
+    *, mount_folder: Path = Path("/sys/fs/cgroup"), membership_path: Path = Path("/proc/self/cgroup")
+) -> CgroupLimits:
     """Return the lowest limits of this process's cgroups (v1 or v2) and their parent groups.
 
     Args:
-        mounts: folder under which the cgroup hierarchies are mounted.
-        membership: file that lists the cgroups of this process, one line `number:controllers:path` for each.
+        mount_folder: folder under which the cgroup hierarchies are mounted.
+        membership_path: file that lists the cgroups of this process, one line `number:controllers:path` for each.
     """
     core_limits: list[float] = []
     memory_limits_and_use: list[tuple[int, int]] = []
-    for line in membership.read_text().splitlines() if membership.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        mount = mounts / controllers
-        group = mount / path.lstrip("/")
-        for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(mount))):
+    for line in membership_path.read_text().splitlines() if membership_path.exists() else ():
+        _, controllers, cgroup_path = line.split(":", 2)
+        hierarchy_folder = mount_folder / controllers
+        cgroup_folder = hierarchy_folder / cgroup_path.lstrip("/")
+        for folder in (cgroup_folder, *(parent for parent in cgroup_folder.parents if parent.is_relative_to(hierarchy_folder))):
             quota_and_period = _read_integers(folder / "cpu.max") or [
                 *_read_integers(folder / "cpu.cfs_quota_us"),
                 *_read_integers(folder / "cpu.cfs_period_us"),
             ]
             if len(quota_and_period) == 2 and quota_and_period[0] > 0:
                 core_limits.append(quota_and_period[0] / quota_and_period[1])
-            memory_limit = _read_integers(folder / "memory.max") or _read_integers(folder / "memory.limit_in_bytes")
-            if memory_limit:
-                memory_limits_and_use.append((memory_limit[0], _anonymous_bytes(folder / "memory.stat")))
+            memory_limits = _read_integers(folder / "memory.max") or _read_integers(folder / "memory.limit_in_bytes")
+            if memory_limits:
+                memory_limits_and_use.append((memory_limits[0], _anonymous_bytes(folder / "memory.stat")))
     memory_bytes, memory_used_bytes = min(memory_limits_and_use, default=(None, 0))
     return CgroupLimits(min(core_limits, default=None), memory_bytes, memory_used_bytes)
 
 
-def oom_kills(*, mounts: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int | None:
+def oom_kills(*, mount_folder: Path = Path("/sys/fs/cgroup"), membership_path: Path = Path("/proc/self/cgroup")) -> int | None:
     """Return the number of processes of this cgroup (v1 or v2) that the out-of-memory killer has ended; None: unknown."""
-    for line in membership.read_text().splitlines() if membership.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        # The mount point is read too, because in a container `path` may be a host path that the container does not mount.
-        mount = mounts / controllers
-        for file in (folder / name for folder in (mount / path.lstrip("/"), mount) for name in _OOM_FILES):
-            words = file.read_text().split() if file.is_file() else []
+    for line in membership_path.read_text().splitlines() if membership_path.exists() else ():
+        _, controllers, cgroup_path = line.split(":", 2)
+        # In a container `cgroup_path` may be a path of the host that is not mounted. The root of the hierarchy is read then.
+        hierarchy_folder = mount_folder / controllers
+        folders = (hierarchy_folder / cgroup_path.lstrip("/"), hierarchy_folder)
+        for oom_path in (folder / file_name for folder in folders for file_name in _OOM_FILE_NAMES):
+            words = oom_path.read_text().split() if oom_path.is_file() else []
             if "oom_kill" in words:
                 return int(words[words.index("oom_kill") + 1])
     return None
@@ -224,14 +234,14 @@ def _read_integers(path: Path) -> list[int]:
 
 def _anonymous_bytes(path: Path) -> int:
     """Return the bytes of anonymous memory. The other used memory is page cache, which the kernel can drop."""
-    pairs = (line.split() for line in path.read_text().splitlines()) if path.is_file() else ()
-    return sum(int(value) for name, value in pairs if name in ("anon", "total_rss"))
+    name_value_pairs = (line.split() for line in path.read_text().splitlines()) if path.is_file() else ()
+    return sum(int(value) for name, value in name_value_pairs if name in ("anon", "total_rss"))
 
 
 def _probe_gpus() -> tuple[tuple[Gpu, ...], list[str]]:
     """List the GPUs in a separate process that imports the training libraries; return problems if the imports fail."""
     try:
-        probe = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", _GPU_PROBE_SCRIPT], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
@@ -239,10 +249,10 @@ def _probe_gpus() -> tuple[tuple[Gpu, ...], list[str]]:
             f"the imports of torch, torchrec and faiss took more than {_PROBE_TIMEOUT_S:g} s; "
             "check for a very slow disk or a GPU that hangs"
         ]
-    if probe.returncode != 0:
-        reason = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+    if process.returncode != 0:
+        reason = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
         return (), [f"torch, torchrec and faiss do not import together: {reason}; run make clean setup"]
-    return tuple(Gpu(**fields) for fields in json.loads(probe.stdout.splitlines()[-1])), []
+    return tuple(Gpu(**fields) for fields in json.loads(process.stdout.splitlines()[-1])), []
 
 
 def _major_minor(version: str) -> tuple[int, int]:

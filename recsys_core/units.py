@@ -18,18 +18,18 @@ def format_gib(num_bytes: int, *, digits: int = 1) -> str:
     return f"{num_bytes / GIB:,.{digits}f} GiB"
 
 
-def format_bytes(value: float | None) -> str:
+def format_bytes(num_bytes: float | None) -> str:
     """Format a number of bytes.
 
     >>> [format_bytes(value) for value in (None, 0, 1536, 64 * 2**30, 3 * 2**40)]
     ['-', '0 B', '1.5 KiB', '64.0 GiB', '3.0 TiB']
     """
-    if value is None:
+    if num_bytes is None:
         return "-"
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= factor:
-            return f"{value / factor:,.1f} {unit}"
-    return f"{value:.0f} B"
+    for unit, unit_bytes in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= unit_bytes:
+            return f"{num_bytes / unit_bytes:,.1f} {unit}"
+    return f"{num_bytes:.0f} B"
 
 
 def format_duration(seconds: float | None) -> str:

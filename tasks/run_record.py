@@ -19,7 +19,7 @@ from pydantic import AwareDatetime, Field, ValidationError
 from recsys_core.atomic import write_text
 from recsys_core.config import Frozen
 from recsys_core.errors import NightjarError, printable, redacted
-from recsys_core.manifests import InteractionsManifest, Manifest, RegistrationManifest, read_manifest
+from recsys_core.manifests import InteractionsManifest, Manifest, RegistrationManifest, read_unchecked_manifest
 from tasks.run import STAGES, Run, RunOptions, StageName
 
 LOG = logging.getLogger("nightjar")
@@ -52,7 +52,7 @@ class RunFigures(Frozen):
     @classmethod
     def read(cls, run: Run) -> "RunFigures":
         """Read the figures from the manifests in the folder of `run`, also if retention has removed the stages' files."""
-        manifest_by_stage = {stage: read_manifest(run.stage_folder(stage), STAGES[stage]) for stage in STAGES}
+        manifest_by_stage = {stage: read_unchecked_manifest(run.stage_folder(stage), STAGES[stage]) for stage in STAGES}
         manifests: dict[StageName, Manifest] = {
             stage: manifest for stage, manifest in manifest_by_stage.items() if manifest is not None
         }
@@ -163,7 +163,7 @@ def record_run(run: Run, *, pipeline: str) -> Iterator[Ending]:
 
 
 def _ended_record(start_record: RunRecord, ending: Ending) -> RunRecord:
-    message = printable(redacted(" ".join(ending.message.split())), at_most=_MESSAGE_CHARACTERS)
+    message = printable(redacted(" ".join(ending.message.split())), max_characters=_MESSAGE_CHARACTERS)
     return start_record.model_copy(update={"ended": datetime.now(UTC), "state": ending.state, "message": message})
 
 

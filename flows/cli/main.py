@@ -12,7 +12,7 @@ from flows.cli import operations, output
 from flows.cli.arguments import DEFAULT_FILE, AsJson, ConfigFile, Overrides, Verbose
 from flows.cli.interruption import Interrupted, end_process
 from flows.environment import prepare, silence_libraries
-from recsys_core.errors import NightjarError, forget_frames
+from recsys_core.errors import NightjarError, remove_tracebacks
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -254,7 +254,7 @@ def main() -> None:
         end_process(error)
     except NightjarError as error:
         output.stderr.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        forget_frames(error)
+        remove_tracebacks(error)
         sys.exit(error.exit_code)
 
 

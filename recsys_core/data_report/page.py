@@ -9,7 +9,7 @@ from markupsafe import Markup
 from recsys_core import plots
 from recsys_core.data_report.limits import Unit, format_metric
 from recsys_core.data_report.schema import DataReport, Day
-from recsys_core.errors import SHOWN_CHARACTERS, printable
+from recsys_core.errors import MAX_SHOWN_CHARACTERS, printable
 from recsys_core.html_page import render_page
 from recsys_core.manifests import DataReportManifest
 
@@ -63,7 +63,7 @@ def to_html(report: DataReport, *, run: str) -> str:
         filters={
             "metric": format_metric,
             "change": format_change,
-            "escaped": lambda text: printable(text, at_most=SHOWN_CHARACTERS),
+            "escaped": lambda text: printable(text, max_characters=MAX_SHOWN_CHARACTERS),
         },
         report=report,
         run=run,

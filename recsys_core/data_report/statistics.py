@@ -124,7 +124,7 @@ def popularity_curve(count_I: Ints) -> tuple[tuple[int, float], ...]:
 
 def _num_files_without_checksums(interactions: InteractionsManifest) -> int:
     """Return the number of files without page checksums. A flipped bit in such a file cannot be detected."""
-    files_with_checksums = {file.source for part in interactions.parts for file in part.files if file.checksums}
+    files_with_checksums = {file.source for part in interactions.parts for file in part.files if file.has_checksums}
     return sum(source not in files_with_checksums for source in interactions.sources)
 
 

@@ -92,7 +92,7 @@ def evaluate(
         InputError: no test user has a target.
         StageError: the export and the interactions have different numbers of items, or a vector is not finite.
     """
-    interactions, item_embeddings = dataset.interactions, dataset.item_vectors
+    interactions, item_embeddings = dataset.interactions, dataset.item_embeddings
     if export.num_items != interactions.num_items:
         raise StageError(
             f"{export.folder} has {export.num_items} items, but {interactions.folder} has {interactions.num_items};"
@@ -140,7 +140,7 @@ def evaluate(
         metric_values |= all_metrics("baseline/popularity", _rank_by_popularity(queries, config=config), config=config)
         if item_embeddings is not None:
             zero_shot_query_BD, zero_shot_item_ID = baselines.zero_shot_vectors(
-                np.load(item_embeddings.vectors("item"), mmap_mode="r"),
+                np.load(item_embeddings.vectors_path("item"), mmap_mode="r"),
                 vector_row_I=np.load(interactions.path("vector_row.npy")),
                 histories=queries.history,
             )

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 
-from recsys_core.disk import DISK_FULL_MESSAGE, MIN_STAGE_BYTES, disk_full_error, free_bytes
+from recsys_core.disk import DISK_FULL_PATTERN, MIN_STAGE_BYTES, disk_full_error, free_bytes
 from recsys_core.errors import InputError, LaunchError, StageError
 from recsys_core.launching.messages import HostFailure, LaunchFolder, RankFailure
 from recsys_core.units import format_gib
@@ -32,7 +32,7 @@ def error_from_failures(
     if nightjar_error:
         return (InputError if nightjar_error[1] == "InputError" else StageError)(nightjar_error[2].strip())
     rank_name = f"rank {cause.rank} on host {host_failure.host}" if num_nodes > 1 else f"rank {cause.rank}"
-    disk_full_match = DISK_FULL_MESSAGE.search(f"{cause.traceback}\n{cause.last_lines}")
+    disk_full_match = DISK_FULL_PATTERN.search(f"{cause.traceback}\n{cause.last_lines}")
     if disk_full_match or free_bytes(folder.path) < MIN_STAGE_BYTES:
         # The quoted line names the full disk, which can be another disk than that of the folder.
         quote = f" ({_line_around(disk_full_match)})" if disk_full_match else ""

@@ -25,24 +25,24 @@ from recsys_core.manifests.model_stages import (
     RegistrationManifest,
     TrainManifest,
 )
-from recsys_core.manifests.ownership import MARKER, create_own_folder, require_own_folder
+from recsys_core.manifests.ownership import MARKER_NAME, create_own_folder, require_own_folder
 from recsys_core.manifests.stage_folder import (
     MANIFEST_NAME,
     FileRecord,
     Manifest,
     ManifestT,
     StageFolder,
+    commit_folder,
     fingerprint_of,
     load_manifest,
-    read_manifest,
+    read_unchecked_manifest,
     record_file,
     require_manifest,
-    seal,
 )
 
 __all__ = [
     "MANIFEST_NAME",
-    "MARKER",
+    "MARKER_NAME",
     "ColumnFacts",
     "DataReportManifest",
     "Dataset",
@@ -68,12 +68,12 @@ __all__ = [
     "StageFolder",
     "TrainManifest",
     "VectorTable",
+    "commit_folder",
     "create_own_folder",
     "fingerprint_of",
     "load_manifest",
-    "read_manifest",
+    "read_unchecked_manifest",
     "record_file",
     "require_manifest",
     "require_own_folder",
-    "seal",
 ]

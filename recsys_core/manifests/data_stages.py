@@ -50,11 +50,11 @@ class EmbeddingsManifest(Manifest):
     tables: dict[str, VectorTable]
     sources: tuple[SourceFile, ...]
 
-    def vectors(self, table: str) -> Path:
+    def vectors_path(self, table: str) -> Path:
         """Return the path of the matrix of `table`."""
         return self.path(f"{table}.vectors.npy")
 
-    def ids(self, table: str) -> Path:
+    def ids_path(self, table: str) -> Path:
         """Return the path of the ids of the matrix's rows."""
         return self.path(f"{table}.ids.parquet")
 
@@ -65,11 +65,11 @@ class ColumnFacts(Frozen):
     nulls: int = 0
     out_of_range: int = 0
     distinct: int | None = Field(None, description="number of distinct values, for id columns")
-    odd: int = Field(
-        0, description="for id columns: number of unusual ids, with control characters or more than 1,000 characters"
+    unusual_ids: int = Field(
+        0, description="for id columns: number of distinct ids with control characters or more than 1,000 characters"
     )
-    first: str | None = Field(None, description="smallest value, for columns of times, labels and weights")
-    last: str | None = Field(None, description="largest value, for columns of times, labels and weights")
+    min_value: str | None = Field(None, description="smallest value, for columns of times, labels and weights")
+    max_value: str | None = Field(None, description="largest value, for columns of times, labels and weights")
 
 
 class ReadFile(Frozen):
@@ -79,21 +79,18 @@ class ReadFile(Frozen):
     bad_rows: dict[str, int] = Field(description="number of dropped rows, by `<column>: <reason>`")
     below_threshold: int = Field(description="number of rows whose label is below the threshold")
     spans: dict[str, tuple[float, float]] = Field(description="smallest and largest value of each numeric or time column")
-    checksums: bool = Field(
-        False,
-        description="whether the pages have checksums; false also for files that were read before this field existed",
-    )
+    has_checksums: bool = Field(False, description="whether the pages of the file have checksums")
 
 
 class LogPart(Frozen):
-    """The events of the input files that one run read, in one parquet file. Later runs reuse the file unchanged.
+    """A parquet file with the events of the input files that one run read. Later runs reuse the file unchanged.
 
     Columns: `source` is an index into `files`. `user` and `item` are codes: rows of user_ids.parquet and item_ids.parquet.
     `position` orders the events: the time in microseconds, or the value of the order column.
     """
 
-    file: str
-    reading: str = Field(description="fingerprint of the settings that affect how the files are read")
+    file_name: str
+    settings_fingerprint: str = Field(description="fingerprint of the settings that affect how the files are read")
     files: tuple[ReadFile, ...]
 
 
@@ -129,7 +126,7 @@ class InteractionsManifest(Manifest):
     train_events: int
     validation_events: int
     test_events: int
-    ordered: bool
+    ordered: bool = Field(description="whether the events of each user are in time order or in the order of the order column")
     items_with_vector: int
     items_vector_only: int = Field(description="items that are in the catalogue only because they have a vector (cold items)")
     user_id_type: IdType
@@ -174,12 +171,12 @@ class FeatureFacts(Frozen):
     mean: float | None = Field(None, description="numeric, standardised: subtracted from each value")
     std: float | None = Field(None, description="numeric, standardised: divisor of each value; if it is 0, all weights are 0")
     definition: str = Field(description="settings of the feature; a later run with equal settings continues the vocabulary")
-    continued: bool = Field(description="whether the run reused the vocabulary, boundaries or mean of the previous run")
+    is_continued: bool = Field(description="whether the run reused the vocabulary, boundaries or mean of the previous run")
     new_values: int = Field(0, description="values that got a new row in this run")
     with_vector: int = Field(0, description="values of the vocabulary with a pretrained vector")
 
     @property
-    def weighted(self) -> bool:
+    def is_weighted(self) -> bool:
         """Whether each value has a weight in addition to its row."""
         return self.kind == "weighted_list" or self.mean is not None
 

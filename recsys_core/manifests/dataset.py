@@ -32,6 +32,6 @@ class Dataset:
         )
 
     @property
-    def item_vectors(self) -> EmbeddingsManifest | None:
+    def item_embeddings(self) -> EmbeddingsManifest | None:
         """The embeddings if they hold vectors of items; otherwise None."""
         return self.embeddings if self.embeddings is not None and "item" in self.embeddings.tables else None

@@ -19,8 +19,9 @@ class PlanManifest(Manifest):
 class TrainManifest(Manifest):
     """The trained model and its metrics.
 
-    Files: checkpoint/ (torch.distributed.checkpoint), metrics.jsonl, model.json (ModelSpec), plan.json (the plan of the
-    last attempt; an attempt with fewer ranks has its own plan) and, with training.profile, profile/.
+    Files: checkpoint/ (torch.distributed.checkpoint), metrics.jsonl, model.json (ModelSpec), plan.json and, with
+    training.profile, profile/. A new attempt with fewer ranks makes its own sharding plan; plan.json is the plan of the last
+    attempt.
     """
 
     kind: ClassVar[str] = "train"
@@ -30,7 +31,7 @@ class TrainManifest(Manifest):
     examples: int
     final_loss: float
     samples_per_s: float
-    attempts: int = Field(description="number of launches until the training ended without an error")
+    attempts: int = Field(description="number of launches of the training processes, including those that failed")
     best_epoch: int | None = Field(
         description="epoch with the best validation metric, whose model the checkpoint holds; null without validation"
     )

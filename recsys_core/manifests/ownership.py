@@ -6,7 +6,7 @@ from pathlib import Path
 
 from recsys_core.errors import InputError
 
-MARKER = ".nightjar"
+MARKER_NAME = ".nightjar"
 _MARKER_TEXT = "nightjar created this folder, and may replace or remove the files in it.\n"
 
 
@@ -14,8 +14,8 @@ def create_own_folder(folder: Path) -> None:
     """Create `folder` with the marker, or mark an empty folder. Raise InputError like `require_own_folder`."""
     require_own_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / MARKER).exists():
-        (folder / MARKER).write_text(_MARKER_TEXT)
+    if not (folder / MARKER_NAME).exists():
+        (folder / MARKER_NAME).write_text(_MARKER_TEXT)
 
 
 def require_own_folder(folder: Path) -> None:
@@ -27,10 +27,11 @@ def require_own_folder(folder: Path) -> None:
             f"{folder}: is {'a link' if folder.is_symlink() else 'a file'}, but nightjar needs a folder of its own here, to "
             f"replace and remove files in it; move the {'link' if folder.is_symlink() else 'file'} away"
         )
-    if not (folder / MARKER).is_file() and any(folder.iterdir()):
+    if not (folder / MARKER_NAME).is_file() and any(folder.iterdir()):
         raise InputError(
-            f"{folder}: holds files, but not the marker {MARKER} of a folder that nightjar created, so nightjar does not "
-            f"replace or remove them; move the folder away, or, if nightjar created it, create an empty file {MARKER} in it"
+            f"{folder}: holds files, but not the marker {MARKER_NAME} of a folder that nightjar created, so nightjar does not "
+            "replace or remove them; move the folder away, or, if nightjar created it, create an empty file "
+            f"{MARKER_NAME} in it"
         )
 
 
@@ -42,12 +43,12 @@ def remove_own_folder(folder: Path) -> None:
     require_own_folder(folder)
     if not folder.exists():
         return
-    for entry in folder.iterdir():
-        if entry.name == MARKER:
+    for path in folder.iterdir():
+        if path.name == MARKER_NAME:
             continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
         else:
-            entry.unlink()
-    (folder / MARKER).unlink(missing_ok=True)
+            path.unlink()
+    (folder / MARKER_NAME).unlink(missing_ok=True)
     folder.rmdir()

@@ -20,9 +20,9 @@ from pydantic import BaseModel, Field
 
 from recsys_core import __version__
 from recsys_core.config import Frozen
-from recsys_core.disk import MIN_STAGE_BYTES, explain_disk_full, require_free
+from recsys_core.disk import MIN_STAGE_BYTES, explain_disk_full, require_free_space
 from recsys_core.errors import StageError
-from recsys_core.manifests.ownership import MARKER, create_own_folder, remove_own_folder
+from recsys_core.manifests.ownership import MARKER_NAME, create_own_folder, remove_own_folder
 
 MANIFEST_NAME = "manifest.json"
 _HASH_THREADS = 4
@@ -47,33 +47,35 @@ class Manifest(Frozen):
     files: dict[str, FileRecord]
     folder: Path = Field(exclude=True)
 
-    def path(self, name: str) -> Path:
-        """Return the path of the file `name`; raise StageError if the manifest does not list it."""
-        if name not in self.files:
+    def path(self, file_name: str) -> Path:
+        """Return the path of the file `file_name`; raise StageError if the manifest does not list it."""
+        if file_name not in self.files:
             raise StageError(
-                f"{self.folder}: the {self.kind} manifest does not list the file {name!r}; it lists {sorted(self.files)}"
+                f"{self.folder}: the {self.kind} manifest does not list the file {file_name!r}; it lists {sorted(self.files)}"
             )
-        return self.folder / name
+        return self.folder / file_name
 
 
 ManifestT = TypeVar("ManifestT", bound=Manifest)
 
 
-def fingerprint_of(*parts: object) -> str:
-    """Return a sha256 over nightjar's version and `parts`: configs, manifests (by their fingerprints) and plain values."""
-    return hashlib.sha256(json.dumps([__version__, *(_canonical(part) for part in parts)], sort_keys=True).encode()).hexdigest()
+def fingerprint_of(*inputs: object) -> str:
+    """Return a sha256 over nightjar's version and `inputs`: configs, manifests (by their fingerprints) and plain values."""
+    return hashlib.sha256(
+        json.dumps([__version__, *(_canonical(fingerprint_input) for fingerprint_input in inputs)], sort_keys=True).encode()
+    ).hexdigest()
 
 
-def _canonical(part: object) -> Any:
-    if isinstance(part, Manifest):
-        return [part.kind, part.fingerprint]
-    if isinstance(part, BaseModel):
-        return part.model_dump(mode="json")
-    if isinstance(part, Mapping):
-        return {str(key): _canonical(value) for key, value in part.items()}
-    if isinstance(part, list | tuple):
-        return [_canonical(value) for value in part]
-    return part if isinstance(part, str | int | float | bool | None) else str(part)
+def _canonical(fingerprint_input: object) -> Any:
+    if isinstance(fingerprint_input, Manifest):
+        return [fingerprint_input.kind, fingerprint_input.fingerprint]
+    if isinstance(fingerprint_input, BaseModel):
+        return fingerprint_input.model_dump(mode="json")
+    if isinstance(fingerprint_input, Mapping):
+        return {str(key): _canonical(element) for key, element in fingerprint_input.items()}
+    if isinstance(fingerprint_input, list | tuple):
+        return [_canonical(element) for element in fingerprint_input]
+    return fingerprint_input if isinstance(fingerprint_input, str | int | float | bool | None) else str(fingerprint_input)
 
 
 class StageFolder(Generic[ManifestT]):
@@ -82,8 +84,8 @@ class StageFolder(Generic[ManifestT]):
         stage = StageFolder(folder, PlanManifest, fingerprint=fingerprint)
         if stage.manifest is not None:
             return stage.manifest
-        with stage.writing() as out:
-            write_plan(plan, out)
+        with stage.writing() as new_folder:
+            write_plan(plan, new_folder)
             return stage.commit(world_size=plan.world_size, device=plan.device)
 
     Attributes:
@@ -92,49 +94,55 @@ class StageFolder(Generic[ManifestT]):
 
     def __init__(self, folder: Path, manifest_type: type[ManifestT], *, fingerprint: str) -> None:
         self._folder, self._manifest_type, self._fingerprint = folder, manifest_type, fingerprint
-        self._staging = folder.with_name(folder.name + ".tmp")
-        previous = load_manifest(folder, manifest_type)
-        self.manifest = previous if previous is not None and previous.fingerprint == fingerprint else None
+        self._staging_folder = folder.with_name(folder.name + ".tmp")
+        existing_manifest = load_manifest(folder, manifest_type)
+        is_reusable = existing_manifest is not None and existing_manifest.fingerprint == fingerprint
+        self.manifest = existing_manifest if is_reusable else None
         self._start_s = time.perf_counter()
 
     @contextmanager
-    def writing(self, *, needs_bytes: int = 0) -> Iterator[Path]:
+    def writing(self, *, min_bytes: int = 0) -> Iterator[Path]:
         """Remove an older stage and yield the folder for the new files. Files that are not committed in the block are removed.
 
         Args:
-            needs_bytes: minimum number of bytes that the block writes.
+            min_bytes: number of bytes that the block writes at least.
 
         Raises:
             InputError: the disk has too little space or fills up, or the folder is not a folder that nightjar created.
         """
-        for old_folder in (self._folder, self._staging):
+        for old_folder in (self._folder, self._staging_folder):
             remove_own_folder(old_folder)
-        require_free(self._folder, max(needs_bytes, MIN_STAGE_BYTES), subject=f"the {self._manifest_type.kind} stage")
+        require_free_space(self._folder, max(min_bytes, MIN_STAGE_BYTES), subject=f"the {self._manifest_type.kind} stage")
         try:
             with explain_disk_full(self._folder):
-                create_own_folder(self._staging)
-                yield self._staging
+                create_own_folder(self._staging_folder)
+                yield self._staging_folder
         finally:
-            shutil.rmtree(self._staging, ignore_errors=True)  # the folder exists only if the block failed before `commit`
+            shutil.rmtree(self._staging_folder, ignore_errors=True)  # after `commit` the folder does not exist
 
     def commit(self, **fields: Any) -> ManifestT:
         """Commit the files of the `writing` block atomically, and return the manifest.
 
-        fields: values of the fields that the manifest type adds to the base class.
+        Args:
+            fields: values of the fields that the manifest type has in addition to those of Manifest.
         """
         seconds = time.perf_counter() - self._start_s
-        return seal(self._staging, self._folder, self._manifest_type, fingerprint=self._fingerprint, seconds=seconds, **fields)
+        return commit_folder(
+            self._staging_folder, self._folder, self._manifest_type, fingerprint=self._fingerprint, seconds=seconds, **fields
+        )
 
 
-def seal(staging: Path, folder: Path, manifest_type: type[ManifestT], **fields: Any) -> ManifestT:
-    """Commit the files in `staging` as the stage in `folder`: hash, fsync, write the manifest, rename."""
-    (staging / MARKER).touch()
-    manifest = manifest_type(**fields, files=_record_files(staging), folder=folder)
+def commit_folder(staging_folder: Path, folder: Path, manifest_type: type[ManifestT], **fields: Any) -> ManifestT:
+    """Hash and fsync the files in `staging_folder`, write the manifest, and rename the folder to `folder`."""
+    (staging_folder / MARKER_NAME).touch()
+    manifest = manifest_type(**fields, files=_record_files(staging_folder), folder=folder)
     content = manifest.model_dump(mode="json")
-    _write_durably(staging / MANIFEST_NAME, json.dumps(content | {"sha256": _digest(content)}, indent=2).encode())
-    for directory in (staging, *(path for path in staging.rglob("*") if path.is_dir())):
+    _write_durably(
+        staging_folder / MANIFEST_NAME, json.dumps(content | {"sha256": _content_sha256(content)}, indent=2).encode()
+    )
+    for directory in (staging_folder, *(path for path in staging_folder.rglob("*") if path.is_dir())):
         _fsync(directory)
-    staging.rename(folder)
+    staging_folder.rename(folder)
     _fsync(folder.parent)
     return manifest
 
@@ -143,26 +151,30 @@ def load_manifest(folder: Path, manifest_type: type[ManifestT], *, verify: bool 
     """Return the manifest of `folder`, or None if the stage is incomplete or one of its files changed.
 
     Args:
-        verify: whether to compare the sha256 of every file. False: compare only the sizes, which is faster.
+        verify: whether to compare the sha256 of every file with the manifest. If False, only the sizes are compared, which is
+            faster.
     """
-    manifest = read_manifest(folder, manifest_type)
+    manifest = read_unchecked_manifest(folder, manifest_type)
     if manifest is None:
         return None
     try:
         is_intact = all(
-            (folder / name).stat().st_size == record.bytes and (not verify or record_file(folder / name) == record)
-            for name, record in manifest.files.items()
+            (folder / file_name).stat().st_size == record.bytes and (not verify or record_file(folder / file_name) == record)
+            for file_name, record in manifest.files.items()
         )
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     return manifest if is_intact else None
 
 
-def read_manifest(folder: Path, manifest_type: type[ManifestT]) -> ManifestT | None:
-    """Return the manifest of `folder`, or None if it is damaged. The files are not checked; retention may have removed them."""
+def read_unchecked_manifest(folder: Path, manifest_type: type[ManifestT]) -> ManifestT | None:
+    """Return the manifest of `folder`, or None if manifest.json is missing or damaged.
+
+    The other files are not checked, because retention may have removed them.
+    """
     try:
         content: dict[str, Any] = json.loads((folder / MANIFEST_NAME).read_bytes())
-        if content.pop("sha256") != _digest(content):
+        if content.pop("sha256") != _content_sha256(content):
             return None
         return manifest_type.model_validate(content | {"folder": folder})
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, *_DAMAGED_JSON_ERRORS):
@@ -179,19 +191,19 @@ def require_manifest(folder: Path, manifest_type: type[ManifestT], *, verify: bo
     return manifest
 
 
-def _digest(content: Mapping[str, Any]) -> str:
-    """Return the checksum of a manifest's content. manifest.json contains both."""
+def _content_sha256(content: Mapping[str, Any]) -> str:
+    """Return the checksum that manifest.json contains in addition to `content`."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _record_files(folder: Path) -> dict[str, FileRecord]:
     """Hash and fsync all files in parallel: fsync waits for the disk, hashing uses a core, and both release the GIL."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MARKER)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MARKER_NAME)
     with ThreadPoolExecutor(2 * _HASH_THREADS) as pool:
-        fsyncs = [pool.submit(_fsync, path) for path in paths]
+        fsync_futures = [pool.submit(_fsync, path) for path in paths]
         records = dict(zip((str(path.relative_to(folder)) for path in paths), pool.map(record_file, paths), strict=True))
-        for fsync in fsyncs:
-            fsync.result()
+        for future in fsync_futures:
+            future.result()
     return records
 
 

@@ -54,7 +54,7 @@ def check_expansion(
         if decoded_bytes > HARMLESS_BYTES and decoded_bytes > max_expansion_ratio * file_bytes:
             raise InputError(
                 f"{name}: {file_bytes:,} bytes decode to {decoded_bytes:,.0f} or more in the columns "
-                f"{shown_names(columns, at_most=10)}, {decoded_bytes / file_bytes:,.0f} times as much: "
+                f"{shown_names(columns, max_names=10)}, {decoded_bytes / file_bytes:,.0f} times as much: "
                 f"is this a decompression bomb? {setting} is {max_expansion_ratio:g}; raise it if the file is sound"
             )
 

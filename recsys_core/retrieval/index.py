@@ -48,7 +48,7 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
     if stage.manifest is not None:
         return stage.manifest
     needs_bytes = estimate_bytes(config, num_items=export.num_items, dim=export.dim)
-    with stage.writing(needs_bytes=needs_bytes) as out:
+    with stage.writing(min_bytes=needs_bytes) as out:
         item_ID = np.load(export.path("item_vectors.npy"), mmap_mode="r")
         query_BD = _load_queries(export)
         depth = min(config.recall_k, export.num_items)

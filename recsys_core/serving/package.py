@@ -78,7 +78,7 @@ def build_package(
         index.files[f"{index.served}.faiss"],
         *(interactions.files[name] for name in ("user_offset.npy", "event_item.npy")),
     )
-    with stage.writing(needs_bytes=sum(record.bytes for record in large_files)) as out:
+    with stage.writing(min_bytes=sum(record.bytes for record in large_files)) as out:
         package_folder = out / "package"
         package_folder.mkdir()
         spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())

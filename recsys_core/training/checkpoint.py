@@ -32,7 +32,7 @@ from recsys_core.config import Frozen
 from recsys_core.disk import disk_full_error, explain_disk_full
 from recsys_core.errors import StageError
 from recsys_core.launching.heartbeat import heartbeat as heartbeat_thread
-from recsys_core.manifests import Manifest, load_manifest, seal
+from recsys_core.manifests import Manifest, commit_folder, load_manifest
 from recsys_core.training.dense_parallel import local_part
 from recsys_core.training.process_group import Process
 
@@ -139,7 +139,7 @@ class Checkpointer:
         # An existing checkpoint of this step is damaged or belongs to other settings. Training did not resume from it.
         shutil.rmtree(checkpoint_folder, ignore_errors=True)
         with heartbeat_thread(self._heartbeat.touch, interval_s=HEARTBEAT_S):
-            seal(
+            commit_folder(
                 staging_folder,
                 checkpoint_folder,
                 CheckpointManifest,

@@ -61,7 +61,7 @@ def export_vectors(
     if stage.manifest is not None:
         shutil.rmtree(work, ignore_errors=True)
         return stage.manifest
-    with stage.writing(needs_bytes=export_bytes(config.table_optimizer, model=model)) as out:
+    with stage.writing(min_bytes=export_bytes(config.table_optimizer, model=model)) as out:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         job = ExportJob(

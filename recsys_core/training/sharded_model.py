@@ -236,5 +236,5 @@ def pretrained_rows(spec: ModelSpec, *, dataset: Dataset) -> dict[str, Pretraine
             vector_row = memory_map(dataset.interactions.path(id_files[vector_table]))
         else:
             vector_row = no_vectors(table.num_rows)
-        pretrained[name] = PretrainedRows(memory_map(dataset.embeddings.vectors(vector_table)), vector_row)
+        pretrained[name] = PretrainedRows(memory_map(dataset.embeddings.vectors_path(vector_table)), vector_row)
     return pretrained

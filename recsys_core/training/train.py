@@ -78,7 +78,7 @@ def train(
         return stage.manifest
     steps_per_epoch = interactions.train_events // (config.batch_size * plan.world_size)
     needs_bytes = training_bytes(config, model=model, work=work, steps_per_epoch=steps_per_epoch)
-    with stage.writing(needs_bytes=needs_bytes) as out:
+    with stage.writing(min_bytes=needs_bytes) as out:
         if full_training_reason is not None:
             logger.info("full training: %s", full_training_reason)
         _remove_unrelated_work(work, fingerprint=fingerprint)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from recsys_core.disk import free_bytes, used_bytes
 from recsys_core.errors import InputError
-from recsys_core.manifests import MARKER, PackageManifest, RegistrationManifest, read_manifest
+from recsys_core.manifests import MARKER_NAME, PackageManifest, RegistrationManifest, read_unchecked_manifest
 from recsys_core.units import GIB, format_gib
 from tasks.retention.config import RetentionConfig
 from tasks.retention.run_folders import RUNS_NAME, run_ids
@@ -58,14 +58,14 @@ def estimated_bytes(run: Run) -> int:
         folder = run.workspace / RUNS_NAME / run_id
         if run_id == run.run_id or (folder / REDUCED_NAME).exists():
             continue
-        if read_manifest(folder / "register", RegistrationManifest) is not None:
-            package = read_manifest(folder / "package", PackageManifest)
+        if read_unchecked_manifest(folder / "register", RegistrationManifest) is not None:
+            package = read_unchecked_manifest(folder / "package", PackageManifest)
             package_bytes = sum(file.bytes for file in package.files.values()) if package is not None else 0
             return max(0, _own_bytes(folder) + package_bytes - used_bytes(run.folder))
     return 0
 
 
 def _own_bytes(folder: Path) -> int:
-    start_ns = (folder / MARKER).stat().st_mtime_ns
+    start_ns = (folder / MARKER_NAME).stat().st_mtime_ns
     statuses = (path.lstat() for path in folder.rglob("*") if path.is_file())
     return sum(status.st_size for status in statuses if status.st_mtime_ns >= start_ns)

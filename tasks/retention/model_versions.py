@@ -18,7 +18,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from recsys_core.disk import used_bytes
-from recsys_core.manifests import RegistrationManifest, read_manifest
+from recsys_core.manifests import RegistrationManifest, read_unchecked_manifest
 from recsys_core.units import DAY_S
 from tasks.registry.mlflow_client import RUN_ID_TAG
 from tasks.registry.releases import MAX_FORMER_CHAMPIONS, REASONS_TAG, aliases_of, delete_model, former_champions
@@ -47,7 +47,7 @@ def registered_runs_by_model(workspace: Path) -> dict[str, set[str]]:
     """Return the ids of the runs that registered a version, by name of the model."""
     runs_by_model: dict[str, set[str]] = {}
     for run_id in run_ids(workspace):
-        registration = read_manifest(workspace / RUNS_NAME / run_id / "register", RegistrationManifest)
+        registration = read_unchecked_manifest(workspace / RUNS_NAME / run_id / "register", RegistrationManifest)
         if registration is not None:
             runs_by_model.setdefault(registration.model_name, set()).add(run_id)
     return runs_by_model

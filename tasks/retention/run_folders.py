@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 
 from recsys_core.atomic import write_text
 from recsys_core.manifests import (
-    MARKER,
+    MARKER_NAME,
     DataReportManifest,
     FeaturesManifest,
     InteractionsManifest,
@@ -69,7 +69,9 @@ def run_ids(workspace: Path) -> list[str]:
     runs_folder = workspace / RUNS_NAME
     folders = runs_folder.iterdir() if runs_folder.is_dir() else iter(())
     return sorted(
-        path.name for path in folders if RUN_ID.fullmatch(path.name) and not path.is_symlink() and (path / MARKER).is_file()
+        path.name
+        for path in folders
+        if RUN_ID.fullmatch(path.name) and not path.is_symlink() and (path / MARKER_NAME).is_file()
     )
 
 
@@ -155,7 +157,7 @@ def _large_files(folder: Path, *, kept_stages: Collection[StageName]) -> Iterato
             continue
         yield from (path for path in (folder / f"{stage}.work", folder / f"{stage}.tmp") if path.is_dir())
         for path in sorted((folder / stage).iterdir()) if (folder / stage).is_dir() else ():
-            if path.is_dir() or (path.suffix not in REPORT_SUFFIXES and path.name != MARKER):
+            if path.is_dir() or (path.suffix not in REPORT_SUFFIXES and path.name != MARKER_NAME):
                 yield path
 
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from recsys_core.disk import used_bytes
-from recsys_core.manifests import MARKER, read_manifest
+from recsys_core.manifests import MARKER_NAME, read_unchecked_manifest
 from tasks.run import STAGES, StageName
 from tests.drills.interrupted_run import ROOT
 from tests.drills.test_kill_and_resume import NIGHTJAR, RUN_ID, write_config
@@ -100,7 +100,7 @@ def checksums_of(folder: Path, kind: Any) -> dict[str, str]:
 
     Files that contain times are left out, and also the parts of the coded log, whose rows DuckDB writes in any order.
     """
-    manifest = read_manifest(folder, kind)
+    manifest = read_unchecked_manifest(folder, kind)
     files = {} if manifest is None else manifest.files
     return {name: record.sha256 for name, record in files.items() if not name.startswith(("parts/", *FILES_WITH_TIMES))}
 
@@ -119,7 +119,7 @@ def new_run(workspace: Path) -> Path:
     """Create the folder of a run that has been started: --resume needs it."""
     run = workspace / "runs" / RUN_ID
     run.mkdir(parents=True)
-    for name in ("config.yaml", MARKER):
+    for name in ("config.yaml", MARKER_NAME):
         (run / name).touch()
     return run
 

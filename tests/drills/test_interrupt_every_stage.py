@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from recsys_core.manifests import MARKER
+from recsys_core.manifests import MARKER_NAME
 from tasks.run import STAGES
 from tests.drills.interrupted_run import interrupt_run, states
 from tests.drills.test_kill_and_resume import RUN_ID, is_in, run_pipeline, write_config
@@ -21,7 +21,7 @@ def test_a_signal_in_any_stage_ends_the_run_in_time_with_the_command_that_resume
     file = write_config(tmp_path)
     run = tmp_path / "workspace" / "runs" / RUN_ID
     run.mkdir(parents=True)
-    for name in ("config.yaml", MARKER):  # --resume needs the folder of a run that was started
+    for name in ("config.yaml", MARKER_NAME):  # --resume needs the folder of a run that was started
         (run / name).touch()
     for stage in STAGES:
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from recsys_core.data.synthetic import generate
-from recsys_core.manifests import MARKER
+from recsys_core.manifests import MARKER_NAME
 from tasks.run import STAGES
 
 pytestmark = pytest.mark.drill
@@ -75,7 +75,7 @@ def test_a_run_killed_in_every_stage_has_the_metrics_of_an_undisturbed_one(tmp_p
     file = write_config(tmp_path / "killed")
     run = tmp_path / "killed" / "workspace" / "runs" / RUN_ID
     run.mkdir(parents=True)
-    for name in ("config.yaml", MARKER):  # --resume needs the folder of a run that was started
+    for name in ("config.yaml", MARKER_NAME):  # --resume needs the folder of a run that was started
         (run / name).touch()
     for stage in STAGES:
         children = kill_in(stage, file, run)

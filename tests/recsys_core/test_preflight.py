@@ -10,7 +10,7 @@ from recsys_core import preflight
 from recsys_core.preflight import (
     CgroupLimits,
     Gpu,
-    Preflight,
+    PreflightReport,
     cgroup_limits,
     check_environment,
     check_versions,
@@ -116,7 +116,7 @@ def test_limits_of_a_v2_group_and_its_parents_are_found(tmp_path: Path) -> None:
     (inner.parent / "cpu.max").write_text("150000 100000\n")
     (inner.parent / "memory.max").write_text("1073741824\n")
     (inner.parent / "memory.stat").write_text("anon 1000\nfile 5000\n")
-    limits = cgroup_limits(mounts=tmp_path / "sys", membership=tmp_path / "self")
+    limits = cgroup_limits(mount_folder=tmp_path / "sys", membership_path=tmp_path / "self")
     assert limits == CgroupLimits(cores=1.5, memory_bytes=2**30, memory_used_bytes=1000)
 
 
@@ -129,7 +129,7 @@ def test_limits_of_a_v1_container_are_found_at_the_mount(tmp_path: Path) -> None
     (cpu / "cpu.cfs_period_us").write_text("100000\n")
     (memory / "memory.limit_in_bytes").write_text("2147483648\n")
     (memory / "memory.stat").write_text("cache 7\ntotal_rss 11\n")
-    limits = cgroup_limits(mounts=tmp_path / "sys", membership=tmp_path / "self")
+    limits = cgroup_limits(mount_folder=tmp_path / "sys", membership_path=tmp_path / "self")
     assert limits == CgroupLimits(cores=2.0, memory_bytes=2**31, memory_used_bytes=11)
 
 
@@ -138,13 +138,13 @@ def test_no_quota_and_no_cgroups_mean_no_limit(tmp_path: Path) -> None:
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
     (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    assert cgroup_limits(mounts=tmp_path, membership=tmp_path / "self") == CgroupLimits()
-    assert cgroup_limits(mounts=tmp_path, membership=tmp_path / "absent") == CgroupLimits()
+    assert cgroup_limits(mount_folder=tmp_path, membership_path=tmp_path / "self") == CgroupLimits()
+    assert cgroup_limits(mount_folder=tmp_path, membership_path=tmp_path / "absent") == CgroupLimits()
 
 
 def test_the_table_marks_a_limit_that_is_below_the_machine() -> None:
-    found = Preflight(
-        versions=GOOD_CPU,
+    found = PreflightReport(
+        version_by_package=GOOD_CPU,
         machine_cores=64,
         usable_cores=1.5,
         machine_memory_bytes=64 * 2**30,
@@ -174,8 +174,8 @@ def test_processes_ended_by_the_out_of_memory_killer_are_counted(
     tmp_path: Path, membership: str, file: str, content: str
 ) -> None:
     (tmp_path / "self").write_text(membership)
-    assert oom_kills(mounts=tmp_path / "sys", membership=tmp_path / "self") is None
+    assert oom_kills(mount_folder=tmp_path / "sys", membership_path=tmp_path / "self") is None
     counter = tmp_path / "sys" / file
     counter.parent.mkdir(parents=True)
     counter.write_text(content)
-    assert oom_kills(mounts=tmp_path / "sys", membership=tmp_path / "self") == 2
+    assert oom_kills(mount_folder=tmp_path / "sys", membership_path=tmp_path / "self") == 2

@@ -183,7 +183,8 @@ def _numbered_columns(source: Source, prefix: str) -> tuple[str, ...]:
         name_by_number[number] = name
     if not name_by_number:
         raise InputError(
-            f"{source.name}: no column is named {prefix!r} and a number; it has {shown_names(source.schema.names, at_most=20)}"
+            f"{source.name}: no column is named {prefix!r} and a number; the file has "
+            f"{shown_names(source.schema.names, max_names=20)}"
         )
     first, last = min(name_by_number), max(name_by_number)
     for number in range(first, first + len(name_by_number)):

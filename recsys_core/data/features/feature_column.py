@@ -79,7 +79,7 @@ class FeatureColumn:
         return FeatureFacts(
             kind=self.feature.kind,
             definition=definition(self.feature, self.value_type),
-            continued=self.previous is not None,
+            is_continued=self.previous is not None,
             **fields,
         )
 

@@ -104,7 +104,7 @@ def ingest_features(
                         count_condition="in_training" if table.side == "context" else "TRUE",
                         previous=_previous_feature(previous, key, feature, value_type),
                         out=out,
-                        vector_ids=embeddings.ids(key) if embeddings is not None and key in embeddings.tables else None,
+                        vector_ids=embeddings.ids_path(key) if embeddings is not None and key in embeddings.tables else None,
                     )
                     features[key] = encode(column)
         shutil.rmtree(scratch)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from recsys_core.data.features.config import FeatureConfig, FeaturesConfig, Side
-from recsys_core.errors import SHOWN_CHARACTERS, InputError
+from recsys_core.errors import MAX_SHOWN_CHARACTERS, InputError
 from recsys_core.manifests import IdType
 from recsys_core.parquet.columns import (
     id_type,
@@ -188,7 +188,7 @@ def _stored_type(source: Source, feature: FeatureConfig, *, setting: str) -> IdT
 
 
 def _wrong_type(source: Source, column: str, data_type: pa.DataType, setting: str, fix: str) -> InputError:
-    return InputError(f"{source.name}: column {column!r} is {str(data_type)[:SHOWN_CHARACTERS]} ({setting}); {fix}")
+    return InputError(f"{source.name}: column {column!r} is {str(data_type)[:MAX_SHOWN_CHARACTERS]} ({setting}); {fix}")
 
 
 def _is_number(data_type: pa.DataType) -> bool:

@@ -71,4 +71,4 @@ def feature_form(facts: FeatureFacts) -> FeatureForm:
     """Return the form of a feature."""
     if facts.kind in ("list", "weighted_list"):
         return facts.kind
-    return "number" if facts.weighted else "single"
+    return "number" if facts.is_weighted else "single"

@@ -39,12 +39,14 @@ def column_statistics(
         num_nulls = sum(count for name, count in bad_rows.items() if name.startswith(f"{column}: null"))
         num_bad = sum(count for name, count in bad_rows.items() if name.startswith(f"{column}: "))
         ranges = [file.spans[column] for file in files if column in file.spans]
-        first = last = None
+        min_value = max_value = None
         if ranges:
             is_time = column == config.timestamp_column
-            first = _as_text(min(low for low, _ in ranges), is_time=is_time)
-            last = _as_text(max(high for _, high in ranges), is_time=is_time)
-        statistics[column] = ColumnFacts(nulls=num_nulls, out_of_range=num_bad - num_nulls, first=first, last=last)
+            min_value = _as_text(min(low for low, _ in ranges), is_time=is_time)
+            max_value = _as_text(max(high for _, high in ranges), is_time=is_time)
+        statistics[column] = ColumnFacts(
+            nulls=num_nulls, out_of_range=num_bad - num_nulls, min_value=min_value, max_value=max_value
+        )
     for side, column, id_type in (
         ("user", config.user_column, log.user_id_type),
         ("item", config.item_column, log.item_id_type),
@@ -55,7 +57,7 @@ def column_statistics(
             f"SELECT count(*) FILTER (events > 0), count(*) FILTER (events > 0 AND ({is_unusual})) "
             f"FROM {scan(out / f'{side}s.parquet')}"
         ).fetchall()
-        statistics[column] = statistics[column].model_copy(update={"distinct": num_ids, "odd": num_unusual})
+        statistics[column] = statistics[column].model_copy(update={"distinct": num_ids, "unusual_ids": num_unusual})
     return statistics
 
 

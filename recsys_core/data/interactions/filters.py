@@ -97,7 +97,7 @@ def check_log(connection: duckdb.DuckDBPyConnection, config: InteractionsConfig,
 
 def _part_query(part: LogPart, *, folder: Path, split_codes: Mapping[SourceFile, int], is_split_by_files: bool) -> str:
     """Return SQL for the events of `part`, without files that are no longer input, and with the split of each file."""
-    part_scan = scan(folder / part.file)
+    part_scan = scan(folder / part.file_name)
     source_splits = [(index, split_codes[file.source]) for index, file in enumerate(part.files) if file.source in split_codes]
     if len(source_splits) == len(part.files) and not is_split_by_files:
         return f"SELECT * EXCLUDE (source), 0 AS split FROM {part_scan}"

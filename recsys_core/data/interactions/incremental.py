@@ -58,12 +58,12 @@ def gather_parts(
     parts = []
     for part in continued_run.parts if continued_run else ():
         if (
-            part.reading == settings_fingerprint
+            part.settings_fingerprint == settings_fingerprint
             and _is_mostly_current(part, log.split_codes)
             and not _has_dropped_future_rows(part)
         ):
             assert continued_run is not None
-            _link_or_copy(continued_run.path(part.file), out / part.file)
+            _link_or_copy(continued_run.path(part.file_name), out / part.file_name)
             parts.append(part)
     reused_files = {file.source for part in parts for file in part.files}
     new_sources = tuple(source for source in log.sources if source.record not in reused_files)
@@ -165,11 +165,11 @@ def read_part(
             bad_rows=dict(file.bad_counts),
             below_threshold=file.num_rows - file.num_bad - written_counts.get(index, (0, 0))[0] if config.label_column else 0,
             spans={range_columns[alias]: bounds for alias, bounds in file.ranges.items()},
-            checksums=has_checksums[index],
+            has_checksums=has_checksums[index],
         )
         for index, (source, file) in enumerate(zip(sources, statistics, strict=True))
     )
-    return LogPart(file=f"parts/{part_path.name}", reading=settings_fingerprint, files=files)
+    return LogPart(file_name=f"parts/{part_path.name}", settings_fingerprint=settings_fingerprint, files=files)
 
 
 def _raw_log_sql(

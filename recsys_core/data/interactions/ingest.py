@@ -86,7 +86,7 @@ def _ingest(
     time_span = check_log(connection, config, first_file=log.sources[0].name)
 
     is_filtered = bool(num_removed or num_users_without_row or num_items_without_row) or config.filter != LogFilter()
-    vector_ids = {table: embeddings.ids(table) for table in embeddings.tables} if embeddings else {}
+    vector_ids = {table: embeddings.ids_path(table) for table in embeddings.tables} if embeddings else {}
     users = assign_rows(connection, "user", is_filtered=is_filtered, vector_ids=vector_ids.get("user"))
     items = assign_rows(connection, "item", is_filtered=is_filtered, vector_ids=vector_ids.get("item"), add_vector_ids=True)
 

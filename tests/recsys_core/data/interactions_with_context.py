@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recsys_core.manifests import InteractionsManifest, seal
+from recsys_core.manifests import InteractionsManifest, commit_folder
 
 Id = int | str
 UserEvents = tuple[list[int], list[int], list[int]]
@@ -58,7 +58,7 @@ def write_interactions(
     if context is not None:
         pq.write_table(pa.table(context), staging / "context.parquet", row_group_size=7)
     train, validation, test = (int(count) for count in lengths.sum(axis=0))
-    return seal(
+    return commit_folder(
         staging, folder, InteractionsManifest,
         fingerprint=f"by hand, {lineage}", seconds=0.0, num_users=len(users), num_items=len(items),
         train_events=train, validation_events=validation, test_events=test, ordered=True,

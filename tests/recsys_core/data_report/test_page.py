@@ -27,7 +27,7 @@ class _Tags(HTMLParser):
 
 def test_the_page_is_one_file_and_escapes_all_values_of_the_data(tmp_path: Path) -> None:
     facts = {
-        "columns": {HOSTILE: ColumnFacts(nulls=1, first=HOSTILE)},
+        "columns": {HOSTILE: ColumnFacts(nulls=1, min_value=HOSTILE)},
         "removed_events": {HOSTILE: 2},
         "bad_rows": {HOSTILE: 1},
     }

@@ -19,5 +19,5 @@ def commit_stage(
     stage = StageFolder(folder, manifest_type, fingerprint=fingerprint)
     if stage.manifest is not None:
         return stage.manifest
-    with stage.writing(needs_bytes=needs_bytes) as out:
+    with stage.writing(min_bytes=needs_bytes) as out:
         return stage.commit(**build(out))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from recsys_core.errors import InputError
-from recsys_core.manifests import MARKER, PlanManifest
+from recsys_core.manifests import MARKER_NAME, PlanManifest
 from recsys_core.manifests.ownership import create_own_folder, remove_own_folder
 from tests.recsys_core.manifests.committed_stage import commit_stage
 
@@ -64,6 +64,6 @@ def test_a_removal_that_was_killed_can_be_repeated(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Path, "unlink", once)
     with pytest.raises(KeyboardInterrupt):
         remove_own_folder(tmp_path / "ours")
-    assert (tmp_path / "ours" / MARKER).is_file()
+    assert (tmp_path / "ours" / MARKER_NAME).is_file()
     remove_own_folder(tmp_path / "ours")
     assert not (tmp_path / "ours").exists()

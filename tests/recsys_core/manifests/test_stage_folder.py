@@ -24,7 +24,7 @@ from recsys_core.config import Frozen
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import (
     MANIFEST_NAME,
-    MARKER,
+    MARKER_NAME,
     Manifest,
     StageFolder,
     fingerprint_of,
@@ -92,7 +92,7 @@ def test_another_fingerprint_rebuilds_the_stage_and_removes_old_files(tmp_path: 
     make(tmp_path / "stage")
     made = make(tmp_path / "stage", build=only_roots, fingerprint="b")
     assert (made.fingerprint, set(made.files)) == ("b", {"roots.txt"})
-    assert {path.name for path in (tmp_path / "stage").iterdir()} == {"roots.txt", MANIFEST_NAME, MARKER}
+    assert {path.name for path in (tmp_path / "stage").iterdir()} == {"roots.txt", MANIFEST_NAME, MARKER_NAME}
 
 
 @pytest.mark.parametrize("error", [ValueError("bad row"), KeyboardInterrupt()])
@@ -165,7 +165,7 @@ def test_a_manifest_of_another_kind_or_format_counts_as_none(tmp_path: Path) -> 
     content = json.loads((tmp_path / "stage" / MANIFEST_NAME).read_text())
     del content["sha256"]
     content["format_version"] = 3
-    content["sha256"] = stage_folder._digest(content)
+    content["sha256"] = stage_folder._content_sha256(content)
     (tmp_path / "stage" / MANIFEST_NAME).write_text(json.dumps(content))
     assert load_manifest(tmp_path / "stage", SquaresManifest) is None
 

@@ -55,7 +55,7 @@ def _facts(form: FeatureForm) -> FeatureFacts:
     kind = {"single": "categorical", "number": "numeric"}.get(form, form)
     numbers = {"mean": 0.0, "std": 1.0} if form == "number" else {}
     return FeatureFacts(
-        kind=kind, rows=ROWS[form], values=0, out_of_vocabulary=0, missing=0, definition="d", continued=False, **numbers
+        kind=kind, rows=ROWS[form], values=0, out_of_vocabulary=0, missing=0, definition="d", is_continued=False, **numbers
     )
 
 

@@ -123,7 +123,7 @@ def test_a_champion_with_another_id_column_is_rejected(run: PreparedRun, champio
 
 def facts(definition: str) -> FeatureFacts:
     return FeatureFacts(
-        kind="categorical", rows=5, values=3, out_of_vocabulary=0, missing=0, definition=definition, continued=False
+        kind="categorical", rows=5, values=3, out_of_vocabulary=0, missing=0, definition=definition, is_continued=False
     )
 
 

@@ -19,7 +19,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import load_manifest, stage_folder
-from recsys_core.manifests.ownership import MARKER
+from recsys_core.manifests.ownership import MARKER_NAME
 from recsys_core.models.embedding_tables import table_shards
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import TableOptimizer
@@ -170,7 +170,7 @@ def test_each_of_120_flipped_bits_is_detected_and_the_previous_checkpoint_is_use
     for step in (STEPS - 1, STEPS):
         shutil.copytree(saved / "table_wise" / checkpoint_name(STEPS), tmp_path / checkpoint_name(step))
     newest = tmp_path / checkpoint_name(STEPS)
-    files = sorted(path for path in newest.rglob("*") if path.is_file() and path.name != MARKER)
+    files = sorted(path for path in newest.rglob("*") if path.is_file() and path.name != MARKER_NAME)
     assert {"manifest.json", ".metadata", "job.json"} <= {path.name for path in files}
     draw = random.Random(0)
     for _ in range(120):

@@ -10,7 +10,7 @@ import pytest
 
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
-from recsys_core.manifests import ExportManifest, seal
+from recsys_core.manifests import ExportManifest, commit_folder
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
 from recsys_core.models.table_config import TableConfig, UnfreezeStep
@@ -155,7 +155,7 @@ def exported(experiment: Experiment, trained: FinishedTraining, folder) -> Expor
     staging = folder.with_name("staging")
     arrays = export_in_forks(experiment, checkpoint_of(trained), staging)
     (staging / "model.json").write_text(experiment.spec.model_dump_json())
-    return seal(
+    return commit_folder(
         staging,
         folder,
         ExportManifest,

@@ -154,7 +154,7 @@ def test_a_new_item_starts_with_its_pretrained_vector(first: PreparedRun, champi
     second = prepare_run(tmp_path / "second", 2, after=first)
     vector_row = np.load(second.interactions.path("vector_row.npy"))
     rows = [row for row in range(first.spec.num_items, second.spec.num_items) if vector_row[row] >= 0]
-    vectors = np.load(second.embeddings.vectors("item"))[vector_row[rows]]
+    vectors = np.load(second.embeddings.vectors_path("item"))[vector_row[rows]]
     job = train_job(second).model_copy(update={"warm": prepare(champion, second, tmp_path / "warm")})
     run_ranks(check_new_items, world_size=RANKS, arguments=(job, rows, vectors))
 

@@ -14,7 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from recsys_core.errors import InputError
-from recsys_core.manifests import DataReportManifest, InteractionsManifest, RegistrationManifest, load_manifest, read_manifest
+from recsys_core.manifests import (
+    DataReportManifest,
+    InteractionsManifest,
+    RegistrationManifest,
+    load_manifest,
+    read_unchecked_manifest,
+)
 from tasks.retention.config import RetentionConfig
 from tasks.retention.run_folders import TRASH_NAME, find_removals, remove_files, run_ids
 from tasks.run import Run
@@ -47,7 +53,7 @@ def test_the_newest_runs_stay_whole_older_ones_keep_reports_and_the_oldest_are_r
             for name in (".nightjar", "manifest.json", "report.html", "report.json")
         ),
     }  # fmt: skip
-    manifest = read_manifest(runs[2].stage_folder("register"), RegistrationManifest)
+    manifest = read_unchecked_manifest(runs[2].stage_folder("register"), RegistrationManifest)
     assert manifest is not None and manifest.version == "1"
     assert load_manifest(runs[2].stage_folder("register"), RegistrationManifest, verify=False) is None
     assert not (tmp_path / TRASH_NAME).exists()
@@ -154,7 +160,7 @@ def test_a_clean_killed_at_any_point_leaves_a_readable_workspace_and_the_next_on
         for run_id in run_ids(workspace):
             run = run_of(workspace, run_id)
             assert run.config_file.is_file()
-            assert read_manifest(run.stage_folder("register"), RegistrationManifest) is not None
+            assert read_unchecked_manifest(run.stage_folder("register"), RegistrationManifest) is not None
             is_whole = files_below(run.folder) - {".lock"} == files_of_whole_run
             assert is_whole or (run.folder / "reduced.json").is_file()
         clean(workspace)

@@ -19,7 +19,7 @@ def test_unusual_unicode_ids_are_stored_unchanged(tmp_path: Path, dictionary: bo
     ids = pa.array(STRANGE).dictionary_encode() if dictionary else pa.array(STRANGE)
     path = write(tmp_path / "v.parquet", item_id=ids, v=[[1.0 + row] for row in range(len(STRANGE))])
     manifest = ingest_embeddings((EmbeddingsConfig(paths=path, vector_column="v"),), folder=tmp_path / "embeddings")
-    assert pq.read_table(manifest.ids("item"))["id"].to_pylist() == STRANGE
+    assert pq.read_table(manifest.ids_path("item"))["id"].to_pylist() == STRANGE
     log = [(user, item, time) for time, (user, item) in enumerate((user, item) for user in "ab" for item in STRANGE[::-1])]
     store = interaction_logs.ingest(
         tmp_path / "stage",

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 from recsys_core.data.embeddings.config import EmbeddingsConfig
 from recsys_core.data.embeddings.ingest import ingest_embeddings
 from recsys_core.manifests import EmbeddingsManifest
-from recsys_core.manifests.ownership import MARKER
+from recsys_core.manifests.ownership import MARKER_NAME
 from tests.recsys_core.data.parquet_files import refuses, write
 
 Layout = Callable[[np.ndarray], pa.Array]
@@ -48,7 +48,7 @@ def ingest(folder: Path, *paths: str, **settings: Any) -> EmbeddingsManifest:
 
 
 def ids_of(manifest: EmbeddingsManifest) -> list[int | str]:
-    return pq.read_table(manifest.ids("item")).column("id").to_pylist()
+    return pq.read_table(manifest.ids_path("item")).column("id").to_pylist()
 
 
 def some_vectors(rows: int, dim: int, dtype: type = np.float32) -> np.ndarray:
@@ -61,7 +61,7 @@ def test_every_list_layout_gives_the_same_matrix(tmp_path: Path, layout: Layout,
     vectors = some_vectors(11, 3, dtype)
     path = write(tmp_path / "a.parquet", item_id=np.arange(11) * 7, v=layout(vectors), row_group=4)
     manifest = ingest(tmp_path / "stage", path, batch_rows=3)
-    stored = np.load(manifest.vectors("item"))
+    stored = np.load(manifest.vectors_path("item"))
     assert stored.dtype == np.float32
     np.testing.assert_array_equal(stored, vectors.astype(np.float32))
     assert ids_of(manifest) == list(range(0, 77, 7))
@@ -75,7 +75,7 @@ def test_single_columns_are_put_in_order_of_their_number(tmp_path: Path, first: 
     columns = {f"dim_{first + index}": vectors[:, index] for index in np.random.default_rng(0).permutation(12)}
     path = write(tmp_path / "a.parquet", dim_note=["x"] * 5, item_id=list("abcde"), **columns)
     manifest = ingest(tmp_path / "stage", path, batch_rows=2, dimension_prefix="dim_")
-    np.testing.assert_array_equal(np.load(manifest.vectors("item")), vectors.astype(np.float32))
+    np.testing.assert_array_equal(np.load(manifest.vectors_path("item")), vectors.astype(np.float32))
     assert ids_of(manifest) == list("abcde")
 
 
@@ -96,7 +96,7 @@ def test_the_matrix_does_not_depend_on_batches_and_row_groups(
     column = (as_fixed if fixed else as_list)(vectors)
     path = write(folder / "a.parquet", item_id=np.arange(len(vectors)), v=column, row_group=row_group)
     manifest = ingest(folder / "stage", path, batch_rows=batch_rows)
-    np.testing.assert_array_equal(np.load(manifest.vectors("item")), vectors)
+    np.testing.assert_array_equal(np.load(manifest.vectors_path("item")), vectors)
     assert ids_of(manifest) == list(range(len(vectors)))
 
 
@@ -114,7 +114,7 @@ def test_the_matrix_does_not_depend_on_batches_and_row_groups(
 def test_ids_are_stored_as_one_of_two_types(tmp_path: Path, ids: pa.Array) -> None:
     manifest = ingest(tmp_path / "stage", write(tmp_path / "a.parquet", item_id=ids, v=as_list(some_vectors(3, 2))))
     assert ids_of(manifest) == ids.to_pylist()
-    assert str(pq.read_schema(manifest.ids("item")).field("id").type) == manifest.tables["item"].id_type
+    assert str(pq.read_schema(manifest.ids_path("item")).field("id").type) == manifest.tables["item"].id_type
 
 
 def test_files_of_a_glob_follow_one_another_by_name(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_files_of_a_glob_follow_one_another_by_name(tmp_path: Path) -> None:
         )
     write(tmp_path / "in-aa.parquet", item_id=pa.array([], pa.int64()), v=as_fixed(vectors[:0]))
     manifest = ingest(tmp_path / "stage", str(tmp_path / "in-*.parquet"), batch_rows=2)
-    np.testing.assert_array_equal(np.load(manifest.vectors("item")), vectors)
+    np.testing.assert_array_equal(np.load(manifest.vectors_path("item")), vectors)
     assert ids_of(manifest) == list(range(9))
     assert [source.rows for source in manifest.sources] == [2, 0, 4, 3]
 
@@ -145,7 +145,7 @@ def test_the_result_depends_neither_on_threads_nor_on_row_groups(tmp_path: Path,
     wide = {f"d{index}": vectors[:, index] for index in range(37)}
     path = write(tmp_path / "a.parquet", item_id=np.arange(5_000)[::-1], v=as_fixed(vectors), row_group=1_111, **wide)
     kept = {threads: ingest(tmp_path / f"stage{threads}", path, threads=threads, **columns) for threads in (1, 5)}
-    np.testing.assert_array_equal(np.load(kept[5].vectors("item")), vectors.astype(np.float32))
+    np.testing.assert_array_equal(np.load(kept[5].vectors_path("item")), vectors.astype(np.float32))
     assert ids_of(kept[5]) == list(range(5_000))[::-1]
     assert kept[1].files == kept[5].files and kept[1].fingerprint == kept[5].fingerprint
 
@@ -157,7 +157,7 @@ def test_the_stage_has_only_matrices_and_ids(tmp_path: Path) -> None:
         "item.vectors.npy",
         "item.ids.parquet",
         "manifest.json",
-        MARKER,
+        MARKER_NAME,
     }
 
 
@@ -165,7 +165,7 @@ def test_the_stage_has_only_matrices_and_ids(tmp_path: Path) -> None:
 def test_normalised_vectors_have_length_one(tmp_path: Path, columns: dict[str, str]) -> None:
     vectors = np.array([[3.0, 4.0], [3e30, 4e30], [-3e-30, 4e-30], [6e-44, 8e-44]])
     path = write(tmp_path / "a.parquet", item_id=range(4), v=as_list(vectors), d0=vectors[:, 0], d1=vectors[:, 1])
-    stored = np.load(ingest(tmp_path / "stage", path, normalise=True, **columns).vectors("item"))
+    stored = np.load(ingest(tmp_path / "stage", path, normalise=True, **columns).vectors_path("item"))
     np.testing.assert_allclose(stored, [[0.6, 0.8], [0.6, 0.8], [-0.6, 0.8], [0.6, 0.8]], rtol=0.02)
     np.testing.assert_allclose(np.linalg.norm(stored, axis=1), 1.0, rtol=1e-6)
 
@@ -176,14 +176,14 @@ def test_a_projection_keeps_the_directions_of_most_variance(tmp_path: Path) -> N
     vectors = plane + 1e-3 * rng.normal(size=plane.shape)
     path = write(tmp_path / "a.parquet", item_id=np.arange(500), v=as_list(vectors), row_group=70)
     manifest = ingest(tmp_path / "stage", path, pca_dim=2)
-    stored = np.load(manifest.vectors("item"))
+    stored = np.load(manifest.vectors_path("item"))
     assert manifest.tables["item"].dim == 2 and 0.9999 < (manifest.tables["item"].explained_variance or 0) < 1.0
     centred = vectors - vectors.mean(axis=0)
     expected = centred @ np.linalg.svd(centred, full_matrices=False)[2][:2].T
     np.testing.assert_allclose(np.abs(stored), np.abs(expected), rtol=1e-3, atol=1e-3)
     again = ingest(tmp_path / "again", path, pca_dim=2, threads=1, batch_rows=7)
-    np.testing.assert_array_equal(np.load(again.vectors("item")), stored)
-    scaled = np.load(ingest(tmp_path / "scaled", path, pca_dim=2, normalise=True).vectors("item"))
+    np.testing.assert_array_equal(np.load(again.vectors_path("item")), stored)
+    scaled = np.load(ingest(tmp_path / "scaled", path, pca_dim=2, normalise=True).vectors_path("item"))
     np.testing.assert_allclose(scaled, stored / np.linalg.norm(stored, axis=1, keepdims=True), rtol=1e-5)
 
 
@@ -194,7 +194,7 @@ def test_an_id_map_replaces_ids_and_drops_ids_without_an_entry(tmp_path: Path) -
         tmp_path / "stage", path, vector_column="v", id_map={"paths": ids, "from_column": "theirs", "to_column": "ours"}
     )
     assert ids_of(manifest) == [10, 30, 40] and manifest.tables["item"].id_type == "int64"
-    assert np.load(manifest.vectors("item")).tolist() == [[1.0], [3.0], [4.0]]
+    assert np.load(manifest.vectors_path("item")).tolist() == [[1.0], [3.0], [4.0]]
     assert (manifest.tables["item"].rows, manifest.tables["item"].unmapped) == (3, 1)
     assert [Path(source.path).name for source in manifest.sources] == ["a.parquet", "map.parquet"]
 
@@ -210,10 +210,10 @@ def test_the_first_of_two_entries_for_a_table_wins_and_each_table_has_its_own_fi
     )
     manifest = ingest_embeddings(entries, folder=tmp_path / "stage")
     assert ids_of(manifest) == [1, 2, 3, 5, 4]
-    assert np.load(manifest.vectors("item")).tolist() == [[1, 0], [2, 0], [3, 0], [9, 5], [9, 4]]
+    assert np.load(manifest.vectors_path("item")).tolist() == [[1, 0], [2, 0], [3, 0], [9, 5], [9, 4]]
     assert (manifest.tables["item"].overridden, manifest.tables["user"].overridden) == (2, 0)
-    assert np.load(manifest.vectors("user")).tolist() == [[7.0, 7.0, 7.0]]
-    assert pq.read_table(manifest.ids("user"))["id"].to_pylist() == ["ann"]
+    assert np.load(manifest.vectors_path("user")).tolist() == [[7.0, 7.0, 7.0]]
+    assert pq.read_table(manifest.ids_path("user"))["id"].to_pylist() == ["ann"]
 
 
 @settings(max_examples=20, deadline=None)
@@ -238,5 +238,5 @@ def test_only_bad_rows_are_dropped_and_the_others_keep_their_vectors(
             expected.setdefault(name, vector)
     manifest = ingest(folder / "stage", path, on_bad_rows="drop", max_bad_share=1.0, batch_rows=batch_rows, vector_column="v")
     assert ids_of(manifest) == list(expected)
-    assert np.load(manifest.vectors("item")).tolist() == list(expected.values())
+    assert np.load(manifest.vectors_path("item")).tolist() == list(expected.values())
     assert manifest.tables["item"].rows + sum(manifest.tables["item"].dropped.values()) == len(names)

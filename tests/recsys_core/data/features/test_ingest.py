@@ -178,11 +178,11 @@ def test_a_value_keeps_its_row_in_later_runs(tmp_path: Path) -> None:
     second = write(tmp_path / "2.parquet", id=ITEMS, brand=["b", "d", "d", "d", "c"], price=[10, 20, 30, 40, 50])
     features = ({"name": "brand"}, {"name": "price", "kind": "numeric", "buckets": 2})
     earlier = ingest(tmp_path / "run1", log, **items(first, *features))
-    assert not earlier.features["item.brand"].continued
+    assert not earlier.features["item.brand"].is_continued
     later = ingest(tmp_path / "run2", log, previous=earlier, **items(second, *features))
     assert vocabulary(later, "item.brand") == [(None, 0), ("a", 0), ("c", 1), ("b", 1), ("d", 3)]
     assert rows_of(later, "item.brand") == [3, 4, 4, 4, 2]
-    assert (later.features["item.brand"].continued, later.features["item.brand"].new_values) == (True, 1)
+    assert (later.features["item.brand"].is_continued, later.features["item.brand"].new_values) == (True, 1)
     assert later.features["item.price"].boundaries == earlier.features["item.price"].boundaries
 
 
@@ -204,7 +204,7 @@ def test_a_vocabulary_is_rebuilt_after_a_change(tmp_path: Path, why: str) -> Non
         earlier.path("item.brand.vocabulary.parquet").write_bytes(b"stale")
     later = ingest(tmp_path / "run2", log, previous=earlier, **items(path, feature))
     assert vocabulary(later, "item.brand") == [(None, 0), ("b", 3), ("a", 2)]
-    assert not later.features["item.brand"].continued
+    assert not later.features["item.brand"].is_continued
 
 
 def test_the_same_input_is_not_read_again_and_a_changed_one_is(tmp_path: Path) -> None:

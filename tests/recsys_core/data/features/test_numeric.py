@@ -52,7 +52,7 @@ def test_a_number_is_standardised_with_the_training_events(tmp_path: Path) -> No
     assert stored(manifest) == ([1, 1, 1, 1, 0, 0, 1, 0], [-1.0, 1.0, -1.0, 1.0, 0.0, 0.0, 2.5, 0.0])
     facts = manifest.features["item.price"]
     assert (facts.mean, facts.std, facts.rows, facts.missing, facts.values) == (2.0, 1.0, 2, 3, 8)
-    assert facts.weighted and facts.boundaries is None
+    assert facts.is_weighted and facts.boundaries is None
     assert sorted(manifest.files) == ["item.price.row.npy", "item.price.weight.npy"]
 
 
@@ -78,11 +78,11 @@ def test_later_runs_keep_the_mean_until_the_vocabulary_is_rebuilt(tmp_path: Path
     earlier = ingest(tmp_path / "1", [1.0, 3.0, 1.0, 3.0])
     later = ingest(tmp_path / "2", [10.0, 12.0, 14.0, 2.0], previous=earlier)
     facts = later.features["item.price"]
-    assert (facts.mean, facts.std, facts.continued) == (2.0, 1.0, True)
+    assert (facts.mean, facts.std, facts.is_continued) == (2.0, 1.0, True)
     assert stored(later)[1][:4] == [8.0, 10.0, 10.0, 0.0]
     rebuilt = ingest(tmp_path / "3", [10.0, 12.0, 10.0, 12.0], previous=later, lineage="second")
     facts = rebuilt.features["item.price"]
-    assert (facts.mean, facts.std, facts.continued) == (11.0, 1.0, False)
+    assert (facts.mean, facts.std, facts.is_continued) == (11.0, 1.0, False)
 
 
 def test_a_feature_that_had_buckets_in_the_previous_run_gets_a_new_mean(tmp_path: Path) -> None:
@@ -91,9 +91,9 @@ def test_a_feature_that_had_buckets_in_the_previous_run_gets_a_new_mean(tmp_path
     buckets = {"name": "price", "kind": "numeric", "buckets": 2}
     earlier = features_of(tmp_path / "1", log, items=table | {"features": [buckets]})
     later = features_of(tmp_path / "2", log, earlier, items=table | {"features": [PRICE]})
-    assert not later.features["item.price"].continued and later.features["item.price"].mean == 2.0
+    assert not later.features["item.price"].is_continued and later.features["item.price"].mean == 2.0
     back = features_of(tmp_path / "3", log, later, items=table | {"features": [buckets]})
-    assert not back.features["item.price"].continued and back.features["item.price"].mean is None
+    assert not back.features["item.price"].is_continued and back.features["item.price"].mean is None
 
 
 def test_the_context_is_standardised_over_training_events(tmp_path: Path) -> None:

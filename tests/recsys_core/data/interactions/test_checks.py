@@ -181,7 +181,7 @@ def test_unusual_unicode_ids_are_stored_unchanged_and_suspicious_ones_are_counte
     manifest = ingest(tmp_path / "stage", write_log(tmp_path / "a.parquet", log), split=LAST_OUT)
     check(manifest, leave_last_out(log, min_events=3))
     for column in ("user_id", "item_id"):
-        assert (manifest.columns[column].distinct, manifest.columns[column].odd) == (len(STRANGE), len(ODD))
+        assert (manifest.columns[column].distinct, manifest.columns[column].unusual_ids) == (len(STRANGE), len(ODD))
 
 
 def test_ids_in_folder_names_are_checked_like_other_ids(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_ids_in_folder_names_are_checked_like_other_ids(tmp_path: Path) -> None:
     manifest = ingest(tmp_path / "good", log, split=LAST_OUT)
     kept: list[Event] = [(user, item, item - 4) for user in ("a\u202ex", "b\n", "c") for item in (5, 6, 7)]
     check(manifest, leave_last_out(kept, min_events=3))
-    assert manifest.columns["user_id"].odd == 2
+    assert manifest.columns["user_id"].unusual_ids == 2
     write(tmp_path / "log" / "user_id=" / "a.parquet", **events)
     message = "user_id=/a.parquet: column 'user_id', row 0: '' is an empty string (3 of 12 rows"
     refuses(lambda folder: ingest(folder, log, split=LAST_OUT), tmp_path, message)

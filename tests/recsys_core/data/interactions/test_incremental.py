@@ -75,8 +75,8 @@ def test_only_the_new_day_is_read_and_every_id_keeps_its_row(tmp_path: Path, mon
 
 def test_a_part_of_the_previous_run_is_shared_not_copied(tmp_path: Path) -> None:
     first, second = two_runs(tmp_path)
-    assert [part.file for part in first.parts] == [second.parts[0].file]
-    assert first.path(first.parts[0].file).samefile(second.path(second.parts[0].file))
+    assert [part.file_name for part in first.parts] == [second.parts[0].file_name]
+    assert first.path(first.parts[0].file_name).samefile(second.path(second.parts[0].file_name))
 
 
 def test_a_run_without_new_files_reads_no_file(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_parts_are_copied_where_they_cannot_be_linked(tmp_path: Path, monkeypatc
     monkeypatch.setattr(Path, "hardlink_to", refuse)
     first, second = two_runs(tmp_path)
     assert second.files_read == 1
-    assert not first.path(first.parts[0].file).samefile(second.path(second.parts[0].file))
+    assert not first.path(first.parts[0].file_name).samefile(second.path(second.parts[0].file_name))
 
 
 def test_ids_of_another_column_are_numbered_again(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_bad_new_day_leaves_the_previous_run_unchanged(tmp_path: Path) -> None
     with refusal("day4.parquet: column 'user_id', row 1: null"):
         ingest(tmp_path / "bad", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)
     assert not (tmp_path / "bad").exists()
-    assert first.path(first.parts[0].file).stat().st_size == first.files[first.parts[0].file].bytes
+    assert first.path(first.parts[0].file_name).stat().st_size == first.files[first.parts[0].file_name].bytes
 
 
 def test_a_file_without_rows_may_be_deleted(tmp_path: Path) -> None:

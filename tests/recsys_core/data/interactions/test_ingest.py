@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from recsys_core.data.embeddings.config import EmbeddingsConfig
 from recsys_core.data.embeddings.ingest import ingest_embeddings
 from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest
-from recsys_core.manifests.ownership import MARKER
+from recsys_core.manifests.ownership import MARKER_NAME
 from recsys_core.units import DAY_US
 from tests.recsys_core.data.interaction_logs import Event, check, ingest, leave_last_out, read, split_by_time, write_log
 from tests.recsys_core.data.parquet_files import write
@@ -280,7 +280,7 @@ def test_the_spill_folder_is_deleted(tmp_path: Path) -> None:
     path = write(tmp_path / "log.parquet", **big_log(1_000_000))
     manifest = ingest(tmp_path / "stage", path, split={"kind": "time"}, memory_limit="40MB", threads=1)
     left = {str(path.relative_to(manifest.folder)) for path in manifest.folder.rglob("*") if path.is_file()}
-    assert left == {*manifest.files, "manifest.json", MARKER}
+    assert left == {*manifest.files, "manifest.json", MARKER_NAME}
     assert {path.name for path in manifest.folder.iterdir() if path.is_dir()} == {"parts"}
     assert manifest.train_events + manifest.validation_events + manifest.test_events == 1_000_000
 

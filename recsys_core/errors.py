@@ -75,7 +75,7 @@ def shown(value: object) -> str:
 def shown_names(names: Sequence[str], *, max_names: int = 50) -> str:
     """Format names, such as the columns of a file, for a message; only the first `max_names` are listed.
 
-    >>> shown_names(["user_id", "item_id", "time"], at_most=2)
+    >>> shown_names(["user_id", "item_id", "time"], max_names=2)
     "['user_id', 'item_id'] and 1 more"
     """
     ending = f" and {len(names) - max_names} more" if len(names) > max_names else ""

@@ -98,7 +98,7 @@ def write_log(folder: Path) -> InteractionsManifest:
     table = pa.table({"user_id": user, "item_id": item})
     pq.write_table(table, folder / "log.parquet")
     pq.write_table(table.slice(0, 1_000), folder / "test.parquet")  # required by the split, never used
-    split = FileSplit(test=(str(folder / "test.parquet"),), validation_share=0.0)
+    split = FileSplit(test_paths=(str(folder / "test.parquet"),), validation_share=0.0)
     config = InteractionsConfig(paths=(str(folder / "log.parquet"),), split=split)
     return ingest_interactions(config, embeddings=None, folder=folder / "interactions")
 
@@ -135,8 +135,8 @@ def train_with_nightjar(contestant: Contestant, *, folder: Path, process: Proces
         embedding_dim=DIM,
         similarity="dot",
         temperature=1.0,
-        user_id=True,
-        history=HistoryConfig(length=0, last_item=False),
+        learn_user_embedding=True,
+        history=HistoryConfig(length=0, last_item_feature=False),
         query=TowerConfig(layers=LAYERS, skip_connection=False, dropout=0.0),
         candidate=TowerConfig(layers=LAYERS, skip_connection=False, dropout=0.0),
     )

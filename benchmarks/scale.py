@@ -31,11 +31,11 @@ BEGIN_MARK, END_MARK = "<!-- begin: benchmarks/scale.py -->", "<!-- end: benchma
 HOST = {
     "hbm_gb": 80,
     "ddr_gb": 2000,
-    "hbm_gb_s": 3350,
+    "hbm_bandwidth_gb_s": 3350,
     "intra_host_gb_s": 450,
     "inter_host_gb_s": 50,
     "pcie_gb_s": 55,
-    "ddr_gb_s": 300,
+    "ddr_bandwidth_gb_s": 300,
 }
 """Data-sheet values of an H100 SXM: NVLink per direction, one 400 Gbit/s port per GPU, PCIe 5."""
 ASSUMPTIONS: dict[str, Any] = {
@@ -77,8 +77,8 @@ def distinct_items(items: int, *, draws: int, negatives: int, exponent: float) -
 
 def spec_of(size: dict[str, Any], *, pooled_users: bool) -> ModelSpec:
     """Return the model of one size; `pooled_users` sets tables.user.lookup to pooled."""
-    config = TwoTowerConfig(embedding_dim=ASSUMPTIONS["dim"], user_id=size["users"] > 0)
-    tables = {"user": TableConfig(lookup="pooled")} if pooled_users and config.user_id else {}
+    config = TwoTowerConfig(embedding_dim=ASSUMPTIONS["dim"], learn_user_embedding=size["users"] > 0)
+    tables = {"user": TableConfig(lookup="pooled")} if pooled_users and config.learn_user_embedding else {}
     return ModelSpec.sized(config, num_users=size["users"], num_items=size["items"], tables=tables)
 
 

@@ -35,7 +35,7 @@ class PipelineConfig(Settings):
     workspace: Folder = Field(
         Path("workspace"), description="folder for runs, the embedded MLflow database and Prefect's files"
     )
-    data_root: Folder | None = Field(
+    allowed_data_root: Folder | None = Field(
         None,
         description="folder that must contain every input file after links are resolved. If empty, there is no restriction",
     )
@@ -96,11 +96,12 @@ class PipelineConfig(Settings):
     @model_validator(mode="after")
     def _last_items_need_an_order(self) -> Self:
         history = self.model.history
-        if not self.interactions.ordered and (history.last_item or history.pooling == "recency"):
-            setting = "last_item is true" if history.last_item else "pooling is recency"
+        if not self.interactions.ordered and (history.last_item_feature or history.pooling == "recency"):
+            setting = "last_item_feature is true" if history.last_item_feature else "pooling is recency"
             raise ValueError(
                 f"model.history.{setting}, but interactions has neither timestamp_column nor order_column, so no item is the "
-                "last; set one of the columns, or model.history.last_item to false and pooling to mean, sum or attention"
+                "last; set one of the columns, or set model.history.last_item_feature to false and pooling to mean, sum or "
+                "attention"
             )
         return self
 
@@ -116,10 +117,10 @@ class PipelineConfig(Settings):
     def _query_tower_has_a_feature(self) -> Self:
         features = self.features
         has_query_features = features is not None and (features.users is not None or features.context)
-        if not self.model.user_id and self.model.history.length == 0 and not has_query_features:
+        if not self.model.learn_user_embedding and self.model.history.length == 0 and not has_query_features:
             raise ValueError(
-                "the query tower has no feature: set model.user_id to true or model.history.length above 0, or declare "
-                "features of users or of the context"
+                "the query tower has no feature: set model.learn_user_embedding to true or model.history.length above 0, or "
+                "declare features of users or of the context"
             )
         return self
 
@@ -161,8 +162,10 @@ class PipelineConfig(Settings):
     @model_validator(mode="after")
     def _vectors_are_used_by_tables(self) -> Self:
         tables_with_vectors = {entry.table for entry in self.embeddings}
-        if "user" in tables_with_vectors and not self.model.user_id:
-            raise ValueError("embeddings has vectors of users, but the model has no user table; set model.user_id to true")
+        if "user" in tables_with_vectors and not self.model.learn_user_embedding:
+            raise ValueError(
+                "embeddings has vectors of users, but the model has no user table; set model.learn_user_embedding to true"
+            )
         for name, settings in self.tables.items():
             check_vectors_exist(name, settings, tables_with_vectors=tables_with_vectors)
         if self.loss.distillation is not None:
@@ -172,7 +175,7 @@ class PipelineConfig(Settings):
     @property
     def table_names(self) -> set[str]:
         """Names of all embedding tables of the model."""
-        names = {"item"} | ({"user"} if self.model.user_id else set())
+        names = {"item"} | ({"user"} if self.model.learn_user_embedding else set())
         if "item" in self.tables and self.tables["item"].transfer == "residual":
             names.add(OFFSET_TABLE)
         if self.features is not None:
@@ -204,8 +207,10 @@ class PipelineConfig(Settings):
 
         split = self.interactions.split
         if isinstance(split, FileSplit):
-            validation = None if split.validation is None else absolute_paths(split.validation)
-            split = split.model_copy(update={"test": absolute_paths(split.test), "validation": validation})
+            validation_paths = None if split.validation_paths is None else absolute_paths(split.validation_paths)
+            split = split.model_copy(
+                update={"test_paths": absolute_paths(split.test_paths), "validation_paths": validation_paths}
+            )
         interactions = self.interactions.model_copy(update={"paths": absolute_paths(self.interactions.paths), "split": split})
         update: dict[str, object] = {
             "workspace": _absolute(folder, self.workspace),
@@ -219,8 +224,8 @@ class PipelineConfig(Settings):
                 for side, table in tables.items()
             }
             update["features"] = self.features.model_copy(update=absolute_tables)
-        if self.data_root is not None:
-            update["data_root"] = _absolute(folder, self.data_root)
+        if self.allowed_data_root is not None:
+            update["allowed_data_root"] = _absolute(folder, self.allowed_data_root)
         return self.model_copy(update=update)
 
 

@@ -132,14 +132,14 @@ def retrain(config: PipelineConfig, run: Run) -> RegistrationManifest | None:
 
 def ingest(config: PipelineConfig, run: Run) -> Dataset:
     """Ingest pretrained embeddings, the interaction log and features."""
-    root = config.data_root
-    embeddings = ingest_embeddings(config.embeddings, data_root=root, run=run)
-    interactions = ingest_interactions(config.interactions_with_context, embeddings=embeddings, data_root=root, run=run)
+    root = config.allowed_data_root
+    embeddings = ingest_embeddings(config.embeddings, allowed_data_root=root, run=run)
+    interactions = ingest_interactions(config.interactions_with_context, embeddings=embeddings, allowed_data_root=root, run=run)
     features = ingest_features(
         config.features,
         interactions_config=config.interactions_with_context,
         dataset=Dataset(interactions, embeddings),
-        data_root=root,
+        allowed_data_root=root,
         run=run,
     )
     return Dataset(interactions, embeddings, features)

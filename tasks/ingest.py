@@ -16,12 +16,16 @@ from tasks.stage import stage
 
 
 @stage("ingest_embeddings")
-def ingest_embeddings(configs: Sequence[EmbeddingsConfig], *, data_root: Path | None, run: Run) -> EmbeddingsManifest | None:
+def ingest_embeddings(
+    configs: Sequence[EmbeddingsConfig], *, allowed_data_root: Path | None, run: Run
+) -> EmbeddingsManifest | None:
     """Write the pretrained vectors as one memory-mapped matrix per table."""
     stage_log = StageLog("ingest_embeddings")
     if not configs:
         return stage_log.finish(None, "no pretrained embeddings")
-    manifest = embeddings_core.ingest_embeddings(configs, folder=run.stage_folder("ingest_embeddings"), data_root=data_root)
+    manifest = embeddings_core.ingest_embeddings(
+        configs, folder=run.stage_folder("ingest_embeddings"), allowed_data_root=allowed_data_root
+    )
     return stage_log.finish(
         manifest, "; ".join(f"{name}: {table.rows:,} x {table.dim} vectors" for name, table in manifest.tables.items())
     )
@@ -29,7 +33,7 @@ def ingest_embeddings(configs: Sequence[EmbeddingsConfig], *, data_root: Path | 
 
 @stage("ingest_interactions")
 def ingest_interactions(
-    config: InteractionsConfig, *, embeddings: EmbeddingsManifest | None, data_root: Path | None, run: Run
+    config: InteractionsConfig, *, embeddings: EmbeddingsManifest | None, allowed_data_root: Path | None, run: Run
 ) -> InteractionsManifest:
     """Write the vocabularies, the split and the event store."""
     stage_log = StageLog("ingest_interactions")
@@ -38,7 +42,7 @@ def ingest_interactions(
         embeddings=embeddings,
         folder=run.stage_folder("ingest_interactions"),
         previous=run.previous("ingest_interactions", InteractionsManifest),
-        data_root=data_root,
+        allowed_data_root=allowed_data_root,
     )
     num_events = manifest.train_events + manifest.validation_events + manifest.test_events
     files_read = f"{manifest.files_read} of {len(manifest.sources)} files read"
@@ -53,7 +57,7 @@ def ingest_features(
     *,
     interactions_config: InteractionsConfig,
     dataset: Dataset,
-    data_root: Path | None,
+    allowed_data_root: Path | None,
     run: Run,
 ) -> FeaturesManifest | None:
     """Write the features of users, items and events; continue the vocabularies of the previous run."""
@@ -68,7 +72,7 @@ def ingest_features(
         memory_limit=interactions_config.memory_limit,
         threads=interactions_config.threads,
         folder=run.stage_folder("ingest_features"),
-        data_root=data_root,
+        allowed_data_root=allowed_data_root,
     )
     num_rows = sum(feature.rows for feature in manifest.features.values())
     return stage_log.finish(manifest, f"{len(manifest.features)} features, {num_rows:,} rows in their tables")

@@ -185,7 +185,7 @@ class Run:
         if (self.folder / REDUCED_NAME).exists():
             raise InputError(
                 f"{self.folder}: only the manifests and reports of run {self.run_id} are left, because it is older than the "
-                "runs that retention.whole_runs keeps; start a new run"
+                "runs that retention.keep_full_runs keeps; start a new run"
             )
         lock = FileLock(self.folder / LOCK_NAME)
         try:

@@ -65,7 +65,7 @@ COLD: Settings = {
     "training": {"epochs": 12, "validation": {"candidates": "cold"}},
 }
 NO_VALIDATION: Settings = {
-    "interactions": {"split": {"validation_share": 0.0, "validation_by": "pair"}},
+    "interactions": {"split": {"validation_share": 0.0, "validation_unit": "pair"}},
     "training": {"validation": None},
 }
 """Training on all articles. The number of epochs in COLD was chosen in the experiments with validation."""
@@ -93,15 +93,15 @@ def settings(data: Path, *, test: str) -> Settings:
             "paths": str(data / "train.parquet"),
             "split": {
                 "kind": "files",
-                "test": str(data / f"test_{test}.parquet"),
+                "test_paths": str(data / f"test_{test}.parquet"),
                 "validation_share": 0.1,
-                "validation_by": "item" if test == "cold" else "pair",
+                "validation_unit": "item" if test == "cold" else "pair",
             },
         },
         "model": {
             "embedding_dim": 128,
-            "user_id": True,
-            "history": {"length": 20, "last_item": False},
+            "learn_user_embedding": True,
+            "history": {"length": 20, "last_item_feature": False},
             "query": {"layers": []},
         },
         "training": {"batch_size": 1024, "validation": {"metric": "recall", "k": 20}},

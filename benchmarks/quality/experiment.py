@@ -85,7 +85,7 @@ class Experiment:
 def merge_settings(*layers: Mapping[str, Any]) -> Settings:
     """Return the settings of all layers; later layers override single settings of earlier ones.
 
-    >>> merge_settings({"model": {"user_id": True}}, {"model": {"embedding_dim": 8}})
+    >>> merge_settings({"model": {"learn_user_embedding": True}}, {"model": {"embedding_dim": 8}})
     {'model': {'user_id': True, 'embedding_dim': 8}}
     """
     result: Settings = {}

@@ -33,8 +33,8 @@ TIMED_SETTINGS: Settings = {"loss": {"num_negatives": 1024}, "training": {"epoch
 def settings(data: Path) -> Settings:
     """Return the settings of both models: batch 2,048 per rank, dimension 64, no validation."""
     return {
-        "interactions": {"paths": str(data), "split": {"kind": "files", "test": str(data.with_name("test.parquet"))}},
-        "model": {"embedding_dim": 64, "user_id": True, "history": {"length": 20, "last_item": False}},
+        "interactions": {"paths": str(data), "split": {"kind": "files", "test_paths": str(data.with_name("test.parquet"))}},
+        "model": {"embedding_dim": 64, "learn_user_embedding": True, "history": {"length": 20, "last_item_feature": False}},
         "training": {"batch_size": 2048, "validation": None, "checkpoint_every_steps": 1_000_000},
     }
 

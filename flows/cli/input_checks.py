@@ -13,11 +13,11 @@ from recsys_core.models.table_checks import check_width
 def check_inputs(config: PipelineConfig) -> dict[str, str]:
     """Check the footers and one row group of all inputs; return one line about each input. Raises InputError."""
     require_writable(config.workspace)
-    log = check_interactions(config.interactions_with_context, data_root=config.data_root)
+    log = check_interactions(config.interactions_with_context, allowed_data_root=config.allowed_data_root)
     check_time_unit(config.interactions_with_context, log.files["train"])
     events = sum(source.record.rows for source in log.sources)
     facts = {"interactions": f"{events:,} rows in {len(log.sources)} files, users {log.user_id_type}, items {log.item_id_type}"}
-    embeddings = check_embeddings(config.embeddings, data_root=config.data_root)
+    embeddings = check_embeddings(config.embeddings, allowed_data_root=config.allowed_data_root)
     for vectors in embeddings:
         table = vectors.config.table
         expected_type = {"item": log.item_id_type, "user": log.user_id_type}.get(table, vectors.id_type)
@@ -40,7 +40,7 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
             user_id_type=log.user_id_type,
             item_id_type=log.item_id_type,
             context_sources=log.sources,
-            data_root=config.data_root,
+            allowed_data_root=config.allowed_data_root,
         )
         check_feature_vectors(tables, id_types={vectors.config.table: vectors.id_type for vectors in embeddings})
         facts["features"] = ", ".join(

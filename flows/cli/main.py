@@ -105,7 +105,7 @@ def plan(
     ddr_gb: Annotated[float | None, typer.Option(min=0.1, help="main memory per host")] = None,
     intra_host_gb_s: Annotated[float | None, typer.Option(min=0.1, help="GB/s between two GPUs of a host")] = None,
     inter_host_gb_s: Annotated[float | None, typer.Option(min=0.1, help="GB/s between two GPUs of different hosts")] = None,
-    hbm_gb_s: Annotated[float | None, typer.Option(min=0.1, help="GB/s of a GPU's memory")] = None,
+    hbm_bandwidth_gb_s: Annotated[float | None, typer.Option(min=0.1, help="GB/s of a GPU's memory")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan the sharding for any cluster, without training: ingest the data, write plan.json and plan.html."""
@@ -113,7 +113,11 @@ def plan(
     from flows.config_file import load_config
 
     options = {"num_nodes": nodes, "processes_per_node": gpus_per_node, "hbm_gb": hbm_gb, "ddr_gb": ddr_gb}
-    options |= {"intra_host_gb_s": intra_host_gb_s, "inter_host_gb_s": inter_host_gb_s, "hbm_gb_s": hbm_gb_s}
+    options |= {
+        "intra_host_gb_s": intra_host_gb_s,
+        "inter_host_gb_s": inter_host_gb_s,
+        "hbm_bandwidth_gb_s": hbm_bandwidth_gb_s,
+    }
     cluster: dict[str, int | float | str] = {name: value for name, value in options.items() if value is not None}
     if gpus_per_node is not None:
         cluster["device"] = "cuda"
@@ -172,7 +176,7 @@ def run(
 def tune(
     file: ConfigFile = DEFAULT_FILE,
     overrides: Overrides = None,
-    trials: Annotated[int | None, typer.Option(min=1, help="number of trials, instead of tuning.trials")] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="number of trials, instead of tuning.num_trials")] = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -189,7 +193,7 @@ def tune(
         tuning.check_tunable(config, file=file)
         check_inputs(config)
         if trials is not None and config.tuning is not None:
-            config = config.model_copy(update={"tuning": config.tuning.model_copy(update={"trials": trials})})
+            config = config.model_copy(update={"tuning": config.tuning.model_copy(update={"num_trials": trials})})
         prepare(config.workspace, verbose=verbose)
         arguments = [] if trials is None else ["--trials", str(trials)]
         study = tuning.run_study(Command(config, server, text=as_command("tune", file, overrides, arguments)))

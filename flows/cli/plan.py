@@ -53,12 +53,17 @@ def plan_for(config: PipelineConfig, *, cluster: dict[str, Any]) -> tuple[PlanFi
 
 
 def _ingest(config: PipelineConfig, *, folder: Path) -> Dataset:
-    data_root = config.data_root
+    allowed_data_root = config.allowed_data_root
     embeddings = (
-        ingest_embeddings(config.embeddings, folder=folder / "embeddings", data_root=data_root) if config.embeddings else None
+        ingest_embeddings(config.embeddings, folder=folder / "embeddings", allowed_data_root=allowed_data_root)
+        if config.embeddings
+        else None
     )
     interactions = ingest_interactions(
-        config.interactions_with_context, embeddings=embeddings, folder=folder / "interactions", data_root=data_root
+        config.interactions_with_context,
+        embeddings=embeddings,
+        folder=folder / "interactions",
+        allowed_data_root=allowed_data_root,
     )
     if config.features is None:
         return Dataset(interactions, embeddings)
@@ -70,7 +75,7 @@ def _ingest(config: PipelineConfig, *, folder: Path) -> Dataset:
         memory_limit=config.interactions.memory_limit,
         threads=config.interactions.threads,
         folder=folder / "features",
-        data_root=data_root,
+        allowed_data_root=allowed_data_root,
     )
     return Dataset(interactions, embeddings, features)
 

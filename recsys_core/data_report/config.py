@@ -13,7 +13,9 @@ class DataReportConfig(Settings):
     the first run.
     """
 
-    min_events: int | None = Field(None, ge=1, le=1_000 * MAX_COUNT, description="smallest allowed number of training events")
+    min_train_events: int | None = Field(
+        None, ge=1, le=1_000 * MAX_COUNT, description="smallest allowed number of training events"
+    )
     max_event_drop_share: float | None = Field(
         0.5,
         gt=0,
@@ -56,7 +58,7 @@ class DataReportConfig(Settings):
         le=1,
         description="largest allowed share of validation and test events that also occur in an earlier part of the split",
     )
-    max_future_event_share: float | None = Field(
+    max_train_after_test_share: float | None = Field(
         None,
         ge=0,
         le=1,

@@ -22,7 +22,7 @@ class _Limit(NamedTuple):
 
 
 LIMITS = (
-    _Limit("min_events", "train_events", "training events", "count"),
+    _Limit("min_train_events", "train_events", "training events", "count"),
     _Limit("max_event_drop_share", "event_drop_share", "drop of training events since the previous run"),
     _Limit("max_new_user_share", "new_user_share", "users without an event in the previous run"),
     _Limit("max_new_item_share", "new_item_share", "items without an event in the previous run"),
@@ -35,7 +35,7 @@ LIMITS = (
     _Limit(
         "max_leaked_event_share", "leaked_event_share", "validation and test events with a copy in an earlier part of the split"
     ),
-    _Limit("max_future_event_share", "future_event_share", "training events later than the first test event of their user"),
+    _Limit("max_train_after_test_share", "future_event_share", "training events later than the first test event of their user"),
     _Limit("max_split_violations", "split_violations", "events in the wrong part of the split, or out of order", "count"),
     _Limit("max_unseen_item_share", "unseen_item_share", "test events whose item has no training event"),
     _Limit("max_unseen_user_share", "unseen_user_share", "test users without a training event"),

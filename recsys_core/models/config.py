@@ -53,7 +53,7 @@ class HistoryConfig(Settings):
         description="vector that represents an item in a history: the embedding of the item (embedding) or the output of "
         "the candidate tower (candidate_tower)",
     )
-    last_item: bool = Field(True, description="use the last item of a history as an additional feature")
+    last_item_feature: bool = Field(True, description="use the last item of a history as an additional feature")
     item_dropout: float = Field(
         0.0, ge=0, lt=1, description="share of the history items that are removed at random in each training step"
     )
@@ -65,8 +65,10 @@ class HistoryConfig(Settings):
 
     @model_validator(mode="after")
     def _check_last_item(self) -> Self:
-        if self.last_item and self.length == 0:
-            raise ValueError("last_item is true, but length is 0; set length to 1 or more, or last_item to false")
+        if self.last_item_feature and self.length == 0:
+            raise ValueError(
+                "last_item_feature is true, but length is 0; set length to 1 or more, or last_item_feature to false"
+            )
         return self
 
 
@@ -80,7 +82,7 @@ class TwoTowerConfig(Settings):
         multiple_of=4,
         description="width of the item embeddings. Features of another width are projected to this width",
     )
-    user_id: bool = Field(
+    learn_user_embedding: bool = Field(
         False,
         description="learn an embedding for each user. The query of a user without an embedding is computed from the other "
         "features",

@@ -145,7 +145,7 @@ class ModelSpec(Frozen):
         if distils:
             check_distillation(vector_dims)
             specs[TEACHER_TABLE] = _teacher_table(num_items, dim=vector_dims["item"])
-        if config.user_id:
+        if config.learn_user_embedding:
             specs["user"] = table_spec("user", num_users, feature="user", side="query")
         for key, fact in facts.items():
             side: Side = "item" if key.startswith("item.") else "query"
@@ -178,7 +178,7 @@ class ModelSpec(Frozen):
             history_length_B: number of items in the user's history.
             user_row_B: row of the user, -1 for a user without a row.
         """
-        reads_user_row = self.config.user_id or any(key.startswith("user.") for key in self.forms)
+        reads_user_row = self.config.learn_user_embedding or any(key.startswith("user.") for key in self.forms)
         has_history_B = (history_length_B > 0) & (self.config.history.length > 0)
         known_B: NDArray[np.bool_] = has_history_B | ((user_row_B >= 0) & reads_user_row)
         return known_B
@@ -198,7 +198,7 @@ class ModelSpec(Frozen):
     @property
     def user_batch_key(self) -> str | None:
         """Key of the users in `Batch.sparse`; None if the model has no user table."""
-        return self.tables["user"].batch_key if self.config.user_id else None
+        return self.tables["user"].batch_key if self.config.learn_user_embedding else None
 
     def output_name(self, table: str) -> str:
         """Return the name of the table's output. TorchRec appends the table's name if several tables have the same feature."""
@@ -219,11 +219,11 @@ def _offset_table(settings: TableConfig, num_items: int, *, dim: int) -> TableSp
             f"tables.{OFFSET_TABLE}.dim is {settings.dim}, but offsets have the width model.embedding_dim, which is {dim}; "
             f"leave tables.{OFFSET_TABLE}.dim out"
         )
-    settings = settings.model_copy(update={"missing": "zero", "dim": dim})
+    settings = settings.model_copy(update={"missing_vector_init": "zero", "dim": dim})
     return TableSpec(num_rows=num_items, dim=dim, feature="item", side="item", settings=settings)
 
 
 def _teacher_table(num_items: int, *, dim: int) -> TableSpec:
     """Return the frozen table of the pretrained item vectors, unscaled; the row of an item without a vector is zero."""
-    settings = TableConfig(transfer="frozen", dim=dim, rescale=False, missing="zero")
+    settings = TableConfig(transfer="frozen", dim=dim, rescale=False, missing_vector_init="zero")
     return TableSpec(num_rows=num_items, dim=dim, feature="item", side="item", settings=settings, pretrained=True)

@@ -13,7 +13,7 @@ def check_table_names(setting: str, names: Iterable[str], *, tables: Collection[
     """Raise InputError if `setting` (such as "tables") names a table that the model does not have."""
     for name in names:
         if name not in tables:
-            advice = "set model.user_id to true" if name == "user" else "name one of them, or declare the feature"
+            advice = "set model.learn_user_embedding to true" if name == "user" else "name one of them, or declare the feature"
             raise InputError(f"{setting}.{name}: the model has no such table; it has {sorted(tables)}; {advice}")
 
 

@@ -66,7 +66,7 @@ class TableConfig(Settings):
         description="scale pretrained vectors to the norm of a random row. Another norm would change the effective learning "
         "rate",
     )
-    missing: Literal["random", "zero", "mean"] = Field(
+    missing_vector_init: Literal["random", "zero", "mean"] = Field(
         "random",
         description="initial value of a row without a pretrained vector: random numbers, zeros, or the mean of the "
         "pretrained vectors",

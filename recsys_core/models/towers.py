@@ -78,8 +78,8 @@ class QueryTower(nn.Module):
         super().__init__()
         config = spec.config
         self.cosine = config.similarity == "cosine"
-        self.last_item = config.history.last_item
-        self.feature_names = (["user"] if config.user_id else []) + spec.features("query")
+        self.last_item = config.history.last_item_feature
+        self.feature_names = (["user"] if config.learn_user_embedding else []) + spec.features("query")
         feature_dims = [spec.tables[name].dim for name in self.feature_names]
         self.pooling: HistoryPooling | None = None
         if config.history.length:

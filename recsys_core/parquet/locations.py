@@ -51,29 +51,29 @@ class Location:
         return isinstance(self.filesystem, pafs.LocalFileSystem)
 
 
-def find_files(pattern: str, *, setting: str, data_root: Path | None = None) -> Iterator[Location]:
+def find_files(pattern: str, *, setting: str, allowed_data_root: Path | None = None) -> Iterator[Location]:
     """Find the files of a path, a glob or a folder, in no particular order.
 
     A folder means all *.parquet files in it and below it. Folders and globs skip files and folders whose names start with _
     or ., because by convention these are incomplete or not data. A glob with such a component, like log/_tmp/*, skips none.
 
     Raises:
-        InputError: no file matches, the store rejects the request, or a file is outside `data_root`.
+        InputError: no file matches, the store rejects the request, or a file is outside `allowed_data_root`.
     """
     if not is_uri(pattern):
         paths = _find_local(pattern, shown_pattern=printable(pattern), setting=setting)
     else:
         filesystem, path, prefix = connect(pattern, setting=setting)
         if not isinstance(filesystem, pafs.LocalFileSystem):
-            if data_root is not None:
+            if allowed_data_root is not None:
                 raise InputError(
-                    f"{setting}: {prefix}/{path}: is in an object store, not below data_root ({data_root}); "
-                    "copy it there, or unset data_root"
+                    f"{setting}: {prefix}/{path}: is in an object store, not below allowed_data_root ({allowed_data_root}); "
+                    "copy it there, or unset allowed_data_root"
                 )
             yield from _find_remote(filesystem, path, prefix=prefix, setting=setting)
             return
         paths = _find_local(path, shown_pattern=printable(pattern), setting=setting)
-    root = data_root.resolve() if data_root is not None else None
+    root = allowed_data_root.resolve() if allowed_data_root is not None else None
     filesystem = pafs.LocalFileSystem()
     for path in paths:
         name = printable(path)
@@ -82,8 +82,8 @@ def find_files(pattern: str, *, setting: str, data_root: Path | None = None) -> 
         resolved_path = Path(path).resolve()
         if root is not None and not resolved_path.is_relative_to(root):
             raise InputError(
-                f"{setting}: {name}: resolves to {printable(str(resolved_path))}, which is not below data_root ({root}); "
-                "move the file there, or change data_root"
+                f"{setting}: {name}: resolves to {printable(str(resolved_path))}, which is not below allowed_data_root "
+                f"({root}); move the file there, or change allowed_data_root"
             )
         file_status = resolved_path.stat()
         inode = (file_status.st_dev, file_status.st_ino)

@@ -77,7 +77,7 @@ class Source:
             raise InputError(f"{self.name}: cannot be read: {first_line(error)}") from error
 
 
-def open_sources(patterns: Sequence[str], *, setting: str, data_root: Path | None = None) -> tuple[Source, ...]:
+def open_sources(patterns: Sequence[str], *, setting: str, allowed_data_root: Path | None = None) -> tuple[Source, ...]:
     """Find the files of `patterns`, each once and sorted by name; read and check their footers.
 
     A pattern is a path, a glob, or a folder, either local or as a URI (s3://, gs://, file://). A folder means all *.parquet
@@ -85,15 +85,15 @@ def open_sources(patterns: Sequence[str], *, setting: str, data_root: Path | Non
 
     Args:
         setting: config key of the patterns, for messages.
-        data_root: folder that must contain every file, after links and .. are resolved.
+        allowed_data_root: folder that must contain every file, after links and .. are resolved.
 
     Raises:
-        InputError: a pattern matches nothing, a file is not valid parquet or is outside data_root, the hive keys of two files
-            differ, all files are empty, or a file has two names among the matches.
+        InputError: a pattern matches nothing, a file is not valid parquet or is outside allowed_data_root, the hive keys of
+            two files differ, all files are empty, or a file has two names among the matches.
     """
     location_by_name: dict[str, Location] = {}
     for pattern in patterns:
-        for location in find_files(pattern, setting=setting, data_root=data_root):
+        for location in find_files(pattern, setting=setting, allowed_data_root=allowed_data_root):
             location_by_name[location.name] = location
     locations = [location_by_name[name] for name in sorted(location_by_name)]
     check_distinct_files(locations, setting=setting)

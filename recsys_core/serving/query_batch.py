@@ -75,7 +75,7 @@ def user_features(spec: ModelSpec) -> dict[str, FeatureForm]:
 
 def served_tables(spec: ModelSpec) -> list[str]:
     """Return the tables that a query looks up in addition to its history: the user table and the tables of user features."""
-    return (["user"] if spec.config.user_id else []) + list(user_features(spec))
+    return (["user"] if spec.config.learn_user_embedding else []) + list(user_features(spec))
 
 
 def _to_tensors(lists: JaggedArray, weight_L: NDArray[np.float32] | None) -> JaggedRows:

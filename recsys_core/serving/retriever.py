@@ -70,7 +70,7 @@ class Retriever:
         k: int,
         *,
         histories: Sequence[History] | None = None,
-        exclude_log: bool = True,
+        exclude_stored_history: bool = True,
     ) -> tuple[list[NDArray[Any]], list[NDArray[np.float32]]]:
         """Recommend the k best unseen items for each user, best first; fewer if the user has seen nearly all items.
 
@@ -82,8 +82,8 @@ class Retriever:
             k: number of items.
             histories: one per user. A history replaces the user's stored history; None keeps the stored history. Unknown item
                 ids are ignored.
-            exclude_log: whether the items of the stored history are also excluded if `histories` replaces it. False allows a
-                measurement of the model on events that are in the stored histories.
+            exclude_stored_history: whether the items of the stored history are also excluded if `histories` replaces it. False
+                allows a measurement of the model on events that are in the stored histories.
 
         Returns:
             (item ids, scores), one array per user.
@@ -103,7 +103,7 @@ class Retriever:
         for start in range(0, len(user_rows), batch_size):
             batch = slice(start, start + batch_size)
             history, excluded_items = self._histories(
-                user_rows[batch], new_histories=histories and histories[batch], exclude_log=exclude_log
+                user_rows[batch], new_histories=histories and histories[batch], exclude_stored_history=exclude_stored_history
             )
             top_items = self._top_items(user_rows[batch], history=history, excluded_items=excluded_items, k=k)
             for row_K, score_K, num_items in zip(top_items.row_BK, top_items.score_BK, top_items.num_items_B, strict=True):
@@ -112,7 +112,7 @@ class Retriever:
         return item_ids, scores
 
     def recommend_rows(
-        self, user_ids: Sequence[Any], k: int, *, histories: Sequence[Any] | None = None, exclude_log: bool = True
+        self, user_ids: Sequence[Any], k: int, *, histories: Sequence[Any] | None = None, exclude_stored_history: bool = True
     ) -> list[Recommendation]:
         """Recommend items for the rows of a request. A row with an invalid value gets an error, and the other rows are served.
 
@@ -129,7 +129,10 @@ class Retriever:
             except InputError as error:
                 errors[row] = str(error)
         item_ids, scores = self.recommend(
-            valid_users, k, histories=None if histories is None else valid_histories, exclude_log=exclude_log
+            valid_users,
+            k,
+            histories=None if histories is None else valid_histories,
+            exclude_stored_history=exclude_stored_history,
         )
         results = zip(item_ids, scores, strict=True)
         no_items: tuple[NDArray[Any], NDArray[np.float32]] = (np.zeros(0, np.int64), np.zeros(0, np.float32))
@@ -155,7 +158,7 @@ class Retriever:
         return list(history)
 
     def _histories(
-        self, user_row_B: NDArray[np.int64], *, new_histories: Sequence[History] | None, exclude_log: bool
+        self, user_row_B: NDArray[np.int64], *, new_histories: Sequence[History] | None, exclude_stored_history: bool
     ) -> tuple[JaggedArray, JaggedArray]:
         """Return the histories for the query tower, and the items to exclude, both as item rows."""
         start_B = np.where(user_row_B >= 0, self._user_offset[user_row_B], 0)
@@ -171,7 +174,9 @@ class Retriever:
         new_history = JaggedArray.from_lengths(length_B, new_item_rows).filter(new_item_rows >= 0)
         is_replaced_B = np.array([history is not None for history in new_histories])
         history = stored_history.replace(new_history, where=is_replaced_B)
-        return history, stored_history.union(new_history, bound=num_items) if exclude_log else history.distinct(bound=num_items)
+        if exclude_stored_history:
+            return history, stored_history.union(new_history, bound=num_items)
+        return history, history.distinct(bound=num_items)
 
     def _top_items(
         self, user_row_B: NDArray[np.int64], *, history: JaggedArray, excluded_items: JaggedArray, k: int

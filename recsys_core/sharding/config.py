@@ -47,8 +47,8 @@ class ClusterConfig(Settings):
     ssd_path: FilePath | None = Field(None, description="Folder on the SSD. Required for the compute kernel key_value")
     intra_host_gb_s: float = Field(600.0, gt=0, le=1e6, description="Bandwidth in GB/s between two GPUs of a host")
     inter_host_gb_s: float = Field(12.5, gt=0, le=1e6, description="Bandwidth in GB/s between two GPUs of different hosts")
-    hbm_gb_s: float = Field(897.0, gt=0, le=1e6, description="Bandwidth in GB/s of a GPU's memory")
-    ddr_gb_s: float = Field(51.0, gt=0, le=1e6, description="Bandwidth in GB/s of a host's main memory")
+    hbm_bandwidth_gb_s: float = Field(897.0, gt=0, le=1e6, description="Bandwidth in GB/s of a GPU's memory")
+    ddr_bandwidth_gb_s: float = Field(51.0, gt=0, le=1e6, description="Bandwidth in GB/s of a host's main memory")
     pcie_gb_s: float = Field(32.0, gt=0, le=1e6, description="Bandwidth in GB/s between a GPU and main memory")
 
 

@@ -181,8 +181,8 @@ class TorchrecPlanner:
                 hardware_config=HardwareConfig(
                     intra_host_bw=cluster.intra_host_gb_s * bytes_per_ms_per_gb_s,
                     inter_host_bw=cluster.inter_host_gb_s * bytes_per_ms_per_gb_s,
-                    hbm_mem_bw=cluster.hbm_gb_s * bytes_per_ms_per_gb_s,
-                    ddr_mem_bw=cluster.ddr_gb_s * bytes_per_ms_per_gb_s,
+                    hbm_mem_bw=cluster.hbm_bandwidth_gb_s * bytes_per_ms_per_gb_s,
+                    ddr_mem_bw=cluster.ddr_bandwidth_gb_s * bytes_per_ms_per_gb_s,
                     hbm_to_ddr_mem_bw=cluster.pcie_gb_s * bytes_per_ms_per_gb_s,
                 ),
                 # Without this flag TorchRec ignores the configured bandwidths.

@@ -188,8 +188,8 @@ def tower_inputs(spec: ModelSpec, side: Side) -> list[str]:
     if side == "item":
         return ["item", *spec.features("item")]
     history = spec.config.history
-    names = ["history"] * bool(history.length) + ["last_item"] * history.last_item
-    return names + ["user"] * spec.config.user_id + spec.features("query")
+    names = ["history"] * bool(history.length) + ["last_item"] * history.last_item_feature
+    return names + ["user"] * spec.config.learn_user_embedding + spec.features("query")
 
 
 def champion_layers(spec: ModelSpec, *, champion: Champion, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:

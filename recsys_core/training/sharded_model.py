@@ -80,7 +80,7 @@ def initial_model(job: TrainJob, *, store: EventStore, dataset: Dataset, process
     )
     pretrained = {} if dataset.embeddings is None else pretrained_rows(spec, dataset=dataset)
     fill_pretrained(model, spec=spec, pretrained=pretrained)
-    if spec.config.user_id:
+    if spec.config.learn_user_embedding:
         is_known_U = store.train_end > store.user_offset[:-1]
         if "user" in pretrained:
             is_known_U = is_known_U | (pretrained["user"].vector_row >= 0)
@@ -166,7 +166,7 @@ def _assign_fused_optimizers(tables: nn.Module, spec: ModelSpec, *, plan: PlanFi
 
 
 def fill_pretrained(model: DistributedModelParallel, *, spec: ModelSpec, pretrained: Mapping[str, PretrainedRows]) -> None:
-    """Copy the pretrained vectors of this rank's rows; fill the other rows according to `tables.<name>.missing`.
+    """Copy the pretrained vectors of this rank's rows; fill the other rows according to `tables.<name>.missing_vector_init`.
 
     The ranks of a host read the same memory-mapped file, so the host's page cache holds the vectors once.
     """
@@ -185,13 +185,13 @@ def fill_pretrained(model: DistributedModelParallel, *, spec: ModelSpec, pretrai
                 name,
                 num_missing,
                 table.num_rows,
-                settings.missing,
+                settings.missing_vector_init,
             )
-            if settings.missing == "mean":
+            if settings.missing_vector_init == "mean":
                 mean_D = mean_vector(pretrained_table.vectors, vector_row=vector_row, norm=norm)
         with torch.no_grad():
             for shard in table_shards(state, table=name):
-                if settings.missing != "random":
+                if settings.missing_vector_init != "random":
                     fill_missing(shard, vector_row=vector_row, value_D=mean_D)
                 if pretrained_table is not None:
                     copy_pretrained(shard, vectors=pretrained_table.vectors, vector_row=vector_row, norm=norm)

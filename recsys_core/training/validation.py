@@ -131,7 +131,7 @@ def users_to_validate(config: ValidationConfig, *, store: EventStore, cold_items
         if not len(users):
             raise InputError(
                 "training.validation.candidates is cold, but every validation event has an item with training events; "
-                "hold out items (interactions.split.validation_by: item), or set training.validation.candidates to all"
+                "hold out items (interactions.split.validation_unit: item), or set training.validation.candidates to all"
             )
     if len(users) > config.max_users:
         users = np.sort(np.random.default_rng(VALIDATION_USERS_SEED).choice(users, config.max_users, replace=False))

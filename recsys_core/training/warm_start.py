@@ -47,7 +47,7 @@ def prepare_warm_start(
             champion_row = champion_rows(name, dataset=dataset, champion=champion)
             np.save(folder / f"rows_{name}.npy", champion_row)
             vector_row = pretrained[name].vector_row if name in pretrained else None
-            message = _describe_rows(champion_row, vector_row=vector_row, missing=table.settings.missing)
+            message = _describe_rows(champion_row, vector_row=vector_row, init=table.settings.missing_vector_init)
         else:
             reason = "frozen" if table.frozen else "new" if name not in champion.spec.tables else "frozen in the champion"
             message = f"{reason}, initialised as in a training from scratch"
@@ -55,10 +55,10 @@ def prepare_warm_start(
     return WarmStart(run_id=champion.run_id, export=champion.export.folder, prepared=folder)
 
 
-def _describe_rows(champion_row: NDArray[np.int64], *, vector_row: NDArray[np.int64] | None, missing: str) -> str:
+def _describe_rows(champion_row: NDArray[np.int64], *, vector_row: NDArray[np.int64] | None, init: str) -> str:
     """Describe the origin of the initial values of a table's rows.
 
-    >>> _describe_rows(np.array([3, 0, -1, -1]), vector_row=np.array([0, -1, 1, -1]), missing="random")
+    >>> _describe_rows(np.array([3, 0, -1, -1]), vector_row=np.array([0, -1, 1, -1]), init="random")
     '2 of 4 rows from the champion, 2 new (1 from their vector, 1 random)'
     """
     is_new = champion_row < 0
@@ -66,7 +66,7 @@ def _describe_rows(champion_row: NDArray[np.int64], *, vector_row: NDArray[np.in
     if not is_new.any():
         return counts
     num_with_vector = 0 if vector_row is None else int((vector_row[is_new] >= 0).sum())
-    return f"{counts} ({num_with_vector:,} from their vector, {is_new.sum() - num_with_vector:,} {missing})"
+    return f"{counts} ({num_with_vector:,} from their vector, {is_new.sum() - num_with_vector:,} {init})"
 
 
 def load_champion_weights(model: DistributedModelParallel, *, warm: WarmStart) -> None:

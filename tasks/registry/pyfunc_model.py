@@ -39,9 +39,9 @@ class NightjarModel(PythonModel):
             context: not used.
             model_input: column user_id, and optionally history: a list of item ids in time order that replaces the user's
                 history in the log. If the history is null, the history in the log is used.
-            params: k and exclude_log, see Retriever.recommend. An invalid value fails the whole request.
+            params: k and exclude_stored_history, see Retriever.recommend. An invalid value fails the whole request.
         """
-        arguments = {"k": 10, "exclude_log": True} | (params or {})
+        arguments = {"k": 10, "exclude_stored_history": True} | (params or {})
         histories = model_input["history"].tolist() if "history" in model_input else None
         try:
             if null_params := [name for name, value in arguments.items() if value is None]:

@@ -39,7 +39,7 @@ def main() -> None:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
         sys.exit(EXIT_NOT_FETCHED)
     model = mlflow.pyfunc.load_model(folder, model_config=config)
-    answers: Any = model.predict(requests, params={"k": arguments.k, "exclude_log": False})
+    answers: Any = model.predict(requests, params={"k": arguments.k, "exclude_stored_history": False})
     item_type = table.schema.field("history").type
     item_ids = pa.array([answer["item_ids"] for answer in answers], type=item_type)
     scores = pa.array([answer["scores"] for answer in answers], type=pa.list_(pa.float64()))

@@ -99,7 +99,7 @@ def signature_for(interactions: InteractionsManifest) -> ModelSignature:
                 ColSpec(DataType.string, "error", required=False),
             ]
         ),
-        params=ParamSchema([ParamSpec("k", DataType.long, 10), ParamSpec("exclude_log", DataType.boolean, True)]),
+        params=ParamSchema([ParamSpec("k", DataType.long, 10), ParamSpec("exclude_stored_history", DataType.boolean, True)]),
     )
 
 

@@ -38,13 +38,13 @@ def require_disk_space(config: RetentionConfig, run: Run) -> None:
         if workspace_bytes + needed_bytes > budget_bytes:
             raise InputError(
                 f"{run.workspace}: {estimate}, and the workspace has {format_gib(workspace_bytes, digits=3)}, but "
-                f"retention.disk_budget_gb is {config.disk_budget_gb:g}; raise it, or lower retention.whole_runs or "
-                "retention.versions and run `nightjar clean`"
+                f"retention.disk_budget_gb is {config.disk_budget_gb:g}; raise it, or lower retention.keep_full_runs or "
+                "retention.keep_versions and run `nightjar clean`"
             )
     if free_bytes(run.workspace) < needed_bytes:
         raise InputError(
             f"{run.workspace}: {estimate}, but the disk has {format_gib(free_bytes(run.workspace), digits=3)} free; free "
-            "some, or lower retention.whole_runs or retention.versions and run `nightjar clean`"
+            "some, or lower retention.keep_full_runs or retention.keep_versions and run `nightjar clean`"
         )
 
 

@@ -43,7 +43,7 @@ def find_all_removals(workspace: Path, config: RetentionConfig, *, model_name: s
         return Removals(find_removals(workspace, config, aliased_runs=registered_runs), [])
     retry = partial(call_with_retries, uri=client.tracking_uri)
     aliased_runs = retry(lambda: runs_behind_aliases(client, workspace, model_name=model_name))
-    versions = retry(lambda: find_old_versions(client, model_name, num_kept=config.versions))
+    versions = retry(lambda: find_old_versions(client, model_name, num_kept=config.keep_versions))
     return Removals(find_removals(workspace, config, aliased_runs=aliased_runs), versions)
 
 

@@ -12,13 +12,13 @@ MAX_RUNS = 1_000_000
 class RetentionConfig(Settings):
     """Limits of a workspace. Model versions with an alias, their runs, and files that a newer run reads are always kept."""
 
-    whole_runs: Annotated[int, OPERATIONAL] = Field(
+    keep_full_runs: Annotated[int, OPERATIONAL] = Field(
         7,
         ge=1,
         le=MAX_RUNS,
         description="number of newest runs that keep all their files. Older runs keep only their manifests, reports and plots",
     )
-    report_runs: Annotated[int, OPERATIONAL] = Field(
+    keep_report_runs: Annotated[int, OPERATIONAL] = Field(
         365,
         ge=1,
         le=MAX_RUNS,
@@ -31,7 +31,7 @@ class RetentionConfig(Settings):
         description="number of days after which a Prefect server that nightjar started deletes a flow run with its logs and "
         "artifacts",
     )
-    versions: Annotated[int, OPERATIONAL] = Field(
+    keep_versions: Annotated[int, OPERATIONAL] = Field(
         10,
         ge=1,
         le=MAX_RUNS,
@@ -47,10 +47,10 @@ class RetentionConfig(Settings):
     )
 
     @model_validator(mode="after")
-    def _whole_runs_have_reports(self) -> Self:
-        if self.report_runs < self.whole_runs:
+    def _full_runs_have_reports(self) -> Self:
+        if self.keep_report_runs < self.keep_full_runs:
             raise ValueError(
-                f"report_runs is {self.report_runs}, but whole_runs is {self.whole_runs}; set report_runs to at "
-                "least whole_runs"
+                f"keep_report_runs is {self.keep_report_runs}, but keep_full_runs is {self.keep_full_runs}; set "
+                "keep_report_runs to at least keep_full_runs"
             )
         return self

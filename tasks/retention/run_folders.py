@@ -84,7 +84,7 @@ def find_removals(workspace: Path, config: RetentionConfig, *, aliased_runs: Col
     runs_folder = workspace / RUNS_NAME
     ids = run_ids(workspace)
     kept_stages = stages_to_keep(workspace, config, aliased_runs=aliased_runs)
-    num_old_runs = len(ids) - config.report_runs
+    num_old_runs = len(ids) - config.keep_report_runs
     unsized_removals: list[tuple[str, Action, tuple[Path, ...]]] = []
     for index, run_id in enumerate(ids):
         stages = kept_stages.get(run_id, frozenset())
@@ -99,17 +99,17 @@ def find_removals(workspace: Path, config: RetentionConfig, *, aliased_runs: Col
 def stages_to_keep(workspace: Path, config: RetentionConfig, *, aliased_runs: Collection[str]) -> KeptStages:
     """Return the stages whose files must be kept, by run id.
 
-    Whole runs keep all stages. They are the newest `config.whole_runs` runs, locked runs, runs whose model version has an
+    Full runs keep all stages. They are the newest `config.keep_full_runs` runs, locked runs, runs whose model version has an
     alias, and runs whose model is the starting point of one of the newest or locked runs. An older run keeps its interactions,
     features or data report if a new run, or one of the newest or locked runs, reads them. Without these files a resumed run
     would repeat its stages, and a new run would build its vocabulary again.
     """
     runs_folder, ids = workspace / RUNS_NAME, run_ids(workspace)
     active_runs = [run_id for run_id in ids if Run(run_id, workspace=workspace, experiment="").is_locked()]
-    whole_runs = [*ids[-config.whole_runs :], *active_runs]
-    champion_runs = [champion_run for run_id in whole_runs if (champion_run := _champion_run(runs_folder / run_id))]
-    kept_stages: KeptStages = dict.fromkeys([*whole_runs, *champion_runs, *aliased_runs], ALL_STAGES)
-    for index in {*(ids.index(run_id) for run_id in whole_runs), len(ids)}:
+    full_runs = [*ids[-config.keep_full_runs :], *active_runs]
+    champion_runs = [champion_run for run_id in full_runs if (champion_run := _champion_run(runs_folder / run_id))]
+    kept_stages: KeptStages = dict.fromkeys([*full_runs, *champion_runs, *aliased_runs], ALL_STAGES)
+    for index in {*(ids.index(run_id) for run_id in full_runs), len(ids)}:
         for run_id, stages in _stages_read_by_next(runs_folder, ids[:index]).items():
             kept_stages[run_id] = kept_stages.get(run_id, frozenset()) | stages
     return kept_stages

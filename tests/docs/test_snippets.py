@@ -24,7 +24,7 @@ BASE = {
     "interactions": {"paths": "log.parquet", "timestamp_column": "timestamp"},
     "embeddings": {"paths": "vectors.parquet", "vector_column": "vector"},
     "features": {"context": [{"name": "device"}]},
-    "model": {"user_id": True},
+    "model": {"learn_user_embedding": True},
 }
 """Settings that the snippets of the documentation rely on."""
 SETTINGS = set(setting_names(PipelineConfig))

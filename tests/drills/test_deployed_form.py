@@ -113,7 +113,7 @@ def test_the_form_starts_runs_that_end_in_states_with_events(form: Form) -> None
     assert resumed_run.state_name == "Failed" and resumed_run.state is not None
     assert f"cannot resume {run_id}: " in str(resumed_run.state.message) and "name 'renamed'" in str(resumed_run.state.message)
 
-    rejected_run = form.start(overrides=["data_report.min_events=1000000000"])
+    rejected_run = form.start(overrides=["data_report.min_train_events=1000000000"])
     assert rejected_run.state_name == "DataRejected" and rejected_run.state is not None and rejected_run.state.is_failed(), (
         rejected_run.state
     )

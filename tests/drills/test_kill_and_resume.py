@@ -34,7 +34,7 @@ def write_config(folder: Path) -> Path:
                 "features": [{"name": "half", "column": "item_id", "kind": "numeric", "buckets": 2}],
             }
         },
-        "model": {"embedding_dim": 16, "user_id": True},
+        "model": {"embedding_dim": 16, "learn_user_embedding": True},
         "training": {"epochs": 3, "batch_size": 64, "log_every_steps": 5, "checkpoint_every_steps": 10, "warm_start": None},
         "index": {"nlist": 8},
     }

@@ -104,8 +104,11 @@ def test_an_invalid_value_is_rejected_with_its_key(file: Path, override: str, ex
 
 
 def test_numbers_are_those_of_yaml_1_2(file: Path) -> None:
-    config = load_config(file, ["training.epochs=012", "training.batch_size=0x40", "model.user_id=true", "name=1e5x"])
-    assert (config.training.epochs, config.training.batch_size, config.model.user_id, config.name) == (12, 64, True, "1e5x")
+    config = load_config(
+        file, ["training.epochs=012", "training.batch_size=0x40", "model.learn_user_embedding=true", "name=1e5x"]
+    )
+    assert (config.training.epochs, config.training.batch_size) == (12, 64)
+    assert config.model.learn_user_embedding and config.name == "1e5x"
     assert yaml_loader.load("{a: 1:30, b: yes, c: 2026-11-19, d: 0o14, e: .inf, f: ~, g: 1e-3, h: 'x'}") == {
         "a": "1:30", "b": "yes", "c": "2026-11-19", "d": 12, "e": math.inf, "f": None, "g": 0.001, "h": "x",
     }  # fmt: skip

@@ -55,7 +55,7 @@ def test_a_missing_setting_has_its_default(file: Path) -> None:
         ("model: {query: {layers: [64, x]}}", "model.query.layers.1: Input should be a valid integer"),
         ("model: {max_history: 3}", "model.max_history: unknown key; did you mean model.history?"),
         ("model: {history: {lenght: 3}}", "model.history.lenght: unknown key; did you mean model.history.length?"),
-        ("model: {history: {length: 0}}", "model.history: last_item is true, but length is 0; set length"),
+        ("model: {history: {length: 0}}", "model.history: last_item_feature is true, but length is 0; set length"),
         ("loss: {uniform_negatives: 0}", "loss.uniform_negatives: unknown key; did you mean loss.num_negatives?"),
         ("loss: {kind: bce, num_negatives: 0}", "loss: loss.kind is bce, which needs negatives"),
         ("tables: {item: {dims: 8}}", "tables.item.dims: unknown key; did you mean tables.item.dim?"),
@@ -175,14 +175,14 @@ def test_relative_paths_are_relative_to_the_folder_of_the_file(file: Path, monke
         [
             "workspace=../elsewhere",
             "interactions.paths=[log/a.parquet, /data/b.parquet]",
-            "interactions.split={kind: files, test: test.parquet}",
+            "interactions.split={kind: files, test_paths: test.parquet}",
             "embeddings={paths: vectors.parquet, vector_column: v}",
         ],
     )
     here = file.parent
     assert config.workspace == here.parent / "elsewhere"
     assert config.interactions.paths == (str(here / "log/a.parquet"), "/data/b.parquet")
-    assert config.interactions.split == FileSplit(test=(str(here / "test.parquet"),))
+    assert config.interactions.split == FileSplit(test_paths=(str(here / "test.parquet"),))
     assert config.embeddings == (EmbeddingsConfig(paths=(str(here / "vectors.parquet"),), vector_column="v"),)
 
 
@@ -224,9 +224,15 @@ def test_a_mistake_in_an_embeddings_entry_is_reported_with_its_key(file: Path, t
     [
         ("index={pq_m: 7, compared_kinds: [ivf_pq]}", "index.pq_m is 7, but does not divide the vector width 64"),
         ("sharding.tables.user.sharding_types=[row_wise]", "sharding.tables.user: the model has no such table; it has"),
-        ("interactions={paths: x, split: {kind: files, test: y}}", "model.history.last_item is true, but interactions has nei"),
-        ("model.history={length: 0, last_item: false}", "the query tower has no feature: set model.user_id to true or"),
-        ("tables.user.dim=8", "tables.user: the model has no such table; it has ['item']; set model.user_id"),
+        (
+            "interactions={paths: x, split: {kind: files, test_paths: y}}",
+            "model.history.last_item_feature is true, but interactions has nei",
+        ),
+        (
+            "model.history={length: 0, last_item_feature: false}",
+            "the query tower has no feature: set model.learn_user_embedding to true or",
+        ),
+        ("tables.user.dim=8", "tables.user: the model has no such table; it has ['item']; set model.learn_user_embedding"),
         (
             "tables.item.transfer=frozen",
             "tables.item.transfer is frozen, but embeddings has no vectors of table 'item' (it has",
@@ -246,11 +252,11 @@ def test_a_setting_of_an_unknown_table_lists_the_known_tables(file: Path) -> Non
             assert f"{group}.{table}: the model has no such table; it has ['item']; name one of them, or declare" in error
 
 
-UNORDERED = "interactions={paths: x, split: {kind: files, test: y}}"
+UNORDERED = "interactions={paths: x, split: {kind: files, test_paths: y}}"
 
 
 def test_a_log_without_order_allows_neither_a_last_item_nor_recency_pooling(file: Path) -> None:
-    no_last = "model.history.last_item=false"
+    no_last = "model.history.last_item_feature=false"
     assert not load_config(file, [UNORDERED, no_last, "model.history.include_target=true"]).interactions.ordered
     assert "model.history.include_target is for logs without order" in message(file, "model.history.include_target=true")
     error = message(file, UNORDERED, no_last, "model.history.pooling=recency")
@@ -284,7 +290,7 @@ def test_the_model_has_tables_of_ids_features_and_offsets(file: Path) -> None:
         [
             f"features={{{users}, {items}, context: [{{name: device}}]}}",
             "embeddings={paths: a, vector_column: v}",
-            "model.user_id=true",
+            "model.learn_user_embedding=true",
             "tables={item: {transfer: residual}, item_offset: {init_std: 1}, item.brand: {dim: 8}}",
         ],
     )
@@ -293,7 +299,7 @@ def test_the_model_has_tables_of_ids_features_and_offsets(file: Path) -> None:
 
 def test_uris_are_unchanged_and_data_root_is_relative_to_the_file(file: Path) -> None:
     uris = ["s3://bucket/log/dt=*/*.parquet?region=eu-west-1", "gs://bucket/log", "file:///data/log"]
-    config = load_config(file, [f"interactions.paths={json.dumps([*uris, 'log'])}", "data_root=../data"])
+    config = load_config(file, [f"interactions.paths={json.dumps([*uris, 'log'])}", "allowed_data_root=../data"])
     assert config.interactions.paths == (*uris, str(file.parent / "log"))
-    assert config.data_root == file.parent.parent / "data"
-    assert load_config(file).data_root is None
+    assert config.allowed_data_root == file.parent.parent / "data"
+    assert load_config(file).allowed_data_root is None

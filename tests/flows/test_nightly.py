@@ -39,7 +39,7 @@ workspace: .
 interactions: {paths: data/interactions/*.parquet, timestamp_column: timestamp, split: {kind: time, test_days: 2}}
 embeddings: {paths: data/item_embeddings.parquet, vector_column: embedding}
 features: {items: {paths: data/item_features.parquet, id_column: item_id, features: [{name: brand}]}}
-model: {embedding_dim: 16, user_id: true}
+model: {embedding_dim: 16, learn_user_embedding: true}
 training: {epochs: 3, batch_size: 64, log_every_steps: 5, checkpoint_every_steps: 20, warm_start: null}
 index: {nlist: 8}
 registry: {model_name: small, smoke_test_users: 300}

@@ -113,7 +113,7 @@ def test_a_new_run_starts_and_the_log_says_why(
 
 def test_another_retention_does_not_prevent_a_resume(config: PipelineConfig) -> None:
     add_run(config, "1")
-    retention = config.retention.model_copy(update={"whole_runs": 3})
+    retention = config.retention.model_copy(update={"keep_full_runs": 3})
     assert choose_run_to_resume(config.model_copy(update={"retention": retention})) == "1"
 
 

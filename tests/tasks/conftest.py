@@ -65,7 +65,7 @@ def predicted_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             model = mlflow.pyfunc.load_model(model_uri)
         except Exception as error:
             raise UnusableVersionError(f"{model_uri}: {error}") from None
-        answers = model.predict(pd.DataFrame(cases), params={"k": K, "exclude_log": False})
+        answers = model.predict(pd.DataFrame(cases), params={"k": K, "exclude_stored_history": False})
         return pa.array([answer["item_ids"] for answer in answers])
 
     monkeypatch.setattr(version_tester, "predict_in_subprocess", predict)
@@ -138,7 +138,7 @@ def _build(folder: Path, *, confused: bool) -> Stages:
     )
     data_report = report_data(
         DataReportConfig(),
-        split=FileSplit(test=("test.parquet",)),
+        split=FileSplit(test_paths=("test.parquet",)),
         interactions=interactions,
         previous=None,
         folder=folder / "data_report",

@@ -38,16 +38,16 @@ def check(workspace: Path, day: int, *, events: int, **limits: Any) -> DataRepor
     log = [([(0, at * DAY_US) for at in range(events)], [], [(0, 99 * DAY_US)])]
     interactions = interactions_of(run.stage_folder("ingest_interactions"), log, item_ids=[7])
     run.config_file.write_text("name: tests\n")
-    split = FileSplit(test=("test.parquet",))
+    split = FileSplit(test_paths=("test.parquet",))
     return data_report.check_data.fn(DataReportConfig(**limits), split=split, dataset=Dataset(interactions), run=run)
 
 
 def test_a_broken_limit_raises_an_error_that_names_the_page(workspace: Path, untracked: None) -> None:
     with pytest.raises(InputError) as caught:
-        check(workspace, 20, events=4, min_events=5, min_item_vector_share=0.5)
+        check(workspace, 20, events=4, min_train_events=5, min_item_vector_share=0.5)
     message = str(caught.value)
     page = workspace / "runs" / "20261120-020000-aaaa" / "check_data" / "report.html"
-    assert "- training events: 4, but data_report.min_events requires at least 5\n" in message
+    assert "- training events: 4, but data_report.min_train_events requires at least 5\n" in message
     assert "- items with a pretrained vector: 0 %, but data_report.min_item_vector_share requires at least 50 %\n" in message
     assert f"see {page}" in message and "--resume 20261120-020000-aaaa" in message
     assert page.is_file() and "**2 limits broken**" in (workspace / "data-report.md").read_text()
@@ -55,9 +55,9 @@ def test_a_broken_limit_raises_an_error_that_names_the_page(workspace: Path, unt
 
 def test_a_resumed_run_with_a_relaxed_limit_continues(workspace: Path, untracked: None) -> None:
     with pytest.raises(InputError):
-        check(workspace, 20, events=4, min_events=5)
+        check(workspace, 20, events=4, min_train_events=5)
     with pytest.raises(InputError):
-        check(workspace, 20, events=4, min_events=5)
+        check(workspace, 20, events=4, min_train_events=5)
     assert check(workspace, 20, events=4).breaches == ()
 
 
@@ -72,7 +72,7 @@ def test_a_run_that_broke_a_limit_is_not_compared_with(workspace: Path, untracke
 def test_page_and_metrics_are_logged_to_mlflow_also_when_a_limit_is_broken(workspace: Path) -> None:
     check(workspace, 20, events=10)
     with pytest.raises(InputError):
-        check(workspace, 21, events=10, min_events=11)
+        check(workspace, 21, events=10, min_train_events=11)
     client = connect(workspace)
     for run_id, breaches, status in (("20261120-020000-aaaa", 0, "FINISHED"), ("20261121-020000-aaaa", 1, "FAILED")):
         logged = client.get_run(open_run(client, Run(run_id, workspace=workspace, experiment="tests")))

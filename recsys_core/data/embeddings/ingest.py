@@ -32,7 +32,7 @@ from recsys_core.parquet.local_copies import local_files
 
 
 def ingest_embeddings(
-    configs: Sequence[EmbeddingsConfig], *, folder: Path, data_root: Path | None = None
+    configs: Sequence[EmbeddingsConfig], *, folder: Path, allowed_data_root: Path | None = None
 ) -> EmbeddingsManifest:
     """Write <table>.vectors.npy and <table>.ids.parquet for each table, entry by entry, in the order of the files.
 
@@ -41,7 +41,7 @@ def ingest_embeddings(
     Raises:
         InputError: a row is unusable (see row_faults.Fault) and the config does not drop it, or the disk is too small.
     """
-    entries = check_embeddings(configs, data_root=data_root)
+    entries = check_embeddings(configs, allowed_data_root=allowed_data_root)
     records = tuple(source.record for files in entries for source in (*files.sources, *files.id_map))
     settings = [config.result_settings() for config in configs]
     stage = StageFolder(folder, EmbeddingsManifest, fingerprint=fingerprint_of("embeddings", settings, records))

@@ -49,14 +49,17 @@ class VectorFiles:
         return self.config.pca_dim or self.source_dim
 
 
-def check_embeddings(configs: Sequence[EmbeddingsConfig], *, data_root: Path | None = None) -> tuple[VectorFiles, ...]:
+def check_embeddings(configs: Sequence[EmbeddingsConfig], *, allowed_data_root: Path | None = None) -> tuple[VectorFiles, ...]:
     """Open the files of all entries. Raise InputError for a missing or invalid file, or for a missing or unsuitable column.
 
     Args:
-        data_root: folder that has to contain every file.
+        allowed_data_root: folder that has to contain every file.
     """
     keys = ["embeddings"] if len(configs) == 1 else [f"embeddings.{index}" for index in range(len(configs))]
-    entries = tuple(_check_entry(config, setting=key, data_root=data_root) for config, key in zip(configs, keys, strict=True))
+    entries = tuple(
+        _check_entry(config, setting=key, allowed_data_root=allowed_data_root)
+        for config, key in zip(configs, keys, strict=True)
+    )
     first_entry_of_table: dict[str, VectorFiles] = {}
     for files in entries:
         other = first_entry_of_table.setdefault(files.config.table, files)
@@ -89,8 +92,8 @@ def check_pca_dim(files: VectorFiles, source_dim: int) -> None:
         )
 
 
-def _check_entry(config: EmbeddingsConfig, *, setting: str, data_root: Path | None) -> VectorFiles:
-    sources = open_sources(config.paths, setting=f"{setting}.paths", data_root=data_root)
+def _check_entry(config: EmbeddingsConfig, *, setting: str, allowed_data_root: Path | None) -> VectorFiles:
+    sources = open_sources(config.paths, setting=f"{setting}.paths", allowed_data_root=allowed_data_root)
     if config.checksums == "sidecar":
         require_sidecars(sources)
     source_id_type = id_type(sources, config.id_column, setting=f"{setting}.id_column")
@@ -113,7 +116,7 @@ def _check_entry(config: EmbeddingsConfig, *, setting: str, data_root: Path | No
     id_map: tuple[Source, ...] = ()
     target_id_type = source_id_type
     if config.id_map is not None:
-        id_map = open_sources(config.id_map.paths, setting=f"{setting}.id_map.paths", data_root=data_root)
+        id_map = open_sources(config.id_map.paths, setting=f"{setting}.id_map.paths", allowed_data_root=allowed_data_root)
         if config.checksums == "sidecar":
             require_sidecars(id_map)
         from_column = config.id_map.from_column

@@ -44,7 +44,7 @@ def ingest_features(
     threads: int | None,
     folder: Path,
     embeddings: EmbeddingsManifest | None = None,
-    data_root: Path | None = None,
+    allowed_data_root: Path | None = None,
 ) -> FeaturesManifest:
     """Write the arrays that FeaturesManifest describes, out of core in DuckDB.
 
@@ -52,7 +52,7 @@ def ingest_features(
         previous: manifest of the previous run. Its feature vocabularies, boundaries and means are used again, unless the
             vocabularies of users and items were rebuilt.
         embeddings: pretrained vectors; a table such as item.brand holds vectors of the values of a feature.
-        data_root: folder that has to contain every file of a feature table.
+        allowed_data_root: folder that has to contain every file of a feature table.
 
     Raises:
         InputError: missing files or columns, types that do not fit the config, null or duplicate ids, ids of another type
@@ -68,7 +68,7 @@ def ingest_features(
         user_id_type=interactions.user_id_type,
         item_id_type=interactions.item_id_type,
         context_sources=context_sources,
-        data_root=data_root,
+        allowed_data_root=allowed_data_root,
     )
     vector_tables = {} if embeddings is None else embeddings.tables
     check_feature_vectors(tables, id_types={name: table.id_type for name, table in vector_tables.items()})

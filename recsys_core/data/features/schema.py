@@ -54,13 +54,13 @@ def check_features(
     user_id_type: IdType,
     item_id_type: IdType,
     context_sources: Sequence[Source],
-    data_root: Path | None = None,
+    allowed_data_root: Path | None = None,
 ) -> tuple[FeatureTable, ...]:
     """Open the feature tables. Raise InputError for a missing or invalid file, or for a missing or unsuitable column.
 
     Args:
         context_sources: files with the columns of the context features.
-        data_root: folder that has to contain every file of a table.
+        allowed_data_root: folder that has to contain every file of a table.
     """
     tables = []
     sides: tuple[tuple[Side, IdType], ...] = (("user", user_id_type), ("item", item_id_type))
@@ -69,7 +69,7 @@ def check_features(
         if table_config is None:
             continue
         setting = f"features.{side}s"
-        sources = open_sources(table_config.paths, setting=f"{setting}.paths", data_root=data_root)
+        sources = open_sources(table_config.paths, setting=f"{setting}.paths", allowed_data_root=allowed_data_root)
         if table_config.checksums == "sidecar":
             require_sidecars(sources)
         table_id_type = id_type(sources, table_config.id_column, setting=f"{setting}.id_column")

@@ -56,16 +56,16 @@ class FileSplit(Settings):
     """Split by files: `interactions.paths` lists the training files. Test and validation events are in other files."""
 
     kind: Literal["files"] = "files"
-    test: Paths = Field(min_length=1, description="Parquet files or globs with the test events")
-    validation: Paths | None = Field(None, description="Parquet files or globs with the validation events")
+    test_paths: Paths = Field(min_length=1, description="Parquet files or globs with the test events")
+    validation_paths: Paths | None = Field(None, description="Parquet files or globs with the validation events")
     validation_share: float = Field(
         0.0,
         ge=0,
         lt=1,
         description="Share of the training events that become validation events, if there are no validation files. A hash "
-        "of the ids selects them (see validation_by)",
+        "of the ids selects them (see validation_unit)",
     )
-    validation_by: Literal["pair", "item"] = Field(
+    validation_unit: Literal["pair", "item"] = Field(
         "pair",
         description="Whether validation_share selects pairs of user and item (pair) or items (item). All events of a "
         "selected item become validation events, so the validation measures items without a training event",
@@ -73,12 +73,12 @@ class FileSplit(Settings):
 
     @model_validator(mode="after")
     def _check_validation(self) -> Self:
-        if self.validation is not None and self.validation_share > 0:
-            raise ValueError("set validation or validation_share, not both")
-        if self.validation_by == "item" and self.validation_share == 0:
+        if self.validation_paths is not None and self.validation_share > 0:
+            raise ValueError("set validation_paths or validation_share, not both")
+        if self.validation_unit == "item" and self.validation_share == 0:
             raise ValueError(
-                "validation_by is item, but validation_share is 0, so no item would be held out; set validation_share, "
-                "or remove validation_by"
+                "validation_unit is item, but validation_share is 0, so no item would be held out; set validation_share, "
+                "or remove validation_unit"
             )
         return self
 

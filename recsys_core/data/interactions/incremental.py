@@ -312,12 +312,12 @@ def _write_events(
 def _validation_draw_sql(config: InteractionsConfig) -> str | None:
     """Return SQL for a number below 1,000,000 that decides whether a training event is held out for validation.
 
-    All events of a pair of user and item, or of an item (see validation_by), have the same number.
+    All events of a pair of user and item, or of an item (see validation_unit), have the same number.
     Return None if no event is held out by a hash.
     """
     if not isinstance(config.split, FileSplit) or config.split.validation_share == 0:
         return None
-    hash_arguments = PAIR_HASH_ARGUMENTS if config.split.validation_by == "pair" else ITEM_HASH_ARGUMENTS
+    hash_arguments = PAIR_HASH_ARGUMENTS if config.split.validation_unit == "pair" else ITEM_HASH_ARGUMENTS
     return f"(hash({hash_arguments}, 'validation') % 1000000)::INTEGER"
 
 

@@ -25,7 +25,7 @@ def ingest_interactions(
     embeddings: EmbeddingsManifest | None,
     folder: Path,
     previous: InteractionsManifest | None = None,
-    data_root: Path | None = None,
+    allowed_data_root: Path | None = None,
 ) -> InteractionsManifest:
     """Write the vocabularies and the event store that InteractionsManifest describes.
 
@@ -35,13 +35,13 @@ def ingest_interactions(
     Args:
         embeddings: pretrained vectors. An item with a vector is in the catalogue even without an event.
         previous: manifest of the previous run. Unless a rebuild is due, ids keep their rows, and only new files are read.
-        data_root: folder that has to contain every input file.
+        allowed_data_root: folder that has to contain every input file.
 
     Raises:
         InputError: bad rows (see config.on_bad_rows), ids of another type than the ids of the vectors, vectors that
             share no id with the log, an empty training or test split, or too little memory or disk.
     """
-    log = check_interactions(config, data_root=data_root)
+    log = check_interactions(config, allowed_data_root=allowed_data_root)
     _check_vector_id_types(config, log, embeddings)
     records = tuple(source.record for source in log.sources)
     settings = config.result_settings()

@@ -34,19 +34,23 @@ class InteractionsInput:
         return {source.record: SPLITS.index(name) for name, sources in self.files.items() for source in sources}
 
 
-def check_interactions(config: InteractionsConfig, *, data_root: Path | None = None) -> InteractionsInput:
+def check_interactions(config: InteractionsConfig, *, allowed_data_root: Path | None = None) -> InteractionsInput:
     """Open the files of the log. Raise InputError for a missing or invalid file, or for a missing or unsuitable column.
 
     Args:
-        data_root: folder that has to contain every file.
+        allowed_data_root: folder that has to contain every file.
     """
-    files = {"train": open_sources(config.paths, setting="interactions.paths", data_root=data_root)}
+    files = {"train": open_sources(config.paths, setting="interactions.paths", allowed_data_root=allowed_data_root)}
     if isinstance(config.split, FileSplit):
-        if config.split.validation is not None:
+        if config.split.validation_paths is not None:
             files["validation"] = open_sources(
-                config.split.validation, setting="interactions.split.validation", data_root=data_root
+                config.split.validation_paths,
+                setting="interactions.split.validation_paths",
+                allowed_data_root=allowed_data_root,
             )
-        files["test"] = open_sources(config.split.test, setting="interactions.split.test", data_root=data_root)
+        files["test"] = open_sources(
+            config.split.test_paths, setting="interactions.split.test_paths", allowed_data_root=allowed_data_root
+        )
     all_sources = tuple(source for sources in files.values() for source in sources)
     if config.checksums == "sidecar":
         require_sidecars(all_sources)

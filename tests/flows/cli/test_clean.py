@@ -25,7 +25,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineConfig:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     file = tmp_path / "nightly.yaml"
     file.write_text(
-        "workspace: .\ninteractions: {paths: log.parquet, timestamp_column: t}\nretention: {whole_runs: 1, report_runs: 2}\n"
+        "workspace: .\ninteractions: {paths: log.parquet, timestamp_column: t}\n"
+        "retention: {keep_full_runs: 1, keep_report_runs: 2}\n"
     )
     for index in range(4):
         work = Run(f"2026{index}", workspace=tmp_path, experiment="e").stage_folder("train").with_name("train.work")

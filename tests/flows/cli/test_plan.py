@@ -34,7 +34,7 @@ def config(tmp_path: Path) -> Path:
     settings = {
         "workspace": str(tmp_path / "workspace"),
         "interactions": {"paths": log, "timestamp_column": "t", "split": {"kind": "leave_last_out"}},
-        "model": {"user_id": True, "history": {"length": 3}},
+        "model": {"learn_user_embedding": True, "history": {"length": 3}},
         "training": {"batch_size": 16},
         "loss": {"num_negatives": 4},
     }

@@ -28,7 +28,10 @@ from tests.flows.tuning_config import CONFIG
         ("loss.kind: {choices: [softmax, bxe]}", "loss.kind: Input should be 'softmax', 'bce'"),
         ("model.embedding_dim: {low: 16, high: 64}", "model.embedding_dim: Input should be a multiple of 4, but it is 17"),
         ("loss.num_negatives: {low: 16, high: 64, step: 0.5}", "loss.num_negatives: Input should be a valid integer"),
-        ("model.user_id: {low: 0, high: 1}", "model.user_id: the setting is not a number; set {choices: [...]}"),
+        (
+            "model.learn_user_embedding: {low: 0, high: 1}",
+            "model.learn_user_embedding: the setting is not a number; set {choices: [...]}",
+        ),
         ("tables.brand.dim: {choices: [16, 32]}", "tables.brand: the model has no such table; it has ['item']"),
         ("model.temperature.x: {low: 1, high: 2}", "model.temperature is the value 1.0, not a group of settings"),
         ("interactions.min_events: {low: 1, high: 2}", "interactions.min_events: all trials share one ingest"),

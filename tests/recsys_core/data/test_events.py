@@ -115,7 +115,7 @@ def test_the_store_opens_what_the_ingest_wrote(tmp_path: Path, timed: bool) -> N
     train = write_log(tmp_path / "a.parquet", [("ann", 10 + at, at) for at in range(6)] + [("bob", 11, 1)])
     test = write_log(tmp_path / "b.parquet", [("ann", 99, 50)])
     manifest = ingest(
-        tmp_path / "stage", train, split={"kind": "files", "test": test}, **({} if timed else {"timestamp_column": None})
+        tmp_path / "stage", train, split={"kind": "files", "test_paths": test}, **({} if timed else {"timestamp_column": None})
     )
     store = EventStore.open(manifest)
     assert (store.ordered, store.num_train_events, store.event_item.tolist()[-1]) == (timed, 7, 0)

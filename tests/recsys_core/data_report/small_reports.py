@@ -11,7 +11,7 @@ from recsys_core.manifests import DataReportManifest, InteractionsManifest
 from recsys_core.units import DAY_US
 from tests.recsys_core.data.interactions_with_times import Parts
 
-FILES = FileSplit(test=("test.parquet",))
+FILES = FileSplit(test_paths=("test.parquet",))
 
 
 def user(*items: int, test: int = 0, at: int = 0) -> Parts:

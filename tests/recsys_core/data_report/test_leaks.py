@@ -12,7 +12,7 @@ from recsys_core.data_report.leaks import SplitCounts, count_split
 from recsys_core.units import DAY_US
 from tests.recsys_core.data.interactions_with_times import Parts, interactions_of
 
-FILES = FileSplit(test=("test.parquet",))
+FILES = FileSplit(test_paths=("test.parquet",))
 ITEMS = 5
 part = st.lists(st.tuples(st.integers(0, ITEMS - 1), st.integers(-2, 6).map(lambda half: half * DAY_US // 2)), max_size=6)
 ordered_part = part.map(lambda events: sorted(events, key=lambda event: event[1]))

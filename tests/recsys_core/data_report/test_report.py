@@ -60,13 +60,13 @@ def test_possible_leaks_are_reported_and_break_a_limit_only_if_one_is_set(tmp_pa
     shares = ("future_event_share", "repeated_pair_share", "unseen_item_share", "unseen_user_share")
     assert [manifest.metrics[name] for name in shares] == [0.5, 0.5, 0.5, 0.5]
     assert manifest.breaches == () and "later than the first test event of their user" in manifest.warnings[0]
-    limits = ("max_future_event_share", "max_repeated_pair_share", "max_unseen_item_share", "max_unseen_user_share")
+    limits = ("max_train_after_test_share", "max_repeated_pair_share", "max_unseen_item_share", "max_unseen_user_share")
     assert len(report_of(tmp_path, interactions, **dict.fromkeys(limits, 0.4))[0].breaches) == 4
 
 
 def test_a_log_without_timestamps_has_no_metrics_that_need_them(tmp_path: Path) -> None:
     interactions = interactions_of(tmp_path / "one", [user(0, 0)], item_ids=[1], timed=False, ordered=False)
-    manifest, report = report_of(tmp_path, interactions, max_duplicate_share=0, max_future_event_share=0)
+    manifest, report = report_of(tmp_path, interactions, max_duplicate_share=0, max_train_after_test_share=0)
     assert {"duplicate_share", "leaked_event_share", "future_event_share", "split_violations", "days"} & set(
         manifest.metrics
     ) == set()
@@ -79,7 +79,7 @@ def test_a_report_is_reused_until_limits_or_data_change(tmp_path: Path) -> None:
     first, _ = report_of(tmp_path, interactions)
     modified_ns = first.path("report.json").stat().st_mtime_ns
     assert report_of(tmp_path, interactions)[0].path("report.json").stat().st_mtime_ns == modified_ns
-    assert report_of(tmp_path, interactions, min_events=3)[0].breaches != ()
+    assert report_of(tmp_path, interactions, min_train_events=3)[0].breaches != ()
     assert report_of(tmp_path, interactions, before=interactions)[0].compared_with == "20261120-020000-aa11"
 
 

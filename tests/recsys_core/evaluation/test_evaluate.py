@@ -110,7 +110,7 @@ def test_cut_offs_of_at_least_the_number_of_cold_items_are_left_out(tmp_path: Pa
 @pytest.mark.parametrize("reads_users", [False, True])
 def test_unknown_users_are_ranked_by_popularity_as_they_are_served(reads_users: bool, tmp_path: Path) -> None:
     # User 1 has no event before the test. The vector would put item 3 first; popularity puts it last.
-    spec = ModelSpec.sized(TwoTowerConfig(user_id=reads_users), num_users=2, num_items=4)
+    spec = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=reads_users), num_users=2, num_items=4)
     manifest = evaluate(
         EvaluationConfig(ks=(1, 3)),
         export=export_stage(

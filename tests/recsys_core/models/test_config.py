@@ -12,7 +12,7 @@ from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import Schedule
 from tests.recsys_core.models.error_messages import raises_message
 
-NO_HISTORY = {"length": 0, "last_item": False}
+NO_HISTORY = {"length": 0, "last_item_feature": False}
 
 
 def towers(**settings: Any) -> TwoTowerConfig:
@@ -34,7 +34,7 @@ def test_the_width_of_a_history_is_that_of_its_item_representation() -> None:
 
 
 def test_a_last_item_without_a_history_raises() -> None:
-    with raises_message("last_item is true, but length is 0; set length to 1 or more, or last_item to false"):
+    with raises_message("last_item_feature is true, but length is 0; set length to 1 or more, or last_item_feature to false"):
         HistoryConfig(length=0)
 
 

@@ -32,7 +32,7 @@ def spec_of(
     features: tuple[str, ...] = (),
 ) -> ModelSpec:
     return ModelSpec.sized(
-        TwoTowerConfig(embedding_dim=4, user_id=True),
+        TwoTowerConfig(embedding_dim=4, learn_user_embedding=True),
         num_users=USERS,
         num_items=ITEMS,
         facts=facts(*features),

@@ -46,8 +46,8 @@ def shapes(spec: ModelSpec) -> dict[str, tuple[int, int, str]]:
 
 def test_a_plain_model_has_an_item_table_and_optionally_a_user_table() -> None:
     assert shapes(sized()) == {"item": (5, DIM, "unpooled_8")}
-    assert shapes(sized(user_id=True)) == {"item": (5, DIM, "unpooled_8"), "user": (7, DIM, "unpooled_8")}
-    assert shapes(sized(user_id=True, tables={"user": {"lookup": "pooled"}}))["user"] == (7, DIM, "pooled")
+    assert shapes(sized(learn_user_embedding=True)) == {"item": (5, DIM, "unpooled_8"), "user": (7, DIM, "unpooled_8")}
+    assert shapes(sized(learn_user_embedding=True, tables={"user": {"lookup": "pooled"}}))["user"] == (7, DIM, "pooled")
 
 
 def test_the_collection_of_a_feature_depends_on_side_and_weights() -> None:
@@ -67,7 +67,7 @@ def test_the_collection_of_a_feature_depends_on_side_and_weights() -> None:
 
 def test_frozen_tables_are_in_collections_of_their_own() -> None:
     spec = sized(
-        user_id=True,
+        learn_user_embedding=True,
         features=("item.single", "user.weighted_list"),
         tables=dict.fromkeys(("item", "user", "item.single", "user.weighted_list"), FROZEN),
         vectors={"item": DIM, "user": DIM, "item.single": DIM, "user.weighted_list": DIM},
@@ -80,7 +80,9 @@ def test_frozen_tables_are_in_collections_of_their_own() -> None:
 
 def test_unpooled_tables_of_different_widths_are_in_different_collections() -> None:
     features = ("item.single", "user.single", "user.list")
-    spec = sized(user_id=True, features=features, tables={name: {"dim": 12} for name in ("item", "user", "user.list")})
+    spec = sized(
+        learn_user_embedding=True, features=features, tables={name: {"dim": 12} for name in ("item", "user", "user.list")}
+    )
     assert [table.collection for table in spec.tables.values()] == [
         "unpooled_12",
         "unpooled_12",
@@ -103,7 +105,7 @@ def test_residual_items_are_frozen_and_have_offsets_that_start_at_zero() -> None
     )
     assert shapes(spec) == {"item": (5, 12, "unpooled_12_frozen"), "item_offset": (5, DIM, "unpooled_8")}
     offset = spec.tables["item_offset"]
-    assert (offset.settings.missing, offset.settings.optimizer, offset.settings.dim) == ("zero", optimizer, DIM)
+    assert (offset.settings.missing_vector_init, offset.settings.optimizer, offset.settings.dim) == ("zero", optimizer, DIM)
     assert not offset.frozen and not offset.pretrained and offset.feature == "item"
 
 
@@ -111,7 +113,7 @@ def test_the_teacher_table_is_frozen_unscaled_and_zero_without_a_vector() -> Non
     spec = sized(tables={"item": {"dim": 12}}, vectors={"item": 12}, distils=True)
     assert shapes(spec) == {"item": (5, 12, "unpooled_12"), "item_teacher": (5, 12, "unpooled_12_frozen")}
     teacher = spec.tables["item_teacher"]
-    assert (teacher.settings.missing, teacher.settings.rescale, teacher.pretrained) == ("zero", False, True)
+    assert (teacher.settings.missing_vector_init, teacher.settings.rescale, teacher.pretrained) == ("zero", False, True)
 
 
 def test_a_feature_of_several_tables_in_one_collection_has_one_output_per_table() -> None:
@@ -126,7 +128,7 @@ def test_a_feature_of_several_tables_in_one_collection_has_one_output_per_table(
 
 
 def test_the_default_width_of_a_table_is_embedding_dim() -> None:
-    spec = sized(user_id=True, features=("item.single",), tables={"user": {"dim": 16}, "item.single": {"dim": 4}})
+    spec = sized(learn_user_embedding=True, features=("item.single",), tables={"user": {"dim": 16}, "item.single": {"dim": 4}})
     assert {name: table.dim for name, table in spec.tables.items()} == {"item": DIM, "user": 16, "item.single": 4}
 
 
@@ -137,11 +139,11 @@ def test_transfer_other_than_full_needs_vectors(table: str, transfer: str) -> No
     with raises_message(
         f"tables.{table}.transfer is {transfer}, but embeddings has no vectors of table {table!r} (it has none)"
     ):
-        sized(user_id=True, features=("item.single",), tables={table: settings})
+        sized(learn_user_embedding=True, features=("item.single",), tables={table: settings})
 
 
 def test_only_id_tables_can_be_gradual() -> None:
-    assert sized(user_id=True, tables={"user": GRADUAL}, vectors={"user": DIM}).tables["user"].pretrained
+    assert sized(learn_user_embedding=True, tables={"user": GRADUAL}, vectors={"user": DIM}).tables["user"].pretrained
     with raises_message(
         "tables.user.list.transfer is gradual, which is only for the tables ['item', 'user']; set it to full or frozen"
     ):
@@ -151,12 +153,12 @@ def test_only_id_tables_can_be_gradual() -> None:
 @pytest.mark.parametrize("table", ["user", "item.single"])
 def test_only_the_item_table_can_be_residual(table: str) -> None:
     with raises_message(f"tables.{table}.transfer is residual, which is only for the table item; set it to full or frozen"):
-        sized(user_id=True, features=("item.single",), tables={table: RESIDUAL}, vectors={table: DIM})
+        sized(learn_user_embedding=True, features=("item.single",), tables={table: RESIDUAL}, vectors={table: DIM})
 
 
 def test_weight_decay_is_only_for_id_tables_and_offsets() -> None:
     decay = {"optimizer": {"weight_decay": 0.1}}
-    sized(user_id=True, tables={"item": decay, "user": decay})
+    sized(learn_user_embedding=True, tables={"item": decay, "user": decay})
     sized(tables={"item": RESIDUAL, "item_offset": decay}, vectors={"item": DIM})
     with raises_message(
         "tables.item.single.optimizer.weight_decay is only for the tables ['item', 'user', 'item_offset']; leave it out"
@@ -206,7 +208,7 @@ def test_distillation_needs_item_vectors() -> None:
     with raises_message(
         "loss.distillation keeps the similarities of the pretrained item vectors, but embeddings has no vectors of table"
     ):
-        sized(distils=True, user_id=True, vectors={"user": DIM})
+        sized(distils=True, learn_user_embedding=True, vectors={"user": DIM})
 
 
 def test_a_spec_is_read_back_from_its_json() -> None:
@@ -221,7 +223,11 @@ def test_a_spec_is_read_back_from_its_json() -> None:
     ("settings", "forms", "known"),
     [
         ({}, {}, [True, False, True, False]),
-        ({"history": HistoryConfig(length=0, last_item=False), "user_id": True}, {}, [True, True, False, False]),
+        (
+            {"history": HistoryConfig(length=0, last_item_feature=False), "learn_user_embedding": True},
+            {},
+            [True, True, False, False],
+        ),
         ({}, {"user.country": "single"}, [True, True, True, False]),
         ({}, {"context.hour": "single"}, [True, False, True, False]),
     ],

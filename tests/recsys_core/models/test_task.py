@@ -24,7 +24,7 @@ from tests.recsys_core.data.random_features import facts, feature_store
 
 USERS, ITEMS = 6, 9
 COUNTS = np.array([9, 4, 0, 2, 1, 1, 3, 5, 2])
-NO_HISTORY = {"length": 0, "last_item": False}
+NO_HISTORY = {"length": 0, "last_item_feature": False}
 USER, HISTORY = [2, 0, 5], [[1, 4], [], [8, 8, 3]]
 CANDIDATES = [7, 0, 3, 1, 1, 6, 4]
 """The positives of three queries, then four drawn negatives."""
@@ -94,7 +94,7 @@ def scores(task: RetrievalTask) -> Tensor:
     return task.eval().encode_queries(batch_of([])) @ task.encode_items(all_items)[1].T
 
 
-PLAIN = {"user_id": True, "history": NO_HISTORY, "query": {"layers": []}, "similarity": "dot", "temperature": 1.0}
+PLAIN = {"learn_user_embedding": True, "history": NO_HISTORY, "query": {"layers": []}, "similarity": "dot", "temperature": 1.0}
 
 
 def test_a_plain_dot_product_of_embeddings_is_a_config() -> None:
@@ -131,7 +131,7 @@ def test_a_matrix_factorisation_with_a_sampled_softmax_is_a_config() -> None:
 def test_simplex_is_a_config() -> None:
     """Mao et al., "SimpleX", CIKM 2021: user row plus mean of the history, cosine, one positive against hard negatives."""
     task = task_of(
-        {"user_id": True, "history": {"pooling": "mean", "last_item": False}, "query": {"layers": []}},
+        {"learn_user_embedding": True, "history": {"pooling": "mean", "last_item_feature": False}, "query": {"layers": []}},
         loss={"kind": "cosine_contrastive", "margin": 0.1, "negative_weight": 3.0, "mask_negatives": "none"},
     )
     users, items = weight_of(task, "user"), weight_of(task, "item")
@@ -146,7 +146,7 @@ def test_simplex_is_a_config() -> None:
 
 def test_history_items_can_be_encoded_by_the_candidate_tower() -> None:
     config = {
-        "history": {"item_representation": "candidate_tower", "last_item": False},
+        "history": {"item_representation": "candidate_tower", "last_item_feature": False},
         "candidate": {"layers": [6]},
         "query": {"layers": [6]},
     }
@@ -167,7 +167,7 @@ def test_the_encoders_give_the_vectors_that_the_loss_compares() -> None:
     keys = ("user.list", "item.list", "item.number", "context.weighted_list")
     every = feature_store(users=USERS, items=ITEMS, events=USERS).features
     store = FeatureStore({key: every[key] for key in keys})
-    config = {"user_id": True, "candidate": {"layers": [5]}, "query": {"layers": [7, 5]}}
+    config = {"learn_user_embedding": True, "candidate": {"layers": [5]}, "query": {"layers": [7, 5]}}
     for item_representation in ("embedding", "candidate_tower"):
         task = task_of(
             config | {"history": {"item_representation": item_representation}},
@@ -183,7 +183,7 @@ def test_the_encoders_give_the_vectors_that_the_loss_compares() -> None:
 
 
 def test_weight_decay_penalises_the_distinct_rows_that_a_step_looks_up() -> None:
-    config = PLAIN | {"history": {"length": 3, "last_item": False}}
+    config = PLAIN | {"history": {"length": 3, "last_item_feature": False}}
     plain, decayed = task_of(config), task_of(config, weight_decay={"item": 0.1, "user": 0.3})
     items, users = weight_of(plain, "item"), weight_of(plain, "user")
     distinct = sorted({*CANDIDATES, *(item for one in HISTORY for item in one)})
@@ -206,7 +206,7 @@ def rows_with_gradient(task: RetrievalTask, table: str) -> set[int]:
 def test_an_epoch_trains_only_the_most_frequent_rows_of_a_gradual_table(decay: dict[str, float]) -> None:
     rank = [8, 7, 6, 5, 4, 3, 2, 1, 0]  # row 8 is the most frequent
     task = task_of(
-        PLAIN | {"history": {"length": 3, "last_item": False}},
+        PLAIN | {"history": {"length": 3, "last_item_feature": False}},
         tables={"item": {"transfer": "gradual", "unfreeze": [{"epoch": 2, "share": 1 / 3}, {"epoch": 4, "share": 1}]}},
         vectors={"item": 4},
         popularity_rank={"item": rank},
@@ -276,7 +276,7 @@ def test_tables_of_different_widths_work_in_one_model() -> None:
 
 
 def test_autocast_leaves_the_loss_close_and_in_full_precision() -> None:
-    task = task_of({"user_id": True, "query": {"layers": [8, 4], "skip_connection": False}})
+    task = task_of({"learn_user_embedding": True, "query": {"layers": [8, 4], "skip_connection": False}})
     full = task(batch_of())[0]
     task.head.bf16 = True
     half = task(batch_of())[0]

@@ -12,7 +12,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import OFFSET_TABLE, TableConfig
 from recsys_core.models.towers import MLP, CandidateTower, QueryTower
 
-NO_HISTORY = {"length": 0, "last_item": False}
+NO_HISTORY = {"length": 0, "last_item_feature": False}
 EMPTY_HISTORIES = (torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
 """Empty histories of two queries."""
 
@@ -36,22 +36,22 @@ def test_the_last_layer_has_no_activation_so_vectors_point_anywhere() -> None:
 
 def test_cosine_vectors_have_unit_length_and_dot_vectors_are_left_as_they_are() -> None:
     items, users = torch.randn(3, 4), torch.randn(2, 4)
-    cosine = spec(user_id=True, history=NO_HISTORY, query={"layers": ()})
+    cosine = spec(learn_user_embedding=True, history=NO_HISTORY, query={"layers": ()})
     torch.testing.assert_close(CandidateTower(cosine)(items, features={}).norm(dim=1), torch.ones(3))
     torch.testing.assert_close(QueryTower(cosine)(*EMPTY_HISTORIES, features={"user": users}).norm(dim=1), torch.ones(2))
-    dot = spec(user_id=True, history=NO_HISTORY, query={"layers": ()}, similarity="dot")
+    dot = spec(learn_user_embedding=True, history=NO_HISTORY, query={"layers": ()}, similarity="dot")
     assert torch.equal(CandidateTower(dot)(items, features={}), items)
     assert torch.equal(QueryTower(dot)(*EMPTY_HISTORIES, features={"user": users}), users)
 
 
 def test_a_plain_dot_product_of_user_and_item_rows_has_no_other_parameter() -> None:
-    plain = spec(user_id=True, history=NO_HISTORY, query={"layers": ()}, similarity="dot")
+    plain = spec(learn_user_embedding=True, history=NO_HISTORY, query={"layers": ()}, similarity="dot")
     assert not list(QueryTower(plain).parameters()) and not list(CandidateTower(plain).parameters())
 
 
 def test_a_query_is_the_sum_of_its_history_its_last_item_and_its_row() -> None:
     items = torch.tensor([[1.0, 0, 0, 0], [0, 2.0, 0, 0]])
-    tower = QueryTower(spec(user_id=True, query={"layers": ()}, similarity="dot"))
+    tower = QueryTower(spec(learn_user_embedding=True, query={"layers": ()}, similarity="dot"))
     users = torch.tensor([[0.0, 0, 0, 5], [0, 0, 0, 7]])
     found = tower(items, torch.tensor([0, 1]), torch.tensor([0, 2, 2]), features={"user": users})
     # The mean of both items, the last item, the user.
@@ -71,7 +71,7 @@ def test_a_tower_with_a_skip_connection_starts_from_the_plain_sum() -> None:
 
 def test_query_layers_next_to_a_skip_connection_cannot_move_all_queries_in_one_direction() -> None:
     tower = QueryTower(
-        spec(user_id=True, history=NO_HISTORY, query={"layers": (4,), "skip_connection": True}, similarity="dot")
+        spec(learn_user_embedding=True, history=NO_HISTORY, query={"layers": (4,), "skip_connection": True}, similarity="dot")
     )
     torch.nn.init.ones_(tower.tower.layers[-1].weight)
     assert not tower(*EMPTY_HISTORIES, features={"user": torch.zeros(2, 4)}).any()
@@ -146,7 +146,7 @@ def test_a_query_does_not_depend_on_the_other_queries_of_its_batch(
     torch.manual_seed(seed)
     tower = QueryTower(
         spec(
-            user_id=True,
+            learn_user_embedding=True,
             history={"length": 4, "pooling": pooling},
             query={"layers": layers, "skip_connection": True},
             similarity=similarity,

@@ -1,4 +1,4 @@
-"""Paths, globs and folders as names of files, none of them outside data_root."""
+"""Paths, globs and folders as names of files, none of them outside allowed_data_root."""
 
 import os
 from pathlib import Path
@@ -10,9 +10,9 @@ from recsys_core.parquet.sources import open_sources
 from tests.recsys_core.data.parquet_files import refusal, write
 
 
-def names(pattern: object, folder: Path, *, data_root: Path | None = None) -> list[str]:
+def names(pattern: object, folder: Path, *, allowed_data_root: Path | None = None) -> list[str]:
     """Return the sorted paths that match the pattern, relative to the folder."""
-    found = open_sources([str(pattern)], setting="s", data_root=data_root)
+    found = open_sources([str(pattern)], setting="s", allowed_data_root=allowed_data_root)
     return [str(Path(source.name).relative_to(folder)) for source in found]
 
 
@@ -161,8 +161,8 @@ def test_paths_that_leave_data_root_are_rejected(tmp_path: Path, pattern: str) -
     (tmp_path / "root" / "links").mkdir(parents=True)
     for link in ("link.parquet", "links/a.parquet"):
         (tmp_path / "root" / link).symlink_to(secret)
-    with refusal("s: ", "root", f"resolves to {secret}, which is not below data_root ({tmp_path / 'root'}); move"):
-        names(tmp_path / pattern, tmp_path, data_root=tmp_path / "root")
+    with refusal("s: ", "root", f"resolves to {secret}, which is not below allowed_data_root ({tmp_path / 'root'}); move"):
+        names(tmp_path / pattern, tmp_path, allowed_data_root=tmp_path / "root")
     if pattern != "root":  # where both links are found
         assert len(open_sources([str(tmp_path / pattern)], setting="s")) == 1
 
@@ -173,22 +173,22 @@ def test_files_below_data_root_are_read_through_links_and_dots(tmp_path: Path) -
     (tmp_path / "alias").symlink_to(tmp_path / "root")
     for pattern in ("root/log/../log/a.parquet", "root/link.parquet", "alias/log"):
         for root in ("root", "alias", "root/../root"):
-            assert len(open_sources([str(tmp_path / pattern)], setting="s", data_root=tmp_path / root)) == 1
+            assert len(open_sources([str(tmp_path / pattern)], setting="s", allowed_data_root=tmp_path / root)) == 1
 
 
 def test_a_folder_whose_name_begins_with_the_name_of_the_root_is_outside(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
-    with refusal("which is not below data_root"):
-        names(write(tmp_path / "root2" / "a.parquet", x=[1]), tmp_path, data_root=tmp_path / "root")
+    with refusal("which is not below allowed_data_root"):
+        names(write(tmp_path / "root2" / "a.parquet", x=[1]), tmp_path, allowed_data_root=tmp_path / "root")
 
 
 def test_a_file_uri_is_a_local_path(tmp_path: Path) -> None:
     write(tmp_path / "a b" / "x.parquet", x=[1])
     for uri in (f"file://{tmp_path}/a%20b", f"file://localhost{tmp_path}/a b/*.parquet"):
-        (source,) = open_sources([uri], setting="s", data_root=tmp_path)
+        (source,) = open_sources([uri], setting="s", allowed_data_root=tmp_path)
         assert source.local and source.name == f"{tmp_path}/a b/x.parquet"
-    with refusal("which is not below data_root"):
-        open_sources([f"file://{tmp_path}/a%20b"], setting="s", data_root=tmp_path / "other")
+    with refusal("which is not below allowed_data_root"):
+        open_sources([f"file://{tmp_path}/a%20b"], setting="s", allowed_data_root=tmp_path / "other")
 
 
 @pytest.mark.parametrize(

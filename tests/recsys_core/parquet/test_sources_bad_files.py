@@ -30,13 +30,15 @@ Stage = Callable[..., Callable[[Path], object]]
 def interactions(path: str | Path, *, root: Path | None = None, **settings: Any) -> Callable[[Path], object]:
     if root is not None:
         config = interaction_logs.InteractionsConfig(paths=str(path), split=LAST_OUT, timestamp_column="t", timestamp_unit="us")
-        return lambda folder: interaction_logs.ingest_interactions(config, embeddings=None, folder=folder, data_root=root)
+        return lambda folder: interaction_logs.ingest_interactions(
+            config, embeddings=None, folder=folder, allowed_data_root=root
+        )
     return lambda folder: interaction_logs.ingest(folder, str(path), split=LAST_OUT, **settings)
 
 
 def embeddings(path: str | Path, *, root: Path | None = None, **settings: Any) -> Callable[[Path], object]:
     config = EmbeddingsConfig(paths=str(path), **({"vector_column": "v"} | settings))
-    return lambda folder: ingest_embeddings((config,), folder=folder, data_root=root)
+    return lambda folder: ingest_embeddings((config,), folder=folder, allowed_data_root=root)
 
 
 BOTH = pytest.mark.parametrize("stage", [interactions, embeddings])
@@ -127,7 +129,7 @@ def test_paths_that_leave_data_root(tmp_path: Path, stage: Stage, way: str) -> N
     secret = write(tmp_path / "secret.parquet", **GOOD)
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "link.parquet").symlink_to(secret)
-    message = f"resolves to {secret}, which is not below data_root ({tmp_path / 'root'}); move"
+    message = f"resolves to {secret}, which is not below allowed_data_root ({tmp_path / 'root'}); move"
     refuses(stage(tmp_path / way, root=tmp_path / "root"), tmp_path, f"{stage.__name__}", message)
 
 

@@ -225,8 +225,8 @@ def test_an_object_that_is_replaced_after_the_check_is_rejected(tmp_path: Path, 
 
 
 def test_files_in_a_store_are_not_below_data_root(tmp_path: Path, store: Store) -> None:
-    with refusal("s: s3://bucket/log: is in an object store, not below data_root", str(tmp_path)):
-        open_sources([store.uri("log")], setting="s", data_root=tmp_path)
+    with refusal("s: s3://bucket/log: is in an object store, not below allowed_data_root", str(tmp_path)):
+        open_sources([store.uri("log")], setting="s", allowed_data_root=tmp_path)
 
 
 def test_the_google_store_is_reached_through_its_own_filesystem() -> None:

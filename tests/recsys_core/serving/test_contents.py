@@ -26,7 +26,7 @@ from tests.recsys_core.serving.conftest import DIM, ITEM_IDS, ITEMS, USER_FEATUR
 
 @pytest.fixture(scope="module")
 def packaged(build: Build) -> PackageManifest:
-    return build(index="ivf_flat", quantization="int8", user_id=True, features=USER_FEATURES)[1]
+    return build(index="ivf_flat", quantization="int8", learn_user_embedding=True, features=USER_FEATURES)[1]
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ print(json.dumps([row.tolist() for row in ids]))
 
 
 def test_a_package_is_served_without_torchrec_and_fbgemm(build: Build) -> None:
-    _, package = build(quantization="int8", user_id=True, features=USER_FEATURES)
+    _, package = build(quantization="int8", learn_user_embedding=True, features=USER_FEATURES)
     folder, sha256 = package.folder / "package", description_sha256(package)
     command = [sys.executable, "-c", SERVE, str(folder), sha256, json.dumps(USER_IDS), ",".join(BLOCKED_MODULES)]
     served = subprocess.run(command, capture_output=True, text=True)

@@ -20,13 +20,13 @@ EMBEDDING_BAG = EmbeddingBagConfig(name="t", num_embeddings=500, embedding_dim=1
 
 SHAPES = {
     "history": {},
-    "history and user": {"user_id": True},
-    "user alone": {"user_id": True, "history": {"length": 0, "last_item": False}},
-    "history without last item, dot": {"history": {"last_item": False}, "similarity": "dot"},
+    "history and user": {"learn_user_embedding": True},
+    "user alone": {"learn_user_embedding": True, "history": {"length": 0, "last_item_feature": False}},
+    "history without last item, dot": {"history": {"last_item_feature": False}, "similarity": "dot"},
     "no layers": {"layers": ()},
     "recency": {"history": {"pooling": "recency"}},
     "attention over vectors": {"history": {"pooling": "attention", "item_representation": "candidate_tower"}},
-    "features of user and event": {"user_id": True, "features": (*USER_FEATURES, *CONTEXT_FEATURES)},
+    "features of user and event": {"learn_user_embedding": True, "features": (*USER_FEATURES, *CONTEXT_FEATURES)},
 }
 
 
@@ -69,7 +69,7 @@ def test_the_served_tower_gives_the_vectors_of_the_float_tower(model: dict, tmp_
 
 
 def test_an_empty_batch_has_no_query_vectors() -> None:
-    world = _world(user_id=True, features=USER_FEATURES)
+    world = _world(learn_user_embedding=True, features=USER_FEATURES)
     batch = world.batches.build(np.zeros(0, np.int64), JaggedArray.empty(0))
     assert _tower(world, "int8")(batch).shape == (0, 16)
 

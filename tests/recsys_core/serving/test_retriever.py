@@ -81,13 +81,13 @@ def test_a_given_history_replaces_the_stored_one(flat, retriever: Retriever) -> 
     assert ids[1].tolist() == world.best(query, seen=rows, k=8)
 
 
-def test_without_exclude_log_only_the_given_history_is_excluded(flat, retriever: Retriever) -> None:
+def test_without_exclude_stored_history_only_the_given_history_is_excluded(flat, retriever: Retriever) -> None:
     world, _ = flat
     rows = world.train[5]
     given = [[ITEM_IDS[row] for row in rows]]
-    (ids,), _ = retriever.recommend([USER_IDS[5]], k=ITEMS, histories=given, exclude_log=False)
+    (ids,), _ = retriever.recommend([USER_IDS[5]], k=ITEMS, histories=given, exclude_stored_history=False)
     assert {*ids} == {*ITEM_IDS} - {*given[0]}  # the user's test item may come back
-    (best,), _ = retriever.recommend([USER_IDS[5]], k=8, histories=given, exclude_log=False)
+    (best,), _ = retriever.recommend([USER_IDS[5]], k=8, histories=given, exclude_stored_history=False)
     assert best.tolist() == world.best(world.query(None, rows), seen=rows, k=8)
 
 
@@ -115,7 +115,7 @@ def test_is_known_marks_the_users_of_the_log(retriever: Retriever) -> None:
 
 
 def test_a_model_of_user_ids_alone_serves_known_users_and_excludes_given_items(build: Build) -> None:
-    world, package = build(user_id=True, history={"length": 0, "last_item": False})
+    world, package = build(learn_user_embedding=True, history={"length": 0, "last_item_feature": False})
     retriever = load(package)
     ids, _ = retriever.recommend([USER_IDS[2], 1], k=6, histories=[[ITEM_IDS[8]], [ITEM_IDS[8]]])
     assert ids[0].tolist() == world.best(world.query(2, []), seen=[8, *world.log[2]], k=6)

@@ -11,9 +11,9 @@ from recsys_core.models.table_config import TableConfig
 from recsys_core.sharding.config import ClusterConfig, QuantizedCommsConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.planner import make_plan
 
-SPEC = ModelSpec.sized(TwoTowerConfig(user_id=True), num_users=1000, num_items=500)
+SPEC = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True), num_users=1000, num_items=500)
 POOLED = ModelSpec.sized(
-    TwoTowerConfig(user_id=True), num_users=1000, num_items=500, tables={"user": TableConfig(lookup="pooled")}
+    TwoTowerConfig(learn_user_embedding=True), num_users=1000, num_items=500, tables={"user": TableConfig(lookup="pooled")}
 )
 """A model whose user table has pooled lookups."""
 
@@ -135,7 +135,7 @@ def test_gradient_precisions_that_lose_small_values_are_rejected(precision):
 
 
 def test_int8_is_rejected_for_an_unsupported_width():
-    narrow = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=48), num_users=1000, num_items=500)
+    narrow = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True, embedding_dim=48), num_users=1000, num_items=500)
     with pytest.raises(InputError, match=r"int8 supports widths that are multiples of 32, but table item has 48; choose fp16"):
         make_plan(
             config_with_comms(QuantizedCommsConfig(forward="int8"), sharding_types=("table_wise",)), model=narrow, batch_size=64

@@ -14,7 +14,7 @@ from recsys_core.sharding.plan_page import to_html
 from recsys_core.sharding.planner import make_plan
 
 MODEL = ModelSpec.sized(
-    TwoTowerConfig(user_id=True, embedding_dim=128),
+    TwoTowerConfig(learn_user_embedding=True, embedding_dim=128),
     num_users=10**9,
     num_items=10**7,
     tables={"user": TableConfig(lookup="pooled")},

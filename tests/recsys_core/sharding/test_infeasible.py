@@ -11,7 +11,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.planner import make_plan
 
-HUGE = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), num_users=10**9, num_items=10**7)
+HUGE = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True, embedding_dim=128), num_users=10**9, num_items=10**7)
 
 
 def message_of(config: ShardingConfig, model: ModelSpec = HUGE, **arguments) -> str:
@@ -40,7 +40,7 @@ def test_too_few_gpus_are_reported_with_the_table_the_bytes_and_numbers_that_fit
 
 
 def test_more_hosts_are_suggested_if_one_does_not_have_enough_gpus():
-    larger = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), num_users=4 * 10**9, num_items=10**7)
+    larger = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True, embedding_dim=128), num_users=4 * 10**9, num_items=10**7)
     message = message_of(ShardingConfig(cluster=cluster()), larger)
     nodes = re.search(r"sharding.cluster.num_nodes: (\d+) with processes_per_node 8", message)
     assert nodes, message

@@ -41,7 +41,7 @@ def skewed_store(*, ordered: bool) -> EventStore:
 def test_expected_lookups_match_those_of_real_batches(ordered: bool, length: int, alpha: float) -> None:
     store = skewed_store(ordered=ordered)
     features = feature_store(users=USERS, items=ITEMS, events=EVENTS)
-    config = TwoTowerConfig(user_id=True, history=HistoryConfig(length=length, last_item=length > 0))
+    config = TwoTowerConfig(learn_user_embedding=True, history=HistoryConfig(length=length, last_item_feature=length > 0))
     spec = ModelSpec.sized(config, num_users=USERS, num_items=ITEMS, facts=facts())
     loss = LossConfig(num_negatives=NEGATIVES, negative_sampling_alpha=alpha)
     lookup_stats = lookup_stats_of(spec, batch_size=BATCH, loss=loss, store=store, features=features)
@@ -70,7 +70,7 @@ def test_expected_lookups_match_those_of_real_batches(ordered: bool, length: int
 
 def test_the_hot_row_curve_is_the_share_of_the_events() -> None:
     store = skewed_store(ordered=True)
-    spec = ModelSpec.sized(TwoTowerConfig(user_id=True), num_users=USERS, num_items=ITEMS)
+    spec = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True), num_users=USERS, num_items=ITEMS)
     shares = lookup_stats_of(spec, batch_size=BATCH, loss=LossConfig(), store=store).hot_row_curve
     assert set(shares) == {"item", "user"}
     assert shares["item"][-1] == shares["user"][-1] == 1.0

@@ -17,7 +17,7 @@ from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
 from recsys_core.sharding.torchrec_planner import TorchrecPlanner
 
 BAG = TableConfig(lookup="pooled")
-SPEC = ModelSpec.sized(TwoTowerConfig(user_id=True), num_users=1000, num_items=500, tables={"user": BAG})
+SPEC = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True), num_users=1000, num_items=500, tables={"user": BAG})
 KINDS = ("table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard", "data_parallel")
 
 
@@ -55,14 +55,14 @@ def test_a_plan_without_comparisons_is_the_same_plan():
 
 
 def test_a_plan_for_another_cluster_allocates_no_tables():
-    huge = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), num_users=10**9, num_items=10**8)
+    huge = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True, embedding_dim=128), num_users=10**9, num_items=10**8)
     plan = make_plan(config(device="cuda", num_nodes=2, processes_per_node=8, hbm_gb=80), model=huge, batch_size=8192)
     assert plan.world_size == len(plan.ranks) == 16
     assert sum(rank.hbm_bytes for rank in plan.ranks) > (10**9 + 10**8) * 128 * 4
 
 
 def test_twenty_billion_rows_are_planned_with_64_bit_row_numbers():
-    vast = ModelSpec.sized(TwoTowerConfig(user_id=True, embedding_dim=128), num_users=19 * 10**9, num_items=10**9)
+    vast = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True, embedding_dim=128), num_users=19 * 10**9, num_items=10**9)
     plan = make_plan(
         config(device="cuda", num_nodes=32, processes_per_node=8, hbm_gb=80, ddr_gb=100), model=vast, batch_size=64
     )

@@ -35,7 +35,7 @@ HISTORIES = {"both ranks": ([[1, 2], [3]], [[4, 4], []]), "one rank": ([[], []],
 
 def spec_of() -> ModelSpec:
     return ModelSpec.sized(
-        TwoTowerConfig(embedding_dim=4, user_id=True),
+        TwoTowerConfig(embedding_dim=4, learn_user_embedding=True),
         num_users=USERS,
         num_items=ITEMS,
         facts=facts(),

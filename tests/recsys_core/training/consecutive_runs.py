@@ -94,7 +94,7 @@ def prepare_run(
         folder=folder / "features",
         embeddings=embeddings,
     )
-    model = TwoTowerConfig.model_validate({"embedding_dim": dim, "user_id": True, "history": {"length": 4}})
+    model = TwoTowerConfig.model_validate({"embedding_dim": dim, "learn_user_embedding": True, "history": {"length": 4}})
     spec = ModelSpec.of(model, dataset=Dataset(interactions, embeddings, features), tables=tables)
     return PreparedRun(folder, interactions, embeddings, features, spec)
 

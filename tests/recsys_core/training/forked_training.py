@@ -46,7 +46,7 @@ from tests.gloo import run_ranks
 USERS, ITEMS, DIM = 200, 150, 16
 MODEL = TwoTowerConfig(
     embedding_dim=DIM,
-    user_id=True,
+    learn_user_embedding=True,
     history=HistoryConfig(length=8, pooling="recency"),
     query=TowerConfig(layers=(DIM,), skip_connection=True, dropout=0.2),
 )

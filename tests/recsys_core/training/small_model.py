@@ -69,7 +69,7 @@ def small_spec(
     """Return a model with user id, history, last item and features of `forms`. vectors: tables with pretrained vectors."""
     config = TwoTowerConfig(
         embedding_dim=dim,
-        user_id=True,
+        learn_user_embedding=True,
         history=HistoryConfig(length=HISTORY, pooling="attention"),
         query=TowerConfig(layers=(12, dim), skip_connection=True),
         candidate=TowerConfig(layers=(dim,), skip_connection=True),
@@ -151,7 +151,7 @@ def plain_task(spec: ModelSpec, *, loss: LossConfig, seed: int) -> tuple[Retriev
         for name, table in spec.tables.items():
             whole = LocalShard(0, 0, tables[name])
             fill_random(whole, table=name, dim=table.dim, seed=seed, std=table.settings.init_std)
-            if table.settings.missing == "zero":
+            if table.settings.missing_vector_init == "zero":
                 fill_missing(whole, vector_row=np.full(table.num_rows, -1), value_D=None)
             if name in vectors:
                 norm = random_norm(table.settings.init_std, table.dim)

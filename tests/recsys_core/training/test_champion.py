@@ -94,7 +94,7 @@ def test_an_equal_model_is_compatible_also_with_other_training_settings(run: Pre
         ({"candidate": {"layers": [8]}}, r"model.candidate.layers is \[8\] in this run, but \[\] in the champion"),
         ({"similarity": "dot"}, "model.similarity is dot in this run, but cosine in the champion"),
         (
-            {"user_id": False},
+            {"learn_user_embedding": False},
             r"the input list of the query tower is \['history', 'last_item'\] in this run, but .*'user'\]",
         ),
         ({"tables": {"user": TableConfig(dim=12)}}, "the width of tables.user is 12 in this run, but 8 in the champion"),

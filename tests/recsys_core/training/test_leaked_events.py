@@ -93,7 +93,7 @@ def test_without_times_a_pair_in_the_training_split_of_this_run_is_no_leak(tmp_p
     old, new = [("u1", "a", 1), ("u2", "b", 1), ("u2", "c", 1)], [("u1", "a", 2), ("u2", "d", 2)]
     settings: dict[str, Any] = {"timestamp_column": None}
     test = write_log(tmp_path / "test.parquet", new)
-    split = {"kind": "files", "test": test}
+    split = {"kind": "files", "test_paths": test}
     champion = ingest_run(tmp_path / "champion", [*old, ("u2", "d", 1)], split=split, **settings)
     current = ingest_run(tmp_path / "current", old, split=split, **settings)
     assert count_leaked_events(champion, champion=champion) == 0  # (u1, a) and (u2, d) are in both parts of its own

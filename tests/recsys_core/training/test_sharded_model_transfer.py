@@ -200,7 +200,7 @@ def test_gradient_clipping_bounds_the_change_of_a_step(kind, tmp_path):
 
 
 def test_rows_without_a_vector_start_as_the_table_says(tmp_path):
-    settings = {"item": TableConfig(missing="zero"), "user": TableConfig(missing="mean", rescale=False)}
+    settings = {"item": TableConfig(missing_vector_init="zero"), "user": TableConfig(missing_vector_init="mean", rescale=False)}
     spec = spec_of("row_wise", **settings)
     start = train(tmp_path, spec, kind="row_wise", epochs=0).tables[0]
     vectors = pretrained_of(spec)

@@ -148,11 +148,14 @@ def test_records_without_a_history_keep_the_stored_one_next_to_records_with_one(
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"k": 3, "exclude_seen": True, "top": 5}, r"params: unknown exclude_seen, top; the model has \['k', 'exclude_log'\]"),
+        (
+            {"k": 3, "exclude_seen": True, "top": 5},
+            r"params: unknown exclude_seen, top; the model has \['k', 'exclude_stored_history'\]",
+        ),
         ({"K": 3}, "params: unknown K"),
         ({"k": 0}, "k is 0; it must be at least 1"),
         ({"k": None}, "params: k is null"),
-        ({"exclude_log": None}, "params: exclude_log is null"),
+        ({"exclude_stored_history": None}, "params: exclude_stored_history is null"),
         ({"k": "3"}, "Invalid parameters found"),
         ({"k": 2.5}, "Invalid parameters found"),
     ],

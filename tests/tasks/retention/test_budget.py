@@ -64,7 +64,7 @@ def test_a_run_that_exceeds_the_budget_or_the_disk_is_rejected(
     with pytest.raises(InputError, match=message):
         require_disk_space(too_small, new_run)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 100, 100))  # type: ignore[attr-defined]
-    with pytest.raises(InputError, match=r"but the disk has 0\.000 GiB free; free some, or lower retention\.whole_runs"):
+    with pytest.raises(InputError, match=r"but the disk has 0\.000 GiB free; free some, or lower retention\.keep_full_runs"):
         require_disk_space(RetentionConfig(), new_run)
 
 
@@ -73,7 +73,7 @@ def test_the_workspace_is_cleaned_before_a_run_is_rejected(workspace: Path, add_
     for index in range(6):
         add_large_run(workspace, add_run, f"2026{index}", num_bytes=4 * MEBIBYTE)
     budget = (used_bytes(workspace) + MEBIBYTE) / GIB
-    config = RetentionConfig(whole_runs=1, report_runs=2, disk_budget_gb=budget)
+    config = RetentionConfig(keep_full_runs=1, keep_report_runs=2, disk_budget_gb=budget)
     ensure_disk_space(config, run_of(workspace, "9"), model_name="m")
     assert run_ids(workspace) == ["20264", "20265"]
     with pytest.raises(InputError, match=r"retention\.disk_budget_gb is"):

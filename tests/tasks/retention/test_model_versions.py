@@ -108,7 +108,7 @@ def test_runs_with_a_version_stay_whole_if_their_registry_is_gone(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     for index in range(4):
         add_run(tmp_path, f"2026{index}", end="complete" if index == 1 else "rejected")
-    removals = clean(tmp_path, RetentionConfig(whole_runs=1, report_runs=1), model_name="m")
+    removals = clean(tmp_path, RetentionConfig(keep_full_runs=1, keep_report_runs=1), model_name="m")
     assert [removal.run_id for removal in removals.runs] == ["20260", "20262"]
     assert not (tmp_path / "mlflow.db").exists()
 
@@ -120,7 +120,7 @@ def test_nothing_is_removed_if_the_aliases_cannot_be_read(
         add_run(workspace, f"2026{index}")
     (workspace / "mlflow.db").write_bytes(b"no database, but longer than one hundred bytes: " * 10)
     with pytest.raises(TrackingServerError):
-        clean(workspace, RetentionConfig(whole_runs=1, report_runs=1), model_name="m")
+        clean(workspace, RetentionConfig(keep_full_runs=1, keep_report_runs=1), model_name="m")
     assert len(run_ids(workspace)) == 4
     assert not list(workspace.rglob("reduced.json"))
 
@@ -128,7 +128,7 @@ def test_nothing_is_removed_if_the_aliases_cannot_be_read(
 def test_a_clean_returns_its_removals_and_the_next_one_finds_nothing(
     client: MlflowClient, workspace: Path, add_run: AddRun
 ) -> None:
-    config = RetentionConfig(whole_runs=1, report_runs=3, versions=1)
+    config = RetentionConfig(keep_full_runs=1, keep_report_runs=3, keep_versions=1)
     for index in range(5):
         add_run(workspace, f"2026{index}")
         add_version(client, f"2026{index}")

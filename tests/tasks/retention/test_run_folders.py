@@ -27,7 +27,7 @@ from tasks.run import Run
 from tests.tasks.retention.run_folders_by_hand import LARGE, files_below, run_of
 
 AddRun = Callable[..., Run]
-CONFIG = RetentionConfig(whole_runs=2, report_runs=4)
+CONFIG = RetentionConfig(keep_full_runs=2, keep_report_runs=4)
 
 
 def clean(workspace: Path, *, aliased: Collection[str] = (), config: RetentionConfig = CONFIG) -> dict[str, str]:
@@ -178,11 +178,11 @@ STEPS = st.lists(
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps=STEPS, whole_runs=st.integers(1, 3), more_reports=st.integers(0, 3))
+@given(steps=STEPS, num_full_runs=st.integers(1, 3), more_reports=st.integers(0, 3))
 def test_whatever_happens_a_clean_touches_no_aliased_run_and_nothing_that_a_new_run_reads(
-    add_run: AddRun, steps: list[Step], whole_runs: int, more_reports: int
+    add_run: AddRun, steps: list[Step], num_full_runs: int, more_reports: int
 ) -> None:
-    config = RetentionConfig(whole_runs=whole_runs, report_runs=whole_runs + more_reports)
+    config = RetentionConfig(keep_full_runs=num_full_runs, keep_report_runs=num_full_runs + more_reports)
     with tempfile.TemporaryDirectory() as folder:
         workspace, complete, aliased = Path(folder), list[Run](), set[str]()
         for number, (kind, choice) in enumerate([*steps, ("clean", 0)]):
@@ -197,12 +197,14 @@ def test_whatever_happens_a_clean_touches_no_aliased_run_and_nothing_that_a_new_
                 new_run = run_of(workspace, "next")
                 expected = _read_by(new_run)
                 contents = {run_id: files_below(run_of(workspace, run_id).folder) for run_id in aliased}
-                newest = {run_id: files_below(run_of(workspace, run_id).folder) for run_id in run_ids(workspace)[-whole_runs:]}
+                newest = {
+                    run_id: files_below(run_of(workspace, run_id).folder) for run_id in run_ids(workspace)[-num_full_runs:]
+                }
                 clean(workspace, aliased=aliased, config=config)
                 assert _read_by(new_run) == expected
                 for run_id, files in (contents | newest).items():
                     assert files_below(run_of(workspace, run_id).folder) - {".lock"} == files - {".lock"}
-                assert len(run_ids(workspace)) <= config.report_runs + len(aliased) + 4
+                assert len(run_ids(workspace)) <= config.keep_report_runs + len(aliased) + 4
 
 
 def _is_whole(run: Run) -> bool:

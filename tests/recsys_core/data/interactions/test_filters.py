@@ -119,7 +119,7 @@ def test_equal_events_are_held_out_independently_of_their_order_in_the_file(tmp_
 def test_an_event_in_both_the_training_and_the_test_files_stays_in_training(tmp_path: Path, policy: str) -> None:
     log = [(user, item, user + item) for user in (1, 2) for item in (10, 11, 12)]
     train, test = write_log(tmp_path / "train.parquet", log), write_log(tmp_path / "test.parquet", [*log, (1, 13, 9)])
-    manifest = ingest(tmp_path / "stage", train, split={"kind": "files", "test": (test,)}, filter={"duplicates": policy})
+    manifest = ingest(tmp_path / "stage", train, split={"kind": "files", "test_paths": (test,)}, filter={"duplicates": policy})
     assert [sorted(part) for part in read(manifest).parts] == [log, [], [(1, 13, 9)]]
 
 
@@ -169,13 +169,13 @@ def test_weights_and_context_stay_with_their_events(tmp_path: Path) -> None:
         ({"label_range": (1, 5), "timestamp_column": "t"}, "label_range is set, but label_column is not"),
         ({"label_range": (5, 1), "label_column": "s", "label_threshold": 1, "timestamp_column": "t"}, "below the second"),
         (
-            {"split": {"kind": "files", "test": "t.parquet", "validation_by": "item"}},
-            "validation_by is item, but validation_share is 0",
+            {"split": {"kind": "files", "test_paths": "t.parquet", "validation_unit": "item"}},
+            "validation_unit is item, but validation_share is 0",
         ),
     ],
 )
 def test_settings_that_need_each_other_are_checked(settings: dict[str, object], message: str) -> None:
-    split = {"kind": "files", "test": "test.parquet"}
+    split = {"kind": "files", "test_paths": "test.parquet"}
     with pytest.raises(ValidationError, match=message):
         InteractionsConfig(**{"paths": "log.parquet", "split": split} | settings)
 

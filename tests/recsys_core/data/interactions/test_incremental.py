@@ -237,7 +237,7 @@ def test_the_last_of_several_runs_has_the_events_of_one_run_over_all_days(
     log[0] += [(user, item, time) for user in (8, 9) for item in (8, 9) for time in (1, 2)]  # something is always left
     folder = tmp_path_factory.mktemp("runs")
     test = write_log(folder / "test.parquet", log[0])
-    chosen = {"split": {"kind": "files", "test": test}, "filter": {"min_item_events": least}}
+    chosen = {"split": {"kind": "files", "test_paths": test}, "filter": {"min_item_events": least}}
     manifest: InteractionsManifest | None = None
     for number, stop in enumerate(sorted({2, *(min(cut + 1, len(log)) for cut in cuts), len(log)})):
         before = manifest

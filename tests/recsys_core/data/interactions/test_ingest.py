@@ -74,7 +74,7 @@ def test_given_files_are_the_splits(tmp_path_factory: pytest.TempPathFactory, lo
     parts = (log[:first], log[first:second], log[second:])
     folder = tmp_path_factory.mktemp("files")
     train, validation, test = (write_log(folder / f"{index}.parquet", part) for index, part in enumerate(parts))
-    check(ingest(folder / "stage", train, split={"kind": "files", "validation": validation, "test": test}), parts)
+    check(ingest(folder / "stage", train, split={"kind": "files", "validation_paths": validation, "test_paths": test}), parts)
 
 
 def test_several_files_make_one_log(tmp_path: Path) -> None:
@@ -186,7 +186,9 @@ def test_events_below_the_label_threshold_are_counted_and_left_out(tmp_path: Pat
 def test_the_label_threshold_holds_for_given_test_files_too(tmp_path: Path) -> None:
     train = write_log(tmp_path / "a.parquet", [(1, 1, 1), (1, 2, 2), (2, 1, 1)], stars=[5, 1, 5])
     test = write_log(tmp_path / "b.parquet", [(1, 3, 3), (1, 4, 4)], stars=[1, 5])
-    manifest = ingest(tmp_path / "stage", train, split={"kind": "files", "test": test}, label_column="stars", label_threshold=2)
+    manifest = ingest(
+        tmp_path / "stage", train, split={"kind": "files", "test_paths": test}, label_column="stars", label_threshold=2
+    )
     check(manifest, ([(1, 1, 1), (2, 1, 1)], [], [(1, 4, 4)]))
     assert manifest.removed_events == {"below_threshold": 2}
 
@@ -196,7 +198,7 @@ def test_the_validation_share_is_taken_from_train_only_and_is_reproducible(tmp_p
     train = write_log(tmp_path / "train.parquet", log)
     backwards = write_log(tmp_path / "backwards.parquet", log[::-1])
     test = write_log(tmp_path / "test.parquet", [(1, 60, 60)])
-    split = {"kind": "files", "test": test, "validation_share": 0.2}
+    split = {"kind": "files", "test_paths": test, "validation_share": 0.2}
     manifests = [ingest(tmp_path / str(index), path, split=split) for index, path in enumerate((train, backwards))]
     first, second = (read(manifest) for manifest in manifests)
     assert first == second
@@ -210,7 +212,7 @@ def test_held_out_items_have_no_training_events_and_are_the_same_in_every_run(tm
     log = [(user, name(item), item) for user in range(5) for item in range(1000)]
     first = write_log(tmp_path / "a.parquet", log)
     test = write_log(tmp_path / "test.parquet", [(1, name(60), 60), (1, name(1000), 60)])
-    split = {"kind": "files", "test": test, "validation_share": 0.2, "validation_by": "item"}
+    split = {"kind": "files", "test_paths": test, "validation_share": 0.2, "validation_unit": "item"}
     earlier = ingest(tmp_path / "earlier", first, split=split)
     train, validation, tested = read(earlier).parts
     held_out = {item for _, item, _ in validation}
@@ -233,9 +235,9 @@ def test_held_out_items_have_no_training_events_and_are_the_same_in_every_run(tm
 
 def test_a_changed_split_reads_the_whole_log_again(tmp_path: Path) -> None:
     log = write_log(tmp_path / "a.parquet", [(user, item, item) for user in range(20) for item in range(20)])
-    split = {"kind": "files", "test": write_log(tmp_path / "test.parquet", [(1, 60, 60)]), "validation_share": 0.5}
+    split = {"kind": "files", "test_paths": write_log(tmp_path / "test.parquet", [(1, 60, 60)]), "validation_share": 0.5}
     pairs = ingest(tmp_path / "pairs", log, split=split)
-    items = ingest(tmp_path / "items", log, split=split | {"validation_by": "item"}, previous=pairs)
+    items = ingest(tmp_path / "items", log, split=split | {"validation_unit": "item"}, previous=pairs)
     train, validation, _ = read(items).parts
     assert validation and not {item for _, item, _ in validation} & {item for _, item, _ in train}
 
@@ -243,7 +245,7 @@ def test_a_changed_split_reads_the_whole_log_again(tmp_path: Path) -> None:
 def test_a_log_without_order_keeps_each_users_events_together(tmp_path: Path) -> None:
     train = write_log(tmp_path / "a.parquet", log := [(user, item, 0) for item in range(20) for user in range(5)])
     test = write_log(tmp_path / "b.parquet", [(0, 99, 0)])
-    manifest = ingest(tmp_path / "stage", train, split={"kind": "files", "test": test}, timestamp_column=None)
+    manifest = ingest(tmp_path / "stage", train, split={"kind": "files", "test_paths": test}, timestamp_column=None)
     check(manifest, (log, [], [(0, 99, 0)]))
     orders = {tuple(item for user, item, _ in read(manifest).parts[0] if user == one) for one in range(5)}
     assert not manifest.ordered and len(orders) == 5

@@ -124,7 +124,7 @@ def test_a_sort_that_outgrows_the_memory_is_rejected_by_its_setting(tmp_path: Pa
 def test_files_with_times_of_different_types_are_rejected(tmp_path: Path, other: pa.Array, message: str) -> None:
     first, second = write(tmp_path / "a.parquet", **GOOD), write(tmp_path / "b.parquet", **(GOOD | {"t": other}))
     refuses(ingest_of(first, second), tmp_path, f"b.parquet: column 't' is {message} in ", "a.parquet")
-    given = {"kind": "files", "test": second}
+    given = {"kind": "files", "test_paths": second}
     refuses(ingest_of(first, split=given), tmp_path, f"b.parquet: column 't' is {message} in ", "a.parquet")
 
 
@@ -137,15 +137,15 @@ def test_local_times_and_times_with_a_zone_are_not_mixed(tmp_path: Path) -> None
 def test_ids_of_another_type_in_the_test_files_are_rejected(tmp_path: Path) -> None:
     train = write(tmp_path / "a.parquet", **GOOD)
     test = write(tmp_path / "b.parquet", **(GOOD | {"user_id": list("abcd")}))
-    stage = ingest_of(train, split={"kind": "files", "test": test})
+    stage = ingest_of(train, split={"kind": "files", "test_paths": test})
     refuses(stage, tmp_path, "b.parquet: column 'user_id' is string, but column 'user_id' of ", "a.parquet is int64")
 
 
 def test_given_files_that_are_missing_are_named_with_their_setting(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", **GOOD)
     for split, name in (
-        ({"test": "gone.parquet"}, "test"),
-        ({"test": path, "validation": "gone.parquet"}, "validation"),
+        ({"test_paths": "gone.parquet"}, "test_paths"),
+        ({"test_paths": path, "validation_paths": "gone.parquet"}, "validation_paths"),
     ):
         with refusal(f"interactions.split.{name}: no such file: gone.parquet"):
             ingest(tmp_path / "stage", path, split={"kind": "files"} | split)

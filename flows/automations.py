@@ -1,4 +1,4 @@
-"""Prefect automations of a pipeline, created from infra/automations. They react only to runs and the model of the pipeline."""
+"""Prefect automations of a pipeline, created from infra/automations. They react only to runs and the model of this pipeline."""
 
 import re
 from datetime import timedelta
@@ -15,24 +15,24 @@ from prefect.events.schemas.automations import AutomationCore
 from flows.config import PipelineConfig
 from recsys_core.errors import InputError
 
-FOLDER = Path(__file__).resolve().parents[1] / "infra" / "automations"
+AUTOMATION_FOLDER = Path(__file__).resolve().parents[1] / "infra" / "automations"
 BLOCK_NAME = "nightjar-alerts"
 """Name of the Prefect block that delivers the alerts: a webhook, or a notification such as an e-mail."""
 _OVERRAN_STEM = "overran"
-"""Stem of the automation file whose trigger waits for schedule.deadline_minutes."""
-_BLOCKS_PER_REQUEST = 200
+"""Stem of the name of the automation file whose trigger waits for schedule.deadline_minutes."""
+_MAX_BLOCKS_PER_REQUEST = 200
 
 
 def create_automations(client: SyncPrefectClient, config: PipelineConfig, *, deployment_id: UUID) -> list[str]:
-    """Create the automations of the pipeline, or update those that exist under their names; return the names.
+    """Create the automations of the pipeline, or update existing automations of the same names; return the names.
 
     An automation that a person has paused stays paused.
 
     Raises:
-        InputError: there is no block `nightjar-alerts`, or it delivers nothing.
+        InputError: there is no block `nightjar-alerts`, or the block cannot deliver alerts.
     """
-    block = alert_block(client)
-    automations = [automation_of(file, config, deployment_id=deployment_id, block=block) for file in _automation_files()]
+    block = require_alert_block(client)
+    automations = [automation_of(path, config, deployment_id=deployment_id, block=block) for path in _automation_paths()]
     for automation in automations:
         existing_automations = client.read_automations_by_name(automation.name)
         if existing_automations:
@@ -47,15 +47,15 @@ def find_alert_block(client: SyncPrefectClient) -> BlockDocument | None:
     """Return the block `nightjar-alerts`; None if there is none."""
     offset, block = 0, None
     while block is None and (
-        page := client.read_block_documents(offset=offset, limit=_BLOCKS_PER_REQUEST, include_secrets=False)
+        blocks := client.read_block_documents(offset=offset, limit=_MAX_BLOCKS_PER_REQUEST, include_secrets=False)
     ):
-        block = next((document for document in page if document.name == BLOCK_NAME), None)
-        offset += len(page)
+        block = next((document for document in blocks if document.name == BLOCK_NAME), None)
+        offset += len(blocks)
     return block
 
 
-def alert_block(client: SyncPrefectClient) -> BlockDocument:
-    """Return the block `nightjar-alerts`; raise InputError if there is none, or if it delivers nothing."""
+def require_alert_block(client: SyncPrefectClient) -> BlockDocument:
+    """Return the block `nightjar-alerts`; raise InputError if there is no such block, or if it cannot deliver alerts."""
     block = find_alert_block(client)
     if block is None:
         raise InputError(
@@ -70,10 +70,10 @@ def alert_block(client: SyncPrefectClient) -> BlockDocument:
     return block
 
 
-def automation_of(file: Path, config: PipelineConfig, *, deployment_id: UUID, block: BlockDocument) -> AutomationCore:
-    """Return the automation in `file`, with its name, trigger and actions set for the pipeline of `config`."""
-    content: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
-    trigger: dict[str, Any] = content["trigger"]
+def automation_of(path: Path, config: PipelineConfig, *, deployment_id: UUID, block: BlockDocument) -> AutomationCore:
+    """Return the automation in the file `path`, with its name, trigger and actions set for the pipeline of `config`."""
+    fields: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    trigger: dict[str, Any] = fields["trigger"]
     if "match_related" in trigger:
         trigger["match_related"] = {
             "prefect.resource.role": "deployment",
@@ -82,15 +82,15 @@ def automation_of(file: Path, config: PipelineConfig, *, deployment_id: UUID, bl
     else:
         trigger["match"] = {"prefect.resource.id": f"nightjar.model.{config.registry.model_name}"}
     deadline_minutes = config.schedule.deadline_minutes
-    if file.stem == _OVERRAN_STEM and deadline_minutes is not None:
+    if path.stem == _OVERRAN_STEM and deadline_minutes is not None:
         trigger["within"] = timedelta(minutes=deadline_minutes).total_seconds()
-    content["name"] = f"{config.name}: {content['name']}"
-    content["tags"] = ["nightjar", f"pipeline:{config.name}"]
-    content["actions"] = [_action(action["payload"], subject=content["name"], block=block) for action in content["actions"]]
-    return AutomationCore.model_validate(content)
+    fields["name"] = f"{config.name}: {fields['name']}"
+    fields["tags"] = ["nightjar", f"pipeline:{config.name}"]
+    fields["actions"] = [_alert_action(action["payload"], subject=fields["name"], block=block) for action in fields["actions"]]
+    return AutomationCore.model_validate(fields)
 
 
-def _action(payload: str, *, subject: str, block: BlockDocument) -> dict[str, Any]:
+def _alert_action(payload: str, *, subject: str, block: BlockDocument) -> dict[str, Any]:
     """Return the action that delivers `payload` through `block`: a request to a webhook, or a message with a subject."""
     action = (
         CallWebhook(block_document_id=block.id, payload=payload)
@@ -122,8 +122,8 @@ def _capabilities(block: BlockDocument) -> list[str]:
     return [] if block.block_schema is None else block.block_schema.capabilities
 
 
-def _automation_files() -> list[Path]:
-    files = sorted(FOLDER.glob("*.yaml"))
-    if not files:
-        raise InputError(f"{FOLDER}: there are no automations; install nightjar from a checkout that has this folder")
-    return files
+def _automation_paths() -> list[Path]:
+    paths = sorted(AUTOMATION_FOLDER.glob("*.yaml"))
+    if not paths:
+        raise InputError(f"{AUTOMATION_FOLDER} contains no automations; install nightjar from a checkout that has this folder")
+    return paths

@@ -24,7 +24,7 @@ def relevant_errors(error: ValidationError) -> Sequence[ErrorDetails]:
     return [detail for detail in details if detail["type"] == "extra_forbidden"] or details
 
 
-def sentence_of(detail: ErrorDetails, raw: Mapping[str, Any]) -> str:
+def describe_error(detail: ErrorDetails, raw: Mapping[str, Any]) -> str:
     """Describe one validation error of the settings `raw`: the dotted key, the problem, and what to do."""
     key = printable(dotted_key(detail["loc"], raw), max_characters=200)
     match detail["type"]:
@@ -66,7 +66,7 @@ def _contains(group: Any, location_part: int | str) -> bool:
 
 
 def _suggestion(key: str) -> str:
-    valid_keys = sorted(set(setting_names(PipelineConfig)))
+    valid_keys = sorted(set(setting_keys(PipelineConfig)))
     key = re.sub(r"\.\d+(?=\.)", "", key)  # remove the index of an entry in a list of groups
     parent, _, name = key.rpartition(".")
     siblings = {path.rpartition(".")[2] for path in valid_keys if fnmatchcase(parent, path.rpartition(".")[0])}
@@ -80,7 +80,7 @@ def _suggestion(key: str) -> str:
     return f"did you mean {' or '.join(similar_keys)}?" if similar_keys else f"{parent} is not a group of settings"
 
 
-def setting_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def setting_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield the dotted names of all settings and groups of `model`, with the settings of every member of a union.
 
     `*` is a key that the user chooses, such as the name of a table.
@@ -89,7 +89,7 @@ def setting_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         yield prefix + name
         member_prefix = f"{prefix}{name}.*." if get_origin(field.annotation) is dict else f"{prefix}{name}."
         for member in nested_models(field.annotation):
-            yield from setting_names(member, member_prefix)
+            yield from setting_keys(member, member_prefix)
 
 
 def nested_models(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -10,7 +10,7 @@ from yaml import YAMLError
 
 from flows import yaml_loader
 from flows.config import PipelineConfig
-from flows.config_errors import dotted_key, relevant_errors, sentence_of
+from flows.config_errors import describe_error, dotted_key, relevant_errors
 from recsys_core.atomic import write_text
 from recsys_core.errors import InputError, printable, shown
 from tasks.tuning.config import RangeConfig, label_of
@@ -45,7 +45,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConf
         config = PipelineConfig.model_validate(raw)
     except ValidationError as error:
         details = relevant_errors(error)
-        problems = [sentence_of(detail, raw) for detail in details[:MAX_PROBLEMS]]
+        problems = [describe_error(detail, raw) for detail in details[:MAX_PROBLEMS]]
         raise _input_error(path, problems, num_more=len(details) - len(problems)) from None
     if config.tuning is None:
         return config.with_absolute_paths(path.parent)
@@ -121,7 +121,7 @@ def _validate(config: PipelineConfig, settings: Mapping[str, Any]) -> _Validatio
             detail for detail in details if detail["type"] != "value_error" or dotted_key(detail["loc"], raw).startswith(names)
         ]
         return _Validation(
-            None, bool(setting_details), tuple(sentence_of(detail, raw) for detail in setting_details or details)
+            None, bool(setting_details), tuple(describe_error(detail, raw) for detail in setting_details or details)
         )
 
 

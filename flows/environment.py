@@ -10,8 +10,8 @@ from recsys_core.errors import InputError
 from recsys_core.units import DAY_S
 
 
-def prepare(workspace: Path, *, verbose: bool = False) -> None:
-    """Set the variables for Prefect's folder and for the log levels of Prefect and MLflow, unless the user has set them.
+def prepare_environment(workspace: Path, *, verbose: bool = False) -> None:
+    """Set Prefect's folder and the log levels of Prefect and MLflow as variables that the user has not set.
 
     Call before a flow is imported. Raises InputError if `workspace` is not writable.
     """
@@ -24,18 +24,18 @@ def prepare(workspace: Path, *, verbose: bool = False) -> None:
         "PREFECT_LOGGING_INTERNAL_LEVEL": "INFO" if verbose else "CRITICAL",
         "MLFLOW_LOGGING_LEVEL": "INFO" if verbose else "WARNING",
     }
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
+    for variable, value in defaults.items():
+        os.environ.setdefault(variable, value)
 
 
-def keep_flow_runs(*, days: int) -> None:
-    """Set the number of days for which a Prefect server of this process keeps flow runs, unless the user has set it."""
+def set_flow_run_retention(*, num_days: int) -> None:
+    """Set for how many days a Prefect server of this process keeps flow runs, unless the user has set this number."""
     defaults = {
         "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
-        "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(days * DAY_S),
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(num_days * DAY_S),
     }
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
+    for variable, value in defaults.items():
+        os.environ.setdefault(variable, value)
 
 
 def require_writable(workspace: Path) -> None:

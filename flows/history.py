@@ -13,7 +13,7 @@ from recsys_core.manifests import DataReportManifest, RegistrationManifest, read
 from tasks.run import RUN_ID, Run
 from tasks.run_record import ERROR_LOG_NAME, RECORD_NAME, RunFigures, RunRecord, RunState
 
-PAGES = {
+PATH_BY_PAGE = {
     "report": "check_data/report.html",
     "plan": "plan_sharding/plan.html",
     "loss": "loss.png",
@@ -55,12 +55,12 @@ class PastRun:
         return used_bytes(self.run.folder)
 
     @property
-    def pages(self) -> dict[str, str]:
+    def page_paths(self) -> dict[str, str]:
         """Existing pages and plots: name of the link -> path relative to the workspace."""
-        paths = {name: self.run.folder / path for name, path in PAGES.items()}
+        paths = {name: self.run.folder / path for name, path in PATH_BY_PAGE.items()}
         return {name: str(path.relative_to(self.run.workspace)) for name, path in paths.items() if path.is_file()}
 
-    def new_metric(self, name: str) -> float | None:
+    def new_version_metric(self, name: str) -> float | None:
         """Return the metric `name`, e.g. recall@20, of the served recommendations of the new version; None if not measured."""
         return self._metric(f"served/{name}")
 
@@ -76,7 +76,7 @@ class PastRun:
         """Return the run as a JSON object. Times are in UTC."""
         record = self.record.model_dump(mode="json", exclude={"format_version", "figures", "options", "pid"})
         figures = self.record.figures.model_dump(mode="json", exclude={"metrics"})
-        values = {"metric": metric, "new": self.new_metric(metric), "champion": self.champion_metric(metric)}
+        values = {"metric": metric, "new": self.new_version_metric(metric), "champion": self.champion_metric(metric)}
         return {
             "run_id": self.run.run_id,
             "run_dir": str(self.run.folder),
@@ -98,7 +98,7 @@ def run_history(workspace: str | Path, *, last: int | None = None) -> list[PastR
     return sorted(past_runs, key=lambda past_run: (past_run.record.started, past_run.run.run_id), reverse=True)[:last]
 
 
-def champion_version(runs: list[PastRun]) -> str | None:
+def newest_promoted_version(runs: list[PastRun]) -> str | None:
     """Return the version that the newest promotion in `runs` made champion; None without a promotion.
 
     A rollback in the registry is not in the history.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from markupsafe import Markup
 
 from flows.config import PipelineConfig
-from flows.history import STATE_NAMES, PastRun, champion_version, format_count, run_history
+from flows.history import STATE_NAMES, PastRun, format_count, newest_promoted_version, run_history
 from recsys_core import plots
 from recsys_core.atomic import write_text
 from recsys_core.disk import free_bytes, used_bytes
@@ -55,7 +55,7 @@ def write_history_page(config: PipelineConfig, run: Run, *, has_mlflow: bool) ->
     page = run.workspace / PAGE_NAME
     figures = next(past_run.record.figures for past_run in runs if past_run.run.run_id == run.run_id)
     if not has_mlflow or "check_data" not in figures.stage_seconds:  # check_data creates the MLflow run
-        write_text(page, to_html(runs, config=config, champion=champion_version(runs)))
+        write_text(page, to_html(runs, config=config, champion_version=newest_promoted_version(runs)))
         return
 
     from tasks.registry.mlflow_client import call_or_warn
@@ -69,22 +69,22 @@ def write_history_page(config: PipelineConfig, run: Run, *, has_mlflow: bool) ->
         warning="could not read the champion for the page of the last runs; the page is not in MLflow",
     )
     if champions is None:
-        write_text(page, to_html(runs, config=config, champion=champion_version(runs)))
+        write_text(page, to_html(runs, config=config, champion_version=newest_promoted_version(runs)))
         return
     champion = None if champions[0] is None else str(champions[0].version)
-    write_text(page, to_html(runs, config=config, champion=champion))
+    write_text(page, to_html(runs, config=config, champion_version=champion))
     call_mlflow(
         lambda client: client.log_artifact(figures.mlflow_run_id or open_run(client, run), str(page), "history"),
         warning="could not log the page of the last runs to MLflow",
     )
 
 
-def to_html(runs: Sequence[PastRun], *, config: PipelineConfig, champion: str | None) -> str:
+def to_html(runs: Sequence[PastRun], *, config: PipelineConfig, champion_version: str | None) -> str:
     """Render the page.
 
     Args:
         runs: the newest first.
-        champion: version that is champion now; None if there is none.
+        champion_version: version that is champion now; None if there is no champion.
     """
     metric = config.registry.metric
     oldest_first = list(reversed(runs))
@@ -113,8 +113,8 @@ def to_html(runs: Sequence[PastRun], *, config: PipelineConfig, champion: str | 
         workspace=config.workspace.absolute(),
         written=datetime.now(UTC),
         runs=runs,
-        champion=champion,
-        promotion=next((past_run for past_run in runs if past_run.record.figures.version == champion), None),
+        champion_version=champion_version,
+        promotion=next((past_run for past_run in runs if past_run.record.figures.version == champion_version), None),
         metric=metric,
         metric_title=metric_title,
         plots={title: plot for title, plot in plots_by_title.items() if plot is not None},
@@ -126,13 +126,13 @@ def to_html(runs: Sequence[PastRun], *, config: PipelineConfig, champion: str | 
 
 def format_change(past_run: PastRun, *, metric: str) -> str:
     """Return the relative difference between the new version and the champion in percent; empty without a comparison."""
-    new, champion = past_run.new_metric(metric), past_run.champion_metric(metric)
+    new, champion = past_run.new_version_metric(metric), past_run.champion_metric(metric)
     return "" if new is None or not champion else f"{100 * (new / champion - 1):+.1f} %"
 
 
 def plot_metric(runs: Sequence[PastRun], *, metric: str) -> Markup | None:
     """Plot the served metric of new version and champion over the runs; a cross marks a run without a version."""
-    new_values = [(position, past_run.new_metric(metric)) for position, past_run in enumerate(runs)]
+    new_values = [(position, past_run.new_version_metric(metric)) for position, past_run in enumerate(runs)]
     new_points = [(position, value) for position, value in new_values if value is not None]
     if not new_points:
         return None

@@ -14,14 +14,14 @@ from prometheus_client.metrics_core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from flows.config import PipelineConfig
-from flows.history import PastRun, champion_version, run_history
+from flows.history import PastRun, newest_promoted_version, run_history
 from flows.server_process import HOST
 from recsys_core.disk import free_bytes, used_bytes
 from recsys_core.errors import InputError
 from tasks.run import Run
 from tasks.run_record import RunState
 
-METRICS_NAME = "metrics.prom"
+METRICS_FILE_NAME = "metrics.prom"
 _REGISTERING_STATES = ("Promoted", "NotPromoted", "BrokenChampion")
 
 
@@ -33,7 +33,7 @@ def metrics_registry(config: PipelineConfig) -> CollectorRegistry:
 
 
 @contextmanager
-def served_metrics(config: PipelineConfig, *, port: int) -> Iterator[str]:
+def serve_metrics(config: PipelineConfig, *, port: int) -> Iterator[str]:
     """Serve the metrics on the loopback address during the body; yield their URL. Raise InputError if the port is in use."""
     try:
         server, thread = start_http_server(port, addr=HOST, registry=metrics_registry(config))
@@ -49,7 +49,7 @@ def served_metrics(config: PipelineConfig, *, port: int) -> Iterator[str]:
 
 def write_metrics_file(config: PipelineConfig, run: Run) -> None:
     """Replace <workspace>/metrics.prom after the end of `run`. If a newer run has started, the file describes the newer run."""
-    write_to_textfile(str(run.workspace / METRICS_NAME), metrics_registry(config))
+    write_to_textfile(str(run.workspace / METRICS_FILE_NAME), metrics_registry(config))
 
 
 class _WorkspaceCollector(Collector):
@@ -66,7 +66,7 @@ class _WorkspaceCollector(Collector):
         runs = run_history(workspace)
         if runs:
             yield from self._newest_run_gauges(runs[0])
-        champion = champion_version(runs)
+        champion = newest_promoted_version(runs)
         if champion is not None and champion.isdecimal():
             yield self._gauge("champion_version", "Version of the newest promotion.", {(): int(champion)})
         registering_record = next((past_run.record for past_run in runs if past_run.record.state in _REGISTERING_STATES), None)
@@ -84,7 +84,7 @@ class _WorkspaceCollector(Collector):
         yield self._gauge("run_state", "1 for the state of the newest run, 0 for the other states.", states, labels=("state",))
         seconds = {(stage,): stage_seconds for stage, stage_seconds in figures.stage_seconds.items()}
         yield self._gauge("stage_duration_seconds", "Duration of each stage of the newest run.", seconds, labels=("stage",))
-        values = {(metric, "new"): newest.new_metric(metric), (metric, "champion"): newest.champion_metric(metric)}
+        values = {(metric, "new"): newest.new_version_metric(metric), (metric, "champion"): newest.champion_metric(metric)}
         description = "registry.metric of the served recommendations, for the new version and the champion compared with it."
         yield self._gauge("served_metric", description, values, labels=("metric", "model"))
         for name, count in (("events", figures.events), ("users", figures.users), ("items", figures.items)):

@@ -20,25 +20,25 @@ SERVICE_INTERVALS_S = {
 """Intervals of the services in a server with pages. Prefect's defaults are 5 to 15 s."""
 
 
-class EmbeddedServer(ServerProcess):
+class PrefectServer(ServerProcess):
     """The Prefect server.
 
     Args:
         port: port of the server; 0: any free port.
-        with_ui: serve the pages and run all services, such as the scheduler.
+        has_ui: serve the pages and run all services, such as the scheduler.
     """
 
-    def __init__(self, *, port: int = 0, with_ui: bool = False) -> None:
-        self._with_ui = with_ui
-        name = "Prefect server" if with_ui else "embedded Prefect server"
+    def __init__(self, *, port: int = 0, has_ui: bool = False) -> None:
+        self._has_ui = has_ui
+        name = "Prefect server" if has_ui else "embedded Prefect server"
         super().__init__("flows.prefect_process", name=name, health_path="/api/health", port=port)
 
     @property
-    def api(self) -> str:
+    def api_url(self) -> str:
         """Address of the API."""
-        return f"{self.address}/api"
+        return f"{self.url}/api"
 
-    def begin(self, *, log_file: Path, password: str | None = None) -> None:
+    def start_prefect(self, *, log_file: Path, password: str | None = None) -> None:
         """Start to serve the database in PREFECT_HOME; set PREFECT_API_URL and the server's password for this process.
 
         Call before Prefect is imported.
@@ -51,18 +51,18 @@ class EmbeddedServer(ServerProcess):
             require_free_space(folder, MIN_FREE_BYTES, subject=f"the {self._name} with its database")
         if password is None:
             password = f"nightjar:{secrets.token_urlsafe(32)}"  # because other users of this host can connect to the port
-        os.environ.update(PREFECT_API_URL=self.api, PREFECT_API_AUTH_STRING=password)
+        os.environ.update(PREFECT_API_URL=self.api_url, PREFECT_API_AUTH_STRING=password)
         # Without pages the address is empty. Without the variable, Prefect would derive an address from PREFECT_API_URL.
-        os.environ.setdefault("PREFECT_UI_URL", self.address if self._with_ui else "")
+        os.environ.setdefault("PREFECT_UI_URL", self.url if self._has_ui else "")
         environment = {
-            **(SERVICE_INTERVALS_S if self._with_ui else {}),
+            **(SERVICE_INTERVALS_S if self._has_ui else {}),
             **os.environ,
             "PREFECT_SERVER_API_AUTH_STRING": password,
             "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
             "PREFECT__SERVER_FINAL": "1",
         }
-        if self._with_ui:
-            environment["PREFECT_SERVER_UI_API_URL"] = self.api  # by default the pages send their requests to port 4200
+        if self._has_ui:
+            environment["PREFECT_SERVER_UI_API_URL"] = self.api_url  # by default the pages send their requests to port 4200
             # If the server dies, leases in memory are lost, and the slot of a running run never becomes free.
             environment["PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"] = "prefect.server.concurrency.lease_storage.filesystem"
         else:
@@ -73,17 +73,17 @@ class EmbeddedServer(ServerProcess):
                 "PREFECT_UI_ENABLED": "0",
                 "PREFECT__SERVER_EPHEMERAL": "1",
             }
-        self.send_start(log_file=log_file, environment=environment)
+        self.start_serving(log_file=log_file, environment=environment)
 
 
 @contextmanager
-def embedded_server() -> Iterator[EmbeddedServer | None]:
+def embedded_server() -> Iterator[PrefectServer | None]:
     """Yield a server and stop it after the body. Yield None if PREFECT_API_URL names another server."""
     if "PREFECT_API_URL" in os.environ:
         yield None
         return
     users_password = os.environ.get("PREFECT_API_AUTH_STRING")
-    server = EmbeddedServer()
+    server = PrefectServer()
     try:
         yield server
     finally:
@@ -95,7 +95,7 @@ def embedded_server() -> Iterator[EmbeddedServer | None]:
 
 
 @contextmanager
-def prefect_session(server: EmbeddedServer | None, load_flow: Callable[[], T], *, log_file: Path) -> Iterator[T]:
+def prefect_session(server: PrefectServer | None, load_flow: Callable[[], T], *, log_file: Path) -> Iterator[T]:
     """Yield the flow that `load_flow` imports, once the server answers. After the body, send the queued log records to Prefect.
 
     Args:
@@ -103,13 +103,13 @@ def prefect_session(server: EmbeddedServer | None, load_flow: Callable[[], T], *
         log_file: file for the output of the server.
     """
     if server is not None:
-        server.begin(log_file=log_file)
+        server.start_prefect(log_file=log_file)
     with fast_imports():
         from prefect.logging.handlers import APILogWorker
 
         flow = load_flow()
     if server is not None:
-        server.wait()
+        server.wait_until_ready()
     try:
         yield flow
     finally:

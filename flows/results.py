@@ -30,11 +30,11 @@ class RunResults:
 
     Attributes:
         run: the run, with its folder.
-        stages: the manifest of each completed stage.
+        manifests: the manifest of each completed stage.
     """
 
     run: Run
-    stages: dict[StageName, Manifest]
+    manifests: dict[StageName, Manifest]
 
     @classmethod
     def read(cls, run: Run, *, until: StageName | None = None) -> "RunResults":
@@ -47,23 +47,23 @@ class RunResults:
     @property
     def dataset(self) -> Dataset:
         """The ingested data; StageError if the interactions are not ingested yet."""
-        if "ingest_interactions" not in self.stages:
+        if "ingest_interactions" not in self.manifests:
             raise StageError(f"{self.run.folder} has no completed stage ingest_interactions; resume the run")
         return Dataset(
-            cast(InteractionsManifest, self.stages["ingest_interactions"]),
-            cast(EmbeddingsManifest | None, self.stages.get("ingest_embeddings")),
-            cast(FeaturesManifest | None, self.stages.get("ingest_features")),
+            cast(InteractionsManifest, self.manifests["ingest_interactions"]),
+            cast(EmbeddingsManifest | None, self.manifests.get("ingest_embeddings")),
+            cast(FeaturesManifest | None, self.manifests.get("ingest_features")),
         )
 
     @property
     def registration(self) -> RegistrationManifest | None:
         """The registered version; None if the stage register is not complete."""
-        return cast(RegistrationManifest | None, self.stages.get("register"))
+        return cast(RegistrationManifest | None, self.manifests.get("register"))
 
     @property
     def metrics(self) -> dict[str, float]:
         """Exact metrics of model and baselines, and metrics of the served recommendations of new version and champion."""
-        evaluation = cast(EvaluationManifest | None, self.stages.get("evaluate"))
+        evaluation = cast(EvaluationManifest | None, self.manifests.get("evaluate"))
         exact_metrics = {} if evaluation is None else evaluation.metrics
         return exact_metrics | ({} if self.registration is None else self.registration.metrics)
 
@@ -78,7 +78,7 @@ class RunResults:
         return pd.json_normalize([json.loads(line) for line in path.read_text().splitlines()])
 
     @property
-    def report(self) -> Path:
+    def report_path(self) -> Path:
         """The data report, an HTML page; StageError if the data is not checked yet."""
         path = self.run.stage_folder("check_data") / "report.html"
         if not path.is_file():
@@ -86,7 +86,7 @@ class RunResults:
         return path
 
     @property
-    def pages(self) -> dict[str, Path]:
+    def page_paths(self) -> dict[str, Path]:
         """Reports and plots of the run by file name: report.html, plan.html, loss.png, indexes.png."""
         files = [
             self.run.stage_folder("check_data") / "report.html",
@@ -107,7 +107,7 @@ class RunResults:
             "alarm": registration and registration.alarm,
             # JSON cannot represent NaN.
             "metrics": {name: None if math.isnan(value) else value for name, value in self.metrics.items()},
-            "stages": {stage: {"seconds": round(manifest.seconds, 3)} for stage, manifest in self.stages.items()},
+            "stages": {stage: {"seconds": round(manifest.seconds, 3)} for stage, manifest in self.manifests.items()},
         }
         return json.dumps(content, allow_nan=False)
 

@@ -42,9 +42,9 @@ LOG = logging.getLogger("nightjar")
 
 
 class ServerProcess:
-    """A server process. It imports libraries when it is created, starts to serve after `send_start`, and answers after `wait`.
+    """A server process, which imports its libraries at once and serves after `start_serving`.
 
-    Raises OSError if the port is in use.
+    The constructor raises OSError if the port is in use.
     """
 
     def __init__(self, module: str, *, name: str, health_path: str, port: int = 0) -> None:
@@ -59,7 +59,7 @@ class ServerProcess:
         self._process = self._start()
 
     @property
-    def address(self) -> str:
+    def url(self) -> str:
         """URL of the server."""
         return f"http://{HOST}:{self._listener.getsockname()[1]}"
 
@@ -68,20 +68,20 @@ class ServerProcess:
         """Process id of the current server."""
         return self._process.pid
 
-    def send_start(self, *, log_file: Path, environment: Mapping[str, str]) -> None:
+    def start_serving(self, *, log_file: Path, environment: Mapping[str, str]) -> None:
         """Make the server start to serve, with the variables of `environment`; its output goes to `log_file`."""
         self._log_file = log_file
         self._log_start = log_file.stat().st_size if log_file.is_file() else 0
         self._environment = dict(environment)
         self._send_start_message()
 
-    def wait(self) -> None:
+    def wait_until_ready(self) -> None:
         """Wait until the server answers, then supervise it. Raise StageError with its last log lines if it does not answer."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy cannot reach the loopback address
         deadline = time.monotonic() + START_TIMEOUT_S
         while self._process.poll() is None and time.monotonic() < deadline:
             try:
-                with opener.open(f"{self.address}{self._health_path}", timeout=2):
+                with opener.open(f"{self.url}{self._health_path}", timeout=2):
                     self._supervisor = threading.Thread(target=self._supervise, daemon=True)
                     self._supervisor.start()
                     return
@@ -130,7 +130,7 @@ class ServerProcess:
         try:
             with self._process.stdin as pipe:
                 pipe.write(json.dumps({"log": str(self._log_file), "environment": self._environment}).encode())
-        except BrokenPipeError:  # the process has ended, which `wait` or the supervisor reports
+        except BrokenPipeError:  # the process has ended, which `wait_until_ready` or the supervisor reports
             pass
 
     def _supervise(self) -> None:

@@ -22,7 +22,7 @@ from tasks.tuning.mlflow_runs import log_study
 from tasks.tuning.study import RunningTrial, Study, TrialResult
 from tasks.tuning.trial import run_trial
 
-TUNING_FOLDER = "tuning"
+TUNING_FOLDER_NAME = "tuning"
 """Folder of all studies in the workspace."""
 
 
@@ -33,7 +33,7 @@ def tune_settings(config: PipelineConfig) -> Study:
     assert tuning is not None
     deadline = time.monotonic() + (tuning.timeout_s or float("inf"))
     tag_flow_run(config.name)
-    run = Run("data", workspace=config.workspace.absolute(), experiment=config.registry.experiment, parent=TUNING_FOLDER)
+    run = Run("data", workspace=config.workspace.absolute(), experiment=config.registry.experiment, parent=TUNING_FOLDER_NAME)
     with run.lock():
         dataset = _ingest(config, run)
         check_probes(config, dataset)
@@ -107,7 +107,7 @@ def open_study(config: PipelineConfig, dataset: Dataset) -> Study:
         dataset.embeddings,
         dataset.features,
     )[:12]
-    folder = config.workspace.absolute() / TUNING_FOLDER / name
+    folder = config.workspace.absolute() / TUNING_FOLDER_NAME / name
     study = Study(tuning, folder=folder, metric=f"{validation.metric}@{validation.k}", run_id=f"tune-{new_run_id()}")
     dump_config(config, study.config_file)
     LOG.info("%-20s %s, %d of %d trials done", "study", study.folder, len(study.finished_trials), tuning.num_trials)

@@ -12,44 +12,49 @@ from tasks.run_record import RunRecord
 
 LOG = logging.getLogger("nightjar")
 MAX_STARTS = 3
-"""Scheduled runs do not resume a run that has this many starts, because a run that always fails would block all later runs."""
+"""A scheduled run does not resume a run that was started this many times.
+
+Otherwise, a run that always fails would block all later runs.
+"""
 IGNORED_STATES = ("StoppedEarly", "DryRun")
-"""End states of runs that a person starts to try something. Such a run is never the previous run of a scheduled run."""
+"""End states of runs that a person starts to try something. A scheduled run ignores such a run."""
 
 
 def choose_run_to_resume(config: PipelineConfig) -> str | None:
     """Return the unfinished run that a scheduled run resumes; None to start a new run. Log the choice."""
-    unfinished = find_unfinished(config.workspace, pipeline=config.name)
-    if unfinished is None:
+    unfinished_run = find_unfinished_run(config.workspace, pipeline_name=config.name)
+    if unfinished_run is None:
         return None
-    run, record = unfinished
-    hours = (datetime.now(UTC) - record.started).total_seconds() / 3_600
+    run, record = unfinished_run
+    age_hours = (datetime.now(UTC) - record.started).total_seconds() / 3_600
     description = (
-        f"run {run.run_id} is unfinished: {record.state}, started {hours:.1f} h ago ({record.message or 'no message'})"
+        f"run {run.run_id} is unfinished: {record.state}, started {age_hours:.1f} h ago ({record.message or 'no message'})"
     )
-    reason = _reason_for_new_run(config, run, record)
-    if reason is not None:
-        LOG.warning("%s; a new run starts, because %s", description, reason)
+    reason_for_new_run = _reason_for_new_run(config, run, record)
+    if reason_for_new_run is not None:
+        LOG.warning("%s; a new run starts, because %s", description, reason_for_new_run)
         return None
     LOG.warning("%s; it is resumed, and stages whose input has changed are repeated", description)
     return run.run_id
 
 
-def find_unfinished(workspace: Path, *, pipeline: str) -> tuple[Run, RunRecord] | None:
+def find_unfinished_run(workspace: Path, *, pipeline_name: str) -> tuple[Run, RunRecord] | None:
     """Return the newest run of the pipeline and its record if the run failed or was interrupted; otherwise None.
 
-    Runs of other pipelines, dry runs, and runs that --until stopped early are ignored. A run is not unfinished
-    if its data was rejected, or if retention has removed its large files.
+    Runs of other pipelines, dry runs, and runs that --until stopped early are ignored. None is also returned if the data of
+    the newest run was rejected, or if retention has removed the large files of this run.
     """
-    runs = workspace / "runs"
-    run_ids = sorted((path.name for path in runs.iterdir() if path.is_dir()), reverse=True) if runs.is_dir() else []
+    runs_folder = workspace / "runs"
+    run_ids = (
+        sorted((path.name for path in runs_folder.iterdir() if path.is_dir()), reverse=True) if runs_folder.is_dir() else []
+    )
     for run_id in run_ids:
         try:
             run = Run(run_id, workspace=workspace, experiment="")
         except InputError:  # a folder that is not a run
             continue
         record = RunRecord.read(run)
-        if record is None or record.pipeline != pipeline or record.state in IGNORED_STATES:
+        if record is None or record.pipeline != pipeline_name or record.state in IGNORED_STATES:
             continue
         is_unfinished = record.state in ("Failed", "Interrupted") and not (run.folder / REDUCED_NAME).exists()
         return (run, record) if is_unfinished else None
@@ -70,10 +75,10 @@ def _reason_for_new_run(config: PipelineConfig, run: Run, record: RunRecord) -> 
 
 
 def _is_same_config(config: PipelineConfig, run: Run) -> bool:
-    """Return whether `run` has the settings of `config`. `schedule` and `retention` may differ."""
+    """Return whether `run` has the settings of `config`, apart from the groups `schedule` and `retention`."""
     try:
         run_config = load_config(run.config_file)
     except InputError:
         return False
-    ignored_settings = {"schedule": config.schedule, "retention": config.retention}
-    return run_config.model_copy(update=ignored_settings) == config
+    groups_that_may_differ = {"schedule": config.schedule, "retention": config.retention}
+    return run_config.model_copy(update=groups_that_may_differ) == config

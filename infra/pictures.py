@@ -94,7 +94,7 @@ def screenshot(source: str, *, target: Path, width: int, height: int) -> None:
 def screenshot_history(target: Path) -> None:
     """Write a PNG of the page of the last runs for a month of invented runs."""
     from flows.cli.config_template import starter_config
-    from flows.history import champion_version, run_history
+    from flows.history import newest_promoted_version, run_history
     from flows.history_page import to_html
     from tests.flows.run_folders import month_of_runs
 
@@ -103,7 +103,7 @@ def screenshot_history(target: Path) -> None:
         month_of_runs(workspace, stage_bytes=700_000)
         runs = run_history(workspace)
         config = starter_config().model_copy(update={"workspace": workspace, "name": "films"})
-        html = to_html(runs, config=config, champion=champion_version(runs))
+        html = to_html(runs, config=config, champion_version=newest_promoted_version(runs))
         page = workspace / "index.html"
         page.write_text(html.replace(folder, "/srv/films"), encoding="utf-8")
         screenshot(str(page), target=target, width=1200, height=1270)

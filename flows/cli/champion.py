@@ -31,7 +31,7 @@ def choose_champion(
             flow: Any = {"promote": champion.promote, "rollback": champion.rollback}[command]
             arguments = {"pipeline": str(file), "overrides": tuple(overrides), **parameters}
             if "PREFECT_API_URL" in os.environ:
-                with deployments.prefect_server():  # raises InputError if the server does not answer
+                with deployments.prefect_client():  # raises InputError if the server does not answer
                     state = flow(**arguments, return_state=True)
             else:
                 state = flow.fn(**arguments)

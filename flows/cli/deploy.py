@@ -37,30 +37,30 @@ def deploy_pipeline(
     from flows import automations, deployments
 
     automation_names: list[str] = []
-    with deployments.prefect_server() as client:
-        work_pool = deployments.check_work_pool(client, work_pool)
+    with deployments.prefect_client() as client:
+        work_pool = deployments.choose_work_pool(client, work_pool)
         if with_automations:
-            automations.alert_block(client)
+            automations.require_alert_block(client)
         retrain_deployment = deployments.read_deployment(client, config.name)
         new_deployments = deployments.deployments_of(
             config,
-            file=file,
+            config_path=file,
             overrides=overrides,
-            work_pool=work_pool,
-            is_active=not deployments.is_paused(retrain_deployment, config),
+            work_pool_name=work_pool,
+            has_active_schedule=not deployments.is_schedule_paused(retrain_deployment, config),
         )
         facts: dict[str, str] = {}
         rows: list[list[str]] = []
         for deployment in new_deployments:
             current_deployment = deployments.read_deployment(client, config.name, flow_name=str(deployment.flow_name))
-            changes = deployments.changes(current_deployment, deployment)
-            rows += [[str(deployment.flow_name), change.setting, change.current, change.new] for change in changes]
+            changes = deployments.changed_settings(current_deployment, deployment)
+            rows += [[str(deployment.flow_name), change.setting, change.current_value, change.new_value] for change in changes]
             verb = "created" if current_deployment is None else "updated" if changes else "unchanged"
             facts[deployment.full_name] = f"would be {verb}" if dry_run else verb
         if rows:
             output.print_table(["deployment", "setting", "current", "new"], rows, console=output.stdout)
         if not dry_run:
-            deployment_id, *_ = [deployments.apply(deployment) for deployment in new_deployments]
+            deployment_id, *_ = [deployments.apply_deployment(deployment) for deployment in new_deployments]
             if with_automations:
                 automation_names = automations.create_automations(client, config, deployment_id=deployment_id)
     next_start = config.schedule.next_start(datetime.now(UTC))

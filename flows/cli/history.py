@@ -29,7 +29,7 @@ def print_history(runs: "Sequence[PastRun]", *, metric: str, console: Console) -
     rows: list[list[str | Text]] = []
     for past_run in runs:
         record, figures = past_run.record, past_run.record.figures
-        scores = (past_run.new_metric(metric), past_run.champion_metric(metric))
+        scores = (past_run.new_version_metric(metric), past_run.champion_metric(metric))
         rows.append(
             [
                 past_run.run.run_id,

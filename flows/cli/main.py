@@ -11,7 +11,7 @@ import typer
 from flows.cli import operations, output
 from flows.cli.arguments import DEFAULT_FILE, AsJson, ConfigFile, Overrides, Verbose
 from flows.cli.interruption import Interrupted, end_process
-from flows.environment import prepare, silence_libraries
+from flows.environment import prepare_environment, silence_libraries
 from recsys_core.errors import NightjarError, remove_tracebacks
 
 app = typer.Typer(
@@ -160,7 +160,7 @@ def run(
             raise InputError(f"--until {until}: no such stage; the stages are {', '.join(STAGES)}")
         config = load_config(file, overrides or ())
         check_inputs(config)
-        prepare(config.workspace, verbose=verbose)
+        prepare_environment(config.workspace, verbose=verbose)
         arguments = ["--reason", reason] * bool(reason) + ["--full-retrain"] * full_retrain
         arguments += ["--promote", promote] * (promote != "by_gate")
         command_without_dry_run = as_command("run", file, overrides, arguments)
@@ -194,7 +194,7 @@ def tune(
         check_inputs(config)
         if trials is not None and config.tuning is not None:
             config = config.model_copy(update={"tuning": config.tuning.model_copy(update={"num_trials": trials})})
-        prepare(config.workspace, verbose=verbose)
+        prepare_environment(config.workspace, verbose=verbose)
         arguments = [] if trials is None else ["--trials", str(trials)]
         study = tuning.run_study(Command(config, server, text=as_command("tune", file, overrides, arguments)))
     if as_json:
@@ -218,7 +218,7 @@ def query(
     from flows.config_file import load_config
 
     config = load_config(file, overrides or ())
-    prepare(config.workspace)
+    prepare_environment(config.workspace)
     from flows.cli.query import recommend
 
     answer = recommend(config, user=user, k=k, model_uri=model)

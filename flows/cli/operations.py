@@ -8,7 +8,7 @@ import typer
 
 from flows.cli import output
 from flows.cli.arguments import DEFAULT_FILE, AsJson, ConfigFile, Overrides
-from flows.environment import prepare
+from flows.environment import prepare_environment
 from recsys_core.imports import fast_imports
 
 commands = typer.Typer()
@@ -56,7 +56,7 @@ def releases(file: ConfigFile = DEFAULT_FILE, overrides: Overrides = None, as_js
     from flows.config_file import load_config
 
     config = load_config(file, overrides or ())
-    prepare(config.workspace)
+    prepare_environment(config.workspace)
     with fast_imports():
         from tasks.registry.mlflow_client import call_with_deadline, connect
         from tasks.registry.releases import list_releases
@@ -106,7 +106,7 @@ def _choose_champion(
     from flows.config_file import load_config
 
     config = load_config(file, overrides or ())
-    prepare(config.workspace)
+    prepare_environment(config.workspace)
     from flows.cli.champion import choose_champion
 
     choose_champion(config, command, file=file, overrides=overrides or (), parameters=parameters)
@@ -156,7 +156,7 @@ def clean(
     from flows.config_file import load_config
 
     config = load_config(file, overrides or ())
-    prepare(config.workspace)
+    prepare_environment(config.workspace)
     from flows.cli.clean import clean_workspace, print_removals
 
     print_removals(clean_workspace(config, dry_run=dry_run), dry_run=dry_run, console=output.stdout)
@@ -197,7 +197,7 @@ def ui(
     from flows.config_file import load_config
 
     config = load_config(file, overrides or ())
-    prepare(config.workspace)
+    prepare_environment(config.workspace)
     from flows.cli.ui import serve
 
     serve(config, prefect_port=prefect_port, mlflow_port=mlflow_port)
@@ -217,7 +217,7 @@ def up(
     from flows.config_file import load_config
 
     config = load_config(file, overrides or ())
-    prepare(config.workspace)
+    prepare_environment(config.workspace)
     from flows.cli import ui
 
     ui.up(

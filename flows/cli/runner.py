@@ -10,8 +10,8 @@ from typing import Any
 from flows.cli import output
 from flows.cli.interruption import interruptible
 from flows.config import PipelineConfig
-from flows.environment import keep_flow_runs
-from flows.prefect_server import EmbeddedServer, prefect_session
+from flows.environment import set_flow_run_retention
+from flows.prefect_server import PrefectServer, prefect_session
 from flows.results import RunResults
 from flows.resume import check_resume
 from recsys_core.disk import explain_disk_full
@@ -36,7 +36,7 @@ class Command:
     """
 
     config: PipelineConfig
-    server: EmbeddedServer | None
+    server: PrefectServer | None
     text: str
 
 
@@ -58,7 +58,7 @@ def flow_session(
         StageError: the flow raised any other exception.
     """
     workspace = command.config.workspace
-    keep_flow_runs(days=command.config.retention.flow_run_days)
+    set_flow_run_retention(num_days=command.config.retention.flow_run_days)
     with workspace_lock(workspace, run_id=run_id), output.stage_lines(), interruptible(how_to_resume) as interruption:
         output.stderr.print(f"run {run_id}", style="bold")
         try:
@@ -138,18 +138,18 @@ def print_results(results: RunResults, *, file: Path, command_text: str) -> None
         command_text: the command line that resumes the run, without --resume.
     """
     registration = results.registration
-    if "evaluate" in results.stages:
+    if "evaluate" in results.manifests:
         output.stdout.print("\n[bold]Metrics over the full catalogue[/]")
         output.print_metrics(
             metric_table(results.metrics), served=registration.metrics if registration else {}, console=output.stdout
         )
         output.stdout.print()
     facts = {"run": str(results.run.folder)}
-    train = results.stages.get("train")
+    train = results.manifests.get("train")
     if isinstance(train, TrainManifest) and train.best_epoch is not None:
         values = ", ".join(f"{name} {value:.4f}" for name, value in train.validation.items())
         facts["best epoch"] = f"{train.best_epoch} of {train.epochs}, on the validation split: {values}"
-    report = results.stages.get("check_data")
+    report = results.manifests.get("check_data")
     if report is not None:
         facts["data report"] = str(report.path("report.html"))
     if registration is not None:

@@ -17,8 +17,8 @@ from filelock import FileLock, Timeout
 
 from flows.cli import output
 from flows.config import PipelineConfig
-from flows.environment import keep_flow_runs
-from flows.prefect_server import EmbeddedServer
+from flows.environment import set_flow_run_retention
+from flows.prefect_server import PrefectServer
 from flows.server_process import HOST, LOG, WORKSPACE_VARIABLE, ServerProcess
 from recsys_core.errors import InputError, StageError
 from recsys_core.parent_process import parent_environment
@@ -70,9 +70,9 @@ def up(
         )
         stack.enter_context(_up_lock(config.workspace))
         if metrics_port is not None:
-            from flows.metrics_file import served_metrics
+            from flows.metrics_file import serve_metrics
 
-            facts["metrics"] = stack.enter_context(served_metrics(config, port=metrics_port))
+            facts["metrics"] = stack.enter_context(serve_metrics(config, port=metrics_port))
         # The runs log to the database, but their links to MLflow need the address of the UI.
         os.environ.setdefault("NIGHTJAR_MLFLOW_UI_URL", facts["MLflow"])
         runs_process = stack.enter_context(_planned_runs(file, overrides, log_file=log_file))
@@ -109,16 +109,16 @@ def _until_signal() -> Iterator[ExitStack]:
 
 def _start_servers(
     config: PipelineConfig, *, prefect_port: int, mlflow_port: int, log_file: Path, stack: ExitStack
-) -> tuple[dict[str, str], EmbeddedServer | None]:
+) -> tuple[dict[str, str], PrefectServer | None]:
     """Start each server that no environment variable names. Return the facts to print, and the started Prefect server."""
     facts: dict[str, str] = {}
-    prefect: EmbeddedServer | None = None
+    prefect: PrefectServer | None = None
     mlflow: ServerProcess | None = None
     if api_url := os.environ.get("PREFECT_API_URL"):
         facts["Prefect"] = os.environ.get("PREFECT_UI_URL") or api_url.removesuffix("/api")
     else:
-        prefect = _bind_server(lambda: EmbeddedServer(port=prefect_port, with_ui=True), prefect_port, "--prefect-port", stack)
-        facts["Prefect"] = prefect.address
+        prefect = _bind_server(lambda: PrefectServer(port=prefect_port, has_ui=True), prefect_port, "--prefect-port", stack)
+        facts["Prefect"] = prefect.url
     if store_uri := os.environ.get("MLFLOW_BACKEND_STORE_URI"):  # MLflow's own variable for the database of its server
         os.environ.setdefault("MLFLOW_TRACKING_URI", store_uri)
     mlflow_uri = os.environ.get("MLFLOW_TRACKING_URI", "")
@@ -130,17 +130,17 @@ def _start_servers(
             return ServerProcess("flows.mlflow_process", name="MLflow server", health_path="/health", port=mlflow_port)
 
         mlflow = _bind_server(mlflow_server, mlflow_port, "--mlflow-port", stack)
-        facts["MLflow"] = mlflow.address
+        facts["MLflow"] = mlflow.url
     if prefect is not None:
         password, shown_password = _password(config.workspace)
         facts |= {"Prefect password": shown_password} if shown_password else {}
-        keep_flow_runs(days=config.retention.flow_run_days)
-        prefect.begin(log_file=log_file, password=password)
+        set_flow_run_retention(num_days=config.retention.flow_run_days)
+        prefect.start_prefect(log_file=log_file, password=password)
     if mlflow is not None:
-        mlflow.send_start(log_file=log_file, environment=_mlflow_environment(config.workspace))
+        mlflow.start_serving(log_file=log_file, environment=_mlflow_environment(config.workspace))
     for server in (prefect, mlflow):
         if server is not None:
-            server.wait()
+            server.wait_until_ready()
             facts["log"] = str(log_file)
     return facts, prefect
 
@@ -229,7 +229,7 @@ def _planned_runs(file: Path, overrides: Sequence[str], *, log_file: Path) -> It
         process.wait()
 
 
-def _watch(prefect: EmbeddedServer | None, runs_process: subprocess.Popen[bytes] | None, *, log_file: Path) -> None:
+def _watch(prefect: PrefectServer | None, runs_process: subprocess.Popen[bytes] | None, *, log_file: Path) -> None:
     """Wait for a signal; raise StageError if the process of the runs has ended or the Prefect server does not stay up."""
     while True:
         if runs_process is not None and runs_process.poll() is not None:

@@ -14,7 +14,7 @@ from typer.main import get_command
 
 from flows.cli.main import app
 from flows.config import PipelineConfig
-from flows.config_errors import setting_names
+from flows.config_errors import setting_keys
 from flows.config_file import load_config
 from infra.config_reference import PAGE, reference
 
@@ -27,7 +27,7 @@ BASE = {
     "model": {"learn_user_embedding": True},
 }
 """Settings that the snippets of the documentation rely on."""
-SETTINGS = set(setting_names(PipelineConfig))
+SETTINGS = set(setting_keys(PipelineConfig))
 GROUPS = {name.partition(".")[0] for name in SETTINGS}
 COMMAND = get_command(app)
 

@@ -96,8 +96,8 @@ def test_cancelling_in_prefect_ends_every_process_of_the_training(
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
     with embedded_server() as server, (tmp_path / "serve.log").open("wb") as output, ExitStack() as stack:
         assert server is not None
-        server.begin(log_file=tmp_path / "prefect.log")
-        server.wait()
+        server.start_prefect(log_file=tmp_path / "prefect.log")
+        server.wait_until_ready()
         stack.enter_context(settings_of_environment())
         environment |= {name: os.environ[name] for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")}
         serving_process = subprocess.Popen(

@@ -65,8 +65,8 @@ def form(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Form]:
         patch.setenv("PREFECT_HOME", str(folder / "prefect"))
         server, log = stack.enter_context(embedded_server()), stack.enter_context((folder / "serve.log").open("wb"))
         assert server is not None
-        server.begin(log_file=folder / "prefect.log")
-        server.wait()
+        server.start_prefect(log_file=folder / "prefect.log")
+        server.wait_until_ready()
         environment = os.environ | {"PYTHONPATH": str(ROOT), "PREFECT_RUNNER_POLL_FREQUENCY": "1", "OMP_NUM_THREADS": "1"}
         serving_process = subprocess.Popen([sys.executable, "-c", SERVE], cwd=folder, env=environment, stdout=log, stderr=log)
         try:

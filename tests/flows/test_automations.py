@@ -9,12 +9,12 @@ from prefect.client.schemas.objects import BlockDocument, BlockSchema, BlockType
 from prefect.events.actions import CallWebhook, SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger
 
-from flows.automations import FOLDER, automation_of
+from flows.automations import AUTOMATION_FOLDER, automation_of
 from flows.cli.config_template import starter_config
 from flows.schedule import ScheduleConfig
 from tasks.run_record import RunState
 
-FILES = sorted(FOLDER.glob("*.yaml"))
+FILES = sorted(AUTOMATION_FOLDER.glob("*.yaml"))
 DEPLOYMENT = uuid4()
 CONFIG = starter_config().model_copy(update={"name": "films", "schedule": ScheduleConfig(deadline_minutes=90)})
 

@@ -12,7 +12,7 @@ from yaml import YAMLError
 
 from flows import yaml_loader
 from flows.config import PipelineConfig
-from flows.config_errors import setting_names
+from flows.config_errors import setting_keys
 from flows.config_file import dump_config, load_config
 from recsys_core.errors import InputError
 
@@ -156,7 +156,7 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_
 values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
 )
-NAMES = sorted({name.replace("*", "item") for name in setting_names(PipelineConfig)})
+NAMES = sorted({name.replace("*", "item") for name in setting_keys(PipelineConfig)})
 
 
 def with_setting(name: str, value: Any) -> dict[str, Any]:

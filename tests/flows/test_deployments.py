@@ -44,22 +44,22 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("PREFECT_HOME", str(folder / "prefect"))
         with embedded_server() as server:
             assert server is not None
-            server.begin(log_file=folder / "prefect.log")
-            server.wait()
+            server.start_prefect(log_file=folder / "prefect.log")
+            server.wait_until_ready()
             # Prefect has read its settings at import, which may have been before this test.
             settings = {
-                PREFECT_API_URL: server.api,
+                PREFECT_API_URL: server.api_url,
                 PREFECT_API_AUTH_STRING: os.environ["PREFECT_API_AUTH_STRING"],
                 PREFECT_CLIENT_MAX_RETRIES: 3,  # a busy sqlite database answers 503
             }
-            with temporary_settings(settings), deployments.prefect_server() as client:
+            with temporary_settings(settings), deployments.prefect_client() as client:
                 client._client.post("/work_pools/", json={"name": POOL, "type": "process"}).raise_for_status()
                 yield
 
 
 @pytest.fixture
 def client() -> Iterator[SyncPrefectClient]:
-    with deployments.prefect_server() as client:
+    with deployments.prefect_client() as client:
         yield client
 
 
@@ -200,7 +200,7 @@ def test_a_server_of_an_incompatible_version_is_an_input_error_with_both_version
         with (
             temporary_settings({PREFECT_API_URL: url}),
             pytest.raises(InputError, match=message),
-            deployments.prefect_server(),
+            deployments.prefect_client(),
         ):
             pass
         server.shutdown()
@@ -211,7 +211,7 @@ def test_a_wrong_secret_is_an_input_error(secret: str, problem: str) -> None:
     with (
         temporary_settings({PREFECT_API_AUTH_STRING: secret}),
         pytest.raises(InputError, match=problem),
-        deployments.prefect_server(),
+        deployments.prefect_client(),
     ):
         pass
 
@@ -224,7 +224,7 @@ def test_a_server_that_does_not_answer_is_named_without_its_password(monkeypatch
         pytest.raises(
             InputError, match=r"^the Prefect server at http://ada:\*\*\*@127.0.0.1:9/api does not work: ConnectError: "
         ),
-        deployments.prefect_server(),
+        deployments.prefect_client(),
     ):
         pass
 
@@ -240,17 +240,17 @@ def test_a_run_whose_process_has_died_ends_as_crashed_and_frees_its_slot(tmp_pat
     assert client.read_flow_run(current.id).state_name == "Cancelled"  # the lost run still has the slot
 
     current = client.create_flow_run_from_deployment(deployment.id)
-    end_lost_runs(client, deployment.id, states=["RUNNING"])
+    end_lost_runs(client, deployment.id, state_types=["RUNNING"])
     for state in (Pending(), Running()):
         client.set_flow_run_state(current.id, state)
-    end_lost_runs(client, deployment.id, states=["RUNNING"], current_run_id=current.id)
+    end_lost_runs(client, deployment.id, state_types=["RUNNING"], current_flow_run_id=current.id)
     assert [client.read_flow_run(run.id).state_name for run in (lost, current)] == ["Crashed", "Running"]
 
 
 def test_prefect_yaml_describes_the_deployments_that_nightjar_deploy_creates(tmp_path: Path) -> None:
     retrain, *by_hand = entries = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
     file, config = pipeline(tmp_path, schedule=retrain["schedules"][0])
-    new_deployments = deployments.deployments_of(config, file=file, overrides=[], work_pool="nightjar")
+    new_deployments = deployments.deployments_of(config, config_path=file, overrides=[], work_pool_name="nightjar")
     for entry, deployment in zip(entries, new_deployments, strict=True):
         assert entry["name"] == deployment.name
         assert entry["entrypoint"] == deployment.entrypoint

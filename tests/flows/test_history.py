@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flows import run_history
-from flows.history import champion_version
+from flows.history import newest_promoted_version
 from recsys_core.manifests import DataReportManifest, Manifest, RegistrationManifest
 from tasks.run import Run
 from tests.flows.run_folders import FIRST_START, METRIC, month_of_runs, past_run
@@ -29,17 +29,17 @@ def test_runs_are_listed_from_the_newest_start_with_their_figures(tmp_path: Path
     states = {past_run.record.state for past_run in runs}
     assert states == {"Promoted", "NotPromoted", "DataRejected", "Failed", "Interrupted"}
     assert runs[0].record.figures.events and runs[0].disk_bytes > 0
-    assert runs[0].pages["plan"] == f"runs/{written[-1].run_id}/plan_sharding/plan.html"
+    assert runs[0].page_paths["plan"] == f"runs/{written[-1].run_id}/plan_sharding/plan.html"
     assert [past_run.run.run_id for past_run in run_history(tmp_path, last=2)] == [run.run_id for run in written[:-3:-1]]
 
 
 def test_the_champion_is_the_version_of_the_newest_promotion(tmp_path: Path) -> None:
-    assert champion_version(run_history(tmp_path)) is None
+    assert newest_promoted_version(run_history(tmp_path)) is None
     for day, state, version in ((0, "Promoted", "1"), (1, "Promoted", "2"), (2, "NotPromoted", "3")):
         past_run(tmp_path, FIRST_START + timedelta(days=day), state=state, version=version)  # type: ignore[arg-type]
-    assert champion_version(run_history(tmp_path)) == "2"
+    assert newest_promoted_version(run_history(tmp_path)) == "2"
     past_run(tmp_path, FIRST_START + timedelta(days=3), state="BrokenChampion", version="4", promoted=True)
-    assert champion_version(run_history(tmp_path)) == "4"
+    assert newest_promoted_version(run_history(tmp_path)) == "4"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_run_of_an_earlier_version_is_read_from_its_manifests(
 def test_a_metric_that_is_not_a_number_is_missing(tmp_path: Path) -> None:
     past_run(tmp_path, FIRST_START, state="NotPromoted", metrics={f"served/{METRIC}": math.nan})
     (past,) = run_history(tmp_path)
-    assert past.new_metric(METRIC) is None
+    assert past.new_version_metric(METRIC) is None
     assert json.dumps(past.as_json(metric=METRIC), allow_nan=False)
 
 

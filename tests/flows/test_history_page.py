@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 
 from flows.cli.config_template import starter_config
 from flows.config import PipelineConfig
-from flows.history import champion_version, run_history
+from flows.history import newest_promoted_version, run_history
 from flows.history_page import to_html, write_history_page
 from tasks.registry.mlflow_client import connect, tracking_uri
 from tasks.registry.tracking import open_run
@@ -40,7 +40,7 @@ class Page(HTMLParser):
 def page_of(workspace: Path) -> Page:
     config = config_of(workspace)
     runs = run_history(workspace)
-    return Page(to_html(runs, config=config, champion=champion_version(runs)))
+    return Page(to_html(runs, config=config, champion_version=newest_promoted_version(runs)))
 
 
 def config_of(workspace: Path) -> PipelineConfig:
@@ -53,7 +53,7 @@ def test_the_page_has_verdict_values_plots_and_links_to_existing_files(tmp_path:
     newest = runs[0].record
     assert f"Promoted: version {newest.figures.version} is the champion" in page.text
     for past in runs:
-        value = past.new_metric(METRIC)
+        value = past.new_version_metric(METRIC)
         assert value is None or f"{value:.4f}" in page.text
     for state in ("not promoted", "data rejected", "failed", "interrupted"):
         assert state in page.text
@@ -67,7 +67,7 @@ def test_the_page_loads_nothing_and_text_of_users_is_escaped(tmp_path: Path) -> 
     hostile = "<script>alert(1)</script><img src=x onerror=alert(1)>"
     past_run(tmp_path, FIRST_START, state="Failed", message=hostile, options=RunOptions(reason=hostile), host=hostile)
     config = config_of(tmp_path).model_copy(update={"name": hostile})
-    html = to_html(run_history(tmp_path), config=config, champion=None)
+    html = to_html(run_history(tmp_path), config=config, champion_version=None)
     page = Page(html)
     assert not {"script", "img", "iframe", "link"} & set(page.tags)
     assert page.text.count(hostile) >= 4  # title, heading, message, reason

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from flows.cli.config_template import starter_config
 from flows.config import PipelineConfig
 from flows.history import run_history
-from flows.metrics_file import METRICS_NAME, served_metrics, write_metrics_file
+from flows.metrics_file import METRICS_FILE_NAME, serve_metrics, write_metrics_file
 from recsys_core.errors import InputError
 from tests.flows.run_folders import FIRST_START, METRIC, month_of_runs, past_run
 
@@ -36,7 +36,7 @@ def parsed(text: str) -> dict[str, dict[tuple[str, ...], float]]:
 def test_the_file_has_the_figures_of_the_newest_run(tmp_path: Path) -> None:
     run = month_of_runs(tmp_path)[-1]
     write_metrics_file(config_of(tmp_path), run)
-    metrics, record = parsed((tmp_path / METRICS_NAME).read_text()), run_history(tmp_path)[0].record
+    metrics, record = parsed((tmp_path / METRICS_FILE_NAME).read_text()), run_history(tmp_path)[0].record
     figures = record.figures
     assert record.ended is not None
     assert metrics["run_start_timestamp_seconds"] == {(): record.started.timestamp()}
@@ -51,14 +51,14 @@ def test_the_file_has_the_figures_of_the_newest_run(tmp_path: Path) -> None:
     assert [metrics[name][()] for name in ("events", "users", "items")] == [figures.events, figures.users, figures.items]
     assert metrics["champion_version"] == {(): float(figures.version or 0)}
     assert metrics["workspace_bytes"][()] > 10_000
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [METRICS_NAME]  # no temporary file
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [METRICS_FILE_NAME]  # no temporary file
 
 
 def test_a_failed_run_leaves_out_what_it_does_not_have(tmp_path: Path) -> None:
     past_run(tmp_path, FIRST_START, state="Promoted", version="7")
     run = past_run(tmp_path, FIRST_START + timedelta(days=1), state="Failed", stages=0, message="no such file")
     write_metrics_file(config_of(tmp_path), run)
-    metrics = parsed((tmp_path / METRICS_NAME).read_text())
+    metrics = parsed((tmp_path / METRICS_FILE_NAME).read_text())
     assert metrics["run_state"][("Failed",)] == 1
     assert metrics["events"] == metrics["served_metric"] == metrics["stage_duration_seconds"] == {}
     assert metrics["champion_version"] == {(): 7}
@@ -66,7 +66,7 @@ def test_a_failed_run_leaves_out_what_it_does_not_have(tmp_path: Path) -> None:
 
 def test_served_metrics_are_current_and_have_any_pipeline_name(tmp_path: Path) -> None:
     name = 'films "new"\\'
-    with served_metrics(config_of(tmp_path, name=name), port=0) as url:
+    with serve_metrics(config_of(tmp_path, name=name), port=0) as url:
         assert url.startswith("http://127.0.0.1:")
         assert "run_state" not in parsed(urllib.request.urlopen(url).read().decode())
         past_run(tmp_path, FIRST_START, state="NotPromoted")
@@ -76,13 +76,13 @@ def test_served_metrics_are_current_and_have_any_pipeline_name(tmp_path: Path) -
         assert family.samples[0].labels == {"pipeline": name}
         port = int(url.split(":")[2].partition("/")[0])
         message = f"port {port} on 127.0.0.1: Address already in use; set --metrics-port"
-        with pytest.raises(InputError, match=message), served_metrics(config_of(tmp_path), port=port):
+        with pytest.raises(InputError, match=message), serve_metrics(config_of(tmp_path), port=port):
             pass
 
 
 def test_alerts_and_dashboard_use_existing_metrics(tmp_path: Path) -> None:
     write_metrics_file(config_of(tmp_path), month_of_runs(tmp_path)[-1])
-    exported = parsed((tmp_path / METRICS_NAME).read_text()).keys()
+    exported = parsed((tmp_path / METRICS_FILE_NAME).read_text()).keys()
     files = [ROOT / "infra/compose/alerts.yaml", ROOT / "infra/compose/grafana/nightjar.json", ROOT / "docs/operations.md"]
     for file in files:
         used = set(re.findall(r"\bnightjar_([a-z_]+)", file.read_text(encoding="utf-8")))

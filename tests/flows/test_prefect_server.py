@@ -16,8 +16,8 @@ import httpx
 import psutil
 import pytest
 
-from flows.environment import keep_flow_runs
-from flows.prefect_server import EmbeddedServer, embedded_server
+from flows.environment import set_flow_run_retention
+from flows.prefect_server import PrefectServer, embedded_server
 from recsys_core.errors import InputError, StageError
 
 
@@ -44,11 +44,11 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(log: Path) -> Iterator[EmbeddedServer]:
+def server(log: Path) -> Iterator[PrefectServer]:
     with isolated_home(log.parent), embedded_server() as server:
         assert server is not None
-        server.begin(log_file=log)
-        server.wait()
+        server.start_prefect(log_file=log)
+        server.wait_until_ready()
         yield server
 
 
@@ -66,22 +66,22 @@ def status(url: str, *, secret: str | None = None) -> int:
         return error.code
 
 
-def test_requests_need_the_password_and_no_command_line_or_log_holds_it(server: EmbeddedServer, log: Path) -> None:
+def test_requests_need_the_password_and_no_command_line_or_log_holds_it(server: PrefectServer, log: Path) -> None:
     secret = os.environ["PREFECT_API_AUTH_STRING"]
-    assert status(server.api) == 401
-    assert status(server.api, secret="nightjar:guess") == 401
-    assert status(server.api, secret=secret) == 200
+    assert status(server.api_url) == 401
+    assert status(server.api_url, secret="nightjar:guess") == 401
+    assert status(server.api_url, secret=secret) == 200
     password = secret.partition(":")[2]
     assert password not in " ".join(psutil.Process(server.pid).cmdline())
     assert password not in log.read_text()
 
 
-def test_the_server_is_in_a_session_of_its_own(server: EmbeddedServer) -> None:
+def test_the_server_is_in_a_session_of_its_own(server: PrefectServer) -> None:
     assert os.getsid(server.pid) == server.pid != os.getsid(0)
 
 
 def test_a_killed_server_is_restarted_and_clients_wait_meanwhile(
-    server: EmbeddedServer, caplog: pytest.LogCaptureFixture
+    server: PrefectServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     secret, first = os.environ["PREFECT_API_AUTH_STRING"], server.pid
     os.kill(first, signal.SIGKILL)
@@ -90,7 +90,7 @@ def test_a_killed_server_is_restarted_and_clients_wait_meanwhile(
     while server.pid == first and time.monotonic() < deadline:
         time.sleep(0.05)
     assert server.pid != first
-    assert status(server.api, secret=secret) == 200
+    assert status(server.api_url, secret=secret) == 200
     assert "the embedded Prefect server was ended by SIGKILL; another server is started" in caplog.text
 
 
@@ -99,19 +99,19 @@ def test_the_error_of_a_server_that_cannot_start_has_its_last_log_lines(home: Pa
     (home / "prefect" / "prefect.db").write_bytes(b"no database" * 100)
     with embedded_server() as server:
         assert server is not None
-        server.begin(log_file=home / "prefect.log")
+        server.start_prefect(log_file=home / "prefect.log")
         with pytest.raises(StageError, match=r"(?s)ended with exit code \d; the last lines of .*prefect.log:.*not a database"):
-            server.wait()
+            server.wait_until_ready()
 
 
 @pytest.mark.drill
 def test_two_first_servers_of_one_workspace_both_start(home: Path) -> None:
-    servers = [EmbeddedServer(), EmbeddedServer()]
+    servers = [PrefectServer(), PrefectServer()]
     try:
         for number, server in enumerate(servers):
-            server.begin(log_file=home / f"{number}.log")
+            server.start_prefect(log_file=home / f"{number}.log")
         with ThreadPoolExecutor() as pool:
-            list(pool.map(EmbeddedServer.wait, servers))
+            list(pool.map(PrefectServer.wait_until_ready, servers))
         assert all(psutil.Process(server.pid).is_running() for server in servers)
     finally:
         for server in servers:
@@ -127,7 +127,7 @@ def test_the_embedded_prefect_server_is_not_started_on_a_disk_without_room(
     with embedded_server() as server:
         assert server is not None
         with pytest.raises(InputError, match=message):
-            server.begin(log_file=small_disk / "prefect.log")
+            server.start_prefect(log_file=small_disk / "prefect.log")
     assert not (small_disk / "prefect").exists()
 
 
@@ -135,13 +135,13 @@ def test_the_embedded_prefect_server_is_not_started_on_a_disk_without_room(
 def test_the_embedded_server_deletes_old_flow_runs_with_their_logs(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", os.environ.copy())
     os.environ["PREFECT_SERVER_SERVICES_DB_VACUUM_LOOP_SECONDS"] = "1"  # so that the test sees it within a second
-    keep_flow_runs(days=7)
+    set_flow_run_retention(num_days=7)
     with embedded_server() as server:
         assert server is not None
-        server.begin(log_file=home / "prefect.log")
-        server.wait()
+        server.start_prefect(log_file=home / "prefect.log")
+        server.wait_until_ready()
         user, password = os.environ["PREFECT_API_AUTH_STRING"].split(":", 1)
-        with httpx.Client(base_url=server.api, auth=(user, password), timeout=60) as client:
+        with httpx.Client(base_url=server.api_url, auth=(user, password), timeout=60) as client:
             flow_id = _post(client, "/flows/", {"name": "f"})["id"]
             old_id, new_id = (_completed_run(client, flow_id) for _ in range(2))
             with closing(sqlite3.connect(home / "prefect" / "prefect.db", timeout=60)) as database, database:

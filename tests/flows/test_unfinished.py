@@ -12,7 +12,7 @@ import pytest
 
 from flows.config import PipelineConfig
 from flows.config_file import dump_config, load_config
-from flows.unfinished import MAX_STARTS, choose_run_to_resume, find_unfinished
+from flows.unfinished import MAX_STARTS, choose_run_to_resume, find_unfinished_run
 from tasks.run import REDUCED_NAME, Run, RunOptions
 from tasks.run_record import RunRecord, RunState, record_run
 
@@ -125,12 +125,12 @@ def _die_in_a_run(run: Run) -> None:
 def test_a_run_that_a_process_works_on_is_not_unfinished_until_the_process_is_killed(config: PipelineConfig) -> None:
     run = Run("2", workspace=config.workspace, experiment="e")
     with run.lock(), record_run(run, pipeline="p") as ending:
-        assert find_unfinished(config.workspace, pipeline="p") is None
+        assert find_unfinished_run(config.workspace, pipeline_name="p") is None
         ending.set("Promoted", "")
     for num_starts in (2, 3):
         process = get_context("fork").Process(target=_die_in_a_run, args=(run,))
         process.start()
         process.join()
-        unfinished = find_unfinished(config.workspace, pipeline="p")
+        unfinished = find_unfinished_run(config.workspace, pipeline_name="p")
         assert unfinished is not None
         assert (unfinished[0].run_id, unfinished[1].state, unfinished[1].num_starts) == ("2", "Interrupted", num_starts)

@@ -7,7 +7,7 @@ import pytest
 
 from flows.cli.config_template import IMPORTANT_SETTINGS, starter_config, to_commented_yaml
 from flows.config import PipelineConfig
-from flows.config_errors import setting_names
+from flows.config_errors import setting_keys
 from flows.config_file import load_config
 from recsys_core.data.embeddings.config import EmbeddingsConfig
 
@@ -32,7 +32,7 @@ def test_every_setting_is_explained_in_lines_that_fit() -> None:
 
 
 def test_the_important_settings_exist_and_are_written() -> None:
-    assert set(IMPORTANT_SETTINGS) <= set(setting_names(PipelineConfig))
+    assert set(IMPORTANT_SETTINGS) <= set(setting_keys(PipelineConfig))
     text = to_commented_yaml(starter_config(), every_setting=False)
     assert all(f"{name.rpartition('.')[2]}:" in text for name in IMPORTANT_SETTINGS)
     num_written = len(re.findall(r"^[^#\n]*: [^ \n]", text, flags=re.MULTILINE))

@@ -107,7 +107,7 @@ def test_bad_config_and_bad_input_exit_with_2_and_one_message_before_anything_is
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(cli, "prepare", lambda *_, **__: None)  # it sets up Prefect for a process of its own
+    monkeypatch.setattr(cli, "prepare_environment", lambda *_, **__: None)  # it sets up Prefect for a process of its own
     assert nightjar(command, file, "--set", override, monkeypatch=monkeypatch) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -148,7 +148,7 @@ def test_an_input_error_is_one_message_without_a_traceback(file: Path, arguments
 def test_a_corrupt_footer_exits_with_2_and_one_line(
     file: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "prepare", lambda *_, **__: None)
+    monkeypatch.setattr(cli, "prepare_environment", lambda *_, **__: None)
     log = file.parent / "log.parquet"
     log.write_bytes(log.read_bytes()[:-100] + b"PAR1")
     assert nightjar(command, file, monkeypatch=monkeypatch) == 2

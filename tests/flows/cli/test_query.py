@@ -40,7 +40,7 @@ def test_a_command_ends_with_one_sentence_and_exit_code_1(
     file: Path, command: list[str], trouble: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(mlflow_client, "ANSWER_TIMEOUT_S", 5.0)
-    monkeypatch.setattr(cli, "prepare", lambda *_, **__: None)  # it sets up Prefect for a process of its own
+    monkeypatch.setattr(cli, "prepare_environment", lambda *_, **__: None)  # it sets up Prefect for a process of its own
     monkeypatch.setattr(cli, "silence_libraries", lambda: None)
     monkeypatch.setattr(sys, "argv", ["nightjar", command[0], str(file), *command[1:]])
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")

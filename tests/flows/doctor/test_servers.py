@@ -138,8 +138,8 @@ def prefect(config: PipelineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
     with embedded_server() as server:
         assert server is not None
-        server.begin(log_file=tmp_path / "prefect.log")
-        server.wait()
+        server.start_prefect(log_file=tmp_path / "prefect.log")
+        server.wait_until_ready()
         yield
 
 

@@ -65,9 +65,9 @@ def _is_mlflow_available(run: Run) -> bool:
 def _log_to_mlflow(run: Run, record: RunRecord) -> None:
     """Log the end of a run that has an MLflow run. The stage `check_data` creates the MLflow run."""
     if run.stage_folder("check_data").is_dir():
-        from tasks.registry.stage_runs import log_end
+        from tasks.registry.stage_runs import log_run_end
 
-        log_end(run, state=record.state, message=record.message)
+        log_run_end(run, state=record.state, message=record.message)
 
 
 def _clean(config: PipelineConfig, run: Run) -> None:

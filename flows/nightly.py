@@ -124,7 +124,7 @@ def retrain(config: PipelineConfig, run: Run) -> RegistrationManifest | None:
         index=index,
         train_manifest=train_manifest,
         plan=plan,
-        report=report,
+        data_report=report,
         dataset=dataset,
         run=run,
     )

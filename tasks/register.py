@@ -35,7 +35,7 @@ def register(
     index: IndexManifest,
     train_manifest: TrainManifest,
     plan: PlanManifest,
-    report: DataReportManifest,
+    data_report: DataReportManifest,
     dataset: Dataset,
     run: Run,
 ) -> RegistrationManifest | None:
@@ -46,9 +46,9 @@ def register(
     stage_log = StageLog("register")
     from tasks.events import emit_alias_change
     from tasks.registry import tracking
-    from tasks.registry.gate import pass_gate
+    from tasks.registry.gate import run_champion_gate
     from tasks.registry.mlflow_client import call_with_retries, connect, tracking_uri
-    from tasks.registry.versions import version_for
+    from tasks.registry.versions import get_or_create_version
 
     uri, interactions = tracking_uri(run.workspace), dataset.interactions
     retry = partial(call_with_retries, uri=uri)
@@ -61,21 +61,29 @@ def register(
         )
         retry(lambda: log_results(client, mlflow_run_id))
         manifests = (dataset.embeddings, interactions)
-        retry(lambda: tracking.log_data(client, mlflow_run_id, manifests=manifests, report=report))
+        retry(lambda: tracking.log_data(client, mlflow_run_id, manifests=manifests, data_report=data_report))
         return client, mlflow_run_id
 
     if run.options.dry_run:
         log_run()
         return stage_log.finish(None, "dry run: no version is registered")
     fingerprint = fingerprint_of("registration", config, uri, package, evaluation, train_manifest, run.options.promote)
-    registration = StageFolder(run.stage_folder("register"), RegistrationManifest, fingerprint=fingerprint)
-    manifest = registration.manifest
+    register_stage = StageFolder(run.stage_folder("register"), RegistrationManifest, fingerprint=fingerprint)
+    manifest = register_stage.manifest
     if manifest is None:
-        with registration.writing() as new_folder:
+        with register_stage.writing() as new_folder:
             client, mlflow_run_id = log_run()
-            create_version = partial(version_for, package, config=config, client=client, interactions=interactions, run=run)
-            version = retry(lambda: create_version(mlflow_run_id=mlflow_run_id))
-            verdict = pass_gate(
+            version = retry(
+                lambda: get_or_create_version(
+                    package,
+                    config=config,
+                    client=client,
+                    mlflow_run_id=mlflow_run_id,
+                    interactions=interactions,
+                    run=run,
+                )
+            )
+            registration_fields = run_champion_gate(
                 version,
                 config=config,
                 options=run.options,
@@ -91,7 +99,7 @@ def register(
                     run_id=run.run_id,
                 ),
             )
-            manifest = registration.commit(**verdict)
+            manifest = register_stage.commit(**registration_fields)
     show_markdown(run, "verdict", verdict_page(manifest, evaluation=evaluation))
     return stage_log.finish(
         manifest, f"{manifest.model_name} version {manifest.version} is {manifest.alias}: {manifest.reasons[0]}"
@@ -101,18 +109,20 @@ def register(
 def verdict_page(registration: RegistrationManifest, *, evaluation: EvaluationManifest) -> str:
     """Return the verdict in Markdown, with the metrics of the new version, the versions compared with it, and the baselines."""
     metrics_by_ranker: dict[str, dict[str, float]] = {}
-    for name, value in registration.metrics.items():
-        ranker, _, metric = name.partition("/")
+    for metric_key, value in registration.metrics.items():
+        ranker, _, metric_name = metric_key.partition("/")
         title = ranker.replace("served", f"version {registration.version}").replace("_", " ")
-        metrics_by_ranker.setdefault(title, {})[metric] = value
-    columns = tuple(next(iter(metrics_by_ranker.values())))
-    rows = {ranker: tuple(values.get(column) for column in columns) for ranker, values in metrics_by_ranker.items()}
+        metrics_by_ranker.setdefault(title, {})[metric_name] = value
+    metric_names = tuple(next(iter(metrics_by_ranker.values())))
+    values_by_ranker = {
+        ranker: tuple(metrics.get(metric_name) for metric_name in metric_names) for ranker, metrics in metrics_by_ranker.items()
+    }
     lines = [
         f"## {registration.model_name} version {registration.version} is {registration.alias}",
         *registration.reasons,
         *([f"**Alarm:** {registration.alarm}"] if registration.alarm is not None else []),
         "### Served recommendations, for the users of the smoke test",
-        to_markdown(MetricTable(columns=columns, rows=rows)),
+        to_markdown(MetricTable(columns=metric_names, rows=values_by_ranker)),
         "### Over the full catalogue",
         to_markdown(metric_table(evaluation.metrics)),
         f"MLflow run `{registration.mlflow_run_id}`",

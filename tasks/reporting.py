@@ -53,7 +53,7 @@ def training_note(progress: Progress, *, validation: Mapping[str, float]) -> str
     return f"epoch {progress.epoch}  loss {progress.loss:.4f}{metric}"
 
 
-def training_facts(train: TrainManifest, *, config: TrainingConfig) -> str:
+def training_summary(train: TrainManifest, *, config: TrainingConfig) -> str:
     """Return steps, loss and throughput of a finished training, whether it stopped early, and its best epoch."""
     facts = f"{train.steps:,} steps, loss {train.final_loss:.4f}, {train.samples_per_s:,.0f} samples/s"
     if train.epochs < config.epochs:

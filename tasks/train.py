@@ -9,7 +9,7 @@ from recsys_core.sharding.config import ShardingConfig
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job_spec import Progress
 from tasks.artifacts import TrainingProgress, show_image
-from tasks.reporting import StageLog, training_facts
+from tasks.reporting import StageLog, training_summary
 from tasks.run import Run
 from tasks.stage import stage
 
@@ -54,4 +54,4 @@ def train(
             launcher=launcher,
         )
     show_image(run, "training-loss", plot_loss(manifest, path=run.folder / "loss.png"))
-    return stage_log.finish(manifest, progress_artifact.finish(training_facts(manifest, config=config)))
+    return stage_log.finish(manifest, progress_artifact.finish(training_summary(manifest, config=config)))

@@ -26,9 +26,9 @@ from tasks.registry.releases import (
     BY_HAND_TAG,
     FORMER_CHAMPION_TAG,
     MAX_FORMER_CHAMPIONS,
-    aliases_of,
     champion_of,
     former_champions,
+    version_number_by_alias,
 )
 from tasks.registry.smoke_test import NotFetchedError, UnusableVersionError, prepare_sample
 from tasks.registry.version_tester import VersionTester
@@ -56,64 +56,67 @@ class Decision:
             raise InputError("there is no reason; give a reason, which is recorded on the version")
 
 
-def promote_version(number: int, decision: Decision) -> str:
-    """Make version `number` the champion if it passes the smoke test; return one sentence about the change.
+def promote_version(version_number: int, decision: Decision) -> str:
+    """Make a version the champion if it passes the smoke test; return one sentence about the change.
 
     Raises:
         InputError: the version does not exist, or it is already champion.
         StageError: the version failed the smoke test, or another version became champion during the test.
         TrackingServerError: MLflow does not work.
     """
-    client, name = connect(decision.workspace), decision.config.model_name
-    versions = call_with_retries(lambda: client.search_model_versions(f"name = '{name}'"), uri=client.tracking_uri)
-    version = next((version for version in versions if int(version.version) == number), None)
+    client, model_name = connect(decision.workspace), decision.config.model_name
+    versions = call_with_retries(lambda: client.search_model_versions(f"name = '{model_name}'"), uri=client.tracking_uri)
+    version = next((version for version in versions if int(version.version) == version_number), None)
     if version is None:
         raise InputError(
-            f"{name}: there is no version {number} in {redacted(client.tracking_uri)} (newest versions: "
+            f"{model_name}: there is no version {version_number} in {redacted(client.tracking_uri)} (newest versions: "
             f"{_version_numbers(versions)}); list the versions with `nightjar releases`"
         )
-    champion = call_with_retries(lambda: champion_of(client, name), uri=client.tracking_uri)
+    champion = call_with_retries(lambda: champion_of(client, model_name), uri=client.tracking_uri)
     if champion is not None and str(champion.version) == str(version.version):
-        raise InputError(f"{name}: version {number} is already champion; nothing changes")
+        raise InputError(f"{model_name}: version {version_number} is already champion; nothing changes")
     with _tester(client, decision, run_id=version.tags.get(RUN_ID_TAG)) as tester:
         metrics = tester.smoke_test(version)
         return _make_champion(tester, version, decision, champion=champion, metrics=metrics, is_rollback=False)
 
 
-def roll_back(number: int | None, decision: Decision) -> str:
-    """Give the alias champion to the newest former champion that loads, or to former champion `number`.
+def roll_back(version_number: int | None, decision: Decision) -> str:
+    """Give the alias champion to a former champion; return one sentence about the change.
 
-    Return one sentence about the change.
+    Args:
+        version_number: version of the former champion; None: the newest former champion that loads.
 
     Raises:
-        InputError: there is no former champion, or version `number` is not a former champion.
+        InputError: there is no former champion, or version `version_number` is not a former champion.
         StageError: no former champion loads, or another version became champion during the test.
         TrackingServerError: MLflow does not work.
     """
-    client, name = connect(decision.workspace), decision.config.model_name
-    champion = call_with_retries(lambda: champion_of(client, name), uri=client.tracking_uri)
+    client, model_name = connect(decision.workspace), decision.config.model_name
+    champion = call_with_retries(lambda: champion_of(client, model_name), uri=client.tracking_uri)
     former_versions = [
         version
-        for version in call_with_retries(lambda: former_champions(client, name), uri=client.tracking_uri)
+        for version in call_with_retries(lambda: former_champions(client, model_name), uri=client.tracking_uri)
         if champion is None or str(version.version) != str(champion.version)
     ]
-    candidates = [version for version in former_versions if number in (None, int(version.version))]
+    candidates = [version for version in former_versions if version_number in (None, int(version.version))]
     if not candidates:
-        problem = "there is no former champion" if number is None else f"version {number} is not a former champion"
+        problem = (
+            "there is no former champion" if version_number is None else f"version {version_number} is not a former champion"
+        )
         raise InputError(
-            f"{name}: {problem} (former champions: {_version_numbers(former_versions)}); list the versions with "
+            f"{model_name}: {problem} (former champions: {_version_numbers(former_versions)}); list the versions with "
             "`nightjar releases`, and make one of them the champion with `nightjar promote --version N`"
         )
     load_errors = []
     with _tester(client, decision, run_id=None) as tester:
         for version in candidates[:MAX_FORMER_CHAMPIONS]:
             try:
-                metrics = tester.measure(version, name="served")
+                metrics = tester.measure(version, metric_prefix="served")
             except (UnusableVersionError, NotFetchedError) as error:
                 load_errors.append(str(error))
                 continue
             return _make_champion(tester, version, decision, champion=champion, metrics=metrics, is_rollback=True)
-    raise StageError(f"{name}: nothing has changed, because no former champion loads: {'; '.join(load_errors)}")
+    raise StageError(f"{model_name}: nothing has changed, because no former champion loads: {'; '.join(load_errors)}")
 
 
 def _version_numbers(versions: Sequence[ModelVersion]) -> str:
@@ -123,19 +126,21 @@ def _version_numbers(versions: Sequence[ModelVersion]) -> str:
 @contextmanager
 def _tester(client: MlflowClient, decision: Decision, *, run_id: str | None) -> Iterator[VersionTester]:
     """Yield a tester with users from the log of run `run_id`, or of the newest run that has a log in the workspace."""
-    workspace, manifest = decision.workspace, None
+    workspace, interactions = decision.workspace, None
     if run_id is not None:
         folder = Run(run_id, workspace=workspace, experiment="").stage_folder("ingest_interactions")
-        manifest = load_manifest(folder, InteractionsManifest)
-    new_run = Run(new_run_id(), workspace=workspace, experiment="")
-    manifest = manifest or new_run.previous("ingest_interactions", InteractionsManifest)
-    if manifest is None:
+        interactions = load_manifest(folder, InteractionsManifest)
+    new_run = Run(new_run_id(), workspace=workspace, experiment="")  # every run in the workspace is earlier
+    interactions = interactions or new_run.previous("ingest_interactions", InteractionsManifest)
+    if interactions is None:
         raise InputError(
             f"{workspace}: no run has an ingested interaction log, but the smoke test needs users of a log; "
             "ingest a log with `nightjar run --until ingest_interactions`"
         )
     with TemporaryDirectory(prefix="nightjar-") as folder_name:
-        sample = prepare_sample(manifest, max_users=decision.config.smoke_test_users, folder=Path(folder_name) / "smoke_test")
+        sample = prepare_sample(
+            interactions, max_users=decision.config.smoke_test_users, folder=Path(folder_name) / "smoke_test"
+        )
         yield VersionTester(client, sample)
 
 
@@ -149,32 +154,35 @@ def _make_champion(
     is_rollback: bool,
 ) -> str:
     """Move the alias from `champion` to `version`, and record the decision in tags of both; return one sentence."""
-    client, name, number = tester.client, version.name, str(version.version)
+    client, model_name, version_number = tester.client, version.name, str(version.version)
     is_moved = tester.retry(
         move_champion, client, version, expected_champion=champion, mark_as_former=not is_rollback, turn_version=version
     )
-    new_champion = None if is_moved else tester.retry(champion_of, client, name)
-    if not is_moved and (new_champion is None or str(new_champion.version) != number):
+    new_champion = None if is_moved else tester.retry(champion_of, client, model_name)
+    if not is_moved and (new_champion is None or str(new_champion.version) != version_number):
         raise StageError(
-            f"{name}: nothing has changed, because the champion was replaced while version {number} was tested; look at "
-            "`nightjar releases`, then repeat the command"
+            f"{model_name}: nothing has changed, because the champion was replaced while version {version_number} was "
+            "tested; look at `nightjar releases`, then repeat the command"
         )
-    verb = "rolled back by hand" if is_rollback else "promoted by hand"
-    old_number = None if champion is None else str(champion.version)
-    decision.on_alias_change(AliasChange(name, "champion", old_number, number, f"{verb}: {decision.reason}"))
-    _tag_decision(tester, version, f"{verb}, replaces {f'version {old_number}' if old_number else 'no version'}", decision)
+    action = "rolled back by hand" if is_rollback else "promoted by hand"
+    old_version_number = None if champion is None else str(champion.version)
+    decision.on_alias_change(
+        AliasChange(model_name, "champion", old_version_number, version_number, f"{action}: {decision.reason}")
+    )
+    replaced_text = "no version" if old_version_number is None else f"version {old_version_number}"
+    _tag_decision(tester, version, f"{action}, replaces {replaced_text}", decision)
     if champion is not None:
-        _tag_decision(tester, champion, f"replaced by version {number}, {verb}", decision)
+        _tag_decision(tester, champion, f"replaced by version {version_number}, {action}", decision)
         if is_rollback and FORMER_CHAMPION_TAG in champion.tags:  # a later rollback must not return to this version
-            tester.retry(client.delete_model_version_tag, name, champion.version, FORMER_CHAMPION_TAG)
-    if (tester.retry(aliases_of, client, name) or {}).get("challenger") == number:
-        tester.retry(client.delete_registered_model_alias, name, "challenger")
-        decision.on_alias_change(AliasChange(name, "challenger", number, None, f"{verb}: {decision.reason}"))
+            tester.retry(client.delete_model_version_tag, model_name, champion.version, FORMER_CHAMPION_TAG)
+    if (tester.retry(version_number_by_alias, client, model_name) or {}).get("challenger") == version_number:
+        tester.retry(client.delete_registered_model_alias, model_name, "challenger")
+        decision.on_alias_change(AliasChange(model_name, "challenger", version_number, None, f"{action}: {decision.reason}"))
     metric = decision.config.metric
-    replacement_text = "" if old_number is None else f" instead of version {old_number}"
+    instead_text = "" if old_version_number is None else f" instead of version {old_version_number}"
     return (
-        f"{name} version {number} is champion{replacement_text}: {metric} is {metrics[f'served/{metric}']:.4f} for "
-        f"{tester.sample.num_users:,} users"
+        f"{model_name} version {version_number} is champion{instead_text}: {metric} is "
+        f"{metrics[f'served/{metric}']:.4f} for {tester.sample.num_users:,} users"
     )
 
 
@@ -183,5 +191,5 @@ def _tag_decision(tester: VersionTester, version: ModelVersion, change: str, dec
         user = getpass.getuser()
     except (OSError, KeyError):  # a container may run with a user id without a name
         user = f"user {os.getuid()}"
-    text = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {user} on {socket.gethostname()}: {change}: {decision.reason}"
-    tester.set_tag(version, BY_HAND_TAG, text)
+    tag_value = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {user} on {socket.gethostname()}: {change}: {decision.reason}"
+    tester.set_tag(version, BY_HAND_TAG, tag_value)

@@ -31,9 +31,9 @@ from tasks.registry.releases import (
     METRICS_TAG,
     PROMOTE_TAG,
     REASONS_TAG,
-    aliases_of,
     champion_of,
     former_champions,
+    version_number_by_alias,
 )
 from tasks.registry.smoke_test import (
     UnusableVersionError,
@@ -51,14 +51,14 @@ class Verdict:
     """Result of a comparison.
 
     Attributes:
-        promoted: whether the new version becomes champion.
+        is_promoted: whether the new version becomes champion.
         reason: the comparison in one sentence.
         metrics: metrics of all compared versions, as <served | champion | former_champion | popularity>/<metric>.
         alarm: error of a champion that does not load, and the version that replaces it; None if the champion loads.
         reinstated_champion: the former champion that becomes champion again, if any.
     """
 
-    promoted: bool
+    is_promoted: bool
     reason: str
     metrics: dict[str, float]
     alarm: str | None = None
@@ -82,12 +82,12 @@ class _Gate:
 
     def report_alias(self, alias: str, *, old_version: object, new_version: object, reason: str) -> None:
         """Report that `alias` moved, unless both versions are equal. A version is None if no version had or has the alias."""
-        old, new = (None if number is None else str(number) for number in (old_version, new_version))
-        if old != new:
-            self.on_alias_change(AliasChange(self.version.name, alias, old, new, reason))
+        old_number, new_number = (None if number is None else str(number) for number in (old_version, new_version))
+        if old_number != new_number:
+            self.on_alias_change(AliasChange(self.version.name, alias, old_number, new_number, reason))
 
 
-def pass_gate(
+def run_champion_gate(
     version: ModelVersion,
     *,
     config: RegistryConfig,
@@ -114,13 +114,13 @@ def pass_gate(
     if options.reason:
         gate.tester.set_tag(version, RUN_REASON_TAG, options.reason)
     verdict = _compare_and_promote(gate, gate.tester.smoke_test(version))
-    assert version.run_id is not None  # version_for creates every version from an MLflow run
+    assert version.run_id is not None  # get_or_create_version creates every version from an MLflow run
     gate.tester.retry(log_metrics, client, version.run_id, as_metrics(verdict.metrics))
     registration = {
         "model_name": version.name,
         "version": str(version.version),
-        "alias": "champion" if verdict.promoted else "challenger",
-        "promoted": verdict.promoted,
+        "alias": "champion" if verdict.is_promoted else "challenger",
+        "promoted": verdict.is_promoted,
         "reasons": (verdict.reason,),
         "promote": options.promote,
         "run_reason": options.reason,
@@ -145,7 +145,7 @@ def _compare_and_promote(gate: _Gate, new_metrics: dict[str, float]) -> Verdict:
         gate.tester.set_tag(version, REASONS_TAG, verdict.reason)
         if verdict.alarm is not None:
             gate.tester.set_tag(version, ALARM_TAG, verdict.alarm)
-        winner = version if verdict.promoted else verdict.reinstated_champion
+        winner = version if verdict.is_promoted else verdict.reinstated_champion
         if winner is None:  # the champion keeps its alias
             break
         # A champion that does not load cannot serve as a former champion later.
@@ -157,8 +157,8 @@ def _compare_and_promote(gate: _Gate, new_metrics: dict[str, float]) -> Verdict:
             gate.report_alias("champion", old_version=old_version, new_version=winner.version, reason=verdict.reason)
             break
         LOG.info("%s: another version became champion; version %s is compared with it", version.name, version.version)
-    if not verdict.promoted:
-        old_challenger = (gate.tester.retry(aliases_of, client, version.name) or {}).get("challenger")
+    if not verdict.is_promoted:
+        old_challenger = (gate.tester.retry(version_number_by_alias, client, version.name) or {}).get("challenger")
         gate.tester.retry(client.set_registered_model_alias, version.name, "challenger", version.version)
         gate.report_alias("challenger", old_version=old_challenger, new_version=version.version, reason=verdict.reason)
     elif "challenger" in gate.tester.retry(client.get_model_version, version.name, version.version).aliases:
@@ -182,15 +182,17 @@ def _decide(gate: _Gate, new_metrics: dict[str, float], *, champion: ModelVersio
     verdict = _compare(gate, new_metrics, champion=champion)
     match gate.options.promote:
         case "never":
-            verdict = replace(verdict, promoted=False, reinstated_champion=None, reason=f"promote is never; {verdict.reason}")
+            verdict = replace(
+                verdict, is_promoted=False, reinstated_champion=None, reason=f"promote is never; {verdict.reason}"
+            )
         case "force":
             reason = f"promotion was forced ({gate.options.reason}); {verdict.reason}"
-            verdict = replace(verdict, promoted=True, reinstated_champion=None, reason=reason)
+            verdict = replace(verdict, is_promoted=True, reinstated_champion=None, reason=reason)
     if verdict.alarm is None:
         return verdict
-    winner = version if verdict.promoted else verdict.reinstated_champion
-    result = "no other version becomes champion" if winner is None else f"version {winner.version} is champion instead"
-    return replace(verdict, alarm=f"{verdict.alarm}; {result}")
+    winner = version if verdict.is_promoted else verdict.reinstated_champion
+    outcome = "no other version becomes champion" if winner is None else f"version {winner.version} is champion instead"
+    return replace(verdict, alarm=f"{verdict.alarm}; {outcome}")
 
 
 def _compare(gate: _Gate, new_metrics: dict[str, float], *, champion: ModelVersion | None) -> Verdict:
@@ -198,22 +200,26 @@ def _compare(gate: _Gate, new_metrics: dict[str, float], *, champion: ModelVersi
     if champion is None:
         return Verdict(True, "there was no champion", new_metrics)
     try:
-        metrics = new_metrics | gate.tester.measure(champion, name="champion", loadable_version=gate.version)
+        metrics = new_metrics | gate.tester.measure(champion, metric_prefix="champion", control_version=gate.version)
     except UnusableVersionError as error:
         verdict = _compare_with_former_champion(gate, new_metrics) or _compare_with_popularity(gate, new_metrics)
         return replace(verdict, alarm=f"the champion, version {champion.version}, does not load ({error})")
-    return judge(metrics, config=gate.config, baseline="champion", label=f"version {champion.version}")
+    return judge(metrics, config=gate.config, baseline="champion", baseline_label=f"version {champion.version}")
 
 
 def _compare_with_former_champion(gate: _Gate, new_metrics: dict[str, float]) -> Verdict | None:
     """Compare with the last former champion that loads; return None if none of them loads. One of the two becomes champion."""
     for former_champion in gate.tester.retry(former_champions, gate.tester.client, gate.version.name)[:MAX_FORMER_CHAMPIONS]:
         try:
-            metrics = new_metrics | gate.tester.measure(former_champion, name="former_champion", loadable_version=gate.version)
+            metrics = new_metrics | gate.tester.measure(
+                former_champion, metric_prefix="former_champion", control_version=gate.version
+            )
         except UnusableVersionError:
             continue
-        verdict = judge(metrics, config=gate.config, baseline="former_champion", label=f"version {former_champion.version}")
-        return verdict if verdict.promoted else replace(verdict, reinstated_champion=former_champion)
+        verdict = judge(
+            metrics, config=gate.config, baseline="former_champion", baseline_label=f"version {former_champion.version}"
+        )
+        return verdict if verdict.is_promoted else replace(verdict, reinstated_champion=former_champion)
     return None
 
 
@@ -221,27 +227,29 @@ def _compare_with_popularity(gate: _Gate, new_metrics: dict[str, float]) -> Verd
     """Compare with popularity. A version that is worse than popularity is not promoted."""
     popular_item_I = np.load(gate.evaluation.path("popularity.npy")).astype(np.int64)
     answers = recommend_popular(gate.tester.sample, popular_item_I=popular_item_I)
-    metrics = {f"popularity/{name}": value for name, value in served_metrics(answers, sample=gate.tester.sample).items()}
+    popularity_metrics = {
+        f"popularity/{metric_name}": value for metric_name, value in served_metrics(answers, sample=gate.tester.sample).items()
+    }
     strict_config = gate.config.model_copy(update={"max_relative_drop": 0.0})
-    return judge(new_metrics | metrics, config=strict_config, baseline="popularity", label="popularity")
+    return judge(new_metrics | popularity_metrics, config=strict_config, baseline="popularity", baseline_label="popularity")
 
 
-def judge(metrics: dict[str, float], *, config: RegistryConfig, baseline: str, label: str) -> Verdict:
+def judge(metrics: dict[str, float], *, config: RegistryConfig, baseline: str, baseline_label: str) -> Verdict:
     """Promote the new version if served/<metric> is at least (1 - max_relative_drop) times <baseline>/<metric>.
 
     Args:
-        label: name of the baseline in the reason.
+        baseline_label: name of the baseline in the reason.
 
     >>> metrics = {"served/recall@20": 0.2, "champion/recall@20": 0.25}
-    >>> judge(metrics, config=RegistryConfig(), baseline="champion", label="version 3").reason
+    >>> judge(metrics, config=RegistryConfig(), baseline="champion", baseline_label="version 3").reason
     'recall@20 is 0.2000, less than 0.98 times the 0.2500 of version 3'
     """
-    min_share = 1 - config.max_relative_drop
+    min_ratio = 1 - config.max_relative_drop
     new_value, baseline_value = metrics[f"served/{config.metric}"], metrics[f"{baseline}/{config.metric}"]
-    promoted = new_value >= baseline_value * min_share
-    relation = "at least" if promoted else "less than"
+    is_promoted = new_value >= baseline_value * min_ratio
+    relation = "at least" if is_promoted else "less than"
     return Verdict(
-        promoted,
-        f"{config.metric} is {new_value:.4f}, {relation} {min_share:g} times the {baseline_value:.4f} of {label}",
+        is_promoted,
+        f"{config.metric} is {new_value:.4f}, {relation} {min_ratio:g} times the {baseline_value:.4f} of {baseline_label}",
         metrics,
     )

@@ -32,7 +32,7 @@ ANSWER_TIMEOUT_S = 15.0
 """Deadline of a call whose result is optional, or for which a user waits."""
 RETRY_TIMEOUT_S = 120.0
 """Time for which a registration retries a failed call."""
-SQLITE = "sqlite:///"
+SQLITE_PREFIX = "sqlite:///"
 _MAX_MESSAGE_LENGTH = 300
 _TRANSIENT_ERROR_CODES = ("DEADLINE_EXCEEDED", "INTERNAL_ERROR", "REQUEST_LIMIT_EXCEEDED", "TEMPORARILY_UNAVAILABLE")
 _MLFLOW_ERRORS = (MlflowException, requests.RequestException, SQLAlchemyError)
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 def tracking_uri(workspace: Path) -> str:
     """Return MLFLOW_TRACKING_URI, or the URI of the sqlite database in the workspace."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{_embedded_database(workspace)}"
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE_PREFIX}{_embedded_database_path(workspace)}"
 
 
 def connect(workspace: Path, *, timeout_s: float | None = None) -> MlflowClient:
@@ -54,13 +54,13 @@ def connect(workspace: Path, *, timeout_s: float | None = None) -> MlflowClient:
     workspace.mkdir(parents=True, exist_ok=True)
     uri = tracking_uri(workspace)
     if not mlflow_exists(workspace):
-        return _open(uri, workspace=workspace)  # no deadline: MLflow creates the database, which takes seconds
-    return call_with_deadline(lambda: _open(uri, workspace=workspace), uri=uri, timeout_s=timeout_s)
+        return _open_client(uri, workspace=workspace)  # no deadline: MLflow creates the database, which takes seconds
+    return call_with_deadline(lambda: _open_client(uri, workspace=workspace), uri=uri, timeout_s=timeout_s)
 
 
 def mlflow_exists(workspace: Path) -> bool:
     """Return whether there is a server to connect to, or a database in the workspace."""
-    return bool(os.environ.get("MLFLOW_TRACKING_URI")) or _embedded_database(workspace).exists()
+    return bool(os.environ.get("MLFLOW_TRACKING_URI")) or _embedded_database_path(workspace).exists()
 
 
 def call_with_deadline(call: Callable[[], T], *, uri: str, timeout_s: float | None = None) -> T:
@@ -73,22 +73,22 @@ def call_with_deadline(call: Callable[[], T], *, uri: str, timeout_s: float | No
     """
     if timeout_s is None:
         timeout_s = ANSWER_TIMEOUT_S
-    outcome: Future[T] = Future()
+    future: Future[T] = Future()
 
-    def run() -> None:
+    def run_call() -> None:
         try:
-            outcome.set_result(call())
+            future.set_result(call())
         except BaseException as error:  # raised again in the caller's thread
-            outcome.set_exception(error)
+            future.set_exception(error)
 
-    threading.Thread(target=run, name="mlflow-call", daemon=True).start()
+    threading.Thread(target=run_call, name="mlflow-call", daemon=True).start()
     try:
-        return outcome.result(timeout_s)
+        return future.result(timeout_s)
     except NightjarError:
         raise
     except Exception as error:  # any error of MLflow, its database driver or the network
-        if isinstance(error, TimeoutError) and not outcome.done():
-            raise _unavailable(f"no answer within {timeout_s:g} s", uri=uri) from None
+        if isinstance(error, TimeoutError) and not future.done():
+            raise _unavailable_error(f"no answer within {timeout_s:g} s", uri=uri) from None
         raise tracking_error(error, uri=uri) from None
 
 
@@ -113,9 +113,9 @@ def call_with_retries(call: Callable[[], T], *, uri: str) -> T:
         InputError: the disk of the sqlite database is full.
     """
 
-    def warn(state: RetryCallState) -> None:
-        if state.attempt_number == 1 and state.outcome is not None:
-            error = state.outcome.exception()
+    def warn_of_first_failure(retry_state: RetryCallState) -> None:
+        if retry_state.attempt_number == 1 and retry_state.outcome is not None:
+            error = retry_state.outcome.exception()
             assert isinstance(error, Exception)
             LOG.warning("%s; retrying for up to %.0f s", tracking_error(error, uri=uri), RETRY_TIMEOUT_S)
 
@@ -123,7 +123,7 @@ def call_with_retries(call: Callable[[], T], *, uri: str) -> T:
         retry=retry_if_exception(_is_transient),
         wait=wait_random_exponential(max=15),
         stop=stop_after_delay(RETRY_TIMEOUT_S),
-        before_sleep=warn,
+        before_sleep=warn_of_first_failure,
         reraise=True,
     )
     try:
@@ -139,17 +139,17 @@ def tracking_error(error: Exception, *, uri: str) -> NightjarError:
     """
     if isinstance(error, TrackingServerError):
         return error
-    if uri.startswith(SQLITE) and is_disk_full(error):
-        return disk_full_error(Path(uri.removeprefix(SQLITE)), reason="MLflow's database has to grow")
+    if uri.startswith(SQLITE_PREFIX) and is_disk_full(error):
+        return disk_full_error(Path(uri.removeprefix(SQLITE_PREFIX)), reason="MLflow's database has to grow")
     root_cause: BaseException = error
     while cause := root_cause.__cause__ or root_cause.__context__:
         root_cause = cause
     message = next(iter(str(root_cause).splitlines()), "")[:_MAX_MESSAGE_LENGTH]
-    name = "" if isinstance(root_cause, MlflowException) else f"{type(root_cause).__name__}: "
-    return _unavailable(f"{name}{message}", uri=uri)
+    error_prefix = "" if isinstance(root_cause, MlflowException) else f"{type(root_cause).__name__}: "
+    return _unavailable_error(f"{error_prefix}{message}", uri=uri)
 
 
-def _open(uri: str, *, workspace: Path) -> MlflowClient:
+def _open_client(uri: str, *, workspace: Path) -> MlflowClient:
     client = MlflowClient(uri)
     with FileLock(workspace / ".mlflow.lock"):  # two processes must not migrate a new sqlite file at the same time
         # Any request tests the server. MLflow's registry store imports faster than its tracking store.
@@ -157,7 +157,7 @@ def _open(uri: str, *, workspace: Path) -> MlflowClient:
     return client
 
 
-def _embedded_database(workspace: Path) -> Path:
+def _embedded_database_path(workspace: Path) -> Path:
     return workspace.absolute() / "mlflow.db"
 
 
@@ -169,5 +169,5 @@ def _is_transient(error: BaseException) -> bool:
     return isinstance(error, TrackingServerError | requests.RequestException | OperationalError)
 
 
-def _unavailable(problem: str, *, uri: str) -> TrackingServerError:
+def _unavailable_error(problem: str, *, uri: str) -> TrackingServerError:
     return TrackingServerError(redacted(f"MLflow at {uri} does not work: {problem}; check the server and MLFLOW_TRACKING_URI"))

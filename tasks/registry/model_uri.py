@@ -19,11 +19,11 @@ def load_model(uri: str, *, client: MlflowClient) -> PyFuncModel:
     Raises:
         StageError: the version does not have the tag, or its package was changed.
     """
-    uri, config = resolve(uri, client=client)
-    return mlflow.pyfunc.load_model(uri, model_config=config)
+    uri, model_config = resolve_alias(uri, client=client)
+    return mlflow.pyfunc.load_model(uri, model_config=model_config)
 
 
-def resolve(uri: str, *, client: MlflowClient) -> tuple[str, dict[str, str] | None]:
+def resolve_alias(uri: str, *, client: MlflowClient) -> tuple[str, dict[str, str] | None]:
     """Return `uri` with the version number in place of an alias, and the model config for `load_model`.
 
     The config contains the sha256 in the version's tag. For the URI of a run, a folder or a logged model, the config is None
@@ -32,13 +32,13 @@ def resolve(uri: str, *, client: MlflowClient) -> tuple[str, dict[str, str] | No
     name_and_version: tuple[str, ...] = get_model_name_and_version(client, uri) if uri.startswith("models:/") else ()
     if len(name_and_version) != 2:
         return uri, None
-    name, number = name_and_version
-    sha256 = client.get_model_version(name, number).tags.get(PACKAGE_SHA256_TAG)
+    model_name, version_number = name_and_version
+    sha256 = client.get_model_version(model_name, version_number).tags.get(PACKAGE_SHA256_TAG)
     if sha256 is None:
         from recsys_core.errors import StageError
 
         raise StageError(
-            f"models:/{name}/{number} does not have the tag {PACKAGE_SHA256_TAG}, so its package cannot be verified; register "
-            "the model again, and remove the version's alias if it has one"
+            f"models:/{model_name}/{version_number} does not have the tag {PACKAGE_SHA256_TAG}, so its package cannot be "
+            "verified; register the model again, and remove the version's alias if it has one"
         )
-    return f"models:/{name}/{number}", {PACKAGE_SHA256_KEY: sha256}
+    return f"models:/{model_name}/{version_number}", {PACKAGE_SHA256_KEY: sha256}

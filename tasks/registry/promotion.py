@@ -56,7 +56,7 @@ def move_champion(
         mark_as_former: tag the replaced champion, so that the gate can fall back on it later.
         turn_version: the new version of this process, which carries the turn tag.
     """
-    with _turn(client, turn_version) as is_turn_valid:
+    with _hold_turn(client, turn_version) as is_turn_valid:
         champion = champion_of(client, winner.name)
         if _version_number(champion) != _version_number(expected_champion):
             return False
@@ -69,51 +69,51 @@ def move_champion(
 
 
 @contextmanager
-def _turn(client: MlflowClient, version: ModelVersion) -> Iterator[Callable[[], bool]]:
+def _hold_turn(client: MlflowClient, version: ModelVersion) -> Iterator[Callable[[], bool]]:
     """Wait for the turn of `version` and end it after the body; yield a function that returns whether the turn is valid."""
-    name, number = version.name, str(version.version)
-    client.set_model_version_tag(name, number, TURN_TAG, CHOOSING)
+    model_name, version_number = version.name, str(version.version)
+    client.set_model_version_tag(model_name, version_number, TURN_TAG, CHOOSING)
     try:
-        highest_turn = max((_sort_key(turn) for turn in _turns(client, name).values()), default=0)
+        highest_turn = max((_turn_sort_key(turn) for turn in _turn_by_version(client, model_name).values()), default=0)
         own_turn = str(highest_turn + 1)
-        client.set_model_version_tag(name, number, TURN_TAG, own_turn)
-        _wait_for_turn(client, name, number=number, own_turn=own_turn)
+        client.set_model_version_tag(model_name, version_number, TURN_TAG, own_turn)
+        _wait_for_turn(client, model_name, version_number=version_number, own_turn=own_turn)
         turn_end_s = time.monotonic() + TURN_S
-        yield lambda: time.monotonic() < turn_end_s and _turns(client, name).get(number) == own_turn
+        yield lambda: time.monotonic() < turn_end_s and _turn_by_version(client, model_name).get(version_number) == own_turn
     finally:
-        if number in _turns(client, name):
-            client.delete_model_version_tag(name, number, TURN_TAG)
+        if version_number in _turn_by_version(client, model_name):
+            client.delete_model_version_tag(model_name, version_number, TURN_TAG)
 
 
-def _wait_for_turn(client: MlflowClient, name: str, *, number: str, own_turn: str) -> None:
-    """Wait until no other version of the model has a turn before (own_turn, number)."""
-    own_sort_key = (_sort_key(own_turn), int(number))
+def _wait_for_turn(client: MlflowClient, model_name: str, *, version_number: str, own_turn: str) -> None:
+    """Wait until no other version of the model has a turn before (own_turn, version_number)."""
+    own_sort_key = (_turn_sort_key(own_turn), int(version_number))
     first_in_line: tuple[tuple[int, int], str] | None = None
     first_seen_s = 0.0
     while True:
         now_s = time.monotonic()
-        queue = [
-            ((_sort_key(turn), int(other_number)), turn)
-            for other_number, turn in _turns(client, name).items()
-            if other_number != number
+        other_turns = [
+            ((_turn_sort_key(turn), int(other_number)), turn)
+            for other_number, turn in _turn_by_version(client, model_name).items()
+            if other_number != version_number
         ]
-        earlier_turns = [entry for entry in queue if entry[0] < own_sort_key]
+        earlier_turns = [turn_entry for turn_entry in other_turns if turn_entry[0] < own_sort_key]
         if not earlier_turns:
             return
         if min(earlier_turns) != first_in_line:
             first_in_line, first_seen_s = min(earlier_turns), now_s
         elif now_s - first_seen_s > ABANDONED_S:
-            client.delete_model_version_tag(name, str(first_in_line[0][1]), TURN_TAG)
+            client.delete_model_version_tag(model_name, str(first_in_line[0][1]), TURN_TAG)
         time.sleep(_POLL_S)
 
 
-def _turns(client: MlflowClient, name: str) -> dict[str, str]:
+def _turn_by_version(client: MlflowClient, model_name: str) -> dict[str, str]:
     """Return the turn tags of all versions by version number."""
-    versions = client.search_model_versions(f"name = '{name}'")
+    versions = client.search_model_versions(f"name = '{model_name}'")
     return {str(version.version): version.tags[TURN_TAG] for version in versions if TURN_TAG in version.tags}
 
 
-def _sort_key(turn: str) -> int:
+def _turn_sort_key(turn: str) -> int:
     """Return the sort key of a turn tag: CHOOSING comes before all numbers."""
     return 0 if turn == CHOOSING else int(turn)
 

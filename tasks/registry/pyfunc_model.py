@@ -44,14 +44,18 @@ class NightjarModel(PythonModel):
         arguments = {"k": 10, "exclude_stored_history": True} | (params or {})
         histories = model_input["history"].tolist() if "history" in model_input else None
         try:
-            if null_params := [name for name, value in arguments.items() if value is None]:
+            if null_params := [param_name for param_name, param_value in arguments.items() if param_value is None]:
                 raise InputError(f"params: {null_params[0]} is null; set a value, or leave it out")
             recommendations = self.retriever.recommend_rows(model_input["user_id"].tolist(), histories=histories, **arguments)
         except InputError as error:
             raise MlflowException.invalid_parameter_value(str(error)) from error
         return [
-            {"item_ids": result.item_ids.tolist(), "scores": result.scores.tolist(), "error": result.error}
-            for result in recommendations
+            {
+                "item_ids": recommendation.item_ids.tolist(),
+                "scores": recommendation.scores.tolist(),
+                "error": recommendation.error,
+            }
+            for recommendation in recommendations
         ]
 
 
@@ -69,7 +73,7 @@ def _reject_unknown_params() -> None:
         model = getattr(self._model_impl, "python_model", None)
         if getattr(model, "rejects_unknown_params", False) and isinstance(params, dict):
             declared_params = [spec.name for spec in self.metadata.get_params_schema().params]
-            if unknown_params := [str(name) for name in params if name not in declared_params]:
+            if unknown_params := [str(param_name) for param_name in params if param_name not in declared_params]:
                 raise MlflowException.invalid_parameter_value(
                     f"params: unknown {', '.join(unknown_params)}; the model has {declared_params}"
                 )

@@ -33,15 +33,16 @@ FORMER_CHAMPION_TAG = "nightjar.champion_until"
 that was rolled back, does not have the tag."""
 
 
-def aliases_of(client: MlflowClient, model_name: str) -> dict[str, str] | None:
+def version_number_by_alias(client: MlflowClient, model_name: str) -> dict[str, str] | None:
     """Return the version number by alias; None if the registry does not have the model."""
     try:
-        aliases = client.get_registered_model(model_name).aliases
+        number_by_alias = client.get_registered_model(model_name).aliases
     except MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
         return None
-    return {alias: str(number) for alias, number in aliases.items()}  # MLflow gives an int from sqlite and a str over REST
+    # MLflow gives an int from sqlite and a str over REST.
+    return {alias: str(number) for alias, number in number_by_alias.items()}
 
 
 def delete_model(client: MlflowClient, model: LoggedModel) -> None:
@@ -52,8 +53,8 @@ def delete_model(client: MlflowClient, model: LoggedModel) -> None:
 
 def champion_of(client: MlflowClient, model_name: str) -> ModelVersion | None:
     """Return the version with the alias champion; None if there is no champion or no such model."""
-    number = (aliases_of(client, model_name) or {}).get("champion")
-    return None if number is None else client.get_model_version(model_name, number)
+    version_number = (version_number_by_alias(client, model_name) or {}).get("champion")
+    return None if version_number is None else client.get_model_version(model_name, version_number)
 
 
 def champion_uri(client: MlflowClient, model_name: str) -> str:
@@ -79,11 +80,11 @@ def former_champions(client: MlflowClient, model_name: str) -> list[ModelVersion
 def list_releases(client: MlflowClient, model_name: str) -> list[dict[str, object]]:
     """Return one dictionary per version, the newest first: version, aliases, tags, served metrics, run and creation (UTC)."""
     versions = client.search_model_versions(f"name = '{model_name}'")
-    aliases = aliases_of(client, model_name) or {}
+    number_by_alias = version_number_by_alias(client, model_name) or {}
     return [
         {
             "version": str(version.version),
-            "alias": ", ".join(sorted(alias for alias, number in aliases.items() if number == str(version.version))),
+            "alias": ", ".join(sorted(alias for alias, number in number_by_alias.items() if number == str(version.version))),
             "smoke": version.tags.get(SMOKE_TAG, "not done"),
             "broken": version.tags.get(BROKEN_TAG, ""),
             "metrics": json.loads(version.tags.get(METRICS_TAG, "{}")),

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from mlflow import MlflowClient
 
-from tasks.registry.model_uri import resolve
+from tasks.registry.model_uri import resolve_alias
 
 EXIT_NOT_FETCHED = 3
 """Exit code if the version could not be downloaded from MLflow; any other failure exits with 1."""
@@ -25,25 +25,25 @@ def main() -> None:
     """Read user_id and history (item ids) from INPUT; write item_ids and scores, one list per input row, to OUTPUT."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model_uri")
-    parser.add_argument("input", type=Path)
-    parser.add_argument("output", type=Path)
+    parser.add_argument("input_path", type=Path)
+    parser.add_argument("output_path", type=Path)
     parser.add_argument("--k", type=int, required=True)
     arguments = parser.parse_args()
-    table = pq.read_table(arguments.input)
-    requests = pd.DataFrame({"user_id": table["user_id"].to_pylist(), "history": table["history"].to_pylist()})
+    sample_table = pq.read_table(arguments.input_path)
+    requests = pd.DataFrame({"user_id": sample_table["user_id"].to_pylist(), "history": sample_table["history"].to_pylist()})
     try:
-        uri, config = resolve(arguments.model_uri, client=MlflowClient())
-        folder = mlflow.artifacts.download_artifacts(uri)
+        uri, model_config = resolve_alias(arguments.model_uri, client=MlflowClient())
+        model_folder = mlflow.artifacts.download_artifacts(uri)
     except Exception as error:  # any error of MLflow, the artifact store or the network
         # The parent reports the last line of stderr as the reason.
         print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
         sys.exit(EXIT_NOT_FETCHED)
-    model = mlflow.pyfunc.load_model(folder, model_config=config)
+    model = mlflow.pyfunc.load_model(model_folder, model_config=model_config)
     answers: Any = model.predict(requests, params={"k": arguments.k, "exclude_stored_history": False})
-    item_type = table.schema.field("history").type
+    item_type = sample_table.schema.field("history").type
     item_ids = pa.array([answer["item_ids"] for answer in answers], type=item_type)
     scores = pa.array([answer["scores"] for answer in answers], type=pa.list_(pa.float64()))
-    pq.write_table(pa.table({"item_ids": item_ids, "scores": scores}), arguments.output)
+    pq.write_table(pa.table({"item_ids": item_ids, "scores": scores}), arguments.output_path)
 
 
 if __name__ == "__main__":

@@ -45,15 +45,15 @@ class ServedSample:
     """A sample of test users with their histories. A (user, item) pair is one integer: `user_index * num_items + item_row`.
 
     Attributes:
-        file: parquet file with one row per user. The column `history` lists the ids of the items that the user had before
-            the test period; the other column is `user_id`.
+        histories_file: parquet file with one row per user. The column `history` lists the ids of the items that the user had
+            before the test period; the other column is `user_id`.
         item_ids: ids of the catalogue by item row.
         num_seen_U: number of distinct items in each user's history.
         seen_pair_L: the pairs of each user with the items in the user's history, ascending.
         target_pair_T: the pairs of each user with the user's test items that are not in the history, ascending.
     """
 
-    file: Path
+    histories_file: Path
     item_ids: pa.Array
     num_seen_U: IntArray
     seen_pair_L: IntArray
@@ -76,9 +76,11 @@ def prepare_sample(interactions: InteractionsManifest, *, max_users: int, folder
     Raises:
         StageError: all test items of all users are in their histories, so no metric can be computed.
     """
-    store = EventStore.open(interactions)
-    user_row_U = np.sort(np.random.default_rng(SMOKE_TEST_USERS_SEED).permutation(store.users_with_targets("test"))[:max_users])
-    history, targets = store.items_before(user_row_U, "test"), store.targets(user_row_U, "test")
+    events = EventStore.open(interactions)
+    user_row_U = np.sort(
+        np.random.default_rng(SMOKE_TEST_USERS_SEED).permutation(events.users_with_targets("test"))[:max_users]
+    )
+    history, targets = events.items_before(user_row_U, "test"), events.targets(user_row_U, "test")
     item_ids = pq.read_table(interactions.path("items.parquet"), columns=["id"])["id"].combine_chunks()
     user_ids = pq.read_table(interactions.path("users.parquet"), columns=["id"])["id"].take(pa.array(user_row_U))
     history_ids = pa.ListArray.from_arrays(history.offset, item_ids.take(pa.array(history.values_L)))
@@ -93,7 +95,7 @@ def prepare_sample(interactions: InteractionsManifest, *, max_users: int, folder
             "measured; choose another test period in interactions.split"
         )
     return ServedSample(
-        file=histories_file,
+        histories_file=histories_file,
         item_ids=item_ids,
         num_seen_U=seen_items.lengths,
         seen_pair_L=seen_items.pair_keys(bound=len(item_ids)),
@@ -109,12 +111,12 @@ def predict_in_subprocess(sample: ServedSample, *, model_uri: str, tracking_uri:
         NotFetchedError: the version could not be downloaded.
         StageError: a signal ended the process.
     """
-    root = str(Path(__file__).parents[2])
+    import_root = str(Path(__file__).parents[2])
     environment = os.environ | {
         "MLFLOW_TRACKING_URI": tracking_uri,
-        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [import_root, os.environ.get("PYTHONPATH")])),
     }
-    arguments = [model_uri, str(sample.file), str(output_file), "--k", str(K)]
+    arguments = [model_uri, str(sample.histories_file), str(output_file), "--k", str(K)]
     command = [sys.executable, "-m", "tasks.registry.smoke_process", *arguments]
     try:
         subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
@@ -140,20 +142,20 @@ def recommend_popular(sample: ServedSample, *, popular_item_I: IntArray) -> pa.L
         popular_item_I: item rows, the most popular first.
     """
     seen_offset = np.searchsorted(sample.seen_pair_L, np.arange(sample.num_users + 1) * sample.num_items)
-    item_rows = []
+    recommended_rows = []
     for user_index in range(sample.num_users):
-        first, end = seen_offset[user_index : user_index + 2]
-        seen_rows = sample.seen_pair_L[first:end] - user_index * sample.num_items
-        candidates = popular_item_I[: K + len(seen_rows)]
-        item_rows.append(candidates[~np.isin(candidates, seen_rows)][:K])
-    offsets = np.cumsum([0, *map(len, item_rows)])
-    item_ids = sample.item_ids.take(pa.array(np.concatenate(item_rows)))
+        start, end = seen_offset[user_index : user_index + 2]
+        seen_item_rows = sample.seen_pair_L[start:end] - user_index * sample.num_items
+        candidate_rows = popular_item_I[: K + len(seen_item_rows)]
+        recommended_rows.append(candidate_rows[~np.isin(candidate_rows, seen_item_rows)][:K])
+    offsets = np.cumsum([0, *map(len, recommended_rows)])
+    item_ids = sample.item_ids.take(pa.array(np.concatenate(recommended_rows)))
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), item_ids)
 
 
 def invalid_answers(answers: pa.ListArray, *, sample: ServedSample) -> list[str]:
     """Describe and count the invalid recommendations: too few or too many items, unknown items, seen items, repeated items."""
-    recommendations = _parse(answers, sample)
+    recommendations = _parse_answers(answers, sample)
     expected_num_items_U = np.minimum(K, sample.num_items - sample.num_seen_U)
     is_known_L = recommendations.item_row_L >= 0
     recommended_pairs = recommendations.user_L[is_known_L] * sample.num_items + recommendations.item_row_L[is_known_L]
@@ -173,7 +175,7 @@ def served_metrics(answers: pa.ListArray, *, sample: ServedSample) -> dict[str, 
 
     The metrics are defined as in the exact evaluation. A target that is not recommended has the last position.
     """
-    recommendations = _parse(answers, sample)
+    recommendations = _parse_answers(answers, sample)
     num_items = sample.num_items
     pair_L = np.where(recommendations.item_row_L >= 0, recommendations.user_L * num_items + recommendations.item_row_L, -1)
     answer_offset_U = np.cumsum(recommendations.num_items_U) - recommendations.num_items_U
@@ -189,7 +191,7 @@ def served_metrics(answers: pa.ListArray, *, sample: ServedSample) -> dict[str, 
         "hit_rate@10": hit_rate(target_positions, k=10),
         "ndcg@20": ndcg(target_positions, k=20),
     }
-    return {name: float(value_U.mean()) for name, value_U in value_by_metric.items()}
+    return {metric_name: float(value_U.mean()) for metric_name, value_U in value_by_metric.items()}
 
 
 class _Recommendations(NamedTuple):
@@ -200,9 +202,9 @@ class _Recommendations(NamedTuple):
     num_items_U: IntArray
 
 
-def _parse(answers: pa.ListArray, sample: ServedSample) -> _Recommendations:
+def _parse_answers(answers: pa.ListArray, sample: ServedSample) -> _Recommendations:
     if len(answers) != sample.num_users:
-        raise StageError(f"{sample.file}: {sample.num_users:,} users, but {len(answers):,} answers")
+        raise StageError(f"{sample.histories_file}: {sample.num_users:,} users, but {len(answers):,} answers")
     num_items_U = pc.list_value_length(answers).to_numpy(zero_copy_only=False).astype(np.int64)
     item_rows = pc.fill_null(pc.index_in(answers.flatten(), value_set=sample.item_ids), -1)
     item_row_L = item_rows.to_numpy(zero_copy_only=False).astype(np.int64)

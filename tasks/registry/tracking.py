@@ -48,7 +48,7 @@ from tasks.run import Run
 
 # The monitor logs an outage of MLflow with passwords. MetricRelay reports the outage without them.
 logging.getLogger("mlflow.system_metrics.system_metrics_monitor").setLevel(logging.CRITICAL)
-UI_VARIABLE = "NIGHTJAR_MLFLOW_UI_URL"
+UI_URL_VARIABLE = "NIGHTJAR_MLFLOW_UI_URL"
 """Environment variable with the address of the MLflow UI, if the run logs to a database instead of a server."""
 PIPELINE_TAG = "nightjar.pipeline"
 FLOW_RUN_TAG = "nightjar.prefect_flow_run"
@@ -81,20 +81,20 @@ def open_run(client: MlflowClient, run: Run) -> str:
             experiment_id = client.create_experiment(run.experiment, artifact_location=artifact_location)
         else:
             experiment_id = experiment.experiment_id
-        query = f"tags.`{RUN_ID_TAG}` = '{run.run_id}'"
-        existing_runs = client.search_runs([experiment_id], query, ViewType.ACTIVE_ONLY, max_results=1)
+        filter_string = f"tags.`{RUN_ID_TAG}` = '{run.run_id}'"
+        existing_runs = client.search_runs([experiment_id], filter_string, ViewType.ACTIVE_ONLY, max_results=1)
         if existing_runs:
             (mlflow_run,) = existing_runs
-            for name, value in tags.items():
-                if mlflow_run.data.tags.get(name) != value:
-                    client.set_tag(mlflow_run.info.run_id, name, value)
+            for tag_name, tag_value in tags.items():
+                if mlflow_run.data.tags.get(tag_name) != tag_value:
+                    client.set_tag(mlflow_run.info.run_id, tag_name, tag_value)
             return str(mlflow_run.info.run_id)
         return str(client.create_run(experiment_id, tags=tags).info.run_id)
 
 
 def _tags_of(run: Run) -> dict[str, str]:
     """Return the tags of the MLflow run of `run`."""
-    tags = {
+    value_by_tag = {
         RUN_ID_TAG: run.run_id,
         MLFLOW_RUN_NAME: run.run_id,
         PIPELINE_TAG: run.pipeline,
@@ -102,7 +102,7 @@ def _tags_of(run: Run) -> dict[str, str]:
         FLOW_RUN_TAG: run.flow_run_id,
         FLOW_RUN_URL_TAG: run.flow_run_url,
     }
-    return {name: value for name, value in tags.items() if value}
+    return {tag_name: tag_value for tag_name, tag_value in value_by_tag.items() if tag_value}
 
 
 def run_address(client: MlflowClient, mlflow_run_id: str) -> str:
@@ -110,7 +110,7 @@ def run_address(client: MlflowClient, mlflow_run_id: str) -> str:
 
     The UI is at NIGHTJAR_MLFLOW_UI_URL, by default at the address of the server that the run logs to.
     """
-    uri = os.environ.get(UI_VARIABLE) or client.tracking_uri
+    uri = os.environ.get(UI_URL_VARIABLE) or client.tracking_uri
     if not uri.startswith(("http://", "https://")):
         return f"{redacted(uri)}, run {mlflow_run_id}"
     experiment_id = client.get_run(mlflow_run_id).info.experiment_id
@@ -128,38 +128,38 @@ def log_params(client: MlflowClient, mlflow_run_id: str, *, config_file: Path) -
 
     MLflow cannot change the value of a param, so settings that differ in a resumed run are logged as a tag.
     """
-    settings = flatten(yaml.safe_load(config_file.read_text(encoding="utf-8")))
+    value_by_name = flatten_settings(yaml.safe_load(config_file.read_text(encoding="utf-8")))
     logged_params = client.get_run(mlflow_run_id).data.params
-    new_params = [Param(key, value) for key, value in settings.items() if key not in logged_params]
+    new_params = [Param(name, value) for name, value in value_by_name.items() if name not in logged_params]
     for start in range(0, len(new_params), _PARAMS_PER_CALL):
         client.log_batch(mlflow_run_id, params=new_params[start : start + _PARAMS_PER_CALL])
-    changed_settings = {key: value for key, value in settings.items() if logged_params.get(key, value) != value}
-    if changed_settings:
-        client.set_tag(mlflow_run_id, "nightjar.changed_on_resume", json.dumps(changed_settings))
+    changed_values = {name: value for name, value in value_by_name.items() if logged_params.get(name, value) != value}
+    if changed_values:
+        client.set_tag(mlflow_run_id, "nightjar.changed_on_resume", json.dumps(changed_values))
 
 
-def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Convert nested settings to strings under dotted names.
 
-    >>> flatten({"model": {"layers": [64, 32]}, "name": "nightly"})
+    >>> flatten_settings({"model": {"layers": [64, 32]}, "name": "nightly"})
     {'model.layers': '[64, 32]', 'name': 'nightly'}
     """
     value_by_name: dict[str, str] = {}
-    for key, value in settings.items():
+    for name, value in settings.items():
         if isinstance(value, dict) and value:
-            value_by_name |= flatten(value, f"{prefix}{key}.")
+            value_by_name |= flatten_settings(value, f"{prefix}{name}.")
         else:
-            value_by_name[prefix + key] = str(value)
+            value_by_name[prefix + name] = str(value)
     return value_by_name
 
 
 def log_training_metrics(client: MlflowClient, mlflow_run_id: str, *, metrics_file: Path) -> None:
     """Log the training steps in `metrics_file` (metrics.jsonl) that MetricRelay did not log."""
     lines = [Progress.model_validate_json(line) for line in metrics_file.read_text().splitlines()]
-    now_ms = int(metrics_file.stat().st_mtime * 1000)
-    already_logged = logged_steps(client, mlflow_run_id)
-    missing_lines = [line for line in lines if line.step not in already_logged]
-    metrics = [metric for line in missing_lines for metric in training_metrics(line, time_ms=now_ms)]
+    modified_ms = int(metrics_file.stat().st_mtime * 1000)
+    steps_in_mlflow = logged_steps(client, mlflow_run_id)
+    missing_lines = [line for line in lines if line.step not in steps_in_mlflow]
+    metrics = [metric for line in missing_lines for metric in training_metrics(line, time_ms=modified_ms)]
     log_metrics(client, mlflow_run_id, metrics)
 
 
@@ -170,23 +170,25 @@ def logged_steps(client: MlflowClient, mlflow_run_id: str) -> set[int]:
 
 def log_metrics(client: MlflowClient, mlflow_run_id: str, metrics: Sequence[Metric]) -> None:
     """Log `metrics` in as few calls as MLflow allows."""
-    for start in range(0, len(metrics), _METRICS_PER_CALL):
-        client.log_batch(mlflow_run_id, metrics=metrics[start : start + _METRICS_PER_CALL])
+    for start_index in range(0, len(metrics), _METRICS_PER_CALL):
+        client.log_batch(mlflow_run_id, metrics=metrics[start_index : start_index + _METRICS_PER_CALL])
 
 
-def training_metrics(line: Progress, *, time_ms: int) -> list[Metric]:
+def training_metrics(progress: Progress, *, time_ms: int) -> list[Metric]:
     """Convert one line of metrics.jsonl to MLflow metrics."""
-    values = line.model_dump(include=set(TRAINING_METRICS))
-    values |= {f"{name}_ms_per_step": ms for name, ms in line.ms_per_step.items()}
-    values |= {f"{name}_bytes": size for name, size in line.memory_bytes.items()}
-    values |= {f"validation/{name.replace('@', '_at_')}": value for name, value in line.validation.items()}
-    return [Metric(f"train/{name}", float(value), time_ms, line.step) for name, value in values.items()]
+    value_by_metric = progress.model_dump(include=set(TRAINING_METRICS))
+    value_by_metric |= {f"{name}_ms_per_step": ms for name, ms in progress.ms_per_step.items()}
+    value_by_metric |= {f"{name}_bytes": num_bytes for name, num_bytes in progress.memory_bytes.items()}
+    value_by_metric |= {f"validation/{name.replace('@', '_at_')}": value for name, value in progress.validation.items()}
+    return [Metric(f"train/{name}", float(value), time_ms, progress.step) for name, value in value_by_metric.items()]
 
 
-def as_metrics(values: Mapping[str, float]) -> list[Metric]:
-    """Convert `values` to MLflow metrics: "@" is not allowed in a name and becomes "_at_"; NaN values are left out."""
+def as_metrics(value_by_name: Mapping[str, float]) -> list[Metric]:
+    """Convert values by name to MLflow metrics: "@" is not allowed in a name and becomes "_at_"; NaN values are left out."""
     now_ms = int(time.time() * 1000)
-    return [Metric(name.replace("@", "_at_"), value, now_ms, 0) for name, value in values.items() if not math.isnan(value)]
+    return [
+        Metric(name.replace("@", "_at_"), value, now_ms, 0) for name, value in value_by_name.items() if not math.isnan(value)
+    ]
 
 
 def log_results(
@@ -202,17 +204,17 @@ def log_results(
     """Log the params, all metrics, the config, the sharding plan and the plots of a finished run."""
     log_params(client, mlflow_run_id, config_file=run.config_file)
     log_training_metrics(client, mlflow_run_id, metrics_file=train.path("metrics.jsonl"))
-    recalls = {f"index/{kind}/recall": report.recall for kind, report in index.reports.items()}
-    best_epoch = {} if train.best_epoch is None else {"train/best_epoch": train.best_epoch}
-    values = {**evaluation.metrics, **recalls, **best_epoch, "train/final_loss": train.final_loss}
-    log_metrics(client, mlflow_run_id, as_metrics(values))
+    recall_by_metric = {f"index/{kind}/recall": report.recall for kind, report in index.reports.items()}
+    epoch_by_metric = {} if train.best_epoch is None else {"train/best_epoch": train.best_epoch}
+    value_by_metric = {**evaluation.metrics, **recall_by_metric, **epoch_by_metric, "train/final_loss": train.final_loss}
+    log_metrics(client, mlflow_run_id, as_metrics(value_by_metric))
     plots = (
         plot_loss(train, path=run.folder / "loss.png"),
         plot_recall(evaluation.metrics, path=run.folder / "recall.png"),
         plot_indexes(index.reports, served=index.served, path=run.folder / "indexes.png"),
     )
-    for file in (run.config_file, plan.path("plan.json"), *plots):
-        client.log_artifact(mlflow_run_id, str(file))
+    for path in (run.config_file, plan.path("plan.json"), *plots):
+        client.log_artifact(mlflow_run_id, str(path))
 
 
 def log_data(
@@ -220,30 +222,35 @@ def log_data(
     mlflow_run_id: str,
     *,
     manifests: Sequence[EmbeddingsManifest | InteractionsManifest | None],
-    report: DataReportManifest,
+    data_report: DataReportManifest,
 ) -> None:
     """Log the input files as MLflow datasets and in data_fingerprints.json; log the data report if it is not logged yet."""
     if "data/breaches" not in client.get_run(mlflow_run_id).data.metrics:  # log_data_report_or_warn failed
-        log_data_report(client, mlflow_run_id, report)
-    sources = {manifest.kind: manifest.sources for manifest in manifests if manifest is not None}
-    files_by_kind = {kind: [source.model_dump() for source in files] for kind, files in sources.items()}
-    client.log_dict(mlflow_run_id, files_by_kind, "data_fingerprints.json")
+        log_data_report(client, mlflow_run_id, data_report)
+    sources_by_kind = {manifest.kind: manifest.sources for manifest in manifests if manifest is not None}
+    records_by_kind = {kind: [source.model_dump() for source in sources] for kind, sources in sources_by_kind.items()}
+    client.log_dict(mlflow_run_id, records_by_kind, "data_fingerprints.json")
     datasets = [
         # MLflow allows 36 characters in a digest.
-        Dataset(kind, fingerprint_of(files_by_kind[kind])[:36], "local", json.dumps([file.path for file in files[:_MAX_PATHS]]))
-        for kind, files in sources.items()
+        Dataset(
+            kind,
+            fingerprint_of(records_by_kind[kind])[:36],
+            "local",
+            json.dumps([source.path for source in sources[:_MAX_PATHS]]),
+        )
+        for kind, sources in sources_by_kind.items()
     ]
     client.log_inputs(mlflow_run_id, [DatasetInput(dataset) for dataset in datasets])
 
 
-def log_data_report(client: MlflowClient, mlflow_run_id: str, report: DataReportManifest) -> None:
+def log_data_report(client: MlflowClient, mlflow_run_id: str, data_report: DataReportManifest) -> None:
     """Log report.html and the metrics of the data report, as data/<name>."""
-    values = {f"data/{name}": value for name, value in report.metrics.items()}
-    log_metrics(client, mlflow_run_id, as_metrics({**values, "data/breaches": float(len(report.breaches))}))
-    client.log_artifact(mlflow_run_id, str(report.path("report.html")), "data_report")
+    value_by_metric = {f"data/{name}": value for name, value in data_report.metrics.items()}
+    log_metrics(client, mlflow_run_id, as_metrics({**value_by_metric, "data/breaches": float(len(data_report.breaches))}))
+    client.log_artifact(mlflow_run_id, str(data_report.path("report.html")), "data_report")
 
 
-def log_data_report_or_warn(run: Run, report: DataReportManifest) -> str | None:
+def log_data_report_or_warn(run: Run, data_report: DataReportManifest) -> str | None:
     """Log the data report; return the address of the MLflow run.
 
     If MLflow does not work, log a warning and return None; the report is then logged at registration.
@@ -252,8 +259,10 @@ def log_data_report_or_warn(run: Run, report: DataReportManifest) -> str | None:
     def log(client: MlflowClient) -> str:
         mlflow_run_id = open_run(client, run)
         log_params(client, mlflow_run_id, config_file=run.config_file)
-        log_data_report(client, mlflow_run_id, report)
-        client.set_terminated(mlflow_run_id, RunStatus.to_string(RunStatus.FAILED if report.breaches else RunStatus.FINISHED))
+        log_data_report(client, mlflow_run_id, data_report)
+        client.set_terminated(
+            mlflow_run_id, RunStatus.to_string(RunStatus.FAILED if data_report.breaches else RunStatus.FINISHED)
+        )
         return run_address(client, mlflow_run_id)
 
     warning = "could not log the data report to MLflow; it will be logged at registration"
@@ -269,8 +278,8 @@ class MetricRelay:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._lines: queue.SimpleQueue[tuple[int, Progress]] = queue.SimpleQueue()
-        self._closing = threading.Event()
+        self._line_queue: queue.SimpleQueue[tuple[int, Progress]] = queue.SimpleQueue()
+        self._close_event = threading.Event()
         self._status = RunStatus.to_string(RunStatus.FINISHED)
         self._thread = threading.Thread(target=self._relay, name="mlflow-relay", daemon=True)
 
@@ -282,23 +291,23 @@ class MetricRelay:
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._status = RunStatus.to_string(RunStatus.FINISHED if error_type is None else RunStatus.FAILED)
-        self._closing.set()
+        self._close_event.set()
         self._thread.join(2 * ANSWER_TIMEOUT_S)
 
     def send(self, line: Progress) -> None:
-        """Queue one line of metrics.jsonl and return at once."""
-        self._lines.put((int(time.time() * 1000), line))
+        """Queue one line of metrics.jsonl for the thread, and return at once."""
+        self._line_queue.put((int(time.time() * 1000), line))
 
     def _log_until_closed(self, client: MlflowClient, mlflow_run_id: str) -> None:
-        already_logged = logged_steps(client, mlflow_run_id)
-        closing = False
-        while not closing:
-            closing = self._closing.wait(_FLUSH_INTERVAL_S)
-            queued_lines = [self._lines.get() for _ in range(self._lines.qsize())]
-            new_lines = [(time_ms, line) for time_ms, line in queued_lines if line.step not in already_logged]
+        steps_in_mlflow = logged_steps(client, mlflow_run_id)
+        is_closing = False
+        while not is_closing:
+            is_closing = self._close_event.wait(_FLUSH_INTERVAL_S)
+            queued_lines = [self._line_queue.get() for _ in range(self._line_queue.qsize())]
+            new_lines = [(time_ms, line) for time_ms, line in queued_lines if line.step not in steps_in_mlflow]
             metrics = [metric for time_ms, line in new_lines for metric in training_metrics(line, time_ms=time_ms)]
             log_metrics(client, mlflow_run_id, metrics)
-            already_logged.update(line.step for _, line in new_lines)
+            steps_in_mlflow.update(line.step for _, line in new_lines)
 
     def _relay(self) -> None:
         try:

@@ -37,9 +37,9 @@ class VersionTester:
         """Return call(*args, **kwargs), retried while MLflow is temporarily unavailable."""
         return call_with_retries(partial(call, *args, **kwargs), uri=self.client.tracking_uri)
 
-    def set_tag(self, version: ModelVersion, name: str, value: str) -> None:
+    def set_tag(self, version: ModelVersion, tag_name: str, tag_value: str) -> None:
         """Set a tag of a version."""
-        self.retry(self.client.set_model_version_tag, version.name, version.version, name, value)
+        self.retry(self.client.set_model_version_tag, version.name, version.version, tag_name, tag_value)
 
     def smoke_test(self, version: ModelVersion) -> dict[str, float]:
         """Return served/<metric> of a version; raise UnusableVersionError if its answers are invalid."""
@@ -53,37 +53,42 @@ class VersionTester:
             self.set_tag(version, SMOKE_TAG, f"failed: {error}"[:_MAX_TAG_LENGTH])
             raise
         self.set_tag(version, SMOKE_TAG, "passed")
-        return {f"served/{name}": value for name, value in served_metrics(answers, sample=self.sample).items()}
+        return {f"served/{metric_name}": value for metric_name, value in served_metrics(answers, sample=self.sample).items()}
 
-    def measure(self, version: ModelVersion, *, name: str, loadable_version: ModelVersion | None = None) -> dict[str, float]:
-        """Return <name>/<metric> of a version of an earlier run.
+    def measure(
+        self, version: ModelVersion, *, metric_prefix: str, control_version: ModelVersion | None = None
+    ) -> dict[str, float]:
+        """Return <metric_prefix>/<metric> of a version of an earlier run.
 
         If the version does not load, tag it and raise UnusableVersionError. Remove the tag when the version loads again.
 
         Args:
-            loadable_version: a version with files that exist. It shows whether MLflow can deliver any files. If it can be
-                downloaded but `version` cannot, `version` is unusable. None: if `version` cannot be downloaded, raise
-                NotFetchedError.
+            metric_prefix: first part of the keys of the returned metrics.
+            control_version: a version whose files exist. If `version` cannot be downloaded, the control version is downloaded
+                to find the cause. If that works, MLflow works, so the files of `version` are missing and `version` is unusable.
+                None: raise NotFetchedError if `version` cannot be downloaded.
         """
-        number = str(version.version)
-        if number not in self.metrics_by_version:
+        version_number = str(version.version)
+        if version_number not in self.metrics_by_version:
             try:
-                answers = self._predict_existing(version, loadable_version)
+                answers = self._predict_or_raise_unusable(version, control_version)
             except UnusableVersionError as error:
                 self.set_tag(version, BROKEN_TAG, str(error)[:_MAX_TAG_LENGTH])
                 raise
             if BROKEN_TAG in version.tags:
                 self.retry(self.client.delete_model_version_tag, version.name, version.version, BROKEN_TAG)
-            self.metrics_by_version[number] = served_metrics(answers, sample=self.sample)
-        return {f"{name}/{metric}": value for metric, value in self.metrics_by_version[number].items()}
+            self.metrics_by_version[version_number] = served_metrics(answers, sample=self.sample)
+        return {
+            f"{metric_prefix}/{metric_name}": value for metric_name, value in self.metrics_by_version[version_number].items()
+        }
 
-    def _predict_existing(self, version: ModelVersion, loadable_version: ModelVersion | None) -> pa.ListArray:
+    def _predict_or_raise_unusable(self, version: ModelVersion, control_version: ModelVersion | None) -> pa.ListArray:
         try:
             return self._predict(version)
         except NotFetchedError as error:
-            if loadable_version is None:
+            if control_version is None:
                 raise
-            self._predict(loadable_version)  # raises if MLflow does not work; `version` may be usable then
+            self._predict(control_version)  # raises NotFetchedError if MLflow does not work
             raise UnusableVersionError(str(error)) from None
 
     def _predict(self, version: ModelVersion) -> pa.ListArray:
@@ -92,5 +97,5 @@ class VersionTester:
             self.sample,
             model_uri=f"models:/{version.name}/{version.version}",
             tracking_uri=self.client.tracking_uri,
-            output_file=self.sample.file.with_name(f"answers-{version.version}.parquet"),
+            output_file=self.sample.histories_file.with_name(f"answers-{version.version}.parquet"),
         )

@@ -25,11 +25,11 @@ from tasks.registry.releases import delete_model
 from tasks.run import Run
 
 PACKAGE_TAG = "nightjar.package"
-_MODEL_CODE = Path(__file__).with_name("pyfunc_model.py")
+_MODEL_CODE_FILE = Path(__file__).with_name("pyfunc_model.py")
 _SERVING_LIBRARIES = ("mlflow", "numpy", "pandas", "pyarrow", "pydantic", "safetensors", "torch")
 
 
-def version_for(
+def get_or_create_version(
     package: PackageManifest,
     *,
     config: RegistryConfig,
@@ -54,8 +54,10 @@ def version_for(
             return version
     _delete_unregistered_models(client, mlflow_run_id, registered_uris={version.source for version in versions})
     mlflow.set_tracking_uri(tracking_uri(run.workspace))
-    model = _log_model(package, mlflow_run_id=mlflow_run_id, interactions=interactions)
-    return client.create_model_version(model_name, model.model_uri, run_id=mlflow_run_id, tags=tags, model_id=model.model_id)
+    logged_model = _log_model(package, mlflow_run_id=mlflow_run_id, interactions=interactions)
+    return client.create_model_version(
+        model_name, logged_model.model_uri, run_id=mlflow_run_id, tags=tags, model_id=logged_model.model_id
+    )
 
 
 def _delete_unregistered_models(client: MlflowClient, mlflow_run_id: str, *, registered_uris: set[str | None]) -> None:
@@ -73,7 +75,7 @@ def _log_model(package: PackageManifest, *, mlflow_run_id: str, interactions: In
     with mlflow.start_run(run_id=mlflow_run_id):
         return mlflow.pyfunc.log_model(
             name="retriever",
-            python_model=str(_MODEL_CODE),
+            python_model=str(_MODEL_CODE_FILE),
             code_paths=[str(Path(recsys_core.__file__).parent)],
             artifacts={"package": str(package.folder / "package")},
             model_config={PACKAGE_SHA256_KEY: description_sha256(package)},
@@ -104,8 +106,8 @@ def signature_for(interactions: InteractionsManifest) -> ModelSignature:
 
 
 def _input_example(interactions: InteractionsManifest) -> pd.DataFrame:
-    users = pq.read_table(interactions.path("users.parquet"), columns=["id"])["id"]
-    return pd.DataFrame({"user_id": users.slice(0, 2).to_pylist()})
+    user_ids = pq.read_table(interactions.path("users.parquet"), columns=["id"])["id"]
+    return pd.DataFrame({"user_id": user_ids.slice(0, 2).to_pylist()})
 
 
 def pinned_requirements() -> list[str]:
@@ -113,8 +115,8 @@ def pinned_requirements() -> list[str]:
 
     Serving runs on a CPU, so faiss-gpu is replaced by faiss-cpu of the same version.
     """
-    version_by_library = {name: metadata.version(name) for name in _SERVING_LIBRARIES}
+    version_by_library = {library: metadata.version(library) for library in _SERVING_LIBRARIES}
     installed_libraries = {distribution.name for distribution in metadata.distributions()}
     version_by_library["faiss-cpu"] = metadata.version("faiss-cpu" if "faiss-cpu" in installed_libraries else "faiss-gpu")
     # A local version such as 2.14.1+cpu is not on PyPI.
-    return [f"{name}=={version.partition('+')[0]}" for name, version in sorted(version_by_library.items())]
+    return [f"{library}=={version.partition('+')[0]}" for library, version in sorted(version_by_library.items())]

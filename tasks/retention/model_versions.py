@@ -21,7 +21,7 @@ from recsys_core.disk import used_bytes
 from recsys_core.manifests import RegistrationManifest, read_unchecked_manifest
 from recsys_core.units import DAY_S
 from tasks.registry.mlflow_client import RUN_ID_TAG
-from tasks.registry.releases import MAX_FORMER_CHAMPIONS, REASONS_TAG, aliases_of, delete_model, former_champions
+from tasks.registry.releases import MAX_FORMER_CHAMPIONS, REASONS_TAG, delete_model, former_champions, version_number_by_alias
 from tasks.retention.run_folders import RUNS_NAME, run_ids
 
 _LOGGED_MODEL_URI = re.compile(r"models:/(m-[0-9a-f]+)")
@@ -64,7 +64,7 @@ def runs_behind_aliases(client: MlflowClient, workspace: Path, *, model_name: st
     """
     aliased_runs: set[str] = set()
     for name, registered_runs in ({model_name: set[str]()} | registered_runs_by_model(workspace)).items():
-        aliases = aliases_of(client, name)
+        aliases = version_number_by_alias(client, name)
         if aliases is None:
             aliased_runs |= registered_runs
         else:
@@ -79,7 +79,7 @@ def find_old_versions(client: MlflowClient, model_name: str, *, num_kept: int) -
     Retention keeps the newest `num_kept` versions, versions with an alias, the latest former champions, and versions that are
     in the gate of another run.
     """
-    aliases = aliases_of(client, model_name)
+    aliases = version_number_by_alias(client, model_name)
     if aliases is None:
         return []
     versions = sorted(client.search_model_versions(f"name = '{model_name}'"), key=lambda version: int(version.version))
@@ -103,7 +103,7 @@ def delete_versions(client: MlflowClient, removals: Iterable[VersionRemoval]) ->
     finished_removals = []
     for removal in removals:
         name, number = removal.model_name, removal.version
-        if number in (aliases_of(client, name) or {}).values():
+        if number in (version_number_by_alias(client, name) or {}).values():
             continue
         try:
             version = client.get_model_version(name, number)

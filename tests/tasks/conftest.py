@@ -60,7 +60,7 @@ def predicted_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def predict(sample: ServedSample, *, model_uri: str, tracking_uri: str, output_file: Path) -> pa.ListArray:
         uris.append(model_uri)
         mlflow.set_tracking_uri(tracking_uri)
-        cases = pq.read_table(sample.file).to_pydict()
+        cases = pq.read_table(sample.histories_file).to_pydict()
         try:
             model = mlflow.pyfunc.load_model(model_uri)
         except Exception as error:
@@ -76,7 +76,7 @@ class Stages(NamedTuple):
     """The stages that are arguments of `register`."""
 
     dataset: Dataset
-    report: DataReportManifest
+    data_report: DataReportManifest
     plan: PlanManifest
     train_manifest: TrainManifest
     evaluation: EvaluationManifest

@@ -7,7 +7,7 @@ import pytest
 
 from recsys_core.manifests import TrainManifest
 from recsys_core.training.config import TrainingConfig
-from tasks.reporting import show_bar, training_facts
+from tasks.reporting import show_bar, training_summary
 from tests.tasks.conftest import Stages
 
 
@@ -19,11 +19,11 @@ def trained(stages: Callable[..., Stages]) -> TrainManifest:
 
 def test_the_log_line_of_training_has_early_stopping_and_the_best_epoch(trained: TrainManifest) -> None:
     stopped = trained.model_copy(update={"epochs": 5, "best_epoch": 2})
-    facts = training_facts(stopped, config=TrainingConfig(epochs=10))
+    facts = training_summary(stopped, config=TrainingConfig(epochs=10))
     assert "stopped early after epoch 5 of 10, best epoch 2: validation ndcg@10 0.5000" in facts
-    assert "stopped early" not in training_facts(stopped, config=TrainingConfig(epochs=5))
+    assert "stopped early" not in training_summary(stopped, config=TrainingConfig(epochs=5))
     unmeasured = stopped.model_copy(update={"best_epoch": None, "validation": {}})
-    assert "best epoch" not in training_facts(unmeasured, config=TrainingConfig(epochs=5, validation=None))
+    assert "best epoch" not in training_summary(unmeasured, config=TrainingConfig(epochs=5, validation=None))
 
 
 def test_a_bar_is_a_record_for_the_terminal(caplog: pytest.LogCaptureFixture) -> None:

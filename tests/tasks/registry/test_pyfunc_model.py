@@ -24,7 +24,7 @@ from recsys_core.errors import StageError
 from tasks.registry import tracking
 from tasks.registry.config import RegistryConfig
 from tasks.registry.model_uri import PACKAGE_SHA256_TAG, load_model
-from tasks.registry.versions import pinned_requirements, version_for
+from tasks.registry.versions import get_or_create_version, pinned_requirements
 from tasks.run import Run
 from tests.tasks.conftest import Stages
 
@@ -56,7 +56,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, stages: BuildStages) -> 
         run.folder.mkdir(parents=True)
         run.config_file.write_text("name: tests\n")
         client = tracking.connect(run.workspace)
-        version_for(
+        get_or_create_version(
             stages().package,
             config=RegistryConfig(model_name="m"),
             client=client,

@@ -32,7 +32,7 @@ def answers(first: list[int], second: list[int]) -> pa.ListArray:
 
 
 def test_the_sample_holds_users_with_test_events_and_their_items_before_the_test(sample: ServedSample) -> None:
-    assert pq.read_table(sample.file).to_pydict() == {"user_id": [7, 9], "history": [[100, 101, 102], [103]]}
+    assert pq.read_table(sample.histories_file).to_pydict() == {"user_id": [7, 9], "history": [[100, 101, 102], [103]]}
 
 
 def test_metrics_count_each_target_once_and_skip_users_whose_targets_are_in_their_history(sample: ServedSample) -> None:
@@ -70,4 +70,4 @@ def test_the_sample_is_reproducible(tmp_path: Path) -> None:
     )
     first, second = (prepare_sample(interactions, max_users=5, folder=tmp_path / name) for name in ("a", "b"))
     assert first.num_users == 5
-    assert pq.read_table(first.file).equals(pq.read_table(second.file))
+    assert pq.read_table(first.histories_file).equals(pq.read_table(second.histories_file))

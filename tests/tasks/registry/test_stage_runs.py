@@ -7,7 +7,7 @@ from pathlib import Path
 from mlflow.entities import Run as MlflowRun
 
 from tasks.registry.mlflow_client import connect
-from tasks.registry.stage_runs import log_end
+from tasks.registry.stage_runs import log_run_end
 from tasks.registry.tracking import open_run
 from tests.tasks.conftest import Stages
 from tests.tasks.registration import run_of
@@ -23,14 +23,14 @@ def test_each_stage_is_a_nested_run_and_a_resumed_run_adds_the_missing_stages(
 ) -> None:
     run, manifests = run_of(workspace, "one"), stages()
     run.stage_folder("plan_sharding").symlink_to(manifests.plan.folder)
-    log_end(run, state="Failed", message="rank 1 died")
+    log_run_end(run, state="Failed", message="rank 1 died")
     client = connect(workspace)
     parent_id = open_run(client, run)
     assert client.get_run(parent_id).info.status == "FAILED"
     assert nested_runs(workspace, parent_id).keys() == {"plan_sharding"}
 
     run.stage_folder("train").symlink_to(manifests.train_manifest.folder)
-    log_end(replace(run, flow_run_url="http://prefect/1"), state="NotPromoted", message="recall is less")
+    log_run_end(replace(run, flow_run_url="http://prefect/1"), state="NotPromoted", message="recall is less")
     parent, nested = client.get_run(parent_id), nested_runs(workspace, parent_id)
     assert (parent.info.status, parent.data.tags["nightjar.state"]) == ("FINISHED", "NotPromoted")
     description = "**NotPromoted**: recall is less\n\n[Flow run in Prefect](http://prefect/1)"
